@@ -83,7 +83,7 @@ BY_HAND = (
     ("runner/engine/phase.py", "rest = there[world.rank - 1]", "rest = there[0]"),
     ("runner/base/order.py", "if rank == 0 and update == 0:", "if update == 0:"),
     ("runner/engine/checkpoint_saver.py", "self.bests = list(bests)", "self.bests = []"),
-    ("runner/engine/hooks/checkpointing.py", "(start.update, find_best_checkpoints(", "(None, bests_beside("),
+    ("runner/engine/hooks/checkpointing.py", "(start.update, find_best_checkpoints(", "(None, find_best_checkpoints("),
     ("runner/engine/hooks/checkpointing.py", "find_best_checkpoints(start, policy.ranking))", "[])"),
     ("runner/durable/checkpoint_choice.py", "_read_bests(state, newest.state, ranking).items()", "()"),
     (

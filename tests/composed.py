@@ -1,7 +1,7 @@
-"""Hydra composes the same groups of the shipped files once in a run of the tests: it takes half of a short run.
+"""Cache Hydra's compositions of the shipped files for the whole test run: composing takes half of a short run.
 
-Results are kept in this process and its forks, and in a folder for all other processes. Files of a user's folder
-(--config-dir) are read each time.
+Results are cached in this process and its forks, and in a folder shared with all other processes. Files in a user's
+folder (--config-dir) are read every time.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import Any
 from runner.base.paths import shipped_path
 from runner.config import config_files
 
-FOLDER = "COMPOSED_FOR_TESTS"  # name in the environment
+FOLDER = "COMPOSED_FOR_TESTS"  # environment variable
 
 
 class Composed(MutableMapping[Any, Any]):
-    """Keeps the results of the shipped files until the tests end, as `files_unchanged` does for a while."""
+    """Caches compositions of the shipped files until the tests end, where `files_unchanged` caches them temporarily."""
 
     def __init__(self, folder: Path | None) -> None:
         self.folder = folder
@@ -31,10 +31,10 @@ class Composed(MutableMapping[Any, Any]):
         config_files._cache = self  # lint-tests: private: files_unchanged, the seam that the product has, ends
 
     def __contains__(self, key: object) -> bool:
-        if not isinstance(key, tuple) or key[-1] is not None:  # a folder of a user
+        if not isinstance(key, tuple) or key[-1] is not None:  # a user's folder
             return False
         if (key, shipped_path("conf")) not in self._kept:
-            # Any failure to read means composing: a process may have no descriptor, no memory or another user left.
+            # If the file cannot be read, compose: the process may lack descriptors or memory, or run as another user.
             with suppress(Exception):
                 self._kept[key, shipped_path("conf")] = pickle.loads(self._file(key).read_bytes())
         return (key, shipped_path("conf")) in self._kept
@@ -68,14 +68,14 @@ class Composed(MutableMapping[Any, Any]):
 
 @cache
 def composed() -> Composed:
-    """Return what is composed in this process; from the first call on it is kept."""
+    """Return the cache of this process; the first call installs it."""
     folder = os.environ.get(FOLDER)
     return Composed(Path(folder) if folder else None)
 
 
 @contextmanager
 def folder_for_all() -> Iterator[None]:
-    """Share results between processes that start inside; they find the folder in their environment."""
+    """Share results with processes started inside the context; an environment variable names the folder."""
     if FOLDER in os.environ:
         yield
         return

@@ -1,4 +1,4 @@
-"""What all tests share."""
+"""Fixtures and pytest hooks for all tests."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from typing import Any
 import hypothesis
 import pytest
 
-pytest.register_assert_rewrite("tests.screens")  # its assertion shows the difference
+pytest.register_assert_rewrite("tests.screens")  # so that its assertion shows a diff
 
 from runner.base import noise
 from tests.composed import composed, folder_for_all
@@ -27,7 +27,7 @@ from tests.screens import screen_of
 from tests.warm import import_all
 from tests.workers import SERVER, run_all
 
-# The files that take longest, longest first: started last, one of them would keep one process busy and others waiting.
+# The slowest files, slowest first: if one of them started last, the other workers would be idle while it runs.
 LONGEST = (
     "stand_ins/test_cuda_paths.py", "engine/test_watchdog.py", "faults/test_environment.py",
     "end_to_end/test_ranks.py", "stand_ins/test_cuda_costs.py", "stand_ins/test_cuda_stand_in.py",
@@ -45,8 +45,8 @@ LONGEST = (
     "config/test_configuration.py", "end_to_end/test_packaging.py", "faults/test_out_of_memory.py",
 )  # fmt: skip
 
-MANY = 10  # tests, for which it pays to import all at once
-THREAD_ENDS_S = 30  # for a thread that is already ending when its test ends
+MANY = 10  # tests, from which on importing everything up front pays off
+THREAD_ENDS_S = 30  # for a thread that is still exiting when its test ends
 FILE_BUDGET_S = 10  # of CPU time; reported, never asserted
 
 
@@ -56,7 +56,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_runtestloop(session: pytest.Session) -> bool | None:
-    """Run the tests in workers, if the command line asks for them and nothing failed before."""
+    """Run the tests in worker processes if --workers is given and collection succeeded."""
     if not session.config.option.workers or session.testsfailed or session.config.option.collectonly:
         return None
     run_all(session, session.config.option.workers)
@@ -64,16 +64,16 @@ def pytest_runtestloop(session: pytest.Session) -> bool | None:
 
 
 def pytest_configure(config: pytest.Config) -> None:
-    """Set up Hypothesis and what all tests share."""
-    # Without a deadline, because a busy machine exceeds any; the same examples each time, except in the long form.
+    """Set up Hypothesis and the cache of compositions."""
+    # No deadline, because a busy machine exceeds any; always the same examples, except with --all.
     hypothesis.settings.register_profile("accel-run", deadline=None, derandomize=not tallies.IS_LONG)
     hypothesis.settings.load_profile("accel-run")
     _compose_once(config)
 
 
 def _compose_once(config: pytest.Config) -> None:
-    """Hydra composes the same groups of the shipped files once for all tests; else it takes half of their time."""
-    with suppress(ImportError):  # an extra
+    """Cache Hydra's compositions of the shipped files for all tests; composing takes half of the time otherwise."""
+    with suppress(ImportError):  # an optional dependency
         import tqdm  # type: ignore[import-untyped]
 
         tqdm.tqdm.monitor_interval = 0  # the first progress bar would start a thread that never ends
@@ -84,7 +84,7 @@ def _compose_once(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the longest files, take a sample of large matrices, and skip what needs a GPU where there is none."""
+    """Run the slowest files first, sample large matrices, and skip GPU tests on machines without a GPU."""
     here = Path(__file__).parent
     places = {here / name: place for place, name in enumerate(LONGEST)}
     assert all(path.is_file() for path in places)
@@ -101,7 +101,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def _has_gpu() -> bool:
-    """Return whether torch sees a GPU, without initializing CUDA, which would not survive the fork of a worker."""
+    """Return whether torch sees a GPU, without initializing CUDA, which forked workers could not use then."""
     import torch
 
     with pytest.MonkeyPatch.context() as patch:
@@ -110,7 +110,7 @@ def _has_gpu() -> bool:
 
 
 def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
-    """Return the cases that only --all runs: those marked long, and of each sampled test all but a seeded choice."""
+    """Return the cases that only --all runs: those marked long, and those of sampled tests outside a seeded sample."""
     found = {item for item in items if item.get_closest_marker("long") and len(items) > 1}
     cases = defaultdict(list)
     for item in items:
@@ -123,7 +123,7 @@ def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
 
 
 def _chosen(cases: list[pytest.Item], count: int, rng: random.Random) -> list[pytest.Item]:
-    """Return a random choice, in which as many values of each parameter appear as so many cases can have."""
+    """Return `count` random cases that together cover as many parameter values as possible."""
     left, kept = rng.sample(cases, len(cases)), []
     seen: set[tuple[str, int]] = set()
     while left and len(kept) < count:
@@ -139,14 +139,14 @@ def _values(item: Any) -> set[tuple[str, int]]:
 
 
 def pytest_report_header() -> str:
-    """Say what was sampled, so that a failure can be repeated."""
+    """Report the seed of the sampling, so that a failure can be reproduced."""
     return "all cases" if tallies.IS_LONG else f"cases of sampled tests: ACCEL_RUN_SEED={tallies.SEED}"
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """What was imported stays: no collection looks through it again, nor copies it in a fork.
+    """Freeze imported objects: no garbage collection scans them again, or copies their pages in a fork.
 
-    A process that runs many tests imports what commands import in their forks, which would do it again each time.
+    A session of many tests first imports what commands need, because every forked command would import it again.
     """
     if len(session.items) > MANY:
         import_all()
@@ -156,7 +156,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
 
 @pytest.fixture(scope="session")
 def server(pytestconfig: pytest.Config) -> Iterator[ForkServer]:
-    """A server that runs accel-run in separate processes, without importing torch each time."""
+    """A fork server that runs accel-run in separate processes without importing torch each time."""
     if SERVER in pytestconfig.stash:
         yield pytestconfig.stash[SERVER]
         return
@@ -172,17 +172,17 @@ def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> NvmlStub:
 
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
-    """Fail a test that leaves a thread behind, because ranks are forked from this process in later tests.
+    """Fail a test that leaks a thread, because later tests fork ranks from this process.
 
-    Threads of fixtures with a wider scope may stay. Also end the forward pass of a test that runs one without a
-    phase: its samples would determine the random draws of the next test.
+    Threads of fixtures with a wider scope may keep running. Also reset the current forward pass: if a test runs one
+    outside of a phase, its samples would determine the random draws of the next test.
     """
     before = set(threading.enumerate())
     yield
     noise.start_pass(None)
     left = set(threading.enumerate()) - before
     if left:
-        gc.collect()  # the threads of a data loader end with its iterator, which a traceback may hold
+        gc.collect()  # a data loader's threads end with its iterator, which a traceback may keep alive
     for thread in left:
         thread.join(THREAD_ENDS_S)
         assert not thread.is_alive(), f"this test leaves the thread {thread.name} behind"
@@ -196,28 +196,28 @@ def screen(snapshot: Any, tmp_path: Path) -> Callable[..., None]:
 
 @pytest.fixture
 def short() -> Iterator[Path]:
-    """A folder for TMPDIR: the names of sockets, which data workers make in it, have 107 bytes at most."""
+    """A short path for TMPDIR, where data workers create sockets, whose paths are limited to 107 bytes."""
     with tempfile.TemporaryDirectory(prefix="test-") as name:
         yield Path(name)
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Count the CPU seconds of each test, in this process and in those that it started and waited for."""
+    """Measure the CPU time of each test, in this process and in the children that it waited for."""
     item.stash[_CPU_AT_START] = _cpu_s()
     yield
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
-    """Attach the CPU seconds to the last report of a test, which also travels between processes."""
+    """Attach the CPU time to the last report of a test, which workers send to the session."""
     if call.when == "teardown":
         item.user_properties.append(("cpu_s", _cpu_s() - item.stash[_CPU_AT_START]))
     yield
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Show what the fault suites have tried, and the files that take longer than a file of tests should."""
+    """Show the injected faults of the fault suites, and the test files that exceed the budget of CPU time."""
     if tallies.TALLIES:
         terminalreporter.section("faults injected")
         tallies.show(terminalreporter.write_line)

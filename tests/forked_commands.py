@@ -1,7 +1,7 @@
-"""Commands that `runner.train` and `runner.evaluate` start, as forks of the fork server instead of new interpreters.
+"""Run the commands of `runner.train` and `runner.evaluate` as forks of the fork server instead of new interpreters.
 
-A command still is a process with a pid, signals, pipes and an exit code of its own; what is left out is the start of
-Python and the import of torch, which tests/test_api.py has once.
+A command is still a separate process with its own PID, signals, pipes and exit code. Only the start of Python and the
+import of torch are skipped; one test of tests/test_api.py covers them.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ finally:
 
 
 class ForkedCommand:
-    """What command_process uses of subprocess.Popen, for `python -P -c PROGRAM PARENT REPORT ARGUMENT...`."""
+    """The part of subprocess.Popen that command_process uses, for `python -P -c PROGRAM PARENT REPORT ARGUMENT...`."""
 
     def __init__(self, server: ForkServer, line: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> None:
         assert list(line[1:3]) == ["-P", "-c"], line
@@ -65,7 +65,7 @@ class ForkedCommand:
         os.close(to_err)
 
     def poll(self) -> None:
-        """Return None: a command that ends closes its pipes."""
+        """Return None: the caller notices the end of a command by its closed pipes."""
 
     def wait(self) -> int:
         if self._code is None:
@@ -78,7 +78,7 @@ class ForkedCommand:
 
 @contextmanager
 def forked_commands(server: ForkServer) -> Iterator[None]:
-    """Start no interpreter inside."""
+    """Replace new interpreters by forks inside the context."""
     with pytest.MonkeyPatch.context() as patch:
         made = SimpleNamespace(
             Popen=lambda line, **options: ForkedCommand(server, line, **options),

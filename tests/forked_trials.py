@@ -1,7 +1,7 @@
-"""Trials of a sweep as forks of the sweep, which has loaded torch, instead of new interpreters that load it again.
+"""Run the trials of a sweep as forks of the sweep, which has loaded torch, instead of new interpreters.
 
-Imported in a command of the fork server, as IMPORT_FIRST. A trial still is a process with a pid, signals and an exit
-code of its own; what is left out is the start of Python, which tests/launch and one test of tests/commands have.
+Imported by a command of the fork server with IMPORT_FIRST. A trial is still a separate process with its own PID,
+signals and exit code. Only the start of Python is skipped; tests/launch and one test of tests/commands cover it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from runner.sweeps import pool
 
 
 class ForkedTrial:
-    """What the pool uses of subprocess.Popen, for `python -P -c PROGRAM ARGUMENT...`."""
+    """The part of subprocess.Popen that the pool uses, for `python -P -c PROGRAM ARGUMENT...`."""
 
     def __init__(self, line: list[str], *, env: dict[str, str], stdin: Any = None, stdout: Any = None, **_: Any):
         assert line[1:3] == ["-P", "-c"], line

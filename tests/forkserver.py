@@ -1,9 +1,9 @@
-"""accel-run commands in forked processes: real processes, with real signals, that do not import torch again.
+"""A fork server for accel-run commands: real processes, with real signals, that do not import torch again.
 
-The server is a process of its own that has torch and the runner loaded and has never started a thread; each command
-is a fork of it, and so is each function that is called in a process of its own. Its standard input takes one request
-per line, its output gives the pid and then the exit code. IMPORT_FIRST in a command's environment names modules of
-tests that prepare the process before the command begins.
+The server is a separate process that has imported torch and the runner and has never started a thread. Each command,
+and each function called in a separate process, is a fork of it. The server reads one request per line from standard
+input, and answers with the PID and then the exit code. IMPORT_FIRST in a command's environment names test modules to
+import before the command starts.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ SERVER = "from tests.forkserver import serve; serve()"  # scripts/mutants.py run
 
 
 def serve() -> None:
-    """Be the server, until its standard input ends."""
+    """Serve requests until standard input is closed."""
     from tests.warm import warm
 
     warm()
@@ -65,9 +65,9 @@ def _answer_all(requests: TextIO, answers: TextIO) -> None:
 
 
 def _be_twin(requests: str, answers: str) -> None:
-    """Be a server, too; this process does nothing else."""
+    """Serve requests from another pipe until it is closed, then exit."""
     with open(requests) as reading, open(answers, "w") as writing:  # noqa: PTH123 - each waits for the other side
-        for number in (0, 1):  # of the first server, whose end must be seen
+        for number in (0, 1):  # drop the pipes of the first server, so that their other ends see it exit
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
         _answer_all(reading, writing)
     os._exit(0)
@@ -84,11 +84,11 @@ def _prepare(request: Mapping[str, Any]) -> None:
     sys.argv = ["accel-run", *request["words"]]
     for module in request["env"].get("IMPORT_FIRST", "").split():
         importlib.import_module(module)
-    exec(request["before"], {})  # noqa: S102 - what a test gives
+    exec(request["before"], {})  # noqa: S102 - code of a test
 
 
 def _call(request: Mapping[str, Any]) -> int:
-    """Call a function, and leave what it returns or raises in a file."""
+    """Call a function, and write its return value or exception to a file."""
     function, arguments = pickle.loads(base64.b64decode(request["function"]))
     try:
         ended = (function(*arguments), None)
@@ -111,7 +111,7 @@ class Ended:
 class ForkServer:
     """Runs accel-run commands one at a time."""
 
-    cpu_s = 0.0  # of all processes that ended, by all servers of this process
+    cpu_s = 0.0  # of all finished commands of all servers of this process
 
     def __init__(self, requests: TextIO, answers: TextIO) -> None:
         self.requests, self.answers = requests, answers
@@ -122,7 +122,7 @@ class ForkServer:
     @classmethod
     @contextmanager
     def started(cls, env: Mapping[str, str] | None = None) -> Iterator[ForkServer]:
-        """Import torch and the runner in a process of its own; `env` is added to its environment."""
+        """Import torch and the runner in a separate process; `env` is added to its environment."""
         with subprocess.Popen(
             [sys.executable, "-c", SERVER],
             stdin=subprocess.PIPE,
@@ -139,11 +139,11 @@ class ForkServer:
                 made.clear()
                 process.stdin.close()
                 process.wait(timeout=30)
-                ForkServer.cpu_s -= made.used_s  # from here on it is in the times of this process's children
+                ForkServer.cpu_s -= made.used_s  # from here on os.times() counts it, among the children of this process
 
     @contextmanager
     def twin(self) -> Iterator[ForkServer]:
-        """Another server, a fork of this one, so that two commands run at once."""
+        """Start another server, a fork of this one, so that two commands run at the same time."""
         with self.twin_at() as pipes, ForkServer.connected(pipes) as made:
             yield made
 
@@ -171,18 +171,18 @@ class ForkServer:
                 made.clear()
 
     def start(self, words: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
-        """Start a command and return its pid; `wait` must follow, else it is killed by the next start.
+        """Start a command and return its PID. Call `wait` afterwards: the next start kills a command that still runs.
 
-        before  Python that the new process runs first, to change what it finds: limits, mounts, its user
+        before  Python code that the new process runs first, for example to change limits, mounts or its user
         """
         return self._start({"words": words, "env": dict(env or {}), "before": before}, folder)
 
     def start_program(self, program: str, folder: Path, env: Mapping[str, str], streams: tuple[str, str]) -> int:
-        """Start a program and return its pid; its output and errors go to these paths, such as those of pipes."""
+        """Start a program and return its PID; `streams` are paths for standard output and error, such as pipes."""
         return self._start({"words": [], "env": dict(env), "before": program}, folder, streams)
 
     def wait(self) -> Ended:
-        """Wait for the command that was started."""
+        """Wait until the running command ends."""
         ended = self._answer()
         code = int(ended["code"])
         ForkServer.cpu_s += ended["cpu_s"]
@@ -199,9 +199,9 @@ class ForkServer:
         return self.wait()
 
     def call(self, function: Callable[..., T], *arguments: object) -> T:
-        """Return what `function`, which must be importable, returns in a process of its own; what it raises is raised.
+        """Call an importable function in a separate process; return its value or raise its exception.
 
-        The process has one thread, so that it may fork, have mounts of its own and change its user.
+        The process has one thread, so that the function may fork, unshare mounts and change its user.
         """
         with tempfile.TemporaryDirectory() as name:
             folder = Path(name)
@@ -216,7 +216,7 @@ class ForkServer:
         return value  # type: ignore[no-any-return]
 
     def clear(self) -> None:
-        """Kill the command of a test that failed before it waited: others wait for this server, too."""
+        """Kill the command of a test that failed before it called `wait`: other tests need the server."""
         if self._running is not None:
             with suppress(ProcessLookupError):
                 os.killpg(self._running, signal.SIGKILL)

@@ -1,6 +1,6 @@
-"""GPUs that are not here: a libnvidia-ml.so.1 that answers from a JSON file, and scenarios written in it.
+"""Simulated GPUs for NVML: a libnvidia-ml.so.1 that answers from a JSON file, and states of common GPUs.
 
-A library once loaded cannot be unloaded, so each scenario runs in a process of its own.
+A loaded library cannot be unloaded, so each scenario runs in a separate process.
 """
 
 from __future__ import annotations
@@ -25,24 +25,24 @@ State = dict[str, object]
 
 @dataclass(frozen=True)
 class NvmlStub:
-    """A folder with three drivers (`new`, `old`, `none`) to run Python under."""
+    """A folder with three drivers (`new`, `old`, `none`) under which to run Python."""
 
     folder: Path
 
     def write(self, state: State) -> Path:
-        """Put the GPUs into the state file at once, so that a process watching them never reads half of it."""
+        """Replace the state file atomically, so that a reader never sees half of it."""
         path, fresh = self.folder / "state", self.folder / "state.new"
         fresh.write_text(as_text(state))
         return fresh.replace(path)
 
     def environment(self, state: State | None, *, driver: str = "new", **variables: str) -> dict[str, str]:
-        """Return an environment whose NVML shows these GPUs; None: a machine without an NVIDIA driver."""
+        """Return an environment whose NVML shows these GPUs. Without a state, it has no NVIDIA driver."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA_", "NVIDIA_"))}
         found = {"LD_LIBRARY_PATH": str(self.folder / ("none" if state is None else driver)), "PYTHONPATH": str(ROOT)}
         return {**clean, **found, "NVML_STUB": str(self.write(state or {})), **variables}
 
     def run(self, code: str, state: State | None, *, driver: str = "new", **variables: str) -> Any:
-        """Run Python code under these GPUs and return what it printed, read as JSON."""
+        """Run Python code with these GPUs and return the JSON that it printed."""
         done = subprocess.run(
             [sys.executable, "-c", code],
             env=self.environment(state, driver=driver, **variables),
@@ -57,7 +57,7 @@ class NvmlStub:
 
 
 def build_stub(folder: Path) -> NvmlStub:
-    """Compile the library into `folder`; skips the test where there is no compiler."""
+    """Compile the library into `folder`; skip the test without a compiler."""
     compiler = shutil.which("gcc") or shutil.which("cc")
     if not compiler:
         pytest.skip("the NVML stub needs a C compiler, and neither gcc nor cc is installed")
@@ -67,12 +67,12 @@ def build_stub(folder: Path) -> NvmlStub:
         shared = ["-shared", "-fPIC", "-O1", "-D_GNU_SOURCE", "-pthread", "-Wl,-soname,libnvidia-ml.so.1"]
         subprocess.run([compiler, *shared, *options, "-o", target, SOURCE], check=True, capture_output=True)
     (folder / "none").mkdir()
-    (folder / "none" / "libnvidia-ml.so.1").touch()  # cannot be loaded, and hides the driver of a real GPU machine
+    (folder / "none" / "libnvidia-ml.so.1").touch()  # cannot be loaded, and hides a real driver
     return NvmlStub(folder)
 
 
 def change(values: State) -> None:
-    """Change readings in a process that runs under the stub; a reader sees all of them or none."""
+    """Change readings atomically, in a process that runs with the stub."""
     path = Path(os.environ["NVML_STUB"])
     fresh = path.with_suffix(".new")
     fresh.write_text(as_text(json.loads(path.read_text()) | values))
@@ -80,7 +80,7 @@ def change(values: State) -> None:
 
 
 def as_text(state: State) -> str:
-    """Return the file that the library reads: JSON with a member in each line."""
+    """Return the text of the state file: JSON with one member per line."""
     return json.dumps(state, indent=0)
 
 

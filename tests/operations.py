@@ -1,4 +1,4 @@
-"""Count the operations of torch, which depend on no clock."""
+"""Count the operators that torch runs, as a measure of cost that needs no clock."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 
 class Operations(TorchDispatchMode):
-    """Records the names of the operations inside the context, in order; those that backward passes run, too."""
+    """Records the names of operators in order, including those of backward passes."""
 
     def __init__(self) -> None:
         super().__init__()

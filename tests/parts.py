@@ -1,4 +1,4 @@
-"""Objects of a run without its plan, for code that needs few of them."""
+"""Objects of a run without a plan, for tests that need only a few of them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.distributed.parallel import Parallel
 
 
 def parts_of(task: Task, source: Path, world: World, *, seed: int = 0, **others: Any) -> Any:
-    """Return what `assemble` would for a task in float32 that prefetches nothing; `others` replace single parts."""
+    """Return what `assemble` returns for a task in float32 without prefetching; `others` replace single parts."""
     given: dict[str, Any] = {"model": task.model, "parallel": Parallel(world), "prefetch": lambda batches: batches}
     given |= others
     plan = SimpleNamespace(settings=SimpleNamespace(seed=seed))

@@ -1,7 +1,7 @@
-"""How far two ways to add the same numbers may differ: from the number format and the length of the sum.
+"""Bounds for the rounding error between two orders of the same sum, from the number format and the number of terms.
 
-Processors, libraries and passes of other sizes add in other orders, so float32 results of two machines are not equal
-bit for bit, and neither is the truth: compare each with a float64 result of one process.
+Processors, libraries and other micro-batch sizes add in different orders, so float32 results of two machines are not
+bitwise equal, and neither is exact: compare each with a float64 result of one process.
 """
 
 from __future__ import annotations
@@ -13,23 +13,23 @@ from typing import Any
 import numpy as np
 import torch
 
-PROMISED = {torch.float64: 1e-12, torch.float32: 1e-6}  # of an update, whatever the shares: relative, at its scale
+PROMISED = {torch.float64: 1e-12, torch.float32: 1e-6}  # of an update, for all shares; relative
 
 
 def allowed(dtype: torch.dtype, terms: float, growth: float = 1.0) -> float:
-    """Return growth * eps * sqrt(terms), at most what is promised; relative to the largest of the numbers compared.
+    """Return growth * eps * sqrt(terms), at most PROMISED; relative to the largest of the compared numbers.
 
-    terms   additions that a number went through. Each errs by eps/2 at most, and the errors of many add up like a
-            random walk, so sqrt(terms) and not terms. Source: Higham and Mary, A New Approach to Probabilistic Rounding
+    terms   number of additions behind a number. Each has an error of at most eps/2, and errors add up like a random
+            walk, hence sqrt(terms) and not terms. Source: Higham and Mary, A New Approach to Probabilistic Rounding
             Error Analysis, SIAM J. Sci. Comput. 41 (2019), theorem 2.4.
-    growth  by how much the function enlarges a relative error of its input, 3 for a cube
-    An element may err by more than this relative to itself, where terms of both signs cancel; hence the scale of all.
+    growth  factor by which the function amplifies a relative error of its input, 3 for a cube
+    Where terms of both signs cancel, the error relative to the element itself may be larger; hence the common scale.
     """
     return growth * min(PROMISED[dtype], torch.finfo(dtype).eps * sqrt(terms))
 
 
 def distance(one: Any, other: Any) -> float:
-    """Return the largest difference over the largest number in nested lists, arrays, or mappings of the same keys."""
+    """Return the largest difference over the largest number, of nested lists, arrays, or mappings with equal keys."""
     left, right = (np.concatenate([*_parts(value)]) for value in (one, other))
     assert left.shape == right.shape
     if isinstance(one, Mapping):
@@ -40,7 +40,7 @@ def distance(one: Any, other: Any) -> float:
 
 
 def distance_of_each(one: Any, other: Any) -> float:
-    """Return the largest of the distances of the values of mappings, each relative to its own largest number."""
+    """Return the largest distance between values of two mappings, each relative to its own largest number."""
     if not isinstance(one, Mapping):
         return distance(one, other)
     assert one.keys() == other.keys()

@@ -1,11 +1,11 @@
-"""Snapshots of what people read: one text file per screen, in `__snapshots__` beside the test.
+"""Snapshots of what users read: one text file per screen, in `__snapshots__` beside the test.
 
     def test_help(screen, capsys):
         main(["train", "--help"])
         screen(capsys.readouterr().out)
 
-Wording is tested here and nowhere else. After a deliberate change: `pytest FILE --snapshot-update`, and read the diff.
-What differs between machines and runs is replaced before the comparison.
+Only snapshots test wording. After a deliberate change, run `pytest FILE --snapshot-update` and review the diff.
+Text that differs between machines and runs is replaced before the comparison.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ class Screens(SingleFileSnapshotExtension):
 
 
 def normalized(text: str, replace: Mapping[str, str] | None = None) -> str:
-    """Return the text without what differs between machines: folders, dates, times of day, versions, trailing blanks.
+    """Replace what differs between machines: the checkout, the home folder, dates, times of day, trailing blanks.
 
-    replace  regular expression -> what stands in its place, for what only this screen has
+    replace  regular expression -> replacement, for details of this screen
     """
     for pattern, instead in (replace or {}).items():
         text = re.sub(pattern, instead, text)
@@ -41,7 +41,7 @@ def normalized(text: str, replace: Mapping[str, str] | None = None) -> str:
 
 
 def screen_of(snapshot: Any, folder: Path) -> Callable[..., None]:
-    """Return what compares a text with the snapshot of this test; `folder` is the test's own."""
+    """Return a function that compares a text with the snapshot of this test; `folder` is its temporary folder."""
     screens = snapshot.use_extension(Screens)
 
     def compare(text: str, name: str | None = None, replace: Mapping[str, str] | None = None) -> None:

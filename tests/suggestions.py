@@ -1,4 +1,4 @@
-"""What a message tells the reader to type, without the words around it."""
+"""The settings that a message suggests, without its wording."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ SETTING = re.compile(r"""(?<![\w./-])[a-z][\w.]*=(?:\[[^\]]*\]|'[^']*'|"[^"]*"|[
 
 
 def suggested(text: str) -> list[str]:
-    """Return the settings, key=value, that a message names, in order."""
+    """Return the settings (key=value) in a message, in order."""
     return SETTING.findall(text)

@@ -1,4 +1,4 @@
-"""accel-run from Python: what the command line gives, and nothing left behind in the process that calls it."""
+"""The Python API: same results as the command line, and no side effects in the calling process."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def run(folder: Path) -> Run:
-    """A run in an interpreter of its own, as users have it; the other tests fork theirs."""
+    """A run in a new interpreter, as for users; the other tests use forks."""
     return train(*WORDS, run="first", output_root=folder, **SETTINGS)
 
 

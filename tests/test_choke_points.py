@@ -1,4 +1,4 @@
-"""Where names become functions, and text becomes code: at the places named here, each with its reason, and nowhere else."""
+"""Functions are looked up by name, and text is run as code, only at the places listed here, each with a reason."""
 
 # ruff: noqa: E501 - a table of places
 
@@ -13,7 +13,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FILES = sorted([*(ROOT / "runner").rglob("*.py"), *(ROOT / "tasks").rglob("*.py")])
 
-# (file, function around it, what is called) -> why the name cannot be anybody's
+# (file, enclosing function, called name) -> why the looked-up name cannot be arbitrary
 PLACES: dict[tuple[str, str, str], str] = {
     ("runner/cli.py", "_dispatch", "import_module"): "names of the table COMMANDS",
     ("runner/commands/complete.py", "candidates", "import_module"): "names of the table COMMANDS",
@@ -63,7 +63,7 @@ FORBIDDEN_MODULES = {"pickle", "marshal", "shelve", "dill", "cloudpickle", "jobl
 
 
 def calls(tree: ast.AST) -> Iterator[tuple[str, ast.Call, str]]:
-    """Yield (function around it, call, name of what is called)."""
+    """Yield (enclosing function, call, called name)."""
 
     def walk(node: ast.AST, around: str) -> Iterator[tuple[str, ast.Call, str]]:
         for child in ast.iter_child_nodes(node):
@@ -92,7 +92,7 @@ def found_in(source: str, file: str) -> set[tuple[str, str, str]]:
 
 
 def aliases(tree: ast.AST) -> Iterator[str]:
-    """Yield what would give a function by its name another name, or find it in a namespace: f = getattr, __dict__[x]()."""
+    """Yield aliases of these functions, and look-ups in a namespace: f = getattr, __dict__[x]()."""
     called = {id(node.func) for node in ast.walk(tree) if isinstance(node, ast.Call)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load) and id(node) not in called:
@@ -107,7 +107,7 @@ def aliases(tree: ast.AST) -> Iterator[str]:
 
 
 def asks_a_shell(call: ast.Call) -> bool:
-    """Tell whether a program is started through a shell: ["sh", "-c", ...]."""
+    """Return whether a program is started through a shell: ["sh", "-c", ...]."""
     first = call.args[0] if call.args else None
     words = [item.value for item in first.elts if isinstance(item, ast.Constant)] if isinstance(first, ast.List) else []
     return "-c" in words and any(str(word).rsplit("/", 1)[-1] in ("sh", "bash", "zsh", "dash") for word in words)

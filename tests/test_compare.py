@@ -1,4 +1,4 @@
-"""Laws of scripts/compare.py: identical is bit for bit, and whatever is missing is no agreement."""
+"""scripts/compare.py: identical means bitwise equal, and missing values count as a difference."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT / "scripts"))
-import compare  # noqa: E402 - a script, which no package holds
+import compare  # noqa: E402 - a script outside of any package
 
 sys.path.remove(str(ROOT / "scripts"))
 
@@ -29,7 +29,7 @@ def row(update: int, loss: float | None, **more: Any) -> dict[str, Any]:
 
 @pytest.fixture
 def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Made:
-    """Return what makes a run of rows, or of lines as they are, by its name."""
+    """Return a function that writes a run with rows, or with raw lines, and returns its name."""
     monkeypatch.chdir(tmp_path)
 
     def make(name: str, rows: list[Any]) -> str:
@@ -171,7 +171,7 @@ def git(folder: Path, *words: str) -> str:
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A repository with the tags one, same and other, whose trainings are no more than their losses."""
+    """A repository with the tags one, same and other, whose training only writes losses."""
     folder = tmp_path / "repository"
     package = folder / "runner"
     package.mkdir(parents=True)

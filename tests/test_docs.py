@@ -1,8 +1,8 @@
-"""What the pages tell people to type is understood by the program, links lead somewhere, and no block is forgotten.
+"""Documented commands are valid, links resolve, and every code block is checked.
 
-Every block of code has a language: none or sh, lines of a shell; python; yaml, with its place in the first line; or
-text, followed by why it is not to be typed. Commands and settings inside of sentences and tables are read as well.
-Nothing is run and torch is not loaded: a command is read as it reads itself, and its settings are composed.
+Every code block has a language: none or sh for shell commands; python; yaml, with its file name in the first line; or
+text, followed by the reason why it is not to be typed. Commands and settings in sentences and tables are checked too.
+No command runs and torch is not imported: arguments are parsed by the command's own parser, and settings composed.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from runner.config.request import Request
 from runner.config.schema import read_functions, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
 from runner.durable.checkpoint_choice import is_choice
-from runner.plan.planner import inventory_for, make_plan
+from runner.plan.planner import make_plan, planning_inventory
 from runner.sweeps.sweep_syntax import expand_sweep
 from runner.tools.doctor.checks import CHECKS
 from runner.tools.measure.suites import SUITES
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-# not the changelog: it names settings of earlier releases, and has a line per change
+# without the changelog: it names settings of earlier releases, and has a line per change
 PAGES = sorted({*ROOT.glob("*.md"), *DOCS.rglob("*.md")} - {ROOT / "CHANGELOG.md"})
-RESULTS = DOCS / "results"  # blocks are raw output of the script that the heading names
+RESULTS = DOCS / "results"  # code blocks are raw output of the script in the heading
 HOOK_SWITCH = re.compile(r"^hook\.\w+\.enabled$")
-WITH_RECIPES = ROOT / "CONTRIBUTING.md"  # whose blocks are followed, and used, by tests/end_to_end/test_contributing.py
+WITH_RECIPES = ROOT / "CONTRIBUTING.md"  # tests/end_to_end/test_contributing.py follows its recipes
 WHY_TEXT = ("output", "layout", "formula")
-FOREIGN = DOCS / "coming-from.md"  # its first column is what other programs are told
+FOREIGN = DOCS / "coming-from.md"  # its first column has arguments of other programs
 
-# What stands for something of the reader's own.
+# Placeholders for the reader's own values.
 PLACEHOLDERS = {
     "KEY": "precision", "COMMAND": "train", "NAME": "first", "OTHER": "first", "OTHER_RUN": "first", "NEW": "new",
     "FILE": "my_task.py", "DIR": "DIR", "CONFIG_DIR": "DIR", "FOLDER": "outputs",
@@ -71,7 +71,7 @@ OTHER_PROGRAMS = {"git", "cd", "pip", "docker", "sh", "source", "exit", "code=$?
 
 @dataclass(frozen=True)
 class Block:
-    """A block of code: where it stands, its language, what follows the language, and its text."""
+    """A code block: its location, its language, the rest of the info string, and its text."""
 
     page: Path
     line: int
@@ -85,7 +85,7 @@ class Block:
 
 @dataclass(frozen=True)
 class Said:
-    """Code inside of a sentence or a cell of a table."""
+    """Inline code in a sentence or a table cell."""
 
     page: Path
     line: int
@@ -109,7 +109,7 @@ def blocks(page: Path) -> Iterator[Block]:
 
 
 def inner(page: Path) -> Iterator[tuple[int, int | None, Token]]:
-    """Yield the pieces of running text, with their line and the column of their table."""
+    """Yield the inline tokens, with their line and their table column."""
     line, column = 0, None
     for token in tokens(page):
         line = token.map[0] + 1 if token.map else line
@@ -134,7 +134,7 @@ SAID = [each for page in PAGES for each in said(page)]
 UNIQUE = list({each.text: each for each in SAID}.values())
 
 
-# ---------------------------------------------------------------- how commands read their words
+# ---------------------------------------------------------------- how commands parse their arguments
 
 
 def _settings(words: list[str]) -> None:
@@ -144,11 +144,11 @@ def _settings(words: list[str]) -> None:
     for combination in expand_sweep(arguments.request) if arguments.multirun else [arguments.request]:
         configuration = compose(combination)
         if any(word.lstrip("+").startswith("hardware=") for word in words):
-            make_plan(configuration, inventory_for(configuration)[0])
+            make_plan(configuration, planning_inventory(configuration)[0])
 
 
 def _options_of_the_run(typed: Sequence[str]) -> Iterator[str]:
-    """Yield an option with each typed key that no default option has, such as averaging=ema for averaging.evaluate."""
+    """Yield an option for each key that the default option lacks, such as averaging=ema for averaging.evaluate."""
     for word in typed:
         group, _, name = word.partition("=")[0].partition(".")
         default = find_signature(group, shipped_options()[group]) if group in AXES and name else None
@@ -157,7 +157,7 @@ def _options_of_the_run(typed: Sequence[str]) -> Iterator[str]:
 
 
 def _of_a_run(words: list[str]) -> None:
-    """Compose what is typed with the options that the run has; the task's keys are those of any task."""
+    """Compose the overrides with options that a run may have; keys of any task are accepted."""
     _, words = pop_checkpoint_choice(words)
     known = ("--json", "format=", "split=", "inference.")
     request = parse_run_request([word for word in words if not word.startswith(known)])
@@ -168,7 +168,7 @@ def _of_a_run(words: list[str]) -> None:
 
 
 def _search(words: list[str]) -> None:
-    """What is searched is no setting yet: its key is checked, and all else composed."""
+    """Check the keys of the search ranges, and compose all other settings."""
     own, rest, _ = parse_command_keys(words, search.COMMAND_KEYS)
     parse_sweep_options(own)
     ranges = [word for word in rest if re.search(r"=.*[(,]", word)]
@@ -191,7 +191,7 @@ def _benchmark(words: list[str]) -> None:
     suite, wanted, _ = benchmark.parse_benchmark_arguments(words)
     mine = {path.stem for path in Path("DIR/benchmark/technique").glob("*.yaml")} if "--config-dir" in words else set()
     known = mine | {"init", "reset", "clean", "plots", "all", "matmul", "copies", "disk", "roofline"} | techniques()
-    assert set(wanted.words) <= known, wanted.words
+    assert set(wanted.positional) <= known, wanted.positional
     if suite == "ladder" and wanted.options["techniques"] != "all":
         assert set(wanted.options["techniques"].strip("[]").split(",")) <= techniques()
 
@@ -240,7 +240,7 @@ READERS: Mapping[str, Callable[[list[str]], Any]] = {
 
 
 def understood(words: Sequence[str]) -> None:
-    """Raise what the program would answer to these words, those after accel-run."""
+    """Raise the error that accel-run reports for these arguments."""
     assert words, "a command is missing"
     first, *rest = words
     if first.startswith("--"):
@@ -258,7 +258,7 @@ def techniques() -> set[str]:
 
 @cache
 def known_keys() -> set[str]:
-    """Return every key that something of the command line has: settings, options, tasks and commands."""
+    """Return all keys of the command line: of settings, options, tasks and commands."""
     keys = {
         *settings_keys(Settings),
         *MAIN_KEYS,
@@ -299,7 +299,7 @@ def known_keys() -> set[str]:
 
 @pytest.fixture(autouse=True)
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Path:
-    """The reader's folder: a new task, a run, a folder of configurations with what the page has put there before."""
+    """The reader's folder: a new task, runs, and a configuration folder with files of earlier blocks."""
     monkeypatch.chdir(tmp_path)
     assert main(["new", "my_task.py"]) == 0
     capsys.readouterr()
@@ -310,11 +310,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
     return tmp_path
 
 
-# ---------------------------------------------------------------- lines of a shell
+# ---------------------------------------------------------------- shell commands
 
 
 def commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each line, without comments, pipes and redirections."""
+    """Yield the arguments of each line, without comments, pipes and redirections."""
     for line in text.replace("\\\n", " ").splitlines():
         words = shlex.split(line.removeprefix("$ "), comments=True)
         ends = [words.index(sign) for sign in ("|", ">", "&&") if sign in words]
@@ -345,7 +345,7 @@ def check_line(words: list[str]) -> None:
 
 
 def filled(text: str) -> str:
-    """Return the line with something in place of what is for the reader to fill in."""
+    """Return the line with its placeholders filled in."""
     text = re.sub(r" \[[^\]]*\]| \.\.\.", "", text)
     return re.sub(r"\b[A-Z][A-Z_]+\b", lambda found: PLACEHOLDERS.get(found[0], found[0]), text)
 
@@ -353,7 +353,7 @@ def filled(text: str) -> str:
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-# ---------------------------------------------------------------- the laws
+# ---------------------------------------------------------------- tests
 
 
 def test_every_block_has_a_kind() -> None:
@@ -364,7 +364,7 @@ def test_every_block_has_a_kind() -> None:
 
 
 def is_to_be_typed(block: Block) -> bool:
-    """Tell whether it has lines for a shell that can be read here: recipes use what they have added before."""
+    """Return whether it has shell commands to check here; commands of a recipe need the code that the recipe adds."""
     is_of_a_recipe = block.page == WITH_RECIPES and block.text.startswith("accel-run ")
     return block.language in ("", "sh") and RESULTS not in block.page.parents and not is_of_a_recipe
 
@@ -382,7 +382,7 @@ def test_documented_commands_are_accepted(block: Block) -> None:
 
 
 def put(block: Block) -> list[str]:
-    """Write the file that a block of YAML shows to where its first line says; return the command that stands there."""
+    """Write a YAML block to the file named in its first line; return the command in that line, if any."""
     found = re.match(r"# (DIR/\S+\.yaml)(?: +(accel-run .+))?$", block.text.partition("\n")[0])
     assert found, f"{block}: the first line says where it lies, as # DIR/optimizer/slow.yaml"
     path = Path(found[1])
@@ -396,7 +396,7 @@ def put(block: Block) -> list[str]:
 )
 def test_documented_files_are_accepted(block: Block) -> None:
     content = yaml.safe_load(block.text)
-    if "parameters" in content:  # what wandb's agent makes commands of
+    if "parameters" in content:  # of which wandb's agent builds commands
         given = {key: each.get("values", [each.get("min")])[0] for key, each in content["parameters"].items()}
         program, *words, arguments = content["command"]
         assert (program, arguments) == ("accel-run", "${args_no_hyphens}")
@@ -435,7 +435,7 @@ def test_documented_python_compiles_and_imports_existing_names(block: Block) -> 
 )
 def test_commands_in_sentences_are_accepted(each: Said) -> None:
     for words in commands(filled(each.text)):
-        if words[0].startswith("scripts/") and len(words) == 1:  # named, not called
+        if words[0].startswith("scripts/") and len(words) == 1:  # mentioned, not called
             assert (ROOT / words[0]).exists()
         elif words[0] == "accel-run" and len(words) == 2:
             assert words[1] in (*COMMANDS, "--help", "--version")
@@ -480,7 +480,7 @@ def test_the_table_of_groups_has_every_group_with_every_option() -> None:
 def test_the_page_about_doctor_has_every_check() -> None:
     text = (DOCS / "doctor.md").read_text(encoding="utf-8")
     rows = re.findall(r"^\| `(\w+)` \| (.+) \| (.+) \|$", text, re.MULTILINE)
-    assert rows == [(name, check.tries, check.why) for name, check in CHECKS.items()]
+    assert rows == [(name, check.summary, check.why) for name, check in CHECKS.items()]
 
 
 def test_settings_in_sentences_exist() -> None:
@@ -504,7 +504,7 @@ def test_settings_in_sentences_exist() -> None:
 
 
 def anchors(page: Path) -> set[str]:
-    """Return the names that GitHub gives the headings."""
+    """Return the anchors that GitHub generates for the headings."""
     found = set()
     for heading, text in zip(tokens(page), tokens(page)[1:], strict=False):
         if heading.type == "heading_open":
@@ -573,7 +573,7 @@ def test_results_name_their_scripts() -> None:
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_prose_can_be_read_as_text(page: Path) -> None:
-    """Also in a terminal: no line of a paragraph is longer than 140 columns, but for a picture with its words."""
+    """In a terminal too: no line of a paragraph exceeds 140 columns, except for images."""
     lines = page.read_text().splitlines()
     paragraphs = [token.map for token in tokens(page) if token.type == "paragraph_open" and token.map]
     told = [(number + 1, lines[number]) for begin, end in paragraphs for number in range(begin, end)]

@@ -1,4 +1,4 @@
-"""The names of the code in docs/one-update.md exist, and its table has the hooks in their order."""
+"""docs/one-update.md names existing code, and its table lists the hooks in order."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NOT_OURS = (".jsonl", ".json", ".md", ".py", ".yaml")
 
 @cache
 def defined(source: Path) -> Mapping[str, set[str]]:
-    """Return what a module defines: name -> names in the body of the class, empty for anything else."""
+    """Return the names that a module defines: name -> names in the class body, empty for anything else."""
     return names_in(ast.parse(source.read_text(encoding="utf-8")).body)
 
 
@@ -35,7 +35,7 @@ def names_in(body: Sequence[ast.stmt]) -> dict[str, set[str]]:
 
 
 def exists(name: str) -> bool:
-    """Return whether `folder.module.name` or `Class.name` is in the runner; a class needs no module in front."""
+    """Return whether `folder.module.name` or `Class.name` exists in the runner."""
     parts = name.split(".")
     place, depth = ROOT / "runner", 0
     while depth < len(parts) and (place / parts[depth]).is_dir():

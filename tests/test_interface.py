@@ -1,4 +1,4 @@
-"""Devices from Python: a split model computes what the unsplit one does, and a choice has its reason."""
+"""Parallelism from Python: a split model computes the same as the unsplit one, and each choice states its reason."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_ten_equal_layers_on_11_and_8_gb_split_6_to_4() -> None:
 
 
 class Parts(NamedTuple):
-    """What several parts of a batch give."""
+    """An output with several fields."""
 
     logits: Tensor
     others: list[dict[str, Tensor]]
@@ -133,7 +133,7 @@ def test_layers_may_be_named_share_weights_and_return_anything() -> None:
     model = Tied().double().eval()
     tokens = torch.randint(0, 5, (6, 3))
     expected = model(tokens, scale=2.0)
-    piped = PipelineParallel(model, 4, ["cpu"] * 3, layers=model.layers()).eval()  # without dropout, in layers too
+    piped = PipelineParallel(model, 4, ["cpu"] * 3, layers=model.layers()).eval()  # no dropout, also in layers
     found = piped(tokens, scale=2.0)
     assert type(found) is Parts
     torch.testing.assert_close(found.logits, expected.logits)
@@ -142,7 +142,7 @@ def test_layers_may_be_named_share_weights_and_return_anything() -> None:
 
 
 def test_weights_of_another_device_are_borrowed() -> None:
-    """The device `meta` computes shapes only: enough to see that nothing of the CPU is mixed in."""
+    """On the `meta` device, which computes shapes only; mixing in a CPU tensor would fail."""
     model = Tied()
     stage = DeviceStage([End(model.embedding)], torch.device("meta"))
     stage.move(placed={model.embedding.weight})
@@ -153,7 +153,7 @@ def test_weights_of_another_device_are_borrowed() -> None:
 
 
 class Summed(nn.Module):
-    """A last layer that returns whatever is asked for."""
+    """A last layer that returns any structure."""
 
     def __init__(self, function: Any) -> None:
         super().__init__()
@@ -210,7 +210,7 @@ def test_foreign_layers_are_refused() -> None:
         PipelineParallel(model := ten_layers(), 2, ["cpu"] * 2, layers=list(model)[:9])
 
 
-# ---------------------------------------------------------------- a choice and its reason
+# ---------------------------------------------------------------- automatic choice
 
 
 def chosen(*given: Any, **options: Any) -> tuple[ParallelChoice, list[str]]:
@@ -249,7 +249,7 @@ def test_small_or_unequal_devices_share_a_model(capacities: list[int], why: str,
 
 
 def test_activations_are_counted_if_an_example_is_given() -> None:
-    """Kept are the input and 10 outputs of tanh, 1000 x 8 x 8 bytes each; 720 parameters need 16 bytes each."""
+    """The input and 10 outputs of tanh are kept, 1000 x 8 x 8 bytes each; 720 parameters need 16 bytes each."""
     example = (torch.randn(1000, 8, dtype=torch.float64),)
     assert chosen(ten_layers(), ["cpu"], capacities=[GIB], example=example)[0].strategy == "single"
     text = f"needs {(11 * 64000 + 720 * 16) / 2**20:.3f} MiB, but cpu has 0.450 MiB available"
@@ -280,7 +280,7 @@ def test_each_of_several_processes_trains_a_copy() -> None:
 
 
 class Placed(nn.Sequential):
-    """A model that only notes where it was put."""
+    """A model that only records its device."""
 
     place: Any = None
 
@@ -292,7 +292,7 @@ class Placed(nn.Sequential):
 @pytest.mark.parametrize(
     ("bound", "current", "local_rank", "num_gpus", "expected"),
     [
-        (None, 0, 3, 4, "cuda:3"),  # nothing was set: torchrun's number
+        (None, 0, 3, 4, "cuda:3"),  # no device set: torchrun's local rank
         (None, 2, 1, 4, "cuda:2"),  # torch.cuda.set_device
         (0, 2, 1, 4, "cuda:0"),  # init_process_group(device_id=...)
         (None, 0, 3, 1, "cuda:0"),  # each process sees its own GPU only

@@ -1,4 +1,4 @@
-"""The shape of runner/ is held: imports go down only, sizes are limited, names are unique (scripts/lint_shape.py)."""
+"""The structure of runner/: imports follow the layers, sizes are limited, names are unique (scripts/lint_shape.py)."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ VENDORS = ("cuda", "xpu")  # modules of torch
 
 
 def uses_of_vendors(source: str) -> Iterator[int]:
-    """Yield the lines that name the module torch.cuda or torch.xpu, in whatever way."""
+    """Yield the lines that use the module torch.cuda or torch.xpu in any form."""
     if "torch" not in source or not any(vendor in source for vendor in VENDORS):
         return
     modules = tuple(f"torch.{vendor}" for vendor in VENDORS)
@@ -55,13 +55,13 @@ def test_each_way_to_name_a_vendors_module_is_seen(source: str) -> None:
 
 
 def test_modules_of_vendors_are_named_in_one_file() -> None:
-    """Vendors differ: what accel-run asks of a device is a method there, with an answer for each."""
+    """Vendors differ: that file has a method for each device operation of accel-run, implemented for each vendor."""
     found = {str(file.relative_to(ROOT)) for file in PLACES if any(uses_of_vendors(file.read_text(encoding="utf-8")))}
     assert found == {"runner/base/accelerator.py"}
 
 
 def test_paths_of_modules_exist_wherever_they_are_named() -> None:
-    """In code, comments and docs: a renamed module leaves no stale path behind."""
+    """In code, comments and docs: renaming a module must leave no stale path."""
     pages: list[Path] = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs" / "decisions").glob("*.md"), ROOT / "README.md"]
     packages = "|".join(sorted({floor.split(".")[0] for floor in FLOORS} - {"cli", "interface", "__main__"}))
     named = re.compile(rf"(?<![\w/.-])(?:runner/)?((?:{packages})/[a-z_/]+\.py)\b")

@@ -1,4 +1,4 @@
-"""Laws of scripts/lint_commits.py."""
+"""scripts/lint_commits.py."""
 
 from __future__ import annotations
 

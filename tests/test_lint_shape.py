@@ -1,4 +1,4 @@
-"""The lint of the shape finds each planted violation, and nothing in a module that keeps the rules."""
+"""scripts/lint_shape.py reports each violation, and nothing in a module that follows the rules."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def test_each_violation_is_found(planted: str) -> None:
 
 
 def test_import_cycles_of_any_length_are_found() -> None:
-    """And a package that imports its modules is in no cycle with them."""
+    """A package that imports its own modules is not a cycle."""
     texts = {
         "runner/base/a.py": "from runner.base import b",
         "runner/base/b.py": "if TYPE_CHECKING:\n    from runner.base.c import C",

@@ -1,4 +1,4 @@
-"""The lint of the tests finds each planted violation, and nothing in what is right."""
+"""scripts/lint_tests.py reports each violation, and nothing in valid tests."""
 
 from __future__ import annotations
 

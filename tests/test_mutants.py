@@ -1,4 +1,4 @@
-"""The tables of scripts/mutants.py name code that exists."""
+"""The tables of scripts/mutants.py name existing code."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files around the code: version, licence, citation, changes, image, hooks say what the code says."""
+"""Project files agree with the code: version, licence, citation, changelog, image, hooks."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ def plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-# ---------------------------------------------------------------- changes
+# ---------------------------------------------------------------- changelog
 
 
 @pytest.mark.parametrize("path", FRAGMENTS, ids=lambda path: path.name)
@@ -133,7 +133,7 @@ def test_editorconfig_has_the_line_length_of_the_formatter() -> None:
 
 
 def instructions(name: str = "Dockerfile") -> list[tuple[str, str]]:
-    """Return (INSTRUCTION, the rest), continued lines as one, without comments."""
+    """Return (INSTRUCTION, arguments), with continued lines joined and without comments."""
     text = re.sub(r"^\s*#.*\n", "", (ROOT / name).read_text(encoding="utf-8"), flags=re.MULTILINE)
     lines = re.sub(r"\\\n\s*", "", text).splitlines()
     return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines if line.strip())]
@@ -152,7 +152,7 @@ def test_the_image_is_pinned_and_does_not_run_as_root() -> None:
 
 
 def test_the_image_has_the_compilers_that_compile_needs() -> None:
-    """Debian's g++ brings gcc, for Triton's launchers; Python's images have Python.h."""
+    """Debian's g++ depends on gcc, which Triton's launchers need; Python's images have Python.h."""
     arguments = dict(rest.partition("=")[::2] for word, rest in instructions() if word == "ARG")
     assert "g++" in shlex.split(arguments["PACKAGES"].strip('"'))
 

@@ -1,4 +1,4 @@
-"""Large matrices: by default a seeded choice of the cases runs, with --all every one."""
+"""Sampling of large matrices: by default a seeded sample of the cases runs, with --all every case."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_other(): ...
 
 
 class Collected:
-    """A plugin that keeps which tests a session would run, and how many it left out."""
+    """A plugin that records the selected tests of a session, and the number of deselected ones."""
 
     def __init__(self) -> None:
         self.names: list[str] = []

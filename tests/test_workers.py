@@ -1,4 +1,4 @@
-"""Tests that run in workers are reported as if pytest had run them in its process."""
+"""Tests that run in workers are reported as if they ran in pytest's own process."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ FILES = {
 
 
 class Reports:
-    """A plugin that keeps what a session reports."""
+    """A plugin that records the reports of a session."""
 
     def __init__(self) -> None:
         self.found: dict[str, tuple[str, str]] = {}

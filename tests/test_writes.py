@@ -1,4 +1,4 @@
-"""Where files are made, changed, renamed or removed: in runner/durable, and at the places named here with a reason."""
+"""Files are created, changed, renamed or removed only in runner/durable, and at the places listed here with a reason."""
 
 # ruff: noqa: E501 - a table of places
 
@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-FILES = sorted((ROOT / "runner").rglob("*.py"))  # a task is not told where its run lies
-SYSTEM = "runner/durable/system.py"  # each call of it is one of the system's
+FILES = sorted((ROOT / "runner").rglob("*.py"))  # not tasks: they do not know their run directory
+SYSTEM = "runner/durable/system.py"  # a thin wrapper of system calls
 
-# (file, function around it, what is called) -> why it is not done by runner/durable
+# (file, enclosing function, called name) -> why runner/durable does not do it
 PLACES: dict[tuple[str, str, str], str] = {
-    # In the run directory: what nothing goes on from, and what must never end the run.
+    # In the run directory: files that no run resumes from, and that must never end a run.
     ("runner/durable/files.py", "__init__", "os.open"): "the lock file: its descriptor is the lock",
     ("runner/durable/files.py", "__init__", "os.ftruncate"): "the note in the lock file, for people",
     ("runner/durable/files.py", "__init__", "os.write"): "the note in the lock file, for people",
@@ -27,8 +27,8 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/monitor/samples_file.py", "_open", "os.open"): "gpu.csv, to which lines are appended, each in one write; opened through no link",
     ("runner/monitor/samples_file.py", "_write", "os.write"): "a line; after the first that is lost no more are written, and the run goes on",
     ("runner/monitor/samples_file.py", "_write", "os.ftruncate"): "half a line, where the disk had no room for the other half",
-    ("runner/monitor/gpu_stats.py", "_free_place", ".mkdir"): "the folder that the caller of GPUStats named",
-    ("runner/monitor/gpu_stats.py", "_free_place", ".touch"): "gpu.csv in it, a new one each time",
+    ("runner/monitor/gpu_stats.py", "_reserve_path", ".mkdir"): "the folder that the caller of GPUStats named",
+    ("runner/monitor/gpu_stats.py", "_reserve_path", ".touch"): "gpu.csv in it, a new one each time",
     ("runner/monitor/gpu_stats.py", "_replace", "os.open"): "monitor.json beside it, under another name until it is whole",
     ("runner/monitor/gpu_stats.py", "_replace", "os.fdopen"): "in it, the descriptor of the line above",
     ("runner/monitor/gpu_stats.py", "_replace", ".replace"): "monitor.json takes its name, in place of a link too",
@@ -39,7 +39,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/launch/slurm.py", "_clean_up", ".unlink"): "scripts that submitit wrote for a job that was refused",
     ("runner/launch/slurm.py", "_clean_up", ".rmdir"): "the empty folder of a run that never was",
     ("runner/durable/mirror_store.py", "_opened", ".open"): "a file in object storage, to read it",
-    # In the private folder that the processes of a start share in TMPDIR: nothing there outlives the start.
+    # In the private folder in TMPDIR that the processes of one start share; it is removed when they end.
     ("runner/host/scratch.py", "_create_locked", "tempfile.mkdtemp"): "the folder itself",
     ("runner/host/scratch.py", "_remove_stale", "shutil.rmtree"): "folders of starts that were killed",
     ("runner/host/scratch.py", "check_compile_cache", ".mkdir"): "the folder of compiled code that the user names",
@@ -64,10 +64,10 @@ PLACES: dict[tuple[str, str, str], str] = {
     # Elsewhere.
     ("runner/tools/doctor/examine.py", "leave", "os.write"): "standard error, in a signal handler",
     ("runner/base/picture.py", "encode_png", ".savefig"): "into memory",
-    ("runner/tools/report/svg.py", "as_svg", ".savefig"): "into memory",
+    ("runner/tools/report/svg.py", "render_svg", ".savefig"): "into memory",
     ("runner/engine/infer.py", "_encode", "numpy.save"): "into memory",
     ("runner/cli.py", "_drop_output", "os.open"): "/dev/null",
-    ("runner/tools/measure/forked_ranks.py", "opened", ".open"): "/dev/null",
+    ("runner/tools/measure/forked_ranks.py", "open_first_phase", ".open"): "/dev/null",
     ("runner/host/output.py", "open_closed_streams", "os.open"): "/dev/null, for a standard stream that is closed",
     ("runner/host/output.py", "open_closed_streams", "os.fdopen"): "the same",
     ("runner/host/output.py", "_reopen_nonblocking", "os.open"): "the terminal or pipe behind standard output, without blocking",
@@ -114,7 +114,7 @@ READING_FLAGS = {
 
 
 def names_of_modules(tree: ast.AST) -> dict[str, str]:
-    """Return what the imported names of a file stand for: "np" -> "numpy", "rmtree" -> "shutil.rmtree"."""
+    """Resolve the imported names of a file: "np" -> "numpy", "rmtree" -> "shutil.rmtree"."""
     found = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
@@ -128,14 +128,14 @@ def names_of_modules(tree: ast.AST) -> dict[str, str]:
 
 
 def mode_of(call: ast.Call, position: int) -> ast.expr | None:
-    """Return the mode with which a file is opened; None where it is not said, and so is "r"."""
+    """Return the mode in which a file is opened; None if it is not given and so defaults to "r"."""
     if len(call.args) > position:
         return call.args[position]
     return next((keyword.value for keyword in call.keywords if keyword.arg == "mode"), None)
 
 
 def only_reads(call: ast.Call, name: str) -> bool:
-    """Tell whether a call that opens a file says that it is to be read only."""
+    """Return whether a call opens a file for reading only."""
     if name == "os.open":
         return {part.strip() for part in ast.unparse(call.args[1]).split("|")} <= READING_FLAGS
     is_method = isinstance(call.func, ast.Attribute) and name == "open"
@@ -144,12 +144,12 @@ def only_reads(call: ast.Call, name: str) -> bool:
 
 
 def is_of_a_path(call: ast.Call, method: str) -> bool:
-    """Tell whether the call may be of a path; `replace` of a text has two arguments, that of a date names its own."""
+    """Return whether the object may be a path: `str.replace` has two arguments, `date.replace` has keyword arguments."""
     return method != "replace" or (len(call.args) == 1 and not call.keywords)
 
 
 def found_in(source: str, file: str) -> set[tuple[str, str, str]]:
-    """Return (file, function around it, what is called) of each place that may write."""
+    """Return (file, enclosing function, called name) of each place that may write."""
     tree = ast.parse(source)
     return {(file, around, name) for around, name in writes(tree, names_of_modules(tree), file, "<module>")}
 
@@ -161,7 +161,7 @@ def writes(node: ast.AST, modules: dict[str, str], file: str, around: str) -> It
         name = name_of(called, modules)
         if name is not None and not (isinstance(child, ast.Call) and may_be(child, name, file)):
             yield around, name
-        if isinstance(child, ast.Call) and name is not None:  # what is called was looked at, what is given was not
+        if isinstance(child, ast.Call) and name is not None:  # the function was checked, its arguments were not
             for given in [*child.args, *(keyword.value for keyword in child.keywords)]:
                 yield from writes(ast.Expr(given), modules, file, inner)
             if isinstance(called, ast.Attribute):
@@ -171,7 +171,7 @@ def writes(node: ast.AST, modules: dict[str, str], file: str, around: str) -> It
 
 
 def name_of(node: ast.AST, modules: dict[str, str]) -> str | None:
-    """Return the name of what writes, or None for all else: "os.rename", ".write_text", "open"."""
+    """Return the name of a function that may write ("os.rename", ".write_text", "open"), else None."""
     if isinstance(node, ast.Name):
         dotted = modules.get(node.id)
         if node.id == "open" and dotted is None:
@@ -192,12 +192,12 @@ def is_of_module(dotted: str) -> bool:
 
 
 def is_class(root: str, rest: str) -> bool:
-    """Tell whether it is a method of a class by that name, as in `Path.unlink`, and not a function of a module."""
+    """Return whether it is a method of a class, as in `Path.unlink`, and not a function of a module."""
     return root[:1].isupper() and rest in METHODS
 
 
 def may_be(call: ast.Call, name: str, file: str) -> bool:
-    """Tell whether the call changes no file, or is the one way to."""
+    """Return whether the call changes no file, or is the one allowed way to change files."""
     if isinstance(call.func, ast.Attribute) and ast.unparse(call.func.value) == "_system":
         return file == "runner/durable/files.py"
     if name in ("os.open", "os.fdopen") or name.rpartition(".")[2] == "open":

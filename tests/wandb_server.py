@@ -1,4 +1,4 @@
-"""A wandb server, as it should be or not, and what a tracker has kept beside it."""
+"""A simulated wandb server, healthy or faulty, and the offline rows of a tracker."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ import psutil
 from runner.trackers import tracker_process
 from runner.trackers.tracker import Tracker
 
-KEY = "0123456789abcdef0123456789abcdef01234567"  # the form of a key, and nobody's
-MARK = "ACCEL_RUN_TEST_MARK"  # a variable of the environment, inherited by whatever is started
+KEY = "0123456789abcdef0123456789abcdef01234567"  # a well-formed key of no account
+MARK = "ACCEL_RUN_TEST_MARK"  # an environment variable, inherited by every subprocess
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Return the processes with this mark, besides this one."""
+    """Return all other processes with this mark."""
     found = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
                 found.append(process)
-        except psutil.Error:  # gone meanwhile, somebody else's, or a zombie
+        except psutil.Error:  # already ended, of another user, or a zombie
             continue
     return found
 
@@ -47,7 +47,7 @@ def log_all(tracker: Tracker, given: list[dict[str, Any]]) -> float:
 
 
 def offline_rows(run_dir: Path, folders: str = "offline-run-*") -> list[tuple[int, dict[str, Any]]]:
-    """Return (step, row) of all offline folders, in the order of their names, which is that of time."""
+    """Return (step, row) of all offline folders in chronological order, which is that of their names."""
     from wandb.proto.wandb_internal_pb2 import Record
 
     found = []
@@ -61,11 +61,11 @@ def offline_rows(run_dir: Path, folders: str = "offline-run-*") -> list[tuple[in
 
 
 class Server:
-    """As much of a wandb server as one run needs; keeps the rows it was sent.
+    """The part of a wandb server that one run needs; keeps the received rows.
 
-    delay_s    seconds before each answer
-    lives_for  requests, after which it hangs up without a word; None: for ever
-    mood       draws what to do to the next request: the status, 0 to hang up, and seconds before it
+    delay_s    seconds before each response
+    lives_for  number of requests after which it closes connections without a response; None: never
+    mood       draws the response to the next request: status (0: close the connection) and delay in seconds
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What a process that forks runs of accel-run does once, so that none of them does it again."""
+"""Warm-up of a process that forks accel-run commands, so that no fork repeats it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import suppress
 
 
 def warm() -> None:
-    """All that a run imports is imported, a configuration has been composed, and no thread was started."""
+    """Import everything that a run imports and compose a configuration, without starting a thread."""
     import_all()
     import torch
 
@@ -18,16 +18,16 @@ def warm() -> None:
 
     torch.set_num_threads(1)
     composed()
-    compose(Request(("updates=3", "device=cpu")))  # Hydra's parser learns its grammar from the first words: 0.1 s
+    compose(Request(("updates=3", "device=cpu")))  # Hydra's parser initializes its grammar at first use: 0.1 s
     gc.collect()
-    gc.freeze()  # else each fork's first collection touches, and so copies, all that it shares with this process
+    gc.freeze()  # else the first garbage collection of each fork writes to, and so copies, the shared pages
 
 
 def import_all() -> None:
-    """What a run imports is imported, here and in the forks of this process."""
+    """Import everything that a run imports, for this process and its forks."""
     for name in IMPORTED:
         importlib.import_module(name)
-    with suppress(ImportError):  # an extra
+    with suppress(ImportError):  # an optional dependency
         importlib.import_module("matplotlib.backends.backend_agg")
 
 

@@ -1,8 +1,8 @@
 """Run collected tests in forked worker processes: `pytest --workers 3`.
 
 Each worker of pytest-xdist imports and collects all tests again, which takes 14 s of CPU time for 8,000 tests. Here
-the session collects once, and workers are forks of it. A worker takes one file after another, in the order of
-collection, so that fixtures of a module are set up once and no worker is idle while files are left.
+the session collects once, and workers are forks of it. A worker takes one file after another, in collection order,
+so that module fixtures are set up once and no worker is idle while files are left.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from tests.faults import tallies
 from tests.forkserver import ForkServer
 
 Files = Sequence[Sequence[pytest.Item]]
-NUMBER = struct.Struct("H")  # of a file, in a pipe that all workers read: it holds 32,768 numbers
-SERVER: pytest.StashKey[ForkServer] = pytest.StashKey()  # in the configuration of a worker
+NUMBER = struct.Struct("H")  # of a file, in a pipe that all workers read; the pipe has room for 32,768
+SERVER: pytest.StashKey[ForkServer] = pytest.StashKey()  # stash key in a worker's configuration
 
 
 def run_all(session: pytest.Session, num_workers: int) -> None:
@@ -58,7 +58,7 @@ class Worker:
     def __init__(self, session: pytest.Session, files: Files, queue: int, server: ForkServer) -> None:
         self._session = session
         self._hook = session.config.hook
-        self._test: dict[str, Any] = {"nodeid": "no test", "location": ("", None, "no test")}  # that runs now
+        self._test: dict[str, Any] = {"nodeid": "no test", "location": ("", None, "no test")}  # running now
         self._reports, sending = Pipe(duplex=False)
         self._pid = os.fork()
         if self._pid == 0:
@@ -88,11 +88,11 @@ class Worker:
 
     @property
     def channels(self) -> list[Any]:
-        """What becomes readable when there is something to report."""
+        """Connections that are readable when there is something to report."""
         return [self._reports, self._end] if self.runs else []
 
     def report(self) -> None:
-        """Report what the process has sent; if it died, fail the test that it ran."""
+        """Report the results that the process has sent; if it died, fail its current test."""
         if not self.runs:
             return
         has_ended = bool(wait([self._end], 0))
@@ -127,19 +127,19 @@ class Worker:
 
 
 def _work(session: pytest.Session, files: Files, queue: int, sending: Connection) -> None:
-    """Run files until none is left; send what happens."""
+    """Run files until none is left, and send the reports."""
     config = session.config
     output: dict[str, Any] = {}
     sender = _Sender(config, sending)
     config.pluginmanager.unregister(name="terminalreporter")
     config.pluginmanager.register(sender, "terminalreporter")
     capture: Any = config.pluginmanager.get_plugin("capturemanager")
-    capture.stop_global_capturing()  # its files are those of the process that has forked
+    capture.stop_global_capturing()  # its files are shared with the parent process
     capture.start_global_capturing()
     capture.suspend_global_capture()
     for item, following in _lookahead(itertools.chain.from_iterable(files[number] for number in _numbers(queue))):
         config.hook.pytest_runtest_protocol(item=item, nextitem=following)
-    os.environ["PYTEST_XDIST_WORKER"] = "worker"  # syrupy knows workers of pytest-xdist
+    os.environ["PYTEST_XDIST_WORKER"] = "worker"  # syrupy supports workers of pytest-xdist
     config.workeroutput = output  # type: ignore[attr-defined]
     syrupy: Any = config.pluginmanager.get_plugin("syrupy")
     syrupy.pytest_sessionfinish(session, 0)
@@ -161,7 +161,7 @@ def _lookahead(items: Iterator[pytest.Item]) -> Iterator[tuple[pytest.Item, pyte
 
 
 class _Sender:
-    """The terminal reporter of a worker: sends what that of the session reports."""
+    """The terminal reporter of a worker: sends reports to the session."""
 
     def __init__(self, config: pytest.Config, sending: Connection) -> None:
         self._config, self._sending = config, sending

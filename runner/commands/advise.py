@@ -64,7 +64,7 @@ def _load_run_request(request: Request) -> tuple[Request, AdviceInputs, tuple[st
     from runner.durable.record_files import read_record
     from runner.durable.run_request import find_run, load_run_request
     from runner.tools.measure.advisor import AdviceInputs
-    from runner.tools.measure.facts import monitored
+    from runner.tools.measure.facts import read_monitor_summary
 
     directory, root = find_run(request, progress_printer("advise"))
     overrides = tuple(arg for arg in request.overrides if not arg.startswith(("run=", "output_root=")))
@@ -78,7 +78,11 @@ def _load_run_request(request: Request) -> tuple[Request, AdviceInputs, tuple[st
     train_phases = [phase for phase in evidence.phases if phase.kind == "train"]
     longest = max(train_phases, key=lambda phase: phase.seconds or 0.0, default=None)
     notes = (f"run {directory.name} failed: its measurements up to that point are used",) if evidence.unfinished else ()
-    return merged, AdviceInputs(evidence, *monitored(directory.path), longest.name if longest else None), notes
+    return (
+        merged,
+        AdviceInputs(evidence, *read_monitor_summary(directory.path), longest.name if longest else None),
+        notes,
+    )
 
 
 def format_advice(advice: Advice) -> list[str]:

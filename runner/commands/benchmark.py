@@ -85,4 +85,4 @@ def parse_benchmark_arguments(argv: list[str]) -> tuple[str, Any, bool]:
         keys["prefix"],
         budget_s,
     )
-    return suite, replace(suite_request, say=progress_printer("benchmark")), as_json
+    return suite, replace(suite_request, log=progress_printer("benchmark")), as_json

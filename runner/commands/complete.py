@@ -225,10 +225,10 @@ def _complete_suite(line: TypedLine) -> tuple[list[str], list[str]]:
     """Return the arguments and the keys of the selected suite."""
     from runner.commands.benchmark import COMMAND_KEYS
     from runner.tools.measure.suites import SUITES, SuiteDeclaration
-    from runner.tools.measure.technique import files_of
+    from runner.tools.measure.technique import find_files
 
     suite = SUITES.get(line.overrides.get("suite", COMMAND_KEYS["suite"]), SuiteDeclaration(""))
-    arguments = (*suite.words, *(files_of(line.config_dir) if "techniques" in suite.options else ()))
+    arguments = (*suite.positional, *(find_files(line.config_dir) if "techniques" in suite.options else ()))
     return [arg for arg in arguments if arg not in line.positionals], [*COMMAND_KEYS, *suite.options]
 
 

@@ -71,7 +71,7 @@ def run(argv: list[str]) -> int:
     if options.checks == "help":
         from runner.tools.doctor.checks import CHECKS
 
-        print("\n".join(f"{name:<15}{check.tries}" for name, check in CHECKS.items()))
+        print("\n".join(f"{name:<15}{check.summary}" for name, check in CHECKS.items()))
         return int(Exit.DONE)
     names, is_json = select_checks(options.checks), "--json" in flags
     examination = Examination(names, options.device, options.root)
@@ -88,7 +88,7 @@ def _run_first_contact(argv: list[str]) -> int:
     """Compare predictions with measurements on the GPU of this machine, and write the page."""
     from runner.durable.files import atomic_write, make_directory
     from runner.tools.doctor.examine import Examination
-    from runner.tools.doctor.first_contact import contact_checks, page, report
+    from runner.tools.doctor.first_contact import contact_checks, format_page, make_report
 
     options, request, is_json = parse_contact_arguments(argv)
     checks = contact_checks(request)
@@ -101,10 +101,10 @@ def _run_first_contact(argv: list[str]) -> int:
             fix="accel-run doctor shows why; tests/stand_ins/README.md describes how to test without a GPU",
         )
     hardware = _hardware(examination) or {"devices": []}
-    content = json.loads(_format_json(report(findings, hardware, request.overrides, __version__)))
+    content = json.loads(_format_json(make_report(findings, hardware, request.overrides, __version__)))
     make_directory(options.root)
     atomic_write(options.root / f"{CONTACT}.json", json.dumps(content, indent=1) + "\n")
-    atomic_write(options.root / f"{CONTACT}.md", page(content))
+    atomic_write(options.root / f"{CONTACT}.md", format_page(content))
     if is_json:
         print(json.dumps(content, indent=1))
     else:
@@ -119,14 +119,14 @@ def _run_checks(examination: Examination, *, is_json: bool) -> tuple[list[CheckR
     display = DoctorDisplay(sys.stdout, sys.stderr if is_json else sys.stdout)
     started_s = time.monotonic()
     findings: list[CheckResult] = []
-    for finding in examination.findings(display.watch):
+    for finding in examination.findings(display.show_status):
         findings.append(finding)
         if not is_json:
             display.show(finding)
     took_s = time.monotonic() - started_s
-    display.wipe()
+    display.clear_status()
     if not is_json:
-        display.conclude(findings, took_s)
+        display.show_summary(findings, took_s)
     return findings, took_s, int(Exit.NO_DEVICE if any(finding.state == "FAIL" for finding in findings) else Exit.DONE)
 
 

@@ -91,7 +91,7 @@ def run(argv: list[str]) -> int:
 def _print_once(runs: RunningRuns, options: MonitorOptions, *, as_json: bool) -> int:
     from rich.console import Console
 
-    from runner.monitor.machine_display import as_object
+    from runner.monitor.machine_display import to_json_object
     from runner.monitor.machine_screen import View, machine_screen
 
     with _stop_event() as stop, _monitor(None, options) as monitor:
@@ -103,7 +103,7 @@ def _print_once(runs: RunningRuns, options: MonitorOptions, *, as_json: bool) ->
     if not view.latest:
         raise _no_samples_error(monitor)
     if as_json:
-        print(json.dumps(as_object(view)))
+        print(json.dumps(to_json_object(view)))
         return 0
     view.history.clear()  # a single sample has no sparkline
     columns = os.get_terminal_size(1).columns if sys.stdout.isatty() else 120
@@ -133,10 +133,10 @@ def _monitor_live(runs: RunningRuns, options: MonitorOptions, folder: Path | Non
         display.close()
     if not view.latest:
         raise _no_samples_error(monitor)
-    errors = tuple(alert.text for alert in view.troubles)
+    errors = tuple(alert.text for alert in view.alerts)
     summary = replace(monitor.summary(), notes=(*errors, *view.missing))
     print_line = _print_err if as_json else _print_out
-    _print_assessment(summary, print_line, view.troubles, of_run=False)
+    _print_assessment(summary, print_line, view.alerts, of_run=False)
     if folder is not None:
         problems = [monitor.lost] if monitor.lost else []
 
@@ -177,7 +177,7 @@ def _follow(
             drawn_s = now
         elif display.is_resized() or now - drawn_s >= 1.0:
             _add_alerts(monitor, view)
-            view.waits = not view.latest and view.seconds > _SLOW_START_S
+            view.is_waiting = not view.latest and view.seconds > _SLOW_START_S
             display.draw(view)
             drawn_s = now
         stop.wait(tick)
@@ -237,11 +237,11 @@ class RunningRuns:
 
 def _add_alerts(monitor: NoMonitor, view: View) -> None:
     """Add notices about missing metrics and GPU errors to the view; GPU processes are shown separately."""
-    for notice in monitor.news():
+    for notice in monitor.new_alerts():
         if notice.level == "debug":
             view.pending.append(notice.text)
         elif notice.kind in _GPU_ERRORS and notice.level == "warning":
-            view.troubles.append(notice)
+            view.alerts.append(notice)
         elif notice.kind not in _ALWAYS_SHOWN:
             view.missing.append(notice.text)
     if monitor.latest():
@@ -300,7 +300,7 @@ def _show_run(root: Path, options: MonitorOptions, *, as_json: bool, to_run_fold
     for path in sorted(directory.path.glob("gpu-rank*.csv"), key=_rank_in_name):
         if len(samples := read_samples(path)):
             machines[f"rank{_rank_in_name(path)}-"] = samples
-    summaries = {prefix: Summary.of(samples) for prefix, samples in machines.items()}
+    summaries = {prefix: Summary.from_samples(samples) for prefix, samples in machines.items()}
     if as_json:
         other_machines = {prefix[:-1]: summary.to_json() for prefix, summary in summaries.items() if prefix}
         print(json.dumps(summaries[""].to_json() | ({"machines": other_machines} if other_machines else {})))
@@ -342,10 +342,10 @@ def _print_assessment(
     summary: Summary, print_line: Callable[[str], None], alerts: Sequence[Alert], *, of_run: bool, on_gpu: bool = True
 ) -> None:
     """Print the figures and their assessment, wrapped to the width of a terminal."""
-    from runner.monitor.health_rules import assessment
+    from runner.monitor.health_rules import format_assessment
 
     columns = max(30, os.get_terminal_size(1).columns or 80) if sys.stdout.isatty() else 0
-    for line in assessment(summary, alerts, of_run=of_run, on_gpu=on_gpu):
+    for line in format_assessment(summary, alerts, of_run=of_run, on_gpu=on_gpu):
         text = line.replace("°", "") if _prints_only_ascii() else line
         is_prose = columns and text.startswith(("high ", "low ", "note ", "good "))
         print_line(
@@ -359,9 +359,9 @@ def _encode_summary(summary: Summary) -> bytes:
 
 def _draw_plots(prefix: str, samples: MachineSamples) -> Iterator[tuple[str, bytes]]:
     """Yield (file name, content) of each plot; `prefix` begins the names."""
-    from runner.monitor.machine_plots import pictures
+    from runner.monitor.machine_plots import draw_png_files
 
-    yield from ((f"{prefix}{name}", content) for name, content in pictures(samples).items())
+    yield from ((f"{prefix}{name}", content) for name, content in draw_png_files(samples).items())
 
 
 def _write_file(folder: Path, name: str, content: bytes) -> None:

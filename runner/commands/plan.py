@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
     from runner.config.configuration import Configuration
     from runner.plan.inventory import Inventory
-    from runner.plan.memory_fit import Needs
+    from runner.plan.memory_fit import MemoryNeeds
     from runner.plan.prediction_text import FittingChange
     from runner.plan.run_plan import Plan
 
@@ -38,38 +38,38 @@ examples
 
 def run(argv: list[str]) -> int:
     """Print the plan."""
-    from runner.launch.traced_demand import needs_in_subprocess
-    from runner.plan.planner import LISTED, inventory_for, make_plan
-    from runner.plan.run_plan import rank_table
+    from runner.launch.traced_demand import trace_memory_needs
+    from runner.plan.planner import SEE_PLAN, make_plan, planning_inventory
+    from runner.plan.run_plan import format_rank_table
 
     configuration = compose(parse_arguments(argv).request)
-    inventory, machine = inventory_for(configuration)
+    inventory, machine = planning_inventory(configuration)
     make_plan(configuration, inventory)  # report invalid settings before importing torch for the trace
     print_progress = progress_printer("plan")
     on_wait = cache(lambda: print_progress("tracing the model on fake tensors; a large model takes up to a minute"))
-    demand = needs_in_subprocess(configuration, inventory, alternatives=True, on_wait=on_wait)
+    demand = trace_memory_needs(configuration, inventory, alternatives=True, on_wait=on_wait)
     plan = make_plan(configuration, inventory, needs=demand)
     memory_lines, changes = _predict_memory(configuration, inventory, plan, demand, on_wait)
     print(f"plan for {machine}: {plan.device_name}")
     rows = [(key, display_value(value), plan.reason(key)) for key, value in plan.values().items()]
     sections = [
         "\n".join(map(str, plan.selected)) if plan.own_keys else str(plan.batch),
-        "\n".join(rank_table(plan)) if plan.world_size > 1 else "",
+        "\n".join(format_rank_table(plan)) if plan.world_size > 1 else "",
         "\n".join(demand.layout) if plan.batch.stages > 1 else "",
         "\n".join(memory_lines),
         "\n".join(format_table(rows, widest={1: 24}))
-        + "".join(f"\nnote: {note.removesuffix(LISTED)}" for note in plan.notes),
-        f"next: {train_command(configuration, changes[0].words if changes else ())}",
+        + "".join(f"\nnote: {note.removesuffix(SEE_PLAN)}" for note in plan.notes),
+        f"next: {train_command(configuration, changes[0].overrides if changes else ())}",
     ]
     print(wrap_for_terminal(sanitize("\n\n".join(filter(None, sections)))))
     return 0
 
 
 def _predict_memory(
-    configuration: Configuration, inventory: Inventory, plan: Plan, demand: Needs, on_wait: Callable[[], object]
+    configuration: Configuration, inventory: Inventory, plan: Plan, demand: MemoryNeeds, on_wait: Callable[[], object]
 ) -> tuple[list[str], Sequence[FittingChange]]:
     """Return the lines about memory and time, and changes that would fit if the plan does not."""
-    from runner.plan.prediction_text import peaks_of_ranks, sheet
+    from runner.plan.prediction_text import find_rank_peaks, format_prediction
 
     profiles = [configuration.hardware, *profile_facts(configuration.request.config_dir).values()]
     changes: Sequence[FittingChange] = ()
@@ -81,7 +81,7 @@ def _predict_memory(
         changes, untried = run_in_subprocess(
             find_changes, configuration, inventory, plan, demand, profiles, on_wait=on_wait
         )
-    return sheet(plan, demand, peaks_of_ranks(plan, profiles), changes, untried), changes
+    return format_prediction(plan, demand, find_rank_peaks(plan, profiles), changes, untried), changes
 
 
 def train_command(configuration: Configuration, changes: Sequence[str] = ()) -> str:

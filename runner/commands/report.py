@@ -83,9 +83,9 @@ class PageSource:
     def write(self, out: Path, content: Content, refresh_s: float | None = None) -> int:
         """Write the page and return its size in bytes."""
         from runner.durable import files
-        from runner.tools.report.page import html_of
+        from runner.tools.report.page import render_html
 
-        html = html_of(content.page, refresh_s)
+        html = render_html(content.page, refresh_s)
         files.atomic_write(out.absolute(), html)
         return len(html.encode())
 
@@ -97,28 +97,28 @@ class RunPageSource(PageSource):
         self.directories = directories
 
     def content(self) -> Content:
-        from runner.tools.report.comparison import comparison_of
-        from runner.tools.report.run_data import read_story
-        from runner.tools.report.run_page import page_of
+        from runner.tools.report.comparison import make_comparison_page
+        from runner.tools.report.run_data import read_run_data
+        from runner.tools.report.run_page import make_run_page
         from runner.tools.report.watch import Content
 
-        all_data = [read_story(directory) for directory in self.directories]
-        page = page_of(all_data[0]) if len(all_data) == 1 else comparison_of(all_data)
+        runs = [read_run_data(directory) for directory in self.directories]
+        page = make_run_page(runs[0]) if len(runs) == 1 else make_comparison_page(runs)
         notes = [
-            f"{f'{data.name}: ' if len(all_data) > 1 else ''}note: {'; '.join(data.missing.values())}"
-            for data in all_data
-            if data.missing
+            f"{f'{run.name}: ' if len(runs) > 1 else ''}note: {'; '.join(run.missing.values())}"
+            for run in runs
+            if run.missing
         ]
-        return Content(page, notes, is_live=any(data.standing.word == "running" for data in all_data))
+        return Content(page, notes, is_live=any(run.state.word == "running" for run in runs))
 
     def write(self, out: Path, content: Content, refresh_s: float | None = None) -> int:
         from runner.base.errors import StorageError
-        from runner.tools.report.page import html_of
+        from runner.tools.report.page import render_html
 
         try:
             if out.absolute() != self.directories[0].report:
                 return super().write(out, content, refresh_s)
-            html = html_of(content.page, refresh_s)
+            html = render_html(content.page, refresh_s)
             self.directories[0].write("report.html", html)
             return len(html.encode())
         except StorageError as error:  # for example no write permission in the run's folder
@@ -134,12 +134,12 @@ class SweepPageSource(PageSource):
 
     def content(self) -> Content:
         from runner.sweeps.trials import Sweep
-        from runner.tools.report.sweep_page import page_of_sweep
+        from runner.tools.report.sweep_page import make_sweep_page
         from runner.tools.report.watch import Content
 
         sweep = Sweep.read(self.folder)
         is_live = any(result.state == "running" for result in sweep.results())
-        return Content(page_of_sweep(sweep), (), is_live)
+        return Content(make_sweep_page(sweep), (), is_live)
 
 
 def parse_report_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
@@ -198,12 +198,12 @@ def _check_output(out: Path) -> None:
     """
     from runner.base.errors import CannotCreate
     from runner.durable import files
-    from runner.tools.report.page import MARK, MOST_BYTES
+    from runner.tools.report.page import GENERATOR_TAG, MAX_BYTES
 
     if not out.absolute().parent.is_dir():
         raise CannotCreate("folder not found", where=str(out.parent), fix="create it, or choose another out=")
     if files.exists(out):
-        is_small = files.is_plain_file(out) and files.file_size(out) < 2 * MOST_BYTES
-        is_ours = is_small and MARK.encode() in files.read(out)[:4096]
+        is_small = files.is_plain_file(out) and files.file_size(out) < 2 * MAX_BYTES
+        is_ours = is_small and GENERATOR_TAG.encode() in files.read(out)[:4096]
         if not is_ours:
             raise ConfigError(Problem("already exists and is not a report", f"out={out}", "choose another name"))

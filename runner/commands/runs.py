@@ -123,11 +123,11 @@ def read_sweep_row(path: Path) -> RunRow:
     """Return a sweep or search as a row: trials instead of updates, the best trial instead of metrics."""
     from runner.durable.directory import SWEEP
     from runner.durable.run_state import process_state_name
-    from runner.sweeps.trials import Sweep, winner
+    from runner.sweeps.trials import Sweep, find_best
 
     sweep = Sweep.read(path)
     results = sweep.results()
-    best = winner(results, sweep.goal)
+    best = find_best(results, sweep.goal)
     num_finished = sum(result.state in ("done", "failed") for result in results)
     try:
         written = (path / SWEEP).stat().st_mtime

@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
 def _print_sweep(folder: Path) -> int:
     """Print the trials of a sweep or a search."""
     from runner.durable.run_state import process_state_name
-    from runner.sweeps.trials import Sweep, summary, table
+    from runner.sweeps.trials import Sweep, format_summary, format_trial_table
 
     sweep = Sweep.read(folder)
     results = sweep.results()
@@ -68,9 +68,9 @@ def _print_sweep(folder: Path) -> int:
         f"; to resume, run the same command with run={folder.name}" if state in ("preempted", "killed") else ""
     )
     _print(f"{folder.name}: {'stopped' if resume_hint else state}{resume_hint}   ({folder})")
-    _print(f"  {sweep.record.kind:<10}  {sweep.record.task}: {summary(results, sweep.goal)}")
+    _print(f"  {sweep.record.kind:<10}  {sweep.record.task}: {format_summary(results, sweep.goal)}")
     _print(f"  command     {sweep.record.command or 'unknown'}")
-    _print("\n".join(["", *table(results, sweep.goal, terminal_width())]))
+    _print("\n".join(["", *format_trial_table(results, sweep.goal, terminal_width())]))
     return 0
 
 

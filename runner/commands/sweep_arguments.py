@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runner.base.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
-    from runner.sweeps.sweep import SweepRequest
+    from runner.sweeps.sweep import SweepOptions
 
 # key -> default value
 TRIAL_KEYS = {"together": "1", "metric": "", "goal": ""}
@@ -18,9 +18,9 @@ TOGETHER_HELP = """\
   metric=NAME, goal=min|max    how trials are compared, at their last evaluation (default: as for early_stopping)"""
 
 
-def parse_sweep_options(keys: Mapping[str, str]) -> SweepRequest:
+def parse_sweep_options(keys: Mapping[str, str]) -> SweepOptions:
     """Return the options of the sweep. Raises ConfigError listing all invalid values."""
-    from runner.sweeps.sweep import SweepRequest
+    from runner.sweeps.sweep import SweepOptions
 
     problems = []
     together, goal, retry = keys["together"], _GOAL_ALIASES.get(keys["goal"], keys["goal"]), keys.get("retry", "false")
@@ -32,7 +32,7 @@ def parse_sweep_options(keys: Mapping[str, str]) -> SweepRequest:
         problems.append(Problem("must be true or false", f"retry={retry}", "use retry=true"))
     if problems:
         raise ConfigError(problems)
-    return SweepRequest(
+    return SweepOptions(
         keys["metric"] or None,
         "max" if goal == "max" else "min" if goal else None,
         int(together),

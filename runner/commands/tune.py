@@ -13,8 +13,8 @@ from runner.config.configuration import compose
 from runner.config.request import Request
 
 if TYPE_CHECKING:
-    from runner.tools.measure.candidates import Tried
-    from runner.tools.measure.tuner import Tuned
+    from runner.tools.measure.candidates import TriedCandidate
+    from runner.tools.measure.tuner import TuneReport
 
 HELP = """usage: accel-run tune [task=NAME] [key=value ...] [budget_s=600] [profile=NAME] [--json]
 
@@ -43,7 +43,7 @@ COMMAND_KEYS = {"budget_s": "600", "profile": ""}
 def run(argv: list[str]) -> int:
     """Search, print the result and write the profile."""
     from runner.tools.measure.hardware_profile import check_profile, write_profile
-    from runner.tools.measure.tuner import as_json, profile_of, tune
+    from runner.tools.measure.tuner import as_json, make_profile, tune
 
     request, budget_s, name, is_json = parse_tune_arguments(argv)
     check_profile(request, name)
@@ -52,8 +52,8 @@ def run(argv: list[str]) -> int:
         print(wrap_for_terminal(sanitize("\n".join(format_result(tuned)))), flush=True)
     profile_file, write_error = None, None
     try:
-        if tuned.found.has_tried:  # otherwise keep an existing profile of that name
-            profile_file = write_profile(profile_of(tuned), request, name)
+        if tuned.result.has_tried:  # otherwise keep an existing profile of that name
+            profile_file = write_profile(make_profile(tuned), request, name)
     except AccelRunError as error:
         write_error = error
     if is_json:
@@ -75,9 +75,9 @@ def parse_tune_arguments(argv: list[str]) -> tuple[Request, float, str, bool]:
     return request, budget_s, keys["profile"] or f"{task}_tuned", is_json
 
 
-def format_result(tuned: Tuned) -> list[str]:
+def format_result(tuned: TuneReport) -> list[str]:
     """Return the lines to print."""
-    search = tuned.found
+    search = tuned.result
     lines = [f"{tuned.task} on {tuned.device_name}: an update takes {tuned.update_ms:.4g} ms as configured", ""]
     if search.adopted:
         lines.append("found: each clearly faster than the previous line, with losses that agree")
@@ -106,7 +106,7 @@ def format_result(tuned: Tuned) -> list[str]:
             "tried, not used",
             {name: trial.outcome.reason for name, trial in others.items() if not trial.outcome.is_untried},
         ),
-        ("not tried", {**untried, **search.left}),
+        ("not tried", {**untried, **search.skipped}),
     ):
         if rows:
             lines += ["", title, *format_table([*rows.items()], indent="  ")]
@@ -115,6 +115,6 @@ def format_result(tuned: Tuned) -> list[str]:
     return [*lines, *(f"note: {note}" for note in tuned.notes)]
 
 
-def _rounds_differently(each: Tried) -> bool:
+def _rounds_differently(each: TriedCandidate) -> bool:
     numerics = each.outcome.numerics
     return numerics is not None and numerics.loss > 0

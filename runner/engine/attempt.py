@@ -31,7 +31,7 @@ from runner.durable.run_state import process_state_name
 from runner.engine import repro_script
 from runner.engine.job import Job
 from runner.host.process_identity import process_identity
-from runner.plan.environment import environment
+from runner.plan.environment import collect_environment
 from runner.records.run_record import AdoptedCheckpoint, ErrorRecord, ProcessRecord, RunOrigin, RunRecord
 
 if TYPE_CHECKING:
@@ -104,7 +104,7 @@ class RunAttempt:
         write("overrides.yaml", lines or "[]\n")
         write("command.sh", _format_command(request, self.directory.name))
         write("plan.json", job.plan.to_json())
-        write("environment.json", to_json(environment(job.inventory)))
+        write("environment.json", to_json(collect_environment(job.inventory)))
         self.save()
 
     def save(self, **changes: Any) -> None:

@@ -24,7 +24,7 @@ from runner.config.option_table import call_option
 from runner.config.phases import INFERENCE
 from runner.durable.directory import INFERENCE_FILES
 from runner.host.output import nonblocking_streams
-from runner.monitor.monitor_thread import MONITORS, gpus_of
+from runner.monitor.monitor_thread import MONITORS, monitored_gpus
 from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 from runner.records.events import Console
 
@@ -69,7 +69,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         get_accelerator(parts.world.device).reset_peak_memory()
         restart_host_peak()
         monitor_choice = plan.choices["monitor"]
-        gpus = gpus_of([plan.device_uuid] if plan.device_uuid else [], parts.world.device.type)
+        gpus = monitored_gpus([plan.device_uuid] if plan.device_uuid else [], parts.world.device.type)
         directory.subfolder("predictions")
         file = directory.predictions / f"gpu{suffix}.csv"
         monitor = call_option(MONITORS, monitor_choice.function, file, gpus, **monitor_choice.options)
@@ -122,7 +122,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         if peak := get_accelerator(parts.world.device).peak_memory():
             summary["peak_memory_gib"] = peak.allocated / 2**30
     monitor.stop()
-    for notice in monitor.news():
+    for notice in monitor.new_alerts():
         if notice.level == "warning":
             console.warning(notice.text)
     if monitor.latest():

@@ -10,7 +10,7 @@ from runner.config.configuration import Configuration
 from runner.config.request import Request
 from runner.durable.directory import check_run_name, generate_run_name
 from runner.plan.inventory import Inventory
-from runner.plan.memory_fit import Needs
+from runner.plan.memory_fit import MemoryNeeds
 from runner.plan.run_plan import Plan
 
 
@@ -26,7 +26,7 @@ class Job:
     plan: Plan
     inventory: Inventory
     name: str
-    needs: Needs | None = None
+    needs: MemoryNeeds | None = None
     runs_inference: bool = False
 
     @property

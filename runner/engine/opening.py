@@ -32,7 +32,7 @@ from runner.engine.resume_point import find_resume_point
 from runner.engine.run import Observers, Provenance, Tally, TrainingRun, silent_observers
 from runner.engine.run_screen import Screen, warnings_on
 from runner.engine.weights import load_initial_weights
-from runner.monitor.monitor_thread import MONITORS, NoMonitor, gpus_of
+from runner.monitor.monitor_thread import MONITORS, NoMonitor, monitored_gpus
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan
 from runner.plan.rank_devices import RankDevice
@@ -147,7 +147,7 @@ def _make_monitor(plan: Plan, world: World, path: Path) -> NoMonitor:
     first, choice = world.rank - world.local_rank, plan.choices["monitor"]
     uuids = [rank.uuid for rank in plan.ranks[first : first + world.num_local_ranks] if rank.uuid]
     root = os.getppid() if world.num_local_ranks > 1 else None  # the launcher of the ranks here
-    gpus = gpus_of(uuids, world.device.type)
+    gpus = monitored_gpus(uuids, world.device.type)
     monitor: NoMonitor = call_option(MONITORS, choice.function, path, gpus, root, **choice.options)
     return monitor
 
@@ -155,7 +155,7 @@ def _make_monitor(plan: Plan, world: World, path: Path) -> NoMonitor:
 def _close_monitor(monitor: NoMonitor, directory: RunDirectory, screen: Screen, name: str = "monitor.json") -> None:
     """Stop the monitor and write its summary to the file `name`."""
     monitor.stop()
-    screen.show_alerts(monitor.news())
+    screen.show_alerts(monitor.new_alerts())
     summary = monitor.summary()
     if summary.whole.samples:
         try:

@@ -25,8 +25,8 @@ from runner.engine.mirroring import checkpoint_policy
 from runner.engine.run import Outcome, TrainingRun
 from runner.engine.run_screen import Screen
 from runner.plan.inventory import Inventory
-from runner.plan.prediction_text import short
-from runner.plan.run_plan import Plan, rank_table
+from runner.plan.prediction_text import summarize_memory
+from runner.plan.run_plan import Plan, format_rank_table
 from runner.profiling.peak_memory import allocator_notes
 from runner.records.evidence import Evidence
 from runner.records.phase_record import PhaseRecord
@@ -55,7 +55,7 @@ def report_start(
             run_dir=str(screen.directory.shown),
             notes=(*plan.notes, *parts.notes, *_checkpoint_notes(plan)),
             phases=tuple(map(str, plan.selected)) if plan.own_keys else (),
-            memory=tuple(short(plan.memory)),
+            memory=tuple(summarize_memory(plan.memory)),
         ),
         ascii_only=screen.ascii_only,
     )
@@ -207,4 +207,4 @@ def _devices(plan: Plan) -> tuple[str, ...]:
     """Return a line for the device, or for each rank with its share of an update."""
     if plan.world_size == 1:
         return (f"{plan.device}: {plan.device_name} — {plan.reason('device')}",)
-    return tuple(rank_table(plan))
+    return tuple(format_rank_table(plan))

@@ -154,7 +154,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
             progress_mark.is_ending.value = True
             run.stop.begin_shutdown()
             attempt.reached = run.num_updates
-            run.observers.tracker.finish(FINISH_S, exit_code=exit_code, leaves=True)
+            run.observers.tracker.finish(FINISH_S, exit_code=exit_code, hand_over=True)
             finish_mirroring(run, should_wait=should_wait)
         evidence = collect_evidence(run, job.inventory)
         result = RunResult(

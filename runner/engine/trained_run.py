@@ -27,7 +27,7 @@ from runner.engine.checkpoint_state import check_state
 from runner.engine.frozen_base import load_weights
 from runner.engine.hooks import HOOKS
 from runner.engine.weights import load_initial_weights
-from runner.plan.planner import plan_here
+from runner.plan.planner import plan_this_process
 from runner.plan.run_plan import Plan
 from runner.records.events import Console
 
@@ -115,7 +115,7 @@ def open_source(
 def open_trained(request: Request, console: Console, stack: ExitStack, checkpoint: str | None = None) -> TrainedModel:
     """Find and open a model in this process alone; see `find_source`."""
     source = find_source(request, console, checkpoint)
-    return open_source(source, plan_here(source.configuration)[0], console, stack)
+    return open_source(source, plan_this_process(source.configuration)[0], console, stack)
 
 
 def load_trained_model(directory: RunDirectory, request: Request, checkpoint: str | None) -> nn.Module:

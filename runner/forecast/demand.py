@@ -14,9 +14,9 @@ from runner.config.options import task_source
 from runner.engine.task_loading import task_errors
 from runner.forecast.memory_forecast import Forecast, min_batch_size
 from runner.forecast.stage_memory import StagePrediction
-from runner.plan.cuda_allocator import Allocator
+from runner.plan.cuda_allocator import AllocatorSettings
 from runner.plan.inventory import Inventory
-from runner.plan.memory_fit import Demand, Needs
+from runner.plan.memory_fit import Demand, MemoryNeeds
 from runner.plan.memory_trace import Traced
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import Plan
@@ -24,7 +24,7 @@ from runner.plan.run_plan import Plan
 MAX_ROUNDS = 5  # rounds of traces at sizes that earlier traces predict to fit
 
 
-def predict_needs(configuration: Configuration, inventory: Inventory, alternatives: bool = False) -> Needs:
+def predict_needs(configuration: Configuration, inventory: Inventory, alternatives: bool = False) -> MemoryNeeds:
     """Return the memory demand of every training phase on the devices of the inventory.
 
     The full share of a rank is traced first. If it does not fit, a micro-batch of one sample is traced too, so that
@@ -34,7 +34,7 @@ def predict_needs(configuration: Configuration, inventory: Inventory, alternativ
                   do, because the memory of a GPU's allocator is not linear in the size
     Raises the exceptions of the task; call it in a subprocess (runner.launch.traced_demand).
     """
-    plan = make_plan(configuration, inventory, needs=Needs({}))
+    plan = make_plan(configuration, inventory, needs=MemoryNeeds({}))
     file = plan.task_file
     try:
         with (
@@ -44,14 +44,14 @@ def predict_needs(configuration: Configuration, inventory: Inventory, alternativ
             Forecast(_with_auto_sizes(configuration), inventory) as forecast,
         ):
             if _is_pipeline(plan) and not forecast.limit:
-                staged = _trace_pipeline(configuration, inventory, plan, Needs({}), alternatives=alternatives)
+                staged = _trace_pipeline(configuration, inventory, plan, MemoryNeeds({}), alternatives=alternatives)
                 if staged.demands:
                     return staged
-            tracer = _Tracer(forecast, Allocator.of(plan.choices["memory"].options.get("allocator")))
+            tracer = _Tracer(forecast, AllocatorSettings.parse(plan.choices["memory"].options.get("allocator")))
             tracer.trace(_deciding_sizes(plan))
 
             def next_sizes() -> set[int]:
-                needs = Needs(tracer.demands())
+                needs = MemoryNeeds(tracer.demands())
                 planned = make_plan(configuration, inventory, needs=needs)
                 return sizes_to_trace(planned, configuration, inventory, needs, alternatives=alternatives)
 
@@ -60,7 +60,7 @@ def predict_needs(configuration: Configuration, inventory: Inventory, alternativ
             for _ in range(MAX_ROUNDS):
                 if not tracer.trace(next_sizes()):
                     break
-            single = Needs(tracer.demands())
+            single = MemoryNeeds(tracer.demands())
             plan = make_plan(configuration, inventory, needs=single)
             return (
                 _trace_pipeline(configuration, inventory, plan, single, alternatives=alternatives)
@@ -71,7 +71,7 @@ def predict_needs(configuration: Configuration, inventory: Inventory, alternativ
         raise
     except Exception as error:  # for example missing data, or an operation that fake tensors do not support
         why = error.problems[0].what if isinstance(error, AccelRunError) else f"{type(error).__name__}: {error}"
-        return Needs({}, first_line(why))
+        return MemoryNeeds({}, first_line(why))
 
 
 def _fits(plan: Plan) -> bool:
@@ -83,24 +83,24 @@ def _is_pipeline(plan: Plan) -> bool:
 
 
 def _trace_pipeline(
-    configuration: Configuration, inventory: Inventory, plan: Plan, single: Needs, *, alternatives: bool
-) -> Needs:
+    configuration: Configuration, inventory: Inventory, plan: Plan, single: MemoryNeeds, *, alternatives: bool
+) -> MemoryNeeds:
     """Return `single` with the demand of each pipeline stage and the assignment of layers.
 
     Micro-batches of the planned size are traced, halved until the layers can be split; then sizes that are predicted to
     fit. If a stage cannot be traced, only the assignment is returned.
     Raises ConfigError if there is no split, and TaskFault if the task does not define its layers.
     """
-    allocator = Allocator.of(plan.choices["memory"].options.get("allocator"))
+    allocator = AllocatorSettings.parse(plan.choices["memory"].options.get("allocator"))
     traces: dict[str, list[list[Traced]]] = {}  # phase -> rank -> sizes
     traced_sizes: set[int] = set()
 
-    def make_needs(layout: str) -> Needs:
+    def make_needs(layout: str) -> MemoryNeeds:
         demands = dict(single.demands)
         for name, rank_traces in traces.items():
-            stages = tuple(Demand.of(sizes, allocator) for sizes in rank_traces)
+            stages = tuple(Demand.from_traces(sizes, allocator) for sizes in rank_traces)
             demands[name] = (
-                dataclasses.replace(demands[name], stages=stages) if name in demands else Demand.of_stages(stages)
+                dataclasses.replace(demands[name], stages=stages) if name in demands else Demand.from_stages(stages)
             )
         return dataclasses.replace(single, demands=demands, layout=tuple(layout.splitlines()))
 
@@ -154,7 +154,7 @@ def _with_auto_sizes(configuration: Configuration) -> Configuration:
 class _Tracer:
     """Completed traces, by phase."""
 
-    def __init__(self, forecast: Forecast, allocator: Allocator) -> None:
+    def __init__(self, forecast: Forecast, allocator: AllocatorSettings) -> None:
         self.forecast, self.allocator = forecast, allocator
         self.traces: dict[str, list[Traced]] = defaultdict(list)
         self.traced_sizes: set[int] = set()
@@ -170,11 +170,11 @@ class _Tracer:
 
     def demands(self) -> dict[str, Demand]:
         """Return the demand per phase, from all traces."""
-        return {phase: Demand.of(traces, self.allocator) for phase, traces in self.traces.items()}
+        return {phase: Demand.from_traces(traces, self.allocator) for phase, traces in self.traces.items()}
 
 
 def sizes_to_trace(
-    plan: Plan, configuration: Configuration, inventory: Inventory, needs: Needs, *, alternatives: bool
+    plan: Plan, configuration: Configuration, inventory: Inventory, needs: MemoryNeeds, *, alternatives: bool
 ) -> set[int]:
     """Return the planned micro-batch sizes; with `alternatives`, if they do not fit, also those that would."""
     if not alternatives or _fits(plan):
@@ -182,7 +182,7 @@ def sizes_to_trace(
     return _deciding_sizes(plan) | _deciding_sizes(make_plan(_with_auto_sizes(configuration), inventory, needs=needs))
 
 
-def is_traced(plan: Plan, needs: Needs) -> bool:
+def is_traced(plan: Plan, needs: MemoryNeeds) -> bool:
     """Return whether the deciding sizes were traced, not interpolated."""
     demands = [part for demand in needs.demands.values() for part in demand.stages or (demand,)]
     return all(demand.is_traced_at(size) for demand in demands for size in _deciding_sizes(plan))

@@ -35,10 +35,10 @@ from runner.engine.phase_kinds import GradientPhase
 from runner.engine.train_order import make_order
 from runner.forecast.fake_mode import AllocationLedger, FakeRun, NotTraceable, StorageBlock, record_layers
 from runner.plan.inventory import Inventory, read_cpu
-from runner.plan.memory_fit import tensors_within
+from runner.plan.memory_fit import tensor_capacity
 from runner.plan.memory_trace import Bytes, ComputeCost, Event, Layer, ModelSizes, Traced
 from runner.plan.planner import make_plan
-from runner.plan.recompute_budget import Blocks, computed_again
+from runner.plan.recompute_budget import Blocks, choose_recomputed_blocks
 from runner.plan.run_plan import PhasePlan, Plan
 
 NUM_MEASURED = 2  # samples of a real run if a task cannot be traced
@@ -103,7 +103,7 @@ class Forecast:
             return max(traced.peak.total + traced.model.trained * self.has_buckets for traced in trace_with(blocks))
 
         largest = max(trace_with(()), key=lambda traced: traced.peak.total)
-        chosen = computed_again(largest.blocks, takes, self.limit)
+        chosen = choose_recomputed_blocks(largest.blocks, takes, self.limit)
         return [dataclasses.replace(traced, recompute=chosen) for traced in trace_with(chosen)]
 
     def _trace_phases(self, size: int, recompute: Blocks = ()) -> list[Traced]:
@@ -194,7 +194,7 @@ class Forecast:
         )
         without = known.peak.total - known.peak.gradients
         found = _measure_model(model, self._build().task.blocks(), [weight for _, weight in trained])
-        return dataclasses.replace(known, without_bytes=without, model=found)
+        return dataclasses.replace(known, without_gradients_bytes=without, model=found)
 
 
 def min_batch_size(model: nn.Module) -> int:
@@ -357,7 +357,7 @@ class PhaseTracer:
             work=ComputeCost(passes.flops // steps, passes.moved_bytes // steps, passes.launches // steps),
             step=ledger.work["update"],
             model=_measure_model(self.parts.bare, list(units.values()), self.trained, num_layers),
-            without_bytes=find_peak(others, ledger.blocks).total,
+            without_gradients_bytes=find_peak(others, ledger.blocks).total,
             is_exact=not why_not,
             why_not=why_not,
         )
@@ -401,7 +401,7 @@ def scale_trace(measured: Traced, factor: float, size: int, why_not: str) -> Tra
     fixed = peak.parameters + peak.buffers + peak.optimizer
     return dataclasses.replace(
         measured,
-        without_bytes=fixed + scaled(max(0, measured.without_bytes - fixed)),
+        without_gradients_bytes=fixed + scaled(max(0, measured.without_gradients_bytes - fixed)),
         micro_batch_size=size,
         peak=dataclasses.replace(
             peak,
@@ -472,7 +472,7 @@ def _budget_limit(plan: Plan) -> int:
     memory = plan.choices["memory"]
     if memory.function != "budget" or memory.options["recompute"] != "auto":
         return 0
-    known = [tensors_within(rank) for rank in plan.ranks if rank.capacity_bytes]
+    known = [tensor_capacity(rank) for rank in plan.ranks if rank.capacity_bytes]
     return min(known, default=0)
 
 

@@ -15,9 +15,9 @@ from runner.config.request import merge_overrides
 from runner.config.schema import default_values
 from runner.forecast.demand import is_traced, predict_needs
 from runner.plan.inventory import Inventory
-from runner.plan.memory_fit import Needs, may_fit
+from runner.plan.memory_fit import MemoryNeeds, may_fit
 from runner.plan.planner import make_plan
-from runner.plan.prediction_text import FittingChange, may_be_set, peaks_of_ranks, seconds_of
+from runner.plan.prediction_text import FittingChange, estimate_phase_time, find_rank_peaks, is_settable
 from runner.plan.run_plan import Plan
 
 Overrides = tuple[str, ...]
@@ -28,7 +28,7 @@ def find_changes(
     configuration: Configuration,
     inventory: Inventory,
     plan: Plan,
-    needs: Needs,
+    needs: MemoryNeeds,
     profiles: Sequence[Mapping[str, Any]],
 ) -> tuple[list[FittingChange], list[Overrides]]:
     """Return the settings that make the run fit, fastest first, and those not tried for lack of time.
@@ -111,7 +111,7 @@ class _Trial:
     configuration: Configuration
     inventory: Inventory
     plan: Plan
-    needs: Needs
+    needs: MemoryNeeds
     profiles: Sequence[Mapping[str, Any]]
     before: float | None
 
@@ -165,16 +165,16 @@ class _Trial:
 def _resolve_auto(settings: Overrides, plan: Plan) -> Overrides:
     """Return the settings ready to paste: with the resolved number instead of auto, where it can be set."""
     size = f"micro_batch_size={plan.batch.micro_batch_size}"
-    can_be = may_be_set(plan, plan.batch, plan.batch.micro_batch_size)
+    can_be = is_settable(plan, plan.batch, plan.batch.micro_batch_size)
     is_one = not plan.own_keys and can_be  # phases have their own micro-batch sizes
     return tuple(size if setting == "micro_batch_size=auto" and is_one else setting for setting in settings)
 
 
-def _seconds(plan: Plan, needs: Needs, profiles: Sequence[Mapping[str, Any]]) -> float | None:
+def _seconds(plan: Plan, needs: MemoryNeeds, profiles: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the estimated seconds of one update of every phase together, or None if unknown."""
-    peaks = peaks_of_ranks(plan, profiles)
+    peaks = find_rank_peaks(plan, profiles)
     estimates = [
-        seconds_of(plan, phase, needs.demands[phase.name], peaks)
+        estimate_phase_time(plan, phase, needs.demands[phase.name], peaks)
         for phase in plan.selected
         if phase.name in needs.demands
     ]

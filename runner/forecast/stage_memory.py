@@ -192,7 +192,9 @@ def _add_micro_batches(traced: Traced, others: int, nbytes: int) -> Traced:
     )
     more = inputs + others * nbytes
     events = ((-1, more), *traced.events) if more else traced.events
-    return dataclasses.replace(traced, peak=peak, events=events, without_bytes=traced.without_bytes + more)
+    return dataclasses.replace(
+        traced, peak=peak, events=events, without_gradients_bytes=traced.without_gradients_bytes + more
+    )
 
 
 def _capture_call(model: nn.Module, ask: Callable[[nn.Module], Any]) -> Call:

@@ -13,7 +13,7 @@ from runner.config.request import Request
 from runner.host.output import nonblocking_streams
 from runner.launch.on_ranks import run_on_ranks
 from runner.plan.inventory import take_inventory
-from runner.plan.planner import make_plan, plan_here
+from runner.plan.planner import make_plan, plan_this_process
 from runner.plan.run_plan import Plan
 from runner.records.events import Console
 
@@ -44,7 +44,7 @@ def infer(request: Request, checkpoint: str | None = None) -> Exit:
     is_started_here = member is None or member.world_size == 1
     if source.run is not None and is_started_here and _is_sharded(configuration):
         return run_on_ranks(configuration, configuration.request.task_file, partial(_infer_shard, source))[0]
-    plan, _ = plan_here(configuration)
+    plan, _ = plan_this_process(configuration)
     return infer_here(source, plan, World(torch.device(plan.device)))[0]
 
 

@@ -18,10 +18,10 @@ from runner.base.rank_env import RankInfo, detect_rank
 from runner.config.configuration import Configuration, to_yaml
 from runner.config.options import task_source
 from runner.host.scratch import private_folder
-from runner.launch.traced_demand import needs_in_subprocess
+from runner.launch.traced_demand import trace_memory_needs
 from runner.plan.inventory import Inventory, take_inventory
-from runner.plan.memory_fit import Needs
-from runner.plan.planner import allow_for, make_plan, wants_needs
+from runner.plan.memory_fit import MemoryNeeds
+from runner.plan.planner import apply_allocator_settings, make_plan, should_trace_memory
 from runner.plan.rank_devices import RankDevice
 from runner.plan.run_plan import Plan
 
@@ -41,7 +41,7 @@ def run_on_ranks(configuration: Configuration, task_file: Path | None, function:
         with join_as_member(configuration, task_file, member) as (world, plan, _):
             return function(plan, world)
     inventory = prepare_inventory(configuration)
-    needs = needs_in_subprocess(configuration, inventory) if wants_needs(configuration, inventory) else None
+    needs = trace_memory_needs(configuration, inventory) if should_trace_memory(configuration, inventory) else None
     plan = make_plan(configuration, inventory, needs=needs)
     if plan.world_size > 1:
         return _run_forked(plan, function)
@@ -51,7 +51,7 @@ def run_on_ranks(configuration: Configuration, task_file: Path | None, function:
 
 def prepare_inventory(configuration: Configuration) -> Inventory:
     """Return the hardware of this machine, with the configured allocator settings."""
-    allow_for(configuration)
+    apply_allocator_settings(configuration)
     return take_inventory()
 
 
@@ -80,8 +80,8 @@ def join_as_member(
     gpus = [gpu for gpu in inventory.usable if gpu.kind == "cuda"]
     wants_gpu = gpus and configuration.settings.device != "cpu"
     rank_device = RankDevice.of(gpus[member.local_rank % len(gpus)] if wants_gpu else None, inventory)
-    should_trace = member.rank == 0 and wants_needs(configuration, inventory)
-    needs = needs_in_subprocess(configuration, inventory) if should_trace else None
+    should_trace = member.rank == 0 and should_trace_memory(configuration, inventory)
+    needs = trace_memory_needs(configuration, inventory) if should_trace else None
     timeout_s = float(configuration.choices["parallelism"].options.get("timeout_s", 600.0))
     with private_folder(), join_process_group(member, torch.device(rank_device.device), timeout_s=timeout_s) as world:
         source = task_source(configuration.choices["task"].name, task_file).read_bytes()
@@ -99,7 +99,7 @@ def join_as_member(
         ranks = [RankDevice(**fields) for fields in world.gather(dataclasses.asdict(rank_device))]
         traced = world.broadcast(encode(needs) if needs else None)
         try:
-            plan = make_plan(configuration, inventory, ranks, decode_valid(Needs, traced) if traced else None)
+            plan = make_plan(configuration, inventory, ranks, decode_valid(MemoryNeeds, traced) if traced else None)
         except ConfigError as error:
             raise SharedConfigError(error.problems) from error
         yield world, Plan.from_json(world.broadcast(plan.to_json())), inventory

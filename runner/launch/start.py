@@ -27,8 +27,8 @@ from runner.host.output import nonblocking_streams
 from runner.host.scratch import private_folder
 from runner.launch.launcher import submit
 from runner.launch.on_ranks import SharedConfigError, import_before_fork, join_as_member, prepare_inventory
-from runner.launch.traced_demand import needs_in_subprocess
-from runner.plan.planner import make_plan, wants_needs
+from runner.launch.traced_demand import trace_memory_needs
+from runner.plan.planner import make_plan, should_trace_memory
 from runner.records.events import Console, terminal_log_level
 from runner.trackers.tracker import require_installed
 
@@ -114,7 +114,7 @@ def _train_here(
 ) -> tuple[SessionEnd, Job]:
     """Train in this process, or start and supervise the ranks of the plan."""
     inventory = prepare_inventory(configuration)
-    needs = needs_in_subprocess(configuration, inventory) if wants_needs(configuration, inventory) else None
+    needs = trace_memory_needs(configuration, inventory) if should_trace_memory(configuration, inventory) else None
     job = Job(
         request, configuration, make_plan(configuration, inventory, needs=needs), inventory, name, needs, runs_inference
     )

@@ -11,16 +11,16 @@ from runner.host.subprocesses import run_in_subprocess
 if TYPE_CHECKING:
     from runner.config.configuration import Configuration
     from runner.plan.inventory import Inventory
-    from runner.plan.memory_fit import Needs
+    from runner.plan.memory_fit import MemoryNeeds
 
 
-def needs_in_subprocess(
+def trace_memory_needs(
     configuration: Configuration,
     inventory: Inventory,
     *,
     alternatives: bool = False,
     on_wait: Callable[[], object] | None = None,
-) -> Needs:
+) -> MemoryNeeds:
     """Return the demand of training; a crash during tracing ends only the subprocess.
 
     alternatives   also trace what is needed to suggest larger sizes
@@ -28,11 +28,11 @@ def needs_in_subprocess(
     Raises the exceptions of the task.
     """
     import runner.forecast.demand  # before the fork, so that subprocesses share it
-    from runner.plan.memory_fit import Needs
+    from runner.plan.memory_fit import MemoryNeeds
 
     try:
         return run_in_subprocess(
             runner.forecast.demand.predict_needs, configuration, inventory, alternatives, on_wait=on_wait
         )
     except BrokenProcessPool:
-        return Needs({}, why_not="the tracing process crashed")
+        return MemoryNeeds({}, why_not="the tracing process crashed")

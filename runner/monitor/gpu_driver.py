@@ -1,4 +1,4 @@
-"""Open the interface of the GPUs' driver: NVML, or AMD SMI where there are AMD GPUs."""
+"""Open the interface of the GPU driver: NVML, or AMD SMI on machines with AMD GPUs."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from runner.monitor.nvml import Nvml, open_nvml
 
 
 def open_driver() -> Nvml:
-    """Return the machine's GPUs, or an Nvml without GPUs that has the reason; never raises.
+    """Return the machine's GPUs, or an Nvml without GPUs, with the reason; never raises.
 
     The driver counts its users: call close() on each result.
     """

@@ -1,4 +1,4 @@
-"""Interpret the measurements of the monitor; missing readings are not interpreted."""
+"""Assess the measurements of the monitor; missing readings are not assessed."""
 
 from __future__ import annotations
 
@@ -15,166 +15,166 @@ Level = Literal["good", "note", "low", "high"]
 
 @dataclass(frozen=True)
 class HealthVerdict:
-    """What the figures of one thing mean.
+    """The assessment of a group of figures.
 
-    level     good; low or high: what to change; note: what to know
-    subject   "GPU 0 utilisation"
-    says      what it means, and what can be done
+    level     good; low or high: something to change; note: information
+    subject   "GPU 0 utilization"
+    message   the meaning, and what can be done
     evidence  the figures
     """
 
     level: Level
     subject: str
-    says: str
+    message: str
     evidence: str
 
 
 @dataclass(frozen=True)
 class Band:
-    """The values from `low` to below `high` mean this."""
+    """The meaning of values in [low, high)."""
 
     low: float
     high: float
     level: Level
-    says: str
+    message: str
 
 
-def assessment(summary: Summary, alerts: Sequence[Alert], *, of_run: bool, on_gpu: bool = True) -> list[str]:
-    """Return the text about a summary: its figures, what they mean, and its notes."""
+def format_assessment(summary: Summary, alerts: Sequence[Alert], *, of_run: bool, on_gpu: bool = True) -> list[str]:
+    """Return a summary as text: its figures, their assessment, and its notes."""
     seconds, count = summary.whole.seconds, summary.whole.samples
     length = f"{seconds:.0f}" if seconds >= 10 else f"{seconds:.2g}"
     lines = [f"monitored for {length} s, {count:,} sample{'' if count == 1 else 's'}", ""]
-    lines += [*table(summary), *phases(summary)]
-    for verdict in verdicts(summary, alerts, of_run=of_run, on_gpu=on_gpu):
-        lines += ["", f"{verdict.level:<5} {verdict.subject}: {verdict.says}", f"{'':6}{verdict.evidence}"]
+    lines += [*format_metrics(summary), *format_phases(summary)]
+    for verdict in assess_health(summary, alerts, of_run=of_run, on_gpu=on_gpu):
+        lines += ["", f"{verdict.level:<5} {verdict.subject}: {verdict.message}", f"{'':6}{verdict.evidence}"]
     known = {alert.text for alert in alerts}
     notes = [f"note  {note}" for note in summary.notes if note not in known]
     return [*lines, *([""] if notes else []), *notes]
 
 
-def verdicts(
-    summary: Summary, notices: Sequence[Alert] = (), *, of_run: bool = True, on_gpu: bool = True
+def assess_health(
+    summary: Summary, alerts: Sequence[Alert] = (), *, of_run: bool = True, on_gpu: bool = True
 ) -> list[HealthVerdict]:
-    """Return what every rule has to say, what to change first.
+    """Return the assessments of all rules, problems first.
 
-    notices  what the driver reported besides: a GPU that is lost gets no advice but that
-    of_run   a run was watched, so that a process may be another's; else the machine was, and all of them are alike
-    on_gpu   the run computed on the GPUs that were watched; else what they did was not its work, and nothing is said
+    alerts  reported by the driver; a lost GPU gets no other assessment
+    of_run  a run was monitored, whose own processes are not counted; otherwise the machine
+    on_gpu  the run used the monitored GPUs; otherwise they are not assessed
     """
-    rules = (*RULES, other_processes if of_run else several_processes)
-    lost = {str(notice.facts.get("device")) for notice in notices if notice.kind == "lost"}
-    left_out = lost if on_gpu else {gpu for gpu, _ in _gpus(summary)}
-    judged = _without(summary, left_out)
-    found = [*troubles(summary, notices), *(verdict for rule in rules for verdict in rule(judged))]
-    if not on_gpu and left_out:
-        says = "this run computed on the CPU: what they did is not its work"
-        found.append(HealthVerdict("note", "GPUs", says, f"{len(left_out)} watched"))
+    rules = (*RULES, check_other_processes if of_run else check_several_processes)
+    lost = {str(alert.facts.get("device")) for alert in alerts if alert.kind == "lost"}
+    excluded = lost if on_gpu else {gpu for gpu, _ in _gpus(summary)}
+    assessed = _exclude_gpus(summary, excluded)
+    found = [*judge_driver_reports(summary, alerts), *(verdict for rule in rules for verdict in rule(assessed))]
+    if not on_gpu and excluded:
+        message = "this run computed on the CPU: their load is from other processes"
+        found.append(HealthVerdict("note", "GPUs", message, f"{len(excluded)} monitored"))
     return sorted(found, key=lambda verdict: _ORDER[verdict.level])
 
 
-def troubles(summary: Summary, notices: Sequence[Alert]) -> Iterator[HealthVerdict]:
-    """What the driver reported of a GPU itself: it is lost, it had an error, its memory had one."""
-    counted = {verdict.subject for verdict in faults(summary)}
-    for notice in sorted(notices, key=lambda notice: notice.kind != "lost"):
-        gpu = str(notice.facts.get("device", ""))
-        title = f"GPU {gpu.removeprefix('gpu')} {_TROUBLES.get(notice.kind, '')}"
-        is_said = title in counted or (notice.kind == "ecc" and notice.facts.get("ecc") != "uncorrected")
-        if notice.kind in _TROUBLES and gpu and not is_said:
+def judge_driver_reports(summary: Summary, alerts: Sequence[Alert]) -> Iterator[HealthVerdict]:
+    """Yield driver reports about a GPU itself: that it is lost, or that it or its memory had an error."""
+    reported = {verdict.subject for verdict in check_memory_errors(summary)}
+    for alert in sorted(alerts, key=lambda alert: alert.kind != "lost"):
+        gpu = str(alert.facts.get("device", ""))
+        title = f"GPU {gpu.removeprefix('gpu')} {_DRIVER_REPORTS.get(alert.kind, '')}"
+        is_reported = title in reported or (alert.kind == "ecc" and alert.facts.get("ecc") != "uncorrected")
+        if alert.kind in _DRIVER_REPORTS and gpu and not is_reported:
             name = summary.devices[gpu].name if gpu in summary.devices else ""
-            evidence = [name, str(notice.facts.get("uuid", "")), "reported by the driver"]
-            says = (
-                notice.text.removeprefix(f"{gpu} ({name})").lstrip(": ").removeprefix("is lost: ").removeprefix("had ")
+            evidence = [name, str(alert.facts.get("uuid", "")), "reported by the driver"]
+            message = (
+                alert.text.removeprefix(f"{gpu} ({name})").lstrip(": ").removeprefix("is lost: ").removeprefix("had ")
             )
-            yield HealthVerdict("high", title, says, ", ".join(filter(None, evidence)))
+            yield HealthVerdict("high", title, message, ", ".join(filter(None, evidence)))
 
 
-def utilisation(summary: Summary) -> Iterator[HealthVerdict]:
-    """How much of the time each GPU worked: 80 to 100 % is good."""
+def check_utilization(summary: Summary) -> Iterator[HealthVerdict]:
+    """Assess the utilization of each GPU: 80 to 100 % is good."""
     for gpu, title in _gpus(summary):
         stat = summary.whole.metrics.get(f"{gpu}/util")
         if stat is None:
             continue
         evidence = f"mean {stat.mean:.0f} %, {stat.min:.0f} to {stat.max:.0f} %, over {format_duration(stat.seconds)}"
         if _is_idle(summary, gpu):
-            yield HealthVerdict("note", f"{title} utilisation", "nothing ran on it", evidence)
+            yield HealthVerdict("note", f"{title} utilization", "idle", evidence)
             continue
-        band = _band(UTILISATION, stat.mean)
-        yield HealthVerdict(band.level, f"{title} utilisation", band.says, evidence)
+        band = _find_band(UTILIZATION, stat.mean)
+        yield HealthVerdict(band.level, f"{title} utilization", band.message, evidence)
 
 
-def memory(summary: Summary) -> Iterator[HealthVerdict]:
-    """How much of each GPU's memory was in use at most: 50 to 80 % is good."""
+def check_memory(summary: Summary) -> Iterator[HealthVerdict]:
+    """Assess the peak memory use of each GPU: 50 to 80 % is good."""
     for gpu, title in _gpus(summary):
         used = summary.whole.metrics.get(f"{gpu}/memory_gib")
         total = summary.whole.metrics.get(f"{gpu}/memory_total_gib")
         if used is None or total is None or total.max <= 0 or _is_idle(summary, gpu):
             continue
         percent = 100 * used.max / total.max
-        band = _band(MEMORY, percent)
+        band = _find_band(MEMORY, percent)
         evidence = f"at most {used.max:.1f} of {total.max:.1f} GiB, {percent:.0f} %"
-        yield HealthVerdict(band.level, f"{title} memory", band.says, evidence)
+        yield HealthVerdict(band.level, f"{title} memory", band.message, evidence)
 
 
-def slowed(summary: Summary) -> Iterator[HealthVerdict]:
-    """What held the clocks of each GPU down."""
+def check_throttling(summary: Summary) -> Iterator[HealthVerdict]:
+    """Yield the reasons for which each GPU was throttled."""
     for gpu, title in _gpus(summary):
         for reason, share in summary.whole.slowed.get(gpu, {}).items():
             if share <= 0:
                 continue
-            says = SLOWED.get(reason, "the driver held its clocks down")
-            level: Level = "note" if reason in BY_DESIGN else "high"
-            evidence = [f"{reason}, {_share(share)} of the time", *_hottest(summary.whole, gpu)]
-            yield HealthVerdict(level, f"{title} clocks", says, ", ".join(evidence))
+            message = THROTTLE_MEANINGS.get(reason, "the driver reduced its clocks")
+            level: Level = "note" if reason in NORMAL_THROTTLING else "high"
+            evidence = [f"{reason}, {_format_share(share)} of the time", *_format_temperature(summary.whole, gpu)]
+            yield HealthVerdict(level, f"{title} clocks", message, ", ".join(evidence))
 
 
-def other_processes(summary: Summary) -> Iterator[HealthVerdict]:
-    """Whether processes that are not the run's compute on a GPU."""
-    says = "others share it: neither its time nor its memory is this run's alone"
-    return _crowded(summary, 1, says)
+def check_other_processes(summary: Summary) -> Iterator[HealthVerdict]:
+    """Check for processes on a GPU that do not belong to the run."""
+    message = "shared with other processes, which use its time and memory"
+    return _check_process_count(summary, 1, message)
 
 
-def several_processes(summary: Summary) -> Iterator[HealthVerdict]:
-    """Whether several processes compute on a GPU."""
-    return _crowded(summary, 2, "they share its time and its memory")
+def check_several_processes(summary: Summary) -> Iterator[HealthVerdict]:
+    """Check for several processes on a GPU."""
+    return _check_process_count(summary, 2, "they share its time and memory")
 
 
-def host_memory(summary: Summary) -> Iterator[HealthVerdict]:
-    """Whether the RAM was nearly full."""
+def check_host_memory(summary: Summary) -> Iterator[HealthVerdict]:
+    """Check whether the RAM was nearly full."""
     ram = summary.whole.metrics.get("ram/percent")
-    if ram is not None and ram.max >= NEARLY_FULL:
-        says = "nearly full: the system ends processes when it is; fewer data workers or a smaller cache need less"
-        yield HealthVerdict("high", "RAM", says, f"at most {ram.max:.0f} %, mean {ram.mean:.0f} %")
+    if ram is not None and ram.max >= NEARLY_FULL_PERCENT:
+        message = "nearly full: the system kills processes when it is full; use fewer data workers or a smaller cache"
+        yield HealthVerdict("high", "RAM", message, f"at most {ram.max:.0f} %, mean {ram.mean:.0f} %")
 
 
-def processor(summary: Summary) -> Iterator[HealthVerdict]:
-    """Whether the CPU was busy all the time while a GPU waited."""
+def check_cpu(summary: Summary) -> Iterator[HealthVerdict]:
+    """Check whether the CPU was saturated while a GPU waited."""
     cpu = summary.whole.metrics.get("cpu/percent")
     waiting = [
         (title, util)
         for gpu, title in _gpus(summary)
         if (util := summary.whole.metrics.get(f"{gpu}/util")) is not None
-        and util.mean < UTILISATION[-1].low
+        and util.mean < UTILIZATION[-1].low
         and not _is_idle(summary, gpu)
     ]
-    if cpu is not None and cpu.mean >= SATURATED and waiting:
-        says = "busy all the time while the GPU waits: more data workers cannot help, less work per sample can"
+    if cpu is not None and cpu.mean >= SATURATED_PERCENT and waiting:
+        message = "saturated while the GPU waits: more data workers do not help, less work per sample does"
         gpus = ", ".join(f"{title} {util.mean:.0f} %" for title, util in waiting)
-        yield HealthVerdict("high", "CPU", says, f"mean {cpu.mean:.0f} %; {gpus}")
+        yield HealthVerdict("high", "CPU", message, f"mean {cpu.mean:.0f} %; {gpus}")
 
 
-def faults(summary: Summary) -> Iterator[HealthVerdict]:
-    """Whether a GPU's memory had errors that could not be corrected."""
+def check_memory_errors(summary: Summary) -> Iterator[HealthVerdict]:
+    """Check for uncorrectable memory errors of GPUs."""
     for gpu, title in _gpus(summary):
         errors = summary.whole.metrics.get(f"{gpu}/ecc_uncorrected")
         if errors is not None and errors.max > errors.min:
-            says = "its memory had errors that could not be corrected: results may be wrong; have it looked at"
+            message = "its memory had uncorrectable errors: results may be wrong; have it checked"
             yield HealthVerdict(
-                "high", f"{title} memory errors", says, f"{errors.max - errors.min:.0f} while it was watched"
+                "high", f"{title} memory errors", message, f"{errors.max - errors.min:.0f} while monitored"
             )
 
 
-def table(summary: Summary) -> list[str]:
-    """Return lowest, mean and highest of what was read, a line each below a head; no line for what was not."""
+def format_metrics(summary: Summary) -> list[str]:
+    """Return a table of the lowest, mean and highest value of each metric that was read."""
     rows: list[tuple[str, ...]] = [("", "", "lowest", "mean", "highest")]
     for gpu, title in [*_gpus(summary), ("", "")]:
         device = summary.devices.get(gpu)
@@ -186,12 +186,12 @@ def table(summary: Summary) -> list[str]:
         if known and gpu:
             rows.append((f"{title}  {device.name}" if device and device.name else title,))
         for label, unit, stat, digits in known:
-            rows.append((f"  {label}" if gpu else label, unit, *_figures(stat, digits)))
+            rows.append((f"  {label}" if gpu else label, unit, *_format_stat(stat, digits)))
     return format_table(rows, "<<>") if len(rows) > 1 else []
 
 
-def phases(summary: Summary) -> list[str]:
-    """Return a line for each phase, where there are several: how long, and how busy GPUs and CPU were on average."""
+def format_phases(summary: Summary) -> list[str]:
+    """Return a line per phase if there are several: its duration, and the mean utilization of GPUs and CPU."""
     named = {name: part for name, part in summary.phases.items() if name}
     rows = []
     for name, part in named.items():
@@ -203,16 +203,18 @@ def phases(summary: Summary) -> list[str]:
     return format_table(rows, "<><") if len(named) > 1 else []
 
 
-def _crowded(summary: Summary, least: int, says: str) -> Iterator[HealthVerdict]:
+def _check_process_count(summary: Summary, min_processes: int, message: str) -> Iterator[HealthVerdict]:
     for gpu, title in _gpus(summary):
         others = summary.whole.metrics.get(f"{gpu}/other_processes")
-        held = summary.whole.metrics.get(f"{gpu}/other_memory_gib")
-        if others is not None and others.max >= least:
-            evidence = [f"at most {others.max:.0f} at once"] + ([f"with {held.max:.1f} GiB"] if held else [])
-            yield HealthVerdict("high", f"{title} processes", says, ", ".join(evidence))
+        memory_gib = summary.whole.metrics.get(f"{gpu}/other_memory_gib")
+        if others is not None and others.max >= min_processes:
+            evidence = [f"at most {others.max:.0f} at once"] + (
+                [f"with {memory_gib.max:.1f} GiB"] if memory_gib else []
+            )
+            yield HealthVerdict("high", f"{title} processes", message, ", ".join(evidence))
 
 
-def _figures(stat: Stat, digits: int) -> tuple[str, str, str]:
+def _format_stat(stat: Stat, digits: int) -> tuple[str, str, str]:
     return tuple(f"{value:.{digits}f}" for value in (stat.min, stat.mean, stat.max))  # type: ignore[return-value]
 
 
@@ -222,8 +224,8 @@ def _gpus(summary: Summary) -> list[tuple[str, str]]:
     return [(name, f"GPU {name[3:]}") for name in sorted(names, key=lambda name: int(name[3:]))]
 
 
-def _without(summary: Summary, gpus: Collection[str]) -> Summary:
-    """Return what was seen of everything but these GPUs."""
+def _exclude_gpus(summary: Summary, gpus: Collection[str]) -> Summary:
+    """Return the summary without these GPUs."""
     if not gpus:
         return summary
     kept = {name: stat for name, stat in summary.whole.metrics.items() if name.partition("/")[0] not in gpus}
@@ -236,55 +238,55 @@ def _is_idle(summary: Summary, gpu: str) -> bool:
     return util is not None and util.max == 0
 
 
-def _band(bands: tuple[Band, ...], value: float) -> Band:
+def _find_band(bands: tuple[Band, ...], value: float) -> Band:
     return next((band for band in bands if band.low <= value < band.high), bands[-1])
 
 
-def _hottest(part: SummaryPart, gpu: str) -> list[str]:
+def _format_temperature(part: SummaryPart, gpu: str) -> list[str]:
     temperature = part.metrics.get(f"{gpu}/temperature_c")
     return [] if temperature is None else [f"up to {temperature.max:.0f} °C"]
 
 
-def _share(share: float) -> str:
+def _format_share(share: float) -> str:
     return f"{100 * share:.0f} %" if share >= 0.01 else "under 1 %"
 
 
-# The ranges to expect of a training run: utilisation 80 to 100 %, memory 50 to 80 %.
-UTILISATION = (
-    Band(0, 80, "low", "it waits: for data, for the host, or each update is too little work"),
-    Band(80, 101, "good", "in the range of 80 to 100 % that is good"),
+# Typical ranges of training: utilization 80 to 100 %, memory 50 to 80 %.
+UTILIZATION = (
+    Band(0, 80, "low", "it waits for data or the host, or updates are too small"),
+    Band(80, 101, "good", "in the good range of 80 to 100 %"),
 )
 MEMORY = (
-    Band(0, 50, "low", "half or more is free: a larger micro_batch_size or model would fit"),
-    Band(50, 80, "good", "in the range of 50 to 80 % that is good"),
-    Band(80, 90, "note", "above the usual 50 to 80 %, with some left"),
+    Band(0, 50, "low", "at least half is free: a larger micro_batch_size or model would fit"),
+    Band(50, 80, "good", "in the good range of 50 to 80 %"),
+    Band(80, 90, "note", "above the usual 50 to 80 %, with some memory left"),
     Band(
         90,
         101,
         "high",
-        "nearly full: a longer sample may not fit; a smaller micro_batch_size or memory=checkpoint needs less",
+        "nearly full: a longer sample may not fit; reduce micro_batch_size, or use memory=checkpoint",
     ),
 )
-NEARLY_FULL = 90.0  # percent of the RAM
-SATURATED = 90.0  # percent of the CPU that the run may use
+NEARLY_FULL_PERCENT = 90.0  # of the RAM
+SATURATED_PERCENT = 90.0  # of the CPU that the run may use
 
-SLOWED: Mapping[str, str] = {
-    "power limit": "it works at its power limit, as a busy GPU does",
-    "board limit": "it works at the limit of its board, as a busy GPU does",
-    "sync boost": "it keeps step with another GPU",
-    "software temperature limit": "too warm: better cooling or a lower power limit keeps the clocks up",
-    "hardware temperature limit": "much too warm: the hardware itself slows it down; look at the cooling",
-    "hardware slowdown": "the hardware itself slows it down: look at cooling and power supply",
-    "power brake": "the power supply asks it to slow down: look at power supply and cables",
-    "reliability": "it may not run faster at this voltage, as a busy GPU does",
+THROTTLE_MEANINGS: Mapping[str, str] = {
+    "power limit": "at its power limit, which is normal for a busy GPU",
+    "board limit": "at the limit of its board, which is normal for a busy GPU",
+    "sync boost": "synchronized with the clocks of another GPU",
+    "software temperature limit": "too warm: improve the cooling, or lower the power limit",
+    "hardware temperature limit": "much too warm: the hardware throttles itself; check the cooling",
+    "hardware slowdown": "the hardware throttles itself: check cooling and power supply",
+    "power brake": "the power supply requests lower power: check it and its cables",
+    "reliability": "at its voltage limit, which is normal for a busy GPU",
 }
-# No fault of the machine: what a busy GPU does.
-BY_DESIGN = ("power limit", "board limit", "sync boost", "reliability")
-_TROUBLES: Mapping[str, str] = {"lost": "lost", "xid": "error", "ecc": "memory errors"}  # kinds of notices
+# Normal for a busy GPU.
+NORMAL_THROTTLING = ("power limit", "board limit", "sync boost", "reliability")
+_DRIVER_REPORTS: Mapping[str, str] = {"lost": "lost", "xid": "error", "ecc": "memory errors"}  # kinds of alerts
 _ORDER = {"high": 0, "low": 1, "note": 2, "good": 3}
 
 GPU_ROWS = (
-    ("util", "utilisation", "%", 0),
+    ("util", "utilization", "%", 0),
     ("memory_gib", "memory", "GiB", 1),
     ("temperature_c", "temperature", "°C", 0),
     ("power_w", "power", "W", 0),
@@ -301,5 +303,5 @@ MACHINE_ROWS = (
 )
 
 RULES: tuple[Callable[[Summary], Iterator[HealthVerdict]], ...] = (
-    utilisation, memory, slowed, host_memory, processor, faults,
+    check_utilization, check_memory, check_throttling, check_host_memory, check_cpu, check_memory_errors,
 )  # fmt: skip

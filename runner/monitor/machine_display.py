@@ -17,7 +17,7 @@ from runner.base.secret import sanitize
 from runner.console.progress_display import TerminalConsole
 from runner.monitor.machine_sample import GpuUser
 from runner.monitor.machine_screen import View, machine_screen
-from runner.monitor.monitor_thread import as_line
+from runner.monitor.monitor_thread import format_line
 
 
 class SampleLines:
@@ -28,7 +28,7 @@ class SampleLines:
 
     def __init__(self, out: TextIO, notes: TextIO, text: Callable[[View], str]) -> None:
         self._out, self._notes, self._text = out, notes, text
-        self._noted: set[str] = set()
+        self._printed_notes: set[str] = set()
         self.is_gone = False
 
     def sample(self, view: View) -> None:
@@ -41,9 +41,9 @@ class SampleLines:
 
     def draw(self, view: View) -> None:
         """Show a view without a new sample."""
-        for note in [*(alert.text for alert in view.troubles), *view.notes]:
-            if note not in self._noted:
-                self._noted.add(note)
+        for note in [*(alert.text for alert in view.alerts), *view.notes]:
+            if note not in self._printed_notes:
+                self._printed_notes.add(note)
                 with contextlib.suppress(OSError, ValueError):
                     print(sanitize(note), file=self._notes, flush=True)
 
@@ -91,8 +91,8 @@ class FullScreen:
         self._draw(lambda live: live.stop())
         self._live = None
 
-    def _draw(self, do: Callable[[Live], None]) -> None:
-        if self._live is not None and not self._console.draw(partial(do, self._live)):
+    def _draw(self, action: Callable[[Live], None]) -> None:
+        if self._live is not None and not self._console.draw(partial(action, self._live)):
             self._live = None
 
 
@@ -105,17 +105,17 @@ def make_display(out: TextIO, notes: TextIO, *, as_json: bool) -> MachineDisplay
     notes  the stream for everything that is not a sample
     """
     if as_json:
-        return SampleLines(out, notes, lambda view: json.dumps(as_object(view)))
+        return SampleLines(out, notes, lambda view: json.dumps(to_json_object(view)))
     is_terminal = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    return FullScreen(out) if is_terminal else SampleLines(out, notes, lambda view: as_line(view.latest))
+    return FullScreen(out) if is_terminal else SampleLines(out, notes, lambda view: format_line(view.latest))
 
 
-def as_object(view: View) -> dict[str, Any]:
+def to_json_object(view: View) -> dict[str, Any]:
     """Return a sample for JSON: unknown readings are absent, other unknown values are null."""
 
     def process(user: GpuUser) -> dict[str, Any]:
-        words = {"user": user.user, "name": user.name, "run": view.runs.get(user.pid)}
-        return {"pid": user.pid, "memory_gib": user.memory_gib, **{key: word or None for key, word in words.items()}}
+        texts = {"user": user.user, "name": user.name, "run": view.runs.get(user.pid)}
+        return {"pid": user.pid, "memory_gib": user.memory_gib, **{key: text or None for key, text in texts.items()}}
 
     gpus = [
         {
@@ -129,5 +129,5 @@ def as_object(view: View) -> dict[str, Any]:
         "time_unix_s": round(time.time(), 3),
         "readings": dict(view.latest),
         "gpus": gpus,
-        "missing": [*(alert.text for alert in view.troubles), *view.missing],
+        "missing": [*(alert.text for alert in view.alerts), *view.missing],
     }

@@ -21,8 +21,8 @@ from runner.monitor.samples import MachineSamples
 if TYPE_CHECKING:
     from runner.monitor.samples import Floats
 
-POINTS = 1000  # maximum of a line: about the width of a plot in pixels
-SHADES = ("#E3EEF8", "#FCEBD8", "#E2F2DF", "#F5E1EE", "#EDEDED", "#FCF6CF")  # of phases
+MAX_POINTS = 1000  # of a line: about the width of a plot in pixels
+PHASE_COLORS = ("#E3EEF8", "#FCEBD8", "#E2F2DF", "#F5E1EE", "#EDEDED", "#FCF6CF")
 
 
 @dataclass(frozen=True)
@@ -55,50 +55,52 @@ class PlotLine:
     high: Floats
 
 
-def pictures(samples: MachineSamples) -> dict[str, bytes]:
+def draw_png_files(samples: MachineSamples) -> dict[str, bytes]:
     """Return file name -> PNG: `gpu0.png` for each GPU, `gpus.png` for several, and `machine.png`."""
-    return {name: encode_png(figure) for name, figure in figures(samples).items()}
+    return {name: encode_png(figure) for name, figure in draw_figures(samples).items()}
 
 
-def figures(samples: MachineSamples, points: int = POINTS, *, each: bool = True) -> dict[str, Any]:
-    """Return file name -> matplotlib Figure, as `pictures` does.
+def draw_figures(samples: MachineSamples, points: int = MAX_POINTS, *, per_gpu: bool = True) -> dict[str, Any]:
+    """Return file name -> matplotlib Figure, as `draw_png_files` does.
 
-    points  approximate maximum of a line
-    each    a figure per GPU even if there are several
+    points   approximate maximum of a line
+    per_gpu  a figure per GPU even if there are several
     """
     if not len(samples):
         return {}
     labels = {gpu: _label(gpu, samples) for gpu in _gpus(samples)}
-    canvas = _Canvas(samples, labels, next(time for limit, time in _TIMES if _seconds(samples) < limit), points)
-    found = {}
-    for gpu, label in labels.items() if each or len(labels) == 1 else ():
-        found[f"gpu{gpu}.png"] = _figure(canvas.of({gpu: label}), PANELS, (4, 1), (10.0, 7.8), label)
+    canvas = _Canvas(samples, labels, next(time for limit, time in _TIME_UNITS if _seconds(samples) < limit), points)
+    drawn = {}
+    for gpu, label in labels.items() if per_gpu or len(labels) == 1 else ():
+        drawn[f"gpu{gpu}.png"] = _draw_figure(canvas.for_labels({gpu: label}), GPU_PANELS, (4, 1), (10.0, 7.8), label)
     if len(labels) > 1:
         names = {label.partition(": ")[2] for label in labels.values()}
         title = f"{len(labels)} GPUs"
         if len(names) == 1:  # named once, in the title
             title, labels = ": ".join([title, *filter(None, names)]), {gpu: f"GPU {gpu}" for gpu in labels}
-        found["gpus.png"] = _figure(canvas.of(labels), PANELS, (4, 1), (10.0, 7.8), title)
+        drawn["gpus.png"] = _draw_figure(canvas.for_labels(labels), GPU_PANELS, (4, 1), (10.0, 7.8), title)
     title, rows = ("GPU, CPU and RAM", 2) if labels else ("CPU and RAM", 1)
-    panels = [panel for panel in MACHINE if labels or not panel.is_gpu]
-    return found | {"machine.png": _figure(canvas.of(labels), panels, (rows, 2), (12.0, 3.0 + 2.25 * rows), title)}
+    panels = [panel for panel in MACHINE_PANELS if labels or not panel.is_gpu]
+    return drawn | {
+        "machine.png": _draw_figure(canvas.for_labels(labels), panels, (rows, 2), (12.0, 3.0 + 2.25 * rows), title)
+    }
 
 
-def thinned(x: Floats, y: Floats, after_gap: NDArray[np.bool_] | None = None, points: int = POINTS) -> PlotLine:
+def thin_line(x: Floats, y: Floats, after_gap: NDArray[np.bool_] | None = None, points: int = MAX_POINTS) -> PlotLine:
     """Return a line of at most about `points` points, broken by NaN at gaps; values that are not finite are left out.
 
-    after_gap  (N,) True where a gap precedes a value
+    after_gap  (N,) True if a gap precedes the value
     """
     if not len(x):
         return PlotLine(x, y, y, y)
     size = max(1, math.ceil(len(x) / points))
     edges = [0, *([] if after_gap is None else np.flatnonzero(after_gap[1:]) + 1), len(x)]
-    parts = [_grouped(x[begin:end], y[begin:end], size) for begin, end in pairwise(edges)]
+    parts = [_average_groups(x[begin:end], y[begin:end], size) for begin, end in pairwise(edges)]
     return PlotLine(*(np.concatenate(column)[:-1] for column in zip(*parts, strict=True)))
 
 
 def shade_phases(axes: Any, phases: Iterable[tuple[str, float, float]], end: float, *, with_names: bool = True) -> Any:
-    """Shade (phase, begin, end) of the x axis in a color per phase; write the names above where there is room.
+    """Shade (phase, begin, end) of the x axis in a color per phase; write the names above if there is room.
 
     end  of the x axis
     Returns phase -> handle for a legend.
@@ -106,12 +108,12 @@ def shade_phases(axes: Any, phases: Iterable[tuple[str, float, float]], end: flo
     spans: dict[str, list[tuple[float, float]]] = {}
     for phase, begin, until in phases:
         spans.setdefault(phase, []).append((begin, until - begin))
-        if with_names and (until - begin) / (end or 1.0) > _LETTER * (len(phase) + 1):
+        if with_names and (until - begin) / (end or 1.0) > _LETTER_WIDTH * (len(phase) + 1):
             at, where = (begin + until) / 2, axes.get_xaxis_transform()
             axes.text(at, 1.02, phase, transform=where, ha="center", va="bottom", fontsize=8, color="#666666")
     return {
-        phase: _shaded(axes, found, facecolor=SHADES[number % len(SHADES)], zorder=0)
-        for number, (phase, found) in enumerate(spans.items())
+        phase: _shade_spans(axes, phase_spans, facecolor=PHASE_COLORS[number % len(PHASE_COLORS)], zorder=0)
+        for number, (phase, phase_spans) in enumerate(spans.items())
     }
 
 
@@ -120,7 +122,7 @@ def shade_phases(axes: Any, phases: Iterable[tuple[str, float, float]], end: flo
 
 @dataclass(frozen=True)
 class _Canvas:
-    """What the panels of a figure share; `time` is the name of the unit of x, and its seconds."""
+    """State shared by the panels of a figure; `time` is the unit of x: its name and seconds."""
 
     samples: MachineSamples
     labels: Mapping[int, str]
@@ -128,7 +130,7 @@ class _Canvas:
     points: int
     legend: dict[str, Any] = field(default_factory=dict)
 
-    def of(self, labels: Mapping[int, str]) -> _Canvas:
+    def for_labels(self, labels: Mapping[int, str]) -> _Canvas:
         """Return a canvas for another figure."""
         return _Canvas(self.samples, labels, self.time, self.points)
 
@@ -138,7 +140,7 @@ class _Canvas:
         return moments
 
 
-def _figure(
+def _draw_figure(
     canvas: _Canvas, panels: Iterable[Panel], shape: tuple[int, int], inches: tuple[float, float], title: str
 ) -> Any:
     samples = canvas.samples
@@ -147,89 +149,89 @@ def _figure(
         is_first_row = axes.get_subplotspec().is_first_row()
         axes.set_title(panel.title, loc="left", fontsize=10, pad=16 if is_first_row else None)  # above names of phases
         axes.spines[["top", "right"]].set_visible(False)
-        phases = [each for each in _phases(canvas) if each[0]]
+        phases = [span for span in _phases(canvas) if span[0]]
         shades = shade_phases(axes, phases, float(canvas.x[-1]), with_names=is_first_row)
         canvas.legend.update({f"phase {name}": shade for name, shade in shades.items()})
         _hatch_gaps(axes, canvas)
-        _draw(axes, panel, canvas)
+        _draw_panel(axes, panel, canvas)
         if axes.get_subplotspec().is_last_row():
             axes.set_xlabel(f"time since the first sample ({canvas.time[0]})")
-    begun = datetime.fromtimestamp(samples.times_s[0]).astimezone()
+    started = datetime.fromtimestamp(samples.times_s[0]).astimezone()
     length = f"{float(canvas.x[-1]):.3g} {canvas.time[0]}, {len(samples):,} sample{'s' * (len(samples) > 1)}"
     figure.suptitle(title, x=0.005, ha="left", fontsize=13, fontweight="bold")
-    figure.text(0.995, 0.995, f"{begun:%Y-%m-%d %H:%M:%S}\n{length}", ha="right", va="top", fontsize=8, color="0.4")
+    figure.text(0.995, 0.995, f"{started:%Y-%m-%d %H:%M:%S}\n{length}", ha="right", va="top", fontsize=8, color="0.4")
     _add_legend(figure, canvas.legend)
     return figure
 
 
 def _add_legend(figure: Any, legend: Mapping[str, Any]) -> None:
     """Add the legend below the panels, in as many columns as fit, and make the figure higher by its height."""
-    for columns in range(min(_COLUMNS, len(legend)), 0, -1):
-        drawn = figure.legend(
+    for columns in range(min(_MAX_LEGEND_COLUMNS, len(legend)), 0, -1):
+        artist = figure.legend(
             legend.values(), legend.keys(), loc="outside lower center", ncols=columns, frameon=False, fontsize=9
         )
-        box = drawn.get_window_extent()
+        box = artist.get_window_extent()
         if box.width <= figure.bbox.width or columns == 1:
             width, height = figure.get_size_inches()
             figure.set_size_inches(width, height + box.height / figure.dpi)
             return
-        drawn.remove()
+        artist.remove()
 
 
-def _draw(axes: Any, panel: Panel, canvas: _Canvas) -> None:
+def _draw_panel(axes: Any, panel: Panel, canvas: _Canvas) -> None:
     axes.set_ylabel(panel.axis)
     axes.grid(visible=True, color="0.85", linewidth=0.7)
     axes.set_axisbelow(True)
-    several = panel.is_gpu and len(canvas.labels) > 1
+    has_labels = panel.is_gpu and len(canvas.labels) > 1
     lowest, highest = math.inf, -math.inf
     for gpu in canvas.labels if panel.is_gpu else [0]:
         prefix = f"gpu{gpu}/" if panel.is_gpu else ""
-        color = _color(gpu) if panel.is_gpu else _HOST
+        color = _color(gpu) if panel.is_gpu else _HOST_COLOR
         values = panel.values(canvas.samples, prefix)
         if np.isfinite(values).any():
-            _line(axes, values, canvas, color, canvas.labels[gpu] if several else "")
+            _draw_line(axes, values, canvas, color, canvas.labels[gpu] if has_labels else "")
             lowest, highest = min(lowest, float(np.nanmin(values))), max(highest, float(np.nanmax(values)))
     if panel.limit is not None and highest >= lowest:
-        highest = max(highest, *_limits(axes, panel.limit, canvas), 0.0)
+        highest = max(highest, *_draw_limits(axes, panel.limit, canvas), 0.0)
     if highest < lowest:
         axes.text(0.5, 0.5, "no reading", transform=axes.transAxes, ha="center", va="center", color="0.4")
         axes.set_yticks([])
     else:
-        _scale(axes, panel, lowest, highest)
+        _scale_axes(axes, panel, lowest, highest)
     end = float(canvas.x[-1])
     margin = 0.015 * end or 0.5
     axes.set_xlim(-margin, end + margin)
 
 
-def _line(axes: Any, values: Floats, canvas: _Canvas, color: str, label: str) -> None:
-    is_crowded = len(canvas.labels) > _BANDS
+def _draw_line(axes: Any, values: Floats, canvas: _Canvas, color: str, label: str) -> None:
+    is_crowded = len(canvas.labels) > _MAX_BAND_GPUS
     points = canvas.points // 4 if is_crowded else canvas.points
-    line = thinned(canvas.x, values, canvas.samples.gaps(), points)
-    (drawn,) = axes.plot(line.x, line.mean, color=color, linewidth=1.4, zorder=3, label=label or None)
-    alone = np.full(len(line.x), True) if len(line.x) <= _MARKED else _alone(line.mean)
-    if alone.any():
-        axes.plot(line.x[alone], line.mean[alone], "o", color=color, markersize=2.5, zorder=3)
+    line = thin_line(canvas.x, values, canvas.samples.gaps(), points)
+    (artist,) = axes.plot(line.x, line.mean, color=color, linewidth=1.4, zorder=3, label=label or None)
+    isolated = np.full(len(line.x), True) if len(line.x) <= _MAX_MARKED_POINTS else _isolated(line.mean)
+    if isolated.any():
+        axes.plot(line.x[isolated], line.mean[isolated], "o", color=color, markersize=2.5, zorder=3)
     if len(values) > points and not is_crowded:
         axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.22, linewidth=0, zorder=2)
         canvas.legend.setdefault("lowest to highest", axes.fill_between([], [], color="0.7", linewidth=0))
     if label:
-        canvas.legend.setdefault(label, drawn)
+        canvas.legend.setdefault(label, artist)
 
 
-def _limits(axes: Any, limit: tuple[str, str, str], canvas: _Canvas) -> list[float]:
+def _draw_limits(axes: Any, limit: tuple[str, str, str], canvas: _Canvas) -> list[float]:
     """Draw the limit of each GPU, in its color unless several GPUs share it; return the limits."""
-    metric, words, unit = limit
-    known = {gpu: _column(canvas.samples, f"gpu{gpu}/{metric}") for gpu in canvas.labels}
-    values = {gpu: float(np.nanmax(column)) for gpu, column in known.items() if np.isfinite(column).any()}
+    metric, label, unit = limit
+    columns = {gpu: _column(canvas.samples, f"gpu{gpu}/{metric}") for gpu in canvas.labels}
+    values = {gpu: float(np.nanmax(column)) for gpu, column in columns.items() if np.isfinite(column).any()}
     for value in sorted(set(values.values())):
-        owners = [gpu for gpu in values if values[gpu] == value]
-        color = _color(owners[0]) if len(canvas.labels) > 1 and len(owners) == 1 else _HOST
-        drawn = axes.axhline(value, color=color, linestyle=(0, (6, 3)), linewidth=1.1, zorder=2)
-        canvas.legend.setdefault(f"{words}, {value:.4g} {unit}" if len(set(values.values())) == 1 else words, drawn)
+        gpus = [gpu for gpu in values if values[gpu] == value]
+        color = _color(gpus[0]) if len(canvas.labels) > 1 and len(gpus) == 1 else _HOST_COLOR
+        artist = axes.axhline(value, color=color, linestyle=(0, (6, 3)), linewidth=1.1, zorder=2)
+        canvas.legend.setdefault(f"{label}, {value:.4g} {unit}" if len(set(values.values())) == 1 else label, artist)
     return list(values.values())
 
 
-def _scale(axes: Any, panel: Panel, lowest: float, highest: float) -> None:
+def _scale_axes(axes: Any, panel: Panel, lowest: float, highest: float) -> None:
     if panel.top is not None:
         axes.set_ylim(-0.03 * panel.top, 1.05 * panel.top)
     elif panel.from_0:
@@ -243,11 +245,11 @@ def _hatch_gaps(axes: Any, canvas: _Canvas) -> None:
     x, after = canvas.x, np.flatnonzero(canvas.samples.gaps()[1:]) + 1
     if len(after):
         spans = [(float(x[index - 1]), float(x[index] - x[index - 1])) for index in after]
-        shade = _shaded(axes, spans, facecolor="white", edgecolor="0.75", hatch="////", zorder=1)
-        canvas.legend.setdefault("not watched", shade)
+        shade = _shade_spans(axes, spans, facecolor="white", edgecolor="0.75", hatch="////", zorder=1)
+        canvas.legend.setdefault("not monitored", shade)
 
 
-def _shaded(axes: Any, spans: list[tuple[float, float]], **style: Any) -> Any:
+def _shade_spans(axes: Any, spans: list[tuple[float, float]], **style: Any) -> Any:
     """Shade (begin, width) over the height of the axes, in one collection: there may be thousands."""
     return axes.broken_barh(spans, (0, 1), transform=axes.get_xaxis_transform(), linewidth=0, **style)
 
@@ -267,25 +269,25 @@ def _phases(canvas: _Canvas) -> Iterator[tuple[str, float, float]]:
             begin = index
 
 
-def _grouped(x: Floats, y: Floats, size: int) -> tuple[Floats, Floats, Floats, Floats]:
+def _average_groups(x: Floats, y: Floats, size: int) -> tuple[Floats, Floats, Floats, Floats]:
     """Return time, mean, lowest and highest of each `size` samples, NaN if none is finite, and a final NaN."""
     starts = np.linspace(0, len(x), math.ceil(len(x) / size), endpoint=False).astype(np.int64)
-    known = np.isfinite(y)
-    num_known = np.add.reduceat(known.astype(np.float64), starts)
+    is_finite = np.isfinite(y)
+    num_known = np.add.reduceat(is_finite.astype(np.float64), starts)
     is_known = num_known > 0
-    mean = np.where(is_known, np.add.reduceat(np.where(known, y, 0.0), starts) / np.maximum(num_known, 1), math.nan)
-    low = np.where(is_known, np.minimum.reduceat(np.where(known, y, math.inf), starts), math.nan)
-    high = np.where(is_known, np.maximum.reduceat(np.where(known, y, -math.inf), starts), math.nan)
+    mean = np.where(is_known, np.add.reduceat(np.where(is_finite, y, 0.0), starts) / np.maximum(num_known, 1), math.nan)
+    low = np.where(is_known, np.minimum.reduceat(np.where(is_finite, y, math.inf), starts), math.nan)
+    high = np.where(is_known, np.maximum.reduceat(np.where(is_finite, y, -math.inf), starts), math.nan)
     when = np.add.reduceat(x, starts) / np.diff(starts, append=len(x))
     return np.append(when, when[-1]), np.append(mean, math.nan), np.append(low, math.nan), np.append(high, math.nan)
 
 
-def _alone(values: Floats) -> NDArray[np.bool_]:
-    """Return (N,) True for a point with a value between two without: it would not be visible as a line."""
-    known = np.isfinite(values)
-    around = np.concatenate([[False], known, [False]])
-    alone: NDArray[np.bool_] = known & ~around[:-2] & ~around[2:]
-    return alone
+def _isolated(values: Floats) -> NDArray[np.bool_]:
+    """Return (N,) True for a point with a value between two without: otherwise it would be invisible in a line."""
+    is_finite = np.isfinite(values)
+    around = np.concatenate([[False], is_finite, [False]])
+    isolated: NDArray[np.bool_] = is_finite & ~around[:-2] & ~around[2:]
+    return isolated
 
 
 def _gpus(samples: MachineSamples) -> list[int]:
@@ -306,7 +308,7 @@ def _seconds(samples: MachineSamples) -> float:
     return float(samples.times_s[-1] - samples.times_s[0])
 
 
-def _of(name: str) -> Callable[[MachineSamples, str], Floats]:
+def _metric(name: str) -> Callable[[MachineSamples, str], Floats]:
     return lambda samples, prefix: _column(samples, prefix + name)
 
 
@@ -318,22 +320,27 @@ def _column(samples: MachineSamples, name: str) -> Floats:
     return samples.values.get(name, np.full(len(samples), math.nan))
 
 
-_TIMES = ((180.0, ("s", 1.0)), (3 * 3600.0, ("min", 60.0)), (3 * 86400.0, ("h", 3600.0)), (math.inf, ("days", 86400.0)))
-_MARKED = 60  # points of a line up to which each has a mark
-_BANDS = 2  # GPUs up to which the band from lowest to highest is drawn
-_LETTER = 0.012  # width of a letter, as a share of that of the axes
-_COLUMNS = 4  # maximum of the legend
-_HOST = "#444444"
-
-PANELS: tuple[Panel, ...] = (
-    Panel("utilisation", "utilisation (%)", _of("util"), top=100.0),
-    Panel("memory", "memory (GiB)", _of("memory_gib"), limit=("memory_total_gib", "memory capacity", "GiB")),
-    Panel("temperature", "temperature (°C)", _of("temperature_c"), from_0=False),
-    Panel("power", "power (W)", _of("power_w"), limit=("power_limit_w", "power limit", "W")),
+_TIME_UNITS = (
+    (180.0, ("s", 1.0)),
+    (3 * 3600.0, ("min", 60.0)),
+    (3 * 86400.0, ("h", 3600.0)),
+    (math.inf, ("days", 86400.0)),
 )
-MACHINE: tuple[Panel, ...] = (
-    Panel("GPU utilisation", "utilisation (%)", _of("util"), top=100.0),
+_MAX_MARKED_POINTS = 60  # a line of more points has no marks
+_MAX_BAND_GPUS = 2  # with more GPUs, the band from lowest to highest is not drawn
+_LETTER_WIDTH = 0.012  # as a fraction of the width of the axes
+_MAX_LEGEND_COLUMNS = 4
+_HOST_COLOR = "#444444"
+
+GPU_PANELS: tuple[Panel, ...] = (
+    Panel("utilization", "utilization (%)", _metric("util"), top=100.0),
+    Panel("memory", "memory (GiB)", _metric("memory_gib"), limit=("memory_total_gib", "memory capacity", "GiB")),
+    Panel("temperature", "temperature (°C)", _metric("temperature_c"), from_0=False),
+    Panel("power", "power (W)", _metric("power_w"), limit=("power_limit_w", "power limit", "W")),
+)
+MACHINE_PANELS: tuple[Panel, ...] = (
+    Panel("GPU utilization", "utilization (%)", _metric("util"), top=100.0),
     Panel("GPU memory", "memory in use (%)", _memory_percent, top=100.0),
-    Panel("CPU", "CPU in use (%)", _of("cpu/percent"), top=100.0, is_gpu=False),
-    Panel("RAM", "RAM in use (%)", _of("ram/percent"), top=100.0, is_gpu=False),
+    Panel("CPU", "CPU in use (%)", _metric("cpu/percent"), top=100.0, is_gpu=False),
+    Panel("RAM", "RAM in use (%)", _metric("ram/percent"), top=100.0, is_gpu=False),
 )

@@ -47,19 +47,19 @@ class Host:
     SEARCH_SHARE = 0.002  # maximum of one core for the search, which reads all of /proc
 
     def __init__(self, *, root: int | None = None, folder: Path | None = None, system: Path = Path("/")) -> None:
-        self.family = ProcessTree(root or os.getpid())
-        self._cpu, self._ram, self._disk = cpu_load(root or 0, system), _Ram(system), _Disk(folder)
+        self.process_tree = ProcessTree(root or os.getpid())
+        self._cpu, self._ram, self._disk = make_cpu_load(root or 0, system), _Ram(system), _Disk(folder)
         self._next_search = 0.0
 
     def sample(self) -> dict[str, float]:
         """Return metric name -> value, without readings that failed."""
         now = time.monotonic()
         if now >= self._next_search:
-            self.family.search()
+            self.process_tree.search()
             took_s = time.monotonic() - now
             self._next_search = now + max(self.SELDOM_S, took_s / self.SEARCH_SHARE)
         found = {"cpu/percent": self._cpu.percent(), "ram/percent": self._ram.percent()}
-        found |= self.family.load() | self._disk.load(now)
+        found |= self.process_tree.load() | self._disk.load(now)
         return {name: float(value) for name, value in found.items() if value is not None}
 
 
@@ -72,13 +72,13 @@ class Gpus:
     SELDOM_S = 10.0  # between readings that hardly change, and between lists of processes
     TURN_S = 0.5  # between queries for which the driver waits 40 ms, of one GPU at a time
 
-    def __init__(self, nvml: Nvml, gpus: Sequence[Gpu], family: ProcessTree) -> None:
+    def __init__(self, nvml: Nvml, gpus: Sequence[Gpu], process_tree: ProcessTree) -> None:
         self.nvml, self.gpus = nvml, tuple(gpus)
         self.users: Mapping[int, tuple[GpuUser, ...]] = {}
-        self._family, self._known = family, _Known()
-        self._kept: list[dict[str, float | None]] = [{} for _ in gpus]
+        self._process_tree, self._users = process_tree, _UserCache()
+        self._seldom_readings: list[dict[str, float | None]] = [{} for _ in gpus]
         self._turn, self._next_turn, self._next_seldom = 0, 0.0, 0.0
-        self._held: dict[str, float] = {}
+        self._turn_readings: dict[str, float] = {}
 
     def sample(self) -> dict[str, float]:
         """Return metric name -> value, without readings that failed or were not due."""
@@ -90,18 +90,18 @@ class Gpus:
         found: dict[str, float | None] = {}
         for index, gpu in enumerate(self.gpus):
             if is_seldom:
-                self._kept[index] = self.nvml.read(gpu, _SELDOM)
-            kept = {} if gpu in self.nvml.lost else self._kept[index]
-            reading = {**kept, **self.nvml.read(gpu, _ALWAYS)}
-            found |= self._named(index, reading) | self._shared(index)
-        found |= self._in_turn(now)
+                self._seldom_readings[index] = self.nvml.read(gpu, _SELDOM)
+            seldom = {} if gpu in self.nvml.lost else self._seldom_readings[index]
+            reading = {**seldom, **self.nvml.read(gpu, _ALWAYS)}
+            found |= self._to_metrics(index, reading) | self._other_users(index)
+        found |= self._sample_in_turn(now)
         return {name: float(value) for name, value in found.items() if value is not None}
 
-    def held(self) -> Mapping[str, float]:
+    def turn_readings(self) -> Mapping[str, float]:
         """Return the latest readings of metrics that are read in turn."""
-        return self._held
+        return self._turn_readings
 
-    def _named(self, index: int, reading: Mapping[str, float | None]) -> dict[str, float | None]:
+    def _to_metrics(self, index: int, reading: Mapping[str, float | None]) -> dict[str, float | None]:
         return {
             f"gpu{index}/{metric.reading or metric.name}": None
             if (value := reading[metric.name]) is None
@@ -110,31 +110,35 @@ class Gpus:
             if metric.name in reading
         }
 
-    def _in_turn(self, now: float) -> dict[str, float | None]:
+    def _sample_in_turn(self, now: float) -> dict[str, float | None]:
         if not self.gpus or now < self._next_turn:
             return {}
         index = self._turn % len(self.gpus)
         self._turn, self._next_turn = self._turn + 1, now + self.TURN_S
-        found = self._named(index, self.nvml.read(self.gpus[index], _IN_TURN))
-        self._held = {name: value for name, value in self._held.items() if name not in found}
-        self._held |= {name: value for name, value in found.items() if value is not None}
+        found = self._to_metrics(index, self.nvml.read(self.gpus[index], _IN_TURN))
+        self._turn_readings = {name: value for name, value in self._turn_readings.items() if name not in found}
+        self._turn_readings |= {name: value for name, value in found.items() if value is not None}
         return found
 
     def _read_processes(self) -> None:
-        listed = {index: self.nvml.processes(gpu) for index, gpu in enumerate(self.gpus) if gpu not in self.nvml.lost}
-        pids = {each.pid for processes in listed.values() for each in processes or ()}
-        comparable = pids_are_of_host() or not pids.isdisjoint(self._family.pids)
+        processes_by_gpu = {
+            index: self.nvml.processes(gpu) for index, gpu in enumerate(self.gpus) if gpu not in self.nvml.lost
+        }
+        pids = {process.pid for processes in processes_by_gpu.values() for process in processes or ()}
+        comparable = pids_are_of_host() or not pids.isdisjoint(self._process_tree.pids)
         self.users = {
             index: tuple(
-                self._known.user(each.pid, _over(each.used_bytes, GIB), self._family, comparable=comparable)
-                for each in processes
+                self._users.user(
+                    process.pid, _divide(process.used_bytes, GIB), self._process_tree, comparable=comparable
+                )
+                for process in processes
             )
-            for index, processes in listed.items()
+            for index, processes in processes_by_gpu.items()
             if processes is not None
         }
-        self._known.keep_only(pids)
+        self._users.keep_only(pids)
 
-    def _shared(self, index: int) -> dict[str, float | None]:
+    def _other_users(self, index: int) -> dict[str, float | None]:
         users = None if self.gpus[index] in self.nvml.lost else self.users.get(index)
         if users is None or any(user.is_ours is None for user in users):
             return {}
@@ -156,32 +160,32 @@ class CpuLoad:
 
     def percent(self) -> float | None:
         before, self._before = self._before, self._times()
-        busy, passed = (new - old for new, old in zip(self._before, before, strict=True))
-        return min(100.0, max(0.0, 100 * busy / passed)) if passed > 0 else None
+        busy, elapsed = (new - old for new, old in zip(self._before, before, strict=True))
+        return min(100.0, max(0.0, 100 * busy / elapsed)) if elapsed > 0 else None
 
     def _times(self) -> tuple[float, float]:
         """Return busy and total seconds of the cores so far; psutil.cpu_percent has one state for all callers."""
         if self._cores is None:
-            chosen = [psutil.cpu_times()]
+            core_times = [psutil.cpu_times()]
         else:
-            chosen = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in self._cores]
-        busy = whole = 0.0
-        for times in chosen:
+            core_times = [times for core, times in enumerate(psutil.cpu_times(percpu=True)) if core in self._cores]
+        busy = total = 0.0
+        for times in core_times:
             guests = getattr(times, "guest", 0.0) + getattr(times, "guest_nice", 0.0)  # Linux counts them twice
-            total = sum(times) - guests
-            busy += total - times.idle - getattr(times, "iowait", 0.0)
-            whole += total
-        return busy, whole
+            seconds = sum(times) - guests
+            busy += seconds - times.idle - getattr(times, "iowait", 0.0)
+            total += seconds
+        return busy, total
 
 
-class GrantedCpuLoad:
+class QuotaCpuLoad:
     """CPU time of a cgroup since the previous call, as a share of its quota."""
 
     now = staticmethod(time.monotonic)
 
-    def __init__(self, grant: CgroupLimit) -> None:
-        self._grant = grant
-        self.num_cores = grant.amount
+    def __init__(self, limit: CgroupLimit) -> None:
+        self._limit = limit
+        self.num_cores = limit.amount
         self._before = self._times()
 
     def percent(self) -> float | None:
@@ -189,18 +193,18 @@ class GrantedCpuLoad:
         self._before = now, used
         if used is None or used_before is None or now <= before:
             return None
-        return min(100.0, max(0.0, 100 * (used - used_before) / (self._grant.amount * (now - before))))
+        return min(100.0, max(0.0, 100 * (used - used_before) / (self._limit.amount * (now - before))))
 
     def _times(self) -> tuple[float, float | None]:
-        return self.now(), self._grant.cpu_seconds()
+        return self.now(), self._limit.cpu_seconds()
 
 
-def cpu_load(root: int, system: Path) -> CpuLoad | GrantedCpuLoad:
+def make_cpu_load(root: int, system: Path) -> CpuLoad | QuotaCpuLoad:
     """Return the sampler of the CPU that this process tree may use: by cgroup quota, affinity, or the full machine."""
     present, cores = psutil.cpu_count() or 1, affinity(root)
-    grant = cgroup_cpu_limit(system)
-    if grant is not None and grant.amount < len(cores) and grant.cpu_seconds() is not None:
-        return GrantedCpuLoad(grant)
+    limit = cgroup_cpu_limit(system)
+    if limit is not None and limit.amount < len(cores) and limit.cpu_seconds() is not None:
+        return QuotaCpuLoad(limit)
     is_part = len(cores) < present and max(cores) < present  # core numbers have gaps if cores are offline
     return CpuLoad(cores if is_part else None)
 
@@ -209,12 +213,12 @@ class _Ram:
     """Memory in use, as a share of the cgroup's limit or, if that is less, of the machine's memory."""
 
     def __init__(self, system: Path) -> None:
-        self._grant = cgroup_memory_limit(system)
+        self._limit = cgroup_memory_limit(system)
 
     def percent(self) -> float | None:
-        machine, grant = psutil.virtual_memory(), self._grant
-        used = grant.memory_bytes() if grant is not None and grant.amount < machine.total else None
-        return float(machine.percent) if used is None or grant is None else 100 * used / grant.amount
+        machine, limit = psutil.virtual_memory(), self._limit
+        used = limit.memory_bytes() if limit is not None and limit.amount < machine.total else None
+        return float(machine.percent) if used is None or limit is None else 100 * used / limit.amount
 
 
 class _Disk:
@@ -259,7 +263,7 @@ class ProcessTree:
         """Return whether a process belongs to the tree, including one that was started after the last search."""
         if pid in self._members:
             return True
-        parents: list[psutil.Process] = _alive(lambda: psutil.Process(pid).parents()) or []
+        parents: list[psutil.Process] = _query(lambda: psutil.Process(pid).parents()) or []
         return any(parent.pid == self._root for parent in parents)
 
     def search(self) -> None:
@@ -267,36 +271,36 @@ class ProcessTree:
         with contextlib.suppress(psutil.Error):
             root = psutil.Process(self._root)
             found = [root, *root.children(recursive=True)]
-        new = {each.pid: each for each in found if each != self._members.get(each.pid)}
+        new = {process.pid: process for process in found if process != self._members.get(process.pid)}
         # Known processes keep their objects, which hold the previous CPU times; new ones are sampled a first time.
-        self._members = {each.pid: new.get(each.pid) or self._members[each.pid] for each in found}
-        for each in new.values():
-            _alive(each.cpu_percent)
+        self._members = {process.pid: new.get(process.pid) or self._members[process.pid] for process in found}
+        for process in new.values():
+            _query(process.cpu_percent)
 
     def load(self) -> dict[str, float | None]:
         """Return the sum of CPU percent (100 is one core) and resident GiB; processes that have ended count 0."""
         members = tuple(self._members.values())
-        percents = [_alive(each.cpu_percent) for each in members]
-        memory = [_alive(each.memory_info) for each in members]
+        percents = [_query(process.cpu_percent) for process in members]
+        memory = [_query(process.memory_info) for process in members]
         if not any(memory):
             return {}
         return {
-            "process/cpu_percent": sum(each or 0.0 for each in percents),
-            "process/memory_gib": sum(each.rss for each in memory if each) / GIB,
+            "process/cpu_percent": sum(percent or 0.0 for percent in percents),
+            "process/memory_gib": sum(info.rss for info in memory if info) / GIB,
         }
 
 
-class _Known:
+class _UserCache:
     """Caches names and users of processes."""
 
     def __init__(self) -> None:
         self._names: dict[int, tuple[str, str]] = {}
 
-    def user(self, pid: int, memory_gib: float | None, family: ProcessTree, *, comparable: bool) -> GpuUser:
+    def user(self, pid: int, memory_gib: float | None, process_tree: ProcessTree, *, comparable: bool) -> GpuUser:
         if pid not in self._names:
             self._names[pid] = _name_and_user(pid) if comparable else ("", "")
         name, user = self._names[pid]
-        is_ours = family.has(pid) if comparable else None
+        is_ours = process_tree.has(pid) if comparable else None
         return GpuUser(pid, name, user, memory_gib, is_ours)
 
     def keep_only(self, pids: set[int]) -> None:
@@ -306,7 +310,7 @@ class _Known:
 def _name_and_user(pid: int) -> tuple[str, str]:
     try:
         process = psutil.Process(pid)
-        return str(process.name()), str(_alive(process.username) or "")
+        return str(process.name()), str(_query(process.username) or "")
     except (psutil.Error, KeyError):
         return "", ""
 
@@ -319,7 +323,7 @@ def pids_are_of_host() -> bool:
         return False
 
 
-def _alive(query: Callable[[], Any]) -> Any:
+def _query(query: Callable[[], Any]) -> Any:
     """Return the result of a query of a process, None if it has ended."""
     try:
         return query()
@@ -327,7 +331,7 @@ def _alive(query: Callable[[], Any]) -> Any:
         return None
 
 
-def _over(value: float | None, unit: float) -> float | None:
+def _divide(value: float | None, unit: float) -> float | None:
     return None if value is None else value / unit
 
 

@@ -14,28 +14,28 @@ from rich.text import Text
 
 from runner.base.errors import to_one_line
 from runner.monitor.alerts import Alert
-from runner.monitor.health_rules import BY_DESIGN
+from runner.monitor.health_rules import NORMAL_THROTTLING
 from runner.monitor.machine_sample import GpuUser
-from runner.monitor.nvml import slowed_by
+from runner.monitor.nvml import decode_throttle_reasons
 from runner.monitor.samples import Readings, SampledGpu
 
-KEPT = 1000  # samples of a sparkline: more columns than terminals have
+MAX_SAMPLES = 1000  # of a sparkline: more columns than terminals have
 BLOCKS = "▁▂▃▄▅▆▇█"
 BLOCKS_ASCII = "_.:-=+*#"
-WAITING = "the driver has not answered yet; it may hang"
+WAITING = "the driver has not responded yet; it may hang"
 
 
 @dataclass
 class View:
-    """What the screen shows.
+    """The content of the screen.
 
-    users      `gpu0` -> processes that compute on it; None if the driver does not report them
-    runs       PID -> name of the run it belongs to
-    missing    what is not monitored and why, and other problems
-    pending    texts for `missing` that the first sample completes
-    troubles   alerts about the GPUs themselves: lost, or with errors
-    waits      the first sample is late
-    remaining  seconds until the end; None: until Ctrl-C
+    users       `gpu0` -> processes that compute on it; None if the driver does not report them
+    runs        PID -> name of the run it belongs to
+    missing     what is not monitored and why, and other problems
+    pending     texts for `missing` that the first sample completes
+    alerts      about the GPUs themselves: lost, or with errors
+    is_waiting  the first sample is late
+    remaining   seconds until the end; None: until Ctrl-C
     """
 
     gpus: Mapping[str, SampledGpu] = field(default_factory=dict)
@@ -46,8 +46,8 @@ class View:
     runs: Mapping[int, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     pending: list[str] = field(default_factory=list)
-    troubles: list[Alert] = field(default_factory=list)
-    waits: bool = False
+    alerts: list[Alert] = field(default_factory=list)
+    is_waiting: bool = False
     history: dict[str, deque[float]] = field(default_factory=dict)
     latest: Readings = field(default_factory=dict)
 
@@ -56,14 +56,14 @@ class View:
         self.latest = readings
         length = max((len(values) for values in self.history.values()), default=0)
         for name in readings:
-            self.history.setdefault(name, deque([math.nan] * min(length, KEPT - 1), maxlen=KEPT))
+            self.history.setdefault(name, deque([math.nan] * min(length, MAX_SAMPLES - 1), maxlen=MAX_SAMPLES))
         for name, values in self.history.items():
             values.append(readings.get(name, math.nan))
 
     @property
     def notes(self) -> list[str]:
         """What is not monitored, and why."""
-        return [*self.missing, *([WAITING] if self.waits else [])]
+        return [*self.missing, *([WAITING] if self.is_waiting else [])]
 
 
 def sparkline(values: Sequence[float], columns: int, *, ascii_only: bool = False) -> str:
@@ -77,19 +77,19 @@ def sparkline(values: Sequence[float], columns: int, *, ascii_only: bool = False
 def machine_screen(view: View, columns: int, rows: int | None = None, *, ascii_only: bool = False) -> Group:
     """Return the screen: GPUs, machine, notes, and the processes on the GPUs.
 
-    rows  of the terminal: processes that do not fit are left out, with a line that says how many. None: no limit
+    rows  of the terminal: processes that do not fit are left out, with a line that states their number. None: no limit
     """
     style = _Style(columns, ascii_only)
-    notes = [Text(alert.text, style="bold red") for alert in view.troubles]
+    notes = [Text(alert.text, style="bold red") for alert in view.alerts]
     notes += [Text(note, style="yellow") for note in view.notes]
-    upper = Group(_title(view, style), _gpus(view, style), *_slowed(view), _machine(view, style), *notes)
+    upper = Group(_title(view, style), _gpus(view, style), *_throttle_lines(view), _machine(view, style), *notes)
     if not view.gpus:
         return upper
-    room = None
+    max_rows = None
     if rows is not None:
         console = Console(width=max(1, columns), color_system=None)
-        room = max(0, rows - len(console.render_lines(upper, pad=False)) - 2)  # an empty line and the header
-    return Group(upper, Text(), _processes(view, room, style))
+        max_rows = max(0, rows - len(console.render_lines(upper, pad=False)) - 2)  # an empty line and the header
+    return Group(upper, Text(), _processes(view, max_rows, style))
 
 
 @dataclass(frozen=True)
@@ -126,18 +126,18 @@ class _Spark:
 
 
 def _title(view: View, style: _Style) -> Table:
-    ends = "Ctrl-C ends it" if view.remaining is None else f"ends in {view.remaining:.0f} s"
+    ending = "Ctrl-C ends it" if view.remaining is None else f"ends in {view.remaining:.0f} s"
     title = Table.grid(expand=True)
     title.add_column(no_wrap=True)
     title.add_column(no_wrap=True, justify="right")
-    times = f"{view.seconds:.0f} s, every {view.interval_s:g} s   {ends}"
-    title.add_row(Text("accel-run monitor", "bold"), times if style.columns >= _ROOM_FOR_SPARKS else "")
+    times = f"{view.seconds:.0f} s, every {view.interval_s:g} s   {ending}"
+    title.add_row(Text("accel-run monitor", "bold"), times if style.columns >= _MIN_SPARK_COLUMNS else "")
     return title
 
 
 def _gpus(view: View, style: _Style) -> Table:
     """Return a row per GPU: name, utilization, memory, and temperature, power and clock if there is room."""
-    has_sparks = style.columns >= _ROOM_FOR_SPARKS and bool(view.history)
+    has_sparks = style.columns >= _MIN_SPARK_COLUMNS and bool(view.history)
     figures = 3 if style.columns >= 100 else 1 if style.columns >= 70 else 0
     spark = ["~"] * has_sparks
     table = style.table("<", ">", *spark, ">", ">", *spark, *">" * figures)
@@ -149,33 +149,33 @@ def _gpus(view: View, style: _Style) -> Table:
         cells += [_Spark(_history(view, f"{gpu}/util"), "green", style.ascii_only)] * has_sparks
         cells += [size, _percent(100 * used / total if used is not None and total else None, 0)]
         cells += [_Spark(_memory_percent(view, gpu), "cyan", style.ascii_only)] * has_sparks
-        table.add_row(*cells, *_figures(view.latest, gpu, style)[:figures])
+        table.add_row(*cells, *_figure_cells(view.latest, gpu, style)[:figures])
     return table
 
 
-def _figures(latest: Readings, gpu: str, style: _Style) -> list[Text]:
-    found = []
+def _figure_cells(latest: Readings, gpu: str, style: _Style) -> list[Text]:
+    figures = []
     degree = " C" if style.ascii_only else " °C"
     for name, limit, unit in (
         ("temperature_c", "", degree),
         ("power_w", "power_limit_w", " W"),
         ("clock_mhz", "", " MHz"),
     ):
-        value, most = latest.get(f"{gpu}/{name}"), latest.get(f"{gpu}/{limit}")
-        text = "" if value is None else f"{value:.0f}{'' if most is None else f'/{most:.0f}'}{unit}"
-        found.append(Text(text, "dim"))
-    return found
+        value, limit_value = latest.get(f"{gpu}/{name}"), latest.get(f"{gpu}/{limit}")
+        text = "" if value is None else f"{value:.0f}{'' if limit_value is None else f'/{limit_value:.0f}'}{unit}"
+        figures.append(Text(text, "dim"))
+    return figures
 
 
-def _slowed(view: View) -> list[Text]:
-    """Return a line for each reason that holds clocks down, faults in red."""
-    found: dict[str, list[str]] = {}
+def _throttle_lines(view: View) -> list[Text]:
+    """Return a line per throttle reason, faults in red."""
+    gpus_by_reason: dict[str, list[str]] = {}
     for number, gpu in enumerate(view.gpus):
-        for reason in slowed_by(view.latest.get(f"{gpu}/throttle_reasons")):
-            found.setdefault(reason, []).append(f"GPU {number}")
+        for reason in decode_throttle_reasons(view.latest.get(f"{gpu}/throttle_reasons")):
+            gpus_by_reason.setdefault(reason, []).append(f"GPU {number}")
     return [
-        Text(f"slowed: {reason} ({', '.join(gpus)})", "dim" if reason in BY_DESIGN else "red")
-        for reason, gpus in sorted(found.items(), key=lambda item: item[0] in BY_DESIGN)
+        Text(f"throttled: {reason} ({', '.join(gpus)})", "dim" if reason in NORMAL_THROTTLING else "red")
+        for reason, gpus in sorted(gpus_by_reason.items(), key=lambda item: item[0] in NORMAL_THROTTLING)
     ]
 
 
@@ -186,14 +186,14 @@ def _machine(view: View, style: _Style) -> Table:
         if name in view.latest or name in view.history:
             spark = _Spark(_history(view, name), color, style.ascii_only)
             table.add_row(label, _percent(view.latest.get(name), 1), spark)
-    disk = [words.format(view.latest[name]) for name, words in _DISK.items() if name in view.latest]
+    disk = [template.format(view.latest[name]) for name, template in _DISK.items() if name in view.latest]
     if disk:
         table.add_row("disk", "", ", ".join(disk))
     return table
 
 
-def _processes(view: View, room: int | None, style: _Style) -> RenderableType:
-    """Return the table of processes, at most `room` rows."""
+def _processes(view: View, max_rows: int | None, style: _Style) -> RenderableType:
+    """Return the table of processes, at most `max_rows` rows."""
     plural = "s" if len(view.gpus) > 1 else ""
     if view.users is None:
         return Text(f"the driver does not report which processes use the GPU{plural}", style="dim")
@@ -201,7 +201,7 @@ def _processes(view: View, room: int | None, style: _Style) -> RenderableType:
     if not users:
         return Text(f"no process computes on the GPU{plural}", style="dim")
     has_runs = any(user.pid in view.runs for _, user in users)
-    shown = users if room is None or len(users) <= room else users[: max(0, room - 1)]
+    shown = users if max_rows is None or len(users) <= max_rows else users[: max(0, max_rows - 1)]
     table = style.table(">", ">", "<", ">", *["<"] * has_runs, "<")
     head = ("GPU", "PID", "USER", "MEMORY", *(["RUN"] * has_runs), "COMMAND")
     table.add_row(*head, style="bold")
@@ -209,8 +209,8 @@ def _processes(view: View, room: int | None, style: _Style) -> RenderableType:
         names = [to_one_line(name, 60) or "?" for name in (user.user, user.name)]
         run = [view.runs.get(user.pid, "-")] * has_runs
         table.add_row(str(number), str(user.pid), names[0], _gib(user.memory_gib), *run, names[1])
-    left_out = len(users) - len(shown)
-    return Group(table, Text(f"... {left_out} more processes: the terminal is too small", "dim")) if left_out else table
+    omitted = len(users) - len(shown)
+    return Group(table, Text(f"... {omitted} more processes: the terminal is too small", "dim")) if omitted else table
 
 
 def _history(view: View, name: str) -> Sequence[float]:
@@ -230,7 +230,7 @@ def _gib(value: float | None) -> str:
     return "?" if value is None else f"{value:.1f} GiB" if value >= 0.1 else f"{value * 1024:.0f} MiB"
 
 
-_ROOM_FOR_SPARKS = 60  # columns
+_MIN_SPARK_COLUMNS = 60
 _DISK = {
     "disk/free_gib": "{:.1f} GiB free",
     "disk/read_mb_s": "{:.1f} MB/s read",

@@ -35,15 +35,15 @@ __all__ = [
     "Readings",
     "SampledGpu",
     "Summary",
-    "as_line",
+    "format_line",
     "read_samples",
 ]  # fmt: skip
 
-PATIENCE_S = 1.0  # timeout for reading the GPUs; CPU and RAM are sampled even if the driver hangs
-OPEN_S = 10.0  # timeout for the first answer: an unused driver first initializes the GPUs, a second each
-OLD_S = 5.0  # and three intervals: older readings are stale
+READ_TIMEOUT_S = 1.0  # timeout for reading the GPUs; CPU and RAM are sampled even if the driver hangs
+OPEN_TIMEOUT_S = 10.0  # timeout for the first answer: an unused driver first initializes the GPUs, a second each
+STALE_S = 5.0  # or three intervals, if longer: older readings are stale
 MAX_EARLIER_BYTES = 32 << 20  # of gpu.csv that are read when a run resumes: about 1.5 days of a GPU, 2 s of a core
-SHORTEST_S = 0.1  # the CPU utilization is a mean since the previous sample, which needs some time
+MIN_SPAN_S = 0.1  # the CPU utilization is a mean since the previous sample, which needs some time
 
 
 class NoMonitor:
@@ -84,7 +84,7 @@ class NoMonitor:
         """Return the monitored GPUs, `gpu0` first."""
         return MappingProxyType({})
 
-    def news(self) -> tuple[Alert, ...]:
+    def new_alerts(self) -> tuple[Alert, ...]:
         """Return the alerts since the last call, each once."""
         return ()
 
@@ -128,12 +128,12 @@ class Monitor(NoMonitor):
         self._latest: Readings = MappingProxyType({})
         self._users: Mapping[str, tuple[GpuUser, ...]] = MappingProxyType({})
         self._devices: Mapping[str, SampledGpu] = MappingProxyType({})
-        self._notices: tuple[Alert, ...] = ()
-        self._num_told = 0
-        self._tally, self._adding = SampleTally(), threading.Lock()
+        self._alerts: tuple[Alert, ...] = ()
+        self._num_reported = 0
+        self._tally, self._lock = SampleTally(), threading.Lock()
         self._earlier, self._earlier_devices, self._unread = SampleTally(), dict[str, SampledGpu](), ""
-        self._taken_s = self._stale_s = 0.0
-        self._said: set[str] = set()
+        self._taken_s = self._stale_since = 0.0
+        self._noted: set[str] = set()
         self._helpers: list[TimeoutCall[Any] | threading.Thread] = []
         self._pid = os.getpid()
         self._stopping = threading.Event()
@@ -146,7 +146,7 @@ class Monitor(NoMonitor):
         self._pid = os.getpid()
         self._stopping = threading.Event()  # a new one: a thread that stop() abandoned must stay stopped
         self._thread = threading.Thread(
-            target=self._watch, args=[self._stopping, after_s], name="accel-run monitor", daemon=True
+            target=self._run, args=[self._stopping, after_s], name="accel-run monitor", daemon=True
         )
         try:
             self._thread.start()
@@ -161,8 +161,8 @@ class Monitor(NoMonitor):
         self._stopping.set()
         if self._thread is not None:
             until = time.monotonic() + 2.0
-            for each in (self._thread, *self._helpers):
-                each.join(max(0.0, until - time.monotonic()))
+            for helper in (self._thread, *self._helpers):
+                helper.join(max(0.0, until - time.monotonic()))
             self._thread, self._helpers = None, []
 
     def enter_phase(self, phase: str) -> None:
@@ -174,18 +174,18 @@ class Monitor(NoMonitor):
 
         Empty if the last sample is stale.
         """
-        return _NOTHING if self._is_stale() else self._latest
+        return _NO_READINGS if self._is_stale() else self._latest
 
     def row(self) -> Readings:
         """Return the readings of the last sample for a row of metrics.jsonl, without constants and counters."""
-        return {name: value for name, value in self.latest().items() if name.rpartition("/")[2] not in _CONSTANT}
+        return {name: value for name, value in self.latest().items() if name.rpartition("/")[2] not in _NOT_IN_ROWS}
 
     def line(self) -> str:
         """Return `GPU: 8.2/16.0GB (51%) | Util: 85% | CPU: 45.3% | RAM: 67.2%`, without missing readings.
 
         GB are GiB, as in nvidia-smi. Several GPUs are numbered: `GPU0: ...`, `GPU1: ...`.
         """
-        return as_line(self.latest(), len(self._devices))
+        return format_line(self.latest(), len(self._devices))
 
     def users(self) -> Mapping[str, tuple[GpuUser, ...]]:
         """Return the compute processes of each GPU, refreshed every ten seconds."""
@@ -198,20 +198,20 @@ class Monitor(NoMonitor):
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]
         """What is not monitored and why, and alerts."""
-        return tuple(notice.text for notice in self._notices)
+        return tuple(alert.text for alert in self._alerts)
 
-    def news(self) -> tuple[Alert, ...]:
+    def new_alerts(self) -> tuple[Alert, ...]:
         """Return the alerts since the last call, each once."""
-        self._note_stall()
-        notices = self._notices
-        new, self._num_told = notices[self._num_told :], len(notices)
+        self._note_stale()
+        alerts = self._alerts
+        new, self._num_reported = alerts[self._num_reported :], len(alerts)
         return new
 
     def summary(self) -> Summary:
         """Summarize the samples so far, including those that gpu.csv held at the start."""
         if self._is_in_child():
             return Summary()
-        with self._adding:
+        with self._lock:
             notes = (*self.notes, self._unread) if self._unread else self.notes
             return (self._earlier + self._tally).summary({**self._earlier_devices, **self._devices}, notes)
 
@@ -220,26 +220,28 @@ class Monitor(NoMonitor):
 
     def _is_stale(self) -> bool:
         is_watching = self._thread is not None and not self._stopping.is_set() and not self._is_in_child()
-        return is_watching and time.monotonic() - self._taken_s > self._old_s()
+        return is_watching and time.monotonic() - self._taken_s > self._stale_after_s()
 
-    def _old_s(self) -> float:
-        return max(OLD_S, 3 * self.interval_s)
+    def _stale_after_s(self) -> float:
+        return max(STALE_S, 3 * self.interval_s)
 
-    def _note_stall(self) -> None:
+    def _note_stale(self) -> None:
         """Note once that no samples arrive; a process that was stopped (SIGSTOP) gets a second to recover first."""
         now = time.monotonic()
         if not self._latest or not self._is_stale():
-            self._stale_s = 0.0
-        elif not self._stale_s:
-            self._stale_s = now
-        elif now - self._stale_s > 1.0:
-            self._note_once(f"the machine has not been sampled for {now - self._taken_s:.0f} s: a disk does not answer")
+            self._stale_since = 0.0
+        elif not self._stale_since:
+            self._stale_since = now
+        elif now - self._stale_since > 1.0:
+            self._note_once(
+                f"the machine has not been sampled for {now - self._taken_s:.0f} s: a disk does not respond"
+            )
 
-    def _watch(self, stopping: threading.Event, after_s: float) -> None:
+    def _run(self, stopping: threading.Event, after_s: float) -> None:
         try:
             stopping.wait(after_s)
             host = Host(root=self._root, folder=self.path_csv.parent if self.path_csv else None)
-            gpus = TimeoutCall(lambda: self._gpu_samples(host.family), "accel-run NVML")
+            gpus = TimeoutCall(lambda: self._sample_gpus(host.process_tree), "accel-run NVML")
             self._helpers = [gpus]
             try:
                 self._sample_until(stopping, host, gpus)
@@ -248,58 +250,60 @@ class Monitor(NoMonitor):
         except Exception as error:  # the run continues without the monitor
             self._note(f"the monitor stopped: {type(error).__name__}: {error}")
 
-    def _gpu_samples(self, family: ProcessTree) -> Generator[_GpuSample]:
+    def _sample_gpus(self, process_tree: ProcessTree) -> Generator[_GpuSample]:
         """Yield an empty reading once the driver has responded, then one of the GPUs each time."""
         with open_driver() as nvml:
-            chosen = self._choose(nvml)
+            chosen = self._choose_gpus(nvml)
             self._devices = MappingProxyType(
                 {f"gpu{at}": SampledGpu(gpu.name, gpu.uuid) for at, gpu in enumerate(chosen)}
             )
             nvml.watch_events(chosen)
-            gpus, alerts = Gpus(nvml, chosen, family), AlertMonitor(nvml, chosen)
+            gpus, alert_monitor = Gpus(nvml, chosen, process_tree), AlertMonitor(nvml, chosen)
             yield _GpuSample()
             while True:
                 readings = gpus.sample()
-                notices = tuple(alerts.look(readings, gpus.users, nvml.events()))
+                alerts = tuple(alert_monitor.check(readings, gpus.users, nvml.events()))
                 users = {f"gpu{index}": users for index, users in gpus.users.items()}
-                yield _GpuSample(readings, dict(gpus.held()), users, notices)
+                yield _GpuSample(readings, dict(gpus.turn_readings()), users, alerts)
 
     def _sample_until(self, stopping: threading.Event, host: Host, gpus: TimeoutCall[_GpuSample]) -> None:
         self._taken_s = answered = time.monotonic()
         opened: _GpuSample | None = None
-        while opened is None and not stopping.is_set() and time.monotonic() - answered < OPEN_S:
-            opened = gpus.ask(0.1)
-        opened = opened or gpus.ask(0.5)
-        file = SamplesFile(self.path_csv, self._note, self._lose)
+        while opened is None and not stopping.is_set() and time.monotonic() - answered < OPEN_TIMEOUT_S:
+            opened = gpus.next_item(0.1)
+        opened = opened or gpus.next_item(0.5)
+        file = SamplesFile(self.path_csv, self._note, self._record_loss)
         if file.num_earlier_bytes and not self._latest:  # otherwise written by this monitor before it was stopped
             self._read_earlier(file.num_earlier_bytes)
-        patience_s = PATIENCE_S if opened else 0.0
+        timeout_s = READ_TIMEOUT_S if opened else 0.0
         before = due = time.monotonic()
         wall = time.time() - before
-        delay = min(SHORTEST_S, self.interval_s)
+        delay = min(MIN_SPAN_S, self.interval_s)
         try:
             stopped = False
             while not stopped:
                 stopped = stopping.wait(delay)
                 now = time.monotonic()
                 # Even the shortest run has one sample, and a longer one includes its last moments.
-                if stopped and self._latest and now - before < SHORTEST_S:
+                if stopped and self._latest and now - before < MIN_SPAN_S:
                     break
-                look = gpus.ask(patience_s)
-                patience_s = 0.0 if look is None else PATIENCE_S  # do not wait again for a driver that hangs
-                if look is not None:
+                gpu_sample = gpus.next_item(timeout_s)
+                # Do not wait again for a driver that hangs.
+                timeout_s = 0.0 if gpu_sample is None else READ_TIMEOUT_S
+                if gpu_sample is not None:
                     answered = time.monotonic()
-                elif now - answered > self._old_s():
-                    silent = "its readings are absent until it does" if opened else "the GPUs are not watched"
-                    self._note_once(f"the NVIDIA driver has not answered for {now - answered:.0f} s: {silent}")
-                opened, look = opened or look, look or _GpuSample()
-                sample = {**look.readings, **host.sample()}
+                elif now - answered > self._stale_after_s():
+                    consequence = "its readings are absent until it does" if opened else "the GPUs are not monitored"
+                    self._note_once(f"the NVIDIA driver has not responded for {now - answered:.0f} s: {consequence}")
+                opened, gpu_sample = opened or gpu_sample, gpu_sample or _GpuSample()
+                sample = {**gpu_sample.readings, **host.sample()}
                 file.add(wall + now, now - before, self._phase, self._devices, sample)
-                with self._adding:
+                with self._lock:
                     self._tally.add(self._phase, now - before, sample)
-                self._latest, self._taken_s = MappingProxyType({**look.held, **sample}), time.monotonic()
-                self._users = MappingProxyType(dict(look.users))
-                self._notices += look.notices
+                self._latest = MappingProxyType({**gpu_sample.turn_readings, **sample})
+                self._taken_s = time.monotonic()
+                self._users = MappingProxyType(dict(gpu_sample.users))
+                self._alerts += gpu_sample.alerts
                 before, due = now, due + self.interval_s
                 if due <= now:  # after a suspend or a slow driver: skip the missed samples
                     due = now + self.interval_s
@@ -323,48 +327,48 @@ class Monitor(NoMonitor):
             self._note(f"earlier samples: {error}")
             return
         if all(device == self._devices.get(name, device) for name, device in earlier.devices.items()):
-            tally = SampleTally.of(earlier)
-            with self._adding:
+            tally = SampleTally.from_samples(earlier)
+            with self._lock:
                 self._earlier, self._earlier_devices, self._unread = tally, dict(earlier.devices), ""
 
-    def _choose(self, nvml: Nvml) -> tuple[Gpu, ...]:
+    def _choose_gpus(self, nvml: Nvml) -> tuple[Gpu, ...]:
         for note in (*nvml.notes, *([nvml.why_not] if nvml.why_not and nvml.why_not not in nvml.notes else [])):
             self._note(note, "debug")
         if self._uuids is not None:
-            missing = [uuid for uuid in self._uuids if nvml.find_of_torch(uuid) is None]
+            missing = [uuid for uuid in self._uuids if nvml.find_torch_device(uuid) is None]
             if missing and nvml.gpus:
-                self._note(f"NVML does not show {', '.join(missing)}: it is not watched")
-            return tuple(gpu for uuid in self._uuids if (gpu := nvml.find_of_torch(uuid)))
-        shown = visible(nvml.gpus)
-        if shown.note:
-            self._note(shown.note, "debug")
-        return shown.gpus
+                self._note(f"NVML does not show {', '.join(missing)}: it is not monitored")
+            return tuple(gpu for uuid in self._uuids if (gpu := nvml.find_torch_device(uuid)))
+        visible_gpus = visible(nvml.gpus)
+        if visible_gpus.note:
+            self._note(visible_gpus.note, "debug")
+        return visible_gpus.gpus
 
-    def _lose(self, text: str) -> None:
+    def _record_loss(self, text: str) -> None:
         self.lost = text
         self._note(text)
 
     def _note_once(self, text: str) -> None:
         what = text.partition(" for ")[0]
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self._noted:
+            self._noted.add(what)
             self._note(text)
 
     def _note(self, text: str, level: Literal["debug", "info", "warning"] = "warning") -> None:
-        self._notices = (*self._notices, Alert("unseen", text, level))
+        self._alerts = (*self._alerts, Alert("unseen", text, level))
 
 
 @dataclass(frozen=True)
 class _GpuSample:
-    """One sample of the GPUs; `held` has the latest of the metrics that are read in turn."""
+    """One sample of the GPUs; `turn_readings` has the latest of the metrics that are read in turn."""
 
     readings: Readings = field(default_factory=dict)
-    held: Readings = field(default_factory=dict)
+    turn_readings: Readings = field(default_factory=dict)
     users: Mapping[str, tuple[GpuUser, ...]] = field(default_factory=dict)
-    notices: tuple[Alert, ...] = ()
+    alerts: tuple[Alert, ...] = ()
 
 
-def as_line(sample: Readings, num_gpus: int = 1) -> str:
+def format_line(sample: Readings, num_gpus: int = 1) -> str:
     """Return a sample as one line of text, `GPU: 8.2/16.0GB (51%) | Util: 85% | CPU: 45.3% | RAM: 67.2%`.
 
     num_gpus  number of monitored GPUs; several are numbered, even if only one of them responds
@@ -384,7 +388,7 @@ def as_line(sample: Readings, num_gpus: int = 1) -> str:
     return " | ".join(parts)
 
 
-def gpus_of(uuids: Sequence[str], device: str) -> list[str] | None:
+def monitored_gpus(uuids: Sequence[str], device: str) -> list[str] | None:
     """Return the GPUs that a run monitors, for `Monitor`: only its own.
 
     device  device type of the run. On `cuda` without a UUID its GPU is unknown, so all visible ones are monitored; on
@@ -411,19 +415,19 @@ def off(path_csv: Path | None = None, uuids: Sequence[str] | None = None, root: 
 def _check_interval(interval_s: float) -> None:
     interval: Range = get_args(Interval)[1]
     try:
-        holds = interval.allows(interval_s)
+        is_valid = interval.allows(interval_s)
     except TypeError:  # a text
-        holds = False
-    if not holds:
+        is_valid = False
+    if not is_valid:
         raise ConfigError(
             Problem(f"must be {interval.description}, but is {interval_s!r}", where="interval_s", fix="for example 1.0")
         )
 
 
-_NOTHING: Readings = MappingProxyType({})
+_NO_READINGS: Readings = MappingProxyType({})
 
 # Constants and counters, which gpu.csv has; rows of metrics.jsonl would only repeat them.
-_CONSTANT = frozenset({
+_NOT_IN_ROWS = frozenset({
     "memory_reserved_gib", "memory_free_gib", "memory_total_gib", "temperature_limit_c", "power_limit_w", "energy_j",
     "memory_clock_mhz", "pcie_generation", "pcie_width", "ecc_corrected", "ecc_uncorrected", "other_memory_gib",
     "free_gib",

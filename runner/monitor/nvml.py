@@ -1,6 +1,6 @@
 """Wrap NVML, the driver's interface to the GPUs: properties, metrics and processes. No other module uses NVML.
 
-Does not import torch. Without the library, the driver or the permission, the result is an Nvml without GPUs that has
+Does not import torch. Without the library, the driver or the permission, the result is an Nvml without GPUs, with
 the reason; a missing reading is None, never 0.
 """
 
@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any, Literal, NamedTuple, TypeVar
 
-Answer = TypeVar("Answer")
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -147,8 +147,8 @@ class Nvml:
         self._handles: dict[Gpu, Any] = {}
         self._events: tuple[Any, Mapping[int | None, Gpu]] | None = None
         if library is not None:
-            self.driver_version = _asked(library, library.nvmlSystemGetDriverVersion)
-            version = _asked(library, library.nvmlSystemGetCudaDriverVersion)
+            self.driver_version = _query(library, library.nvmlSystemGetDriverVersion)
+            version = _query(library, library.nvmlSystemGetCudaDriverVersion)
             self.cuda_version = None if version is None else f"{version // 1000}.{version % 1000 // 10}"
             self._find_gpus(library)
 
@@ -157,18 +157,20 @@ class Nvml:
 
         names  of the metrics; None: all but those for which the driver waits (`in turn`)
         """
-        wanted = [each for each in METRICS if (each.pace != "in turn" if names is None else each.name in names)]
+        selected = [
+            metric for metric in METRICS if (metric.pace != "in turn" if names is None else metric.name in names)
+        ]
         handle = self._handles.get(gpu)
         if handle is None:
-            return {metric.name: None for metric in wanted}
-        look = GpuReading(self._library, handle)
-        return {metric.name: self._value(gpu, metric, look) for metric in wanted}
+            return {metric.name: None for metric in selected}
+        reading = GpuReading(self._library, handle)
+        return {metric.name: self._value(gpu, metric, reading) for metric in selected}
 
-    def _value(self, gpu: Gpu, metric: Metric, look: GpuReading) -> float | None:
+    def _value(self, gpu: Gpu, metric: Metric, reading: GpuReading) -> float | None:
         if gpu in self.lost:
             return None
         try:
-            value = metric.query(look)
+            value = metric.query(reading)
         except (self._library.NVMLError, self._library.NVMLLibraryMismatchError, AttributeError) as error:
             code = getattr(error, "value", None)
             if code in _LOST:
@@ -182,26 +184,26 @@ class Nvml:
         """Return the compute processes on this GPU, None if the driver does not report them."""
         if gpu not in self._handles:
             return None
-        found = _asked(self._library, self._library.nvmlDeviceGetComputeRunningProcesses, self._handles[gpu])
+        found = _query(self._library, self._library.nvmlDeviceGetComputeRunningProcesses, self._handles[gpu])
         return None if found is None else tuple(GpuProcess(item.pid, item.usedGpuMemory) for item in found)
 
     def watch_events(self, gpus: Sequence[Gpu]) -> None:
         """Record errors of these GPUs, and of the GPUs of these instances, for `events`."""
         if self._library is None:
             return
-        events = _asked(self._library, self._library.nvmlEventSetCreate)
-        numbers = {gpu.index for gpu in gpus}
+        events = _query(self._library, self._library.nvmlEventSetCreate)
+        indices = {gpu.index for gpu in gpus}
         watched = {}
         for gpu in self.gpus if events is not None else ():
             handle = self._handles[gpu]
-            types = (_asked(self._library, self._library.nvmlDeviceGetSupportedEventTypes, handle) or 0) & sum(_EVENTS)
-            if gpu.index in numbers and types:
+            types = (_query(self._library, self._library.nvmlDeviceGetSupportedEventTypes, handle) or 0) & sum(_EVENTS)
+            if gpu.index in indices and types:
                 try:
                     self._library.nvmlDeviceRegisterEvents(handle, types, events)
                 except self._library.NVMLError as error:
                     if getattr(error, "value", None) == _NO_PERMISSION:
-                        for each in (chosen for chosen in gpus if chosen.index == gpu.index):
-                            self.denied.setdefault(each, set()).add("errors (XID)")
+                        for watched_gpu in (chosen for chosen in gpus if chosen.index == gpu.index):
+                            self.denied.setdefault(watched_gpu, set()).add("errors (XID)")
                     continue
                 watched[_address(handle)] = gpu
         self._events = (events, watched) if events is not None else None
@@ -209,9 +211,9 @@ class Nvml:
     def events(self) -> list[GpuEvent]:
         """Return the errors since the last call; does not wait."""
         found: list[GpuEvent] = []
-        while self._events is not None and len(found) < _MOST_EVENTS:
+        while self._events is not None and len(found) < _MAX_EVENTS:
             event_set, gpus = self._events
-            data = _asked(self._library, self._library.nvmlEventSetWait_v2, event_set, 0)
+            data = _query(self._library, self._library.nvmlEventSetWait_v2, event_set, 0)
             if data is None:  # no more events, which NVML reports as a timeout
                 break
             gpu, kind = gpus.get(_address(data.device)), _EVENTS.get(data.eventType)
@@ -224,10 +226,10 @@ class Nvml:
 
     def find(self, uuid: str) -> Gpu | None:
         """Return the GPU or MIG instance with this UUID, with or without the prefix GPU- or MIG-."""
-        key = bare_uuid(uuid)
-        return next((gpu for gpu in everything(self.gpus) if bare_uuid(gpu.uuid) == key), None)
+        key = strip_uuid_prefix(uuid)
+        return next((gpu for gpu in iter_instances(self.gpus) if strip_uuid_prefix(gpu.uuid) == key), None)
 
-    def find_of_torch(self, uuid: str, environ: Mapping[str, str] = os.environ) -> Gpu | None:
+    def find_torch_device(self, uuid: str, environ: Mapping[str, str] = os.environ) -> Gpu | None:
         """Return the GPU to which torch assigns this UUID.
 
         CUDA shows one instance of a GPU that is split into MIG instances, and older versions of CUDA give it the UUID
@@ -236,14 +238,14 @@ class Nvml:
         gpu = self.find(uuid)
         if gpu is None or not gpu.mig or not gpu.instances:
             return gpu
-        return next((each for each in visible(self.gpus, environ).gpus if each in gpu.instances), gpu.instances[0])
+        return next((shown for shown in visible(self.gpus, environ).gpus if shown in gpu.instances), gpu.instances[0])
 
     def close(self) -> None:
         """Shut NVML down; a second call does nothing."""
         if self._library is not None:
             if self._events is not None:
-                _asked(self._library, self._library.nvmlEventSetFree, self._events[0])
-            _asked(self._library, self._library.nvmlShutdown)
+                _query(self._library, self._library.nvmlEventSetFree, self._events[0])
+            _query(self._library, self._library.nvmlShutdown)
         self._library = self._events = None
         self._handles = {}
 
@@ -255,7 +257,7 @@ class Nvml:
 
     def _find_gpus(self, library: Any) -> None:
         gpus, notes = [], []
-        for index in range(_asked(library, library.nvmlDeviceGetCount) or 0):
+        for index in range(_query(library, library.nvmlDeviceGetCount) or 0):
             try:
                 handle = library.nvmlDeviceGetHandleByIndex(index)
                 uuid = library.nvmlDeviceGetUUID(handle)
@@ -270,14 +272,14 @@ class Nvml:
 
     def _find_instances(self, library: Any, parent: Any, index: int, parent_uuid: str) -> tuple[Gpu, ...]:
         instances = []
-        for number in range(_asked(library, library.nvmlDeviceGetMaxMigDeviceCount, parent) or 0):
-            handle = _asked(library, library.nvmlDeviceGetMigDeviceHandleByIndex, parent, number)
-            uuid = handle and _asked(library, library.nvmlDeviceGetUUID, handle)
+        for number in range(_query(library, library.nvmlDeviceGetMaxMigDeviceCount, parent) or 0):
+            handle = _query(library, library.nvmlDeviceGetMigDeviceHandleByIndex, parent, number)
+            uuid = handle and _query(library, library.nvmlDeviceGetUUID, handle)
             if not uuid:
                 continue  # an unused slot
             ids = [
-                _asked(library, library.nvmlDeviceGetGpuInstanceId, handle),
-                _asked(library, library.nvmlDeviceGetComputeInstanceId, handle),
+                _query(library, library.nvmlDeviceGetGpuInstanceId, handle),
+                _query(library, library.nvmlDeviceGetComputeInstanceId, handle),
             ]
             mig_name = "" if None in ids else f"MIG-{parent_uuid}/{ids[0]}/{ids[1]}"
             instance = replace(_describe(library, handle, index, uuid), mig_name=mig_name, instance_id=ids[0])
@@ -295,7 +297,7 @@ class Visible:
 
 
 def open_nvml() -> Nvml:
-    """Return the machine's GPUs, or an Nvml without GPUs that has the reason; never raises.
+    """Return the machine's GPUs, or an Nvml without GPUs, with the reason; never raises.
 
     NVML counts its users: call close() on each result.
     """
@@ -318,79 +320,81 @@ def visible(gpus: Sequence[Gpu], environ: Mapping[str, str] = os.environ) -> Vis
     different GPUs an index is a guess in bus order, which the note states; only a UUID is reliable.
     Source: CUDA C++ Programming Guide, CUDA Environment Variables.
     """
-    wanted = environ.get("CUDA_VISIBLE_DEVICES")
-    if wanted is None:
+    selected = environ.get("CUDA_VISIBLE_DEVICES")
+    if selected is None:
         return Visible(tuple(gpus), _order_note(gpus, environ))
-    entries = [entry.strip() for entry in wanted.split(",")] if wanted.strip() else []
-    by_name = bool(entries) and entries[0].startswith(("GPU-", "MIG-"))
+    entries = [entry.strip() for entry in selected.split(",")] if selected.strip() else []
+    is_by_name = bool(entries) and entries[0].startswith(("GPU-", "MIG-"))
     found: list[Gpu] = []
-    note = "" if by_name else _order_note(gpus, environ)
+    note = "" if is_by_name else _order_note(gpus, environ)
     for entry in entries:
-        gpu = _named(entry, gpus) if by_name else _numbered(entry, gpus)
+        gpu = _find_by_name(entry, gpus) if is_by_name else _find_by_index(entry, gpus)
         if gpu is None:
             if not entry.startswith("-"):
-                note = f"CUDA_VISIBLE_DEVICES={wanted}: {entry!r} names no single GPU; it and what follows are left out"
+                note = f"CUDA_VISIBLE_DEVICES={selected}: {entry!r} is not one GPU; it and later entries are ignored"
             break
         if gpu in found:
-            return Visible((), f"CUDA_VISIBLE_DEVICES={wanted} names a GPU twice, so CUDA shows none")
+            return Visible((), f"CUDA_VISIBLE_DEVICES={selected} names a GPU twice, so CUDA shows none")
         found.append(gpu)
     if gpus and not found and (not entries or entries[0].startswith("-")):
-        note = f"CUDA_VISIBLE_DEVICES={wanted} hides {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
+        note = f"CUDA_VISIBLE_DEVICES={selected} hides {len(gpus)} GPU{'s' if len(gpus) > 1 else ''}"
     return Visible(tuple(found), note)
 
 
-def everything(gpus: Sequence[Gpu]) -> Iterator[Gpu]:
+def iter_instances(gpus: Sequence[Gpu]) -> Iterator[Gpu]:
     """Yield each GPU, followed by its MIG instances."""
     for gpu in gpus:
         yield gpu
         yield from gpu.instances
 
 
-def bare_uuid(uuid: str) -> str:
+def strip_uuid_prefix(uuid: str) -> str:
     """Return a UUID without GPU- or MIG-, which NVML includes and torch omits."""
     return re.sub(r"^(GPU|MIG)-", "", str(uuid)).lower()
 
 
-def slowed_by(throttle_reasons: float | None) -> tuple[str, ...]:
+def decode_throttle_reasons(throttle_reasons: float | None) -> tuple[str, ...]:
     """Return the reasons in the bits of the metric `throttle_reasons` that reduce the clocks."""
     bits = int(throttle_reasons or 0)
-    return tuple(words for bit, words in THROTTLE_REASONS.items() if bits & bit)
+    return tuple(reason for bit, reason in THROTTLE_REASONS.items() if bits & bit)
 
 
-def _asked(library: Any, query: Callable[..., Answer], *arguments: Any) -> Answer | None:
+def _query(library: Any, query: Callable[..., Result], *arguments: Any) -> Result | None:
     """Return the result of a query, None if it fails. An older driver or library lacks some functions."""
     try:
-        answer = query(*arguments)
+        result = query(*arguments)
     except (library.NVMLError, library.NVMLLibraryMismatchError, AttributeError):
         return None
-    return None if isinstance(answer, (int, float)) and answer in _NOT_AVAILABLE else answer
+    return None if isinstance(result, (int, float)) and result in _NOT_AVAILABLE else result
 
 
 def _describe(library: Any, handle: Any, index: int, uuid: str, instances: tuple[Gpu, ...] = ()) -> Gpu:
-    mig_mode = _asked(library, library.nvmlDeviceGetMigMode, handle)
-    pci = _asked(library, library.nvmlDeviceGetPciInfo, handle)
-    memory = _asked(library, lambda: int(GpuReading(library, handle).memory.total))
+    mig_mode = _query(library, library.nvmlDeviceGetMigMode, handle)
+    pci = _query(library, library.nvmlDeviceGetPciInfo, handle)
+    memory = _query(library, lambda: int(GpuReading(library, handle).memory.total))
     return Gpu(
         index=index,
         uuid=uuid,
-        name=_asked(library, library.nvmlDeviceGetName, handle) or "GPU without a name",
+        name=_query(library, library.nvmlDeviceGetName, handle) or "GPU without a name",
         memory_bytes=memory or None,
-        capability=_asked(library, library.nvmlDeviceGetCudaComputeCapability, handle),
-        pci_bus_id=_text(pci.busId) if pci else "",
+        capability=_query(library, library.nvmlDeviceGetCudaComputeCapability, handle),
+        pci_bus_id=_decode(pci.busId) if pci else "",
         mig=None if mig_mode is None else bool(mig_mode[0]),
         instances=instances,
     )
 
 
-def _numbered(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
+def _find_by_index(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
     digits = re.match(r"\+?\d+", entry)  # CUDA reads "1abc" as 1, like C's strtoul
     number = int(digits.group()) if digits else -1
     return gpus[number] if 0 <= number < len(gpus) else None
 
 
-def _named(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
-    fits = [gpu for gpu in everything(gpus) if gpu.uuid.startswith(entry) or (gpu.mig_name and gpu.mig_name == entry)]
-    return fits[0] if len(fits) == 1 and entry not in ("GPU-", "MIG-") else None
+def _find_by_name(entry: str, gpus: Sequence[Gpu]) -> Gpu | None:
+    matches = [
+        gpu for gpu in iter_instances(gpus) if gpu.uuid.startswith(entry) or (gpu.mig_name and gpu.mig_name == entry)
+    ]
+    return matches[0] if len(matches) == 1 and entry not in ("GPU-", "MIG-") else None
 
 
 def _order_note(gpus: Sequence[Gpu], environ: Mapping[str, str]) -> str:
@@ -404,51 +408,51 @@ def _address(handle: Any) -> int | None:
     return ctypes.cast(handle, ctypes.c_void_p).value
 
 
-def _temperature(look: GpuReading) -> float:
-    nvml = look.nvml
+def _temperature(reading: GpuReading) -> float:
+    nvml = reading.nvml
     try:
-        return float(nvml.nvmlDeviceGetTemperatureV(look.handle, nvml.NVML_TEMPERATURE_GPU))
+        return float(nvml.nvmlDeviceGetTemperatureV(reading.handle, nvml.NVML_TEMPERATURE_GPU))
     except (nvml.NVMLError, AttributeError):  # an older driver; the function below is deprecated
-        return float(nvml.nvmlDeviceGetTemperature(look.handle, nvml.NVML_TEMPERATURE_GPU))
+        return float(nvml.nvmlDeviceGetTemperature(reading.handle, nvml.NVML_TEMPERATURE_GPU))
 
 
-def _temperature_limit(look: GpuReading) -> float:
-    nvml = look.nvml
-    return float(nvml.nvmlDeviceGetTemperatureThreshold(look.handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN))
+def _temperature_limit(reading: GpuReading) -> float:
+    nvml = reading.nvml
+    return float(nvml.nvmlDeviceGetTemperatureThreshold(reading.handle, nvml.NVML_TEMPERATURE_THRESHOLD_SLOWDOWN))
 
 
-def _throttle_reasons(look: GpuReading) -> float:
+def _throttle_reasons(reading: GpuReading) -> float:
     try:
-        return int(look.nvml.nvmlDeviceGetCurrentClocksEventReasons(look.handle))
-    except (look.nvml.NVMLError, AttributeError):  # an older driver
-        return int(look.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(look.handle))
+        return int(reading.nvml.nvmlDeviceGetCurrentClocksEventReasons(reading.handle))
+    except (reading.nvml.NVMLError, AttributeError):  # an older driver
+        return int(reading.nvml.nvmlDeviceGetCurrentClocksThrottleReasons(reading.handle))
 
 
-def _clock(look: GpuReading, domain: str) -> float:
-    kinds = {"sm": look.nvml.NVML_CLOCK_SM, "memory": look.nvml.NVML_CLOCK_MEM}
-    return int(look.nvml.nvmlDeviceGetClockInfo(look.handle, kinds[domain]))
+def _clock(reading: GpuReading, domain: str) -> float:
+    kinds = {"sm": reading.nvml.NVML_CLOCK_SM, "memory": reading.nvml.NVML_CLOCK_MEM}
+    return int(reading.nvml.nvmlDeviceGetClockInfo(reading.handle, kinds[domain]))
 
 
-def _pcie(look: GpuReading, direction: str) -> float:
+def _pcie(reading: GpuReading, direction: str) -> float:
     """Bytes per second that the GPU received (`rx`) or sent (`tx`); the driver measures for 20 ms."""
-    counters = {"rx": look.nvml.NVML_PCIE_UTIL_RX_BYTES, "tx": look.nvml.NVML_PCIE_UTIL_TX_BYTES}
-    return 1000 * int(look.nvml.nvmlDeviceGetPcieThroughput(look.handle, counters[direction]))  # in KB/s
+    counters = {"rx": reading.nvml.NVML_PCIE_UTIL_RX_BYTES, "tx": reading.nvml.NVML_PCIE_UTIL_TX_BYTES}
+    return 1000 * int(reading.nvml.nvmlDeviceGetPcieThroughput(reading.handle, counters[direction]))  # in KB/s
 
 
-def _ecc(look: GpuReading, kind: str) -> float:
+def _ecc(reading: GpuReading, kind: str) -> float:
     """Memory errors since the driver was loaded."""
-    nvml = look.nvml
+    nvml = reading.nvml
     kinds = {"corrected": nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, "uncorrected": nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED}
-    return int(nvml.nvmlDeviceGetTotalEccErrors(look.handle, kinds[kind], nvml.NVML_VOLATILE_ECC))
+    return int(nvml.nvmlDeviceGetTotalEccErrors(reading.handle, kinds[kind], nvml.NVML_VOLATILE_ECC))
 
 
-def _text(value: bytes | str) -> str:
+def _decode(value: bytes | str) -> str:
     return value.decode() if isinstance(value, bytes) else value
 
 
 _NOT_AVAILABLE = (0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)  # NVML_VALUE_NOT_AVAILABLE, 32 and 64 bit
 _REASONS: Mapping[Any, str] = {
-    4: "NVML: no permission to ask the NVIDIA driver",
+    4: "NVML: no permission to query the NVIDIA driver",
     9: "NVML: the NVIDIA driver is not loaded",
     12: "NVML: no NVIDIA driver is installed (libnvidia-ml.so.1 is not found)",
     18: "NVML: the driver's library and kernel module have different versions; restart the machine",
@@ -471,7 +475,7 @@ _LOST: Mapping[Any, str] = {
     15: "it has fallen off the bus; restart the machine, and check its power and seating if this happens again",
     16: "it must be reset before it can be used again: nvidia-smi --gpu-reset, or restart the machine",
 }
-_MOST_EVENTS = 64  # per call: a failing GPU may report them endlessly
+_MAX_EVENTS = 64  # per call: a failing GPU may report them endlessly
 _EVENTS: Mapping[int, Literal["xid", "ecc corrected", "ecc uncorrected"]] = {
     0x1: "ecc corrected",  # nvmlEventTypeSingleBitEccError
     0x2: "ecc uncorrected",  # nvmlEventTypeDoubleBitEccError

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from runner.monitor.nvml import slowed_by
+from runner.monitor.nvml import decode_throttle_reasons
 
 if TYPE_CHECKING:
     import numpy as np
@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Readings = Mapping[str, float]
 
 COUNTERS = frozenset({"energy_j", "ecc_corrected", "ecc_uncorrected"})  # read as totals since the driver was loaded
-NEAR_S = 0.05  # delay beyond half the span of a sample from which it counts as a gap
+GAP_TOLERANCE_S = 0.05  # delay beyond half the span of a sample from which it counts as a gap
 
 
 @dataclass(frozen=True)
@@ -68,16 +68,16 @@ class MachineSamples:
         """Return (N,) True where nothing was sampled right before a sample: no line may be drawn across."""
         import numpy as np
 
-        apart = np.diff(self.times_s, prepend=self.times_s[:1])
-        return (apart < 0) | (apart > 1.5 * self.spans_s + NEAR_S)
+        intervals = np.diff(self.times_s, prepend=self.times_s[:1])
+        return (intervals < 0) | (intervals > 1.5 * self.spans_s + GAP_TOLERANCE_S)
 
     def readings(self) -> Iterator[tuple[str, float, bool, Readings]]:
         """Yield (phase, span in seconds, whether a gap precedes it, readings) of each sample."""
         columns = {name: column.tolist() for name, column in self.values.items()}
         spans, gaps = self.spans_s.tolist(), self.gaps().tolist()
-        for row, (phase, span, gap) in enumerate(zip(self.phases, spans, gaps, strict=True)):
+        for row, (phase, span, after_gap) in enumerate(zip(self.phases, spans, gaps, strict=True)):
             values = {name: column[row] for name, column in columns.items()}
-            yield phase, span, gap, {name: value for name, value in values.items() if not math.isnan(value)}
+            yield phase, span, after_gap, {name: value for name, value in values.items() if not math.isnan(value)}
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class SummaryPart:
 
     metrics   metric -> Stat; of ECC counters, the errors that occurred while sampling
     energy_j  device -> joules, from its energy counter if it has one, otherwise power x time
-    slowed    device -> reason -> share of the time with known throttle reasons in which it held the clocks down
+    slowed    device -> reason -> share of the time with known throttle reasons in which it reduced the clocks
     """
 
     seconds: float = 0.0
@@ -116,13 +116,13 @@ class Summary:
     notes: tuple[str, ...] = ()
 
     @staticmethod
-    def of(samples: MachineSamples, notes: Sequence[str] = ()) -> Summary:
+    def from_samples(samples: MachineSamples, notes: Sequence[str] = ()) -> Summary:
         """Summarize samples."""
-        return SampleTally.of(samples).summary(samples.devices, (*samples.notes, *notes))
+        return SampleTally.from_samples(samples).summary(samples.devices, (*samples.notes, *notes))
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of monitor.json; numbers have six digits."""
-        content: dict[str, Any] = _six_digits(asdict(self))
+        content: dict[str, Any] = _round_floats(asdict(self))
         return content
 
 
@@ -134,11 +134,11 @@ class SampleTally:
         self._counters: dict[str, float] = {}  # last value of each counter since the last gap
 
     @staticmethod
-    def of(samples: MachineSamples) -> SampleTally:
+    def from_samples(samples: MachineSamples) -> SampleTally:
         """Return the sums of these samples."""
         tally = SampleTally()
-        for phase, span_s, gap, readings in samples.readings():
-            tally.add(phase, span_s, readings, after_gap=gap)
+        for phase, span_s, after_gap, readings in samples.readings():
+            tally.add(phase, span_s, readings, after_gap=after_gap)
         return tally
 
     def add(self, phase: str, span_s: float, readings: Readings, *, after_gap: bool = False) -> None:
@@ -156,7 +156,7 @@ class SampleTally:
                     part.increases[name] += increase or 0.0
             elif metric == "throttle_reasons":
                 part.known_s[device] += span_s
-                for reason in slowed_by(value):
+                for reason in decode_throttle_reasons(value):
                     part.slowed_s[device, reason] += span_s
             else:
                 part.add_value(name, span_s, span_s * value, value, value)
@@ -177,14 +177,14 @@ class SampleTally:
         whole = _Sums()
         for part in self._parts.values():
             whole.merge(part)
-        phases = {name: part.settled() for name, part in self._parts.items()}
-        return Summary(whole.settled(), phases, dict(devices), tuple(notes))
+        phases = {name: part.to_part() for name, part in self._parts.items()}
+        return Summary(whole.to_part(), phases, dict(devices), tuple(notes))
 
     def _increase(self, name: str, value: float) -> float | None:
         """Return the increase of a counter since its last reading, None if unknown; one that falls was restarted."""
-        before = self._counters.get(name)
+        previous = self._counters.get(name)
         self._counters[name] = value
-        return value - before if before is not None and value >= before else None
+        return value - previous if previous is not None and value >= previous else None
 
 
 class _Sums:
@@ -218,7 +218,7 @@ class _Sums:
         for slowed, seconds in other.slowed_s.items():
             self.slowed_s[slowed] += seconds
 
-    def settled(self) -> SummaryPart:
+    def to_part(self) -> SummaryPart:
         metrics = {
             name: Stat(total / seconds if seconds > 0 else (low + high) / 2, low, high, seconds)
             for name, (seconds, total, low, high) in self.values.items()
@@ -237,11 +237,11 @@ class _Sums:
         return SummaryPart(self.seconds, self.samples, metrics, energy, slowed)
 
 
-def _six_digits(content: Any) -> Any:
+def _round_floats(content: Any) -> Any:
     if isinstance(content, dict):
-        return {name: _six_digits(value) for name, value in content.items()}
+        return {name: _round_floats(value) for name, value in content.items()}
     if isinstance(content, tuple):
-        return [_six_digits(value) for value in content]
+        return [_round_floats(value) for value in content]
     return float(f"{content:.6g}") if isinstance(content, float) else content
 
 

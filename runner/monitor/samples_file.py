@@ -34,14 +34,14 @@ if TYPE_CHECKING:
 class SamplesFile:
     """Appends samples to gpu.csv, one write per sample; after the first error no more.
 
-    lose               called once with the reason if samples are missing from the file
+    on_loss            called once with the reason if samples are missing from the file
     num_earlier_bytes  size of a file with earlier rows; 0 for a new one
     """
 
-    def __init__(self, path: Path | None, note: Callable[[str], None], lose: Callable[[str], None]) -> None:
+    def __init__(self, path: Path | None, on_note: Callable[[str], None], on_loss: Callable[[str], None]) -> None:
         self.num_earlier_bytes = 0
         self._size = 0
-        self._path, self._note, self._lose = path, note, lose
+        self._path, self._on_note, self._on_loss = path, on_note, on_loss
         self._columns: Sequence[str] = COLUMNS
         self._file: int | None = None
         if path is not None:
@@ -53,12 +53,12 @@ class SamplesFile:
         """Add a row for each GPU, or one for the CPU if there is none."""
         if self._file is None:
             return
-        machine = {column.name: _cell(sample.get(column.metric)) for column in MACHINE_COLUMNS}
-        common = {"timestamp": f"{timestamp:.3f}", "phase": _word(phase), "span_s": f"{span_s:.3f}", **machine}
+        machine = {column.name: _format_cell(sample.get(column.metric)) for column in MACHINE_COLUMNS}
+        shared_cells = {"timestamp": f"{timestamp:.3f}", "phase": _escape(phase), "span_s": f"{span_s:.3f}", **machine}
         lines = []
         for name, device in (devices or {"cpu": SampledGpu("", "")}).items():
-            cells = {column.name: _cell(sample.get(f"{name}/{column.metric}")) for column in GPU_COLUMNS}
-            cells |= common | {"device": name, "uuid": device.uuid, "name": _word(device.name)}
+            cells = {column.name: _format_cell(sample.get(f"{name}/{column.metric}")) for column in GPU_COLUMNS}
+            cells |= shared_cells | {"device": name, "uuid": device.uuid, "name": _escape(device.name)}
             lines.append(",".join(cells[column] for column in self._columns) + "\n")
         self._write("".join(lines))
 
@@ -74,7 +74,7 @@ class SamplesFile:
             with open_parent(path) as (folder, name):
                 self._file = os.open(name, flags, 0o600, dir_fd=folder)
         except OSError as error:
-            self._lose(f"{path} is not written: {error.strerror}")
+            self._on_loss(f"{path} is not written: {error.strerror}")
             return
         self._size = os.fstat(self._file).st_size
         if self._size == 0:
@@ -82,12 +82,12 @@ class SamplesFile:
             return
         header = os.pread(self._file, 4096, 0).partition(b"\n")[0].decode(errors="replace").strip().split(",")
         if not set(FIRST_COLUMNS) <= set(header) <= set(COLUMNS):
-            self._lose(f"{path} is not a table of the monitor, so no rows are added; move it away")
+            self._on_loss(f"{path} is not a table of the monitor, so no rows are added; move it away")
             self.close()
             return
         self._columns, self.num_earlier_bytes = header, self._size
         if missing := [column for column in COLUMNS if column not in header]:
-            self._note(
+            self._on_note(
                 f"{path} was started by an older version and keeps its {len(header)} columns, without "
                 f"{abbreviate(missing, 3)}; move it away to get all of them"
             )
@@ -105,7 +105,7 @@ class SamplesFile:
         except OSError as error:
             with suppress(OSError):
                 os.ftruncate(self._file, self._size)
-            self._lose(
+            self._on_loss(
                 f"{self._path} is no longer written: {error.strerror}; later samples are missing from it, "
                 "even if space becomes available again"
             )
@@ -120,7 +120,7 @@ def read_samples(path: Path, size: int | None = None) -> MachineSamples:
     """
     try:
         with path.open("rb") as file:
-            return _samples(path, csv.reader(_lines(file, size)))
+            return _parse_samples(path, csv.reader(_read_lines(file, size)))
     except FileNotFoundError:
         raise InputMissing("there is no such file", where=str(path), fix="use monitor=on to have it written") from None
     except csv.Error as error:
@@ -131,7 +131,7 @@ def read_samples(path: Path, size: int | None = None) -> MachineSamples:
         raise InputMissing(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
 
 
-def _lines(file: BinaryIO, size: int | None) -> Iterator[str]:
+def _read_lines(file: BinaryIO, size: int | None) -> Iterator[str]:
     """Yield the lines, without the zero bytes that a crash of the machine leaves in unwritten blocks."""
     for line in file:
         if size is not None and file.tell() > size:
@@ -139,7 +139,7 @@ def _lines(file: BinaryIO, size: int | None) -> Iterator[str]:
         yield line.decode(errors="replace").replace("\0", "")
 
 
-def _samples(path: Path, rows: Iterator[list[str]]) -> MachineSamples:
+def _parse_samples(path: Path, rows: Iterator[list[str]]) -> MachineSamples:
     import numpy as np
 
     header = next(rows, [])
@@ -161,20 +161,20 @@ def _samples(path: Path, rows: Iterator[list[str]]) -> MachineSamples:
     times = np.array(table.times, dtype=np.float64)
     spans = np.array(table.spans, dtype=np.float64)
     if np.isnan(spans).any():  # an older version: the time since the previous sample, unless there is a gap
-        apart = np.diff(times, prepend=times[:1])
-        usual = float(np.median(apart[1:])) if len(apart) > 1 else 0.0
-        spans = np.where(np.isnan(spans), np.clip(apart, 0.0, 3 * max(usual, 0.0)), spans)
-    times, set_back = _ascending(times, spans)
+        intervals = np.diff(times, prepend=times[:1])
+        usual_interval = float(np.median(intervals[1:])) if len(intervals) > 1 else 0.0
+        spans = np.where(np.isnan(spans), np.clip(intervals, 0.0, 3 * max(usual_interval, 0.0)), spans)
+    times, clock_notes = _make_ascending(times, spans)
     known = {name: gpu for gpu, (name, _) in devices.items()}
     values = {}
     for (gpu, metric), column in table.columns.items():
         missing = [math.nan] * (len(times) - len(column))
         values[f"{devices[gpu][0]}/{metric}" if gpu else metric] = np.array(column + missing, dtype=np.float64)
     in_order = {name: devices[known[name]][1] for name in sorted(known, key=lambda name: (len(name), name))}
-    return MachineSamples(times, spans, tuple(table.phases), values, in_order, (*notes, *set_back))
+    return MachineSamples(times, spans, tuple(table.phases), values, in_order, (*notes, *clock_notes))
 
 
-def _ascending(times: Floats, spans: Floats) -> tuple[Floats, list[str]]:
+def _make_ascending(times: Floats, spans: Floats) -> tuple[Floats, list[str]]:
     """Return times that only increase: samples after the clock was set back follow the earlier ones, after a gap."""
     import numpy as np
 
@@ -207,19 +207,27 @@ class _Table:
         """Add a row. Raises ValueError, and adds nothing, if it is damaged."""
         number, is_new = row["device"], row["timestamp"] != self._time
         gpu = ""
-        found = {}
+        values = {}
         if is_new:
-            time_s, span_s = _number(row["timestamp"]), _number(row.get("span_s") or "0")
-            found = {("", each.metric): _number(row[each.name]) for each in self._machine_columns if row[each.name]}
+            time_s, span_s = _parse_number(row["timestamp"]), _parse_number(row.get("span_s") or "0")
+            values = {
+                ("", column.metric): _parse_number(row[column.name])
+                for column in self._machine_columns
+                if row[column.name]
+            }
         if number.startswith("gpu"):
             gpu = row.get("uuid") or number
-            found |= {(gpu, each.metric): _number(row[each.name]) for each in self._gpu_columns if row[each.name]}
+            values |= {
+                (gpu, column.metric): _parse_number(row[column.name])
+                for column in self._gpu_columns
+                if row[column.name]
+            }
         if is_new:
             self._time = row["timestamp"]
             self.times.append(time_s)
             self.spans.append(span_s if row.get("span_s") else math.nan)
             self.phases.append(row.get("phase", ""))
-        for key, value in found.items():
+        for key, value in values.items():
             column = self.columns.setdefault(key, [])
             column += [math.nan] * (len(self.times) - len(column))
             column[-1] = value
@@ -234,29 +242,29 @@ class _Table:
 
         The name is the last number of the GPU, or a free one if another GPU has that number since.
         """
-        taken = set(self._numbers)
-        free = (name for index in itertools.count() if (name := f"gpu{index}") not in taken)
-        found = {
+        used_names = set(self._numbers)
+        free = (name for index in itertools.count() if (name := f"gpu{index}") not in used_names)
+        named = {
             gpu: (number if self._numbers[number] == gpu else next(free), device)
             for gpu, (number, device) in self._gpus.items()
         }
         notes = [
             f"{number} was {before} and became {after}"
-            + (f"; {before} is {found[before][0]} here" if found[before][0] != number else "")
+            + (f"; {before} is {named[before][0]} here" if named[before][0] != number else "")
             for number, before, after in self._changes
         ]
-        return found, notes
+        return named, notes
 
 
-def _cell(value: float | None) -> str:
+def _format_cell(value: float | None) -> str:
     return "" if value is None else f"{value:.3f}".rstrip("0").rstrip(".")
 
 
-def _word(text: str) -> str:
+def _escape(text: str) -> str:
     return text.replace(",", " ").replace("\n", " ")
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     value = float(text)
     if not math.isfinite(value):
         raise ValueError

@@ -1,4 +1,4 @@
-"""Call a generator with a timeout, and return None if it does not answer in time."""
+"""Request items of a generator with a timeout."""
 
 from __future__ import annotations
 
@@ -7,52 +7,52 @@ import threading
 from collections.abc import Callable, Generator
 from typing import Generic, TypeVar
 
-Answer = TypeVar("Answer")
+Item = TypeVar("Item")
 
 
-class TimeoutCall(Generic[Answer]):
-    """Run a generator in a daemon thread; each call to `ask` requests one item.
+class TimeoutCall(Generic[Item]):
+    """Run a generator in a daemon thread; each call to `next_item` requests one item.
 
-    A hanging request is not repeated: a later call returns its answer if it arrives.
+    A hanging request is not repeated: a later call returns its item if it arrives.
     """
 
-    def __init__(self, answers: Callable[[], Generator[Answer]], name: str) -> None:
-        self._answers = answers
-        self._questions: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._found: queue.SimpleQueue[Answer | Exception] = queue.SimpleQueue()
-        self._is_asked = False
-        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+    def __init__(self, items: Callable[[], Generator[Item]], name: str) -> None:
+        self._make_items = items
+        self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Item | Exception] = queue.SimpleQueue()
+        self._is_pending = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
         self._thread.start()
 
-    def ask(self, patience_s: float) -> Answer | None:
+    def next_item(self, timeout_s: float) -> Item | None:
         """Return the next item, or None on timeout. Raises what the generator raises."""
-        if not self._is_asked:
-            self._is_asked = True
-            self._questions.put(True)
+        if not self._is_pending:
+            self._is_pending = True
+            self._requests.put(True)
         try:
-            found = self._found.get(timeout=patience_s) if patience_s > 0 else self._found.get_nowait()
+            result = self._results.get(timeout=timeout_s) if timeout_s > 0 else self._results.get_nowait()
         except queue.Empty:
             return None
-        self._is_asked = False
-        if isinstance(found, Exception):
-            raise found
-        return found
+        self._is_pending = False
+        if isinstance(result, Exception):
+            raise result
+        return result
 
     def close(self) -> None:
         """Stop requesting items; the generator is closed after the pending request."""
-        self._questions.put(False)
+        self._requests.put(False)
 
     def join(self, timeout: float) -> None:
         """Wait for the thread to end, up to `timeout` seconds."""
         self._thread.join(timeout)
 
-    def _work(self) -> None:
-        answers = self._answers()
+    def _run(self) -> None:
+        items = self._make_items()
         try:
-            while self._questions.get():
+            while self._requests.get():
                 try:
-                    self._found.put(next(answers))
-                except Exception as error:  # raised again in the caller of `ask`
-                    self._found.put(error)
+                    self._results.put(next(items))
+                except Exception as error:  # raised again in the caller of `next_item`
+                    self._results.put(error)
         finally:
-            answers.close()
+            items.close()

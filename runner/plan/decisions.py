@@ -10,19 +10,19 @@ from runner.config.configuration import Choice, Configuration
 from runner.config.options import find_signature
 from runner.config.schema import default_values
 from runner.plan.inventory import Inventory
-from runner.plan.memory_fit import Needs
+from runner.plan.memory_fit import MemoryNeeds
 from runner.plan.rank_devices import RankDevice
 
 
 class Decisions:
-    """What has been decided so far, with reasons; rules read it and change it.
+    """The decisions so far, with reasons; rules read and change them.
 
-    needs     what training takes, None if it was not traced
+    needs     memory demand of training; None if it was not traced
     choices   group -> choice; `auto` is replaced by `choose` and `set`
     problems  reported together at the end
     """
 
-    def __init__(self, configuration: Configuration, inventory: Inventory, needs: Needs | None) -> None:
+    def __init__(self, configuration: Configuration, inventory: Inventory, needs: MemoryNeeds | None) -> None:
         self.configuration = configuration
         self.inventory = inventory
         self.needs = needs if needs is not None and needs.demands else None
@@ -54,12 +54,12 @@ class Decisions:
         self.choices[group] = dataclasses.replace(choice, options={**choice.options, key: value})
         self.reasons[f"{group}.{key}"] = reason
 
-    def refuse_or_replace(self, group: str, why: str, instead: str, reason: str) -> None:
-        """Refuse an unsupported option if requested by name, else replace it with a note."""
+    def reject_or_replace(self, group: str, why: str, instead: str, reason: str) -> None:
+        """Reject an unsupported option if requested by name, else replace it with a note."""
         name = self.choices[group].name
         if self.configuration.is_set_by_user(group):
-            others = dict.fromkeys((instead, "auto"))
-            fix = "use " + ", or ".join(f"{group}={other}" for other in others)
+            alternatives = dict.fromkeys((instead, "auto"))
+            fix = "use " + ", or ".join(f"{group}={alternative}" for alternative in alternatives)
             self.problems.append(Problem(why, f"{group}={name}", fix))
         else:
             self.notes.append(f"{group}={name}: {why}; using {instead}")

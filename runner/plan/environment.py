@@ -15,7 +15,7 @@ from runner.plan.inventory import Inventory
 from runner.version import __version__
 
 
-def environment(inventory: Inventory) -> dict[str, Any]:
+def collect_environment(inventory: Inventory) -> dict[str, Any]:
     """Return software versions, the git state of the user's checkout, and the machine; JSON-serializable."""
     return {
         "accel-run": __version__,
@@ -34,7 +34,7 @@ def _git_state(folder: Path) -> dict[str, str] | None:
     """
     for parent in (folder, *folder.parents):
         root = parent / ".git"
-        head = _text_of(root / "HEAD").strip()
+        head = _read_text(root / "HEAD").strip()
         if not head:
             continue
         if _COMMIT.fullmatch(head):
@@ -43,14 +43,16 @@ def _git_state(folder: Path) -> dict[str, str] | None:
         if _BRANCH.fullmatch(branch) is None or ".." in branch:
             return None
         packed = re.search(
-            rf"^([0-9a-f]+) {re.escape(branch)}$", _text_of(root / "packed-refs", _MOST_REFS), re.MULTILINE
+            rf"^([0-9a-f]+) {re.escape(branch)}$",
+            _read_text(root / "packed-refs", _MAX_PACKED_REFS_BYTES),
+            re.MULTILINE,
         )
-        commit = _text_of(root / branch).strip() or (packed[1] if packed else "")
+        commit = _read_text(root / branch).strip() or (packed[1] if packed else "")
         return {"branch": branch, "commit": commit} if _COMMIT.fullmatch(commit) else None
     return None
 
 
-def _text_of(path: Path, limit: int = 4096) -> str:
+def _read_text(path: Path, limit: int = 4096) -> str:
     """Return the text of a regular file of at most `limit` bytes, otherwise an empty text."""
     with suppress(OSError, UnicodeDecodeError):
         # O_NONBLOCK: opening a named pipe would block until there is a writer. Parent folders may still be links.
@@ -66,4 +68,4 @@ def _text_of(path: Path, limit: int = 4096) -> str:
 
 _COMMIT = re.compile(r"[0-9a-f]{40}|[0-9a-f]{64}")
 _BRANCH = re.compile(r"refs/[\w./@+-]{1,200}", re.ASCII)
-_MOST_REFS = 4 << 20  # bytes of packed-refs, which has a line for each branch and tag
+_MAX_PACKED_REFS_BYTES = 4 << 20  # bytes of packed-refs, which has a line for each branch and tag

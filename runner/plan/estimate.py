@@ -19,9 +19,9 @@ from typing import Any
 from runner.plan.memory_fit import Demand, TracedPoint
 from runner.plan.memory_trace import ComputeCost
 
-OF_COMPUTE, OF_MEMORY = 0.5, 0.8
+COMPUTE_EFFICIENCY, MEMORY_EFFICIENCY = 0.5, 0.8
 LAUNCH_S = (5e-6, 10e-6)  # s per eager PyTorch operator: assumed, not measured
-FACTS = {"fp32": "fp32_tflops", "tf32": "tf32_tflops", "bf16": "bf16_tensor_tflops", "fp16": "fp16_tensor_tflops"}
+PEAK_KEYS = {"fp32": "fp32_tflops", "tf32": "tf32_tflops", "bf16": "bf16_tensor_tflops", "fp16": "fp16_tensor_tflops"}
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class DevicePeaks:
 
 
 @dataclass(frozen=True)
-class Seconds:
+class TimeEstimate:
     """A range of seconds, and how it was estimated."""
 
     low: float
@@ -59,7 +59,7 @@ class Seconds:
         return f"{low} {unit}" if low == high else f"{low} to {high} {unit}"
 
 
-def peaks_of(name: str, precision: str, profiles: Iterable[Mapping[str, Any]]) -> DevicePeaks:
+def find_peaks(name: str, precision: str, profiles: Iterable[Mapping[str, Any]]) -> DevicePeaks:
     """Return the peak rates of the device of this name.
 
     profiles  facts of hardware profiles; the first that has the device is used
@@ -68,51 +68,54 @@ def peaks_of(name: str, precision: str, profiles: Iterable[Mapping[str, Any]]) -
         for device in facts.get("devices") or ():
             if str(device.get("name", "")).lower() != name.lower():
                 continue
-            flops, memory = device.get(FACTS[precision]), device.get("memory_bandwidth_gb_s")
+            flops, memory = device.get(PEAK_KEYS[precision]), device.get("memory_bandwidth_gb_s")
             flops = device.get("fp32_tflops") if flops is None else flops
             return DevicePeaks(flops * 1e12 if flops else None, memory * 1e9 if memory else None)
     return DevicePeaks()
 
 
-def update_seconds(
-    demand: Demand, passes: Iterable[int], peaks: DevicePeaks, *, launches: bool = False
-) -> Seconds | None:
+def estimate_update_time(
+    demand: Demand, micro_batches: Iterable[int], peaks: DevicePeaks, *, has_launch_cost: bool = False
+) -> TimeEstimate | None:
     """Return the estimated time of an update of a rank; None if the peak rates of its device are unknown.
 
-    passes    sizes of the micro-batches
-    launches  whether each operator launches a kernel, as on a GPU without compilation
+    micro_batches    sizes of the micro-batches
+    has_launch_cost  each operator launches a kernel, as on a GPU without compilation
     """
-    points = [demand.at(samples) for samples in passes]
-    found = _of_work(demand, points, peaks)
-    number = demand.step.launches + sum(point.work.launches for point in points)
-    return _at_least(found, number) if found is not None and launches else found
+    points = [demand.at(samples) for samples in micro_batches]
+    estimate = _estimate_work(demand, points, peaks)
+    num_launches = demand.step.launches + sum(point.work.launches for point in points)
+    return _apply_launch_bound(estimate, num_launches) if estimate is not None and has_launch_cost else estimate
 
 
-def _at_least(found: Seconds, number: int) -> Seconds:
+def _apply_launch_bound(estimate: TimeEstimate, num_launches: int) -> TimeEstimate:
     """Return the range, with both ends at least the time of this number of kernel launches."""
-    low, high = (number * seconds for seconds in LAUNCH_S)
-    if found.low >= low and found.high >= high:
-        return found
-    each = " to ".join(f"{seconds * 1e6:g}" for seconds in LAUNCH_S)
-    how = f"{number:,} kernel launches at an assumed {each} us each; without them: {found}, {found.how}"
-    return Seconds(max(found.low, low), max(found.high, high), how)
+    low, high = (num_launches * seconds for seconds in LAUNCH_S)
+    if estimate.low >= low and estimate.high >= high:
+        return estimate
+    cost = " to ".join(f"{seconds * 1e6:g}" for seconds in LAUNCH_S)
+    how = f"{num_launches:,} kernel launches at an assumed {cost} us each; without them: {estimate}, {estimate.how}"
+    return TimeEstimate(max(estimate.low, low), max(estimate.high, high), how)
 
 
-def _of_work(demand: Demand, points: Sequence[TracedPoint], peaks: DevicePeaks) -> Seconds | None:
+def _estimate_work(demand: Demand, points: Sequence[TracedPoint], peaks: DevicePeaks) -> TimeEstimate | None:
     """Return the estimated time of computation and memory access."""
     work = sum((point.work for point in points), ComputeCost())
     if peaks.flops_per_s is None or peaks.bytes_per_s is None:
         return None
     moved = work.moved_bytes + demand.step.moved_bytes
-    compute, memory = work.flops / (peaks.flops_per_s * OF_COMPUTE), moved / (peaks.bytes_per_s * OF_MEMORY)
-    how = (
-        f"{_big(work.flops)}FLOP at {OF_COMPUTE:.0%} of {_big(peaks.flops_per_s)}FLOP/s,"
-        f" {_big(moved)}B at {OF_MEMORY:.0%} of {_big(peaks.bytes_per_s)}B/s"
+    compute, memory = (
+        work.flops / (peaks.flops_per_s * COMPUTE_EFFICIENCY),
+        moved / (peaks.bytes_per_s * MEMORY_EFFICIENCY),
     )
-    return Seconds(max(compute, memory), compute + memory, how)
+    how = (
+        f"{_format_si(work.flops)}FLOP at {COMPUTE_EFFICIENCY:.0%} of {_format_si(peaks.flops_per_s)}FLOP/s,"
+        f" {_format_si(moved)}B at {MEMORY_EFFICIENCY:.0%} of {_format_si(peaks.bytes_per_s)}B/s"
+    )
+    return TimeEstimate(max(compute, memory), compute + memory, how)
 
 
-def _big(value: float) -> str:
+def _format_si(value: float) -> str:
     """Format a number with an SI prefix: `1.43 T`."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= size:

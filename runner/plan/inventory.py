@@ -31,7 +31,7 @@ from runner.host.cgroup import cgroup_limits
 from runner.host.resources import affinity
 from runner.host.subprocesses import run_in_subprocess
 from runner.monitor.gpu_driver import open_driver
-from runner.monitor.nvml import Gpu, Nvml, everything, visible
+from runner.monitor.nvml import Gpu, Nvml, iter_instances, visible
 
 GIB = 2**30
 Kind = Literal["cuda", "mps", "xpu", "cpu"]
@@ -177,7 +177,7 @@ def take_inventory() -> Inventory:
     if platform.system() == "Linux" and not os.access("/proc/meminfo", os.R_OK):
         fix = "mount it (mount -t proc proc /proc), or start the container with an unmasked /proc"
         raise SystemLimit("cannot be read, but is needed for memory and process information", where="/proc", fix=fix)
-    torch_view, devices, notes, driver_version = _gpus()
+    torch_view, devices, notes, driver_version = _query_gpus()
     cpu, cpu_notes = read_cpu(torch_view.cpu_capability)
     return Inventory(
         devices=devices,
@@ -192,13 +192,13 @@ def take_inventory() -> Inventory:
     )
 
 
-def _gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]:
+def _query_gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]:
     """Query torch and NVML about GPUs, in a subprocess if the query would initialize CUDA."""
     import torch
 
     if (torch.version.cuda or torch.version.hip or torch.version.xpu) and not cuda_is_initialized():
         try:
-            return run_in_subprocess(_look_at_gpus)
+            return run_in_subprocess(_query_gpus_here)
         except BrokenProcessPool:
             note = "the process that queried the GPUs crashed: the CUDA driver or a CUDA library is broken"
             return (
@@ -207,34 +207,34 @@ def _gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]
                 (note,),
                 None,
             )
-    return _look_at_gpus()
+    return _query_gpus_here()
 
 
-def _look_at_gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]:
-    torch_view = ask_torch()
+def _query_gpus_here() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]:
+    torch_view = query_torch()
     with open_driver() as nvml:
         devices, notes = match_devices(nvml, torch_view, os.environ)
         return torch_view, devices, notes, nvml.driver_version
 
 
-def inventory_of_profile(
-    facts: Mapping[str, Any], here: Inventory | None = None, file: Path | None = None
+def inventory_from_profile(
+    facts: Mapping[str, Any], this_machine: Inventory | None = None, file: Path | None = None
 ) -> Inventory:
     """Return the inventory of a machine that is not present, from the `hardware:` facts of the profile in `file`.
 
-    A profile describes GPUs only. CPU and versions are those of `here`, with a note; without `here` they are one
-    core, no memory and no versions. Raises ConfigError with every fact that is missing or of a wrong type.
+    A profile describes GPUs only. CPU and versions are those of `this_machine`, with a note; without it, they
+    are one core, no memory and no versions. Raises ConfigError with every fact that is missing or of a wrong type.
     """
     problems: list[Problem] = []
-    described = [each for each in facts.get("devices") or () if each.get("kind", "cuda") != "cpu"]
-    devices = tuple(_device_of_profile(index, each, file, problems) for index, each in enumerate(described))
+    gpu_facts = [device for device in facts.get("devices") or () if device.get("kind", "cuda") != "cpu"]
+    devices = tuple(_device_from_profile(index, gpu, file, problems) for index, gpu in enumerate(gpu_facts))
     if problems:
         raise ConfigError(problems)
     title = facts.get("title", "another machine")
-    if here is None:
+    if this_machine is None:
         return Inventory(devices, Cpu("unknown CPU", 1, 1, 0), notes=(f"planned for: {title}",))
     note = f"planned for {title}; CPU, memory and versions are those of this machine"
-    return dataclasses.replace(here, devices=devices, driver_version=None, notes=(note,))
+    return dataclasses.replace(this_machine, devices=devices, driver_version=None, notes=(note,))
 
 
 @dataclass(frozen=True)
@@ -243,7 +243,7 @@ class TorchView:
 
     architectures  targets of its CUDA kernels: sm_75, compute_120, ...
     intel          its Intel GPUs
-    complaint      torch's message about why it finds no CUDA device; empty if there is none
+    cuda_error     torch's message about why it finds no CUDA device; empty if there is none
     mps_bytes      memory that Metal recommends to use; None without Metal
     """
 
@@ -254,30 +254,30 @@ class TorchView:
     architectures: tuple[str, ...] = ()
     devices: tuple[TorchDevice, ...] = ()
     intel: tuple[TorchDevice, ...] = ()
-    complaint: str = ""
+    cuda_error: str = ""
     mps_bytes: int | None = None
     cpu_capability: str = ""
 
 
-def ask_torch() -> TorchView:
-    """Query torch; its warnings and errors about CUDA become `complaint`."""
+def query_torch() -> TorchView:
+    """Query torch; its warnings and errors about CUDA become `cuda_error`."""
     import torch  # imported here, because reading a plan from a file must not import torch
 
     cudnn = cast("Any", torch.backends.cudnn)
     devices: list[TorchDevice] = []
-    complaints: list[str] = []
+    errors: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             devices.extend(torch_devices())
         except (RuntimeError, AssertionError) as error:  # torch raises both if CUDA cannot be initialized
-            complaints.append(str(error))
+            errors.append(str(error))
         try:
             cudnn_version = cudnn.version() if torch.version.cuda else None
         except RuntimeError as error:  # a cuDNN on the library path that is older than the one torch was built with
             cudnn_version = None
-            complaints.append(str(error))
-    complaints += [str(warning.message) for warning in caught]
+            errors.append(str(error))
+    errors += [str(warning.message) for warning in caught]
     metal = torch.backends.mps.is_available()
     intel = tuple(intel_devices())
     return TorchView(
@@ -288,7 +288,7 @@ def ask_torch() -> TorchView:
         architectures=compiled_architectures() if devices else (),
         devices=tuple(devices),
         intel=intel,
-        complaint=complaints[0].splitlines()[0] if complaints else "",
+        cuda_error=errors[0].splitlines()[0] if errors else "",
         mps_bytes=torch.mps.recommended_max_memory() if metal else None,
         cpu_capability=torch.backends.cpu.get_cpu_capability(),
     )
@@ -298,14 +298,21 @@ def match_devices(
     nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]
 ) -> tuple[tuple[Device, ...], tuple[str, ...]]:
     """Return torch's devices joined with NVML's by UUID, then devices that only NVML reports; and notes."""
-    pairs = [(known, nvml.find_of_torch(known.uuid, environ) if known.uuid else None) for known in torch_view.devices]
+    pairs = [
+        (torch_device, nvml.find_torch_device(torch_device.uuid, environ) if torch_device.uuid else None)
+        for torch_device in torch_view.devices
+    ]
     matched = {gpu for _, gpu in pairs}
     metal = [] if torch_view.mps_bytes is None else [Device("mps", 0, "Apple GPU", memory_bytes=torch_view.mps_bytes)]
     devices = (
-        *(_seen(index, known, gpu, nvml, torch_view) for index, (known, gpu) in enumerate(pairs)),
+        *(_cuda_device(index, torch_device, gpu, nvml, torch_view) for index, (torch_device, gpu) in enumerate(pairs)),
         *metal,
-        *(_intel(index, known) for index, known in enumerate(torch_view.intel)),
-        *(_unseen(gpu, nvml, torch_view, environ) for gpu in nvml.gpus if matched.isdisjoint(everything([gpu]))),
+        *(_intel_device(index, torch_device) for index, torch_device in enumerate(torch_view.intel)),
+        *(
+            _unusable_device(gpu, nvml, torch_view, environ)
+            for gpu in nvml.gpus
+            if matched.isdisjoint(iter_instances([gpu]))
+        ),
     )
     return devices, tuple(_device_notes(nvml, torch_view, environ))
 
@@ -334,35 +341,37 @@ def read_cpu(capability: str = "", *, root: Path = Path("/")) -> tuple[Cpu, tupl
 # ---------------------------------------------------------------- GPUs
 
 
-def _seen(index: int, known: TorchDevice, gpu: Gpu | None, nvml: Nvml, torch_view: TorchView) -> Device:
-    why_not, free_bytes = _lacks_kernels(known, torch_view), _free_bytes(nvml, gpu)
+def _cuda_device(index: int, torch_device: TorchDevice, gpu: Gpu | None, nvml: Nvml, torch_view: TorchView) -> Device:
+    why_not, free_bytes = _explain_missing_kernels(torch_device, torch_view), _free_bytes(nvml, gpu)
+    is_nvml_format = torch_view.rocm or not torch_device.uuid
+    uuid = torch_device.uuid if is_nvml_format else f"GPU-{torch_device.uuid}"
     return Device(
         kind="cuda",
         index=index,
-        name=known.name,
-        uuid=gpu.uuid if gpu else known.uuid and (known.uuid if torch_view.rocm else f"GPU-{known.uuid}"),
-        memory_bytes=known.memory_bytes,  # usable memory; NVML reports slightly more
-        free_bytes=known.free_bytes if free_bytes is None else free_bytes,
-        capability=known.capability,
+        name=torch_device.name,
+        uuid=gpu.uuid if gpu else uuid,
+        memory_bytes=torch_device.memory_bytes,  # usable memory; NVML reports slightly more
+        free_bytes=torch_device.free_bytes if free_bytes is None else free_bytes,
+        capability=torch_device.capability,
         usable=not why_not,
         why_not=why_not,
-        architecture=known.architecture,
+        architecture=torch_device.architecture,
     )
 
 
-def _intel(index: int, known: TorchDevice) -> Device:
+def _intel_device(index: int, torch_device: TorchDevice) -> Device:
     return Device(
         kind="xpu",
         index=index,
-        name=known.name,
-        uuid=known.uuid,
-        memory_bytes=known.memory_bytes,
-        free_bytes=known.free_bytes,
-        architecture=known.architecture,
+        name=torch_device.name,
+        uuid=torch_device.uuid,
+        memory_bytes=torch_device.memory_bytes,
+        free_bytes=torch_device.free_bytes,
+        architecture=torch_device.architecture,
     )
 
 
-def _unseen(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]) -> Device:
+def _unusable_device(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]) -> Device:
     free_bytes = _free_bytes(nvml, gpu)  # first, because this query detects a lost GPU
     return Device(
         kind="cuda",
@@ -373,15 +382,15 @@ def _unseen(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapping[str, s
         free_bytes=free_bytes,
         capability=gpu.capability,
         usable=False,
-        why_not=_why_unseen(gpu, nvml, torch_view, environ),
+        why_not=_explain_unusable(gpu, nvml, torch_view, environ),
     )
 
 
-def _lacks_kernels(device: TorchDevice, torch_view: TorchView) -> str:
+def _explain_missing_kernels(device: TorchDevice, torch_view: TorchView) -> str:
     """Return why this torch build has no kernels for the device, or an empty string."""
     if device.capability is None or not torch_view.architectures:
         return ""
-    if any(_runs_on(architecture, device.capability) for architecture in torch_view.architectures):
+    if any(_is_compatible(architecture, device.capability) for architecture in torch_view.architectures):
         return ""
     major, minor = device.capability
     return (
@@ -390,7 +399,7 @@ def _lacks_kernels(device: TorchDevice, torch_view: TorchView) -> str:
     )
 
 
-def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
+def _is_compatible(architecture: str, capability: tuple[int, int]) -> bool:
     """Return whether code runs: machine code (sm_) on the same major, at least the minor; PTX (compute_) on newer."""
     parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([a-z]?)", architecture)
     if not parts:
@@ -401,17 +410,19 @@ def _runs_on(architecture: str, capability: tuple[int, int]) -> bool:
     return capability >= target and (parts[1] == "compute" or capability[0] == target[0])
 
 
-def _why_unseen(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]) -> str:
+def _explain_unusable(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]) -> str:
     if gpu in nvml.lost:
         return f"lost: {nvml.lost[gpu]}"
     if torch_view.rocm:
         return f"this torch build is for ROCm ({torch_view.version}): install a CUDA build of torch"
     if torch_view.cuda_version is None:
         return f"this torch build has no CUDA: {torch_view.version}; install a CUDA build of torch"
-    wanted = environ.get("CUDA_VISIBLE_DEVICES")
+    visible_devices = environ.get("CUDA_VISIBLE_DEVICES")
     shown = visible(nvml.gpus, environ).gpus
-    if wanted is not None and (torch_view.devices or not any(each in shown for each in everything([gpu]))):
-        return f"hidden by CUDA_VISIBLE_DEVICES={wanted}"
+    if visible_devices is not None and (
+        torch_view.devices or not any(instance in shown for instance in iter_instances([gpu]))
+    ):
+        return f"hidden by CUDA_VISIBLE_DEVICES={visible_devices}"
     if _major(nvml.cuda_version) < _major(torch_view.cuda_version):
         return (
             f"the driver {nvml.driver_version} (CUDA {nvml.cuda_version}) is too old for this torch build "
@@ -419,19 +430,19 @@ def _why_unseen(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapping[st
         )
     if gpu.mig:
         return "split into MIG instances, and CUDA shows only one per process: select it with CUDA_VISIBLE_DEVICES"
-    return f"torch does not see it{': ' + torch_view.complaint if torch_view.complaint else ''}"
+    return f"torch does not see it{': ' + torch_view.cuda_error if torch_view.cuda_error else ''}"
 
 
 def _device_notes(nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]) -> Iterator[str]:
     yield from nvml.notes
     if not nvml.gpus and nvml.why_not not in nvml.notes and not (torch_view.rocm or torch_view.intel):
         yield nvml.why_not
-    for known in torch_view.devices if torch_view.rocm else ():
-        if not known.architecture:
-            yield f"ROCm: the architecture of {known.name} is not known, so no format is considered native"
+    for torch_device in torch_view.devices if torch_view.rocm else ():
+        if not torch_device.architecture:
+            yield f"ROCm: the architecture of {torch_device.name} is not known, so no format is considered native"
     has_no_cudnn = torch_view.cudnn_version is None
-    if torch_view.cuda_version and torch_view.complaint and (has_no_cudnn or not torch_view.devices):
-        yield f"torch: {torch_view.complaint}"
+    if torch_view.cuda_version and torch_view.cuda_error and (has_no_cudnn or not torch_view.devices):
+        yield f"torch: {torch_view.cuda_error}"
     order = visible(nvml.gpus, environ).note
     if order and not torch_view.devices:  # UUIDs determine torch's order
         yield order
@@ -446,9 +457,9 @@ def _major(version: str | None) -> int:
     return int(version.split(".")[0]) if version else 10**6  # unknown version: no message
 
 
-def _device_of_profile(index: int, facts: Mapping[str, Any], file: Path | None, problems: list[Problem]) -> Device:
+def _device_from_profile(index: int, facts: Mapping[str, Any], file: Path | None, problems: list[Problem]) -> Device:
     where = f"{file}: hardware.devices[{index}]" if file else f"hardware.devices[{index}]"
-    name, memory_gib, capability = facts.get("name"), facts.get("memory_gib"), _pair(facts.get("capability"))
+    name, memory_gib, capability = facts.get("name"), facts.get("memory_gib"), _parse_pair(facts.get("capability"))
     if not isinstance(name, str):
         problems.append(Problem(f"name must be text, but is {name}", where))
     if isinstance(memory_gib, bool) or not isinstance(memory_gib, (int, float)) or memory_gib <= 0:
@@ -459,7 +470,7 @@ def _device_of_profile(index: int, facts: Mapping[str, Any], file: Path | None, 
     return Device("cuda", index, str(name), memory_bytes=int(memory_gib * GIB), capability=capability)
 
 
-def _pair(values: Sequence[Any] | None) -> tuple[int, int] | None:
+def _parse_pair(values: Sequence[Any] | None) -> tuple[int, int] | None:
     fits = isinstance(values, Sequence) and len(values) == 2 and all(type(value) is int for value in values)
     return (values[0], values[1]) if fits and values else None
 
@@ -475,17 +486,17 @@ def _cpu_facts(root: Path) -> tuple[str, tuple[str, ...]]:
         text = ""
     lines = [line.split(":", 1) for line in text.splitlines() if ":" in line]
     facts = {key.strip(): value.strip() for key, value in reversed(lines)}  # values of the first processor are used
-    words = (facts.get("flags") or facts.get("Features") or "").split()
+    flags = (facts.get("flags") or facts.get("Features") or "").split()
     name = facts.get("model name") or platform.processor() or platform.machine() or "CPU"
-    return name, tuple(flag for flag in CPU_FLAGS if flag in words)
+    return name, tuple(flag for flag in CPU_FLAGS if flag in flags)
 
 
 def _shared_memory_bytes() -> int | None:
     try:
-        found = os.statvfs("/dev/shm")
+        status = os.statvfs("/dev/shm")
     except OSError:
         return None
-    return found.f_blocks * found.f_frsize
+    return status.f_blocks * status.f_frsize
 
 
 def _open_files_limit() -> int | None:

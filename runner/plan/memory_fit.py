@@ -14,27 +14,27 @@ from dataclasses import dataclass, field
 from runner.base.partition import max_in_flight
 from runner.base.text import format_bytes
 from runner.config.configuration import Choice
-from runner.plan.cuda_allocator import Allocator, replay
+from runner.plan.cuda_allocator import AllocatorSettings, replay
 from runner.plan.memory_trace import Bytes, ComputeCost, Layer, ModelSizes, Traced
 from runner.plan.rank_devices import RankDevice
 
 GIB = 2**30
-PARTS = tuple(part.name for part in dataclasses.fields(Bytes))
+PART_NAMES = tuple(part.name for part in dataclasses.fields(Bytes))
 TOP_LAYERS = 5
-SUMS = 1024  # bytes; losses and counts of earlier micro-batches
-MANY = 64  # micro-batches; more need no additional memory in a stage
-ALLOCATOR = 0.2  # allocator overhead as a fraction of the tensors, before the allocator is modelled
+RUNNING_SUM_BYTES = 1024  # bytes; losses and counts of earlier micro-batches
+MAX_TRACED_MICRO_BATCHES = 64  # micro-batches; more need no additional memory in a stage
+ALLOCATOR_OVERHEAD = 0.2  # allocator overhead as a fraction of the tensors, before the allocator is modelled
 
 
 @dataclass(frozen=True)
 class TracedPoint:
     """Results of a trace with one micro-batch size.
 
-    reserved     bytes that torch's allocator reserves on a GPU for peak.total
-    work         of the forward and backward pass of a micro-batch
-    recompute    indices of the blocks that memory=budget recomputes
-    without      peak bytes without gradients
-    is_whole     the micro-batch is a whole update: no gradients of an earlier one exist
+    reserved           bytes that torch's allocator reserves on a GPU for peak.total
+    work               of the forward and backward pass of a micro-batch
+    recompute          indices of the blocks that memory=budget recomputes
+    without_gradients  peak bytes without gradients
+    is_whole           the micro-batch is the complete update: no gradients of an earlier one exist
     """
 
     micro_batch_size: int
@@ -42,7 +42,7 @@ class TracedPoint:
     reserved: int
     work: ComputeCost = field(default_factory=ComputeCost)
     recompute: tuple[int, ...] = ()
-    without: int = 0
+    without_gradients: int = 0
     is_whole: bool = False
 
 
@@ -53,13 +53,13 @@ class Demand:
     A peak is the maximum over moments that are each affine in the samples, so it is convex: between two points it is
     at most the line through them.
 
-    step         work of the optimizer step
-    layers       those that save most activations, largest first, at the largest traced micro-batch;
-                 `blocks.*.mlp` is the sum over all blocks
-    kept         bytes of activations of all layers there
-    stages       demand of each rank of a pipeline, traced with its layers; empty if not traced
-    is_exact     the trace equals a run on a CPU
-    why_not      what could not be traced; the figures are then too small
+    step              work of the optimizer step
+    layers            those that save most activations, largest first, at the largest traced micro-batch;
+                      `blocks.*.mlp` is the sum over all blocks
+    activation_bytes  bytes of activations of all layers there
+    stages            demand of each rank of a pipeline, traced with its layers; empty if not traced
+    is_exact          the trace equals a run on a CPU
+    why_not           what could not be traced; the figures are then too small
     """
 
     phase: str
@@ -67,57 +67,57 @@ class Demand:
     step: ComputeCost = field(default_factory=ComputeCost)
     model: ModelSizes = field(default_factory=ModelSizes)
     layers: tuple[Layer, ...] = ()
-    kept: int = 0
+    activation_bytes: int = 0
     stages: tuple[Demand, ...] = ()
     is_exact: bool = True
     why_not: str = ""
 
     @staticmethod
-    def of(traces: Sequence[Traced], allocator: Allocator) -> Demand:
+    def from_traces(traces: Sequence[Traced], allocator: AllocatorSettings) -> Demand:
         """Combine traces of one phase with different micro-batch sizes."""
         traces = sorted(traces, key=lambda traced: traced.micro_batch_size)
         widest = traces[-1]
-        kept: dict[str, Layer] = {}
+        by_name: dict[str, Layer] = {}
         for layer in widest.layers:
             name = re.sub(r"(^|\.)\d+(?=\.|$)", r"\1*", layer.name)  # summed over all blocks
-            before = kept.get(name, Layer(name, 0, 0))
-            kept[name] = Layer(name, before.activations + layer.activations, before.flops + layer.flops)
+            before = by_name.get(name, Layer(name, 0, 0))
+            by_name[name] = Layer(name, before.activations + layer.activations, before.flops + layer.flops)
         return Demand(
             widest.phase,
             tuple(
                 TracedPoint(
                     traced.micro_batch_size,
                     traced.peak,
-                    _reserved(traced, allocator),
+                    _estimate_reserved(traced, allocator),
                     traced.work,
                     traced.recompute,
-                    traced.without_bytes,
+                    traced.without_gradients_bytes,
                     traced.accumulation_steps == 1,
                 )
                 for traced in traces
             ),
             widest.step,
             widest.model,
-            tuple(sorted(kept.values(), key=lambda layer: -layer.activations)[:TOP_LAYERS]),
+            tuple(sorted(by_name.values(), key=lambda layer: -layer.activations)[:TOP_LAYERS]),
             sum(layer.activations for layer in widest.layers),
             is_exact=all(traced.is_exact for traced in traces),
             why_not=next((traced.why_not for traced in reversed(traces) if traced.why_not), ""),
         )
 
     @staticmethod
-    def of_stages(stages: Sequence[Demand]) -> Demand:
+    def from_stages(stages: Sequence[Demand]) -> Demand:
         """Return the sum over all stages of a pipeline."""
         layers = sorted((layer for stage in stages for layer in stage.layers), key=lambda layer: -layer.activations)
         return dataclasses.replace(
             stages[0],
-            points=tuple(map(_together, zip(*(stage.points for stage in stages), strict=True))),
+            points=tuple(map(_sum_points, zip(*(stage.points for stage in stages), strict=True))),
             step=ComputeCost(
                 max(stage.step.flops for stage in stages),
                 max(stage.step.moved_bytes for stage in stages),
                 max(stage.step.launches for stage in stages),
             ),
             layers=tuple(layers[:TOP_LAYERS]),
-            kept=sum(stage.kept for stage in stages),
+            activation_bytes=sum(stage.activation_bytes for stage in stages),
             stages=tuple(stages),
         )
 
@@ -128,34 +128,34 @@ class Demand:
 
         share  samples of an update: if larger, a size traced as a whole update is one of several micro-batches, too
         """
-        first, last = self._around(samples)
+        first, last = self._neighbors(samples)
         if samples in (first.micro_batch_size, last.micro_batch_size):
-            found = first if samples == first.micro_batch_size else last
-            return self._of_several(found) if share > samples else found
-        first, last = self._of_several(first), self._of_several(last)
+            point = first if samples == first.micro_batch_size else last
+            return self._add_accumulated(point) if share > samples else point
+        first, last = self._add_accumulated(first), self._add_accumulated(last)
         if first.micro_batch_size == last.micro_batch_size:
-            return _scaled(first, samples)
-        way = (samples - first.micro_batch_size) / (last.micro_batch_size - first.micro_batch_size)
-        peak = {name: _between(vars(first.peak)[name], vars(last.peak)[name], way) for name in PARTS}
+            return _scale_point(first, samples)
+        fraction = (samples - first.micro_batch_size) / (last.micro_batch_size - first.micro_batch_size)
+        peak = {name: _interpolate(vars(first.peak)[name], vars(last.peak)[name], fraction) for name in PART_NAMES}
         return TracedPoint(
             samples,
             Bytes(**peak),
-            max(Bytes(**peak).total, _between(first.reserved, last.reserved, way)),
+            max(Bytes(**peak).total, _interpolate(first.reserved, last.reserved, fraction)),
             ComputeCost(
-                _between(first.work.flops, last.work.flops, way),
-                _between(first.work.moved_bytes, last.work.moved_bytes, way),
-                _between(first.work.launches, last.work.launches, way),
+                _interpolate(first.work.flops, last.work.flops, fraction),
+                _interpolate(first.work.moved_bytes, last.work.moved_bytes, fraction),
+                _interpolate(first.work.launches, last.work.launches, fraction),
             ),
-            without=_between(first.without, last.without, way),
+            without_gradients=_interpolate(first.without_gradients, last.without_gradients, fraction),
         )
 
-    def _of_several(self, point: TracedPoint) -> TracedPoint:
+    def _add_accumulated(self, point: TracedPoint) -> TracedPoint:
         """Return the point for a micro-batch that is not the last: all accumulated gradients, and a new one."""
         if not point.is_whole:
             return point
         peak = point.peak
-        without = max(point.without, peak.total - peak.gradients)
-        total = max(peak.total, without + self.model.trained + self.model.widest + SUMS)
+        without_gradients = max(point.without_gradients, peak.total - peak.gradients)
+        total = max(peak.total, without_gradients + self.model.trained + self.model.widest + RUNNING_SUM_BYTES)
         gradients = max(self.model.trained, peak.gradients)
         rest = peak.total - peak.gradients - peak.temporary
         peak = dataclasses.replace(peak, gradients=gradients, temporary=max(0, total - gradients - rest))
@@ -171,46 +171,48 @@ class Demand:
         """Return whether this micro-batch size was traced."""
         return any(point.micro_batch_size == samples for point in self.points)
 
-    def _around(self, samples: int) -> tuple[TracedPoint, TracedPoint]:
+    def _neighbors(self, samples: int) -> tuple[TracedPoint, TracedPoint]:
         points = self.points
         for point in points:
             if point.micro_batch_size == samples or len(points) == 1:
                 return point, point
-        place = next((number for number, each in enumerate(points) if each.micro_batch_size > samples), len(points) - 1)
+        place = next(
+            (number for number, point in enumerate(points) if point.micro_batch_size > samples), len(points) - 1
+        )
         return points[max(1, place) - 1], points[max(1, place)]
 
     def __str__(self) -> str:
         """Return one line with the constant part and the memory per sample."""
-        most = self.points[-1].micro_batch_size
-        one, two = self.at(most + 1), self.at(most + 2)
+        largest = self.points[-1].micro_batch_size
+        one, two = self.at(largest + 1), self.at(largest + 2)
         weights = format_bytes(one.peak.parameters + one.peak.buffers)
         fixed = f"weights {weights}, gradients {format_bytes(one.peak.gradients)}"
-        each = max(0, two.peak.total - one.peak.total)
-        return f"{fixed}, optimizer {format_bytes(one.peak.optimizer)}, {format_bytes(each)} a sample"
+        per_sample = max(0, two.peak.total - one.peak.total)
+        return f"{fixed}, optimizer {format_bytes(one.peak.optimizer)}, {format_bytes(per_sample)} a sample"
 
 
-def _together(points: Sequence[TracedPoint]) -> TracedPoint:
-    peak = {name: sum(vars(point.peak)[name] for point in points) for name in PARTS}
+def _sum_points(points: Sequence[TracedPoint]) -> TracedPoint:
+    peak = {name: sum(vars(point.peak)[name] for point in points) for name in PART_NAMES}
     return dataclasses.replace(
         points[0],
         peak=Bytes(**peak),
         reserved=sum(point.reserved for point in points),
         work=sum((point.work for point in points), ComputeCost()),
-        without=sum(point.without for point in points),
+        without_gradients=sum(point.without_gradients for point in points),
     )
 
 
-def _reserved(traced: Traced, allocator: Allocator) -> int:
+def _estimate_reserved(traced: Traced, allocator: AllocatorSettings) -> int:
     """Return the reserved memory at the peak, also for a multiple of the trace."""
-    held = replay(traced.events, allocator)
-    return max(traced.peak.total, round(traced.peak.total * held.reserved / max(1, held.live)))
+    replayed = replay(traced.events, allocator)
+    return max(traced.peak.total, round(traced.peak.total * replayed.reserved / max(1, replayed.live)))
 
 
-def _between(first: int, last: int, share: float) -> int:
+def _interpolate(first: int, last: int, share: float) -> int:
     return max(0, round(first + (last - first) * share))
 
 
-def _scaled(point: TracedPoint, samples: int) -> TracedPoint:
+def _scale_point(point: TracedPoint, samples: int) -> TracedPoint:
     """Return a bound from one trace: fewer samples need no more; with more, everything that may depend on them grows.
 
     Activations that do not depend on the samples, such as weight copies in a 16-bit format, are not distinguished.
@@ -225,7 +227,9 @@ def _scaled(point: TracedPoint, samples: int) -> TracedPoint:
     )
     reserved = round(point.reserved * peak.total / max(1, point.peak.total))
     work = ComputeCost(round(point.work.flops * factor), round(point.work.moved_bytes * factor), point.work.launches)
-    return TracedPoint(samples, peak, reserved, work, without=max(0, point.without + peak.total - point.peak.total))
+    return TracedPoint(
+        samples, peak, reserved, work, without_gradients=max(0, point.without_gradients + peak.total - point.peak.total)
+    )
 
 
 # ---------------------------------------------------------------- a rank's part
@@ -250,19 +254,19 @@ class RankPart:
     passes: int = 1
     rank: int = 0
 
-    def of_rank(self, rank: int) -> RankPart:
+    def for_rank(self, rank: int) -> RankPart:
         """Return the part of another rank."""
         return dataclasses.replace(self, rank=rank)
 
     @staticmethod
-    def of(choice: Choice, count: int, share: int = 0, passes: int = 1) -> RankPart:
+    def from_choice(choice: Choice, count: int, share: int = 0, passes: int = 1) -> RankPart:
         """Return the part of a rank with this choice of parallelism."""
         options, in_flight = choice.options, 1.0
         if choice.function == "pipeline" and count > 1:
             chunks = int(options["chunks"]) if options["schedule"] == "interleaved" else 1
-            kept = max_in_flight(options["schedule"], count, min(passes, MANY), chunks)
-            in_flight = max(sum(kept[rank::count]) for rank in range(count)) / len(kept)
-            in_flight *= passes / min(passes, MANY) if options["schedule"] == "gpipe" else 1
+            counts = max_in_flight(options["schedule"], count, min(passes, MAX_TRACED_MICRO_BATCHES), chunks)
+            in_flight = max(sum(counts[rank::count]) for rank in range(count)) / len(counts)
+            in_flight *= passes / min(passes, MAX_TRACED_MICRO_BATCHES) if options["schedule"] == "gpipe" else 1
         reshards = bool(options.get("reshard_after_forward", True))
         return RankPart(choice.function, count, share, reshards, in_flight, passes)
 
@@ -290,26 +294,26 @@ class MemoryPrediction:
         return not self.capacity or self.total <= self.capacity
 
 
-def predicted(demand: Demand, samples: int, rank: RankDevice, part: RankPart | None = None) -> MemoryPrediction:
+def predict_memory(demand: Demand, samples: int, rank: RankDevice, part: RankPart | None = None) -> MemoryPrediction:
     """Return the predicted peak memory of the rank's device at this micro-batch size.
 
     ddp adds a permanent bucket for every gradient. A pipeline rank was traced with its layers; otherwise it is
-    assumed to have an even part of the model. For fsdp, see `_of_shards`.
+    assumed to have an even part of the model. For fsdp, see `_shard_sizes`.
     Source: Rajbhandari et al., ZeRO, 2020, section 5; Narayanan et al., PipeDream-2BW, 2021 (1F1B); both as written in
     runner/distributed/.
     """
     part = part or RankPart()
     is_pipeline = part.count > 1 and part.strategy == "pipeline"
-    of_stage = is_pipeline and bool(demand.stages)
-    demand = demand.stages[part.rank] if of_stage else demand
+    has_stages = is_pipeline and bool(demand.stages)
+    demand = demand.stages[part.rank] if has_stages else demand
     point = demand.at(samples, part.share)
-    sizes = {name: int(vars(point.peak)[name]) for name in PARTS}
-    over = max(0, point.reserved - point.peak.total) / max(1, point.peak.total) if rank.is_gpu else 0.0
+    sizes = {name: int(vars(point.peak)[name]) for name in PART_NAMES}
+    overhead = max(0, point.reserved - point.peak.total) / max(1, point.peak.total) if rank.is_gpu else 0.0
     if part.count > 1 and part.strategy == "ddp":
         sizes["gradients"] += max(demand.model.trained, point.peak.gradients)
     elif part.count > 1 and part.strategy == "fsdp":
-        sizes |= _of_shards(demand, point, part)
-    elif is_pipeline and not of_stage:
+        sizes |= _shard_sizes(demand, point, part)
+    elif is_pipeline and not has_stages:
         for name in ("parameters", "gradients", "optimizer"):
             sizes[name] = -(-sizes[name] // part.count)
         sizes["activations"] = round(sizes["activations"] * part.in_flight)
@@ -318,7 +322,7 @@ def predicted(demand: Demand, samples: int, rank: RankDevice, part: RankPart | N
     return MemoryPrediction(
         {
             **sizes,
-            "allocator": round(tensors * ((1 + over) * (1 + rank.unseen) - 1)),
+            "allocator": round(tensors * ((1 + overhead) * (1 + rank.unseen) - 1)),
             "libraries": rank.overhead_bytes + (rank.communication_bytes if part.count > 1 else 0),
         },
         rank.capacity_bytes if rank.is_gpu else rank.capacity_bytes // part.count,
@@ -327,7 +331,7 @@ def predicted(demand: Demand, samples: int, rank: RankDevice, part: RankPart | N
     )
 
 
-def _of_shards(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str, int]:
+def _shard_sizes(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str, int]:
     """Return parameters, gradients and state of a rank whose tensors are sharded by rows.
 
     Gathered parameters: those outside of blocks for the whole pass, and one block with its communication buffer; with
@@ -341,13 +345,13 @@ def _of_shards(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str, 
     peak, count = point.peak, part.count
     fixed = peak.parameters + peak.optimizer
     rest = peak.total - fixed  # peak over everything: with unsharded gradients, and without
-    without = max(point.without, peak.total - peak.gradients) - fixed
+    without_gradients = max(point.without_gradients, peak.total - peak.gradients) - fixed
     trained = max(demand.model.trained, peak.gradients)
     if 0 < point.micro_batch_size < part.share:
-        most = max(rest, without + trained)
+        bound = max(rest, without_gradients + trained)
     else:
-        most = without + -(-(rest - without) // count)
-    gradients = max(-(-trained // count), most - (rest - peak.gradients))
+        bound = without_gradients + -(-(rest - without_gradients) // count)
+    gradients = max(-(-trained // count), bound - (rest - peak.gradients))
     block = demand.model.block
     outside = demand.model.outside if demand.model.outside or block else peak.parameters
     gathered = outside + 2 * block if part.reshards else peak.parameters + block
@@ -363,64 +367,64 @@ def _of_shards(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str, 
     }
 
 
-def may_fit(prediction: MemoryPrediction, words: Sequence[str]) -> bool:
-    """Return whether settings could make the run fit at best, without tracing: what they reduce is not counted.
+def may_fit(prediction: MemoryPrediction, overrides: Sequence[str]) -> bool:
+    """Return whether settings could make the run fit at best, without tracing: what they may reduce is left out.
 
     A 16-bit format leaves at least half of the activations, an 8-bit optimizer state a quarter of the state.
     """
     parts, saved = prediction.parts, 0
-    passing = parts["activations"] + parts["inputs"] + parts["temporary"]
-    for word in words:
-        key = word.partition("=")[0]
+    pass_bytes = parts["activations"] + parts["inputs"] + parts["temporary"]
+    for override in overrides:
+        key = override.partition("=")[0]
         if key == "parallelism":
             return True
         saved += {
-            "micro_batch_size": passing,
+            "micro_batch_size": pass_bytes,
             "memory": parts["activations"] + parts["temporary"],
-            "precision": passing // 2,
+            "precision": pass_bytes // 2,
             "optimizer": parts["optimizer"] * 3 // 4 + parts["temporary"],
         }.get(key, prediction.total)
     tensors = prediction.total - parts["libraries"] - parts["allocator"]
     return not prediction.capacity or max(0, tensors - saved) + parts["libraries"] <= prediction.capacity
 
 
-def tensors_within(rank: RankDevice) -> int:
+def tensor_capacity(rank: RankDevice) -> int:
     """Return the approximate capacity for tensors, without libraries and allocator overhead."""
-    share = (1 + rank.unseen) * (1 + ALLOCATOR) if rank.is_gpu else 1.0
+    share = (1 + rank.unseen) * (1 + ALLOCATOR_OVERHEAD) if rank.is_gpu else 1.0
     return max(1, int((rank.capacity_bytes - rank.overhead_bytes) / share))
 
 
-def biggest(demand: Demand, rank: RankDevice, at_most: int, part: RankPart | None = None) -> int:
+def largest_micro_batch(demand: Demand, rank: RankDevice, at_most: int, part: RankPart | None = None) -> int:
     """Return the largest micro-batch that fits the device, at most `at_most`; 0 if not even one sample does."""
     low, high = 0, at_most
-    if part is not None and 0 < part.share <= at_most and predicted(demand, part.share, rank, part).fits:
+    if part is not None and 0 < part.share <= at_most and predict_memory(demand, part.share, rank, part).fits:
         low = part.share  # the whole share at once may need less than several smaller micro-batches
     while low < high:
         middle = (low + high + 1) // 2
-        if predicted(demand, middle, rank, part).fits:
+        if predict_memory(demand, middle, rank, part).fits:
             low = middle
         else:
             high = middle - 1
     return low
 
 
-def passes_of(share: int, held: int) -> int:
-    """Return the micro-batch size for a share if `held` samples fit at once: the fewest micro-batches of similar size.
+def choose_micro_batch_size(share: int, max_samples: int) -> int:
+    """Return the micro-batch size for a share if `max_samples` fit at once: the fewest micro-batches of similar size.
 
     A size that divides the share is preferred if it needs at most a third more micro-batches: all have one shape.
     """
-    held = max(1, min(held, share))
-    steps = -(-share // held)
-    divisor = next(size for size in range(held, 0, -1) if share % size == 0)
+    limit = max(1, min(max_samples, share))
+    steps = -(-share // limit)
+    divisor = next(size for size in range(limit, 0, -1) if share % size == 0)
     return divisor if share // divisor * 3 <= steps * 4 else -(-share // steps)
 
 
 @dataclass(frozen=True)
-class Needs:
+class MemoryNeeds:
     """Memory demand of the phases of a task.
 
     demands  training phase -> its demand
-    why_not  why nothing, or not everything, is known; empty otherwise
+    why_not  why the demand is unknown or incomplete; empty otherwise
     layout   lines with the layers that a pipeline puts on each device
     """
 
@@ -428,28 +432,28 @@ class Needs:
     why_not: str = ""
     layout: tuple[str, ...] = ()
 
-    def of(self, phase: str | None) -> tuple[Demand, ...]:
+    def select(self, phase: str | None) -> tuple[Demand, ...]:
         """Return the demand of the phase; for None, or a phase that was not traced, those of all phases."""
-        known = self.demands.get(phase or "")
-        return (known,) if known else tuple(self.demands.values())
+        demand = self.demands.get(phase or "")
+        return (demand,) if demand else tuple(self.demands.values())
 
-    def held(self, phase: str | None, ranks: Sequence[RankDevice], at_most: int, part: RankPart) -> int:
+    def max_samples(self, phase: str | None, ranks: Sequence[RankDevice], at_most: int, part: RankPart) -> int:
         """Return the largest micro-batch that fits every rank's device; 0 if some device cannot hold one sample."""
         return min(
-            biggest(demand, rank, at_most, part.of_rank(number))
-            for demand in self.of(phase)
+            largest_micro_batch(demand, rank, at_most, part.for_rank(number))
+            for demand in self.select(phase)
             for number, rank in enumerate(ranks)
         )
 
     def fits(self, ranks: Sequence[RankDevice], samples: Sequence[int], part: RankPart) -> bool:
         """Return whether this micro-batch size fits each rank's device in every phase."""
         return all(
-            predicted(demand, size, rank, part.of_rank(number)).fits
+            predict_memory(demand, size, rank, part.for_rank(number)).fits
             for demand in self.demands.values()
             for number, (rank, size) in enumerate(zip(ranks, samples, strict=True))
         )
 
-    def worst(self, samples: int) -> Demand:
+    def largest(self, samples: int) -> Demand:
         """Return the demand of the phase that needs most memory."""
         return max(self.demands.values(), key=lambda demand: demand.at(samples).peak.total)
 

@@ -88,19 +88,19 @@ class ModelSizes:
 class Traced:
     """A training phase, traced on fake tensors: its construction and two updates.
 
-    phase               name of the phase
-    micro_batch_size    samples of a micro-batch
-    accumulation_steps  micro-batches of an update, as traced; more of them need no more memory than two
-    peak                bytes at the peak of the second update
-    events              allocations and frees, in order: construction, then the second update
-    layers              in the order of the forward pass
-    blocks              the same for the task's blocks, each with everything inside it: units of recomputation
-    work                of a micro-batch's forward and backward pass
-    step                of the optimizer step, with clipping
-    without_bytes       peak of the second update without gradients
-    recompute           indices of the blocks that memory=budget recomputes so that the run fits
-    is_exact            True: equal to the memory of the same run on a CPU, byte for byte
-    why_not             what could not be traced, and where; empty if everything was
+    phase                    name of the phase
+    micro_batch_size         samples of a micro-batch
+    accumulation_steps       micro-batches of an update, as traced; more of them need no more memory than two
+    peak                     bytes at the peak of the second update
+    events                   allocations and frees, in order: construction, then the second update
+    layers                   in the order of the forward pass
+    blocks                   the same for the task's blocks, each with everything inside it: units of recomputation
+    work                     of a micro-batch's forward and backward pass
+    step                     of the optimizer step, with clipping
+    without_gradients_bytes  peak of the second update without gradients
+    recompute                indices of the blocks that memory=budget recomputes so that the run fits
+    is_exact                 True: equal to the memory of the same run on a CPU, byte for byte
+    why_not                  what could not be traced, and where; empty if everything was
     """
 
     phase: str
@@ -113,7 +113,7 @@ class Traced:
     work: ComputeCost
     step: ComputeCost
     model: ModelSizes = field(default_factory=ModelSizes)
-    without_bytes: int = 0
+    without_gradients_bytes: int = 0
     recompute: tuple[int, ...] = ()
     is_exact: bool = True
     why_not: str = ""

@@ -26,32 +26,32 @@ class Overhead:
     unseen: float = 0.0
 
 
-def overhead_of(kind: str, capability: tuple[int, int] | None) -> Overhead:
+def get_overhead(kind: str, capability: tuple[int, int] | None) -> Overhead:
     """Return the overhead on a device of this kind and compute capability; the highest figures if unknown."""
     if kind == "cpu":
-        return Overhead(libraries=round(_entry("host", (0, 0)) * MIB))
-    known = capability or (99, 0)
+        return Overhead(libraries=round(_read_figure("host", (0, 0)) * MIB))
+    capability_or_newest = capability or (99, 0)
     return Overhead(
-        libraries=round(_entry("context", known) * MIB) + cublas_workspace(known),
-        communication=round(_entry("communication", known) * MIB),
-        unseen=_entry("unseen", known),
+        libraries=round(_read_figure("context", capability_or_newest) * MIB) + cublas_workspace(capability_or_newest),
+        communication=round(_read_figure("communication", capability_or_newest) * MIB),
+        unseen=_read_figure("unseen", capability_or_newest),
     )
 
 
 def cublas_workspace(capability: tuple[int, int]) -> int:
     """Return the bytes of cuBLAS's workspace, which torch takes from its allocator at the first matrix product."""
-    return round(_entry("workspace", capability) * MIB)
+    return round(_read_figure("workspace", capability) * MIB)
 
 
-def _entry(name: str, capability: tuple[int, int]) -> float:
+def _read_figure(name: str, capability: tuple[int, int]) -> float:
     """Return the figure of the highest capability up to this one, else of the lowest, with the margin of estimates."""
-    facts = _facts()[name]
+    facts = _load_figures()[name]
     figures = {tuple(map(int, key.split("."))): value for key, value in facts.items() if key[0].isdigit()}
     below = [known for known in figures if known <= capability]
     return float(figures[max(below) if below else min(figures)] * facts["margin"])
 
 
 @cache
-def _facts() -> dict[str, Any]:
-    loaded: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
-    return loaded
+def _load_figures() -> dict[str, Any]:
+    figures: dict[str, Any] = yaml.safe_load(Path(__file__).with_suffix(".yaml").read_text(encoding="utf-8"))
+    return figures

@@ -18,43 +18,50 @@ from runner.base.text import format_bytes
 from runner.config.config_files import shipped_options, user_profile_file
 from runner.config.configuration import Configuration, PhaseSettings
 from runner.config.custom_tables import ENABLED
-from runner.plan.cuda_allocator import Allocator
+from runner.plan.cuda_allocator import AllocatorSettings
 from runner.plan.decisions import Decisions
-from runner.plan.inventory import GIB, Device, Inventory, inventory_of_profile, read_cpu, take_inventory
-from runner.plan.memory_fit import Needs, RankMemory, RankPart, biggest, passes_of, predicted
+from runner.plan.inventory import GIB, Device, Inventory, inventory_from_profile, read_cpu, take_inventory
+from runner.plan.memory_fit import (
+    MemoryNeeds,
+    RankMemory,
+    RankPart,
+    choose_micro_batch_size,
+    largest_micro_batch,
+    predict_memory,
+)
 from runner.plan.planning_rules import RULES, optimizer_kernel
-from runner.plan.rank_devices import RankDevice, gpus_of_ranks, shares_of
-from runner.plan.run_plan import PhasePlan, Plan, part_of
-from runner.plan.strategy import choose
+from runner.plan.rank_devices import RankDevice, assign_gpus, split_shares
+from runner.plan.run_plan import PhasePlan, Plan, rank_part
+from runner.plan.strategy import choose_strategy
 
 
 def make_plan(
     configuration: Configuration,
     inventory: Inventory,
     ranks: Sequence[RankDevice] | None = None,
-    needs: Needs | None = None,
+    needs: MemoryNeeds | None = None,
 ) -> Plan:
     """Derive the mechanics of a run.
 
     ranks  devices of ranks started by another launcher; None: as configured, on this machine
-    needs  memory demand of training; required if `wants_needs` returns True
+    needs  memory demand of training; required if `should_trace_memory` returns True
 
     Raises ConfigError with every problem, DeviceMissing if a device requested by name is not in the inventory.
     """
     planner = _Planner(configuration, inventory, needs)
-    chosen = planner.gpu()
+    chosen = planner.choose_gpu()
     planner.choose_strategy(chosen, ranks)
-    gpu = planner.gather(chosen, ranks)
+    gpu = planner.assign_devices(chosen, ranks)
     planner.device = gpu
-    planner.fit_profile(gpu)
+    planner.check_profile(gpu)
     for rule in RULES:
         rule(planner, gpu)
-    batch = planner.batch()
-    phases = tuple(planner.phase(phase) for phase in configuration.phases)
+    batch = planner.divide_batch()
+    phases = tuple(planner.plan_phase(phase) for phase in configuration.phases)
     if planner.problems:
         raise ConfigError(planner.problems)
-    planner.choose_blocks(phases)
-    memory = planner.memory(phases)
+    planner.choose_recomputed_blocks(phases)
+    memory = planner.predict_memory(phases)
     return Plan(
         ranks=planner.ranks,
         choices=planner.choices,
@@ -73,22 +80,22 @@ def make_plan(
     )
 
 
-def plan_here(configuration: Configuration) -> tuple[Plan, Inventory]:
+def plan_this_process(configuration: Configuration) -> tuple[Plan, Inventory]:
     """Plan for this process on this machine."""
-    allow_for(configuration)
+    apply_allocator_settings(configuration)
     inventory = take_inventory()
     planned = make_plan(configuration, inventory)
     return (planned if planned.world_size == 1 else make_plan(configuration, inventory, planned.ranks[:1])), inventory
 
 
-def allow_for(configuration: Configuration) -> None:
+def apply_allocator_settings(configuration: Configuration) -> None:
     """Set the environment of the CUDA allocator, before torch queries devices."""
     allocator = configuration.choices["memory"].options.get("allocator")
     if allocator:
         os.environ.update(allocator_environment(allocator))
 
 
-def wants_needs(configuration: Configuration, inventory: Inventory) -> bool:
+def should_trace_memory(configuration: Configuration, inventory: Inventory) -> bool:
     """Return whether the plan depends on the memory demand: to choose blocks, or on a GPU a strategy or micro-batch.
 
     Otherwise nothing is traced before a run, so that it starts quickly.
@@ -102,16 +109,16 @@ def wants_needs(configuration: Configuration, inventory: Inventory) -> bool:
     return is_open and has_gpu and settings.device.partition(":")[0] in ("auto", "cuda")
 
 
-def _devices_here(chosen: Device | None, inventory: Inventory) -> list[RankDevice]:
+def _available_devices(chosen: Device | None, inventory: Inventory) -> list[RankDevice]:
     """Return the devices that ranks could use; a CPU is one."""
     if chosen is None or chosen.kind != "cuda":
         return [RankDevice.of(chosen, inventory)]
-    gpus, _ = gpus_of_ranks(chosen, "auto", inventory)
+    gpus, _ = assign_gpus(chosen, "auto", inventory)
     return [RankDevice.of(gpu, inventory) for gpu in gpus]
 
 
-def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
-    """Return the machine to plan for without running, and its name: the profile's if it describes one, else this one.
+def planning_inventory(configuration: Configuration) -> tuple[Inventory, str]:
+    """Return the machine of the profile if it describes one, else this one, and its name; for planning without a run.
 
     torch is imported only to query the GPUs of this machine.
     """
@@ -119,13 +126,13 @@ def inventory_for(configuration: Configuration) -> tuple[Inventory, str]:
         cpu, notes = read_cpu()
         here = Inventory((), cpu, notes=notes)
         file = user_profile_file(configuration.profile, configuration.request.config_dir)
-        planned = inventory_of_profile(configuration.hardware, here, file)
-        planned = _with_ranks(planned, configuration.flat().get("parallelism.world_size"))
+        planned = inventory_from_profile(configuration.hardware, here, file)
+        planned = _replicate_gpus(planned, configuration.flat().get("parallelism.world_size"))
         return planned, f"the machine of profile {configuration.profile}"
     return take_inventory(), "this machine"
 
 
-def _with_ranks(planned: Inventory, world_size: object) -> Inventory:
+def _replicate_gpus(planned: Inventory, world_size: object) -> Inventory:
     """Return the machine of a profile with as many GPUs as there are ranks, if it describes fewer of one kind."""
     gpus = planned.devices
     if not isinstance(world_size, int) or world_size <= len(gpus) or len({gpu.name for gpu in gpus}) != 1:
@@ -138,27 +145,27 @@ def _with_ranks(planned: Inventory, world_size: object) -> Inventory:
 class _Planner(Decisions):
     """Decisions about devices, batches and memory, which depend on each other."""
 
-    def __init__(self, configuration: Configuration, inventory: Inventory, needs: Needs | None) -> None:
+    def __init__(self, configuration: Configuration, inventory: Inventory, needs: MemoryNeeds | None) -> None:
         super().__init__(configuration, inventory, needs)
         self.own_keys = dict(configuration.own_keys)
         self.device: Device | None = None
-        self.allocator = Allocator.of(self.choices["memory"].options.get("allocator"))
+        self.allocator = AllocatorSettings.parse(self.choices["memory"].options.get("allocator"))
 
-    def gpu(self) -> Device | None:
+    def choose_gpu(self) -> Device | None:
         """Choose the GPU, None for the CPU. Raises DeviceMissing if a GPU requested by name is not present."""
-        wanted, usable = self.configuration.settings.device, self.inventory.usable
-        if wanted == "cpu":
+        requested, usable = self.configuration.settings.device, self.inventory.usable
+        if requested == "cpu":
             return None
-        if wanted == "auto":
+        if requested == "auto":
             return self._best_gpu(usable)
-        kind, _, number = wanted.partition(":")
+        kind, _, number = requested.partition(":")
         for device in usable:
             if device.kind == kind and device.index == int(number or 0):
                 return device
-        known = ", ".join([*(device.torch_name for device in usable), "cpu"])
+        available = ", ".join([*(device.torch_name for device in usable), "cpu"])
         raise DeviceMissing(
-            f"{wanted} does not exist; this machine has {known}{self._unusable('')}",
-            where=f"device={wanted}",
+            f"{requested} does not exist; this machine has {available}{self._describe_unusable('')}",
+            where=f"device={requested}",
             fix="use device=auto to select an available device",
         )
 
@@ -166,40 +173,41 @@ class _Planner(Decisions):
         """Resolve parallelism=auto."""
         if self.choices["parallelism"].function != "auto":
             return
-        named = self.configuration.settings.device
-        if ranks is None and named.startswith("cuda:"):
-            self.choose("parallelism", "single", f"auto: device={named} selects one device")
+        device = self.configuration.settings.device
+        if ranks is None and device.startswith("cuda:"):
+            self.choose("parallelism", "single", f"auto: device={device} selects one device")
             return
-        there = self._limited(ranks or _devices_here(chosen, self.inventory))
-        if self.needs is None or len(there) == 1:
-            name = "single" if len(there) == 1 else "ddp"
-            reason = f"auto: one device ({there[0].name})" if len(there) == 1 else "auto: several devices"
+        devices = self._limit_memory(ranks or _available_devices(chosen, self.inventory))
+        if self.needs is None or len(devices) == 1:
+            name = "single" if len(devices) == 1 else "ddp"
+            reason = f"auto: one device ({devices[0].name})" if len(devices) == 1 else "auto: several devices"
             self.choose("parallelism", name, reason)
             return
         settings = self.configuration.settings
         micro = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
-        strategy = choose(self.needs, there, settings.global_batch_size, micro)
+        strategy = choose_strategy(self.needs, devices, settings.global_batch_size, micro)
         if not strategy.fits:
-            self.notes.append(f"parallelism={strategy.reason}{LISTED}")
+            self.notes.append(f"parallelism={strategy.reason}{SEE_PLAN}")
         self.choose("parallelism", strategy.name, strategy.reason)
         for key, value in strategy.options.items():
             self.set("parallelism", key, value, strategy.reason)
 
-    def gather(self, chosen: Device | None, ranks: Sequence[RankDevice] | None) -> Device | None:
+    def assign_devices(self, chosen: Device | None, ranks: Sequence[RankDevice] | None) -> Device | None:
         """Assign a device to each rank; return the one that limits the common format, None for the CPU."""
         parallelism = self.choices["parallelism"]
         if ranks is not None and len(ranks) > 1 and parallelism.function == "single":
             what = f"cannot be one of the {len(ranks)} ranks that were started"
             self.problems.append(Problem(what, "parallelism=single", "use parallelism=ddp, or start one process"))
         if ranks is not None or parallelism.function == "single":
-            self.ranks = self._limited(ranks or [RankDevice.of(chosen, self.inventory)])
-            there = len(_devices_here(chosen, self.inventory))
-            if ranks is None and there > 1 and not self.configuration.is_set_by_user("parallelism"):
-                self.notes.append(f"1 of {there} GPUs is used: use parallelism=auto to share updates among all of them")
+            self.ranks = self._limit_memory(ranks or [RankDevice.of(chosen, self.inventory)])
+            num_gpus = len(_available_devices(chosen, self.inventory))
+            if ranks is None and num_gpus > 1 and not self.configuration.is_set_by_user("parallelism"):
+                self.notes.append(
+                    f"1 of {num_gpus} GPUs is used: use parallelism=auto to share updates among all of them"
+                )
             return chosen
-        wanted = parallelism.options.get("world_size", "auto")
-        gpus, why = gpus_of_ranks(chosen, wanted, self.inventory)
-        self.ranks = self._limited([RankDevice.of(gpu, self.inventory) for gpu in gpus])
+        gpus, why = assign_gpus(chosen, parallelism.options.get("world_size", "auto"), self.inventory)
+        self.ranks = self._limit_memory([RankDevice.of(gpu, self.inventory) for gpu in gpus])
         self.set("parallelism", "world_size", len(gpus), why or self.reasons.get("parallelism.world_size", "as given"))
         used = [gpu for gpu in gpus if gpu is not None]
         weakest = min(
@@ -209,17 +217,17 @@ class _Planner(Decisions):
             self.notes.append(f"all ranks compute in one format, chosen for {weakest.name}")
         return weakest
 
-    def _limited(self, ranks: Sequence[RankDevice]) -> tuple[RankDevice, ...]:
+    def _limit_memory(self, ranks: Sequence[RankDevice]) -> tuple[RankDevice, ...]:
         """Return the devices with no more memory than this process may use."""
         options = self.choices["memory"].options
         fractions, limit_gib = (options.get("fraction") or 1.0, self.allocator.fraction), options.get("limit_gib")
-        found = []
+        limited = []
         for rank in ranks:
             limits = [int(min(fractions) * rank.memory_bytes)] if min(fractions) < 1 and rank.is_gpu else []
             limits += [int(limit_gib * GIB)] if limit_gib else []
-            most = min(*limits, rank.capacity_bytes or limits[0]) if limits else rank.free_bytes
-            found.append(dataclasses.replace(rank, free_bytes=most))
-        return tuple(found)
+            free_bytes = min(*limits, rank.capacity_bytes or limits[0]) if limits else rank.free_bytes
+            limited.append(dataclasses.replace(rank, free_bytes=free_bytes))
+        return tuple(limited)
 
     def _best_gpu(self, usable: tuple[Device, ...]) -> Device | None:
         kinds = {item.get("kind", "cuda") for item in self.configuration.hardware.get("devices") or ()}
@@ -227,26 +235,26 @@ class _Planner(Decisions):
             self.reasons["device"] = f"profile {self.configuration.profile}"
             return None
         if not usable:
-            self.reasons["device"] = f"auto: no GPU found{self._unusable(' that can be used')}"
+            self.reasons["device"] = f"auto: no GPU found{self._describe_unusable(' that can be used')}"
             return None
         best = max(usable, key=lambda gpu: gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes)
         others = f", which has the most free memory of {len(usable)} GPUs" if len(usable) > 1 else ""
         self.reasons["device"] = f"auto: {best.name}{others}"
         return best
 
-    def _unusable(self, words: str) -> str:
-        """Return `words` and the unusable GPUs with reasons; empty if there are none."""
-        seen = [f"{device.name}: {device.why_not}" for device in self.inventory.devices if not device.usable]
-        return f"{words} ({'; '.join(seen)})" if seen else ""
+    def _describe_unusable(self, prefix: str) -> str:
+        """Return `prefix` and the unusable GPUs with reasons; empty if there are none."""
+        reasons = [f"{device.name}: {device.why_not}" for device in self.inventory.devices if not device.usable]
+        return f"{prefix} ({'; '.join(reasons)})" if reasons else ""
 
-    def fit_profile(self, gpu: Device | None) -> None:
+    def check_profile(self, gpu: Device | None) -> None:
         """Add a note if the profile's GPU is not present; on a CPU, reset the groups it selected to their defaults.
 
         Options set to auto are kept.
         """
         profile = self.configuration.profile
-        described = [item for item in self.configuration.hardware.get("devices") or () if item.get("kind") != "cpu"]
-        names = [str(item.get("name", "?")) for item in described]
+        gpu_facts = [item for item in self.configuration.hardware.get("devices") or () if item.get("kind") != "cpu"]
+        names = [str(item.get("name", "?")) for item in gpu_facts]
         if not names or (gpu and any(_same_gpu(name, gpu.name) for name in names)):
             return
         if gpu:
@@ -267,15 +275,15 @@ class _Planner(Decisions):
             + (f", so {', '.join(replaced)} from the profile fell back to the defaults" if replaced else "")
         )
 
-    def batch(self) -> Batch:
+    def divide_batch(self) -> Batch:
         """Derive micro-batch and accumulation of the run."""
         settings = self.configuration.settings
-        return self._divided(settings.global_batch_size, settings.micro_batch_size, "")
+        return self._divide(settings.global_batch_size, settings.micro_batch_size, "")
 
-    def phase(self, phase: PhaseSettings) -> PhasePlan:
+    def plan_phase(self, phase: PhaseSettings) -> PhasePlan:
         """Return a phase with its batch divided and the kernel of its optimizer chosen as for that of the run."""
         lead = f"phase.{phase.name}." if self.own_keys else ""
-        batch = self._divided(phase.global_batch_size, phase.micro_batch_size, lead, phase.name)
+        batch = self._divide(phase.global_batch_size, phase.micro_batch_size, lead, phase.name)
         optimizer = phase.optimizer
         if optimizer.options.get("kernel") == "auto":
             kernel, why = optimizer_kernel(self.device, self.choices["parallelism"].function, optimizer.function)
@@ -286,45 +294,45 @@ class _Planner(Decisions):
             **{**vars(phase), "optimizer": optimizer}, batch=batch, objectives=self.configuration.objectives
         )
 
-    def choose_blocks(self, phases: Sequence[PhasePlan]) -> None:
+    def choose_recomputed_blocks(self, phases: Sequence[PhasePlan]) -> None:
         """Replace memory.recompute=auto by the blocks of the phase that must recompute most."""
         memory = self.choices["memory"]
         if memory.function != "budget" or memory.options["recompute"] != "auto" or self.needs is None:
             return
-        found = [
+        blocks = [
             demand.recompute_at(phase.batch.micro_batch_size)
             for phase in phases
             if (demand := self.needs.demands.get(phase.name))
         ]
-        if found:
-            chosen = max(found, key=len)
+        if blocks:
+            chosen = max(blocks, key=len)
             self.set("memory", "recompute", list(chosen), "auto")
-            fits = all(each.prediction.fits for each in self.memory(phases))
+            fits = all(rank.prediction.fits for rank in self.predict_memory(phases))
             what = "are recomputed so that the run fits" if fits else "are recomputed, but it still does not fit"
             self.set("memory", "recompute", list(chosen), f"auto: {len(chosen)} blocks {what}")
 
-    def memory(self, phases: Sequence[PhasePlan]) -> tuple[RankMemory, ...]:
+    def predict_memory(self, phases: Sequence[PhasePlan]) -> tuple[RankMemory, ...]:
         """Return the predicted memory of every rank in every traced phase."""
         if self.needs is None:
             return ()
-        found = []
+        predictions = []
         for phase in phases:
-            part = part_of(self.choices["parallelism"], phase)
+            part = rank_part(self.choices["parallelism"], phase)
             demand = self.needs.demands.get(phase.name)
             for number, rank in enumerate(self.ranks if demand else ()):
                 assert demand is not None
                 share = phase.batch.shares[number] if phase.batch.stages == 1 else phase.batch.global_batch_size
                 samples = max(1, min(share, phase.batch.micro_batch_size))
-                prediction = predicted(demand, samples, rank, part.of_rank(number))
+                prediction = predict_memory(demand, samples, rank, part.for_rank(number))
                 is_exact = demand.is_exact and (phase.batch.stages == 1 or bool(demand.stages))
-                is_exact = is_exact and (self.allocator.is_known or not rank.is_gpu)
-                found.append(RankMemory(phase.name, number, samples, prediction, is_exact))
-        return tuple(found)
+                is_exact = is_exact and (self.allocator.is_modelled or not rank.is_gpu)
+                predictions.append(RankMemory(phase.name, number, samples, prediction, is_exact))
+        return tuple(predictions)
 
-    def _divided(
+    def _divide(
         self, global_batch_size: int, micro_batch_size: int | Literal["auto"], lead: str, phase: str | None = None
     ) -> Batch:
-        batch, why = self._shared(global_batch_size, micro_batch_size, phase)
+        batch, why = self._split_update(global_batch_size, micro_batch_size, phase)
         if isinstance(batch, Problem):
             where = f"{lead}{batch.where}" if lead else batch.where
             problem = dataclasses.replace(batch, where=where)
@@ -335,83 +343,93 @@ class _Planner(Decisions):
             self.own_keys[f"{lead}micro_batch_size"] = batch.micro_batch_size
             self.own_keys[f"{lead}accumulation_steps"] = batch.accumulation_steps
         if micro_batch_size == "auto":
-            reason = f"auto: {PASSES_PER_STAGE} micro-batches for each of {batch.stages} stages"
-            if batch.accumulation_steps > PASSES_PER_STAGE * batch.stages:
+            reason = f"auto: {MICRO_BATCHES_PER_STAGE} micro-batches for each of {batch.stages} stages"
+            if batch.accumulation_steps > MICRO_BATCHES_PER_STAGE * batch.stages:
                 reason = "auto: the largest that fits every stage"
-            whole = "auto: the whole share of an update as one micro-batch"
+            share_reason = "auto: the whole share of an update as one micro-batch"
             if not batch.in_one_pass:
-                whole = "auto: the largest that fits the smallest device, so that shares can follow speed"
+                share_reason = "auto: the largest that fits the smallest device, so that shares can follow speed"
                 if self.choices["parallelism"].options.get("shares") != "speed":
-                    whole = f"auto: the largest that fits; the whole share of {max(batch.shares)} would not"
+                    share_reason = f"auto: the largest that fits; the whole share of {max(batch.shares)} would not"
                 if not any(rank.is_gpu for rank in self.ranks):
-                    whole = "auto: cpu_micro_batch_size"
-            self.reasons[f"{lead}micro_batch_size"] = reason if batch.stages > 1 else whole
+                    share_reason = "auto: cpu_micro_batch_size"
+            self.reasons[f"{lead}micro_batch_size"] = reason if batch.stages > 1 else share_reason
         self.reasons[f"{lead}shares"] = why
         is_even = len(set(batch.shares)) == 1
-        of_rank = f"({batch.micro_batch_size} x {batch.world_size})" if is_even else f"{batch.micro_batch_size}"
+        per_rank = f"({batch.micro_batch_size} x {batch.world_size})" if is_even else f"{batch.micro_batch_size}"
         samples = batch.global_batch_size if is_even else max(batch.shares)
-        self.reasons[f"{lead}accumulation_steps"] = f"{samples} / {of_rank}"
+        self.reasons[f"{lead}accumulation_steps"] = f"{samples} / {per_rank}"
         return batch
 
-    def _shared(self, total: int, micro: int | Literal["auto"], phase: str | None) -> tuple[Batch | Problem, str]:
+    def _split_update(self, total: int, micro: int | Literal["auto"], phase: str | None) -> tuple[Batch | Problem, str]:
         """Return the samples of an update split over ranks and micro-batches, with the reason."""
         function, count = self.choices["parallelism"].function, len(self.ranks)
         if function == "pipeline" and count > 1:
-            micro = self._of_stages(total, phase) if micro == "auto" else micro
+            micro = self._stage_micro_batch_size(total, phase) if micro == "auto" else micro
             batch = divide(total, micro, (total,), ragged=True)
             why = "every rank processes all samples with some of the layers"
             return (batch if isinstance(batch, Problem) else dataclasses.replace(batch, stages=count)), why
-        wanted = self.choices["parallelism"].options.get("shares", "equal")
-        shares, why = shares_of(wanted, total, self.ranks)
+        rule = self.choices["parallelism"].options.get("shares", "equal")
+        shares, why = split_shares(rule, total, self.ranks)
         if isinstance(shares, Problem):
             return shares, why
         is_free = micro == "auto"
         if micro == "auto" and self.needs is not None and all(rank.is_gpu for rank in self.ranks):
-            micro = self._held(self.needs, shares, phase, follows_speed=wanted == "speed" and count > 1)
-        most = self.configuration.settings.cpu_micro_batch_size
-        if micro == "auto" and most is not None and most < max(shares) and not any(rank.is_gpu for rank in self.ranks):
-            micro = most
+            micro = self._fitting_micro_batch_size(
+                self.needs, shares, phase, follows_speed=rule == "speed" and count > 1
+            )
+        cpu_limit = self.configuration.settings.cpu_micro_batch_size
+        if (
+            micro == "auto"
+            and cpu_limit is not None
+            and cpu_limit < max(shares)
+            and not any(rank.is_gpu for rank in self.ranks)
+        ):
+            micro = cpu_limit
         return divide(total, micro, shares, ragged=function != "single" or is_free), why
 
-    def _of_stages(self, total: int, phase: str | None) -> int:
+    def _stage_micro_batch_size(self, total: int, phase: str | None) -> int:
         """Return the micro-batch size of a pipeline: small enough to keep all stages busy and to fit."""
-        micro = max(1, -(-total // (PASSES_PER_STAGE * len(self.ranks))))
-        part = RankPart.of(self.choices["parallelism"], len(self.ranks))
-        for demand in self.needs.of(phase) if self.needs is not None else ():
+        micro = max(1, -(-total // (MICRO_BATCHES_PER_STAGE * len(self.ranks))))
+        part = RankPart.from_choice(self.choices["parallelism"], len(self.ranks))
+        for demand in self.needs.select(phase) if self.needs is not None else ():
             if demand.stages:
                 micro = min(micro, demand.stages[0].points[-1].micro_batch_size)
-                held = (biggest(demand, rank, micro, part.of_rank(number)) for number, rank in enumerate(self.ranks))
-                micro = max(1, min(held))
+                fitting = (
+                    largest_micro_batch(demand, rank, micro, part.for_rank(number))
+                    for number, rank in enumerate(self.ranks)
+                )
+                micro = max(1, min(fitting))
         return micro
 
-    def _held(
-        self, needs: Needs, shares: Sequence[int], phase: str | None, *, follows_speed: bool
+    def _fitting_micro_batch_size(
+        self, needs: MemoryNeeds, shares: Sequence[int], phase: str | None, *, follows_speed: bool
     ) -> int | Literal["auto"]:
         """Return the micro-batch size that fits every device; auto if each fits the whole share of its rank."""
         largest = max(shares)
-        part = RankPart.of(self.choices["parallelism"], len(self.ranks), largest)
-        held = needs.held(phase, self.ranks, largest, part)
+        part = RankPart.from_choice(self.choices["parallelism"], len(self.ranks), largest)
+        max_samples = needs.max_samples(phase, self.ranks, largest, part)
         if follows_speed:
-            return max(1, held)
+            return max(1, max_samples)
         if all(
-            predicted(demand, max(1, share), rank, part).fits
-            for demand in needs.of(phase)
+            predict_memory(demand, max(1, share), rank, part).fits
+            for demand in needs.select(phase)
             for rank, share in zip(self.ranks, shares, strict=True)
         ):
             return "auto"
-        if not held:
-            rank, demand = min(self.ranks, key=lambda rank: rank.capacity_bytes), needs.worst(1)
-            least = predicted(demand, 1, rank, part)
-            text = f"a micro-batch of one sample is predicted to need {format_bytes(least.total)}"
-            note = f"{text}, but {rank.device} has {format_bytes(least.capacity)}{LISTED}"
+        if not max_samples:
+            rank, demand = min(self.ranks, key=lambda rank: rank.capacity_bytes), needs.largest(1)
+            prediction_of_one = predict_memory(demand, 1, rank, part)
+            text = f"a micro-batch of one sample is predicted to need {format_bytes(prediction_of_one.total)}"
+            note = f"{text}, but {rank.device} has {format_bytes(prediction_of_one.capacity)}{SEE_PLAN}"
             self.notes += [note] if note not in self.notes else []
-        return passes_of(largest, held)
+        return choose_micro_batch_size(largest, max_samples)
 
 
-LISTED = ": accel-run plan lists settings that would fit"
-PASSES_PER_STAGE = 4  # micro-batches for each stage of a pipeline: with 2 stages 1 / 9 of the time is idle
+SEE_PLAN = ": accel-run plan lists settings that would fit"
+MICRO_BATCHES_PER_STAGE = 4  # micro-batches for each stage of a pipeline: with 2 stages 1 / 9 of the time is idle
 
 
 def _same_gpu(described: str, found: str) -> bool:
-    words = [word for word in described.lower().split() if word not in ("nvidia", "geforce", "tesla")]
-    return all(word in found.lower() for word in words)
+    name_parts = [part for part in described.lower().split() if part not in ("nvidia", "geforce", "tesla")]
+    return all(part in found.lower() for part in name_parts)

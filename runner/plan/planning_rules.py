@@ -18,11 +18,11 @@ def _precision(planner: Decisions, gpu: Device | None) -> None:
         needed = "with XMX" if gpu.kind == "xpu" else needed
         why = f"needs a GPU {needed}; {gpu.name} has {gpu.generation} and only emulates bfloat16"
         instead = "fp16" if gpu.fp16_tensor_cores else "fp32"
-        planner.refuse_or_replace("precision", why, instead, "no native bfloat16")
+        planner.reject_or_replace("precision", why, instead, "no native bfloat16")
     elif name == "tf32" and not (gpu and gpu.native_tf32):
-        here = f"{gpu.name} has {gpu.generation}" if gpu else "this is a CPU"
-        why = f"needs a GPU of capability 8.0 or above; {here}"
-        planner.refuse_or_replace("precision", why, "fp32", "no TF32 support")
+        actual = f"{gpu.name} has {gpu.generation}" if gpu else "this is a CPU"
+        why = f"needs a GPU of capability 8.0 or above; {actual}"
+        planner.reject_or_replace("precision", why, "fp32", "no TF32 support")
     elif name == "fp16" and not gpu:
         planner.notes.append(
             "precision=fp16 on a CPU is emulated and slow (about 1 GFLOP/s a core): good for tests only"
@@ -64,16 +64,21 @@ def optimizer_kernel(gpu: Device | None, parallelism: str, optimizer: str) -> tu
 def _workers(planner: Decisions, gpu: Device | None) -> None:
     options = planner.choices["dataloader"].options
     cores = planner.inventory.cpu.logical_cores
-    here = {device.uuid for device in planner.inventory.usable}  # ranks on other machines do not share these cores
-    num_ranks = max(1, sum(rank.uuid in here for rank in planner.ranks))
+    local_uuids = {
+        device.uuid for device in planner.inventory.usable
+    }  # ranks on other machines do not share these cores
+    num_ranks = max(1, sum(rank.uuid in local_uuids for rank in planner.ranks))
     workers = options.get("num_workers", 0)  # dataloader=thread has at most one
     if workers == "auto":
         if options["cache"] != "none":
             workers, why = 0, f"auto: nothing to read, samples are cached in {options['cache']}"
         elif _is_cuda(gpu):
-            mine = cores // num_ranks
-            whose = f"{mine} of {cores} cores for each rank" if num_ranks > 1 else f"{cores} cores"
-            workers, why = min(8, max(0, mine - 1)), f"auto: {whose}, one of them for the main process, at most 8"
+            cores_per_rank = cores // num_ranks
+            available = f"{cores_per_rank} of {cores} cores for each rank" if num_ranks > 1 else f"{cores} cores"
+            workers, why = (
+                min(8, max(0, cores_per_rank - 1)),
+                f"auto: {available}, one of them for the main process, at most 8",
+            )
         else:
             workers, why = 0, "auto: on a CPU, workers would compete with the model for cores"
         planner.set("dataloader", "num_workers", workers, why)
@@ -114,9 +119,9 @@ def _attention(planner: Decisions, gpu: Device | None) -> None:
         why = f"flash needs capability 8.0; {gpu.name} is below"
         if gpu.architecture:
             why = f"torch has no flash kernels for {gpu.architecture} ({gpu.name})"
-        planner.refuse_or_replace("attention", why, "efficient", "no flash kernel")
+        planner.reject_or_replace("attention", why, "efficient", "no flash kernel")
     elif name in ("efficient", "cudnn") and not gpu:
-        planner.refuse_or_replace("attention", "has kernels for GPUs only", "auto", "no CPU kernel")
+        planner.reject_or_replace("attention", "has kernels for GPUs only", "auto", "no CPU kernel")
 
 
 def _compile(planner: Decisions, gpu: Device | None) -> None:
@@ -136,11 +141,11 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
         planner.problems.append(Problem(what, f"compile={compiled.name}", "use compile=regional, or compile=off"))
     if choice.function != "fsdp":
         return
-    travels = {"bfloat16": "bf16", "float16": "fp16"}.get(str(choice.options["communicate"]))
+    communicated = {"bfloat16": "bf16", "float16": "fp16"}.get(str(choice.options["communicate"]))
     precision = planner.choices["precision"].name
-    if travels and travels != precision:
+    if communicated and communicated != precision:
         what = f"parameters can be communicated only in the format of precision, which is {precision}"
-        fix = f"use precision={travels}, or parallelism.communicate=float32"
+        fix = f"use precision={communicated}, or parallelism.communicate=float32"
         planner.problems.append(Problem(what, f"parallelism.communicate={choice.options['communicate']}", fix))
     if planner.choices["memory"].options.get("channels_last") == "auto":
         planner.set("memory", "channels_last", False, "fsdp shards parameters in memory order, row by row")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from runner.base.errors import DeviceMissing, Problem
 from runner.base.shares import Shares, equal_shares, fixed_shares, split_proportionally
 from runner.plan.inventory import Device, Inventory
-from runner.plan.overhead import overhead_of
+from runner.plan.overhead import get_overhead
 
 CPU_RANKS = 2
 
@@ -17,9 +17,9 @@ CPU_RANKS = 2
 class RankDevice:
     """The device of one rank, with torch's name on its machine: `cuda:1` or `cpu`.
 
-    free_bytes           memory that other processes leave free; None if unknown, as for a device that is not present
-    overhead_bytes       memory of libraries besides tensors; communication_bytes: more with several ranks
-    unseen               additional memory of GPU kernels, as a fraction of the tensors
+    free_bytes      memory that other processes leave free; None if unknown, as for a device that is not present
+    overhead_bytes  memory of libraries besides tensors; communication_bytes: more with several ranks
+    unseen          additional memory of GPU kernels, as a fraction of the tensors
     """
 
     device: str
@@ -50,49 +50,51 @@ class RankDevice:
             cpu = inventory.cpu
             cores = f"{cpu.logical_cores} core{'s' * (cpu.logical_cores != 1)}"
             return RankDevice(
-                "cpu", f"CPU ({cpu.name}, {cores})", "", cpu.memory_bytes, None, overhead_of("cpu", None).libraries
+                "cpu", f"CPU ({cpu.name}, {cores})", "", cpu.memory_bytes, None, get_overhead("cpu", None).libraries
             )
-        held = overhead_of(gpu.kind, gpu.capability)
+        overhead = get_overhead(gpu.kind, gpu.capability)
         return RankDevice(
             gpu.torch_name, gpu.name, gpu.uuid, gpu.memory_bytes, gpu.free_bytes,
-            held.libraries, held.communication, held.unseen,
+            overhead.libraries, overhead.communication, overhead.unseen,
         )  # fmt: skip
 
 
-def gpus_of_ranks(first: Device | None, wanted: int | str, inventory: Inventory) -> tuple[list[Device | None], str]:
+def assign_gpus(first: Device | None, requested: int | str, inventory: Inventory) -> tuple[list[Device | None], str]:
     """Return the GPU of each rank, None for the CPU, and the reason for the number of ranks.
 
-    first   the GPU that was chosen for rank 0, None for the CPU
-    wanted  number of ranks, or auto: one for each GPU
+    first      the GPU that was chosen for rank 0, None for the CPU
+    requested  number of ranks, or auto: one for each GPU
     Raises DeviceMissing if there are more ranks than GPUs.
     """
     if first is None or first.kind != "cuda":
-        if wanted == "auto":
+        if requested == "auto":
             return [first] * CPU_RANKS, f"auto: no GPUs; {CPU_RANKS} ranks for testing"
-        return [first] * int(wanted), ""
-    here = [first, *(gpu for gpu in inventory.usable if gpu.kind == "cuda" and gpu.index != first.index)]
-    if wanted == "auto":
-        return [*here], f"auto: one rank per GPU ({len(here)} GPUs)"
-    if int(wanted) > len(here):
+        return [first] * int(requested), ""
+    gpus = [first, *(gpu for gpu in inventory.usable if gpu.kind == "cuda" and gpu.index != first.index)]
+    if requested == "auto":
+        return [*gpus], f"auto: one rank per GPU ({len(gpus)} GPUs)"
+    if int(requested) > len(gpus):
         raise DeviceMissing(
-            f"{wanted} ranks need as many GPUs, but {len(here)} can be used: {', '.join(gpu.name for gpu in here)}",
-            where=f"parallelism.world_size={wanted}",
-            fix=f"use parallelism.world_size={len(here)}, or device=cpu to run without GPUs",
+            f"{requested} ranks need as many GPUs, but {len(gpus)} can be used: {', '.join(gpu.name for gpu in gpus)}",
+            where=f"parallelism.world_size={requested}",
+            fix=f"use parallelism.world_size={len(gpus)}, or device=cpu to run without GPUs",
         )
-    return [*here[: int(wanted)]], ""
+    return [*gpus[: int(requested)]], ""
 
 
-def shares_of(wanted: str | Sequence[int], total: int, ranks: Sequence[RankDevice]) -> tuple[Shares | Problem, str]:
+def split_shares(
+    requested: str | Sequence[int], total: int, ranks: Sequence[RankDevice]
+) -> tuple[Shares | Problem, str]:
     """Return the samples of an update for each rank, or a Problem, and the reason."""
     if len(ranks) == 1:
         return (total,), "one rank processes all samples of an update"
-    if isinstance(wanted, (list, tuple)):
-        return fixed_shares(wanted, len(ranks), total), "as given"
+    if isinstance(requested, (list, tuple)):
+        return fixed_shares(requested, len(ranks), total), "as given"
     even = equal_shares(len(ranks), total)
     memories = [rank.capacity_bytes for rank in ranks]
-    if wanted == "equal" or isinstance(even, Problem):
+    if requested == "equal" or isinstance(even, Problem):
         return even, "equal: as even as integers allow"
-    if wanted == "speed":
+    if requested == "speed":
         return even, "speed: equal at first, then by measured speed"
     if not all(memories):
         return even, "memory: unknown here, so even"

@@ -32,35 +32,35 @@ class PhasePlan(PhaseSettings):
 
     def __str__(self) -> str:
         """Return a one-line summary of the phase."""
-        words = [f"{self.name} ({self.kind})"]
+        parts = [f"{self.name} ({self.kind})"]
         if self.kind == "train":
             length = f"{self.updates} updates" if self.updates is not None else f"{self.epochs:g} epochs"
-            words += [length, f"{self.optimizer.name}, {self.scheduler.name}"]
+            parts += [length, f"{self.optimizer.name}, {self.scheduler.name}"]
         else:
-            words.append("one pass over the training data")
+            parts.append("one pass over the training data")
         batch = self.batch
         product = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.world_size}"
         is_even = batch.micro_batch_size * batch.accumulation_steps * batch.world_size == batch.global_batch_size
         product = product if is_even else " + ".join(map(str, batch.shares))
-        words.append(f"{batch.global_batch_size} samples per update ({product})")
-        words += [f"trains {', '.join(self.trains)}"] if self.trains is not None else []
-        words += [f"needs {', '.join(self.needs)}"] if self.needs else []
-        return "; ".join(words)
+        parts.append(f"{batch.global_batch_size} samples per update ({product})")
+        parts += [f"trains {', '.join(self.trains)}"] if self.trains is not None else []
+        parts += [f"needs {', '.join(self.needs)}"] if self.needs else []
+        return "; ".join(parts)
 
 
 @dataclass(frozen=True)
 class Plan:
     """All values of a run; `auto` remains only where the option's own function resolves it.
 
-    ranks      the device of each rank; one process is one rank
-    choices    group -> choice; `task` among them
-    reasons    key -> why it has the value it has
-    notes      notes for the user: options that were replaced or have no effect
-    phases     all phases of the task, in order; `selected` names those that run
-    own_keys   keys of the phases if the task declares any, as in the configuration
-    config_dir the user's configuration folder, None if there is none
-    memory     predicted memory of each rank in each training phase; empty if nothing was traced
-    hooks      enabled hooks of the task file and of packages
+    ranks       the device of each rank; one process is one rank
+    choices     group -> choice; `task` among them
+    reasons     key -> reason for its value
+    notes       notes for the user: options that were replaced or have no effect
+    phases      all phases of the task, in order; `selected` names those that run
+    own_keys    keys of the phases if the task declares any, as in the configuration
+    config_dir  the user's configuration folder, None if there is none
+    memory      predicted memory of each rank in each training phase; empty if nothing was traced
+    hooks       enabled hooks of the task file and of packages
     """
 
     ranks: tuple[RankDevice, ...]
@@ -112,18 +112,16 @@ class Plan:
     def num_workers(self) -> int:
         """Return the number of data workers of each rank."""
         loader = self.choices["dataloader"]
-        if (
-            loader.function == "thread"
-        ):  # without a cache, the thread is a worker process: see runner/axes/dataloader.py
+        if loader.function == "thread":  # without a cache, the thread is a worker process: runner/axes/dataloader.py
             return int(loader.options["cache"] == "none")
         return int(loader.options.get("num_workers", 0))
 
     @property
     def selected(self) -> tuple[PhasePlan, ...]:
         """Return the phases to run: those named in `phases`, or all; with epochs=0 only those without gradients."""
-        wanted = self.settings.phases
-        named = [phase for phase in self.phases if wanted is None or phase.name in wanted]
-        return tuple(phase for phase in named if phase.kind != "train" or phase.epochs != 0)
+        requested = self.settings.phases
+        phases = [phase for phase in self.phases if requested is None or phase.name in requested]
+        return tuple(phase for phase in phases if phase.kind != "train" or phase.epochs != 0)
 
     def phase(self, name: str) -> PhasePlan | None:
         """Return the phase of this name, None if the task has none."""
@@ -134,32 +132,32 @@ class Plan:
 
         If the task declares phases, keys of a phase belong to the phase and not to the run.
         """
-        found: dict[str, Any] = {"device": self.device}
-        found |= {"updates": self.updates} if self.updates is not None else {"epochs": self.epochs}
-        found |= {
+        values: dict[str, Any] = {"device": self.device}
+        values |= {"updates": self.updates} if self.updates is not None else {"epochs": self.epochs}
+        values |= {
             "global_batch_size": self.batch.global_batch_size,
             "micro_batch_size": self.batch.micro_batch_size,
             "accumulation_steps": self.batch.accumulation_steps,
         }
-        found |= {"shares": list(self.batch.shares)} if len(self.batch.shares) > 1 else {}
+        values |= {"shares": list(self.batch.shares)} if len(self.batch.shares) > 1 else {}
         for group, choice in self.choices.items():
-            found[group] = choice.name
-            found |= {f"{group}.{key}": value for key, value in choice.options.items()}
-        found |= {f"{HOOK}.{hook.name}.{key}": value for hook in self.hooks for key, value in hook.options.items()}
+            values[group] = choice.name
+            values |= {f"{group}.{key}": value for key, value in choice.options.items()}
+        values |= {f"{HOOK}.{hook.name}.{key}": value for hook in self.hooks for key, value in hook.options.items()}
         for phase in self.phases:  # they are the same in all of them
-            found |= flatten_objectives(phase.objectives)
-        found |= self.own_keys
-        plain = dataclasses.asdict(self.settings)
-        nested = {key: value for key, value in plain.items() if isinstance(value, dict)}
-        for key, value in plain.items():
-            if key not in found and key not in nested and key not in ("updates", "epochs"):
-                found[key] = value
+            values |= flatten_objectives(phase.objectives)
+        values |= self.own_keys
+        settings = dataclasses.asdict(self.settings)
+        nested = {key: value for key, value in settings.items() if isinstance(value, dict)}
+        for key, value in settings.items():
+            if key not in values and key not in nested and key not in ("updates", "epochs"):
+                values[key] = value
         for name, inner in nested.items():
-            found |= {f"{name}.{key}": value for key, value in inner.items()}
-        of_phases = {key.split(".", 2)[2] for key in self.own_keys}
+            values |= {f"{name}.{key}": value for key, value in inner.items()}
+        phase_keys = {key.split(".", 2)[2] for key in self.own_keys}
         groups = PHASE_GROUPS if self.own_keys else ()
         return {
-            key: value for key, value in found.items() if key not in of_phases and key.partition(".")[0] not in groups
+            key: value for key, value in values.items() if key not in phase_keys and key.partition(".")[0] not in groups
         }
 
     def reason(self, key: str) -> str:
@@ -174,13 +172,13 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         """Return the plan written by `to_json`. Raises ValueError, KeyError or TypeError if the text is no plan."""
-        return decode_valid(Plan, _upgraded(json.loads(text)))
+        return decode_valid(Plan, _upgrade(json.loads(text)))
 
 
 _DERIVED = ("device", "device_name", "device_uuid", "updates", "epochs")
 
 
-def _upgraded(tree: dict[str, Any]) -> dict[str, Any]:
+def _upgrade(tree: dict[str, Any]) -> dict[str, Any]:
     """Return the content of a plan.json of any version as this version writes it."""
     settings, phases = tree["settings"], tree["phases"]
     if not isinstance(settings["weights"], dict):  # the source alone
@@ -190,7 +188,7 @@ def _upgraded(tree: dict[str, Any]) -> dict[str, Any]:
     return {**tree, "settings": settings, "phases": phases}
 
 
-def rank_table(plan: Plan) -> list[str]:
+def format_rank_table(plan: Plan) -> list[str]:
     """Return the ranks as lines of text: device, memory, share of an update, and micro-batches."""
     if plan.batch.stages > 1:
         sizes = [f", {rank.memory_bytes / 2**30:.1f} GiB" if rank.memory_bytes else "" for rank in plan.ranks]
@@ -208,7 +206,9 @@ def rank_table(plan: Plan) -> list[str]:
     )
 
 
-def part_of(parallelism: Choice, phase: PhasePlan) -> RankPart:
+def rank_part(parallelism: Choice, phase: PhasePlan) -> RankPart:
     """Return the fraction of the model and batch on each rank in this phase."""
     batch = phase.batch
-    return RankPart.of(parallelism, len(batch.shares) * batch.stages, max(batch.shares), batch.accumulation_steps)
+    return RankPart.from_choice(
+        parallelism, len(batch.shares) * batch.stages, max(batch.shares), batch.accumulation_steps
+    )

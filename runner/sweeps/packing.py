@@ -16,13 +16,13 @@ from runner.sweeps.pool import ALONE, Slot
 
 @dataclass(frozen=True)
 class Packing:
-    """Slots for concurrent trials, and a line about them; empty if only one was requested."""
+    """Slots for concurrent trials, and their description; empty if only one was requested."""
 
     slots: tuple[Slot, ...] = ALONE
     why: str = ""
 
 
-def packed(configurations: Sequence[Configuration], together: int) -> Packing:
+def assign_slots(configurations: Sequence[Configuration], together: int) -> Packing:
     """Return the slots for concurrent trials. Raises ConfigError if several cannot run concurrently."""
     if together == 1:
         return Packing()
@@ -33,18 +33,23 @@ def packed(configurations: Sequence[Configuration], together: int) -> Packing:
     if isinstance(devices, str):
         what = f"must be 1 because each trial uses several devices with parallelism={devices}"
         raise ConfigError(Problem(what, f"together={together}", "use together=1, or parallelism=single"))
-    return packing_of(devices, len(affinity()), min(together, len(configurations)))
+    return divide_resources(devices, len(affinity()), min(together, len(configurations)))
 
 
-def packing_of(devices: Sequence[str], cores: int, count: int) -> Packing:
+def divide_resources(devices: Sequence[str], cores: int, count: int) -> Packing:
     """Return `count` slots, evenly distributed over the devices; trials derive workers and threads from their cores."""
-    each = max(1, cores // count)
-    numbers = itertools.cycle(sorted(affinity()))
+    cores_per_trial = max(1, cores // count)
+    core_numbers = itertools.cycle(sorted(affinity()))
     slots = []
     for device in itertools.islice(itertools.cycle(devices), count):
         environment = {"CUDA_VISIBLE_DEVICES": device} if device else {}
-        slots.append(Slot({**environment, "OMP_NUM_THREADS": str(each)}, frozenset(itertools.islice(numbers, each))))
-    return Packing(tuple(slots), f"{count} trials at once, each with {each} of {cores} cores")
+        slots.append(
+            Slot(
+                {**environment, "OMP_NUM_THREADS": str(cores_per_trial)},
+                frozenset(itertools.islice(core_numbers, cores_per_trial)),
+            )
+        )
+    return Packing(tuple(slots), f"{count} trials at once, each with {cores_per_trial} of {cores} cores")
 
 
 def _devices(configurations: Sequence[Configuration]) -> list[str] | str:
@@ -54,8 +59,8 @@ def _devices(configurations: Sequence[Configuration]) -> list[str] | str:
 
     inventory = take_inventory()
     plans = [make_plan(configuration, inventory) for configuration in configurations]
-    if several := {each.choices["parallelism"].name for each in plans} - {"single"}:
-        return min(several)
+    if strategies := {plan.choices["parallelism"].name for plan in plans} - {"single"}:
+        return min(strategies)
     gpus = [device.uuid for device in inventory.usable if device.kind == "cuda" and device.uuid]
-    is_free = {each.settings.device for each in configurations} <= {"auto", "cuda"}
+    is_free = {configuration.settings.device for configuration in configurations} <= {"auto", "cuda"}
     return gpus if len(gpus) > 1 and is_free and plans[0].ranks[0].is_gpu else [""]

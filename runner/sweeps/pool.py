@@ -51,7 +51,7 @@ class Pool:
     """
 
     def __init__(self, slots: Sequence[Slot] = ALONE, environment: Mapping[str, str] | None = None) -> None:
-        self.num_asked = 0
+        self.num_stop_requests = 0
         self._environment = dict(environment or {})
         self._free = list(slots)
         self._is_alone = len(slots) == 1
@@ -61,10 +61,10 @@ class Pool:
     @property
     def is_stopped(self) -> bool:
         """Return whether a stop was requested."""
-        return self.num_asked > 0
+        return self.num_stop_requests > 0
 
     @property
-    def has_room(self) -> bool:
+    def has_free_slot(self) -> bool:
         """Return whether another trial may be started."""
         return bool(self._free) and not self.is_stopped
 
@@ -72,36 +72,36 @@ class Pool:
         return bool(self._running)
 
     def __enter__(self) -> Pool:
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if signal_number == signal.SIGHUP and signal.getsignal(signal_number) == signal.SIG_IGN:
                 continue
-            self._previous[number] = signal.signal(number, self._hand_on)
+            self._previous[signal_number] = signal.signal(signal_number, self._forward_stop)
         return self
 
     def __exit__(self, *_: object) -> None:
         self.stop()  # after an error in the sweep, trials save their state
         while self:
             self.wait()
-        for number, handler in self._previous.items():
-            signal.signal(number, handler)
+        for signal_number, handler in self._previous.items():
+            signal.signal(signal_number, handler)
 
-    def start(self, trial: Trial, words: Sequence[str]) -> None:
+    def start(self, trial: Trial, args: Sequence[str]) -> None:
         """Start the process of a trial. A single trial uses the terminal; otherwise its name precedes each line."""
         slot = self._free.pop(0)
-        kept = {key: value for key, value in os.environ.items() if key not in _OF_ONE_RUN}
-        kept |= {key: value for key, value in self._environment.items() if not kept.get(key)}
-        line = [sys.executable, "-P", "-c", TRIAL_MAIN, str(os.getpid()), *words]
-        told: dict[str, Any] = {} if self._is_alone else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+        environment = {key: value for key, value in os.environ.items() if key not in _SINGLE_RUN_VARIABLES}
+        environment |= {key: value for key, value in self._environment.items() if not environment.get(key)}
+        command = [sys.executable, "-P", "-c", TRIAL_MAIN, str(os.getpid()), *args]
+        output: dict[str, Any] = {} if self._is_alone else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(
-            line, stdin=None if self._is_alone else subprocess.DEVNULL, env={**kept, **slot.environment}, text=True,
-            errors="replace", **told,
+            command, stdin=None if self._is_alone else subprocess.DEVNULL, env={**environment, **slot.environment},
+            text=True, errors="replace", **output,
         )  # fmt: skip
         if slot.cores:
             with suppress(OSError, AttributeError):  # it has exited, or the system lacks the call
                 os.sched_setaffinity(process.pid, slot.cores)  # before it starts threads
         reader = None
         if process.stdout is not None:
-            reader = threading.Thread(target=_tell, args=(trial.name, process.stdout), daemon=True)
+            reader = threading.Thread(target=_print_lines, args=(trial.name, process.stdout), daemon=True)
             reader.start()
         self._running.append(_Running(trial, process, slot, reader))
         if self.is_stopped:  # a signal arrived before the process was registered
@@ -115,42 +115,42 @@ class Pool:
                 if code is None:
                     continue
                 if running.reader is not None:
-                    running.reader.join(timeout=_LAST_WORDS_S)  # a child of the trial may keep the pipe open
+                    running.reader.join(timeout=DRAIN_TIMEOUT_S)  # a child of the trial may keep the pipe open
                 self._running.remove(running)
                 self._free.append(running.slot)
                 return running.trial, code if code >= 0 else 128 - code
-            time.sleep(_LOOK_S)
+            time.sleep(POLL_S)
 
     def stop(self) -> None:
-        """Ask running trials to save and stop, once, and start no other."""
+        """Request running trials to save and stop, once, and start no other."""
         if not self.is_stopped:
-            self._hand_on()
+            self._forward_stop()
 
-    def _hand_on(self, number: int = 0, frame: FrameType | None = None) -> None:
+    def _forward_stop(self, signal_number: int = 0, frame: FrameType | None = None) -> None:
         """Forward a stop request to the trials.
 
         A terminal or scheduler may have signalled the trials, too, and a second SIGTERM would end them at once. So the
         first request is SIGUSR1, which makes them save and stop and does not count.
         """
-        self.num_asked += 1
-        asked = _ASKING[min(self.num_asked, len(_ASKING)) - 1]
+        self.num_stop_requests += 1
+        stop_signal = _STOP_SIGNALS[min(self.num_stop_requests, len(_STOP_SIGNALS)) - 1]
         for running in self._running:
-            running.process.send_signal(asked)
+            running.process.send_signal(stop_signal)
 
 
-def _tell(name: str, lines: IO[str]) -> None:
-    """Print each line of a trial with its name."""
-    say = Console().info
+def _print_lines(name: str, lines: IO[str]) -> None:
+    """Print each line of a trial, preceded by its name."""
+    info = Console().info
     with lines:
         for line in lines:
-            say(f"{name} | {line.rstrip()}")
+            info(f"{name} | {line.rstrip()}")
 
 
-_LOOK_S = 0.05
-_LAST_WORDS_S = 2.0
-_ASKING = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
+POLL_S = 0.05
+DRAIN_TIMEOUT_S = 2.0
+_STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
 # Set by wandb's agent for a single run: with the same ID, trials would overwrite each other.
-_OF_ONE_RUN = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
+_SINGLE_RUN_VARIABLES = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 # accel-run in a process that saves if the sweep is killed; -P: do not import a runner.py of the current folder
 TRIAL_MAIN = (
     "import signal, sys; from runner.host.parent_death import die_with_parent; "

@@ -21,15 +21,15 @@ from runner.config.schema import did_you_mean
 from runner.durable import files
 from runner.durable.system_errors import storage_errors
 from runner.records.sweep_record import Goal
-from runner.sweeps.packing import packed
-from runner.sweeps.sweep import OPEN, SweepRequest, must_be_plannable, opened, walk
-from runner.sweeps.sweep_syntax import SearchSpace, composed, read_space
+from runner.sweeps.packing import assign_slots
+from runner.sweeps.sweep import OPEN, SweepOptions, check_plannable, open_sweep, run_trials
+from runner.sweeps.sweep_syntax import SearchSpace, compose_all, parse_search_space
 from runner.sweeps.trials import Result, Sweep, Trial
 
 JOURNAL = "optuna.journal"
 
 
-def search(request: Request, wish: SweepRequest, *, num_trials: int, budget_s: float = math.inf) -> int:
+def search(request: Request, options: SweepOptions, *, num_trials: int, budget_s: float = math.inf) -> int:
     """Run trials until the number of trials or the time limit is reached, and print a table; 0 if one has a value.
 
     num_trials  of the whole search, including those of earlier processes
@@ -37,20 +37,22 @@ def search(request: Request, wish: SweepRequest, *, num_trials: int, budget_s: f
     Runs, signals and resuming work as in a sweep. Raises ConfigError for all invalid range ends before anything is
     started, and later if a finished trial does not have the metric; MissingPackage.
     """
-    fixed, axes = read_space(request)
-    ends = [replace(fixed, overrides=merge_overrides(fixed.overrides, words)) for words in corners(axes)]
-    configurations = composed(ends)
+    fixed, axes = parse_search_space(request)
+    ends = [replace(fixed, overrides=merge_overrides(fixed.overrides, texts)) for texts in endpoint_overrides(axes)]
+    configurations = compose_all(ends)
     require("optuna", "search")
-    must_be_plannable(configurations)
-    packing = packed(configurations, wish.together)
-    with opened("search", fixed, configurations[0], wish, axes) as (directory, found):
-        study = Study(found, axes, directory.name, seed=configurations[0].settings.seed)
-        found.trials = study.trials(found.trials)
-        until = time.monotonic() + budget_s
-        return walk(directory, found, _Asking(found, study, num_trials, until), packing, configurations[0])
+    check_plannable(configurations)
+    packing = assign_slots(configurations, options.together)
+    with open_sweep("search", fixed, configurations[0], options, axes) as (directory, sweep):
+        study = Study(sweep, axes, directory.name, seed=configurations[0].settings.seed)
+        sweep.trials = study.load_trials(sweep.trials)
+        deadline = time.monotonic() + budget_s
+        return run_trials(
+            directory, sweep, _StudySource(sweep, study, num_trials, deadline), packing, configurations[0]
+        )
 
 
-def corners(axes: Sequence[SearchSpace]) -> list[list[str]]:
+def endpoint_overrides(axes: Sequence[SearchSpace]) -> list[list[str]]:
     """Return the settings with the first choice of each key, and with the last of each."""
     return [[axis.ends[0] for axis in axes], [axis.ends[-1] for axis in axes]]
 
@@ -61,18 +63,18 @@ class Study:
     So a search that was stopped or killed, even between two values of a trial, chooses the same values.
     """
 
-    def __init__(self, found: Sweep, axes: Sequence[SearchSpace], name: str, *, seed: int) -> None:
+    def __init__(self, sweep: Sweep, axes: Sequence[SearchSpace], name: str, *, seed: int) -> None:
         self._optuna: Any = require("optuna", "search")
         self._axes, self._name, self._seed = axes, name, seed
-        self._file = found.folder / JOURNAL
+        self._file = sweep.folder / JOURNAL
         files.AppendLog(self._file).close()  # an incomplete line, left by a crash, would damage the next one
         self._optuna.logging.set_verbosity(self._optuna.logging.WARNING)
         journal = self._optuna.storages.journal
-        with _at("open", self._file):
-            if (size := files.file_size(self._file)) > _JOURNAL_BYTES:
+        with _journal_errors("open", self._file):
+            if (size := files.file_size(self._file)) > _MAX_JOURNAL_BYTES:
                 raise ValueError(f"it has {size:,} bytes")
-            storage = self._optuna.storages.JournalStorage(journal.JournalFileBackend(str(self._file), _Held()))
-            direction = {"min": "minimize", "max": "maximize"}[found.goal.best_is]
+            storage = self._optuna.storages.JournalStorage(journal.JournalFileBackend(str(self._file), _NullLock()))
+            direction = {"min": "minimize", "max": "maximize"}[sweep.goal.best_is]
             self._study = self._optuna.create_study(
                 storage=storage,
                 sampler=self._sampler(0, 0),
@@ -83,76 +85,76 @@ class Study:
 
     def ask(self) -> Trial:
         """Return a new trial, which is already stored on disk."""
-        with _at("append to", self._file):
-            return self._chosen(self._study.ask())
+        with _journal_errors("append to", self._file):
+            return self._suggest_values(self._study.ask())
 
-    def trials(self, known: Sequence[Trial]) -> list[Trial]:
+    def load_trials(self, recorded: Sequence[Trial]) -> list[Trial]:
         """Return all trials so far; if a kill interrupted the choice of values, the remaining ones are chosen now.
 
-        known  the trials in sweep.json
+        recorded  the trials in sweep.json
         """
-        found = []
-        with _at("append to", self._file):
+        trials = []
+        with _journal_errors("append to", self._file):
             for frozen in self._study.get_trials(deepcopy=False):
                 if frozen.state.is_finished():
-                    found.append(self._named(frozen.number, frozen.params))
+                    trials.append(self._make_trial(frozen.number, frozen.params))
                     continue
-                found.append(self._chosen(self._optuna.trial.Trial(self._study, frozen._trial_id)))
-            for trial, asked in zip_longest(known, found[: len(known)]):
-                if asked is None or trial.words != asked.words:
+                trials.append(self._suggest_values(self._optuna.trial.Trial(self._study, frozen._trial_id)))
+            for trial, stored in zip_longest(recorded, trials[: len(recorded)]):
+                if stored is None or trial.words != stored.words:
                     raise ValueError(f"{trial.name} differs from the trial in sweep.json")
-        return found
+        return trials
 
-    def is_told(self, trial: Trial) -> bool:
+    def is_reported(self, trial: Trial) -> bool:
         """Return whether the result was reported to Optuna."""
         return bool(self._study.get_trials(deepcopy=False)[trial.number - 1].state.is_finished())
 
-    def tell(self, trial: Trial, value: float | None) -> None:
+    def report_value(self, trial: Trial, value: float | None) -> None:
         """Report the value of a trial to Optuna; None: it failed."""
         state = None if value is not None else self._optuna.trial.TrialState.FAIL
-        with _at("append to", self._file):
+        with _journal_errors("append to", self._file):
             self._study.tell(trial.number - 1, value, state=state)
 
-    def _chosen(self, asked: Any) -> Trial:
+    def _suggest_values(self, optuna_trial: Any) -> Trial:
         values = {}
-        for place, axis in enumerate(self._axes):
-            self._study.sampler = self._sampler(asked.number, place)
+        for index, axis in enumerate(self._axes):
+            self._study.sampler = self._sampler(optuna_trial.number, index)
             if axis.values:
-                words = [word.partition("=")[2] for word in axis.values]
-                values[axis.key] = asked.suggest_categorical(axis.key, words)
-            elif axis.is_whole:
+                texts = [override.partition("=")[2] for override in axis.values]
+                values[axis.key] = optuna_trial.suggest_categorical(axis.key, texts)
+            elif axis.is_integer:
                 low, high, step = int(axis.low), int(axis.high), int(axis.step) or 1
-                values[axis.key] = asked.suggest_int(axis.key, low, high, step=step, log=axis.is_log)
+                values[axis.key] = optuna_trial.suggest_int(axis.key, low, high, step=step, log=axis.is_log)
             else:
-                values[axis.key] = asked.suggest_float(
+                values[axis.key] = optuna_trial.suggest_float(
                     axis.key, axis.low, axis.high, step=axis.step or None, log=axis.is_log
                 )
-        return self._named(asked.number, values)
+        return self._make_trial(optuna_trial.number, values)
 
-    def _named(self, number: int, values: dict[str, Any]) -> Trial:
-        words = tuple(axis.word(values[axis.key]) for axis in self._axes if axis.key in values)
-        return Trial(number + 1, f"{self._name}-{number + 1}", words)
+    def _make_trial(self, number: int, values: dict[str, Any]) -> Trial:
+        overrides = tuple(axis.format_override(values[axis.key]) for axis in self._axes if axis.key in values)
+        return Trial(number + 1, f"{self._name}-{number + 1}", overrides)
 
-    def _sampler(self, number: int, place: int) -> Any:
-        """Return the sampler for the value at `place` of a trial; independent of draws for earlier values."""
-        seed = int(np.random.SeedSequence([self._seed, number, place]).generate_state(1)[0])
+    def _sampler(self, number: int, index: int) -> Any:
+        """Return the sampler for the value at `index` of a trial; independent of draws for earlier values."""
+        seed = int(np.random.SeedSequence([self._seed, number, index]).generate_state(1)[0])
         return self._optuna.samplers.TPESampler(seed=seed)
 
 
 @contextmanager
-def _at(action: str, journal: Path) -> Iterator[None]:
+def _journal_errors(action: str, journal: Path) -> Iterator[None]:
     """Convert system errors to StorageError, and errors from a damaged journal to DataError."""
     try:
         with storage_errors(action, journal):
             yield
     except AccelRunError:
         raise
-    except Exception as error:  # any exception type: the content of the file decides where the reader fails
+    except Exception as error:  # any exception type: the reader may fail anywhere in a damaged file
         fix = "restore a copy of it, or use another run=NAME; the results of the trials are in their own folders"
         raise DataError(f"is damaged: {error_line(error)}", where=str(journal), fix=fix) from error
 
 
-class _Held:
+class _NullLock:
     """A lock that does nothing: the lock of the folder already excludes other processes, and is released on a kill."""
 
     def acquire(self) -> bool:
@@ -162,36 +164,36 @@ class _Held:
         pass
 
 
-class _Asking:
+class _StudySource:
     """Unfinished trials first, then new trials from Optuna."""
 
-    def __init__(self, found: Sweep, study: Study, total: int, until: float) -> None:
+    def __init__(self, sweep: Sweep, study: Study, total: int, deadline: float) -> None:
         self.total = total
-        self._found, self._study, self._until = found, study, until
-        self._left = []
-        for each in found.results():
-            if each.state in OPEN and not study.is_told(each.trial):
-                self._left.append(each.trial)
-            elif not study.is_told(each.trial):  # killed before its result was reported
-                self.ended(each)
+        self._sweep, self._study, self._deadline = sweep, study, deadline
+        self._remaining = []
+        for result in sweep.results():
+            if result.state in OPEN and not study.is_reported(result.trial):
+                self._remaining.append(result.trial)
+            elif not study.is_reported(result.trial):  # killed before its result was reported
+                self.ended(result)
 
     def next(self) -> Trial | None:
-        if self._left:
-            return self._left.pop(0)
-        if len(self._found.trials) >= self.total or time.monotonic() >= self._until:
+        if self._remaining:
+            return self._remaining.pop(0)
+        if len(self._sweep.trials) >= self.total or time.monotonic() >= self._deadline:
             return None
-        self._found.trials.append(self._study.ask())
-        return self._found.trials[-1]
+        self._sweep.trials.append(self._study.ask())
+        return self._sweep.trials[-1]
 
     def ended(self, result: Result) -> None:
         if result.state in OPEN:
             return
         if result.state == "done" and result.last is None:
-            raise _no_metric(result, self._found.goal)
-        self._study.tell(result.trial, result.value)
+            raise _missing_metric_error(result, self._sweep.goal)
+        self._study.report_value(result.trial, result.value)
 
 
-def _no_metric(result: Result, goal: Goal) -> ConfigError:
+def _missing_metric_error(result: Result, goal: Goal) -> ConfigError:
     """Return the error for a finished trial without the metric."""
     known = list(result.metrics)
     what = f"{result.trial.name} has no such metric; it has {abbreviate(known, 8) or 'none'}"
@@ -200,4 +202,4 @@ def _no_metric(result: Result, goal: Goal) -> ConfigError:
     return ConfigError(Problem(what, f"metric={goal.metric}", fix))
 
 
-_JOURNAL_BYTES = 256 << 20  # a trial has less than a kilobyte for each key
+_MAX_JOURNAL_BYTES = 256 << 20  # a trial has less than a kilobyte for each key

@@ -29,14 +29,24 @@ from runner.plan.run_plan import Plan
 from runner.records.events import LEVEL_VARIABLE, Console
 from runner.records.run_record import ProcessRecord
 from runner.records.sweep_record import Goal, SweepRecord
-from runner.sweeps.packing import Packing, packed
+from runner.sweeps.packing import Packing, assign_slots
 from runner.sweeps.pool import Pool
-from runner.sweeps.sweep_syntax import SearchSpace, composed, expand_sweep
-from runner.sweeps.trials import STOPPED, Result, Sweep, Trial, summary, table, told, winner, without_metric
+from runner.sweeps.sweep_syntax import SearchSpace, compose_all, expand_sweep
+from runner.sweeps.trials import (
+    STOPPED,
+    Result,
+    Sweep,
+    Trial,
+    explain_missing_metric,
+    find_best,
+    format_result,
+    format_summary,
+    format_trial_table,
+)
 
 
 @dataclass(frozen=True)
-class SweepRequest:
+class SweepOptions:
     """Options of a sweep besides its settings.
 
     metric    metric that compares trials, and best_is its direction; None: those of early_stopping
@@ -64,7 +74,7 @@ class Source(Protocol):
         """Return the total number of trials."""
 
 
-def sweep(request: Request, wish: SweepRequest) -> int:
+def sweep(request: Request, options: SweepOptions) -> int:
     """Train each combination in a subprocess and print a table; 0 if all succeeded, else the first failure.
 
     The runs are named NAME-1, NAME-2, ... in the folder NAME, after `run=NAME`; the same command resumes unfinished
@@ -73,18 +83,21 @@ def sweep(request: Request, wish: SweepRequest) -> int:
     another process has locked the folder.
     """
     requests = expand_sweep(request)
-    configurations = composed(requests)
-    must_be_plannable(configurations)
-    varied = _varied([one.overrides for one in requests])
-    fixed = tuple(word for word in requests[0].overrides if override_key(word) not in varied)
-    choices = [tuple(word for word in one.overrides if override_key(word) in varied) for one in requests]
-    packing = packed(configurations, wish.together)
-    with opened("sweep", replace(request, overrides=fixed), configurations[0], wish) as (directory, found):
-        enlist(found, choices, directory.name)
-        return walk(directory, found, _Grid(found, retry=wish.retry), packing, configurations[0])
+    configurations = compose_all(requests)
+    check_plannable(configurations)
+    varied = _varied_keys([combination.overrides for combination in requests])
+    fixed = tuple(override for override in requests[0].overrides if override_key(override) not in varied)
+    choices = [
+        tuple(override for override in combination.overrides if override_key(override) in varied)
+        for combination in requests
+    ]
+    packing = assign_slots(configurations, options.together)
+    with open_sweep("sweep", replace(request, overrides=fixed), configurations[0], options) as (directory, sweep):
+        add_trials(sweep, choices, directory.name)
+        return run_trials(directory, sweep, _Grid(sweep, retry=options.retry), packing, configurations[0])
 
 
-class opened:  # noqa: N801 - used as a function
+class open_sweep:  # noqa: N801 - used as a function
     """Create or open the folder of a sweep, lock it, and check that its trials have the same settings.
 
     fixed          settings that all trials have in common
@@ -97,7 +110,7 @@ class opened:  # noqa: N801 - used as a function
         kind: Literal["sweep", "search"],
         fixed: Request,
         configuration: Configuration,
-        wish: SweepRequest,
+        options: SweepOptions,
         axes: Sequence[SearchSpace] = (),
     ) -> None:
         settings, task = configuration.settings, configuration.choices["task"].name
@@ -105,7 +118,7 @@ class opened:  # noqa: N801 - used as a function
         check_run_name(name)
         self.directory = RunDirectory.create_or_open(settings.root, name, for_sweep=True)
         early = settings.early_stopping
-        before = Sweep.read(self.directory.path)
+        earlier = Sweep.read(self.directory.path)
         record = SweepRecord(
             kind=kind,
             task=task,
@@ -113,16 +126,16 @@ class opened:  # noqa: N801 - used as a function
             config_dir=str(fixed.config_dir) if fixed.config_dir else None,
             launcher=configuration.choices["launcher"].name,
             command=shlex.join(["accel-run", *sys.argv[1:]]),
-            fixed=tuple(word for word in fixed.overrides if override_key(word) not in _PLACE),
-            goal=Goal(wish.metric or early.metric, wish.best_is or early.best_is),
+            fixed=tuple(override for override in fixed.overrides if override_key(override) not in _LOCATION_KEYS),
+            goal=Goal(options.metric or early.metric, options.best_is or early.best_is),
             space={axis.key: str(axis) for axis in axes},
-            process=ProcessRecord(started=before.record.process.started),
+            process=ProcessRecord(started=earlier.record.process.started),
         )
-        self.sweep = Sweep(self.directory.path, record, before.trials, before.codes, before.record)
+        self.sweep = Sweep(self.directory.path, record, earlier.trials, earlier.codes, earlier.record)
         try:
             if files.exists(self.directory.path / SWEEP):
-                _must_be_whole(before)
-                _must_agree(before, record, name)
+                _check_intact(earlier)
+                _check_compatible(earlier, record, name)
         except AccelRunError:
             self.directory.release()
             raise
@@ -134,156 +147,165 @@ class opened:  # noqa: N801 - used as a function
         self.directory.release()
 
 
-def walk(directory: RunDirectory, found: Sweep, source: Source, packing: Packing, configuration: Configuration) -> int:
+def run_trials(
+    directory: RunDirectory, sweep: Sweep, source: Source, packing: Packing, configuration: Configuration
+) -> int:
     """Run the trials of the source, record their results, and print the table; return the exit code."""
     console = Console()  # does not fail on a broken pipe, as in `| head`
-    say = console.info
-    found.record = replace(found.record, together=packing.why)
+    info = console.info
+    sweep.record = replace(sweep.record, together=packing.why)
     if packing.why:
-        say(packing.why)
-    found.save(directory, "running")
+        info(packing.why)
+    sweep.save(directory, "running")
     root = configuration.settings.root
-    fixed = resolve_run_names(found.record.fixed or (), root)  # once: trials change which run is the last one
-    held: dict[int, float] = {}  # number of a trial that another process holds -> deadline of waiting for it
+    fixed = resolve_run_names(sweep.record.fixed or (), root)  # once: trials change which run is the last one
+    deadlines: dict[int, float] = {}  # number of a trial that another process has locked -> time to give up
 
     def start(trial: Trial) -> None:
-        words = merge_overrides(
+        overrides = merge_overrides(
             (*fixed, *resolve_run_names(trial.words, root)),
             [format_override("output_root", str(directory.shown)), f"run={trial.name}"],
         )
-        pool.start(trial, build_argv(replace(configuration.request, overrides=words)))
+        pool.start(trial, build_argv(replace(configuration.request, overrides=overrides)))
 
     # The full output of a trial is in its console.log; with a launcher, only the location of the job is printed.
-    with Pool(packing.slots, TERSE if found.record.launcher == "local" else None) as pool:
+    with Pool(packing.slots, TERSE if sweep.record.launcher == "local" else None) as pool:
         while True:
-            while pool.has_room and (trial := source.next()) is not None:
-                say(f"[{trial.number}/{source.total}] {trial.label}")
-                if found.record.launcher == "local":
-                    _wait_for(trial, found, pool, say)
-                if found.begin(trial) or found.record.kind == "search":
-                    found.save(directory, "running")  # needed to resume after a kill
+            while pool.has_free_slot and (trial := source.next()) is not None:
+                info(f"[{trial.number}/{source.total}] {trial.label}")
+                if sweep.record.launcher == "local":
+                    _wait_for(trial, sweep, pool, info)
+                if sweep.restart(trial) or sweep.record.kind == "search":
+                    sweep.save(directory, "running")  # needed to resume after a kill
                 start(trial)
             if not pool:
                 break
             trial, code = pool.wait()
             if code == Exit.IN_USE:  # the sweep was killed, and the trial is still saving
-                if not pool.is_stopped and time.monotonic() < held.setdefault(
-                    trial.number, time.monotonic() + _PATIENCE_S
+                if not pool.is_stopped and time.monotonic() < deadlines.setdefault(
+                    trial.number, time.monotonic() + LOCK_TIMEOUT_S
                 ):
                     time.sleep(1.0)
                     start(trial)
                 continue
             if pool.is_stopped and code > Exit.INTERRUPTED:  # ended by our signals: not the trial's own failure
-                has_begun = code != 128 + signal.SIGUSR1  # the first trial, before it had anything to save
-                code = int(Exit.INTERRUPTED if has_begun else Exit.PREEMPTED)
-            found.codes[trial.number] = code
+                has_started = code != 128 + signal.SIGUSR1  # the first trial, before it had anything to save
+                code = int(Exit.INTERRUPTED if has_started else Exit.PREEMPTED)
+            sweep.codes[trial.number] = code
             if code in STOPPED:
                 pool.stop()
-            found.save(directory, "running")
-            result = found.result(trial)
-            say(f"[{trial.number}/{source.total}] {trial.name}  {told(result, found.goal)}")
-            if found.record.kind == "sweep" and result.state == "done" and result.last is None and result.metrics:
-                console.warn_once(without_metric([result], found.goal))
+            sweep.save(directory, "running")
+            result = sweep.result(trial)
+            info(f"[{trial.number}/{source.total}] {trial.name}  {format_result(result, sweep.goal)}")
+            if sweep.record.kind == "sweep" and result.state == "done" and result.last is None and result.metrics:
+                console.warn_once(explain_missing_metric([result], sweep.goal))
             source.ended(result)
         is_stopped = pool.is_stopped
-    results = found.results()
-    say("\n".join(["", *table(results, found.goal, terminal_width()), "", summary(results, found.goal)]))
-    is_submitted = any(each.state == "submitted" for each in results)
-    is_cut = is_stopped and (len(results) < source.total or any(each.state in OPEN for each in results))
-    found.save(directory, "preempted" if is_cut else "submitted" if is_submitted else "done")
+    results = sweep.results()
+    info(
+        "\n".join(
+            ["", *format_trial_table(results, sweep.goal, terminal_width()), "", format_summary(results, sweep.goal)]
+        )
+    )
+    is_submitted = any(result.state == "submitted" for result in results)
+    is_cut = is_stopped and (len(results) < source.total or any(result.state in OPEN for result in results))
+    sweep.save(directory, "preempted" if is_cut else "submitted" if is_submitted else "done")
     if is_cut:
-        say(f"stopped; to resume, run the same command with run={directory.name}")
-        return int(Exit.INTERRUPTED if Exit.INTERRUPTED in found.codes.values() else Exit.PREEMPTED)
-    say(f"table: {directory.shown}/results.csv; for a report: accel-run report {_said(directory)}")
-    if found.record.kind == "search" and winner(results, found.goal):
+        info(f"stopped; to resume, run the same command with run={directory.name}")
+        return int(Exit.INTERRUPTED if Exit.INTERRUPTED in sweep.codes.values() else Exit.PREEMPTED)
+    info(f"table: {directory.shown}/results.csv; for a report: accel-run report {_run_argument(directory)}")
+    if sweep.record.kind == "search" and find_best(results, sweep.goal):
         return int(Exit.DONE)
-    code = next((code for each in results if (code := _code_of(each))), 0)
-    return code or int(Exit.NUMERIC if found.record.kind == "search" and results else Exit.DONE)
+    code = next((code for result in results if (code := _exit_code(result))), 0)
+    return code or int(Exit.NUMERIC if sweep.record.kind == "search" and results else Exit.DONE)
 
 
-def _wait_for(trial: Trial, found: Sweep, pool: Pool, say: Callable[[str], None]) -> None:
+def _wait_for(trial: Trial, sweep: Sweep, pool: Pool, info: Callable[[str], None]) -> None:
     """Wait while the process of a killed sweep is still saving the trial."""
-    until, is_said = time.monotonic() + _PATIENCE_S, False
-    while not pool.is_stopped and time.monotonic() < until:
-        process = read_record(found.folder / trial.name).process
+    deadline, is_announced = time.monotonic() + LOCK_TIMEOUT_S, False
+    while not pool.is_stopped and time.monotonic() < deadline:
+        process = read_record(sweep.folder / trial.name).process
         if process_state_name(process) != "running":
             return
-        if not is_said:
-            say(f"waiting up to {_PATIENCE_S:.0f} s for {trial.name}: process {process.pid} is still saving it")
-        is_said = True
+        if not is_announced:
+            info(f"waiting up to {LOCK_TIMEOUT_S:.0f} s for {trial.name}: process {process.pid} is still saving it")
+        is_announced = True
         time.sleep(0.2)
 
 
-def must_be_plannable(configurations: Sequence[Configuration]) -> None:
+def check_plannable(configurations: Sequence[Configuration]) -> None:
     """Raise the planning errors, found in a subprocess: this process must load neither torch nor CUDA."""
     try:
         errors = run_in_subprocess(_plan_all, configurations)
     except BrokenProcessPool:
         return  # the trials report it themselves
     if errors:
-        found = ConfigError(dict.fromkeys(problem for error in errors for problem in error.problems))
-        found.exit_code = errors[0].exit_code
-        raise found
+        error = ConfigError(dict.fromkeys(problem for found in errors for problem in found.problems))
+        error.exit_code = errors[0].exit_code
+        raise error
 
 
 class _Grid:
     """The unfinished trials of a sweep, in order."""
 
-    def __init__(self, found: Sweep, *, retry: bool) -> None:
-        self.total = len(found.trials)
-        again = (*OPEN, "failed") if retry else OPEN
-        self._left = [each.trial for each in found.results() if each.state in again]
+    def __init__(self, sweep: Sweep, *, retry: bool) -> None:
+        self.total = len(sweep.trials)
+        states = (*OPEN, "failed") if retry else OPEN
+        self._remaining = [result.trial for result in sweep.results() if result.state in states]
 
     def next(self) -> Trial | None:
-        return self._left.pop(0) if self._left else None
+        return self._remaining.pop(0) if self._remaining else None
 
     def ended(self, result: Result) -> None:
         """Continue with the next trial, whatever the result."""
 
 
-def enlist(found: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:
+def add_trials(sweep: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:
     """Create a trial for each new choice; existing trials are kept."""
-    before = {frozenset((*(found.before.fixed or ()), *trial.words)): trial for trial in found.trials}
-    asked = {frozenset((*(found.record.fixed or ()), *words)): words for words in choices}
-    lost = [trial.label for whole, trial in before.items() if whole not in asked]
-    if lost and {trial.words for trial in found.trials} <= set(choices):
-        old, new = set(found.before.fixed or ()), set(found.record.fixed or ())
-        was, now = (" ".join(sorted(words)) or "nothing" for words in (old - new, new - old))
-        what = f"the common settings were {was} when it started, but are {now} now"
+    earlier = {frozenset((*(sweep.earlier.fixed or ()), *trial.words)): trial for trial in sweep.trials}
+    requested = {frozenset((*(sweep.record.fixed or ()), *overrides)): overrides for overrides in choices}
+    missing = [trial.label for settings, trial in earlier.items() if settings not in requested]
+    if missing and {trial.words for trial in sweep.trials} <= set(choices):
+        old, new = set(sweep.earlier.fixed or ()), set(sweep.record.fixed or ())
+        old_settings, new_settings = (" ".join(sorted(overrides)) or "nothing" for overrides in (old - new, new - old))
+        what = f"the common settings were {old_settings} when it started, but are {new_settings} now"
         raise IncompatibleResume(what, where=f"run={name}", fix="use the same settings, or another run=NAME")
-    if lost:
+    if missing:
         fix = "use the same settings (you may add values to the lists), or another run=NAME"
         raise IncompatibleResume(
-            f"the sweep has {abbreviate(lost)}, which is not requested now", where=f"run={name}", fix=fix
+            f"the sweep has {abbreviate(missing)}, which is not requested now", where=f"run={name}", fix=fix
         )
-    trials = {whole: replace(trial, words=asked[whole]) for whole, trial in before.items()}
-    for whole, words in asked.items():
+    trials = {settings: replace(trial, words=requested[settings]) for settings, trial in earlier.items()}
+    for settings, overrides in requested.items():
         number = len(trials) + 1
-        trials.setdefault(whole, Trial(number, f"{name}-{number}", words))
-    found.trials = list(trials.values())
+        trials.setdefault(settings, Trial(number, f"{name}-{number}", overrides))
+    sweep.trials = list(trials.values())
 
 
-def _must_be_whole(before: Sweep) -> None:
+def _check_intact(earlier: Sweep) -> None:
     """Raise DataError if sweep.json is damaged, so that trials are not restarted with other settings."""
-    if not before.is_whole:
+    if not earlier.is_intact:
         fix = "restore a copy of it, or remove it; the results of the trials are in their own folders"
-        raise DataError(f"{SWEEP} is damaged", where=str(before.folder), fix=fix)
+        raise DataError(f"{SWEEP} is damaged", where=str(earlier.folder), fix=fix)
 
 
-def _must_agree(sweep: Sweep, now: SweepRecord, name: str) -> None:
+def _check_compatible(sweep: Sweep, record: SweepRecord, name: str) -> None:
     """Raise IncompatibleResume if the folder contains trials of another kind or task."""
-    before = sweep.record
+    earlier = sweep.record
     pairs = {
-        "the kind": (before.kind, now.kind),
-        "the task": (before.task, now.task),
-        "--task": (before.task_file, now.task_file),
-        "--config-dir": (before.config_dir, now.config_dir),
+        "the kind": (earlier.kind, record.kind),
+        "the task": (earlier.task, record.task),
+        "--task": (earlier.task_file, record.task_file),
+        "--config-dir": (earlier.config_dir, record.config_dir),
     }
-    if now.kind == "search":
-        pairs["the common settings"] = (shlex.join(sorted(before.fixed or ())), shlex.join(sorted(now.fixed or ())))
-        pairs["the search space"] = (_spaced(before.space), _spaced(now.space))
-    if now.kind == "search" and any(each.value is not None for each in sweep.results()):  # reported to Optuna
-        pairs["the goal"] = (str(before.goal), str(now.goal))
+    if record.kind == "search":
+        pairs["the common settings"] = (
+            shlex.join(sorted(earlier.fixed or ())),
+            shlex.join(sorted(record.fixed or ())),
+        )
+        pairs["the search space"] = (_format_space(earlier.space), _format_space(record.space))
+    if record.kind == "search" and any(result.value is not None for result in sweep.results()):  # reported to Optuna
+        pairs["the goal"] = (str(earlier.goal), str(record.goal))
     for what, (old, new) in pairs.items():
         if old != new:
             fix = "use another run=NAME"
@@ -292,8 +314,8 @@ def _must_agree(sweep: Sweep, now: SweepRecord, name: str) -> None:
             )
 
 
-def _spaced(space: Mapping[str, str]) -> str:
-    return "; ".join(f"{key}: {told}" for key, told in space.items())
+def _format_space(space: Mapping[str, str]) -> str:
+    return "; ".join(f"{key}: {text}" for key, text in space.items())
 
 
 def _plan_all(configurations: Sequence[Configuration]) -> list[AccelRunError]:
@@ -303,13 +325,13 @@ def _plan_all(configurations: Sequence[Configuration]) -> list[AccelRunError]:
         try:
             plan = make_plan(configuration, inventory)
             if configuration.choices["launcher"].name == "local":  # another machine may have other devices
-                _packages_must_be_installed(plan)
+                _check_packages(plan)
         except AccelRunError as error:
             errors.append(error)
     return errors
 
 
-def _packages_must_be_installed(plan: Plan) -> None:
+def _check_packages(plan: Plan) -> None:
     import torch
 
     from runner.axes.optimizer import check_library as require_optimizer_library
@@ -320,19 +342,19 @@ def _packages_must_be_installed(plan: Plan) -> None:
         require_optimizer_library(phase.optimizer.function, phase.optimizer.options, torch.device(plan.device))
 
 
-def _varied(combinations: Sequence[tuple[str, ...]]) -> set[str]:
+def _varied_keys(combinations: Sequence[tuple[str, ...]]) -> set[str]:
     """Return the keys whose values differ."""
     columns = zip(*combinations, strict=True)
     return {override_key(column[0]) for column in columns if len(set(column)) > 1}
 
 
-def _said(directory: RunDirectory) -> str:
+def _run_argument(directory: RunDirectory) -> str:
     """Return the argument that names the sweep, for a command to paste."""
     is_usual = directory.shown.parent == Path("outputs")
     return directory.name if is_usual else shlex.quote(str(directory.shown))
 
 
-def _code_of(result: Result) -> int:
+def _exit_code(result: Result) -> int:
     """Return the exit code that this trial contributes to the sweep; 0 for none."""
     if result.state == "failed":
         return result.exit_code or int(Exit.SOFTWARE)
@@ -343,5 +365,5 @@ def _code_of(result: Result) -> int:
 
 OPEN = ("waiting", "running", "stopped")  # resumed by the same command
 TERSE = {LEVEL_VARIABLE: "warning"}
-_PLACE = ("run", "output_root")
-_PATIENCE_S = 60.0
+_LOCATION_KEYS = ("run", "output_root")
+LOCK_TIMEOUT_S = 60.0

@@ -27,9 +27,9 @@ MAX_TRIALS = 1000  # each is composed and checked before the first one starts, a
 class SearchSpace:
     """The search space of a key: one of `values`, as typed, or a number from low to high.
 
-    step      numbers are low, low + step, ...; 0: continuous
-    is_log    log-uniform: as many below the geometric mean as above
-    is_whole  integers only
+    step        numbers are low, low + step, ...; 0: continuous
+    is_log      log-uniform: as many below the geometric mean as above
+    is_integer  integers only
     """
 
     key: str
@@ -38,21 +38,21 @@ class SearchSpace:
     high: float = 0.0
     step: float = 0.0
     is_log: bool = False
-    is_whole: bool = False
+    is_integer: bool = False
 
     @property
     def ends(self) -> tuple[str, ...]:
         """Return the overrides to validate the space: each value, or both ends."""
-        return self.values or tuple(self.word(number) for number in (self.low, self.high))
+        return self.values or tuple(self.format_override(number) for number in (self.low, self.high))
 
-    def word(self, value: float | str) -> str:
+    def format_override(self, value: float | str) -> str:
         """Return the override with this value; continuous numbers are rounded for readability."""
-        text = value if isinstance(value, str) else f"{value:.0f}" if self.is_whole else f"{value:.6g}"
+        text = value if isinstance(value, str) else f"{value:.0f}" if self.is_integer else f"{value:.6g}"
         return f"{self.key}={text}"
 
     def __str__(self) -> str:
         if self.values:
-            return ", ".join(word.partition("=")[2] for word in self.values)
+            return ", ".join(text.partition("=")[2] for text in self.values)
         how = " on a log scale" if self.is_log else f" in steps of {self.step:g}" if self.step else ""
         return f"{self.low:g} to {self.high:g}{how}"
 
@@ -63,32 +63,34 @@ def expand_sweep(request: Request) -> list[Request]:
     Raises ConfigError if a list has no values, no end or too many, or a key is given twice.
     """
     parsed, problems = parse_overrides(request, sweeps=True)
-    problems += _misplaced(parsed)
-    lists = [_listed(override, request, problems) for override in parsed]
-    count = math.prod(map(len, lists))
+    problems += _find_misplaced(parsed)
+    choices = [_expand(override, request, problems) for override in parsed]
+    count = math.prod(map(len, choices))
     if count > MAX_TRIALS and not problems:
-        words = " ".join(_text(override) for override in parsed if override.is_sweep_override())
+        overrides = " ".join(_text(override) for override in parsed if override.is_sweep_override())
         fix = "list fewer, or try some of them: accel-run search with the same arguments"
-        problems.append(Problem(f"make {count:,} combinations; a sweep has at most {MAX_TRIALS:,}", words, fix))
+        problems.append(Problem(f"make {count:,} combinations; a sweep has at most {MAX_TRIALS:,}", overrides, fix))
     if problems:
         raise ConfigError(problems)
-    return [replace(request, overrides=words) for words in product(*lists)]
+    return [replace(request, overrides=overrides) for overrides in product(*choices)]
 
 
-def read_space(request: Request) -> tuple[Request, tuple[SearchSpace, ...]]:
+def parse_search_space(request: Request) -> tuple[Request, tuple[SearchSpace, ...]]:
     """Return the fixed part of a search and its space; `log(a,b)` is tag(log,interval(a,b)).
 
     Raises ConfigError with all problems, including range ends that are invalid for their key.
     """
-    words = tuple(_LOG.sub(r"tag(log,interval(\1))", word) for word in request.overrides)
-    parsed, problems = parse_overrides(replace(request, overrides=words), sweeps=True)
-    problems += _misplaced(parsed)
-    fixed = replace(request, overrides=tuple(_text(each) for each in parsed if not each.is_sweep_override()))
+    overrides = tuple(_LOG_CALL.sub(r"tag(log,interval(\1))", text) for text in request.overrides)
+    parsed, problems = parse_overrides(replace(request, overrides=overrides), sweeps=True)
+    problems += _find_misplaced(parsed)
+    fixed = replace(
+        request, overrides=tuple(_text(override) for override in parsed if not override.is_sweep_override())
+    )
     axes = []
     for override in parsed:
         if override.is_sweep_override():
-            found = _axis(override, fixed, problems)
-            axes += [found] if found else []
+            axis = _parse_axis(override, fixed, problems)
+            axes += [axis] if axis else []
     if not axes and not problems:
         fix = "for example: accel-run search 'optimizer.lr=log(1e-4,1e-2)'"
         problems.append(Problem("nothing to search: no key has a range or several values", "search", fix))
@@ -98,7 +100,7 @@ def read_space(request: Request) -> tuple[Request, tuple[SearchSpace, ...]]:
     return fixed, tuple(axes)
 
 
-def composed(requests: Sequence[Request]) -> list[Configuration]:
+def compose_all(requests: Sequence[Request]) -> list[Configuration]:
     """Compose the configurations. Raises ConfigError with the problems of all, without duplicates."""
     configurations = []
     problems: dict[tuple[str, str], Problem] = {}  # an unknown key is unknown for any value
@@ -114,83 +116,83 @@ def composed(requests: Sequence[Request]) -> list[Configuration]:
     return configurations
 
 
-def _misplaced(parsed: Sequence[Override]) -> list[Problem]:
+def _find_misplaced(parsed: Sequence[Override]) -> list[Problem]:
     """Return problems of keys that cannot have several values."""
     problems = []
     count = Counter(override.key_or_group for override in parsed)
     for override in parsed:
-        key, word = override.key_or_group, _text(override)
+        key, text = override.key_or_group, _text(override)
         if key == "resume" and not override.is_sweep_override() and override.value() == "fresh":
             fix = "use another run=NAME, or remove the folder of this one"
             problems.append(
-                Problem("every trial would restart from scratch whenever the command is repeated", word, fix)
+                Problem("every trial would restart from scratch whenever the command is repeated", text, fix)
             )
         if not override.is_sweep_override():
             continue
-        if key in _OF_ALL:
+        if key in _SWEEP_KEYS:
             problems.append(Problem("names the sweep, so it has one value", key, f"use {key}=NAME"))
         elif count[key] > 1:
             others = [_text(other) for other in parsed if other.key_or_group == key and other is not override]
-            problems.append(Problem(f"{key} is given twice, here and by {others[0]}", word, "give one of them"))
+            problems.append(Problem(f"{key} is given twice, here and by {others[0]}", text, "give one of them"))
     return problems
 
 
-def _listed(override: Override, request: Request, problems: list[Problem]) -> list[str]:
+def _expand(override: Override, request: Request, problems: list[Problem]) -> list[str]:
     """Expand an override to a list, with one item if it is no sweep; empty after a problem."""
     if not override.is_sweep_override():
         return [_text(override)]
-    key, word = override.get_key_element(), _text(override)
+    key, text = override.get_key_element(), _text(override)
     value: Any = override.value()
     kind, group = _kind(override), override.key_or_group
     if kind == "GLOB_CHOICE_SWEEP" and group in GROUPS:
-        known = list_options(group, request.config_dir)
-        names = value.filter(known)
+        options = list_options(group, request.config_dir)
+        names = value.filter(options)
         if not names:
-            problems.append(Problem(f"must match an option of {group}: {', '.join(known)}", word))
+            problems.append(Problem(f"must match an option of {group}: {', '.join(options)}", text))
         return [f"{key}={name}" for name in names]
     if kind in ("GLOB_CHOICE_SWEEP", "INTERVAL_SWEEP"):
         between = "; accel-run search finds the best between two numbers" if kind == "INTERVAL_SWEEP" else ""
-        problems.append(Problem("does not list its values", word, f"list them, or use range(a,b){between}"))
+        problems.append(Problem("does not list its values", text, f"list them, or use range(a,b){between}"))
         return []
-    wrong = _wrong_range(value) if kind == "RANGE_SWEEP" else _wrong_list(value.list)
-    if wrong:
-        problems.append(Problem(wrong[0], word, wrong[1]))
+    problem = _check_range(value) if kind == "RANGE_SWEEP" else _check_list(value.list)
+    if problem:
+        problems.append(Problem(problem[0], text, problem[1]))
         return []
     return [f"{key}={text}" for text in override.sweep_string_iterator()]
 
 
-def _axis(override: Override, fixed: Request, problems: list[Problem]) -> SearchSpace | None:
+def _parse_axis(override: Override, fixed: Request, problems: list[Problem]) -> SearchSpace | None:
     """Return the search space of the key; None after a problem."""
-    key, word = override.get_key_element(), _text(override)
+    key, text = override.get_key_element(), _text(override)
     value: Any = override.value()
     kind = _kind(override)
     tags = set(value.tags) if kind == "INTERVAL_SWEEP" else set()
     if kind == "INTERVAL_SWEEP":
         low, high, is_log = float(value.start), float(value.end), "log" in tags
         if not (math.isfinite(low) and math.isfinite(high)):
-            problems.append(Problem("has no end", word, "give both limits, for example interval(0,1)"))
+            problems.append(Problem("has no end", text, "give both limits, for example interval(0,1)"))
         elif low >= high:
-            problems.append(Problem("must start below its end", word, f"use interval({high:g},{low:g})"))
+            problems.append(Problem("must start below its end", text, f"use interval({high:g},{low:g})"))
         elif is_log and low <= 0:
-            problems.append(Problem("a log scale must start above 0", word, f"use log({high / 1000:g},{high:g})"))
+            problems.append(Problem("a log scale must start above 0", text, f"use log({high / 1000:g},{high:g})"))
         else:
-            is_whole = isinstance(value.start, int) or not _takes_fractions(override, low, high, fixed)
-            return SearchSpace(key, (), low, high, is_log=is_log, is_whole=is_whole)
+            is_integer = isinstance(value.start, int) or not _accepts_fractions(override, low, high, fixed)
+            return SearchSpace(key, (), low, high, is_log=is_log, is_integer=is_integer)
         return None
-    words = tuple(_listed(override, fixed, problems))
-    if kind != "RANGE_SWEEP" or len(words) < 2:
-        return SearchSpace(key, words) if words else None
-    numbers = sorted(float(each.partition("=")[2]) for each in words)
-    is_whole = all(isinstance(part, int) for part in (value.start, value.step))
-    return SearchSpace(key, (), numbers[0], numbers[-1], abs(float(value.step)), is_whole=is_whole)
+    overrides = tuple(_expand(override, fixed, problems))
+    if kind != "RANGE_SWEEP" or len(overrides) < 2:
+        return SearchSpace(key, overrides) if overrides else None
+    numbers = sorted(float(override.partition("=")[2]) for override in overrides)
+    is_integer = all(isinstance(part, int) for part in (value.start, value.step))
+    return SearchSpace(key, (), numbers[0], numbers[-1], abs(float(value.step)), is_integer=is_integer)
 
 
-def _takes_fractions(override: Override, low: float, high: float, fixed: Request) -> bool:
+def _accepts_fractions(override: Override, low: float, high: float, fixed: Request) -> bool:
     """Return whether the key accepts fractions; a key without numeric type is reported later."""
     if not (low.is_integer() and high.is_integer()):
         return True
     try:
-        compose(_with(fixed, [f"{override.get_key_element()}={low + (high - low) * 0.37 + 0.001!r}"]))
+        compose(_add_overrides(fixed, [f"{override.get_key_element()}={low + (high - low) * 0.37 + 0.001!r}"]))
     except ConfigError as error:
         return not any("must be a whole number" in problem.what for problem in error.problems)
     return True
@@ -201,34 +203,36 @@ def _check_ends(fixed: Request, axes: Sequence[SearchSpace]) -> None:
     first = [axis.ends[0] for axis in axes]
     tries = [first]
     for number, axis in enumerate(axes):
-        tries += [[*first[:number], word, *first[number + 1 :]] for word in axis.ends[1:]]
-    composed([_with(fixed, words) for words in tries])
+        tries += [[*first[:number], text, *first[number + 1 :]] for text in axis.ends[1:]]
+    compose_all([_add_overrides(fixed, overrides) for overrides in tries])
 
 
-def _with(request: Request, words: Sequence[str]) -> Request:
-    return replace(request, overrides=merge_overrides(request.overrides, words))
+def _add_overrides(request: Request, overrides: Sequence[str]) -> Request:
+    return replace(request, overrides=merge_overrides(request.overrides, overrides))
 
 
-def _wrong_range(value: Any) -> tuple[str, str] | None:
+def _check_range(value: Any) -> tuple[str, str] | None:
     """Return what is wrong with a range, and how to fix it; None if it is valid."""
     if value.start is None or value.stop is None or not value.step or not math.isfinite(value.stop - value.start):
         return "has no end" + (": its step is 0" if value.step == 0 else ""), "use range(1,5), or range(1,9,2)"
     count = math.ceil((value.stop - value.start) / value.step)
     if count < 1:
-        turned = f"range({value.stop:g},{value.start:g})" if value.start > value.stop else f"range({value.start + 1:g})"
-        return "has no value", f"use {turned}: the second number is the first one left out"
+        corrected = (
+            f"range({value.stop:g},{value.start:g})" if value.start > value.stop else f"range({value.start + 1:g})"
+        )
+        return "has no value", f"use {corrected}: the second number is the first one left out"
     if count > MAX_TRIALS:
         return f"has {count:,} values; a sweep has at most {MAX_TRIALS:,}", "use a larger step: range(a,b,step)"
     return None
 
 
-def _wrong_list(values: Sequence[Any]) -> tuple[str, str] | None:
+def _check_list(values: Sequence[Any]) -> tuple[str, str] | None:
     """Return what is wrong with a list of values, and how to fix it; None if it is valid."""
     if any(hasattr(value, "tags") for value in values):
         return "has a range among its values", "list all of them: key=1,2,3,8"
     texts = list(map(str, values))
-    twice = next((text for text in texts if texts.count(text) > 1), None)
-    return (f"lists {twice} twice", "remove one of them") if twice is not None else None
+    duplicate = next((text for text in texts if texts.count(text) > 1), None)
+    return (f"lists {duplicate} twice", "remove one of them") if duplicate is not None else None
 
 
 def _kind(override: Override) -> str:
@@ -239,5 +243,5 @@ def _text(override: Override) -> str:
     return override.input_line or ""
 
 
-_OF_ALL = ("run", "output_root")
-_LOG = re.compile(r"\blog\(([^()]*)\)")
+_SWEEP_KEYS = ("run", "output_root")
+_LOG_CALL = re.compile(r"\blog\(([^()]*)\)")

@@ -85,19 +85,19 @@ class Result:
 class Sweep:
     """A sweep and its trials; results are read from the run directories of the trials.
 
-    record  what it tries, as sweep.json has it
-    codes   trial number -> exit code of its last process, once it has exited
-    before  the sweep.json that was read
+    record   content of sweep.json
+    codes    trial number -> exit code of its last process, once it has exited
+    earlier  content of sweep.json when it was read
     """
 
     folder: Path
     record: SweepRecord = field(default_factory=SweepRecord)
     trials: list[Trial] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
-    before: SweepRecord = field(default_factory=SweepRecord)
+    earlier: SweepRecord = field(default_factory=SweepRecord)
 
     def __post_init__(self) -> None:
-        self._settled: dict[int, Result] = {}  # number -> result of trials whose run no longer changes
+        self._final_results: dict[int, Result] = {}  # number -> result of trials whose run no longer changes
 
     @classmethod
     def read(cls, folder: Path) -> Sweep:
@@ -111,7 +111,7 @@ class Sweep:
         )
 
     @property
-    def is_whole(self) -> bool:
+    def is_intact(self) -> bool:
         """Return whether the sweep.json that was read is intact: no entry was omitted."""
         numbers = list(range(1, len(self.record.trials or ()) + 1))
         return self.record.is_whole and [trial.number for trial in self.trials] == numbers
@@ -130,16 +130,16 @@ class Sweep:
 
         A run of this name with other settings is ignored: the trial is waiting, and starting it will fail.
         """
-        if trial.number not in self._settled:
+        if trial.number not in self._final_results:
             found = self._read(trial)
             if found.state not in ("done", "failed") or trial.number not in self.codes:  # it may be retried now
                 return found
-            self._settled[trial.number] = found
-        return self._settled[trial.number]
+            self._final_results[trial.number] = found
+        return self._final_results[trial.number]
 
-    def begin(self, trial: Trial) -> bool:
-        """Forget the previous end of the trial, before a restart; return whether there was one."""
-        self._settled.pop(trial.number, None)
+    def restart(self, trial: Trial) -> bool:
+        """Forget the exit code of the trial before a restart; return whether there was one."""
+        self._final_results.pop(trial.number, None)
         return self.codes.pop(trial.number, None) is not None
 
     def _read(self, trial: Trial) -> Result:
@@ -178,94 +178,104 @@ class Sweep:
         )
         trials = tuple(
             TrialRecord(
-                **vars(each.trial),
-                exit_code=self.codes.get(each.trial.number),
-                state=each.state,
-                last=each.last,
-                best=each.best,
-                seconds=each.seconds,
+                **vars(result.trial),
+                exit_code=self.codes.get(result.trial.number),
+                state=result.state,
+                last=result.last,
+                best=result.best,
+                seconds=result.seconds,
             )
-            for each in results
+            for result in results
         )
         self.record = replace(self.record, name=directory.name, process=process, trials=trials)
         directory.write(SWEEP, to_json(encode(self.record), 1))
-        directory.write(TABLE, as_csv(results, self.goal))
+        directory.write(TABLE, to_csv(results, self.goal))
         return results
 
 
-def winner(results: Sequence[Result], goal: Goal) -> Result | None:
+def find_best(results: Sequence[Result], goal: Goal) -> Result | None:
     """Return the first of the best finished trials; None if none has a finite value."""
-    best = goal.best(each.value for each in results if each.value is not None)
-    return next((each for each in results if best is not None and each.value == best), None)
+    best = goal.best(result.value for result in results if result.value is not None)
+    return next((result for result in results if best is not None and result.value == best), None)
 
 
-def counted(results: Sequence[Result]) -> str:
+def count_states(results: Sequence[Result]) -> str:
     """Return the number of trials by state: `3 done, 1 failed`."""
-    states = [each.state for each in results]
+    states = [result.state for result in results]
     return ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states) or "no trials"
 
 
-def summary(results: Sequence[Result], goal: Goal) -> str:
+def format_summary(results: Sequence[Result], goal: Goal) -> str:
     """Return a one-line summary: trials by state, and the best one or why there is none."""
-    best = winner(results, goal)
+    best = find_best(results, goal)
     if best is not None:
-        return f"{counted(results)}; {goal}: {best.value:.5g}, {best.trial.label}"
-    why = without_metric(results, goal) or f"no finished trial has a finite {goal.metric}"
-    return f"{counted(results)}; {why}"
+        return f"{count_states(results)}; {goal}: {best.value:.5g}, {best.trial.label}"
+    why = explain_missing_metric(results, goal) or f"no finished trial has a finite {goal.metric}"
+    return f"{count_states(results)}; {why}"
 
 
-def without_metric(results: Sequence[Result], goal: Goal) -> str:
+def explain_missing_metric(results: Sequence[Result], goal: Goal) -> str:
     """Return a message if trials have metrics, but not the one used for comparison; else ""."""
-    known = list(dict.fromkeys(name for each in results for name in each.metrics))
+    known = list(dict.fromkeys(name for result in results for name in result.metrics))
     if not known or goal.metric in known:
         return ""
-    near = did_you_mean(goal.metric, known)
-    return f"no trial has {goal.metric}, but {abbreviate(known, 8)}" + (f"; {near}" if near else "")
+    suggestion = did_you_mean(goal.metric, known)
+    return f"no trial has {goal.metric}, but {abbreviate(known, 8)}" + (f"; {suggestion}" if suggestion else "")
 
 
-def told(result: Result, goal: Goal) -> str:
+def format_result(result: Result, goal: Goal) -> str:
     """Format the end of a trial in one line: state, metric and duration."""
-    words = [_state_of(result)]
-    words += [f"{goal.metric} {format_metric(result.last, 5)}"] if result.last is not None else []
-    words += [f"{result.seconds:.1f} s"] if result.seconds is not None else []
-    return "  ".join(words)
+    parts = [_format_state(result)]
+    parts += [f"{goal.metric} {format_metric(result.last, 5)}"] if result.last is not None else []
+    parts += [f"{result.seconds:.1f} s"] if result.seconds is not None else []
+    return "  ".join(parts)
 
 
-def rows_of(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[list[str]]]:
+def trial_rows(results: Sequence[Result], goal: Goal) -> tuple[list[str], list[list[str]]]:
     """Return header and rows of the table of trials, formatted for display; the best one is marked."""
-    keys = list(dict.fromkeys(key for each in results for key in each.trial.settings))
-    best = winner(results, goal)
+    keys = list(dict.fromkeys(key for result in results for key in result.trial.settings))
+    best = find_best(results, goal)
     head = ["trial", *keys, "state", goal.metric, "lowest" if goal.best_is == "min" else "highest", "seconds", ""]
     rows = []
-    for each in results:
-        cells = [each.trial.name, *(_short(each.trial.settings.get(key, "-")) for key in keys), _state_of(each)]
-        cells += ["-" if value is None else format_metric(value, 5) for value in (each.last, each.best)]
-        cells += ["-" if each.seconds is None else f"{each.seconds:.1f}"]
-        rows.append([*cells, BEST if each is best else ""])
+    for result in results:
+        cells = [
+            result.trial.name,
+            *(_shorten(result.trial.settings.get(key, "-")) for key in keys),
+            _format_state(result),
+        ]
+        cells += ["-" if value is None else format_metric(value, 5) for value in (result.last, result.best)]
+        cells += ["-" if result.seconds is None else f"{result.seconds:.1f}"]
+        rows.append([*cells, BEST if result is best else ""])
     return head, rows
 
 
-def table(results: Sequence[Result], goal: Goal, columns: int = 0) -> list[str]:
+def format_trial_table(results: Sequence[Result], goal: Goal, columns: int = 0) -> list[str]:
     """Format the table of trials for a terminal of `columns` columns; 0: unlimited."""
-    head, rows = rows_of(results, goal)
+    head, rows = trial_rows(results, goal)
     lines = [[sanitize(cell).replace("\n", " ") for cell in row] for row in (head, *rows)]
     return format_table(lines, droppable=("seconds", head[-3]), columns=columns)
 
 
-def as_csv(results: Sequence[Result], goal: Goal) -> str:
+def to_csv(results: Sequence[Result], goal: Goal) -> str:
     """Return the table for other programs: a row per trial, a column per changed key and per metric."""
-    keys = list(dict.fromkeys(key for each in results for key in each.trial.settings))
-    metrics = list(dict.fromkeys(name for each in results for name in each.metrics if name != goal.metric))
-    best = winner(results, goal)
-    told = io.StringIO()
-    writer = csv.writer(told, lineterminator="\n")
+    keys = list(dict.fromkeys(key for result in results for key in result.trial.settings))
+    metrics = list(dict.fromkeys(name for result in results for name in result.metrics if name != goal.metric))
+    best = find_best(results, goal)
+    text = io.StringIO()
+    writer = csv.writer(text, lineterminator="\n")
     head = ["trial", "name", *keys, "state", "exit_code", "seconds", goal.metric, f"{goal.metric} {goal.best_is}"]
     writer.writerow([*head, *metrics, "is_best"])
-    for each in results:
-        cells = [each.trial.number, each.trial.name, *(each.trial.settings.get(key, "") for key in keys)]
-        cells += [each.state, each.exit_code, each.seconds, _json(each.last), _json(each.best)]
-        writer.writerow([*cells, *(_json(each.metrics.get(name)) for name in metrics), int(each is best)])
-    return told.getvalue()
+    for result in results:
+        cells = [result.trial.number, result.trial.name, *(result.trial.settings.get(key, "") for key in keys)]
+        cells += [
+            result.state,
+            result.exit_code,
+            result.seconds,
+            _finite_or_none(result.last),
+            _finite_or_none(result.best),
+        ]
+        writer.writerow([*cells, *(_finite_or_none(result.metrics.get(name)) for name in metrics), int(result is best)])
+    return text.getvalue()
 
 
 def _state(word: str, code: int | None, launcher: str) -> State:
@@ -281,23 +291,23 @@ def _state(word: str, code: int | None, launcher: str) -> State:
     return "submitted" if code == 0 and launcher != "local" else "waiting"
 
 
-def _state_of(result: Result) -> str:
+def _format_state(result: Result) -> str:
     is_known = result.state == "failed" and result.exit_code is not None
     return f"{result.state} ({result.exit_code})" if is_known else result.state
 
 
-def _json(value: float | None) -> float | None:
+def _finite_or_none(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def _short(text: str) -> str:
+def _shorten(text: str) -> str:
     """Shorten a value for a table."""
     try:
         number = float(text)
     except ValueError:
-        return text if len(text) <= _LETTERS else f"{text[: _LETTERS - 1]}…"
+        return text if len(text) <= _MAX_CELL_WIDTH else f"{text[: _MAX_CELL_WIDTH - 1]}…"
     return text if len(text) <= 8 else f"{number:.4g}"
 
 
 _ORDER: tuple[State, ...] = ("done", "running", "submitted", "stopped", "failed", "waiting")
-_LETTERS = 32
+_MAX_CELL_WIDTH = 32

@@ -30,18 +30,18 @@ from runner.base.values import Positive
 
 Row = Mapping[str, Any]
 
-QUEUE_ROWS = 10_000  # rows that wait while wandb starts or is slow; more are left to metrics.jsonl
+QUEUE_ROWS = 10_000  # rows that wait while wandb starts or is slow; further ones are only in metrics.jsonl
 BATCH_ROWS = 200
 OPEN_S = 60.0  # to import and start; imports are slow on network file systems
 ONLINE_INIT_S = 25.0  # to reach the server; wandb's own limit is 90 s
 LOG_S = 60.0  # to take one batch
 FINISH_S = 2.0  # at the end of a run; the tracker process finishes the rest alone
 OFFLINE_S = 4.0  # of the time to finish, reserved for falling back to an offline folder if going online hangs
-HANDING_S = 1.0  # the same if the process is left alone with the rows
+HAND_OVER_EXTRA_S = 1.0  # the same if the rows are handed over to the process
 HAND_OVER_S = 0.1
 LINGER_S = 8.0  # for the process to send the last rows to a server after the run has exited or was killed
 LOCAL_LINGER_S = 60.0  # the same for a local folder, which takes long only on a busy machine
-FAREWELL_S = 0.3  # of the time to finish: to kill the process and see the thread end
+KILL_S = 0.3  # of the time to finish: to kill the process and join the thread
 
 
 class Tracker:
@@ -57,7 +57,7 @@ class Tracker:
 
     @property
     def note(self) -> str:
-        """One line that states where the rows are, or why they are not tracked."""
+        """One line that states where the rows are stored, or why they are not tracked."""
         return self._note
 
     @property
@@ -78,10 +78,10 @@ class Tracker:
     def log(self, row: Row) -> None:
         """Queue one row; never blocks or raises."""
 
-    def finish(self, timeout_s: float = 30.0, *, exit_code: int = 0, leaves: bool = False) -> None:
+    def finish(self, timeout_s: float = 30.0, *, exit_code: int = 0, hand_over: bool = False) -> None:
         """Wait up to `timeout_s` seconds until all rows are stored, and end the process.
 
-        leaves  hand the remaining rows to the process, which exits some seconds later; `note` has the command that
+        hand_over  hand the remaining rows to the process, which exits some seconds later; `note` has the command that
                 uploads what is missing then. Handing over may take HANDING_S more on a busy machine.
         """
 
@@ -90,19 +90,19 @@ class Tracker:
 class Attempt:
     """One way to open a tracker.
 
-    name      for messages: "wandb online"
-    order     request that opens the sink in the process
-    where     (folder, URL) -> note, once it is open
-    unsent    folder -> addition to the note if rows may be missing at the end
-    later     note if the process is left alone before it has reported its folder
-    flush_s   seconds after which sent rows are on disk
+    name             for messages: "wandb online"
+    request          request that opens the sink in the process
+    describe         (folder, URL) -> note, once it is open
+    describe_unsent  folder -> addition to the note if rows may be missing at the end
+    later_note       note if the process is detached before it has reported its folder
+    flush_s          seconds after which sent rows are on disk
     """
 
     name: str
-    order: Mapping[str, Any]
-    where: Callable[[str, str | None], str]
-    unsent: Callable[[str], str] = lambda folder: ""
-    later: str = ""
+    request: Mapping[str, Any]
+    describe: Callable[[str, str | None], str]
+    describe_unsent: Callable[[str], str] = lambda folder: ""
+    later_note: str = ""
     flush_s: float = 3.0  # wandb: one second, see tracker_process.py, plus latency
 
 
@@ -124,12 +124,12 @@ class BackgroundTracker(Tracker):
         # A thread that does not end in time owns the lists above, so rows are counted where they come in and go out.
         self._num_logged = self._num_replayed = self._num_safe = 0
         self._num_dropped = 0
-        self._accepts = True
-        self._ends_at = math.inf  # monotonic; set by finish
-        self._leaves = False  # from then on
+        self._accepts_rows = True
+        self._deadline = math.inf  # monotonic; set by finish
+        self._hands_over = False  # from then on
         self._exit_code = 0
         self._process: TrackerProcess | None = None
-        self._thread = threading.Thread(target=self._work, name="tracker", daemon=True)
+        self._thread = threading.Thread(target=self._run, name="tracker", daemon=True)
 
     @property
     def id(self) -> str | None:
@@ -144,9 +144,8 @@ class BackgroundTracker(Tracker):
         return self._num_dropped
 
     def start(self) -> None:
-        with contextlib.suppress(
-            RuntimeError
-        ):  # no thread can be started: rows are counted as dropped, the run continues
+        # If no thread can be started, rows are counted as dropped, and the run continues.
+        with contextlib.suppress(RuntimeError):
             self._thread.start()
 
     def replay(self, path: Path, from_update: int = 0) -> None:
@@ -154,50 +153,51 @@ class BackgroundTracker(Tracker):
             self._queue.put(Replay(path, from_update, path.stat().st_size))
 
     def log(self, row: Row) -> None:
-        if self._accepts and self._queue.qsize() < QUEUE_ROWS:
+        if self._accepts_rows and self._queue.qsize() < QUEUE_ROWS:
             self._num_logged += 1
             self._queue.put(dict(row))
         else:
             self._num_dropped += 1
 
-    def finish(self, timeout_s: float = 30.0, *, exit_code: int = 0, leaves: bool = False) -> None:
-        if math.isfinite(self._ends_at):
+    def finish(self, timeout_s: float = 30.0, *, exit_code: int = 0, hand_over: bool = False) -> None:
+        if math.isfinite(self._deadline):
             return
-        self._exit_code, self._accepts, self._leaves = exit_code, False, leaves
-        self._ends_at = time.monotonic() + timeout_s - FAREWELL_S
+        self._exit_code, self._accepts_rows, self._hands_over = exit_code, False, hand_over
+        self._deadline = time.monotonic() + timeout_s - KILL_S
         self._queue.put(None)
         if self._thread.is_alive():
-            self._thread.join(max(0.0, timeout_s - FAREWELL_S))
-        if leaves:  # the process ends by itself; killed here, it would lose rows that the thread is about to hand over
+            self._thread.join(max(0.0, timeout_s - KILL_S))
+        if hand_over:
+            # The process ends by itself; killed here, it would lose rows that the thread is about to hand over.
             if self._thread.is_alive():
-                self._thread.join(FAREWELL_S + HANDING_S)
+                self._thread.join(KILL_S + HAND_OVER_EXTRA_S)
         elif self._process is not None:
             self._process.kill()  # a process started after this receives no request and exits
         if self._thread.is_alive():
-            self._thread.join(FAREWELL_S)
+            self._thread.join(KILL_S)
         if not self._thread.is_alive():
             deque(self._batches, maxlen=0)  # counts the rows of a replay that the thread did not reach
         self._num_dropped += self._num_logged + self._num_replayed - self._num_safe
 
-    def _work(self) -> None:
+    def _run(self) -> None:
         try:
-            if not any(self._feed(attempt) for attempt in self._attempts):
+            if not any(self._run_attempt(attempt) for attempt in self._attempts):
                 self._note = f"tracker off, metrics.jsonl has every row ({'; '.join(self._reasons)})"
         except Exception as error:  # a bug in the tracker must not end the training
             self._note = f"tracker off, metrics.jsonl has every row ({error!r})"
-        self._accepts = False
+        self._accepts_rows = False
 
-    def _feed(self, attempt: Attempt) -> bool:
+    def _run_attempt(self, attempt: Attempt) -> bool:
         """Send all rows with this attempt; return False if it failed."""
         is_last = attempt is self._attempts[-1]
 
         def limit() -> float:
-            return self._ends_at - (0.0 if is_last else HANDING_S if self._leaves else OFFLINE_S)
+            return self._deadline - (0.0 if is_last else HAND_OVER_EXTRA_S if self._hands_over else OFFLINE_S)
 
         try:
             if time.monotonic() >= limit():
                 raise TrackerFailed("no time left to start it")
-            keep = ("WANDB_",) if attempt.order.get("mode") == "online" else ()
+            keep = ("WANDB_",) if attempt.request.get("mode") == "online" else ()
             self._process = process = TrackerProcess(keep)
         except (TrackerFailed, OSError) as error:
             self._reasons.append(f"{attempt.name}: {error}")
@@ -205,53 +205,53 @@ class BackgroundTracker(Tracker):
         with process:
             opened: dict[str, Any] = {}
             try:
-                opened = process.ask(attempt.order, OPEN_S, limit)["opened"]
-                self._note = attempt.where(opened["folder"], opened["url"]) + _because(self._reasons)
-                while self._unconfirmed or self._take():
-                    process.ask({"rows": self._unconfirmed}, LOG_S, lambda: self._ends_at)
-                    self._remember(attempt.flush_s)
+                opened = process.ask(attempt.request, OPEN_S, limit)["opened"]
+                self._note = attempt.describe(opened["folder"], opened["url"]) + _format_reasons(self._reasons)
+                while self._unconfirmed or self._next_batch():
+                    process.ask({"rows": self._unconfirmed}, LOG_S, lambda: self._deadline)
+                    self._confirm(attempt.flush_s)
             except TrackerFailed as error:
-                if self._may_leave(process) and (is_last or opened):
+                if self._can_hand_over(process) and (is_last or opened):
                     if opened:
                         self._unconfirmed = []  # they were sent
-                        self._note += attempt.unsent(opened["folder"])
+                        self._note += attempt.describe_unsent(opened["folder"])
                     else:
-                        self._note = attempt.later + _because(self._reasons)
-                    self._leave(process)
+                        self._note = attempt.later_note + _format_reasons(self._reasons)
+                    self._hand_over(process)
                     return True
                 self._fall_back(attempt, error)
                 return False
             try:
-                process.ask({"finish": self._exit_code}, math.inf, lambda: self._ends_at)
-                process.let_end()
+                process.ask({"finish": self._exit_code}, math.inf, lambda: self._deadline)
+                process.wait_for_exit()
             except TrackerFailed as error:
-                if time.monotonic() < self._ends_at:  # it failed before the time limit
+                if time.monotonic() < self._deadline:  # it failed before the time limit
                     self._fall_back(attempt, error)
                     return False
-                unsent = attempt.unsent(opened["folder"])
+                unsent = attempt.describe_unsent(opened["folder"])
                 self._note += unsent
-                if self._may_leave(process):
-                    process.leave([])
+                if self._can_hand_over(process):
+                    process.detach([])
                 elif not unsent:  # it is killed, so the rows of the last seconds may be lost
                     return True
-            self._all_rows_are_safe()
+            self._mark_all_safe()
         return True
 
-    def _may_leave(self, process: TrackerProcess) -> bool:
+    def _can_hand_over(self, process: TrackerProcess) -> bool:
         """Return True if the time limit is reached and the process may finish alone."""
-        return self._leaves and time.monotonic() >= self._ends_at - 0.1 and process.lives
+        return self._hands_over and time.monotonic() >= self._deadline - 0.1 and process.is_running
 
-    def _leave(self, process: TrackerProcess) -> None:
+    def _hand_over(self, process: TrackerProcess) -> None:
         """Send the remaining rows and the request to finish."""
         batches = [self._unconfirmed, *self._batches] if self._unconfirmed else list(self._batches)
         self._unconfirmed = []
-        process.leave([*({"rows": batch} for batch in batches), {"finish": self._exit_code}])
-        self._all_rows_are_safe()
+        process.detach([*({"rows": batch} for batch in batches), {"finish": self._exit_code}])
+        self._mark_all_safe()
 
-    def _all_rows_are_safe(self) -> None:
+    def _mark_all_safe(self) -> None:
         self._num_safe = self._num_logged + self._num_replayed
 
-    def _remember(self, flush_s: float) -> None:
+    def _confirm(self, flush_s: float) -> None:
         """Mark the rows as confirmed; those newer than `flush_s`, and the last batch, may still be lost."""
         now = time.monotonic()
         self._recent.extend((now, row) for row in self._unconfirmed)
@@ -266,7 +266,7 @@ class BackgroundTracker(Tracker):
         self._unconfirmed = [*(row for _, row in self._recent), *self._unconfirmed]
         self._recent.clear()
 
-    def _take(self) -> bool:
+    def _next_batch(self) -> bool:
         self._unconfirmed = next(self._batches, [])
         return bool(self._unconfirmed)
 
@@ -311,7 +311,7 @@ def wandb(
     group: str | None = None,
     tags: list[str] = [],  # noqa: B006 - read as schema
 ) -> Tracker:
-    """Log to Weights & Biases, online where that works, else into an offline folder; the step is the update.
+    """Log to Weights & Biases, online if possible, else into an offline folder; the step is the update.
 
     project  project of the run
     entity   user or team; null: the account's default
@@ -324,7 +324,7 @@ def wandb(
     if chosen == "disabled":
         return Tracker(f"wandb disabled ({reason}); metrics.jsonl has every row")
     run_id = previous_id or os.environ.get("WANDB_RUN_ID") or secrets.token_hex(4)
-    order = {
+    request = {
         "sink": "wandb",
         "init_timeout_s": ONLINE_INIT_S,
         "run_dir": str(run_dir),
@@ -338,23 +338,23 @@ def wandb(
     }
 
     def sync(folder: str) -> str:
-        return f"upload with: wandb sync {_fragments(folder, run_id) if previous_id else shlex.quote(folder)}"
+        return f"upload with: wandb sync {_folder_pattern(folder, run_id) if previous_id else shlex.quote(folder)}"
 
-    def unsent(folder: str) -> str:
+    def describe_unsent(folder: str) -> str:
         return f"; not everything was uploaded; run: wandb sync --include-online {shlex.quote(folder)}"
 
     folders = f"{shlex.quote(str(run_dir / 'wandb'))}/offline-run-*-{run_id}"
     online = Attempt(
         "wandb online",
-        {**order, "mode": "online", "linger_s": LINGER_S},
+        {**request, "mode": "online", "linger_s": LINGER_S},
         lambda folder, url: f"wandb: {url or folder}",
-        unsent,
+        describe_unsent,
     )
     offline = Attempt(
         "wandb offline",
-        {**order, "mode": "offline", "linger_s": LOCAL_LINGER_S},
+        {**request, "mode": "offline", "linger_s": LOCAL_LINGER_S},
         lambda folder, url: f"wandb offline; {sync(folder)}",
-        later=f"wandb offline, {_AFTERWARDS}; upload with: wandb sync {folders}",
+        later_note=f"wandb offline, {_WRITTEN_LATER}; upload with: wandb sync {folders}",
     )
     return BackgroundTracker((online, offline) if chosen == "online" else (offline,), run_id, reason=reason)
 
@@ -373,12 +373,12 @@ def tensorboard(
     Raises MissingPackage if tensorboard is not installed.
     """
     require_installed("tensorboard")
-    order = {"sink": "tensorboard", "run_dir": str(run_dir), "flush_s": flush_s, "linger_s": LOCAL_LINGER_S}
+    request = {"sink": "tensorboard", "run_dir": str(run_dir), "flush_s": flush_s, "linger_s": LOCAL_LINGER_S}
     show = Attempt(
         "tensorboard",
-        order,
+        request,
         lambda folder, url: f"tensorboard --logdir {shlex.quote(folder)}",
-        later=f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))} ({_AFTERWARDS})",
+        later_note=f"tensorboard --logdir {shlex.quote(str(run_dir / 'tensorboard'))} ({_WRITTEN_LATER})",
         flush_s=flush_s,
     )
     return BackgroundTracker((show,))
@@ -420,16 +420,21 @@ class TrackerProcess:
 
     def __init__(self, keep: tuple[str, ...] = ()) -> None:
         """Start it; of the secrets in the environment it inherits those whose names start with `keep`."""
-        self._line, theirs = socket.socketpair()
-        self._heard = b""
-        self.is_left = False
-        _LEFT[:] = [process for process in _LEFT if process.poll() is None]  # reap zombies
+        self._socket, child_socket = socket.socketpair()
+        self._received = b""
+        self.is_detached = False
+        _DETACHED[:] = [process for process in _DETACHED if process.poll() is None]  # reap zombies
         try:
-            with theirs:
+            with child_socket:
                 self._process = subprocess.Popen(
                     # -P: modules beside the script must not shadow what wandb imports
-                    [sys.executable, "-P", str(Path(__file__).with_name("tracker_process.py")), str(theirs.fileno())],
-                    pass_fds=[theirs.fileno()],
+                    [
+                        sys.executable,
+                        "-P",
+                        str(Path(__file__).with_name("tracker_process.py")),
+                        str(child_socket.fileno()),
+                    ],
+                    pass_fds=[child_socket.fileno()],
                     stdin=subprocess.DEVNULL,  # no prompts
                     stdout=subprocess.DEVNULL,
                     stderr=subprocess.DEVNULL,
@@ -437,68 +442,68 @@ class TrackerProcess:
                     env={"WANDB_ERROR_REPORTING": "false", **drop_secrets(os.environ, keep=keep)},
                 )
         except OSError:
-            self._line.close()
+            self._socket.close()
             raise
 
     def __enter__(self) -> TrackerProcess:
         return self
 
     def __exit__(self, *error: object) -> None:
-        if self.is_left:
-            _LEFT.append(self._process)
+        if self.is_detached:
+            _DETACHED.append(self._process)
             return
         self.kill()
         self._process.wait()
-        self._line.close()
+        self._socket.close()
 
-    def let_end(self) -> None:
+    def wait_for_exit(self) -> None:
         """Wait a moment for the process to exit after its last request."""
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(1.0)
 
     @property
-    def lives(self) -> bool:
+    def is_running(self) -> bool:
         """True while the process runs."""
         return self._process.poll() is None
 
-    def leave(self, orders: Sequence[Row]) -> None:
+    def detach(self, requests: Sequence[Row]) -> None:
         """Send the last requests without waiting for answers; the process exits within its `linger_s`."""
-        self.is_left = True
+        self.is_detached = True
         with contextlib.suppress(OSError):  # rows that do not fit into the socket buffer are in metrics.jsonl
-            self._line.settimeout(HAND_OVER_S)
-            for order in orders:
-                self._line.sendall(json.dumps(order, default=str, skipkeys=True).encode() + b"\n")
+            self._socket.settimeout(HAND_OVER_S)
+            for request in requests:
+                self._socket.sendall(json.dumps(request, default=str, skipkeys=True).encode() + b"\n")
         with contextlib.suppress(OSError):
-            self._line.shutdown(socket.SHUT_RDWR)  # a process forked by the run may keep this end open
-        self._line.close()
+            self._socket.shutdown(socket.SHUT_RDWR)  # a process forked by the run may keep this end open
+        self._socket.close()
 
     def kill(self) -> None:
         """Kill the process; wandb's service notices that its parent is gone and exits within a second."""
         self._process.kill()
 
-    def ask(self, order: Row, limit_s: float, ends_at: Callable[[], float]) -> dict[str, Any]:
-        """Return the answer to `order`. Raises TrackerFailed after `limit_s`, or at `ends_at()`, whichever is first."""
+    def ask(self, request: Row, limit_s: float, deadline: Callable[[], float]) -> dict[str, Any]:
+        """Return the answer to `request`. Raises TrackerFailed after `limit_s`, or at `deadline()` if earlier."""
         limit = time.monotonic() + limit_s
         try:
-            self._line.settimeout(max(0.01, min(limit_s, ends_at() - time.monotonic(), LOG_S)))
-            self._line.sendall(redact(json.dumps(order, default=str, skipkeys=True)).encode() + b"\n")
-            while b"\n" not in self._heard:
-                left_s = min(limit, ends_at()) - time.monotonic()
+            self._socket.settimeout(max(0.01, min(limit_s, deadline() - time.monotonic(), LOG_S)))
+            self._socket.sendall(redact(json.dumps(request, default=str, skipkeys=True)).encode() + b"\n")
+            while b"\n" not in self._received:
+                left_s = min(limit, deadline()) - time.monotonic()
                 if left_s <= 0:
                     raise TrackerFailed("no answer in time")
-                self._line.settimeout(min(left_s, 0.1))
+                self._socket.settimeout(min(left_s, 0.1))
                 try:
-                    heard = self._line.recv(65536)
+                    data = self._socket.recv(65536)
                 except TimeoutError:
                     if self._process.poll() is None:
                         continue
-                    heard = b""  # a process forked by the run may keep the other end open, which hides the EOF
-                if not heard:
+                    data = b""  # a process forked by the run may keep the other end open, which hides the EOF
+                if not data:
                     raise TrackerFailed("its process ended")
-                self._heard += heard
+                self._received += data
         except OSError as error:
             raise TrackerFailed(f"its process cannot be reached ({error})") from error
-        line, _, self._heard = self._heard.partition(b"\n")
+        line, _, self._received = self._received.partition(b"\n")
         answer: dict[str, Any] = json.loads(line)
         if "failed" in answer:
             raise TrackerFailed(answer["failed"])
@@ -507,10 +512,10 @@ class TrackerProcess:
 
 def choose_mode(mode: str, environ: Mapping[str, str]) -> tuple[str, str]:
     """Return online, offline or disabled, and the reason unless it is the setting."""
-    if mode == "auto" and (asked := environ.get("WANDB_MODE")):
-        known = {"online": "online", "run": "online", "disabled": "disabled"}.get(asked, "offline")
-        if known != "online":
-            return known, f"WANDB_MODE={asked}"
+    if mode == "auto" and (variable := environ.get("WANDB_MODE")):
+        normalized = {"online": "online", "run": "online", "disabled": "disabled"}.get(variable, "offline")
+        if normalized != "online":
+            return normalized, f"WANDB_MODE={variable}"
     elif mode in ("offline", "disabled"):
         return mode, f"mode={mode}"
     return ("online", "") if has_key(environ) else ("offline", "no API key")
@@ -521,8 +526,8 @@ def has_key(environ: Mapping[str, str]) -> bool:
     if environ.get("WANDB_API_KEY") or environ.get("WANDB_IDENTITY_TOKEN_FILE"):
         return True
     home = Path(environ.get("HOME", "/"))
-    named = environ.get("NETRC")
-    for path in [Path(named)] if named else [home / ".netrc", home / "_netrc"]:
+    netrc_path = environ.get("NETRC")
+    for path in [Path(netrc_path)] if netrc_path else [home / ".netrc", home / "_netrc"]:
         with contextlib.suppress(OSError, ValueError, netrc.NetrcParseError):  # ValueError: not text
             return netrc.netrc(path).authenticators(urlsplit(_server(environ, home)).netloc) is not None
     return False
@@ -537,16 +542,17 @@ def _server(environ: Mapping[str, str], home: Path) -> str:
     return environ.get("WANDB_BASE_URL") or stored
 
 
-def _fragments(folder: str, run_id: str) -> str:
+def _folder_pattern(folder: str, run_id: str) -> str:
     """Return a shell pattern for all folders of a run that was resumed offline; wandb joins them in order of time."""
     return f"{shlex.quote(str(Path(folder).parent))}/offline-run-*-{run_id}"
 
 
-def _because(reasons: list[str]) -> str:
+def _format_reasons(reasons: list[str]) -> str:
     return f" ({'; '.join(reasons)})" if reasons else ""
 
 
-_AFTERWARDS = "written in the seconds after the end of the run; metrics.jsonl has every row"
-_LEFT: list[subprocess.Popen[bytes]] = []  # kept until they exit: Python warns if a running Popen object is collected
+_WRITTEN_LATER = "written in the seconds after the end of the run; metrics.jsonl has every row"
+# Kept until they exit: Python warns if a running Popen object is collected.
+_DETACHED: list[subprocess.Popen[bytes]] = []
 
 TRACKERS: Mapping[str, Callable[..., Tracker]] = {"none": none, "wandb": wandb, "tensorboard": tensorboard}

@@ -45,7 +45,7 @@ class Sink(Protocol):
 class Wandb:
     """A new or resumed wandb run; rows that it already has are not logged again."""
 
-    def __init__(self, *, mode: str, init_timeout_s: float, run_dir: str, **named: Any) -> None:
+    def __init__(self, *, mode: str, init_timeout_s: float, run_dir: str, **options: Any) -> None:
         import wandb  # noqa: TID251 - the other half of runner/trackers/tracker.py
 
         settings: dict[str, Any] = {
@@ -66,17 +66,17 @@ class Wandb:
         }
         known = getattr(wandb.Settings, "model_fields", {})  # older versions refuse unknown settings
         # Offline, the rows that this run already has are read from its earlier folders.
-        held = _last_step(Path(run_dir), named["id"]) if mode == "offline" else -1
+        last_stored_step = _last_step(Path(run_dir), options["id"]) if mode == "offline" else -1
         self._run = wandb.init(
             mode=mode,  # type: ignore[arg-type]  # checked where the option is declared
             dir=run_dir,
             resume="allow",
             settings=wandb.Settings(**{name: value for name, value in settings.items() if name in known}),
-            **named,
+            **options,
         )
         self._run.define_metric("update")
         self._run.define_metric("*", step_metric="update")
-        self._first = max(held + 1, self._run.starting_step)
+        self._first = max(last_stored_step + 1, self._run.starting_step)
         self._phase: Any = None
         self._base = 0  # added to `update`: a phase that counts from 0 again continues after the previous one
         self._step = 0
@@ -98,9 +98,8 @@ class Wandb:
         self._run.finish(exit_code=exit_code)
 
     def close(self) -> None:
-        importlib.import_module(
-            "wandb"
-        ).teardown()  # wait for its service process, so that no zombie remains in a container
+        # Waits for its service process, so that no zombie remains in a container.
+        importlib.import_module("wandb").teardown()
 
 
 def wandb_value(value: Any) -> Any:
@@ -134,15 +133,17 @@ class TensorBoard:
         if not isinstance(step, int):
             return
         if self._resumed:  # TensorBoard ignores rows of earlier files from this step on, so nothing appears twice
-            started = self._events.SessionLog(status=self._events.SessionLog.START)
-            self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, session_log=started))
+            session_start = self._events.SessionLog(status=self._events.SessionLog.START)
+            self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, session_log=session_start))
             self._resumed = False
         values = [
             self._summaries.Summary.Value(tag=name, simple_value=value)
             for name, value in row.items()
             if isinstance(value, (int, float)) and name != "update"
         ]
-        values += [each for name, value in row.items() if isinstance(value, dict) for each in self._media(name, value)]
+        values += [
+            media for name, value in row.items() if isinstance(value, dict) for media in self._media(name, value)
+        ]
         summary = self._summaries.Summary(value=values)
         self._writer.add_event(self._events.Event(wall_time=time.time(), step=step, summary=summary))
 
@@ -182,50 +183,50 @@ class TensorBoard:
         pass
 
 
-def serve(line: socket.socket) -> None:
-    """Handle requests from `line` until the last one, including those that an exited run has sent.
+def serve(connection: socket.socket) -> None:
+    """Handle requests from `connection` until the last one, including those that an exited run has sent.
 
     The process exits `linger_s` (of the opening request) seconds after the run has closed the line, even if blocked.
     """
 
-    def answer(**words: Any) -> None:
+    def answer(**fields: Any) -> None:
         with contextlib.suppress(OSError):  # the run has exited
-            line.sendall(json.dumps(words).encode() + b"\n")
+            connection.sendall(json.dumps(fields).encode() + b"\n")
 
-    orders = line.makefile("r", encoding="utf-8")
+    requests = connection.makefile("r", encoding="utf-8")
     try:
-        opening = json.loads(orders.readline())
-        threading.Thread(target=_end_after, args=(line, opening.pop("linger_s")), daemon=True).start()
+        opening = json.loads(requests.readline())
+        threading.Thread(target=_exit_after, args=(connection, opening.pop("linger_s")), daemon=True).start()
         for name in ("wandb", ".wandb", "tensorboard"):
             if (Path(opening["run_dir"]) / name).is_symlink():
                 raise OSError(f"{name} in the run directory must be a folder, but is a link")
         sink = SINKS[opening.pop("sink")](**opening)
         answer(opened=sink.opened)
-        while (text := orders.readline()).endswith("\n"):
-            order = json.loads(text)
-            if "finish" in order:
-                sink.finish(order["finish"])
+        while (text := requests.readline()).endswith("\n"):
+            request = json.loads(text)
+            if "finish" in request:
+                sink.finish(request["finish"])
                 answer(finished=True)
                 sink.close()
                 return
-            for row in order["rows"]:
+            for row in request["rows"]:
                 sink.log(row)
-            answer(logged=len(order["rows"]))
+            answer(logged=len(request["rows"]))
         sink.finish(1)
     except BaseException as error:  # wandb raises SystemExit and KeyboardInterrupt too
-        answer(failed=_in_words(error))
+        answer(failed=_format_error(error))
 
 
-def _end_after(line: socket.socket, linger_s: float) -> None:
+def _exit_after(connection: socket.socket, linger_s: float) -> None:
     """Exit some time after the run has closed its end of the line."""
     poll = select.poll()
-    poll.register(line, select.POLLRDHUP)
+    poll.register(connection, select.POLLRDHUP)
     poll.poll()
     time.sleep(linger_s)
     os._exit(1)
 
 
-def _in_words(error: BaseException) -> str:
+def _format_error(error: BaseException) -> str:
     """Return an error as one line without the API key."""
     text = " ".join(f"{type(error).__name__}: {error}".split())
     key = os.environ.get("WANDB_API_KEY")

@@ -127,15 +127,15 @@ if dist.get_rank() == 0:
 
 def on_two_ranks(function: Callable[[Any], Any]) -> Any:
     """Return what `function(world)` returned on rank 0 of two forked ranks."""
-    from runner.tools.measure.forked_ranks import on_ranks
+    from runner.tools.measure.forked_ranks import run_on_ranks
 
-    return on_ranks(function, 2)
+    return run_on_ranks(function, 2)
 
 
 def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
     """Open a run on this rank, silently, in a separate folder."""
     from runner.config.request import Request
-    from runner.tools.measure.forked_ranks import opened
+    from runner.tools.measure.forked_ranks import open_first_phase
 
     folder = world.broadcast(stack.enter_context(tempfile.TemporaryDirectory()))
     file = Path(folder) / "task_of_script.py"
@@ -144,12 +144,12 @@ def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
     dist.barrier()
     settings = (f"output_root={folder}", "run=m", "evaluate.every=0", "evaluate.samples=32", "monitor=off",
                 "parallelism=ddp", "device=cpu", f"global_batch_size={BATCH}", *words)  # fmt: skip
-    return opened(world, stack, Request(settings, file if task else None))
+    return open_first_phase(world, stack, Request(settings, file if task else None))
 
 
-def ms_per_update(updates: Iterator[Any], number: int) -> float:
+def measure_ms_per_update(updates: Iterator[Any], number: int) -> float:
     """Make some updates; return their mean milliseconds."""
-    from runner.tools.measure.forked_ranks import ms_per_update as timed
+    from runner.tools.measure.forked_ranks import measure_ms_per_update as timed
 
     return timed(updates, number)
 
@@ -203,7 +203,7 @@ def step(arguments: argparse.Namespace) -> float:
             for round_ in range(arguments.rounds + 1):
                 for name in sorted(loops, reverse=bool(round_ % 2)):
                     dist.barrier()
-                    spent = ms_per_update(loops[name], arguments.block)
+                    spent = measure_ms_per_update(loops[name], arguments.block)
                     if round_:  # the first warms up
                         times[name].append(spent)
         return times
@@ -278,8 +278,8 @@ def per_sample_ms(world: Any) -> float:
     with ExitStack() as stack:
         opened = phase(world, stack, "task.size=tiny", "updates=100", "precision=fp32")
         updates = opened.updates()
-        ms_per_update(updates, 10)
-        spent = ms_per_update(updates, 30) / (BATCH / 2)
+        measure_ms_per_update(updates, 10)
+        spent = measure_ms_per_update(updates, 30) / (BATCH / 2)
     return float(world.broadcast(spent))
 
 
@@ -291,8 +291,8 @@ def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, 
         opened = phase(world, stack, f"updates={total}", f"parallelism.shares={shares}", "precision=fp32",
                        "scheduler=constant", "log_every=10000", *words, task=SLOW_TASK)  # fmt: skip
         made = opened.updates()
-        ms_per_update(made, updates)
-        blocks = [ms_per_update(made, 10) for _ in range(12)]
+        measure_ms_per_update(made, updates)
+        blocks = [measure_ms_per_update(made, 10) for _ in range(12)]
         balance = getattr(opened.shares, "balance", None)
         known = [[line.fixed_s, line.per_sample_s] for line in balance.lines] if balance else []
         now = list(balance.shares) if balance else list(opened.order.shares)
@@ -422,7 +422,7 @@ def overhead(arguments: argparse.Namespace) -> float:
             for round_ in range(arguments.rounds + 1):
                 for which in sorted(times, reverse=bool(round_ % 2)):
                     opened._heed = heed if which == "with" else (lambda step: None)
-                    spent = ms_per_update(made, arguments.block)
+                    spent = measure_ms_per_update(made, arguments.block)
                     if round_:
                         times[which].append(spent)
         return times

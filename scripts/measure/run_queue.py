@@ -36,15 +36,15 @@ def main() -> int:
             compute(20.0 * seconds)
         os._exit(0)
     os.waitpid(starter, 0)
-    told = RunQueueWait()
-    before = told.look(begins=True)
+    waits = RunQueueWait()
+    before = waits.sample(begins=True)
     compute(seconds)
-    after = told.look(begins=False)
+    after = waits.sample(begins=False)
     if before is None or after is None:
         print("this process has a CPU quota, or the kernel does not count")
         return 0
-    waited_s = after.waited - before.waited
-    found_s = told.behind_others_s(before, after)
+    waited_s = after.wait_s - before.wait_s
+    found_s = waits.wait_for_others_s(before, after)
     share = found_s / waited_s if waited_s else 0.0
     print(
         f"waited {waited_s:.2f} s for {seconds:g} s of CPU time; found {found_s:.2f} s: {share:.2f} (at least {LEAST})"

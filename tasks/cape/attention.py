@@ -36,7 +36,7 @@ class Maps:
         return [part.transpose(1, 2).reshape(N, C, height, width) for part, (height, width) in pairs]
 
 
-def centres(shapes: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+def cell_centers(shapes: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     """Return x and y (P, 2) of the middle of each cell, in shares of the picture."""
     found = []
     for height, width in shapes:
@@ -45,7 +45,7 @@ def centres(shapes: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
     return torch.cat(found)
 
 
-def sines(xy: Tensor, width: int) -> Tensor:
+def sine_embedding(xy: Tensor, width: int) -> Tensor:
     """Return waves (..., width) of places (..., 2), half for x and half for y; close places have similar ones.
 
     Source: Vaswani et al., Attention Is All You Need, 2017, section 3.5, on two axes as in DETR.
@@ -66,7 +66,7 @@ def sample(maps: Sequence[Tensor], xy: Tensor) -> Tensor:
 
 
 class Attention(nn.Module):
-    """Multi-head attention whose keys and values can be made once and used often."""
+    """Multi-head attention whose keys and values can be computed once and reused."""
 
     def __init__(self, width: int, num_heads: int) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class Attention(nn.Module):
     def forward(
         self, x: Tensor, prepared: tuple[Tensor, Tensor], *, mask: Tensor | None = None, is_causal: bool = False
     ) -> Tensor:
-        """Return (N, T, C). mask (N, 1, 1, S): True where x may look."""
+        """Return (N, T, C). mask (N, 1, 1, S): True where x may attend."""
         q = self._heads(self.query(x))
         y = F.scaled_dot_product_attention(q, *prepared, attn_mask=mask, is_causal=is_causal)
         attended: Tensor = self.output(y.transpose(1, 2).flatten(2))
@@ -92,26 +92,26 @@ class Attention(nn.Module):
 
 
 class DenseMapAttention(nn.Module):
-    """Attention of tokens at places to every token of the maps; places speak through their waves."""
+    """Attention of tokens at places to every token of the maps; with sine embeddings of the places."""
 
     def __init__(self, width: int, num_heads: int, num_levels: int) -> None:
         super().__init__()
         self.attention = Attention(width, num_heads)
 
     def prepare(self, maps: Maps) -> tuple[Tensor, Tensor]:
-        """Return what does not depend on the tokens that look."""
-        return self.attention.prepare(maps.tokens + sines(maps.positions, maps.tokens.shape[-1]), maps.tokens)
+        """Return the keys and values, which do not depend on the queries."""
+        return self.attention.prepare(maps.tokens + sine_embedding(maps.positions, maps.tokens.shape[-1]), maps.tokens)
 
     def forward(self, x: Tensor, places: Tensor, prepared: tuple[Tensor, Tensor]) -> Tensor:
         """Return (N, T, C) for tokens x (N, T, C) at places (N, T, 2)."""
-        attended: Tensor = self.attention(x + sines(places, x.shape[-1]), prepared)
+        attended: Tensor = self.attention(x + sine_embedding(places, x.shape[-1]), prepared)
         return attended
 
 
 class DeformableMapAttention(nn.Module):
     """Attention of tokens to a few places of each map around their own, which they choose.
 
-    Source: Zhu et al., Deformable DETR, ICLR 2021, section 4.1, with grid_sample in place of its kernel.
+    Source: Zhu et al., Deformable DETR, ICLR 2021, section 4.1, with grid_sample instead of its kernel.
     """
 
     num_points = 4
@@ -123,7 +123,7 @@ class DeformableMapAttention(nn.Module):
         self.offsets = nn.Linear(width, num_heads * num_levels * self.num_points * 2)
         self.weights = nn.Linear(width, num_heads * num_levels * self.num_points)
         # Each head starts with a different direction, and its points are placed along it; the weights are
-        # small, not zero as published, so that what asks learns from the first update.
+        # small, not zero as published, so that queries learn from the first update.
         nn.init.normal_(self.offsets.weight, std=0.01)
         nn.init.normal_(self.weights.weight, std=0.01)
         nn.init.zeros_(self.weights.bias)
@@ -144,7 +144,7 @@ class DeformableMapAttention(nn.Module):
         """Return (N, T, C) for tokens x (N, T, C) at places (N, T, 2)."""
         N, T, C = x.shape
         H, L, P = self.num_heads, self.num_levels, self.num_points
-        asking = x + sines(places, C)
+        asking = x + sine_embedding(places, C)
         offsets = self.offsets(asking).view(N, T, H, L, P, 2)
         weights = self.weights(asking).view(N, T, H, L * P).softmax(dim=-1).transpose(1, 2).reshape(N * H, 1, T, L * P)
         read = []

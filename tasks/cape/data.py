@@ -32,7 +32,7 @@ FORMAT = (
     "or annotations/mp100_split1_train.json and so on; see docs/tasks/cape.md"
 )
 BOX_MARGIN = 1.25  # side of a crop per longer side of the box, as in Xu et al., Pose for Everything, ECCV 2022
-KEPT_IN_MEMORY = 2**29  # bytes of crops
+MAX_CACHE_BYTES = 2**29  # bytes of crops
 Array = np.ndarray[Any, Any]
 Crop = Literal["box", "image"]
 Batch = dict[str, Tensor]
@@ -83,7 +83,7 @@ class Annotation:
 
 @dataclass(frozen=True)
 class PoseSet:
-    """The objects of a split; those without a visible keypoint are left out and counted.
+    """The objects of a split; those without a visible keypoint are omitted and counted.
 
     cut_off  visible keypoints outside the square that is cut out of the picture: there they count as invisible
     """
@@ -101,7 +101,7 @@ class PoseSet:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """How much pictures are changed in training: largest angle in degrees, factor, share of the side, and chances."""
+    """Augmentation of pictures: maximum angle in degrees, factor, share of the side, and probabilities."""
 
     rotation: float = 30.0
     scale: float = 1.25
@@ -111,9 +111,9 @@ class Augmentation:
 
 
 def read_pose_set(folder: Path, split: str, *, fold: int = 1, crop: Crop = "image") -> PoseSet:
-    """Return a split of a folder. Raises InputMissing for what is not there, DataError for what is wrong in it.
+    """Return a split of a folder. Raises InputMissing for missing files, DataError for invalid ones.
 
-    crop  what is cut out; if visible keypoints of some objects lie outside, a warning says how many, and the first
+    crop  the part that is cut out; if visible keypoints are outside, a warning has their number and the first
     """
     if not folder.is_dir():
         what = f"{folder} must be a folder" if folder.exists() else f"{folder} does not exist"
@@ -129,7 +129,7 @@ def read_pose_set(folder: Path, split: str, *, fold: int = 1, crop: Crop = "imag
     images = {row["id"]: row for row in content["images"]}
     annotations = [_annotation(path, row, images, categories, folder / "images") for row in content["annotations"]]
     within = [annotation.seen(crop)[1] for annotation in annotations]
-    cut_off = _warn_of_cut_off(path, annotations, within)
+    cut_off = _warn_about_cut_off(path, annotations, within)
     usable = tuple(annotation for annotation, seen in zip(annotations, within, strict=True) if seen.any())
     counts = dict.fromkeys(categories, 0)
     for annotation in usable:
@@ -146,7 +146,7 @@ def read_pose_set(folder: Path, split: str, *, fold: int = 1, crop: Crop = "imag
     return PoseSet(path, tuple(categories.values()), usable, len(annotations) - len(usable), cut_off)
 
 
-def check_apart(sets: Sequence[PoseSet]) -> None:
+def check_disjoint(sets: Sequence[PoseSet]) -> None:
     """Raise DataError if a category is in two splits."""
     for one, other in itertools.combinations(sets, 2):
         if both := {category.name for category in one.categories} & {category.name for category in other.categories}:
@@ -154,8 +154,8 @@ def check_apart(sets: Sequence[PoseSet]) -> None:
             raise _fault(other.path, what)
 
 
-def only_categories(poses: PoseSet, names: Sequence[str]) -> PoseSet:
-    """Return the set with these categories only. Raises ConfigError for a name that is not there."""
+def select_categories(poses: PoseSet, names: Sequence[str]) -> PoseSet:
+    """Return the set with these categories only. Raises ConfigError for an unknown name."""
     known = {category.name for category in poses.categories}
     if unknown := [name for name in names if name not in known]:
         what = f"{unknown[0]!r} is no category of {poses.path}"
@@ -205,7 +205,7 @@ class Episodes:
         return {name: value[0] for name, value in self.__getitems__([index]).items()}
 
     def places(self, indices: Sequence[int]) -> Batch:
-        """Return a batch without its images, as the annotations say: nothing is augmented."""
+        """Return a batch without images and without augmentation."""
         rows = [self._objects(index, self._rng(index)) for index in indices]
         return self._named(rows, *self._keypoints(rows))
 
@@ -266,7 +266,7 @@ class Episodes:
         if (kept := self.pictures.get(position)) is not None:
             return kept
         picture = read_crop(self.poses.annotations[position], self.crop, self.image_size)
-        if (len(self.pictures) + 1) * picture.numel() <= KEPT_IN_MEMORY:
+        if (len(self.pictures) + 1) * picture.numel() <= MAX_CACHE_BYTES:
             self.pictures[position] = picture
         return picture
 
@@ -276,7 +276,7 @@ class Episodes:
 
 
 def read_crop(annotation: Annotation, crop: Crop, image_size: int) -> Tensor:
-    """Return the object's square (3, S, S) as uint8. Raises DataError if the file is no picture of the said size."""
+    """Return the object's square (3, S, S) as uint8. Raises DataError for an invalid or differently sized file."""
     pillow = require("PIL.Image", "cape")
     try:
         with pillow.open(annotation.image) as file:
@@ -313,9 +313,9 @@ def augment(
     size: Tensor,
     mirrored: Sequence[Sequence[int] | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Turn, scale, move, flip and light pictures (B, N, 3, S, S) with separate probabilities; return all, and counts.
+    """Augment pictures (B, N, 3, S, S) with separate probabilities; return all arguments, and counts.
 
-    A flip puts left keypoints where right ones were: it happens only in categories that say which is which.
+    A flip puts left keypoints where right ones were: only categories with left and right keypoints are flipped.
     A pose that leaves less than half of the visible keypoints in the picture is drawn again, at most ten times; then
     the picture stays as it is. Keypoints that are pushed out become invisible.
     """
@@ -353,7 +353,7 @@ def augment(
     return (warped.view_as(images) * lights).clamp(0, 1), xy, visible, size, pushed_out, redrawn
 
 
-def copied_support(batch: Mapping[str, Tensor]) -> Tensor:
+def copy_support(batch: Mapping[str, Tensor]) -> Tensor:
     """Return the support's keypoints (B, Q, K, 2) as the guess for each query; unseen ones at the mean of the seen."""
     xy, visible = batch["support_xy"], batch["support_visible"][..., None]
     mean = (xy * visible).sum(dim=1, keepdim=True) / visible.sum(dim=1, keepdim=True).clamp(min=1)
@@ -397,7 +397,7 @@ def _read_json(path: Path) -> Any:
         if not isinstance(content, dict) or not isinstance(content.get(key), list):
             raise _fault(path, f"must be a COCO-keypoint file with a list of {key}, but has none")
         for number, row in enumerate(content[key]):
-            if not isinstance(row, dict) or not _whole(row.get("id")):
+            if not isinstance(row, dict) or not _is_integer(row.get("id")):
                 raise _fault(path, f"{key}[{number}] must be an object with a whole number as id")
     return content
 
@@ -409,7 +409,7 @@ def _category(path: Path, row: Mapping[str, Any]) -> Category:
     pairs = [] if row.get("skeleton") is None else row["skeleton"]
     ends = range(1, len(names) + 1)
     if not isinstance(pairs, list) or not all(
-        _numbers(pair, 2) and all(_whole(end) and end in ends for end in pair) for pair in pairs
+        _is_number_list(pair, 2) and all(_is_integer(end) and end in ends for end in pair) for pair in pairs
     ):
         raise _fault(path, f"skeleton of category {row['id']} must hold pairs of numbers from 1 to {len(names)}")
     skeleton = tuple((start - 1, end - 1) for start, end in pairs)
@@ -424,23 +424,23 @@ def _annotation(
     folder: Path,
 ) -> Annotation:
     name = f"annotation {row['id']}"
-    image = images.get(row["image_id"]) if _whole(row.get("image_id")) else None
-    category = categories.get(row["category_id"]) if _whole(row.get("category_id")) else None
+    image = images.get(row["image_id"]) if _is_integer(row.get("image_id")) else None
+    category = categories.get(row["category_id"]) if _is_integer(row.get("category_id")) else None
     if image is None or category is None:
         missing = "image_id" if image is None else "category_id"
         raise _fault(path, f"{name} must name an {missing} of this file, but has {row.get(missing)!r}")
     size: list[Any] = [image.get("width"), image.get("height")]
     if (
         not isinstance(image.get("file_name"), str)
-        or not _numbers(size, 2)
-        or not all(_whole(side) and side > 0 for side in size)
+        or not _is_number_list(size, 2)
+        or not all(_is_integer(side) and side > 0 for side in size)
     ):
         raise _fault(path, f"image {image['id']} must have file_name, and width and height as whole numbers above 0")
-    if not _numbers(row.get("keypoints"), 3 * category.num_keypoints):
+    if not _is_number_list(row.get("keypoints"), 3 * category.num_keypoints):
         length = len(row["keypoints"]) if isinstance(row.get("keypoints"), list) else 0
         what = f"must have {category.num_keypoints} keypoints as x, y, visibility for {category.name}"
         raise _fault(path, f"{name} {what}: {3 * category.num_keypoints} numbers, but has {length}")
-    if not _numbers(row.get("bbox"), 4) or min(row["bbox"][2:]) <= 0:
+    if not _is_number_list(row.get("bbox"), 4) or min(row["bbox"][2:]) <= 0:
         raise _fault(path, f"{name} must have a bbox of x, y, width, height above 0, but has {row.get('bbox')}")
     points = np.array(row["keypoints"], dtype=np.float64).reshape(-1, 3)
     visible = points[:, 2] > 0
@@ -457,7 +457,7 @@ def _annotation(
     return Annotation(row["id"], file, image["id"], (width, height), category, box, keypoints, visible)  # type: ignore[arg-type]
 
 
-def _warn_of_cut_off(path: Path, annotations: Sequence[Annotation], within: Sequence[Array]) -> int:
+def _warn_about_cut_off(path: Path, annotations: Sequence[Annotation], within: Sequence[Array]) -> int:
     """Return the number of visible keypoints that are not within the crop; a warning names the first."""
     # An error would be too strict: occluded keypoints are marked outside the box of the visible part of an object.
     lost = [
@@ -477,12 +477,12 @@ def _warn_of_cut_off(path: Path, annotations: Sequence[Annotation], within: Sequ
     return len(lost)
 
 
-def _numbers(value: Any, count: int) -> bool:
+def _is_number_list(value: Any, count: int) -> bool:
     if not isinstance(value, list) or len(value) != count:
         return False
     # The comparison is false for NaN, and exact for whole numbers that no float can hold.
-    return all((_whole(item) or isinstance(item, float)) and abs(item) <= sys.float_info.max for item in value)
+    return all((_is_integer(item) or isinstance(item, float)) and abs(item) <= sys.float_info.max for item in value)
 
 
-def _whole(value: Any) -> bool:
+def _is_integer(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool)

@@ -25,7 +25,7 @@ from runner.tasks.gpt.data import prepared
 from runner.base.packages import require
 from runner.base.task import sample_rng
 
-VERSION = 4  # a new one for every change of what is drawn
+VERSION = 4  # increase it when the pictures change
 FONTS = [
     f"DejaVu{family}{style}.ttf"
     for family, styles in {
@@ -35,14 +35,14 @@ FONTS = [
     }.items()
     for style in styles
 ]
-LEAST_FONTS = 4  # that draw a letter with the same points
+MIN_FONTS = 4  # that draw a letter with the same points
 KEYPOINTS = (5, 12)  # fewest and most of a letter; plain bars and blocks have fewer
-LEAST_INSIDE = 0.75  # share of the keypoints in the picture, else another pose is drawn
+MIN_INSIDE = 0.75  # share of the keypoints in the picture, else another pose is drawn
 HELD_OUT = {"val": 0.2, "test": 0.1}  # share of the letters
 # Largest distance left by the best affine map, in shares of the letter, of what is alike: M and the Σ it is on its side
 # leave 0.074, Latin w and Cyrillic м, which differ in their angles, 0.089.
 LIKENESS = 0.08
-MOST_ORDERS = 500  # of an outline's points that are tried; one with more is tried from where it starts
+MAX_ORDERS = 500  # of an outline's points that are tried; one with more is tried from where it starts
 FORMS = r"\b(CAPITAL|SMALL|LETTER|TURNED|REVERSED|INVERTED|SIDEWAYS|OPEN|LONG|SCRIPT)\b ?| WITH .*"  # of one letter
 MOVE, LINE, CURVE, END = 1, 2, 3, 79  # path codes of matplotlib
 SUPERSAMPLING = 2  # pixels drawn along each side of a pixel
@@ -102,7 +102,7 @@ def write_glyphs(folder: Path, splits: Mapping[str, Sequence[Letter]], *, image_
                 images.append({"id": number, "file_name": file_name, "width": image_size, "height": image_size})
                 annotations.append({"id": number, "image_id": number, "category_id": category, **_coco(drawing)})
                 drawings.append(drawing)
-        # What a pose pushed out of the picture is written down, not lost.
+        # The file has the number of keypoints outside of the pictures.
         info = {
             "description": f"letters of the DejaVu fonts, version {VERSION}",
             "keypoints_outside": sum(int((drawing.keypoints[:, 2] == 0).sum()) for drawing in drawings),
@@ -113,8 +113,8 @@ def write_glyphs(folder: Path, splits: Mapping[str, Sequence[Letter]], *, image_
         (folder / "annotations" / f"{split}.json").write_text(json.dumps(content), encoding="utf-8")
 
 
-def prepared_glyphs(cache: Path, *, image_size: int, seed: int = 0) -> Path:
-    """Return a folder in `cache` that `write_glyphs` filled, now or earlier, whole or not at all."""
+def prepare_glyphs(cache: Path, *, image_size: int, seed: int = 0) -> Path:
+    """Return a folder in `cache` that `write_glyphs` filled, now or earlier, atomically."""
     folder: Path = prepared(
         cache / f"glyphs-v{VERSION}-{image_size}-{seed}",
         lambda draft: write_glyphs(draft, letters_by_split(), image_size=image_size, seed=seed),
@@ -147,12 +147,12 @@ def letters_by_split() -> dict[str, list[Letter]]:
         val, test = HELD_OUT["val"], HELD_OUT["test"]
         splits["val" if share < val else "test" if share < val + test else "train"].append(letter)
     for split in HELD_OUT:
-        alike = resembling(splits[split], splits["train"])
+        alike = find_resembling(splits[split], splits["train"])
         splits[split] = [letter for letter in splits[split] if letter.name not in alike]
     return splits
 
 
-def resembling(letters: Sequence[Letter], others: Sequence[Letter]) -> set[str]:
+def find_resembling(letters: Sequence[Letter], others: Sequence[Letter]) -> set[str]:
     """Return the names of the letters of which a font draws an affine image, mirrored or not, of one of the others.
 
     Keypoints are compared, and all corners, for all pairs of fonts, whichever way the outlines go and wherever they
@@ -179,7 +179,7 @@ def resembling(letters: Sequence[Letter], others: Sequence[Letter]) -> set[str]:
 
 def all_letters() -> list[Letter]:
     """Return the letters and digits that enough fonts draw with the same points, each shape once."""
-    import matplotlib as mpl  # here: it takes its time
+    import matplotlib as mpl  # slow to import
     from matplotlib import ft2font
 
     folder = Path(mpl.get_data_path()) / "fonts" / "ttf"
@@ -192,7 +192,7 @@ def all_letters() -> list[Letter]:
             if letter.isalnum() and not unicodedata.decomposition(letter) and unicodedata.category(letter) != "Cn":
                 font.load_char(code)
                 points, codes = font.get_path()
-                drawn[letter][name] = _closed(tuple(map(int, codes)), np.array(points, dtype=np.float64))
+                drawn[letter][name] = _close_contours(tuple(map(int, codes)), np.array(points, dtype=np.float64))
     letters: list[Letter] = []
     seen: set[bytes] = set()
     for name, outlines in sorted(drawn.items()):
@@ -209,9 +209,9 @@ def _letter(name: str, outlines: Mapping[str, tuple[tuple[int, ...], Array]]) ->
     for font, (codes, _) in outlines.items():
         fonts[codes].append(font)
     codes = max(fonts, key=lambda key: len(fonts[key]))
-    if len(fonts[codes]) < LEAST_FONTS or len(codes) < KEYPOINTS[0]:
+    if len(fonts[codes]) < MIN_FONTS or len(codes) < KEYPOINTS[0]:
         return None
-    shapes = {font: _centred(outlines[font][1]) for font in fonts[codes]}
+    shapes = {font: _center(outlines[font][1]) for font in fonts[codes]}
     reference = next(iter(shapes.values()))
     # Equal codes may start at another corner: then the shapes are no affine images of each other, not even roughly, or
     # they are, but turned, as with X and И.
@@ -220,13 +220,13 @@ def _letter(name: str, outlines: Mapping[str, tuple[tuple[int, ...], Array]]) ->
         for font, shape in shapes.items()
         if _misfit(reference, shape) < 0.15 and np.abs(reference - shape).max() < 0.3
     }
-    keypoints = _spread(codes, np.mean(list(shapes.values()), axis=0))
-    if len(shapes) < LEAST_FONTS or len(keypoints) < KEYPOINTS[0]:
+    keypoints = _select_keypoints(codes, np.mean(list(shapes.values()), axis=0))
+    if len(shapes) < MIN_FONTS or len(keypoints) < KEYPOINTS[0]:
         return None
     return Letter(name, codes, shapes, keypoints, _skeleton(codes, keypoints))
 
 
-def _closed(codes: tuple[int, ...], points: Array) -> tuple[tuple[int, ...], Array]:
+def _close_contours(codes: tuple[int, ...], points: Array) -> tuple[tuple[int, ...], Array]:
     """Return the outline with the point of each closing code, which matplotlib ignores, at the contour's start."""
     for contour in _contours(codes):
         ends = [index for index in contour if codes[index] == END]
@@ -234,7 +234,7 @@ def _closed(codes: tuple[int, ...], points: Array) -> tuple[tuple[int, ...], Arr
     return codes, points
 
 
-def _centred(points: Array) -> Array:
+def _center(points: Array) -> Array:
     low, high = points.min(axis=0), points.max(axis=0)
     shape: Array = (points - (low + high) / 2) / max((high - low).max(), 1e-9)
     return shape
@@ -257,7 +257,7 @@ def _corners(codes: Sequence[int]) -> list[int]:
     return on_outline
 
 
-def _spread(codes: Sequence[int], shape: Array) -> tuple[int, ...]:
+def _select_keypoints(codes: Sequence[int], shape: Array) -> tuple[int, ...]:
     """Return up to twelve points of the outline that are far from each other, in the order of the outline.
 
     Farthest-point sampling; it ends where the next point would be closer than 0.12 of the letter to a chosen one.
@@ -290,7 +290,7 @@ def _orders(contours: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...]
     """
     for order in itertools.permutations(contours) if len(contours) <= 3 else [tuple(contours)]:
         counts = tuple(map(len, order))
-        starts = [range(count if math.prod(counts) <= MOST_ORDERS else 1) for count in counts]
+        starts = [range(count if math.prod(counts) <= MAX_ORDERS else 1) for count in counts]
         for step in (1, -1):
             walked = [list(contour)[::step] for contour in order]
             yield (
@@ -319,7 +319,7 @@ def _skeleton(codes: Sequence[int], keypoints: Sequence[int]) -> tuple[tuple[int
 
 
 def _shapes(letter: Letter) -> set[bytes]:
-    """Return what is equal for letters that a font draws alike."""
+    """Return keys that are equal for letters with the same shape in a font."""
     return {
         f"{font}{letter.codes}".encode() + np.round(shape, 2).astype(np.float32).tobytes()
         for font, shape in letter.outlines.items()
@@ -335,7 +335,7 @@ def _kin(letters: Sequence[Letter]) -> Iterator[tuple[str, str]]:
         yield letter.name, forms.setdefault(base, letter.name)
         for font, shape in letter.outlines.items():
             for contour in _contours(letter.codes):
-                piece = _centred(shape[contour.start : contour.stop])
+                piece = _center(shape[contour.start : contour.stop])
                 if len(piece) > 6:
                     key = (font, len(piece), np.round(piece, 1).astype(np.float32).tobytes())
                     yield letter.name, contours.setdefault(key, letter.name)
@@ -352,16 +352,16 @@ def _kin(letters: Sequence[Letter]) -> Iterator[tuple[str, str]]:
 def draw(letter: Letter, font: str, *, image_size: int, rng: np.random.Generator) -> Drawing:
     """Return the letter of that font in a random pose, colour and background."""
     shape, chosen = letter.outlines[font], list(letter.keypoints)
-    redrawn, pixels = 0, _posed(rng, shape, image_size)
-    while (visible := _inside(pixels[chosen], image_size)).mean() < LEAST_INSIDE:
-        redrawn, pixels = redrawn + 1, _posed(rng, shape, image_size)
+    redrawn, pixels = 0, _random_pose(rng, shape, image_size)
+    while (visible := _inside(pixels[chosen], image_size)).mean() < MIN_INSIDE:
+        redrawn, pixels = redrawn + 1, _random_pose(rng, shape, image_size)
     picture = _paint(rng, letter.codes, pixels, image_size)
     keypoints = np.where(visible[:, None], np.insert(pixels[chosen].round(2), 2, 2.0, axis=1), 0.0)
     low, high = pixels.min(axis=0).clip(0, image_size), pixels.max(axis=0).clip(0, image_size)
     return Drawing(picture, keypoints, np.concatenate([low, high - low]).round(2), redrawn)
 
 
-def _posed(rng: np.random.Generator, shape: Array, image_size: int) -> Array:
+def _random_pose(rng: np.random.Generator, shape: Array, image_size: int) -> Array:
     """Return the points in pixels, at a random angle, size, shear, stretch and place."""
     angle, shear = rng.uniform(-math.pi / 4, math.pi / 4), rng.uniform(-0.25, 0.25)
     stretch = math.exp(rng.uniform(-0.2, 0.2))

@@ -1,4 +1,4 @@
-"""How good guessed keypoints are: PCK, distances, right ends; and what copying the support achieves.
+"""Metrics of predicted keypoints: PCK, distances, correct ends; and the baseline of copying the support.
 
 Source of PCK: Yang and Ramanan, Articulated Human Detection with Flexible Mixtures of Parts, PAMI 2013, section 6.
 """
@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .data import Batch, Episodes, copied_support
+from .data import Batch, Episodes, copy_support
 from .model import COORDINATE, END, Guess
 
 THRESHOLD = 0.2  # share of the object's longer side
@@ -31,7 +31,7 @@ def target_types(batch: Batch) -> tuple[Tensor, Tensor]:
     return torch.where(is_end, END, COORDINATE), counted
 
 
-def judged(xy: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
+def score_keypoints(xy: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     """Return hits and distances (B, Q, K) of guessed places (B, Q, K, 2), in shares of the object's longer side.
 
     An invisible keypoint is no hit, and its distance is 0.
@@ -41,21 +41,21 @@ def judged(xy: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return (distances <= THRESHOLD) & batch["query_visible"], distances
 
 
-def measured(guess: Guess, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def score_guess(guess: Guess, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Return hits and distances (B, Q, K), and which ends (B, Q) come right after the last keypoint.
 
-    A keypoint after the end that the model says is no hit.
+    A keypoint after the predicted end is no hit.
     """
-    hits, distances = judged(guess.xy[-1, :, :-1].float().view_as(batch["query_xy"]), batch)
+    hits, distances = score_keypoints(guess.xy[-1, :, :-1].float().view_as(batch["query_xy"]), batch)
     is_end = (guess.types[-1].argmax(dim=-1) == END).view(*hits.shape[:2], -1)
     goes_on = is_end.cumsum(dim=-1) == 0
     ended = goes_on.sum(dim=-1) == batch["present"].sum(dim=1)[:, None]
     return hits & goes_on[..., :-1], distances, ended
 
 
-def copying(episodes: Episodes) -> Mapping[str, float]:
+def copy_baseline(episodes: Episodes) -> Mapping[str, float]:
     """Return PCK and distance of copying the support's keypoints, over all episodes."""
     batch = episodes.places(range(len(episodes)))
-    hits, distances = judged(copied_support(batch), batch)
+    hits, distances = score_keypoints(copy_support(batch), batch)
     visible = batch["query_visible"].sum()
     return {"pck": float(hits.sum() / visible), "distance": float(distances.sum() / visible)}

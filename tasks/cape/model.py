@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Attention, FeedForward, Kind, Maps, centres, map_attention, sample, sines
+from .attention import Attention, FeedForward, Kind, Maps, cell_centers, map_attention, sample, sine_embedding
 from .backbone import PretrainedResNet50, ResNet
 
 COORDINATE, END = 0, 1  # types of tokens
@@ -107,7 +107,7 @@ class PoseTransformer(nn.Module):
         tokens = torch.cat(
             [level.flatten(2).transpose(1, 2) + own for level, own in zip(maps, self.level, strict=True)], dim=1
         )
-        positions = centres(shapes, tokens.device)
+        positions = cell_centers(shapes, tokens.device)
         for layer in self.encoder:
             tokens = layer(Maps(tokens, shapes, positions))
         tokens = self.encoder_norm(tokens).unflatten(0, (B, N))
@@ -128,8 +128,8 @@ class PoseTransformer(nn.Module):
     def guess(self, query: Maps, tokens: Tensor, present: Tensor, given: Tensor, seen: Tensor) -> Guess:
         """Return the Guess where the keypoints before each are `given` (N, K, 2), unknown where not `seen` (N, K)."""
         steps, proposals = self.steps(query, tokens, present)
-        looking = Surroundings(tokens, present[:, None, None], query)
-        return self._through_layers(steps + self.before(given, seen), proposals, looking)
+        context = DecoderContext(tokens, present[:, None, None], query)
+        return self._through_layers(steps + self.before(given, seen), proposals, context)
 
     def decode(self, query: Maps, tokens: Tensor, present: Tensor, *, cached: bool = True) -> Guess:
         """Return the Guess where the keypoints before each are those guessed; all queries go forward together.
@@ -137,12 +137,12 @@ class PoseTransformer(nn.Module):
         cached  keep the decoder's keys and values; without, every step reads all tokens again
         """
         steps, proposals = self.steps(query, tokens, present)
-        looking = Surroundings(tokens, present[:, None, None], query)
+        context = DecoderContext(tokens, present[:, None, None], query)
         caches = [DecoderCache() for _ in self.decoder] if cached else None
         inputs, guesses = self.begin.expand(len(steps), 1, -1), []
         for step in range(steps.shape[1]):
             now = slice(step if cached else 0, step + 1)
-            guess = self._through_layers(steps[:, now] + inputs, proposals[:, now], looking, caches)
+            guess = self._through_layers(steps[:, now] + inputs, proposals[:, now], context, caches)
             guesses.append(guess)
             made = self.coordinates(guess.xy[-1, :, -1:])
             inputs = made if cached else torch.cat([inputs, made], dim=1)
@@ -171,20 +171,20 @@ class PoseTransformer(nn.Module):
         return torch.cat([self.begin.expand(len(tokens), 1, -1), tokens], dim=1)
 
     def _through_layers(
-        self, x: Tensor, proposals: Tensor, looking: Surroundings, caches: Sequence[DecoderCache] | None = None
+        self, x: Tensor, proposals: Tensor, context: DecoderContext, caches: Sequence[DecoderCache] | None = None
     ) -> Guess:
         places, types = [proposals], []
         kept: Sequence[DecoderCache | None] = caches or [None] * len(self.decoder)
         for layer, cache in zip(self.decoder, kept, strict=True):
             # As in Deformable DETR, a layer learns to refine the given position, not to choose it.
-            x, moved, kinds = layer(x, places[-1].detach(), looking, cache)
+            x, moved, kinds = layer(x, places[-1].detach(), context, cache)
             places.append(moved)
             types.append(kinds)
         return Guess(proposals, torch.stack(places[1:]), torch.stack(types))
 
     def _order(self, count: int, like: Tensor) -> Tensor:
         number = torch.arange(count, device=like.device) / 64
-        return sines(torch.stack([number, number], dim=-1), like.shape[-1])
+        return sine_embedding(torch.stack([number, number], dim=-1), like.shape[-1])
 
 
 class CoordinateEmbedding(nn.Module):
@@ -197,7 +197,7 @@ class CoordinateEmbedding(nn.Module):
         super().__init__()
         lines = torch.linspace(0, 1, grid)
         y, x = torch.meshgrid(lines, lines, indexing="ij")
-        self.table = nn.Parameter(sines(torch.stack([x, y], dim=-1), width).permute(2, 0, 1).contiguous())
+        self.table = nn.Parameter(sine_embedding(torch.stack([x, y], dim=-1), width).permute(2, 0, 1).contiguous())
 
     def forward(self, xy: Tensor) -> Tensor:
         N, K, _ = xy.shape
@@ -243,7 +243,7 @@ class SupportLayer(nn.Module):
         return x + transformed
 
 
-class Surroundings(NamedTuple):
+class DecoderContext(NamedTuple):
     """Inputs of every decoder layer: support tokens (N, K, C), which of them exist (N, 1, 1, K), and the query."""
 
     tokens: Tensor
@@ -285,21 +285,21 @@ class DecoderLayer(nn.Module):
         nn.init.zeros_(last.bias)
 
     def forward(
-        self, x: Tensor, places: Tensor, looking: Surroundings, cache: DecoderCache | None
+        self, x: Tensor, places: Tensor, context: DecoderContext, cache: DecoderCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Return the tokens (N, T, C), their moved places (N, T, 2) and the logits of their types (N, T, 2).
 
         cache  filled at the first token; x is then the one token after those in it
         """
         of_past, of_support, of_query, of_feed_forward, of_heads = self.norms
-        support = cache.support if cache and cache.support else self.support.prepare(looking.tokens, looking.tokens)
-        query = cache.query if cache and cache.query else self.query.prepare(looking.query)
+        support = cache.support if cache and cache.support else self.support.prepare(context.tokens, context.tokens)
+        query = cache.query if cache and cache.query else self.query.prepare(context.query)
         normed = of_past(x)
         past = self.past.prepare(normed, normed)
         if cache is not None:
             cache.support, cache.query, past = support, query, cache.extend(past)
         x = x + self.past(normed, past, is_causal=x.shape[1] > 1)
-        x = x + self.support(of_support(x), support, mask=looking.mask)
+        x = x + self.support(of_support(x), support, mask=context.mask)
         x = x + self.query(of_query(x), places, query)
         x = x + self.feed_forward(of_feed_forward(x))
         normed = of_heads(x)

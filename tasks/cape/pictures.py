@@ -1,4 +1,4 @@
-"""What inference writes: keypoints in the COCO results format, PCK per category, and pictures of episodes."""
+"""Output of inference: keypoints in the COCO results format, PCK per category, and pictures of episodes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Category-agnostic pose estimation: keypoints of categories never trained on, shown by one picture.
+"""Category-agnostic pose estimation: keypoints of categories not seen in training, defined by one picture.
 
 Items are visible keypoints. The metric is PCK@0.2 of keypoints decoded one after the other, on held-out categories; the
 baseline copies the keypoints of the support.
@@ -21,9 +21,9 @@ from runner.base.noise import per_sample_noise
 from runner.base.task import Context, Prediction, Sum, Task
 from runner.base.values import Count, Factor, Fraction, PositiveInt
 
-from .data import Augmentation, Batch, Episodes, PoseSet, check_apart, copied_support, only_categories, read_pose_set
-from .glyphs import prepared_glyphs
-from .metrics import THRESHOLD, copying, judged, measured, target_types
+from .data import Augmentation, Batch, Episodes, PoseSet, check_disjoint, copy_support, read_pose_set, select_categories
+from .glyphs import prepare_glyphs
+from .metrics import THRESHOLD, copy_baseline, score_guess, score_keypoints, target_types
 from .model import COORDINATE, Guess, PoseTransformer, Shape
 from .pictures import category_table, coco_results, episode_picture
 
@@ -34,7 +34,7 @@ SETTINGS = {
     "optimizer": "adamw",
 }
 
-# The mathematics that goes with each size; the command line comes after it.
+# Defaults of each size; settings on the command line have precedence.
 SIZES = {
     "tiny": {
         "updates": 800,
@@ -73,7 +73,7 @@ def build(
     categories: tuple[str, ...] | None = None,
     fold: PositiveInt = 1,
 ) -> Task:
-    """A transformer that finds the keypoints of a category it has never seen, shown by one picture.
+    """A transformer that finds the keypoints of a category not seen in training, defined by one picture.
 
     size        tiny: a small residual network on 64 pixels, for two CPU cores; full: ResNet-50 and 6 + 6 layers
     attention   to the pictures, dense or deformable; null: tiny dense, full deformable
@@ -83,23 +83,23 @@ def build(
     grid        cells along each side of the table that embeds coordinates
     queries     query pictures per episode, besides the support
     crop        what is cut out of a picture: box, the object and a margin, or image, all; null: box for data.path
-    augment     turn, scale, move, flip and light the pictures in training
-    flip        chance of a flip, in categories that name left and right keypoints
-    forget      share of the keypoints before that are hidden in training, so that decoding survives its errors
+    augment     rotate, scale, translate, flip and change the light of pictures in training
+    flip        probability of a flip, in categories that name left and right keypoints
+    forget      share of the previous keypoints hidden in training, so that decoding is robust to its errors
     categories  names of the only categories to train on; null: all of the training split
     fold        which of the folds of MP-100, for annotations/mp100_split{fold}_{split}.json
     """
     shape, side = SHAPES[size], image_size or IMAGE_SIZES[size]
     if side % 32:
         raise ConfigError(Problem(f"must be a multiple of 32, but is {side}", "task.image_size"))
-    folder = context.data_path or prepared_glyphs(context.cache / "cape", image_size=side)
+    folder = context.data_path or prepare_glyphs(context.cache / "cape", image_size=side)
     has_test = any((folder / "annotations").glob("*test.json"))
     crop = crop or ("box" if context.data_path else "image")
     splits = ("train", "val", *["test"] * has_test)
     sets = {split: read_pose_set(folder, split, fold=fold, crop=crop) for split in splits}
-    check_apart(list(sets.values()))
+    check_disjoint(list(sets.values()))
     if categories is not None:
-        sets["train"] = only_categories(sets["train"], categories)
+        sets["train"] = select_categories(sets["train"], categories)
     return CategoryAgnosticPose(
         sets,
         replace(shape, grid=grid, attention=attention or shape.attention, pretrained=backbone == "torchvision"),
@@ -154,9 +154,9 @@ class CategoryAgnosticPose(Task):
         Each decoder layer has this loss; the first guess, by likeness alone, has the L1 as well, and the end of each
         query the cross-entropy.
         """
-        return self._loss(model(self._forgetful(batch) if self.model.training else batch), batch)
+        return self._loss(model(self._hide_keypoints(batch) if self.model.training else batch), batch)
 
-    def _forgetful(self, batch: Batch) -> Batch:
+    def _hide_keypoints(self, batch: Batch) -> Batch:
         """Return the batch with a share `forget` of the query's keypoints hidden from the model."""
         visible = batch["query_visible"]
         hidden = per_sample_noise(batch).bernoulli(self.forget, *visible.shape[1:])
@@ -182,7 +182,7 @@ class CategoryAgnosticPose(Task):
         ended     share of the queries whose end comes right after the last keypoint
         """
         guess = model(batch, decode=True)
-        hits, distances, ended = measured(guess, batch)
+        hits, distances, ended = score_guess(guess, batch)
         visible = batch["query_visible"]
         return {
             "loss": self.loss(model, batch),
@@ -193,9 +193,9 @@ class CategoryAgnosticPose(Task):
 
     def baselines(self) -> Mapping[str, float]:
         """Return PCK and distance of copying the support's keypoints, over all episodes of validation."""
-        return copying(self.dataset("val"))
+        return copy_baseline(self.dataset("val"))
 
-    def predict(  # type: ignore[override]  # the options of the contract, by name
+    def predict(  # type: ignore[override]  # options of the contract as named parameters
         self,
         model: nn.Module,
         generator: torch.Generator,
@@ -217,19 +217,19 @@ class CategoryAgnosticPose(Task):
         episodes = self.dataset(split)
         annotations = episodes.poses.annotations
         if category is not None:
-            only_categories(episodes.poses, [category])
+            select_categories(episodes.poses, [category])
         order = torch.randperm(len(episodes), generator=generator, device=generator.device).tolist()
         chosen = [index for index in order if category in (None, annotations[index].category.name)][:samples]
         results: list[dict[str, Any]] = []
         counts: dict[str, list[int]] = defaultdict(lambda: [0, 0, 0])
         for number, (batch, row, xy, scores, hits) in enumerate(
-            decoded(model, episodes, chosen, batch_size, generator.device)
+            decode_episodes(model, episodes, chosen, batch_size, generator.device)
         ):
             objects = batch["object"][row].tolist()
             found = coco_results(episodes, objects[1:], xy, scores)
             shown = annotations[objects[0]].category
             seen = int(batch["query_visible"][row].sum())
-            copied = judged(copied_support(batch), batch)[0][row]
+            copied = score_keypoints(copy_support(batch), batch)[0][row]
             figures = (int(hits.sum()), int(copied.sum()), seen)
             counts[shown.name] = [sum(pair) for pair in zip(counts[shown.name], figures, strict=True)]
             name = f"episode-{number:04d}"
@@ -243,7 +243,7 @@ class CategoryAgnosticPose(Task):
         yield Prediction({"keypoints.json": json.dumps(results), "pck.txt": table}, table, items=0)
 
 
-def decoded(
+def decode_episodes(
     model: nn.Module, episodes: Episodes, indices: Sequence[int], batch_size: int, device: torch.device
 ) -> Iterator[tuple[Batch, int, Tensor, Tensor, Tensor]]:
     """Yield for each episode its batch and row, places (Q, K, 2), scores (Q, K) and hits (Q, K), all on the CPU."""
@@ -251,7 +251,7 @@ def decoded(
         batch = episodes.__getitems__(indices[start : start + batch_size])
         moved = {name: value.to(device) for name, value in batch.items()}
         guess = model(moved, decode=True)
-        hits = measured(guess, moved)[0].cpu()
+        hits = score_guess(guess, moved)[0].cpu()
         xy = guess.xy[-1, :, :-1].float().cpu().view_as(batch["query_xy"])
         scores = guess.types[-1, :, :-1].float().softmax(dim=-1)[..., COORDINATE].cpu().view_as(hits)
         for row in range(len(hits)):

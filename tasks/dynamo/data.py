@@ -32,8 +32,8 @@ FIELDS: Mapping[str, Mapping[str, type]] = {
 FORMAT = (
     "a folder with <task>/{train,validation,test}.json for the tasks " + ", ".join(TASKS) + "; see docs/tasks/dynamo.md"
 )
-VERSION = 6  # of the prepared files
-IGNORED = -100  # a target that counts for nothing
+VERSION = 6  # of the prepared files; increase it when their content changes
+IGNORED = -100  # target without a loss
 MASKED_SHARE = 0.3
 
 
@@ -52,7 +52,7 @@ class Table:
 
 @dataclass(frozen=True)
 class Corpus:
-    """Everything the task knows of its data: split -> task -> tokens, and the files they come from."""
+    """The data of the task: split -> task -> tokens, and the files."""
 
     tables: Mapping[str, Mapping[str, Table]]
     tokenizer: Tokenizer
@@ -68,13 +68,13 @@ class Corpus:
 def open_corpus(
     data_path: Path | None, cache: Path, *, vocab_size: int, max_length: int, max_target_length: int
 ) -> Corpus:
-    """Return the records of `data_path`, or of the standard library, as tokens; prepare them if it is the first time.
+    """Return the records of `data_path`, or of the standard library, as tokens; they are prepared once.
 
-    Raises InputMissing if a file is not there, DataError if one holds something else.
+    Raises InputMissing if a file is not there, DataError if one is invalid.
     """
     if data_path is None:
         stamp = _fingerprint([document.path for document in standard_library()])
-        data_path = prepared_text(cache / f"standard-library-{stamp}") / "data"
+        data_path = prepare_text(cache / f"standard-library-{stamp}") / "data"
     files = {(split, task): data_path / task / f"{SPLITS[split]}.json" for split in SPLITS for task in TASKS}
     for file in files.values():
         if not file.is_file():
@@ -96,7 +96,7 @@ def open_corpus(
     return Corpus(tables, Tokenizer(known["pieces"]), known["labels"], data_path, max_length)
 
 
-def prepared_text(folder: Path) -> Path:
+def prepare_text(folder: Path) -> Path:
     """Return `folder` with the standard library's records below data/, written if they were not there."""
     written: Path = prepared(folder, write_standard_library)
     return written
@@ -129,14 +129,14 @@ def read_records(file: Path, task: str) -> list[Record]:
     return records
 
 
-def source_of(record: Record, task: str) -> str:
+def source_text(record: Record, task: str) -> str:
     """Return the text that the encoder reads."""
     if task == "qa":
         return f"{record['question']}\n{record['context']}"
     return str(record["text" if task == "classification" else "source"])
 
 
-def target_of(record: Record, task: str) -> str:
+def target_text(record: Record, task: str) -> str:
     """Return the right output, as text."""
     return str(record[{"classification": "label", "qa": "answer"}.get(task, "target")])
 
@@ -183,7 +183,7 @@ class Rounds:
                 answers = answers[:, : max(1, int((answers != IGNORED).sum(axis=1).max(initial=0)))]
             batch[task] = torch.from_numpy(answers.astype(np.int64))
             numbers += [number] * len(rows)
-        source = _trimmed(np.concatenate(sources))
+        source = _trim_padding(np.concatenate(sources))
         return {"source": torch.from_numpy(source), "task": torch.tensor(numbers), **batch}
 
 
@@ -212,7 +212,7 @@ class MaskedTexts:
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the batch itself."""
-        source = _trimmed(self.source[indices])
+        source = _trim_padding(self.source[indices])
         counts = self.num_hidden(self.lengths[indices])
         places = np.zeros((len(indices), counts.max()), dtype=np.int64)
         hidden = np.full_like(places, IGNORED)
@@ -234,7 +234,7 @@ class MaskedTexts:
         return np.maximum(1, np.round(MASKED_SHARE * (lengths - 2))).astype(np.int64)
 
 
-def _trimmed(source: Array) -> Array:
+def _trim_padding(source: Array) -> Array:
     """Return the rows (N, T) as int64 without columns that are padding in all; T is a multiple of 8."""
     longest = int((source != PAD).sum(axis=1).max())
     return source[:, : -(-longest // 8) * 8].astype(np.int64)
@@ -250,7 +250,10 @@ def _write_tokens(
     """Write tokenizer.json, learned from the training records, and tokens.npz."""
     train = {task: records["train", task][1] for task in TASKS}
     texts = [
-        text for task in TASKS for record in train[task] for text in (source_of(record, task), target_of(record, task))
+        text
+        for task in TASKS
+        for record in train[task]
+        for text in (source_text(record, task), target_text(record, task))
     ]
     tokenizer = Tokenizer(learn_pieces(texts, vocab_size))
     labels = sorted({record["label"] for record in train["classification"]})
@@ -261,7 +264,7 @@ def _write_tokens(
     for (split, task), (file, read) in records.items():
         sources, answers = [], []
         for index, record in enumerate(read):
-            text = source_of(record, task)
+            text = source_text(record, task)
             tokens, offsets = tokenizer.encode_with_offsets(text)
             sources.append([BEGIN, *tokens[: max_length - 2], END])
             if task == "classification":
@@ -275,16 +278,16 @@ def _write_tokens(
                 answers.append([first + 1, last + 1] if last + 1 < max_length - 1 else [IGNORED, IGNORED])
             else:
                 answers.append([*tokenizer.encode(record["target"])[: max_target_length - 1], END])
-        arrays[f"{split}.{task}.source"] = _padded(sources, PAD, max_length)
+        arrays[f"{split}.{task}.source"] = _pad_rows(sources, PAD, max_length)
         width = {"classification": 1, "qa": 2}.get(task, max_target_length)
-        answer = _padded(answers, IGNORED, width)
+        answer = _pad_rows(answers, IGNORED, width)
         arrays[f"{split}.{task}.answer"] = answer[:, 0] if task == "classification" else answer
     np.savez(folder / "tokens.npz", **arrays)  # type: ignore[arg-type]  # numpy's stub takes the names for options
     header = {"pieces": tokenizer.pieces, "labels": labels}
     (folder / "tokenizer.json").write_text(json.dumps(header), encoding="utf-8")
 
 
-def _padded(rows: Sequence[Sequence[int]], padding: int, width: int) -> Array:
+def _pad_rows(rows: Sequence[Sequence[int]], padding: int, width: int) -> Array:
     table = np.full((len(rows), width), padding, dtype=np.int16)
     for row, tokens in zip(table, rows, strict=True):
         row[: len(tokens)] = tokens
@@ -292,6 +295,6 @@ def _padded(rows: Sequence[Sequence[int]], padding: int, width: int) -> Array:
 
 
 def _fingerprint(files: Sequence[Path], *parameters: int) -> str:
-    """Return what changes when a file is written, or when it would be prepared differently."""
+    """Return a fingerprint of the files, the parameters and the version of this preparation."""
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     return hashlib.sha256(json.dumps([VERSION, parameters, stats]).encode()).hexdigest()[:12]

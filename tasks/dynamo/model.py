@@ -179,7 +179,7 @@ class Encoder(nn.Module):
         self.head_width = shape.width // shape.num_heads
         self.blocks = nn.ModuleList(Block(shape, dropout) for _ in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.width)
-        self.apply(_draw_weights)
+        self.apply(_init_weights)
         for name, weight in self.named_parameters():
             if name.endswith((".o.weight", ".output.weight")):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * shape.num_layers))
@@ -238,7 +238,7 @@ class Block(nn.Module):
         B, T, C = x.shape
         projections = projected("qkv", self.attention_norm(x))
         q, k, v = (projection.view(B, T, self.num_heads, -1).transpose(1, 2) for projection in projections)
-        y = F.scaled_dot_product_attention(turned(q, turn), turned(k, turn), v, mask)
+        y = F.scaled_dot_product_attention(apply_rotation(q, turn), apply_rotation(k, turn), v, mask)
         x = x + projected("o", y.transpose(1, 2).reshape(B, T, C))[0]
         transformed: Tensor = self.mlp(self.mlp_norm(x))
         return x + transformed
@@ -309,7 +309,7 @@ class MaskedHead(nn.Module):
         super().__init__()
         self.transform = nn.Sequential(nn.Linear(shape.width, shape.width), nn.GELU(), nn.LayerNorm(shape.width))
         self.bias = nn.Parameter(torch.zeros(shape.vocab_size))
-        self.apply(_draw_weights)
+        self.apply(_init_weights)
 
     def forward(self, states: Tensor, places: Tensor, embedding: Tensor) -> Tensor:
         chosen = states.gather(1, places[:, :, None].expand(-1, -1, states.shape[-1]))
@@ -328,7 +328,7 @@ class Classifier(nn.Module):
         )
 
     def forward(self, states: Tensor, real: Tensor) -> Tensor:
-        logits: Tensor = self.layers(pooled(states, real))
+        logits: Tensor = self.layers(mean_pool(states, real))
         return logits
 
 
@@ -384,7 +384,7 @@ class Decoder(nn.Module):
         # continues. A bias would move all scores alike.
         self.pointed = nn.Linear(2 * shape.width, shape.width, bias=False)
         self.gate = nn.Linear(shape.width, 1)
-        self.apply(_draw_weights)
+        self.apply(_init_weights)
 
     def forward(self, before: Tensor, memory: Memory) -> Tensor:
         """Return log-probabilities (N, S, V) of the token after each of `before` (N, S), which starts with BEGIN."""
@@ -482,20 +482,20 @@ def rotation(length: int, width: int, device: torch.device) -> Tensor:
     return torch.stack([angles.cos(), angles.sin()])
 
 
-def turned(x: Tensor, turn: Tensor) -> Tensor:
+def apply_rotation(x: Tensor, turn: Tensor) -> Tensor:
     """Return x (N, H, T, D) with its pairs turned, so that products depend on distances."""
     cosine, sine = turn.to(x.dtype)
     one, other = x.chunk(2, dim=-1)
     return torch.cat([one * cosine - other * sine, one * sine + other * cosine], dim=-1)
 
 
-def pooled(states: Tensor, real: Tensor) -> Tensor:
+def mean_pool(states: Tensor, real: Tensor) -> Tensor:
     """Return the mean (N, C) of the states (N, T, C) that are `real` (N, T)."""
     share = real / real.sum(dim=1, keepdim=True)
     return torch.einsum("ntc,nt->nc", states, share.to(states.dtype))
 
 
-def _draw_weights(module: nn.Module) -> None:
+def _init_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear) and module.bias is not None:

@@ -32,8 +32,8 @@ from .data import (
     Rounds,
     encode_source,
     open_corpus,
-    source_of,
-    target_of,
+    source_text,
+    target_text,
 )
 from .model import Dynamo, Routing, Shape
 from .text import TASKS
@@ -49,7 +49,7 @@ PHASES = {
         "optimizer.lr_scales": {"adapters": 0.1},
     },
 }
-# The mathematics that goes with each size; the command line comes after it.
+# Defaults of each size; settings on the command line have precedence.
 SIZES = {
     "tiny": {
         "max_grad_norm": 1.0,
@@ -190,7 +190,7 @@ class DynamoTask(Task):
         return tasks_loss(model(batch, "true"), batch), len(batch["task"])
 
     def routed_loss(self, model: nn.Module, batch: Batch, routing: Routing) -> Sum:
-        """Return the tasks' loss with the adapters that the router chooses, and what makes it decided and fair."""
+        """Return the tasks' loss with the adapters that the router chooses, and the routing loss."""
         made = model(batch, routing, teacher=self.teacher)
         loss = tasks_loss(made, batch) + routing_loss(made["router"], batch["task"], made["temperature"])
         return loss, len(batch["task"])
@@ -231,7 +231,7 @@ class DynamoTask(Task):
         return shown
 
     def baselines(self) -> Mapping[str, float]:
-        """Return what answering without reading achieves on the validation data.
+        """Return baselines on the validation data that do not read the input.
 
         Always the most frequent token, label or answer of the training data; for generated text the most frequent token
         of each position; for routing one task for all.
@@ -259,7 +259,7 @@ class DynamoTask(Task):
 
     # Inference
 
-    def predict(  # type: ignore[override]  # the options of the contract, by name
+    def predict(  # type: ignore[override]  # options of the contract as named parameters
         self,
         model: nn.Module,
         generator: torch.Generator,
@@ -272,7 +272,7 @@ class DynamoTask(Task):
         A task's file is task-NAME.json: the runner writes its summary.json to the same folder.
 
         samples  test records of each task
-        text     any text instead: the router chooses what to do with it; null: the test records
+        text     a text instead of test records: the router chooses its task; null: the test records
         """
         if self.phase == "pretrain" or (self.phase == "lora" and text is not None):
             what = "answers need adapters" if self.phase == "pretrain" else "a text of your own needs the router"
@@ -285,9 +285,9 @@ class DynamoTask(Task):
         for task in TASKS:
             records = self.corpus.records("test", task)[:samples]
             known = task if self.phase == "lora" else None
-            answers = self._answers(model, [source_of(record, task) for record in records], known, device)
+            answers = self._answers(model, [source_text(record, task) for record in records], known, device)
             found = [
-                {"task": task, **answer, "right": target_of(record, task)}
+                {"task": task, **answer, "right": target_text(record, task)}
                 for record, answer in zip(records, answers, strict=True)
             ]
             yield Prediction({f"task-{task}.json": _json(found)}, "\n\n".join(map(_shown, found)), items=len(found))
@@ -314,7 +314,7 @@ class DynamoTask(Task):
         return found
 
     def _text(self, task: str, made: Tensor, text: str) -> str:
-        """Return what a head says about one text, as text."""
+        """Return the output of a head for one text, as text."""
         if task == "classification":
             return self.corpus.labels[int(made.argmax())]
         if task == "qa":

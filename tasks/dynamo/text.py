@@ -53,12 +53,12 @@ def standard_library_records() -> dict[str, dict[str, list[Record]]]:
     found: dict[str, dict[str, list[Record]]] = {split: {task: [] for task in TASKS} for split in SPLITS}
     for document in sorted(documents, key=lambda document: (document.hash, document.name)):
         records = found[_split(document)]
-        for task, record in records_of(document.path.read_text(encoding="utf-8")):
+        for task, record in extract_records(document.path.read_text(encoding="utf-8")):
             records[task].append(record)
-    return {split: {task: _chosen(task, split, found) for task in TASKS} for split in SPLITS}
+    return {split: {task: _select_records(task, split, found) for task in TASKS} for split in SPLITS}
 
 
-def records_of(source: str) -> Iterator[tuple[str, Record]]:
+def extract_records(source: str) -> Iterator[tuple[str, Record]]:
     """Yield (task, record) for all that a Python file holds, still without requests."""
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source)):
@@ -100,7 +100,7 @@ def postfix(node: ast.expr) -> list[str] | None:
     return None
 
 
-def without_giveaways(text: str, name: str) -> str:
+def remove_giveaways(text: str, name: str) -> str:
     """Return the text without the name of what it documents and without words that say which kind that is."""
     if name.strip("_"):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "it", text)
@@ -109,7 +109,7 @@ def without_giveaways(text: str, name: str) -> str:
 
 def _of_docstring(node: ast.FunctionDef | ast.ClassDef, text: str) -> Iterator[tuple[str, Record]]:
     is_class = isinstance(node, ast.ClassDef)
-    plain = shortened(without_giveaways(text, node.name))
+    plain = shortened(remove_giveaways(text, node.name))
     if len(plain) >= 20:
         yield "classification", {"text": plain, "label": "class" if is_class else "function"}
     first, _, rest = text.partition("\n\n")
@@ -172,7 +172,7 @@ def _split(document: Document) -> str:
     return "val" if share < HELD_OUT else "test" if share < 2 * HELD_OUT else "train"
 
 
-def _chosen(task: str, split: str, found: Mapping[str, Mapping[str, Sequence[Record]]]) -> list[Record]:
+def _select_records(task: str, split: str, found: Mapping[str, Mapping[str, Sequence[Record]]]) -> list[Record]:
     """Return records of one task, each text once and none of the training data, shuffled and with requests."""
     key = "context" if task == "qa" else "text" if task == "classification" else "source"
     seen = set() if split == "train" else {record[key] for record in found["train"][task]}

@@ -1,4 +1,4 @@
-"""Text as pieces of words, with the characters that each piece stands for."""
+"""Tokenizer of word pieces with character offsets."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ class Tokenizer:
 
 
 def learn_pieces(texts: Iterable[str], num_tokens: int) -> list[str]:
-    """Return the pieces of a tokenizer of at most `num_tokens` tokens: again and again, the most frequent pair in one.
+    """Return the pieces of a tokenizer of at most `num_tokens` tokens: byte-pair encoding.
 
     Source: Sennrich et al., Neural Machine Translation of Rare Words with Subword Units, ACL 2016, section 3.2.
     """
@@ -95,7 +95,7 @@ def learn_pieces(texts: Iterable[str], num_tokens: int) -> list[str]:
     while heap and len(pieces) < num_tokens - NUM_SPECIAL - 256:
         count, pair = heapq.heappop(heap)
         if -count != pairs[pair] or count == 0:
-            continue  # an old count; the present one is in the heap too
+            continue  # a stale count; the current one is in the heap too
         pieces["".join(pair)] = None
         changed: set[tuple[str, str]] = set()
         for index in where.pop(pair):

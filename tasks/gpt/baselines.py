@@ -1,4 +1,4 @@
-"""What counting bytes achieves: the figures a language model has to beat."""
+"""Byte unigram and bigram baselines that a language model has to beat."""
 
 from __future__ import annotations
 
@@ -16,31 +16,31 @@ Array = np.ndarray[Any, Any]
 
 
 def unigram_bits_per_byte(train: Array, val: Array) -> float:
-    """Return the mean bits of the bytes of `val` after the first, from how often each occurs in `train`.
+    """Return the mean bits of the bytes of `val` after the first, from their frequency in `train`.
 
-    Counts start at one, so a byte never seen costs many bits, not infinitely many.
+    Add-one smoothing, so that a byte that does not occur in `train` has a finite cost.
     """
     counts = 1.0 + np.bincount(train, minlength=256)
     return float(-np.log2(counts / counts.sum())[val[1:]].mean())
 
 
 def bigram_bits_per_byte(train: Array, val: Array) -> float:
-    """Return the mean bits of the bytes of `val` after the first, from how often each follows the one before it."""
+    """Return the mean bits of the bytes of `val` after the first, from the frequency of byte pairs."""
     counts = 1.0 + np.bincount(_pairs(train), minlength=256 * 256).reshape(256, 256)
     bits = -np.log2(counts / counts.sum(axis=1, keepdims=True))
     return float(bits.reshape(-1)[_pairs(val)].mean())
 
 
 def bits_per_byte_baselines(text: Mapping[str, Path], cache: Path) -> dict[str, float]:
-    """Return both figures for the validation text, counted in the training text once and kept in `cache`."""
-    known = cache / "baselines.json"
-    if known.exists():
-        return {name: float(value) for name, value in json.loads(known.read_text(encoding="utf-8")).items()}
+    """Return both baselines for the validation text; they are computed once and stored in `cache`."""
+    stored = cache / "baselines.json"
+    if stored.exists():
+        return {name: float(value) for name, value in json.loads(stored.read_text(encoding="utf-8")).items()}
     train, val = read_tokens(text["train"], np.uint8), read_tokens(text["val"], np.uint8)
     figures = {"unigram": unigram_bits_per_byte(train, val), "bigram": bigram_bits_per_byte(train, val)}
     draft = cache / f".baselines-{os.getpid()}"
     draft.write_text(json.dumps(figures), encoding="utf-8")
-    draft.replace(known)
+    draft.replace(stored)
     return figures
 
 

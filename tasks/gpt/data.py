@@ -1,7 +1,7 @@
 """Text as memory-mapped tokens: the Python standard library's own sources, the user's text, or token shards.
 
-Documents are split by the hash of their name, so none is seen both in training and in validation. Files copy from each
-other, so the held-out text of the standard library has no five lines in a row that the training text has too.
+Documents are split by the hash of their name, so none is in both training and validation. Files copy from each other,
+so runs of five lines that also occur in the training text are removed from the held-out text of the standard library.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from runner.base.errors import ConfigError, DataError, InputMissing, Problem
 from .tokenizer import SEPARATOR, BytePairs, Bytes, Numbers, Tokenizer, train_byte_pairs
 
 SPLITS = ("train", "val", "test")
-HELD_OUT = 0.05  # share of the documents in each of val and test
+HELD_OUT_FRACTION = 0.05  # share of the documents in each of val and test
 TokenArray = np.ndarray[Any, np.dtype[np.uint8]] | np.ndarray[Any, np.dtype[np.uint16]]
 
 
@@ -35,9 +35,9 @@ TokenArray = np.ndarray[Any, np.dtype[np.uint8]] | np.ndarray[Any, np.dtype[np.u
 class Corpus:
     """Token streams, one file per split, and the tokenizer that reads them.
 
-    files  split -> file of `dtype`, documents in a row, each with a separator after it
+    files  split -> file of `dtype`, concatenated documents, each followed by a separator
     text   the same splits as bytes, or None if only tokens are known
-    cache  folder for what is computed once from this corpus
+    cache  folder for results that are computed once from this corpus
     """
 
     files: Mapping[str, Path]
@@ -57,7 +57,7 @@ class Corpus:
 class Windows:
     """Sample i is the tokens from i T to (i + 1) T, and the same shifted by one: x (T,), y (T,), both int64.
 
-    Raises DataError if the file is too short for one sample, or holds a token that is not below `num_tokens`.
+    Raises DataError if the file is too short for one sample, or contains a token that is not below `num_tokens`.
     """
 
     def __init__(self, path: Path, dtype: type[np.uint8] | type[np.uint16], block_size: int, num_tokens: int) -> None:
@@ -108,7 +108,7 @@ class Document:
 
     @property
     def hash(self) -> int:
-        """A number of 64 bits that depends on the name alone."""
+        """A 64-bit hash of the name."""
         return int.from_bytes(hashlib.sha256(self.name.encode()).digest()[:8], "big")
 
     @property
@@ -117,7 +117,7 @@ class Document:
         if self.name in ALWAYS_TRAIN:
             return "train"
         share = self.hash / 2**64
-        return "val" if share < HELD_OUT else "test" if share < 2 * HELD_OUT else "train"
+        return "val" if share < HELD_OUT_FRACTION else "test" if share < 2 * HELD_OUT_FRACTION else "train"
 
 
 def open_corpus(
@@ -127,27 +127,29 @@ def open_corpus(
     tokenizer: Literal["byte", "bpe"],
     vocab_size: int | None,
 ) -> Corpus:
-    """Return the tokens of `data_path`, or of the standard library; prepare them if this is the first time.
+    """Return the tokens of `data_path`, or of the standard library; they are prepared once.
 
-    vocab_size  most tokens there may be; None: 256 for bytes, 2048 for byte pairs, 50257 for shards as in GPT-2
-    Raises InputMissing if the path does not exist, DataError if it holds something else, ConfigError if the
+    vocab_size  maximum number of tokens; None: 256 for bytes, 2048 for byte pairs, 50257 for shards as in GPT-2
+    Raises InputMissing if the path does not exist, DataError if its content is invalid, ConfigError if the
     vocabulary is too small for the tokenizer or too large for 16 bits.
     """
     if data_path is not None and (data_path / "train.bin").is_file():
         if tokenizer != "byte":
-            what = "token shards are tokens already, so task.tokenizer has nothing to do"
+            what = "has no effect on token shards, which are tokenized already"
             raise ConfigError(Problem(what, "task.tokenizer", "leave it out, or give text as data.path"))
-        return _token_shards(data_path, _checked(vocab_size, 50257, least=1))
+        return _token_shards(data_path, _check_vocab_size(vocab_size, 50257, minimum=1))
     documents = standard_library() if data_path is None else user_documents(data_path)
     origin = f"python-{platform.python_version()}" if data_path is None else data_path.resolve().name
     stamp = _fingerprint(documents)
-    # Of the user's text nothing is left out: what repeats there may be what it is about.
-    text = prepared(cache / f"{origin}-{stamp}", lambda folder: write_bytes(documents, folder, apart=data_path is None))
+    # Repetitions in the user's text may be intended, so nothing is removed from it.
+    text = prepared(
+        cache / f"{origin}-{stamp}", lambda folder: write_bytes(documents, folder, exclude_known=data_path is None)
+    )
     if tokenizer == "byte":
-        _checked(vocab_size, 256, least=256)
+        _check_vocab_size(vocab_size, 256, minimum=256)
         return Corpus(_files(text, "bytes"), np.uint8, Bytes(), _files(text, "bytes"), text)
-    most = _checked(vocab_size, 2048, least=257)
-    pairs = prepared(text / f"bpe-{most}", lambda folder: _write_byte_pairs(text, most, folder))
+    max_tokens = _check_vocab_size(vocab_size, 2048, minimum=257)
+    pairs = prepared(text / f"bpe-{max_tokens}", lambda folder: _write_byte_pairs(text, max_tokens, folder))
     encoding = BytePairs(pairs / "tokenizer.json")
     return Corpus(_files(pairs, "bpe"), np.uint16, encoding, _files(text, "bytes"), text)
 
@@ -161,7 +163,7 @@ def standard_library() -> list[Document]:
     root = Path(sysconfig.get_path("stdlib"))
     documents = [
         document
-        for document in _walk(root, LEFT_OUT)
+        for document in _walk(root, EXCLUDED_FOLDERS)
         if document.name.endswith(".py") and not document.name.startswith(("_sysconfigdata", "config-"))
     ]
     if len(documents) < 100:
@@ -171,7 +173,7 @@ def standard_library() -> list[Document]:
 
 
 def user_documents(path: Path) -> list[Document]:
-    """Return the text file `path`, or all files below the folder `path` but hidden and empty ones."""
+    """Return the text file `path`, or all files below the folder `path` except hidden and empty ones."""
     if not path.exists():
         raise InputMissing(f"{path} does not exist", where="data.path", fix=FORMATS)
     documents = [Document(path.name, path)] if path.is_file() else _walk(path, frozenset())
@@ -181,7 +183,7 @@ def user_documents(path: Path) -> list[Document]:
 
 
 def read_tokens(path: Path, dtype: type[np.uint8] | type[np.uint16]) -> TokenArray:
-    """Map a file of tokens into memory. Raises DataError if it is none."""
+    """Map a file of tokens into memory. Raises DataError if it is invalid."""
     size = path.stat().st_size
     if size == 0 or size % np.dtype(dtype).itemsize:
         what = f"must be a file of {np.dtype(dtype).name}, but has {size} bytes"
@@ -191,10 +193,10 @@ def read_tokens(path: Path, dtype: type[np.uint8] | type[np.uint16]) -> TokenArr
 
 
 def prepared(folder: Path, make: Callable[[Path], None]) -> Path:
-    """Return `folder`, filled by `make` if it was not there yet, whole or not at all.
+    """Return `folder`, created atomically by `make` if it does not exist.
 
-    Processes that do this at the same time each fill a draft; the first to rename it wins, the others use that one.
-    Raises DataError if a file does not have the size it was written with.
+    Concurrent processes each fill a draft; the first to rename it wins, and the others use that one.
+    Raises DataError if a file does not have the size with which it was written.
     """
     header = folder / "header.json"
     if not header.exists():
@@ -202,7 +204,7 @@ def prepared(folder: Path, make: Callable[[Path], None]) -> Path:
         draft = Path(tempfile.mkdtemp(prefix=f".{folder.name}-", dir=folder.parent))
         try:
             make(draft)
-            files = sorted(path for path in draft.rglob("*") if path.is_file())  # the size of a folder says nothing
+            files = sorted(path for path in draft.rglob("*") if path.is_file())  # not folders
             sizes = {file.relative_to(draft).as_posix(): file.stat().st_size for file in files}
             (draft / header.name).write_text(json.dumps(sizes, indent=1), encoding="utf-8")
             draft.rename(folder)
@@ -218,10 +220,10 @@ def prepared(folder: Path, make: Callable[[Path], None]) -> Path:
     return folder
 
 
-def _checked(vocab_size: int | None, default: int, *, least: int) -> int:
+def _check_vocab_size(vocab_size: int | None, default: int, *, minimum: int) -> int:
     size = default if vocab_size is None else vocab_size
-    if not least <= size <= 2**16:
-        what = f"must be between {least} and {2**16}, but is {size}"
+    if not minimum <= size <= 2**16:
+        what = f"must be between {minimum} and {2**16}, but is {size}"
         raise ConfigError(Problem(what, "task.vocab_size", "leave it out for the usual size"))
     return size
 
@@ -240,51 +242,51 @@ def _token_shards(folder: Path, vocab_size: int) -> Corpus:
     return Corpus(files, np.uint16, Numbers(vocab_size), None, folder)
 
 
-def _walk(root: Path, left_out: frozenset[str]) -> list[Document]:
+def _walk(root: Path, excluded: frozenset[str]) -> list[Document]:
     """Return the files below `root` that are neither hidden nor empty, in order of their names."""
     documents = []
     for folder, subfolders, files in os.walk(root):
-        subfolders[:] = [name for name in subfolders if name not in left_out and not name.startswith(".")]
+        subfolders[:] = [name for name in subfolders if name not in excluded and not name.startswith(".")]
         paths = [Path(folder) / name for name in files if not name.startswith(".")]
         documents += [Document(path.relative_to(root).as_posix(), path) for path in paths if path.stat().st_size]
     return sorted(documents, key=lambda document: document.name)
 
 
 def _fingerprint(documents: Sequence[Document]) -> str:
-    """Return what changes when a file is added, removed or written, or when this file splits differently."""
+    """Return a fingerprint of the files and of the version of this preparation."""
     stats = [(document.path, document.path.stat()) for document in documents]
     content = [FORMAT_VERSION, *((str(path), stat.st_size, stat.st_mtime_ns) for path, stat in stats)]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
-def write_bytes(documents: Sequence[Document], folder: Path, *, apart: bool) -> None:
-    """Write the splits as bytes, which documents are in which, and which share of the held-out blocks is in training.
+def write_bytes(documents: Sequence[Document], folder: Path, *, exclude_known: bool) -> None:
+    """Write the splits as bytes, the documents of each, and the fraction of held-out blocks that are in training.
 
-    Documents come in the order of their hash, so that any stretch of a split is a mixture. Where that leaves a
-    split empty, as it must with a few files, each document is cut into three instead.
+    Documents come in the order of their hash, so that any part of a split is a mixture. If a split would be
+    empty, as with few files, each document is cut into three parts instead.
 
-    apart  leave out of the held-out documents the blocks that are in training too
+    exclude_known  remove blocks from the held-out documents that are also in training
     """
     ordered = sorted(documents, key=lambda document: (document.hash, document.name))
     members = {split: [document for document in ordered if document.split == split] for split in SPLITS}
-    whole = all(members.values())
+    has_all_splits = all(members.values())
     texts = {
         split: [
-            _read_text(document) if whole else _cut(_read_text(document), split)
-            for document in (members[split] if whole else ordered)
+            _read_text(document) if has_all_splits else _cut(_read_text(document), split)
+            for document in (members[split] if has_all_splits else ordered)
         ]
         for split in SPLITS
     }
     known = {block for text in texts["train"] for _, block in blocks(text)}
-    shares = {split: share_known(texts[split], known) for split in SPLITS[1:]}
-    if apart and whole:
-        texts |= {split: [without_blocks(text, known) for text in texts[split]] for split in SPLITS[1:]}
-    written = {split: share_known(texts[split], known) for split in SPLITS[1:]}
+    shares = {split: known_fraction(texts[split], known) for split in SPLITS[1:]}
+    if exclude_known and has_all_splits:
+        texts |= {split: [remove_known_blocks(text, known) for text in texts[split]] for split in SPLITS[1:]}
+    final_shares = {split: known_fraction(texts[split], known) for split in SPLITS[1:]}
     for split, each in texts.items():
         (folder / f"{split}.bytes").write_bytes(b"".join(text.encode() + SEPARATOR for text in each))
-    names = {split: [document.name for document in members[split] if whole] for split in SPLITS}
+    names = {split: [document.name for document in members[split] if has_all_splits] for split in SPLITS}
     (folder / "documents.json").write_text(json.dumps(names, indent=1), encoding="utf-8")
-    leakage = {"of_documents": shares, "of_text": written}
+    leakage = {"of_documents": shares, "of_text": final_shares}
     (folder / "leakage.json").write_text(json.dumps(leakage, indent=1), encoding="utf-8")
 
 
@@ -297,18 +299,18 @@ def blocks(text: str) -> Iterator[tuple[tuple[int, ...], int]]:
         yield tuple(number for number, _ in run), int.from_bytes(digest, "big")
 
 
-def share_known(texts: Sequence[str], known: Container[int]) -> float:
-    """Return the share of the blocks of these texts that are known."""
+def known_fraction(texts: Sequence[str], known: Container[int]) -> float:
+    """Return the fraction of the blocks of these texts that are known."""
     found = [block in known for text in texts for _, block in blocks(text)]
     return sum(found) / max(1, len(found))
 
 
-def without_blocks(text: str, known: Container[int]) -> str:
+def remove_known_blocks(text: str, known: Container[int]) -> str:
     """Return the text without the lines of its known blocks."""
-    while left_out := {number for numbers, block in blocks(text) if block in known for number in numbers}:
+    while excluded := {number for numbers, block in blocks(text) if block in known for number in numbers}:
         lines = text.splitlines(keepends=True)
         # Lines that now follow each other may be a known block again.
-        text = "".join(line for number, line in enumerate(lines) if number not in left_out)
+        text = "".join(line for number, line in enumerate(lines) if number not in excluded)
     return text
 
 
@@ -326,7 +328,7 @@ def _read_text(document: Document) -> str:
 
 def _cut(text: str, split: str) -> str:
     """Return the part of a text that belongs to a split: train, then val, then test."""
-    marks = [0, *(int(len(text) * share) for share in (1 - 2 * HELD_OUT, 1 - HELD_OUT)), len(text)]
+    marks = [0, *(int(len(text) * share) for share in (1 - 2 * HELD_OUT_FRACTION, 1 - HELD_OUT_FRACTION)), len(text)]
     part = SPLITS.index(split)
     return text[marks[part] : marks[part + 1]]
 
@@ -348,13 +350,13 @@ def _texts(path: Path) -> Iterator[str]:
 
 
 BLOCK_LINES = 5
-FORMAT_VERSION = 2  # of the prepared files; a change of their content makes it one higher
+FORMAT_VERSION = 2  # of the prepared files; increase it when their content changes
 FORMATS = (
     "data.path takes a UTF-8 text file, a folder of them, or a folder with train.bin and val.bin: "
     "tokens as uint16, nothing else, as nanoGPT writes them"
 )
-LEFT_OUT = frozenset(
+EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "lib2to3"}
 )
-# A twelfth of all text, and its entries repeat each other: held out, it alone would decide the figure.
+# A twelfth of all text, with repetitive entries: held out, it alone would determine the metric.
 ALWAYS_TRAIN = frozenset({"pydoc_data/topics.py"})

@@ -16,7 +16,7 @@ from runner.base.noise import SampleNoise, per_sample_noise
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model; `width` is the residual stream's, `block_size` the longest context in tokens."""
+    """Sizes of a model; `width` is that of the residual stream, `block_size` the maximum context in tokens."""
 
     num_layers: int
     num_heads: int
@@ -26,7 +26,7 @@ class Shape:
 
     @property
     def padded_vocab_size(self) -> int:
-        """The rows of the embedding: a multiple of 64, which tensor cores need for the output projection."""
+        """Rows of the embedding: a multiple of 64, which tensor cores need for the output projection."""
         return -(-self.vocab_size // 64) * 64
 
 
@@ -43,7 +43,7 @@ class Rates(NamedTuple):
     def noise(self, x: Tensor, layer: int, training: bool) -> SampleNoise | None:
         """Return the draws of a layer for the samples of x (B, ...), None without dropout.
 
-        layer  0 is the embedding, blocks follow. Each has a name: a pipeline may run them in different processes
+        layer  0 is the embedding, blocks follow. Draws are named, since a pipeline may run layers elsewhere
         """
         return per_sample_noise(x, f"layer {layer}") if training and any(self) else None
 
@@ -64,7 +64,7 @@ class Transformer(nn.Module):
         self.positions = nn.Embedding(shape.block_size, shape.width)
         self.blocks = nn.ModuleList(Block(shape, self.rates) for _ in range(shape.num_layers))
         self.norm = nn.LayerNorm(shape.width)
-        self.apply(_draw_weights)
+        self.apply(_init_weights)
         for name, weight in self.named_parameters():
             if name.endswith(("attention.output.weight", "mlp.output.weight")):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * shape.num_layers))
@@ -79,17 +79,17 @@ class Transformer(nn.Module):
         """Return the logits of the token after each of `tokens` (B, T); with a cache after the last one, (B, 1, V).
 
         cache  what came before `tokens`, extended by them in place: first the prompt, then one token at a time
-        noise  self.noise(tokens); None: the model asks for it, which interrupts a compiled graph
+        noise  self.noise(tokens); None: computed here, which causes a graph break in a compiled model
         """
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
         assert end <= self.shape.block_size, f"{end} tokens exceed the context of {self.shape.block_size}"
         noise = self.noise(tokens) if noise is None else noise
         x: Tensor = self.embedding(tokens) + self.positions.weight[start:end]
-        x = dropped(x, self.rates.residual, noise[0])
+        x = apply_dropout(x, self.rates.residual, noise[0])
         if cache is None:
-            for block, own in zip(self.blocks, noise[1:], strict=True):
-                x = block(x, noise=own)
+            for block, block_noise in zip(self.blocks, noise[1:], strict=True):
+                x = block(x, noise=block_noise)
         else:
             assert start == 0 or end == start + 1, "a filled cache takes one token at a time"
             for block, past in zip(self.blocks, cache.layers, strict=True):
@@ -107,18 +107,18 @@ class Transformer(nn.Module):
 class Beginning(nn.Module):
     """Tokens (B, T) to the residual stream (B, T, C)."""
 
-    def __init__(self, whole: Transformer) -> None:
+    def __init__(self, model: Transformer) -> None:
         super().__init__()
-        self.embedding, self.positions, self.rates = whole.embedding, whole.positions, whole.rates
+        self.embedding, self.positions, self.rates = model.embedding, model.positions, model.rates
 
     def forward(self, tokens: Tensor, noise: object = None) -> Tensor:
-        """Return the residual stream. `noise` is what the unsplit model takes; here each layer asks for its own."""
+        """Return the residual stream. `noise` is a parameter of the unsplit model; here each layer draws its noise."""
         x: Tensor = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
-        return dropped(x, self.rates.residual, self.rates.noise(tokens, 0, self.training))
+        return apply_dropout(x, self.rates.residual, self.rates.noise(tokens, 0, self.training))
 
 
 class Middle(nn.Module):
-    """A block that asks for its draws itself, as layer `layer` of the model."""
+    """A block that draws its noise itself, as layer `layer` of the model."""
 
     def __init__(self, block: nn.Module, rates: Rates, layer: int) -> None:
         super().__init__()
@@ -132,9 +132,9 @@ class Middle(nn.Module):
 class End(nn.Module):
     """The residual stream (B, T, C) to logits (B, T, V), by the embedding."""
 
-    def __init__(self, whole: Transformer) -> None:
+    def __init__(self, model: Transformer) -> None:
         super().__init__()
-        self.norm, self.embedding = whole.norm, whole.embedding
+        self.norm, self.embedding = model.norm, model.embedding
 
     def forward(self, x: Tensor) -> Tensor:
         return F.linear(self.norm(x), self.embedding.weight)
@@ -153,16 +153,16 @@ class Block(nn.Module):
 
     def forward(self, x: Tensor, past: KeyValues | None = None, noise: SampleNoise | None = None) -> Tensor:
         attended: Tensor = self.attention(self.attention_norm(x), past, noise)
-        x = x + dropped(attended, self.rates.residual, noise)
+        x = x + apply_dropout(attended, self.rates.residual, noise)
         transformed: Tensor = self.mlp(self.mlp_norm(x))
-        return x + dropped(transformed, self.rates.residual, noise)
+        return x + apply_dropout(transformed, self.rates.residual, noise)
 
 
 class Attention(nn.Module):
     """Causal self-attention (B, T, C) with one projection for queries, keys and values.
 
-    dropout  of the attention weights. Above 0 no fused kernel computes a training pass: those draw from the device's
-             generator, so their draws depend on the micro-batch
+    dropout  of the attention weights. Above 0, training uses no fused kernel: those draw from the device's
+             generator, so that their draws depend on the micro-batch
     """
 
     def __init__(self, shape: Shape, dropout: float) -> None:
@@ -209,7 +209,7 @@ class Cache:
 
 
 class KeyValues:
-    """One layer's keys and values (B, H, T, C / H), in room for `capacity` tokens taken at the first extension."""
+    """One layer's keys and values (B, H, T, C / H), allocated for `capacity` tokens at the first extension."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -218,7 +218,7 @@ class KeyValues:
         self.values: Tensor
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append, and return all keys and values up to now."""
+        """Append, and return all keys and values so far."""
         B, H, T, D = keys.shape
         if self.length == 0:
             self.keys = keys.new_empty(B, H, self.capacity, D)
@@ -229,12 +229,12 @@ class KeyValues:
         return self.keys[:, :, : self.length], self.values[:, :, : self.length]
 
 
-def dropped(x: Tensor, p: float, noise: SampleNoise | None) -> Tensor:
+def apply_dropout(x: Tensor, p: float, noise: SampleNoise | None) -> Tensor:
     """Return x (B, ...) after dropout with probability p; without noise, x itself."""
     return x if noise is None else noise.dropout(x, p)
 
 
-def _draw_weights(module: nn.Module) -> None:
+def _init_weights(module: nn.Module) -> None:
     if isinstance(module, nn.Linear | nn.Embedding):
         nn.init.normal_(module.weight, std=0.02)
     if isinstance(module, nn.Linear):

@@ -20,9 +20,9 @@ from runner.base.values import Factor, NonNegative, PositiveInt
 from .baselines import bits_per_byte_baselines
 from .data import Corpus, Windows, open_corpus
 from .model import Shape, Transformer
-from .sampling import continuations
+from .sampling import generate
 
-# The mathematics that goes with each size; the command line comes after it.
+# Defaults of each size; settings on the command line have precedence.
 SIZES = {
     "tiny": {
         "updates": 1500,
@@ -102,14 +102,14 @@ class GPT(Task):
         return self.corpus.windows(split, self.shape.block_size)
 
     def loss(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Sum:
-        """Return the cross-entropy in nats summed over the tokens y (B, T), in float32 whatever the model runs in."""
+        """Return the cross-entropy in nats summed over the tokens y (B, T), always in float32."""
         x, y = batch
         # Created here and not in the model, so that torch.compile can make one graph of the model.
         logits = model(x, noise=self.model.noise(x)).float()
         return F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1), reduction="sum"), y.numel()
 
     def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mapping[str, Sum]:
-        """Return the loss per token and, where the text is known, the same in bits per byte of that text."""
+        """Return the loss per token and, if the text is known, in bits per byte."""
         loss, items = self.loss(model, batch)
         metrics: dict[str, Sum] = {"loss": (loss, items)}
         if self._num_bytes is not None:
@@ -118,7 +118,7 @@ class GPT(Task):
         return metrics
 
     def baselines(self) -> Mapping[str, float]:
-        """Return the bits per byte of counting pairs of bytes, and of counting single ones."""
+        """Return the bits per byte of a bigram and of a unigram model of bytes."""
         if self.corpus.text is None:
             return {}
         figures = bits_per_byte_baselines(self.corpus.text, self.corpus.cache)
@@ -131,7 +131,7 @@ class GPT(Task):
         """Return tokens (2, T)."""
         return (torch.arange(2 * self.shape.block_size).view(2, -1) % self.corpus.tokenizer.num_tokens,)
 
-    def predict(  # type: ignore[override]  # the options of the contract, by name
+    def predict(  # type: ignore[override]  # options of the contract as named parameters
         self,
         model: nn.Module,
         generator: torch.Generator,
@@ -153,18 +153,18 @@ class GPT(Task):
         batch_size      continuations made at once: more raises the throughput, and the latency; they stay the same
         """
         tokenizer = self.corpus.tokenizer
-        given = tokenizer.encode(prompt)
-        start = torch.tensor(given or [tokenizer.end], device=generator.device)
-        # All random numbers at once, so that a sample does not depend on how many are made beside it.
+        prompt_tokens = tokenizer.encode(prompt)
+        start = torch.tensor(prompt_tokens or [tokenizer.end], device=generator.device)
+        # All random numbers at once, so that a sample does not depend on the batch size.
         draws = torch.rand(samples, max_new_tokens, generator=generator, device=generator.device)
         numbers = iter(range(samples))
         for rows in torch.split(draws, batch_size):
-            made = continuations(
+            generated = generate(
                 model, self.shape, start, rows, num_tokens=tokenizer.num_tokens, temperature=temperature, top_k=top_k
             )
-            for tokens in made.tolist():
+            for tokens in generated.tolist():
                 length = tokens.index(tokenizer.end) if tokenizer.end in tokens else len(tokens)
-                text = tokenizer.decode(given + tokens[:length])
+                text = tokenizer.decode(prompt_tokens + tokens[:length])
                 yield Prediction({f"sample-{next(numbers):04d}.txt": text}, text, items=min(length + 1, len(tokens)))
 
 

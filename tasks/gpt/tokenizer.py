@@ -1,4 +1,4 @@
-"""From text to tokens and back: bytes, a byte-pair encoding trained on the text, or numbers where no text is known."""
+"""Tokenizers: bytes, a byte-pair encoding trained on the text, or token numbers if there is no text."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import numpy as np
 
 from runner.base.errors import AccelRunError, ConfigError, Problem
 
-SEPARATOR = b"\0"  # ends every document; text has no NUL, and as one byte it counts alike for every tokenizer
-END_OF_TEXT = "<|endoftext|>"  # the byte-pair token that stands for SEPARATOR
+SEPARATOR = b"\0"  # ends every document; text has no NUL, and it counts as one byte for every tokenizer
+END_OF_TEXT = "<|endoftext|>"  # the byte-pair token for SEPARATOR
 ByteCounts = np.ndarray[Any, np.dtype[np.int64]]
 
 
 class Tokenizer(Protocol):
     """num_tokens tokens, 0 to num_tokens - 1, of which `end` separates documents.
 
-    num_bytes  bytes of text behind each token (num_tokens,), or None if the text is not known
+    num_bytes  bytes of text of each token (num_tokens,); None if the text is unknown
     """
 
     num_tokens: int
@@ -53,7 +53,7 @@ class BytePairs:
 
     def __init__(self, path: Path) -> None:
         self._encoding = _tokenizers().Tokenizer.from_file(str(path))
-        # END_OF_TEXT written out in a text is text, not the end of it.
+        # END_OF_TEXT that occurs in a text is ordinary text.
         self._encoding.encode_special_tokens = True
         self.num_tokens = int(self._encoding.get_vocab_size())
         self.end = int(self._encoding.token_to_id(END_OF_TEXT))
@@ -74,13 +74,13 @@ class BytePairs:
 
 
 class Numbers:
-    """Tokens of an unknown encoding, written as numbers with spaces between them."""
+    """Tokens of an unknown encoding, written as numbers separated by spaces."""
 
     num_bytes: ByteCounts | None = None
 
     def __init__(self, num_tokens: int) -> None:
         self.num_tokens = num_tokens
-        self.end = num_tokens - 1  # the last one, as in GPT-2
+        self.end = num_tokens - 1  # as in GPT-2
 
     def encode(self, text: str) -> list[int]:
         tokens = [int(word) if word.isdecimal() else -1 for word in text.split()]

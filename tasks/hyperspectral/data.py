@@ -49,7 +49,7 @@ class Files:
             if (found := open_cube(file).shape) != shape:
                 what = f"must be a cube of height, width, channels {shape} as the others, but is {found}"
                 raise DataError(what, where=str(file), fix=FORMATS)
-        self.has_masks = any(mask_of(file).is_file() for file in files)
+        self.has_masks = any(mask_path(file).is_file() for file in files)
 
     def __len__(self) -> int:
         return len(self.files)
@@ -67,8 +67,8 @@ class Files:
             if not (finite := np.isfinite(cube)).all():
                 what = f"must hold finite numbers, but {np.count_nonzero(~finite)} of {cube.size} are not"
                 raise DataError(what, where=str(file), fix="give them a neighbour's value, or take the file away")
-            if mask_of(file).is_file():
-                mask[:] = open_mask(mask_of(file), self.shape[:2])
+            if mask_path(file).is_file():
+                mask[:] = open_mask(mask_path(file), self.shape[:2])
         return {"cube": torch.from_numpy(cubes), "mask": torch.from_numpy(masks), "index": torch.tensor(indices)}
 
     def title(self, index: int) -> str:
@@ -84,7 +84,7 @@ def open_folder(folder: Path, channels: int | None) -> dict[str, Files]:
     if not folder.is_dir():
         raise InputMissing(f"{folder} is not a folder", where="data.path", fix=FORMATS)
     named = {split: _cubes_in(folder / split) for split in SPLITS if (folder / split).is_dir()}
-    members = named or _divided(_cubes_in(folder))
+    members = named or _split_by_name(_cubes_in(folder))
     for split in SPLITS:
         if not members.get(split):
             found = ", ".join(f"{len(files)} in {name}" for name, files in members.items())
@@ -99,7 +99,7 @@ def open_folder(folder: Path, channels: int | None) -> dict[str, Files]:
     return {split: Files(files, (height, width, found)) for split, files in members.items()}
 
 
-def mask_of(cube: Path) -> Path:
+def mask_path(cube: Path) -> Path:
     """Return where the mask of a cube lies, if it has one."""
     return cube.with_name(f"{cube.stem}_mask.npy")
 
@@ -109,7 +109,7 @@ def _cubes_in(folder: Path) -> list[Path]:
     return sorted(files)
 
 
-def _divided(files: Sequence[Path]) -> dict[str, list[Path]]:
+def _split_by_name(files: Sequence[Path]) -> dict[str, list[Path]]:
     """Return the files by split: the order of the hashes of their names decides, so that a new file moves few."""
     ordered = sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
     held_out = max(1, len(files) // 5)

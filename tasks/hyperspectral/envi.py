@@ -24,7 +24,7 @@ def open_cube(path: Path) -> Array:
     cube = open_envi(path) if path.suffix == ".hdr" else open_array(path)
     if cube.ndim != 3 or cube.dtype.kind not in "fiu":
         raise DataError(
-            f"must be a cube (H, W, C) of real numbers, but is {_described(cube)}", where=str(path), fix=FORMATS
+            f"must be a cube (H, W, C) of real numbers, but is {_describe(cube)}", where=str(path), fix=FORMATS
         )
     return cube
 
@@ -33,7 +33,7 @@ def open_mask(path: Path, shape: tuple[int, int]) -> Array:
     """Return the mask (H, W) uint8 of a file. Raises DataError unless it has that shape and holds 0, 1 and 255."""
     mask = open_array(path)
     if mask.shape != shape or mask.dtype.kind not in "biu":
-        what = f"must be a mask {shape} of whole numbers, but is {_described(mask)}"
+        what = f"must be a mask {shape} of whole numbers, but is {_describe(mask)}"
         raise DataError(what, where=str(path), fix=FORMATS)
     if not np.isin(mask, (0, 1, 255)).all():
         what = (
@@ -91,7 +91,7 @@ def read_header(path: Path) -> Mapping[str, str]:
     return {name.lower(): value for name, value in fields}
 
 
-def _described(array: Array) -> str:
+def _describe(array: Array) -> str:
     return f"{array.shape} {array.dtype.name}"
 
 

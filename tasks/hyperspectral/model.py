@@ -21,7 +21,7 @@ REFERENCE = 1024  # pixels that the centre is the mean of
 
 
 class Detector(nn.Module):
-    """Statistics of the training pixels and the RX score made of them; what both heads have in common.
+    """Statistics of the training pixels and the RX score; base class of both heads.
 
     low, span          (C,) min-max normalisation: (x - low) / span
     mean               (C,) of the normalised pixels
@@ -54,18 +54,18 @@ class Detector(nn.Module):
             self.register_buffer(name, torch.tensor(value))
         self.register_buffer("temperature", torch.tensor(FIRST_TEMPERATURE))
 
-    def centred(self, cubes: Tensor) -> Tensor:
+    def center(self, cubes: Tensor) -> Tensor:
         """Return the normalised cubes (..., C) less their mean over the training data."""
         return (cubes.float() - self.low) / self.span - self.mean
 
-    def whitened(self, cubes: Tensor) -> Tensor:
+    def whiten(self, cubes: Tensor) -> Tensor:
         """Return cubes (..., C) in the basis in which the training pixels have the identity as covariance."""
-        return self.centred(cubes) @ self.whitening.T
+        return self.center(cubes) @ self.whitening.T
 
     def rx(self, cubes: Tensor) -> Tensor:
         """Return the squared Mahalanobis distance (...) of spectra (..., C) to the training pixels."""
         with torch.autocast(cubes.device.type, enabled=False):
-            return self.whitened(cubes).square().sum(-1)
+            return self.whiten(cubes).square().sum(-1)
 
     def rx_logit(self, cubes: Tensor) -> Tensor:
         """Return the RX score less mean + 2 sigma, in units of sigma: positive means anomalous."""
@@ -133,19 +133,19 @@ class TrainableRX(Detector):
 
     def selected(self, cubes: Tensor) -> Tensor:
         """Return the centred cubes (..., C) times the selector; a selector without preference changes nothing."""
-        return self.centred(cubes) * (self.channels * self.selection())
+        return self.center(cubes) * (self.channels * self.selection())
 
     def forward(self, cubes: Tensor) -> tuple[Tensor, Tensor]:
         # Whitening multiplies small directions by hundreds: half precision would drown them in rounding.
         with torch.autocast(cubes.device.type, enabled=False):
             parts = (self.selected(cubes) @ self.components.T) * self.scale
-            rest = (self.centred(cubes) @ self.rest.T).square().sum(-1)
+            rest = (self.center(cubes) @ self.rest.T).square().sum(-1)
             score = parts.square() @ self.quadratic + self.outside * rest
             logits = (score - self.threshold) / self.sigma + parts @ self.linear + self.bias
             return logits, torch.stack(self.penalties())
 
     def penalties(self) -> tuple[Tensor, Tensor, Tensor]:
-        """Return what is to be kept small, each 0 at best.
+        """Return penalties to minimize, each at least 0.
 
         orthogonality  squared distance of components^T components from the identity, per component
         entropy        1 - entropy of the selection / log C: 0 where all channels count the same, 1 for a single one
@@ -223,7 +223,7 @@ class DeepSVDD(Detector):
     def features(self, cubes: Tensor) -> Tensor:
         """Return the features (..., 32) of spectra (..., C), whitened but not centred."""
         with torch.autocast(cubes.device.type, enabled=False):
-            spectra = self.whitened(cubes) + self.whitening @ self.mean
+            spectra = self.whiten(cubes) + self.whitening @ self.mean
         features: Tensor = self.network(spectra)
         return features.float()
 

@@ -87,7 +87,7 @@ def _show_score(figure: Any, axes: Any, score: Array, label: str = "") -> None:
 
 
 def _patch() -> Any:
-    from matplotlib.patches import Patch  # here: it takes its time
+    from matplotlib.patches import Patch  # slow to import
 
     return Patch
 

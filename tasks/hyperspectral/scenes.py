@@ -111,8 +111,10 @@ class SyntheticScenes(Scenes):
     def planes(self, index: int, rng: np.random.Generator) -> Array:
         height, width, _ = self.shape
         coarse = rng.standard_normal((9, 9, ENDMEMBERS), dtype=np.float32)
-        mixed = np.tensordot(_interpolation(height, 9), np.tensordot(_interpolation(width, 9), coarse, (1, 1)), (1, 1))
-        weights = np.exp(2 * mixed)
+        mixtures = np.tensordot(
+            _interpolation(height, 9), np.tensordot(_interpolation(width, 9), coarse, (1, 1)), (1, 1)
+        )
+        weights = np.exp(2 * mixtures)
         weights /= weights.sum(-1, keepdims=True)
         return weights
 
@@ -135,7 +137,7 @@ def implant(cube: Array, mask: np.ndarray[Any, np.dtype[np.uint8]], rng: np.rand
     drawn = []
     for number in range(2 * int(rng.integers(2, 5))):
         is_target = number % 2 == 1
-        lines = LINES if is_target else decoy_lines(rng)
+        lines = LINES if is_target else draw_decoy_lines(rng)
         drawn.append((is_target, lines, _ellipse(height, width, rng), rng.uniform(*DEPTH)))
     # Decoys first: one over a target would add its lines to pixels that the mask assigns to a target.
     for is_target, lines, inside, depth in sorted(drawn, key=lambda each: each[0]):
@@ -197,7 +199,7 @@ def _ellipse(height: int, width: int, rng: np.random.Generator) -> Any:
     return (first / along) ** 2 + (second / across) ** 2 <= 1
 
 
-def decoy_lines(rng: np.random.Generator) -> list[tuple[float, float]]:
+def draw_decoy_lines(rng: np.random.Generator) -> list[tuple[float, float]]:
     """Return two lines that are not those of a target."""
     places: list[float] = []
     while len(places) < 2:

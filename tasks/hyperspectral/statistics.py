@@ -65,7 +65,7 @@ class PixelStatistics(Fit):
 
     def merge(self, one: State, other: State) -> State:
         keys, order = torch.cat([one["keys"], other["keys"]]).sort()
-        return merged(one, other, one["count"], other["count"]) | {
+        return merge_moments(one, other, one["count"], other["count"]) | {
             "count": one["count"] + other["count"],
             "known": one["known"] + other["known"],
             "targets": one["targets"] + other["targets"],
@@ -98,15 +98,15 @@ def moments(cubes: Tensor, dtype: torch.dtype) -> State:
     num_cubes, num_pixels, channels = cubes.shape
     rows = min(ROWS.get(cubes.device.type, ROWS_ELSEWHERE), num_pixels)
     room = torch.empty(rows, channels, dtype=dtype, device=cubes.device)
-    parts = [_moments_of_one(cube, room) for cube in cubes]
+    parts = [_cube_moments(cube, room) for cube in cubes]
     count = torch.tensor(float(num_pixels), dtype=torch.float64, device=cubes.device)
     total = parts[0]
     for number, part in enumerate(parts[1:], start=1):
-        total = merged(total, part, count * number, count)
+        total = merge_moments(total, part, count * number, count)
     return total | {"count": count * num_cubes}
 
 
-def _moments_of_one(pixels: Tensor, room: Tensor) -> State:
+def _cube_moments(pixels: Tensor, room: Tensor) -> State:
     """Return mean, co-moment, low and high of pixels (N, C); `room` (rows, C) is written over."""
     shift = pixels[:: max(1, len(pixels) // 256)].mean(0).to(room.dtype)
     total = torch.zeros(len(shift), dtype=torch.float64, device=pixels.device)
@@ -128,7 +128,7 @@ def _moments_of_one(pixels: Tensor, room: Tensor) -> State:
     }
 
 
-def merged(one: State, other: State, first: Tensor, second: Tensor) -> State:
+def merge_moments(one: State, other: State, first: Tensor, second: Tensor) -> State:
     """Return mean, co-moment, low and high of the pixels of both, of which there are `first` and `second`.
 
     Source: Chan, Golub, LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
@@ -158,13 +158,13 @@ def candidates(pixels: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
     """Return keys (n,) and spectra (n, C) of the pixels that cubes (B, HW, C) of these numbers (B,) offer."""
     turn = torch.arange(CANDIDATES, device=index.device)
     numbers = index.long()[:, None] * CANDIDATES + turn
-    keys = mixed(numbers)
-    places = mixed(keys) % pixels.shape[1]
+    keys = hash_int64(numbers)
+    places = hash_int64(keys) % pixels.shape[1]
     chosen = torch.take_along_dim(pixels, places[:, :, None], dim=1)
     return keys.flatten(), chosen.flatten(0, 1)
 
 
-def mixed(number: Tensor) -> Tensor:
+def hash_int64(number: Tensor) -> Tensor:
     """Return a bijective hash of int64, whose order is as good as random.
 
     Source: splitmix64; Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, figure 17.

@@ -101,7 +101,7 @@ def build(
 
 @dataclass
 class AnomalyTask(Task):
-    """What both heads have in common: data, statistics, metrics, maps."""
+    """Base class of both heads: data, statistics, metrics, maps."""
 
     splits: Mapping[str, Cubes]
     model: Detector
@@ -122,7 +122,7 @@ class AnomalyTask(Task):
         return {"fit": PixelStatistics(self.channels, getattr(torch, self.statistics))}
 
     def begin_update(self, progress: Progress) -> None:
-        """Let the selector cool and the centre move; not where only statistics were gathered: there RX is whole."""
+        """Cool the selector and move the center; not in phase `fit`, after which the model is plain RX."""
         if progress.phase == "train":
             self.model.begin_update(progress)
 
@@ -154,7 +154,7 @@ class AnomalyTask(Task):
         val = self.splits["val"]
         return (val.__getitems__([0, len(val) - 1])["cube"],)
 
-    def predict(  # type: ignore[override]  # the options of the contract, by name
+    def predict(  # type: ignore[override]  # options of the contract as named parameters
         self,
         model: nn.Module,
         generator: torch.Generator,

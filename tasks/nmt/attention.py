@@ -1,4 +1,4 @@
-"""The attention calls of a training pass: what each asks for, which kernel computed it, and why no other did."""
+"""Attention calls of a training pass: arguments, the kernel that ran, and why the others could not."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ class NamedCall:
     flash_on_gpu: str
 
 
-def calls_of_training(
+def record_training_calls(
     task: Task, model: nn.Module, batch: Batch, *, num_layers: int, device: torch.device
 ) -> list[NamedCall]:
-    """Return the attention calls of one training pass over a batch; the model is left in the mode it was in."""
+    """Return the attention calls of one training pass over a batch; the mode of the model is restored."""
     source, target = (Rows(*(field.to(device) for field in rows)) for rows in (batch.source, batch.target))
     moved = Batch(source, target, batch.labels.to(device), batch.places.to(device))
     was_training = model.training
@@ -50,22 +50,22 @@ def calls_of_training(
     return [NamedCall(name, call, _flash_on_gpu(call)) for name, call in zip(names, calls, strict=True)]
 
 
-def as_json(calls: Sequence[NamedCall], *, packed: bool) -> str:
+def to_json(calls: Sequence[NamedCall], *, packed: bool) -> str:
     """Return the calls as a JSON object."""
     rows = [
         {"name": each.name, **asdict(each.call), "dtype": _name(each.call), "flash_on_gpu": each.flash_on_gpu}
         for each in calls
     ]
-    masked = _masked(calls)
+    masked = _count_masked(calls)
     return json.dumps({"packed": packed, "calls": len(calls), "with_mask": masked, "rows": rows}, indent=1) + "\n"
 
 
-def in_words(calls: Sequence[NamedCall]) -> str:
-    """Return in one line how many calls carry a mask, and what ran."""
+def format_summary(calls: Sequence[NamedCall]) -> str:
+    """Return one line with the number of calls with a mask, and the kernels that ran."""
     kernels = ", ".join(sorted({each.call.kernel for each in calls}))
     open_to_flash = sum(not each.flash_on_gpu for each in calls)
     return (
-        f"attention in training: {_masked(calls)} of {len(calls)} calls carry a mask; {kernels} ran here;"
+        f"attention in training: {_count_masked(calls)} of {len(calls)} calls carry a mask; {kernels} ran here;"
         f" flash would take {open_to_flash} on a GPU in bfloat16"
     )
 
@@ -80,7 +80,7 @@ def picture(calls: Sequence[NamedCall], *, packed: bool) -> bytes:
     figure.suptitle(
         f"Attention calls of one training pass, {'packed' if packed else 'padded'} rows", x=0.003, ha="left"
     )
-    axes.set_title(f"{_masked(calls)} of {len(calls)} carry a mask", loc="left", fontsize=10)
+    axes.set_title(f"{_count_masked(calls)} of {len(calls)} carry a mask", loc="left", fontsize=10)
     _draw_row(axes, -1, [(name, WHITE) for name in COLUMNS], fontsize=9.0, weight="bold")
     for number, each in enumerate(calls):
         _draw_row(axes, number, _cells(each), fontsize=8.0)
@@ -128,7 +128,7 @@ def _flash_on_gpu(call: AttentionCall) -> str:
     )
 
 
-def _masked(calls: Sequence[NamedCall]) -> int:
+def _count_masked(calls: Sequence[NamedCall]) -> int:
     return sum(each.call.masked for each in calls)
 
 

@@ -1,6 +1,6 @@
 """Pairs of texts as tokens: descriptions and signatures of the standard library, the user's pairs, or random numbers.
 
-The standard library is split by file, so that what is held out comes from modules that were never read in training.
+The standard library is split by file, so that held-out pairs come from modules that are not used in training.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from torch import Tensor
 
 from runner.base.errors import ConfigError, DataError, InputMissing, Problem
 
-from .model import MOST_SEGMENTS, Rows
+from .model import MAX_SEGMENTS, Rows
 from .vocabulary import BEGIN, END, FIRST_ORDINARY, Numbers, Pieces, Vocabulary
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
@@ -100,7 +100,7 @@ class PairData:
         """Return the batch itself, one row for each pair: S and T are the longest lengths whatever is in it."""
         rows = np.arange(len(indices))
         places = Places(rows, np.zeros_like(rows), np.zeros_like(rows), np.ones_like(rows), len(rows))
-        return _laid(self, np.asarray(indices), places, self.source_length, self.target_length)
+        return _lay_out(self, np.asarray(indices), places, self.source_length, self.target_length)
 
 
 class PackedData(PairData):
@@ -122,14 +122,14 @@ class PackedData(PairData):
         """Return the batch itself, in as few rows as fit."""
         pairs = np.asarray(indices)
         places = packed(
-            self.sources.lengths[pairs], self.labels.lengths[pairs], self.source_room, self.target_room, MOST_SEGMENTS
+            self.sources.lengths[pairs], self.labels.lengths[pairs], self.source_room, self.target_room, MAX_SEGMENTS
         )
-        return _laid(self, pairs, places, self.source_room, self.target_room)
+        return _lay_out(self, pairs, places, self.source_room, self.target_room)
 
 
 @dataclass(frozen=True)
 class Places:
-    """Where each pair of a batch lies: its row, where its source and target start in it, and its number from 1."""
+    """Position of each pair of a batch: its row, the starts of its source and target, and its number from 1."""
 
     rows: Array
     source_starts: Array
@@ -174,10 +174,10 @@ class Corpus:
 
 
 def open_pairs(data_path: Path | None, cache: Path, *, vocab_size: int) -> Corpus:
-    """Return the pairs of `data_path`, or of the standard library; prepare them if this is the first time.
+    """Return the pairs of `data_path`, or of the standard library; they are prepared once.
 
-    The vocabulary has at most `vocab_size` tokens and is learned from the training part alone.
-    Raises InputMissing if the path does not exist, DataError if it holds something else, ConfigError if the
+    The vocabulary has at most `vocab_size` tokens and is learned from the training split only.
+    Raises InputMissing if the path does not exist, DataError if its content is invalid, ConfigError if the
     vocabulary is too small.
     """
     files = standard_library() if data_path is None else user_files(data_path)
@@ -188,7 +188,7 @@ def open_pairs(data_path: Path | None, cache: Path, *, vocab_size: int) -> Corpu
         if not all(pairs.values()):
             empty = ", ".join(split for split, found in pairs.items() if not found)
             raise DataError(f"there are too few pairs: none is left for {empty}", where="data.path", fix=FORMATS)
-        vocabulary = Pieces.learned((text for pair in pairs["train"] for text in pair), vocab_size)
+        vocabulary = Pieces.learn((text for pair in pairs["train"] for text in pair), vocab_size)
         arrays = {}
         for split, found in pairs.items():
             for side, name in enumerate(("sources", "targets")):
@@ -215,7 +215,7 @@ def open_pairs(data_path: Path | None, cache: Path, *, vocab_size: int) -> Corpu
 
 
 def random_pairs(seed: int, *, vocab_size: int, source_length: int, target_length: int) -> Corpus:
-    """Return pairs of random tokens, for measuring speed: there is nothing to learn in them.
+    """Return pairs of random tokens, to measure speed.
 
     Lengths are drawn evenly from half of the longest one up to it, so a quarter of a padded batch is padding.
     """
@@ -235,7 +235,7 @@ def standard_library() -> list[Path]:
     """Return the Python sources of the standard library without its tests: 537 files in Python 3.11.
 
     Left out are installed packages, character tables (encodings), a second copy of the grammar tools (lib2to3) and
-    files that depend on how Python was built. Raises InputMissing where Python came without sources.
+    files that depend on how Python was built. Raises InputMissing if Python was installed without sources.
     """
     root = _library_root()
     files = []
@@ -254,7 +254,7 @@ def library_pairs(files: Sequence[Path]) -> dict[str, Texts]:
     pairs: dict[str, Texts] = {split: [] for split in SPLITS}
     for file in files:
         name = file.relative_to(root).as_posix()
-        pairs[_split_of(name)] += described_functions(file.read_bytes(), str(file))
+        pairs[_choose_split(name)] += described_functions(file.read_bytes(), str(file))
     seen = {source for source, _ in pairs["train"]}
     held_out = {split: [pair for pair in pairs[split] if pair[0] not in seen] for split in SPLITS[1:]}
     return {"train": pairs["train"], **held_out}
@@ -263,14 +263,14 @@ def library_pairs(files: Sequence[Path]) -> dict[str, Texts]:
 def described_functions(code: bytes, name: str) -> Iterator[tuple[str, str]]:
     """Yield a pair for each function with a docstring: `Class.name: first paragraph` in one line, `name(parameters)`.
 
-    A file that is no Python of this version has none.
+    Files that are not valid in this version of Python are skipped.
     """
     try:
         tree = ast.parse(code, name)
     except (SyntaxError, ValueError):
         return
     found: list[tuple[str, ast.AST]] = [("", tree)]
-    for prefix, node in found:  # which grows while it is read
+    for prefix, node in found:  # grows during the iteration
         for child in ast.iter_child_nodes(node):
             inner = f"{prefix}{child.name}." if isinstance(child, ast.ClassDef) else prefix
             found.append((inner, child))
@@ -293,7 +293,7 @@ def user_files(path: Path) -> list[Path]:
         found = [whole] if whole.is_file() else [side for side in sides if side.is_file()]
         if len(found) == 1 and found != [whole]:
             missing = next(side for side in sides if side not in found)
-            raise InputMissing(f"{found[0]} is there, but {missing} is not", where="data.path", fix=FORMATS)
+            raise InputMissing(f"{found[0]} exists, but {missing} does not", where="data.path", fix=FORMATS)
         if not found and split != "test":
             raise InputMissing(f"{path} has no pairs for {split}", where="data.path", fix=FORMATS)
         files += found
@@ -305,7 +305,7 @@ def user_pairs(path: Path, files: Sequence[Path]) -> dict[str, Texts]:
     pairs: dict[str, Texts] = {split: [] for split in SPLITS}
     if path.is_file():
         for pair in _read_table(path):
-            pairs[_split_of(pair[0])].append(pair)
+            pairs[_choose_split(pair[0])].append(pair)
         return {split: found for split, found in pairs.items() if found or split != "test"}
     for split in SPLITS:
         mine = [file for file in files if file.stem == split]
@@ -319,12 +319,12 @@ def user_pairs(path: Path, files: Sequence[Path]) -> dict[str, Texts]:
 
 
 def baselines(corpus: Corpus, source_length: int, target_length: int) -> dict[str, float]:
-    """Return what counting in the training part achieves on the validation part.
+    """Return the results of frequency baselines, from the training split on the validation split.
 
-    loss            in nats per token, from how often each token occurs (counts start at one)
+    loss            in nats per token, of token frequencies (add-one smoothing)
     token_accuracy  of always predicting the most frequent token
     exact_match     of always predicting the most frequent target
-    exact_match_name  of the rule `name(self)`, with the name that the source begins with; absent where none does so
+    exact_match_name  of the rule `name(self)`, with the name at the start of the source; absent if no source has one
     """
     train, val = (corpus.data(split, source_length, target_length) for split in ("train", "val"))
     counts = 1.0 + np.bincount(train.labels.tokens, minlength=corpus.vocabulary.num_tokens)
@@ -351,7 +351,7 @@ def _read_table(path: Path) -> Iterator[tuple[str, str]]:
     for number, line in enumerate(_lines(path), start=1):
         fields = line.split("\t")
         if len(fields) != 2 or not all(field.strip() for field in fields):
-            what = f"must be source<TAB>target, both not empty, but has {len(fields)} columns: {_shortened(line)}"
+            what = f"must be source<TAB>target, both not empty, but has {len(fields)} columns: {_shorten(line)}"
             raise DataError(what, where=f"{path}, line {number}", fix=FORMATS)
         yield fields[0].strip(), fields[1].strip()
 
@@ -376,12 +376,12 @@ def _lines(path: Path) -> list[str]:
         raise DataError("must be UTF-8, but is not", where=f"{path}, line {number}", fix=FORMATS) from error
 
 
-def _shortened(line: str) -> str:
+def _shorten(line: str) -> str:
     return repr(line if len(line) <= 60 else f"{line[:57]}...")
 
 
-def _laid(data: PairData, pairs: Array, places: Places, source_room: int, target_room: int) -> Batch:
-    """Return the pairs in their places."""
+def _lay_out(data: PairData, pairs: Array, places: Places, source_room: int, target_room: int) -> Batch:
+    """Return the batch with the pairs at these places."""
     source, _ = _rows(data.sources, pairs, places, places.source_starts, source_room, shifted=False)
     target, labels = _rows(data.labels, pairs, places, places.target_starts, target_room, shifted=True)
     relative = places.rows - np.arange(len(places.rows))
@@ -415,7 +415,7 @@ def _multiple_of_8(length: float) -> int:
     return -int(-length // 8) * 8
 
 
-def _split_of(name: str) -> str:
+def _choose_split(name: str) -> str:
     share = int.from_bytes(hashlib.sha256(name.encode()).digest()[:8], "big") / 2**64
     return "val" if share < HELD_OUT else "test" if share < 2 * HELD_OUT else "train"
 
@@ -425,20 +425,20 @@ def _library_root() -> Path:
 
 
 def _fingerprint(files: Sequence[Path], data_path: Path | None) -> str:
-    """Return what changes when a file is added, removed or written, or when this file prepares differently."""
+    """Return a fingerprint of the files and of the version of this preparation."""
     stats = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in files]
     content = json.dumps([FORMAT_VERSION, str(data_path), stats])
     return hashlib.sha256(content.encode()).hexdigest()[:12]
 
 
-def refuse_path(data_path: Path | None) -> None:
-    """Raise ConfigError where a path was given that will not be read."""
+def check_no_data_path(data_path: Path | None) -> None:
+    """Raise ConfigError if data.path is set, because it would not be read."""
     if data_path is not None:
         what = f"task.data=random makes its pairs, so {data_path} would not be read"
         raise ConfigError(Problem(what, "data.path", "leave it out, or use task.data=pairs"))
 
 
-FORMAT_VERSION = 3  # of the prepared files; a change of their content makes it one higher
+FORMAT_VERSION = 3  # of the prepared files; increase it when their content changes
 NAME = re.compile(r"(?:\w+\.)*(\w+): ")  # of a function, with those of its classes, before its description
 HELD_OUT = 0.1  # share of the files in each of val and test
 RANDOM_PAIRS: Mapping[str, int] = {"train": 25600, "val": 1024, "test": 1024}

@@ -1,4 +1,4 @@
-"""The likeliest target of a source: greedily or with a beam, one token at a time, with a cache of keys and values."""
+"""Greedy and beam search decoding with a key-value cache."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .model import Cache, Rows, Shape
 from .vocabulary import BEGIN, END, PAD
 
 
-def translations(model: nn.Module, shape: Shape, source: Rows, *, beam: int = 1) -> Tensor:
+def translate(model: nn.Module, shape: Shape, source: Rows, *, beam: int = 1) -> Tensor:
     """Return the target tokens (B, T) of one source per row: up to and with the end, padding after it.
 
     beam  candidates kept at each step; 1 is greedy. The best is the one with the highest mean log probability
-    Where the longest target has no end yet, it stops there. Never waits for the device.
+    Stops at the maximum target length. Does not wait for the device.
     """
     source = Rows(*(field.repeat_interleave(beam, dim=0) for field in source))
     num_rows, device = len(source.tokens), source.tokens.device
@@ -21,7 +21,7 @@ def translations(model: nn.Module, shape: Shape, source: Rows, *, beam: int = 1)
     token = torch.full((num_rows, 1), BEGIN, device=device)
     ended = torch.zeros(num_rows, dtype=torch.bool, device=device)
     scores = torch.zeros(num_rows // beam, beam, device=device)
-    scores[:, 1:] = float("-inf")  # all candidates are equal at first: continue with one
+    scores[:, 1:] = float("-inf")  # all candidates are equal at first, so only one continues
     first = torch.arange(0, num_rows, beam, device=device)[:, None]
     cache = Cache(shape)
     for position in range(shape.target_length):
@@ -29,7 +29,7 @@ def translations(model: nn.Module, shape: Shape, source: Rows, *, beam: int = 1)
         logits = model(source, here, cache)[:, -1].float()
         logits[:, [PAD, BEGIN]] = float("-inf")
         log_probs = logits.log_softmax(dim=-1).masked_fill(ended[:, None], float("-inf"))
-        log_probs[:, PAD] = torch.where(ended, 0.0, float("-inf"))  # what has ended stays, at no cost
+        log_probs[:, PAD] = torch.where(ended, 0.0, float("-inf"))  # finished candidates: padding is free
         num_tokens = log_probs.shape[-1]
         scores, best = (scores.view(-1, 1) + log_probs).view(-1, beam * num_tokens).topk(beam)
         token = (best % num_tokens).view(-1, 1)

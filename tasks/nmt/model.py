@@ -1,4 +1,4 @@
-"""An encoder-decoder transformer whose rows may hold several pairs, kept apart with masks or without any."""
+"""An encoder-decoder transformer whose rows may hold several pairs, separated with or without masks."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner.base.noise import SampleNoise, per_sample_noise
 
-MOST_SEGMENTS = (
+MAX_SEGMENTS = (
     8  # pairs in a row: the same number of channels is appended to each head, and kernels like multiples of 8
 )
 
@@ -94,15 +94,15 @@ class PairNoise(NamedTuple):
         return self.pairs.rows(self._pair_of(queries)[:, :, None], positions)
 
     def _pair_of(self, rows: Rows) -> Tensor:
-        """Return the number of the pair that each token (R, L) belongs to; padding takes that of any."""
+        """Return the number of the pair to which each token (R, L) belongs; arbitrary for padding."""
         number = torch.arange(len(self.places), device=self.places.device)
-        table = number.new_zeros(len(rows.segments), MOST_SEGMENTS + 1)
+        table = number.new_zeros(len(rows.segments), MAX_SEGMENTS + 1)
         table[number + self.places[:, 0], self.places[:, 1]] = number
         return table.gather(1, rows.segments)
 
 
 class Draws(NamedTuple):
-    """What a layer draws dropout from; None: nothing is dropped.
+    """Dropout noise of a layer; None: no dropout.
 
     tokens  for each of its tokens (R, L)
     own     for the weights of its self-attention (R, L, L)
@@ -114,14 +114,14 @@ class Draws(NamedTuple):
     across: SampleNoise | None = None
 
     def of_layer(self, number: int) -> Draws:
-        """Return other draws for each layer."""
+        """Return separate noise for each layer."""
         return Draws(*(None if each is None else each.named(number) for each in self))
 
 
 NOTHING = Draws()
 
 
-def dropped(x: Tensor, p: float, noise: SampleNoise | None) -> Tensor:
+def apply_dropout(x: Tensor, p: float, noise: SampleNoise | None) -> Tensor:
     """Return x (R, L, ...) after dropout with probability p; without noise, x itself."""
     return x if noise is None else noise.dropout(x, p)
 
@@ -139,8 +139,8 @@ def attend(
     """Return the attention of queries (R, H, Q, D) to the keys that the fence lets them see, (R, H, Q, D).
 
     Codes are appended to queries and keys as channels. The product of a query and a key of the same segment gains
-    exactly 0; that with any other key, padding too, falls by FAR, and the exponential of it is exactly 0. So nothing
-    but rounding differs from a mask, and no mask is given: every kernel takes such a call.
+    exactly 0; that with any other key, padding too, falls by FAR, and the exponential of it is exactly 0. So the result
+    equals that with a mask up to rounding, and every kernel accepts the call.
 
     noise  for the weights (R, Q, K), that dropout is drawn from. No fused kernel computes such a call: those draw from
            the device's generator, so their draws depend on the micro-batch
@@ -162,7 +162,7 @@ def attend(
         return noise.dropout(weights, dropout).permute(0, 3, 1, 2) @ v
     if scale is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=fence.mask, is_causal=causal)
-    v = F.pad(v, (0, MOST_SEGMENTS))  # the flash kernel wants one head size for all three
+    v = F.pad(v, (0, MAX_SEGMENTS))  # the flash kernel needs one head size for all three
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)[..., :size]
 
 
@@ -209,9 +209,9 @@ class Transformer(nn.Module):
         """
         if noise is None and self.training and any(self.rates):
             raise ValueError("dropout needs the draws of the batch: model(source, target, noise=model.noise(places))")
-        memory = self._encoded(source, noise) if cache is None or cache.length == 0 else None
+        memory = self._encode(source, noise) if cache is None or cache.length == 0 else None
         draws = self._draws(noise, "target", target, target, source)
-        x = self._embedded(target, self.target_positions, draws)
+        x = self._embed(target, self.target_positions, draws)
         own = self._fence(target, target) if self.packed and cache is None else OPEN
         across = self._fence(target, source)
         for number, layer in enumerate(self.decoder):
@@ -221,17 +221,17 @@ class Transformer(nn.Module):
             cache.length += 1
         return F.linear(self.decoder_norm(x), self.embedding.weight)
 
-    def _encoded(self, source: Rows, noise: PairNoise | None) -> Tensor:
+    def _encode(self, source: Rows, noise: PairNoise | None) -> Tensor:
         draws = self._draws(noise, "source", source, source)
-        x = self._embedded(source, self.source_positions, draws)
+        x = self._embed(source, self.source_positions, draws)
         fence = self._fence(source, source)
         for number, layer in enumerate(self.encoder):
             x = layer(x, fence, draws.of_layer(number))
         memory: Tensor = self.encoder_norm(x)
         return memory
 
-    def _embedded(self, rows: Rows, positions: nn.Embedding, draws: Draws) -> Tensor:
-        return dropped(self.embedding(rows.tokens) + positions(rows.positions), self.rates.residual, draws.tokens)
+    def _embed(self, rows: Rows, positions: nn.Embedding, draws: Draws) -> Tensor:
+        return apply_dropout(self.embedding(rows.tokens) + positions(rows.positions), self.rates.residual, draws.tokens)
 
     def _draws(self, noise: PairNoise | None, name: str, tokens: Rows, *keys: Rows) -> Draws:
         """Return what one side draws from: for its tokens, and for its attention to each of `keys`."""
@@ -246,7 +246,7 @@ class Transformer(nn.Module):
     def _fence(self, queries: Rows, keys: Rows) -> Fence:
         if not self.packed:
             return Fence(mask=(keys.segments != 0)[:, None, None])
-        numbers = torch.arange(1, MOST_SEGMENTS + 1, device=keys.segments.device)
+        numbers = torch.arange(1, MAX_SEGMENTS + 1, device=keys.segments.device)
         own = queries.segments[:, None, :, None] == numbers
         other = keys.segments[:, None, :, None] != numbers
         return Fence(query_code=own.float(), key_code=other.float() * -FAR)
@@ -265,9 +265,9 @@ class EncoderLayer(nn.Module):
 
     def forward(self, x: Tensor, fence: Fence, draws: Draws = NOTHING) -> Tensor:
         attended: Tensor = self.attention(self.attention_norm(x), fence, noise=draws.own)
-        x = x + dropped(attended, self.rates.residual, draws.tokens)
+        x = x + apply_dropout(attended, self.rates.residual, draws.tokens)
         transformed: Tensor = self.mlp(self.mlp_norm(x), draws.tokens)
-        return x + dropped(transformed, self.rates.residual, draws.tokens)
+        return x + apply_dropout(transformed, self.rates.residual, draws.tokens)
 
 
 class DecoderLayer(nn.Module):
@@ -294,11 +294,11 @@ class DecoderLayer(nn.Module):
     ) -> Tensor:
         rate, tokens = self.rates.residual, draws.tokens
         attended: Tensor = self.attention(self.attention_norm(x), own, causal=past is None, past=past, noise=draws.own)
-        x = x + dropped(attended, rate, tokens)
+        x = x + apply_dropout(attended, rate, tokens)
         found: Tensor = self.cross(self.cross_norm(x), memory, across, past, draws.across)
-        x = x + dropped(found, rate, tokens)
+        x = x + apply_dropout(found, rate, tokens)
         transformed: Tensor = self.mlp(self.mlp_norm(x), tokens)
-        return x + dropped(transformed, rate, tokens)
+        return x + apply_dropout(transformed, rate, tokens)
 
 
 class SelfAttention(nn.Module):
@@ -368,7 +368,7 @@ class FeedForward(nn.Module):
         self.dropout = dropout
 
     def forward(self, x: Tensor, noise: SampleNoise | None = None) -> Tensor:
-        transformed: Tensor = self.output(dropped(F.relu(self.input(x)), self.dropout, noise))
+        transformed: Tensor = self.output(apply_dropout(F.relu(self.input(x)), self.dropout, noise))
         return transformed
 
 
@@ -413,7 +413,7 @@ def _heads(x: Tensor, count: int, num_heads: int) -> tuple[Tensor, ...]:
     return x.view(R, T, count, num_heads, C // count // num_heads).permute(2, 0, 3, 1, 4).unbind(0)
 
 
-# After division by the root of the head size, a thousand or more for heads of up to 100 channels: above any difference
-# of scores that occurs, by far enough for its exponential to be 0; and float16 and bfloat16 can still write it.
+# After division by the root of the head size, a thousand or more for heads of up to 100 channels: so much above
+# the differences of scores that its exponential is 0, and within the range of float16 and bfloat16.
 FAR = 1e4
-_MOST_POSITIONS = 2**24  # more than a sequence has
+_MOST_POSITIONS = 2**24  # more than in any sequence

@@ -18,13 +18,13 @@ from torch import Tensor, nn
 from runner.base.task import Context, Prediction, Sum, Task
 from runner.base.values import Factor, PositiveInt
 
-from .attention import as_json, calls_of_training, in_words, picture
-from .data import Batch, Corpus, PairData, Sequences, baselines, open_pairs, random_pairs, refuse_path
-from .decoding import translations
+from .attention import format_summary, picture, record_training_calls, to_json
+from .data import Batch, Corpus, PairData, Sequences, baselines, check_no_data_path, open_pairs, random_pairs
+from .decoding import translate
 from .model import Rows, Shape, Transformer
 from .vocabulary import END, PAD
 
-# The mathematics that goes with each size; the command line comes after it.
+# Defaults of each size; settings on the command line have precedence.
 SIZES = {
     "tiny": {
         "updates": 1200,
@@ -77,7 +77,7 @@ def build(
         target_length=target_length,
     )
     if data == "random":
-        refuse_path(context.data_path)
+        check_no_data_path(context.data_path)
         corpus = random_pairs(
             context.seed, vocab_size=shape.vocab_size, source_length=source_length, target_length=target_length
         )
@@ -126,7 +126,7 @@ class Translation(Task):
         logits = model(batch.source, batch.target)
         real = batch.labels != PAD
         right = (logits.argmax(dim=-1) == batch.labels) & real
-        exact = (translations(model, self.shape, batch.source) == batch.labels).all(dim=-1)
+        exact = (translate(model, self.shape, batch.source) == batch.labels).all(dim=-1)
         whole = (batch.labels == END).any(dim=-1)
         return {
             "loss": (_cross_entropy(logits, batch.labels), real.sum()),
@@ -141,7 +141,7 @@ class Translation(Task):
     def blocks(self) -> Sequence[nn.Module]:
         return [*self.model.encoder, *self.model.decoder]
 
-    def predict(  # type: ignore[override]  # the options of the contract, by name
+    def predict(  # type: ignore[override]  # options of the contract as named parameters
         self,
         model: nn.Module,
         generator: torch.Generator,
@@ -166,7 +166,7 @@ class Translation(Task):
         for indices in torch.split(torch.arange(min(samples, len(data))), batch_size):
             began = time.perf_counter()
             rows = Rows(*(field.to(device) for field in data.__getitems__(indices.tolist()).source))
-            made = translations(model, self.shape, rows, beam=beam).tolist()  # waits for the device
+            made = translate(model, self.shape, rows, beam=beam).tolist()  # waits for the device
             seconds += time.perf_counter() - began
             text = ""
             for index, tokens in zip(indices.tolist(), made, strict=True):
@@ -194,9 +194,9 @@ class Translation(Task):
             return Prediction({}, f"{found}\n{why}", items=0)
         data = self.dataset("train")
         batch = data.__getitems__(range(min(OBSERVED_PAIRS, len(data))))
-        calls = calls_of_training(self, model, batch, num_layers=self.shape.num_layers, device=device)
-        plots, words = {"attention.png": picture(calls, packed=self.packed)}, f"{found}\n{in_words(calls)}"
-        return Prediction({"attention.json": as_json(calls, packed=self.packed)}, words, items=0, plots=plots)
+        calls = record_training_calls(self, model, batch, num_layers=self.shape.num_layers, device=device)
+        plots, words = {"attention.png": picture(calls, packed=self.packed)}, f"{found}\n{format_summary(calls)}"
+        return Prediction({"attention.json": to_json(calls, packed=self.packed)}, words, items=0, plots=plots)
 
     def _data(self, split: str, *, packed: bool = False) -> PairData:
         return self.corpus.data(split, self.shape.source_length, self.shape.target_length, packed=packed)

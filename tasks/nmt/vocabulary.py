@@ -1,7 +1,7 @@
-"""From text to tokens and back, without loss: frequent pieces of words and punctuation, and bytes for everything else.
+"""Lossless tokenization: frequent pieces of words and punctuation, and bytes for everything else.
 
-A token is a word (a run of letters) or text (anything else). Between two words in a row stands one space, which is no
-token; so `key` is the same token in a description and in a signature, and a tied embedding learns it once.
+A token is a word (a run of letters) or text (anything else). Between two consecutive words there is one space, which is
+not a token; so `key` is the same token in a description and in a signature, and a tied embedding learns it once.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Pieces:
     """Padding, begin, end, a joint that stands between two words without a space, 256 bytes, then the pieces.
 
     pieces  strings as PIECE splits a text, the most frequent first
-    Every text can be written with them, so there is no unknown token that a metric could leave out.
+    Every text can be encoded, so there is no unknown token.
     """
 
     def __init__(self, pieces: Sequence[str]) -> None:
@@ -42,7 +42,7 @@ class Pieces:
         self._known: dict[str, list[int]] = {}
 
     @classmethod
-    def learned(cls, texts: Iterable[str], size: int) -> Pieces:
+    def learn(cls, texts: Iterable[str], size: int) -> Pieces:
         """Return a vocabulary of at most `size` tokens: the pieces that occur most, and at least twice, in `texts`.
 
         Raises ConfigError if `size` leaves no room for a piece.
@@ -57,8 +57,8 @@ class Pieces:
         return cls(sorted(frequent, key=lambda piece: (-counts[piece], piece))[: size - LEAST_SIZE])
 
     def encode(self, text: str) -> list[int]:
-        """Return the tokens of a text; decoding them gives it back."""
-        parts = [token for piece in PIECE.findall(text) for token in self._tokens_of(piece)]
+        """Return the tokens of a text; decoding restores it."""
+        parts = [token for piece in PIECE.findall(text) for token in self._tokenize_piece(piece)]
         tokens = []
         for before, token, after in zip([PAD, *parts], parts, [*parts[1:], PAD], strict=False):
             if token == SPACE and self._is_word[before] and self._is_word[after]:
@@ -83,7 +83,7 @@ class Pieces:
             after_word = is_word
         return text.decode(errors="replace")
 
-    def _tokens_of(self, piece: str) -> list[int]:
+    def _tokenize_piece(self, piece: str) -> list[int]:
         """Return a piece as one token, or as the longest pieces that begin it, else bytes."""
         if piece not in self._known:
             tokens, rest = [], piece
@@ -101,7 +101,7 @@ class Pieces:
 
 
 class Numbers:
-    """Tokens that stand for nothing, written as numbers with spaces between them."""
+    """Tokens without meaning, written as numbers separated by spaces."""
 
     def __init__(self, num_tokens: int) -> None:
         if num_tokens <= FIRST_ORDINARY:

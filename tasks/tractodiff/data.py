@@ -23,9 +23,9 @@ from runner.base.errors import DataError, InputMissing
 from runner.base.packages import require
 
 from .fields import NUM_CHANNELS, NUM_DIRECTIONS, Fields
-from .lines import directions_of, every
+from .lines import resample_by_step, unit_steps
 from .model import NUM_POINTS
-from .sources import FORMATS, Subject, bundles, folder_of_subjects, volume
+from .sources import FORMATS, Subject, bundles, read_subjects, volume
 
 Array = np.ndarray[Any, Any]
 Batch = dict[str, Tensor]  # condition (B, 346), points (B, 16, 3) mm from the start, start (B, 3) mm, subject (B,)
@@ -128,7 +128,7 @@ class Pieces:
         after = points[start[:, None] + torch.minimum(ahead, left) * sense[:, None]] + beyond
         origin = points[start]
         return {
-            "condition": self.tracts.fields.condition(origin, directions_of(before), subject),
+            "condition": self.tracts.fields.condition(origin, unit_steps(before), subject),
             "points": after - origin[:, None],
             "start": origin,
             "subject": subject,
@@ -164,7 +164,7 @@ class Pieces:
 
 
 def prepare(data_path: Path | None, cache: Path, *, data: Literal["volume", "bundles"], step: float) -> Path:
-    """Return the folder with prepared data, made if this is the first time: whole or not at all."""
+    """Return the folder with prepared data, created atomically if it does not exist."""
     make: Callable[[], list[Subject]]
     content: list[str]
     if data_path is None:
@@ -177,7 +177,7 @@ def prepare(data_path: Path | None, cache: Path, *, data: Literal["volume", "bun
             str(data_path.resolve()),
             *(f"{file} {file.stat().st_size} {file.stat().st_mtime_ns}" for file in files),
         ]
-        make = partial(folder_of_subjects, data_path)
+        make = partial(read_subjects, data_path)
     key = hashlib.sha256(json.dumps([VERSION, step, *content]).encode()).hexdigest()[:12]
     name = f"{data if data_path is None else data_path.name}-{key}"
     folder: Path = prepared(cache / name, lambda draft: write(make(), step, draft))
@@ -190,7 +190,7 @@ def write(subjects: Sequence[Subject], step: float, folder: Path) -> None:
     names = sorted({name for subject in subjects for name in subject.bundle})
     for number, subject in enumerate(subjects):
         for streamline, part, name in zip(subject.streamlines, subject.split, subject.bundle, strict=True):
-            line = every(streamline, step)
+            line = resample_by_step(streamline, step)
             if len(line) > NUM_POINTS + 1:
                 lines.append(line)
                 owner.append(number)
@@ -228,4 +228,4 @@ def read(folder: Path) -> Tracts:
     return Tracts([str(name) for name in parts["names"]], fields, parts["affines"], **tensors, bundles=bundles)
 
 
-VERSION = 4  # of the prepared files; a change of their content makes it one higher
+VERSION = 4  # of the prepared files; increase it when their content changes

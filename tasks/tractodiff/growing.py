@@ -1,4 +1,4 @@
-"""Whole streamlines from seeds: segment after segment, first one way, then the other, until they leave the mask."""
+"""Grow streamlines from seeds, segment by segment in both directions, until they leave the mask."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from .fields import NUM_DIRECTIONS, Fields
-from .lines import directions_of
+from .lines import unit_steps
 from .model import NUM_POINTS, StreamlineDiffusion
 
 Draw = Callable[[Tensor], Tensor]
@@ -33,7 +33,7 @@ def pieces(
     return bare.scale * bare.schedule.sample(predict, noise, num_steps)
 
 
-class Drawing:
+class SegmentSampler:
     """Draw the next 16 points (B, 16, 3) after the last 9 ones (B, 9, 3), all in mm, and count the pieces.
 
     Where fewer than 9 points are known the first of them is repeated: those directions are zero, as in training.
@@ -55,7 +55,7 @@ class Drawing:
         self.count += len(tails)
         last = tails[:, -1]
         of = torch.full(last.shape[:1], self.subject, device=last.device)
-        condition = self.fields.condition(last, directions_of(tails), of)
+        condition = self.fields.condition(last, unit_steps(tails), of)
 
         def noise() -> Tensor:
             shape = (len(last), NUM_POINTS, 3)

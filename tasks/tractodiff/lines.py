@@ -25,20 +25,20 @@ def mdf(one: Tensor, other: Tensor) -> Tensor:
     return torch.minimum(direct, flipped)
 
 
-def directions_of(points: Tensor) -> Tensor:
+def unit_steps(points: Tensor) -> Tensor:
     """Return the unit steps (..., K, 3) between points (..., K + 1, 3); zero where two points are the same."""
     steps = points.diff(dim=-2)
     unit: Tensor = steps / steps.norm(dim=-1, keepdim=True).clamp(min=1e-6)
     return unit
 
 
-def every(line: Array, step: float) -> Array:
+def resample_by_step(line: Array, step: float) -> Array:
     """Return points each `step` along a line (n, 3), from its first point on; the remainder is dropped."""
     along = _along(line)
     return _between(line, along, np.arange(0, along[-1] + 1e-3 * step, step))
 
 
-def evenly(line: Array, count: int) -> Array:
+def resample_by_count(line: Array, count: int) -> Array:
     """Return `count` points spread evenly along a line (n, 3), both ends included."""
     along = _along(line)
     return _between(line, along, np.linspace(0, along[-1], count))
@@ -79,7 +79,7 @@ def voxels(lines: Sequence[Array], affine: Array) -> set[tuple[int, ...]]:
     """
     step = float(np.linalg.norm(affine[:3, :3], axis=0).min()) / 4
     to_voxel = np.linalg.inv(affine)
-    points = [every(line, step) for line in lines if len(line) > 1]
+    points = [resample_by_step(line, step) for line in lines if len(line) > 1]
     if not points:
         return set()
     at = np.rint(np.concatenate(points) @ to_voxel[:3, :3].T + to_voxel[:3, 3]).astype(int)

@@ -12,12 +12,12 @@ from runner.base.picture import encode_png, new_figure
 Array = np.ndarray[Any, Any]
 # name -> elevation and azimuth in degrees, magnification, and whether the upward axis is seen end on
 VIEWS = {"from the right and front": (20, 35, 0.9, False), "from above": (90, -90, 1.1, True)}
-MOST = 400  # streamlines in one view; more hide each other
+MAX_LINES = 400  # streamlines in one view; more hide each other
 
 
-def side_by_side(sets: Mapping[str, Sequence[Array]], title: str) -> bytes:
+def draw_side_by_side(sets: Mapping[str, Sequence[Array]], title: str) -> bytes:
     """Return a PNG: one column per set of lines (n, 3) in RAS mm, one row per view, all in the same box."""
-    from mpl_toolkits.mplot3d.art3d import Line3DCollection  # here: it takes its time; importing it registers "3d"
+    from mpl_toolkits.mplot3d.art3d import Line3DCollection  # slow to import; registers the projection "3d"
 
     figure = new_figure(4.9 * len(sets), 9.0)
     points = np.concatenate([line for lines in sets.values() for line in lines])
@@ -27,7 +27,7 @@ def side_by_side(sets: Mapping[str, Sequence[Array]], title: str) -> bytes:
         for name, lines in sets.items():
             number += 1
             axes = figure.add_subplot(len(VIEWS), len(sets), number, projection="3d", proj_type="ortho")
-            segments, colours = _coloured(lines)
+            segments, colours = _color_segments(lines)
             axes.add_collection3d(Line3DCollection(segments, colors=colours, linewidths=1.1, alpha=0.75))
             axes.set(xlim=(low[0], high[0]), ylim=(low[1], high[1]), zlim=(low[2], high[2]))
             axes.set(xlabel="right (mm)", ylabel="front (mm)", zlabel="up (mm)")
@@ -44,9 +44,9 @@ def side_by_side(sets: Mapping[str, Sequence[Array]], title: str) -> bytes:
     return encode_png(figure)
 
 
-def _coloured(lines: Sequence[Array]) -> tuple[Array, Array]:
+def _color_segments(lines: Sequence[Array]) -> tuple[Array, Array]:
     """Return the segments (n, 2, 3) of at most 400 lines, spread evenly, and their colours (n, 3)."""
-    shown = [lines[i] for i in np.linspace(0, len(lines) - 1, min(MOST, len(lines))).astype(int)]
+    shown = [lines[i] for i in np.linspace(0, len(lines) - 1, min(MAX_LINES, len(lines))).astype(int)]
     segments = np.concatenate([np.stack([line[:-1], line[1:]], axis=1) for line in shown])
     steps = np.abs(segments[:, 1] - segments[:, 0])
     return segments, 0.85 * steps / np.maximum(steps.max(axis=1, keepdims=True), 1e-6)

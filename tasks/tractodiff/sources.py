@@ -1,4 +1,4 @@
-"""Where brains come from: dipy's small volume, its minimal bundles, or a folder of subjects."""
+"""Sources of subjects: dipy's small volume, its minimal bundles, or a folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from runner.base.errors import DataError, InputMissing
 from runner.base.packages import require
 
 from .fields import NUM_SH, SH_ORDER
-from .lines import every
+from .lines import resample_by_step
 
 Array = np.ndarray[Any, Any]
 
@@ -53,7 +53,7 @@ def volume() -> list[Subject]:
     data, affine, gradients = _diffusion(*map(Path, fnames))
     tensor = _dipy("reconst.dti").TensorModel(gradients)
     anisotropy = tensor.fit(data).fa
-    mask = anisotropy > LEAST_ANISOTROPY
+    mask = anisotropy > MIN_ANISOTROPY
     peaks = _dipy("direction").peaks_from_model(
         tensor,
         data,
@@ -70,7 +70,7 @@ def volume() -> list[Subject]:
         warnings.filterwarnings("ignore", "Using EuDXDirectionGetter-based objects", DeprecationWarning)
         tracked = _dipy("tracking.local_tracking").LocalTracking(
             peaks,
-            _dipy("tracking.stopping_criterion").ThresholdStoppingCriterion(anisotropy, LEAST_ANISOTROPY),
+            _dipy("tracking.stopping_criterion").ThresholdStoppingCriterion(anisotropy, MIN_ANISOTROPY),
             _dipy("tracking.utils").seeds_from_mask(mask, affine, density=4),
             affine,
             step_size=0.5,
@@ -168,7 +168,7 @@ def bundles() -> list[Subject]:
 
 def _atlas(lines: Sequence[Array]) -> Array:
     """Return mean harmonics of the steps near each voxel of a centred cube, and where there are any (X, Y, Z, 46)."""
-    lines = [every(line, 1.0) for line in lines]
+    lines = [resample_by_step(line, 1.0) for line in lines]
     steps = np.concatenate([np.diff(line, axis=0) for line in lines])
     middles = np.concatenate([(line[:-1] + line[1:]) / 2 for line in lines])
     x, y, z = (steps / np.linalg.norm(steps, axis=1, keepdims=True)).T
@@ -178,10 +178,10 @@ def _atlas(lines: Sequence[Array]) -> Array:
     np.add.at(sums, tuple(voxels.T), np.column_stack([harmonics, np.ones(len(steps))]))
     sums = require("scipy.ndimage", "tractodiff").gaussian_filter(sums, sigma=1.0, axes=(0, 1, 2))
     amount = sums[..., -1:]
-    return np.concatenate([sums[..., :-1] / (amount + 1), amount > LEAST_AMOUNT], axis=-1).astype(np.float32)
+    return np.concatenate([sums[..., :-1] / (amount + 1), amount > MIN_AMOUNT], axis=-1).astype(np.float32)
 
 
-def folder_of_subjects(path: Path) -> list[Subject]:
+def read_subjects(path: Path) -> list[Subject]:
     """Return the subjects of a folder, in order of their names.
 
     The last tenth of the subjects, at least one, is held out; before it as many for test, where there are three. The
@@ -269,11 +269,11 @@ def _dipy(module: str) -> Any:
     return require(f"dipy.{module}", "tractodiff")
 
 
-LEAST_ANISOTROPY = 0.2
+MIN_ANISOTROPY = 0.2
 BUNDLES_SPLIT = {"sub_1": "train", "sub_2": "train", "sub_3": "train", "sub_4": "val", "sub_5": "test"}
 ATLAS_VOXEL = 4.0  # mm
 ATLAS_SIZE = 48  # voxels, wide enough for the largest of the five
-LEAST_AMOUNT = 0.02  # mm of streamline per voxel, smoothed over a voxel
+MIN_AMOUNT = 0.02  # mm of streamline per voxel, smoothed over a voxel
 FORMATS = (
     "data.path takes a folder of subjects, each a folder with dwi.nii.gz (4-D), dwi.bval, dwi.bvec, mask.nii.gz (3-D, "
     "white matter) and streamlines in RAS mm: *.trk or *.tck"

@@ -20,7 +20,7 @@ from runner.base.values import Count, Positive, PositiveInt
 
 from .data import Batch, Pieces, Tracts, prepare
 from .fields import Fields
-from .growing import Drawing, pieces
+from .growing import SegmentSampler, pieces
 from .lines import mdf
 from .model import NUM_POINTS, Shape, StreamlineDiffusion
 from .tracking import Seeds, Tracking
@@ -31,7 +31,7 @@ SETTINGS = {
     "checkpoint.best_is": "min",
 }
 
-# The mathematics that goes with each size; the command line comes after it.
+# Defaults of each size; settings on the command line have precedence.
 SIZES = {
     "tiny": {
         "updates": 4000,
@@ -116,7 +116,7 @@ class TractoDiff(Task):
         little = noise.integers(0, max(1, schedule.num_steps // 20))
         step = torch.cat([noise.integers(0, schedule.num_steps), little[again]])
         drawn = [noise.normal(*points.shape[1:], dtype=points.dtype) for _ in range(2)]
-        noisy = schedule.noised(x0, step, torch.cat([drawn[0], drawn[1][again]]))
+        noisy = schedule.add_noise(x0, step, torch.cat([drawn[0], drawn[1][again]]))
         predicted = model(noisy, step, known).float()
         distance = mdf(predicted[:count], points).sum()
         half = {name: part[again] for name, part in batch.items()}
@@ -131,7 +131,7 @@ class TractoDiff(Task):
         return {"loss": self.loss(model, batch)} | self._measured(drawn, batch)
 
     def baselines(self) -> Mapping[str, float]:
-        """Return what going straight on gives: the last known direction, in the mean step of the training data.
+        """Return the metrics of continuing straight: the last known direction, with the mean step of the training data.
 
         And as `mdf_mm_nearest` what copying the training piece with the nearest start and last direction gives.
         """
@@ -147,12 +147,12 @@ class TractoDiff(Task):
         batch, schedule = self.dataset("val").spread(2), self.model.schedule
         step = torch.arange(2) * (schedule.num_steps // 2)
         noise = torch.randn(batch["points"].shape, generator=torch.Generator().manual_seed(0))
-        return schedule.noised(batch["points"] / self.model.scale, step, noise), step, batch["condition"]
+        return schedule.add_noise(batch["points"] / self.model.scale, step, noise), step, batch["condition"]
 
     def layers(self) -> list[nn.Module]:
         return self.model.layers()
 
-    def predict(  # type: ignore[override]  # the options of the contract, by name
+    def predict(  # type: ignore[override]  # options of the contract as named parameters
         self,
         model: nn.Module,
         generator: torch.Generator,
@@ -205,7 +205,7 @@ class TractoDiff(Task):
                 return fields.mask.sample(points, of)[:, 0] >= 0.5
 
             own = torch.Generator(generator.device).manual_seed(seed)
-            draw = Drawing(model, self.model, fields, batch.subject, own, steps)
+            draw = SegmentSampler(model, self.model, fields, batch.subject, own, steps)
             made = tracking.prediction(batch, draw, inside)
             yield replace(made, text=note + made.text)
             note = ""

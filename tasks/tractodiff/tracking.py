@@ -1,4 +1,4 @@
-"""What inference writes for the streamlines of a subject: tractograms, figures by bundle, and a picture."""
+"""Output of inference for the streamlines of a subject: tractograms, figures by bundle, and a picture."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from torch import Tensor
 from runner.base.task import Content, Prediction
 
 from .data import Tracts
-from .growing import Drawing, grow
-from .lines import Array, evenly, length, mdf, tck, trk, voxels
-from .pictures import side_by_side
+from .growing import SegmentSampler, grow
+from .lines import Array, length, mdf, resample_by_count, tck, trk, voxels
+from .pictures import draw_side_by_side
 
-NUM_COMPARED = 12  # points at which whole streamlines are compared, as in QuickBundles
+NUM_COMPARED_POINTS = 12  # points at which whole streamlines are compared, as in QuickBundles
 
 
 @dataclass(frozen=True)
@@ -41,14 +41,14 @@ class Tracking:
     def __init__(self, tracts: Tracts, split: str, *, advance: int, max_points: int) -> None:
         self.tracts, self.split, self.advance, self.max_points = tracts, split, advance, max_points
 
-    def prediction(self, seeds: Seeds, draw: Drawing, inside: Callable[[Tensor], Tensor]) -> Prediction:
+    def prediction(self, seeds: Seeds, draw: SegmentSampler, inside: Callable[[Tensor], Tensor]) -> Prediction:
         """Return the files of one batch of seeds."""
         start = time.perf_counter()
         grown = grow(draw, inside, seeds.start, advance=self.advance, max_points=self.max_points)
         lines = [line.cpu().numpy() for line in grown]  # waits for the device
         seconds = time.perf_counter() - start
         figures = self.figures(seeds, lines)
-        text = _in_words(figures)
+        text = _format_figures(figures)
         figures["seconds_per_streamline"] = seconds / len(lines)
         return Prediction(*self._files(seeds, lines, figures, text, draw.count))
 
@@ -119,14 +119,14 @@ class Tracking:
         real = self._real(seeds)
         shown = real if seeds.partners is None else [real[partner] for partner in dict.fromkeys(seeds.partners)]
         title = "held out" if seeds.partners is None else "held out, through the seeds"
-        picture = side_by_side({title: shown, "generated": lines}, f"Streamlines of {name}")
+        picture = draw_side_by_side({title: shown, "generated": lines}, f"Streamlines of {name}")
         return files, text, items, {f"{name}.png": picture}
 
     def _real(self, seeds: Seeds) -> list[Array]:
         return [line.numpy() for line in self.tracts.streamlines(self.split, seeds.subject)]
 
 
-def _in_words(figures: dict[str, object]) -> str:
+def _format_figures(figures: dict[str, object]) -> str:
     text = (
         f"{figures['subject']}: {figures['streamlines']} streamlines from {figures['seeds']} seeds,"
         f" mean length {figures['mean_length_mm']:.1f} mm"
@@ -146,7 +146,11 @@ def _in_words(figures: dict[str, object]) -> str:
 
 def _distances(pairs: Sequence[tuple[Array, Array]]) -> list[float]:
     """Return the MDF of pairs of lines, without those where nothing grew."""
-    even = [tuple(torch.from_numpy(evenly(line, NUM_COMPARED)) for line in pair) for pair in pairs if len(pair[0]) > 1]
+    even = [
+        tuple(torch.from_numpy(resample_by_count(line, NUM_COMPARED_POINTS)) for line in pair)
+        for pair in pairs
+        if len(pair[0]) > 1
+    ]
     return [float(mdf(one, other)) for one, other in even]
 
 

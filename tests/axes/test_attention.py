@@ -1,4 +1,4 @@
-"""Every choice of kernel gives the same numbers, and the kernel that ran is the one reported."""
+"""Attention kernels give the same results, and the kernel that ran is reported."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def attend(**options: Any) -> Tensor:
     return scaled_dot_product_attention(query(), query(), query(), **options)
 
 
-@pytest.mark.filterwarnings("ignore:attention=")  # kernels this device lacks
+@pytest.mark.filterwarnings("ignore:attention=")  # kernels that this device lacks
 @pytest.mark.parametrize("option", ATTENTIONS)
 def test_the_kernel_does_not_change_the_result(option: str) -> None:
     with ATTENTIONS[option](CPU).context():

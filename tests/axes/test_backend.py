@@ -1,4 +1,4 @@
-"""Global switches are held inside the block and put back after it, also when it fails."""
+"""Global torch switches are set inside the context and restored after it, also after an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Compiling changes neither names nor numbers, and what it needs is asked for before the first update."""
+"""Compiling changes neither names nor results; missing requirements are reported before the first update."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def gradients(model: nn.Module) -> list[Tensor]:
 
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[nn.Module, dict[str, Any]]]:
-    """Record what would be compiled, and how."""
+    """Record the modules that would be compiled, and the options."""
     found: list[tuple[nn.Module, dict[str, Any]]] = []
     monkeypatch.setattr(nn.Module, "compile", lambda self, **options: found.append((self, options)))
     return found
@@ -42,7 +42,7 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[nn.Module, dict[str, An
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("option", ["default", "regional"])
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo inspects non-leaf inputs
 def test_compiling_changes_no_name_and_no_number(option: str) -> None:
     plain, model = stack(), stack()
     COMPILES[option](model, list(model), CPU, backend="aot_eager")
@@ -54,7 +54,7 @@ def test_compiling_changes_no_name_and_no_number(option: str) -> None:
 
 
 def backward_passes(loss: Tensor) -> int:
-    """Return the number of compiled graphs whose backward passes give the gradients of `loss`."""
+    """Return the number of compiled graphs in the backward pass of `loss`."""
     seen, found = set(), [loss.grad_fn]
     while found:
         node = found.pop()
@@ -64,9 +64,9 @@ def backward_passes(loss: Tensor) -> int:
     return sum(type(node).__name__ == "CompiledFunctionBackward" for node in seen)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo inspects non-leaf inputs
 def test_a_split_graph_gives_the_gradients_of_its_parts_one_after_the_other_with_the_same_bits() -> None:
-    """One layer has 80 bytes of parameters. A graph gives all gradients at the end of its backward pass."""
+    """Each layer has 80 bytes of parameters. A graph returns all gradients at the end of its backward pass."""
     plain, one, parts = stack(), stack(), stack()
     default(one, [], CPU, backend="aot_eager", split_mib=0)
     default(parts, [], CPU, backend="aot_eager", split_mib=80 / (1 << 20))
@@ -76,7 +76,7 @@ def test_a_split_graph_gives_the_gradients_of_its_parts_one_after_the_other_with
 
 
 class Own(nn.Module):
-    """A model of a task, whose class is not one of torch."""
+    """A user-defined model class."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -171,7 +171,7 @@ def test_cuda_graphs_without_cuda_are_reported_as_having_no_effect(calls: list[A
 
 
 class InOneMemory(torch.autograd.Function):
-    """A matrix product whose gradient is always in the same memory."""
+    """A matrix product that always writes its gradient to the same memory."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, weight: Tensor, memory: Tensor) -> Tensor:
@@ -183,11 +183,11 @@ class InOneMemory(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor, None]:  # type: ignore[override]
         (inputs,) = ctx.saved_tensors
         ctx.memory.copy_(inputs.T @ gradient)
-        return None, ctx.memory.detach(), None  # another tensor over it, which becomes `weight.grad`
+        return None, ctx.memory.detach(), None  # a new tensor with the same storage, which becomes `weight.grad`
 
 
 class Replayed(nn.Module):
-    """A layer that overwrites its gradients at each call, as the replay of a CUDA graph does."""
+    """A layer that overwrites its gradients at each call, like the replay of a CUDA graph."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -270,16 +270,16 @@ def test_missing_triton_compilers_and_old_gpus_are_reported_before_the_first_upd
 
 @pytest.mark.filterwarnings("ignore:.*script_method:DeprecationWarning")  # Inductor's own imports
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler")
-@pytest.mark.long  # Inductor takes 15 s of a processor to compile anything: its vector instructions, g++
+@pytest.mark.long  # Inductor takes 15 s of CPU time for any first compilation (vector instructions, g++)
 def test_inductor_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
     model, plain = nn.Tanh(), nn.Tanh()
     default(model, [], CPU)
-    torch.testing.assert_close(model(torch.arange(4.0)), plain(torch.arange(4.0)))  # vectorized tanh, a few last bits
+    torch.testing.assert_close(model(torch.arange(4.0)), plain(torch.arange(4.0)))  # vectorized tanh: last bits differ
 
 
 def test_importing_an_axis_does_not_import_the_compiler() -> None:
-    """Dynamo takes 1.1 s to import: only those who compile, or who take the first optimizer step, pay for it."""
+    """Importing Dynamo takes 1.1 s, which only compilation and the first optimizer step may cost."""
     names = sorted(path.stem for path in Path(axis.__file__).parent.glob("*.py") if path.stem != "__init__")
     code = (
         "import importlib, sys\n"

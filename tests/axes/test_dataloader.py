@@ -1,4 +1,4 @@
-"""Laws of data workers: no request to stop reaches them, and they end when they are closed or with their parent."""
+"""Data workers ignore stop signals, and end when their loader is closed or their parent dies."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ sys.stdin.readline()
 
 
 def started(method: str, hangs_at: int = 110) -> tuple[subprocess.Popen[str], list[int]]:
-    """Return a process with two workers, in a group of its own, and the numbers of the workers."""
+    """Return a process with two workers, in a separate process group, and the PIDs of the workers."""
     process = subprocess.Popen(
         [sys.executable, "-c", PARENT, method, str(hangs_at)],
         cwd=ROOT, env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
@@ -84,7 +84,7 @@ def say(process: subprocess.Popen[str]) -> None:
 
 
 def group_of(leader: int) -> list[int]:
-    """Return the processes of the group that have not ended."""
+    """Return the running processes of the group."""
     found = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
@@ -110,7 +110,7 @@ def assert_gone(numbers: list[int]) -> None:
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_ignore_stop_signals_from_their_first_instruction(method: str) -> None:
     process, workers = started(method)
-    for number in SIGNALS:  # at once: spawned workers have not even imported Python's signal module yet
+    for number in SIGNALS:  # immediately: spawned workers have not yet imported Python's signal module
         os.killpg(process.pid, number)
     assert heard(process, "batch")[0] == "0"
     for index in range(1, 10):
@@ -130,7 +130,7 @@ def test_workers_ignore_stop_signals_from_their_first_instruction(method: str) -
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_closing_a_loader_kills_a_hanging_worker(method: str) -> None:
-    process, workers = started(method, hangs_at=12)  # read ahead: two batches each
+    process, workers = started(method, hangs_at=12)  # two batches per worker are prefetched
     for index in range(3):
         assert heard(process, "batch")[0] == str(index)
         if index < 2:
@@ -144,7 +144,7 @@ def test_closing_a_loader_kills_a_hanging_worker(method: str) -> None:
 
 
 class Finishing:
-    """Samples whose reader writes a file when its process ends in order."""
+    """Samples that write a file when the process that read them exits normally."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -158,7 +158,7 @@ class Finishing:
 
 
 def test_workers_end_in_order_when_their_loader_is_closed(tmp_path: Path) -> None:
-    """A data set may have files to finish; a worker that is killed cannot."""
+    """A dataset may have files to finalize; a killed worker cannot do that."""
     fetcher = Fetcher(Finishing(tmp_path), torch.tensor, bad_samples="stop")
     loader = default(fetcher, torch.device("cpu"), num_workers=2, pin_memory=False)
     batches = iter(loader.batches(MicroBatchKey(0, [index], last=True) for index in range(100)))
@@ -169,7 +169,7 @@ def test_workers_end_in_order_when_their_loader_is_closed(tmp_path: Path) -> Non
 
 
 def test_the_model_of_the_task_is_not_sent_to_spawned_workers() -> None:
-    """It may lie on a GPU or in shards, and be of a class that cannot be sent."""
+    """The model may be on a GPU or sharded, and may not be picklable."""
     owner = Owner()
     fetcher = Fetcher(owner.dataset(), owner.collate, bad_samples="stop", model=owner.model)
     loader = default(fetcher, torch.device("cpu"), num_workers=1, pin_memory=False, start_method="spawn")
@@ -183,7 +183,7 @@ def test_the_model_of_the_task_is_not_sent_to_spawned_workers() -> None:
 
 
 class Squares:
-    """More samples than are kept in one part; those in `bad` cannot be read."""
+    """More samples than one part of the cache holds; those in `bad` cannot be read."""
 
     def __init__(self, bad: tuple[int, ...] = (), size: int = 1030) -> None:
         self.bad, self.size = bad, size
@@ -217,7 +217,7 @@ def test_a_thread_that_finds_its_queue_full_loses_no_batch(monkeypatch: pytest.M
 
     monkeypatch.setattr(queue, "Queue", OftenFull)
     fetcher = Fetcher(Squares(size=40), default_collate, bad_samples="stop")
-    reader = thread(fetcher, torch.device("cpu"), pin_memory=False, cache="memory")  # else a process reads
+    reader = thread(fetcher, torch.device("cpu"), pin_memory=False, cache="memory")  # otherwise a process reads
     batches = list(itertools.islice(reader.batches(Order(40, 4, 4, seed=0).from_update(0)), 10))
     reader.close()
     assert OftenFull.num_full >= 20
@@ -242,7 +242,7 @@ def test_a_plan_counts_the_workers_that_its_loader_starts(words: str) -> None:
 
 
 class Exits:
-    """A worker that reads a sample of it ends with this code."""
+    """A dataset that exits the worker with the given code when a sample is read."""
 
     def __init__(self, code: int) -> None:
         self.code = code
@@ -278,7 +278,7 @@ def make_tensors() -> TensorDataset:
 
 
 class OneByOne(torch.utils.data.Dataset[Any]):
-    """The same samples, but not in a class of torch."""
+    """The same samples in a class that is not torch's."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -306,7 +306,7 @@ def fetcher(dataset: Any, bad_samples: str = "stop", **options: Any) -> Fetcher:
 @pytest.mark.parametrize("bad_samples", ["stop", "skip"])
 @pytest.mark.parametrize("name", SETS)
 def test_a_batch_of_tensors_equals_its_collated_samples(name: str, bad_samples: str) -> None:
-    """Sample 5 of 3 is sample 2, drawn again."""
+    """Index 5 of 3 samples is sample 2, repeated."""
     found, wanted = (fetcher(each, bad_samples)[KEY] for each in (SETS[name](), OneByOne(SETS[name]())))
     assert type(found.batch) is type(wanted.batch) is list
     for mine, theirs in zip(found.batch, wanted.batch, strict=True):
@@ -320,7 +320,7 @@ def test_a_batch_of_tensors_is_one_operation_for_each_tensor() -> None:
     with Operations() as operations:
         read[KEY]
     assert operations.names.count("index_select") == 3
-    assert len(operations.names) <= 2 * 3  # and those that make the tensor of indices
+    assert len(operations.names) <= 2 * 3  # and those that create the index tensor
 
 
 def test_a_sample_that_a_subset_does_not_have_is_named() -> None:

@@ -1,4 +1,4 @@
-"""Saving memory changes no number, no name and no pass without gradients."""
+"""Memory-saving options change no result, no parameter name and no forward pass without gradients."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ CPU = torch.device("cpu")
 
 
 class Block(nn.Module):
-    """Attention, a perceptron and dropout; counts its forward passes."""
+    """Attention, an MLP and dropout; counts its forward passes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -68,7 +68,7 @@ def stack() -> Stack:
 
 
 def gradients(model: nn.Module) -> list[Tensor]:
-    torch.manual_seed(1)  # of dropout
+    torch.manual_seed(1)  # for dropout
     model.zero_grad()
     model(torch.randn(2, 5, 16, generator=torch.Generator().manual_seed(2))).square().sum().backward()
     return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
@@ -120,11 +120,11 @@ def test_checkpointing_works_under_autocast(how: str) -> None:
         assert equal(gradients(model), gradients(plain))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo inspects non-leaf inputs
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["checkpoint", "selective matmul"])
 def test_a_checkpointed_block_compiles_to_one_graph(how: str) -> None:
-    plain, model = stack().eval(), stack().eval()  # no dropout: compiled code draws it in another way
+    plain, model = stack().eval(), stack().eval()  # no dropout: compiled code draws different random numbers
     CHECKPOINTS[how](model)
     for block in model.blocks:
         block.counts = False  # type: ignore[assignment]
@@ -208,7 +208,7 @@ def test_saved_activations_are_not_recomputed(how: str, products: int, attention
 
 
 def saved_bytes(model: nn.Module) -> int:
-    """Return how many bytes a forward pass keeps for the backward pass."""
+    """Return the number of bytes that a forward pass saves for the backward pass."""
     sizes: list[int] = []
 
     def pack(tensor: Tensor) -> Tensor:

@@ -1,4 +1,4 @@
-"""The update rule does not depend on the kernel, and its state survives a checkpoint bit for bit."""
+"""Optimizers: the kernel does not change the update, and the state survives a checkpoint bit for bit."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def network(dtype: torch.dtype = torch.float32) -> nn.Sequential:
 
 
 def train(model: nn.Module, optimizer: Optimizer, updates: range) -> None:
-    """Take updates whose gradients depend on their number, so that continuing is comparable."""
+    """Run updates whose gradients depend only on the update number, so that a resumed run is comparable."""
     size = next(model.parameters()).shape[1]
     for update in updates:
         generator = torch.Generator().manual_seed(update)
@@ -160,7 +160,7 @@ FUSED = {"adam": (adam, torch.optim.Adam), "adamw": (adamw, torch.optim.AdamW)}
 
 
 def same_updates(ours: nn.Module, theirs: nn.Module, mine: Optimizer, reference: Optimizer, updates: int = 5) -> bool:
-    """Make the same updates with both; return whether all weights and states have the same bits."""
+    """Run the same updates with both; return whether all weights and states are bitwise equal."""
     for update in range(updates):
         for optimizer in (mine, reference):
             optimizer.param_groups[0]["lr"] = 1e-3 / (1 + update)
@@ -253,7 +253,7 @@ def test_muon_updates_matrices_and_adamw_the_rest() -> None:
 
 
 class Together(Optimizer):
-    """Several optimizers of torch, one after the other."""
+    """Steps several torch optimizers in turn."""
 
     def __init__(self, parts: list[Optimizer]) -> None:
         super().__init__([group for part in parts for group in part.param_groups], {})
@@ -278,7 +278,7 @@ def test_lion_equals_the_program_in_its_paper() -> None:
                 kept.copy_(0.99 * kept + 0.01 * weight.grad)
                 weight.sub_(1e-4 * (toward + 0.5 * weight))
                 weight.grad = None
-    # each of the 4 updates rounds values of order 1 at most 4 times
+    # Each of the 4 updates rounds values of order 1 at most 4 times.
     assert largest_difference(ours, weights) <= 16 * torch.finfo(torch.float64).eps
 
 
@@ -288,7 +288,7 @@ def test_a_name_for_adamw_that_matches_nothing_is_an_error() -> None:
 
 
 def test_the_state_of_an_unknown_optimizer_survives_a_checkpoint_bit_for_bit() -> None:
-    """A task may bring its own."""
+    """A task may define its own optimizer."""
 
     class Own(torch.optim.Adagrad):
         pass
@@ -324,7 +324,7 @@ def test_nesterov_without_momentum_is_refused() -> None:
 
 
 def through_a_file(optimizer: Optimizer) -> tuple[dict[str, Tensor], Any]:
-    """Return the exported state as a checkpoint would give it back: contiguous copies, and JSON."""
+    """Return the exported state as read back from a checkpoint: contiguous copies, and JSON."""
     tensors, rest = export_state(optimizer)
     return {name: tensor.clone(memory_format=torch.contiguous_format) for name, tensor in tensors.items()}, json.loads(
         json.dumps(rest)
@@ -362,7 +362,7 @@ def test_a_bfloat16_state_survives_bit_for_bit() -> None:
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
 def test_a_state_survives_in_the_wider_default_format(kernel: str) -> None:
-    """Where float64 is the default format torch counts updates in it, but its fused kernels do not."""
+    """If float64 is the default dtype, torch counts steps in float64, except in its fused kernels."""
     torch.set_default_dtype(torch.float64)
     try:
         assert_resuming_changes_nothing(made(adamw, kernel=kernel), network(torch.float64))
@@ -401,12 +401,12 @@ def test_a_checkpoint_may_be_resumed_with_another_kernel() -> None:
     import_state(other, *through_a_file(optimizer))
     train(model, optimizer, range(3, 8))
     train(resumed, other, range(3, 8))
-    assert largest_difference(model, resumed) < 1e-6  # float32, operations in another order
+    assert largest_difference(model, resumed) < 1e-6  # float32 operations in a different order
 
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
 def test_a_checkpoint_may_be_resumed_in_another_memory_layout(kernel: str) -> None:
-    """Fused kernels walk raw memory: a state laid out unlike its parameter gives wrong numbers without a word."""
+    """Fused kernels read raw memory: with a layout unlike the parameter's, results would be silently wrong."""
     straight = nn.Conv2d(3, 8, 3)
     make = made(adamw, lr=0.1, kernel=kernel)
     optimizer = make(straight)
@@ -424,7 +424,7 @@ def test_a_checkpoint_may_be_resumed_in_another_memory_layout(kernel: str) -> No
     assert resumed.weight.stride() != straight.weight.stride()
     step(straight, optimizer, 1)
     step(resumed, other, 1)
-    # The convolution itself sums in another order in another layout; a misread state would differ by about 0.1.
+    # The convolution sums in a different order in another layout; a misread state would differ by about 0.1.
     assert largest_difference(straight, resumed) < 1e-3
 
 
@@ -498,7 +498,7 @@ def test_a_sharded_parameter_loads_an_unsharded_state() -> None:
 @pytest.mark.usefixtures("one_rank")
 @pytest.mark.parametrize(("rule", "kernel"), [(adamw, "fused"), (adam, "fused"), (sgd, "foreach")])
 def test_sharded_parameters_get_a_kernel_that_updates_them(rule: Any, kernel: str) -> None:
-    """Without a plan too, which chooses the same: torch has no sharding strategy for its fused SGD."""
+    """Also without a plan, which chooses the same kernel: torch has no sharding strategy for its fused SGD."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -522,7 +522,7 @@ def test_sharded_parameters_get_a_kernel_that_updates_them(rule: Any, kernel: st
 def test_state_bytes_are_those_expected_in_full_precision(rule: str) -> None:
     model = network()
     optimizer = EVERY_RULE[rule](model)
-    assert state_bytes(optimizer) in (0, expected_state_bytes(optimizer))  # a momentum is there from the beginning
+    assert state_bytes(optimizer) in (0, expected_state_bytes(optimizer))  # momentum may exist before the first update
     train(model, optimizer, range(1))
     assert state_bytes(optimizer) == expected_state_bytes(optimizer)
 
@@ -532,7 +532,7 @@ def test_a_skipped_first_update_leaves_no_state(rule: str) -> None:
     model, other = network(), network()
     optimizer, untouched = EVERY_RULE[rule](model), EVERY_RULE[rule](other)
     rubbish = [torch.full_like(weight, 1e30) for _ in range(4) for weight in model.parameters()]
-    del rubbish  # memory that a kernel must not take as it is
+    del rubbish  # freed memory with large values, which a kernel must initialize
     scaler = torch.amp.GradScaler("cpu", init_scale=2.0)
     scaler.scale(torch.zeros(()))
     for weight in model.parameters():
@@ -556,7 +556,7 @@ ABSENT = {
 
 
 def wide() -> nn.Sequential:
-    """Return a model with one weight above the 4096 values from which states are kept in 8 bits."""
+    """Return a model with one weight above 4096 values, the threshold for 8-bit states."""
     torch.manual_seed(0)
     return nn.Sequential(nn.Linear(64, 96), nn.Tanh(), nn.Linear(96, 2))
 
@@ -573,9 +573,9 @@ def test_eight_bit_state_takes_a_quarter_and_follows_the_full_precision_update()
     optimizer = made(adamw8bit, lr=1e-3, library="bitsandbytes")(model)
     train(model, optimizer, range(10))
     train(reference, made(adamw, lr=1e-3)(reference), range(10))
-    # 6144 of 6434 values in 8 bits, one float per 256 of them, two tables of 256 floats
+    # 6144 of 6434 values are in 8 bits, with one float per 256 of them and two tables of 256 floats.
     assert 0.25 < state_bytes(optimizer) / expected_state_bytes(optimizer) < 0.35
-    # A value moves by up to lr per update; 8 bits keep it on the way.
+    # A value moves by at most lr per update; 8-bit states stay close to that.
     assert 0.0 < largest_difference(model, reference) < 10 * 1e-3 / 2
 
 
@@ -598,7 +598,7 @@ def test_bitsandbytes_reports_that_it_undoes_channels_last() -> None:
 
 @ABSENT["torchao"]
 def test_torchao_states_survive_a_checkpoint_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # it takes 38 s, and the state is the same
+    monkeypatch.setattr(torch, "compile", lambda function, **_: function)  # takes 38 s and does not change the state
     assert_resuming_changes_nothing(made(adamw8bit, library="torchao"), wide())
 
 

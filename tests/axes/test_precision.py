@@ -1,4 +1,4 @@
-"""Laws of precision: what runs in which format, the scaler's state, its end, and torch's switches put back."""
+"""Precision: compute dtypes, the state and limits of the loss scaler, and restored torch switches."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ CPU = World(torch.device("cpu"))
 
 
 class Net(nn.Module):
-    """Notes the dtypes that each part sees."""
+    """Records the dtypes that each part receives and returns."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -39,7 +39,7 @@ class Net(nn.Module):
 
 
 def dtypes(precision: Precision, model: Net) -> tuple[torch.dtype, torch.dtype]:
-    """Return the formats that body and head return."""
+    """Return the output dtypes of body and head."""
     with precision.forward():
         model(torch.ones(3, 4))
     return model.seen["body"][1], model.seen["head"][1]
@@ -52,7 +52,7 @@ def dtypes(precision: Precision, model: Net) -> tuple[torch.dtype, torch.dtype]:
 def test_a_forward_pass_runs_in_the_format_of_the_name(name: str, dtype: torch.dtype) -> None:
     model = Net()
     precision = PRECISIONS[name](CPU, model)
-    for _ in range(2):  # the context is entered again and again
+    for _ in range(2):  # the context is reentrant
         assert dtypes(precision, model) == (dtype, dtype)
     assert precision.dtype == dtype
     assert model(torch.ones(3, 4)).dtype == torch.float32, "outside of it nothing is cast"
@@ -105,7 +105,7 @@ def test_every_unknown_module_is_a_problem(make: Any) -> None:
     assert ("heat" in near.what, "head" in near.fix, "xyzzy" in far.what) == (True, True, True)
 
 
-# ---------------------------------------------------------------- float32, which does nothing special
+# ---------------------------------------------------------------- float32
 
 
 def test_the_verbs_of_float32_are_those_of_torch() -> None:
@@ -127,7 +127,7 @@ def test_the_verbs_of_float32_are_those_of_torch() -> None:
     assert (precision.num_skipped(), precision.state()) == (0, {}), "the state of another precision is not for it"
 
 
-# ---------------------------------------------------------------- float16, which scales
+# ---------------------------------------------------------------- float16 with loss scaling
 
 
 def made(**options: Any) -> tuple[ScaledHalf, nn.Linear, torch.optim.Optimizer]:
@@ -139,7 +139,7 @@ def made(**options: Any) -> tuple[ScaledHalf, nn.Linear, torch.optim.Optimizer]:
 
 
 def update(precision: Precision, model: nn.Linear, optimizer: torch.optim.Optimizer, factor: float = 1.0) -> Tensor:
-    """Make an update and return the gradient after unscaling."""
+    """Run one update and return the unscaled gradient."""
     with precision.forward():
         loss = model(torch.ones(3, 4)).float().square().sum()
     precision.backward(loss * factor)

@@ -1,4 +1,4 @@
-"""Laws of prefetching: the order of wait, hold, copy and hand-out; and the same batches whatever copies them."""
+"""Prefetching: the order of wait, hold, copy and return, and unchanged batches."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Pair(NamedTuple):
 
 
 class Recorded:
-    """Streams that write down what is asked of them."""
+    """Streams that record the calls to them."""
 
     def __init__(self) -> None:
         self.said: list[Any] = []
@@ -41,7 +41,7 @@ class Recorded:
 
 
 class Moving(CopyAhead):
-    """A copy-ahead that makes new tensors, as a device does."""
+    """A prefetcher that creates new tensors, as on a device."""
 
     def _move(self, tensor: Tensor) -> Tensor:
         return tensor.clone()
@@ -99,7 +99,7 @@ def test_only_one_batch_is_read_ahead() -> None:
 
 
 def test_the_source_of_a_copy_lives_until_the_copy_is_complete() -> None:
-    """Page-locked memory that is freed while the copy reads it would be filled with the next batch."""
+    """Pinned memory freed during the copy would be overwritten by the next batch."""
     alive: dict[int, weakref.ref[Tensor]] = {}
     joined: list[list[int]] = []
 

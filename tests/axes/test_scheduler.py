@@ -1,4 +1,4 @@
-"""Schedules follow torch's own curves, have no memory but the plateau's, and never take an update at 0."""
+"""Schedules match torch's, are stateless except for plateau, and never have a learning rate of 0."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def curve_of(schedule: Schedule, updates: int = UPDATES) -> list[float]:
 
 
 def torchs(name: str, updates: int = UPDATES, **options: Any) -> list[float]:
-    """Return the learning rates that torch's scheduler gives to `updates` updates, with a peak of 1."""
+    """Return the learning rates of torch's scheduler over `updates` updates, with a peak of 1."""
     optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=1.0)
     scheduler = getattr(lr_scheduler, name)(optimizer, **options)
     rates = []
@@ -105,7 +105,7 @@ def test_one_cycle_is_torchs_own_curve_to_the_last_update(anneal: Any) -> None:
     for update in range(UPDATES):
         rates.append(optimizer.param_groups[0]["lr"])
         optimizer.step()
-        if update < UPDATES - 1:  # one step more is an error
+        if update < UPDATES - 1:  # torch raises an error for one more step
             scheduler.step()
     assert curve_of(one_cycle(UPDATES, warmup=0.3, anneal=anneal)) == pytest.approx(rates, rel=1e-9)
     assert max(rates) == 1.0
@@ -145,7 +145,7 @@ def test_plateau_observes_nothing_while_it_warms_up() -> None:
 
 
 def test_plateau_continues_from_its_saved_state() -> None:
-    """Whenever it is saved: after a better metric, after bad ones, and while it rests."""
+    """The state may be saved at any point: after an improvement, after bad metrics, or during the cooldown."""
     metrics = [3.0, 2.0, 2.0, 2.0, 2.0, 1.0, 1.5, 1.5, 1.5, 1.5, 0.5, 0.9, 0.9, 0.9]
 
     def fresh() -> Schedule:

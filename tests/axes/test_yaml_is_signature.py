@@ -1,4 +1,4 @@
-"""The YAML files of a group and the functions of its axis say the same: names, keys, defaults and meaning."""
+"""The YAML files of a group match the functions of its axis: names, keys, defaults and documentation."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ OPTIONS = [(axis, file.stem) for axis in AXES for file in sorted((ROOT / "conf" 
 
 
 def table_of(axis: str) -> Mapping[str, Callable[..., Any]]:
-    """Return the last mapping of functions that the file defines."""
+    """Return the last mapping of functions defined in the file."""
     module = importlib.import_module(f"runner.{FILES[axis].removesuffix('.py').replace('/', '.')}")
     tables = [
         value
@@ -40,7 +40,7 @@ def keys_of(axis: str, option: str) -> Any:
 
 
 def has_function(axis: str, option: str) -> bool:
-    """Tell whether the option is made by a function: the plan replaces `auto` by another where it is not."""
+    """Return whether a function implements the option. If none implements `auto`, the plan replaces it."""
     return option != "auto" or option in table_of(axis)
 
 

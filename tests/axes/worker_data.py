@@ -1,4 +1,4 @@
-"""A data set of numbers for worker processes; reading one of them may never end."""
+"""A dataset of numbers for worker processes; reading one of them may hang."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 
 
 class Numbers(torch.utils.data.Dataset[int]):
-    """The number of each index; that of `hangs_at - 7` is never read to its end."""
+    """Returns the index itself; reading `hangs_at - 7` never returns."""
 
     def __init__(self, hangs_at: int) -> None:
         self.hangs_at = hangs_at
@@ -24,12 +24,12 @@ class Numbers(torch.utils.data.Dataset[int]):
 
 
 class Owner:
-    """As a task is: it has a model, its `collate` is a method of it, and its data set knows it."""
+    """Like a task: it has a model, its `collate` is a method, and its dataset refers to it."""
 
     def __init__(self) -> None:
         self.model = torch.nn.Sequential(torch.nn.Linear(2, 2))
         self.model.no_pickle = lambda: None  # type: ignore[assignment]
-        self.transform = torch.nn.Identity()  # a module that is not of the model
+        self.transform = torch.nn.Identity()  # a module outside the model
         self.first = self.model[0]
 
     def dataset(self) -> Samples:

@@ -1,4 +1,4 @@
-"""What each vendor's device answers: NVIDIA, AMD (torch's HIP build), Apple, and a CPU, which has none of it."""
+"""Device queries for each vendor: NVIDIA, AMD (torch's HIP build), Apple, Intel and the CPU."""
 
 from __future__ import annotations
 

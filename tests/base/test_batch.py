@@ -1,4 +1,4 @@
-"""Batches are walked through and compared by their tensors, whatever they are made of."""
+"""Mapping, comparing and measuring nested batches by their tensors."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_every_tensor_is_mapped_and_other_values_are_kept() -> None:
         ({"x": tensor(1), "y": tensor(2)}, {"x": tensor(1), "y": tensor(2)}, True),
         ({"x": tensor(1), "y": tensor(2)}, {"x": tensor(1), "y": tensor(3)}, False),
         ([tensor(1)], [tensor(1), tensor(1)], False),
-        (Pair(tensor(1), "a"), Pair(tensor(1), "b"), True),  # what is no tensor is not compared
+        (Pair(tensor(1), "a"), Pair(tensor(1), "b"), True),  # values that are not tensors are ignored
         ("a", "b", True),
     ],
 )

@@ -1,4 +1,4 @@
-"""Tensors are compared by their bits, whatever their type and however they lie in memory."""
+"""Bitwise comparison of tensors of any dtype and memory layout."""
 
 from __future__ import annotations
 

@@ -16,7 +16,7 @@ from runner.base.global_rng import random_state, restore_random_state, seed_ever
 CPU = torch.device("cpu")
 DRAWS: dict[str, Callable[[], Any]] = {
     "torch": lambda: torch.randn(3).tolist(),
-    "numpy": lambda: np.random.standard_normal(3).tolist(),  # an odd count leaves a second normal number for later
+    "numpy": lambda: np.random.standard_normal(3).tolist(),  # NumPy caches the second normal number of a pair
     "python": lambda: [random.gauss(0, 1), random.random()],
 }
 
@@ -73,7 +73,7 @@ def test_generators_of_gpus_are_seeded_if_there_are_any(is_available: bool, monk
 
 
 def test_the_generator_of_the_device_is_saved_and_restored_with_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the device that the run uses, where there are several."""
+    """Only the device of the run matters if there are several."""
     states = {"cuda:0": torch.tensor([10]), "cuda:1": torch.tensor([11])}
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: states[str(device)].clone())
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: states.update({str(device): state}))
@@ -85,7 +85,7 @@ def test_the_generator_of_the_device_is_saved_and_restored_with_the_others(monke
 
 
 def test_a_gpu_checkpoint_resumes_on_a_cpu_and_vice_versa(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What only one of them has is left alone."""
+    """State that exists on only one of the two devices is ignored."""
     calls: list[Any] = []
     monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: torch.tensor([1]))
     monkeypatch.setattr(torch.cuda, "set_rng_state", lambda *given: calls.append(given))

@@ -1,4 +1,4 @@
-"""Laws of the converter: what is written is read back, and no input raises."""
+"""JSON encoding and decoding of dataclasses: values round-trip, and no input raises."""
 
 from __future__ import annotations
 

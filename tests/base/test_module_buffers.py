@@ -1,4 +1,4 @@
-"""Laws of `restore_buffers`: a block that changes buffers leaves them as they were."""
+"""`restore_buffers` restores the buffers that its block changes."""
 
 from __future__ import annotations
 
@@ -76,7 +76,7 @@ def test_a_non_persistent_buffer_that_keeps_its_shape_is_restored(change: Callab
 
 @pytest.mark.parametrize(("change", "shape"), [(remove, None), (resize, (7,))])
 def test_a_cache_of_another_shape_is_kept(change: Callable[[Holder, str], None], shape: tuple[int] | None) -> None:
-    """Its module may keep the length elsewhere."""
+    """The module may store the length elsewhere."""
     holder = Holder()
     with restore_buffers([holder]):
         change(holder, "cache")
@@ -93,7 +93,7 @@ def test_buffers_are_restored_after_an_error() -> None:
 
 
 def test_a_buffer_that_did_not_change_is_not_written() -> None:
-    """A write would count as a change: autograd would refuse to differentiate what was computed with it before."""
+    """A write would increase the version counter, and autograd would refuse a later backward pass."""
     holder, weight = Holder(), torch.ones(4, requires_grad=True)
     assert holder.saved is not None
     loss = (weight * holder.saved).sum()

@@ -1,4 +1,4 @@
-"""Draws for samples: what they depend on, and that they are random numbers."""
+"""Per-sample random draws: what they depend on, and their statistical quality."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ KINDS: dict[str, Callable[[SampleNoise], Tensor]] = {
 }
 
 
-# SIMD and scalar logarithms and cosines, of which a normal number is the product, differ in their last bits.
+# A normal number is the product of a logarithm and a cosine. Their SIMD and scalar versions differ in the last bits.
 LAST_BITS = 8 * torch.finfo(torch.float32).eps
 
 
@@ -108,7 +108,7 @@ def test_formats_are_roundings_of_each_other() -> None:
 
 
 def test_parts_of_samples_have_independent_draws() -> None:
-    """Three records of each sample, in the order of the records, as a batch of several tables has them."""
+    """Each sample has three records, ordered by record number as in a batch of several tables."""
     of, number = torch.arange(4).repeat(3), torch.arange(3).repeat_interleave(4)
     whole = draws_for([5, 6, 7, 8]).rows(of, number).normal(50)
     alone = draws_for([7]).rows(torch.zeros(3, dtype=torch.int64), torch.arange(3)).normal(50)
@@ -121,7 +121,7 @@ def test_parts_of_samples_have_independent_draws() -> None:
 def test_every_second_sample_is_chosen_by_its_position_in_the_epoch() -> None:
     noise.start_pass(BatchSamples(SEED, 0, [9, 4, 7, 1, 3], range(11, 16)))
     assert per_sample_noise(torch.zeros(5)).every(2).tolist() == [1, 3]  # places 12 and 14
-    noise.start_pass(BatchSamples(SEED, 0, [9, 7, 3], [11, 14, 15]))  # two samples were left out
+    noise.start_pass(BatchSamples(SEED, 0, [9, 7, 3], [11, 14, 15]))  # two samples were skipped
     assert per_sample_noise(torch.zeros(3)).every(2).tolist() == [1]
 
 
@@ -148,11 +148,11 @@ def test_the_state_of_a_run_does_not_leak_out_of_it() -> None:
     assert len(per_sample_noise(torch.zeros(2)).keys) == 2
 
 
-# ---------------------------------------------------------------- computed again
+# ---------------------------------------------------------------- recomputation and compilation
 
 
 class Noisy(nn.Module):
-    """Draws in three ways: by a call of its own, with what it was given, and by name."""
+    """Draws in three ways: in its own call, from draws passed as an argument, and by name."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -167,7 +167,7 @@ class Noisy(nn.Module):
 @pytest.mark.parametrize("reentrant", [False, True])
 @pytest.mark.parametrize("known", [False, True], ids=["outside", "in a run"])
 def test_recomputed_draws_are_the_same(reentrant: bool, known: bool) -> None:
-    """One block, called three times: the backward pass computes the calls again from the last to the first."""
+    """One block is called three times; the backward pass recomputes the calls from the last to the first."""
 
     def gradient(recompute: bool) -> Tensor:
         torch.manual_seed(0)
@@ -179,7 +179,7 @@ def test_recomputed_draws_are_the_same(reentrant: bool, known: bool) -> None:
             part = given.named(f"block {number}")
             x = checkpoint(block, x, part, use_reentrant=reentrant) if recompute else block(x, part)
         if known:
-            noise.switch_pass(samples(INDICES[8:16]))  # as in a pipeline: the next forward pass comes before
+            noise.switch_pass(samples(INDICES[8:16]))  # as in a pipeline: the next forward pass comes first
         per_sample_noise(x).normal(4)
         x.sum().backward()
         assert block.layer.weight.grad is not None
@@ -222,7 +222,7 @@ def test_a_compiled_model_may_draw_inside_its_graph() -> None:
     noise.exclude_from_graphs()
     plain, compiled = Model(), Model()
     compiled.compile(backend="aot_eager")
-    for epoch in range(12):  # more than the compiler's limit of programs for one function
+    for epoch in range(12):  # more than the compiler's recompilation limit
         found = []
         for model in (plain, compiled):
             noise.start_pass(samples(INDICES[:8], epoch))
@@ -232,7 +232,7 @@ def test_a_compiled_model_may_draw_inside_its_graph() -> None:
 
 @pytest.mark.parametrize("asked", ["by the layer's name", "by the layer's number"])
 def test_layers_with_independent_draws_share_compiled_code(asked: str) -> None:
-    """As with compile=regional: one program for all layers, epochs and places of the samples in their epoch."""
+    """As with compile=regional: one graph for all layers, epochs and sample positions."""
 
     class Layer(nn.Module):
         def forward(self, x: Tensor, given: SampleNoise) -> Tensor:
@@ -241,7 +241,7 @@ def test_layers_with_independent_draws_share_compiled_code(asked: str) -> None:
     torch.compiler.reset()
     noise.exclude_from_graphs()
     programs = CompileCounter()
-    layers = [Layer() for _ in range(10)]  # more than the compiler's limit of programs for one function
+    layers = [Layer() for _ in range(10)]  # more than the compiler's recompilation limit
     for layer in layers:
         layer.compile(backend=programs, fullgraph=True)
     for epoch in range(2):
@@ -253,8 +253,8 @@ def test_layers_with_independent_draws_share_compiled_code(asked: str) -> None:
     assert programs.frame_count == 1
 
 
-# ---------------------------------------------------------------- that they are random numbers
-# Numbers are fixed by the seed, so nothing here is left to chance; limits are those of 4 to 5 standard errors.
+# ---------------------------------------------------------------- statistical quality
+# The seed is fixed, so these tests are deterministic. The limits are 4 to 5 standard errors.
 
 NUM, SIZE = 2000, 250
 
@@ -337,7 +337,7 @@ def test_neighbours_in_every_direction_are_not_correlated() -> None:
 
 
 def test_no_pair_of_samples_is_correlated() -> None:
-    """All 499,500 pairs of 1,000 samples, each by 1,000 elements: the largest as for independent numbers."""
+    """The largest correlation of 499,500 pairs (1,000 samples of 1,000 elements) is that of independent numbers."""
     x = many(indices=range(1000)).normal(1000, dtype=torch.float64)
     off = torch.corrcoef(x).fill_diagonal_(0).abs()
     assert float(off.max()) < 6.0 / math.sqrt(1000)
@@ -345,7 +345,7 @@ def test_no_pair_of_samples_is_correlated() -> None:
 
 
 def test_every_bit_is_fair_and_depends_on_every_bit_of_the_index() -> None:
-    """Avalanche: of two indices that differ in one bit, half of the bits of their draws differ."""
+    """Avalanche effect: if two indices differ in one bit, half of the bits of their draws differ."""
     base = torch.from_numpy(np.random.default_rng(0).integers(0, 2**40, 2000))
     shifts = torch.arange(64)
 
@@ -362,7 +362,7 @@ def test_every_bit_is_fair_and_depends_on_every_bit_of_the_index() -> None:
 
 
 def test_draws_do_not_repeat() -> None:
-    """Of 63 random bits, 1.5 million numbers share none but with a chance of 1e-7."""
+    """1.5 million draws of 63 random bits collide with a probability of 1e-7."""
     draws = many()
     drawn = torch.cat([draws.integers(0, 2**63 - 1, SIZE).flatten() for _ in range(3)])
     assert len(torch.unique(drawn)) == len(drawn)

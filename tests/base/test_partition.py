@@ -1,4 +1,4 @@
-"""The split is the best one there is, and the simulated pipeline agrees with the theory."""
+"""Pipeline splits are optimal, and the simulated schedules match the theory."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_nineteen_equal_layers_on_11_and_8_gb_split_as_the_memory() -> None:
 
 
 def test_equal_times_are_split_by_memory() -> None:
-    """Either 1 : 2 or 2 : 1 has a slowest stage of 2 s."""
+    """Both 1 : 2 and 2 : 1 have a slowest stage of 2 s."""
     large_first, small_first = (
         [StageDevice(4 * GIB), StageDevice(2 * GIB)],
         [StageDevice(2 * GIB), StageDevice(4 * GIB)],
@@ -67,7 +67,7 @@ def every_split(num_layers: int, num_stages: int) -> Iterator[tuple[int, ...]]:
 
 
 def judged(case: dict[str, list[int]], sizes: tuple[int, ...], balance: str) -> tuple[float, ...] | None:
-    """Return how bad a split is, None where a device is too small."""
+    """Return the cost of a split, or None if it does not fit on a device."""
     seconds, shares, start = [], [], 0
     for stage, size in enumerate(sizes):
         part = slice(start, start + size)
@@ -160,7 +160,7 @@ def test_the_table_lists_every_layer_once_with_device_and_share() -> None:
     ]
 
 
-# ---------------------------------------------------------------- time
+# ---------------------------------------------------------------- simulated time
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)

@@ -1,4 +1,4 @@
-"""What torchrun and srun say of a process: which rank it is, or that it is none."""
+"""Detection of the rank of a process from the environment of torchrun and srun."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TORCHRUN = {
     "MASTER_PORT": "29500",
     "TORCHELASTIC_RESTART_COUNT": "2",
 }
-# As slurm 22.05 sets them for `srun -N2 --ntasks-per-node=2` in a batch script.
+# As set by Slurm 22.05 for `srun -N2 --ntasks-per-node=2` in a batch script.
 SRUN = {
     "SLURM_JOB_ID": "60007",
     "SLURM_STEP_ID": "0",

@@ -1,4 +1,4 @@
-"""Repeated blocks are found however deep they are, and each once."""
+"""Repeated blocks are found at any depth, each once."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Block(nn.Module):
 
 
 class Stack(nn.Module):
-    """As in Hugging Face models: the list of layers is some modules below the model that is trained."""
+    """As in Hugging Face models: the list of layers is several modules below the trained model."""
 
     def __init__(self, layers: nn.Module) -> None:
         super().__init__()
@@ -63,7 +63,7 @@ def test_blocks_of_lists_of_lists_and_shared_ones_are_found_once() -> None:
 def test_plain_layers_in_a_row_are_not_blocks() -> None:
     assert repeated_blocks(nn.Sequential(nn.Linear(3, 3), nn.Linear(3, 3))) == []
     assert repeated_blocks(nn.Sequential(nn.Linear(3, 3), nn.Tanh())) == []
-    lone = Block()  # not repeated; the list within it is
+    lone = Block()  # not repeated itself, but its inner list is
     assert repeated_blocks(nn.Sequential(lone, nn.Tanh())) == list(lone.parts)
 
 

@@ -1,4 +1,4 @@
-"""What reading costs: which generators are seeded, and how often."""
+"""Random generators are seeded for a sample only if reading it draws numbers."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 from runner.base import sample_rng
 from runner.base.sample_rng import SampleStreams
 
-NUM_SAMPLES = 400  # more than the first ones, for which all generators are seeded
+NUM_SAMPLES = 400  # more than the first samples, for which all generators are seeded
 
 
 class Counted:
-    """A generator that counts how often it was seeded."""
+    """A generator that counts how often it is seeded."""
 
     def __init__(self) -> None:
         self.state, self.num_seeds = 0, 0

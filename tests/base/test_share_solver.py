@@ -1,4 +1,4 @@
-"""Laws of speed: the solution is the best there is, is found from noisy times, and is left alone once found."""
+"""Load balancing: shares are optimal, are found from noisy times, and stay stable once found."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ lines_of_ranks = st.lists(
 )
 
 
-# ---------------------------------------------------------------- the line
+# ---------------------------------------------------------------- the fitted line
 
 
 @given(st.floats(0, 1), st.floats(1e-5, 1), st.sets(st.integers(1, 300), min_size=2, max_size=6))
@@ -170,7 +170,7 @@ def test_upcoming_shares_equal_those_that_are_dealt() -> None:
 
 
 class Ranks:
-    """Ranks of known speed whose times are noisy, in rare cases threefold."""
+    """Ranks of known speed with noisy times; a few outliers take three times as long."""
 
     def __init__(self, lines: Sequence[RankTiming], noise: float = 0.0, seed: int = 0, outliers: float = 0.01) -> None:
         self.lines, self.noise, self.outliers = list(lines), noise, outliers if noise else 0.0
@@ -184,7 +184,7 @@ class Ranks:
         return seconds * factor * (3 if self.rng.random() < self.outliers else 1)
 
     def over_best(self, shares: Sequence[int]) -> float:
-        """Return how much longer an update takes than with the best shares; 1.0 is best."""
+        """Return the time of an update relative to that of the best shares; 1.0 is optimal."""
         return slowest_seconds(self.lines, shares) / slowest_seconds(
             self.lines, fastest_shares(sum(shares), self.lines)
         )
@@ -201,7 +201,7 @@ def run(balance: ShareSolver, ranks: Ranks, updates: int, exchange_s: float = 0.
 @pytest.mark.parametrize(("slower", "gain"), [(2, 1.4), (3, 1.9)])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
 def test_a_slower_rank_costs_the_minimum(slower: int, gain: float, noise: float) -> None:
-    """Within 5 % of the optimum; equal shares take (1 + k) / 2 of it where a rank is k times slower: 1.5 and 2."""
+    """The result is within 5 % of the optimum. If a rank is k times slower, equal shares take (1 + k) / 2 as long."""
     for seed in range(5):
         ranks = Ranks([RankTiming(0.0002, 0.001), RankTiming(0.0002 * slower, 0.001 * slower)], noise, seed)
         balance = ShareSolver(96, 2)
@@ -244,7 +244,7 @@ def test_a_gain_below_the_threshold_changes_nothing() -> None:
 
 
 def test_a_gain_within_noise_changes_nothing() -> None:
-    """With 8 ranks and 20 % noise some pair of ranks always looks unequal by more than the threshold."""
+    """With 8 ranks and 20 % noise, some pair of ranks always seems unequal by more than the threshold."""
     changes = 0
     for seed in range(5):
         ranks = Ranks([RankTiming(0.0005, 0.001)] * 8, 0.20, seed)
@@ -288,7 +288,7 @@ def test_a_new_fixed_time_is_followed_too() -> None:
 
 
 def test_late_splits_and_ragged_windows_do_not_mislead() -> None:
-    """Batches made ahead: what is dealt now was decided two updates before; every 7th window is ragged."""
+    """Shares take effect two updates after their decision, as with prefetched batches; every 7th window is ragged."""
     ranks = Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)], 0.05)
     balance = ShareSolver(64, 2)
     queue = [balance.ahead(0), balance.ahead(1)]
@@ -339,7 +339,7 @@ def test_after_the_verdict_at_most_2_percent_slower_than_the_best_ranks(
 
 
 def test_fewer_ranks_are_tried_out_before_the_verdict() -> None:
-    """A rank that is slow with many samples, as one that runs out of fast memory, is not left alone."""
+    """A rank that is slow with many samples, such as one whose cache overflows, is never used alone."""
 
     class Cliff(Ranks):
         def take(self, shares: Sequence[int]) -> list[float]:
@@ -357,7 +357,7 @@ def test_a_rank_that_cannot_hold_all_samples_is_never_left_alone() -> None:
     assert [each.drop for each in verdicts] == [(0,)]
 
 
-# ---------------------------------------------------------------- what is said, and what is kept
+# ---------------------------------------------------------------- messages and state
 
 
 def test_a_decision_has_a_reason_and_a_predicted_gain() -> None:

@@ -1,4 +1,4 @@
-"""Laws of shares: all samples are dealt, nobody gets more than it holds, and what cannot be is said in words."""
+"""Shares: all samples are assigned, no rank exceeds its cap, and impossible settings are reported."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_samples_above_a_cap_go_to_the_others_in_proportion() -> None:
 
 
 def test_a_cap_of_one_rank_does_not_push_another_below_its_proportion() -> None:
-    """Both bounds are broken at first; which of them is resolved first decides."""
+    """Both bounds are violated at first; the result depends on which one is resolved first."""
     assert split_proportionally(20, (1000, 10, 1), (8, None, None)) == (8, 11, 1)
     assert split_proportionally(5, (100, 3, 1), (3, None, None)) == (3, 1, 1)
 
@@ -132,7 +132,7 @@ def test_a_rank_may_get_no_samples_of_a_small_window() -> None:
     assert window_shares(0, (19, 13)) == (0, 0)
 
 
-# ---------------------------------------------------------------- what the user says
+# ---------------------------------------------------------------- shares set by the user
 
 
 def test_given_shares_are_used_as_counts_or_as_proportions() -> None:

@@ -1,4 +1,4 @@
-"""The parts add up to the time that has passed, and belong to the update that they are told of."""
+"""The timed parts add up to the elapsed time and are assigned to the right update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.base.stopwatch import BETWEEN, PARTS, DeviceStopwatch, Stopwatch, ne
 
 
 class Timeline:
-    """The host's clock and the device's, moved on by hand; the device reaches a mark when the test says so."""
+    """A host clock and a device clock that the test advances; the device reaches events when the test says so."""
 
     now = 100.0
     reached = 0.0
@@ -27,7 +27,7 @@ class Timeline:
 
 
 class FakeEvent:
-    """A mark on the timeline."""
+    """A `torch.Event` on the timeline."""
 
     line: Timeline
 
@@ -100,7 +100,7 @@ def test_the_parts_of_a_phase_add_up_to_its_time(kind: str, steps: list[tuple[st
         for part, eighths in steps:
             line.now += eighths / 8
             if part == "stop":
-                line.now -= eighths / 8  # what is stopped has ended with its last lap
+                line.now -= eighths / 8  # stop() does not add a lap: the update ended with its last lap
                 update += 1
                 watch.stop(update)
                 bookmarks.append(watch.bookmark())

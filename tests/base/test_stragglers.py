@@ -1,4 +1,4 @@
-"""Laws of naming the slow rank: an injected delay is named, noise is not, and balanced ranks are left in peace."""
+"""Straggler detection: injected delays are attributed correctly; noise and balanced ranks are not reported."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ EXCHANGE_S = 0.004
 def update(
     rng: random.Random, parts: Sequence[dict[str, float]], noise: float = 0.10, exchange_s: float = EXCHANGE_S
 ) -> Times:
-    """Return one update: every part of every rank with noise, and the waiting that follows from it."""
+    """Return the times of one update: noisy parts of every rank, and the resulting wait."""
     ranks = [{part: max(0.0, rng.gauss(1, noise)) * seconds for part, seconds in each.items()} for each in parts]
     busy = [sum(times.values()) for times in ranks]
     exchange_s *= rng.gauss(1, noise)
@@ -61,12 +61,12 @@ def test_the_lost_time_is_that_of_the_others_without_the_exchange() -> None:
 
 
 def test_balanced_ranks_are_not_reported() -> None:
-    """Rank 1 is 3 times slower per sample and has a third of the samples: nobody waits."""
+    """Rank 1 is 3 times slower per sample but has a third of the samples, so no rank waits."""
     assert find_straggler(updates(0, [USUAL, USUAL], noise=0.0), (24, 8)) is None
 
 
 def test_a_long_part_that_no_rank_waits_for_is_not_named() -> None:
-    """Rank 0 reads long and computes less: all are done at once."""
+    """Rank 0 reads longer and computes less, so all ranks finish together."""
     parts = [{**USUAL, "data": 0.012, "backward": 0.010}, USUAL]
     assert find_straggler(updates(0, parts, noise=0.0)) is None
 
@@ -82,7 +82,7 @@ def test_an_update_in_which_all_wait_for_the_exchange_names_no_rank() -> None:
 
 
 def test_a_busy_rank_that_no_rank_waits_for_is_not_named() -> None:
-    """What the others do meanwhile is their own matter, if they do not wait."""
+    """A rank that is busy longer is not a straggler if no other rank waits for it."""
     rng = random.Random(0)
     window = [update(rng, delayed(2, 1, "optimizer", 0.020), 0.0, exchange_s=0.050) for _ in range(20)]
     for each in window:
@@ -127,7 +127,7 @@ def test_a_single_rank_and_zero_updates_name_no_rank() -> None:
     assert find_straggler([]) is None
 
 
-# ---------------------------------------------------------------- over time
+# ---------------------------------------------------------------- the detector across updates
 
 
 def heard(watch: StragglerDetector, window: list[Times], samples: tuple[int, ...] = (16, 16)) -> list[Straggler]:

@@ -1,4 +1,4 @@
-"""Lines that are broken for a terminal lose no word, break none, and stay within its columns."""
+"""Terminal output: wrapping, tables, help texts and sizes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_titles_between_rows_and_long_cells_do_not_widen_a_table() -> None:
 
 
 def test_terminal_output_is_wrapped_and_piped_output_is_not() -> None:
-    """So is every word of a run, above the bar and without it, and every error."""
+    """This includes output above the progress bar, output without it, and errors."""
     ours, theirs = pty.openpty()
     termios.tcsetwinsize(theirs, (24, 40))
     text = "device      cpu: CPU (AMD EPYC, 1 core), for there is no GPU here"
@@ -86,7 +86,7 @@ def test_terminal_output_is_wrapped_and_piped_output_is_not() -> None:
         Console().error(text)
         print_problems(ConfigError(Problem(what, "sed=1", fix)))
     told = b""
-    with suppress(OSError):  # the terminal is gone
+    with suppress(OSError):  # EIO: the terminal is closed
         while part := os.read(ours, 4096):
             told += part
     os.close(ours)
@@ -108,7 +108,7 @@ def test_help_follows_the_width_of_the_terminal(text: str, columns: int) -> None
     lines = shown.split("\n")
     for line in lines:
         assert len(line) <= columns or "accel-run " in line or max(map(len, line.split())) > columns // 2
-    for line, below in pairwise(lines):  # a paragraph at the left edge has no line that ends early
+    for line, below in pairwise(lines):  # lines of a paragraph at the left edge are filled
         if line[:1].isupper() and below[:1].strip() and not line.startswith("usage") and not line.endswith(":"):
             assert len(line) + 1 + len(below.split()[0]) > columns or "accel-run" in line + below
 

@@ -1,6 +1,6 @@
-"""Lines as other tools are told them, and what has to be typed here instead; "" where there is no such setting.
+"""Arguments of other tools, each with the suggestion that must be in the answer; "" if there is no such setting.
 
-One table a tool. What stands right must be in the answer, and the test types it in place of the slip.
+One table per tool. The test also checks that the suggestion itself is accepted.
 """
 
 from __future__ import annotations

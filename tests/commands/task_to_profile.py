@@ -1,4 +1,4 @@
-"""A task for the tests of profiles: a module that sleeps, in its forward or its backward pass, and lines that wait."""
+"""A task for profiler tests: a module that sleeps in its forward or backward pass, and lines that synchronize."""
 
 import os
 import signal
@@ -77,7 +77,7 @@ class ToProfile(Task):
     def loss(self, model, batch):
         (x,) = batch
         wait(0.0 if self.model.training else self.evaluation_s)
-        drawn = torch.rand(()).item()  # on the host: nobody waits
+        drawn = torch.rand(()).item()  # on the host: does not synchronize
         loss = (model(x) - x.sum(1, keepdim=True)).square().sum() * (self.scale if drawn < 2 else 0.0)
         if self.waits and loss.item() < 0:  # waits in loss
             raise AssertionError

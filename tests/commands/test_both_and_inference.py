@@ -1,4 +1,4 @@
-"""`accel-run inference` and `both`: the run that is meant, its newest whole checkpoint, and the same files again."""
+"""`accel-run inference` and `both`: which run and checkpoint they use, reproducible predictions and exit codes."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ON_CPU = ["--task", str(TASK), "device=cpu", "monitor=off", "updates=30", "check
 
 @pytest.fixture(scope="module")
 def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with two runs, of which `second` was trained last."""
+    """A folder with two runs; `second` was trained last."""
     folder = tmp_path_factory.mktemp("trained")
     for name, seed in (("first", 0), ("second", 1)):
         ended = server.run(["train", f"run={name}", f"seed={seed}", *ON_CPU], folder)
@@ -37,7 +37,7 @@ def folder(trained: Path, tmp_path: Path) -> Path:
 
 
 def predictions(run: Path) -> dict[str, bytes]:
-    """Return what was predicted, without the times."""
+    """Return the prediction files without the summary, which contains times."""
     return {file.name: file.read_bytes() for file in (run / "predictions").iterdir() if file.name != "summary.json"}
 
 
@@ -158,7 +158,7 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_reported(server: ForkServer,
     assert ended.code == 0, ended.err
     assert re.fullmatch(r"warning: .*-0000000030 .*: model\.safetensors .*\n", ended.err)
     assert summary(folder / "outputs" / "second")["checkpoint_update"] < 30
-    assert sorted(checkpoints.iterdir()) == before  # nothing is moved by who only reads
+    assert sorted(checkpoints.iterdir()) == before  # inference does not move checkpoints
 
 
 def test_all_checkpoints_damaged_is_exit_65(server: ForkServer, folder: Path) -> None:
@@ -216,7 +216,7 @@ def test_an_unknown_batch_size_key_gets_the_known_keys(server: ForkServer, folde
 
 @pytest.mark.parametrize("typed", ["--batch-size 4", "--batch_size=4", "--bs 4", "--per-device-eval-batch-size 4"])
 def test_a_batch_size_gets_the_key_of_prediction_as_suggestion(typed: str, server: ForkServer, tmp_path: Path) -> None:
-    """Of the default task, where there is no run."""
+    """There is no run, so the keys are those of the default task."""
     ended = server.run(f"inference {typed}", tmp_path)
     assert ended.code == 78
     assert ended.err.splitlines()[-1].split() == ["use", "inference.batch_size=4"]
@@ -224,7 +224,7 @@ def test_a_batch_size_gets_the_key_of_prediction_as_suggestion(typed: str, serve
 
 
 def test_keys_of_the_users_task_are_known(server: ForkServer, tmp_path: Path) -> None:
-    """The keys are those of the run's task, not those of the default task."""
+    """The keys come from the task of the run, not from the default task."""
     source = TASK.read_text().replace("samples: int = 2", "colour: int = 2").replace("range(samples)", "range(colour)")
     (tmp_path / "mine.py").write_text(source)
     assert server.run(["train", "--task", "mine.py", *ON_CPU[2:]], tmp_path).code == 0

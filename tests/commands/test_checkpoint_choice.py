@@ -1,4 +1,4 @@
-"""`checkpoint=best|last|N`: which checkpoint commands use, and going back to it."""
+"""`checkpoint=best|last|N`: which checkpoint commands use, and rewinding a run to it."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ def test_a_refused_resume_does_not_rewind(server: ForkServer, folder: Path) -> N
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        ("4, 6), nn.Tanh(), nn.Linear(6", "4, 7), nn.Tanh(), nn.Linear(7"),  # found when the weights are loaded
+        ("4, 6), nn.Tanh(), nn.Linear(6", "4, 7), nn.Tanh(), nn.Linear(7"),  # detected when the weights are loaded
         ("self.model =", "raise RuntimeError; self.model ="),
         ("return (model(x)", "raise RuntimeError; return (model(x)"),
     ],

@@ -1,4 +1,4 @@
-"""The Tab key: what may stand next on the line, without torch, and in real shells."""
+"""Shell completion: the candidates, without importing torch, and in real shells."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.commands.completion import SCRIPTS
 from runner.config.config_files import shipped_options
 from runner.config.options import GROUPS, list_options
 from runner.tools.measure.suites import SUITES, ladder
-from runner.tools.measure.technique import techniques
+from runner.tools.measure.technique import load_techniques
 
 TASK = """
 SETTINGS = {}
@@ -31,7 +31,7 @@ class Mine:
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a task, two runs and configuration files of one's own, and it is where we are."""
+    """The working directory, with a task, two runs and the user's configuration files."""
     for name, record in {"first": {}, "second": {"task_file": str(tmp_path / "my_task.py")}}.items():
         run = tmp_path / "outputs" / name
         run.mkdir(parents=True)
@@ -49,11 +49,11 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def offered(line: str) -> list[str]:
-    """Return the candidates at the end of a line, of which no word holds a space."""
+    """Return the candidates at the end of a line whose arguments contain no spaces."""
     return candidates(line.split(" ")[1:])
 
 
-# line -> exactly what is offered
+# line -> exact candidates
 OFFERS = {
     "accel-run t": "train tune",
     "accel-run in": "inference",
@@ -145,7 +145,7 @@ OFFERS = {
 
 
 def test_training_commands_complete_the_run_they_would_resume(folder: Path) -> None:
-    """Named by `train run=`, a trial of a sweep would be begun a second time, beside the sweep."""
+    """`train run=` with the name of a trial would start the trial again, outside its sweep."""
     trial = folder / "outputs" / "grid" / "grid-1"
     trial.mkdir(parents=True)
     (trial / "run.json").write_text("{}")
@@ -172,12 +172,12 @@ def test_every_argument_and_key_of_a_suite_is_completed_and_accepted(suite: str,
 
     own = found[: found.index("precision=")]
     words = [word for word in own if not word.endswith("=")]
-    assert words == [*SUITES[suite].words, *(techniques(None) if suite == "ladder" else [])]
+    assert words == [*SUITES[suite].positional, *(load_techniques(None) if suite == "ladder" else [])]
     assert set(own) - set(words) == {f"{key}=" for key in (*COMMAND_KEYS, *SUITES[suite].options)} - {"suite="}
 
 
 def test_arguments_of_the_ladder_match_its_techniques() -> None:
-    assert ("all", *ladder.ACTIONS) == SUITES["ladder"].words
+    assert ("all", *ladder.ACTIONS) == SUITES["ladder"].positional
 
 
 @pytest.mark.parametrize("group", GROUPS)
@@ -228,7 +228,7 @@ LINES = (
 
 
 def test_a_completion_loads_no_library_and_reads_few_files(folder: Path) -> None:
-    """It is waited for at each key: its time follows from what it loads and reads (scripts/measure/command_line.py)."""
+    """The user waits for it: its time follows from what it loads and reads (scripts/measure/command_line.py)."""
     code = """if True:
         import collections, contextlib, io, json, sys
         import runner.cli as cli
@@ -255,7 +255,7 @@ def test_a_completion_loads_no_library_and_reads_few_files(folder: Path) -> None
 
 
 def in_shell(shell: str, script: str, folder: Path) -> str:
-    """Return what a shell prints that has our completion and an accel-run on its path."""
+    """Return the output of a script in a shell that has the completion file and accel-run on its path."""
     program = shutil.which(shell)
     if program is None:
         pytest.skip(f"{shell} is not installed")
@@ -281,7 +281,7 @@ def in_shell(shell: str, script: str, folder: Path) -> str:
     return done.stdout
 
 
-# What readline makes of a line: words also end at = and :, and only the last piece is replaced.
+# How readline splits a line: words also end at = and :, and only the last piece is replaced.
 IN_BASH = {
     "accel-run t": (["accel-run", "t"], "train tune"),
     "accel-run ": (["accel-run", ""], " ".join(name for name, (_, summary) in COMMANDS.items() if summary)),
@@ -324,7 +324,7 @@ def test_bash_registers_the_completion_for_accel_run(folder: Path) -> None:
 
 
 def test_zsh_completes(folder: Path) -> None:
-    """compadd is replaced, for completion proper needs a terminal."""
+    """compadd is replaced, because real completion needs a terminal."""
     script = "compdef() { registered=$2 }\nsource ./completion.zsh\necho $registered\n"
     script += 'compadd() { while [[ $1 != -- ]]; do shift; done; shift; print -rn -- "${@:+$* }" }\n'
     lines = {

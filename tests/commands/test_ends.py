@@ -1,4 +1,4 @@
-"""Ends that nobody asked for: a fault of ours, Ctrl-C at any moment, a reader that goes away, a full disk."""
+"""Abnormal exits: an internal error, Ctrl-C at any moment, a closed pipe, a full disk."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tests.waiting import wait_until
 ROOT = Path(__file__).parents[2]
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 
-# A task that makes our own code fail, in a place where none of the task's lines is on the stack.
+# A task that makes the runner fail while no line of the task is on the call stack.
 SABOTAGE = """
 import functools
 import torch
@@ -88,7 +88,7 @@ def accel_run(*words: str, folder: Path) -> subprocess.Popen[str]:
 
 
 def has_loaded(process: subprocess.Popen[str], library: str) -> bool:
-    """Tell whether the process has this file in its memory, or is gone."""
+    """Return whether the process has mapped this library or has exited."""
     try:
         return library in Path(f"/proc/{process.pid}/maps").read_text() or process.poll() is not None
     except OSError:
@@ -114,7 +114,7 @@ def test_an_interrupt_during_an_import_exits_quietly_with_130(
         process.send_signal(number)
         _, err = process.communicate(timeout=60)
     finally:
-        process.kill()  # one that goes on after all would train for an hour
+        process.kill()  # if it ignored the signal, it would train for an hour
     assert process.returncode == 130, err
     assert err == "\naccel-run: interrupted\n"
     assert not (tmp_path / "outputs" / "mine" / "error.json").exists()
@@ -130,9 +130,7 @@ def test_a_closed_pipe_is_not_an_error(server: ForkServer, tmp_path: Path) -> No
     (tmp_path / ".out").write_text("")
     ended = server.wait()
     assert ended.code == 0
-    assert [
-        line for line in ended.err.splitlines() if not line.startswith("plan: ")
-    ] == []  # what takes seconds is told
+    assert [line for line in ended.err.splitlines() if not line.startswith("plan: ")] == []  # slow steps are announced
 
 
 @pytest.mark.parametrize(
@@ -146,7 +144,7 @@ def test_training_continues_when_the_pipe_reader_exits(words: list[str], server:
     reader = os.open(tmp_path / ".out", os.O_RDONLY | os.O_NONBLOCK)
     given = [*words, "--task", str(task), "device=cpu", "monitor=off", "updates=20"]
     server.start(given, tmp_path, {"IMPORT_FIRST": "tests.forked_trials"})
-    select.select([reader], [], [], 60)  # until the first words are there
+    select.select([reader], [], [], 60)  # until there is output
     os.close(reader)
     (tmp_path / ".out").unlink()
     (tmp_path / ".out").write_text("")
@@ -159,7 +157,7 @@ def test_training_continues_when_the_pipe_reader_exits(words: list[str], server:
 
 
 def test_a_training_needs_no_standard_streams(tmp_path: Path) -> None:
-    """A real process, since Python sets up its streams when it starts."""
+    """Uses a real process, since Python sets up its streams when it starts."""
     task = ROOT / "tests" / "faults" / "task_to_attack.py"
     words = ["train", "--task", str(task), "device=cpu", "monitor=off", "updates=1", "run=mine"]
     line = 'exec "$0" -m runner "$@" <&- >&- 2>&-'

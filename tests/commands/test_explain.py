@@ -1,4 +1,4 @@
-"""`accel-run explain`: who set a value, and what it would be without them."""
+"""`accel-run explain`: what set a value, and what the value would be otherwise."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Mine:
     def predict(self, model, generator, *, samples: int = 3): ...
 """
 
-# words -> exactly what is printed
+# arguments -> exact output
 EXPLAINED = {
     "precision +hardware=t4": """\
 precision = fp16
@@ -165,7 +165,7 @@ def test_an_unknown_key_gets_a_suggestion(words: str, folder: Path, capsys: pyte
 
 
 def test_every_named_file_exists(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """For every key of the default configuration, and of a profile."""
+    """For every key of the default configuration and of two hardware profiles."""
     from runner.config.configuration import compose
     from runner.config.request import Request
 

@@ -1,4 +1,4 @@
-"""Exported models give what the model gives, for any batch size, without the runner."""
+"""Exported models give the same outputs as the model, for any batch size, without the runner."""
 
 from __future__ import annotations
 

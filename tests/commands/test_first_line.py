@@ -1,4 +1,4 @@
-"""A training prints its name before it imports torch, which takes seconds."""
+"""`train` prints the name of the run before it imports torch, which takes seconds."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parents[2]
-LIMIT_S = 60.0  # only a defect takes as long
+LIMIT_S = 60.0  # exceeded only if the command hangs
 IMPORTED = "torch is imported"
 
-# The import of torch writes a line, without any buffer, and ends the process.
+# Importing torch writes an unbuffered line and ends the process.
 CUSTOMIZED = f"""
 import importlib.machinery, os, sys
 
@@ -48,7 +48,7 @@ RANK = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", 
 def test_the_first_line_is_printed_before_torch_is_imported(
     command: str, environment: dict[str, str], num_lines: int, tmp_path: Path
 ) -> None:
-    """A real process, since all others here have torch already."""
+    """Uses a real process, since the fork server has already imported torch."""
     (tmp_path / "sitecustomize.py").write_text(CUSTOMIZED)
     path = os.pathsep.join([str(tmp_path), str(ROOT)])
     done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Foreign files: what becomes of them, what is refused and in which words, and that a run begins with the product."""
+"""`accel-run import`: converted files, messages about refused files, and runs that start from imported weights."""
 
 from __future__ import annotations
 
@@ -298,7 +298,7 @@ def test_the_reading_process_has_no_network_or_reports_it(server: ForkServer, tm
 
 
 def _has_network() -> bool:
-    """Tell whether a process confined as that of an import has more than a loopback that is down."""
+    """Return whether a process confined like that of an import has a usable network interface."""
     from runner.host.subprocesses import run_in_subprocess
 
     return run_in_subprocess(_networks)

@@ -1,4 +1,4 @@
-"""`accel-run monitor`: what is on the terminal, on a pipe and in the files, with stub GPUs and without any."""
+"""`accel-run monitor`: output on a terminal, on a pipe and in files, with stub GPUs and without GPUs."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ Watch = Callable[..., Ended]
 
 @pytest.fixture
 def monitor(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> Watch:
-    """Watch the GPUs of a state, None for a machine without any, with these words and variables."""
+    """Run the monitor on stub GPUs in a given state, or without GPUs if the state is None."""
 
     def watch(state: Any, *words: str, **variables: str) -> Ended:
-        if state is None:  # a new process: the loader looks for the driver in other folders
+        if state is None:  # a new process: the loader searches other folders for the driver
             run = f"import sys, {VIRTUAL}; from runner.cli import main; sys.exit(main(['monitor', *sys.argv[1:]]))"
             done = subprocess.run(
                 [sys.executable, "-c", run, *words],
@@ -85,8 +85,8 @@ def test_a_pipe_gets_a_line_per_sample_then_a_summary_and_files(monitor: Watch, 
     assert lines[: len(samples)] == samples
     count = int(re.search(r"monitored for [\d.]+ s, (\d+) samples", done.out)[1])  # type: ignore[index]
     assert len(samples) <= count, "several may come between two looks"
-    assert re.search(r"utilisation +% +85 +85 +85\n", done.out)
-    assert "good  GPU 0 utilisation: " in done.out
+    assert re.search(r"utilization +% +85 +85 +85\n", done.out)
+    assert "good  GPU 0 utilization: " in done.out
     assert re.search(r"power limit.* 100 %.* 61 °C", done.out)
     made = the_folder(tmp_path)
     assert {path.name for path in made.iterdir()} == {"gpu.csv", "monitor.json", "gpu0.png", "machine.png"}
@@ -103,11 +103,11 @@ def test_a_pipe_gets_a_line_per_sample_then_a_summary_and_files(monitor: Watch, 
 def test_incomplete_files_are_named_and_monitoring_exits_with_an_error(
     nvml_stub: NvmlStub, tmp_path: Path, room: int
 ) -> None:
-    """A limit of the size of files stands for a full disk: first gpu.csv has no room, then monitor.json too."""
+    """A file size limit simulates a full disk: first gpu.csv does not fit, then monitor.json does not either."""
     command = [sys.executable, "-c", LIMITED, str(room), "seconds=1.5", "interval_s=0.05", "log_dir=mine"]
     ended = subprocess.run(
         command, env=nvml_stub.environment(T4), cwd=tmp_path, capture_output=True, text=True, check=False
-    )  # into pipes, which have no limit
+    )  # pipes are not limited
     done = Ended(ended.returncode, ended.stdout, ended.stderr)
     (made,) = (tmp_path / "mine").iterdir()
 
@@ -134,7 +134,7 @@ def test_json_is_one_object_per_sample_and_messages_go_to_stderr(monitor: Watch,
     assert len(found) >= 3
     assert all(sample["readings"]["gpu0/util"] == 85 for sample in found)
     assert len(found[0]["gpus"][0]["processes"]) == 10
-    assert "utilisation" in done.err
+    assert "utilization" in done.err
     assert not (tmp_path / "gpu_logs").exists()
 
 
@@ -232,16 +232,16 @@ def test_a_signal_ends_monitoring_with_summary_and_files(nvml_stub: NvmlStub, tm
         process.send_signal(number)
         out, _ = process.communicate(timeout=60)
     assert process.returncode == 0
-    assert "utilisation" in out
+    assert "utilization" in out
     assert (the_folder(tmp_path) / "monitor.json").is_file()
 
 
-# ---------------------------------------------------------------- a run's own
+# ---------------------------------------------------------------- samples of a run
 
 
 @pytest.fixture
 def run_of_a_pair(tmp_path: Path) -> Path:
-    """A run with a gpu.csv of two GPUs in two phases, one of them slowed and one shared."""
+    """A run with a gpu.csv of two GPUs in two phases; another process uses GPU 1, which is mostly idle."""
     run = tmp_path / "outputs" / "first"
     run.mkdir(parents=True)
     (run / "run.json").write_text('{"state": "done"}')
@@ -273,7 +273,7 @@ def test_a_cpu_run_gets_no_advice_about_gpus(server: ForkServer, run_of_a_pair: 
     (run_of_a_pair / "outputs" / "first" / "plan.json").write_text('{"device": "cpu"}')
     done = server.run("monitor run=first --json log_dir=null", run_of_a_pair)
     assert "note  GPUs: " in done.err
-    assert not any(words in done.err for words in ("GPU 0 utilisation", "GPU 1 memory", "GPU 1 processes"))
+    assert not any(words in done.err for words in ("GPU 0 utilization", "GPU 1 memory", "GPU 1 processes"))
 
 
 def test_a_lost_gpu_comes_first_in_the_summary_of_a_run(server: ForkServer, run_of_a_pair: Path) -> None:
@@ -383,7 +383,7 @@ def test_ranks_are_all_those_of_their_starter(tmp_path: Path) -> None:
         other.kill()
 
 
-# ---------------------------------------------------------------- slips
+# ---------------------------------------------------------------- invalid arguments
 
 SLIPS = [
     "30",
@@ -463,13 +463,13 @@ class Tmux:
         return self.run("capture-pane", "-p")
 
     def until(self, seen: Callable[[str], Any]) -> str:
-        """Return the first screen of which this is true."""
+        """Return the first screen for which `seen` is true."""
         return wait_until(lambda: screen if seen(screen := self.screen()) else "", self.screen())
 
 
 @pytest.fixture
 def tmux(nvml_stub: NvmlStub, tmp_path: Path) -> Iterator[Callable[[int, int], Tmux]]:
-    """What makes a terminal of so many columns and rows."""
+    """Return a function that opens a terminal with the given columns and rows."""
     if not shutil.which("tmux"):
         pytest.skip("needs tmux, which is not installed")
     made: list[Tmux] = []
@@ -490,7 +490,7 @@ def test_the_live_screen_follows_and_restores_the_terminal(
     seen.start(T4)
     screen = seen.until(lambda text: "▇▇▇▇" in text)
     assert re.search(r"^GPU 0  Tesla T4 +85% +▇+ .* 61 °C", screen, re.MULTILINE)
-    assert re.search(r"^slowed: ", screen, re.MULTILINE)
+    assert re.search(r"^throttled: ", screen, re.MULTILINE)
     assert "4242" in screen
     nvml_stub.write(T4 | {"0.util": 10, "0.throttle": 0})
     screen = seen.until(lambda text: re.search(r"▇▁", text))
@@ -501,10 +501,10 @@ def test_the_live_screen_follows_and_restores_the_terminal(
     assert "more processes" in screen or "4242" in screen
     seen.run("resize-window", "-x", "110", "-y", "50")
     seen.run("send-keys", "C-c")
-    # What was on the terminal before is back, above the summary.
+    # The earlier contents of the terminal are restored, above the summary.
     screen = seen.until(lambda text: "written to gpu_logs/" in text and "runner monitor interval_s=0.1" in text[:200])
     assert "Ctrl-C ends it" not in screen
-    assert re.search(r"utilisation +% +10 +", screen)
+    assert re.search(r"utilization +% +10 +", screen)
 
 
 def test_no_color_and_a_dumb_terminal_are_respected(tmux: Callable[[int, int], Tmux]) -> None:

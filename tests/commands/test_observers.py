@@ -1,4 +1,4 @@
-"""What a run leaves for those who watch it: tracker, monitor, profiler, console and events."""
+"""Observers of a run: tracker, monitor, profiler, console log and events."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def tracked(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """A run tracked by wandb, offline, by a person who has a key."""
+    """A run tracked by wandb in offline mode, with an API key set."""
     pytest.importorskip("wandb")
     folder = tmp_path_factory.mktemp("tracked")
     env = {"WANDB_MODE": "offline", "WANDB_API_KEY": KEY, "HOME": str(folder)}
     run, ended = folder / "outputs" / "mine", train(server, folder, "tracker=wandb", "updates=30", env=env)
     last = next(row["train/loss"] for row in reversed(rows(run / "metrics.jsonl")) if "train/loss" in row)
-    # the process behind the tracker writes the last rows after the run has ended
+    # the tracker's background process writes the last rows after the run has ended
     wait_until(
         lambda: any(repr(last).encode() in file.read_bytes() for file in run.glob("wandb/offline-run-*/*.wandb"))
     )
@@ -104,12 +104,12 @@ def test_the_monitor_summary_covers_the_time_before_a_resume(server: ForkServer,
 
 
 def driver(nvml_stub: NvmlStub) -> str:
-    """Return what a process does first whose NVML is the stub."""
+    """Return code that loads the NVML stub; it runs first in a process."""
     return f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
 
 
 def test_a_cpu_run_does_not_monitor_gpus(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> None:
-    env = {"NVML_STUB": str(nvml_stub.write(T4 | {"0.throttle": 64}))}  # two strangers compute on it, and it is too hot
+    env = {"NVML_STUB": str(nvml_stub.write(T4 | {"0.throttle": 64}))}  # throttled, and shared with two processes
     words = ["run=mine", "device=cpu", "monitor=on", "monitor.interval_s=0.05", "--task", str(TASK)]
     run, printed = tmp_path / "outputs" / "mine", ""
     for command, path in (("train", run / "gpu.csv"), ("inference", run / "predictions" / "gpu.csv")):
@@ -135,7 +135,7 @@ def test_a_gpu_event_is_reported_once_and_training_continues(
     state = PAIR | {"event_types": 11, "events": "0:8:48,0:8:48", "0.throttle": 64, "1.err.util": 15}
     env = {"NVML_STUB": str(nvml_stub.write(state)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
     words = ["monitor.interval_s=0.05", "task.sleep_s=0.01", "updates=100"]
-    as_on_gpus = "import runner.engine.opening as module; module.gpus_of = lambda uuids, device: None"
+    as_on_gpus = "import runner.engine.opening as module; module.monitored_gpus = lambda uuids, device: None"
     ended = server.run(
         ["train", "--task", str(TASK), "run=mine", "device=cpu", *words],
         tmp_path,
@@ -195,9 +195,9 @@ def test_console_log_holds_what_the_terminal_showed(server: ForkServer, tmp_path
     log = (tmp_path / "outputs" / "mine" / "console.log").read_text()
     shown = [
         line for line in ended.out.splitlines() if line and not line.startswith("update=")
-    ]  # the progress is not kept
+    ]  # progress lines are not logged
     assert [line for line in shown if line not in log] == []
-    assert ended.err == f"warning: {text}\n"  # without the place in the code
+    assert ended.err == f"warning: {text}\n"  # without the source location
     assert text in log
 
 

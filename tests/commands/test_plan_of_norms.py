@@ -1,4 +1,4 @@
-"""A plan follows a model that cannot train on one sample."""
+"""`plan` traces a model that cannot train on a single sample."""
 
 from __future__ import annotations
 

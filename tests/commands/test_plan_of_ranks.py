@@ -1,4 +1,4 @@
-"""`plan` tells how a model and its updates would be shared, also on machines that are not here."""
+"""`plan` reports how a model and its updates would be divided among ranks, also for hardware that is not available."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_auto_reports_needed_and_available_memory(server: ForkServer, tmp_path: 
 
 
 def test_a_run_that_does_not_fit_is_reported_with_remedies(server: ForkServer, tmp_path: Path) -> None:
-    """Room for tensors: 100 MiB beside what libraries hold, of which a pass of 64 samples takes more."""
+    """Libraries leave 100 MiB for tensors, and a micro-batch of 64 samples needs more."""
     profile = tmp_path / "conf" / "hardware" / "small.yaml"
     profile.parent.mkdir(parents=True)
     profile.write_text(

@@ -1,4 +1,4 @@
-"""`accel-run profile`: what it finds is what was planted, and what it changes is nothing."""
+"""`accel-run profile` finds known bottlenecks and does not change training."""
 
 from __future__ import annotations
 
@@ -102,7 +102,7 @@ def test_operators_are_named_with_the_line_that_calls_them(planted: tuple[Path, 
 
 
 def test_the_table_has_only_operators_whose_shares_add_up(planted: tuple[Path, Ended]) -> None:
-    rows = found(planted[0], "operators.csv")  # with_stack: torch has a row for each Python function too
+    rows = found(planted[0], "operators.csv")  # with_stack=true adds a row for each Python function in torch
     assert not [row["name"] for row in rows if ".py(" in row["name"] or row["name"].startswith("<built-in")]
     assert "aten::addmm" in {row["name"] for row in rows}
     own = [float(row["self_cpu_ms"]) for row in rows]
@@ -131,7 +131,7 @@ def test_a_profile_changes_no_number(server: ForkServer, tmp_path: Path) -> None
     plain = [str(TASK), *of_both.split()]
     assert server.run(["train", "--task", *plain, "run=plain"], tmp_path).code == 0
     ended = server.run(["profile", "--task", *plain, "run=p", "skip=1", "updates=2", "accumulate=1"], tmp_path)
-    assert ended.code == 78  # a word that nobody knows
+    assert ended.code == 78  # unknown setting
     ended = server.run(["profile", "--task", *plain, "run=p", "skip=1", "updates=2"], tmp_path)
     assert ended.code == 0, ended.err
 

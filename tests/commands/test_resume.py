@@ -1,4 +1,4 @@
-"""`accel-run resume`: a stopped run goes on from any folder, with its own words, and refuses what `train` refuses."""
+"""`accel-run resume` continues a stopped run from any folder, with its arguments, and refuses what `train` refuses."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ON = {"NO_KILL": "1"}  # the task does not fail again
 
 @pytest.fixture(scope="module")
 def once(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder `begun` with a run that failed after update 20."""
+    """A folder with a run that failed after its checkpoint at update 20."""
     folder = tmp_path_factory.mktemp("project")
     assert server.run(["train", *STOPPED], folder).code == 70
     return folder
@@ -29,7 +29,7 @@ def once(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def begun(once: Path, tmp_path: Path) -> Path:
-    """The same in a folder of its own, where it was begun."""
+    """A copy of `once`, recorded as the folder in which the run was started."""
     folder = tmp_path / "my prøject"
     shutil.copytree(once, folder)
     record = folder / "outputs" / "mine" / "run.json"
@@ -63,7 +63,7 @@ def test_resume_works_from_any_folder_with_the_original_arguments(
     record = json.loads((begun / "outputs" / "mine" / "run.json").read_text())
     assert record["state"] == "done"
     assert sorted(record["overrides"]) == sorted(word for word in STOPPED[2:])
-    words = shlex.split(record["command"])  # what the run is, not `accel-run resume`
+    words = shlex.split(record["command"])  # the command that defines the run, not `accel-run resume`
     assert words[:4] == ["accel-run", "train", "--task", str(TASK)]
     assert set(STOPPED[2:]) <= set(words)
 

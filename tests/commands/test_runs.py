@@ -1,4 +1,4 @@
-"""`accel-run runs`, the one way to name a run, and the script that makes a run again."""
+"""`accel-run runs`, how commands find a run by name, and the script that reproduces a run."""
 
 # ruff: noqa: E501 - tables
 
@@ -24,7 +24,7 @@ from runner.records.run_record import RunRecord
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with a run in each state, the first written to last, and it is where we are."""
+    """The working directory, with a run in each state, the most recently written first."""
     states: dict[str, dict[str, object]] = {
         "fine": {"state": "done", "exit_code": 0, "task": "gpt", "metrics": {"val/loss": 1.25}},
         "broken": {"state": "failed", "exit_code": 70, "task": "gpt"},
@@ -77,7 +77,7 @@ def test_the_json_list_has_the_same_content(folder: Path, capsys: pytest.Capture
 
 
 def test_the_suggested_resume_command_names_the_run() -> None:
-    """Its name may have been made up, so the words that were typed alone would begin another run."""
+    """The name may have been generated, so the typed arguments alone would start another run."""
     known = {"state": "preempted", "name": "gpt-1"}
     restarted = {**known, "state": "running", "overrides": ["resume=fresh"]}
     elsewhere = {**known, "overrides": ["output_root=my runs"]}
@@ -161,7 +161,7 @@ def test_the_script_of_a_run_has_its_exact_arguments(tmp_path: Path) -> None:
     (tmp_path / "command.sh").write_bytes(text)
     done = subprocess.run(["sh", "command.sh", "run=again"], cwd=tmp_path, capture_output=True, check=True)
     told = [str(here), "-P", "-m", "runner", "train", "--task", "/t/my task.py", "--config-dir", "/c", *(word for word in WORDS if word != "run=mine"), "run=again"]  # fmt: skip
-    assert eval(done.stdout) == told  # the list of our own program
+    assert eval(done.stdout) == told  # printed by `program` above
     assert b"torchrun" in text
 
 

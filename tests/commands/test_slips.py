@@ -15,9 +15,9 @@ import pytest
 from runner.cli import main
 from runner.commands import COMMANDS
 from runner.config.options import list_options
-from runner.tools.measure.technique import ORDER, files_of
+from runner.tools.measure.technique import SHIPPED_ORDER, find_files
 
-# words -> exactly what is printed on stderr
+# arguments -> exact stderr
 SLIPS: dict[str, str] = {
     "trian": """\
 accel-run: trian: unknown command
@@ -190,7 +190,7 @@ accel-run: suite=laddr: must be one of ladder, machine, batch, loader, before_af
            did you mean ladder?
 """,
     "benchmark suite=batch micro=x": """\
-accel-run: micro=x: must be whole numbers from 1 on, with commas between them
+accel-run: micro=x: must be whole numbers from 1 on, separated by commas
            use micro=1,2
 """,
     "benchmark suite=loader cache=disk": """\
@@ -350,7 +350,7 @@ json.dump(answers, sys.stdout)
 def answers(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> dict[str, tuple[int, str, str, bool]]:
-    """What is answered to the slips of which this run of the tests asks: composing them takes a third of a second."""
+    """The results of the command lines that the selected tests need: composing each takes a third of a second."""
     test = test_a_typo_gets_a_suggestion
     items = [item for item in request.session.items if getattr(item, "function", None) is test]
     asked = {item.callspec.params["words"] for item in items}
@@ -373,12 +373,12 @@ def answers(
 
 
 def with_all_options(answer: str) -> str:
-    """Return the answer with every option that there is where it lists those of a group, also such as were added."""
+    """Return the answer with each list of a group's options extended to all installed options."""
     for group, listed in re.findall(r"unknown (\w+); must be one of (.*)", answer):
         assert set(listed.split(", ")) <= set(list_options(group)), "the table names an option that is gone"
         answer = answer.replace(listed, ", ".join(list_options(group)))
-    ours = ", ".join(ORDER)
-    return answer.replace(ours, ", ".join(files_of(None)))
+    ours = ", ".join(SHIPPED_ORDER)
+    return answer.replace(ours, ", ".join(find_files(None)))
 
 
 @pytest.mark.sampled(12)
@@ -401,9 +401,9 @@ def test_help_may_come_first(words: str, capsys: pytest.CaptureFixture[str]) -> 
 
 
 def loaded_by(lines: list[str], folder: Path, *names: str) -> dict[str, list[str]]:
-    """Return which of these modules each command has loaded, in one process that runs all of them, in this order.
+    """Return which of these modules each command has loaded; one process runs all commands in this order.
 
-    What the help needs is counted in modules: its time follows from them, and scripts/measure/command_line.py shows it.
+    The cost of the help is counted in modules, which determine its time (scripts/measure/command_line.py measures it).
     """
     done = subprocess.run(
         [sys.executable, "-c", LOADED, *names], cwd=folder, input=json.dumps(lines), capture_output=True, text=True,

@@ -25,7 +25,7 @@ BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off"]
 
 @pytest.fixture(scope="module")
 def runs(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run that is done, one that failed, one that was killed, and one that was stopped."""
+    """A folder with a finished, a failed, a killed and a stopped run."""
     folder = tmp_path_factory.mktemp("runs")
     outputs = folder / "outputs"
     assert server.run([*BASE, "run=finished"], folder).code == 0
@@ -41,7 +41,7 @@ def runs(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A copy of the runs, and it is where we are."""
+    """The working directory, with a copy of the runs."""
     shutil.copytree(runs, tmp_path, dirs_exist_ok=True)
     monkeypatch.chdir(tmp_path)
     return tmp_path
@@ -52,7 +52,7 @@ def wait_for_metrics(run: Path) -> None:
 
 
 def status(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
-    """Return the lines of a status that ended well, the numbers of losses and throughput left out."""
+    """Return the output lines of `status`, which must succeed, with losses and throughput replaced by N."""
     assert main(["status", *words]) == 0
     out, err = capsys.readouterr()
     assert err == ""
@@ -139,7 +139,12 @@ def test_status_of_a_running_run(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    long = ["task.sleep_s=0.02", "updates=1000", "evaluate.every=0", "checkpoint.every=500"]  # however late we look
+    long = [
+        "task.sleep_s=0.02",
+        "updates=1000",
+        "evaluate.every=0",
+        "checkpoint.every=500",
+    ]  # does not end during the test
     pid = server.start([*BASE, "run=mine", *long], tmp_path)
     try:
         wait_for_metrics(tmp_path / "outputs" / "mine")

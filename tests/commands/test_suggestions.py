@@ -1,4 +1,4 @@
-"""What messages suggest to type is accepted: for habits of other tools, and in every message of the code."""
+"""Suggested arguments are accepted: those for arguments of other tools, and those in every message of the code."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from tests.commands.test_slips import SLIPS
 
 ROOT = Path(__file__).parent.parent.parent
 TABLE = {**ARGPARSE, **LIGHTNING, **HUGGING_FACE, **LAUNCHERS, **HYDRA, **VALUES}
-PLACEHOLDER = re.compile(r"\.\.\.|\[?[A-Z]+(\.\w+)?\]?")  # to be filled in by who reads it
+PLACEHOLDER = re.compile(r"\.\.\.|\[?[A-Z]+(\.\w+)?\]?")  # to be filled in by the user
 GUESS = re.compile(r"did you mean|(?<!off unless )\buse ")
 
 
@@ -46,7 +46,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def problems_of(line: str) -> list[tuple[str, str]]:
-    """Return (where, fix) of each problem of a line after `accel-run train`; none where it is accepted."""
+    """Return (where, fix) of each problem of the arguments of `accel-run train`; empty if they are accepted."""
     try:
         compose(parse_arguments(shlex.split(line)).request)
     except (InputMissing, AccelRunError) as error:
@@ -55,7 +55,7 @@ def problems_of(line: str) -> list[tuple[str, str]]:
 
 
 def suggestions(fix: str) -> Iterator[str]:
-    """Yield the lines that a message says to type, as they stand behind `accel-run train`."""
+    """Yield the command lines that a message suggests, as arguments of `accel-run train`."""
     for part in re.split(r"\n|; |, or |, in | \(|\) or |: (?=accel-run)|, then ", fix):
         text = part.removeprefix("use ").removeprefix("quote it: ").removeprefix("a command comes first: ").strip(" ,)")
         text = re.sub(r"(?<!\.)\.$", "", text)
@@ -69,7 +69,7 @@ def suggestions(fix: str) -> Iterator[str]:
             assert words[1] in COMMANDS or words[1].startswith("-"), f"there is no command {words[1]}: {fix}"
             words = words[2:] if words[1] == "train" else []
         kept = []
-        for word in words:  # the line ends where words about it begin
+        for word in words:  # the arguments end where prose begins
             if word != "-m" and "=" not in word and word not in ("--task", "--config-dir") and kept[-1:] != ["--task"]:
                 break
             kept.append(word.rstrip(","))
@@ -80,10 +80,10 @@ def suggestions(fix: str) -> Iterator[str]:
 
 
 def refusals(suggestion: str) -> list[tuple[str, str]]:
-    """Return what is refused of a suggestion, besides files that are not there and placeholders."""
+    """Return the problems of a suggestion, except missing files and placeholders."""
     words = [word for word in shlex.split(suggestion) if not PLACEHOLDER.fullmatch(word.partition("=")[2])]
     if "micro_batch_size=" in suggestion and "global_batch_size=" not in suggestion:
-        words.append("global_batch_size=64")  # what divides it depends on the task
+        words.append("global_batch_size=64")  # its divisors depend on the task
     found = []
     for where, fix in problems_of(shlex.join(words)):
         if not where.startswith("--task") and " " not in where.strip():
@@ -158,9 +158,9 @@ def all_keys() -> dict[str, list[object]]:
 
 
 def said_in_code() -> Iterator[tuple[str, str]]:
-    """Yield (file:line, text) of each text of the code that tells what to type; {} stands for what is put in."""
+    """Yield (file:line, text) of each string in the code that suggests arguments, with {} for fields of f-strings."""
     for file in sorted((ROOT / "runner").rglob("*.py")):
-        if file.name == "interface.py":  # its messages tell arguments of Python functions
+        if file.name == "interface.py":  # its messages are about arguments of Python functions
             continue
         tree = ast.parse(file.read_text())
         comments = {id(node.value) for node in ast.walk(tree) if isinstance(node, ast.Expr)}
@@ -213,7 +213,7 @@ def test_every_setting_that_a_message_of_the_code_suggests_is_one() -> None:
                 assert wanted in list_options(key), f"{where}: {key} has no option {wanted}: {text}"
             else:
                 if value.count("[") != value.count("]"):
-                    continue  # a part of a longer list
+                    continue  # part of a longer list
                 parsed = yaml.safe_load(value.rstrip(".:?"))
                 assert any(describe_mismatch(each, parsed) is None for each in keys[key]), (
                     f"{where}: {key}={value} is refused: {text}"
@@ -221,7 +221,7 @@ def test_every_setting_that_a_message_of_the_code_suggests_is_one() -> None:
     assert tried > 150
 
 
-# keys of commands, of functions that a message quotes, and of programs besides ours
+# keys of commands, of functions quoted in messages, and of other programs
 OF_COMMANDS = {
     word
     for line in (

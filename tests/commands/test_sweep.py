@@ -1,6 +1,6 @@
-"""`accel-run train -m`: every combination, each in a process of its own.
+"""`accel-run train -m` runs every combination, each in a separate process.
 
-Where starting Python is not the subject, trials are forks that have loaded torch (tests/forked_trials.py).
+Unless a test is about starting Python, trials are forks of a process that has loaded torch (tests/forked_trials.py).
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ import pytest
 
 from runner.cli import main
 from runner.sweeps.pool import Pool
-from runner.sweeps.sweep import enlist
+from runner.sweeps.sweep import add_trials
 from runner.sweeps.trials import Sweep, Trial
 from tests.forkserver import Ended, ForkServer
 from tests.suggestions import suggested
@@ -38,7 +38,7 @@ def record(folder: Path, name: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Swept:
-    """A sweep over two lists whose first trial failed; the same command again; and with retry after it was mended."""
+    """A sweep whose first trial failed, the same command again, and a retry after the task was fixed."""
 
     folder: Path
     words: list[str]
@@ -134,7 +134,7 @@ def test_values_may_be_added_to_a_sweep_but_not_removed(swept: Swept, monkeypatc
     assert (swept.folder / "outputs" / "mine" / "sweep.json").read_bytes() == before
     found = Sweep.read(swept.folder / "outputs" / "mine")
     old = list(found.trials)
-    enlist(found, [("task.fail_at=15", f"updates={n}") for n in (20, 10, 5)] + [old[2].words, old[3].words], "mine")
+    add_trials(found, [("task.fail_at=15", f"updates={n}") for n in (20, 10, 5)] + [old[2].words, old[3].words], "mine")
     assert found.trials[:4] == old
     assert found.trials[4:] == [Trial(5, "mine-5", ("task.fail_at=15", "updates=5"))]
 
@@ -204,7 +204,7 @@ def test_a_signal_while_the_trial_starts_ends_the_sweep_too(server: ForkServer, 
     pid = server.start(["train", "-m", "run=mine", "seed=1,2", *ON_CPU], tmp_path)
     out = tmp_path / ".out"
     wait_until(lambda: out.exists() and "[1/2]" in out.read_text())
-    children = Path(f"/proc/{pid}/task/{pid}/children")  # the trial is a process now, far from ready to save
+    children = Path(f"/proc/{pid}/task/{pid}/children")  # the trial has started, but cannot save yet
     wait_until(children.read_text if children.exists() else lambda: True)
     os.kill(pid, signal.SIGTERM)
     ended = server.wait()
@@ -215,9 +215,9 @@ def test_a_signal_while_the_trial_starts_ends_the_sweep_too(server: ForkServer, 
 
 def test_after_a_signal_between_trials_none_is_started() -> None:
     with Pool() as pool:
-        assert pool.has_room
+        assert pool.has_free_slot
         os.kill(os.getpid(), signal.SIGTERM)
-        assert not pool.has_room
+        assert not pool.has_free_slot
 
 
 def test_signal_handlers_are_restored() -> None:

@@ -1,4 +1,4 @@
-"""What a person is told whose task goes wrong: the cause, the line of their own file, and never our traceback."""
+"""Errors in a user's task: the message has the cause and the line in the task file, never an internal traceback."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ class Mine(Task):
         total = F.cross_entropy(model(x), y, reduction="sum")
         return total, len(y)
 """
-AT_12 = "if model.training and self.calls == 12: "  # two checkpoints are made by then
+AT_12 = "if model.training and self.calls == 12: "  # there are two checkpoints by then
 
 
 @dataclass(frozen=True)
 class Fault:
-    """A change of the task, and what must come of it.
+    """A change to the task, and the error that it must cause.
 
-    line   the text of the line that must be named; empty: the file as a whole
-    saved  a checkpoint is there, and its name is in error.json
+    line   the text of the line that must be named; empty: only the file is named
+    saved  there is a checkpoint, and its name is in error.json
     """
 
     old: str
@@ -277,7 +277,7 @@ def test_a_task_without_validation_data_is_trained(server: ForkServer, tmp_path:
 
 
 def test_an_internal_error_is_not_blamed_on_a_task_in_the_call_stack() -> None:
-    """A task in the root of a checkout has our files below its folder, and maybe an environment."""
+    """If the task is in the root of a checkout, the runner and perhaps a virtual environment are below its folder."""
     from runner.engine.error_diagnosis import is_task_file
 
     root = Path(__file__).parents[2]
@@ -292,7 +292,7 @@ def test_an_internal_error_is_not_blamed_on_a_task_in_the_call_stack() -> None:
 
 
 def test_a_task_whose_package_is_missing_leaves_no_run(server: ForkServer, tmp_path: Path) -> None:
-    """What was there before stays what `last` means, and a run that goes on keeps its checkpoints."""
+    """`last` still means the earlier run, and a resumed run keeps its checkpoints."""
     needs = "from runner.base.packages import require\n"
     missing = 'require("no_such_package", "tasks"); '
     (tmp_path / "mine.py").write_text(needs + TASK)

@@ -1,4 +1,4 @@
-"""A run has one throughput, and every screen, file and page shows that one."""
+"""A run has one throughput, and every screen, file and page shows the same number."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ UPDATES, EVERY = 30, 4
 
 @pytest.fixture(scope="module")
 def screen(server: ForkServer, folder: Path) -> str:
-    """What a short run prints, whose first update and evaluations take far longer than the others."""
+    """The output of a short run whose first update and evaluations take far longer than the other updates."""
     words = ["train", "--task", str(TASK), "device=cpu", "monitor=off", f"updates={UPDATES}", f"log_every={EVERY}"]
     ended = server.run([*words, "run=one", "evaluate.every=10"], folder)
     assert ended.code == 0, ended.err
@@ -57,7 +57,7 @@ def test_the_throughput_is_the_items_over_the_time_from_the_first_update_to_the_
     of_updates = sum(evidence["parts_s"].get(part, 0.0) for part in updates)
     seconds = of_updates + sum(evidence["parts_s"].get(part, 0.0) for part in between)
     items = evidence["items_per_update"] * (UPDATES - 1)
-    # What follows the last update, such as the last evaluation, is in `parts_s` and no part of the throughput.
+    # Work after the last update, such as the last evaluation, is in `parts_s` but does not count for the throughput.
     assert items / seconds * (1 - 1e-6) <= known <= items / of_updates * (1 + 1e-6)
 
 
@@ -68,7 +68,7 @@ def test_rows_of_metrics_give_the_same_throughput(known: float, folder: Path) ->
 def test_a_progress_line_shows_the_throughput_of_a_row(screen: str, folder: Path) -> None:
     shown = [float(found) for found in re.findall(r"items_per_s=([\d.e+-]+)", screen)]
     assert shown
-    for figure in shown:  # of four digits
+    for figure in shown:  # rounded to four digits
         assert any(row["perf/throughput"] == pytest.approx(figure, rel=1e-3) for row in rows(folder))
 
 

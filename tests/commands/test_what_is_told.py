@@ -1,4 +1,4 @@
-"""What a command says of somebody's slip, of a refused attempt and of who set a value."""
+"""Messages of commands about typos, refused attempts to resume, and the origin of a value."""
 
 from __future__ import annotations
 

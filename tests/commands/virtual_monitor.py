@@ -28,4 +28,4 @@ def counting(*streams: Any, as_json: bool) -> Any:
 
 machine_display.make_display = counting
 monitor.time = CLOCK  # type: ignore[assignment]
-monitor_thread.PATIENCE_S = 60.0  # for the stub of the driver, which does not hang
+monitor_thread.READ_TIMEOUT_S = 60.0  # for the stub of the driver, which does not hang

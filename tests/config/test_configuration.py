@@ -1,4 +1,4 @@
-"""Laws of the configuration: who wins, who set what, and what is answered where something cannot be."""
+"""The configuration: precedence, sources of settings, and problems with suggestions."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def composed(*words: str, task: Path | None = None, folder: Path | None = None) 
 
 
 def refused(*words: str, task: Path | None = None, folder: Path | None = None) -> list[Problem]:
-    """Return the problems."""
+    """Compose and return the reported problems."""
     with pytest.raises(ConfigError) as caught:
         composed(*words, task=task, folder=folder)
     return list(caught.value.problems)
@@ -76,7 +76,7 @@ def task(tmp_path: Path) -> Path:
     return write(tmp_path, {"mine.py": TASK}) / "mine.py"
 
 
-# ---------------------------------------------------------------- who wins
+# ---------------------------------------------------------------- precedence and sources
 
 
 def test_a_plus_before_a_group_changes_nothing() -> None:
@@ -200,12 +200,12 @@ def test_a_mapping_is_set_completely_or_by_entry(words: tuple[str, ...], scales:
     assert configuration.sources["optimizer.lr_scales"] == "command line"
 
 
-# ---------------------------------------------------------------- the user's own folder
+# ---------------------------------------------------------------- the user's config folder
 
 
 @pytest.fixture
 def bare(tmp_path: Path) -> Path:
-    """A task that sets nothing."""
+    """A task without settings."""
     return write(tmp_path, {"bare.py": "def build(): ...\n"}) / "bare.py"
 
 
@@ -322,7 +322,7 @@ hardware: {title: mine, devices: []}
 
 
 def test_a_profile_is_stronger_than_the_task_and_weaker_than_the_command_line(tmp_path: Path) -> None:
-    """What a machine was tuned to would be lost otherwise wherever a task says something too."""
+    """Otherwise a task's setting would override the tuning for a machine."""
     folder = write(tmp_path, {"hardware/mine.yaml": OF_PROFILE, "two.py": OF_TASK_AND_PROFILE})
     configuration = compose(Request(("+hardware=mine", "global_batch_size=16"), folder / "two.py", folder))
     said = compose(Request(("hardware=mine", "global_batch_size=16", "micro_batch_size=1"), folder / "two.py", folder))
@@ -339,7 +339,7 @@ def test_a_profile_is_stronger_than_the_task_and_weaker_than_the_command_line(tm
 
 OPTION = "# mine\noption: adamw\nlr: 0.00001\n"
 TO_BF16 = "# @package _global_\ndefaults:\n  - override /precision: bf16\nhardware:\n  title: mine\n  devices: []\n"
-# files of the folder, words, where the problems are; {folder} is where the files are
+# files of the folder, overrides, places of the problems; {folder} is the folder with the files
 FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
     "unknown key": (
         {"optimizer/mine.yaml": "option: sgd\nlrr: 3\n"},
@@ -494,7 +494,7 @@ def test_precedence_within_a_phase(tmp_path: Path) -> None:
     assert (a.kind, a.updates, a.optimizer.name, a.optimizer.options["lr"], a.max_grad_norm) == (
         "train", 5, "adam", 0.25, 3.0,
     )  # fmt: skip
-    assert a.optimizer.options["weight_decay"] == 0.0  # adam's, not that of the run's adamw
+    assert a.optimizer.options["weight_decay"] == 0.0  # the default of adam, not that of the run's adamw
     assert (b.kind, b.global_batch_size, b.micro_batch_size, b.updates) == ("fit", 8, 4, None)
     typed = composed("updates=9", "max_grad_norm=1.5", "phase.a.optimizer.lr=0.125", task=file).phases[0]
     assert (typed.updates, typed.max_grad_norm, typed.optimizer.options["lr"]) == (9, 1.5, 0.125)
@@ -626,7 +626,7 @@ def test_foreign_options_get_a_suggestion(group: str) -> None:
             assert suggestion_for_option(group, other.upper()) == f"use {group}={said}"
 
 
-# ---------------------------------------------------------------- words upon words
+# ---------------------------------------------------------------- sweeps and merged overrides
 
 
 @pytest.mark.parametrize(
@@ -685,7 +685,7 @@ def test_new_overrides_replace_old_ones_of_the_same_key(
     assert merge_overrides(old, new) == merged
 
 
-# ---------------------------------------------------------------- what is shipped
+# ---------------------------------------------------------------- shipped files
 
 
 def test_every_shipped_option_of_every_group_composes() -> None:

@@ -1,4 +1,4 @@
-"""Hooks of a task file and of packages: settings from their signature, known before any code runs."""
+"""Hooks of a task file and of packages: settings come from the signature, without running code."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ NEVER_RUN = HOOKS + "\ndef build(): ...\nraise SystemExit('a task file is not ex
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], Path]:
-    """Write a task file with a name that no other test has loaded."""
+    """Return a function that writes a task file with a module name that is unique to the test."""
 
     def write(text: str) -> Path:
         file = tmp_path / f"{tmp_path.name}_task.py"

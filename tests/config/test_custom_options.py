@@ -1,4 +1,4 @@
-"""Options of a task file and of packages: they are options like the shipped ones, and no code runs to list them."""
+"""Options of a task file and of packages behave like shipped ones, and are listed without running code."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Mine(Task):
 
 @pytest.fixture
 def write(tmp_path: Path) -> Callable[[str], Path]:
-    """Write a task file with a name that no other test has loaded."""
+    """Return a function that writes a task file with a module name that is unique to the test."""
 
     def write(text: str) -> Path:
         file = tmp_path / f"{tmp_path.name}_task.py"
@@ -181,7 +181,7 @@ def test_a_users_optimizer_and_schedule_train_and_resume_bit_for_bit(
 
 
 def test_the_optimizer_of_a_package_is_an_option_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its module is parsed, not imported."""
+    """The module is parsed, not imported."""
     name = f"package_{tmp_path.name}"
     (tmp_path / name).mkdir()
     (tmp_path / name / "__init__.py").write_text("raise SystemExit('a package is not imported to list its options')")

@@ -1,4 +1,4 @@
-"""Methods that other frameworks call are errors that name what to define here, before any code runs."""
+"""Methods of other frameworks are errors that name the method to define instead, before any code runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The generated reference of settings is complete, current, and shows what the command line accepts."""
+"""The generated settings reference is complete and current, and its examples are accepted."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_an_example_is_accepted(key: str) -> None:
 
 @cache
 def editor(group: str) -> Any:
-    """Return what checks files as an editor does: those of the group, or those of the whole configuration."""
+    """Return the JSON schema validator of an editor for files of the group, or for a complete configuration."""
     whole = {"$ref": f"#/definitions/{group}", "definitions": SCHEMA["definitions"]} if group in AXES else SCHEMA
     return jsonschema.Draft7Validator(whole)
 

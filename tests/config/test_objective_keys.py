@@ -1,4 +1,4 @@
-"""What OBJECTIVES of a task file declares can be changed on the command line, key by key."""
+"""The keys of OBJECTIVES in a task file can be overridden on the command line."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.commands.complete import candidates
 from runner.config.configuration import Choice, compose
 from runner.config.request import Request
 from runner.engine.objectives import parse_objectives
-from runner.plan.planner import plan_here
+from runner.plan.planner import plan_this_process
 
 OBJECTIVES = {
     "actor": {"trains": ["actor"], "optimizer": "adam", "optimizer.lr": 0.5, "every": 2},
@@ -38,7 +38,7 @@ def task(tmp_path: Path) -> Path:
 
 
 def planned(task: Path, *words: str) -> Any:
-    return plan_here(compose(Request((*words, "device=cpu"), task)))[0]
+    return plan_this_process(compose(Request((*words, "device=cpu"), task)))[0]
 
 
 def specs(task: Path, *words: str) -> dict[str, Any]:

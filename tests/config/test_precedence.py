@@ -1,4 +1,4 @@
-"""Laws of precedence: one function decides who wins, and one request is composed once."""
+"""Precedence of settings: one function decides, and each request is composed once."""
 
 from __future__ import annotations
 
@@ -43,21 +43,21 @@ class Mine(Task):
 
 @pytest.fixture
 def task(tmp_path: Path) -> Path:
-    file = tmp_path / f"{tmp_path.name}_task.py"  # a name that no other test has loaded
+    file = tmp_path / f"{tmp_path.name}_task.py"  # a module name that is unique to the test
     file.write_text(TASK)
     return file
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A folder of configuration files, because compositions of shipped files alone are kept between tests."""
+    """A config folder, because compositions of shipped files alone are cached across tests."""
     (tmp_path / "conf").mkdir()
     return tmp_path / "conf"
 
 
 @pytest.fixture
 def composed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """The overrides of each composition by Hydra."""
+    """The overrides of each call of hydra.compose."""
     calls: list[list[str]] = []
     real = hydra.compose
 
@@ -69,11 +69,11 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     return calls
 
 
-# ---------------------------------------------------------------- who wins
+# ---------------------------------------------------------------- the order of sources
 
 
 def settings() -> list[Setting]:
-    """One setting of each rank, for the run and for a phase of it; the value names the source."""
+    """Return one setting of each rank, for the run and for a phase; the value identifies the source."""
     return [
         Setting("seed", (for_phase, rank), rank, for_phase=for_phase) for for_phase in (False, True) for rank in Rank
     ]
@@ -120,7 +120,7 @@ def test_an_entry_of_a_mapping_is_added_to_that_of_weaker_sources() -> None:
     assert merged[key].value == {"body": 1.0, "head": 2.0, "tail": 3.0}
 
 
-# ---------------------------------------------------------------- once
+# ---------------------------------------------------------------- one composition per request
 
 
 def test_a_task_that_chooses_its_options_is_composed_once(task: Path, folder: Path, composed: list[list[str]]) -> None:
@@ -163,7 +163,7 @@ OPTIMIZERS = {"halved": halved}
 
 
 def profile(folder: Path, option: str, **keys: float) -> None:
-    """Write a hardware profile, `box`, that chooses an optimizer and sets keys of it."""
+    """Write a hardware profile `box` that selects an optimizer and sets its keys."""
     (folder / "hardware").mkdir()
     lines = "".join(f"  {key}: {value}\n" for key, value in keys.items())
     text = f"# @package _global_\ndefaults:\n  - override /optimizer: {option}\noptimizer:\n{lines}"

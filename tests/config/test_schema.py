@@ -1,4 +1,4 @@
-"""Laws of the schema: what fits a type, what is said where it does not, and what a file tells without being run."""
+"""The schema: valid and invalid values of each type, messages, and signatures read without running code."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ from runner.config.schema import (
 )
 from runner.config.settings import EvaluateSettings, Settings
 
-# type, its words, values that fit, values that do not
+# type, its description, valid values, invalid values
 TYPES: list[tuple[Any, str, list[Any], list[Any]]] = [
     (int, "a whole number", [0, -3, 10**30], [1.0, True, "1", None, [1]]),
     (float, "a number", [0, 1, -2.5, 1e308], [math.nan, math.inf, -math.inf, 10**400, True, "1.0", None]),

@@ -1,7 +1,7 @@
-"""Several ranks in forked processes: real process groups over gloo, about 0.1 s for two of them.
+"""Runs a function on several ranks in forked processes: real gloo process groups, about 0.1 s for two ranks.
 
-The process that forks must have started no thread of OpenMP: tests call `run_ranks` before they compute anything heavy,
-and OMP_NUM_THREADS=1 or torch.set_num_threads(1) holds in it.
+The parent must not have started OpenMP threads before it forks: tests call `run_ranks` before any heavy computation,
+with OMP_NUM_THREADS=1 or torch.set_num_threads(1).
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ CPU = torch.device("cpu")
 
 
 def run_ranks(function: Callable[[World], Any], world_size: int, *, limit_s: float = 120.0) -> list[Any]:
-    """Return what `function(world)` returned on each rank (JSON); raises AssertionError with a rank's traceback."""
+    """Return the JSON result of `function(world)` of each rank; raise AssertionError with a rank's traceback."""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         pids = {_forked(function, rank, world_size, Path(folder)): rank for rank in range(world_size)}
@@ -59,11 +59,11 @@ def _forked(function: Callable[[World], Any], rank: int, world_size: int, folder
     except BaseException:
         (folder / f"error-{rank}").write_text(f"rank {rank}:\n{traceback.format_exc()}")
     finally:
-        os._exit(code)  # nothing of pytest's may run at exit
+        os._exit(code)  # no exit handlers of pytest
 
 
 def _waited(pids: dict[int, int], limit_s: float) -> dict[int, int]:
-    """Return the exit codes by rank, without those of ranks that had to be killed; a failure ends the others."""
+    """Return the exit codes by rank; kill the ranks that do not end in time and leave them out."""
     codes: dict[int, int] = {}
 
     def all_ended() -> bool:

@@ -1,4 +1,4 @@
-"""A batch norm over ranks is that of one process with all the samples, whatever their shares."""
+"""Synchronized batch norm equals batch norm in a single process with all samples, for any shares."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def make_model(dimensions: int, dtype: torch.dtype, **options: Any) -> nn.Module
     model = nn.Sequential(*layers)
     for weight in model.parameters():
         nn.init.normal_(weight)
-    return model.to(dtype)  # drawn before, so that every format has the same weights
+    return model.to(dtype)  # initialized in float32, so that every dtype has the same weights
 
 
 def samples(dimensions: int, dtype: torch.dtype) -> Tensor:
@@ -37,7 +37,7 @@ def samples(dimensions: int, dtype: torch.dtype) -> Tensor:
 
 
 def loss_of(output: Tensor, first: int) -> Tensor:
-    """A loss that is different for each sample, named by its place in the whole batch."""
+    """Return a loss that weights each sample by its index in the global batch."""
     number = torch.arange(first, first + len(output), dtype=output.dtype).view(-1, *[1] * (output.dim() - 1))
     return (output * number.cos()).pow(3).sum()
 
@@ -45,7 +45,7 @@ def loss_of(output: Tensor, first: int) -> Tensor:
 def learned(
     world: World, dimensions: int, shares: Sequence[int], dtype: torch.dtype, passes: int = 2, **options: Any
 ) -> dict[str, Any]:
-    """Return outputs, gradients of inputs and parameters, and buffers, after some passes of this rank's samples."""
+    """Return outputs, gradients of inputs and parameters, and buffers after some passes over this rank's samples."""
     model = synchronize_batch_norms(make_model(dimensions, dtype, **options), world)
     first = sum(shares[: world.rank])
     mine = samples(dimensions, dtype)[first : first + shares[world.rank]].requires_grad_()
@@ -68,15 +68,15 @@ def learned(
 def test_ranks_normalize_as_one_process_with_all_samples(
     dimensions: int, shares: tuple[int, ...], dtype: torch.dtype
 ) -> None:
-    """The loss is a cube, and each of the two norms subtracts a mean and divides by a deviation: 3 * 2 * 2."""
+    """Rounding grows by 3 * 2 * 2: the loss is cubic, and each of two norms subtracts a mean and divides by a std."""
     alone = learned(World(CPU), dimensions, (8,), torch.float64)
-    terms = 2 * samples(dimensions, dtype)[:, 0].numel()  # of a channel, in two passes
+    terms = 2 * samples(dimensions, dtype)[:, 0].numel()  # per channel, in two passes
     tolerance = allowed(dtype, terms=terms, growth=12.0)
     results = run_ranks(lambda world: learned(world, dimensions, shares, dtype), len(shares))
     for number, whole in enumerate(alone["parts"]):
         assert distance(whole, [row for result in results for row in result["parts"][number]]) <= tolerance
     for result in results:
-        # A bias before a norm has no gradient but rounding, so the scale is that of all.
+        # The gradient of a bias before a norm is only rounding error, so the scale is that of all gradients.
         assert distance(alone["gradients"], result["gradients"]) <= tolerance
         assert distance_of_each(alone["buffers"], result["buffers"]) <= tolerance
         assert result["buffers"] == results[0]["buffers"]
@@ -91,7 +91,7 @@ def test_ranks_normalize_as_one_process_with_all_samples(
 def test_every_option_has_the_same_effect_as_in_one_process(options: dict[str, Any]) -> None:
     alone = learned(World(CPU), 2, (8,), torch.float64, passes=3, **options)
     results = run_ranks(lambda world: learned(world, 2, (5, 3), torch.float64, 3, **options), 2)
-    # without running statistics evaluation normalizes the batch at hand, which is each rank's own
+    # Without running statistics, evaluation normalizes by the current batch, which differs by rank.
     for number, whole in enumerate(alone["parts"][:-1]):
         assert distance(whole, [row for result in results for row in result["parts"][number]]) < PROMISED[torch.float64]
     for name, buffer in alone["buffers"].items():
@@ -156,14 +156,14 @@ def test_names_types_and_single_processes_are_unchanged() -> None:
 
 
 class Activated(nn.BatchNorm2d):
-    """A norm with a forward pass of its own, as models of other packages have them."""
+    """A subclass that overrides forward, as in third-party models."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x).relu()
 
 
 class Frozen(nn.Sequential):
-    """Norms that stay as they were learned."""
+    """A model whose norms stay in evaluation mode."""
 
     def train(self, mode: bool = True) -> Frozen:
         super().train(mode)
@@ -174,7 +174,7 @@ class Frozen(nn.Sequential):
 
 
 def refused(model: nn.Module) -> list[list[str]]:
-    """Return what each rank was told, the types of all modules, and which of them train."""
+    """Return for each rank the message, the types of all modules, and whether each is in training mode."""
 
     def told(world: World) -> list[Any]:
         said = ""

@@ -1,4 +1,4 @@
-"""What is measured of a layer is what it needs, and measuring leaves no trace."""
+"""Measured costs of layers are correct, and measuring has no side effects."""
 
 from __future__ import annotations
 
@@ -43,14 +43,14 @@ def test_frozen_weights_and_buffers_need_no_gradient_and_no_state() -> None:
     assert linear == LayerCost("0", 16, 4 * 4, seconds=20.0)
     assert linear.state_bytes() == 16 * 16 + 16
     assert linear.state_bytes(4.0) == 16 * 4 + 16
-    assert norm.constant_bytes == 2 * 4 * 4 + 8  # mean, variance and a count
+    assert norm.constant_bytes == 2 * 4 * 4 + 8  # mean, variance and count
 
 
 def test_activations_are_counted_once_and_weights_are_excluded() -> None:
     model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
     x = torch.randn(32, 8)
     costs = measure_costs(model, list(model), (x,), repeats=1)
-    # a linear layer keeps its input, a ReLU its output; each layer's own is counted, as if it were on its own device
+    # A linear layer saves its input and a ReLU its output. Each layer is counted as if it were alone on its device.
     assert [cost.activation_bytes for cost in costs] == [32 * 8 * 4, 32 * 16 * 4, 32 * 16 * 4]
     twice = measure_costs(model, list(model), (x,), repeats=1, scale=2.0)
     assert [cost.activation_bytes for cost in twice] == [2 * cost.activation_bytes for cost in costs]
@@ -82,7 +82,7 @@ def test_measuring_leaves_the_model_unchanged() -> None:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(4, 4), nn.ReLU(inplace=True), nn.BatchNorm1d(4), nn.Dropout(0.5), nn.Linear(4, 2))
     before = {name: value.clone() for name, value in model.state_dict().items()}
-    with torch.no_grad():  # whatever the caller's mode is
+    with torch.no_grad():  # the caller's mode does not matter
         measure_costs(model, list(model), (torch.randn(8, 4),))
     after = model.state_dict()
     assert all(torch.equal(after[name], value) for name, value in before.items())
@@ -105,7 +105,7 @@ def test_embedding_layers_are_measured_too() -> None:
 
 
 def test_the_device_is_synchronized_before_and_after_each_pass() -> None:
-    """Else its clock would start in the work of the pass before, and stop before its own is done."""
+    """Otherwise the timer would include work of the previous pass and stop before its own work is done."""
     events: list[str] = []
 
     class Noted(nn.Linear):
@@ -118,5 +118,5 @@ def test_the_device_is_synchronized_before_and_after_each_pass() -> None:
 
     model = nn.Sequential(Noted(4, 4))
     measure_costs(model, list(model), (torch.randn(2, 4),), repeats=3, synchronize=lambda: events.append("wait"))
-    timed = ["wait", "forward", "backward", "wait"] * 4  # the first one is not counted
-    assert events == ["forward", *timed]  # what it keeps is measured apart, before
+    timed = ["wait", "forward", "backward", "wait"] * 4  # the first repetition is a warm-up
+    assert events == ["forward", *timed]  # activations are measured in a separate pass before

@@ -1,4 +1,4 @@
-"""A parameter that several stages share is updated equally by all of them."""
+"""A parameter shared by several stages is updated identically on all of them."""
 
 from __future__ import annotations
 

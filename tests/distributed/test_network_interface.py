@@ -1,4 +1,4 @@
-"""Ranks meet on the interface that leads to each other."""
+"""Selection of the network interface between ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ ADDRESSES = {
 
 @pytest.mark.parametrize("store", ["tcp://127.0.0.1:29500", "file:///tmp/store"])
 def test_ranks_of_one_machine_use_the_loopback_interface(store: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It has addresses of several kinds, one of which is the one that is looked for."""
+    """The interface has several addresses; only one of them has to match."""
     rows = {name: [SimpleNamespace(address=address) for address in found] for name, found in ADDRESSES.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: rows)
     assert find_interface(RankInfo(0, 0, 2, 2, store)) == "lo"
@@ -33,7 +33,7 @@ def test_no_interface_is_chosen_if_none_has_the_address(monkeypatch: pytest.Monk
 
 
 class Probe:
-    """A socket of a machine with these routes: host -> own address, or none."""
+    """A socket on a machine with these routes: host -> own address."""
 
     routes: ClassVar[dict[str, str]] = {}
 
@@ -60,7 +60,7 @@ class Probe:
 def test_ranks_of_several_machines_use_the_interface_towards_rank_0(
     towards_rank_0: str | None, expected: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Rank 0 may resolve its own name to the loopback; then the default route decides, here that of eth0."""
+    """If rank 0 resolves its own name to loopback, the default route decides: here that of eth0."""
     rows = {name: [SimpleNamespace(address=address) for address in found] for name, found in ADDRESSES.items()}
     routes = {} if towards_rank_0 is None else {"node0": towards_rank_0}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: rows)

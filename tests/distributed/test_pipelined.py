@@ -1,4 +1,4 @@
-"""A pipeline computes what the unsplit model does, however it is split and in whatever order."""
+"""A pipeline computes the same as the unsplit model, for any split and schedule."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ GIB = 2**30
 
 
 class Clock:
-    """Each look takes a millisecond."""
+    """Each reading advances the clock by a millisecond."""
 
     now = 0.0
 
@@ -60,7 +60,7 @@ def plain(num_layers: int, dtype: torch.dtype) -> nn.Sequential:
 
 
 class Tied(nn.Module):
-    """Tokens to logits, by one embedding at both ends."""
+    """Maps tokens to logits with one embedding shared by both ends."""
 
     def __init__(self, num_blocks: int) -> None:
         super().__init__()
@@ -87,7 +87,7 @@ class Head(nn.Module):
 
 
 class Pair(nn.Module):
-    """(x, y) to (x, y): both go on; takes a second argument where it is the first layer."""
+    """Maps (x, y) to (x, y); the first layer takes x and a keyword argument instead."""
 
     def __init__(self, first: bool) -> None:
         super().__init__()
@@ -131,7 +131,7 @@ def layers_of(model: Any) -> list[nn.Module]:
 
 
 def batches(sizes: Sequence[int], dtype: torch.dtype, *, seed: int = 1, tokens: bool = False) -> list[MicroBatch]:
-    """Return the micro-batches of one update; sizes are numbers of samples."""
+    """Return the micro-batches of one update with the given numbers of samples."""
     generator = torch.Generator().manual_seed(seed)
     made = []
     for number, size in enumerate(sizes):
@@ -157,7 +157,7 @@ def pairs_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, i
 
 
 def noisy_loss(model: nn.Module, batch: Mapping[str, Tensor]) -> tuple[Tensor, int]:
-    """Zero where the noise that the model was given is the one that the loss knows of."""
+    """The loss is zero if the model and the loss see the same noise."""
     noise = torch.randn_like(batch["x"])
     return (model(noise) - noise).square().sum(), len(noise)
 
@@ -177,7 +177,7 @@ def one_update(
     loss: Any = token_loss,
     **options: Any,
 ) -> dict[str, Any]:
-    """Return sums, gradients by name and their norm, of one update."""
+    """Return sums, gradients by name and their norm after one update."""
     model = make()
     parallel = Parallel(world) if world.world_size == 1 else Pipelined(world, **options)
     wrapped = parallel.wrap(model, lambda: layers_of(model), [])
@@ -203,16 +203,16 @@ def assert_same_update(alone: dict[str, Any], ranks: list[dict[str, Any]], toler
         assert result["items"] == alone["items"]
         for key in ("loss", "norm"):
             assert result[key] == pytest.approx(alone[key], rel=tolerance), key
-        assert result["bad"] == (alone["bad"] if result is ranks[0] else [])  # all read the same, one tells of it
+        assert result["bad"] == (alone["bad"] if result is ranks[0] else [])  # only rank 0 reports bad samples
         union |= {name: grad for name, grad in result["gradients"].items() if name != PLACEHOLDER}
-    assert union.keys() == alone["gradients"].keys()  # no layer is lost
+    assert union.keys() == alone["gradients"].keys()  # no layer is missing
     for result in ranks:
         own = {name: grad for name, grad in result["gradients"].items() if name != PLACEHOLDER}
         assert distance(alone["gradients"], alone["gradients"] | own) <= tolerance
 
 
 def random_cases(count: int) -> list[dict[str, Any]]:
-    """Return splits, schedules and micro-batches drawn at random, the same ones every time."""
+    """Return random but reproducible splits, schedules and micro-batches."""
     draw = random.Random(7)
     cases = []
     for number in range(count):
@@ -258,7 +258,7 @@ def test_a_split_changes_neither_loss_nor_gradients(case: dict[str, Any]) -> Non
     ranks = run_ranks(update, case["world_size"])
     alone = update(ALONE)[0]
     for number, dtype in enumerate((torch.float64, torch.float32)):
-        terms = alone["items"] + case["num_layers"] * WIDTH  # a number goes through the layers, then into the sum
+        terms = alone["items"] + case["num_layers"] * WIDTH  # layers, then the sum
         assert_same_update(alone, [of_rank[number] for of_rank in ranks], allowed(dtype, terms))
         if case["options"]["split"]:
             assert ranks[0][number]["split"] == case["options"]["split"]
@@ -277,7 +277,7 @@ def test_tied_weights_have_the_gradient_of_both_stages(options: dict[str, Any], 
     alone = update(ALONE)
     assert_same_update(alone, ranks, PROMISED[torch.float64])
     holders = [result["gradients"]["embedding.weight"] for result in (ranks[0], ranks[-1])]
-    assert holders[0] == holders[1]  # bit for bit, or their copies would part
+    assert holders[0] == holders[1]  # bit for bit, otherwise the copies would diverge
 
 
 @pytest.mark.sampled(1)
@@ -368,7 +368,7 @@ def test_a_layer_may_work_in_place_and_keep_statistics() -> None:
 
 
 class Shifted(nn.Module):
-    """Subtracts a constant, and what it has learned of its inputs."""
+    """Subtracts a constant and a running mean of its inputs."""
 
     def __init__(self, learns: bool) -> None:
         super().__init__()
@@ -387,7 +387,7 @@ class Shifted(nn.Module):
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize(("split", "is_apart"), [([2, 3], True), ([4, 1], False)])
 def test_a_module_on_two_ranks_may_have_equal_buffers(learns: bool, split: list[int], is_apart: bool) -> None:
-    """A checkpoint holds the buffers of one of them, with which both would resume."""
+    """A checkpoint contains the buffers of only one of them, and both would resume with those."""
 
     def check(world: World) -> bool:
         torch.manual_seed(0)
@@ -406,7 +406,7 @@ def test_a_module_on_two_ranks_may_have_equal_buffers(learns: bool, split: list[
     assert run_ranks(check, 2) == [learns and is_apart] * 2
 
 
-# ---------------------------------------------------------------- many updates, through the loop
+# ---------------------------------------------------------------- the training loop
 
 
 def stream(sizes: Sequence[int], dtype: torch.dtype) -> Iterator[MicroBatch]:
@@ -455,7 +455,7 @@ def trained(run: Training, sizes: Sequence[int], dtype: torch.dtype, updates: in
 def assert_same_run(one: dict[str, Any], other: dict[str, Any], tolerance: float) -> None:
     for key in ("losses", "norms"):
         np.testing.assert_allclose(other[key], one[key], rtol=tolerance)
-    assert list(other["weights"]) == list(one["weights"])  # names and order of one process
+    assert list(other["weights"]) == list(one["weights"])  # names and order as in a single process
     assert sorted(other["states"]) == sorted(one["states"])
     for key in ("weights", "states"):
         for name in one[key]:
@@ -471,11 +471,11 @@ def test_clipped_updates_and_their_state_are_those_of_one_process(schedule: str,
 
     ranks = run_ranks(run, world_size)
     alone = run(ALONE)
-    assert min(alone["norms"]) > 0.1  # clipping is at work
+    assert min(alone["norms"]) > 0.1  # clipping is active
     assert_same_run(alone, ranks[0], 1e-9)
     for result in ranks[1:]:
         assert result["norms"] == ranks[0]["norms"]
-        assert result["weights"] == result["states"] == {}  # rank 0 has it all
+        assert result["weights"] == result["states"] == {}  # rank 0 has everything
 
 
 def test_half_precision_computes_as_one_process_does() -> None:
@@ -489,7 +489,7 @@ def test_half_precision_computes_as_one_process_does() -> None:
 
 def test_an_overflow_on_one_stage_is_an_overflow_on_all() -> None:
     class Large(nn.Module):
-        """Multiplies the gradient that goes to the layers before it, in one micro-batch of the third update."""
+        """Scales the gradient of the preceding layers once, in a micro-batch of the third update."""
 
         def forward(self, x: Tensor) -> Tensor:
             if x.requires_grad:
@@ -606,11 +606,11 @@ def test_data_statistics_come_from_rank_0() -> None:
     assert run_ranks(merged, 2) == [[3.0], [3.0]]
 
 
-# ---------------------------------------------------------------- what can go wrong
+# ---------------------------------------------------------------- errors
 
 
 def refused(world: World, function: Callable[[Pipelined], Any], **options: Any) -> str:
-    """Return the kind of the error and its text."""
+    """Return the type and the text of the error."""
     try:
         function(Pipelined(world, **options))
     except (ConfigError, TaskFault, RankLost) as error:
@@ -662,7 +662,7 @@ def test_a_task_without_layers_gets_a_message() -> None:
 
 
 def failing(world: World, where: str) -> list[str]:
-    """Return what every rank raises for a fault at one place, in an update and in an evaluation."""
+    """Return what every rank raises for a fault at `where`, in an update and in an evaluation."""
 
     class Broken(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -722,7 +722,7 @@ def failing(world: World, where: str) -> list[str]:
     ],
 )
 def test_an_error_of_one_rank_reaches_all(where: str, rank: int, text: str) -> None:
-    """Nobody is left waiting: the ranks end well within the time of a collective, 30 s."""
+    """No rank hangs: the ranks end well within the timeout of a collective, 30 s."""
     results = run_ranks(lambda world: failing(world, where), 2)
     for attempt in range(2):
         assert text in results[rank][attempt]
@@ -731,13 +731,13 @@ def test_an_error_of_one_rank_reaches_all(where: str, rank: int, text: str) -> N
 
 
 def test_an_error_during_a_pass_is_reported_unchanged_and_ends_the_other_ranks() -> None:
-    """The others wait for a message until the connection of the rank that raised is gone."""
+    """The other ranks wait for a message until the connection of the failing rank closes."""
 
     def run(world: World) -> None:
         def loss(model: nn.Module, batch: Any) -> Any:
             total, count = token_loss(model, batch)
             calls.append(1)
-            if len(calls) == 4:  # the first was made to see whether all is well
+            if len(calls) == 4:  # the first call is a check before the schedule starts
                 raise TaskFault("as planned")
             return total, count
 
@@ -764,7 +764,7 @@ def test_a_model_cannot_be_called_with_gradients_outside_a_loss() -> None:
     assert run_ranks(call, 2) == ["refused"] * 2
 
 
-# ---------------------------------------------------------------- splitting, and how it runs
+# ---------------------------------------------------------------- splits and stage times
 
 
 def test_ten_equal_layers_are_split_by_the_memory_of_the_ranks() -> None:
@@ -828,7 +828,7 @@ def test_the_time_of_a_stage_is_that_of_its_layers(schedule: str) -> None:
             return super().forward(x)
 
     def run(world: World) -> dict[str, float]:
-        time.perf_counter = clock  # of this rank: none of its time passes while it waits
+        time.perf_counter = clock  # of this rank only: the clock does not advance while the rank waits
         model = nn.Sequential(*(Slow(WIDTH, WIDTH) for _ in range(2)), nn.Linear(WIDTH, CLASSES))
         made = training(world, lambda: model, schedule=schedule, split=[1, 2])
         assert made.parallel.bubble() is None
@@ -854,7 +854,7 @@ def test_the_time_of_a_stage_is_that_of_its_layers(schedule: str) -> None:
 def test_the_bubble_is_the_share_of_time_that_stages_wait(
     first: dict[str, float], last: dict[str, float], expected: tuple[float, float, float]
 ) -> None:
-    """Of four micro-batches: measured, of equal stages in theory, and of these stages without a delay between them."""
+    """The bubble of four micro-batches: measured, ideal for equal stages, and ideal for these stages."""
 
     def run(world: World) -> list[float]:
         made = training(world, lambda: plain(3, torch.float32), split=[1, 2])
@@ -866,7 +866,7 @@ def test_the_bubble_is_the_share_of_time_that_stages_wait(
         assert found == pytest.approx(expected)
 
 
-# ---------------------------------------------------------------- a task
+# ---------------------------------------------------------------- the gpt task
 
 
 def gpt(dtype: torch.dtype = torch.float64, **rates: float) -> Transformer:

@@ -1,4 +1,4 @@
-"""Gradients are exchanged during the backward pass, whatever the model registers and uses, and with the same bits."""
+"""DDP exchanges gradients during the backward pass in any order of layers, with bitwise equal results."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from runner.base.world import World
 from runner.config.request import Request
 from runner.distributed.parallel import ForwardPasses
 from runner.distributed.replicated import Replicated
-from runner.tools.measure.forked_ranks import opened
+from runner.tools.measure.forked_ranks import open_first_phase
 from tests.distributed.ranks import run_ranks
 
 WIDTH, LAYERS, UPDATES = 16, 12, 4
@@ -26,7 +26,7 @@ LAYER_BYTES = 4 * WIDTH * (WIDTH + 1)
 
 
 class Layers(nn.Module):
-    """Layers that are registered in the order 0, 1, 2, ... and used in any order."""
+    """Layers registered in the order 0, 1, 2, ... and used in any order."""
 
     def __init__(self, used: Sequence[int], registered: int = LAYERS) -> None:
         super().__init__()
@@ -41,9 +41,9 @@ class Layers(nn.Module):
 
 
 class Traffic:
-    """Counts the bytes of gradients that are exchanged; gradients are float32, sums float64.
+    """Counts the bytes of exchanged gradients; gradients are float32, other sums float64.
 
-    late  bytes that were sent after the last gradient of the backward pass arrived
+    late  bytes sent after the last gradient of the backward pass was ready
     """
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
@@ -80,10 +80,10 @@ Choice = Callable[[Layers, World, int], None]
 
 
 def exchanged(world: World, model: Layers, choose: Choice = lambda *_: None, again: bool = False) -> dict[str, Any]:
-    """Return the bytes of each update, sent and sent late, and its gradients.
+    """Return for each update the bytes sent, the bytes sent late, and the gradients.
 
-    choose  called before each update; changes what the model uses
-    again   start the phase again before each update, so that nothing is known of previous ones
+    choose  called before each update to change which layers the model uses
+    again   restart the phase before each update, so that nothing is known from previous ones
     """
     torch.manual_seed(world.rank)
     parallel = Replicated(world, bucket_bytes=LAYER_BYTES)
@@ -121,7 +121,7 @@ USED = {
 
 @pytest.mark.parametrize("name", USED)
 def test_gradients_are_exchanged_before_the_backward_pass_ends(name: str) -> None:
-    """All but those that arrive last, which are one layer of twelve."""
+    """All except those of the last layer, one of twelve."""
     for result in run_ranks(lambda world: exchanged(world, Layers(USED[name])), 2):
         for sent, late in result["bytes"][1:]:
             assert late <= 0.1 * sent
@@ -142,13 +142,13 @@ def test_what_no_rank_uses_is_not_exchanged() -> None:
 
 
 def changing(model: Layers, world: World, update: int) -> None:
-    """Use layers that were not used before, in another order, and not the same on all ranks."""
+    """Use new layers, in another order, and different ones on each rank."""
     ways = [[0, 1, 2, 3], [5, 1, 0], [2, 3, 4, 0, 2], [4, 5, 1, 3, 0, 2], [1]]
     model.used = ways[(update + 2 * world.rank) % len(ways)]
 
 
 def recomputing(model: Layers, world: World, update: int) -> None:
-    """Give the gradient of a layer in several parts: reentrant checkpoints run separate backward passes."""
+    """Accumulate the gradient of a layer in several parts: reentrant checkpoints run separate backward passes."""
     layer = model.layers[0]
 
     def forward(x: Tensor) -> Tensor:
@@ -162,7 +162,7 @@ def recomputing(model: Layers, world: World, update: int) -> None:
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("choose", [changing, recomputing])
 def test_the_order_of_the_exchange_changes_no_bit(choose: Choice, num_ranks: int) -> None:
-    """Neither do predictions of it that turn out wrong: with and without knowledge of previous updates."""
+    """Wrong predictions of the order do not either: compare with and without knowledge of previous updates."""
     known = run_ranks(lambda world: exchanged(world, Layers([], 6), choose), num_ranks)
     unknown = run_ranks(lambda world: exchanged(world, Layers([], 6), choose, again=True), num_ranks)
     assert [result["gradients"] for result in known] == [result["gradients"] for result in unknown]
@@ -197,7 +197,7 @@ def noted(name: str, plain: Callable[..., Any], calls: list[tuple[str, str]]) ->
 
 
 def test_an_update_has_one_collective_besides_those_of_gradients(tmp_path: Path) -> None:
-    """It carries sums, flags, times and the requests of hooks."""
+    """The collective contains sums, flags, times and the requests of hooks."""
     (tmp_path / "task.py").write_text(TASK)
     words = ("updates=30", "global_batch_size=8", "device=cpu", "monitor=off", "parallelism=ddp", "evaluate.every=0")
 
@@ -208,11 +208,11 @@ def test_an_update_has_one_collective_besides_those_of_gradients(tmp_path: Path)
         found = []
         with ExitStack() as stack:
             request = Request((*words, f"output_root={tmp_path}", "run=counted"), tmp_path / "task.py")
-            phase = opened(world, stack, request)
+            phase = open_first_phase(world, stack, request)
             for _ in phase.updates():
                 found.append([*calls])
                 calls.clear()
-        return found[2:-1]  # the first two agree on more; the last ends the phase
+        return found[2:-1]  # the first two exchange more; the last ends the phase
 
     for updates in run_ranks(counted, 2):
         assert updates == [[["all_reduce", "torch.float32"], ["all_reduce", "torch.float64"]]] * 27

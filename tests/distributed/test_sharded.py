@@ -1,4 +1,4 @@
-"""Sharded over ranks, a model learns as in one process, and its checkpoints are those of one process."""
+"""Sharded training gives the results and the checkpoints of a single process."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ NUM_SAMPLES, WIDTH, TOKENS, CLASSES = 45, 6, 4, 5
 
 
 class Block(nn.Module):
-    """Odd sizes, so that shards are padded; `gain` has no dimension; `unused` is what no loss reaches."""
+    """Odd sizes, so that shards are padded; `gain` is 0-dimensional; `unused` has no gradient."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -49,7 +49,7 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """`temperature` has one value, so most ranks have an empty shard of it."""
+    """`temperature` has one element, so most ranks have an empty shard of it."""
 
     def __init__(self, *, checkpointed: bool = False) -> None:
         super().__init__()
@@ -76,7 +76,7 @@ def make_model(dtype: torch.dtype, **options: Any) -> Model:
 def samples(dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(NUM_SAMPLES, TOKENS, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
-    y = torch.randint(-1, CLASSES, (NUM_SAMPLES, TOKENS), generator=generator)  # -1: padding, counts for nothing
+    y = torch.randint(-1, CLASSES, (NUM_SAMPLES, TOKENS), generator=generator)  # -1 is padding, which the loss ignores
     return x, y
 
 
@@ -96,7 +96,7 @@ def sharded(world: World, **options: Any) -> Parallel:
 
 
 class Run:
-    """What trains on this rank: model, strategy and loop; a checkpoint of it is whole on rank 0."""
+    """Model, strategy and training loop of this rank; a checkpoint is complete on rank 0."""
 
     def __init__(
         self,
@@ -143,7 +143,7 @@ class Run:
         return list(train_updates(self.training, batches, until))
 
     def saved(self) -> dict[str, Any]:
-        """Return everything that a checkpoint holds, as JSON; empty on ranks other than the first."""
+        """Return the content of a checkpoint as JSON; empty on ranks other than 0."""
         tensors, numbers = export_state(self.training.optimizer)
         files = {
             "model": self.parallel.gather_full(self.model.state_dict()),
@@ -194,16 +194,16 @@ SPLITS = [((16, 16), 16), ((19, 13), 4), ((31, 1), 8), ((11, 8, 13), 5), ((1, 30
 @pytest.mark.parametrize(("shares", "micro"), SPLITS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["64", "32"])
 def test_shares_and_ranks_do_not_change_the_updates(shares: tuple[int, ...], micro: int, dtype: torch.dtype) -> None:
-    """The second update of each epoch has 13 samples: shares are ragged there, and a rank may have none."""
+    """The second update of each epoch has 13 samples: its shares are ragged, and a rank may have none."""
     alone = trained(ALONE, shares=shares, micro=sum(shares), dtype=torch.float64)
-    tolerance = allowed(dtype, terms=sum(alone["items"]))  # weights and means add up all updates
+    tolerance = allowed(dtype, terms=sum(alone["items"]))  # rounding accumulates over all updates
     results = run_ranks(lambda world: trained(world, shares=shares, micro=micro, dtype=dtype), len(shares))
     for result in results:
         assert result["items"] == alone["items"]
         for key in ("losses", "norms"):
             assert distance(alone[key], result[key]) <= tolerance, key
     assert distance_of_each(alone["model"], results[0]["model"]) <= tolerance
-    for kind, factor in (("exp_avg", 1), ("exp_avg_sq", 2), ("step", 0)):  # a square has twice the error
+    for kind, factor in (("exp_avg", 1), ("exp_avg_sq", 2), ("step", 0)):  # a square has twice the relative error
         one, other = ({name: value for name, value in run["optimizer"].items() if name.endswith(f".{kind}")}
                       for run in (alone, results[0]))  # fmt: skip
         assert one, kind
@@ -251,11 +251,11 @@ def test_keeping_or_recomputing_parameters_does_not_change_the_updates(
     assert distance_of_each(trained(ALONE)["model"], run_ranks(learn, 2)[0]["model"]) < PROMISED[torch.float64]
 
 
-# ---------------------------------------------------------------- passes in vain, and parameters in use
+# ---------------------------------------------------------------- dummy passes and unused parameters
 
 
 def test_a_dummy_pass_adds_nothing_even_if_it_is_infinite() -> None:
-    """Buffers, too, are those of the passes that count."""
+    """Buffers also ignore dummy passes."""
 
     def learn(world: World) -> list[Any]:
         x, y = samples(torch.float64)
@@ -290,7 +290,7 @@ def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay() -> Non
 
 
 class Choosing(nn.Module):
-    """Which parameter is used depends on the sample."""
+    """The parameter in use depends on the sample."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -352,17 +352,17 @@ def test_a_phase_may_train_a_part_of_the_parameters_and_the_next_one_another(str
     alone, result = walk(ALONE), run_ranks(walk, 2)[0]
     assert all(".1." in name for name in alone["changed"][0])
     assert result["changed"] == alone["changed"]
-    # AdamW's first steps are signs: where a gradient is near zero, bfloat16 decides otherwise
+    # AdamW's first steps are signs: if a gradient is near zero, bfloat16 may flip its sign.
     assert distance_of_each(alone["model"], result["model"]) < (1e-5 if strategy is sharded else 0.2)
 
 
-# ---------------------------------------------------------------- number formats
+# ---------------------------------------------------------------- dtypes
 
 
 def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
     y = samples(torch.float32)[1]
     first = next(iter(Order(NUM_SAMPLES, 32, 32, seed=3).micro_batches(0))).indices
-    trigger = int(y[first[19:]].sum())  # what rank 1 has in the first update
+    trigger = int(y[first[19:]].sum())  # identifies the batch of rank 1 in the first update
 
     def explosive(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
         total, count = token_loss(model, batch)
@@ -409,7 +409,7 @@ def test_half_precision_learns_as_in_one_process(precision: Any) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("communicate", "precision"), [("bfloat16", bf16), ("bfloat16", fp32), ("float16", fp16)])
 def test_parameters_may_be_communicated_in_half_precision(communicate: str, precision: Any) -> None:
-    """Weights of 8 bits (bfloat16) or 11 bits (float16); sums of gradients and the weights kept are float32."""
+    """Weights are communicated with 8 bits (bfloat16) or 11 bits (float16); gradients and weights stay float32."""
     alone = trained(ALONE, dtype=torch.float32)
 
     def learn(world: World) -> dict[str, Any]:
@@ -425,7 +425,7 @@ def test_parameters_may_be_communicated_in_half_precision(communicate: str, prec
     for result in results:
         assert distance(alone["losses"], result["losses"]) < tolerance
         assert distance(alone["norms"], result["norms"]) < 0.05
-        assert distance(alone["losses"], result["losses"]) > 1e-7  # it did travel in half
+        assert distance(alone["losses"], result["losses"]) > 1e-7  # the communication did use half precision
 
 
 # ---------------------------------------------------------------- checkpoints
@@ -435,14 +435,14 @@ OPTIMIZERS = {
     "fused": partial(adamw, kernel="fused"),
     "foreach": partial(adamw, kernel="foreach"),
     "for-loop": partial(adamw, kernel="for-loop"),
-    "momentum": partial(sgd, momentum=0.9, kernel="foreach"),  # torch has no fused one for shards
+    "momentum": partial(sgd, momentum=0.9, kernel="foreach"),  # torch has no fused SGD for sharded parameters
 }
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_a_run_resumes_with_another_number_of_ranks(name: str) -> None:
-    """Two ranks, then one, then two: the checkpoint never tells who made it."""
+    """Two ranks, then one, then two: the checkpoint does not depend on the number of ranks."""
     options: dict[str, Any] = {"optimizer": OPTIMIZERS[name]}
 
     def start(world: World) -> dict[str, Any]:
@@ -484,7 +484,7 @@ def test_each_rank_holds_its_shard_of_the_weights_of_rank_0() -> None:
     assert results[0][1] == listed(model.state_dict())
     total = sum(weight.numel() for weight in model.parameters())
     assert max(result[0] for result in results) < 0.45 * total
-    assert sum(result[0] for result in results) == total + 2 * 4  # four parameters without dimension are on all ranks
+    assert sum(result[0] for result in results) == total + 2 * 4  # four 0-dimensional parameters are replicated
 
 
 # ---------------------------------------------------------------- between updates
@@ -515,7 +515,7 @@ def test_an_evaluation_between_updates_keeps_parameters_sharded() -> None:
     loaded = run_ranks(walk, 2)[1]
     assert (
         distance(run.model(samples(torch.float64)[0][:2]).tolist(), loaded[2]) < PROMISED[torch.float64]
-    )  # not of gathered copies
+    )  # not of stale gathered copies
 
 
 def test_ranks_with_gathered_weights_run_independently() -> None:
@@ -529,7 +529,7 @@ def test_ranks_with_gathered_weights_run_independently() -> None:
             run.parallel.gather_parameters(run.model) if isinstance(run.parallel, Sharded) else torch.no_grad(),
             torch.no_grad(),
         ):
-            for _ in range(1 + world.rank):  # no collective inside: ranks do as they like
+            for _ in range(1 + world.rank):  # no collective inside: ranks may diverge
                 outputs.append(run.model(x[:2]).tolist())
             outputs.append(run.model.head(run.model.embed(x[:2]) * run.model.scale).tolist())  # type: ignore[operator]
         assert world.world_size == 1 or {type(weight) for weight in run.model.parameters()} == {DTensor}
@@ -608,7 +608,7 @@ def test_synchronized_norms_learn_as_one_process_with_the_whole_batch() -> None:
         result = trained(world, shares=tuple(shares), micro=micro, model=model)
         return {"losses": result["losses"], "model": result["model"]}
 
-    # one pass for each update, and a second one that only rank 1 makes in earnest: alone, that is 19+12, then 1
+    # Every update is one pass per rank. With shares (1, 31), rank 0 runs a dummy pass in the updates of 13 samples.
     alone = learn(ALONE, (32,), 32)
     assert distance_of_each(alone, run_ranks(lambda world: learn(world, (19, 13), 19), 2)[0]) < PROMISED[torch.float64]
     assert distance_of_each(alone, run_ranks(lambda world: learn(world, (1, 31), 31), 2)[0]) < PROMISED[torch.float64]

@@ -1,4 +1,4 @@
-"""What ranks save in parts is what one of them would have gathered, and none needs more memory than its own part."""
+"""Checkpoints saved in parts equal gathered ones, and a rank needs memory only for its own part."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.durable.tensors import HostBuffer
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_sharded import Run, sharded
 
-SLACK = 2 << 20  # bytes: memory is taken in huge pages
+SLACK = 2 << 20  # in bytes: memory is allocated in huge pages
 
 
 def in_parts(world: World) -> Parallel:
@@ -44,7 +44,7 @@ def snapshot_of(run: Run, world: World, copy: Any) -> Snapshot:
 
 
 def write(folder: str, world: World) -> list[Any]:
-    """Save in parts; return what rank 0 gathers instead, the bytes of the buffer, and those of the part."""
+    """Save in parts; return the state that rank 0 would gather, and the sizes of the buffer and of the part."""
     run, buffer = trained(world), HostBuffer()
     given = snapshot_of(run, world, buffer.copy)
     nbytes = sum(tensor.nbytes for tensors in given.tensors.values() for tensor in tensors.values())

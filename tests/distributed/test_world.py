@@ -1,4 +1,4 @@
-"""The collectives of a world, and their neutral forms in a world of one."""
+"""The collectives of a world, and their single-process equivalents."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def test_an_error_of_a_rank_is_distinguished_from_its_consequences() -> None:
 
 
 def test_the_time_to_meet_grows_with_the_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """NCCL connects them pairwise."""
+    """NCCL connects ranks pairwise."""
     limits_s = []
 
     def nobody_comes(limit_s: float, call: object) -> None:

@@ -1,4 +1,4 @@
-"""Object storage in memory that fails as told: `faulty://NAME`."""
+"""In-memory object storage with fault injection: `faulty://NAME`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ Fault = Callable[[str, str], None]  # (operation, path): raises
 
 
 class FaultyStorage(MemoryFileSystem):
-    """Each call that reads or writes is counted and first passed to `fault`.
+    """Records each read or write and passes it to `fault`, which may raise.
 
-    half     a failing write leaves the first half of its content
-    changed  path -> content that is stored instead of the one that was sent
+    half     a failing write stores the first half of the content
+    changed  (path, content) -> content that is stored instead
     """
 
     protocol = "faulty"

@@ -1,4 +1,4 @@
-"""Laws of checkpoints: what was acknowledged is never lost, what is damaged is never believed."""
+"""Checkpoints: acknowledged ones are never lost, damaged ones are never loaded."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ DTYPES = [getattr(torch, name) for name in sorted(tensors.DTYPES)]
 
 
 def snapshot(update: int) -> Snapshot:
-    """Return a small snapshot whose every part depends on `update`."""
+    """Return a small snapshot in which every part depends on `update`."""
     generator = torch.Generator().manual_seed(update)
     return Snapshot(
         update=update,
@@ -51,7 +51,7 @@ def snapshot(update: int) -> Snapshot:
 
 
 def assert_is(loaded: checkpoint.LoadedCheckpoint | None, update: int) -> None:
-    """The checkpoint that was loaded is, bit for bit, the snapshot of `update`."""
+    """Assert that the loaded checkpoint is, bit for bit, the snapshot of `update`."""
     assert loaded is not None
     expected = snapshot(update)
     assert loaded.update == update
@@ -75,7 +75,7 @@ def bits(tensor: Tensor) -> Tensor:
 
 
 def random_tensor(dtype: torch.dtype, *shape: int) -> Tensor:
-    """Return a tensor of any bit patterns: NaNs with payloads, infinities, denormals."""
+    """Return a tensor of random bits: NaNs with payloads, infinities, denormals."""
     if dtype is torch.bool:
         return torch.randint(0, 2, shape).bool()
     size = torch.empty((), dtype=dtype).element_size() * math.prod(shape)
@@ -87,13 +87,13 @@ def updates_in(directory: Path) -> list[int]:
 
 
 def damage(path: Path) -> None:
-    """Flip one bit of the model."""
+    """Flip one bit of the model file."""
     content = bytearray((path / "model.safetensors").read_bytes())
     content[len(content) // 2] ^= 1
     (path / "model.safetensors").write_bytes(content)
 
 
-# What is loaded is what was saved
+# Round trip
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
@@ -168,7 +168,7 @@ def test_ranks_write_files_of_different_names() -> None:
     assert "random-rank00003" in stems
 
 
-# What is damaged is noticed
+# Detection of damage
 
 
 def test_a_flipped_bit_is_detected(tmp_path: Path) -> None:
@@ -365,7 +365,7 @@ def test_an_unreadable_checkpoint_is_moved_aside_if_there_is_another(
         recovery = recover(tmp_path)
     assert_is(recovery.checkpoint, 1)
     assert recovery.skipped[0][0] == "update-0000000002"
-    # Under its name it would be taken for the one that this run saves at the same update, by other mathematics perhaps.
+    # Under its old name it could be taken for the checkpoint of another computation at the same update.
     assert_is(checkpoint.load(tmp_path / "unreadable-update-0000000002-1"), 2)
     assert_is(recover(tmp_path).checkpoint, 1)
     changed = save(tmp_path, dataclasses.replace(snapshot(2), facts={"run_id": "another"}))
@@ -392,7 +392,7 @@ def test_the_newest_is_found_while_another_saves_and_removes(tmp_path: Path, mon
 
     def overtaken(path: Path) -> bool:
         looks.append(path.name)
-        if len(looks) < 4:  # what was listed is gone when it is looked at
+        if len(looks) < 4:  # the listed checkpoint is removed before it is checked
             patch.undo()
             save(tmp_path, snapshot(len(looks) + 1))
             patch.setattr(files, "is_plain_directory", overtaken)
@@ -414,14 +414,14 @@ def test_saving_the_same_update_again_keeps_a_valid_one_and_replaces_a_damaged_o
     assert files.list_names(tmp_path) == ["damaged-update-0000000001-1", "update-0000000001"]
 
 
-# Faults: every operation of the system fails once, or is the last one before the process dies
+# Fault injection: each system call in turn fails, or is the last one before the process dies
 
 
 KINDS = ["EIO", "ENOSPC", "killed before", "killed half way", "killed after"]
 
 
 def save_quickly(directory: Path, update: int) -> Path:
-    """Save without waiting for the disk."""
+    """Save without syncing to disk."""
     with Faults().active():
         return save(directory, snapshot(update))
 
@@ -434,7 +434,7 @@ def count_operations(act: Callable[[], object]) -> int:
 
 
 def some(num_operations: int) -> list[int]:
-    """Return which operations fail: a third of them by default."""
+    """Return the indices of the operations that fail: a third of them by default."""
     count = num_operations if IS_LONG else num_operations // 3
     return random.Random(SEED).sample(range(num_operations), count)
 

@@ -1,4 +1,4 @@
-"""Which checkpoint of a run is the best, and which one a choice names."""
+"""Selection of a checkpoint of a run: best, last or by update."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def saved(run: RunDirectory, update: int, bests: list[tuple[float, int]], **chan
 def run(tmp_path: Path) -> RunDirectory:
     with RunDirectory.create_or_open(tmp_path, "mine") as directory:
         saved(directory, 5, [(0.9, 5)])
-        saved(directory, 15, [(0.3, 15)])  # held in memory, and written after the one of update 20
+        saved(directory, 15, [(0.3, 15)])  # kept in memory, and written after that of update 20
         saved(directory, 20, [(0.9, 5)])
     return RunDirectory.find(tmp_path, "mine")
 

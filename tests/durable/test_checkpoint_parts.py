@@ -1,4 +1,4 @@
-"""Checkpoints that several ranks write together are durable only when all parts are, and read as one."""
+"""Checkpoints written by several ranks are valid only if all parts are durable, and are read as one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of the run directory: names, lock, finding."""
+"""The run directory: names, locking and finding runs."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def make_run(root: Path, name: str, age: float = 0.0) -> Path:
-    """Make a run whose run.json was last written `age` seconds ago."""
+    """Create a run whose run.json was last written `age` seconds ago."""
     with RunDirectory.create_or_open(root, name) as run:
         run.write("run.json", "{}")
         then = run.run_json.stat().st_mtime - age
@@ -106,7 +106,7 @@ def test_a_run_folder_that_cannot_be_created_is_exit_73(tmp_path: Path) -> None:
 
 
 def test_missing_permission_is_exit_77(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def deny(*_: object, **__: object) -> Any:  # chmod does not keep root out
+    def deny(*_: object, **__: object) -> Any:  # chmod does not restrict root
         raise PermissionError(errno.EACCES, "Permission denied")
 
     monkeypatch.setattr(os, "mkdir", deny)
@@ -130,7 +130,7 @@ def test_last_is_the_run_written_most_recently(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("sign", ["metrics.jsonl", "events.jsonl", "checkpoints/update-0000000003"])
 def test_last_skips_runs_without_an_update(tmp_path: Path, sign: str) -> None:
-    """A start that failed, as for a wrong data.path, does not hide the run before it."""
+    """A start that failed, for example because of a wrong data.path, does not hide the run before it."""
     trained = make_run(tmp_path, "trained", age=100)
     for age, name in ((50, "failed-1"), (10, "failed-2")):
         path = make_run(tmp_path, name, age=age)

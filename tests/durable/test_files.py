@@ -1,4 +1,4 @@
-"""Laws of the door to the run directory."""
+"""File operations in the run directory: atomic writes, logs and locks."""
 
 from __future__ import annotations
 
@@ -374,7 +374,7 @@ def test_a_released_lock_can_be_taken_again_and_a_second_release_does_nothing(tm
     assert caught.value.note == "first"
     lock.release()
     again = files.Lock(tmp_path / ".lock", "third")
-    lock.release()  # its descriptor may be another's by now
+    lock.release()  # its descriptor may belong to another file by now
     with pytest.raises(files.LockHeld) as caught:
         files.Lock(tmp_path / ".lock", "fourth")
     assert caught.value.note == "third"
@@ -408,7 +408,7 @@ def test_a_forked_child_does_not_release_the_lock(tmp_path: Path) -> None:
 
 
 class RefusesToSync(System):
-    """A file system that cannot be synced for this reason."""
+    """A file system whose syncfs fails with the given errno."""
 
     def __init__(self, reason: int) -> None:
         self.reason = reason
@@ -454,7 +454,7 @@ log.close()
 
 
 def test_rows_are_written_at_the_end_also_if_the_log_has_descriptor_0(tmp_path: Path) -> None:
-    """A program that was started with its standard input closed has files of number 0."""
+    """If standard input is closed at the start, the first opened file gets descriptor 0."""
     path = tmp_path / "metrics.jsonl"
     subprocess.run([sys.executable, "-c", WITHOUT_INPUT, path], cwd=ROOT, check=True)
     assert path.read_text() == "a row\n"

@@ -1,4 +1,4 @@
-"""Copies of checkpoints in object storage: never taken as valid unless complete, never in the way of training."""
+"""Copies of checkpoints in object storage: valid only if complete, and never blocking training."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def _new_storage() -> Iterator[None]:
 
 
 class Unsynced(System):
-    """The file system without waiting for the disk: no power is cut here."""
+    """The file system without fsync: these tests simulate no power loss."""
 
     def fsync(self, descriptor: int) -> None:
         pass
@@ -49,7 +49,7 @@ def mirror() -> Mirror:
 
 
 def machine(root: Path, *updates: int, uid: str = UID) -> RunDirectory:
-    """Return the folder of the run on one machine, with these checkpoints and their metrics."""
+    """Return the run's folder on one machine, with these checkpoints and their metrics."""
     run = RunDirectory.create_or_open(root, "mine")
     add(run, *updates, uid=uid)
     return run
@@ -70,7 +70,7 @@ def content(path: Path) -> dict[str, bytes]:
 
 
 def fetched(mirror: Mirror, root: Path) -> tuple[RunDirectory, list[str]]:
-    """Return an empty machine after it fetched, and its warnings."""
+    """Return an empty machine after a fetch, and the warnings."""
     run, warnings = machine(root), []
     fetch_checkpoints(mirror, run, lambda _: None, warnings.append)
     return run, warnings
@@ -210,7 +210,7 @@ def test_a_damaged_copy_is_skipped_for_an_older_one(mirror: Mirror, tmp_path: Pa
         newest = load_newest(there.checkpoints)
         assert newest is not None
         assert newest.update == 1
-        assert len(warnings) == (0 if removes and name == "MANIFEST.json" else 1)  # that was never complete
+        assert len(warnings) == (0 if removes and name == "MANIFEST.json" else 1)  # no manifest: never complete
 
 
 @pytest.mark.parametrize("name", ["model.safetensors", "MANIFEST.json"])
@@ -221,7 +221,7 @@ def test_a_run_never_starts_at_0_because_all_copies_are_damaged(mirror: Mirror, 
         damage(2, name)
         with pytest.raises(DataError):
             fetched(mirror, tmp_path / "b")
-        fetch_checkpoints(mirror, run, lambda _: None, lambda _: None)  # here it has valid ones
+        fetch_checkpoints(mirror, run, lambda _: None, lambda _: None)  # valid local checkpoints exist
 
 
 def test_only_newer_checkpoints_are_downloaded(mirror: Mirror, tmp_path: Path) -> None:
@@ -279,7 +279,7 @@ def test_checkpoints_saved_before_and_during_a_run_are_copied(mirror: Mirror, tm
 
 
 class Gate:
-    """Blocks the upload of the model of one update until it is opened."""
+    """Blocks the upload of one update's model until opened."""
 
     def __init__(self, update: int) -> None:
         self.reached, self.opened = threading.Event(), threading.Event()
@@ -293,7 +293,7 @@ class Gate:
 
 @contextmanager
 def stalled(mirror: Mirror, folder: Path) -> Iterator[tuple[Gate, RunDirectory, MirrorThread]]:
-    """A run whose first checkpoint is being copied, until the gate is opened."""
+    """Yield a run whose first checkpoint upload is blocked until the gate is opened."""
     gate = Gate(1)
     FaultyStorage.fault = staticmethod(gate)
     with machine(folder / "a", 1) as run:
@@ -305,12 +305,12 @@ def stalled(mirror: Mirror, folder: Path) -> Iterator[tuple[Gate, RunDirectory, 
 
 def test_a_slow_mirror_copies_the_newest_and_counts_what_it_skips(mirror: Mirror, tmp_path: Path) -> None:
     with stalled(mirror, tmp_path) as (gate, run, copies):
-        for update in range(2, 7):  # none of these waits for the mirror
+        for update in range(2, 7):  # does not block on the mirror
             path = add(run, update)
             assert path is not None
             copies.notify(path)
             retain(run.checkpoints, KEEP, copies.in_use())
-        assert checkpoint_path(run.checkpoints, 1).is_dir()  # it is being read
+        assert checkpoint_path(run.checkpoints, 1).is_dir()  # it is being uploaded
         gate.opened.set()
         copies.finish(LONG_S)
         order = [path for operation, path in FaultyStorage.calls if operation == "write" and "model." in path]
@@ -345,14 +345,14 @@ def test_throttling_delays_copies_and_loses_none(mirror: Mirror, tmp_path: Path)
         copies.notify(path)
         copies.finish(LONG_S)
         assert numbers(mirror)[0] == 3
-        assert len(warnings) <= 1 + copies.state.failed  # told once for a row of failures
+        assert len(warnings) <= 1 + copies.state.failed  # one warning per series of failures
 
 
 def test_the_mirror_keeps_what_the_disk_keeps_and_at_least_two(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", *range(1, 8)) as run:
         copied(mirror, run, *range(1, 8))
         mirror.store.write(f"{UID}/update-0000000003-0123456789abcdef/model.safetensors", b"left by a crash")
-        retain(run.checkpoints, 3, checkpoint_path(run.checkpoints, 2))  # 2 is the best one
+        retain(run.checkpoints, 3, checkpoint_path(run.checkpoints, 2))  # 2 is the best checkpoint
         copies = thread(mirror, run)
         copies.start(is_required=True)
         copies.finish(LONG_S)
@@ -425,7 +425,7 @@ def test_two_states_of_one_update_are_never_mixed(mirror: Mirror, tmp_path: Path
 def test_a_mirror_that_went_ahead_while_it_was_unreachable_is_not_claimed(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run, machine(tmp_path / "b", 1, 5) as ahead:
         copied(mirror, ahead, 5)
-        FaultyStorage.fault = staticmethod(failing_at(0))  # at the start only
+        FaultyStorage.fault = staticmethod(failing_at(0))  # only at the start
         warnings: list[str] = []
         copies = thread(mirror, run, warnings)
         copies.start(is_required=False)

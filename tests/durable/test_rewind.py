@@ -1,4 +1,4 @@
-"""Laws of going back to an earlier checkpoint: nothing is lost, and a run that is refused stays where it was."""
+"""A crash while a run returns to an earlier checkpoint loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A checkpoint belongs to the run that has written it, wherever both have been moved to."""
+"""A checkpoint belongs to the run that wrote it, even if either has been moved."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.durable.test_checkpoint import snapshot
 MINE, OTHERS = (
     "6dd94ac0ffcca0ce3a530174dfec9b81",
     "5d9677014f13f3579791c3923b7cc493",
-)  # the same in each process of the tests
+)  # constant, so that all test processes agree
 RUN = RunIdentity(frozenset({"mine"}), MINE)
 
 

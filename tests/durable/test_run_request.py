@@ -1,4 +1,4 @@
-"""What a run was made with is told by its own files, or by none: never guessed."""
+"""The settings of a run come from its own files and are never guessed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ TRUSTED = Request(task_file=Path("/where/task.py"))
 
 
 def left_by(folder: Path, record: str, words: str = "", plan: str = "") -> RunDirectory:
-    """Return a run directory with these files."""
+    """Return a run directory that contains these files."""
     folder.mkdir(exist_ok=True)
     for name, text in (("run.json", record), ("overrides.yaml", words), ("plan.json", plan)):
         (folder / name).write_text(text)

@@ -1,4 +1,4 @@
-"""How a run stands is told from its record, and from whether its process is still there."""
+"""The state of a run follows from its record and from whether its process is alive."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def running(pid: int, **other: Any) -> dict[str, Any]:
     ],
 )  # fmt: skip
 def test_an_ended_run_has_its_recorded_state(state: str, word: str) -> None:
-    """Whether a process of that number is there is not asked: it is another one, or none."""
+    """A live process with that PID does not matter: the PID was reused."""
     for pid in (os.getpid(), 2**22 + 1):
         found = state_of({"state": state, "host": HOST, "pid": pid, "exit_code": 3})
         assert (found.word, found.exit_code) == (word, 3)

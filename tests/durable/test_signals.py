@@ -1,4 +1,4 @@
-"""Laws of being asked to stop."""
+"""Signal handling: stop requests and restored handlers."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def test_old_handlers_are_always_restored() -> None:
 
 
 def test_an_ignored_sighup_stays_ignored_and_other_signals_are_handled() -> None:
-    """`nohup` starts a program in this way."""
+    """`nohup` starts programs with SIGHUP ignored."""
     before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
     try:
         with StopRequest() as stop:

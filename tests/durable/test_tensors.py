@@ -1,4 +1,4 @@
-"""Laws of tensors on their way to a file: the bytes are those of safetensors, and there is one copy of the state."""
+"""Tensor files: the bytes are those of the safetensors library, and saving needs only one copy of the state."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def test_dense_tensors_are_written_without_a_copy() -> None:
     assert bytes(memory[:4]) == b"\x00\x00\x80\x3f"
 
 
-# The room for a copy of the state
+# The buffer for a copy of the state
 
 
 def test_a_copy_does_not_follow_training() -> None:
@@ -115,7 +115,7 @@ def test_the_first_copy_uses_preallocated_memory() -> None:
     nbytes = sum(tensor.nbytes for tensor in tensors)
     room = HostBuffer()
     room.prepare(int(1.01 * nbytes), torch.device("cpu"))
-    room.clear()  # waits for it
+    room.clear()  # waits for the allocation
     before = room.nbytes
     assert before >= nbytes
     copies = [room.copy(tensor) for tensor in tensors]
@@ -178,5 +178,5 @@ print((host_peak_gib() - before) * 2**30 / sum(tensor.nbytes for tensor in copie
         env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    # of 210 MB: one copy, and some blocks of 8 MiB
+    # 210 MB of state: one copy, and some blocks of 8 MiB
     assert 0.95 < float(done.stdout) < 1.2

@@ -1,4 +1,4 @@
-"""Projects of docs/examples: loaded for a plain loop, and trained by the command, with failures where a test asks."""
+"""Load the examples of docs/examples for a plain loop, or train them by the command, optionally with faults."""
 
 from __future__ import annotations
 
@@ -46,11 +46,11 @@ def train(
     *,
     point: str = FAULT_POINT,
 ) -> tuple[dict[str, Tensor], Path]:
-    """Train an example on the CPU, once per fault and last without; return its weights and its run directory.
+    """Train an example on the CPU, once per fault (None: without one); return its weights and its run directory.
 
-    The example's last class is its task; it gets a place in each update where `faults` can strike.
+    The last class of the example is its task; it gets a fault point in each update.
 
-    point  code to append to the example, with this place
+    point  code with the fault point, appended to the example
     """
     (folder / f"{name}.py").write_text((EXAMPLES / f"{name}.py").read_text(encoding="utf-8") + point)
     for fault in faults:

@@ -1,4 +1,4 @@
-"""A task whose data sets draw from all global generators; its model does not draw."""
+"""A task whose data sets draw random numbers from all global generators; its model draws none."""
 
 import random
 

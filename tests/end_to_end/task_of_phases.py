@@ -1,4 +1,4 @@
-"""A task of four phases for the tests: statistics, pretraining, an adapter, early stopping; it can kill itself."""
+"""A test task with four phases: statistics, pretraining, an adapter, early stopping; it can signal its own process."""
 
 import os
 import signal
@@ -47,12 +47,12 @@ def build(
     losses: str = "pretrain",
     added: str = "",
 ) -> Task:
-    """Phases for tests.
+    """Build a task with four phases.
 
-    stop_at   PHASE:NUMBER or PHASE:eval: a signal at that batch or in an evaluation, unless NO_KILL is set
-    wait_for  file that must be there before the signal
+    stop_at   PHASE:NUMBER or PHASE:eval: send a signal at that batch or in an evaluation, unless NO_KILL is set
+    wait_for  file that must exist before the signal
     by        the signal
-    added     anything: Fit.add returns what it should not
+    added     if not empty, Fit.add returns an invalid value
     """
     task = Phases(stop_at, wait_for, unused, fits)
     task.by, task.name_of_loss, task.added = getattr(signal, by), losses, added
@@ -77,7 +77,7 @@ class Model(nn.Module):
 
 
 class Mean(Fit):
-    """The mean of the inputs, by sums."""
+    """The mean of the inputs, from their sum and count."""
 
     def __init__(self, task):
         self.task = task
@@ -154,7 +154,7 @@ class Phases(Task):
             os.kill(os.getpid(), self.by)
 
     def reconstruct(self, model, batch):
-        if torch.is_grad_enabled():  # the check before the first update has none
+        if torch.is_grad_enabled():  # not in the check before the first update
             self.count_batch()
         x, y = batch
         return F.cross_entropy(model(F.dropout(x, 0.2)), y, reduction="sum"), len(y)

@@ -1,4 +1,4 @@
-"""A task for every sampler: two data sets of numbers with weights and lengths, drawn in an order of its own too."""
+"""A test task for every sampler: two data sets of numbers, with weights, lengths and two samplers of the task."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ SETTINGS = {"optimizer": "sgd", "optimizer.lr": 0.05, "scheduler": "constant", "
 
 
 def backwards(samples: Any, *, step: int = 1):
-    """Take the samples from the last one to the first.
+    """Visit the samples in reverse order.
 
-    step  every how manieth
+    step  stride
     """
     order = np.arange(samples.num_samples)[::-1][::step]
     return samples.in_order(lambda seed, epoch: order, len(order))

@@ -18,7 +18,7 @@ SETTINGS = {"optimizer": "sgd", "optimizer.lr": 0.05, "scheduler": "constant", "
 def build(*, kind: str = "plain") -> Task:
     """Train on a stream.
 
-    kind  of the stream
+    kind  name of the stream in `tests/laws/streams.py`
     """
     return Divided(kind) if kind in KINDS else Whole(kind)
 

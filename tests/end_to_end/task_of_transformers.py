@@ -1,4 +1,4 @@
-"""Small models of transformers on a folder of datasets."""
+"""Small models of the transformers library on a folder of the datasets library."""
 
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 

@@ -1,4 +1,4 @@
-"""A task of two phases for the tests; it may have no validation data, or another metric."""
+"""A test task with two phases, optionally without validation data or with another metric."""
 
 import torch
 import torch.nn.functional as F

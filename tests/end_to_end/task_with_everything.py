@@ -1,4 +1,4 @@
-"""A task for the tests: dropout, random augmentation, a count of items that varies; it can kill its own process."""
+"""A test task with dropout, random augmentation and a varying number of items; it can kill its own process."""
 
 import os
 import signal
@@ -26,12 +26,12 @@ def build(
     held: str = "",
     fail_at: int = 0,
 ) -> Task:
-    """Return the task; unless NO_KILL is set, a batch of training does something.
+    """Build the task. NO_KILL disables all faults but sleep_s.
 
-    sleep_s  what each batch takes
-    kill_at  the batch at which the process kills itself, once the folder `wait_for` is there
-    stop_at  the batch that makes the file `held`, and waits until the run was asked to stop
-    fail_at  the batch whose loss raises
+    sleep_s  seconds that each batch sleeps
+    kill_at  batch at which the process kills itself, once the folder `wait_for` exists
+    stop_at  batch that creates the file `held`, and waits until the run has received a stop signal
+    fail_at  batch whose loss raises an exception
     """
     return Everything(hidden, kill_at, wait_for, sleep_s, stop_at, held, fail_at)
 
@@ -50,7 +50,7 @@ class Points(torch.utils.data.Dataset):
     def __getitem__(self, index):
         rng = sample_rng(7, self.epoch if self.split == "train" else 0, index)
         x = torch.from_numpy(rng.standard_normal(8)).float()
-        y = int(x[:4].sum() > 0) if index % 5 else -1  # every fifth is not counted
+        y = int(x[:4].sum() > 0) if index % 5 else -1  # the label of every fifth sample is ignored
         return x, y
 
 

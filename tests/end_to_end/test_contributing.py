@@ -1,4 +1,4 @@
-"""The recipes of CONTRIBUTING.md, followed to the letter in a copy: what they add passes the checks and works."""
+"""Follow the recipes of CONTRIBUTING.md in a copy of the project: the added code passes the checks and works."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from markdown_it import MarkdownIt
 
 ROOT = Path(__file__).parents[2]
 
-# Runs the commands one after another in one process, which imports torch once, and then the tests that hold names,
-# keys and floors together. Of a technique the updates are made that it would be measured by.
+# Runs the commands one after another in one process, which imports torch once, and then the tests that check names,
+# keys and floors against each other. A technique is not measured: only two of its updates run.
 DRIVER = """
 import json, sys
 import pytest
 from runner.cli import main
 from runner.commands.benchmark import parse_benchmark_arguments
-from runner.tools.measure.technique import techniques
+from runner.tools.measure.technique import load_techniques
 
 def run(words):
     if words[0] == "benchmark":
         suite, wanted, _ = parse_benchmark_arguments(words[1:])
         if suite == "ladder":
-            overrides = [word for name in wanted.words for word in techniques(None)[name].overrides]
+            overrides = [word for name in wanted.positional for word in load_techniques(None)[name].overrides]
             words = ["train", *overrides, "updates=2"]
     return main([*words, "device=cpu", "monitor=off", "evaluate.samples=4", "run=new", "resume=fresh"])
 
@@ -46,15 +46,15 @@ print(json.dumps(codes))
 
 @dataclass(frozen=True)
 class Recipe:
-    """What stands under one heading: pieces of files with their place, and commands that use them."""
+    """The blocks below one heading: pieces of files with their place, and commands that use them."""
 
     title: str
-    pieces: tuple[tuple[str, str, str], ...]  # file, place in it, text
+    pieces: tuple[tuple[str, str, str], ...]  # (file, place in the file, text)
     commands: tuple[tuple[str, ...], ...]
 
 
 def recipes() -> list[Recipe]:
-    """Return the recipes; a section without a block of code is none."""
+    """Return the recipes: the sections with a code block."""
     found: list[Recipe] = []
     tokens = MarkdownIt("commonmark").parse((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     for number, token in enumerate(tokens):
@@ -78,14 +78,14 @@ RECIPES = recipes()
 
 
 def put(root: Path, file: str, place: str, text: str) -> None:
-    """Put one piece where its first line says."""
+    """Insert a piece at the place named in its first line."""
     path = root / file
     if place == "new":
         assert not path.exists(), f"{file} is there already"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         return
-    if place == "in imports":  # of the package, in the order of the alphabet
+    if place == "in imports":  # imports of the package are sorted
         lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
         first = next(number for number, line in enumerate(lines) if line.startswith("from runner"))
         last = max(number for number, line in enumerate(lines) if line.startswith("from runner"))
@@ -105,7 +105,7 @@ def environment() -> dict[str, str]:
 
 @pytest.fixture(scope="module")
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A copy of what the recipes change and use, with all of them followed."""
+    """A copy of the project with all recipes applied."""
     root = tmp_path_factory.mktemp("followed")
     for folder in ("conf", "runner", "scripts", "tasks", "tests"):
         shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))

@@ -1,4 +1,4 @@
-"""The contrastive example trains the same model as a plain loop, in whatever way it runs."""
+"""The contrastive example trains the same model as a plain loop, with any settings and after restarts."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path)
     weights, metrics = trained(server, tmp_path, WAYS[way])
     for name, tensor in plain.items():
         assert distance(tensor.tolist(), weights[name].tolist()) <= PROMISED[torch.float32] * UPDATES, name
-    assert 0 < metrics["val/loss"] < 4.158  # ln 64: the loss without any knowledge
+    assert 0 < metrics["val/loss"] < 4.158  # ln 64, the loss of an untrained model
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A LightningModule trains as in a plain loop over its own steps, optimizer and schedule, in whatever way it runs."""
+"""A LightningModule trains as in a plain loop over its own steps, optimizer and schedule."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = f"seed={SEED} max_grad_norm=null {ON_CPU}"
 
 @cache
 def by_hand() -> dict[str, Tensor]:
-    """Train as Lightning does: an optimizer step per batch, a step of the schedule per epoch."""
+    """Train as Lightning does: one optimizer step per batch, one scheduler step per epoch."""
     seed_everything(SEED)
     model = module_of("own_lightning").LitModel()
     model.log = lambda *given: None

@@ -1,4 +1,4 @@
-"""A run that goes on from its mirror, on a machine that has nothing else."""
+"""A run resumes from its mirror on an empty machine."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ WORDS = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", 
 
 @pytest.fixture
 def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Return the folder of a machine."""
+    """A folder for several machines; the working directory is that of machine a."""
     FaultyStorage.reset()
     (tmp_path / "a").mkdir()
     monkeypatch.chdir(tmp_path / "a")
@@ -56,7 +56,7 @@ def test_an_empty_machine_resumes_bit_identically(
     assert main(["status", "mine"]) == 0
     assert f"file://{there}/mirror/mine" in capsys.readouterr().out
     for path in copies(there):
-        if "update-0000000006" in path.name:  # as if it had been killed before the last update
+        if "update-0000000006" in path.name:  # as if the run had been killed before the last update
             shutil.rmtree(path)
     newest = max(path.name for path in copies(there))
     (there / "b").mkdir()
@@ -70,7 +70,7 @@ def test_an_empty_machine_resumes_bit_identically(
     identity = [json.loads((there / name / "outputs" / "mine" / "run.json").read_text())["uid"] for name in "ab"]
     assert identity[0] == identity[1]
     monkeypatch.chdir(there)
-    assert main([*words, "resume=fresh", "updates=2"]) == 0  # a new run, beside the old one
+    assert main([*words, "resume=fresh", "updates=2"]) == 0  # a new run beside the old one
     assert len(list(there.glob("mirror/mine/*/"))) == 2
 
 
@@ -85,7 +85,7 @@ def test_training_continues_without_its_mirror(there: Path, capsys: pytest.Captu
     assert main(words) == 0
     assert tensors(there / "a", 6)
     FaultyStorage.fault = staticmethod(lambda *_: None)
-    assert main([*words, "checkpoint.mirror_wait_s=60"]) == 0  # finished, and copied now
+    assert main([*words, "checkpoint.mirror_wait_s=60"]) == 0  # training is finished; only the copy is missing
     assert any("update-0000000006" in path and path.endswith("MANIFEST.json") for path in FaultyStorage.store)
     assert "mirror" in capsys.readouterr().out
 
@@ -99,7 +99,7 @@ def test_a_new_run_does_not_start_without_the_mirror_it_names(there: Path) -> No
     assert not list(there.rglob("*.safetensors"))
 
 
-# ---------------------------------------------------------------- a real server of S3
+# ---------------------------------------------------------------- an S3 server
 
 needs_s3 = pytest.mark.skipif(
     importlib.util.find_spec("moto") is None or importlib.util.find_spec("s3fs") is None,
@@ -109,7 +109,7 @@ needs_s3 = pytest.mark.skipif(
 
 @pytest.fixture
 def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
-    """Start a server of S3 and return its URL of an empty bucket."""
+    """Start an S3 server and yield the URL of a folder in an empty bucket."""
     from moto.server import ThreadedMotoServer
 
     with socket.socket() as free:

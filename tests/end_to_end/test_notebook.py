@@ -1,4 +1,4 @@
-"""The blocks of docs/notebook.md run as they stand, one after another, and the editor's file starts a run."""
+"""The code blocks of docs/notebook.md run unmodified in order, and the launch file for editors starts a run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BLOCKS = re.findall(
 
 
 class Shown:
-    """Stands for IPython's IFrame where there is no Jupyter: what would be shown."""
+    """Replaces IPython's IFrame and keeps the page that it would show."""
 
     def __init__(self, path: str, **_: Any) -> None:
         self.page = Path(path).read_text(encoding="utf-8")
 
 
 def made_small(block: str) -> str:
-    """Return the block with a smaller model and fewer samples, which no line after it depends on."""
+    """Return the block with a smaller model and fewer samples, on which no later line depends."""
     return block.replace('"task=gpt", ', '"task=gpt", "task.size=tiny", "micro_batch_size=4", "evaluate.samples=4", ')
 
 
@@ -49,7 +49,7 @@ def test_the_blocks_of_the_page_run_one_after_another(
             ended = server.run(shlex.split(line), tmp_path)
             assert ended.code == 0, (line, ended.err)
         with forked_commands(server):
-            exec(made_small(re.sub(r"^!.*$", "", block, flags=re.MULTILINE)), names)  # noqa: S102 - the page is ours
+            exec(made_small(re.sub(r"^!.*$", "", block, flags=re.MULTILINE)), names)  # noqa: S102 - our own page
     assert len(BLOCKS) == 7
     assert all(loss > 0 for loss in names["losses"])
     assert names["summary"]

@@ -1,4 +1,4 @@
-"""The GAN example trains the same model as a plain loop, in whatever way it runs."""
+"""The GAN example trains the same model as a plain loop, with any settings and after restarts."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def by_hand() -> tuple[dict[str, Tensor], dict[str, list[float]]]:
 
 
 def trained(server: ForkServer, folder: Path, words: str, *faults: dict[str, Any] | None) -> Any:
-    """Return weights and rows of the example."""
+    """Train the example; return weights and rows."""
     weights, directory = train(server, folder, "own_gan", f"{SETTINGS} {words}", faults or (None,))
     return weights, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 

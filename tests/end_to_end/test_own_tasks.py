@@ -1,4 +1,4 @@
-"""The examples of docs/own-task.md: each trains as it lies there, where its package is installed."""
+"""Each example of docs/own-task.md trains unmodified if its package is installed."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_an_example_trains_two_updates(name: str, server: ForkServer, tmp_path: 
 
 
 def changed(folder: Path, old: str, new: str) -> Path:
-    """Return the example for LightningModules with a line changed."""
+    """Write the LightningModule example with one change; return its path."""
     text = (DOCS / "examples" / "own_lightning.py").read_text(encoding="utf-8")
     assert old in text
     (folder / "mine.py").write_text(text.replace(old, new, 1))
@@ -116,7 +116,7 @@ def test_from_a_new_file_to_a_resumed_run_of_two_ranks_in_five_commands(server: 
 
 
 def test_a_task_file_is_compiled_at_each_start(tmp_path: Path) -> None:
-    """Bytecode is kept by the second and the size of its file: an edit within both would not be seen."""
+    """Bytecode is cached by modification time in seconds and file size, so an edit that changes neither is missed."""
     file = tmp_path / "compiled_twice.py"
     for value in (1, 2):
         file.write_text(f"VALUE = {value}\n")

@@ -1,4 +1,4 @@
-"""A wheel carries everything, and runs from an empty folder without the checkout."""
+"""The wheel is complete, and runs in an empty folder without the checkout."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with the sdist, and the wheel that was built from the sdist alone."""
+    """A folder with the sdist, and the wheel built from that sdist."""
     folder = tmp_path_factory.mktemp("built")
     run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, ROOT, cwd=folder)
     return folder
@@ -36,13 +36,13 @@ def wheel(built: Path) -> Path:
 
 @pytest.fixture(scope="module")
 def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a fresh environment with the wheel in it, and nothing of the checkout."""
+    """A new environment with the wheel installed, without the checkout."""
     environment = tmp_path_factory.mktemp("fresh") / "environment"
     venv.create(environment, symlinks=True)
     python = environment / "bin" / "python"
     run(sys.executable, "-m", "pip", "--python", python, "install", "--no-deps", "--no-index", wheel, cwd=environment)
-    # torch and the others are borrowed from the environment of the tests. A folder named by a .pth file has its own
-    # .pth files ignored, so the checkout, which an editable install names in one, stays out.
+    # Use torch and other dependencies from the environment of the tests. Python ignores .pth files in folders that a
+    # .pth file adds, so an editable install of the checkout is not found.
     schemes = {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}
     (fresh,) = environment.glob("lib/python*/site-packages")
     (fresh / "borrowed.pth").write_text("".join(f"{path}\n" for path in sorted(schemes)))
@@ -135,14 +135,14 @@ def test_a_first_run_repeats_no_warning_or_advert_of_a_library(installed: Path, 
 
 
 def files(folder: str, pattern: str) -> set[str]:
-    """Return the files of the checkout below `folder`, relative to it."""
+    """Return the files of the checkout below `folder`, as paths relative to the checkout."""
     found = (path.relative_to(ROOT) for path in (ROOT / folder).rglob(pattern) if path.is_file())
     return {path.as_posix() for path in found if "__pycache__" not in path.parts}
 
 
 def run(*argv: str | Path, cwd: Path) -> str:
-    """Return what the command printed; fail with all of its output when it fails."""
-    # PYTHONPATH and its like could lead back to the checkout.
+    """Return the output of a command; if it fails, fail with its output."""
+    # Variables such as PYTHONPATH could make the checkout importable.
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
     done = subprocess.run(argv, cwd=cwd, env=environment, capture_output=True, text=True, timeout=240, check=False)
     assert done.returncode == 0, f"{argv} ended with {done.returncode}\n{done.stdout}\n{done.stderr}"

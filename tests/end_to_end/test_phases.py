@@ -1,4 +1,4 @@
-"""Phases, evaluations and refused attempts: what a run says of itself stays true."""
+"""Runs with two phases: rows, evaluations, schedules, refused attempts, kept checkpoints."""
 
 from __future__ import annotations
 

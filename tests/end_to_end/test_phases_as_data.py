@@ -1,4 +1,4 @@
-"""Phases: statistics, prerequisites, what is trained, own optimizer and schedule, early stopping, resume, records."""
+"""Phases: statistics, prerequisites, trained parameters, optimizer and schedule, early stopping, resume, records."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.rounding import allowed
 
 TASK = Path(__file__).with_name("task_of_phases.py")
 BASE = ["--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
-# Updates made at the end of each phase: 33 samples by 10 are 4 batches; then 12, 9, and 8 until the patience is over.
+# Total updates at the end of each phase: 33 samples in batches of 10 are 4; then 12, 9, and 8 until early stopping.
 STATISTICS, PRETRAIN, ADAPTER, PATIENT = 4, 16, 25, 33
 
 
@@ -47,7 +47,7 @@ def run_json(folder: Path) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def whole(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """A run of all phases, never stopped."""
+    """An uninterrupted run of all phases."""
     folder = tmp_path_factory.mktemp("whole")
     ended = train(server, folder)
     assert ended.code == 0, ended.err
@@ -86,9 +86,9 @@ def test_each_phase_has_its_optimizer_and_its_schedule(whole: tuple[Path, Ended]
              ("pretrain", "adapter", "patient")}  # fmt: skip
     assert len(rates["pretrain"]) == 12
     assert rates["pretrain"][0] == pytest.approx(0.1)
-    assert rates["pretrain"][-1] == pytest.approx(0.01, rel=0.5)  # a cosine down to a tenth
+    assert rates["pretrain"][-1] == pytest.approx(0.01, rel=0.5)  # cosine decay to a tenth
     assert rates["adapter"][0] == pytest.approx(0.002)
-    assert rates["adapter"][-1] == pytest.approx(0.002 / 8)  # warm for one update, then a line down to nothing
+    assert rates["adapter"][-1] == pytest.approx(0.002 / 8)  # one warm-up update, then linear decay to zero
     assert max(rates["patient"]) == pytest.approx(1e-12)
     assert checkpoint(whole[0], PRETRAIN).state["optimizer"]["optimizer"] == "torch.SGD"
     assert checkpoint(whole[0], ADAPTER).state["optimizer"]["optimizer"] == "torch.Adam"
@@ -142,7 +142,7 @@ def test_checkpoints_at_the_end_of_phases_are_kept(whole: tuple[Path, Ended]) ->
         ("adapter:11", 19),
         ("patient:9", 28),
     ],
-)  # the batch at which it is killed, and the checkpoint that is there then
+)  # the batch at which it is killed, and the checkpoint that exists by then
 def test_a_run_killed_in_any_phase_resumes_bit_for_bit(
     stop_at: str, wait_for: int, whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path
 ) -> None:
@@ -377,7 +377,7 @@ def test_the_best_of_a_finished_phase_is_kept_and_another_run_may_start_from_it(
     ended = server.run(["train", *other, "run=second", *words, f"resume={place}"], tmp_path)
     assert ended.code == 0, ended.err
     again = server.run(["train", *other, "run=third", "resume=mine", "phases=[adapter]", "updates=2"], tmp_path)
-    assert again.code == 0, again.err  # mine has finished it; third makes it anew
+    assert again.code == 0, again.err  # run mine has finished the phase, run third repeats it
     third = json.loads((tmp_path / "outputs" / "third" / "run.json").read_text())
     assert third["phases"]["adapter"]["updates"] == 2
 
@@ -430,5 +430,5 @@ def test_overrides_of_one_phase_beat_those_of_all_which_beat_the_task(server: Fo
     phases = run_json(tmp_path)["phases"]
     assert (phases["pretrain"]["updates"], phases["adapter"]["updates"]) == (3, 2)
     first = {row["phase"]: row["lr"] for row in reversed(rows(tmp_path)) if "lr" in row}
-    # optimizer.lr=0.05 was typed for the optimizer of the run, sgd; the adapter is trained by adam
+    # optimizer.lr=0.05 applies to the run's optimizer, sgd; the adapter's phase uses adam
     assert first == {"pretrain": pytest.approx(0.05), "adapter": pytest.approx(0.002)}

@@ -1,4 +1,4 @@
-"""Runs on several ranks: the same numbers, and nothing lost, whoever dies, stops or is left."""
+"""Runs on several ranks: same losses as one process, and no lost work after crashes, signals and lost ranks."""
 
 from __future__ import annotations
 
@@ -93,7 +93,7 @@ BASE = (
     " scheduler=constant"
 )
 TWO = "parallelism=ddp parallelism.world_size=2"
-SAME_CURVE = allowed(torch.float32, terms=32, growth=12)  # each of 12 updates adds up 32 samples in another order
+SAME_CURVE = allowed(torch.float32, terms=32, growth=12)  # each of 12 updates sums 32 samples in a different order
 
 
 @pytest.fixture
@@ -119,7 +119,7 @@ def well(ended: Ended) -> Ended:
 
 @pytest.fixture(scope="module")
 def one_process(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of a run of one process that nothing happened to."""
+    """The folder of an uninterrupted run of one process."""
     made = tmp_path_factory.mktemp("one")
     (made / "task.py").write_text(TASK)
     well(server.run(BASE, made))
@@ -128,7 +128,7 @@ def one_process(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
 
 @pytest.fixture(scope="module")
 def expected(one_process: Path) -> dict[int, float]:
-    """Its losses."""
+    """The losses of that run."""
     return losses(one_process)
 
 
@@ -211,8 +211,8 @@ def test_gpt_has_the_same_curve_on_any_number_of_ranks(
     assert losses(tmp_path) == pytest.approx(gpt_curve, rel=SAME_CURVE)
 
 
-# A learning rate at which training is stable: where it is not, rounding grows until nothing is left of equality, with
-# one process and another number of threads as well. Short samples: the curves are as near each other (2e-7) as with 64.
+# The learning rate keeps training stable. In unstable training, rounding errors grow until curves differ, even between
+# one process and the same with another number of threads. With short samples, curves agree as well (2e-7) as with 64.
 UPDATES = 50 if IS_LONG else 12
 GPT = (
     f"train task=gpt task.size=tiny task.block_size=16 run=r updates={UPDATES} global_batch_size=32 optimizer.lr=0.0003"
@@ -231,7 +231,7 @@ def gpt_curve(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 def test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit(server: ForkServer, folder: Path) -> None:
-    """With dropout: every rank goes on with its own random numbers."""
+    """With dropout: every rank continues with its own random numbers."""
     words = f"{BASE} {TWO} task.dropout=0.3"
     well(server.run(words, folder))
     expected = losses(folder)
@@ -262,12 +262,12 @@ def test_a_killed_rank_is_named_and_the_others_resume(
 
 
 def samples_of_first_epoch(seen: Path) -> list[int]:
-    """Return the samples of updates 0 to 2 of the history that survived: of each update the last time it was made."""
+    """Return the samples of updates 0 to 2; of a repeated update, those of its last repetition."""
     made: dict[int, list[int]] = {}
     previous = -1
     for line in seen.read_text().splitlines():
         update, *samples = map(int, line.split())
-        if update < previous - 1:  # the run went on from an older update
+        if update < previous - 1:  # the run resumed from an earlier update
             made = {key: value for key, value in made.items() if key < update}
         made.setdefault(update, []).extend(samples)
         previous = update
@@ -322,7 +322,7 @@ def test_ranks_started_by_torchrun_train_the_same_run(
 
 
 def torchrun(words: list[str], folder: Path) -> dict[int, int]:
-    """Return the exit codes by rank; torchrun's agent starts them, here as forks."""
+    """Return the exit codes by rank; torchrun's agent starts the ranks, here by fork."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
     os.chdir(folder)
@@ -340,7 +340,7 @@ def test_a_model_trained_on_ranks_is_used_by_one_process(server: ForkServer, fol
 
 
 def test_the_straggler_is_named(server: ForkServer, folder: Path) -> None:
-    """One rank takes ten times as long; the others wait for it, however busy the machine is."""
+    """One rank takes ten times as long, on an idle or busy machine."""
     words = f"{BASE} {TWO} task.fault=slow".replace("updates=12", "updates=60").replace("size=32", "size=30")
     well(server.run(words, folder))
     (found,) = events(folder, "slow rank")
@@ -365,7 +365,7 @@ def test_bad_samples_of_any_rank_are_listed(server: ForkServer, folder: Path) ->
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_phases_of_statistics_are_merged_over_ranks(strategy: str, server: ForkServer, tmp_path: Path) -> None:
-    """The task of tests/end_to_end/test_phases_as_data.py: a fit, and phases with parameters of their own."""
+    """With the task of tests/end_to_end/test_phases_as_data.py: a fit, and phases with different trained parameters."""
     task = Path(__file__).parent / "task_of_phases.py"
     found = []
     for run, words in (("one", ""), ("two", TWO.replace("ddp", strategy))):
@@ -373,7 +373,7 @@ def test_phases_of_statistics_are_merged_over_ranks(strategy: str, server: ForkS
         record = json.loads((tmp_path / "outputs" / run / "run.json").read_text())
         found.append({name: phase["metrics"] for name, phase in record["phases"].items()})
     one, two = found
-    assert two.keys() == one.keys()  # the later phases have dropout, and each rank its own
+    assert two.keys() == one.keys()  # values of later phases differ: they use dropout, and each rank draws its own
     assert two["statistics"]["fit/mean"] == pytest.approx(one["statistics"]["fit/mean"], rel=1e-12)
     assert two["statistics"]["val/loss"] == pytest.approx(one["statistics"]["val/loss"], rel=SAME_CURVE)
 
@@ -414,7 +414,7 @@ def test_a_pipeline_with_a_given_split_resumes_with_fewer_stages(
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
-# The clock by which checkpoints are due goes on by a second in each update, and does not otherwise.
+# A virtual clock for due checkpoints, which each update advances by a second.
 CLOCK = """
 from runner.engine import save_policy
 class Clock:
@@ -429,7 +429,7 @@ def test_the_time_limit_saves_one_checkpoint_and_not_two(server: ForkServer, fol
     words = words.replace("evaluate.every=6", "evaluate.every=0")
     well(server.run(words.split(), folder, {"CLOCK": "1"}, CLOCK + ON_DISK_AT_ONCE))
     kept = sorted(int(path.name[-10:]) for path in (folder / "outputs/r/checkpoints").glob("update-*"))
-    # 12 updates later it is time again, which the ranks know after the next
+    # due after 12 updates, on which the ranks agree one update later
     assert [later - earlier for earlier, later in pairwise(kept[:-1])] == [13, 13], kept
 
 
@@ -457,7 +457,7 @@ def test_buffers_of_any_type_and_layout_start_equal(
 @pytest.mark.parametrize("size", [33, 1])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])
 def test_a_fit_may_call_the_model(strategy: str, size: int, server: ForkServer, folder: Path) -> None:
-    """In the last update one rank has nothing to do: it must not be waited for."""
+    """In the last update one rank has no data; the others must not hang."""
     (folder / "fit.py").write_text(FIT)
     found = []
     for run, words in (("one", ""), ("two", TWO.replace("ddp", strategy))):
@@ -526,7 +526,7 @@ def events(folder: Path, kind: str, run: str = "r") -> list[dict[str, Any]]:
 
 
 def living(folder: Path) -> list[int]:
-    """Return the processes that work in the folder, as all of a run do, and are alive."""
+    """Return the PIDs of live processes whose working directory is the folder, as for all processes of a run."""
     found = []
     for process in psutil.process_iter(["cwd", "status"]):
         if process.info["cwd"] == str(folder) and process.info["status"] != psutil.STATUS_ZOMBIE:

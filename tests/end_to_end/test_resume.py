@@ -1,4 +1,4 @@
-"""A run that was killed and went on equals one that was not, bit for bit."""
+"""A resumed run is bitwise equal to an uninterrupted one."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def final_tensors(folder: Path, update: int) -> dict[str, torch.Tensor]:
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl without what is time."""
+    """Return the rows of metrics.jsonl without timings."""
     text = (folder / "outputs" / "mine" / "metrics.jsonl").read_text()
     return [
         {key: value for key, value in json.loads(line).items() if not key.startswith("perf/")}
@@ -48,7 +48,7 @@ Straight = Callable[..., Path]
 
 @pytest.fixture(scope="module")
 def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Straight:
-    """Return from words the folder of a run that nothing happened to, made once: data workers change no number."""
+    """Return a function from arguments to the folder of an uninterrupted run, cached for all tests."""
     known: dict[tuple[str, ...], Path] = {}
 
     def of(*words: str) -> Path:
@@ -71,7 +71,7 @@ def test_37_updates_a_kill_and_63_more_equal_100(
     computed = [f"precision={precision}", f"micro_batch_size={12 // accumulation}"]
     words = [*BASE, *computed, f"dataloader.num_workers={workers}"]
     killed = tmp_path
-    at = 39 * accumulation  # after the checkpoint, before the next one
+    at = 39 * accumulation  # after this checkpoint, before the next one
     checkpoint = killed / "outputs" / "mine" / "checkpoints" / "update-0000000037"
     ended = server.run([*words, f"task.kill_at={at}", f"task.wait_for={checkpoint}"], killed)
     assert ended.code == -signal.SIGKILL, ended.err
@@ -90,7 +90,7 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(
     words = [*BASE, "task.stop_at=20", f"task.held={stopped / 'held'}", "dataloader.num_workers=2"]
     pid = server.start(words, stopped)
     wait_until((stopped / "held").exists)
-    os.killpg(pid, number)  # as a terminal or a scheduler does: the data workers get it too
+    os.killpg(pid, number)  # to the data workers too, like a terminal or a scheduler
     ended = server.wait()
     assert ended.code == 75, ended.err
     assert "run=mine" in ended.out

@@ -1,4 +1,4 @@
-"""In whole runs the seed decides what samples draw, in every kind of phase, and nothing else does."""
+"""In complete runs, random draws of samples depend on the seed only, in every kind of phase."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from tests.forkserver import ForkServer
 TASK = Path(__file__).with_name("task_of_draws.py")
 COMMAND = ["both", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "dataloader.num_workers=0"]
 AGAIN = ["inference", "mine"]
-TOLERANCE = 1e-12  # of float64: sums of 26 numbers in another order, six updates
+TOLERANCE = 1e-12  # for float64: sums of 26 numbers in a different order, six updates
 CUTS = {
     "workers": ("dataloader.num_workers=2",),
     "micro-batches": ("micro_batch_size=4", "dataloader.num_workers=1"),
@@ -29,7 +29,7 @@ CUTS = {
 
 @dataclass(frozen=True)
 class Outcome:
-    """Means of what was drawn for training samples, their losses, means of validation samples, and predictions."""
+    """Means of the draws of training samples, their losses, means of validation draws, and predictions."""
 
     fitted: torch.Tensor
     losses: list[float]
@@ -39,7 +39,7 @@ class Outcome:
 
 @pytest.fixture(scope="module")
 def base(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Outcome]:
-    """The run that reads in this process, on one rank, with seed 0."""
+    """The run without data workers, on one rank, with seed 0."""
     folder = tmp_path_factory.mktemp("base")
     return folder, outcome(server, folder)
 

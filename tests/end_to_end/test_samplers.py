@@ -1,4 +1,4 @@
-"""A run with a sampler equals itself after a kill, with workers and on ranks with unequal shares."""
+"""A run with a sampler gives the same result after a kill, with data workers, and on ranks with unequal shares."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ KILL: dict[str, Any] = {"at": "update", "number": 6, "by": "SIGKILL"}
 def trained(
     server: ForkServer, folder: Path, words: str, *faults: dict[str, Any]
 ) -> tuple[dict[str, Any], list[float]]:
-    """Return the weights and the losses of a run that ends at each of the faults and is started again."""
+    """Return the weights and losses of a run that is restarted after each fault."""
     folder.mkdir()
     for fault in (*faults, {}):
         env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}

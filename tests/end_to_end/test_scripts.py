@@ -1,4 +1,4 @@
-"""The shell scripts: what they print, the exit codes they pass on, and an environment that is made once."""
+"""The shell scripts: their output, their exit codes, and the environment that they create once."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ SCRIPTS = [
     ROOT / ".ci" / "run",
 ]
 
-# Stands in for Python: makes an "environment" that holds itself and accel-run, and writes down what pip is asked for.
-# A file named `break` or `hang` beside it changes what pip does; `go` ends the wait of the latter.
+# A stub for Python: creates an "environment" with itself and accel-run, and logs calls of venv and pip.
+# A file named `break` or `hang` beside it makes pip fail or hang; a file named `go` ends the hang.
 FAKE_PYTHON = """#!/bin/bash
 here=@HERE@
 case "$1 ${2:-}" in
@@ -58,7 +58,7 @@ esac
 
 @dataclass(frozen=True)
 class Checkout:
-    """A copy of the scripts with a stub in place of Python."""
+    """A copy of the scripts with a stub instead of Python."""
 
     root: Path
     stub: Path
@@ -86,7 +86,7 @@ class Checkout:
         return inherited | {"ACCEL_RUN_PYTHON": str(self.stub / "python")}
 
     def calls(self) -> list[str]:
-        """Return what the stub was asked for since the last time, and forget it."""
+        """Return and clear the log of the stub."""
         calls = self.stub / "calls"
         said = calls.read_text().splitlines() if calls.exists() else []
         calls.unlink(missing_ok=True)
@@ -106,7 +106,7 @@ def checkout(tmp_path: Path) -> Checkout:
     return made
 
 
-# Making the environment
+# Creating the environment
 
 
 def test_the_environment_is_created_once_with_torch_first(checkout: Checkout) -> None:
@@ -359,7 +359,7 @@ def test_a_number_of_repetitions_is_checked_first(number: str, proved: Checkout)
     assert not (proved.root / "seen").exists()
 
 
-# The sources
+# File modes and run.sh at a terminal
 
 
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
@@ -375,7 +375,7 @@ def test_the_scripts_can_be_called(script: Path) -> None:
 
 
 def at_a_terminal(checkout: Checkout, typed: str) -> tuple[str, int]:
-    """Return what run.sh without a mode shows to someone who types this, and its exit code."""
+    """Run run.sh without arguments at a terminal with this input; return its output and exit code."""
     ours, theirs = pty.openpty()
     process = checkout.start("run.sh", stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
@@ -384,7 +384,7 @@ def at_a_terminal(checkout: Checkout, typed: str) -> tuple[str, int]:
     while True:
         try:
             shown += os.read(ours, 4096)
-        except OSError:  # EIO: the last process at the terminal has left
+        except OSError:  # EIO: the last process has closed the terminal
             break
     os.close(ours)
     return shown.decode().replace("\r\n", "\n"), process.wait(timeout=60)

@@ -1,4 +1,4 @@
-"""A run on a stream equals itself after a kill, with workers and on ranks with unequal shares."""
+"""A run on a stream gives the same result after a kill, with data workers, and on ranks with unequal shares."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ Result = tuple[dict[str, torch.Tensor], list[float]]
 
 
 def trained(server: ForkServer, folder: Path, *lines: str) -> Result:
-    """Return the weights and the losses of a run. It is killed after each of the lines but the last."""
+    """Return the weights and losses of a run started by each line in turn; all but the last are killed."""
     folder.mkdir()
     for number, words in enumerate(lines, 1):
         fault = KILL if number < len(lines) else {}

@@ -1,4 +1,4 @@
-"""Models of transformers train on a folder of datasets as in a plain loop with their own losses."""
+"""Models of the transformers library train on a datasets folder as in a plain loop with their own losses."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ TASK = Path(__file__).parent / "task_of_transformers.py"
 
 @cache
 def samples(kind: str) -> dict[str, list[dict[str, Any]]]:
-    """Return texts of different lengths, padded; for gpt2 the labels of padding do not count."""
+    """Return padded texts of different lengths; for gpt2 the labels of padding are ignored."""
     generator = torch.Generator().manual_seed(0)
     found: dict[str, list[dict[str, Any]]] = {}
     for split, number in (("train", 96), ("validation", 40)):
@@ -69,7 +69,7 @@ def batch_of(kind: str, rows: list[int], split: str = "train") -> dict[str, Tens
 
 @cache
 def by_hand(kind: str) -> tuple[dict[str, Tensor], float]:
-    """Train with the loss of the model itself; return its weights and the mean validation loss."""
+    """Train with the model's own loss; return its weights and the mean validation loss."""
     model = model_of(kind)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     for update in range(UPDATES):
@@ -171,7 +171,7 @@ def test_each_head_uses_the_loss_of_its_model(
 
 @pytest.mark.parametrize("kind", ["gpt2", "bert", "llama", "t5"])
 def test_checkpointed_blocks_have_the_same_gradients(kind: str) -> None:
-    """Decoders keep a cache by default, to which a recomputed block would add its keys again."""
+    """By default, decoders have a cache, to which a recomputed block would append its keys a second time."""
     gradients = []
     for is_checkpointed in (False, True):
         torch.manual_seed(0)

@@ -1,4 +1,4 @@
-"""A resumed run notices that its data, its code or its checkpoints are not those that it was trained with."""
+"""A resumed run detects changed data, changed code, and checkpoints of other runs."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def files_of_run(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 @pytest.fixture(scope="module")
 def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders with a run, by the way in which its data set draws."""
+    """Folders with a finished run, by how its data set draws random numbers."""
     found = {}
     for name, draws in {"never": FILES["draws.py"], **DRAWS}.items():
         folder = tmp_path_factory.mktemp(name)
@@ -187,7 +187,7 @@ def test_changed_code_and_its_imports_are_named_and_recorded(server: ForkServer,
 
 
 def test_code_is_recorded_as_it_was_when_the_run_began(server: ForkServer, tmp_path: Path) -> None:
-    """A file that is edited while the run trains is not what the run trains with."""
+    """A file edited during training is not the code that the run uses."""
     edits = "from pathlib import Path\ndef draw():\n    Path(__file__).write_text('def draw():\\n    return 0.0')\n"
     edits += "    return 0.0\n"
     write(tmp_path, {**FILES, "draws.py": edits})
@@ -211,7 +211,7 @@ def test_code_that_changes_between_two_phases_is_recorded(server: ForkServer, tm
 
 
 def test_checkpoints_without_these_records_are_resumed(server: ForkServer, copied: Path) -> None:
-    """As earlier versions wrote them."""
+    """Earlier versions did not write these records."""
     from runner.durable import checkpoint as checkpoints
 
     folder = copied / "outputs" / "mine" / "checkpoints"
@@ -274,7 +274,7 @@ def test_a_run_that_was_renamed_is_resumed_twice(server: ForkServer, copied: Pat
 
 @pytest.fixture
 def elsewhere(server: ForkServer, copied: Path) -> Path:
-    """A checkpoint folder, further ahead, of a run with the same name and settings in another output_root."""
+    """A later checkpoint of a run with the same name and settings in another output_root."""
     ended = server.run(WORDS + " updates=60 output_root=others", copied)
     assert ended.code == 0, ended.err
     return copied / "others" / "mine" / "checkpoints" / "update-0000000060"
@@ -315,7 +315,7 @@ def test_a_checkpoint_of_a_run_with_the_same_name_is_accepted_if_allowed(
     (adopted,) = found["adopted"]
     assert (adopted["uid"], adopted["checkpoint"]) == (uid_of(elsewhere), elsewhere.name)
     assert uid_of(copied / "outputs/mine/checkpoints/update-0000000070") == own
-    ended = server.run(WORDS + " updates=80 resume_allow=[updates]", copied)  # its checkpoint counts from now on
+    ended = server.run(WORDS + " updates=80 resume_allow=[updates]", copied)  # the adopted one is now its own
     assert ended.code == 0, ended.err
     assert record(copied)["adopted"] == [adopted]
     assert uid_of(elsewhere) not in server.run("status mine", copied).out

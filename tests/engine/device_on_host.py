@@ -1,4 +1,4 @@
-"""Imported first in a process, it makes the host a device that comes to each mark 20 ms after it was asked for."""
+"""Imported first in a process: the CPU acts as a device that reaches each event 20 ms after it was recorded."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ LAG_S = 0.02
 
 
 class LateEvent:
-    """A mark on the timeline of such a device."""
+    """An event on the timeline of this device."""
 
     def __init__(self, device: Any, *, enable_timing: bool) -> None:
         assert enable_timing

@@ -1,4 +1,4 @@
-"""A regression in float64 whose metric is a plain function of the weights."""
+"""A float64 regression whose metric is a simple function of the weights."""
 
 import torch
 from torch import nn

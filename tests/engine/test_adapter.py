@@ -1,4 +1,4 @@
-"""LoRA equals a plain loop with peft; its checkpoints leave out frozen weights, and exports merge the adapter."""
+"""LoRA equals a plain loop with peft; checkpoints omit frozen weights, and exports merge the adapter."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.opening import open_phase
 from runner.engine.trained_run import open_trained
-from runner.plan.planner import plan_here
+from runner.plan.planner import plan_this_process
 from runner.records.events import Console
 from tests.distributed.ranks import run_ranks
 from tests.engine import task_of_averages
@@ -232,5 +232,5 @@ def test_all_linear_layers_are_adapted_by_default(tmp_path: Path) -> None:
 
 def test_a_pipeline_is_refused() -> None:
     with pytest.raises(AccelRunError) as caught:
-        plan_here(compose(Request(("adapter=lora", "parallelism=pipeline", "device=cpu"))))
+        plan_this_process(compose(Request(("adapter=lora", "parallelism=pipeline", "device=cpu"))))
     assert [problem.where for problem in caught.value.problems] == ["adapter=lora"]

@@ -1,4 +1,4 @@
-"""Shares that follow the speed of ranks: each sample goes to one rank, what was read by old shares is read again."""
+"""Load balancing: each sample goes to one rank, and batches that were prefetched for old shares are read again."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from runner.engine.balance import FixedShares, make_shares
 
 TOTAL = 32
 ORDER = Order(TOTAL * 400, TOTAL, 8, seed=0, shares=(16, 16))
-SLOWNESS = (3.0, 1.0)  # milliseconds a sample, of each rank
+SLOWNESS = (3.0, 1.0)  # milliseconds per sample, of each rank
 
 
 def seconds_of(samples: tuple[int, ...]) -> tuple[dict[str, float], ...]:
-    """Return what ranks of these speeds take; the faster one waits for the other, and both exchange for 1 ms."""
+    """Return the times of ranks of these speeds; the faster one waits for the other, and both communicate for 1 ms."""
     busy = [1e-3 * slow * count for slow, count in zip(SLOWNESS, samples, strict=True)]
     return tuple(dict.fromkeys(PARTS, 0.0) | {"forward": spent, "wait": 1e-3 + max(busy) - spent} for spent in busy)
 
 
 def run(shares: FixedShares, first: int, last: int, ahead: int) -> list[tuple[int, ...]]:
-    """Make updates `first` to `last`, of which `ahead` are read before they are made; return how each was dealt."""
+    """Run updates from `first` to before `last`, prefetching `ahead` of them; return the shares of each update."""
     read: dict[int, Any] = {}
     dealt = []
     for update in range(first, last):
@@ -31,7 +31,7 @@ def run(shares: FixedShares, first: int, last: int, ahead: int) -> list[tuple[in
             if number not in read:
                 read[number] = shares.of(number)
         dealt.append(read.pop(update))
-        if update > first:  # of the update before: all ranks hear of it one late
+        if update > first:  # the times of an update arrive on all ranks one update later
             samples = shares.samples_per_rank(update)
             assert samples == dealt[-2]
             change = shares.observe(update + 1, seconds_of(samples), samples)

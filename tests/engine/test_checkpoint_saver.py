@@ -1,4 +1,4 @@
-"""What a resumed phase knows of its checkpoints: the best ones, the newest one, and what saving costs."""
+"""A resumed phase restores its best checkpoints, its newest checkpoint and its save costs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state of a checkpoint is believed only where each field is what this program writes, and all of them agree."""
+"""The state of a checkpoint is accepted only if every field is valid and all fields are consistent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.engine.test_saving_of_runs import opened
 
 @pytest.fixture(scope="module")
 def start(tmp_path_factory: pytest.TempPathFactory) -> LoadedCheckpoint:
-    """A checkpoint of a run that was stopped after three updates."""
+    """The checkpoint of a run of three updates."""
     folder = tmp_path_factory.mktemp("run")
     with opened(folder, "updates=3", "checkpoint.every=1") as phase:
         phase.run()

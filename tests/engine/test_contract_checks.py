@@ -1,4 +1,4 @@
-"""What a task returns wrongly is its fault: the error names the method, what it returned and the fix."""
+"""Wrong return values of a task are errors of the task that name the method, the value and the fix."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ three = torch.ones(3)
 
 
 class Wrong(Task):
-    """Returns what a test says, from its loss with a gradient."""
+    """A task whose methods return what the test specifies; the loss has a gradient."""
 
     def __init__(self, **returns: Callable[[Tensor], Any]) -> None:
         self.model = nn.Linear(1, 1)
@@ -209,7 +209,7 @@ def test_a_metric_without_items_is_distinguished_from_a_nan_metric() -> None:
 
 
 def test_a_tracker_receives_the_rows_of_the_file() -> None:
-    """Rows that are sent again after a stop come from the file."""
+    """After a stop, rows are sent again from the file."""
     written: list[str] = []
     logged: list[Any] = []
     metrics = SimpleNamespace(write=written.append, flush=lambda: None)
@@ -227,7 +227,7 @@ def test_items_of_one_rank_are_enough() -> None:
     assert run_ranks(rank, 2) == [[{"rare": 0.25}, []]] * 2
 
 
-# ---------------------------------------------------------------- the whole program
+# ---------------------------------------------------------------- end to end
 
 TASK = """
 import torch
@@ -303,7 +303,7 @@ def test_a_metric_without_items_is_shown_alike_everywhere(server: ForkServer, tm
 
 def test_a_metric_without_items_is_null_in_files_and_never_the_best(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
-    for words in ("", "updates=8 resume_allow=[updates]"):  # it is read from the checkpoint, too
+    for words in ("", "updates=8 resume_allow=[updates]"):  # the second run reads it from the checkpoint
         ended = server.run(f"train {ON_CPU} {words}", tmp_path)
         assert ended.code == 0, ended.err
     run = tmp_path / "outputs" / "mine"
@@ -317,7 +317,7 @@ def test_a_metric_without_items_is_null_in_files_and_never_the_best(server: Fork
     assert {row["val/rare"] for row in rows if "val/rare" in row} == {None}
     record = json.loads((run / "run.json").read_text())
     assert record["metrics"]["val/rare"] is None
-    assert record["update"] == 8  # early stopping has not counted it either
+    assert record["update"] == 8  # early stopping does not count it either
     states = [json.loads(path.read_text()) for path in run.glob("checkpoints/*/state.json")]
     assert states
     assert all(state["bests"] == [] for state in states)

@@ -1,4 +1,4 @@
-"""What an exception in the middle of a run is taken for."""
+"""How exceptions during a run are classified."""
 
 from __future__ import annotations
 

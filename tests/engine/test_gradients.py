@@ -1,4 +1,4 @@
-"""Gradients are corrected to those of the mean, measured, and clipped to the norm that is allowed."""
+"""Gradients are scaled to those of the mean loss, and clipped to the maximum norm."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from runner.engine.gradients import clear, correct_and_clip
 from tests.rounding import allowed
 
-ROUNDED = allowed(torch.float64, 3 * 4 + 5 + 1, growth=3)  # squares of so many numbers are added; then three products
+ROUNDED = allowed(torch.float64, 3 * 4 + 5 + 1, growth=3)  # a sum of this many squares, then three products
 
 
 def gradients(dtype: torch.dtype = torch.float64) -> list[Tensor]:

@@ -1,4 +1,4 @@
-"""With `checkpoint.every=auto` the best checkpoints cost no more than saves may, and no end but a kill loses them."""
+"""With `checkpoint.every=auto`, best checkpoints stay within the save budget, and only a kill can lose them."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Screen:
 
 
 class Training:
-    """Updates of one second, evaluated at will, and what a save costs."""
+    """A simulated training: updates take one second, the test decides when to evaluate, and saves have a given cost."""
 
     def __init__(self, folder: Path, clock: Clock, policy: SavePolicy, *, copy_s: float, slowed_s: float) -> None:
         self.clock, self.copy_s, self.slowed_s = clock, copy_s, slowed_s
@@ -84,7 +84,7 @@ class Training:
         self.saver.record_update(seconds)
 
     def is_written(self) -> bool:
-        """Whether something was written beside this update: its thread has ended since, but is not counted yet."""
+        """Return whether a checkpoint was written during this update; waits for its thread to end."""
         before = len(self.saved)
         self.saver.writer.close()  # type: ignore[union-attr]
         found, self._seen = len(self.saved) > getattr(self, "_seen", 0), len(self.saved)
@@ -112,7 +112,7 @@ class Training:
         return self.save_cost.held_s + self.save_cost.slowed_s
 
     def on_disk(self) -> dict[int, float]:
-        """The weights of each checkpoint, all of which are valid."""
+        """Return the weights of each checkpoint; fails if one of them is not valid."""
         found = [checkpoint.load(path) for path in sorted(self.folder.glob("update-*"))]
         return {each.update: float(each.tensors("model")["weights"][0]) for each in found}
 
@@ -136,7 +136,7 @@ def test_best_checkpoints_keep_the_share_of_the_time(
         if update % (num_updates // 10) == 0:
             training.evaluated(-float(update))
     copies_s = 10 * 0.001
-    unknown_s = slowed_s  # what the first save costs is known after it
+    unknown_s = slowed_s  # the cost of the first save is known only afterwards
     assert training.cost_s <= MAX_OVERHEAD * (clock.now - 1000.0) + copies_s + unknown_s + 1e-9
     if num_updates == 20:
         assert training.saved == []
@@ -149,7 +149,7 @@ def test_best_checkpoints_keep_the_share_of_the_time(
 
 
 def test_a_checkpoint_saved_meanwhile_does_not_rely_on_the_held_one(tmp_path: Path, clock: Clock) -> None:
-    """A kill may come before the held one is written."""
+    """The run may be killed before the held checkpoint is written."""
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=0.0)
     training.updated()
     training.evaluated(1.0)
@@ -170,7 +170,7 @@ def test_a_checkpoint_saved_meanwhile_does_not_rely_on_the_held_one(tmp_path: Pa
 def test_a_best_checkpoint_that_was_written_after_a_newer_one_is_known_on_resume(
     tmp_path: Path, clock: Clock, keep_best: int, bests: list[tuple[float, int]]
 ) -> None:
-    """It was held while the newer one was saved; then the run failed or was killed."""
+    """It was held while the newer checkpoint was saved; then the run failed or was killed."""
     training = Training(tmp_path, clock, default(keep_best=keep_best), copy_s=1.0, slowed_s=0.0)
     training.updated()
     training.save(3.0)
@@ -281,11 +281,11 @@ def test_checkpoints_requested_by_settings_are_written_at_once(
     assert training.saved == [1, 2, 3]
 
 
-# ---------------------------------------------------------------- whole runs
+# ---------------------------------------------------------------- complete runs
 
 
 def bests_of(run: Path) -> tuple[list[str], list[Any]]:
-    """Return the checkpoints of a run, all of which are valid, and the best ones by the newest."""
+    """Return the checkpoints of a run, which must all be valid, and the best ones according to the newest."""
     paths = sorted((run / "checkpoints").glob("update-*"))
     return [path.name for path in paths], list([checkpoint.load(path) for path in paths][-1].state["bests"])
 

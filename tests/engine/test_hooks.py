@@ -1,4 +1,4 @@
-"""Hooks: their order, their state in a checkpoint, and what they want."""
+"""Hooks: their order, their state in checkpoints, and their requests to save or stop."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from runner.engine.loop import StepInfo
 from runner.engine.phase import Phase
 from tests.engine.test_saving_of_runs import opened
 
-# Resumed runs and all ranks do the same in the same order; the reasons are in runner/engine/hooks/__init__.py.
+# The order is the same on all ranks and after a resumption; runner/engine/hooks/__init__.py has the reasons.
 ORDER = [
     "DataChanges",
     "StreamPosition",
@@ -54,7 +54,7 @@ def test_no_two_hooks_have_the_same_key_in_a_checkpoint() -> None:
 
 
 class Counting(Hook):
-    """Counts updates, on the device and on the host; asks for a checkpoint after the third and ends after the fifth."""
+    """Counts updates on the device and on the host; requests a save after the third and a stop after the fifth."""
 
     name = "counting"
 

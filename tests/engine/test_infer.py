@@ -1,4 +1,4 @@
-"""Laws of inference's figures: latency is the model's own, the rate is that of the clock on the wall."""
+"""Inference: latency covers model calls only, throughput is by wall clock, and predictions are written in batches."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
 
 
 class Time:
-    """A clock that stands still until it is moved."""
+    """A clock that advances only when the test sets it."""
 
     now = 100.0
 
@@ -150,7 +150,7 @@ def test_a_thousand_small_predictions_are_synced_a_few_times(
     run: RunDirectory, time: Time, refusal: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     faults = Faults()
-    if refusal:  # a system without the call: what is promised is kept, and each file waits
+    if refusal:  # a system without syncfs: each file is synced, with the same guarantees
         monkeypatch.setattr(type(faults.inner), "sync_file_system", _refused)
     with files.use_system(faults), Outbox(run, print) as outbox:
         for number in range(1000):
@@ -210,7 +210,7 @@ def test_a_text_is_shown_once_its_files_are_on_disk(run: RunDirectory, monkeypat
 
     with Outbox(run, show) as outbox:
         outbox.put({"predictions/a.txt": b"x"}, "a")
-        assert shown.wait(60)  # nothing else is put or written
+        assert shown.wait(60)  # nothing else is queued or written
         assert found == [("a", True)]
     assert found == [("a", True)]
 
@@ -229,7 +229,7 @@ def test_the_next_prediction_does_not_wait_for_a_late_write(run: RunDirectory, m
     with Outbox(run, print) as outbox:
         outbox.put({"predictions/a.txt": b"x"})
         assert begun.wait(60)
-        outbox.put({"predictions/b.txt": b"x"})  # would never return
+        outbox.put({"predictions/b.txt": b"x"})  # would block forever
         may_end.set()
     assert sorted(path.name for path in run.predictions.iterdir()) == ["a.txt", "b.txt"]
 
@@ -259,7 +259,7 @@ def test_an_error_of_an_asynchronous_write_is_raised_later(run: RunDirectory, mo
 
 
 class Full(Quick):
-    """A disk with room for small files alone."""
+    """A disk with space for small files only."""
 
     def write(self, descriptor: int, data: memoryview) -> int:
         if len(data) > 4:
@@ -268,7 +268,7 @@ class Full(Quick):
 
 
 def test_a_disk_that_fills_up_keeps_the_predictions_that_fit(run: RunDirectory) -> None:
-    """As one by one: the files of a batch before the one that does not fit are there."""
+    """As with single files, those of a batch before the first that does not fit are written."""
     with pytest.raises(StorageError), files.use_system(Full()), Outbox(run, print) as outbox:
         for number in range(8):
             outbox.put({f"predictions/{number}.txt": b"x" * number})
@@ -276,7 +276,7 @@ def test_a_disk_that_fills_up_keeps_the_predictions_that_fit(run: RunDirectory) 
 
 
 def test_files_are_synced_in_groups(run: RunDirectory) -> None:
-    """A sync of the file system would wait for what all other programs have written."""
+    """Few files are synced one by one: syncfs would also wait for the writes of all other programs."""
     faults = Faults()
     with files.use_system(faults), Outbox(run, print) as outbox:
         outbox.put({"predictions/a.txt": b"x", "plots/a.png": b"y"})

@@ -1,4 +1,4 @@
-"""Laws of the meter: a row is the sum over its window divided once, whenever the run stopped in between."""
+"""The meter: a row is the sum over its window divided by its items, wherever the run is stopped and resumed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ CPU = World(torch.device("cpu"))
 
 
 class Time:
-    """A clock that stands still until it is moved."""
+    """A clock that advances only when the test sets it."""
 
     now = 100.0
 
@@ -104,7 +104,7 @@ def test_a_row_is_a_line_of_json_without_nan() -> None:
     assert line == '{"a": null, "b": null, "c": 1.5, "d": 3, "e": "x", "f": null}'
 
 
-# ---------------------------------------------------------------- stopping in between
+# ---------------------------------------------------------------- stopping within a window
 
 
 def test_the_state_is_json_also_where_numbers_overflowed() -> None:
@@ -135,7 +135,7 @@ def test_a_stopped_window_gives_the_same_row(total: int, every: int, stops: list
     assert current.state() == whole.state()
 
 
-# ---------------------------------------------------------------- what is not a number
+# ---------------------------------------------------------------- non-finite values
 
 
 def test_an_overflow_is_left_out_of_the_row() -> None:
@@ -155,7 +155,7 @@ def test_an_overflow_is_left_out_of_the_row() -> None:
 
 
 def update_of(meter: Any, time: Time, number: int, parts_s: dict[str, float], items: int = 3) -> None:
-    """Make an update whose parts take so long, and note it."""
+    """Run an update whose parts take these times, and record it."""
     for part, seconds in parts_s.items():
         time.now += seconds
         meter.watch.lap(part)
@@ -203,7 +203,7 @@ def test_the_data_wait_is_known_before_the_first_row(time: Time) -> None:
 def test_untimed_updates_do_not_count_for_the_rate(time: Time) -> None:
     rows: list[Row] = []
     meter = made(rows, every=4)
-    update_of(meter, time, 1, {"data": 60.0}, items=100)  # the first update starts everything
+    update_of(meter, time, 1, {"data": 60.0}, items=100)  # the first update includes start-up
     meter.restart_clock()
     state = None
     for number in range(2, 7):
@@ -227,7 +227,7 @@ def test_throughput_is_items_over_time_since_the_first_update(time: Time, every:
         update_of(meter, time, number, {"hooks": 0.25, "forward": 0.25 * number}, items=number)
         ended, items = time.now, items + number
         with meter.watch.during("evaluation"):
-            time.now += 2.0  # what follows the last update does not slow any down
+            time.now += 2.0  # work after the last update slows none of them down
     meter.close_window()
     assert meter.timed.throughput == pytest.approx(items / (ended - began))
     assert rows[-1]["perf/throughput"] == rows[-1]["perf/items_per_s"] == meter.timed.throughput
@@ -269,11 +269,11 @@ def test_a_window_without_any_timed_update_has_no_speed(time: Time) -> None:
     assert (rows[0]["perf/step_time_ms"], rows[0]["perf/items_per_s"], rows[0]["train/loss"]) == (None, None, 1.0)
 
 
-# ---------------------------------------------------------------- rows on their way from a device
+# ---------------------------------------------------------------- rows in transfer from a device
 
 
 class Late:
-    """Sends numbers that arrive when `arrived` says so."""
+    """An asynchronous copy that completes when `arrived` is set."""
 
     arrived = False
     waited = 0

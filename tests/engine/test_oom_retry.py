@@ -1,4 +1,4 @@
-"""What passes may change is put back, or named where that cannot be; healthy updates notice nothing of it."""
+"""State that an interrupted update changed is restored, or named if it cannot be; other updates are not affected."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ CPU = torch.device("cpu")
 
 
 class Model(nn.Module):
-    """A weight and a buffer that nothing changes, a batch norm, and whatever a test adds."""
+    """A weight, a batch norm, a buffer that never changes, and what a test adds."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -34,7 +34,7 @@ class Model(nn.Module):
 def begun(
     change: Callable[[Model], object], *, update: int, since: int = 0, model: Model | None = None
 ) -> UpdateSnapshot:
-    """Return the beginning of an update (from 0), whose passes have made `change`, as those since `since` have."""
+    """Return the snapshot of update `update` (from 0); `change` is applied in each update from `since` on."""
     model = model or Model()
     found = UpdateSnapshot(model, CPU)
     for number in range(update + 1):
@@ -90,7 +90,7 @@ def bits(model: nn.Module) -> dict[str, bytes]:
 
 
 def of_numpy_generator() -> dict[str, Any]:
-    """Return the words and the position in them: a draw changes only the position, until all words are used."""
+    """Return the key and the position in it: a draw changes only the position, until the key is used up."""
     words = np.random.get_state(legacy=False)["state"]
     return {"key": words["key"].tolist(), "pos": words["pos"]}
 
@@ -129,7 +129,7 @@ def test_state_changed_by_forward_passes_is_restored(name: str, update: int) -> 
 def test_state_that_cannot_be_restored_is_named(
     change: Callable[[Model], object], update: int, since: int, said: str
 ) -> None:
-    """Weights that a momentum encoder moves through `.data` too: torch counts no change there."""
+    """This includes weights that a momentum encoder updates through `.data`, where torch counts no change."""
     assert begun(change, update=update, since=since).restore().startswith(said)
 
 
@@ -141,7 +141,7 @@ def test_an_update_without_oom_is_unaffected(change: Callable[[Model], object], 
 
 @pytest.fixture
 def odd() -> Model:
-    """A model whose buffers can hardly be copied."""
+    """A model with buffers that are difficult to copy."""
     model = Model()
     with torch.inference_mode():
         model.register_buffer("of_inference", torch.ones(3))
@@ -162,14 +162,14 @@ def test_buffers_may_be_of_any_kind(odd: Model, update: int) -> None:
 
 
 def test_earlier_non_finite_values_are_found_after_a_discarded_update() -> None:
-    """On a GPU the numbers of an update are looked at in the one after it."""
+    """On a GPU, the values of an update are checked during the next update."""
     precision = Precision(World(CPU))
     precision.checks_immediately = False
     weight = nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], lr=0.1)
     weight.grad = torch.ones(1)
     precision.step(optimizer, torch.tensor(float("nan")), torch.tensor(1.0))
-    precision.discard()  # memory ran out in the next one
+    precision.discard()  # out of memory in the next update
     with pytest.raises(NotFinite):
         precision.step(optimizer, torch.tensor(1.0), torch.tensor(1.0))
 
@@ -196,7 +196,7 @@ def of_a_sample(cause: BaseException) -> DataError:
 
 
 def of_numpy(nbytes: int) -> BaseException:
-    """Return what numpy raises for an array that is larger than the address space."""
+    """Return the exception that numpy raises for an array larger than the address space."""
     with pytest.raises(MemoryError) as caught:
         np.empty(nbytes, dtype=np.uint8)
     return caught.value

@@ -232,7 +232,7 @@ MEDIA = TASK.replace(
 )
 
 
-@pytest.mark.filterwarnings("default")  # tensorboard's own
+@pytest.mark.filterwarnings("default")  # of tensorboard
 def test_images_text_and_histograms_reach_the_tracker(write: Callable[[str], Path], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

@@ -1,4 +1,4 @@
-"""What may differ from the checkpoint of a run that resumes, and that its model fits by name, shape and type."""
+"""Which settings may differ when a run is resumed, and that its model must match by name, shape and dtype."""
 
 from __future__ import annotations
 

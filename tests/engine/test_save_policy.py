@@ -1,4 +1,4 @@
-"""Laws of saving: when a checkpoint is due, how that is written, and which one is better."""
+"""The save policy: when a checkpoint is due, how the interval is written, and which checkpoint is better."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_the_requested_number_of_checkpoints_is_kept() -> None:
     assert {"default": default, "off": off} == CHECKPOINTS
 
 
-# What saves cost, and how often they are made because of it
+# ---------------------------------------------------------------- cost of saves, and the interval that follows from it
 
 
 def saved(write_s: float = 2.0, total_s: float = 2.5) -> SavedCheckpoint:
@@ -136,7 +136,7 @@ def saved(write_s: float = 2.0, total_s: float = 2.5) -> SavedCheckpoint:
 
 
 def after(save_cost: SaveCost, held_s: float, during: list[float], written: SavedCheckpoint) -> None:
-    """A save was made that held training, and during which updates took so long."""
+    """Record a save that paused training, and the durations of the updates during its write."""
     save_cost.record_pause(held_s)
     for seconds in during:
         save_cost.record_update(seconds, writing=True)
@@ -145,7 +145,7 @@ def after(save_cost: SaveCost, held_s: float, during: list[float], written: Save
 
 def test_the_cost_of_a_save_includes_pause_and_slowdown() -> None:
     save_cost = SaveCost()
-    for seconds in (0.5, 0.4, 0.6, 9.0, 0.5):  # one of them was disturbed by something else
+    for seconds in (0.5, 0.4, 0.6, 9.0, 0.5):  # one of them is an outlier
         save_cost.record_update(seconds, writing=False)
     assert save_cost.expected_s() is None
     after(save_cost, 0.3, [0.7, 0.6, 0.5], saved())
@@ -216,7 +216,7 @@ def test_a_given_interval_is_not_adapted(every: Any) -> None:
 
 
 def test_no_suggestion_repeats_a_current_setting() -> None:
-    """Where a disk is too slow."""
+    """The suggestion is for a disk that is too slow."""
     assert "checkpoint.every=auto" in default(every=1).advice
     for policy in (default(), default(best=None)):
         assert "checkpoint.every=auto" not in policy.advice

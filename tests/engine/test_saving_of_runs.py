@@ -1,4 +1,4 @@
-"""Laws of saving beside training: the state that is written is that of its update, and the disk holds nobody up."""
+"""Asynchronous saves: a checkpoint has the state of its update, and the disk does not block training."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ TASK = Path(__file__).with_name("task_that_is_saved.py")
 
 
 class SlowDisk(System):
-    """Syncs nothing before the gate is open."""
+    """A disk that syncs nothing until the gate is open."""
 
     def __init__(self) -> None:
         self.gate, self.reached = threading.Event(), threading.Event()
@@ -65,7 +65,7 @@ def test_a_checkpoint_has_the_state_of_its_update_however_slow_the_disk(tmp_path
                 saved = weights(phase)
                 assert disk.reached.wait(60)
                 for _ in range(5):
-                    next(updates)  # training goes on: it would wait for ever otherwise
+                    next(updates)  # not blocked by the save, or this would never return
                 assert not torch.equal(weights(phase)["0.weight"], saved["0.weight"])
                 disk.gate.set()
                 saving_of(phase).saver.writer.wait()
@@ -76,7 +76,7 @@ def test_a_checkpoint_has_the_state_of_its_update_however_slow_the_disk(tmp_path
 
 def test_a_save_during_another_does_not_change_that_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Gate(System):
-        """Begins with no checkpoint before it is opened."""
+        """Blocks the writer thread before it creates a folder, until the gate is open."""
 
         def __init__(self) -> None:
             self.opened, self.reached = threading.Event(), threading.Event()
@@ -114,7 +114,7 @@ def test_a_save_during_another_does_not_change_that_one(tmp_path: Path, monkeypa
 
 
 def after(first: Callable[[], object], then: Callable[[], Any]) -> Callable[[], Any]:
-    """Return a function that calls one and then the other."""
+    """Return a function that calls both and returns the result of the second."""
 
     def call() -> Any:
         first()
@@ -124,7 +124,7 @@ def after(first: Callable[[], object], then: Callable[[], Any]) -> Callable[[], 
 
 
 class Broken(System):
-    """No checkpoint gets its name."""
+    """A disk on which renaming a checkpoint to its final name fails."""
 
     def rename(self, source: Path, target: Path) -> None:
         if target.name.startswith("update-"):
@@ -182,8 +182,8 @@ def test_no_save_starts_without_enough_time(tmp_path: Path) -> None:
         saving_of(phase).saver.writer.wait()
         there = files.list_names(folder)
         signal.raise_signal(signal.SIGUSR1)
-        next(updates)  # due by counting
-        saving_of(phase).save_if_best({"val/loss": 1.0})  # an evaluation that was done when the signal came
+        next(updates)  # due by the number of updates
+        saving_of(phase).save_if_best({"val/loss": 1.0})  # an evaluation that ended when the signal arrived
         phase.close()
         assert (
             saving_of(phase).saver.bests,
@@ -223,7 +223,7 @@ def test_the_writer_ends_before_the_run_is_closed_whatever_fails(
             saving_of(phase).save()
             monkeypatch.setattr(phase.loader, "close", fail)
             writer = saving_of(phase).saver.writer
-            monkeypatch.setattr(writer, "close", after(disk.gate.set, writer.close))  # the first to wait for the disk
+            monkeypatch.setattr(writer, "close", after(disk.gate.set, writer.close))  # the first to wait
             metrics, close = phase.run_.observers.metrics, phase.run_.observers.metrics.close
 
             def closed() -> None:
@@ -290,7 +290,7 @@ def test_rows_that_come_after_the_last_save_are_synced_before_a_phase_ends(words
 
 def test_saves_faster_than_the_disk_are_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     now, told = [1000.0], list[str]()
-    waits_s = itertools.cycle([0.7, 0.0])  # for the save before, and once more when the next is handed over
+    waits_s = itertools.cycle([0.7, 0.0])  # for the previous save, then when the next is handed over
 
     def pass_time() -> None:
         now[0] += next(waits_s)
@@ -315,7 +315,7 @@ def test_a_timed_save_waits_for_the_disk_instead_of_blocking_training(tmp_path: 
         updates = phase.updates()
         next(updates)
         with files.use_system(disk := SlowDisk()):
-            saving_of(phase).saver.policy.seconds = 0.0  # always late
+            saving_of(phase).saver.policy.seconds = 0.0  # always due
             next(updates)
             assert saving_of(phase).saver.writer.busy_s is not None
             first = saving_of(phase).saved_at
@@ -342,7 +342,7 @@ def test_the_interval_follows_from_save_costs_also_in_a_resumed_run(
         monkeypatch.setattr(saving_of(phase).saver, "record_update", lambda _: updated(0.01))  # none is slowed
         next(updates)
         saving_of(phase).save()
-        saving_of(phase).saver.save_cost.record_pause(4.0)  # what it says now
+        saving_of(phase).saver.save_cost.record_pause(4.0)  # the cost of the last pause
         saving_of(phase).saver.writer.wait()
         next(updates)
         assert saving_of(phase).saver.policy.seconds == pytest.approx(400.0)

@@ -1,4 +1,4 @@
-"""What a session refuses before it makes anything."""
+"""How a run gets its name, and which names are refused."""
 
 from __future__ import annotations
 

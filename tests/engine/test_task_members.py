@@ -1,4 +1,4 @@
-"""A member of a task or hook with wrong arguments or of a wrong type is refused when it is loaded, by name."""
+"""Members of a task or hook with wrong arguments or types are refused by name when the task is loaded."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ HERE = Path(__file__)
 
 
 class Right(Task):
-    """Overrides members in each way that is allowed."""
+    """Overrides members in every allowed way."""
 
     item = "token"
     items_per_sample = 64
@@ -52,7 +52,7 @@ class Right(Task):
 def method(*names: str) -> Any:
     """Return a method with these arguments."""
     space: dict[str, Any] = {}
-    exec(f"def method({', '.join(names)}): ...", space)  # noqa: S102 - names of this test
+    exec(f"def method({', '.join(names)}): ...", space)  # noqa: S102 - the names are in this file
     return space["method"]
 
 
@@ -133,7 +133,7 @@ def build(*, size: int = 4) -> Task:
 
 
 def member(text: str) -> tuple[str, str]:
-    """Return the change of TASK that adds a method with one statement, given as `arguments: statement`."""
+    """Return (old, new) to add a one-statement method to TASK, given as `name(arguments): statement`."""
     head, _, statement = text.partition(": ")
     return "def loss", f"def {head}:\n        {statement}\n    def loss"
 
@@ -153,7 +153,7 @@ RETURNS: dict[str, tuple[str, str, str]] = {
 
 
 def train(task: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
-    """Train two updates of a task in this process; return the exit code."""
+    """Train a task for two updates in this process; return the exit code."""
     name = f"{folder.name}.py"  # unique: tasks are imported by name
     (folder / name).write_text(task)
     monkeypatch.chdir(folder)

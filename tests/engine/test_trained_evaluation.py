@@ -1,4 +1,4 @@
-"""The command evaluate gives what the evaluation during training gives, and counts each sample once."""
+"""`accel-run evaluate` gives the same result as evaluation during training, and counts each sample once."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a phase does between its updates."""
+"""The interval of evaluations, and the record of a stopped run."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Samples are hashed where training reads them, and the hash follows from their content alone."""
+"""Samples are hashed in the process in which training reads them, and the hash depends only on their content."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.engine.training_identity import changed_files, changed_samples, fing
 
 
 class Opening:
-    """Opens its file at the first sample, as data sets do which must not share it with other workers."""
+    """Opens its file at the first sample, like data sets that must not share the file between workers."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.opened = path, -1
@@ -138,7 +138,7 @@ def test_a_module_that_importlib_loaded_belongs_to_the_code(tmp_path: Path, monk
     monkeypatch.syspath_prepend(tmp_path)
     with monkeypatch.context() as patch:
         for name in ("mine_by_name", "part_by_name", "deep_by_name"):
-            patch.setitem(sys.modules, name, sys)  # so that it is removed at the end
+            patch.setitem(sys.modules, name, sys)  # removed when the test ends
             del sys.modules[name]
         importlib.import_module("mine_by_name")
         _check_by_name(tmp_path)

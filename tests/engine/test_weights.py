@@ -1,4 +1,4 @@
-"""Initial weights: tensors that fit are those of the source bit for bit, and the others are reported."""
+"""Initial weights: matching tensors equal those of the source bit for bit, and the others are reported."""
 
 from __future__ import annotations
 

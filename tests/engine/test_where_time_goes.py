@@ -1,4 +1,4 @@
-"""Laws of the time of a run: every second has its part, and a part has the time that was spent in it."""
+"""Time accounting of a run: every second belongs to a part, and each part has the time that was spent in it."""
 
 from __future__ import annotations
 
@@ -82,8 +82,8 @@ def build(*, data: float = 0, forward: float = 0, backward: float = 0, optimizer
 """
 VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_time"}
 BASE = "train --task task.py run=r updates=12 global_batch_size=8 log_every=4 evaluate.every=0 monitor=off"
-LAG_S = 0.02  # of the late device, which is waited for at the end
-TICKS_S = 5e-3  # of a run: each look at the clock takes a microsecond
+LAG_S = 0.02  # of the late device, for which the end of the run waits
+TICKS_S = 5e-3  # per run: each reading of the clock takes a microsecond
 NUM_EVALUATED = 64 // 8  # batches of an evaluation
 
 
@@ -117,7 +117,7 @@ def test_parts_have_their_time_and_add_up_to_the_run(server: ForkServer, folder:
     assert found.updates == 11, "the first one is start-up"
     assert found.num_evaluations == 2
     assert found.num_saves == 1
-    times = {"evaluation": 2 * NUM_EVALUATED, "saving": 1, "hooks": 12}  # the first begin before the first update
+    times = {"evaluation": 2 * NUM_EVALUATED, "saving": 1, "hooks": 12}  # hooks start before the first update
     for part, ms in slept_ms.items():
         expected = times.get(part, 11) * ms / 1e3
         assert found.parts_s[part] == pytest.approx(expected, abs=TICKS_S), f"{part} is not what was slept in it"
@@ -187,7 +187,7 @@ def test_the_first_update_is_excluded_from_the_parts_of_a_rank(server: ForkServe
 
 
 def test_save_costs_are_counted_across_a_resume(server: ForkServer, folder: Path) -> None:
-    """The last one is no part of the checkpoint that it writes."""
+    """The cost of the last save is not in the checkpoint that it writes."""
     one = evidence_of(server, folder, "task.saving=300")
     other = evidence_of(server, folder, "task.saving=300 updates=16 resume_allow=[updates,task.saving]")
     (phase,) = other.phases

@@ -1,7 +1,7 @@
-"""Imported first in a process, it replaces the clock: time passes where a task calls `sleep`, and nowhere else.
+"""Imported first in a process: replaces the clock by one that advances only when a task calls `sleep`.
 
-So the seconds of each part of a run are known, whatever else the machine does. Each call takes a microsecond,
-so that no time between two is zero.
+So the time of each part of a run is known, however busy the machine is. Each reading takes a microsecond,
+so that no interval is zero.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from runner.axes.dataloader import ThreadLoader, WorkerLoader
 from runner.base.stopwatch import Stopwatch
 
 TICK_S = 1e-6
-READ_S = float(os.environ.get("READ_MS", "0")) / 1e3  # of a batch, where another process or thread reads it
+READ_S = float(os.environ.get("READ_MS", "0")) / 1e3  # per batch, if another process or thread reads it
 
 
 class VirtualTime:
@@ -31,7 +31,7 @@ class VirtualTime:
         return self.now
 
     def sleep(self, seconds: float) -> None:
-        """Let time pass for the main thread; what other threads and processes do takes none of it."""
+        """Advance the clock if called by the main thread; other threads and processes take no time."""
         if threading.current_thread() is threading.main_thread():
             self.now += seconds
 
@@ -41,7 +41,7 @@ sleep = CLOCK.sleep
 
 
 def late(kind: Any) -> None:
-    """Let the batches of a loader come as if each took READ_S to read, one after the other, beside training."""
+    """Patch a loader class so that its batches arrive as if each took READ_S to read, in sequence, during training."""
     real = kind.batches
 
     def batches(self: Any, keys: Any) -> Iterator[Any]:
@@ -54,7 +54,7 @@ def late(kind: Any) -> None:
 
 
 def waited(real: Any) -> Any:
-    """At the end of what ranks exchange, it is as late on each as on the last to come."""
+    """Wrap `Stopwatch.lap`: at the end of communication, the clocks of all ranks advance to the latest one."""
 
     def lap(self: Any, part: str) -> None:
         if part == "wait":

@@ -1,11 +1,11 @@
-"""Secrets that are made up: one for each name and each shape, so that a search for them shows what leaks."""
+"""Fake secrets, one for each variable name and each format: a search for them finds what leaks."""
 
 from __future__ import annotations
 
 import random
 import string
 
-# As variables of the environment are called; each is a name by which a secret is known.
+# Names of environment variables that hold secrets.
 NAMES = (
     "WANDB_API_KEY", "HF_TOKEN", "AWS_SECRET_ACCESS_KEY", "AWS_ACCESS_KEY_ID", "AWS_SESSION_TOKEN", "MY_PASSWORD",
     "OPENAI_API_KEY", "SLURM_JWT", "MY_PASS", "MY_PW", "DB_PWD", "DB_PASSWD", "PGPASSWORD", "SSHPASS", "MYSQL_PASS",
@@ -19,7 +19,7 @@ NAMES = (
 )  # fmt: skip
 DIGITS, UPPER = string.digits, string.digits + string.ascii_uppercase
 HEX, PLAIN = string.digits + "abcdef", string.ascii_letters + string.digits
-# {kind:count} stands for so many characters of that kind.
+# {kind:count} stands for `count` characters of that kind.
 SHAPES = (
     "-----BEGIN OPENSSH PRIVATE KEY-----{plain:70}", "https://me:{plain:20}@host/x.git", "postgres://:{plain:20}@host/db",
     "https://{plain:30}@host/x.git", "https://hooks.slack.com/services/T{upper:8}/B{upper:8}/{plain:24}",
@@ -50,7 +50,7 @@ KINDS = {"digits": DIGITS, "upper": UPPER, "hex": HEX, "plain": PLAIN}
 
 
 def of_shape(shape: str, dice: random.Random) -> tuple[str, list[str]]:
-    """Return a text of this shape, and the parts of it that nobody may see."""
+    """Return a text of this shape, and the parts of it that must not be visible."""
     text, parts = "", []
     for piece in shape.replace("}", "{").split("{"):
         kind, _, count = piece.partition(":")
@@ -60,7 +60,7 @@ def of_shape(shape: str, dice: random.Random) -> tuple[str, list[str]]:
                 + dice.choice(DIGITS)
                 + dice.choice("abcdef" if kind == "hex" else DIGITS)
             )
-            parts += [part] if len(part) > 14 else []  # a shorter one says who, not the secret
+            parts += [part] if len(part) > 14 else []  # shorter parts identify an account, they are not the secret
             text += part
         else:
             text += piece
@@ -68,7 +68,7 @@ def of_shape(shape: str, dice: random.Random) -> tuple[str, list[str]]:
 
 
 def of_names(dice: random.Random) -> dict[str, str]:
-    """Return a value for each name, in turn a plain one, one that formats escape, and one within an address."""
+    """Return a value for each name: in turn plain, with characters that output formats escape, and inside a URL."""
     found = {}
     for number, name in enumerate(NAMES):
         core = "canary" + "".join(dice.choices(PLAIN, k=22)) + "1a"

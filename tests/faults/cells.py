@@ -1,7 +1,7 @@
-"""The cells of the resume matrix: what a run computes, how it is ended, and what is changed when it goes on.
+"""Cells of the resume matrix: what a run computes, how it is interrupted, and what changes when it resumes.
 
-A cell is a choice of a level on each axis. `drawn` gives cells at random from the whole product; `covering` picks few
-that hold as many pairs of levels as they can, over few courses, because a course must also run once uninterrupted.
+A cell is one level on each axis. `drawn` returns a random cell of the whole product. `covering` greedily selects a few
+cells that cover as many pairs of levels as possible within few courses, because each course needs a reference run.
 """
 
 from __future__ import annotations
@@ -11,13 +11,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-# What a run computes: one reference, never interrupted, for each combination.
+# What a run computes. Each combination has one uninterrupted reference run.
 COURSE_AXES: dict[str, dict[str, str]] = {
     "precision": {
         "fp32": "precision=fp32",
         "bf16": "precision=bf16",
         "fp16": "precision=fp16",
-        # overflows again and again: every second update the scale grows until it is too much
+        # overflows repeatedly: every second update, the scale grows until it is too large
         "fp16 overflowing": "precision=fp16 precision.init_scale=524288 precision.growth_interval=2",
     },
     "ranks": {
@@ -53,7 +53,7 @@ COURSE_AXES: dict[str, dict[str, str]] = {
         "moving average": "task.average=true",
     },
 }
-# What may be otherwise each time the run goes on, and how it is ended.
+# What may differ between attempts, and how a run is interrupted.
 MECHANICS = {
     "workers": {
         "0": "dataloader.num_workers=0",
@@ -74,12 +74,12 @@ MECHANICS = {
     "change": {"none": "", "workers": "", "saves": "", "micro": "", "ranks": ""},
 }  # fmt: skip
 AXES = {**COURSE_AXES, **MECHANICS}
-Levels = tuple[str, ...]  # one of each axis, in the order of AXES
+Levels = tuple[str, ...]  # one level of each axis, in the order of AXES
 
 
 @dataclass(frozen=True)
 class Cell:
-    """A choice on each axis; `number` begins the random choices within it."""
+    """One level on each axis; `number` seeds the random choices within the cell."""
 
     levels: Levels
     number: int
@@ -89,38 +89,37 @@ class Cell:
 
     @property
     def world_size(self) -> int:
-        """Number of ranks."""
         return {"one": 1, "ddp 5+2+1": 3}.get(self["ranks"], 2)
 
     @property
     def is_exact(self) -> bool:
-        """True where nothing changes that would add numbers in another order."""
+        """True unless the cell changes the order in which floating-point numbers are added."""
         return self["change"] not in ("micro", "ranks")
 
     @property
     def keeps_best(self) -> bool:
-        """True where the best checkpoints are kept in each attempt, as they are in the reference."""
+        """True if every attempt keeps the best checkpoints, like the reference."""
         return self["saves"] != "end" and self["change"] != "saves"
 
     def course(self) -> list[str]:
-        """Return the words of what is computed."""
+        """Return the overrides that define what is computed."""
         words = ["phases=[statistics,body,head]"] if self["phases"] == "three" else []
         for axis in COURSE_AXES:
             words += AXES[axis][self[axis]].split()
         words += self.micro(int(self["accumulation"]))
-        if self["phases"] == "three":  # the lengths of phases are the task's
+        if self["phases"] == "three":  # the task sets the lengths of phases
             words = [word for word in words if not word.startswith(("updates=", "epochs="))]
         if not self.is_exact:
             words += ["task.dropout=0", "task.noise=0", "task.double=true"]
         return words
 
     def micro(self, accumulation: int) -> list[str]:
-        """Return the word for so many micro-batches in an update, at least on the rank with the largest share."""
+        """Return the override for this number of micro-batches per update, on the rank with the largest share."""
         largest = {"ddp 2": 4, "fsdp 2": 4, "ddp 5+3": 5, "fsdp 5+3": 5, "ddp 5+2+1": 5}.get(self["ranks"], 8)
         return [f"micro_batch_size={-(-largest // accumulation)}"]
 
     def mechanics(self, attempt: int) -> list[str]:
-        """Return the words that no number follows from; they may differ from attempt to attempt."""
+        """Return the overrides that do not affect any result; they may differ between attempts."""
         workers, saves = (list(AXES[axis]) for axis in ("workers", "saves"))
         worker, save = self["workers"], self["saves"]
         if self["change"] == "workers":
@@ -134,7 +133,7 @@ class Cell:
         return words
 
     def changed(self) -> list[str]:
-        """Return the words that go on with other micro-batches or ranks, in the place of those of the course."""
+        """Return the overrides that change the micro-batches or ranks on resume; they replace those of the course."""
         if self["change"] == "micro":
             return self.micro(1 if self["accumulation"] == "2" else 2)
         if self["change"] == "ranks":
@@ -144,7 +143,7 @@ class Cell:
 
 
 def can_be(levels: Levels) -> bool:
-    """Tell whether a cell of these levels means something."""
+    """Return whether the levels can be combined."""
     cell = Cell(levels, 0)
     if cell["keeps"] == "own generator" and cell["ranks"].startswith("pipeline"):
         return False  # its loss draws from a buffer of the first layer, which is on another rank
@@ -153,7 +152,7 @@ def can_be(levels: Levels) -> bool:
     if cell["end"] == "rank" and cell["ranks"] == "one":
         return False
     if not cell.is_exact and (cell["precision"] != "fp32" or cell["keeps"] != "layer norm"):
-        return False  # a half format rounds more than another order of sums does
+        return False  # float16 and bfloat16 round more than a different order of additions does
     return cell.is_exact or cell["data"] != "bad"
 
 
@@ -164,7 +163,7 @@ def pairs(levels: Levels) -> Iterator[tuple[int, str, int, str]]:
 
 
 def drawn(rng: random.Random, course: Levels = (), rare: float = 0.05) -> Levels:
-    """Return a cell at random; of the given course where there is one. Spawned workers cost seconds and are `rare`."""
+    """Return a random cell, of the given course if any; rare: probability of spawned workers, which cost seconds."""
     while True:
         levels = list(course)
         for axis in list(AXES)[len(course) :]:
@@ -177,9 +176,9 @@ def drawn(rng: random.Random, course: Levels = (), rare: float = 0.05) -> Levels
 
 
 def covering(rng: random.Random, count: int, num_courses: int) -> list[Cell]:
-    """Return `count` cells of `num_courses` courses that hold as many pairs of levels as a greedy choice finds.
+    """Return `count` cells of `num_courses` courses, chosen greedily to cover many pairs of levels.
 
-    What a run of ranks costs counts: those cells are fewer.
+    Gains are divided by the cost of a run, so cells with many ranks are fewer.
     """
     seen: set[tuple[int, str, int, str]] = set()
 
@@ -198,14 +197,14 @@ def covering(rng: random.Random, count: int, num_courses: int) -> list[Cell]:
         Cell(best([drawn(rng, course, rare=0.0) for _ in range(40)]), number) for number, course in enumerate(courses)
     ]
     while len(cells) < count:
-        rare = 1.0 if len(cells) == num_courses else 0.0  # spawned workers once
+        rare = 1.0 if len(cells) == num_courses else 0.0  # spawned workers in one cell only
         candidates = [drawn(rng, course, rare) for course in courses for _ in range(15)]
         cells.append(Cell(best(candidates), len(cells)))
     return cells[:count]
 
 
 def ranks_of(rng: random.Random, num_courses: int) -> list[str]:
-    """Return the ranks of each course: in turn, or one process, replicated ranks and one more where there are few."""
+    """Return the ranks of each course: all levels in turn, or one process, a ddp level and another if there are few."""
     levels = list(COURSE_AXES["ranks"])
     if num_courses >= len(levels):
         return [levels[number % len(levels)] for number in range(num_courses)]
@@ -215,7 +214,7 @@ def ranks_of(rng: random.Random, num_courses: int) -> list[str]:
 
 
 def cells_whose_readers_change(rng: random.Random, count: int) -> list[Cell]:
-    """Return cells of few courses, on one and two ranks, that are killed and resumed with another reader each time."""
+    """Return cells of few courses, on one and two ranks, that are killed and resume with another number of workers."""
     courses = [
         dict(zip(AXES, ("fp32", ranks, accumulation, "one", "adamw cosine", data, "layer norm"), strict=False))
         for ranks, accumulation, data in (
@@ -235,7 +234,7 @@ def cells_whose_readers_change(rng: random.Random, count: int) -> list[Cell]:
     return found
 
 
-COST = {"one": 1.0, "ddp": 1.5, "fsdp": 2.0, "pipeline": 3.0}  # seconds of a run, about, over those of one process
+COST = {"one": 1.0, "ddp": 1.5, "fsdp": 2.0, "pipeline": 3.0}  # approximate cost of a run, relative to one process
 
 
 def some(rng: random.Random, ranks: str) -> list[Levels]:

@@ -1,7 +1,7 @@
-"""How often each fault suite injects, from which seed, and the table of counts at the end.
+"""Fixtures that set the number and the seed of injected faults, and the table of counts at the end.
 
-In the environment: ACCEL_RUN_FAULTS=long takes the long column, ACCEL_RUN_SEED another seed, ACCEL_RUN_COUNT another
-count for every suite, ACCEL_RUN_TALLY=FILE appends the counts as JSON lines. `scripts/faults.sh` sets them.
+Environment variables: ACCEL_RUN_FAULTS=long selects the long form, ACCEL_RUN_SEED the seed, ACCEL_RUN_COUNT one count
+for all suites. ACCEL_RUN_TALLY=FILE appends the counts as JSON lines. `scripts/faults.sh` sets them.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from tests.faults.tallies import IS_LONG, SEED, TALLIES, Tally
 
 @pytest.fixture
 def seed() -> int:
-    """What every random choice of a suite begins with."""
+    """The seed of every random choice of a suite."""
     return SEED
 
 
 @pytest.fixture
 def amount() -> Callable[[int, int], int]:
-    """Return from (number in every run of the tests, number on demand) how many injections are made now."""
+    """Return a function of (default count, count in the long form) that returns the number of injections."""
 
     def of(usual: int, on_demand: int) -> int:
         given = os.environ.get("ACCEL_RUN_COUNT")
@@ -36,7 +36,7 @@ def amount() -> Callable[[int, int], int]:
 
 @pytest.fixture
 def memory(tmp_path: Path) -> Iterator[Path]:
-    """A new folder in memory where the system has one, so that no disk is worn; gone afterwards."""
+    """A temporary folder in /dev/shm if available, to spare the disk."""
     shared = Path("/dev/shm")
     if not os.access(shared, os.W_OK):
         yield tmp_path
@@ -47,7 +47,7 @@ def memory(tmp_path: Path) -> Iterator[Path]:
 
 @pytest.fixture
 def tally(request: pytest.FixtureRequest) -> Iterator[Tally]:
-    """The counts of this test, shown at the end of the run."""
+    """The counts of this test, printed at the end of the session."""
     made = Tally(request.node.name.removeprefix("test_"))
     began = time.monotonic()
     yield made

@@ -1,25 +1,25 @@
-"""What a crash may leave on disk after any operation of a recording, under two models of a file system.
+"""States that a crash may leave on disk after any operation of a recording, under two models of a file system.
 
-strict  What POSIX promises, and no more (IEEE Std 1003.1-2017, fsync and rename, with the rationale of fsync; what that
-        means in practice: Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). The content of a file
-        is certain as of its last fsync, the names in a folder as of that of the folder. What came later may be there
-        or not, each change for itself and in any order: a name without its content, a file of the new length with the
-        new blocks, zeros or garbage in it, a later name without an earlier one. A rename is one step. The fsync of a
-        file does not make its name durable.
+strict  What POSIX guarantees, and no more (IEEE Std 1003.1-2017, fsync and rename, with the rationale of fsync; in
+        practice: Pillai et al., "All File Systems Are Not Created Equal", OSDI 2014). The content of a file is durable
+        as of its last fsync, the names in a folder as of the last fsync of the folder. Each later change may or may not
+        survive, independently and in any order: a name without its content, a file of the new length whose new blocks
+        hold zeros or garbage, a later name without an earlier one. A rename is atomic. The fsync of a file does not
+        make its name durable.
 ext4    ext4 with data=ordered and delayed allocation (kernel documentation, filesystems/ext4: "data=ordered" and
-        "delalloc"; fs/ext4/fsync.c, ext4_fsync_commit). All changes of names and lengths lie in one journal: what a
-        crash leaves is a prefix of them, which reaches at least to the last one that concerns a file or folder that
-        was synced, and to the moment of the sync where the file had new data, for writing it out allocates blocks.
-        Data not yet synced are whole up to some length and missing after it: with delayed allocation the length on
-        disk grows with what was written out, so a name may be there with an empty file. A shorter length that is not
-        in the journal yet may have zeros in its last block already. `auto_da_alloc` is not counted on: mount options
-        turn it off.
+        "delalloc"; fs/ext4/fsync.c, ext4_fsync_commit). All changes of names and lengths are in one journal, of which a
+        prefix survives a crash. The prefix reaches at least to the last change of any file or folder that was synced.
+        If a synced file had new data, it reaches to the time of the sync, because writing data out allocates blocks.
+        Data not yet synced are complete up to some length and missing after it: with delayed allocation the length on
+        disk grows with the data written out, so a name may refer to an empty file. If a shorter length is not yet in
+        the journal, the last block may already contain zeros. The model does not rely on `auto_da_alloc`, which mount
+        options can turn off.
 
-In both a failed fsync is the last word on what was waiting for it: the pages count as clean, and a later fsync of the
-same file says nothing of them (Rebello et al., "Can Applications Recover from fsync Failures?", USENIX ATC 2020).
-For names and lengths that is not modelled: where a journal cannot be written the file system stops.
+In both models, data that a failed fsync should have written stay uncertain: the kernel marks the pages clean, and a
+later fsync of the same file reports no error (Rebello et al., "Can Applications Recover from fsync Failures?", USENIX
+ATC 2020). This is not modelled for names and lengths: a file system that cannot write its journal stops.
 
-Blocks are of 64 bytes, smaller than any disk's, so that small files have several.
+Blocks have 64 bytes, smaller than on any disk, so that small files have several.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from tests.faults.recording import (
 )
 
 BLOCK = 64
-_NUM_DRAWS = 6  # at a point in one round, at least; where hardly one is new there is little left to find
+_NUM_DRAWS = 6  # minimum per point and round; a point with hardly any new state is dropped
 Tree = dict[str, bytes | None]  # path below the root -> content; None for a folder
 Naming = Make | Rename | Remove
 
@@ -58,9 +58,9 @@ Naming = Make | Rename | Remove
 class State:
     """One state of the disk after a crash.
 
-    after         how many operations had been made
+    after         number of operations before the crash
     acknowledged  what the product had promised by then
-    choice        how the state was chosen, to repeat it
+    choice        how the state was chosen, to reproduce it
     """
 
     model: str
@@ -71,13 +71,13 @@ class State:
 
     @property
     def identity(self) -> tuple[object, ...]:
-        """What makes two states the same to the product and to the oracle."""
+        """Key of states that the product and the oracle cannot distinguish."""
         return (frozenset(self.tree.items()), frozenset((key, repr(value)) for key, value in self.acknowledged.items()))
 
     def put(self, root: Path) -> None:
-        """The new folder `root` holds the state."""
+        """Write the state to the new folder `root`."""
         root.mkdir()
-        for path in sorted(self.tree):  # a folder comes before what lies in it
+        for path in sorted(self.tree):  # a folder comes before its content
             content = self.tree[path]
             if content is None:
                 (root / path).mkdir(0o700)
@@ -104,18 +104,18 @@ def states(
     *,
     points: Collection[int] | None = None,
 ) -> Iterator[State]:
-    """Yield `count` different states that a crash after any of the operations may leave, where there are so many.
+    """Yield up to `count` different states that a crash after any of the operations may leave.
 
-    The extreme ones of every point come first, and always; those between are drawn from `seed`.
+    The extreme states of every point come first and are never left out; further ones are drawn with `seed`.
 
-    points  after how many operations the crash comes; None: after any number of them
+    points  numbers of operations before the crash; None: all
     """
     seen: set[tuple[object, ...]] = set()
     live = set(range(len(operations) + 1) if points is None else points)
     for index, disk in _points(start, operations):
         if index in live:
             yield from _new(_extreme(index, disk), seen)
-    for number in itertools.count():  # at those points where the last draws gave something new
+    for number in itertools.count():  # only points whose last draws found new states
         each = max(_NUM_DRAWS, (count - len(seen)) // max(1, len(live)))
         for index, disk in _points(start, operations):
             if len(seen) >= count or not live:
@@ -136,7 +136,7 @@ def _new(found: Iterator[State], seen: set[tuple[object, ...]]) -> Iterator[Stat
 
 
 def after_all(start: Mapping[int, Content], operations: Sequence[Operation]) -> Tree:
-    """Return what is there when nothing crashes."""
+    """Return the tree without a crash."""
     *_, (_, disk) = _points(start, operations)
     return disk.strict(Choice("everything", lambda _: True, _whole))
 
@@ -146,40 +146,40 @@ def after_all(start: Mapping[int, Content], operations: Sequence[Operation]) -> 
 
 @dataclass(frozen=True)
 class Choice:
-    """What happens to the changes that are not certain: which names are there, and what a write leaves."""
+    """Which uncertain names survive, and what remains of an uncertain write."""
 
     told: str
-    keeps: Callable[[int], bool]  # place in the order of the uncertain changes of names and lengths -> it is there
-    leaves: Callable[[bytearray, Write], None]  # puts what is left of a write into the content
+    keeps: Callable[[int], bool]  # index among the uncertain changes of names and lengths -> it survives
+    leaves: Callable[[bytearray, Write], None]  # applies what remains of a write to the content
 
 
 def _none(content: bytearray, write: Write) -> None:
-    """Nothing of the write is there."""
+    """Keep nothing of the write."""
 
 
 def _whole(content: bytearray, write: Write) -> None:
-    """All of it is there."""
+    """Keep the complete write."""
     _grow(content, write)
     content[write.offset : write.offset + len(write.data)] = write.data
 
 
 def _zeros(content: bytearray, write: Write) -> None:
-    """The file is as long as after the write, but the blocks are not there."""
+    """Keep the new length of the file; the blocks are zeros."""
     _grow(content, write)
 
 
 def _half(content: bytearray, write: Write) -> None:
-    """The first half is there, and the file ends after it."""
+    """Keep the first half; the file ends after it."""
     _whole(content, Write(write.node, write.offset, write.data[: len(write.data) // 2]))
 
 
 def _garbage(content: bytearray, write: Write) -> None:
-    """The file is as long as after the write, and holds what the blocks held before."""
+    """Keep the new length of the file; the blocks hold stale data."""
     _whole(content, Write(write.node, write.offset, bytes((37 * i + 11) % 256 for i in range(len(write.data)))))
 
 
 def _some_blocks(chance: random.Random) -> Callable[[bytearray, Write], None]:
-    """Each block is there, or zeros, or garbage."""
+    """Keep each block, or replace it by zeros or garbage."""
 
     def leave(content: bytearray, write: Write) -> None:
         _grow(content, write)
@@ -195,7 +195,7 @@ def _some_blocks(chance: random.Random) -> Callable[[bytearray, Write], None]:
 
 
 def _some_of_it(chance: random.Random) -> Callable[[bytearray, Write], None]:
-    """The write is there up to some byte, or to some block."""
+    """Keep the write up to some byte or some block."""
 
     def leave(content: bytearray, write: Write) -> None:
         length = chance.randint(0, len(write.data))
@@ -225,7 +225,7 @@ STRICT_DATA = DATA | {"zeros": _zeros, "garbage": _garbage}
 
 
 def _extreme(index: int, disk: _Disk) -> Iterator[State]:
-    """Yield the states in which everything uncertain has the same lot, or one name has another than all the rest."""
+    """Yield states in which all uncertain changes are treated alike, or all but one name."""
     for told, leaves in STRICT_DATA.items():
         yield _strict(index, disk, Choice(f"all names, {told}", lambda _: True, leaves))
         yield _strict(index, disk, Choice(f"no names, {told}", lambda _: False, leaves))
@@ -238,7 +238,7 @@ def _extreme(index: int, disk: _Disk) -> Iterator[State]:
 
 
 def _drawn(index: int, disk: _Disk, chance: random.Random) -> Iterator[State]:
-    """Yield states by chance, for ever."""
+    """Yield random states, endlessly."""
     for number in itertools.count():
         kept = chance.choice((0.1, 0.5, 0.9))
         names = [chance.random() < kept for _ in range(disk.num_uncertain)]
@@ -263,45 +263,45 @@ def _ext4(index: int, disk: _Disk, choice: Choice) -> State:
 
 @dataclass
 class _Change:
-    """A change, and what is known of it."""
+    """A change, and whether it is durable."""
 
     what: Naming | Write | Truncate
-    place: int = -1  # in the journal of names and lengths
+    place: int = -1  # index in the journal of names and lengths
     is_certain: bool = False
-    is_doubtful: bool = False  # a sync of it failed: no later one helps
+    is_doubtful: bool = False  # a sync of it failed: later syncs do not help
 
 
 @dataclass
 class _File:
-    """What a file held at the beginning, and every change of it."""
+    """The initial content of a file, and its changes."""
 
     base: bytes
     changes: list[_Change] = field(default_factory=list)
 
 
 class _Disk:
-    """All that a crash at one moment leaves to be chosen."""
+    """The changes up to one moment, from which crash states are built."""
 
     def __init__(self, start: Mapping[int, Content]) -> None:
         self.acknowledged: dict[str, Any] = {}
-        self.num_committed = 0  # so much of the journal is on disk in the model ext4
+        self.num_committed = 0  # length of the journal on disk, in the ext4 model
         self.journal: list[_Change] = []
         self._folders: dict[int, dict[str, int]] = {n: dict(c) for n, c in start.items() if isinstance(c, dict)}
         self._files: dict[int, _File] = {node: _File(c) for node, c in start.items() if isinstance(c, bytes)}
-        self._reaches: dict[int, int] = {}  # node -> the length of the journal that holds all that concerns it
+        self._reaches: dict[int, int] = {}  # node -> length of the journal that includes all changes of it
 
     @property
     def lengths(self) -> range:
-        """The lengths of the journal that a crash may leave in the model ext4."""
+        """The lengths of the journal that a crash may leave in the ext4 model."""
         return range(self.num_committed, len(self.journal) + 1)
 
     @property
     def num_uncertain(self) -> int:
-        """How many changes of names and lengths are not certain in the model strict."""
+        """Number of uncertain changes of names and lengths in the strict model."""
         return sum(not change.is_certain for change in self.journal)
 
     def do(self, operation: Operation) -> None:
-        """The operation was made."""
+        """Apply an operation."""
         match operation:
             case Acknowledge(key, value):
                 self.acknowledged[key] = value
@@ -324,13 +324,13 @@ class _Disk:
                     change.is_doubtful |= isinstance(change.what, Write) and not change.is_certain
 
     def strict(self, choice: Choice) -> Tree:
-        """Return the tree where each uncertain change is there or not for itself."""
+        """Return the tree in which each uncertain change survives or not, independently."""
         uncertain = [id(change) for change in self.journal if not change.is_certain]
         kept = {change for place, change in enumerate(uncertain) if choice.keeps(place)}
         return self._tree(choice, lambda change: change.is_certain or id(change) in kept)
 
     def ext4(self, choice: Choice) -> Tree:
-        """Return the tree where the journal holds the changes that `choice` keeps, a prefix."""
+        """Return the tree after the prefix of the journal that `choice` keeps."""
         return self._tree(choice, lambda change: choice.keeps(change.place), is_ordered=True)
 
     def _tree(self, choice: Choice, is_there: Callable[[_Change], bool], *, is_ordered: bool = False) -> Tree:
@@ -361,7 +361,7 @@ class _Disk:
         if node in self._files:
             waiting = [c for c in self._files[node].changes if not c.is_certain and not c.is_doubtful]
             if any(isinstance(change.what, Write) for change in waiting):
-                self._reaches[node] = len(self.journal)  # blocks are allocated only now, after all that came before
+                self._reaches[node] = len(self.journal)  # blocks are allocated only now, after all earlier changes
             for change in waiting:
                 change.is_certain = True
         for change in self.journal:
@@ -371,7 +371,7 @@ class _Disk:
 
 
 def _content(file: _File, choice: Choice, is_there: Callable[[_Change], bool], *, is_ordered: bool) -> bytes:
-    """Return what the file holds; is_ordered: nothing behind what is missing."""
+    """Return the content of the file; is_ordered: nothing survives behind missing data."""
     content, longest, is_short = bytearray(file.base), 1 << 40, False
     for change in file.changes:
         match change.what:
@@ -380,7 +380,7 @@ def _content(file: _File, choice: Choice, is_there: Callable[[_Change], bool], *
                     del content[length:]
                     content.extend(bytes(length - len(content)))
                 elif length < len(content) and choice.leaves is not _none:
-                    content[length:] = bytes(len(content) - length)  # zeros go into the last block early
+                    content[length:] = bytes(len(content) - length)  # zeros are written to the last block early
                     longest = len(content) if is_ordered else longest
             case Write() as write:
                 if change.is_certain:
@@ -406,7 +406,7 @@ def _apply(folders: Mapping[int, dict[str, int]], naming: Naming) -> None:
 
 
 def _points(start: Mapping[int, Content], operations: Sequence[Operation]) -> Iterator[tuple[int, _Disk]]:
-    """Yield (number of operations made, the disk then); the same disk each time, one operation later."""
+    """Yield (number of operations, the disk after them). The disk is the same object, updated in place."""
     disk = _Disk(start)
     yield 0, disk
     for number, operation in enumerate(operations, 1):

@@ -1,4 +1,4 @@
-"""Ways in which files are damaged, and a small run of two checkpoints that they are tried on."""
+"""Ways to damage files, and a small run with two checkpoints to try them on."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from runner.durable import checkpoint, files
 from runner.durable.manifest import seal
 from tests.faults import saver
 
-Content = dict[str, bytes]  # name of a file -> what is in it
+Content = dict[str, bytes]  # file name -> content
 OLD, NEW = 1, 2
 
 
 class Pair:
-    """Two checkpoints in a folder, as often as they are asked for."""
+    """Two checkpoints in a folder, which `put` rewrites any number of times."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -30,11 +30,11 @@ class Pair:
 
     @property
     def directory(self) -> Path:
-        """The folder that is recovered from."""
+        """The folder that recovery reads."""
         return self.folder / "checkpoints"
 
     def put(self, contents: Mapping[str, Content]) -> None:
-        """The folder holds these checkpoints by name, and nothing else."""
+        """Replace the content of the folder by these checkpoints, by name."""
         shutil.rmtree(self.directory, ignore_errors=True)
         for name, content in contents.items():
             (self.directory / name).mkdir(parents=True)
@@ -46,7 +46,7 @@ def name_of(update: int) -> str:
     return checkpoint.checkpoint_path(Path(), update).name
 
 
-# What one file may become
+# Damage to one file
 
 
 def flipped(data: bytes, generator: random.Random) -> bytes:
@@ -98,7 +98,7 @@ ON_A_FILE: tuple[Callable[[bytes, random.Random], bytes], ...] = (
 )  # fmt: skip
 
 
-# What a checkpoint of two may become
+# Damage to one checkpoint of two
 
 
 def file_damaged(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
@@ -146,7 +146,7 @@ def replaced_by_the_other(pair: Pair, update: int, generator: random.Random) -> 
 
 
 def manifest_forged(pair: Pair, update: int, generator: random.Random) -> tuple[str, Content]:
-    """Change the manifest and give it a good hash, as a fault in a program might."""
+    """Change the manifest and recompute its hash, as a bug in a program might."""
     content = dict(pair.originals[update])
     manifest = json.loads(content["MANIFEST.json"])
     del manifest["sha256"]
@@ -179,7 +179,7 @@ ON_A_CHECKPOINT: tuple[Callable[[Pair, int, random.Random], tuple[str, Content]]
 
 
 def every_bit(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield the content with each of its bits changed."""
+    """Yield the content with each bit flipped in turn."""
     for position in range(len(data)):
         for bit in range(8):
             changed = bytearray(data)
@@ -188,18 +188,18 @@ def every_bit(data: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def every_length(data: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield each beginning of the content but the whole."""
+    """Yield every proper prefix of the content."""
     for length in range(len(data)):
         yield f"cut to {length} bytes", data[:length]
 
 
 def tree(folder: Path) -> Content:
-    """Return what is in the files of the folder."""
+    """Return file name -> content."""
     return {name: (folder / name).read_bytes() for name in files.list_names(folder)}
 
 
 def make_odd(path: Path, generator: random.Random) -> str:
-    """Something that is no file of ours is at `path`; returns what."""
+    """Replace `path` by something other than a regular file; return its kind."""
     if path.is_dir() and not path.is_symlink():
         shutil.rmtree(path)
     else:

@@ -1,8 +1,8 @@
-"""An ext4 file system of its own, on a disk in memory, whose power can be cut at any moment.
+"""A private ext4 file system in memory, whose power can be cut at any time.
 
-The disk is a memory file behind a loop device, mounted where only this process and its children see it: when they
-end, however they end, nothing of it is left. A cut is the ioctl EXT4_IOC_SHUTDOWN with NOLOGFLUSH: what was not
-committed and flushed is gone, as when the plug is pulled. Needs root, Linux and mkfs.ext4.
+The disk is a memory file behind a loop device, mounted in a private mount namespace: it disappears with the process and
+its children. A power cut is the ioctl EXT4_IOC_SHUTDOWN with NOLOGFLUSH: everything not committed and flushed is lost.
+Needs root, Linux and mkfs.ext4.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ NO_LOG_FLUSH = 2
 
 
 class Disk:
-    """The disk, mounted at `path` or not; made by `powered`."""
+    """The disk, which may be mounted at `path`; create it with `powered`."""
 
     def __init__(self, path: Path, num_bytes: int) -> None:
         self.path = path
@@ -32,7 +32,7 @@ class Disk:
         self._options = ""
 
     def format(self, options: str, block_size: int) -> None:
-        """The disk holds an empty file system with these mount options and is mounted."""
+        """Create an empty file system with these mount options and mount it."""
         self.unmount()
         os.ftruncate(self._descriptor, 0)
         os.ftruncate(self._descriptor, self._num_bytes)
@@ -42,15 +42,15 @@ class Disk:
         self.mount()
 
     def mount(self) -> None:
-        """The file system is there again, its journal replayed."""
+        """Mount the file system; the kernel replays its journal."""
         number, loop = _attach(self._descriptor)
         try:
             _call("mount", f"/dev/loop{number}".encode(), bytes(self.path), b"ext4", 0, self._options.encode())
         finally:
-            os.close(loop)  # it goes away with the mount
+            os.close(loop)  # released at unmount
 
     def cut(self) -> None:
-        """The power is gone: nothing reaches the disk any more, and what was not on it is lost."""
+        """Cut the power: nothing reaches the disk any more, and what was not on it is lost."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         try:
             fcntl.ioctl(descriptor, SHUTDOWN, struct.pack("I", NO_LOG_FLUSH))
@@ -58,19 +58,19 @@ class Disk:
             os.close(descriptor)
 
     def write_back(self) -> None:
-        """What was written so far is on disk, as the kernel does by itself from time to time."""
+        """Write dirty pages to disk, as the kernel does from time to time."""
         descriptor = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
         with suppress(OSError):
             _call("syncfs", descriptor)
         os.close(descriptor)
 
     def unmount(self) -> None:
-        """The file system is not mounted."""
+        """Unmount the file system if it is mounted."""
         if os.path.ismount(self.path):
             _call("umount2", bytes(self.path), 0)
 
     def close(self) -> None:
-        """Nothing of the disk is left."""
+        """Unmount and release the disk."""
         with suppress(OSError):
             _call("umount2", bytes(self.path), _MNT_DETACH)
         os.close(self._descriptor)
@@ -78,10 +78,10 @@ class Disk:
 
 @contextmanager
 def powered(path: Path, num_bytes: int = 64 << 20) -> Iterator[Disk]:
-    """Give a disk to be formatted and mounted at the folder `path`, seen by this process and its children alone.
+    """Yield a disk to format and mount at the folder `path`, visible to this process and its children only.
 
-    The process stays in a mount namespace of its own, so this is for a process of its own.
-    Raises OSError where the system does not let us.
+    Call it in a subprocess, because the process stays in a separate mount namespace.
+    Raises OSError if the system does not permit it.
     """
     if shutil.which("mkfs.ext4") is None:
         raise OSError(errno.ENOENT, "mkfs.ext4 is not installed")
@@ -95,7 +95,7 @@ def powered(path: Path, num_bytes: int = 64 << 20) -> Iterator[Disk]:
 
 
 def reason_against() -> str:
-    """Return why no disk can be had here; empty where it can. For a fork of the fork server."""
+    """Return why the disk cannot be used on this machine, "" if it can. Call it in a fork of the fork server."""
     if os.geteuid() != 0:
         return "needs root for mount and loop devices"
     path = Path("/tmp") if Path("/tmp").is_dir() else Path("/")
@@ -109,7 +109,7 @@ def reason_against() -> str:
 
 
 def _attach(descriptor: int) -> tuple[int, int]:
-    """Return the number of a loop device over the file, and a descriptor that keeps it until it is mounted."""
+    """Attach a loop device to the file; return its number and a descriptor that keeps it until it is mounted."""
     for _ in range(100):
         control = os.open("/dev/loop-control", os.O_RDWR | os.O_CLOEXEC)
         try:
@@ -117,13 +117,13 @@ def _attach(descriptor: int) -> tuple[int, int]:
         finally:
             os.close(control)
         loop = os.open(f"/dev/loop{number}", os.O_RDWR | os.O_CLOEXEC)
-        # struct loop_config: fd, block size, struct loop_info64 with nothing but its flags, eight reserved words
+        # struct loop_config: fd, block size, struct loop_info64 with only its flags set, eight reserved words
         info = struct.pack("5Q4I64s64s32s2Q", 0, 0, 0, 0, 0, 0, 0, 0, _LO_FLAGS_AUTOCLEAR, b"", b"", b"", 0, 0)
         try:
             fcntl.ioctl(loop, _LOOP_CONFIGURE, struct.pack("II", descriptor, 0) + info + bytes(64))
         except OSError as error:
             os.close(loop)
-            if error.errno != errno.EBUSY:  # else another process was quicker
+            if error.errno != errno.EBUSY:  # EBUSY: another process was faster
                 raise
         else:
             return number, loop

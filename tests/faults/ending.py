@@ -1,14 +1,13 @@
-"""Ends an accel-run command where FAULT in the environment says, one place as JSON; the fork server imports it first.
+"""Ends an accel-run command at the place in FAULT (environment, JSON); the fork server imports this module first.
 
-at      "update" (in the middle of it), "begin" (between two, also after the last), "evaluation", "build", "save",
-        "recovery"; or in what the product is broken: "forgets", "begins anew", "takes an older one"
-number  update of the phase; evaluation of this process; operation of the file system since the save or the
-        process began
+at      "update" (during it), "begin" (before one, also after the last), "evaluation", "build", "save", "recovery";
+        or how to break the product: "forgets", "begins anew", "takes an older one"
+number  update of the phase; evaluation of this process; file operation since the start of the save or of the process
 save    which save of this process
-phase   of "update" and "begin"
-by      SIGKILL ends the launcher too, "rank" this rank alone; SIGTERM asks the launcher; "raise": the task raises
-rank    who does it
-wait    do it only once a checkpoint is there; a number: that one
+phase   for "update" and "begin"
+by      SIGKILL also ends the launcher, "rank" only this rank; SIGTERM goes to the launcher; "raise": the task raises
+rank    the rank that does it
+wait    wait for a checkpoint first; a number: for this one
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ from tests.waiting import wait_until
 
 FAULT: dict[str, Any] = json.loads(os.environ.get("FAULT") or "{}")
 LAUNCHER = os.getpid()
-MAX_WAIT_S = 3.0  # for a checkpoint that need not come
+MAX_WAIT_S = 3.0  # for a checkpoint that may never appear
 CHECKPOINTS = Path("outputs/mine/checkpoints")
 
 
 def reached(at: str, number: int, phase: str = "") -> None:
-    """End the process if this is the place."""
+    """End the process if FAULT names this place."""
     if FAULT.get("at") == at and FAULT["number"] == number and FAULT.get("phase", phase) == phase and _is_mine():
         _end()
 
@@ -45,7 +44,7 @@ def _is_mine() -> bool:
 
 def _end() -> None:
     wait = FAULT.get("wait", False)
-    if wait is True:  # where there may be none yet, another history is as good
+    if wait is True:  # if there is none yet, another course of events is as good
         with suppress(AssertionError):
             wait_until(lambda: list(CHECKPOINTS.glob("update-*/MANIFEST.json")), timeout_s=MAX_WAIT_S)
     elif wait:
@@ -54,7 +53,7 @@ def _end() -> None:
     if by == "raise":
         raise KeyError("injected")
     if by == "SIGTERM":
-        FAULT.clear()  # a second one would mean: at once
+        FAULT.clear()  # a second signal would stop the run immediately
         os.kill(LAUNCHER, signal.SIGTERM)
         return
     if by == "SIGKILL" and os.getpid() != LAUNCHER:
@@ -63,7 +62,7 @@ def _end() -> None:
 
 
 class Counting(System):
-    """Counts the operations since the process began and since a save began."""
+    """Counts file operations since the start of the process and since the start of a save."""
 
     operations = saves = in_save = 0
 
@@ -94,14 +93,14 @@ if FAULT.get("at") in ("save", "recovery"):
 
 
 def _forgets() -> None:
-    """What the generators were is not put back."""
+    """Do not restore the state of the random number generators."""
     import runner.engine.phase
 
     runner.engine.phase.restore_rank_random_state = lambda *_: None
 
 
 def _loses(count: int | None) -> None:
-    """The newest `count` checkpoints, None: all, are gone before the run looks where it goes on."""
+    """Delete the newest `count` checkpoints (None: all) before the run looks for one to resume from."""
     from runner.engine import opening
 
     real = opening.find_resume_point

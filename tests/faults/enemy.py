@@ -1,4 +1,4 @@
-"""What an enemy does to a run's folder: each way a name, and a function that changes the folder `run`."""
+"""Attacks on a run folder: each has a name, and a function that changes the folder `run`."""
 
 # ruff: noqa: E501 - tables of attacks
 
@@ -32,7 +32,7 @@ def newest(run: Path) -> Path:
 
 
 def resealed(folder: Path, change: Callable[[dict[str, Any]], None] = lambda _: None) -> None:
-    """Give the files of a checkpoint a good seal again, and change the manifest before it is sealed."""
+    """Change the manifest of a checkpoint and recompute all its hashes."""
     manifest = json.loads((folder / MANIFEST).read_text())
     manifest.pop("sha256")
     names = [entry["name"] for entry in manifest["files"]]
@@ -49,7 +49,7 @@ def resealed(folder: Path, change: Callable[[dict[str, Any]], None] = lambda _: 
 
 
 def attacks(outside: Path) -> Iterator[tuple[str, Attack]]:
-    """Yield all ways. `outside` is a folder that nothing may change, with a file `canary`."""
+    """Yield all attacks. `outside` is a folder that must not change, with a file `canary`."""
     yield from _manifests()
     yield from _states()
     yield from _tensors()

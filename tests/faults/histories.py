@@ -1,4 +1,4 @@
-"""What a run does to its folder, step by step, and what must hold of the folder after a crash at any moment of it."""
+"""What a run does in its folder, step by step, and what must hold in the folder after a crash at any step."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ from tests.durable.parts import parts_of
 from tests.faults.crash_states import State
 from tests.faults.recording import Quick, Recording
 
-Promise = Callable[[str, Any], None]  # from now on a crash must keep this
+Promise = Callable[[str, Any], None]  # from now on, the promised state must survive a crash
 ROWS = [f'{{"update": {number}, "loss": {1 / (number + 1):.17g}}}\n'.encode() for number in range(12)]
 
 
 @dataclass(frozen=True)
 class History:
-    """Something a run does.
+    """A sequence of file operations of a run.
 
-    act      does it in a folder, and tells what it has promised
-    check    raises where a folder does not keep what was promised
-    prepare  what is there, and on disk, before
+    act      performs them in a folder, and reports what it has promised
+    check    raises if a folder does not keep what was promised
+    prepare  creates the durable state before
     """
 
     name: str
@@ -43,7 +43,7 @@ class History:
     prepare: Callable[[Path], None] = lambda _: None
 
     def record(self, root: Path) -> Recording:
-        """Return what the history does in the new folder `root`."""
+        """Record the history in the new folder `root`."""
         root.mkdir()
         with files.use_system(Quick()):
             self.prepare(root)
@@ -55,7 +55,7 @@ class History:
 
 @cache
 def snapshot(update: int) -> Snapshot:
-    """Return a snapshot of a few hundred bytes, every part of which depends on `update`."""
+    """Return a snapshot of a few hundred bytes, all of which depend on `update`."""
     generator = torch.Generator().manual_seed(update)
     return Snapshot(
         update=update,
@@ -74,7 +74,7 @@ def bits_of(update: int) -> dict[str, dict[str, tuple[torch.dtype, torch.Size, b
 
 
 def check_loaded(loaded: checkpoint.LoadedCheckpoint) -> None:
-    """What was loaded is, bit for bit, what was saved for its update."""
+    """Assert that the checkpoint is bitwise equal to what was saved for its update."""
     expected = snapshot(loaded.update)
     assert loaded.state == expected.state
     assert {key: loaded.manifest[key] for key in expected.facts} == expected.facts
@@ -84,11 +84,12 @@ def check_loaded(loaded: checkpoint.LoadedCheckpoint) -> None:
 def check_checkpoints(
     directory: Path, acknowledged: int, *, damaged: frozenset[int] = frozenset(), num_saved: int | None = None
 ) -> int:
-    """The oracle; returns the update that recovery found, 0 where it starts afresh.
+    """Check a folder of checkpoints; return the update that recovery found, 0 if it starts from scratch.
 
-    Recovery does not raise, what it finds equals what was saved, is at least the acknowledged one, and the next save
-    works. Two valid ones are there once two were acknowledged (`num_saved`; None: each one up to `acknowledged`). What
-    is damaged is among `damaged`: a crash leaves each checkpoint whole or out of sight.
+    Recovery must not raise, the checkpoint that it finds must equal what was saved and be at least as new as the
+    acknowledged one, and the next save must work. After two acknowledged saves there must be two valid checkpoints
+    (`num_saved`: number of saves; None: one per update up to `acknowledged`). Only `damaged` ones may be invalid:
+    a crash leaves each checkpoint either complete or not visible.
     """
     visible = {update for update in range(20) if files.exists(checkpoint_path(directory, update))}
     whole = {update for update in visible if not checkpoint.verify(checkpoint_path(directory, update))}
@@ -113,7 +114,7 @@ def check_checkpoints(
 
 @contextmanager
 def on_disk(state: State, root: Path) -> Iterator[Path]:
-    """The state is in the folder `root` while it is looked at, without waiting for the disk."""
+    """Write the state to the folder `root` and delete it afterwards; fsync is a no-op meanwhile."""
     state.put(root)
     try:
         with files.use_system(Quick()):
@@ -123,7 +124,7 @@ def on_disk(state: State, root: Path) -> Iterator[Path]:
 
 
 def check(history: History, state: State, root: Path) -> None:
-    """The history's law holds of the state. Raises AssertionError with all that is needed to see it again."""
+    """Check the state against the history. The AssertionError has all that is needed to reproduce it."""
     with on_disk(state, root):
         try:
             history.check(root, state.acknowledged)
@@ -238,7 +239,7 @@ def _check_anew(root: Path, promised: Mapping[str, Any]) -> None:
 
 
 def _left_half_made(root: Path) -> None:
-    """What a killed save and a killed retention leave."""
+    """Create what a killed save and a killed retention leave behind."""
     directory = _open_run(root)
     _saved(directory, 1, 2, 3)
     checkpoint_path(directory, 1).rename(directory / ".tmp-old-update-0000000001-ab")
@@ -383,7 +384,7 @@ def _check_log(root: Path, promised: Mapping[str, Any]) -> None:
 
 
 def _rows_and_saves(root: Path, promise: Promise) -> None:
-    """Rows are on disk before the checkpoint that counts them is."""
+    """Rows must be on disk before the checkpoint that counts them."""
     with RunDirectory.create_or_open(root / "runs", "one") as run, files.AppendLog(run.metrics) as log:
         for update in (1, 2, 3):
             log.write(ROWS[update - 1].decode())
@@ -410,7 +411,7 @@ def _three_saved_with_rows(root: Path) -> None:
 
 
 def _go_back_and_return(root: Path, promise: Promise) -> None:
-    """Go back to update 1 in a run that then fails before it has trained."""
+    """Rewind to update 1 in a run that then fails before training."""
     run = RunDirectory.find(root / "runs", "one")
     promise("between", (1, 2, 3))
     with suppress(ConfigError), rewind_run(run, "1", lambda _: None):
@@ -422,7 +423,7 @@ def _go_back_and_return(root: Path, promise: Promise) -> None:
 
 
 def _check_return(root: Path, promised: Mapping[str, Any]) -> None:
-    """Every checkpoint and row is there, seen or set aside, and the rows that the newest checkpoint counts are seen."""
+    """Every checkpoint and row still exists, possibly renamed; metrics.jsonl has the rows of the newest checkpoint."""
     directory, run = _checkpoints(root), root / "runs" / "one"
     kept = {found[0] for name in files.list_names(directory) if (found := re.search(r"\d{10}", name))}
     assert kept == {f"{update:010}" for update in (1, 2, 3)}, f"a checkpoint is lost: {files.list_names(directory)}"
@@ -457,7 +458,7 @@ HISTORIES = [
 ]
 
 
-# Short ones, of which every place is changed
+# Short histories, every operation of which is mutated
 
 
 def _two_saved(root: Path) -> None:

@@ -1,6 +1,6 @@
-"""Kill saving processes and whole runs at random events, and ask the oracle after each. For a fork of the fork server.
+"""Kill saving processes and complete runs at random events and check what is left. Runs in a fork of the fork server.
 
-A process kills itself at its n-th operation on files, or another kills it when it has heard of the n-th: no clock.
+A process kills itself at its n-th file operation, or another process kills it after receiving the n-th: no clock.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from tests.faults.power_cuts import CarelessOfAll
 
 @dataclass
 class Campaign:
-    """What came of it. bad: what the oracle said, with what is needed to repeat it."""
+    """Counts of a campaign. bad: failed checks, with what is needed to reproduce them."""
 
     kills: int = 0
     inside: int = 0
@@ -37,8 +37,8 @@ class Campaign:
 
 
 def kill_saves(folder: Path, count: int, seed: int) -> Campaign:
-    """Kill a process that saves in a row `count` times, half of them at an operation, half by another process."""
-    with files.use_system(CarelessOfAll()):  # what was written survives a kill, on disk or not
+    """Kill a saving process `count` times, half of them at an operation, half from another process."""
+    with files.use_system(CarelessOfAll()):  # written data survive a kill, whether on disk or not
         return _kill_saves(folder, count, seed)
 
 
@@ -84,7 +84,7 @@ def _kill_once(root: Path, update: int, generator: random.Random) -> tuple[saver
 
 
 def kill_runs(folder: Path, count: int, seed: int, words: tuple[str, ...] = ()) -> Campaign:
-    """Kill whole runs until `count` kills were made; each goes on with the same command, to the same end."""
+    """Kill complete runs `count` times; the same command must resume each and reach the same end."""
     campaign = Campaign()
     words = (*whole_runs.WORDS, *words)
     straight = folder / "straight"
@@ -142,7 +142,7 @@ def _last_start(folder: Path) -> object:
 
 
 class Killing(io.FileIO):
-    """A file whose process is killed at a write, counted from 1, of which the first half is made."""
+    """A file that kills its process halfway through a given write, counted from 1."""
 
     def __init__(self, path: Path, at: int) -> None:
         super().__init__(path, "wb")
@@ -157,7 +157,7 @@ class Killing(io.FileIO):
 
 
 def kill_in_place(folder: Path, count: int, seed: int) -> Campaign:
-    """Kill a process `count` times that overwrites its only checkpoint, as torch.save to a path does."""
+    """Kill a process `count` times while it overwrites its only checkpoint, as torch.save to a path does."""
     campaign = Campaign()
     file = folder / "checkpoint.pt"
 

@@ -1,4 +1,4 @@
-"""How a configuration is spoiled: slips of the keyboard, values that cannot be, fragments of grammars, bad YAML."""
+"""Invalid configurations: typos, impossible values, fragments of grammars, malformed YAML."""
 
 # ruff: noqa: E501, RUF001 - tables of what is wrong
 
@@ -9,7 +9,7 @@ import string
 from collections.abc import Callable, Mapping
 from typing import Any
 
-# What a value should not be, or hardly; most keys refuse most of them.
+# Unusual or impossible values; most keys refuse most of them.
 SCALARS = (
     "", "0", "-1", "-0.0", "0.5", "1.5", "1e400", "-1e400", "1e-400", "nan", "NaN", "inf", "-inf", ".inf", "1e999999999",
     "99999999999999999999999999999999", "1_000", "0x10", "0b1", "0o7", "1e5", "1.0", "+5", "5.", ".5", "1e", "--1", "1/2",
@@ -73,7 +73,7 @@ NEIGHBORS = {
 
 
 def slip(rng: random.Random, word: str) -> str:
-    """Return the word with one slip: a letter left out, doubled, added, exchanged, its neighbor, or another case."""
+    """Return the word with one typo: a letter deleted, doubled, inserted, transposed, replaced or of the other case."""
     at = rng.randrange(len(word))
     kind = rng.randrange(7)
     if kind == 0:
@@ -93,7 +93,7 @@ def slip(rng: random.Random, word: str) -> str:
 
 
 def value(rng: random.Random) -> str:
-    """Return a value that hardly anything may have."""
+    """Return a value that hardly any key accepts."""
     kind = rng.randrange(12)
     if kind < 8:
         return rng.choice((SCALARS, SHAPES, GRAMMAR, UNICODE)[kind % 4])
@@ -111,7 +111,7 @@ def value(rng: random.Random) -> str:
 
 
 def spoiled_word(rng: random.Random, known: Mapping[str, str]) -> str:
-    """Return a word of a command line with something wrong about it; `known` is key -> a value it may have."""
+    """Return an invalid override; `known` is key -> a valid value."""
     key = rng.choice([*known])
     kind = rng.randrange(8)
     if kind < 3:

@@ -1,4 +1,4 @@
-"""Cut the power of a saving process again and again; ask the oracle each time. For forks of the fork server."""
+"""Cut the power of a saving process again and again and check what is left. Runs in forks of the fork server."""
 
 from __future__ import annotations
 
@@ -32,14 +32,14 @@ DISKS = [
 
 
 class CarelessOfAll(System):
-    """Never waits for the disk."""
+    """Turns every sync into a no-op."""
 
     def fsync(self, descriptor: int) -> None:
         pass
 
 
 class CarelessOfFiles(System):
-    """Waits for folders only."""
+    """Syncs folders only."""
 
     def fsync(self, descriptor: int) -> None:
         if stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -47,7 +47,7 @@ class CarelessOfFiles(System):
 
 
 class CarelessOfFolders(System):
-    """Waits for files only."""
+    """Syncs files only."""
 
     def fsync(self, descriptor: int) -> None:
         if not stat.S_ISDIR(os.fstat(descriptor).st_mode):
@@ -62,7 +62,7 @@ SYSTEMS: dict[str, type[System]] = {
 
 @dataclass
 class Campaign:
-    """What came of it. lost: what the oracle said, with what is needed to repeat it."""
+    """Counts of a campaign. lost: failed checks, with what is needed to reproduce them."""
 
     cuts: int = 0
     inside: int = 0
@@ -75,7 +75,7 @@ class Campaign:
 def cut_saves(count: int, seed: int, system: str = "real", num_lost: int | None = None) -> Campaign:
     """Cut the power `count` times while checkpoints, rows and run.json are written through `system`.
 
-    num_lost  ends as soon as so many cuts have lost something; None: never
+    num_lost  stop after this number of cuts with data loss; None: never
     """
     campaign = Campaign()
     with tempfile.TemporaryDirectory() as folder, powered(Path(folder)) as disk:
@@ -114,7 +114,7 @@ def _cut_one_disk(disk: Disk, numbers: range, seed: int, system: str, campaign: 
 
 
 def _cut_once(disk: Disk, update: int, generator: random.Random, real: System) -> tuple[saver.Told, str]:
-    """Let a process save until the power goes; half of the cuts fall on an operation, half anywhere."""
+    """Let a process save until the power cut; half of the cuts are at an operation, half at any time."""
     in_operation = generator.random() < 0.5
     at, moment = generator.randint(1, 160), generator.choice(saver.MOMENTS)
     written_back = frozenset(generator.sample(range(1, 161), generator.choice((0, 0, 2, 12))))
@@ -144,10 +144,10 @@ def _cut_once(disk: Disk, update: int, generator: random.Random, real: System) -
 
 
 def _cut_and_kill(disk: Disk, pid: int, listener: saver.Listener) -> None:
-    """The power is gone, and nothing that is said afterwards counts.
+    """Cut the power; acknowledgments after it do not count.
 
-    No process outlives its power, but here one does for an instant, and an fsync that is under way during the ioctl
-    may return 0 although the data is lost (2 of 100 cuts at random times on Linux 6.18, always an append).
+    The process survives the power cut for an instant, and an fsync that is running during the ioctl may return 0 even
+    though the data are lost (2 of 100 cuts at random times on Linux 6.18, always an append).
     """
     listener.hear()
     disk.cut()
@@ -155,7 +155,7 @@ def _cut_and_kill(disk: Disk, pid: int, listener: saver.Listener) -> None:
 
 
 def cut_runs(count: int, seed: int) -> Campaign:
-    """Cut the power of whole runs until it was cut `count` times; the same command then goes on to the same end."""
+    """Cut the power of complete runs `count` times; the same command must resume each and reach the same end."""
     campaign = Campaign()
     with (
         tempfile.TemporaryDirectory() as name,
@@ -209,7 +209,7 @@ def _cut_one_run(
 
 
 def cut_saves_in_place(count: int, seed: int, write: Callable[[Path, bytes], None]) -> Campaign:
-    """Cut the power `count` times while `torch.save` content is put into one file by `write`."""
+    """Cut the power `count` times while `write` puts the output of `torch.save` into one file."""
     campaign = Campaign()
     with tempfile.TemporaryDirectory() as folder, powered(Path(folder)) as disk:
         for number in range(count):
@@ -246,7 +246,7 @@ def in_place(path: Path, content: bytes) -> None:
 
 
 def renamed(path: Path, content: bytes) -> None:
-    """Write beside it and rename, without waiting for the disk."""
+    """Write another file and rename it, without fsync."""
     path.with_suffix(".new").write_bytes(content)
     path.with_suffix(".new").replace(path)
 

@@ -1,4 +1,4 @@
-"""Systems for tests: one that writes down every change a crash could undo, one in which an operation fails."""
+"""Systems for tests: one that records every change that a crash could undo, and one that injects failures."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from runner.durable.system import System
 
 Result = TypeVar("Result")
 _OUTSIDE = -1
-ROOT_NODE = 0  # the folder in which everything happens
+ROOT_NODE = 0  # the folder of the recording
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,7 @@ class Make:
 
 @dataclass(frozen=True)
 class Write:
-    """`data` was handed over for the file `node`."""
+    """`data` was written to the file `node`."""
 
     node: int
     offset: int
@@ -40,7 +40,7 @@ class Write:
 
 @dataclass(frozen=True)
 class Truncate:
-    """The file `node` has another length."""
+    """The length of the file `node` was changed."""
 
     node: int
     length: int
@@ -48,21 +48,21 @@ class Truncate:
 
 @dataclass(frozen=True)
 class Sync:
-    """The system said that the content of a file, or the names in a folder, are on disk."""
+    """The content of a file, or the names in a folder, were synced."""
 
     node: int
 
 
 @dataclass(frozen=True)
 class SyncFailed:
-    """The system said that they are not; what was waiting is not tried again by a later sync of the same file."""
+    """A sync failed; a later sync of the same file does not write the pending data again."""
 
     node: int
 
 
 @dataclass(frozen=True)
 class Rename:
-    """`node` has another name in the same folder, where the name may have been another's."""
+    """`node` was renamed in its folder, possibly over another file."""
 
     node: int
     folder: int
@@ -72,7 +72,7 @@ class Rename:
 
 @dataclass(frozen=True)
 class Remove:
-    """The name is gone, and with it a file, a link or an empty folder."""
+    """A name was removed, and with it a file, a link or an empty folder."""
 
     node: int
     folder: int
@@ -81,21 +81,21 @@ class Remove:
 
 @dataclass(frozen=True)
 class Acknowledge:
-    """The product said that it is safe: what a history promises from here on."""
+    """The product acknowledged something that must be durable from here on."""
 
     key: str
     value: Any
 
 
 Operation = Make | Write | Truncate | Sync | SyncFailed | Rename | Remove | Acknowledge
-Content = bytes | dict[str, int]  # of a file, or the names in a folder
+Content = bytes | dict[str, int]  # of a file; or name -> node of a folder
 
 
 class Recording(System):
-    """The real system below the folder `root`, and what was done there, in order.
+    """A system that records every change below the folder `root`, in order.
 
-    start       node -> what was there, and on disk, before
-    operations  every change since; opening to read, closing, and asking the disk to begin change nothing
+    start       node -> its durable content before
+    operations  every change since; opening to read, closing and starting write-back change nothing
     """
 
     def __init__(self, root: Path) -> None:
@@ -110,7 +110,7 @@ class Recording(System):
         self._scan(root)
 
     def acknowledge(self, key: str, value: Any) -> None:
-        """Whatever a crash leaves from now on must keep what `value` stands for."""
+        """From now on, `value` must survive a crash."""
         with self._guard:
             self.operations.append(Acknowledge(key, value))
 
@@ -118,7 +118,7 @@ class Recording(System):
         with self._guard:
             is_new = bool(flags & os.O_CREAT) and not os.path.lexists(path)
             descriptor = super().open(path, flags, mode)
-            if not path.is_relative_to(self.root):  # to sync the names of the folders above
+            if not path.is_relative_to(self.root):  # to sync the names of the parent folders
                 self._descriptors[descriptor] = (_OUTSIDE, False)
                 return descriptor
             if is_new:
@@ -143,19 +143,19 @@ class Recording(System):
             self.operations.append(Truncate(self._descriptors[descriptor][0], length))
 
     def fsync(self, descriptor: int) -> None:
-        """Take note; the disk itself need not be worn."""
+        """Record the sync without syncing the disk."""
         with self._guard:
             if (node := self._descriptors[descriptor][0]) != _OUTSIDE:
                 self.operations.append(Sync(node))
 
     def sync_file_system(self, descriptor: int) -> None:
-        """Take note of a sync of each file: of the folders a later fsync makes sure."""
+        """Record a sync of each changed file; folders are made durable by a later fsync."""
         with self._guard:
             made = [each.node for each in self.operations if isinstance(each, Write | Truncate)]
             self.operations += [Sync(node) for node in dict.fromkeys(made)]
 
     def fsync_fails(self, descriptor: int) -> None:
-        """Take note that the sync of this file or folder was refused."""
+        """Record a failed sync of this file or folder."""
         with self._guard:
             if (node := self._descriptors[descriptor][0]) != _OUTSIDE:
                 self.operations.append(SyncFailed(node))
@@ -199,7 +199,7 @@ class Recording(System):
         return node
 
     def _place(self, path: Path) -> tuple[int, str]:
-        """Return the folder in which `path` lies, and its name there."""
+        """Return the parent folder of `path`, and the name in it."""
         return self._node(path.parent), path.name
 
     def _node(self, path: Path) -> int:
@@ -220,7 +220,7 @@ class Recording(System):
 
 
 class Quick(System):
-    """The real system, but nobody waits for the disk."""
+    """The real system, without waiting for the disk."""
 
     def fsync(self, descriptor: int) -> None:
         os.fstat(descriptor)
@@ -230,15 +230,15 @@ class Quick(System):
 
 
 class Killed(BaseException):
-    """The process ends here."""
+    """The process is killed here."""
 
 
 class Faults(System):
-    """Counts the operations, and meddles with those numbered in `at`: number -> kind.
+    """Counts the operations and injects faults into those numbered in `at`: number -> kind.
 
-    A kind is the name of an errno (the operation is refused), "killed before", "killed half way", "killed after" (the
-    process ends), "short" (half of the bytes are taken) or "link" (somebody puts a link to `victim` where a file is to
-    be made). `trace` has the name of each operation and what it was done to.
+    A kind is the name of an errno (the operation fails), "killed before", "killed half way", "killed after" (the
+    process ends), "short" (half of the bytes are written) or "link" (another process puts a link to `victim` at the
+    path of a new file). `trace` has the name and the subject of each operation.
     """
 
     def __init__(
@@ -247,19 +247,19 @@ class Faults(System):
         self.at, self.inner, self.victim = at or {}, inner or Quick(), victim
         self.trace: list[tuple[str, str]] = []
         self.met: list[int] = []  # the numbers of `at` that were reached
-        self.struck: list[int] = []  # how many operations had been recorded by then
+        self.struck: list[int] = []  # numbers of operations recorded at that time
         self._is_dead = False
         self._names: dict[int, str] = {}
         self._guard = threading.Lock()
 
     @contextmanager
     def active(self) -> Iterator[Faults]:
-        """Inside, files are changed through this system."""
+        """Use this system for all file operations within the context."""
         with files.use_system(self):
             yield self
 
     def restart(self) -> None:
-        """Another process begins."""
+        """Start a new process."""
         self._is_dead = False
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
@@ -300,7 +300,7 @@ class Faults(System):
     def close(self, descriptor: int) -> None:
         try:
             kind = self._begin("close", self._names[descriptor])
-        finally:  # whatever close says, the descriptor is gone; so it is when the process ends
+        finally:  # close always releases the descriptor, as does the end of the process
             self.inner.close(descriptor)
         self._do(kind, lambda: None)
 
@@ -317,9 +317,9 @@ class Faults(System):
         self._do(self._begin("rmdir", str(path)), lambda: self.inner.rmdir(path))
 
     def _begin(self, operation: str, subject: str) -> str:
-        """Take note of the operation; returns how to meddle with it, or nothing."""
+        """Record the operation; return the kind of its fault, or ""."""
         with self._guard:
-            if self._is_dead:  # what is left of the program while the exception passes does not happen
+            if self._is_dead:  # while the exception propagates, the killed program does nothing more
                 raise Killed
             number = len(self.trace)
             self.trace.append((operation, subject))

@@ -1,6 +1,6 @@
-"""A process that saves in a row and tells what is acknowledged, and the oracle that is asked when it was ended.
+"""A process that saves repeatedly and reports what is acknowledged, and the check of what is left when it was killed.
 
-Everything a run holds at an update is a function of its number, so each byte found afterwards can be compared.
+All content is a function of the number of the update, so that every byte found later can be compared.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ OPERATIONS = tuple(name for name in vars(System) if not name.startswith("_"))
 
 @lru_cache(maxsize=64)
 def snapshot(update: int) -> Snapshot:
-    """Return the snapshot of `update`: most have 2 kB, some 100 kB, few 1 MB, each value another one."""
+    """Return the snapshot of `update`: most have 2 kB, some 100 kB, few 1 MB, all with different values."""
     generator = torch.Generator().manual_seed(update)
     size = 200_000 if update % 37 == 0 else 20_000 if update % 5 == 0 else 100
     return Snapshot(
@@ -50,7 +50,7 @@ def snapshot(update: int) -> Snapshot:
 
 
 def rows(update: int) -> list[str]:
-    """Return the rows of metrics.jsonl that belong to `update`, of very different lengths."""
+    """Return the rows of metrics.jsonl of `update`, of very different lengths."""
     generator = random.Random(update)
     return [
         json.dumps({"update": update, "row": number, "text": "x" * generator.choice((0, 10, 300, 5000))})
@@ -59,29 +59,29 @@ def rows(update: int) -> list[str]:
 
 
 def num_metrics_bytes(update: int) -> int:
-    """Return how long metrics.jsonl is once `update` is in it."""
+    """Return the length of metrics.jsonl after the rows of `update`."""
     for number in range(len(_ENDS), update + 1):
         _ENDS.append(_ENDS[-1] + sum(len(row) + 1 for row in rows(number)))
     return _ENDS[update]
 
 
 def record(update: int) -> str:
-    """Return what run.json holds at `update`."""
+    """Return the content of run.json at `update`."""
     return json.dumps({"state": "running", "update": update, "text": "y" * (update % 7 * 900)}) + "\n"
 
 
 @dataclass
 class Told:
-    """The last update of each kind that was acknowledged."""
+    """The last acknowledged update of each kind."""
 
     rows: int = 0
     saved: int = 0
     recorded: int = 0
-    operations: int = 0  # not acknowledged, but begun
+    operations: int = 0  # not acknowledged, but started
 
 
 def save_in_a_row(root: Path, first: int, acknowledge: Callable[[str, int], None]) -> None:
-    """Write rows, checkpoints and run.json for ever, as a run does, and acknowledge each once it must be safe."""
+    """Write rows, checkpoints and run.json endlessly, as a run does, and acknowledge each once it must be durable."""
     run = root / NAME
     with AppendLog(run / "metrics.jsonl") as metrics:
         for update in range(first, sys.maxsize):
@@ -98,9 +98,9 @@ def save_in_a_row(root: Path, first: int, acknowledge: Callable[[str, int], None
 
 
 def start(work: Callable[[Callable[[str, int], None]], None], system: System, before: int = 0) -> tuple[int, Listener]:
-    """Begin `work` in a forked process, its file operations through `system`; return its pid and who hears of it.
+    """Start `work` in a forked process whose file operations use `system`; return its PID and the listener.
 
-    An `Interrupted` system that counts aloud tells the listener of each operation, too.
+    An `Interrupted` system with `is_told` reports each operation to the listener, too.
     """
     reading, writing = os.pipe()
     pid = os.fork()
@@ -114,7 +114,7 @@ def start(work: Callable[[Callable[[str, int], None]], None], system: System, be
         with files.use_system(system):
             work(lambda kind, update: _tell(writing, kind, update))
     except (StorageError, OSError):
-        code = 0  # the power is gone; nothing more was acknowledged
+        code = 0  # the power was cut; nothing more was acknowledged
     except BaseException:
         traceback.print_exc()
     finally:
@@ -122,9 +122,9 @@ def start(work: Callable[[Callable[[str, int], None]], None], system: System, be
 
 
 class Listener:
-    """Hears through a pipe what is acknowledged. `told` is what was heard.
+    """Receives acknowledgments through a pipe and keeps the last ones in `told`.
 
-    before  the update that everything was safe at when the process began
+    before  the update that was durable when the process started
     """
 
     def __init__(self, reading: int, before: int) -> None:
@@ -133,13 +133,13 @@ class Listener:
         os.set_blocking(reading, False)
 
     def hear(self) -> None:
-        """Everything that was acknowledged until now is in `told`."""
+        """Receive all acknowledgments sent so far."""
         with suppress(BlockingIOError):
             while self._read(_MESSAGE << 10):
                 pass
 
     def wait_for(self, kind: str, number: int) -> None:
-        """Wait until `number` was told for this kind, or the process has ended; it goes on meanwhile."""
+        """Wait until `number` is received for this kind or the process has ended; the process does not wait."""
         while getattr(self.told, kind) < number:
             select.select([self._reading], [], [])
             with suppress(BlockingIOError):
@@ -148,21 +148,21 @@ class Listener:
 
     def _read(self, num_bytes: int) -> bytes:
         content = os.read(self._reading, num_bytes)
-        for start_ in range(0, len(content), _MESSAGE):  # each message is written whole
+        for start_ in range(0, len(content), _MESSAGE):  # each message is written atomically
             update = int.from_bytes(content[start_ + 1 : start_ + _MESSAGE], "little")
             setattr(self.told, _KINDS[content[start_]], update)
         return content
 
     def close(self) -> None:
-        """Nothing more is heard."""
+        """Close the pipe."""
         os.close(self._reading)
 
 
 def assert_recovers(root: Path, told: Told, *, garbage: bool = False) -> int:
-    """The oracle: the real recovery finds what was acknowledged, byte for byte, and the next save works.
+    """Assert that recovery finds what was acknowledged, byte for byte, and that the next save works.
 
-    Returns the update of that save, which is whole and on disk. AssertionError says what was lost or wrong.
-    garbage  the file system may leave anything in what was appended to a file and not synced
+    Returns the update of that save, which is complete and on disk.
+    garbage  the file system may leave anything in data that were appended to a file and not synced
     """
     with RunDirectory.create_or_open(root, NAME) as directory:
         checkpoints = directory.checkpoints
@@ -183,7 +183,7 @@ def assert_recovers(root: Path, told: Told, *, garbage: bool = False) -> int:
 
 
 def assert_is(loaded: LoadedCheckpoint) -> None:
-    """What was loaded is, bit for bit, the snapshot of its update."""
+    """Assert that the checkpoint is bitwise equal to the snapshot of its update."""
     expected = snapshot(loaded.update)
     assert loaded.state == expected.state, f"state of {loaded.update} is {loaded.state}"
     facts = {key: loaded.manifest[key] for key in expected.facts}
@@ -198,13 +198,13 @@ def assert_is(loaded: LoadedCheckpoint) -> None:
 
 
 class Interrupted(System):
-    """Calls `end` at the operation numbered `at`: before it, after it, or with half of a write made.
+    """Calls `end` at the operation numbered `at`: before it, after it, or halfway through a write.
 
     before_each  called with the number before each operation
-    is_told      the listener hears of each operation before it begins
+    is_told      report each operation to the listener before it starts
     """
 
-    tell: Callable[[int], None]  # given by `start`, in the process that works
+    tell: Callable[[int], None]  # set by `start` in the forked process
 
     def __init__(
         self,
@@ -247,10 +247,10 @@ MOMENTS = ("before", "half way", "after")
 
 
 def _assert_rows(path: Path, told: Told, update: int, *, garbage: bool) -> None:
-    """What was synced is there, what follows are whole lines, and the run can go on after `update`."""
+    """Assert that synced rows exist, that all lines are complete, and that the run can resume after `update`."""
     with AppendLog(path) as metrics:
         content = path.read_bytes()
-        newest = max(told.rows, update)  # what was told last may not have been heard yet
+        newest = max(told.rows, update)  # the last acknowledgment may not have been received
         assert len(content) == metrics.length
         expected = "".join(row + "\n" for number in range(1, newest + 4) for row in rows(number)).encode()
         synced = num_metrics_bytes(newest)

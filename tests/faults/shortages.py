@@ -1,4 +1,4 @@
-"""Memory that runs out where and when a test wants it: in which pass, of which rank, at which size."""
+"""Out-of-memory errors at a chosen place, rank and size."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ HOST = "[enforce fail at alloc_cpu.cpp:121] err == 0. DefaultCPUAllocator: can't
 
 @dataclass
 class Shortage:
-    """Passes of more than `limit` samples fail at `place`, from update `at` (from 0) on, on rank `rank`.
+    """Micro-batches of over `limit` samples are out of memory at `place` on rank `rank`, from update `at` (from 0) on.
 
-    times  how often it strikes; afterwards there is memory again
+    times  number of failures; afterwards memory suffices
     """
 
     place: str
@@ -36,7 +36,7 @@ class Shortage:
     struck: list[int] = field(default_factory=list)
 
     def strike(self, place: str, samples: int) -> None:
-        """Raise where it is time to."""
+        """Raise if this is the place, the rank and the update."""
         here = dist.get_rank() if dist.is_initialized() else 0
         if (place, here) != (self.place, self.rank) or samples <= self.limit or self.update < self.at or not self.times:
             return
@@ -53,9 +53,9 @@ class Shortage:
 
 @dataclass
 class Limited(Shortage):
-    """The system itself refuses memory: the process may take no more of it than it has, while it asks for some.
+    """Let the system refuse memory: the address space of the process is limited during a large allocation.
 
-    library  who asks: torch, numpy or Python
+    library  which one allocates: torch, numpy or Python
     """
 
     library: str = "torch"
@@ -75,26 +75,26 @@ planted: list[Shortage] = []
 
 
 def strike(place: str, samples: int) -> None:
-    """Fail here, if that is wanted."""
+    """Fail here if a shortage is planted."""
     for each in planted:
         each.strike(place, samples)
 
 
 def begins(update: int) -> None:
-    """An update begins, for the first time or once more."""
+    """Mark the start of an update, or of a retry."""
     for each in planted:
         each.update, each.largest = update, 0
 
 
 def passes(samples: int) -> None:
-    """A pass has so many samples."""
+    """Record the number of samples of a micro-batch."""
     for each in planted:
         each.largest = max(each.largest, samples)
 
 
 @contextmanager
 def short(*shortages: Shortage) -> Iterator[None]:
-    """Memory runs out inside as it is planted."""
+    """Plant these shortages within the context."""
     planted[:] = shortages
     hook = register_optimizer_step_pre_hook(
         lambda *_: strike("optimizer", max((each.largest for each in planted), default=0))

@@ -1,4 +1,4 @@
-"""Count the lines or calls of Python that something runs: what it costs, on any machine and beside any load."""
+"""Count the Python lines or calls that a function executes: its cost, independent of the machine and its load."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from typing import Any
 
 
 class TooManySteps(Exception):
-    """Raised inside of what takes more steps than it may."""
+    """More steps than allowed."""
 
 
 def steps(act: Callable[[], object], at_most: float = float("inf")) -> int:
-    """Return how many lines of Python `act` runs; raises TooManySteps as soon as they are too many."""
+    """Return the number of Python lines that `act` executes; raise TooManySteps as soon as there are too many."""
     return _counted("line", act, at_most)
 
 
 def calls(act: Callable[[], object], at_most: float = float("inf")) -> int:
-    """Return how many functions of Python `act` calls, which is cheaper to count; raises TooManySteps."""
+    """Return the number of Python functions that `act` calls, which is cheaper to count; raise TooManySteps."""
     return _counted("call", act, at_most)
 
 
@@ -29,7 +29,7 @@ def _counted(kind: str, act: Callable[[], object], at_most: float) -> int:
         count += event == kind
         if count > at_most:
             raise TooManySteps
-        return trace if kind == "line" else None  # None: no more of this call
+        return trace if kind == "line" else None  # None: do not trace lines of this call
 
     before = sys.gettrace()
     sys.settrace(trace)

@@ -1,4 +1,4 @@
-"""What every fault suite has tried: the counts that are shown at the end of the tests, from whichever process."""
+"""Counts of the fault suites, collected from all processes and printed at the end of the session."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ SEED = int(os.environ.get("ACCEL_RUN_SEED", "1"))
 
 @dataclass
 class Tally:
-    """What a suite has done.
+    """Counts of a suite.
 
-    tried    injections after which the oracle was asked
-    skipped  reason -> injections that could not be made here
+    tried    injections with a check afterwards
+    skipped  reason -> injections that were impossible on this machine
     notes    other figures of the suite: files saved, longest recovery, ...
     """
 
@@ -31,7 +31,7 @@ class Tally:
     notes: dict[str, float | str] = field(default_factory=dict)
 
     def skip(self, reason: str, count: int = 1) -> None:
-        """Count what cannot be tried here."""
+        """Count injections that are impossible on this machine."""
         self.skipped[reason] += count
 
     def __str__(self) -> str:
@@ -57,8 +57,8 @@ TALLIES: list[Tally] = []  # of this process
 
 
 def packed() -> list[dict[str, Any]]:
-    """Return the counts of this process, for another one to `unpack`."""
-    return [{**asdict(made), "skipped": dict(made.skipped)} for made in TALLIES]  # plain: it leaves the process
+    """Return the counts of this process, to be passed to `unpack` in another one."""
+    return [{**asdict(made), "skipped": dict(made.skipped)} for made in TALLIES]  # built-in types: may be sent
 
 
 def unpack(there: Sequence[Mapping[str, Any]]) -> None:
@@ -67,9 +67,9 @@ def unpack(there: Sequence[Mapping[str, Any]]) -> None:
 
 
 def show(write_line: Callable[[str], None]) -> None:
-    """Show the counts of all suites, and keep them where ACCEL_RUN_TALLY says."""
+    """Print the counts of all suites, and append them to the file ACCEL_RUN_TALLY if set."""
     suites: dict[str, Tally] = {}
-    for made in TALLIES:  # the cases of a suite in one line
+    for made in TALLIES:  # one line for all cases of a suite
         name = made.suite.partition("[")[0]
         suites[name] = suites[name] + made if name in suites else replace(made, suite=name)
     for suite in suites.values():

@@ -1,7 +1,7 @@
-"""A task to which the machine does something in the middle of a run: a disk fills up, a worker dies, a limit is met.
+"""A task that disturbs its own machine during a run: the disk fills up, a worker dies, a limit is reached.
 
-What is done, and at which update, is in the environment, so that the settings of the run stay the same:
-ACT=NAME and AT=UPDATE, both absent where nothing happens.
+The environment selects the disturbance, so that the settings of the run stay the same: ACT=NAME and AT=UPDATE, both
+unset for none.
 """
 
 import errno
@@ -104,7 +104,7 @@ class Here(Task):
 
     def begin_update(self, progress):
         if progress.update == int(os.environ.get("AT", "-1")):
-            if "WAIT" in os.environ:  # the checkpoint that is on its way
+            if "WAIT" in os.environ:  # the checkpoint that is being written
                 wait_until(Path(os.environ["WAIT"]).exists)
             ACTS.get(os.environ["ACT"], lambda task: None)(self)
 
@@ -114,7 +114,7 @@ class Here(Task):
 
 
 def fill(task):
-    """Take what is left of the disk."""
+    """Fill the rest of the disk."""
     with Path(os.environ["DISK"], "ballast-of-task").open("wb", buffering=0) as file:
         for size in (1 << 16, 1 << 10, 1):
             try:
@@ -130,7 +130,7 @@ def empty(task):
 
 
 def read_only(task):
-    """As ext4 does after an error: whatever would change something fails. A mount with open files cannot be made so."""
+    """Let every change fail, as on ext4 after an error. A mount with open files cannot be made read-only."""
     from runner.durable.system import System
 
     def refused(*given):
@@ -141,8 +141,8 @@ def read_only(task):
 
 
 def few_files(task):
-    """No descriptor is left; those that are open stay."""
-    for thread in threading.enumerate():  # what a save that is ending closes later would be free again
+    """Leave no free descriptor; open ones stay open."""
+    for thread in threading.enumerate():  # a running save would later free descriptors
         if thread.name == "checkpoint-writer":
             thread.join()
     free = os.dup(0)
@@ -165,7 +165,7 @@ def little_memory_for_numpy(task):
 
 
 def hold(task):
-    """Wait until somebody says that the run may go on."""
+    """Wait until the test lets the run continue."""
     wait_until(Path(os.environ["HOLD"]).exists)
 
 

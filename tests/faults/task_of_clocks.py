@@ -1,4 +1,4 @@
-"""A task whose clock jumps by CLOCK_S seconds with every pass; the monotonic clock goes on as ever."""
+"""A task whose clock jumps by CLOCK_S seconds in every forward pass; the monotonic clock is unchanged."""
 
 import datetime
 import os
@@ -29,10 +29,10 @@ def build(*, hidden: int = 8) -> Task:
 
 
 def jump():
-    """The clock is set, for every module that reads it."""
+    """Set the clock for every module that reads it."""
     global ahead
     if STEP_S:
-        ahead = STEP_S - ahead  # there and back
+        ahead = STEP_S - ahead  # forward, then back
         time.time, datetime.datetime = lambda: real_time() + ahead, Jumping
         for name, module in list(sys.modules.items()):
             if name.startswith("runner.") and getattr(module, "datetime", None) is real_datetime:

@@ -1,6 +1,6 @@
-"""A task for whole runs that are ended at random: dropout, batch norm, random samples, saved every nine updates.
+"""A task for complete runs that are killed at random: dropout, batch norm, random samples, a save every nine updates.
 
-ACCEL_RUN_END="update 5" or "evaluation 3" in the environment ends the process there, as SIGKILL does.
+ACCEL_RUN_END="update 5" or "evaluation 3" in the environment kills the process there with SIGKILL.
 """
 
 import os
@@ -39,7 +39,7 @@ class Points(torch.utils.data.Dataset):
     def __getitem__(self, index):
         rng = sample_rng(7, self.epoch if self.split == "train" else 0, index)
         x = torch.from_numpy(rng.standard_normal(8)).float()
-        drawn = 0.1 * (torch.randn(8) + float(np.random.normal()) + random.gauss(0, 1))  # as transforms do
+        drawn = 0.1 * (torch.randn(8) + float(np.random.normal()) + random.gauss(0, 1))  # like random transforms
         return x + drawn, int(x[:4].sum() > 0)
 
 

@@ -1,4 +1,4 @@
-"""A task in which much is not finite by design, and from a chosen update on something that should be."""
+"""A task with values that are not finite by design, and from a chosen update on with one that should be finite."""
 
 import math
 from dataclasses import dataclass
@@ -33,7 +33,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Blow(nn.Module):
-    """Makes infinities where it is told to."""
+    """Returns infinities if switched on."""
 
     on = False
 
@@ -42,7 +42,7 @@ class Blow(nn.Module):
 
 
 class Logits(nn.Module):
-    """One class is never wanted."""
+    """Masks one class."""
 
     def __init__(self):
         super().__init__()
@@ -58,7 +58,7 @@ class Answer:
 
 
 class Answering(nn.Module):
-    """Its output is a dataclass."""
+    """Returns a dataclass."""
 
     on = False
 

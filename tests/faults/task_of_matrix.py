@@ -1,6 +1,6 @@
-"""A small task with all that a resumed run could lose: dropout, draws of all generators, bad samples, own state.
+"""A small task with all state that a resumed run could lose: dropout, all generators, bad samples, custom state.
 
-Samples draw from the global generators too, as transforms do, in training and in evaluation.
+Samples also draw from the global generators, as transforms do, in training and in evaluation.
 """
 
 import random
@@ -29,19 +29,19 @@ def build(
 ) -> Task:
     """A classifier of points.
 
-    samples     of training; an update of 8 leaves a ragged end of 2
-    noise       how much of torch's, numpy's and Python's generators goes into the loss
-    batch_norm  statistics that training gathers
+    samples     of training; the last update of an epoch has 2 instead of 8
+    noise       weight of draws from the generators of torch, numpy and Python in the loss
+    batch_norm  running statistics
     bad         some samples cannot be read
-    own         a generator and a count of the task's own, kept in buffers of the model
-    average     a moving average of what training has seen, which the forward pass uses
+    own         a generator and a counter of the task, kept in buffers of the model
+    average     a moving average of training inputs, which the forward pass uses
     double      float64
     """
     return Points(samples, dropout, noise, batch_norm, bad, own, average, double)
 
 
 class Shift(nn.Module):
-    """Subtracts a mean that a fit may have found; holds what the task wants to keep."""
+    """Subtracts a mean that a fit may have computed; holds further state of the task."""
 
     def __init__(self, own, average):
         super().__init__()
@@ -76,7 +76,7 @@ class Samples:
         if index in self.bad and index % 2:
             raise ValueError(f"sample {index} cannot be read")
         noise = torch.randn(6, dtype=torch.float64).numpy() + np.random.normal(size=6) + random.gauss(0, 1)
-        if index in self.bad:  # it has drawn by then
+        if index in self.bad:  # after it has drawn
             raise ValueError(f"sample {index} cannot be read")
         x = 0.05 * noise + sample_rng(5, 0, index).standard_normal(6) + 0.5
         y = int(x[:3].sum() > 1.5)
@@ -134,7 +134,7 @@ class Points(Task):
         return total, len(y)
 
     def drawn(self):
-        """Return a number of every generator that the runner puts back, and of the task's own."""
+        """Return a number from every generator that the runner restores, and from the task's own."""
         found = torch.rand(()).item() + np.random.random() + random.random()
         if self.own:
             shift, generator = self.model[0], torch.Generator()

@@ -1,4 +1,4 @@
-"""A small task with all that an update changes besides its weights, in which memory runs out where a test plants it."""
+"""A small task with all kinds of state that an update changes besides weights, and planted out-of-memory errors."""
 
 import random
 
@@ -19,9 +19,9 @@ PHASES = {"train": {"kind": "train"}, "mean": {"kind": "fit"}}
 def build(*, draws: bool = True, changes: str = "", samples: int = 44, plain: bool = False) -> Task:
     """A classifier of points.
 
-    draws    passes draw from numpy's and Python's generators too
-    changes  what a pass changes from update 2 on, and never before: a weight, or a buffer
-    samples  of training: an update of 32 leaves a ragged end
+    draws    forward passes draw from numpy's and Python's generators too
+    changes  what a forward pass changes from update 2 on, and never before: a weight, or a buffer
+    samples  of training; the last update of an epoch is smaller than 32
     plain    nothing but weights changes
     """
     return Points(draws, changes, samples, plain)
@@ -38,7 +38,7 @@ class Rows:
         shortages.strike("reading" if self.split == "train" else "reading of held-out samples", len(indices))
         x = torch.tensor([[float(np.sin(7 * index + part)) for part in range(6)] for index in indices])
         y = (x.sum(1) > 0).long()
-        if self.split == "train":  # draws of a batch that is read at once follow from all its samples
+        if self.split == "train":  # the draws of a batch read in one call depend on all its samples
             x = x + 0.02 * torch.randn_like(x) + 0.02 * (np.random.normal() + random.gauss(0, 1))
         return x, y
 
@@ -48,7 +48,7 @@ class Rows:
 
 
 class Bag(nn.Module):
-    """Counts what it has seen, as a buffer that is replaced and one that is changed in place."""
+    """Counts its inputs, in a buffer that is replaced and in one that is changed in place."""
 
     def __init__(self):
         super().__init__()
@@ -64,7 +64,7 @@ class Bag(nn.Module):
 
 
 class Constant(nn.Module):
-    """Has a buffer, as of a mask, that nothing changes."""
+    """Has a buffer that never changes, such as a mask."""
 
     def __init__(self):
         super().__init__()
@@ -90,7 +90,7 @@ class Mean(Fit):
 
 
 class Points(Task):
-    loss_is_additive = False  # it is not to be called without being counted
+    loss_is_additive = False  # skips the loss check, whose calls would be counted
 
     def __init__(self, draws, changes, samples, plain):
         self.draws, self.changes, self.samples = draws, changes, samples

@@ -1,4 +1,4 @@
-"""A task with batch normalization and one sample that overflows float16; or whose statistics stop being finite."""
+"""A task with batch normalization and one sample that overflows float16, or running statistics that become infinite."""
 
 import torch
 from torch import nn

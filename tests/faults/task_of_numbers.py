@@ -1,4 +1,4 @@
-"""A task whose numbers stop being finite from a chosen update on, in a chosen place."""
+"""A task with a value that stops being finite at a chosen update and place."""
 
 import os
 
@@ -35,7 +35,7 @@ class Points(torch.utils.data.Dataset):
 
 
 class Middle(nn.Module):
-    """In which a number stops being finite where it is told to."""
+    """Returns or differentiates to a non-finite value if switched on."""
 
     fault = "none"
 

@@ -1,4 +1,4 @@
-"""A task that prints more at each update, and in data workers, than a pipe or a terminal takes unread."""
+"""A task that prints more per update, also in data workers, than a pipe or terminal buffers."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""A task that does to the folder of its own run what somebody might, at update 25."""
+"""A task that moves, replaces, deletes or unlocks the folder of its own run at update 25."""
 
 import fcntl
 import os
@@ -28,11 +28,11 @@ def disturb(act):
         RUN.mkdir()
         (RUN / "kept").write_text("of somebody else")
     elif act == "delete":
-        while RUN.exists():  # a save that is under way renames its files meanwhile
+        while RUN.exists():  # a running save renames its files meanwhile
             shutil.rmtree(RUN, ignore_errors=True)
     elif act == "unlock":
         lock.unlink()
-    elif act == "take":  # as a second process does that finds no lock
+    elif act == "take":  # as a second process that finds no lock
         lock.unlink()
         HELD.append(os.open(lock, os.O_RDWR | os.O_CREAT))
         fcntl.flock(HELD[-1], fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,6 +1,6 @@
-"""Configurations with something wrong about them: each is valid after all, or refused in words that help.
+"""Invalid configurations are either accepted as valid after all, or refused with a helpful message.
 
-Short form: some hundred cases of all kinds, and a slip of each kind in keys, groups and options. Long: 100,000.
+Short form: some hundred cases of all kinds, and typos in keys, groups and options. Long: 100,000.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from runner.config.configuration import Configuration, compose, to_yaml
 from runner.config.options import GROUPS, list_options
 from runner.config.request import Request, format_value
 from runner.plan.inventory import Inventory, read_cpu
-from runner.plan.planner import inventory_for, make_plan
+from runner.plan.planner import make_plan, planning_inventory
 from tests.faults.mutations import FILES, slip, spoiled_word
 from tests.faults.steps import TooManySteps, steps
 from tests.faults.tallies import SEED, Tally
@@ -38,22 +38,22 @@ HERE = Path(__file__).parents[2]
 STEPS_OF_A_WORD, STEPS_OF_A_LETTER = (
     300_000,
     10,
-)  # lines of Python that an answer takes at most, over those of a short word
-MAX_SHOWN = 3000  # characters of one problem: a page of a terminal
+)  # maximum number of Python lines for an answer, beyond those for a short argument
+MAX_SHOWN = 3000  # characters of one problem: one page of a terminal
 HELPS = ("must", "did you mean", "use ", "run ", "choose ", "allowed:", "here it is", "give ", "leave it out",
          "run them", "quote it", "known:", "accel-run plan", "settings cannot be deleted", "remove ", "nearest",
          "belongs to", "phases:", "fix the file", "write the plain", "write the value", "contain",
          "accel-run search")  # fmt: skip
 SECURITY = ("_target_", "_partial_", "_recursive_", "_convert_", "_args_", "!!python", "${", "hydra")
-OUT_OF_GROUPS = ("..", "@", "~", ":", "package")  # of a file's defaults list
+OUT_OF_GROUPS = ("..", "@", "~", ":", "package")  # in the defaults list of a file
 
 
 @dataclass
 class Case:
-    """One configuration: the words of a command line, the files of a folder, and what must be said of it.
+    """A command line and the files of a configuration folder, with the expected answer.
 
-    wanted  the right word, which a slip of one letter must be answered with
-    named   words of independent mistakes, all of which must be named
+    meant  the names that a single typo may stand for, one of which must be suggested
+    named  independent invalid arguments, all of which must be reported
     """
 
     kind: str
@@ -70,7 +70,7 @@ class Case:
 
 @pytest.fixture(scope="module")
 def known() -> dict[str, str]:
-    """Every key of the default configuration with a word for its value; groups with their options are apart."""
+    """Return every key of the default configuration, except groups, and its value as text."""
     found = compose(Request()).flat()
     return {key: format_value(value) for key, value in found.items() if key not in GROUPS}
 
@@ -79,7 +79,7 @@ def known() -> dict[str, str]:
 
 
 def cases(known: dict[str, str], count: int) -> Iterator[Case]:
-    """Yield `count` cases, each from its own number."""
+    """Yield `count` cases; the number of a case is its seed."""
     makers = (
         *[_words] * 9, *[_slip_of_key] * 7, *[_slip_of_group] * 2, *[_slip_of_option] * 3, *[_several] * 6, _file,
         *[_many] * (count >= 10_000),
@@ -98,7 +98,7 @@ def _slip_of_key(rng: random.Random, known: dict[str, str]) -> Case:
     spoiled = slip(rng, key)
     is_still_one = spoiled in known or not spoiled or spoiled.startswith((".", "-"))
     parts = [(one, other) for one, other in itertools.zip_longest(key.split("."), spoiled.split(".")) if one != other]
-    is_in_a_word = len(parts) == 1 and len(parts[0][0] or "") >= 4  # not in a dot between two
+    is_in_a_word = len(parts) == 1 and len(parts[0][0] or "") >= 4  # the typo is not at a dot between two words
     meant = as_near(spoiled, [*known, *GROUPS]) if is_in_a_word and not is_still_one else frozenset()
     return Case("slip of a key", [f"{spoiled}={known[key]}"], meant=meant)
 
@@ -121,7 +121,7 @@ def _slip_of_option(rng: random.Random, known: dict[str, str]) -> Case:
 
 
 def as_near(spoiled: str, known: Iterable[str]) -> frozenset[str]:
-    """Return the known words that one slip makes this of."""
+    """Return the known words at edit distance 1 or less."""
     return frozenset(word for word in known if distance(spoiled.lower(), word.lower()) <= 1)
 
 
@@ -190,7 +190,7 @@ def _file(rng: random.Random, known: dict[str, str]) -> Case:
 
 
 class Judge:
-    """Composes and plans a case and looks at what comes of it."""
+    """Composes and plans a case, and checks the outcome."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.cpu = folder, Inventory((), read_cpu()[0])
@@ -199,7 +199,7 @@ class Judge:
         self.slips: Counter[str] = Counter()
 
     def judge(self, case: Case) -> Iterator[str]:
-        """Yield what is wrong with the answer to a case."""
+        """Yield what is wrong with the outcome of a case."""
         request = Request(tuple(case.words), None, self._written(case.files))
         error: AccelRunError | None = None
         try:
@@ -231,7 +231,7 @@ class Judge:
         found.flat()
         to_yaml(found)
         names_machine = any(item.get("kind") != "cpu" for item in found.hardware.get("devices") or ())
-        inventory = inventory_for(found)[0] if names_machine else self.cpu
+        inventory = planning_inventory(found)[0] if names_machine else self.cpu
         json.loads(make_plan(found, inventory).to_json())
 
     def _wrong_with(self, error: AccelRunError, case: Case) -> Iterator[str]:
@@ -266,7 +266,7 @@ class Judge:
 
 
 def _moves(char: str) -> bool:
-    """Tell whether a character does something to a terminal, or to the order of the others."""
+    """Return whether a character controls a terminal or changes the order of text."""
     return (
         unicodedata.category(char) in ("Cc", "Cs") or char in "\u202a\u202b\u202c\u202d\u202e\u2066\u2067\u2068\u2069"
     )
@@ -299,8 +299,8 @@ def refused(*words: str) -> None:
 def test_overrides_of_any_length_and_depth_take_bounded_steps(
     key: str, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    """The longest is what Linux takes as one argument, 128 KiB."""
-    refused(f"{key}=1")  # what is read once is read
+    """Up to 128 KiB, the limit of Linux for one argument."""
+    refused(f"{key}=1")  # warm up caches
     usual = steps(lambda: refused(f"{key}=1"))
     dice = random.Random(f"{seed} long {key}")
     long = [text * 60_000 for text in ("a", "1", "[", "'", "a.", "\\", "é", "1,", " ")]
@@ -320,12 +320,12 @@ def test_overrides_of_any_length_and_depth_take_bounded_steps(
     "word", ["x{}=1", "updates={}1", "task.size=[{}", "--x{}", "optimzer=adam", "optimizer.lr_scales.x{}=fast"]
 )
 def test_many_overrides_take_linear_steps(word: str, tally: Tally) -> None:
-    """Near names are searched for the first 50 words only; later ones cost the same each."""
+    """Only the first 50 arguments are compared with similar names; each later one has a constant cost."""
 
     def cost(count: int) -> int:
         return steps(lambda: refused(*(word.format(1000 + number) for number in range(count))))
 
-    cost(60)  # what is read once is read
+    cost(60)  # warm up caches
     few, twice, four_times = cost(60), cost(120), cost(240)
     assert four_times - twice <= 2.1 * (twice - few), f"{few}, {twice} and {four_times} lines for 60, 120, 240 words"
     tally.tried += 1
@@ -357,7 +357,7 @@ def test_no_configuration_needs_torch(known: dict[str, str], amount: Callable[[i
 def test_the_command_answers_with_its_exit_code(
     known: dict[str, str], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    """Only what a process can be given as words: without NUL, and not more than the system takes."""
+    """Only what the system accepts as arguments: no NUL characters, bounded length."""
     wanted = amount(3, 400)
     rng = random.Random(f"command {SEED}")
     for case in cases(known, 50_000):

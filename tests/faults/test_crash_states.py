@@ -1,4 +1,4 @@
-"""Whatever a crash leaves, after whichever operation, recovery finds what was promised and goes on."""
+"""After a crash at any operation, recovery finds what was promised, and the run can continue."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_recorded_operations_equal_executed_ones(history: History, memory: Path)
     there = {
         str(path.relative_to(recording.root)): None if path.is_dir() else path.read_bytes()
         for path in recording.root.rglob("*")
-        if path.name != ".lock"  # who holds the run: not changed through the system
+        if path.name != ".lock"  # the lock is not written through the system
     }
     modelled = after_all(recording.start, recording.operations)
     modelled.pop("runs/one/.lock", None)

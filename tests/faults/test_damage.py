@@ -1,4 +1,4 @@
-"""What is damaged is never believed: the newest whole checkpoint is gone on from, and no command shows a traceback."""
+"""Damaged checkpoints are never loaded: the newest valid one is used, and no command prints a traceback."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ BASE = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
 
 @pytest.fixture
 def pair(memory: Path) -> Iterator[Pair]:
-    with files.use_system(CarelessOfAll()):  # nothing here asks what a power cut leaves
+    with files.use_system(CarelessOfAll()):  # no test in this file needs fsync
         yield Pair(memory)
 
 
 def assert_passed_over(pair: Pair, damaged: damaging.Content, how: str) -> None:
-    """The newest one is damaged: it is put aside, the one before is returned byte for byte, and can be gone on from."""
+    """Assert that the damaged newest checkpoint is moved aside and the previous one is loaded, byte for byte."""
     found = recover(pair.directory)
     assert found.checkpoint is not None, how
     assert found.checkpoint.update == OLD, f"{how}: recovered was update {found.checkpoint.update}"
@@ -53,7 +53,7 @@ def test_a_damaged_checkpoint_is_moved_aside_and_the_previous_one_used(
         what, content = kind(pair, NEW, generator)
         how = f"seed {seed}, damage {number}: {what}"
         pair.put({name_of(OLD): pair.originals[OLD], name_of(NEW): content})
-        if content == pair.originals[NEW]:  # equal blocks changed places, or zeros became zeros
+        if content == pair.originals[NEW]:  # equal blocks were swapped, or zeros were zeroed
             assert recover(pair.directory).skipped == (), how
             continue
         assert_passed_over(pair, content, how)
@@ -86,14 +86,14 @@ def test_only_damaged_checkpoints_never_restart_silently(pair: Pair, amount: Amo
 def test_renamed_checkpoints_are_detected(pair: Pair, tally: Tally) -> None:
     old, new = pair.originals[OLD], pair.originals[NEW]
     for names, expected in (
-        ({name_of(OLD): new, name_of(NEW): old}, None),  # exchanged
+        ({name_of(OLD): new, name_of(NEW): old}, None),  # swapped
         ({name_of(OLD): old, name_of(3): new}, OLD),
         ({name_of(OLD): old, name_of(9_999_999_999): new}, OLD),
         ({name_of(NEW): new, name_of(3): old}, NEW),
-        ({name_of(OLD): old, "update-2": new}, OLD),  # not a name of ours: left where it is
+        ({name_of(OLD): old, "update-2": new}, OLD),  # not the name of a checkpoint: not touched
         ({name_of(OLD): old, f"{name_of(NEW)}.bak": new}, OLD),
         ({name_of(OLD): old, name_of(NEW).upper(): new}, OLD),
-        ({"update-000000000\u0662": new, name_of(OLD): old}, OLD),  # a digit that is not one of ten
+        ({"update-000000000\u0662": new, name_of(OLD): old}, OLD),  # not an ASCII digit
         ({name_of(OLD): {}, name_of(NEW): new}, NEW),
     ):
         pair.put(names)
@@ -115,7 +115,7 @@ def test_non_files_are_moved_aside_too(pair: Pair, amount: Amount, seed: int, ta
         name = generator.choice(("", *pair.originals[NEW]))
         what = damaging.make_odd(pair.directory / name_of(NEW) / name, generator)
         if not name and what == "a folder":
-            continue  # an empty one: a checkpoint without its manifest, tried above
+            continue  # an empty folder is a checkpoint without a manifest, tested above
         found = recover(pair.directory)
         assert found.checkpoint is not None
         assert found.checkpoint.update == OLD, f"{name or 'the folder'} is {what}"
@@ -139,12 +139,12 @@ def test_every_bit_and_every_length(
     assert verify(path) == []
 
 
-# A whole run, whose other files are damaged
+# A finished run whose other files are damaged
 
 
 @pytest.fixture(scope="module")
 def finished(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a run that is done."""
+    """A folder with a finished run."""
     folder = tmp_path_factory.mktemp("finished")
     ended = server.run(BASE, folder)
     assert ended.code == 0, ended.err
@@ -158,7 +158,7 @@ NAMES = (
 
 
 def damage_a_file(run: Path, generator: random.Random) -> str:
-    """One or a few of the files beside the checkpoints are damaged; returns how."""
+    """Damage some of the files beside the checkpoints; return how."""
     done = []
     for name in generator.sample(NAMES, generator.choice((1, 1, 2, len(NAMES)))):
         path = run / name
@@ -196,7 +196,7 @@ LINES = (
 
 
 def assert_said(ended: Ended, how: str, *codes: int) -> None:
-    """The command ended as documented, in words."""
+    """Assert a documented exit code and no traceback."""
     text = ended.out + ended.err
     assert ended.code in codes, f"{how}: exit {ended.code}\n{text}"
     assert "Traceback" not in text, f"{how}\n{text}"
@@ -250,7 +250,7 @@ def metric_rows(run: Path) -> list[dict[str, object]]:
 def test_a_run_resumes_whatever_else_is_damaged(
     finished: Path, tmp_path: Path, server: ForkServer, amount: Amount, seed: int, tally: Tally
 ) -> None:
-    """Its newest checkpoint is gone too, so that there is something to make; rows that were damaged stay lost."""
+    """The newest checkpoint is missing, too, so that there are updates to compute; damaged rows stay lost."""
     (tmp_path / "outputs").mkdir()
     run, whole = tmp_path / "outputs" / "mine", finished / "outputs" / "mine"
     for number in range(amount(3, 1000)):

@@ -1,7 +1,7 @@
-"""The machine fails a run: its disk, its limits, its workers, its names. The run says so in words, and goes on.
+"""Failures of the disk, system limits, data workers and file names are reported, and the run can be resumed.
 
-Short form: of each kind of failure some cases, by seed. That a tracker costs the start no time is tested in
-tests/trackers/test_trackers.py, and measured in scripts/measure/start.py.
+Short form: some cases of each kind, by seed. tests/trackers/test_trackers.py tests that a tracker does not delay the
+start; scripts/measure/start.py measures it.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ needs_root = pytest.mark.skipif(not IS_ROOT, reason="mounting and becoming someb
 Amount = Callable[[int, int], int]
 
 
-# ---------------------------------------------------------------- the one oracle
+# ---------------------------------------------------------------- the oracle
 
 
 @pytest.fixture(scope="module")
 def reference(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Return from task settings to the run directory of a run that nothing happened to."""
+    """Return a function from task settings to the folder of an undisturbed run."""
     known: dict[str, Path] = {}
 
     def of(words: str = "") -> Path:
@@ -64,7 +64,7 @@ Reference = Callable[[str], Path]
 
 
 def must_be_told(ended: Ended, code: int, *causes: str) -> None:
-    """Exit code and message are as documented, and nobody sees a traceback."""
+    """Assert the exit code, the causes in the message, and no traceback."""
     assert ended.code == code, f"exit {ended.code}:\n{ended.err}\n{ended.out[-2000:]}"
     assert "Traceback" not in ended.err + ended.out, ended.err
     for cause in causes:
@@ -80,7 +80,7 @@ def error_of(run: Path) -> dict[str, Any]:
 
 
 def must_equal(run: Path, reference: Path) -> None:
-    """The run is done, and ended bit for bit as the one that nothing happened to."""
+    """Assert that the run is done and bitwise equal to the undisturbed one."""
     record = json.loads((run / "run.json").read_text())
     assert (record["state"], record["exit_code"]) == ("done", 0)
     assert not (run / "error.json").exists(), "an error beside a state that says done"
@@ -95,13 +95,13 @@ def must_equal(run: Path, reference: Path) -> None:
 
 
 def rows_of(run: Path) -> list[dict[str, Any]]:
-    """Return the mathematics in metrics.jsonl."""
+    """Return updates, losses and gradient norms from metrics.jsonl."""
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     return [{key: row[key] for key in ("update", "train/loss", "train/grad_norm") if key in row} for row in rows]
 
 
 def warnings_of(run: Path, text: str) -> list[str]:
-    """Return what the run warned of that has this text in it."""
+    """Return the warnings of the run that contain this text."""
     rows = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     return [row["text"] for row in rows if row["kind"] == "warning" and text in row["text"]]
 
@@ -109,7 +109,7 @@ def warnings_of(run: Path, text: str) -> list[str]:
 def must_go_on(
     server: ForkServer, words: list[str], folder: Path, run: Path, reference: Path, *, env: dict[str, str] | None = None
 ) -> None:
-    """The same command, where nothing happens any more, ends as the run that nothing happened to."""
+    """Assert that the same command, now undisturbed, ends like the reference."""
     before = newest_valid(run / "checkpoints") if run.is_dir() else None
     again = server.run(words, folder, env)
     must_be_told(again, 0)
@@ -123,7 +123,7 @@ def must_go_on(
 
 @contextmanager
 def disk(folder: Path, mib: int = 8) -> Iterator[Path]:
-    """A small file system of its own."""
+    """Mount a small tmpfs."""
     place = folder / "disk"
     place.mkdir()
     subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={mib}m", "none", str(place)], check=True)
@@ -134,20 +134,20 @@ def disk(folder: Path, mib: int = 8) -> Iterator[Path]:
 
 
 def ballast(place: Path, left: int) -> None:
-    """Take all of the disk but so many bytes."""
+    """Fill the disk up to `left` bytes."""
     there = os.statvfs(place)
     with (place / "ballast").open("wb") as file:
         file.write(b"\0" * max(0, there.f_bavail * there.f_frsize - left))
 
 
-BIG = "task.hidden=20000"  # a checkpoint of 3.3 MB
+BIG = "task.hidden=20000"  # checkpoints of 3.3 MB
 
 
 @dataclass(frozen=True)
 class FullDisk:
-    """When the disk of 8 MB fills up, and what must come of it.
+    """When the disk of 8 MB fills up, and the expected outcome.
 
-    left   bytes that are free at the beginning; None: all
+    left   free bytes at the start; None: all
     act    what the task does to the disk, and at which update
     saved  update of the newest checkpoint afterwards, 0 for none
     """
@@ -258,7 +258,7 @@ def test_a_randomly_failing_disk_loses_no_saved_update(
             assert "Traceback" not in ended.err, ended.err
             run = folder / "outputs" / "mine"
             if ended.code == 0:
-                for path in run.rglob(".tmp-*"):  # what could not be removed is swept by the next start
+                for path in run.rglob(".tmp-*"):  # the next start removes temporary files that could not be removed
                     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
                 assert verify(run / "checkpoints" / f"update-{LAST:010}") == []
             else:
@@ -317,7 +317,7 @@ def test_a_disk_that_fails_once_at_the_last_save_loses_nothing(
 
 @dataclass(frozen=True)
 class Limit:
-    """What the task does to its own process at update 23, and how the run must end."""
+    """What the task does to its own process at update 23, and the expected outcome."""
 
     act: str
     code: int
@@ -345,7 +345,7 @@ def test_a_system_limit_is_reported(
     wait = str(run / "checkpoints" / "update-0000000020")
     ended = server.run(words, tmp_path, {"ACT": limit.act, "AT": "23", "WAIT": wait})
     must_be_told(ended, limit.code, limit.cause)
-    if limit.act != "little-memory":  # there may be none left to look at checkpoints
+    if limit.act != "little-memory":  # out of memory, the message may omit the checkpoint
         assert "last checkpoint: update 20 (" in ended.err
     must_go_on(server, words, tmp_path, run, reference(""))
     tally.tried += 1
@@ -373,7 +373,7 @@ def test_full_shared_memory_is_reported_without_a_hang(
     tally.tried += 1
 
 
-# ---------------------------------------------------------------- samples and those who read them
+# ---------------------------------------------------------------- bad samples and data workers
 
 SAMPLES = {
     "sample-raises": (65, "cannot be read: ValueError: this one is broken\n           and says so in two lines"),
@@ -432,7 +432,7 @@ def test_a_dead_data_worker_is_reported(
     tally.tried += 1
 
 
-# ---------------------------------------------------------------- who may, and where
+# ---------------------------------------------------------------- permissions and paths
 
 
 WITHOUT_RIGHTS = """
@@ -476,7 +476,7 @@ def test_an_unwritable_compile_cache_is_reported_before_the_first_update(
     for variable, compiles, code in (
         ("TORCHINDUCTOR_CACHE_DIR", "default", 73),
         ("TORCHINDUCTOR_CACHE_DIR", "off", 0),
-        ("TRITON_CACHE_DIR", "off", 0),  # needed by GPUs alone
+        ("TRITON_CACHE_DIR", "off", 0),  # needed by GPUs only
     ):
         ended = server.run([*words, f"compile={compiles}"], tmp_path, {variable: str(tmp_path / "file" / "cache")})
         assert ended.code == code, ended
@@ -498,7 +498,7 @@ def test_a_user_without_home_name_or_temporary_folder_can_train(
 def test_a_temporary_folder_with_a_long_name_serves_data_workers(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
-    """The name of a socket in it would be too long, and a worker could hand nothing over."""
+    """A socket path inside it would be too long for workers to send batches."""
     folder = tmp_path / ("l" * 100)
     folder.mkdir()
     ended = server.run([*BASE, "dataloader.num_workers=1"], tmp_path, {"TMPDIR": str(folder)})
@@ -536,11 +536,11 @@ def test_a_folder_of_any_name_can_have_runs(name: str, server: ForkServer, tmp_p
     words = [*BASE, f'output_root="{escaped}"', "updates=10"]
     env = {"HOME": str(tmp_path / "home")}
     ended = server.run(words, tmp_path, env)
-    if name in ("newline", "escape"):  # they would end a line of a script, or steer a terminal
+    if name in ("newline", "escape"):  # they would end a line of a script, or control a terminal
         assert ended.code == 78, ended.err
         assert "output_root=" in ended.err
         return
-    if name == "bytes":  # not UTF-8: the configuration could not be written
+    if name == "bytes":  # not UTF-8: the configuration might not be writable
         assert ended.code in (0, 78), ended.err
         assert "Traceback" not in ended.err
         return
@@ -563,7 +563,7 @@ def test_a_name_that_is_too_long_is_reported(server: ForkServer, tmp_path: Path,
         tally.tried += 1
 
 
-# ---------------------------------------------------------------- streams, signals, starts
+# ---------------------------------------------------------------- streams, signals, simultaneous starts
 
 STREAMS = {
     "no input": "os.close(0)",
@@ -593,7 +593,7 @@ def test_a_closed_terminal_makes_the_run_save(
     ended = server.run(BASE, tmp_path, {"ACT": "hang-up", "AT": "23"})
     must_be_told(ended, 75)
     must_go_on(server, BASE, tmp_path, tmp_path / "outputs" / "mine", reference(""))
-    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"  # as nohup does
+    ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"  # as with nohup
     (tmp_path / "again").mkdir()
     must_be_told(server.run(BASE, tmp_path / "again", {"ACT": "hang-up", "AT": "23"}, ignoring), 0)
     tally.tried += 2
@@ -632,7 +632,7 @@ def test_of_two_simultaneous_starts_one_runs(
         (place / "go").write_bytes(b"12")
         outputs = {one.answers: one for one in (server, other)}
         ready, _, _ = select.select(list(outputs), [], [])
-        lost = outputs[ready[0]]  # the one that runs is held until the other has ended
+        lost = outputs[ready[0]]  # the other one waits until this one has ended
         ended = lost.wait()
         (place / "hold").touch()
         won = (other if lost is server else server).wait()
@@ -646,7 +646,7 @@ def test_of_two_simultaneous_starts_one_runs(
     tally.notes["first won"] = first_won
 
 
-# ---------------------------------------------------------------- a shell that is set up badly
+# ---------------------------------------------------------------- unusual environments
 
 
 NO_PROC = """
@@ -668,7 +668,7 @@ def test_a_system_without_proc_is_reported(words: list[str], server: ForkServer,
 
 
 def test_a_bare_environment_in_another_locale_is_enough(reference: Reference, tmp_path: Path, tally: Tally) -> None:
-    """A real process: what is taken from the environment at the start of Python cannot be changed in a fork."""
+    """A new process: Python reads these variables at startup, too early for a fork."""
     env = {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "TMPDIR": "/nowhere"}
     env["OMP_NUM_THREADS"] = "1"
     words = [sys.executable, "-m", "runner", *BASE, 'output_root="größe-日本"']
@@ -681,7 +681,7 @@ def test_a_bare_environment_in_another_locale_is_enough(reference: Reference, tm
 
 # ---------------------------------------------------------------- trackers
 
-KEY = "0123456789abcdef0123456789abcdef01234567"  # the form of a key, and nobody's
+KEY = "0123456789abcdef0123456789abcdef01234567"  # a fake key with the format of a real one
 NO_WANDB = {
     "fails": "raise ImportError('a broken installation')\n",
     "ends": "import os\nos._exit(1)\n",
@@ -689,11 +689,11 @@ NO_WANDB = {
 }
 
 
-SOON_ALONE = "from runner.trackers import tracker; tracker.LOCAL_LINGER_S = 3.0"  # of 60: it does not end before
+SOON_ALONE = "from runner.trackers import tracker; tracker.LOCAL_LINGER_S = 3.0"  # instead of 60, to end soon
 
 
 def tracked(server: ForkServer, folder: Path, env: dict[str, str], before: str = "") -> Ended:
-    """Return how a run with wandb ended."""
+    """Run with wandb and wait for the tracker processes to end."""
     mark = uuid.uuid4().hex
     ended = server.run([*BASE, "tracker=wandb"], folder, {"HOME": str(folder), MARK: mark, **env}, before)
     wait_until(lambda: not marked(mark), "the process behind the tracker ends by itself")
@@ -733,7 +733,7 @@ def test_an_unresponsive_network_delays_no_start_and_loses_no_row(
     must_equal(run, reference(""))
     found = [int(row["update"]) for _, row in offline_rows(run)]
     assert len(set(found)) == len(found), "no row twice"
-    missing = {row["update"] for row in rows_of(run)} - set(found)  # on a machine too busy to import wandb in time
+    missing = {row["update"] for row in rows_of(run)} - set(found)  # if the machine is too busy to import wandb in time
     is_told = f"{len(missing)} rows" in ended.out or "every row" in ended.out
     assert not missing or is_told, "each row is there or counted"
     assert all(KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())

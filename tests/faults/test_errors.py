@@ -1,6 +1,6 @@
-"""Every exit code is on docs/errors.md and reached by a real run; what a task raises is told in its own lines.
+"""Every exit code is documented and reachable, and exceptions of a task are reported with their source lines.
 
-Short form: some of the codes and of what a task can raise, by seed.
+Short form: some of the codes and exceptions, by seed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ BASE = environment.BASE
 
 @dataclass(frozen=True)
 class Way:
-    """How to reach a code: a command (after `first`, which must be done), and what is said."""
+    """How to reach an exit code: a command, an earlier command `first` if any, and text of the message."""
 
     code: Exit
     words: list[str]
@@ -57,7 +57,7 @@ WAYS = {
 }
 
 
-# Messages that neither say what must be nor have a line of what to do, where they are made.
+# Messages without a requirement and without a fix, by the file that raises them.
 WITHOUT_ADVICE = {
     "what must be is found before": {
         "Problem(wrong, f'SETTINGS[{key!r}]')", "Problem(wrong, arg)", "Problem(what, files)", "Problem(what, where)",
@@ -88,9 +88,9 @@ WITHOUT_ADVICE = {
 
 
 def messages() -> list[tuple[Path, ast.Call]]:
-    """Return each place in the runner where a problem or an error for people is made."""
+    """Return each call in the runner that creates a problem or an error with a message."""
     kinds = {name for name, kind in vars(errors).items() if isinstance(kind, type) and issubclass(kind, AccelRunError)}
-    kinds = kinds - {"ConfigError"} | {"Problem"}  # the first holds problems
+    kinds = kinds - {"ConfigError"} | {"Problem"}  # a ConfigError consists of problems
     return [
         (file, node)
         for file in sorted((ROOT / "runner").rglob("*.py"))
@@ -139,13 +139,13 @@ def test_a_run_directory_that_is_a_link_is_refused(server: ForkServer, tmp_path:
 
 
 def test_every_exit_code_is_reached_by_a_fault() -> None:
-    """HANG is that of the watchdog, whose suite reaches it."""
+    """The tests of the watchdog reach HANG."""
     reached = {int(way.code) for way in WAYS.values()}
     reached |= {case.code for case in environment.DISKS.values()}
     reached |= {case.code for case in environment.LIMITS.values()}
     reached |= {code for code, _ in (*environment.SAMPLES.values(), *environment.WORKERS.values())}
     reached |= {case.code for case in numeric.FAULTS.values()}
-    apart = {Exit.PERMISSION, Exit.IN_USE, Exit.SECURITY}  # by tests without a table
+    apart = {Exit.PERMISSION, Exit.IN_USE, Exit.SECURITY}  # reached by tests without a table
     source = Path(environment.__file__).read_text() + Path(__file__).read_text()
     for code in apart:
         pattern = rf'must_be_told\(ended, ({int(code)}|Exit\.{code.name})\b|runs", {int(code)}\)'
@@ -223,7 +223,7 @@ class Mine(Task):
 
 @dataclass(frozen=True)
 class Told:
-    """A change of the task; the first line must hold `cause`, and all lines of the message together `lines`."""
+    """A change of the task; the first line of the message must contain `cause`, the complete message `lines`."""
 
     new: str
     cause: str

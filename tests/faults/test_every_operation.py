@@ -1,4 +1,4 @@
-"""Every operation fails once, or is the last one before the process ends; what was promised is kept all the same."""
+"""Each file operation fails once, or is the last one before the process is killed; promises hold nevertheless."""
 
 from __future__ import annotations
 
@@ -26,23 +26,23 @@ from tests.faults.recording import Acknowledge, Faults, Killed, Quick, Recording
 from tests.faults.tallies import IS_LONG, Tally
 
 KINDS = ("EIO", "ENOSPC", "short", "killed half way", "killed after", "link")
-if IS_LONG:  # for the code the same as others: refused is refused, and before one operation is after another
+if IS_LONG:  # other errnos take the same path, and "before" one operation equals "after" the previous one
     KINDS += ("EDQUOT", "EINTR", "killed before")
 PAIRS = [("EIO", "EIO"), ("ENOSPC", "killed after"), ("short", "EIO"), ("killed half way", "EIO")]
 OF_WRITES = ("short", "killed half way")
 
 
 def forget_what_is_held() -> None:
-    """Do to this process what its end does: locks and opened folders are gone."""
+    """Release locks and open folders, as the end of the process does."""
     files.close_inherited_locks()
     dirfd.unpin_all()
 
 
 class Attempt:
-    """A history in which operations fail, in a folder of its own.
+    """A history with injected failures, in a new folder.
 
     promised  what it had promised when it ended
-    ended     what ended it: nothing, the product's own error, or the end of the process
+    ended     None, the error of the product, or Killed
     """
 
     def __init__(self, history: History, at: Mapping[int, str], root: Path, inner: System | None = None) -> None:
@@ -67,7 +67,7 @@ class Attempt:
 
 
 def tried(history: History, at: Mapping[int, str], root: Path) -> Attempt:
-    """The history went through these failures, and what it had promised is kept."""
+    """Run the history with these failures, and assert that its promises hold."""
     attempt = Attempt(history, at, root)
     told = f"{history.name}, {at}, {[attempt.faults.trace[number] for number in attempt.faults.met]}"
     try:
@@ -114,7 +114,7 @@ def test_every_operation_fails_once(
 
 
 class Careless(Quick):
-    """A system that opens without some of the flags it is given."""
+    """A system that drops some of the flags of open."""
 
     def __init__(self, without: int) -> None:
         self.without = without
@@ -148,7 +148,7 @@ def test_careless_opening_is_caught(memory: Path, without: int, is_caught: bool)
 def test_every_two_operations_fail(
     history: History, memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    num_operations = len(tried(history, {}, memory / "whole").faults.trace) + 4  # clearing up after the first is more
+    num_operations = len(tried(history, {}, memory / "whole").faults.trace) + 4  # cleaning up adds some
     pairs = list(itertools.product(itertools.combinations(range(num_operations), 2), PAIRS))
     chance = random.Random(f"{seed} {history.name}")
     for numbers, kinds in chance.sample(pairs, min(len(pairs), amount(40, len(pairs)))):
@@ -161,7 +161,7 @@ def test_every_two_operations_fail(
 
 def test_a_torn_row_that_cannot_be_truncated_at_once_is_truncated_later(memory: Path) -> None:
     history = replace(BY_NAME["a log"], act=lambda *_: None)
-    failing = {2: "short", 3: "ENOSPC", 4: "ENOSPC"}  # after the opening and the sync of its name
+    failing = {2: "short", 3: "ENOSPC", 4: "ENOSPC"}  # after opening the file and syncing its folder
     (memory / "run").mkdir()
     faults = Faults({number + 2: kind for number, kind in failing.items()})
     with faults.active(), files.AppendLog(memory / "run" / "metrics.jsonl") as log:
@@ -185,7 +185,7 @@ def test_a_log_is_truncated_between_lines(memory: Path) -> None:
     assert (memory / "metrics.jsonl").read_bytes() == ROWS[0] + ROWS[2]
 
 
-# After a failure the program goes on, and then the power is cut
+# A power cut after a failure that the program survived
 
 
 def _go_on(root: Path, promise: Callable[[str, Any], None]) -> None:
@@ -193,9 +193,9 @@ def _go_on(root: Path, promise: Callable[[str, Any], None]) -> None:
         found = checkpoint.recover(run.checkpoints).checkpoint
         num_saved = int(found is not None)
         if found:
-            promise("update", found.update)  # a run that is over says so and saves nothing more
+            promise("update", found.update)  # a finished run saves nothing more
         for update in range(found.update + 1 if found else 1, 4):
-            with suppress(StorageError):  # training goes on
+            with suppress(StorageError):  # training continues
                 checkpoint.save(run.checkpoints, snapshot(update))
                 promise("update", update)
                 num_saved += 1
@@ -210,7 +210,7 @@ def _check_run(root: Path, promised: Mapping[str, Any]) -> None:
 
 
 def with_starts(at: Mapping[int, str], root: Path) -> tuple[Recording, Faults]:
-    """A run was started until it came to its end, in spite of what failed."""
+    """Start a run repeatedly until it finishes, despite the failures."""
     root.mkdir()
     recording = Recording(root)
     faults = Faults(at, recording)
@@ -227,7 +227,7 @@ def with_starts(at: Mapping[int, str], root: Path) -> tuple[Recording, Faults]:
     return recording, faults
 
 
-NAMED = ("mkdir", "rename", "fsync", "open")  # what has to do with names
+NAMED = ("mkdir", "rename", "fsync", "open")  # operations that affect names
 
 
 def test_a_failure_followed_by_a_crash_keeps_the_guarantees(
@@ -255,7 +255,7 @@ def test_a_failure_followed_by_a_crash_keeps_the_guarantees(
 
 
 def _in_folders_just_made(root: Path, promise: Callable[[str, Any], None]) -> None:
-    files.new_directory(root / "made")  # as `mkdir -p` does: nobody syncs
+    files.new_directory(root / "made")  # like `mkdir -p`, without a sync
     files.new_directory(root / "made" / "by-hand")
     _go_on(root / "made" / "by-hand", promise)
 
@@ -301,7 +301,7 @@ def test_a_log_with_a_failed_sync_makes_no_further_promise(
     syncs = [number for number, (name, _) in enumerate(trace) if name == "fsync"]
     (memory / "run").mkdir()
     recording = Recording(memory / "run")
-    if is_forgotten:  # lint-tests: private: what the defect would be, that no argument should allow
+    if is_forgotten:  # lint-tests: private: simulates the defect, which no public argument should allow
         monkeypatch.setattr(files.AppendLog, "_sync_error", property(lambda _: None, lambda *_: None), raising=False)
     with Faults({syncs[-2]: "EIO"}, recording).active():
         _sync_again(memory / "run", recording.acknowledge)
@@ -320,7 +320,7 @@ def test_a_log_with_a_failed_sync_makes_no_further_promise(
 
 @contextmanager
 def failing_read(at: int, code: int) -> Iterator[list[str]]:
-    """Inside, the reading call numbered `at` is refused; gives the list of calls."""
+    """Let the read operation numbered `at` fail; yield the list of operations."""
     calls: list[str] = []
 
     def meddle(name: str, real: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,4 +1,4 @@
-"""Ways from a foreign folder to a shell or to Python: closed, each with the file that went through it."""
+"""Regression tests: files from an untrusted folder that once ran a shell command or Python code."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ SBATCH = '#!/bin/bash\ncp -- "$1" "$PLAYED/script"\nbash -- "$1"\necho "Submitte
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Where we are; `sbatch` there runs the script."""
+    """The current folder, with an `sbatch` that runs the script."""
     for name in ("sbatch", "srun"):
         file = tmp_path / "bin" / name
         file.parent.mkdir(exist_ok=True)
@@ -96,7 +96,7 @@ def test_no_run_can_name_code_below_the_output_root(
     directory = RunDirectory.find(Path("outputs"), "a")
     assert load_run_request(directory, Path("outputs"), Request()).task_file == TASK
     with pytest.raises(SecurityRefusal):
-        load_run_request(directory, tmp_path, Request())  # TASK is not below, but then neither is the run in that root
+        load_run_request(directory, tmp_path, Request())  # both TASK and the run are outside of this root's runs
 
 
 HOSTILE = (

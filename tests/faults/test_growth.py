@@ -1,4 +1,4 @@
-"""What is small in a file and large when it is built, slow to read or read from elsewhere: 78 or 89 within a second."""
+"""Small files that expand when resolved, are slow to parse or refer to other files are refused, at a bounded cost."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ TASK = Path(__file__).with_name("task_to_attack.py")
 HEAD = "# @package _global_\nhardware: {title: x, devices: []}\n"
 
 
-MAX_CALLS = 20_000_000  # what grows without bound takes billions
+MAX_CALLS = 20_000_000  # unbounded growth takes billions
 
 
 def files() -> Iterator[tuple[str, str, int, str]]:
-    """Yield (name, content of a hardware profile, exit code, what is said)."""
+    """Yield (name, content of a hardware profile, exit code, text of the message)."""
     chain = "\n".join(f"x{number}: '${{x{number - 1}}}${{x{number - 1}}}'" for number in range(1, 60))
     yield "texts that double", f"{HEAD}x0: aaaaaaaaaa\n{chain}\n", 78, "characters after each"
     chain = "\n".join(f"x{number}: {{a: '${{x{number - 1}}}', b: '${{x{number - 1}}}'}}" for number in range(1, 60))
@@ -46,7 +46,7 @@ def test_files_do_not_grow_without_bound(
 ) -> None:
     (tmp_path / "hardware").mkdir()
     (tmp_path / "hardware" / "mine.yaml").write_text(content, encoding="utf-8")
-    compose(Request(("seed=1",)))  # what is imported once
+    compose(Request(("seed=1",)))  # warm up imports
     caught: list[AccelRunError] = []
 
     def act() -> None:
@@ -55,7 +55,7 @@ def test_files_do_not_grow_without_bound(
         except AccelRunError as error:
             caught.append(error)
 
-    calls(act, MAX_CALLS)  # raises beyond
+    calls(act, MAX_CALLS)  # raises if exceeded
     said, ended = (str(caught[0]), caught[0].exit_code) if caught else ("", 0)
     assert ended == code, said
     assert told in said

@@ -1,6 +1,6 @@
-"""Configurations and checkpoints made by an enemy: refused in words, with nothing run, opened or changed outside.
+"""Hostile configurations and checkpoints are refused with a message; nothing is executed, opened or changed outside.
 
-Short form: some dozens of the words, files and checkpoints, and a few whole commands, by seed. Long: all of them.
+Short form: some dozens of arguments, files and checkpoints, and a few commands, by seed. Long: all of them.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ TARGETS = ("os.system", "subprocess.Popen", "builtins.eval", "builtins.exec", "p
            "torch.load", "importlib.import_module", "hydra.utils.instantiate", "runner.cli.main")  # fmt: skip
 
 REFUSED = (Exit.SECURITY, Exit.CONFIG)
-MANY = 400  # names in one file, which may have 64 KiB
+MANY = 400  # names in one file, whose limit is 64 KiB
 
 
 @pytest.fixture(scope="module")
 def watch() -> Iterator[list[tuple[str, str]]]:
-    """What the interpreter is asked for while it is armed: code run, processes, sockets, files written, imports."""
+    """The audit events while armed: executed code, processes, sockets, written files, imports."""
     return (yield from _watching())
 
 
@@ -59,7 +59,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if not ARMED[0]:
         return
     if event in ("exec", "marshal.loads") and sys._getframe(1).f_code.co_filename.endswith(DEFINING):
-        return  # a class or a module of an installed package is being defined, or its own annotations are read
+        return  # a class or module of an installed package is being defined, or evaluates its own annotations
     if event in KINDS:
         SEEN.append((event, f"{arguments!r:.200} by {sys._getframe(1).f_code.co_filename}"))
     elif event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
@@ -67,14 +67,14 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 
 def _watching() -> Iterator[list[tuple[str, str]]]:
-    sys.addaudithook(_hook)  # it cannot be taken away again, so it sleeps outside of the tests
-    compose(Request(("optimizer.lr=0.1",)))  # what Hydra imports and generates once
+    sys.addaudithook(_hook)  # an audit hook cannot be removed, so it is disarmed outside of the tests
+    compose(Request(("optimizer.lr=0.1",)))  # warm up what Hydra imports and generates once
     yield SEEN
     ARMED[0] = False
 
 
 def attempt(words: tuple[str, ...], folder: Path | None = None, task: Path | None = None) -> AccelRunError | None:
-    """Compose under the audit hook; return how it was refused, None where it was taken for data."""
+    """Compose under the audit hook; return the error, or None if the input was accepted."""
     SEEN.clear()
     ARMED[0] = True
     try:
@@ -136,7 +136,7 @@ LOL = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 
 
 def hostile_files() -> Iterator[tuple[str, str | bytes, int]]:
-    """Yield (name, content, exit code) of an option of the group optimizer."""
+    """Yield (name, content, exit code) of a file for the group optimizer."""
     head = "option: adamw\n"
     for target in TARGETS:
         yield f"target {target}", f"{head}_target_: {target}\n", 89
@@ -191,7 +191,7 @@ def hostile_files() -> Iterator[tuple[str, str | bytes, int]]:
 
 
 def some(every: Iterator[Any], count: int, seed: int) -> list[Any]:
-    """Return `count` of them by the seed."""
+    """Return `count` random items."""
     found = list(every)
     return random.Random(f"{seed} hostile").sample(found, min(len(found), count))
 
@@ -296,7 +296,7 @@ def test_reading_the_options_of_a_task_does_not_run_it(watch: list[tuple[str, st
 
 
 def importable() -> Iterator[str]:
-    """Yield every callable of the modules that can be found, by its path; nothing is imported for it."""
+    """Yield the path of every callable in modules that can be found, without importing them."""
     import ast
 
     for module in sorted(sys.stdlib_module_names):
@@ -318,7 +318,7 @@ def importable() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def names() -> list[str]:
-    """Every importable callable in the long column, else a name of each module of Python's own."""
+    """Every importable callable in the long form, else one name per module of the standard library."""
     found = list(importable()) if IS_LONG else [
         f"{module}.main" for module in sorted(sys.stdlib_module_names)
     ]  # fmt: skip
@@ -329,10 +329,10 @@ def names() -> list[str]:
 def test_no_importable_callable_passes_the_guard_of_files(
     names: list[str], watch: list[tuple[str, str]], tmp_path: Path, tally: Tally
 ) -> None:
-    """Each name in a file of its own, as what is to be called and as a resolver."""
+    """Each name in a separate file, as a target and as a resolver."""
     file = tmp_path / "evil.yaml"
     file.write_text("_target_: os.system\n")
-    for _ in range(2):  # what reading any file loads is loaded now
+    for _ in range(2):  # warm up what reading any file imports
         with pytest.raises(SecurityRefusal):
             read_guarded(file, tmp_path)
     before = set(sys.modules)
@@ -357,7 +357,7 @@ def test_no_importable_callable_passes_the_guard_of_files(
 def test_no_importable_callable_is_called_by_its_name(
     names: list[str], watch: list[tuple[str, str]], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    """All names as values of compositions, many in a file; some of them alone, in each way there is."""
+    """Each name as a value of a configuration, many per file; some alone, in every position."""
     (tmp_path / "optimizer").mkdir()
     file = tmp_path / "optimizer" / "evil.yaml"
 
@@ -372,7 +372,7 @@ def test_no_importable_callable_is_called_by_its_name(
         tally.tried += 1
 
     file.write_text("option: nothing\n")
-    assert attempt(("optimizer=evil",), tmp_path) is not None  # what reading any file loads is loaded now
+    assert attempt(("optimizer=evil",), tmp_path) is not None  # warm up what reading any file imports
     for name in names[: amount(2, 2000)]:
         must_be_refused(f"option: adamw\n_target_: {name}\n", f"_target_ {name}")
         must_be_refused(f"option: {name}\n", f"option {name}")
@@ -455,13 +455,13 @@ def watch(folder, report):
 
 
 class Watched:
-    """The fork server, whose commands report what they must not do, and may take 2 GiB more of memory than it has."""
+    """The fork server; commands report forbidden audit events, and may allocate 2 GiB of memory."""
 
     def __init__(self, server: ForkServer) -> None:
         self.server = server
 
     def start(self, words: list[str], folder: Path, report: Path) -> int:
-        """Start a command that may change what is in `folder` alone."""
+        """Start a command that may change only files in `folder`."""
         before = f"{WATCH}\nwatch({str(folder)!r}, {str(report)!r})"
         return self.server.start(words, folder, {"XDG_CACHE_HOME": str(folder / ".cache")}, before)
 
@@ -477,7 +477,7 @@ def watched(server: ForkServer) -> Watched:
 
 @pytest.fixture(scope="module")
 def trained(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 6 updates with two checkpoints, which attacks are made on copies of."""
+    """A run of 6 updates with two checkpoints, copies of which are attacked."""
     folder = tmp_path_factory.mktemp("trained")
     ended = watched.run(["train", *WORDS, "updates=6", "run=enemy"], folder, folder / "seen")
     assert ended.code == 0, ended.err
@@ -531,7 +531,7 @@ def test_a_hostile_run_ends_every_command_with_a_message(
             continue
         report = tmp_path / "seen"
         pid = watched.start(COMMANDS[command], folder, report)
-        alarm = threading.Timer(120.0, os.kill, (pid, 9))  # ends what waits for ever, and so with another code
+        alarm = threading.Timer(120.0, os.kill, (pid, 9))  # kill a command that hangs, which gives another exit code
         alarm.start()
         ended = watched.server.wait()
         alarm.cancel()

@@ -1,6 +1,6 @@
-"""Whole runs of accel-run in forked processes, ended at random, and what must hold when they are through.
+"""Complete runs of accel-run in forked processes, killed at random, and what must hold afterwards.
 
-For a fork of the fork server.
+Runs in a fork of the fork server.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Ended:
     """How a command ended; `code` is negative for a signal.
 
     acknowledged  the last checkpoint that was on disk
-    pids          the processes it had when it was ended, the first one the leader of their session
+    pids          the processes of the command when it was killed; the first one leads their session
     """
 
     code: int
@@ -47,7 +47,7 @@ class Ended:
 
 
 class Acknowledging(System):
-    """Tells which checkpoints are on disk: renamed, and their folder synced."""
+    """Reports which checkpoints are on disk: renamed, and their folder synced."""
 
     def __init__(self, acknowledge: Callable[[str, int], None]) -> None:
         self._acknowledge = acknowledge
@@ -67,12 +67,12 @@ class Acknowledging(System):
 
 @dataclass(frozen=True)
 class End:
-    """When a command is ended, and by what.
+    """When and how a command is killed.
 
-    at, moment  at this operation on files, counted from 1; 0: at none
-    heard       by another process, once it has heard that this operation begins (0: at once); None: never
-    environment  what the task is told
-    whole_group  the workers are killed together with it; else they are left behind
+    at, moment  at this file operation, counted from 1; 0: at none
+    heard       by another process, once this operation has started (0: at once); None: never
+    environment  environment variables for the task
+    whole_group  kill the workers together with the command; otherwise they become orphans
     """
 
     at: int = 0
@@ -93,9 +93,9 @@ def run(
     before: int = 0,
     output: Path | None = None,
 ) -> Ended:
-    """Run a command in `folder` to its end, or to `end`: a SIGKILL, or `cut` and a SIGKILL.
+    """Run a command in `folder` to its end, or until `end`: SIGKILL, or `cut` and SIGKILL.
 
-    output  file for what it prints, where that shall not lie beside the folder
+    output  file for its output, if not beside the folder
     """
     output = output or Path(f"{folder}.out")
     here = os.getpid()
@@ -124,7 +124,7 @@ def run(
         if cut is not None:
             cut()
         if end.whole_group:
-            with suppress(ProcessLookupError):  # at once: it has no session of its own yet
+            with suppress(ProcessLookupError):  # early on, it does not lead a session yet
                 os.killpg(pid, signal.SIGKILL)
         os.kill(pid, signal.SIGKILL)
     _, status = os.waitpid(pid, 0)
@@ -137,7 +137,7 @@ def run(
 
 
 def session_of(leader: int) -> list[int]:
-    """Return the processes of the session that `leader` began, itself too."""
+    """Return the processes of the session that `leader` leads, including itself."""
     found = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
@@ -148,12 +148,12 @@ def session_of(leader: int) -> list[int]:
 
 
 def num_operations(folder: Path) -> int:
-    """Return how many operations on files the last command in `folder` that was not ended made."""
+    """Return the number of file operations of the last command in `folder` that was not killed."""
     return int(Path(f"{folder}.operations").read_text())
 
 
 def assert_same(straight: Path, other: Path) -> None:
-    """Both runs ended with the same weights, optimizer, random state and rows, bit for bit."""
+    """Assert bitwise equal weights, optimizer state, random state and rows."""
     ours, theirs = (_final(folder) for folder in (other, straight))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
@@ -162,7 +162,7 @@ def assert_same(straight: Path, other: Path) -> None:
 
 
 def assert_tidy(folder: Path) -> None:
-    """The run is done and unlocked, its logs are whole lines, and nothing half made is left."""
+    """Assert that the run is done and unlocked, its logs have complete lines, and no temporary files are left."""
     path = folder / "outputs" / NAME
     state = json.loads((path / "run.json").read_text())
     assert state["state"] == "done", state
@@ -178,7 +178,7 @@ def assert_tidy(folder: Path) -> None:
 
 
 def assert_gone(pids: tuple[int, ...]) -> None:
-    """Nothing of the session is left running, and no shared memory that one of its processes made."""
+    """Assert that no process of the session is left, and no shared memory that they created."""
     wait_until(
         lambda: not session_of(pids[0]), f"the end of the processes of session {pids[0]}, which outlive their run"
     )
@@ -187,19 +187,19 @@ def assert_gone(pids: tuple[int, ...]) -> None:
 
 
 def events(folder: Path, kind: str) -> list[dict[str, Any]]:
-    """Return the rows of events.jsonl of this kind; what a power cut left of rows that nobody synced is left out."""
+    """Return the rows of events.jsonl of this kind, without rows that a power cut has torn."""
     return [row for row in files.read_rows(folder / "outputs" / NAME / "events.jsonl") if row.get("kind") == kind]
 
 
 def metric_rows(folder: Path) -> list[dict[str, Any]]:
-    """Return the rows of metrics.jsonl without what is time."""
+    """Return the rows of metrics.jsonl without times."""
     text = (folder / "outputs" / NAME / "metrics.jsonl").read_text()
     rows = (json.loads(line) for line in text.splitlines())
     return [{key: value for key, value in row.items() if not key.startswith("perf/")} for row in rows]
 
 
 def random_end(generator: random.Random, operations: int) -> tuple[str, End]:
-    """Return a moment at which a command of so many operations is ended, and its name."""
+    """Return a random time at which to kill a command with this number of operations, and its description."""
     kind = generator.choice(("operation", "operation", "operation", "other", "other", "evaluation", "update"))
     whole_group = generator.random() < 0.5
     if kind == "operation":
@@ -218,7 +218,7 @@ def _final(folder: Path) -> dict[str, torch.Tensor]:
 
 
 def _main(words: tuple[str, ...], folder: Path, output: Path, environment: Mapping[str, str]) -> int:
-    """Be the command: in a session of its own, with its own output."""
+    """Run the command in a new session, with `output` as stdout and stderr."""
     import runner.cli
 
     os.setsid()

@@ -26,12 +26,12 @@ from runner.engine.phase_kinds import GradientPhase
 from runner.forecast.demand import predict_needs
 from runner.forecast.memory_forecast import NUM_MEASURED, forecast
 from runner.host.subprocesses import run_in_subprocess
-from runner.plan.cuda_allocator import Allocator
+from runner.plan.cuda_allocator import AllocatorSettings
 from runner.plan.inventory import Device
-from runner.plan.memory_fit import Demand, predicted
+from runner.plan.memory_fit import Demand, predict_memory
 from runner.plan.planner import make_plan
 from runner.plan.rank_devices import RankDevice
-from runner.plan.run_plan import part_of
+from runner.plan.run_plan import rank_part
 from tests.distributed.ranks import run_ranks
 
 SCRIPT = Path(__file__).parents[2] / "scripts" / "measure" / "memory.py"
@@ -433,9 +433,9 @@ def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micr
     words = (*sizes, "device=cpu", *f"parallelism={strategy} parallelism.world_size=2".split())
     configuration = compose(Request(words, file))
     plan = make_plan(configuration, script.HERE)
-    demand = Demand.of(run_in_subprocess(forecast, configuration, script.HERE, [micro]), Allocator())
-    part = part_of(plan.choices["parallelism"], plan.selected[0])
-    thought = predicted(demand, micro, replace(plan.ranks[0], overhead_bytes=0), part)
+    demand = Demand.from_traces(run_in_subprocess(forecast, configuration, script.HERE, [micro]), AllocatorSettings())
+    part = rank_part(plan.choices["parallelism"], plan.selected[0])
+    thought = predict_memory(demand, micro, replace(plan.ranks[0], overhead_bytes=0), part)
     most = max(run_ranks(lambda world: most_of_rank(plan, world), 2))
     assert most <= thought.total + 1024, (most, thought)  # numbers such as the count of items are not predicted
     assert thought.total <= above * most, (most, thought)
@@ -473,9 +473,9 @@ def test_memory_between_two_traced_sizes_is_at_most_predicted(script, tmp_path):
     configuration = compose(Request(("micro_batch_size=auto", "global_batch_size=32", "device=cpu"), file))
     small, middle, whole = forecast(configuration, script.HERE, [1, 12, 32])
     assert (small.accumulation_steps, middle.accumulation_steps, whole.accumulation_steps) == (2, 2, 1)
-    thought = Demand.of([small, whole], Allocator()).at(12).peak.total
+    thought = Demand.from_traces([small, whole], AllocatorSettings()).at(12).peak.total
     assert middle.peak.total <= thought <= 1.2 * middle.peak.total
-    assert Demand.of([whole], Allocator()).at(12).peak.total >= middle.peak.total
+    assert Demand.from_traces([whole], AllocatorSettings()).at(12).peak.total >= middle.peak.total
 
 
 def test_operators_that_launch_kernels_are_counted_and_views_are_not(script, tmp_path):

@@ -10,7 +10,7 @@ import pytest
 from runner.base.errors import ConfigError, Problem
 from runner.forecast import demand as engine_needs
 from runner.forecast import remedies
-from runner.plan.memory_fit import GIB, Needs
+from runner.plan.memory_fit import GIB, MemoryNeeds
 from tests.plan.test_memory_fit import HERE, composed, demand, plan
 
 WORDS = ("global_batch_size=64", "micro_batch_size=64", "precision=fp32")
@@ -20,13 +20,13 @@ def tried(monkeypatch: pytest.MonkeyPatch, sample_gib: float, seconds: float) ->
     """Return what is found and what is left where a trace takes so long, and its samples so much; and all traces."""
     asked: list[Any] = []
 
-    def predict_needs(*given: Any) -> Needs:
+    def predict_needs(*given: Any) -> MemoryNeeds:
         asked.append(given)
-        return Needs({"train": demand(1, 64, sample_gib=sample_gib)})
+        return MemoryNeeds({"train": demand(1, 64, sample_gib=sample_gib)})
 
     monkeypatch.setattr(remedies, "predict_needs", predict_needs)
     monkeypatch.setattr(remedies.time, "process_time", lambda: seconds * len(asked))
-    needs = Needs({"train": demand(1, 16, 64)})
+    needs = MemoryNeeds({"train": demand(1, 16, 64)})
     made = plan(*WORDS, needs=needs)
     assert not made.memory[0].prediction.fits
     return *remedies.find_changes(composed(*WORDS), HERE, made, needs, ()), len(asked)
@@ -34,7 +34,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, sample_gib: float, seconds: float) ->
 
 def test_untried_remedies_are_reported_and_free_ones_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     found, untried, traces = tried(monkeypatch, 0.1, 2 * remedies.MAX_CPU_S)
-    assert {change.words[0].partition("=")[0] for change in found} == {"micro_batch_size", "memory"}
+    assert {change.overrides[0].partition("=")[0] for change in found} == {"micro_batch_size", "memory"}
     assert (untried, traces) == ([remedies.BUDGET], 1)
     _, untried, traces = tried(monkeypatch, 0.1, 0.0)
     assert (untried, traces) == ([], 2)
@@ -42,7 +42,7 @@ def test_untried_remedies_are_reported_and_free_ones_are_tried(monkeypatch: pyte
 
 def test_no_block_is_chosen_if_all_would_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
     found, untried, traces = tried(monkeypatch, 0.5, 0.0)
-    assert [change.words[0].partition("=")[0] for change in found] == ["micro_batch_size"]
+    assert [change.overrides[0].partition("=")[0] for change in found] == ["micro_batch_size"]
     assert (untried, traces) == ([], 1)
 
 
@@ -50,13 +50,15 @@ def test_no_block_is_chosen_if_all_would_not_suffice(monkeypatch: pytest.MonkeyP
 def test_every_remedy_is_a_valid_override(monkeypatch: pytest.MonkeyPatch, samples: int, said: str) -> None:
     """A process alone refuses a size that does not divide the update, unless the plan has chosen it."""
     words = (f"global_batch_size={samples}", f"micro_batch_size={samples}", "precision=fp32")
-    held = plan(*words, "micro_batch_size=auto", needs=Needs({"train": demand(1, samples)})).batch.micro_batch_size
-    needs = Needs({"train": demand(1, held, samples)})
+    held = plan(
+        *words, "micro_batch_size=auto", needs=MemoryNeeds({"train": demand(1, samples)})
+    ).batch.micro_batch_size
+    needs = MemoryNeeds({"train": demand(1, held, samples)})
     monkeypatch.setattr(remedies, "predict_needs", lambda *_: needs)
     found, _ = remedies.find_changes(composed(*words), HERE, plan(*words, needs=needs), needs, ())
-    assert (said,) in [change.words for change in found]
+    assert (said,) in [change.overrides for change in found]
     for change in found:
-        again = plan(*words, *change.words, needs=needs)
+        again = plan(*words, *change.overrides, needs=needs)
         assert again.memory[0].prediction.fits
         assert again.memory[0].prediction.total == change.bytes
 
@@ -65,14 +67,14 @@ def test_an_interpolated_size_is_traced_before_it_is_reported_to_fit(monkeypatch
     """The allocator may take more there than on the line; here so much that 9 samples do not fit."""
     wide = dataclasses.replace(demand(9).points[0], reserved=16 * GIB)
     exact = dataclasses.replace(demand(1, 8, 64), points=(*demand(1, 8).points, wide, *demand(64).points))
-    monkeypatch.setattr(remedies, "predict_needs", lambda *_: Needs({"train": exact}))
-    needs = Needs({"train": demand(1, 64)})
+    monkeypatch.setattr(remedies, "predict_needs", lambda *_: MemoryNeeds({"train": exact}))
+    needs = MemoryNeeds({"train": demand(1, 64)})
     found, _ = remedies.find_changes(composed(*WORDS), HERE, plan(*WORDS, needs=needs), needs, ())
-    assert ("micro_batch_size=8",) in [change.words for change in found]
+    assert ("micro_batch_size=8",) in [change.overrides for change in found]
 
 
 def test_fitting_micro_batches_are_traced_if_a_run_does_not_fit() -> None:
-    needs = Needs({"train": demand(1, 64)})
+    needs = MemoryNeeds({"train": demand(1, 64)})
     planned, asked_for = plan(*WORDS, needs=needs), composed(*WORDS)
     asked, more = (
         engine_needs.sizes_to_trace(planned, asked_for, HERE, needs, alternatives=alternatives)
@@ -86,31 +88,31 @@ def test_an_unavailable_remedy_does_not_block_combinations_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Without bitsandbytes there are no 8-bit states; smaller passes and checkpoints are enough without them."""
-    large = Needs({"train": demand(1, 64, model_gib=14.6)})
+    large = MemoryNeeds({"train": demand(1, 64, model_gib=14.6)})
 
-    def predict_needs(configuration: Any, *_: Any) -> Needs:
+    def predict_needs(configuration: Any, *_: Any) -> MemoryNeeds:
         choices = configuration.choices
         if choices["optimizer"].function == "adamw8bit":
             raise ConfigError(Problem("bitsandbytes is not installed"))
         is_small = configuration.settings.micro_batch_size == "auto" and choices["memory"].function == "checkpoint"
-        return Needs({"train": demand(1, 64, model_gib=12.0, sample_gib=0.05)}) if is_small else large
+        return MemoryNeeds({"train": demand(1, 64, model_gib=12.0, sample_gib=0.05)}) if is_small else large
 
     monkeypatch.setattr(remedies, "predict_needs", predict_needs)
     found, _ = remedies.find_changes(composed(*WORDS), HERE, plan(*WORDS, needs=large), large, ())
     (change,) = found
-    assert "memory=checkpoint" in change.words
-    assert "optimizer=adamw8bit" not in change.words
+    assert "memory=checkpoint" in change.overrides
+    assert "optimizer=adamw8bit" not in change.overrides
 
 
 def test_time_is_estimated_in_the_tried_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """16-bit products are as much faster as the facts of the profile say."""
     speeds = {"fp32_tflops": 10.0, "fp16_tensor_tflops": 40.0, "memory_bandwidth_gb_s": 1e9}
     profiles = [{"devices": [{"name": HERE.devices[0].name, **speeds}]}]
-    needs, half = (Needs({"train": demand(1, 64, sample_gib=gib)}) for gib in (0.3, 0.1))
+    needs, half = (MemoryNeeds({"train": demand(1, 64, sample_gib=gib)}) for gib in (0.3, 0.1))
     monkeypatch.setattr(remedies, "predict_needs", lambda *_: half)
     made = plan(*WORDS, needs=needs)
     found, _ = remedies.find_changes(composed(*WORDS), HERE, made, needs, profiles)
-    assert {change.words: change.factor for change in found}[("precision=fp16",)] == pytest.approx(0.25, rel=0.05)
+    assert {change.overrides: change.factor for change in found}[("precision=fp16",)] == pytest.approx(0.25, rel=0.05)
     assert [change.factor for change in found] == sorted(change.factor or 0.0 for change in found)
 
 
@@ -118,7 +120,7 @@ def test_limits_of_the_user_apply_to_tried_remedies(monkeypatch: pytest.MonkeyPa
     """memory=checkpoint is another option of the group that memory.fraction belongs to."""
     asked: list[Any] = []
     monkeypatch.setattr(remedies, "predict_needs", lambda *given: asked.append(given[0]) or needs)
-    words, needs = (*WORDS, "memory.fraction=0.5", "optimizer.lr=0.01"), Needs({"train": demand(1, 64)})
+    words, needs = (*WORDS, "memory.fraction=0.5", "optimizer.lr=0.01"), MemoryNeeds({"train": demand(1, 64)})
     remedies.find_changes(composed(*words), HERE, plan(*words, needs=needs), needs, ())
     tried = [(each.choices["memory"].options["fraction"], each.choices["optimizer"].options["lr"]) for each in asked]
     assert tried

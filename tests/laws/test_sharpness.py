@@ -19,7 +19,7 @@ from runner.durable import checkpoint
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.opening import open_phase
-from runner.plan.planner import plan_here
+from runner.plan.planner import plan_this_process
 from tests.distributed.ranks import run_ranks
 from tests.end_to_end.examples import train
 from tests.forkserver import ForkServer
@@ -161,7 +161,7 @@ def test_an_update_that_ran_out_of_memory_in_the_second_pass_is_repeated(tmp_pat
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_sharded_weights_are_refused(strategy: str) -> None:
     with pytest.raises(ConfigError) as caught:
-        plan_here(compose(Request(("sharpness=sam", f"parallelism={strategy}", "device=cpu"))))
+        plan_this_process(compose(Request(("sharpness=sam", f"parallelism={strategy}", "device=cpu"))))
     assert [problem.where for problem in caught.value.problems] == ["sharpness=sam"]
 
 

@@ -1,4 +1,4 @@
-"""Laws of what is said of the machine: each thing once, in words with what to do, and nothing from missing data."""
+"""Alerts about the machine: each is reported once with what to do, and missing data cause none."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 
-from runner.monitor.alerts import IN_A_ROW, Alert, AlertMonitor
+from runner.monitor.alerts import MIN_THROTTLED_SAMPLES, Alert, AlertMonitor
 from runner.monitor.machine_sample import GpuUser
-from runner.monitor.nvml import Gpu, GpuEvent, Nvml, slowed_by
+from runner.monitor.nvml import Gpu, GpuEvent, Nvml, decode_throttle_reasons
 from runner.monitor.samples import Readings
-from runner.monitor.xid import XIDS, explain
+from runner.monitor.xid import XIDS, explain_xid
 
 T4 = Gpu(0, "GPU-a", "Tesla T4")
 HOT: Readings = {"gpu0/throttle_reasons": 64, "gpu0/temperature_c": 95.4, "gpu0/clock_mhz": 300.0, "gpu0/power_w": 31.0}
@@ -21,7 +21,7 @@ def watchful(*gpus: Gpu) -> AlertMonitor:
 
 
 def looked(watch: AlertMonitor, readings: Readings, times: int = 1) -> list[Alert]:
-    return [notice for _ in range(times) for notice in watch.look(readings, {}, ())]
+    return [notice for _ in range(times) for notice in watch.check(readings, {}, ())]
 
 
 def test_a_throttled_gpu_is_reported_once_with_its_measurements(screen: Callable[..., None]) -> None:
@@ -33,7 +33,7 @@ def test_a_throttled_gpu_is_reported_once_with_its_measurements(screen: Callable
 
 
 def test_a_busy_gpu_at_its_power_limit_causes_no_warning(screen: Callable[..., None]) -> None:
-    (notice,) = looked(watchful(), {"gpu0/throttle_reasons": 4}, times=IN_A_ROW)
+    (notice,) = looked(watchful(), {"gpu0/throttle_reasons": 4}, times=MIN_THROTTLED_SAMPLES)
 
     assert notice.level == "info"
     screen(notice.text)
@@ -42,16 +42,16 @@ def test_a_busy_gpu_at_its_power_limit_causes_no_warning(screen: Callable[..., N
 def test_a_short_slowdown_is_not_reported() -> None:
     watch = watchful()
 
-    assert not looked(watch, HOT, times=IN_A_ROW - 1)
+    assert not looked(watch, HOT, times=MIN_THROTTLED_SAMPLES - 1)
     assert not looked(watch, {"gpu0/throttle_reasons": 0})
-    assert not looked(watch, HOT, times=IN_A_ROW - 1)
+    assert not looked(watch, HOT, times=MIN_THROTTLED_SAMPLES - 1)
     assert looked(watch, HOT)
 
 
 def test_idle_and_missing_readings_are_not_throttling() -> None:
     assert not looked(watchful(), {"gpu0/throttle_reasons": 1 + 2 + 256}, times=9)
     assert not looked(watchful(), {}, times=9)
-    assert slowed_by(None) == ()
+    assert decode_throttle_reasons(None) == ()
 
 
 def test_an_increase_of_memory_errors_is_reported(screen: Callable[..., None]) -> None:
@@ -67,7 +67,7 @@ def test_an_increase_of_memory_errors_is_reported(screen: Callable[..., None]) -
 
 def test_an_xid_is_explained_and_reported_once() -> None:
     watch = watchful()
-    told = [notice for _ in range(3) for notice in watch.look({}, {}, [GpuEvent(T4, "xid", 79)])]
+    told = [notice for _ in range(3) for notice in watch.check({}, {}, [GpuEvent(T4, "xid", 79)])]
 
     assert [notice.text for notice in told] == [f"gpu0 (Tesla T4): XID 79, {XIDS[79].meaning}; {XIDS[79].advice}"]
     assert told[0].facts == {"device": "gpu0", "uuid": "GPU-a", "xid": 79}
@@ -75,15 +75,15 @@ def test_an_xid_is_explained_and_reported_once() -> None:
 
 def test_an_xid_of_a_gpu_applies_to_its_instances() -> None:
     cut = Gpu(3, "MIG-a", "slice")
-    (notice,) = watchful(cut).look({}, {}, [GpuEvent(Gpu(3, "GPU-c", "whole"), "xid", 31)])
+    (notice,) = watchful(cut).check({}, {}, [GpuEvent(Gpu(3, "GPU-c", "whole"), "xid", 31)])
 
     assert notice.text.startswith("gpu0 (slice): XID 31, ")
-    assert not watchful(cut).look({}, {}, [GpuEvent(Gpu(4, "GPU-d", "other"), "xid", 31)])
+    assert not watchful(cut).check({}, {}, [GpuEvent(Gpu(4, "GPU-d", "other"), "xid", 31)])
 
 
 @pytest.mark.parametrize("number", [*XIDS, 999])
 def test_every_xid_has_a_meaning_and_an_action(number: int) -> None:
-    known = explain(number)
+    known = explain_xid(number)
 
     assert len(known.meaning.split()) > 2
     assert len(known.advice.split()) > 2
@@ -93,7 +93,7 @@ def test_other_processes_on_a_gpu_are_listed_once_by_size(screen: Callable[..., 
     users = [GpuUser(pid, f"job{pid}", "alice", float(pid), is_ours=False) for pid in range(1, 6)]
     users.append(GpuUser(9, "python", "me", 3.0, is_ours=True))
     watch = watchful()
-    told = [notice for _ in range(3) for notice in watch.look({}, {0: users}, ())]
+    told = [notice for _ in range(3) for notice in watch.check({}, {0: users}, ())]
 
     assert len(told) == 1
     screen(told[0].text)
@@ -101,7 +101,7 @@ def test_other_processes_on_a_gpu_are_listed_once_by_size(screen: Callable[..., 
 
 
 def test_unknown_processes_are_not_reported() -> None:
-    assert not watchful().look({}, {0: [GpuUser(5, "", "", None, is_ours=None)]}, ())
+    assert not watchful().check({}, {0: [GpuUser(5, "", "", None, is_ours=None)]}, ())
 
 
 def test_missing_permissions_are_reported_once(screen: Callable[..., None]) -> None:

@@ -1,4 +1,4 @@
-"""Readings of AMD GPUs: those of NVML behind the same methods, and None, never 0, where AMD SMI gives none."""
+"""Readings of AMD GPUs through AMD SMI, with the same methods as NVML; missing readings are None, never 0."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ ADDRESS = "0000:C1:00.0"
 
 
 class SmiError(Exception):
-    """As amdsmi.AmdSmiException."""
+    """Stands in for amdsmi.AmdSmiException."""
 
     def __init__(self, code: int) -> None:
         super().__init__(code)
@@ -44,7 +44,7 @@ def raising(code: int) -> Any:
 
 
 def fake(**changes: Any) -> types.ModuleType:
-    """Return a module `amdsmi` with one MI210; `changes` replace functions of it, None removes one."""
+    """Return a module `amdsmi` with one MI210; `changes` replaces its functions, and None removes one."""
     module = types.ModuleType("amdsmi")
     temperatures = {("EDGE", "CURRENT"): 48, ("EDGE", "CRITICAL"): 100}
     functions: dict[str, Any] = {
@@ -149,7 +149,7 @@ def test_without_the_package_or_the_driver_nothing_is_read(monkeypatch: pytest.M
 
 
 def test_torchs_gpu_is_found_by_its_pci_address(monkeypatch: pytest.MonkeyPatch) -> None:
-    """HIP and AMD SMI give the same GPU different UUIDs."""
+    """HIP and AMD SMI report different UUIDs for the same GPU."""
     view = TorchView(
         "2.13.0+rocm",
         rocm=True,

@@ -1,4 +1,4 @@
-"""Laws of the script that measures what watching costs: a missed target decides how it ends."""
+"""scripts/measure/monitor.py names the targets that were missed."""
 
 from __future__ import annotations
 

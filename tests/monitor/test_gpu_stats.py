@@ -1,4 +1,4 @@
-"""Laws of GPUStats: usable around any code, it disturbs none, and leaves its files whatever happens inside."""
+"""GPUStats can monitor any code without disturbing it, and writes its files even after an error."""
 
 from __future__ import annotations
 
@@ -148,10 +148,10 @@ def test_devices_are_chosen_by_number_or_uuid(nvml_stub: NvmlStub, devices: str,
     ("devices", "said"),
     [
         ("[]", "devices: must name a GPU, but is empty"),
-        ("[true]", "devices: no such GPU: True; there are: 0"),
-        ("[null, 0.5]", "devices: no such GPU: None, 0.5; there are: 0"),
+        ("[true]", "devices: no such GPU: True; available: 0"),
+        ("[null, 0.5]", "devices: no such GPU: None, 0.5; available: 0"),
         ("[0, 1, 0]", "devices: must name each GPU once, but 0, 0 are the same"),
-        ("-1", "devices: no such GPU: -1; there are: 0"),
+        ("-1", "devices: no such GPU: -1; available: 0"),
     ],
 )
 def test_invalid_devices_get_a_message(nvml_stub: NvmlStub, devices: str, said: str) -> None:

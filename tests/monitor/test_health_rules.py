@@ -1,4 +1,4 @@
-"""Laws of what the figures mean: each rule speaks of what was measured, with the figures, and of nothing else."""
+"""Health rules: each verdict quotes the measured figures, and missing data cause none."""
 
 from __future__ import annotations
 
@@ -10,7 +10,15 @@ import numpy as np
 import pytest
 
 from runner.monitor.alerts import Alert
-from runner.monitor.health_rules import MEMORY, RULES, SLOWED, UTILISATION, phases, table, verdicts
+from runner.monitor.health_rules import (
+    MEMORY,
+    RULES,
+    THROTTLE_MEANINGS,
+    UTILIZATION,
+    assess_health,
+    format_metrics,
+    format_phases,
+)
 from runner.monitor.nvml import THROTTLE_REASONS
 from runner.monitor.samples import MachineSamples, SampledGpu, Stat, Summary, SummaryPart
 
@@ -18,7 +26,7 @@ from runner.monitor.samples import MachineSamples, SampledGpu, Stat, Summary, Su
 def summary_of(
     slowed: dict[str, dict[str, float]] | None = None, **metrics: float | tuple[float, float, float]
 ) -> Summary:
-    """Return 60 s in which metrics such as gpu0_util had these values, or (lowest, mean, highest)."""
+    """Return 60 s in which metrics such as gpu0_util had a constant value, or (minimum, mean, maximum)."""
     found = {}
     for name, value in metrics.items():
         low, mean, high = value if isinstance(value, tuple) else (value, value, value)
@@ -27,13 +35,13 @@ def summary_of(
 
 
 def said(summary: Summary, *, of_run: bool = True) -> dict[str, str]:
-    return {verdict.subject: verdict.level for verdict in verdicts(summary, of_run=of_run)}
+    return {verdict.subject: verdict.level for verdict in assess_health(summary, of_run=of_run)}
 
 
 @pytest.mark.parametrize(("mean", "level"), [(1, "low"), (79.9, "low"), (80, "good"), (100, "good")])
-def test_utilisation_is_good_from_80_to_100_percent(mean: float, level: str) -> None:
-    (verdict,) = verdicts(summary_of(gpu0_util=(0, mean, 100)))
-    assert (verdict.subject, verdict.level) == ("GPU 0 utilisation", level)
+def test_utilization_is_good_from_80_to_100_percent(mean: float, level: str) -> None:
+    (verdict,) = assess_health(summary_of(gpu0_util=(0, mean, 100)))
+    assert (verdict.subject, verdict.level) == ("GPU 0 utilization", level)
     assert f"mean {mean:.0f} %, 0 to 100 %" in verdict.evidence
 
 
@@ -46,7 +54,7 @@ def test_memory_is_good_from_50_to_80_percent_at_its_peak(used: float, level: st
     assert said(summary)["GPU 0 memory"] == level
 
 
-@pytest.mark.parametrize("bands", [UTILISATION, MEMORY])
+@pytest.mark.parametrize("bands", [UTILIZATION, MEMORY])
 def test_bands_cover_0_to_100_percent(bands: tuple[object, ...]) -> None:
     edges = [(band.low, band.high) for band in bands]  # type: ignore[attr-defined]
     assert edges[0][0] == 0
@@ -55,8 +63,8 @@ def test_bands_cover_0_to_100_percent(bands: tuple[object, ...]) -> None:
 
 
 def test_missing_readings_cause_no_verdict() -> None:
-    assert verdicts(Summary()) == []
-    assert verdicts(summary_of(cpu_percent=50.0, ram_percent=50.0)) == []
+    assert assess_health(Summary()) == []
+    assert assess_health(summary_of(cpu_percent=50.0, ram_percent=50.0)) == []
     assert said(summary_of(gpu0_temperature_c=99.0, gpu0_power_w=300.0)) == {}
     assert said(summary_of(gpu0_memory_gib=9.9)) == {}, "without the capacity nobody knows how full it is"
     assert said(summary_of(cpu_percent=100.0)) == {}, "whether a GPU waits is not known"
@@ -64,13 +72,13 @@ def test_missing_readings_cause_no_verdict() -> None:
 
 def test_an_idle_gpu_causes_no_advice() -> None:
     summary = summary_of(gpu0_util=0.0, gpu0_memory_gib=0.1, gpu0_memory_total_gib=15.0, cpu_percent=99.0)
-    assert said(summary) == {"GPU 0 utilisation": "note"}
+    assert said(summary) == {"GPU 0 utilization": "note"}
 
 
 @pytest.mark.parametrize("reason", THROTTLE_REASONS.values())
 def test_every_throttle_reason_has_a_text_a_share_and_the_temperature(reason: str) -> None:
-    assert reason in SLOWED
-    (verdict,) = verdicts(summary_of({"gpu0": {reason: 0.4}}, gpu0_temperature_c=(40, 60, 87)))
+    assert reason in THROTTLE_MEANINGS
+    (verdict,) = assess_health(summary_of({"gpu0": {reason: 0.4}}, gpu0_temperature_c=(40, 60, 87)))
     assert verdict.subject == "GPU 0 clocks"
     assert verdict.evidence.startswith(f"{reason}, 40 % ")
     assert verdict.evidence.endswith(" 87 °C")
@@ -86,7 +94,7 @@ def test_other_processes_are_reported_beside_a_run_and_on_a_monitored_machine() 
     assert said(one) == said(two) == {"GPU 0 processes": "high"}
     assert said(one, of_run=False) == {}
     assert said(two, of_run=False) == {"GPU 0 processes": "high"}
-    assert re.findall(r"[\d.]+", verdicts(two)[0].evidence) == ["2", "1.5"]
+    assert re.findall(r"[\d.]+", assess_health(two)[0].evidence) == ["2", "1.5"]
     assert said(summary_of(gpu0_other_processes=0)) == {}
 
 
@@ -94,7 +102,7 @@ def test_ram_and_cpu_are_reported_if_they_are_the_limit() -> None:
     assert said(summary_of(ram_percent=(10, 40, 95)))["RAM"] == "high"
     busy = summary_of(cpu_percent=97, gpu0_util=(0, 30, 60))
     assert said(busy)["CPU"] == "high"
-    assert "GPU 0 30 %" in next(verdict.evidence for verdict in verdicts(busy) if verdict.subject == "CPU")
+    assert "GPU 0 30 %" in next(verdict.evidence for verdict in assess_health(busy) if verdict.subject == "CPU")
     assert "CPU" not in said(summary_of(cpu_percent=97, gpu0_util=95)), "the GPU does not wait"
 
 
@@ -112,41 +120,41 @@ def test_a_lost_gpu_comes_first_and_gets_no_other_advice() -> None:
         {"gpu0": {"power brake": 1.0}}, gpu0_util=50, gpu0_memory_gib=1, gpu0_memory_total_gib=10, ram_percent=99
     )
     why = "it has fallen off the bus"
-    found = verdicts(summary, [of_gpu0("lost", f"is lost: {why}")])
+    found = assess_health(summary, [of_gpu0("lost", f"is lost: {why}")])
     assert [verdict.subject for verdict in found] == ["GPU 0 lost", "RAM"]
-    assert (found[0].level, found[0].says) == ("high", why)
+    assert (found[0].level, found[0].message) == ("high", why)
     assert "GPU-1" in found[0].evidence
 
 
 def test_a_driver_error_is_severe_and_reported_once() -> None:
     what = "XID 48, a memory error; reset it"
     xid = Alert("xid", f"gpu0 (Tesla T4): {what}", "warning", {"device": "gpu0"})
-    found = verdicts(summary_of(gpu0_util=90), [xid])
+    found = assess_health(summary_of(gpu0_util=90), [xid])
     assert (found[0].subject, found[0].level) == ("GPU 0 error", "high")
-    assert found[0].says == what
+    assert found[0].message == what
     ecc = of_gpu0("ecc", "had memory errors that could not be corrected", ecc="uncorrected")
     assert said(summary_of()) == {}
-    assert [verdict.subject for verdict in verdicts(summary_of(), [ecc])] == ["GPU 0 memory errors"]
-    counted = verdicts(summary_of(gpu0_ecc_uncorrected=(0, 1, 2)), [ecc])
+    assert [verdict.subject for verdict in assess_health(summary_of(), [ecc])] == ["GPU 0 memory errors"]
+    counted = assess_health(summary_of(gpu0_ecc_uncorrected=(0, 1, 2)), [ecc])
     assert [verdict.subject for verdict in counted] == ["GPU 0 memory errors"], "the counter has said it"
     corrected = of_gpu0("ecc", "had a memory error that was corrected", ecc="corrected")
-    assert verdicts(summary_of(), [corrected]) == []
+    assert assess_health(summary_of(), [corrected]) == []
 
 
 def test_a_cpu_run_gets_no_verdicts_about_gpus() -> None:
     summary = summary_of(
         gpu0_util=90, gpu0_memory_gib=1, gpu0_memory_total_gib=10, gpu0_other_processes=1, ram_percent=99
     )
-    found = verdicts(summary, on_gpu=False)
+    found = assess_health(summary, on_gpu=False)
     assert [(verdict.level, verdict.subject) for verdict in found] == [("high", "RAM"), ("note", "GPUs")]
-    assert verdicts(summary_of(ram_percent=50), on_gpu=False) == []
+    assert assess_health(summary_of(ram_percent=50), on_gpu=False) == []
 
 
 def test_verdicts_are_sorted_by_severity() -> None:
     summary = summary_of(
         {"gpu0": {"power limit": 1.0}}, gpu0_util=90, gpu0_memory_gib=1, gpu0_memory_total_gib=10, ram_percent=99
     )
-    assert [verdict.level for verdict in verdicts(summary)] == ["high", "low", "note", "good"]
+    assert [verdict.level for verdict in assess_health(summary)] == ["high", "low", "note", "good"]
 
 
 def test_every_rule_can_apply() -> None:
@@ -159,14 +167,14 @@ def test_every_rule_can_apply() -> None:
 
 
 def test_the_table_has_minimum_mean_and_maximum_of_each_reading() -> None:
-    lines = table(summary_of(gpu0_util=(80, 85, 90), ram_percent=(1, 2, 3)))
+    lines = format_metrics(summary_of(gpu0_util=(80, 85, 90), ram_percent=(1, 2, 3)))
     assert [line.split() for line in lines] == [
         ["lowest", "mean", "highest"],
         ["GPU", "0", "Tesla", "T4"],
-        ["utilisation", "%", "80", "85", "90"],
+        ["utilization", "%", "80", "85", "90"],
         ["RAM", "%", "1.0", "2.0", "3.0"],
     ]
-    assert table(Summary()) == []
+    assert format_metrics(Summary()) == []
 
 
 def test_several_phases_have_a_line_each(screen: Callable[..., None]) -> None:
@@ -174,5 +182,8 @@ def test_several_phases_have_a_line_each(screen: Callable[..., None]) -> None:
     samples = MachineSamples(
         times, np.ones(6), ("lora",) * 2 + ("router",) * 4, {"gpu0/util": times * 10, "cpu/percent": times}
     )
-    screen("\n".join(phases(Summary.of(samples))))
-    assert phases(Summary.of(MachineSamples(times, np.ones(6), ("train",) * 6, {"cpu/percent": times}))) == []
+    screen("\n".join(format_phases(Summary.from_samples(samples))))
+    assert (
+        format_phases(Summary.from_samples(MachineSamples(times, np.ones(6), ("train",) * 6, {"cpu/percent": times})))
+        == []
+    )

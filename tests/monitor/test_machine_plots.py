@@ -1,4 +1,4 @@
-"""Laws of the pictures of the machine: what was read is drawn where it was read, and nothing else is."""
+"""Plots of the machine: readings are drawn at the right place, and gaps stay gaps."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from runner.monitor import machine_plots
-from runner.monitor.machine_plots import MACHINE, PANELS, PlotLine, pictures, thinned
+from runner.monitor.machine_plots import GPU_PANELS, MACHINE_PANELS, PlotLine, draw_png_files, thin_line
 from runner.monitor.samples import MachineSamples, SampledGpu
 
 pytest.importorskip("matplotlib")
@@ -24,7 +24,7 @@ NAN = math.nan
 def samples_of(
     count: int, gpus: int = 1, *, times: Any = None, phases: tuple[str, ...] = (), **columns: Any
 ) -> MachineSamples:
-    """Return samples a second apart of GPUs that work at 50 %; `gpu0_util=...` sets a column."""
+    """Return samples of GPUs at 50 % utilisation, a second apart; `gpu0_util=...` sets a column."""
     values: dict[str, Any] = {"cpu/percent": np.full(count, 40.0), "ram/percent": np.full(count, 60.0)}
     for gpu in range(gpus):
         values |= {
@@ -40,9 +40,9 @@ def samples_of(
 
 
 def figures_of(samples: MachineSamples, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
-    """Return the figures instead of their bytes."""
+    """Return the figures instead of PNG files."""
     monkeypatch.setattr(machine_plots, "encode_png", lambda figure: figure)
-    return dict(pictures(samples))
+    return dict(draw_png_files(samples))
 
 
 def lines_in(axes: Any) -> list[Any]:
@@ -65,13 +65,13 @@ def size_of(png: bytes) -> tuple[int, int]:
     [(0, {"machine.png"}), (1, {"gpu0.png", "machine.png"}), (2, {"gpu0.png", "gpu1.png", "gpus.png", "machine.png"})],
 )
 def test_plots_exist_per_gpu_for_all_gpus_and_for_the_machine(gpus: int, names: set[str]) -> None:
-    found = pictures(samples_of(3, gpus))
+    found = draw_png_files(samples_of(3, gpus))
     assert set(found) == names
     assert all(min(size_of(png)) >= 500 for png in found.values())
 
 
 def test_without_samples_there_is_no_plot() -> None:
-    assert pictures(samples_of(0)) == {}
+    assert draw_png_files(samples_of(0)) == {}
 
 
 def test_one_sample_is_a_visible_point(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,7 +81,7 @@ def test_one_sample_is_a_visible_point(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_panel_has_a_title_a_unit_and_the_gpu_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
     found = figures_of(samples_of(5), monkeypatch)
-    for name, panels in {"gpu0.png": PANELS, "machine.png": MACHINE}.items():
+    for name, panels in {"gpu0.png": GPU_PANELS, "machine.png": MACHINE_PANELS}.items():
         axes = found[name].axes
         assert [each.get_title(loc="left") for each in axes] == [panel.title for panel in panels]
         assert all(unit in each.get_ylabel() for each, unit in zip(axes, _UNITS[name], strict=True))
@@ -103,8 +103,8 @@ def test_a_reading_that_is_missing_and_a_pause_break_the_line(monkeypatch: pytes
     figure = figures_of(samples, monkeypatch)["gpu0.png"]
     (line,) = lines_in(figure.axes[0])
     assert np.isnan(line.get_ydata()).tolist() == [False, False, True, False, False, True, False, False]
-    assert "not watched" in words_of(figure)
-    assert "not watched" not in words_of(figures_of(samples_of(7), monkeypatch)["gpu0.png"])
+    assert "not monitored" in words_of(figure)
+    assert "not monitored" not in words_of(figures_of(samples_of(7), monkeypatch)["gpu0.png"])
 
 
 def test_a_single_reading_between_two_gaps_has_a_marker(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_legend_and_panels_are_in_the_figure_and_do_not_overlap(
             assert figure.bbox.x0 - 1 <= box.x0 < box.x1 <= figure.bbox.x1 + 1
             assert figure.bbox.y0 - 1 <= box.y0 < box.y1 <= figure.bbox.y1 + 1
         assert all(box.y1 <= panel.y0 for box in legends for panel in panels)
-        assert all(axes.get_window_extent().height > figure.dpi for axes in figure.axes[: len(PANELS)]), "an inch"
+        assert all(axes.get_window_extent().height > figure.dpi for axes in figure.axes[: len(GPU_PANELS)]), "an inch"
 
 
 def test_a_name_shared_by_all_gpus_is_shown_once(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -183,7 +183,7 @@ def test_thinning_keeps_mean_extremes_and_gaps() -> None:
     y[5000], y[70_000:80_000] = 1000.0, NAN
     after_gap = np.zeros(100_000, dtype=bool)
     after_gap[50_000] = True
-    line = thinned(x, y, after_gap)
+    line = thin_line(x, y, after_gap)
     assert 900 < len(line.x) < 1100
     assert np.nanmax(line.high) == 1000.0
     assert np.nanmin(line.low) == np.nanmin(y)
@@ -196,7 +196,7 @@ def test_thinning_keeps_mean_extremes_and_gaps() -> None:
 @pytest.mark.parametrize("count", [1, 2, 3, 999, 1000, 1001])
 def test_few_samples_are_all_drawn(count: int) -> None:
     values = np.arange(float(count))
-    line = thinned(values, values, np.zeros(count, dtype=bool))
+    line = thin_line(values, values, np.zeros(count, dtype=bool))
     assert isinstance(line, PlotLine)
     if count <= 1000:
         assert line.mean.tolist() == line.low.tolist() == line.high.tolist() == values.tolist()
@@ -213,8 +213,8 @@ def test_time_axes_have_readable_units(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_pyplot_state_is_not_changed(tmp_path: Path) -> None:
     code = (
         "import sys, numpy as np, warnings; warnings.simplefilter('error')\n"
-        "from runner.monitor.samples import MachineSamples\nfrom runner.monitor.machine_plots import pictures\n"
-        "pictures(MachineSamples(np.arange(3.0), np.ones(3), ('',) * 3, {'cpu/percent': np.ones(3)}))\n"
+        "from runner.monitor.samples import MachineSamples\nfrom runner.monitor.machine_plots import draw_png_files\n"
+        "draw_png_files(MachineSamples(np.arange(3.0), np.ones(3), ('',) * 3, {'cpu/percent': np.ones(3)}))\n"
         "assert 'matplotlib.pyplot' not in sys.modules\nassert 'torch' not in sys.modules\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)

@@ -1,4 +1,4 @@
-"""Laws of the screen of the machine: it fits any terminal, says what it leaves out, shows nothing that was not read."""
+"""The screen of `accel-run monitor` fits any terminal, counts what it omits, and shows no missing readings."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from collections.abc import Callable
 import pytest
 from rich.console import Console
 
-from runner.monitor.machine_display import FullScreen, SampleLines, as_object, make_display
+from runner.monitor.machine_display import FullScreen, SampleLines, make_display, to_json_object
 from runner.monitor.machine_sample import GpuUser
-from runner.monitor.machine_screen import KEPT, WAITING, View, machine_screen, sparkline
-from runner.monitor.monitor_thread import as_line
+from runner.monitor.machine_screen import MAX_SAMPLES, WAITING, View, machine_screen, sparkline
+from runner.monitor.monitor_thread import format_line
 from runner.monitor.samples import SampledGpu
 from tests.console.test_progress_display import plain, terminal
 
@@ -84,8 +84,8 @@ def test_the_history_of_a_lost_gpu_stays_on_the_screen() -> None:
 
 
 def test_the_history_is_bounded() -> None:
-    view = view_of(*[T4] * (KEPT + 50))
-    assert {len(values) for values in view.history.values()} == {KEPT}
+    view = view_of(*[T4] * (MAX_SAMPLES + 50))
+    assert {len(values) for values in view.history.values()} == {MAX_SAMPLES}
 
 
 @pytest.mark.parametrize("columns", [1, 5, 12, 20, 30, 49, 60, 79, 120, 300])
@@ -124,7 +124,7 @@ def test_only_errors_are_red() -> None:
 
 def test_without_a_gpu_the_reason_is_shown() -> None:
     reason = "GPUs are not monitored: no driver"
-    lines = shown(view_of({"cpu/percent": 5.0}, gpus=0, missing=[reason], waits=True))
+    lines = shown(view_of({"cpu/percent": 5.0}, gpus=0, missing=[reason], is_waiting=True))
     assert reason in lines
     assert WAITING in lines
     assert not any("process" in line for line in lines)
@@ -155,7 +155,7 @@ def test_the_terminal_is_restored_and_no_color_is_respected(monkeypatch: pytest.
         text = seen()
     assert "\x1b[?1049h" in text
     assert text.rindex("\x1b[?1049l") > text.rindex("Tesla T4")
-    assert "slowed: power limit" in plain(text)
+    assert "throttled: power limit" in plain(text)
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", text)
 
 
@@ -195,7 +195,7 @@ def test_a_pipe_and_a_dumb_terminal_get_lines(monkeypatch: pytest.MonkeyPatch) -
     for _ in range(2):
         lines.sample(view)
     lines.draw(view)
-    assert out.getvalue() == 2 * f"{as_line(T4)}\n"
+    assert out.getvalue() == 2 * f"{format_line(T4)}\n"
     assert aside.getvalue() == "no XID\n", "said once"
 
 
@@ -214,7 +214,7 @@ def test_a_json_sample_has_every_reading_and_null_if_unknown() -> None:
             ],
         }
     ]
-    assert as_object(view_of(T4))["gpus"][0]["processes"] is None
+    assert to_json_object(view_of(T4))["gpus"][0]["processes"] is None
 
 
 def test_a_closed_pipe_is_detected() -> None:

@@ -1,4 +1,4 @@
-"""Laws of the monitor: it writes what it read and nothing else, and it can neither raise into a run nor hold it up."""
+"""The monitor thread writes only what it reads, and never raises into a run or blocks it."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ from omegaconf import OmegaConf
 
 from runner.base.errors import ConfigError
 from runner.monitor import monitor_thread as module
-from runner.monitor.machine_sample import GrantedCpuLoad, Host
-from runner.monitor.monitor_thread import COLUMNS, MONITORS, Monitor, NoMonitor, Summary, as_line, read_samples
+from runner.monitor.machine_sample import Host, QuotaCpuLoad
+from runner.monitor.monitor_thread import COLUMNS, MONITORS, Monitor, NoMonitor, Summary, format_line, read_samples
 from runner.monitor.nvml import Gpu, Nvml
 from runner.monitor.samples import SummaryPart
 from tests.nvml_stub import PAIR, ROOT, SLICED, T4, NvmlStub
@@ -142,9 +142,9 @@ def test_the_status_line_has_its_documented_form(screen: Callable[..., None]) ->
     machine = {"cpu/percent": 45.3, "ram/percent": 67.2}
     sample = {"gpu0/memory_gib": 8.2, "gpu0/memory_total_gib": 16.0, "gpu0/util": 85.0} | machine
 
-    screen(as_line(sample))
-    assert as_line(machine) == "CPU: 45.3% | RAM: 67.2%"
-    assert as_line(sample, num_gpus=2).startswith("GPU0: "), "the other one is lost, and still counts"
+    screen(format_line(sample))
+    assert format_line(machine) == "CPU: 45.3% | RAM: 67.2%"
+    assert format_line(sample, num_gpus=2).startswith("GPU0: "), "the other one is lost, and still counts"
 
 
 def test_samples_come_at_the_interval_without_drift(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_off_has_the_same_methods() -> None:
         monitor.enter_phase("train")
 
     assert type(monitor) is NoMonitor
-    assert (monitor.latest(), monitor.line(), monitor.notes, monitor.news()) == ({}, "", (), ())
+    assert (monitor.latest(), monitor.line(), monitor.notes, monitor.new_alerts()) == ({}, "", (), ())
     assert monitor.summary() == Summary()
     public = {name for name in vars(Monitor) if not name.startswith("_")}
     assert public <= set(vars(NoMonitor))
@@ -355,7 +355,7 @@ def test_the_summary_is_that_of_the_file(tmp_path: Path) -> None:
         wait_until(lambda: "one" in monitor.summary().phases and monitor.summary().whole.samples > 3)
         monitor.enter_phase("two, or three")
         wait_until(lambda: "two, or three" in monitor.summary().phases)
-    mine, read = monitor.summary().whole, Summary.of(read_samples(path))
+    mine, read = monitor.summary().whole, Summary.from_samples(read_samples(path))
 
     assert mine.samples == read.whole.samples
     assert mine.seconds == pytest.approx(read.whole.seconds, abs=ROUNDING_S * mine.samples)
@@ -492,7 +492,7 @@ def test_processes_on_a_gpu_are_distinguished_from_this_run(nvml_stub: NvmlStub,
 
 
 def in_a_container(root: Path, seconds: float, used: float) -> Path:
-    """Write a /proc and /sys of a cgroup that grants half a thread and 4 MiB, after this much CPU time and memory."""
+    """Write a /proc and /sys of a cgroup limited to half a core and 4 MiB, with this CPU time and memory use."""
     (root / "proc/self").mkdir(parents=True, exist_ok=True)
     (root / "sys/fs/cgroup").mkdir(parents=True, exist_ok=True)
     (root / "proc/self/cgroup").write_text("0::/\n")
@@ -510,7 +510,7 @@ def in_a_container(root: Path, seconds: float, used: float) -> Path:
 
 def test_cpu_load_is_relative_to_the_cgroup_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clock = iter([100.0, 104.0])
-    monkeypatch.setattr(GrantedCpuLoad, "now", staticmethod(lambda: next(clock)))
+    monkeypatch.setattr(QuotaCpuLoad, "now", staticmethod(lambda: next(clock)))
     host = Host(system=in_a_container(tmp_path, 10.0, 0.25))
     in_a_container(tmp_path, 11.5, 0.75)
     found = host.sample()
@@ -545,9 +545,9 @@ child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, st
 pid = int(child.stdout.readline())
 change({"0.processes": f"{os.getpid()}:1,{pid}:1,{os.getppid()}:1"})
 with open_nvml() as nvml:
-    gpus = machine_sample.Gpus(nvml, nvml.gpus, host.family)
+    gpus = machine_sample.Gpus(nvml, nvml.gpus, host.process_tree)
     gpus.sample()
-print(json.dumps([pid in host.family.pids, [user.is_ours for user in gpus.users[0]]]))
+print(json.dumps([pid in host.process_tree.pids, [user.is_ours for user in gpus.users[0]]]))
 child.communicate(b"")
 """
     assert nvml_stub.run(code, T4) == [False, [True, True, False]]
@@ -568,8 +568,8 @@ from runner.monitor.machine_sample import Gpus, Host
 from runner.monitor.nvml import open_nvml
 Gpus.TURN_S = 0.0
 with open_nvml() as nvml:
-    machine = Gpus(nvml, nvml.gpus, Host().family)
-    print(json.dumps([[sorted(name for name in machine.sample() if "pcie_rx" in name), sorted(machine.held())]
+    machine = Gpus(nvml, nvml.gpus, Host().process_tree)
+    print(json.dumps([[sorted(name for name in machine.sample() if "pcie_rx" in name), sorted(machine.turn_readings())]
                       for _ in range(3)]))
 """
     rates = {f"{gpu}.pcie_{way}": 1000 for gpu in (0, 1) for way in ("rx", "tx")}
@@ -583,7 +583,7 @@ HANG = """
 import json, os, pathlib, time
 from runner.monitor import monitor_thread as module
 from runner.monitor.monitor_thread import Monitor
-module.PATIENCE_S, module.OLD_S = 0.1, 0.3
+module.READ_TIMEOUT_S, module.STALE_S = 0.1, 0.3
 from tests.nvml_stub import change
 path = pathlib.Path("gpu.csv")
 path.unlink(missing_ok=True)
@@ -593,12 +593,13 @@ def wait(for_what):
         time.sleep(0.01)
 with Monitor(path, 0.02) as monitor:
     wait(lambda: "gpu0/util" in monitor.latest())
-    monitor.news()
+    monitor.new_alerts()
     change({"0.pcie_wait_ms": 10**6})
-    wait(lambda: any("has not answered" in note for note in monitor.notes))
+    wait(lambda: any("has not responded" in note for note in monitor.notes))
     rows = len(path.read_text().splitlines())
     wait(lambda: len(path.read_text().splitlines()) > rows + 5)
-    seen = [dict(monitor.row()), monitor.line(), [notice.text for notice in monitor.news()], bool(monitor.users())]
+    alerts = [alert.text for alert in monitor.new_alerts()]
+    seen = [dict(monitor.row()), monitor.line(), alerts, bool(monitor.users())]
 print(json.dumps([*seen, path.read_text()]), flush=True)
 os._exit(0)  # the driver sleeps on: the monitor has stopped without it
 """
@@ -611,7 +612,7 @@ def test_a_hanging_driver_leaves_no_stale_readings_and_cpu_and_ram_continue(nvml
     assert not [name for name in readings if name.startswith("gpu")]
     assert readings["ram/percent"] > 0
     assert line.startswith("CPU: ")
-    assert len([text for text in news if "has not answered" in text]) == 1, "said once"
+    assert len([text for text in news if "has not responded" in text]) == 1, "said once"
     assert not has_users
     assert (last["device"], last["util_percent"]) == ("gpu0", "")
     assert float(last["ram_percent"]) > 0
@@ -619,12 +620,12 @@ def test_a_hanging_driver_leaves_no_stale_readings_and_cpu_and_ram_continue(nvml
 
 def test_a_driver_that_hangs_on_open_leaves_cpu_and_ram(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
-    monkeypatch.setattr(module, "OPEN_S", 0.1)
-    monkeypatch.setattr(module, "OLD_S", 0.2)
+    monkeypatch.setattr(module, "OPEN_TIMEOUT_S", 0.1)
+    monkeypatch.setattr(module, "STALE_S", 0.2)
     monkeypatch.setattr(module, "open_driver", lambda: release.wait(20) and Nvml())
     with Monitor(None, 0.02) as monitor:
         wait_until(lambda: "ram/percent" in monitor.latest())
-        wait_until(lambda: any("the GPUs are not watched" in note for note in monitor.notes))
+        wait_until(lambda: any("the GPUs are not monitored" in note for note in monitor.notes))
         release.set()
     wait_until(lambda: all(thread.name != "accel-run NVML" for thread in threading.enumerate()))
 
@@ -639,15 +640,15 @@ def test_readings_of_a_stalled_sampler_are_absent_and_reported_once(monkeypatch:
         return real(self)
 
     monkeypatch.setattr(Host, "sample", sample)
-    monkeypatch.setattr(module, "OLD_S", 0.1)
+    monkeypatch.setattr(module, "STALE_S", 0.1)
     with Monitor(None, 0.02) as monitor:
         wait_until(monitor.latest)
         stuck.set()
         wait_until(lambda: not monitor.latest() and not monitor.row() and not monitor.line())
         told: list[Any] = []
-        wait_until(lambda: told.extend(monitor.news()) or told)
+        wait_until(lambda: told.extend(monitor.new_alerts()) or told)
         began = time.monotonic()
-        wait_until(lambda: told.extend(monitor.news()) or time.monotonic() > began + 15 * module.OLD_S)
+        wait_until(lambda: told.extend(monitor.new_alerts()) or time.monotonic() > began + 15 * module.STALE_S)
         release.set()
         wait_until(monitor.latest)
 
@@ -655,7 +656,7 @@ def test_readings_of_a_stalled_sampler_are_absent_and_reported_once(monkeypatch:
 
 
 def sampled(path: Path, samples: int = 3) -> Monitor:
-    """Return a monitor that has sampled and was stopped."""
+    """Return a stopped monitor that has at least this many samples."""
     with Monitor(path, 0.01) as monitor:
         monitor.enter_phase("train")
         wait_until(lambda: monitor.summary().phases.get("train", SummaryPart()).samples >= samples)
@@ -667,7 +668,7 @@ def test_the_summary_of_a_resumed_run_includes_the_earlier_samples(tmp_path: Pat
     first, second = sampled(path).summary().whole, sampled(path).summary().whole
 
     assert second.samples == len(read_samples(path)) > first.samples
-    read_s = Summary.of(read_samples(path)).whole.seconds
+    read_s = Summary.from_samples(read_samples(path)).whole.seconds
     assert second.seconds == pytest.approx(read_s, abs=ROUNDING_S * second.samples)
 
 

@@ -1,4 +1,4 @@
-"""Laws of NVML's door, held with the real pynvml and a driver library that answers from a text file."""
+"""The NVML wrapper, tested with the real pynvml and a stub of the driver library that reads a text file."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runner.monitor.nvml import METRICS, Gpu, Nvml, slowed_by, visible
+from runner.monitor.nvml import METRICS, Gpu, Nvml, decode_throttle_reasons, visible
 from tests.nvml_stub import GIB, MIB, PAIR, ROOT, SLICED, T4, NvmlStub, State, gpu
 
 LOOK = """
@@ -57,7 +57,7 @@ def test_a_t4_has_its_facts_readings_and_processes(nvml_stub: NvmlStub) -> None:
         "ecc_corrected": 0,
         "ecc_uncorrected": 0,
     }
-    assert slowed_by(reading["throttle_reasons"]) == ("power limit",)
+    assert decode_throttle_reasons(reading["throttle_reasons"]) == ("power limit",)
     assert seen["processes"] == [[[4242, GIB], [77, None]]]
 
 
@@ -250,7 +250,7 @@ def test_an_entry_that_names_no_gpu_is_reported() -> None:
 
 
 def test_the_state_is_read_at_every_call(nvml_stub: NvmlStub) -> None:
-    """The stub itself: without this, tests that watch a GPU change would watch nothing."""
+    """Tests the stub itself: tests in which a GPU changes depend on it."""
     code = """
 import json
 from runner.monitor.nvml import open_nvml

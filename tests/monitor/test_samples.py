@@ -1,4 +1,4 @@
-"""Laws of what was sampled: read back as it was written, weighted by time, and never more than was read."""
+"""Samples of the machine: reading the file, time-weighted means, energy and gaps."""
 
 from __future__ import annotations
 
@@ -115,8 +115,8 @@ def test_unmonitored_time_is_a_gap(tmp_path: Path) -> None:
     samples = read_samples(path)
 
     assert samples.gaps().tolist() == [False, False, True, False]
-    assert Summary.of(samples).whole.seconds == 4.0
-    assert Summary.of(samples).whole.energy_j == {"gpu0": 200.0}
+    assert Summary.from_samples(samples).whole.seconds == 4.0
+    assert Summary.from_samples(samples).whole.energy_j == {"gpu0": 200.0}
 
 
 def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
@@ -125,7 +125,7 @@ def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
     samples = read_samples(path)
 
     assert samples.spans_s.tolist() == [0, 1, 1, 3], "a gap stands for no more than three samples"
-    assert Summary.of(samples).whole.metrics["gpu0/util"].mean == 9.0
+    assert Summary.from_samples(samples).whole.metrics["gpu0/util"].mean == 9.0
 
 
 def test_a_torn_or_damaged_row_is_skipped_and_reported(tmp_path: Path, screen: Callable[..., None]) -> None:
@@ -151,7 +151,7 @@ def test_another_gpu_is_summarized_separately(tmp_path: Path) -> None:
         row(second, uuid="GPU-new", util_percent=90, memory_used_gib=16, memory_total_gib=80, energy_j=1000 + second)
         for second in (3, 4)
     ]
-    summary = Summary.of(read_samples(written(tmp_path / "gpu.csv", *before, *after)))
+    summary = Summary.from_samples(read_samples(written(tmp_path / "gpu.csv", *before, *after)))
     metrics = summary.whole.metrics
 
     assert summary.devices == {"gpu0": SampledGpu("", "GPU-new"), "gpu1": SampledGpu("", "GPU-a")}
@@ -171,7 +171,7 @@ def test_reordered_gpus_keep_their_identity(tmp_path: Path) -> None:
 def test_only_memory_errors_while_monitored_count(tmp_path: Path) -> None:
     counts = {1: 5, 2: 5, 50: 0, 51: 0, 99: 0, 100: 2, 101: 3}
     path = written(tmp_path / "gpu.csv", *(row(second, ecc_uncorrected=count) for second, count in counts.items()))
-    stat = Summary.of(read_samples(path)).whole.metrics["gpu0/ecc_uncorrected"]
+    stat = Summary.from_samples(read_samples(path)).whole.metrics["gpu0/ecc_uncorrected"]
 
     assert (stat.min, stat.max) == (0, 3)
 
@@ -182,7 +182,9 @@ def test_a_clock_set_back_is_a_gap_and_time_stays_monotonic(tmp_path: Path, scre
 
     assert samples.gaps().tolist() == [False, False, True, False]
     assert samples.times_s.tolist() == sorted(samples.times_s.tolist())
-    assert Summary.of(samples).whole.energy_j == {"gpu0": 2.0}, "what the counter gained meanwhile was not watched"
+    assert Summary.from_samples(samples).whole.energy_j == {"gpu0": 2.0}, (
+        "what the counter gained meanwhile was not watched"
+    )
     screen("\n".join(samples.notes))
 
 
@@ -226,4 +228,4 @@ def test_a_file_with_only_a_header_has_no_samples(tmp_path: Path) -> None:
 
     assert len(samples) == 0
     assert samples.gaps().tolist() == []
-    assert Summary.of(samples) == Summary()
+    assert Summary.from_samples(samples) == Summary()

@@ -1,4 +1,4 @@
-"""GPUs in trouble, seen by everything that reports on them: monitor, summary, doctor and inventory."""
+"""Faulty GPUs as reported by the monitor, the summary, the doctor and the inventory."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ import pytest
 
 from tests.nvml_stub import GIB, MIB, PAIR, SLICED, T4, NvmlStub, State, gpu
 
-# Samples the GPUs twice, with THEN in between, as the monitor does; then examines them with the others.
+# Samples the GPUs twice, applying THEN in between, as the monitor does; then runs the other reports.
 EXAMINE = """
 import json, os, pathlib
 from runner.monitor.alerts import AlertMonitor
-from runner.monitor.health_rules import verdicts
+from runner.monitor.health_rules import assess_health
 from runner.monitor.machine_sample import Gpus, ProcessTree
 from runner.monitor.nvml import open_nvml, visible
 from runner.monitor.samples import SampledGpu, SampleTally
@@ -33,9 +33,9 @@ with open_nvml() as nvml:
         change(changed)
         readings.append(gpus.sample())
         tally.add("train", 1.0, readings[-1])
-        alerts += watching.look(readings[-1], gpus.users, nvml.events())
+        alerts += watching.check(readings[-1], gpus.users, nvml.events())
     devices = {f"gpu{at}": SampledGpu(gpu.name, gpu.uuid) for at, gpu in enumerate(chosen)}
-    verdict = verdicts(tally.summary(devices, [alert.text for alert in alerts]), alerts)
+    verdict = assess_health(tally.summary(devices, [alert.text for alert in alerts]), alerts)
 context = CheckContext(pathlib.Path("outputs"), pathlib.Path("."), inventory=Inventory((), Cpu("a CPU", 1, 1, 2**30)))
 checks = (gpu_checks.driver, gpu_checks.processes, gpu_checks.numbering)
 with open_nvml() as nvml:
@@ -43,7 +43,7 @@ with open_nvml() as nvml:
 print(json.dumps({
     "alerts": [[alert.kind, alert.facts.get("device"), alert.text] for alert in alerts],
     "readings": readings,
-    "verdicts": [[each.level, each.subject, each.says] for each in verdict],
+    "verdicts": [[each.level, each.subject, each.message] for each in verdict],
     "doctor": {check.__name__: [finding.to_json() for finding in check(context)] for check in checks},
     "inventory": [[device.index, device.uuid, device.usable, device.why_not] for device in listed],
     "notes": notes,
@@ -75,7 +75,7 @@ def test_a_gpu_lost_during_a_run_is_reported_everywhere_and_has_no_readings(nvml
     assert not [name for name in after if name.startswith("gpu1/")]
     assert after["gpu0/util"] == 90
     assert ["high", "GPU 1 lost"] in [each[:2] for each in seen["verdicts"]]
-    assert not [subject for _, subject, _ in seen["verdicts"] if subject in ("GPU 1 utilisation", "GPU 1 memory")]
+    assert not [subject for _, subject, _ in seen["verdicts"] if subject in ("GPU 1 utilization", "GPU 1 memory")]
     states = {each["subject"]: each["state"] for each in seen["doctor"]["driver"]}
     assert (states["GPU 0"], states["GPU 1"]) == ("ok", "FAIL")
     why_not = {index: why_not for index, _, _, why_not in seen["inventory"]}
@@ -128,7 +128,7 @@ FIRST, SECOND = SLICED["0.mig.0.uuid"], SLICED["0.mig.1.uuid"]
 
 
 def test_an_error_in_another_instance_is_not_reported_here(nvml_stub: NvmlStub) -> None:
-    """An XID event carries the GPU instance; one without it, or of the whole GPU, concerns every instance."""
+    """An XID event has the GPU instance; without it, the event concerns every instance of the GPU."""
     state, mine = SLICED | {"event_types": 11}, {"CUDA_VISIBLE_DEVICES": str(SECOND)}
 
     assert kinds(examined(nvml_stub, state, {"events": "0:8:13:1"}, **mine)) == []
@@ -142,7 +142,7 @@ def test_an_instance_is_measured_alone_and_its_gpu_is_not_called_idle(nvml_stub:
 
     assert seen["readings"][0]["gpu0/memory_gib"] == 30
     assert "gpu0/util" not in seen["readings"][0], "NVML does not measure it for an instance"
-    assert not [subject for _, subject, _ in seen["verdicts"] if subject == "GPU 0 utilisation"]
+    assert not [subject for _, subject, _ in seen["verdicts"] if subject == "GPU 0 utilization"]
     (entry,) = seen["inventory"]
     assert entry[1] == SLICED["0.uuid"]
 

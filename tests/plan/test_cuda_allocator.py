@@ -1,4 +1,4 @@
-"""What the model of torch's allocator promises, whatever the sequence of allocations."""
+"""Invariants of the model of torch's CUDA allocator for any sequence of allocations."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.plan.cuda_allocator import MIB, Allocator, replay
+from runner.plan.cuda_allocator import MIB, AllocatorSettings, replay
 
 ALLOCATORS = (
-    Allocator(),
-    Allocator(expandable=True),
-    Allocator(max_split=32 * MIB),
-    Allocator(divisions=4),
-    Allocator(segment=40 * MIB),
+    AllocatorSettings(),
+    AllocatorSettings(expandable=True),
+    AllocatorSettings(max_split=32 * MIB),
+    AllocatorSettings(divisions=4),
+    AllocatorSettings(segment=40 * MIB),
 )
 Steps = list[tuple[int, int]]
 SIZES = st.one_of(st.integers(1, 2 * MIB), st.integers(MIB, 64 * MIB))
@@ -21,7 +21,7 @@ STEPS = st.lists(st.tuples(st.integers(0, 12), SIZES), max_size=30)
 
 
 def events_of(steps: Steps) -> list[tuple[int, int]]:
-    """Return allocations, and ends of what is there."""
+    """Return the steps as events: a block is allocated, or freed if it is allocated already."""
     there: set[int] = set()
     events = []
     for block, size in steps:
@@ -36,7 +36,7 @@ def events_of(steps: Steps) -> list[tuple[int, int]]:
 
 @given(STEPS, st.sampled_from(ALLOCATORS))
 @settings(max_examples=25)
-def test_allocations_are_disjoint_and_within_reserved_memory(steps: Steps, allocator: Allocator) -> None:
+def test_allocations_are_disjoint_and_within_reserved_memory(steps: Steps, allocator: AllocatorSettings) -> None:
     events = events_of(steps)
     held = replay(events, allocator)
     assert held.live <= held.allocated <= held.reserved
@@ -54,8 +54,8 @@ def test_allocations_are_disjoint_and_within_reserved_memory(steps: Steps, alloc
 
 @given(STEPS, st.sampled_from([each for each in ALLOCATORS if each.max_split is None]))
 @settings(max_examples=20)
-def test_freed_memory_can_be_reused(steps: Steps, allocator: Allocator) -> None:
-    """Free neighbors have become one block again, down to whole segments."""
+def test_freed_memory_can_be_reused(steps: Steps, allocator: AllocatorSettings) -> None:
+    """Free neighbors are merged, up to complete segments."""
     events = events_of(steps)
     freed = [*events, *((block, 0) for block in range(13))]
     again = [
@@ -66,7 +66,9 @@ def test_freed_memory_can_be_reused(steps: Steps, allocator: Allocator) -> None:
 
 @given(STEPS, st.sampled_from(ALLOCATORS[:2]), st.integers(1, 400))
 @settings(max_examples=20)
-def test_a_limit_is_enforced_and_refused_only_if_too_small(steps: Steps, allocator: Allocator, limit_mib: int) -> None:
+def test_a_limit_is_enforced_and_refused_only_if_too_small(
+    steps: Steps, allocator: AllocatorSettings, limit_mib: int
+) -> None:
     events = events_of(steps)
     free, bound = replay(events, allocator), replay(events, allocator, limit_mib * MIB)
     assert bound.reserved <= limit_mib * MIB
@@ -87,7 +89,7 @@ def test_a_limit_is_enforced_and_refused_only_if_too_small(steps: Steps, allocat
         ([3 * MIB] * 7, 21 * MIB, 40 * MIB),
         ([10 * MIB - 512], 10 * MIB - 512, 20 * MIB),
         ([10 * MIB], 10 * MIB, 10 * MIB),
-        ([11 * MIB + 1], 12 * MIB, 12 * MIB),  # 1 MiB less 512 bytes is not worth a split
+        ([11 * MIB + 1], 12 * MIB, 12 * MIB),  # 1 MiB minus 512 bytes is too small for a split
         ([11 * MIB - 512], 11 * MIB - 512, 12 * MIB),
     ],
 )
@@ -97,18 +99,18 @@ def test_segments_have_the_sizes_that_torch_requests(sizes: list[int], allocated
 
 
 def test_a_trace_computed_by_hand() -> None:
-    """30 MiB are freed and hold 12 and 15; the 3 that are left hold 2; 31 need a new segment, of 32."""
+    """The freed 30 MiB hold 12 and 15, the remaining 3 hold 2, and 31 need a new segment of 32."""
     m = MIB
     events = [(0, 30 * m), (0, 0), (1, 12 * m), (2, 15 * m), (3, 2 * m), (4, 31 * m), (1, 0), (2, 0), (5, 27 * m)]
     held = replay(events)
     assert held.reserved == (30 + 32) * m, "12 and 15 are neighbors, so together they hold 27"
     assert held.allocated == (3 + 32 + 27) * m, "what is too small to be split off belongs to the block"
-    unsplit = replay(events, Allocator(max_split=20 * m))
+    unsplit = replay(events, AllocatorSettings(max_split=20 * m))
     assert unsplit.reserved == (30 + 12 + 16 + 20 + 32) * m, "30 is not split for 12, but 27 may have all of it"
 
 
 def test_a_segment_that_expands_grows_by_pages_at_its_end() -> None:
-    m, expandable = MIB, Allocator(expandable=True)
+    m, expandable = MIB, AllocatorSettings(expandable=True)
     assert replay([(0, 30 * m), (1, 30 * m)], expandable).reserved == 60 * m, "two pages, then one more for the rest"
     assert replay([(0, 30 * m), (0, 0), (1, 50 * m)], expandable).reserved == 60 * m, "the free end is part of it"
     assert replay([(0, 30 * m), (0, 0), (1, 50 * m)]).reserved == 80 * m
@@ -123,8 +125,8 @@ def test_cached_memory_is_released_before_an_oom_error() -> None:
 
 
 def test_with_a_split_limit_large_blocks_are_released_first_without_a_retry() -> None:
-    m, unsplit = MIB, Allocator(max_split=32 * MIB)
-    too_large = [(0, 70 * m), (1, 2 * m), (1, 0), (0, 0), (2, 40 * m)]  # 70 is more than 20 above 40
+    m, unsplit = MIB, AllocatorSettings(max_split=32 * MIB)
+    too_large = [(0, 70 * m), (1, 2 * m), (1, 0), (0, 0), (2, 40 * m)]  # 70 exceeds 40 by more than 20
     held = replay(too_large, unsplit, limit=100 * m)
     assert (held.fits, held.retries, held.reserved) == (True, 0, 90 * m), "the small segment stays"
     several = [(0, 40 * m), (1, 40 * m), (0, 0), (1, 0), (2, 70 * m)]
@@ -136,7 +138,7 @@ def test_with_a_split_limit_large_blocks_are_released_first_without_a_retry() ->
 
 def test_settings_are_read_as_they_are_written() -> None:
     text = "expandable_segments:True,max_split_size_mb:256,roundup_power2_divisions:[256:8,512:4,>:1]"
-    found = Allocator.of(text)
+    found = AllocatorSettings.parse(text)
     assert (found.expandable, found.max_split, found.divisions) == (True, 256 * MIB, 4)
-    assert found.rounded(5 * MIB + 1) == 6 * MIB, "steps of a quarter of 4 MiB"
-    assert Allocator.of(None) == Allocator()
+    assert found.round_size(5 * MIB + 1) == 6 * MIB, "steps of a quarter of 4 MiB"
+    assert AllocatorSettings.parse(None) == AllocatorSettings()

@@ -1,4 +1,4 @@
-"""What environment.json takes from the checkout a run starts in: names of branches and hashes, nothing else."""
+"""environment.json records the branch and the commit of the checkout, and no other text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from runner.plan.environment import environment
+from runner.plan.environment import collect_environment
 from runner.plan.inventory import take_inventory
 
 COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "89" * 20
@@ -16,7 +16,7 @@ COMMIT, OTHER = "0123456789abcdef" * 2 + "01234567", "89" * 20
 
 @pytest.fixture
 def git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The .git folder of a checkout, in which the program stands."""
+    """The .git folder of a checkout that is the working directory."""
     folder = tmp_path / "checkout" / ".git"
     (folder / "refs" / "heads").mkdir(parents=True)
     (folder / "HEAD").write_text("ref: refs/heads/main\n")
@@ -27,7 +27,7 @@ def git(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def recorded() -> Any:
-    return environment(take_inventory())["git"]
+    return collect_environment(take_inventory())["git"]
 
 
 def test_branch_and_commit_are_recorded(git: Path) -> None:

@@ -1,4 +1,4 @@
-"""Laws of conf/hardware: facts have a source, options are selected and not changed, and mathematics is left alone."""
+"""Profiles in conf/hardware: facts have sources, and profiles select existing options that do not change results."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
-from runner.plan.inventory import inventory_of_profile
+from runner.plan.inventory import inventory_from_profile
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
 NAMES = [
@@ -23,7 +23,7 @@ FACTS = {
     "memory_bandwidth_gb_s", "tdp_w",
 }  # fmt: skip
 
-# What a profile may select: mechanics. Optimizer, scheduler and task are the user's.
+# Options that a profile may select. Optimizer, scheduler and task are chosen by the user.
 OPTIONS = {
     "precision": {"auto", "fp32", "tf32", "bf16", "fp16"},
     "backend": {"default", "fast", "deterministic"},
@@ -83,7 +83,7 @@ def test_every_fact_has_its_source(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_facts_agree_with_each_other(name: str) -> None:
-    for device, planned in zip(devices(name), inventory_of_profile(profile(name)["hardware"]).devices, strict=False):
+    for device, planned in zip(devices(name), inventory_from_profile(profile(name)["hardware"]).devices, strict=False):
         assert planned.native_bf16 == ("bf16_tensor_tflops" in device)
         assert planned.native_tf32 == ("tf32_tflops" in device)
         assert planned.fp16_tensor_cores == ("fp16_tensor_tflops" in device)
@@ -93,7 +93,7 @@ def test_facts_agree_with_each_other(name: str) -> None:
 @pytest.mark.parametrize("name", NAMES)
 def test_the_options_selected_are_native_to_every_device_of_the_profile(name: str) -> None:
     chosen = selected(name)
-    for device in inventory_of_profile(profile(name)["hardware"]).devices:
+    for device in inventory_from_profile(profile(name)["hardware"]).devices:
         assert device.native_bf16 or chosen["override /precision"] != "bf16"
         assert device.fp16_tensor_cores or chosen["override /precision"] != "fp16"
         assert device.flash_attention or chosen.get("override /attention") != "flash"
@@ -118,7 +118,7 @@ def test_every_tier_has_guidance() -> None:
 
 
 def test_a_t4_is_planned_without_bfloat16_and_tf32() -> None:
-    (device,) = inventory_of_profile(profile("t4")["hardware"]).devices
+    (device,) = inventory_from_profile(profile("t4")["hardware"]).devices
 
     assert (device.native_bf16, device.native_tf32, device.flash_attention) == (False, False, False)
     assert device.fp16_tensor_cores
@@ -126,7 +126,7 @@ def test_a_t4_is_planned_without_bfloat16_and_tf32() -> None:
 
 def test_the_profiles_auto_and_cpu_have_no_gpu() -> None:
     assert profile("auto") == {"hardware": {"title": "whatever is here", "devices": []}}
-    assert inventory_of_profile(profile("cpu")["hardware"]).devices == ()
+    assert inventory_from_profile(profile("cpu")["hardware"]).devices == ()
 
 
 @pytest.mark.parametrize("name", NAMES)

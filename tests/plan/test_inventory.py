@@ -1,4 +1,4 @@
-"""Laws of the inventory: what torch can use, what is only there, and why; the same from NVML, torch or a profile."""
+"""The inventory: usable devices, unusable ones with reasons; from NVML, torch or a profile."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ from runner.plan.inventory import (
     Device,
     Inventory,
     TorchView,
-    ask_torch,
-    inventory_of_profile,
+    inventory_from_profile,
     match_devices,
+    query_torch,
     read_cpu,
     take_inventory,
 )
 from tests.nvml_stub import MIB, PAIR, T4, NvmlStub, as_text
 
-# Takes the inventory, and again with the GPUs of $THEN: one process for both, because torch takes seconds to import.
+# Takes the inventory, then again with the GPUs of $THEN: in one process, because importing torch takes seconds.
 TAKE = """
 import collections, json, os, pathlib, sys
 import torch
@@ -48,7 +48,7 @@ needs_a_cpu_build = pytest.mark.skipif(
 
 
 class OtherNvml(Nvml):
-    """An NVML that shows the GPUs it is given, each with 1 GiB free."""
+    """An NVML with the given GPUs, each with 1 GiB free."""
 
     def __init__(self, gpus: Sequence[Gpu], cuda_version: str = "13.0") -> None:
         super().__init__(why_not="" if gpus else "no driver")
@@ -58,14 +58,14 @@ class OtherNvml(Nvml):
         return super().read(gpu, names) | {"memory_free_bytes": GIB}
 
 
-# The driver counts by bus: the slow card first. CUDA counts the fast one first.
+# The driver lists GPUs by bus, the slow one first. CUDA lists the fastest GPU first.
 SLOW = Gpu(0, "GPU-0000aaaa", "NVIDIA GeForce RTX 2080 Ti", 11 * GIB, (7, 5))
 FAST = Gpu(1, "GPU-1111bbbb", "NVIDIA GeForce RTX 3070", 8 * GIB, (8, 6))
 CUDA_BUILD = TorchView("2.13.0+cu130", cuda_version="13.0", architectures=("sm_75", "sm_80", "sm_90", "compute_120"))
 
 
 def torch_with(*gpus: Gpu, **changes: Any) -> TorchView:
-    """Return what a CUDA build says when it sees these GPUs, in this order."""
+    """Return the view of a CUDA build of torch with these GPUs, in this order."""
     devices = tuple(TorchDevice(gpu.name, gpu.uuid[4:], gpu.memory_bytes or 0, gpu.capability) for gpu in gpus)
     return replace(CUDA_BUILD, devices=devices, **changes)
 
@@ -130,14 +130,14 @@ def test_all_gpus_hidden_is_not_blamed_on_the_driver() -> None:
 
 
 def test_a_cudnn_of_another_version_is_a_note_and_no_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One on the library path that is older than the one that torch was built with."""
+    """The cuDNN on the library path is older than the one that torch was built with."""
 
     def refuse() -> int:
         raise RuntimeError("cuDNN version incompatibility: compiled against (9, 10, 2) but found (8, 9, 7)")
 
     monkeypatch.setattr(torch.version, "cuda", "13.0")
     monkeypatch.setattr(torch.backends.cudnn, "version", refuse)
-    view = replace(ask_torch(), devices=torch_with(FAST).devices)
+    view = replace(query_torch(), devices=torch_with(FAST).devices)
     devices, notes = match_devices(OtherNvml([FAST]), view, {})
     assert view.cudnn_version is None
     assert [device.usable for device in devices] == [True]
@@ -145,16 +145,16 @@ def test_a_cudnn_of_another_version_is_a_note_and_no_error(monkeypatch: pytest.M
 
 
 def test_an_old_driver_is_named_with_both_versions() -> None:
-    complaint = "driver too old"
-    (device,), notes = match_devices(OtherNvml([FAST], "12.4"), replace(CUDA_BUILD, complaint=complaint), {})
+    cuda_error = "driver too old"
+    (device,), notes = match_devices(OtherNvml([FAST], "12.4"), replace(CUDA_BUILD, cuda_error=cuda_error), {})
 
     for part in ("580.0", "CUDA 12.4", "CUDA 13.0"):
         assert part in device.why_not
-    assert notes == (f"torch: {complaint}",)
+    assert notes == (f"torch: {cuda_error}",)
 
 
 def test_any_other_refusal_has_torchs_message() -> None:
-    (device,), _ = match_devices(OtherNvml([FAST]), replace(CUDA_BUILD, complaint="CUDA error 802"), {})
+    (device,), _ = match_devices(OtherNvml([FAST]), replace(CUDA_BUILD, cuda_error="CUDA error 802"), {})
 
     assert device.why_not.endswith(": CUDA error 802")
 
@@ -170,9 +170,9 @@ def test_a_gpu_without_kernels_in_this_build_is_not_usable() -> None:
 @pytest.mark.parametrize(
     ("architecture", "capability", "runs"),
     [
-        ("sm_80", (8, 6), True),  # the same major, a higher minor
+        ("sm_80", (8, 6), True),  # same major, higher minor version
         ("sm_86", (8, 0), False),
-        ("sm_80", (9, 0), False),  # machine code does not cross majors
+        ("sm_80", (9, 0), False),  # machine code does not run on another major version
         ("compute_80", (9, 0), True),  # PTX does
         ("compute_90", (8, 0), False),
         ("sm_90a", (9, 0), True),
@@ -208,7 +208,7 @@ def test_a_mig_instance_is_matched_and_its_gpu_not_listed_beside_it() -> None:
 
 @pytest.mark.parametrize(("wanted", "found"), [(None, 0), ("MIG-77bb", 1), ("MIG-GPU-a100/2/0", 1)])
 def test_a_mig_instance_with_the_uuid_of_its_gpu_has_its_own_free_memory(wanted: str | None, found: int) -> None:
-    """cudaDeviceProp has the UUID of the whole GPU before CUDA 12; CUDA shows one instance, the first by default."""
+    """Before CUDA 12, cudaDeviceProp has the UUID of the whole GPU; CUDA shows one instance, by default the first."""
     instances = tuple(
         Gpu(0, f"MIG-77{name}", "NVIDIA A100 MIG 3g.40gb", 40 * GIB, mig_name=f"MIG-GPU-a100/{number}/0")
         for number, name in ((1, "aa"), (2, "bb"))
@@ -223,7 +223,7 @@ def test_a_mig_instance_with_the_uuid_of_its_gpu_has_its_own_free_memory(wanted:
 
 
 def test_an_amd_gpu_computes_natively_what_its_architecture_does() -> None:
-    """Its capability numbers look like NVIDIA's and mean something else; NVML is not missed."""
+    """AMD capability numbers resemble NVIDIA's but have another meaning; a missing NVML is not reported."""
     amd = [
         TorchDevice("AMD Instinct MI210", "", 64 * GIB, None, "gfx90a", 60 * GIB),
         TorchDevice("AMD Radeon RX 6800", "", 16 * GIB, None, "gfx1030", 15 * GIB),
@@ -279,7 +279,7 @@ def test_native_formats_follow_from_the_capability(
 
 
 def system(root: Path, **files: str) -> Path:
-    """Write a small /proc and /sys; `__` in a name stands for a slash."""
+    """Write files of a small /proc and /sys; `__` in a name stands for a slash."""
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -304,19 +304,19 @@ def test_cpu_and_memory_are_limited_by_the_cgroup(tmp_path: Path) -> None:
 def test_a_profile_gives_the_inventory_of_an_absent_machine() -> None:
     facts = {"title": "a T4", "devices": [{"name": "Tesla T4", "memory_gib": 15.0, "capability": [7, 5]}]}
     here = replace(take_inventory(), shared_memory_bytes=123)
-    absent = inventory_of_profile(facts, here)
+    absent = inventory_from_profile(facts, here)
     (device,) = absent.devices
 
     assert device == Device("cuda", 0, "Tesla T4", memory_bytes=15 * GIB, capability=(7, 5))
     assert (absent.cpu, absent.shared_memory_bytes) == (here.cpu, 123)
     assert "a T4" in absent.notes[0]
     assert "this machine" in absent.notes[0]
-    assert inventory_of_profile(facts).cpu.logical_cores == 1
+    assert inventory_from_profile(facts).cpu.logical_cores == 1
 
 
 def test_all_invalid_facts_of_a_profile_are_reported_at_once() -> None:
     facts = {"devices": [{"name": 3, "memory_gib": "much"}, {"name": "x", "memory_gib": 8, "capability": [8, True]}]}
     with pytest.raises(ConfigError) as caught:
-        inventory_of_profile(facts)
+        inventory_from_profile(facts)
 
     assert [problem.where for problem in caught.value.problems] == ["hardware.devices[0]"] * 3 + ["hardware.devices[1]"]

@@ -1,4 +1,4 @@
-"""What fits a device: laws of the prediction, of the passes that follow from it, and of the words that tell it."""
+"""Memory predictions: fitting micro-batch sizes, remedies and reports."""
 
 from __future__ import annotations
 
@@ -15,14 +15,24 @@ from runner.base.json_converter import decode_valid, encode
 from runner.base.text import format_bytes
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
-from runner.plan.cuda_allocator import Allocator
-from runner.plan.estimate import LAUNCH_S, DevicePeaks, peaks_of, update_seconds
+from runner.plan.cuda_allocator import AllocatorSettings
+from runner.plan.estimate import LAUNCH_S, DevicePeaks, estimate_update_time, find_peaks
 from runner.plan.inventory import Cpu, Device, Inventory
-from runner.plan.memory_fit import GIB, Demand, Needs, RankMemory, RankPart, biggest, may_fit, passes_of, predicted
+from runner.plan.memory_fit import (
+    GIB,
+    Demand,
+    MemoryNeeds,
+    RankMemory,
+    RankPart,
+    choose_micro_batch_size,
+    largest_micro_batch,
+    may_fit,
+    predict_memory,
+)
 from runner.plan.memory_trace import Bytes, ComputeCost, Layer, ModelSizes, Traced
-from runner.plan.overhead import overhead_of
-from runner.plan.planner import make_plan, wants_needs
-from runner.plan.prediction_text import WIDTH, FittingChange, seconds_of, sheet, short
+from runner.plan.overhead import get_overhead
+from runner.plan.planner import make_plan, should_trace_memory
+from runner.plan.prediction_text import WIDTH, FittingChange, estimate_phase_time, format_prediction, summarize_memory
 from runner.plan.rank_devices import RankDevice
 from runner.plan.run_plan import Plan
 
@@ -32,7 +42,7 @@ HERE = Inventory((T4,), Cpu("a processor", 8, 16, 64 * GIB))
 
 
 def traced(samples: int, model_gib: float = 1.0, sample_gib: float = 0.5) -> Traced:
-    """A trace by hand: weights, gradients, twice as much state, and activations in blocks of 64 MiB."""
+    """Return a handmade trace: weights, gradients, states of twice their size, and activations in blocks of 64 MiB."""
     quarter, each = int(model_gib * GIB / 4), int(sample_gib * GIB)
     peak = Bytes(quarter, 0, quarter, 2 * quarter, each * samples, MIB * samples)
     sizes = [quarter] * 4 + [64 * MIB] * (each * samples // (64 * MIB)) + [MIB] * samples
@@ -44,7 +54,7 @@ def traced(samples: int, model_gib: float = 1.0, sample_gib: float = 0.5) -> Tra
 
 @cache
 def demand(*samples: int, model_gib: float = 1.0, sample_gib: float = 0.5) -> Demand:
-    return Demand.of([traced(each, model_gib, sample_gib) for each in samples], Allocator())
+    return Demand.from_traces([traced(each, model_gib, sample_gib) for each in samples], AllocatorSettings())
 
 
 def device(gib: float, **other: int) -> RankDevice:
@@ -56,7 +66,7 @@ def composed(*words: str) -> Configuration:
     return compose(Request(words))
 
 
-def plan(*words: str, needs: Needs | None, on: Inventory = HERE) -> Plan:
+def plan(*words: str, needs: MemoryNeeds | None, on: Inventory = HERE) -> Plan:
     return make_plan(composed(*words), on, needs=needs)
 
 
@@ -80,64 +90,66 @@ def test_the_largest_fitting_size_fits_and_one_more_sample_does_not(
 ) -> None:
     need, rank = demand(2, 8), device(gib, overhead_bytes=GIB // 2)
     part = RankPart(strategy, 1 if strategy == "single" else count)
-    found = biggest(need, rank, most, part)
-    assert not found or predicted(need, found, rank, part).fits
-    assert found == most or not predicted(need, found + 1, rank, part).fits
+    found = largest_micro_batch(need, rank, most, part)
+    assert not found or predict_memory(need, found, rank, part).fits
+    assert found == most or not predict_memory(need, found + 1, rank, part).fits
 
 
 def test_each_strategy_adds_its_memory_to_that_of_libraries() -> None:
     need = demand(2, 8)
     rank = device(16, overhead_bytes=100, communication_bytes=11)
-    alone = predicted(need, 4, rank)
+    alone = predict_memory(need, 4, rank)
     assert alone.parts["libraries"] == 100
     assert alone.total == sum(alone.parts.values())
-    ddp, fsdp = predicted(need, 4, rank, RankPart("ddp", 4)), predicted(need, 4, rank, RankPart("fsdp", 4))
+    ddp, fsdp = predict_memory(need, 4, rank, RankPart("ddp", 4)), predict_memory(need, 4, rank, RankPart("fsdp", 4))
     assert ddp.parts["libraries"] == 111
     assert ddp.parts["gradients"] == 2 * alone.parts["gradients"], "a bucket for each gradient"
     assert fsdp.parts["optimizer"] * 4 == alone.parts["optimizer"]
     assert fsdp.parts["activations"] == alone.parts["activations"], "each rank has samples of its own"
-    several = predicted(need, 4, rank, RankPart("fsdp", 4, share=8))
+    several = predict_memory(need, 4, rank, RankPart("fsdp", 4, share=8))
     assert several.parts["gradients"] >= alone.parts["gradients"], "not cut before the last pass of an update"
     whole = dataclasses.replace(need, model=dataclasses.replace(need.model, block=0))
-    assert predicted(whole, 4, rank, RankPart("fsdp", 4)).parts["parameters"] > alone.parts["parameters"], "one block"
-    stages = predicted(need, 4, rank, RankPart("pipeline", 2, in_flight=2.0, passes=3))
+    assert predict_memory(whole, 4, rank, RankPart("fsdp", 4)).parts["parameters"] > alone.parts["parameters"], (
+        "one block"
+    )
+    stages = predict_memory(need, 4, rank, RankPart("pipeline", 2, in_flight=2.0, passes=3))
     assert stages.parts["activations"] == 2 * alone.parts["activations"]
     assert stages.parts["inputs"] == 3 * alone.parts["inputs"], "all of an update are read at once"
-    on_cpu = predicted(need, 4, RankDevice("cpu", "CPU", "", 64 * GIB), RankPart("ddp", 4))
+    on_cpu = predict_memory(need, 4, RankDevice("cpu", "CPU", "", 64 * GIB), RankPart("ddp", 4))
     assert on_cpu.parts["allocator"] == 0
     assert on_cpu.capacity == 16 * GIB, "ranks on a CPU share its memory"
-    assert predicted(need, 4, device(0)).fits, "what is not known is not said to be too small"
+    assert predict_memory(need, 4, device(0)).fits, "what is not known is not said to be too small"
 
 
 def test_ddp_buckets_exist_while_no_gradient_does() -> None:
-    """At the end of a forward pass with many activations there are none of a process alone."""
+    """A single process has no gradients yet at the end of a forward pass with many activations."""
     point = demand(4).points[0]
     late = dataclasses.replace(point, peak=dataclasses.replace(point.peak, gradients=0))
     need = dataclasses.replace(demand(4), points=(late,), model=ModelSizes(trained=5 * MIB))
-    assert predicted(need, 4, device(16), RankPart("ddp", 2)).parts["gradients"] == 5 * MIB
+    assert predict_memory(need, 4, device(16), RankPart("ddp", 2)).parts["gradients"] == 5 * MIB
 
 
 @pytest.mark.parametrize(("words", "in_flight"), [("1f1b", 1.0), ("gpipe", 4.0), ("interleaved", 1.5)])
 def test_a_stage_stores_the_micro_batches_in_flight(words: str, in_flight: float) -> None:
     choice = composed("parallelism=pipeline", f"parallelism.schedule={words}").choices["parallelism"]
-    assert RankPart.of(choice, 2, 64, 8).in_flight == in_flight
+    assert RankPart.from_choice(choice, 2, 64, 8).in_flight == in_flight
 
 
 def test_remedies_that_cannot_suffice_are_not_traced() -> None:
-    """4 samples take 2 GiB beside 1 GiB of weights, gradients and state; state is a half of that."""
-    thought = predicted(demand(4), 4, device(2.7))
+    """4 samples take 2 GiB; weights, gradients and states take 1 GiB, half of it for states."""
+    thought = predict_memory(demand(4), 4, device(2.7))
     assert not thought.fits
     assert may_fit(thought, ["optimizer=adamw8bit"])
     assert may_fit(thought, ["memory=checkpoint"])
-    tight = predicted(demand(4), 4, device(1.2))
+    tight = predict_memory(demand(4), 4, device(1.2))
     assert not may_fit(tight, ["optimizer=adamw8bit"])
     assert may_fit(tight, ["micro_batch_size=auto"])
-    assert not may_fit(predicted(demand(4), 4, device(0.4)), ["micro_batch_size=auto", "optimizer=adamw8bit"])
+    assert not may_fit(predict_memory(demand(4), 4, device(0.4)), ["micro_batch_size=auto", "optimizer=adamw8bit"])
 
 
 @given(st.integers(1, 512), st.integers(1, 512))
 def test_a_share_is_split_into_few_micro_batches_of_one_shape(share: int, held: int) -> None:
-    size = passes_of(share, held)
+    size = choose_micro_batch_size(share, held)
     least, made = -(-share // min(held, share)), -(-share // size)
     assert 1 <= size <= min(held, share)
     assert made == least or (share % size == 0 and made * 3 <= least * 4)
@@ -145,10 +157,10 @@ def test_a_share_is_split_into_few_micro_batches_of_one_shape(share: int, held: 
 
 def test_auto_uses_the_largest_fitting_micro_batch() -> None:
     words = ("global_batch_size=64", "micro_batch_size=auto", "precision=fp16")
-    needs = Needs({"train": demand(4, 16)})
+    needs = MemoryNeeds({"train": demand(4, 16)})
     made = plan(*words, needs=needs)
     size = made.batch.micro_batch_size
-    held = biggest(needs.demands["train"], made.ranks[0], 64)
+    held = largest_micro_batch(needs.demands["train"], made.ranks[0], 64)
     assert size <= held < 64
     assert made.batch.accumulation_steps * size >= 64
     assert "share of 64" in made.reason("micro_batch_size")
@@ -165,15 +177,15 @@ def test_auto_uses_the_largest_fitting_micro_batch() -> None:
 
 
 def test_a_cpu_computes_its_complete_share_at_once() -> None:
-    needs = Needs({"train": demand(4, 16, sample_gib=8.0)})
+    needs = MemoryNeeds({"train": demand(4, 16, sample_gib=8.0)})
     made = plan("global_batch_size=64", "micro_batch_size=auto", "device=cpu", needs=needs)
     assert made.batch.micro_batch_size == 64
     assert not made.memory[0].prediction.fits
 
 
 def test_memory_of_other_processes_is_not_available() -> None:
-    """Capacity is what is free now, where the device is here, and no more than this process may take."""
-    words, needs = ("global_batch_size=64", "micro_batch_size=auto"), Needs({"train": demand(4, 16)})
+    """Capacity is the free memory of a present device, limited by the fraction of this process."""
+    words, needs = ("global_batch_size=64", "micro_batch_size=auto"), MemoryNeeds({"train": demand(4, 16)})
     whole = plan(*words, needs=needs).memory[0]
     busy = dataclasses.replace(HERE, devices=(dataclasses.replace(T4, free_bytes=5 * GIB),))
     shared = plan(*words, needs=needs, on=busy).memory[0]
@@ -186,27 +198,29 @@ def test_memory_of_other_processes_is_not_available() -> None:
 
 
 def test_no_fit_is_claimed_for_a_foreign_allocator() -> None:
-    needs = Needs({"train": demand(4, 16)})
+    needs = MemoryNeeds({"train": demand(4, 16)})
     made = plan("micro_batch_size=4", "memory.allocator='backend:cudaMallocAsync'", needs=needs)
-    lines = sheet(made, needs, {})
+    lines = format_prediction(made, needs, {})
     assert not [line for line in lines if re.search(r" fits($|\s)", line)], "no figure without its mark"
     assert any("NOT EXACT" in line for line in lines)
 
 
 def test_a_model_for_which_one_sample_does_not_fit_is_reported() -> None:
-    made = plan("global_batch_size=4", "micro_batch_size=auto", needs=Needs({"train": demand(1, 4, sample_gib=20.0)}))
+    made = plan(
+        "global_batch_size=4", "micro_batch_size=auto", needs=MemoryNeeds({"train": demand(1, 4, sample_gib=20.0)})
+    )
     assert made.batch.micro_batch_size == 1
     assert not made.memory[0].prediction.fits
     assert any("predicted" in note and "accel-run plan" in note for note in made.notes), made.notes
 
 
 def test_recomputed_blocks_are_those_chosen_by_the_trace() -> None:
-    known = Demand.of([dataclasses.replace(traced(4), recompute=(1, 2)), traced(16)], Allocator())
+    known = Demand.from_traces([dataclasses.replace(traced(4), recompute=(1, 2)), traced(16)], AllocatorSettings())
     words = ("global_batch_size=4", "micro_batch_size=4", "device=cpu", "memory=budget")
-    made = plan(*words, needs=Needs({"train": known}))
+    made = plan(*words, needs=MemoryNeeds({"train": known}))
     assert made.choices["memory"].options["recompute"] == [1, 2]
     assert "2 blocks" in made.reason("memory.recompute")
-    asked = plan(*words, "memory.recompute=[0]", needs=Needs({"train": known}))
+    asked = plan(*words, "memory.recompute=[0]", needs=MemoryNeeds({"train": known}))
     assert asked.choices["memory"].options["recompute"] == [0], "what was asked for is not changed"
     assert known.recompute_at(5) == (), "a trace of more samples did without"
 
@@ -226,27 +240,27 @@ def test_a_run_is_traced_before_it_starts_only_if_its_plan_needs_it(
     words: tuple[str, ...], device: Device | None, *, is_wanted: bool
 ) -> None:
     here = dataclasses.replace(HERE, devices=(device,) if device else ())
-    assert wants_needs(compose(Request(words)), here) is is_wanted
+    assert should_trace_memory(compose(Request(words)), here) is is_wanted
 
 
 def test_library_memory_is_estimated_with_a_margin_and_unknown_gpus_use_the_maximum() -> None:
-    known = [overhead_of("cuda", capability) for capability in [(7, 5), (8, 6), (9, 0)]]
+    known = [get_overhead("cuda", capability) for capability in [(7, 5), (8, 6), (9, 0)]]
     assert [each.libraries for each in known] == sorted(each.libraries for each in known)
     assert known[0].libraries > (450 + 16) * MIB
-    assert overhead_of("cuda", None) == overhead_of("cuda", (12, 0)) == known[-1]
-    assert overhead_of("cpu", None).communication == 0
+    assert get_overhead("cuda", None) == get_overhead("cuda", (12, 0)) == known[-1]
+    assert get_overhead("cpu", None).communication == 0
 
 
 def test_time_is_a_range_that_grows_with_the_work() -> None:
     need = demand(2, 8)
-    peaks = peaks_of("tesla t4", "fp16", [compose(Request(("+hardware=t4",))).hardware])
+    peaks = find_peaks("tesla t4", "fp16", [compose(Request(("+hardware=t4",))).hardware])
     assert peaks == DevicePeaks(65e12, 320e9)
-    one, two = update_seconds(need, [4], peaks), update_seconds(need, [4, 4], peaks)
+    one, two = estimate_update_time(need, [4], peaks), estimate_update_time(need, [4, 4], peaks)
     assert one is not None and two is not None  # noqa: PT018
     assert one.low <= one.high < two.high
     compute, memory = 4e12 / (0.5 * 65e12), (4e10 + 1e10) / (0.8 * 320e9)
     assert (one.low, one.high) == pytest.approx((max(compute, memory), compute + memory))
-    assert update_seconds(need, [4], peaks_of("a GPU", "fp16", [])) is None
+    assert estimate_update_time(need, [4], find_peaks("a GPU", "fp16", [])) is None
 
 
 @given(st.integers(0, 10**6), st.integers(0, 10**4), st.integers(1, 4))
@@ -258,8 +272,8 @@ def test_an_update_is_at_least_as_long_as_its_kernel_launches(each: int, of_upda
     )
     need = dataclasses.replace(need, points=points, step=dataclasses.replace(need.step, launches=of_update))
     for peaks in (DevicePeaks(1e15, 1e13), DevicePeaks(1e18, 1e16)):
-        bare = update_seconds(need, [4] * passes, peaks)
-        found = update_seconds(need, [4] * passes, peaks, launches=True)
+        bare = estimate_update_time(need, [4] * passes, peaks)
+        found = estimate_update_time(need, [4] * passes, peaks, has_launch_cost=True)
         assert bare is not None
         assert found is not None
         number = each * passes + of_update
@@ -275,12 +289,12 @@ def test_the_sheet_counts_launches_on_gpus_that_run_operators_one_by_one() -> No
         dataclasses.replace(point, work=dataclasses.replace(point.work, launches=10**7)) for point in need.points
     )
     need = dataclasses.replace(need, points=points)
-    needs, peaks = Needs({"train": need}), {"Tesla T4": DevicePeaks(1e15, 1e13), "CPU": DevicePeaks(1e15, 1e13)}
+    needs, peaks = MemoryNeeds({"train": need}), {"Tesla T4": DevicePeaks(1e15, 1e13), "CPU": DevicePeaks(1e15, 1e13)}
     seconds = {}
     for words in (("compile=off",), ("compile=default",), ("compile=off", "device=cpu")):
         made = plan("micro_batch_size=2", "global_batch_size=2", *words, needs=needs)
         peaks |= {rank.name: DevicePeaks(1e15, 1e13) for rank in made.ranks}
-        seconds[words] = seconds_of(made, made.selected[0], need, peaks)
+        seconds[words] = estimate_phase_time(made, made.selected[0], need, peaks)
     eager, compiled, on_cpu = (found.low if found else None for found in seconds.values())
     assert eager == 10**7 * LAUNCH_S[0]
     assert compiled == on_cpu
@@ -290,12 +304,12 @@ def test_the_sheet_counts_launches_on_gpus_that_run_operators_one_by_one() -> No
 
 @pytest.mark.parametrize(("strategy", "passes"), [("ddp", 2), ("fsdp", 1), ("fsdp", 2)])
 def test_figures_that_are_bounds_are_marked_as_such(strategy: str, passes: int) -> None:
-    needs = Needs({"train": demand(2, 8)})
+    needs = MemoryNeeds({"train": demand(2, 8)})
     gpus = tuple(dataclasses.replace(T4, index=number, uuid=f"GPU-{number}") for number in range(4))
     words = (f"parallelism={strategy}", "micro_batch_size=2", f"global_batch_size={8 * passes}")
     made = plan(*words, needs=needs, on=dataclasses.replace(HERE, devices=gpus))
     assert {each.prediction.bounds for each in made.memory} == {("parameters", "gradients")[: 2 * (strategy == "fsdp")]}
-    table = {line.split()[0]: line for line in sheet(made, needs, {}) if line.strip()}
+    table = {line.split()[0]: line for line in format_prediction(made, needs, {}) if line.strip()}
     assert ("up to" in table["gradients"]) == (strategy == "fsdp")
     of_all = needs.demands["train"].model.trained or needs.demands["train"].points[-1].peak.gradients
     if strategy == "fsdp":
@@ -306,20 +320,20 @@ def test_figures_that_are_bounds_are_marked_as_such(strategy: str, passes: int) 
 
 
 def test_memory_demands_survive_serialization_between_ranks() -> None:
-    needs = Needs({"train": demand(2, 8)}, "a reason")
-    again = decode_valid(Needs, json.loads(json.dumps(encode(needs))))
+    needs = MemoryNeeds({"train": demand(2, 8)}, "a reason")
+    again = decode_valid(MemoryNeeds, json.loads(json.dumps(encode(needs))))
     assert again.demands["train"].at(5) == needs.demands["train"].at(5)
     assert again.why_not == needs.why_not
 
 
 def test_fitting_runs_and_remedies_are_both_shown() -> None:
-    needs = Needs({"train": demand(1, 64)})
+    needs = MemoryNeeds({"train": demand(1, 64)})
     made = plan("global_batch_size=64", "micro_batch_size=auto", needs=needs)
-    held = biggest(needs.demands["train"], made.ranks[0], 64)
+    held = largest_micro_batch(needs.demands["train"], made.ranks[0], 64)
     advised = made.batch.micro_batch_size
     assert advised < held < 64
     assert 64 % advised == 0
-    text = " ".join(" ".join(sheet(made, needs, {})).split())
+    text = " ".join(" ".join(format_prediction(made, needs, {})).split())
     assert f"about {held} on rank 0" in text
     assert f"(this run: {advised})" in text
     assert f"recommended: {advised} " in text
@@ -333,25 +347,31 @@ def test_every_line_fits_a_terminal_and_marks_estimates(count: int) -> None:
         for number in range(count)
     )
     words = ("global_batch_size=128", "micro_batch_size=16", f"parallelism={'ddp' if count > 1 else 'single'}")
-    needs = Needs({"train": demand(4, 16)}, why_not="an operation without a fake")
+    needs = MemoryNeeds({"train": demand(4, 16)}, why_not="an operation without a fake")
     made = plan(*words, needs=needs, on=dataclasses.replace(HERE, devices=gpus))
     changes = [
         FittingChange(("micro_batch_size=4", "optimizer=adamw8bit"), GIB, 1.5),
         FittingChange(("precision=bf16",), GIB, None),
     ]
-    lines = sheet(made, needs, {gpu.name: DevicePeaks(1e13, 1e11) for gpu in gpus}, changes, [("memory=budget",)])
+    lines = format_prediction(
+        made, needs, {gpu.name: DevicePeaks(1e13, 1e11) for gpu in gpus}, changes, [("memory=budget",)]
+    )
     text = "\n".join(lines)
     assert max(map(len, lines)) <= WIDTH, text
     assert "DOES NOT FIT" in text or all(each.prediction.fits for each in made.memory)
     for words_of_it in ("predicted", "blocks.*.mlp 100%", "estimate:", "x 1.50", "unknown", "NOT EXACT", "not tried"):
         assert words_of_it in text, text
-    assert all("predicted" in line for line in short(made.memory))
+    assert all("predicted" in line for line in summarize_memory(made.memory))
     assert "Traced on fake" in text
-    rough = Needs({"train": dataclasses.replace(needs.demands["train"], is_exact=False, why_not="no")})
-    marked = "\n".join(sheet(plan(*words, needs=rough, on=dataclasses.replace(HERE, devices=gpus)), rough, {}))
+    rough = MemoryNeeds({"train": dataclasses.replace(needs.demands["train"], is_exact=False, why_not="no")})
+    marked = "\n".join(
+        format_prediction(plan(*words, needs=rough, on=dataclasses.replace(HERE, devices=gpus)), rough, {})
+    )
     assert "Traced on fake" not in marked
     assert not re.search(r" fits($|\s)", marked), "no figure without its mark"
-    untold = sheet(plan(*words, needs=Needs({}, why_not="no"), on=dataclasses.replace(HERE, devices=gpus)), needs, {})
+    untold = format_prediction(
+        plan(*words, needs=MemoryNeeds({}, why_not="no"), on=dataclasses.replace(HERE, devices=gpus)), needs, {}
+    )
     assert "not predicted" in untold[0]
 
 

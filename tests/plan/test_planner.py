@@ -1,4 +1,4 @@
-"""Laws of the plan: pure, frozen, complete; each value with its reason, every problem at once."""
+"""The plan: deterministic, frozen and complete; every value has a reason, and all problems are reported at once."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from runner.base.shares import equal_shares
 from runner.config.config_files import selected_options, shipped_options
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
-from runner.plan.inventory import GIB, Cpu, Device, Inventory, inventory_of_profile
-from runner.plan.planner import inventory_for, make_plan
+from runner.plan.inventory import GIB, Cpu, Device, Inventory, inventory_from_profile
+from runner.plan.planner import make_plan, planning_inventory
 from runner.plan.run_plan import Plan
 from tests.suggestions import suggested
 
@@ -70,7 +70,7 @@ def refused(*words: str, on: Inventory | None = None) -> list[Problem]:
     return list(caught.value.problems)
 
 
-# ---------------------------------------------------------------- what a plan is
+# ---------------------------------------------------------------- properties of a plan
 
 WORDS = ("precision.keep_fp32=[head]", "precision=fp16", "optimizer.lr_scales={0:0.5}", "epochs=2", "phases=[train]")
 
@@ -122,16 +122,16 @@ def test_a_plan_survives_json(words: tuple[str, ...], devices: tuple[Device, ...
     assert isinstance(again.notes, tuple)
 
 
-# Keys whose own function takes `auto`, and what it does with it.
+# Keys for which `auto` remains a value, and how the run resolves it.
 AUTO_IS_A_VALUE = {
-    "attention",  # torch chooses the kernel at each call
-    "backend.threads",  # divides the cores among the ranks of this machine, known when they start
+    "attention",  # torch chooses the kernel for each call
+    "backend.threads",  # divides the cores among the ranks of a machine, known when they start
     "checkpoint.every",  # every few minutes
-    "memory.channels_last",  # looks at the layers of the model
-    "evaluate.every",  # ten times in a phase, whose length is known with the data
-    "resume",  # goes on where the run stopped, if it did
-    "tracker.mode",  # online where there is a key
-    "watchdog.data_s",  # follows the longest wait lately, known while the run goes on
+    "memory.channels_last",  # depends on the layers of the model
+    "evaluate.every",  # ten times per phase, whose length depends on the data
+    "resume",  # resumes if there is a checkpoint
+    "tracker.mode",  # online if there is an API key
+    "watchdog.data_s",  # follows the longest recent wait
     "watchdog.update_s",  # the same for updates
 }
 
@@ -162,7 +162,7 @@ def test_the_reason_of_an_override_is_its_source() -> None:
     assert made.reason("accumulation_steps") == "4 / (1 x 1)"
 
 
-# ---------------------------------------------------------------- what follows from the machine
+# ---------------------------------------------------------------- values that depend on the machine
 
 
 @pytest.mark.parametrize(
@@ -243,7 +243,7 @@ def test_a_missing_device_is_reported_with_the_existing_ones(word: str, here: In
     assert problem.what.endswith(those)
 
 
-# ---------------------------------------------------------------- what cannot be
+# ---------------------------------------------------------------- refusals and fallbacks
 
 
 REFUSED = [
@@ -363,9 +363,9 @@ def test_the_cpu_profile_does_not_use_the_gpu_unless_requested() -> None:
 @pytest.mark.parametrize("profile", ["t4", "a100", "pair_11gb_8gb"])
 def test_an_absent_machine_can_be_planned_for(profile: str) -> None:
     asked = configuration(f"hardware={profile}")
-    here, whose = inventory_for(asked)
+    here, whose = planning_inventory(asked)
     assert whose.endswith(f"profile {profile}")
-    assert here.devices == inventory_of_profile(asked.hardware).devices
+    assert here.devices == inventory_from_profile(asked.hardware).devices
     made = make_plan(asked, here)
     assert made.device == "cuda:0"
     assert made.choices["precision"].name == selected_options("hardware", profile)["precision"]
@@ -373,13 +373,13 @@ def test_an_absent_machine_can_be_planned_for(profile: str) -> None:
 
 def test_more_gpus_than_a_profile_describes_can_be_planned_for() -> None:
     asked = configuration("hardware=h100", "parallelism=ddp", "parallelism.world_size=8", "global_batch_size=64")
-    here, _ = inventory_for(asked)
+    here, _ = planning_inventory(asked)
     made = make_plan(asked, here)
     assert [rank.device for rank in made.ranks] == [f"cuda:{index}" for index in range(8)]
     assert len(set(made.batch.shares)) == 1
     mixed = configuration("hardware=pair_11gb_8gb", "parallelism=ddp", "parallelism.world_size=3")
     with pytest.raises(DeviceMissing):
-        make_plan(mixed, inventory_for(mixed)[0])
+        make_plan(mixed, planning_inventory(mixed)[0])
 
 
 @pytest.mark.parametrize(
@@ -620,7 +620,7 @@ def test_amd_gpus_of_two_architectures_share_a_format() -> None:
 
 
 def test_the_micro_batch_of_a_cpu_does_not_limit_that_of_a_gpu() -> None:
-    """Nothing predicts memory before a run on a CPU, so a large task limits its micro-batches there."""
+    """Memory is not predicted before a CPU run, so a large task limits its own micro-batches there."""
     words = ("task=gpt", "task.size=124m")
     on_cpu, on_gpu = plan(*words).batch, plan(*words, on=machine(T4)).batch
     assert (on_cpu.micro_batch_size, on_cpu.accumulation_steps) == (8, 60)

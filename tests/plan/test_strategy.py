@@ -1,4 +1,4 @@
-"""parallelism=auto takes the simplest strategy that fits, and says why in numbers."""
+"""parallelism=auto chooses the simplest strategy that fits, with a reason in numbers."""
 
 from __future__ import annotations
 
@@ -6,10 +6,10 @@ import dataclasses
 
 import pytest
 
-from runner.plan.memory_fit import GIB, Demand, Needs, RankPart, TracedPoint, predicted
+from runner.plan.memory_fit import GIB, Demand, MemoryNeeds, RankPart, TracedPoint, predict_memory
 from runner.plan.memory_trace import Bytes, ModelSizes
 from runner.plan.rank_devices import RankDevice
-from runner.plan.strategy import choose
+from runner.plan.strategy import choose_strategy
 
 
 def devices(*gib: float) -> list[RankDevice]:
@@ -17,7 +17,7 @@ def devices(*gib: float) -> list[RankDevice]:
 
 
 def model(gib: float, *, activations: float = 0.05, layers: int | None = 24) -> Demand:
-    """A model that takes `gib` in all but activations, as float32 with AdamW: a quarter each, twice for the state."""
+    """Return a demand of `gib` plus activations: float32 weights, gradients and AdamW states in a ratio of 1:1:2."""
     quarter = int(gib * GIB / 4)
 
     def traced(samples: int) -> TracedPoint:
@@ -27,8 +27,8 @@ def model(gib: float, *, activations: float = 0.05, layers: int | None = 24) -> 
     return Demand("train", (traced(1), traced(2)), model=ModelSizes(quarter // 24, num_layers=layers))
 
 
-def needs(demand: Demand) -> Needs:
-    return Needs({demand.phase: demand})
+def needs(demand: Demand) -> MemoryNeeds:
+    return MemoryNeeds({demand.phase: demand})
 
 
 @pytest.mark.parametrize(
@@ -50,13 +50,13 @@ def needs(demand: Demand) -> Needs:
         (model(14), devices(11, 8), None, "pipeline", {}, "fsdp shards evenly"),
         (model(10, layers=None), devices(11, 8), None, "fsdp", {}, "even shards fit"),
         (model(22), devices(16, 16), None, "fsdp", {}, "a shard fits"),
-        (model(24), devices(16, 16), None, "pipeline", {}, "too large for fsdp"),  # evaluation gathers all
+        (model(24), devices(16, 16), None, "pipeline", {}, "too large for fsdp"),  # evaluation gathers all parameters
     ],
 )
 def test_the_simplest_fitting_strategy_is_chosen(
     need: Demand, there: list[RankDevice], micro: int | None, name: str, options: dict[str, str], words: str
 ) -> None:
-    found = choose(needs(need), there, 32, micro)
+    found = choose_strategy(needs(need), there, 32, micro)
     assert found.fits
     assert (found.name, found.options) == (name, options), found.reason
     assert found.reason.startswith("auto: ")
@@ -64,7 +64,7 @@ def test_the_simplest_fitting_strategy_is_chosen(
 
 
 def test_a_model_that_fits_nowhere_is_reported_with_remedies() -> None:
-    found = choose(needs(model(40, layers=None)), devices(11, 8), 32, None)
+    found = choose_strategy(needs(model(40, layers=None)), devices(11, 8), 32, None)
     assert (found.name, found.options, found.fits) == ("ddp", {"shares": "memory"}, False)
     assert "1 sample needs 50" in found.reason
     assert "11 GiB + 8 GiB" in found.reason
@@ -72,24 +72,28 @@ def test_a_model_that_fits_nowhere_is_reported_with_remedies() -> None:
 
 
 def test_accumulated_smaller_micro_batches_fit() -> None:
-    """An update in one pass has no gradients of others beside the activations; in several passes they are there."""
+    """With a single pass per update, gradients do not coexist with activations; with several passes they do."""
     demand, there = model(4, activations=0.5, layers=None), devices(11, 8)
     peaks = [dataclasses.replace(point.peak, gradients=0) for point in demand.points]
     whole = [
-        TracedPoint(point.micro_batch_size, peak, peak.total, without=peak.total, is_whole=True)
+        TracedPoint(point.micro_batch_size, peak, peak.total, without_gradients=peak.total, is_whole=True)
         for point, peak in zip(demand.points, peaks, strict=True)
     ]
     sizes = dataclasses.replace(demand.model, outside=4 * GIB, trained=GIB)
     need = needs(dataclasses.replace(demand, points=tuple(whole), model=sizes))
-    assert not choose(need, there, 32, 16).fits
-    held = need.held(None, there, 16, RankPart("ddp", 2, 16))
+    assert not choose_strategy(need, there, 32, 16).fits
+    held = need.max_samples(None, there, 16, RankPart("ddp", 2, 16))
     assert 0 < held < 16
     assert need.fits(there, [held] * 2, RankPart("ddp", 2, 16))
 
 
 def test_speed_based_shares_use_micro_batches_that_fit_the_smallest_device() -> None:
-    """Whatever the shares become, no pass is larger than that."""
+    """Whatever the shares become, no micro-batch is larger."""
     need, there, part = model(4, activations=0.3), devices(11, 8), RankPart("ddp", 2)
-    held = needs(need).held(None, there, 32, part)
-    assert predicted(need, held, there[1], part).total <= 8 * GIB < predicted(need, held + 1, there[1], part).total
-    assert needs(model(20)).held(None, there, 32, part) == 0
+    held = needs(need).max_samples(None, there, 32, part)
+    assert (
+        predict_memory(need, held, there[1], part).total
+        <= 8 * GIB
+        < predict_memory(need, held + 1, there[1], part).total
+    )
+    assert needs(model(20)).max_samples(None, there, 32, part) == 0

@@ -31,7 +31,7 @@ from runner.records.run_record import (
     RunRecord,
     RunResult,
 )
-from runner.tools.report.run_data import read_story
+from runner.tools.report.run_data import read_run_data
 
 OLD = Path(__file__).parent / "run_of_version_1"
 FULL = RunRecord(
@@ -138,7 +138,7 @@ def test_commands_read_a_run_of_version_1(root: Path, capsys: pytest.CaptureFixt
     directory = RunDirectory.find(root, "first")
     assert load_run_request(directory, root, Request()).overrides[0] == "task=cape"
     assert len(directory.owner.uid or "") == 32
-    story = read_story(directory)
+    story = read_run_data(directory)
     assert (story.task, story.metrics["val/pck"], "record" in story.missing) == ("cape", 0.14916314143829318, False)
     values = Plan.from_json((root / "first" / "plan.json").read_text()).values()
     assert (values["updates"], values["micro_batch_size"]) == (6, 4)

@@ -44,7 +44,7 @@ def test_a_record_is_read_back_as_it_was_written() -> None:
 def test_a_sweep_of_version_1_is_read_completely(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps(VERSION_1))
     found = Sweep.read(tmp_path)
-    assert found.is_whole
+    assert found.is_intact
     assert found.trials == [Trial(1, "mine-1", ("seed=0",)), Trial(2, "mine-2", ("seed=1",))]
     assert found.codes == {1: 0}
     again = encode(found.record)
@@ -54,4 +54,4 @@ def test_a_sweep_of_version_1_is_read_completely(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [{"fixed": [3]}, {"trials": 3}, {"trials": [{"number": 1}]}, {"fixed": None}])
 def test_a_sweep_with_unknown_trials_is_incomplete(tmp_path: Path, wrong: dict[str, object]) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps({**VERSION_1, **wrong}))
-    assert not Sweep.read(tmp_path).is_whole
+    assert not Sweep.read(tmp_path).is_intact

@@ -21,13 +21,13 @@ import torch
 from pathlib import Path
 from runner.config.configuration import compose
 from runner.config.request import Request
-from runner.launch.traced_demand import needs_in_subprocess
+from runner.launch.traced_demand import trace_memory_needs
 from runner.plan.inventory import take_inventory
 configuration = compose(Request(("device=cuda:0",), Path({task!r})))
 inventory = take_inventory()
 assert [device.kind for device in inventory.usable] == ["cuda"], inventory
 assert not torch.cuda.is_initialized()
-needs = needs_in_subprocess(configuration, inventory)
+needs = trace_memory_needs(configuration, inventory)
 assert needs.demands and not needs.why_not, needs.why_not
 torch.ones(1, device="cuda")
 assert take_inventory().devices == inventory.devices

@@ -87,4 +87,4 @@ def stand_in() -> None:
     from runner.sweeps import pool, study, sweep
 
     pool.TRIAL_MAIN = TRIAL
-    sweep.must_be_plannable = study.must_be_plannable = lambda configurations: None
+    sweep.check_plannable = study.check_plannable = lambda configurations: None

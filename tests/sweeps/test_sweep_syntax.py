@@ -9,13 +9,13 @@ import pytest
 
 from runner.base.errors import ConfigError, Problem
 from runner.config.request import Request
-from runner.sweeps.sweep_syntax import MAX_TRIALS, SearchSpace, composed, expand_sweep, read_space
+from runner.sweeps.sweep_syntax import MAX_TRIALS, SearchSpace, compose_all, expand_sweep, parse_search_space
 
 
 @cache
 def problems(*words: str, search: bool = False) -> tuple[Problem, ...]:
     with pytest.raises(ConfigError) as raised:
-        (read_space if search else expand_sweep)(Request(words))
+        (parse_search_space if search else expand_sweep)(Request(words))
     return raised.value.problems
 
 
@@ -80,15 +80,15 @@ def test_the_maximum_number_of_trials_is_accepted() -> None:
         ("optimizer.lr=log(1e-4,1e-2)", SearchSpace("optimizer.lr", (), 1e-4, 1e-2, is_log=True)),
         ("optimizer.lr=tag(log, interval(1e-4, 1e-2))", SearchSpace("optimizer.lr", (), 1e-4, 1e-2, is_log=True)),
         ("optimizer.weight_decay=interval(0,1)", SearchSpace("optimizer.weight_decay", (), 0.0, 1.0)),
-        ("global_batch_size=interval(8,64)", SearchSpace("global_batch_size", (), 8.0, 64.0, is_whole=True)),
-        ("updates=int(log(10,100))", SearchSpace("updates", (), 10.0, 100.0, is_log=True, is_whole=True)),
-        ("updates=range(10,101,20)", SearchSpace("updates", (), 10.0, 90.0, 20.0, is_whole=True)),
+        ("global_batch_size=interval(8,64)", SearchSpace("global_batch_size", (), 8.0, 64.0, is_integer=True)),
+        ("updates=int(log(10,100))", SearchSpace("updates", (), 10.0, 100.0, is_log=True, is_integer=True)),
+        ("updates=range(10,101,20)", SearchSpace("updates", (), 10.0, 90.0, 20.0, is_integer=True)),
         ("optimizer=adamw,sgd", SearchSpace("optimizer", ("optimizer=adamw", "optimizer=sgd"))),
         ("updates=range(1,2)", SearchSpace("updates", ("updates=1",))),
     ],
 )
 def test_search_ranges_use_hydra_syntax_and_are_integers_for_integer_keys(word: str, axis: SearchSpace) -> None:
-    fixed, found = read_space(Request(("seed=3", word)))
+    fixed, found = parse_search_space(Request(("seed=3", word)))
     assert fixed.overrides == ("seed=3",)
     assert found == (axis,)
 
@@ -116,6 +116,6 @@ def test_an_unknown_key_is_reported_once_with_a_suggestion() -> None:
 
 def test_shared_settings_compose_as_in_each_combination() -> None:
     requests = expand_sweep(Request(("optimizer=adamw,sgd", "seed=1,2", "hardware=t4")))
-    together, alone = composed(requests), [composed([request])[0] for request in requests]
+    together, alone = compose_all(requests), [compose_all([request])[0] for request in requests]
     assert [each.flat() for each in together] == [each.flat() for each in alone]
     assert [each.sources for each in together] == [each.sources for each in alone]

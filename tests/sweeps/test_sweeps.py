@@ -28,9 +28,9 @@ from runner.config.request import Request
 from runner.durable.directory import RunDirectory
 from runner.records.sweep_record import Goal, SweepRecord
 from runner.sweeps import sweep
-from runner.sweeps.packing import Packing, packed, packing_of
+from runner.sweeps.packing import Packing, assign_slots, divide_resources
 from runner.sweeps.sweep_syntax import SearchSpace
-from runner.sweeps.trials import Result, Sweep, Trial, as_csv, table, told, winner
+from runner.sweeps.trials import Result, Sweep, Trial, find_best, format_result, format_trial_table, to_csv
 from tests.faults.tallies import SEED
 from tests.forkserver import ForkServer
 from tests.waiting import wait_until
@@ -119,7 +119,7 @@ def test_a_stopped_sweep_leaves_a_table_and_a_second_one_on_its_folder_is_refuse
     pid = start(server, words, tmp_path)
     wait_until((tmp_path / "outputs/mine/mine-1/run.json").exists)
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep, "must_be_plannable", lambda configurations: None)
+    monkeypatch.setattr(sweep, "check_plannable", lambda configurations: None)
     assert main(words) == 87
     assert str(pid) in capsys.readouterr().err
     os.kill(pid, signal.SIGINT)
@@ -158,8 +158,8 @@ def test_trials_that_fail_in_every_way_do_not_stop_the_rest(server: ForkServer, 
     words = ["train", "-m", "task.act=fail,killed,bad,other,good", *TASK]
     code, _, err = run(server, words, tmp_path)
     assert code == 70, err
-    told = {row["task.act"]: (row["state"], row["exit_code"], row["is_best"]) for row in rows(tmp_path)}
-    assert told == {
+    stored = {row["task.act"]: (row["state"], row["exit_code"], row["is_best"]) for row in rows(tmp_path)}
+    assert stored == {
         "fail": ("failed", "70", "0"), "killed": ("failed", "137", "0"), "bad": ("done", "0", "0"),
         "other": ("done", "0", "0"), "good": ("done", "0", "1"),
     }  # fmt: skip
@@ -281,10 +281,17 @@ def test_the_best_trial_is_finished_and_the_first_of_equals() -> None:
         Result(Trial(4, "a-4", ()), "done", 0, 2.0),
         Result(Trial(5, "a-5", ()), "done", 0, 3.0),
     ]
-    assert winner(results, Goal()) is results[2]
-    assert winner(results, Goal(best_is="max")) is results[4]
-    assert winner(results[:2], Goal()) is None
-    assert [line.endswith("<- best") for line in table(results, Goal())] == [False, False, False, True, False, False]
+    assert find_best(results, Goal()) is results[2]
+    assert find_best(results, Goal(best_is="max")) is results[4]
+    assert find_best(results[:2], Goal()) is None
+    assert [line.endswith("<- best") for line in format_trial_table(results, Goal())] == [
+        False,
+        False,
+        False,
+        True,
+        False,
+        False,
+    ]
 
 
 def test_a_trial_whose_last_evaluation_has_no_value_is_not_the_best_by_an_earlier_one(tmp_path: Path) -> None:
@@ -301,10 +308,10 @@ def test_a_trial_whose_last_evaluation_has_no_value_is_not_the_best_by_an_earlie
     sweep = Sweep.read(tmp_path)
     results = sweep.results()
     assert [each.value for each in results] == [None, 2.0]
-    assert winner(results, sweep.goal) is results[1]
-    assert f"val/loss {NOT_MEASURED}" in told(results[0], sweep.goal)
-    assert [NOT_MEASURED in line for line in table(results, sweep.goal)] == [False, True, False]
-    assert "nan" not in as_csv(results, sweep.goal)
+    assert find_best(results, sweep.goal) is results[1]
+    assert f"val/loss {NOT_MEASURED}" in format_result(results[0], sweep.goal)
+    assert [NOT_MEASURED in line for line in format_trial_table(results, sweep.goal)] == [False, True, False]
+    assert "nan" not in to_csv(results, sweep.goal)
 
 
 def test_a_damaged_sweep_file_is_read_as_far_as_possible(tmp_path: Path) -> None:
@@ -328,7 +335,7 @@ def test_arbitrary_sweep_files_get_a_message(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "mine" / "mine-1"
     run.mkdir(parents=True)
     trial = {"number": 1, "name": "mine-1", "words": ["seed=1"], "exit_code": 0}
-    told = {
+    stored = {
         "kind": "sweep",
         "trials": [trial],
         "fixed": [],
@@ -344,17 +351,17 @@ def test_arbitrary_sweep_files_get_a_message(tmp_path: Path) -> None:
         "evidence": {},
     }
     with RunDirectory.create_or_open(tmp_path, "copy", for_sweep=True) as copy:
-        for file, good in ((run.parent / "sweep.json", told), (run / "run.json", made)):
-            (run.parent / "sweep.json").write_text(json.dumps(told))
+        for file, good in ((run.parent / "sweep.json", stored), (run / "run.json", made)):
+            (run.parent / "sweep.json").write_text(json.dumps(stored))
             (run / "run.json").write_text(json.dumps(made))
             hostile = [good | {key: value} for key in (*good, "task", "pid", "host") for value in STRANGE]
-            hostile += [told | {"trials": [trial | {key: value}]} for key in trial for value in STRANGE]
+            hostile += [stored | {"trials": [trial | {key: value}]} for key in trial for value in STRANGE]
             for record in hostile:
                 file.write_text(json.dumps(record))
                 found = Sweep.read(run.parent)
                 saves = record.get("phases", made["phases"]) != made["phases"]
                 results = found.save(copy, "running") if saves else found.results()
-                assert "\x1b" not in "".join(table(results, found.goal)), record
+                assert "\x1b" not in "".join(format_trial_table(results, found.goal)), record
 
 
 @pytest.mark.parametrize(
@@ -365,7 +372,7 @@ def test_a_damaged_sweep_is_not_restarted(
     damage: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sweep, "must_be_plannable", lambda configurations: None)
+    monkeypatch.setattr(sweep, "check_plannable", lambda configurations: None)
     file = tmp_path / "outputs" / "mine" / "sweep.json"
     file.parent.mkdir(parents=True)
     file.write_text(damage)
@@ -383,12 +390,12 @@ def test_a_search_killed_between_two_values_of_a_trial_chooses_the_same_values(t
     axes = (
         SearchSpace("optimizer.lr", (), 1e-5, 1e-1, is_log=True),
         SearchSpace("task.act", ("task.act=a", "task.act=b", "task.act=c")),
-        SearchSpace("task.hidden", (), 8, 512, is_whole=True),
+        SearchSpace("task.hidden", (), 8, 512, is_integer=True),
     )
     found = Sweep(tmp_path, SweepRecord(kind="search"))
 
     def of_two_trials(study: Study) -> list[Trial]:
-        known = study.trials([])
+        known = study.load_trials([])
         return [*known, *(study.ask() for _ in range(2 - len(known)))]
 
     whole = of_two_trials(Study(found, axes, "mine", seed=3))
@@ -410,10 +417,10 @@ def test_a_damaged_journal_ends_a_search_with_a_message(tmp_path: Path) -> None:
     found = Sweep(tmp_path, SweepRecord(kind="search"))
     study = Study(found, axes, "mine", seed=0)
     known = [study.ask(), study.ask()]
-    study.tell(known[0], 1.0)
+    study.report_value(known[0], 1.0)
     file = tmp_path / JOURNAL
     whole = file.read_bytes()
-    assert Study(found, axes, "mine", seed=0).trials(known) == known
+    assert Study(found, axes, "mine", seed=0).load_trials(known) == known
     lines = whole.splitlines(keepends=True)
     damaged = [b"", *(lines[0] + line for line in lines[1:2])]
     damaged += [
@@ -424,12 +431,12 @@ def test_a_damaged_journal_ends_a_search_with_a_message(tmp_path: Path) -> None:
     for content in damaged:
         file.write_bytes(content)
         with pytest.raises(DataError, match="is damaged"):
-            Study(found, axes, "mine", seed=0).trials(known)
+            Study(found, axes, "mine", seed=0).load_trials(known)
     file.write_bytes(whole + b'{"op_code": 4, "half')  # as a crash leaves it
-    assert Study(found, axes, "mine", seed=0).trials(known) == known
+    assert Study(found, axes, "mine", seed=0).load_trials(known) == known
     file.write_bytes(whole.replace(b"task.act", b"task.odd"))
     with pytest.raises(DataError, match="mine-1 differs from the trial in sweep"):
-        Study(found, axes, "mine", seed=0).trials(known)
+        Study(found, axes, "mine", seed=0).load_trials(known)
 
 
 # ---------------------------------------------------------------- wandb's agent
@@ -470,21 +477,21 @@ def test_lists_switches_and_null_as_wandb_writes_them_are_settings() -> None:
 
 def test_trials_at_once_are_divided_among_the_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.sweeps.packing.affinity", lambda: {1, 2, 3, 5, 6, 7, 8, 9})
-    slots = packing_of(["GPU-a", "GPU-b"], 6, 3).slots  # a quota leaves 6 of the cores
+    slots = divide_resources(["GPU-a", "GPU-b"], 6, 3).slots  # a quota leaves 6 of the cores
     assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["GPU-a", "GPU-b", "GPU-a"]
     assert {slot.environment["OMP_NUM_THREADS"] for slot in slots} == {"2"}
     assert [sorted(slot.cores) for slot in slots] == [[1, 2], [3, 5], [6, 7]]
-    assert [slot.environment for slot in packing_of([""], 4, 2).slots] == [{"OMP_NUM_THREADS": "2"}] * 2
+    assert [slot.environment for slot in divide_resources([""], 4, 2).slots] == [{"OMP_NUM_THREADS": "2"}] * 2
 
 
 def test_trials_that_take_all_devices_run_alone() -> None:
     several = [compose(Request(("parallelism=ddp",)))]
-    assert packed(several, 1) == Packing()
+    assert assign_slots(several, 1) == Packing()
     with pytest.raises(ConfigError) as caught:
-        packed(several, 2)
+        assign_slots(several, 2)
     assert [problem.where for problem in caught.value.problems] == ["together=2"]
     alone = [compose(Request(("hardware=pair_11gb_8gb", f"seed={seed}"))) for seed in (0, 1)]
-    assert len(packed(alone, 2).slots) == 2, "auto is one device here"
+    assert len(assign_slots(alone, 2).slots) == 2, "auto is one device here"
 
 
 def test_planning_a_sweep_does_not_import_torch(tmp_path: Path) -> None:

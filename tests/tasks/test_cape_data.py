@@ -22,14 +22,14 @@ from runner.tasks.cape.data import (
     Category,
     Episodes,
     augment,
-    check_apart,
-    copied_support,
+    check_disjoint,
+    copy_support,
     mirrored_keypoints,
-    only_categories,
     read_crop,
     read_pose_set,
+    select_categories,
 )
-from runner.tasks.cape.glyphs import KEYPOINTS, Letter, draw, letters_by_split, resembling, write_glyphs
+from runner.tasks.cape.glyphs import KEYPOINTS, Letter, draw, find_resembling, letters_by_split, write_glyphs
 from runner.tasks.cape.task import build
 
 from runner.base.errors import AccelRunError, ConfigError, DataError, InputMissing
@@ -99,7 +99,7 @@ def test_no_letter_and_no_similar_one_is_in_two_splits(letters: Splits) -> None:
 
 
 def test_no_held_out_letter_resembles_one_of_training(letters: Splits) -> None:
-    assert resembling([*letters["val"], *letters["test"]], letters["train"]) == set()
+    assert find_resembling([*letters["val"], *letters["test"]], letters["train"]) == set()
     where = {letter.name: split for split, members in letters.items() for letter in members}
     for likenesses in ("F\ua7fb\u2132\U00010305", "S\u01a7", "s\u01a8", "\u0394\u1401", "M\u01a9", "v\u039b"):
         assert len({where[name] for name in likenesses if name in where}) == 1, likenesses
@@ -116,9 +116,9 @@ def test_a_letter_resembles_its_mirror_image_walked_backwards_from_elsewhere(let
             font: np.append(shape[order], shape[order[:1]], axis=0) @ skewed for font, shape in letter.outlines.items()
         }
         mirrored = replace(letter, name="mirrored", outlines=outlines, keypoints=tuple(points))
-        assert resembling([mirrored], [letter]) == {"mirrored"}
+        assert find_resembling([mirrored], [letter]) == {"mirrored"}
     bent = {font: shape + 0.3 * np.sin(9 * shape[:, ::-1]) for font, shape in letter.outlines.items()}
-    assert resembling([replace(letter, name="bent", outlines=bent)], [letter]) == set()
+    assert find_resembling([replace(letter, name="bent", outlines=bent)], [letter]) == set()
 
 
 def test_letters_are_drawn_where_their_keypoints_are(few: Splits) -> None:
@@ -294,7 +294,7 @@ def test_copying_the_support_predicts_the_mean_for_hidden_keypoints() -> None:
         "query_xy": torch.zeros(1, 2, 3, 2),
     }
     expected = torch.tensor([[0.2, 0.4], [0.4, 0.8], [0.3, 0.6]]).expand(1, 2, 3, 2)
-    torch.testing.assert_close(copied_support(batch), expected)
+    torch.testing.assert_close(copy_support(batch), expected)
 
 
 # What is wrong
@@ -435,11 +435,11 @@ def test_invalid_json_and_images_are_refused(folder: Path) -> None:
 
 def test_validation_never_sees_a_category_of_training(folder: Path) -> None:
     train, val = read_pose_set(folder, "train"), read_pose_set(folder, "val")
-    check_apart([train, val])
+    check_disjoint([train, val])
     name = train.categories[0].name
     poses = read_pose_set(changed(folder, lambda c: c["categories"][0].update(name=name), "val"), "val")
     with pytest.raises(DataError, match=f"no category of train.json, but has {name}"):
-        check_apart([train, poses])
+        check_disjoint([train, poses])
 
 
 def test_mp100_folds_are_read_by_number(folder: Path, tmp_path: Path) -> None:
@@ -455,10 +455,10 @@ def test_mp100_folds_are_read_by_number(folder: Path, tmp_path: Path) -> None:
 def test_only_the_named_categories_are_trained_on(folder: Path) -> None:
     poses = read_pose_set(folder, "train")
     name = poses.categories[1].name
-    few = only_categories(poses, [name])
+    few = select_categories(poses, [name])
     assert {annotation.category.name for annotation in few.annotations} == {name}
     with pytest.raises(ConfigError, match=r"'\?' is no category"):
-        only_categories(poses, ["?"])
+        select_categories(poses, ["?"])
 
 
 def test_errors_are_explained(folder: Path) -> None:

@@ -9,9 +9,9 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from runner.tasks.cape.attention import DeformableMapAttention, Maps, centres, sample
+from runner.tasks.cape.attention import DeformableMapAttention, Maps, cell_centers, sample
 from runner.tasks.cape.backbone import FrozenBatchNorm2d, PretrainedResNet50
-from runner.tasks.cape.metrics import judged, measured, target_types
+from runner.tasks.cape.metrics import score_guess, score_keypoints, target_types
 from runner.tasks.cape.model import COORDINATE, END, CoordinateEmbedding, Guess, PoseTransformer, Shape
 from runner.tasks.cape.task import SHAPES, CategoryAgnosticPose
 from torch import Tensor, nn
@@ -268,7 +268,7 @@ def test_a_keypoint_after_the_end_is_not_a_hit() -> None:
     kinds = torch.full((1, 2, 5), COORDINATE)
     kinds[0, 0, 2] = kinds[0, 1, 2] = END  # the first query ends too early
     guess = Guess(xy[0], xy, F.one_hot(kinds, 2).float())
-    hits, distances, ended = measured(guess, batch)
+    hits, distances, ended = score_guess(guess, batch)
     assert hits.sum(dim=-1).flatten().tolist() == [2, 2]
     assert ended.flatten().tolist() == [False, True]
     assert distances.sum() == 0
@@ -278,7 +278,7 @@ def test_pck_counts_what_is_within_a_fifth_of_the_longer_side() -> None:
     batch = make_batch((3,), queries=1, max_keypoints=3)
     batch["query_visible"] = torch.tensor([[[True, True, False]]])
     away = torch.tensor([0.099, 0.101, 0.0])  # the side is half of the picture
-    hits, distances = judged(batch["query_xy"] + torch.stack([away, torch.zeros(3)], dim=-1), batch)
+    hits, distances = score_keypoints(batch["query_xy"] + torch.stack([away, torch.zeros(3)], dim=-1), batch)
     assert hits.flatten().tolist() == [True, False, False]
     torch.testing.assert_close(distances.flatten(), torch.tensor([0.198, 0.202, 0.0]))
 
@@ -295,7 +295,7 @@ def test_types_end_after_the_last_keypoint_whatever_is_visible() -> None:
 
 def test_features_are_read_where_the_keypoint_is() -> None:
     shapes = ((4, 4), (2, 2))
-    places = centres(shapes, torch.device("cpu"))
+    places = cell_centers(shapes, torch.device("cpu"))
     maps = Maps(places[None].expand(3, -1, -1), shapes, places)  # each feature is its own place
     xy = torch.tensor([[[0.3, 0.6], [0.5, 0.25]]]).expand(3, -1, -1)
     torch.testing.assert_close(sample(maps.levels(), xy), xy)
@@ -316,7 +316,7 @@ def test_deformable_attention_reads_around_its_place() -> None:
     for weight in attention.offsets.parameters():
         nn.init.zeros_(weight)
     shapes = ((6, 6),)
-    maps = Maps(torch.randn(2, 36, 8), shapes, centres(shapes, torch.device("cpu")))
+    maps = Maps(torch.randn(2, 36, 8), shapes, cell_centers(shapes, torch.device("cpu")))
     at = maps.positions[[7, 20]].expand(2, -1, -1)
     expected = attention.output(attention.value(maps.tokens[:, [7, 20]]))
     # without offsets, and with weights that sum to one, that is the value of the cell itself
@@ -369,6 +369,6 @@ def test_it_overfits_one_episode(kind: str) -> None:
         optimizer.zero_grad()
         (loss / items).backward()
         optimizer.step()
-    hits, _, ended = measured(decode(model.eval(), batch), batch)
+    hits, _, ended = score_guess(decode(model.eval(), batch), batch)
     assert hits.sum() >= 7  # of eight; decoding goes from its own guesses
     assert ended.all()

@@ -11,7 +11,7 @@ import pytest
 import torch
 from runner.tasks.cape.data import Episodes
 from runner.tasks.cape.glyphs import letters_by_split, write_glyphs
-from runner.tasks.cape.metrics import copying
+from runner.tasks.cape.metrics import copy_baseline
 from runner.tasks.cape.pictures import category_table, coco_results
 from runner.tasks.cape.task import CategoryAgnosticPose, build
 
@@ -76,7 +76,7 @@ def test_baselines_are_of_the_episodes_that_are_evaluated(folder: Path) -> None:
                 hits, seen = hits + int(away <= 0.2), seen + 1
     assert task.baselines()["pck"] == pytest.approx(hits / seen)
     assert set(task.baselines()) == {"pck", "distance"}
-    assert copying(data) == task.baselines()
+    assert copy_baseline(data) == task.baselines()
 
 
 def test_splits_have_disjoint_categories(folder: Path) -> None:

@@ -21,8 +21,8 @@ from runner.tasks.dynamo.data import (
     Rounds,
     open_corpus,
     read_records,
-    source_of,
-    target_of,
+    source_text,
+    target_text,
     token_span,
 )
 from runner.tasks.dynamo.text import (
@@ -31,10 +31,10 @@ from runner.tasks.dynamo.text import (
     SPLITS,
     TASKS,
     WANTED,
+    extract_records,
     pairs_of,
     postfix,
-    records_of,
-    without_giveaways,
+    remove_giveaways,
 )
 from runner.tasks.dynamo.tokenizer import BEGIN, END, MASK, PAD, Tokenizer, learn_pieces
 
@@ -112,7 +112,7 @@ def test_evaluated_records_are_not_in_the_training_data(corpus: Corpus) -> None:
 
 def test_requests_of_validation_and_test_have_different_wording(corpus: Corpus) -> None:
     for task in set(TASKS) - {"qa"}:
-        used = {split: {source_of(r, task).split("\n")[0] for r in corpus.records(split, task)} for split in SPLITS}
+        used = {split: {source_text(r, task).split("\n")[0] for r in corpus.records(split, task)} for split in SPLITS}
         assert not used["train"] & (used["val"] | used["test"])
         assert not used["val"] & used["test"]
 
@@ -120,7 +120,7 @@ def test_requests_of_validation_and_test_have_different_wording(corpus: Corpus) 
 def test_a_request_identifies_its_task_only_by_its_content(corpus: Corpus) -> None:
     for split, task in itertools.product(SPLITS, set(TASKS) - {"qa"}):
         wordings = {f"{o}{wanted}{e}".lower() for o, e in pairs_of(split) for wanted in WANTED[task]}
-        assert {source_of(r, task).split("\n")[0].lower() for r in corpus.records(split, task)} <= wordings
+        assert {source_text(r, task).split("\n")[0].lower() for r in corpus.records(split, task)} <= wordings
     for split in SPLITS:
         openings, endings = zip(*pairs_of(split), strict=True)
         assert set(openings) == set(OPENINGS)
@@ -129,7 +129,7 @@ def test_a_request_identifies_its_task_only_by_its_content(corpus: Corpus) -> No
 
 def test_an_answer_is_the_default_of_the_requested_parameter() -> None:
     source = "class C:\n    def f(self, a, b=1, *,\n          c='x, y', d=None):\n        pass\n"
-    found = [record for task, record in records_of(source) if task == "qa"]
+    found = [record for task, record in extract_records(source) if task == "qa"]
     assert [(record["question"], record["answer"]) for record in found] == [("b", "1"), ("c", "'x, y'"), ("d", "None")]
     for record in found:
         assert record["context"][record["start"] :].startswith(record["answer"])
@@ -144,7 +144,7 @@ def test_answers_are_exactly_their_tokens(corpus: Corpus) -> None:
             if span[0] == IGNORED:
                 cut += 1
                 continue
-            words = source_of(record, "qa")
+            words = source_text(record, "qa")
             _, offsets = corpus.tokenizer.encode_with_offsets(words)
             assert words[offsets[span[0] - 1][0] : offsets[span[1] - 1][1]] == record["answer"]
         assert cut <= 0.05 * len(table.answer)
@@ -164,7 +164,7 @@ def test_classification_is_balanced_and_without_giveaways(corpus: Corpus) -> Non
         for record in records:
             words = set(re.findall("[a-z]+", record["text"].split("\n", 1)[1].lower()))
             assert not words & {"class", "function", "method", "instance", "object", "classes", "functions"}
-    text = without_giveaways("A Foo is a class, not Food.", "Foo")
+    text = remove_giveaways("A Foo is a class, not Food.", "Foo")
     assert text.split() == ["A", "it", "is", "a", "it,", "not", "Food."]
 
 
@@ -194,7 +194,7 @@ def test_postfix_refuses_tokens_that_are_not_names_numbers_or_operators(expressi
 def test_signature_and_summary_come_from_the_documented_function() -> None:
     summary = "Return the sum of all."
     source = f'def f(a: int, b=2, *c) -> int:\n    """{summary}\n\n    ' + "More words. " * 5 + '"""\n'
-    found = dict(records_of(source))
+    found = dict(extract_records(source))
     assert found["code"]["target"] == "def f(a, b=2, *c):"
     assert found["summary"]["target"] == summary
     assert "Return the sum" not in found["summary"]["source"]
@@ -207,7 +207,7 @@ def test_the_users_files_are_read(folder: Path, tmp_path: Path) -> None:
     corpus = open_corpus(folder, tmp_path / "cache", **LIMITS)
     assert corpus.labels == ["class", "function"]
     assert corpus.tables["train"]["classification"].answer.tolist() == [1, 0]
-    assert target_of(corpus.records("val", "qa")[0], "qa") == "12"
+    assert target_text(corpus.records("val", "qa")[0], "qa") == "12"
 
 
 def test_a_missing_file_is_named(folder: Path, tmp_path: Path) -> None:
@@ -305,10 +305,10 @@ def test_only_masked_tokens_differ_and_are_the_targets(corpus: Corpus) -> None:
 
 def _bare(record: dict[str, Any], task: str) -> str:
     """Return the text without its request."""
-    return record["context"] if task == "qa" else source_of(record, task).split("\n", 1)[1]
+    return record["context"] if task == "qa" else source_text(record, task).split("\n", 1)[1]
 
 
 def test_records_are_the_same_each_time() -> None:
-    first, second = (list(records_of(Path(text.__file__).read_text())) for _ in range(2))
+    first, second = (list(extract_records(Path(text.__file__).read_text())) for _ in range(2))
     assert first == second
     assert {task for task, _ in first} >= {"classification", "code"}

@@ -25,8 +25,8 @@ from runner.tasks.gpt.data import (
     open_corpus,
     prepared,
     read_tokens,
+    remove_known_blocks,
     standard_library,
-    without_blocks,
 )
 from runner.tasks.gpt.task import build
 
@@ -111,9 +111,9 @@ def test_the_leakage_of_a_text_is_the_share_of_its_blocks(folder: Path, tmp_path
 def test_a_deduplicated_text_has_no_known_block() -> None:
     """Also where lines meet that were apart before."""
     known = {block for text in ("a\nb\nc\nd\ne\n", "1\n2\n3\n4\n5\n") for _, block in blocks(text)}
-    assert without_blocks("x\n\n  a\nb\n\nc\nd\ne\ny\n", known) == "x\n\n\ny\n"
-    assert without_blocks("1\n2\na\nb\nc\nd\ne\n3\n4\n5\n6\n", known) == "6\n"
-    assert without_blocks("a\nb\nc\nd\n", known) == "a\nb\nc\nd\n"
+    assert remove_known_blocks("x\n\n  a\nb\n\nc\nd\ne\ny\n", known) == "x\n\n\ny\n"
+    assert remove_known_blocks("1\n2\na\nb\nc\nd\ne\n3\n4\n5\n6\n", known) == "6\n"
+    assert remove_known_blocks("a\nb\nc\nd\n", known) == "a\nb\nc\nd\n"
 
 
 def test_the_text_is_the_standard_library() -> None:

@@ -13,7 +13,7 @@ import pytest
 import torch
 from runner.tasks.gpt.data import Corpus
 from runner.tasks.gpt.model import Cache, Shape, Transformer
-from runner.tasks.gpt.sampling import continuations
+from runner.tasks.gpt.sampling import generate
 from runner.tasks.gpt.task import GPT, SHAPES, build
 from runner.tasks.gpt.tokenizer import Bytes
 from torch import Tensor, nn
@@ -253,7 +253,7 @@ def test_tokens_are_sampled_with_their_probability() -> None:
     draws = ((torch.arange(10_000) + 0.5) / 10_000)[:, None]
     options: dict[str, Any] = {"num_tokens": 200, "temperature": 0.01, "top_k": 7}
     with torch.no_grad():
-        chosen = continuations(task.model, SMALL, prompt, draws, **options)
+        chosen = generate(task.model, SMALL, prompt, draws, **options)
         logits = task.model(prompt[None])[0, -1, :200] / 0.01
     best = logits.topk(7)
     expected = torch.zeros(200).scatter(0, best.indices, best.values.softmax(0))
@@ -267,7 +267,7 @@ def test_sampling_continues_beyond_the_context_length(prompt_length: int) -> Non
     model = make_model()
     prompt = torch.randint(256, (prompt_length,), generator=torch.Generator().manual_seed(2))
     with torch.no_grad():
-        made = continuations(model, SMALL, prompt, torch.zeros(1, 30), num_tokens=256, temperature=0.0, top_k=None)
+        made = generate(model, SMALL, prompt, torch.zeros(1, 30), num_tokens=256, temperature=0.0, top_k=None)
         text, start = prompt.tolist(), 0
         for _ in range(30):
             if len(text) - start > SMALL.block_size:

@@ -53,7 +53,7 @@ def test_a_sample_is_the_same_each_time_alone_or_in_a_batch(kind: str, cache: Pa
 def test_a_mask_covers_its_targets_exactly(kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make(kind, cache)
     monkeypatch.setattr(scenes, "NOISE", 0.0)
-    monkeypatch.setattr(scenes, "decoy_lines", lambda rng: [(-9.0, 1.0), (-9.0, 1.0)])  # decoys absorb nothing
+    monkeypatch.setattr(scenes, "draw_decoy_lines", lambda rng: [(-9.0, 1.0), (-9.0, 1.0)])  # decoys absorb nothing
     data.num_cubes = 60  # enough for decoys that come after a target, at the same place
     whole = data.__getitems__(range(60))
     monkeypatch.setattr(scenes, "implant", lambda cube, mask, rng: None)
@@ -66,7 +66,7 @@ def test_a_mask_covers_its_targets_exactly(kind: str, cache: Path, monkeypatch: 
 def test_targets_always_absorb_at_the_same_wavelengths_and_decoys_elsewhere(cache: Path) -> None:
     rng = np.random.default_rng(0)
     for _ in range(100):
-        for at, _ in scenes.decoy_lines(rng):
+        for at, _ in scenes.draw_decoy_lines(rng):
             assert all(abs(at - line) > 2 * scenes.LINE_WIDTH for line, _ in scenes.LINES)
 
 

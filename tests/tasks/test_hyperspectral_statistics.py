@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 from runner.tasks.hyperspectral.model import DeepSVDD, TrainableRX, principal
-from runner.tasks.hyperspectral.statistics import CANDIDATES, NEVER, SAMPLE_SIZE, PixelStatistics, mixed
+from runner.tasks.hyperspectral.statistics import CANDIDATES, NEVER, SAMPLE_SIZE, PixelStatistics, hash_int64
 from torch import Tensor
 
 from runner.base.errors import DataError
@@ -134,11 +134,11 @@ def test_the_sample_is_pixels_of_the_data_spread_over_the_cubes() -> None:
 
 
 def test_the_hash_is_injective_and_uniform() -> None:
-    keys = mixed(torch.arange(100_000))
+    keys = hash_int64(torch.arange(100_000))
     assert len(keys.unique()) == 100_000
     assert (keys > 0).double().mean().item() == pytest.approx(0.5, abs=0.01)
     # splitmix64 of seed 0: published first value
-    assert mixed(torch.tensor([0])).item() == 0xE220A8397B1DCDAF - 2**64
+    assert hash_int64(torch.tensor([0])).item() == 0xE220A8397B1DCDAF - 2**64
 
 
 def fitted(model: Any, batch: dict[str, Tensor], dtype: torch.dtype = torch.float64) -> Any:

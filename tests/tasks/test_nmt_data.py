@@ -57,7 +57,7 @@ def texts(corpus: Corpus, split: str) -> list[tuple[str, str]]:
 
 # The vocabulary
 
-LEARNED = Pieces.learned(["get the name", "get_name(self, name, default=None)", "(self, the_name=3)"] * 2, 300)
+LEARNED = Pieces.learn(["get the name", "get_name(self, name, default=None)", "(self, the_name=3)"] * 2, 300)
 
 
 @given(st.text() | st.text("getnamself_(), =Xé3\n"))
@@ -84,10 +84,10 @@ def test_a_word_is_one_token_in_a_description_and_in_a_signature() -> None:
 def test_pieces_are_the_most_frequent_ones_without_duplicates() -> None:
     assert LEARNED.pieces[0] == "name"
     assert len(set(LEARNED.pieces)) == len(LEARNED.pieces)
-    assert Pieces.learned(["a b c a b a"] * 2, LEAST_SIZE + 2).pieces == ["a", "b"]
+    assert Pieces.learn(["a b c a b a"] * 2, LEAST_SIZE + 2).pieces == ["a", "b"]
 
 
-@pytest.mark.parametrize("make", [lambda: Pieces.learned(["a"], LEAST_SIZE), lambda: Numbers(3)])
+@pytest.mark.parametrize("make", [lambda: Pieces.learn(["a"], LEAST_SIZE), lambda: Numbers(3)])
 def test_a_too_small_vocabulary_is_refused(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"task\.vocab_size"):
         make()
@@ -113,7 +113,7 @@ def test_held_out_descriptions_are_not_in_the_training_data(library: Pairs) -> N
 
 
 def test_the_vocabulary_is_built_from_training_data_only(library: Pairs, corpus: Corpus) -> None:
-    alone = Pieces.learned((text for pair in library["train"] for text in pair), 2000)
+    alone = Pieces.learn((text for pair in library["train"] for text in pair), 2000)
     assert isinstance(corpus.vocabulary, Pieces)
     assert corpus.vocabulary.pieces == alone.pieces
     assert corpus.vocabulary.num_tokens == 2000
@@ -199,7 +199,7 @@ def test_columns_of_different_length_are_refused(tmp_path: Path) -> None:
     make_folder(tmp_path / "mine")
     (tmp_path / "mine" / "train.tsv").unlink()
     (tmp_path / "mine" / "train.src").write_text("a\nb\n")
-    with pytest.raises(InputMissing, match=r"train\.src is there, but .*train\.tgt is not"):
+    with pytest.raises(InputMissing, match=r"train\.src exists, but .*train\.tgt does not"):
         open_pairs(tmp_path / "mine", tmp_path, vocab_size=300)
     (tmp_path / "mine" / "train.tgt").write_text("a\n")
     with pytest.raises(DataError, match=r"train\.tgt: must have as many lines as train\.src, 2, but has 1"):

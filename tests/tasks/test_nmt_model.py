@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from runner.tasks.nmt.data import Batch, Corpus, PairData, Sequences, random_pairs
-from runner.tasks.nmt.decoding import translations
+from runner.tasks.nmt.decoding import translate
 from runner.tasks.nmt.model import Cache, Rows, Shape, Transformer
 from runner.tasks.nmt.task import SHAPES, Translation, build
 from runner.tasks.nmt.vocabulary import BEGIN, END, PAD
@@ -287,7 +287,7 @@ def test_greedy_decoding_does_not_depend_on_the_cache(task: Translation) -> None
     source = batch_of(task, 40, "val").source
     with torch.no_grad():
         task.model.embedding.weight[END] *= 3  # so that some end early
-        assert torch.equal(translations(task.model, SMALL, source), greedy_without_cache(task, source))
+        assert torch.equal(translate(task.model, SMALL, source), greedy_without_cache(task, source))
 
 
 def test_the_logits_of_cached_steps_are_those_of_one_pass(task: Translation) -> None:
@@ -322,7 +322,7 @@ def test_a_beam_as_wide_as_the_vocabulary_finds_the_best_of_two_tokens(task: Tra
         [[END, PAD]] + [[first, second] for first in ordinary if first != END for second in ordinary]
     )
     with torch.no_grad():
-        found = translations(task.model, shape, source, beam=SMALL.vocab_size)
+        found = translate(task.model, shape, source, beam=SMALL.vocab_size)
         for row in range(6):
             one = Rows(*(field[row : row + 1].expand(len(all_targets), -1) for field in source))
             best = score(task, one, all_targets).max()
@@ -333,10 +333,9 @@ def test_a_beam_as_wide_as_the_vocabulary_finds_the_best_of_two_tokens(task: Tra
 def test_a_beam_does_not_depend_on_other_sources(task: Translation) -> None:
     source = batch_of(task, 9, "val").source
     with torch.no_grad():
-        together = translations(task.model, SMALL, source, beam=3)
+        together = translate(task.model, SMALL, source, beam=3)
         alone = [
-            translations(task.model, SMALL, Rows(*(field[row : row + 1] for field in source)), beam=3)
-            for row in range(9)
+            translate(task.model, SMALL, Rows(*(field[row : row + 1] for field in source)), beam=3) for row in range(9)
         ]
     assert torch.equal(together, torch.cat(alone))
 

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from runner.tasks.tractodiff import data, sources
 from runner.tasks.tractodiff.data import SPLITS, Pieces, prepare
 from runner.tasks.tractodiff.fields import CONDITION_SIZE, NUM_CHANNELS, NUM_SH, Fields
-from runner.tasks.tractodiff.lines import directions_of, every, length, mdf, trk
+from runner.tasks.tractodiff.lines import length, mdf, resample_by_step, trk, unit_steps
 from torch import Tensor
 
 from runner.base.errors import DataError, InputMissing
@@ -106,7 +106,7 @@ def test_the_distance_of_a_shifted_line_is_the_shift() -> None:
 
 def test_points_come_at_equal_steps() -> None:
     line = np.array([[0.0, 0, 0], [1, 0, 0], [1, 3, 0], [1, 3, 0.5]])
-    points = every(line, 0.5)
+    points = resample_by_step(line, 0.5)
     assert len(points) == 10
     assert points[0].tolist() == [0, 0, 0]
     assert np.linalg.norm(np.diff(points, axis=0), axis=1) == pytest.approx(0.5)
@@ -115,7 +115,7 @@ def test_points_come_at_equal_steps() -> None:
 
 def test_a_repeated_point_has_no_direction() -> None:
     points = torch.tensor([[1.0, 2, 3], [1, 2, 3], [1, 2, 5]])
-    assert directions_of(points).tolist() == [[0, 0, 0], [0, 0, 1]]
+    assert unit_steps(points).tolist() == [[0, 0, 0], [0, 0, 1]]
 
 
 # The field
@@ -239,12 +239,12 @@ def test_a_piece_is_the_points_that_follow(volume: Path) -> None:
         piece = pieces[index]
         assert torch.equal(piece["start"], line[index + 1])
         torch.testing.assert_close(piece["start"] + piece["points"], line[index + 2 : index + 18])
-        known = directions_of(line[max(0, index - 7) : index + 2])
+        known = unit_steps(line[max(0, index - 7) : index + 2])
         torch.testing.assert_close(piece["condition"][322:].view(8, 3)[-len(known) :], known)
         assert not piece["condition"][322:].view(8, 3)[: -len(known)].any()
     back = pieces[count]  # and backwards, from the other end
     torch.testing.assert_close(back["start"] + back["points"], line.flip(0)[2:18])
-    torch.testing.assert_close(back["condition"][-3:], directions_of(line.flip(0)[:2])[0])
+    torch.testing.assert_close(back["condition"][-3:], unit_steps(line.flip(0)[:2])[0])
 
 
 def test_training_pieces_are_extrapolated_beyond_the_end(volume: Path) -> None:

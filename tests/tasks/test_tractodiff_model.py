@@ -15,7 +15,7 @@ from runner.tasks.tractodiff import task as module
 from runner.tasks.tractodiff.diffusion import Schedule
 from runner.tasks.tractodiff.fields import CONDITION_SIZE
 from runner.tasks.tractodiff.growing import grow
-from runner.tasks.tractodiff.lines import directions_of, mdf, trk
+from runner.tasks.tractodiff.lines import mdf, trk, unit_steps
 from runner.tasks.tractodiff.model import Shape, StreamlineDiffusion
 from runner.tasks.tractodiff.task import SHAPES, TractoDiff, build
 from runner.tasks.tractodiff.tracking import Seeds, Tracking
@@ -77,7 +77,7 @@ def test_noised_points_keep_their_variance() -> None:
     schedule, generator = Schedule(50), torch.Generator().manual_seed(0)
     x0, noise = torch.randn(2, 4000, 16, 3, generator=generator)
     for step in (0, 10, 25, 49):
-        assert schedule.noised(x0, torch.full((4000,), step), noise).var() == pytest.approx(1, abs=0.02)
+        assert schedule.add_noise(x0, torch.full((4000,), step), noise).var() == pytest.approx(1, abs=0.02)
 
 
 def test_a_step_back_has_the_moments_of_the_step_before() -> None:
@@ -125,10 +125,10 @@ def test_a_step_of_ddim_keeps_the_noise() -> None:
     """With the true x0, x at each step is that of the same noise with the step's shares."""
     schedule, generator = Schedule(50), torch.Generator().manual_seed(0)
     x0, noise = torch.randn(2, 5, 16, 3, generator=generator)
-    start = schedule.noised(x0, torch.full((5,), 49), noise)
+    start = schedule.add_noise(x0, torch.full((5,), 49), noise)
 
     def predict(noisy: Tensor, step: Tensor) -> Tensor:
-        torch.testing.assert_close(noisy, schedule.noised(x0, step, noise), atol=1e-3, rtol=0)
+        torch.testing.assert_close(noisy, schedule.add_noise(x0, step, noise), atol=1e-3, rtol=0)
         return x0
 
     schedule.sample(predict, lambda: start, 10)
@@ -354,8 +354,8 @@ def test_streamlines_grow_in_both_directions_until_they_leave_the_mask() -> None
 
     def draw(tails: Tensor) -> Tensor:
         assert tails.shape[1:] == (9, 3)
-        direction = directions_of(tails)[:, -1]
-        histories.append((directions_of(tails).norm(dim=2) > 0).sum(dim=1).tolist())
+        direction = unit_steps(tails)[:, -1]
+        histories.append((unit_steps(tails).norm(dim=2) > 0).sum(dim=1).tolist())
         direction = torch.where(direction.norm(dim=1, keepdim=True) > 0, direction, torch.tensor([1.0, 0, 0]))
         return tails[:, -1:] + direction[:, None] * torch.arange(1, 17)[:, None]
 

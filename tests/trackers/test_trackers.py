@@ -25,7 +25,7 @@ import yaml
 from runner.base.errors import MissingPackage
 from runner.config.schema import read_functions
 from runner.trackers import tracker as trackers
-from runner.trackers.tracker import FAREWELL_S, TRACKERS, Row, Tracker, TrackerProcess
+from runner.trackers.tracker import KILL_S, TRACKERS, Row, Tracker, TrackerProcess
 from tests.waiting import wait_until
 from tests.wandb_server import KEY, MARK, Server, log_all, marked, offline_rows, rows
 
@@ -467,13 +467,13 @@ def test_a_detached_process_keeps_every_row_and_ends(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, does: str
 ) -> None:
     """Rows that are not stored when the run ends are stored afterwards."""
-    monkeypatch.setattr(trackers, "HANDING_S", LIMIT_S)
+    monkeypatch.setattr(trackers, "HAND_OVER_EXTRA_S", LIMIT_S)
     monkeypatch.setattr(trackers, "LOCAL_LINGER_S", 10 * LIMIT_S)
     fake(offline=does)
     tracker = make(tmp_path, mode="offline")
     tracker.start()
     log_all(tracker, rows(0, 100))
-    tracker.finish(FAREWELL_S, leaves=True)
+    tracker.finish(KILL_S, hand_over=True)
     until_all_ended()
     assert fake_rows(tmp_path, "offline") == list(range(100))
     assert tracker.num_dropped == 0
@@ -482,25 +482,25 @@ def test_a_detached_process_keeps_every_row_and_ends(
 
 def test_a_thread_that_hands_over_late_loses_no_row(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a busy machine, where `finish` and the thread both wake up at the limit, in any order."""
-    killed, leave, kill = threading.Event(), TrackerProcess.leave, TrackerProcess.kill
+    killed, detach, kill = threading.Event(), TrackerProcess.detach, TrackerProcess.kill
 
-    def leave_late(process: TrackerProcess, orders: Sequence[Row]) -> None:
-        killed.wait(2 * FAREWELL_S)
-        leave(process, orders)
+    def detach_late(process: TrackerProcess, orders: Sequence[Row]) -> None:
+        killed.wait(2 * KILL_S)
+        detach(process, orders)
 
     def note_and_kill(process: TrackerProcess) -> None:
         kill(process)
         killed.set()
 
-    monkeypatch.setattr(trackers, "HANDING_S", LIMIT_S)
-    monkeypatch.setattr(TrackerProcess, "leave", leave_late)
+    monkeypatch.setattr(trackers, "HAND_OVER_EXTRA_S", LIMIT_S)
+    monkeypatch.setattr(TrackerProcess, "detach", detach_late)
     monkeypatch.setattr(TrackerProcess, "kill", note_and_kill)
     fake(offline="waits in init")
     tracker = make(tmp_path, mode="offline")
     tracker.start()
     log_all(tracker, rows(0, 100))
     wait_until(lambda: marked(os.environ[MARK]), "its process is there")
-    tracker.finish(1.0, leaves=True)
+    tracker.finish(1.0, hand_over=True)
     (tmp_path / "go").touch()
     until_all_ended()
     assert fake_rows(tmp_path, "offline") == list(range(100))
@@ -545,7 +545,7 @@ def test_a_detached_process_that_hangs_ends(
     tracker.start()
     log_all(tracker, rows(0, 100))
     wait_until(lambda: marked(os.environ[MARK]), "its process is there")
-    tracker.finish(1.0, leaves=True)
+    tracker.finish(1.0, hand_over=True)
     assert "wandb sync" in tracker.note or tracker.num_dropped == 100
     until_all_ended()
 

@@ -26,7 +26,7 @@ class ShowProgress(Hook):
         if observers.screen.is_due(step.update):
             with self.phase.watch.during("drawing"):
                 observers.screen.draw(step.update, self._displayed_values(step), observers.monitor.line())
-        observers.screen.show_alerts(observers.monitor.news())
+        observers.screen.show_alerts(observers.monitor.new_alerts())
 
     def close(self, error: BaseException | None) -> None:
         if error is None:

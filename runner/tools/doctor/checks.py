@@ -1,4 +1,4 @@
-"""The table of checks, in the order in which they run. Their docstrings say what they check."""
+"""The table of checks, in the order in which they run. The docstring of a check is its summary."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Run the requested checks one after the other, and clean up whatever happens."""
+"""Run the requested checks one after the other, and clean up at the end and on signals."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from runner.host.scratch import private_folder
 from runner.plan.inventory import Inventory, read_cpu
 from runner.tools.doctor.checks import CHECKS
 from runner.tools.doctor.findings import CheckContext, CheckResult, DoctorCheck, skip
-from runner.tools.doctor.isolated_check import end_all, run_check
-from runner.tools.doctor.storage import remove_trials
+from runner.tools.doctor.isolated_check import kill_all_checks, run_check
+from runner.tools.doctor.storage import remove_temporary_folders
 
 Watch = Callable[[str, str, float], None]  # (check, subject, seconds so far)
 
 
 class Examination:
-    """The checks of these names and those they need; `inventory` is set by the check of GPUs.
+    """The requested checks and their dependencies.
 
     device, clock  as in CheckContext
     root           folder of the runs
+    inventory      set by the check of GPUs
     """
 
     def __init__(
@@ -41,13 +42,13 @@ class Examination:
         checks: Mapping[str, DoctorCheck] = CHECKS,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        self.names = _with_needed(set(names), checks)
+        self.names = _add_dependencies(set(names), checks)
         self.inventory: Inventory | None = None
         self._checks, self._device, self._root, self._clock = checks, device, root, clock
-        self._answers: dict[str, str] = {}
+        self._shared_results: dict[str, str] = {}
 
     def findings(self, watch: Watch) -> Iterator[CheckResult]:
-        """Yield the findings as they arrive. Raises CannotCreate if there is no temporary folder.
+        """Yield the findings as they arrive. Raises CannotCreate if no temporary folder can be created.
 
         A signal that ends this process also ends the checks and removes their files.
         """
@@ -58,23 +59,25 @@ class Examination:
     def _run(self, name: str, context: CheckContext, watch: Watch) -> Iterator[CheckResult]:
         check = self._checks[name]
         if check.needs:
-            if "torch" not in self._answers:
+            if "torch" not in self._shared_results:
                 yield replace(skip("", "torch cannot be imported, see above"), check=name, why=check.why)
                 return
             import torch  # noqa: F401 - forked checks inherit it
         if check.needs == "gpus":
             self.inventory = self.inventory or self._inventory()
             context = replace(context, inventory=self.inventory)
-        yield from run_check(name, check, context, lambda subject, took_s: watch(name, subject, took_s), self._answers)
+        yield from run_check(
+            name, check, context, lambda subject, took_s: watch(name, subject, took_s), self._shared_results
+        )
 
     def _inventory(self) -> Inventory:
-        """Return the inventory of the check of GPUs, or one without GPUs if it failed."""
-        found = self._answers.get("gpus")
-        return Inventory.from_json(found) if found else Inventory((), read_cpu()[0])
+        """Return the inventory from the check of GPUs, or one without GPUs if the check failed."""
+        shared = self._shared_results.get("gpus")
+        return Inventory.from_json(shared) if shared else Inventory((), read_cpu()[0])
 
 
-def _with_needed(names: set[str], checks: Mapping[str, DoctorCheck]) -> list[str]:
-    """Return the names with those they need, in the order of the table."""
+def _add_dependencies(names: set[str], checks: Mapping[str, DoctorCheck]) -> list[str]:
+    """Return the names with their dependencies, in the order of the table."""
     while missing := {checks[name].needs for name in names if checks[name].needs} - names:
         names = names | missing
     return [name for name in checks if name in names]
@@ -82,22 +85,22 @@ def _with_needed(names: set[str], checks: Mapping[str, DoctorCheck]) -> list[str
 
 @contextmanager
 def _cleanup(scratch: Path, root: Path) -> Iterator[None]:
-    """Remove files and processes of the checks at the end, and at a signal that ends this process.
+    """Remove files and processes of the checks at the end, and on a signal that ends this process.
 
-    The handler exits instead of raising: during the import of torch an exception may be lost or printed.
+    The handler exits instead of raising, because an exception during the import of torch may be swallowed or printed.
     """
     pid = os.getpid()
 
     def clear() -> None:
-        end_all()
+        kill_all_checks()
         with suppress(OSError, AccelRunError):
-            remove_trials(root, pid)
+            remove_temporary_folders(root, pid)
 
     def leave(number: int, _: FrameType | None) -> None:
         if os.getpid() != pid:  # a child that has not reset its handlers yet
             os._exit(128 + number)
-        for each in previous:
-            signal.signal(each, signal.SIG_IGN)
+        for handled in previous:
+            signal.signal(handled, signal.SIG_IGN)
         clear()
         shutil.rmtree(scratch, ignore_errors=True)
         with suppress(Exception):

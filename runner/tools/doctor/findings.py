@@ -1,4 +1,4 @@
-"""The result of a check, and its context."""
+"""Results of checks, their context, and the declaration of a check."""
 
 from __future__ import annotations
 
@@ -18,15 +18,16 @@ _NONE: Mapping[str, float] = {}
 
 @dataclass(frozen=True)
 class CheckResult:
-    """One thing that was checked.
+    """The result of a check for one subject.
 
-    state    ok; warn: it works, but slowly or unreliably; FAIL: it does not work; skip: it was not checked
-    subject  which one, if a check has several: "cuda:0 bf16"
-    seen     the result; of a skip, the reason
-    fix      a command to paste, or what to do; may be empty
+    state    ok; warn: works, but slowly or unreliably; FAIL: does not work; skip: not checked
+    subject  name of the subject if the check has several, such as "cuda:0 bf16"
+    seen     the result; for skip, the reason
+    fix      command to paste, or instruction; may be empty
     why      why it matters; empty: `why` of the check in CHECKS
-    figures  measured value by name, which includes the unit
-    check    name in CHECKS; like took_s, in seconds, set by the caller of the check
+    figures  measured values by name, which includes the unit
+    check    name in CHECKS; set by the caller of the check
+    took_s   duration in seconds; set by the caller of the check
     """
 
     state: State
@@ -39,37 +40,37 @@ class CheckResult:
     took_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return it for JSON."""
+        """Return the result as JSON-serializable data."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> CheckResult:
-        """Return the result that `to_json` returned."""
+        """Return the result from the output of `to_json`."""
         return CheckResult(**values)
 
 
 def ok(subject: str, seen: str, **figures: float) -> CheckResult:
-    """Return that it works."""
+    """Return the result for a subject that works."""
     return CheckResult("ok", subject, seen, figures=figures)
 
 
 def warn(subject: str, seen: str, fix: str, why: str = "", figures: Mapping[str, float] = _NONE) -> CheckResult:
-    """Return that it works, but slowly or unreliably."""
+    """Return the result for a subject that works, but slowly or unreliably."""
     return CheckResult("warn", subject, seen, fix, why, figures)
 
 
 def failed(subject: str, seen: str, fix: str, why: str = "", figures: Mapping[str, float] = _NONE) -> CheckResult:
-    """Return that it does not work."""
+    """Return the result for a subject that does not work."""
     return CheckResult("FAIL", subject, seen, fix, why, figures)
 
 
 def skip(subject: str, seen: str, fix: str = "") -> CheckResult:
-    """Return why it was not checked."""
+    """Return the result for a subject that was not checked, with the reason."""
     return CheckResult("skip", subject, seen, fix)
 
 
-class Answer(str):
-    """A result for later checks, yielded among the findings."""
+class SharedResult(str):
+    """A value for later checks, yielded among the findings."""
 
     __slots__ = ()
 
@@ -78,14 +79,14 @@ class Answer(str):
 class CheckContext:
     """The context of a check.
 
-    device     auto: all devices; otherwise only these: cpu, cuda, cuda:1, mps
-    root       folder of the runs; may not exist yet
-    scratch    private temporary folder
-    inventory  the devices of torch and NVML; None for checks that do not need torch
-    begin      call it with each subject before checking it, so that a crash is attributed to it
-    begun      subjects that an earlier process of this check has begun: skip them
-    found      findings of that process
-    clock      monotonic seconds, for the limits and durations of checks
+    device           auto: all devices; otherwise only these: cpu, cuda, cuda:1, mps
+    root             folder of the runs; may not exist yet
+    scratch          private temporary folder
+    inventory        devices of torch and NVML; None for checks that do not need torch
+    begin            call it with each subject before checking it, so that a crash is attributed to the subject
+    started          subjects that an earlier process of this check has started: skip them
+    earlier_results  findings of that process
+    clock            monotonic seconds, for the limits and durations of checks
     """
 
     root: Path
@@ -93,34 +94,34 @@ class CheckContext:
     device: str = "auto"
     inventory: Inventory | None = None
     begin: Callable[[str], None] = lambda subject: None
-    begun: frozenset[str] = frozenset()
-    found: tuple[CheckResult, ...] = ()
+    started: frozenset[str] = frozenset()
+    earlier_results: tuple[CheckResult, ...] = ()
     clock: Callable[[], float] = time.monotonic
 
     @property
-    def here(self) -> Inventory:
+    def required_inventory(self) -> Inventory:
         """The devices of torch and NVML; only for checks that need torch."""
-        assert self.inventory is not None, "the check must say in CHECKS that it needs torch"
+        assert self.inventory is not None, "the check must have needs='gpus' in CHECKS"
         return self.inventory
 
     @property
     def gpus(self) -> tuple[Device, ...]:
         """The usable GPUs that device= selects."""
-        return tuple(device for device in self.here.usable if self._wants(device))
+        return tuple(device for device in self.required_inventory.usable if self._wants(device))
 
     @property
     def devices(self) -> tuple[Device, ...]:
-        """The GPUs to check, and then the CPU."""
-        return (*self.gpus, *((self.here.cpu.device,) if self.device in ("auto", "cpu") else ()))
+        """The devices to check, the CPU last."""
+        return (*self.gpus, *((self.required_inventory.cpu.device,) if self.device in ("auto", "cpu") else ()))
 
-    def each(self, items: Iterable[Item], name: Callable[[Item], str]) -> Iterator[Item]:
-        """Yield the items that no earlier process has begun, and report each as begun.
+    def pending(self, items: Iterable[Item], name: Callable[[Item], str]) -> Iterator[Item]:
+        """Yield the items that no earlier process has started, and report each as started.
 
-        An item that raises or crashes ends the process; a new process continues after it.
+        An item that raises or crashes ends the process; a new process continues with the next item.
         """
         for item in items:
             subject = name(item)
-            if subject not in self.begun:
+            if subject not in self.started:
                 self.begin(subject)
                 yield item
 
@@ -132,18 +133,18 @@ class CheckContext:
 class DoctorCheck:
     """A row of CHECKS.
 
-    function  yields the findings; the first line of its docstring says what it checks
-    why       why it matters
+    function  yields the findings; the first line of its docstring is the summary
+    why       why the check matters
     limit_s   seconds after which its process is killed
-    needs     another check whose answer this one requires
+    needs     check whose shared result is required
     """
 
-    function: Callable[[CheckContext], Iterable[CheckResult | Answer]]
+    function: Callable[[CheckContext], Iterable[CheckResult | SharedResult]]
     why: str
     limit_s: float = 10.0
     needs: Literal["", "torch", "gpus"] = ""
 
     @property
-    def tries(self) -> str:
-        """What is checked."""
+    def summary(self) -> str:
+        """Summary of what is checked."""
         return (self.function.__doc__ or "").partition("\n")[0].removesuffix(".")

@@ -1,4 +1,4 @@
-"""The GPUs as NVML and torch see them: driver, versions, numbers, and who else computes on them."""
+"""Check the GPUs in NVML and torch: driver, versions, indices, other processes."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from contextlib import suppress
 
 from runner.base.accelerator import nccl_version
 from runner.base.secret import sanitize
-from runner.monitor.alerts import SLOWED_ADVICE
+from runner.monitor.alerts import THROTTLE_ADVICE
 from runner.monitor.gpu_driver import open_driver
 from runner.monitor.machine_sample import pids_are_of_host
-from runner.monitor.nvml import Gpu, GpuProcess, Nvml, everything, slowed_by, visible
+from runner.monitor.nvml import Gpu, GpuProcess, Nvml, decode_throttle_reasons, iter_instances, visible
 from runner.plan.inventory import GIB, Device, Inventory, take_inventory
-from runner.tools.doctor.findings import Answer, CheckContext, CheckResult, failed, ok, skip, warn
+from runner.tools.doctor.findings import CheckContext, CheckResult, SharedResult, failed, ok, skip, warn
 
 
 def driver(context: CheckContext) -> Iterator[CheckResult]:
     """NVML: driver, state of each GPU."""
     with open_driver() as nvml:
         if not nvml.gpus and not nvml.notes:
-            yield _no_gpu(nvml.why_not)
+            yield _judge_missing_gpu(nvml.why_not)
             return
         serves = f", serves CUDA up to {nvml.cuda_version}" if nvml.cuda_version else ""
         seen = f"{nvml.driver_version}{serves}, {len(nvml.gpus)} GPU(s)"
@@ -28,7 +28,7 @@ def driver(context: CheckContext) -> Iterator[CheckResult]:
         for note in nvml.notes:
             yield failed("", note, nvml.tool.lost, _WHY_LOST)
         for gpu in nvml.gpus:
-            yield _state(gpu, nvml)
+            yield _judge_state(gpu, nvml)
 
 
 def processes(context: CheckContext) -> Iterator[CheckResult]:
@@ -36,21 +36,21 @@ def processes(context: CheckContext) -> Iterator[CheckResult]:
     with open_driver() as nvml:
         if not nvml.gpus:
             yield skip("", "no GPU answers")
-        for gpu in everything(nvml.gpus):
+        for gpu in iter_instances(nvml.gpus):
             found = nvml.processes(gpu)
             name = f"GPU {gpu.index}" if gpu in nvml.gpus else gpu.uuid
             if found is None:
                 yield skip(name, "the driver does not report its processes")
             elif not found:
-                yield _unlisted(name, gpu, nvml)
+                yield _judge_unlisted_processes(name, gpu, nvml)
             else:
-                yield _listed(name, found)
+                yield _judge_processes(name, found)
 
 
-def gpus(context: CheckContext) -> Iterator[CheckResult | Answer]:
+def gpus(context: CheckContext) -> Iterator[CheckResult | SharedResult]:
     """GPUs that torch can use, and reasons for the others."""
     inventory = take_inventory()
-    yield Answer(inventory.to_json())
+    yield SharedResult(inventory.to_json())
     wanted = context.device if context.device not in ("auto", "cpu") else ""
     chosen = [device for device in inventory.usable if wanted in ("", device.kind, device.torch_name)]
     if wanted and not chosen:
@@ -62,21 +62,21 @@ def gpus(context: CheckContext) -> Iterator[CheckResult | Answer]:
     if not inventory.devices:
         yield skip("", "no GPU; training runs on the CPU")
     for device in inventory.devices:
-        yield _usable(device, inventory)
+        yield _judge_device(device, inventory)
 
 
 def versions(context: CheckContext) -> Iterator[CheckResult]:
     """CUDA version of the build and of the driver, cuDNN, NCCL."""
-    here = context.here
+    here = context.required_inventory
     if here.cuda_version is None:
         yield skip("CUDA", f"torch {here.torch_version} was built without it")
         return
     with open_driver() as nvml:
-        yield _against(here.cuda_version, nvml)
+        yield _compare_with_driver(here.cuda_version, nvml)
     if here.cudnn_version is None:
         yield failed("cuDNN", "torch cannot load it", f'pip install --force-reinstall "torch=={here.torch_version}"')
     else:
-        yield _at_least("cuDNN", _cudnn(here.cudnn_version), here)
+        yield _check_minimum("cuDNN", _parse_cudnn_version(here.cudnn_version), here)
     if here.usable:
         yield ok("NCCL", ".".join(map(str, nccl_version())))
 
@@ -87,17 +87,17 @@ def numbering(context: CheckContext) -> Iterator[CheckResult]:
         if not nvml.gpus:
             yield skip("", "no GPU answers")
             return
-        seen = [device for device in context.here.devices if device.kind == "cuda" and device.usable]
+        seen = [device for device in context.required_inventory.devices if device.kind == "cuda" and device.usable]
         pairs = [(device, nvml.find(device.uuid)) for device in seen if device.uuid]
         differing = [(device, gpu) for device, gpu in pairs if gpu is not None and gpu.index != device.index]
         for device, gpu in differing:
             numbers = f"{device.torch_name} ({device.name}) is GPU {gpu.index} of {nvml.tool.name}: {gpu.uuid}"
-            yield warn(device.torch_name, numbers, _fix_of_order(), _WHY_ORDER)
+            yield warn(device.torch_name, numbers, _suggest_order_fix(), _WHY_ORDER)
         if pairs and not differing:
             yield ok("", f"{len(pairs)} GPU(s) have the number that {nvml.tool.name} shows")
         note = visible(nvml.gpus, os.environ).note
         if note and (not pairs or "CUDA_VISIBLE_DEVICES" in note):
-            yield warn("CUDA_VISIBLE_DEVICES" if "VISIBLE" in note else "", note, _fix_of_order(), _WHY_ORDER)
+            yield warn("CUDA_VISIBLE_DEVICES" if "VISIBLE" in note else "", note, _suggest_order_fix(), _WHY_ORDER)
         elif not pairs:
             yield ok("", "; ".join(f"GPU {gpu.index} is {gpu.uuid}" for gpu in nvml.gpus))
 
@@ -105,9 +105,9 @@ def numbering(context: CheckContext) -> Iterator[CheckResult]:
 # ---------------------------------------------------------------- one GPU
 
 
-def _no_gpu(why_not: str) -> CheckResult:
-    """Judge a machine without a GPU: fine where there is none, and not where there is one that does not answer."""
-    if any(words in why_not for words in ("not loaded", "no permission", "different versions")):
+def _judge_missing_gpu(why_not: str) -> CheckResult:
+    """Return skip for a machine without a GPU, FAIL for a GPU that does not respond."""
+    if any(phrase in why_not for phrase in ("not loaded", "no permission", "different versions")):
         return failed(
             "", why_not, "nvidia-smi; sudo modprobe nvidia; restart the machine after an update of the driver"
         )
@@ -116,80 +116,82 @@ def _no_gpu(why_not: str) -> CheckResult:
     return skip("", why_not)
 
 
-def _state(gpu: Gpu, nvml: Nvml) -> CheckResult:
-    """Judge what a GPU says of itself; what it does not tell is left out."""
+def _judge_state(gpu: Gpu, nvml: Nvml) -> CheckResult:
+    """Judge the state of a GPU; readings that it does not report are omitted."""
     now, name = nvml.read(gpu), f"GPU {gpu.index}"
-    told = [gpu.name]
-    for reading, words in (
+    parts = [gpu.name]
+    for reading, template in (
         ("temperature_c", "{:.0f} degC"),
         ("power_w", "{:.0f} W"),
         ("util_percent", "{:.0f} % busy"),
     ):
         value = now.get(reading)
-        told += [words.format(value)] if value is not None else []
-    free, whole = now.get("memory_free_bytes"), now.get("memory_total_bytes")
-    if free is not None and whole:
-        told.append(f"{free / GIB:.1f} of {whole / GIB:.1f} GiB free")
+        parts += [template.format(value)] if value is not None else []
+    free, total = now.get("memory_free_bytes"), now.get("memory_total_bytes")
+    if free is not None and total:
+        parts.append(f"{free / GIB:.1f} of {total / GIB:.1f} GiB free")
     if now.get("pcie_generation") and now.get("pcie_width"):
-        told.append(f"PCIe {now['pcie_generation']:.0f} x{now['pcie_width']:.0f}")
+        parts.append(f"PCIe {now['pcie_generation']:.0f} x{now['pcie_width']:.0f}")
     if gpu in nvml.lost:
         return failed(name, f"{gpu.name} is lost: {nvml.lost[gpu]}", nvml.tool.lost, _WHY_LOST)
     if gpu in nvml.denied:
-        told.append(f"no permission to read {', '.join(sorted(nvml.denied[gpu]))}")
-    broken = now.get("ecc_uncorrected")
-    if broken:
-        seen = f"{', '.join(told)}; {broken:.0f} errors of its memory could not be corrected"
+        parts.append(f"no permission to read {', '.join(sorted(nvml.denied[gpu]))}")
+    errors = now.get("ecc_uncorrected")
+    if errors:
+        seen = f"{', '.join(parts)}; {errors:.0f} errors in its memory that ECC could not correct"
         return failed(name, seen, nvml.tool.memory_errors, _WHY_ECC)
-    slowed = slowed_by(now.get("throttle_reasons"))
-    seen = ", ".join(told) + (f"; clocks are throttled by {', '.join(slowed)}" if slowed else "")
-    advice = [SLOWED_ADVICE[reason] for reason in slowed if reason in SLOWED_ADVICE]  # a busy GPU is at its power limit
+    slowed = decode_throttle_reasons(now.get("throttle_reasons"))
+    seen = ", ".join(parts) + (f"; clocks are throttled by {', '.join(slowed)}" if slowed else "")
+    advice = [
+        THROTTLE_ADVICE[reason] for reason in slowed if reason in THROTTLE_ADVICE
+    ]  # a busy GPU is at its power limit
     if advice:
         fix = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER; {'; '.join(advice)}"
         return warn(name, seen, fix, "computation is slower, and the GPU or its cooling may have a problem")
     return ok(name, seen)
 
 
-def _usable(device: Device, inventory: Inventory) -> CheckResult:
+def _judge_device(device: Device, inventory: Inventory) -> CheckResult:
     name = device.torch_name if device.usable else f"GPU {device.index}"
     size = f"{device.memory_bytes / GIB:.1f} GiB" if device.memory_bytes else "memory unknown"
     if device.usable:
-        known = f", {device.generation}" if device.capability or device.architecture else ""
-        return ok(name, f"{device.name}, {size}{known}{f', {device.uuid}' if device.uuid else ''}")
+        generation = f", {device.generation}" if device.capability or device.architecture else ""
+        return ok(name, f"{device.name}, {size}{generation}{f', {device.uuid}' if device.uuid else ''}")
     seen = f"{device.name}, {size}: {device.why_not}"
     if device.why_not.startswith(("hidden by", "cut into MIG")) and (inventory.usable or "hidden" in device.why_not):
         return skip(name, seen)
-    fix = next((fix for words, fix in _WAYS_OUT.items() if words in device.why_not), "nvidia-smi; restart the machine")
+    fix = next((fix for phrase, fix in _FIXES.items() if phrase in device.why_not), "nvidia-smi; restart the machine")
     return (warn if inventory.usable else failed)(name, seen, fix)
 
 
-def _listed(name: str, found: Sequence[GpuProcess]) -> CheckResult:
-    """Name who computes on a GPU, the largest first."""
-    each = sorted(found, key=lambda process: -(process.used_bytes or 0))
+def _judge_processes(name: str, found: Sequence[GpuProcess]) -> CheckResult:
+    """Report the processes on a GPU, the largest first."""
+    ordered = sorted(found, key=lambda process: -(process.used_bytes or 0))
     is_host = pids_are_of_host()
-    shown = "; ".join(_told(process, is_host) for process in each[:_SHOWN])
-    more = f"; and {len(each) - _SHOWN} more" if len(each) > _SHOWN else ""
+    shown = "; ".join(_format_process(process, is_host) for process in ordered[:_MAX_PROCESSES])
+    more = f"; and {len(ordered) - _MAX_PROCESSES} more" if len(ordered) > _MAX_PROCESSES else ""
     fix = "wait for them, end those that are yours, or export CUDA_VISIBLE_DEVICES=UUID of another GPU"
     return warn(name, f"{shown}{more}", fix, figures={"processes": len(found)})
 
 
-def _unlisted(name: str, gpu: Gpu, nvml: Nvml) -> CheckResult:
-    """Judge a GPU without listed processes: memory in use then belongs to processes that the driver does not show."""
+def _judge_unlisted_processes(name: str, gpu: Gpu, nvml: Nvml) -> CheckResult:
+    """Judge a GPU without listed processes: memory in use belongs to processes that the driver does not show."""
     now = nvml.read(gpu, ("memory_used_bytes", "util_percent"))
     used, busy = now["memory_used_bytes"], now["util_percent"]
     if used is None and busy is None:
         return skip(name, "the driver lists no processes, and reports neither memory use nor utilization")
-    told = [f"{used / GIB:.1f} GiB are in use"] if used is not None else []
-    told += [f"it is {busy:.0f} % busy"] if busy is not None else []
+    parts = [f"{used / GIB:.1f} GiB are in use"] if used is not None else []
+    parts += [f"it is {busy:.0f} % busy"] if busy is not None else []
     is_idle = (used or 0) <= _IDLE_BYTES and (busy or 0) <= _IDLE_PERCENT
-    if is_idle or gpu.instances:  # whose memory and load are those of its instances
-        return ok(name, f"no other processes; {' and '.join(told)}")
-    seen = f"{' and '.join(told)}, by processes that the driver does not show here (in a container?)"
+    if is_idle or gpu.instances:  # memory and load of a MIG GPU are those of its instances
+        return ok(name, f"no other processes; {' and '.join(parts)}")
+    seen = f"{' and '.join(parts)}, by processes that the driver does not show here (in a container?)"
     fix = f"{nvml.tool.name} on the host lists them; or export CUDA_VISIBLE_DEVICES=UUID of another GPU"
     return warn(name, seen, fix)
 
 
-def _told(process: GpuProcess, is_host: bool) -> str:
-    """Return a process in words: its number, its name where the number is known to be its own, its memory if told."""
+def _format_process(process: GpuProcess, is_host: bool) -> str:
+    """Format a process: PID, name if the PIDs are those of the host, and memory."""
     import psutil  # type: ignore[import-untyped]
 
     name = ""
@@ -202,49 +204,53 @@ def _told(process: GpuProcess, is_host: bool) -> str:
 # ---------------------------------------------------------------- versions
 
 
-def _against(built_for: str, nvml: Nvml) -> CheckResult:
-    """Judge the driver: an older major does not work, an older minor does, but not all of it."""
+def _compare_with_driver(built_for: str, nvml: Nvml) -> CheckResult:
+    """Compare torch's CUDA version with the driver's: an older major version fails, an older minor one is a warning."""
     if nvml.cuda_version is None:
         return skip(
             "CUDA", f"torch is for CUDA {built_for}; {nvml.why_not or 'the driver does not report its CUDA version'}"
         )
-    built, served = _numbers(built_for), _numbers(nvml.cuda_version)
+    built, supported = _parse_version(built_for), _parse_version(nvml.cuda_version)
     seen = f"torch is for CUDA {built_for}, driver {nvml.driver_version} supports up to {nvml.cuda_version}"
     fix = f"update the driver to one that supports CUDA {built_for}, or install a torch for at most {nvml.cuda_version}"
-    if served[0] < built[0]:
+    if supported[0] < built[0]:
         return failed("CUDA", seen, fix)
-    if served < built:
+    if supported < built:
         why = "an older minor version works, except for just-in-time compiled code (PTX)"
         return warn("CUDA", seen, fix, why)
     if built < MINIMA["CUDA"]:
-        return warn("CUDA", f"{seen}; {_shown(MINIMA['CUDA'])} or newer is recommended", "install a newer torch")
+        return warn(
+            "CUDA", f"{seen}; {_format_version(MINIMA['CUDA'])} or newer is recommended", "install a newer torch"
+        )
     return ok("CUDA", seen)
 
 
-def _at_least(name: str, version: tuple[int, ...], here: Inventory) -> CheckResult:
+def _check_minimum(name: str, version: tuple[int, ...], here: Inventory) -> CheckResult:
     if version < MINIMA[name]:
         return warn(
-            name, f"{_shown(version)}, but {_shown(MINIMA[name])} or newer is recommended", "install a newer torch"
+            name,
+            f"{_format_version(version)}, but {_format_version(MINIMA[name])} or newer is recommended",
+            "install a newer torch",
         )
-    return ok(name, f"{_shown(version)} (of torch {here.torch_version})")
+    return ok(name, f"{_format_version(version)} (of torch {here.torch_version})")
 
 
-def _cudnn(number: int) -> tuple[int, ...]:
-    """Return 9.10.2 of 91002, and 8.9.7 of 8907: cuDNN's own counting changed with version 9."""
+def _parse_cudnn_version(number: int) -> tuple[int, ...]:
+    """Parse cuDNN's version number, whose encoding changed with version 9: 91002 is 9.10.2, 8907 is 8.9.7."""
     major, minor = (10000, 100) if number >= 90000 else (1000, 100)
     return number // major, number % major // minor, number % minor
 
 
-def _numbers(version: str) -> tuple[int, ...]:
+def _parse_version(version: str) -> tuple[int, ...]:
     return tuple(int(part) for part in version.split(".")[:2])
 
 
-def _shown(version: tuple[int, ...]) -> str:
+def _format_version(version: tuple[int, ...]) -> str:
     return ".".join(map(str, version))
 
 
-def _fix_of_order() -> str:
-    """Return what makes the numbers agree; where that was said already, only names are certain."""
+def _suggest_order_fix() -> str:
+    """Return a fix for different numbering; if CUDA_DEVICE_ORDER is set already, only UUIDs are reliable."""
     by_bus = "export CUDA_DEVICE_ORDER=PCI_BUS_ID"
     by_name = "export CUDA_VISIBLE_DEVICES=GPU-..., the UUIDs that nvidia-smi -L shows"
     if os.environ.get("CUDA_DEVICE_ORDER") == "PCI_BUS_ID":
@@ -256,14 +262,14 @@ MINIMA: dict[str, tuple[int, ...]] = {
     "CUDA": (11, 0),
     "cuDNN": (8, 0),
 }  # older ones lack kernels that torch >= 2.11 has
-_SHOWN = 4
+_MAX_PROCESSES = 4
 _IDLE_BYTES, _IDLE_PERCENT = GIB, 5  # older drivers report less than this as used on an idle GPU
 _WHY_LOST = "it cannot be used until it responds again"
 _WHY_ECC = "memory errors corrupt data: results from this GPU cannot be trusted"
 _WHY_ORDER = "CUDA and nvidia-smi number the GPUs differently"
 _OTHER_TORCH = "install a torch built for it: https://pytorch.org/get-started/locally"
-# words of the reason why torch does not use a GPU -> what to do
-_WAYS_OUT = {
+# phrase in the reason why torch does not use a GPU -> fix
+_FIXES = {
     "no CUDA": _OTHER_TORCH,
     "no kernels": _OTHER_TORCH,
     "ROCm": _OTHER_TORCH,

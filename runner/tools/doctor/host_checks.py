@@ -1,4 +1,4 @@
-"""The machine without its GPUs: processor, threads, memory, limits, and variables that slow torch down."""
+"""Check the host: processor, threads, memory, limits, and environment variables that slow torch down."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from runner.host.resources import free_memory_bytes, memory_bytes
 from runner.plan.inventory import GIB, read_cpu
 from runner.tools.doctor.findings import CheckContext, CheckResult, failed, ok, warn
 
-DESCRIPTORS_PER_WORKER = 64  # 4 batches of 8 tensors, each of which is a descriptor on both sides
+DESCRIPTORS_PER_WORKER = 64  # 4 batches of 8 tensors, each with a descriptor on both sides
 DESCRIPTORS_BESIDES = 256  # modules, logs, sockets, shards of data, checkpoints
-PROCESSES_BESIDES = 64  # threads of arithmetic, loaders, watchdog and tracker count too
+PROCESSES_BESIDES = 64  # threads count too: compute, data loader, watchdog, tracker
 
 
 def cpu(context: CheckContext) -> Iterator[CheckResult]:
@@ -30,48 +30,51 @@ def cpu(context: CheckContext) -> Iterator[CheckResult]:
         yield warn(
             "vectors", f"{found.name} has no AVX2", fix, "without wide vectors arithmetic is several times slower"
         )
-    load, present, got = os.getloadavg()[0], os.cpu_count() or 1, _share_of_a_core()
-    seen = f"a busy loop got {got:.0%} of a core; {load:.1f} of {present} threads were busy in the last minute"
-    if load > present + 0.5 or got < _GOT_ENOUGH:
-        yield warn("load", seen, "see who: top; measure when they are done", _WHY_LOAD, {"load": load, "share": got})
+    load, num_threads, share = os.getloadavg()[0], os.cpu_count() or 1, _measure_core_share()
+    seen = f"a busy loop got {share:.0%} of a core; {load:.1f} of {num_threads} threads were busy in the last minute"
+    if load > num_threads + 0.5 or share < _MIN_CORE_SHARE:
+        fix = "find the processes with top; measure when they are done"
+        yield warn("load", seen, fix, _WHY_LOAD, {"load": load, "share": share})
     else:
-        yield ok("load", seen, load=load, share=got)
+        yield ok("load", seen, load=load, share=share)
 
 
 def threads(context: CheckContext) -> Iterator[CheckResult]:
     """Torch threads and cores, vector instructions in use."""
     import torch
 
-    cpu, counted = context.here.cpu, torch.get_num_threads()
-    set_by = next((f"{name}={os.environ[name]}" for name in _THREADS if os.environ.get(name)), "")
-    granted, seen = cpu.logical_cores, f"torch computes with {counted} threads, {cpu.logical_cores} may be used"
-    if counted > granted:
-        yield warn("", f"{seen}{_because(set_by)}", f"export OMP_NUM_THREADS={granted}", figures={"threads": counted})
-    elif counted == 1 < granted and set_by:
-        yield warn("", f"{seen}{_because(set_by)}", f"unset {set_by.partition('=')[0]}", figures={"threads": counted})
+    cpu, num_threads = context.required_inventory.cpu, torch.get_num_threads()
+    set_by = next((f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if os.environ.get(name)), "")
+    seen = f"torch computes with {num_threads} threads, {cpu.logical_cores} may be used"
+    seen += f" ({set_by})" if set_by else ""
+    if num_threads > cpu.logical_cores:
+        yield warn("", seen, f"export OMP_NUM_THREADS={cpu.logical_cores}", figures={"threads": num_threads})
+    elif num_threads == 1 < cpu.logical_cores and set_by:
+        yield warn("", seen, f"unset {set_by.partition('=')[0]}", figures={"threads": num_threads})
     else:
-        yield ok("", f"{seen}{_because(set_by)}", threads=counted)
+        yield ok("", seen, threads=num_threads)
     capability = cpu.capability
     if "avx2" in cpu.flags and capability == "DEFAULT":
         fix = "unset ATEN_CPU_CAPABILITY" if os.environ.get("ATEN_CPU_CAPABILITY") else "install another build of torch"
-        yield warn("vectors", "torch uses no wide vectors, though this processor has AVX2", fix)
+        yield warn("vectors", "torch uses no wide vectors, although this processor has AVX2", fix)
     else:
-        yield ok("vectors", f"torch uses {capability or 'what the processor has'}")
+        yield ok("vectors", f"torch uses {capability or 'the instructions of the processor'}")
 
 
 def memory(context: CheckContext) -> Iterator[CheckResult]:
     """Free memory, cgroup limits."""
     import psutil  # type: ignore[import-untyped]
 
-    whole, total, free = psutil.virtual_memory().total, memory_bytes(), free_memory_bytes()
-    limited = f" (the cgroup grants no more; the machine has {whole / GIB:.1f})" if total < whole else ""
+    physical, total, free = psutil.virtual_memory().total, memory_bytes(), free_memory_bytes()
+    limited = f" (limited by the cgroup; the machine has {physical / GIB:.1f})" if total < physical else ""
     seen = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free{limited}"
     limit = resource.getrlimit(resource.RLIMIT_AS)[0]
     if limit != resource.RLIM_INFINITY:
         why = "CUDA and torch reserve far more address space than they use"
         yield warn("address space", f"ulimit -v is {limit // 1024}", "ulimit -v unlimited", why)
     if free < total / 10:
-        yield warn("", seen, "see who has it: ps aux --sort=-rss | head", figures={"free_gib": free / GIB})
+        fix = "find the processes that use it: ps aux --sort=-rss | head"
+        yield warn("", seen, fix, figures={"free_gib": free / GIB})
     else:
         yield ok("", seen, free_gib=free / GIB)
 
@@ -84,20 +87,23 @@ def limits(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def environment(context: CheckContext) -> Iterator[CheckResult]:
-    """Variables that slow torch down."""
-    found = [(name, row) for name, row in SLOWING.items() if os.environ.get(name, "") not in ("", *row[0])]
-    for name, (_, what) in found:
-        yield warn(name, f"{name}={os.environ[name]}: {what}", f"unset {name}")
-    if not found:
+    """Environment variables that slow torch down."""
+    is_clean = True
+    for name, (harmless, effect) in SLOWING_VARIABLES.items():
+        value = os.environ.get(name, "")
+        if value not in ("", *harmless):
+            is_clean = False
+            yield warn(name, f"{name}={value}: {effect}", f"unset {name}")
+    if is_clean:
         yield ok("", "no variable is set that slows torch down or changes its numbers")
 
 
-def _share_of_a_core() -> float:
-    """Return how much of its time a busy loop was computing: the rest went to others, or was refused by a quota."""
-    began, used = time.perf_counter(), time.process_time()
+def _measure_core_share() -> float:
+    """Return the share of a core that a busy loop gets; other processes or a CPU quota take the rest."""
+    began, cpu_began = time.perf_counter(), time.process_time()
     while time.perf_counter() - began < _BUSY_S:
         pass
-    return min(1.0, (time.process_time() - used) / (time.perf_counter() - began))
+    return min(1.0, (time.process_time() - cpu_began) / (time.perf_counter() - began))
 
 
 # ---------------------------------------------------------------- limits
@@ -107,11 +113,13 @@ def _open_files(needed: int) -> CheckResult:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft == resource.RLIM_INFINITY:
         return ok("open files", "ulimit -n is unlimited")
-    opened, refused = _opened(min(needed, max(0, soft - 32)))
+    opened, refused = _count_openable(min(needed, max(0, soft - 32)))
     seen = f"ulimit -n is {soft:,}; a worker per thread of this machine may need {needed:,}"
     if refused:
         return failed(
-            "open files", f"after {opened:,} files the system refuses: {refused}", "close what has them: lsof"
+            "open files",
+            f"opening more than {opened:,} files failed: {refused}",
+            "find the processes that use them: lsof",
         )
     if soft >= needed:
         return ok("open files", f"ulimit -n is {soft:,}, {needed:,} of which were opened", open_files=soft)
@@ -121,8 +129,8 @@ def _open_files(needed: int) -> CheckResult:
     return (failed if soft < DESCRIPTORS_BESIDES else warn)("open files", seen, fix, _WHY_FILES, {"open_files": soft})
 
 
-def _opened(count: int) -> tuple[int, str]:
-    """Return how many of `count` files could be open at once, and what the system said to the next one."""
+def _count_openable(count: int) -> tuple[int, str]:
+    """Return how many of `count` files can be open at once, and the error for the next one."""
     descriptors: list[int] = []
     try:
         for _ in range(count):
@@ -136,7 +144,7 @@ def _opened(count: int) -> tuple[int, str]:
 
 
 def _processes(needed: int) -> CheckResult:
-    """Judge the processes and threads that this user, and this cgroup, may still start."""
+    """Check how many processes and threads this user and this cgroup may still start."""
     import psutil
 
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
@@ -144,40 +152,36 @@ def _processes(needed: int) -> CheckResult:
     cgroup = cgroup_process_limit()
     if cgroup is not None:
         left["the cgroup's pids.max (docker run --pids-limit=N)"] = cgroup[0] - cgroup[1]
-    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # which does not hold for root
-        mine = [each.info["num_threads"] or 1 for each in psutil.process_iter(["uids", "num_threads"])
-                if each.info["uids"] and each.info["uids"].real == os.getuid()]  # fmt: skip
-        left["ulimit -u"] = soft - sum(mine)
+    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # the limit does not apply to root
+        used = [process.info["num_threads"] or 1 for process in psutil.process_iter(["uids", "num_threads"])
+                if process.info["uids"] and process.info["uids"].real == os.getuid()]  # fmt: skip
+        left["ulimit -u"] = soft - sum(used)
     if not left:
-        return ok("processes", "no limit holds for this user")
-    name, count = min(left.items(), key=lambda pair: pair[1])
+        return ok("processes", "there is no limit for this user")
+    name, count = min(left.items(), key=lambda item: item[1])
     seen = f"{max(0, count):,} more processes and threads may be started ({name})"
     if count >= needed:
         return ok("processes", seen, processes_left=count)
     return (failed if count < 8 else warn)(
         "processes",
         f"{seen}; training may need {needed:,}",
-        f"raise it: {name}; or end what runs",
+        f"raise {name}, or end other processes",
         figures={"processes_left": count},
     )
 
 
-def _because(set_by: str) -> str:
-    return f" ({set_by})" if set_by else ""
-
-
-_BUSY_S, _GOT_ENOUGH = 0.25, 0.8  # a quota is refilled every 0.1 s
-_WHY_LOAD = "torch on a busy processor is slower by far more than its share, and no figure taken now is a good one"
-_THREADS = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
-_WHY_FILES = "each tensor that a worker hands over holds an open file on both sides: too few end training with exit 71"
-# variable -> (values that do no harm, what the others do)
-SLOWING: Mapping[str, tuple[tuple[str, ...], str]] = {
-    "CUDA_LAUNCH_BLOCKING": (("0",), "each kernel is waited for; meant for debugging"),
-    "PYTORCH_NO_CUDA_MEMORY_CACHING": (("0",), "each tensor asks the driver for memory; meant for debugging"),
-    "NVIDIA_TF32_OVERRIDE": ((), "it overrules precision=: fp32 may be TF32, or TF32 never used"),
+_BUSY_S, _MIN_CORE_SHARE = 0.25, 0.8  # a quota is refilled every 0.1 s
+_WHY_LOAD = "torch slows down disproportionately on a busy processor, and measurements are not reliable now"
+_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
+_WHY_FILES = "each tensor from a data worker needs an open file on both sides; with too few, training ends with exit 71"
+# variable -> (harmless values, effect of other values)
+SLOWING_VARIABLES: Mapping[str, tuple[tuple[str, ...], str]] = {
+    "CUDA_LAUNCH_BLOCKING": (("0",), "the host waits for each kernel; meant for debugging"),
+    "PYTORCH_NO_CUDA_MEMORY_CACHING": (("0",), "each tensor is allocated by the driver; meant for debugging"),
+    "NVIDIA_TF32_OVERRIDE": ((), "overrides precision=: fp32 may be TF32, or TF32 is never used"),
     "TORCHDYNAMO_DISABLE": (("0",), "torch.compile does nothing"),
     "TORCH_COMPILE_DISABLE": (("0",), "torch.compile does nothing"),
-    "ATEN_CPU_CAPABILITY": ((), "it chooses torch's vectors in place of what the processor has"),
-    "PYTHONDEVMODE": (("0",), "Python checks itself at every step"),
+    "ATEN_CPU_CAPABILITY": ((), "selects torch's vector instructions, whatever the processor supports"),
+    "PYTHONDEVMODE": (("0",), "Python runs additional checks"),
     "MALLOC_CHECK_": (("0",), "each allocation is checked"),
 }

@@ -1,4 +1,4 @@
-"""Run a check in a subprocess, so that a crash, a hang or an exception of it becomes a finding."""
+"""Run a check in a subprocess, so that a crash, a hang or an exception becomes a finding."""
 
 from __future__ import annotations
 
@@ -22,70 +22,70 @@ from runner.base.secret import sanitize
 from runner.base.text import error_line, first_line
 from runner.host.parent_death import die_with_parent
 from runner.host.process_tree import children, kill_descendants, process_state
-from runner.tools.doctor.findings import Answer, CheckContext, CheckResult, DoctorCheck, failed
+from runner.tools.doctor.findings import CheckContext, CheckResult, DoctorCheck, SharedResult, failed
 
-TICK_S = 0.1  # between two checks of the clock
+TICK_S = 0.1  # polling interval
 Watch = Callable[[str, float], None]  # (subject, seconds so far), at each tick
 
 
 @dataclass
 class CheckOutput:
-    """What the process of a check has reported so far.
+    """Output of the process of a check.
 
-    begun      subjects that it has started
-    answer     its result for later checks
-    has_ended  it ended regularly
-    raised     the exception that ended it
+    started        subjects that it has started
+    shared_result  its result for later checks
+    has_ended      whether it ended regularly
+    raised         exception that ended it
     """
 
     findings: list[CheckResult] = field(default_factory=list)
-    begun: list[str] = field(default_factory=list)
-    answer: str | None = None
+    started: list[str] = field(default_factory=list)
+    shared_result: str | None = None
     has_ended: bool = False
     raised: CheckResult | None = None
 
 
 def run_check(
-    name: str, check: DoctorCheck, context: CheckContext, watch: Watch, answers: dict[str, str]
+    name: str, check: DoctorCheck, context: CheckContext, watch: Watch, shared_results: dict[str, str]
 ) -> Iterator[CheckResult]:
-    """Yield the findings of a check. A process that ends early is a finding; the remaining subjects run in a new one.
+    """Yield the findings of a check; if its process ends early, report it and run the other subjects in a new one.
 
-    watch    called about every TICK_S
-    answers  receives the check's result for later checks, under its name
+    watch           called about every TICK_S
+    shared_results  receives the check's result for later checks, under its name
     """
     ends_at = context.clock() + check.limit_s
     since = context.clock()
     while True:
         try:
-            trial = _Trial(check, context, ends_at)
+            process = _CheckProcess(check, context, ends_at)
         except OSError as error:
             what = f"no process could be started: {error.strerror}"
-            yield _labeled(failed("", what, "raise ulimit -u and ulimit -n, or end what runs"), name, check, 0.0)
+            yield _label(failed("", what, "raise ulimit -u and ulimit -n, or end what runs"), name, check, 0.0)
             return
         try:
-            for finding in trial.findings(watch):
-                yield _labeled(finding, name, check, finding.took_s)
+            for finding in process.findings(watch):
+                yield _label(finding, name, check, finding.took_s)
                 since = context.clock()
         finally:
-            trial.close()
-        output = trial.output
-        if output.answer is not None:
-            answers[name] = output.answer
+            process.close()
+        output = process.output
+        if output.shared_result is not None:
+            shared_results[name] = output.shared_result
         if output.has_ended:
             return
-        end = _labeled(trial.end_reason(), name, check, context.clock() - since)
+        end = _label(process.end_reason(), name, check, context.clock() - since)
         yield end
         since = context.clock()
-        fresh = set(output.begun) - context.begun
-        if trial.is_late or not fresh:
+        new = set(output.started) - context.started
+        if process.is_late or not new:
             return
         context = dataclasses.replace(
-            context, begun=context.begun | fresh, found=(*context.found, *output.findings, end)
+            context, started=context.started | new, earlier_results=(*context.earlier_results, *output.findings, end)
         )
 
 
-class _Trial:
-    """A running check, from the fork to the end of all processes that it started."""
+class _CheckProcess:
+    """A running check, from the fork to the end of all its processes."""
 
     def __init__(self, check: DoctorCheck, context: CheckContext, ends_at: float) -> None:
         self.output = CheckOutput()
@@ -95,7 +95,7 @@ class _Trial:
         self._began = context.clock()
         self._status: int | None = None
         self._text = ""  # its printed output
-        self._known: Set[int] = children()
+        self._known_children: Set[int] = children()
         self._unparsed = b""
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
@@ -111,7 +111,7 @@ class _Trial:
                     _run_in_child(check, context, theirs, self._log.fileno(), parent, ends_at - context.clock())
             finally:
                 os.close(theirs)
-            _children_of[self.pid] = self._known
+            _children_of[self.pid] = self._known_children
             self._ended = os.pidfd_open(self.pid)
             on_error.pop_all()
 
@@ -130,17 +130,17 @@ class _Trial:
             if left_s <= 0:
                 self.is_late = True
                 return
-            watch(self.output.begun[-1] if self.output.begun else "", self._clock() - self._began)
+            watch(self.output.started[-1] if self.output.started else "", self._clock() - self._began)
 
     def end_reason(self) -> CheckResult:
-        """Return why the process did not end regularly."""
-        subject = self.output.begun[-1] if self.output.begun else ""
+        """Return a finding with the reason why the process did not end regularly."""
+        subject = self.output.started[-1] if self.output.started else ""
         if self.output.raised:
             return dataclasses.replace(self.output.raised, subject=subject)
         last, line = self._last_output()
         at = f", at {line}" if line else ""
         if self.is_late:
-            stuck = " and cannot be killed: it waits in the kernel" if self._status is None else ""
+            stuck = " and cannot be killed, because it waits in the kernel" if self._status is None else ""
             what = f"did not finish within {self._limit_s:g} s{stuck}{at}"
             return failed(subject, what, "look for the reason in dmesg | tail; then run this check alone")
         number = -(self._status or 0)
@@ -151,7 +151,7 @@ class _Trial:
         return failed(subject, f"{how}{said}{at}", "reinstall what the line names, or report it to its maintainers")
 
     def close(self) -> None:
-        """Kill the process and all that it started; one that cannot be killed is left to the system."""
+        """Kill the process and its descendants; a process that cannot be killed is left behind."""
         if self._log.closed:
             return
         if not self.output.has_ended:
@@ -159,7 +159,7 @@ class _Trial:
                 os.kill(self.pid, signal.SIGKILL)
         select.select([self._ended], [], [], _KILL_WAIT_S)
         self._reap()
-        _clear(self.pid)
+        _kill_children(self.pid)
         self._log.seek(0)
         self._text = self._log.read()[-_LOG_BYTES:].decode(errors="replace")
         self._log.close()
@@ -172,7 +172,7 @@ class _Trial:
             self._status = os.waitstatus_to_exitcode(status)
 
     def _read_messages(self) -> None:
-        """Take in what has been output."""
+        """Read the messages that have arrived."""
         while select.select([self._pipe], [], [], 0)[0]:
             data = os.read(self._pipe, 1 << 16)
             if not data:
@@ -180,10 +180,10 @@ class _Trial:
             self._unparsed += data
         *lines, self._unparsed = self._unparsed.split(b"\n")
         for line in lines:
-            _apply(json.loads(line), self.output)
+            _handle_message(json.loads(line), self.output)
 
     def _last_output(self) -> tuple[str, str]:
-        """Return the last printed line, and the Python line that was running."""
+        """Return the last printed line, and the location of the running Python line."""
         match = _STACKS.search(self._text)
         before, stacks = (self._text[: match.start()], self._text[match.end() :]) if match else (self._text, "")
         frame = _FRAME.search(stacks.rpartition("(most recent call first):")[2])  # the main thread comes last
@@ -192,14 +192,14 @@ class _Trial:
         return sanitize(lines[-1].strip()) if lines else "", where
 
 
-def end_all() -> None:
-    """Kill all running checks and what they started; for a signal handler."""
+def kill_all_checks() -> None:
+    """Kill all running checks and their descendants; for a signal handler."""
     for pid in list(_children_of):
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         with suppress(ChildProcessError):
             os.waitpid(pid, os.WNOHANG)
-        _clear(pid)
+        _kill_children(pid)
 
 
 # ---------------------------------------------------------------- in the child
@@ -219,15 +219,15 @@ def _run_in_child(
         _prepare_child(log, limit_s)
         since = context.clock()
         for found in check.function(dataclasses.replace(context, begin=lambda subject: send(begin=subject))):
-            if isinstance(found, Answer):
-                send(answer=str(found))
+            if isinstance(found, SharedResult):
+                send(shared_result=str(found))
                 continue
             send(finding=dataclasses.replace(found, took_s=context.clock() - since).to_json())
             since = context.clock()
         send(end=True)
         code = 0
     except AccelRunError as error:
-        send(raised=_result_of(error).to_json())
+        send(raised=_error_result(error).to_json())
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{'/'.join(last.filename.split('/')[-2:])}:{last.lineno} ({last.name})"
@@ -238,7 +238,7 @@ def _run_in_child(
 
 
 def _prepare_child(log: int, limit_s: float) -> None:
-    """Start a session, print to a file, and dump the stack there at a crash and shortly before the limit."""
+    """Start a session, and redirect output to a file; dump the stack there on a crash and shortly before the limit."""
     os.setsid()
     signal.set_wakeup_fd(-1)
     for stop in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -251,7 +251,7 @@ def _prepare_child(log: int, limit_s: float) -> None:
     faulthandler.dump_traceback_later(max(0.05, limit_s - min(0.5, limit_s / 4)), file=2)
 
 
-def _result_of(error: AccelRunError) -> CheckResult:
+def _error_result(error: AccelRunError) -> CheckResult:
     problem = error.problems[0]
     where = f"{problem.where}: " if problem.where else ""
     return failed("", f"{where}{first_line(problem.what)}", problem.fix)
@@ -260,32 +260,32 @@ def _result_of(error: AccelRunError) -> CheckResult:
 # ---------------------------------------------------------------- in the parent
 
 
-def _apply(message: dict[str, Any], output: CheckOutput) -> None:
+def _handle_message(message: dict[str, Any], output: CheckOutput) -> None:
     if "begin" in message:
-        output.begun.append(message["begin"])
+        output.started.append(message["begin"])
     elif "finding" in message:
         output.findings.append(CheckResult.from_json(message["finding"]))
-    elif "answer" in message:
-        output.answer = message["answer"]
+    elif "shared_result" in message:
+        output.shared_result = message["shared_result"]
     elif "raised" in message:
         output.raised = CheckResult.from_json(message["raised"])
     else:
         output.has_ended = True
 
 
-def _labeled(finding: CheckResult, name: str, check: DoctorCheck, took_s: float) -> CheckResult:
+def _label(finding: CheckResult, name: str, check: DoctorCheck, took_s: float) -> CheckResult:
     return dataclasses.replace(finding, check=name, took_s=round(took_s, 3), why=finding.why or check.why)
 
 
-def _clear(pid: int) -> None:
-    """Kill what the process started, including processes in sessions of their own."""
+def _kill_children(pid: int) -> None:
+    """Kill the descendants of the process, including those in other sessions."""
     known = _children_of.pop(pid, set())
     if process_state(pid) != "D":  # uninterruptible: it cannot be killed
         kill_descendants({pid}, known - {pid}, 0.0)
 
 
-_children_of: dict[int, Set[int]] = {}  # PID of a check -> children that this process had before
-_KILL_WAIT_S = 2.0  # a process that takes longer to die waits for a disk or driver
+_children_of: dict[int, Set[int]] = {}  # PID of a check -> children of this process before the fork
+_KILL_WAIT_S = 2.0  # a process that takes longer to die waits for a disk or a driver
 _LOG_BYTES = 16384
 _STACKS = re.compile(r"^Fatal Python error: |^Timeout \(", re.MULTILINE)
 _FRAME = re.compile(r'File "([^"]+)", line (\d+) in (\S+)')

@@ -1,4 +1,4 @@
-"""Attention kernels: which run here, and in torch's words why not."""
+"""Check which attention kernels run on this machine, with torch's reason for those that do not."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ SHAPE = (1, 12, 1024, 64)  # batch, heads, length, head size: a sample of GPT-2
 
 def attention(context: CheckContext) -> Iterator[CheckResult]:
     """Attention kernels on the shapes of GPT-2, with torch's reason if one does not run."""
-    states = {finding.subject: finding.state for finding in context.found}
+    states = {finding.subject: finding.state for finding in context.earlier_results}
     pairs = [(device, kernel) for device in context.devices for kernel in KERNELS]
-    for device, kernel in context.each(pairs, lambda pair: f"{pair[0].torch_name} {pair[1]}"):
-        finding = try_kernel(device, kernel)
+    for device, kernel in context.pending(pairs, lambda pair: f"{pair[0].torch_name} {pair[1]}"):
+        finding = check_kernel(device, kernel)
         states[finding.subject] = finding.state
         yield finding
     for name in (device.torch_name for device in context.devices):
@@ -34,22 +34,22 @@ def attention(context: CheckContext) -> Iterator[CheckResult]:
             yield warn(f"{name} fused", "no fused kernel runs here", fix, why)
 
 
-def reason_of(kernel: str, said: Sequence[str]) -> str:
-    """Return why torch refuses a kernel, out of its warnings: a headline per kernel, and the reasons below it."""
+def parse_refusal(kernel: str, caught: Sequence[str]) -> str:
+    """Return why torch refuses a kernel, from its warnings: a headline per kernel, followed by the reasons."""
     reasons, is_ours = [], False
-    for words in (first_line(message).partition(" (Triggered")[0] for message in said):
-        if words.endswith("because:"):
-            is_ours = _HEADLINES.get(kernel, kernel) in words.lower()
+    for line in (first_line(message).partition(" (Triggered")[0] for message in caught):
+        if line.endswith("because:"):
+            is_ours = _HEADLINES.get(kernel, kernel) in line.lower()
         elif is_ours:
-            reasons.append(words)
+            reasons.append(line)
     return "; ".join(reasons)
 
 
 # ---------------------------------------------------------------- attention
 
 
-def try_kernel(device: Device, kernel: str) -> CheckResult:
-    """Try one kernel with nothing to fall back on."""
+def check_kernel(device: Device, kernel: str) -> CheckResult:
+    """Check one kernel, without fallback."""
     import torch
 
     from runner.axes.attention import count_kernels, refusal_reason
@@ -58,25 +58,25 @@ def try_kernel(device: Device, kernel: str) -> CheckResult:
     half = torch.bfloat16 if device.native_bf16 else torch.float16
     dtype = half if device.kind == "cuda" else torch.float32
     inputs = [torch.randn(SHAPE, generator=torch.Generator().manual_seed(seed)).to(where, dtype) for seed in range(3)]
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
             ran = count_kernels(lambda: _forward(kernel, inputs))
         except RuntimeError as error:
-            reason = reason_of(kernel, [str(each.message) for each in said]) or refusal_reason(
+            reason = parse_refusal(kernel, [str(each.message) for each in caught]) or refusal_reason(
                 kernel, SHAPE, dtype, where
             )
             return skip(name, reason or first_line(str(error)))
     if kernel not in {each.removesuffix("_for_cpu") for each in ran}:
         reason = refusal_reason(kernel, SHAPE, dtype, where) or f"torch ran {', '.join(ran) or 'another one'} instead"
         return skip(name, reason)
-    wrong, allowed = error_of(kernel, inputs), allowed_error(dtype)
-    if not wrong <= allowed:  # also of NaN
-        seen = f"output or gradients have a relative error of {wrong:.1e}; rounding explains {allowed:.1e}"
-        other = next(each for each in ("math", "flash") if each != kernel)
-        return failed(name, seen, f"attention={other}", figures={"error": wrong})
-    shown = str(dtype).removeprefix("torch.")
-    return ok(name, f"correct in {shown}, forward and backward, error {wrong:.0e}", error=wrong)
+    deviation, allowed = measure_error(kernel, inputs), allowed_error(dtype)
+    if not deviation <= allowed:  # also true for NaN
+        seen = f"output or gradients have a relative error of {deviation:.1e}; rounding explains {allowed:.1e}"
+        other = "flash" if kernel == "math" else "math"
+        return failed(name, seen, f"attention={other}", figures={"error": deviation})
+    dtype_name = str(dtype).removeprefix("torch.")
+    return ok(name, f"correct in {dtype_name}, forward and backward, error {deviation:.0e}", error=deviation)
 
 
 def _forward(kernel: str, inputs: list[torch.Tensor]) -> torch.Tensor:
@@ -95,35 +95,36 @@ def _forward(kernel: str, inputs: list[torch.Tensor]) -> torch.Tensor:
 
 
 def output_and_gradients(kernel: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
-    """Return the output, and the gradients of its sum over the inputs."""
+    """Return the output, and the gradients of its sum of squares with respect to the inputs."""
     import torch
 
-    leaves = [each.detach().requires_grad_() for each in inputs]
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     output = _forward(kernel, leaves)
     return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
 
 
-def error_of(kernel: str, inputs: list[torch.Tensor]) -> float:
-    """Return the typical difference from the plain formula in float64, in units of the typical size, on one head.
+def measure_error(kernel: str, inputs: list[torch.Tensor]) -> float:
+    """Return the error relative to the math formula in float64, on one head.
 
-    Where one number is off by more than rounding scatters, its share of that counts instead.
+    It is the RMS of the difference relative to the RMS of the result, or the largest difference divided by _SCATTER if
+    that is larger.
     """
-    part = [each[:, :1, :128].contiguous() for each in inputs]
-    exact = output_and_gradients("math", [each.cpu().double() for each in part])
+    part = [tensor[:, :1, :128].contiguous() for tensor in inputs]
+    exact = output_and_gradients("math", [tensor.cpu().double() for tensor in part])
     pairs = zip(output_and_gradients(kernel, part), exact, strict=True)
     errors = []
-    for one, other in pairs:
-        difference, size = one.cpu().double() - other, other.square().mean().sqrt()
+    for actual, expected in pairs:
+        difference, size = actual.cpu().double() - expected, expected.square().mean().sqrt()
         errors += [float(difference.square().mean().sqrt() / size), float(difference.abs().max() / size) / _SCATTER]
     return math.nan if any(map(math.isnan, errors)) else max(errors)
 
 
 def allowed_error(dtype: torch.dtype) -> float:
-    """Return what rounding explains: of inputs, scores, weights and results, and of sums over the keys in float32."""
+    """Return the error that rounding explains: inputs, scores, weights and results, and float32 sums over the keys."""
     import torch
 
     return _MARGIN * (torch.finfo(dtype).eps + 4 * math.sqrt(128) * 2.0**-24)
 
 
-_MARGIN = 4.0  # some kernels round scores and weights once more
-_SCATTER = 8.0  # the largest of many errors against a typical one; gradients of the first keys are sums over all rows
+_MARGIN = 4.0  # some kernels round scores and weights twice
+_SCATTER = 8.0  # largest error relative to the RMS; gradients of the first keys are sums over all rows

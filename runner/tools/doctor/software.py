@@ -1,4 +1,4 @@
-"""Python and the packages that accel-run needs: imported, not listed."""
+"""Check Python and the packages that accel-run needs by importing them."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from packaging.version import Version
 
 from runner.base.secret import sanitize
 from runner.base.text import error_line
-from runner.tools.doctor.findings import Answer, CheckContext, CheckResult, failed, ok, skip
+from runner.tools.doctor.findings import CheckContext, CheckResult, SharedResult, failed, ok, skip
 
 DISTRIBUTION = "accel-run"
 
@@ -31,24 +31,24 @@ def python(context: CheckContext) -> Iterator[CheckResult]:
 
 def packages(context: CheckContext) -> Iterator[CheckResult]:
     """Required packages: import, version."""
-    needed = [each for each in required_packages() if each.name != "torch"]
+    needed = [package for package in required_packages() if package.name != "torch"]
     if not needed:
-        yield skip("", f"{DISTRIBUTION} is not installed, so nothing says what it needs", "pip install -e .")
-    for package in context.each(needed, lambda package: package.name):
-        yield _required(package)
+        yield skip("", f"{DISTRIBUTION} is not installed, so its requirements are unknown", "pip install -e .")
+    for package in context.pending(needed, lambda package: package.name):
+        yield _check_package(package)
 
 
-def torch(context: CheckContext) -> Iterator[CheckResult | Answer]:
+def torch(context: CheckContext) -> Iterator[CheckResult | SharedResult]:
     """Torch: import, version."""
-    needed = next((each for each in required_packages() if each.name == "torch"), None)
-    broken = import_error("torch")
-    if broken:
-        again = f'pip install --force-reinstall "torch{needed.specifier if needed else ""}"'
-        yield failed("", f"cannot be imported: {broken}", again)
+    needed = next((package for package in required_packages() if package.name == "torch"), None)
+    error = import_error("torch")
+    if error:
+        fix = f'pip install --force-reinstall "torch{needed.specifier if needed else ""}"'
+        yield failed("", f"cannot be imported: {error}", fix)
         return
     import torch
 
-    yield Answer("imported")
+    yield SharedResult("imported")
     built = (
         f"CUDA {torch.version.cuda}"
         if torch.version.cuda
@@ -57,18 +57,20 @@ def torch(context: CheckContext) -> Iterator[CheckResult | Answer]:
         else "no CUDA"
     )
     seen = f"{torch.__version__} ({built})"
-    if needed and not needed.fits(torch.__version__):
-        yield failed("", f"torch must be {needed.specifier}, but is {seen}", _line("torch", str(needed.specifier)))
+    if needed and not needed.accepts(torch.__version__):
+        yield failed(
+            "", f"torch must be {needed.specifier}, but is {seen}", _install_command("torch", str(needed.specifier))
+        )
     else:
         yield ok("", f"{seen}{f', {needed.specifier} needed' if needed else ''}")
 
 
-# ---------------------------------------------------------------- what is needed
+# ---------------------------------------------------------------- requirements
 
 
 @dataclass(frozen=True)
 class Package:
-    """A line of the dependencies in pyproject.toml."""
+    """A dependency in pyproject.toml."""
 
     name: str
     specifier: str
@@ -77,68 +79,65 @@ class Package:
     def module(self) -> str:
         return _MODULES.get(self.name, self.name.replace("-", "_"))
 
-    def fits(self, version: str) -> bool:
-        """A build of 2.13.0+cu130 is 2.13.0, and a pre-release is assumed to be intended."""
+    def accepts(self, version: str) -> bool:
+        """Return whether a version satisfies the specifier; local versions (+cu130) and pre-releases are accepted."""
         return Requirement(f"x{self.specifier}").specifier.contains(version, prereleases=True)
 
 
 def required_packages() -> list[Package]:
-    """Return what the installed metadata of accel-run requires, without extras; nothing if it is not installed."""
-    found = []
+    """Return the dependencies in the installed metadata of accel-run, without extras; empty if it is not installed."""
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return []
-    for requirement in map(Requirement, lines):
-        if "extra" not in str(requirement.marker or ""):
-            found.append(Package(requirement.name, str(requirement.specifier)))
-    return found
+    requirements = [item for item in map(Requirement, lines) if "extra" not in str(item.marker or "")]
+    return [Package(requirement.name, str(requirement.specifier)) for requirement in requirements]
 
 
 def required_python() -> Requirement:
-    """Return the versions of Python that the installed metadata asks for."""
+    """Return the Python versions that the installed metadata requires."""
     try:
-        stated = importlib.metadata.metadata(DISTRIBUTION)["Requires-Python"]
+        specifier = importlib.metadata.metadata(DISTRIBUTION)["Requires-Python"]
     except importlib.metadata.PackageNotFoundError:
-        stated = None
-    return Requirement(f"python{stated or '>=3.11'}")
+        specifier = None
+    return Requirement(f"python{specifier or '>=3.11'}")
 
 
-def _required(package: Package) -> CheckResult:
-    version = _version_of(package.name)
+def _check_package(package: Package) -> CheckResult:
+    version = _installed_version(package.name)
     if version is None:
-        return failed(package.name, "is not installed", _line(package.name, package.specifier))
-    broken = import_error(package.module)
-    if broken:
-        again = f'pip install --force-reinstall "{package.name}{package.specifier}"'
-        return failed(package.name, f"{version} cannot be imported: {broken}", again)
-    if not package.fits(version):
-        must = f"must be {package.specifier}, but is {version}"
-        return failed(package.name, must, _line(package.name, package.specifier))
+        return failed(package.name, "is not installed", _install_command(package.name, package.specifier))
+    error = import_error(package.module)
+    if error:
+        fix = f'pip install --force-reinstall "{package.name}{package.specifier}"'
+        return failed(package.name, f"{version} cannot be imported: {error}", fix)
+    if not package.accepts(version):
+        seen = f"must be {package.specifier}, but is {version}"
+        return failed(package.name, seen, _install_command(package.name, package.specifier))
     return ok(package.name, f"{version} ({package.specifier})")
 
 
 def import_error(module: str) -> str:
-    """Return why a module cannot be imported: the last line of its traceback."""
+    """Return why a module cannot be imported: the last line of its traceback; empty if it can."""
     try:
         import_module(module)
-    except BaseException as error:  # whatever a package does when it is imported
+    except BaseException as error:  # a package may raise anything, even SystemExit
         return sanitize(error_line(error))
     return ""
 
 
-def _version_of(name: str) -> str | None:
+def _installed_version(name: str) -> str | None:
     try:
         return importlib.metadata.version(name)
     except importlib.metadata.PackageNotFoundError:
         return None
 
 
-def _line(name: str, specifier: str) -> str:
+def _install_command(name: str, specifier: str) -> str:
     return f'pip install "{name}{specifier}"'
 
 
-# Where the module has another name; of packages that load their parts when they are used, a part that accel-run uses.
+# Modules with another name than their package; for packages that import lazily, a submodule that accel-run uses.
 _MODULES = {
     "dipy": "dipy.reconst.dti",
     "hydra-core": "hydra",

@@ -1,4 +1,4 @@
-"""Where runs are written and what is handed over in memory: tried with the functions that a run uses."""
+"""Check the output folder and shared memory with the functions that a run uses."""
 
 from __future__ import annotations
 
@@ -16,33 +16,33 @@ from runner.tools.doctor.findings import CheckContext, CheckResult, failed, ok, 
 
 MIB, GIB = 2**20, 2**30
 WRITTEN_BYTES = 4 * MIB
-TRIAL = f"{files.TEMPORARY}doctor-"  # how the folder begins in which things are tried
+TEMPORARY_PREFIX = f"{files.TEMPORARY}doctor-"  # of the folder in which files are written
 
 
 def disk(context: CheckContext) -> Iterator[CheckResult]:
-    """In the output folder: space, writing with fsync, replacing, locking."""
-    folder = nearest(context.root)
+    """Output folder: space, writing with fsync, replacing, locking."""
+    folder = nearest_existing(context.root)
     if not os.access(folder, os.W_OK | os.X_OK) or not folder.is_dir():
-        yield failed("room", f"{folder} must be a folder that this user may write", _ELSEWHERE)
+        yield failed("room", f"{folder} must be a folder that this user may write", _FIX_SPACE)
         return
-    beside = "" if folder == context.root else f" ({context.root} is still to be made)"
+    note = "" if folder == context.root else f" ({context.root} does not exist yet)"
     free = shutil.disk_usage(folder).free
-    room = f"{free / GIB:.1f} GiB free in {folder}{beside}"
+    seen = f"{free / GIB:.1f} GiB free in {folder}{note}"
     if free < 64 * MIB:
-        yield failed("room", room, _ELSEWHERE, figures={"free_gib": free / GIB})
+        yield failed("room", seen, _FIX_SPACE, figures={"free_gib": free / GIB})
         return
-    yield (ok if free >= 4 * GIB else _little)("room", room, free_gib=free / GIB)
+    yield (ok if free >= 4 * GIB else _warn_low_space)("room", seen, free_gib=free / GIB)
     context.begin("write")
-    trial = folder / f"{TRIAL}{os.getppid()}-{secrets.token_hex(4)}"
+    temporary = folder / f"{TEMPORARY_PREFIX}{os.getppid()}-{secrets.token_hex(4)}"
     try:
-        files.new_directory(trial)
+        files.new_directory(temporary)
     except StorageError as error:
-        yield failed("write", f"{folder}: {error.problems[0].what}", _ELSEWHERE)
+        yield failed("write", f"{folder}: {error.problems[0].what}", _FIX_SPACE)
         return
     try:
-        yield from _written(trial, context)
+        yield from _check_saving(temporary, context)
     finally:
-        files.remove(trial)
+        files.remove(temporary)
 
 
 def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
@@ -66,21 +66,24 @@ def shared_memory(context: CheckContext) -> Iterator[CheckResult]:
     )
 
 
-def nearest(path: Path) -> Path:
-    """Return what has this path, or the first one above it that is there; it need not be a folder, nor open to us."""
+def nearest_existing(path: Path) -> Path:
+    """Return the path, or its nearest parent that exists; it may be a file, or not accessible."""
     path = path.expanduser().absolute()
-    return next((each for each in (path, *path.parents) if _is_there(each)), Path("/"))
+    return next((candidate for candidate in (path, *path.parents) if _exists(candidate)), Path("/"))
 
 
-def remove_trials(root: Path, pid: int) -> None:
-    """What a check that was killed left in the folder for runs is gone; `pid`: the process that had it made."""
-    folder = nearest(root)
+def remove_temporary_folders(root: Path, pid: int) -> None:
+    """Remove the temporary folders that killed checks left in the folder of the runs.
+
+    pid  process that started the checks
+    """
+    folder = nearest_existing(root)
     for name in files.list_names(folder):
-        if name.startswith(f"{TRIAL}{pid}-"):
+        if name.startswith(f"{TEMPORARY_PREFIX}{pid}-"):
             files.remove(folder / name)
 
 
-def _is_there(path: Path) -> bool:
+def _exists(path: Path) -> bool:
     """Return whether the path exists, even if it is not accessible."""
     try:
         path.lstat()
@@ -91,40 +94,40 @@ def _is_there(path: Path) -> bool:
     return True
 
 
-# ---------------------------------------------------------------- the parts of a save
+# ---------------------------------------------------------------- steps of saving
 
 
-def _written(trial: Path, context: CheckContext) -> Iterator[CheckResult]:
+def _check_saving(temporary: Path, context: CheckContext) -> Iterator[CheckResult]:
     data = os.urandom(WRITTEN_BYTES)
-    files.write_new(trial / "data", [data])
-    files.fsync_directory(trial)
-    if files.read(trial / "data") != data:
-        yield failed("write", f"what was read back is not what was written, in {trial.parent}", _ELSEWHERE)
+    files.write_new(temporary / "data", [data])
+    files.fsync_directory(temporary)
+    if files.read(temporary / "data") != data:
+        yield failed("write", f"a file read back differs from what was written, in {temporary.parent}", _FIX_SPACE)
     else:
         yield ok("write", "a file is written, synced and read back")
     context.begin("replace")
     for content in ("old", "new"):
-        files.atomic_write(trial / "state", content)
-    yield ok("replace", "a file is replaced in one step")
+        files.atomic_write(temporary / "state", content)
+    yield ok("replace", "a file is replaced atomically")
     context.begin("lock")
-    files.Lock(trial / "lock", "doctor").release()
+    files.Lock(temporary / "lock", "doctor").release()
     yield ok("lock", "a file can be locked against another process")
-    ahead = (trial / "data").stat().st_mtime - time.time()
-    if abs(ahead) > _SKEW_S:
+    skew_s = (temporary / "data").stat().st_mtime - time.time()
+    if abs(skew_s) > _SKEW_S:
         why = "the newest run is found by the times of its files"
         yield warn(
             "clock",
-            f"the file system's clock is {ahead:+.0f} s from this machine's",
+            f"the clock of the file system is {skew_s:+.0f} s from this machine's",
             "sudo timedatectl set-ntp true",
             why,
         )
 
 
-def _little(subject: str, seen: str, **figures: float) -> CheckResult:
-    return warn(subject, seen, _ELSEWHERE, "a checkpoint is written whole before an older one goes", figures)
+def _warn_low_space(subject: str, seen: str, **figures: float) -> CheckResult:
+    return warn(subject, seen, _FIX_SPACE, "a checkpoint is written completely before an older one is removed", figures)
 
 
-_ELSEWHERE = "accel-run train output_root=/path/with/room"
+_FIX_SPACE = "accel-run train output_root=/path/with/room"
 _SKEW_S = 5.0
 _IMAGES, _IMAGES_BYTES = "32 images of 224 x 224", 32 * 3 * 224 * 224 * 4
 _BATCHES_PER_WORKER = 2  # torch's own prefetch_factor

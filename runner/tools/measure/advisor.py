@@ -1,4 +1,4 @@
-"""`accel-run advise`: rules propose settings, comparisons decide. Only what was tried and is faster is advised."""
+"""`accel-run advise`: rules propose settings, comparisons decide. Only measured gains are recommended."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from runner.base.json_converter import encode
 from runner.base.json_values import replace_nonfinite
 from runner.config.request import Request
 from runner.records.evidence import Evidence
-from runner.tools.measure.candidates import Candidate, Tried, tried_in
-from runner.tools.measure.compare import CompareLimits, Comparison, Say, enough, needed_s
+from runner.tools.measure.candidates import Candidate, TriedCandidate, judge_candidate
+from runner.tools.measure.compare import CompareLimits, Comparison, LogFunction, format_budget_hint, required_budget_s
 from runner.tools.measure.comparison_result import (
     BASELINE_NAME,
-    UNTRIED,
+    NO_TIME_LEFT,
     ComparisonResult,
     Variant,
     VariantResult,
 )
-from runner.tools.measure.measuring_place import filled, inspect, measuring
+from runner.tools.measure.measurement_context import complete_evidence, measure_evidence, open_context
 from runner.tools.measure.rules import RuleFinding, findings
 
 
@@ -30,17 +30,17 @@ from runner.tools.measure.rules import RuleFinding, findings
 class Entry:
     """One piece of advice.
 
-    tried  the setting and its comparison; None if it is a manual change: `finding.by_hand`
-    gain   times as fast as the current settings: measured, or predicted at most; None: unknown
+    tried  setting with its comparison; None for a manual change, which is in `finding.by_hand`
+    gain   speed relative to the current settings: measured, or the largest possible; None: unknown
     """
 
     finding: RuleFinding
-    tried: Tried | None
+    tried: TriedCandidate | None
     gain: float | None
 
     @property
     def what(self) -> str:
-        """What to do."""
+        """The setting or the manual change."""
         return self.tried.candidate.name if self.tried else self.finding.by_hand
 
 
@@ -48,48 +48,48 @@ class Entry:
 class Advice:
     """The advice for a training.
 
-    tried  every candidate, the fastest first
+    tried  all candidates, the fastest first
     """
 
     task: str
     device_name: str
     update_ms: float
     findings: tuple[RuleFinding, ...]
-    tried: tuple[Tried, ...] = ()
+    tried: tuple[TriedCandidate, ...] = ()
     notes: tuple[str, ...] = ()
     mode: str = ""
     seconds: float = 0.0
 
     @property
-    def advised(self) -> list[Tried]:
-        """The candidates that are clearly faster and compute the same, one for each finding, the fastest first."""
-        best: dict[str, Tried] = {}
-        for each in self.tried:
-            if each.outcome.is_advised:
-                best.setdefault(each.rule, each)
+    def advised(self) -> list[TriedCandidate]:
+        """The recommended candidates, at most one per finding, the fastest first."""
+        best: dict[str, TriedCandidate] = {}
+        for tried in self.tried:
+            if tried.outcome.is_advised:
+                best.setdefault(tried.rule, tried)
         return list(best.values())
 
     @property
     def entries(self) -> list[Entry]:
-        """Settings and manual changes in one list, the largest gain first; unknown ones come last.
+        """Settings and manual changes by decreasing gain; unknown gains come last.
 
-        A slow transform has the gain that is left of it if the advised readers hide the larger part.
+        If the recommended data loader hides most of the time of a slow transform, only the rest counts as its gain.
         """
-        found = {finding.rule: finding for finding in self.findings}
-        entries = [Entry(found[tried.rule], tried, tried.outcome.gain) for tried in self.advised]
+        by_rule = {finding.rule: finding for finding in self.findings}
+        entries = [Entry(by_rule[tried.rule], tried, tried.outcome.gain) for tried in self.advised]
         hidden = max((entry.gain or 1.0 for entry in entries if entry.finding.rule == "data wait"), default=1.0)
         for finding in self.findings:
             if finding.by_hand:
-                most = finding.at_most
-                if finding.rule == "slow transform" and most is not None and most / hidden <= hidden:
-                    most = max(1.0, most / hidden)
-                entries.append(Entry(finding, None, most))
+                gain = finding.at_most
+                if finding.rule == "slow transform" and gain is not None and gain / hidden <= hidden:
+                    gain = max(1.0, gain / hidden)
+                entries.append(Entry(finding, None, gain))
         return sorted(entries, key=lambda entry: -(entry.gain or 0.0))
 
 
 @dataclass(frozen=True)
 class AdviceInputs:
-    """What a finished run recorded: its evidence, the monitor's figures, and the phase that took longest."""
+    """Records of a finished run: its evidence, the means of its monitor, and its longest phase."""
 
     evidence: Evidence | None = None
     monitor: Mapping[str, float] = field(default_factory=dict)
@@ -97,40 +97,40 @@ class AdviceInputs:
     phase: str | None = None
 
 
-def advise(request: Request, run: AdviceInputs, budget_s: float, say: Say) -> Advice:
-    """Return what would make these updates faster, tried on this machine.
+def advise(request: Request, run: AdviceInputs, budget_s: float, log: LogFunction) -> Advice:
+    """Find settings that make updates faster on this machine, and measure them.
 
-    run  what it did not record is measured now
-    Raises AccelRunError if the training itself cannot be measured.
+    run  records of a finished run; missing values are measured
+    Raises AccelRunError if the current settings cannot be measured.
     """
     began = time.monotonic()
-    limits = CompareLimits(budget_s=budget_s, phase=run.phase, first_evaluation=True)
-    with measuring(request) as place:
-        comparison, plan, notes = place.comparison, place.plan, place.notes
-        say("measures the current settings")
-        own = dataclasses.replace(limits, evaluates=True)
-        with comparison.alone(Variant(BASELINE_NAME), own) as (ask, opened):
-            now, probe = inspect(ask, opened, plan)
-        there, here = run.evidence.device_name if run.evidence else None, plan.device_name
-        if there is not None and there != here:
-            notes.append(f"the run was on {there}, and this is {here}: everything is measured again")
+    limits = CompareLimits(budget_s=budget_s, phase=run.phase, time_first_evaluation=True)
+    with open_context(request) as context:
+        comparison, plan, notes = context.comparison, context.plan, context.notes
+        log("measuring the current settings")
+        first_limits = dataclasses.replace(limits, run_evaluations=True)
+        with comparison.open_variant(Variant(BASELINE_NAME), first_limits) as (call, opened):
+            now, probe = measure_evidence(call, opened, plan)
+        recorded_device, device = run.evidence.device_name if run.evidence else None, plan.device_name
+        if recorded_device is not None and recorded_device != device:
+            notes.append(f"the run was on {recorded_device}, but this is {device}: everything is measured again")
             run = AdviceInputs()
-        evidence = filled(run.evidence, now)
-        facts = place.facts(evidence, opened, probe, monitor=run.monitor, throttled=run.throttled)
-        found = findings(facts)
-        wanted = candidates_of(found)
-        trials = try_candidates(comparison, limits, wanted, began + budget_s, opened, say)
-    most = {finding.rule: finding.at_most for finding in found}
-    tried = [tried_in(trials, rule, each, most[rule]) for rule, each in wanted]
-    measured_ms = trials.baseline.median_ms
+        evidence = complete_evidence(run.evidence, now)
+        facts = context.facts(evidence, opened, probe, monitor=run.monitor, throttled=run.throttled)
+        all_findings = findings(facts)
+        candidates = select_candidates(all_findings)
+        result = try_candidates(comparison, limits, candidates, began + budget_s, opened, log)
+    at_most = {finding.rule: finding.at_most for finding in all_findings}
+    tried = [judge_candidate(result, rule, candidate, at_most[rule]) for rule, candidate in candidates]
+    measured_ms = result.baseline.median_ms
     return Advice(
         task=plan.choices["task"].name,
         device_name=opened.opened["device_name"],
         update_ms=measured_ms if math.isfinite(measured_ms) else facts.update_ms() or math.nan,
-        findings=tuple(found),
-        tried=tuple(sorted(tried, key=lambda each: -each.outcome.gain)),
-        notes=(*notes, *trials.notes),
-        mode=trials.mode,
+        findings=tuple(all_findings),
+        tried=tuple(sorted(tried, key=lambda candidate: -candidate.outcome.gain)),
+        notes=(*notes, *result.notes),
+        mode=result.mode,
         seconds=time.monotonic() - began,
     )
 
@@ -138,75 +138,76 @@ def advise(request: Request, run: AdviceInputs, budget_s: float, say: Say) -> Ad
 def try_candidates(
     comparison: Comparison,
     limits: CompareLimits,
-    wanted: Sequence[tuple[str, Candidate]],
+    candidates: Sequence[tuple[str, Candidate]],
     deadline: float,
     opened: VariantResult,
-    say: Say,
+    log: LogFunction,
 ) -> ComparisonResult:
-    """Compare the candidates with the current settings, as time allows; those without a turn say so.
+    """Compare the candidates with the current settings, as time allows; untried ones have the reason.
 
     deadline  by the clock of the comparison
-    opened    the current settings: how long a start and an update take
+    opened    measurements of the current settings, to estimate the time
     """
     left = deadline - comparison.clock()
 
-    def too_short(seconds: float, trials: ComparisonResult) -> str:
-        return f"budget_s={limits.budget_s:g} is too short: {enough(limits.budget_s - left + seconds, trials)}"
+    def describe_short_budget(seconds: float, result: ComparisonResult) -> str:
+        hint = format_budget_hint(limits.budget_s - left + seconds, result)
+        return f"budget_s={limits.budget_s:g} is too short: {hint}"
 
     def needs_s(num: int) -> float:
-        return needed_s([opened.startup.taken_s] * num, [opened.turn_s] * num)
+        return required_budget_s([opened.startup.taken_s] * num, [opened.turn_s] * num)
 
-    variants = [Variant(BASELINE_NAME), *(Variant(candidate.name, candidate.overrides) for _, candidate in wanted)]
-    if not wanted or left < needs_s(2):
-        untried = ComparisonResult([VariantResult(each) for each in variants], "interleaved")
-        for each in untried.variants[1:]:
-            each.why_not = f"{UNTRIED}; {too_short(needs_s(len(variants)), untried)}"
+    variants = [Variant(BASELINE_NAME), *(Variant(candidate.name, candidate.overrides) for _, candidate in candidates)]
+    if not candidates or left < needs_s(2):
+        untried = ComparisonResult([VariantResult(variant) for variant in variants], "interleaved")
+        for trial in untried.variants[1:]:
+            trial.why_not = f"{NO_TIME_LEFT}; {describe_short_budget(needs_s(len(variants)), untried)}"
         return untried
-    say(f"tries {len(wanted)} setting{'s' if len(wanted) > 1 else ''}, for at most {left:.0f} s")
-    trials = comparison.compare(variants, dataclasses.replace(limits, budget_s=left), lambda _: None)
-    for measured in trials.variants[1:]:
-        if measured.is_untried:
-            measured.why_not = f"{measured.why_not or UNFINISHED}; {too_short(trials.needs_s, trials)}"
-    return trials
+    log(f"trying {len(candidates)} setting{'s' if len(candidates) > 1 else ''} for at most {left:.0f} s")
+    result = comparison.compare(variants, dataclasses.replace(limits, budget_s=left), lambda _: None)
+    for trial in result.variants[1:]:
+        if trial.is_untried:
+            trial.why_not = f"{trial.why_not or UNFINISHED}; {describe_short_budget(result.needs_s, result)}"
+    return result
 
 
-def candidates_of(found: Sequence[RuleFinding]) -> list[tuple[str, Candidate]]:
-    """Return rule and candidate, at most MOST: the first of each finding, then the second, and so on."""
-    taken: dict[Candidate, str] = {}
-    for place in range(max((len(finding.candidates) for finding in found), default=0)):
-        for finding in found:
-            if place < len(finding.candidates):
-                taken.setdefault(finding.candidates[place], finding.rule)
-    return [(rule, candidate) for candidate, rule in taken.items()][:MOST]
+def select_candidates(all_findings: Sequence[RuleFinding]) -> list[tuple[str, Candidate]]:
+    """Return at most MAX_CANDIDATES (rule, candidate): the first candidate of each finding, then the second, ..."""
+    selected: dict[Candidate, str] = {}
+    for index in range(max((len(finding.candidates) for finding in all_findings), default=0)):
+        for finding in all_findings:
+            if index < len(finding.candidates):
+                selected.setdefault(finding.candidates[index], finding.rule)
+    return [(rule, candidate) for candidate, rule in selected.items()][:MAX_CANDIDATES]
 
 
 def as_json(advice: Advice) -> dict[str, Any]:
-    """Return all of it as JSON-serializable data; unknown values are null."""
-    found: dict[str, Any] = {
+    """Return the advice as JSON-serializable data; unknown values are null."""
+    data: dict[str, Any] = {
         "task": advice.task,
         "device": advice.device_name,
         "update_ms": advice.update_ms,
         "advice": [
             {
-                "rule": each.finding.rule,
-                "what": each.what,
-                "evidence": each.finding.evidence,
-                "tried": each.tried.as_json() if each.tried else None,
-                "gain": each.gain,
+                "rule": entry.finding.rule,
+                "what": entry.what,
+                "evidence": entry.finding.evidence,
+                "tried": entry.tried.as_json() if entry.tried else None,
+                "gain": entry.gain,
             }
-            for each in advice.entries
+            for entry in advice.entries
         ],
         "findings": [
-            encode(finding) | {"candidates": [list(each.overrides) for each in finding.candidates]}
+            encode(finding) | {"candidates": [list(candidate.overrides) for candidate in finding.candidates]}
             for finding in advice.findings
         ],
-        "tried": [each.as_json() for each in advice.tried],
+        "tried": [candidate.as_json() for candidate in advice.tried],
         "notes": list(advice.notes),
         "mode": advice.mode or None,
         "seconds": advice.seconds,
     }
-    return replace_nonfinite(found)  # type: ignore[no-any-return]
+    return replace_nonfinite(data)  # type: ignore[no-any-return]
 
 
 UNFINISHED = "not tried to the end: the time was over before its third block"
-MOST = 8  # candidates
+MAX_CANDIDATES = 8

@@ -1,4 +1,4 @@
-"""Settings that advise and tune propose, and what a comparison says about them."""
+"""Settings that advise and tune propose, and their results in a comparison."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from runner.tools.measure.comparison_result import ComparisonResult, TrialOutcom
 
 @dataclass(frozen=True)
 class Candidate:
-    """Overrides that may help: mechanics only, which change the result by rounding at most."""
+    """Overrides that may be faster: only mechanics, which change results by rounding at most."""
 
     overrides: tuple[str, ...]
 
@@ -24,7 +24,7 @@ class Candidate:
 
 
 @dataclass(frozen=True)
-class Tried:
+class TriedCandidate:
     """A candidate with the outcome of its comparison.
 
     rule  the rule or axis that proposed it
@@ -37,7 +37,7 @@ class Tried:
     def as_json(self) -> dict[str, Any]:
         """Return JSON-serializable data; unknown values are null."""
         ratio, numerics = self.outcome.ratio, self.outcome.numerics
-        found: dict[str, Any] = {
+        data: dict[str, Any] = {
             "rule": self.rule,
             "overrides": list(self.candidate.overrides),
             "advised": self.outcome.is_advised,
@@ -51,25 +51,27 @@ class Tried:
             "later_s": self.outcome.later_s,
             "pays_at": self.outcome.pays_at,
         }
-        return replace_nonfinite(found)  # type: ignore[no-any-return]
+        return replace_nonfinite(data)  # type: ignore[no-any-return]
 
 
-def tried_in(trials: ComparisonResult, rule: str, candidate: Candidate, at_most: float | None = None) -> Tried:
-    """Return a candidate with its outcome; not judged if blocks are too short for the periodic work it concerns.
+def judge_candidate(
+    result: ComparisonResult, rule: str, candidate: Candidate, at_most: float | None = None
+) -> TriedCandidate:
+    """Return a candidate with its outcome; without a ratio if blocks are too short for the periodic work it concerns.
 
-    at_most  the possible gain by the evidence of the run
+    at_most  largest possible gain according to the evidence of the run
     """
-    outcome, base = trials.outcome(trials.of(candidate.name)), trials.baseline
-    period, what = PERIODIC.get(rule, ("", ""))
-    if period and not base.sees(period) and not outcome.why_not:
-        most = "" if at_most is None else f"; by the evidence it gains at most {100 * (at_most - 1):+.0f} %"
-        why_not = f"blocks of {base.updates} updates are too short to see {what}{most}"
+    outcome, base = result.outcome(result.of(candidate.name)), result.baseline
+    period, effect = PERIODIC_WORK.get(rule, ("", ""))
+    if period and not base.covers(period) and not outcome.why_not:
+        limit = "" if at_most is None else f"; according to the run it gains at most {100 * (at_most - 1):+.0f} %"
+        why_not = f"blocks of {base.updates} updates are too short to measure {effect}{limit}"
         outcome = dataclasses.replace(outcome, ratio=None, why_not=why_not, later_s=None, pays_at=None)
-    return Tried(rule, candidate, outcome)
+    return TriedCandidate(rule, candidate, outcome)
 
 
-# Rules about periodic work that short blocks may not contain: its name among the periods of a variant, and in words.
-PERIODIC: Mapping[str, tuple[str, str]] = {
+# rule -> periodic work that short blocks may not contain, and the effect of its candidates for messages
+PERIODIC_WORK: Mapping[str, tuple[str, str]] = {
     "checkpoints too often": ("checkpoint", "less frequent checkpoints"),
     "logs too often": ("log", "less frequent rows of metrics"),
 }

@@ -1,4 +1,4 @@
-"""Rules of thumb for GPU or CPU, with the values of a training."""
+"""Rules of thumb for choosing between GPU and CPU, applied to a training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Criterion:
 
     @property
     def verdict(self) -> Verdict:
-        """Return what the rule says about this value."""
+        """Return the recommendation for this value."""
         if self.value is None:
             return "unknown"
         if self.gpu_from is not None and self.value >= self.gpu_from:
@@ -38,11 +38,11 @@ class Criterion:
         return ", ".join(filter(None, (above, below)))
 
 
-def criteria(facts: Facts) -> list[Criterion]:
-    """Return the table; unknown values are None."""
+def evaluate_criteria(facts: Facts) -> list[Criterion]:
+    """Return all rules with the values of the training; unknown values are None."""
     evidence, probe = facts.evidence, facts.probe
-    channels, side = _of_input(probe.get("input_shape"))
-    # Common thresholds for images with many channels on a desktop GPU. The measurement is shown beside them.
+    channels, side = _image_dimensions(probe.get("input_shape"))
+    # Common thresholds for images with many channels on a desktop GPU. Reports show the measurement beside them.
     return [
         Criterion("training samples", 500, 100, evidence.num_samples),
         Criterion("samples per update", 16, 8, evidence.global_batch_size),
@@ -55,10 +55,10 @@ def criteria(facts: Facts) -> list[Criterion]:
     ]
 
 
-def _of_input(shape: object) -> tuple[float | None, float | None]:
-    """Return channels and the shorter side of images (B, C, H, W) or volumes; None for other inputs.
+def _image_dimensions(shape: object) -> tuple[float | None, float | None]:
+    """Return the number of channels and the shorter side of images (B, C, H, W) or volumes; None for other inputs.
 
-    Channels come last if only that makes all sides equal, as in cubes (B, H, W, C).
+    Channels are taken as last if only that makes all sides equal, as in cubes (B, H, W, C).
     """
     if not isinstance(shape, (list, tuple)) or len(shape) < 4:
         return None, None

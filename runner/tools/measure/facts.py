@@ -1,4 +1,4 @@
-"""What is known about a run and the machine. Unknown values are None, and rules ignore them."""
+"""Facts about a run and the machine, the input of rules. Rules ignore unknown values, which are None."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from runner.records.evidence import Evidence
 class Facts:
     """Measurements, settings, and the machine.
 
-    values     every value of the plan
-    gpu        the one that trains; None: the CPU trains
+    values     all values of the plan
+    gpu        GPU of the training; None: the CPU trains
     probe      results of runner.tools.measure.probe
-    monitor    metric -> its mean over the run
+    monitor    metric -> mean over the run
     throttled  reason -> share of the time
     """
 
@@ -37,8 +37,8 @@ class Facts:
 
     def seconds(self) -> float | None:
         """Return the seconds of all updates and the work between them; None if unknown."""
-        spent = sum(value for part, value in self.evidence.parts_s.items() if part not in OUTSIDE)
-        return spent or None
+        seconds = sum(value for part, value in self.evidence.parts_s.items() if part not in OUTSIDE)
+        return seconds or None
 
     def share(self, *parts: str) -> float | None:
         """Return the share of these parts in the time of updates; None if one is unknown."""
@@ -57,15 +57,15 @@ class Facts:
         return None if self.evidence.device is None else self.evidence.device.startswith("cpu")
 
 
-def device_of(inventory: Inventory, name: str | None) -> Device | None:
-    """Return the GPU of that torch name; None for a CPU and for an absent GPU."""
+def find_device(inventory: Inventory, name: str | None) -> Device | None:
+    """Return the GPU with this torch name; None for a CPU or an absent GPU."""
     return next((device for device in inventory.usable if device.torch_name == name), None)
 
 
-def monitored(run_dir: Path) -> tuple[dict[str, float], dict[str, float]]:
+def read_monitor_summary(run_dir: Path) -> tuple[dict[str, float], dict[str, float]]:
     """Return metric -> mean over the run, and throttling reason of the first GPU -> share of the time.
 
     Both are empty for a run without monitor.
     """
-    whole = decode(Summary, read_object(run_dir / "monitor.json")).value.whole
-    return {name: stat.mean for name, stat in whole.metrics.items()}, dict(whole.slowed.get("gpu0", {}))
+    total = decode(Summary, read_object(run_dir / "monitor.json")).value.whole
+    return {name: stat.mean for name, stat in total.metrics.items()}, dict(total.slowed.get("gpu0", {}))

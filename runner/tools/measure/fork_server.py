@@ -1,4 +1,4 @@
-"""Processes of variants: forks of a server that has imported torch, asked over a socket in lines of JSON."""
+"""Processes of variants: forks of a server that has imported torch, controlled over sockets with JSON lines."""
 
 from __future__ import annotations
 
@@ -20,55 +20,57 @@ from runner.base.errors import AccelRunError, Exit, HostMemoryError, Problem, re
 from runner.base.secret import drop_secrets
 
 
-class OutOfTime(AccelRunError):
-    """The budget ended before a variant answered."""
+class BudgetExhausted(AccelRunError):
+    """The budget ended before a variant replied."""
 
     exit_code = Exit.CONFIG
 
 
-def out_of_time() -> OutOfTime:
-    return OutOfTime(
-        "must be longer: the time was over before a variant had answered", where="budget_s", fix=_MORE_TIME
+def budget_exhausted() -> BudgetExhausted:
+    return BudgetExhausted(
+        "must be longer: the time was over before a variant replied",
+        where="budget_s",
+        fix="use a larger one, as budget_s=600",
     )
 
 
-class NoAnswer(AccelRunError):
-    """No answer arrived in time."""
+class ReplyTimeout(AccelRunError):
+    """No reply arrived in time."""
 
 
 class JsonSocket:
-    """A socket to another process, with lines of JSON in both directions."""
+    """A socket to another process that carries one JSON object per line in both directions."""
 
-    def __init__(self, line: socket.socket) -> None:
-        self.line = line
+    def __init__(self, sock: socket.socket) -> None:
+        self.sock = sock
         self._received = b""
 
     def receive(self, timeout_s: float) -> dict[str, Any] | None:
         """Return the next answer, None if the other end is closed. Raises NoAnswer if none arrives in time."""
-        until = time.monotonic() + timeout_s
+        deadline = time.monotonic() + timeout_s
         while b"\n" not in self._received:
-            ready, _, _ = select.select([self.line], [], [], max(0.0, until - time.monotonic()))
+            ready, _, _ = select.select([self.sock], [], [], max(0.0, deadline - time.monotonic()))
             if not ready:
-                raise NoAnswer(f"no answer within {timeout_s:.0f} s")
-            content = self.line.recv(1 << 16)
+                raise ReplyTimeout(f"no reply within {timeout_s:.0f} s")
+            content = self.sock.recv(1 << 16)
             if not content:
                 return None
             self._received += content
         text, _, self._received = self._received.partition(b"\n")
-        answer: dict[str, Any] = json.loads(text)
-        return answer
+        message: dict[str, Any] = json.loads(text)
+        return message
 
 
 class ForkServer:
-    """A process that has imported what variants need and computed nothing; variants are forks of it.
+    """A process that has only imported modules; variants are forks of it.
 
-    So each starts like a new process, without the seconds of importing torch.
+    A fork starts like a new process, without the seconds of importing torch.
     """
 
     def __init__(self, folder: Path, environment: Mapping[str, str], cores: int) -> None:
         self.folder = folder
-        line, theirs = socket.socketpair()
-        self._line = JsonSocket(line)
+        sock, theirs = socket.socketpair()
+        self._socket = JsonSocket(sock)
         self._errors = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed in __exit__
         with theirs:
             self._process = subprocess.Popen(
@@ -83,9 +85,9 @@ class ForkServer:
                 stdout=subprocess.DEVNULL,
                 stderr=self._errors,
                 start_new_session=True,
-                env={**STEADY, **drop_secrets(os.environ), **environment},
+                env={**MALLOC_ENVIRONMENT, **drop_secrets(os.environ), **environment},
             )
-        self._answer()
+        self._receive_reply()
 
     def __enter__(self) -> ForkServer:
         return self
@@ -93,43 +95,44 @@ class ForkServer:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
-        self._line.line.close()
+        self._socket.sock.close()
         self._errors.close()
 
-    def fork(self, line: socket.socket, errors: IO[bytes], ranks: int) -> int:
+    def fork(self, sock: socket.socket, errors: IO[bytes], ranks: int) -> int:
         """Start a process with this socket and standard error; return its PID."""
-        order = json.dumps({"do": "fork", "ranks": ranks}).encode()
-        socket.send_fds(self._line.line, [order], [line.fileno(), errors.fileno()])
-        return int(self._answer("pid")["pid"])
+        command = json.dumps({"do": "fork", "ranks": ranks}).encode()
+        socket.send_fds(self._socket.sock, [command], [sock.fileno(), errors.fileno()])
+        return int(self._receive_reply("pid")["pid"])
 
     def wait(self, pid: int) -> int:
-        """Return the exit code of a process of this server; negative for a signal."""
-        self._line.line.sendall(json.dumps({"do": "wait", "pid": pid}).encode())
-        return int(self._answer("code")["code"])
+        """Wait for a forked process; return its exit code, negative for a signal."""
+        self._socket.sock.sendall(json.dumps({"do": "wait", "pid": pid}).encode())
+        return int(self._receive_reply("code")["code"])
 
-    def _answer(self, what: str = "") -> dict[str, Any]:
-        """Return the next answer with this key, skipping those to orders that Ctrl-C interrupted."""
+    def _receive_reply(self, key: str = "") -> dict[str, Any]:
+        """Return the next reply with this key; skip replies to commands that Ctrl-C interrupted."""
         while True:
-            answer = self._line.receive(START_S)
-            if answer is None:
+            reply = self._socket.receive(START_TIMEOUT_S)
+            if reply is None:
                 raise AccelRunError(f"the fork server ended: {_last_line(self._errors) or 'unknown reason'}")
-            if not what or what in answer:
-                return answer
+            if not key or key in reply:
+                return reply
 
 
 class VariantProcess(JsonSocket):
-    """A variant and its data workers: a separate session, stopped and continued as a whole.
+    """A variant and its data workers: a separate session, paused and resumed together.
 
-    ranks  each is a separate session, too; 0: the process itself trains
+    deadline  by `clock`: replies are not awaited beyond it
+    ranks     number of ranks, each also in a separate session; 0: the process itself trains
     """
 
     def __init__(
-        self, server: ForkServer, number: int, clock: Callable[[], float], until: float, ranks: int = 0
+        self, server: ForkServer, number: int, clock: Callable[[], float], deadline: float, ranks: int = 0
     ) -> None:
         ours, theirs = socket.socketpair()
         super().__init__(ours)
         self._server, self.number, self._clock = server, number, clock
-        self.until = until  # by the clock: the end of waiting for its answers
+        self.deadline = deadline
         self._errors = tempfile.TemporaryFile(dir=server.folder)  # noqa: SIM115 - closed in `end`
         with theirs:
             self.pid = server.fork(theirs, self._errors, ranks)
@@ -143,35 +146,35 @@ class VariantProcess(JsonSocket):
         self.end()
 
     def run(self, updates: int, timeout_s: float) -> float:
-        """Run so many updates; return the seconds they took."""
-        made = self.block(updates, timeout_s)
-        return float(made["seconds"] - made["run_queue_wait_s"])
+        """Run updates; return their seconds."""
+        reply = self.run_block(updates, timeout_s)
+        return float(reply["seconds"] - reply["run_queue_wait_s"])
 
-    def block(self, updates: int, timeout_s: float, untimed: int = 0) -> dict[str, Any]:
-        """Run a block of updates after `untimed` ones; return its measurements."""
-        return self.ask({"do": "run", "updates": updates, "untimed": untimed}, timeout_s)
+    def run_block(self, updates: int, timeout_s: float, untimed: int = 0) -> dict[str, Any]:
+        """Run a block of updates, after `untimed` updates that are not measured; return its measurements."""
+        return self.call({"do": "run", "updates": updates, "untimed": untimed}, timeout_s)
 
-    def ask(self, order: Mapping[str, Any], timeout_s: float = 600.0) -> dict[str, Any]:
-        """Return the answer to an order. Raises AccelRunError with what ended the process, or that it took too long."""
-        with suppress(OSError):  # it has died: its answer has the reason
-            self.line.sendall((json.dumps(order) + "\n").encode())
-        return self.answer(timeout_s)
+    def call(self, command: Mapping[str, Any], timeout_s: float = 600.0) -> dict[str, Any]:
+        """Send a command and return the reply. Raises AccelRunError for a failed command, a dead process, a timeout."""
+        with suppress(OSError):  # the process died: receive_reply raises the reason
+            self.sock.sendall((json.dumps(command) + "\n").encode())
+        return self.receive_reply(timeout_s)
 
-    def answer(self, timeout_s: float) -> dict[str, Any]:
-        """Return the next answer; raises like `ask`, and OutOfTime if the time is over first."""
-        left_s = max(0.0, self.until - self._clock())
+    def receive_reply(self, timeout_s: float) -> dict[str, Any]:
+        """Return the next reply. Raises like `call`, and BudgetExhausted if the deadline passes first."""
+        left_s = max(0.0, self.deadline - self._clock())
         try:
-            answer = self.receive(min(timeout_s, left_s))
-        except NoAnswer as error:
-            raise out_of_time() if left_s < timeout_s else error from None
-        if answer is None:
-            raise self._death()
-        if "error" in answer:
-            problems = tuple(Problem(**problem) for problem in answer["error"])
-            raise rebuild_error(AccelRunError, problems, Exit(answer["exit_code"]))
-        if "ranks" in answer:
-            self._sessions += answer["ranks"]
-        return answer
+            reply = self.receive(min(timeout_s, left_s))
+        except ReplyTimeout as error:
+            raise budget_exhausted() if left_s < timeout_s else error from None
+        if reply is None:
+            raise self._death_error()
+        if "error" in reply:
+            problems = tuple(Problem(**problem) for problem in reply["error"])
+            raise rebuild_error(AccelRunError, problems, Exit(reply["exit_code"]))
+        if "ranks" in reply:
+            self._sessions += reply["ranks"]
+        return reply
 
     def pause(self) -> None:
         self._signal(signal.SIGSTOP)
@@ -180,16 +183,16 @@ class VariantProcess(JsonSocket):
         self._signal(signal.SIGCONT)
 
     def end(self) -> None:
-        """Kill it with all its children."""
+        """Kill the process and its children."""
         if self._errors.closed:
             return
         self._signal(signal.SIGKILL)
         with suppress(AccelRunError, OSError):
-            self._ended()
-        self.line.close()
+            self._wait()
+        self.sock.close()
         self._errors.close()
 
-    def _ended(self) -> int:
+    def _wait(self) -> int:
         if self._code is None:
             self._code = self._server.wait(self.pid)
         return self._code
@@ -199,8 +202,8 @@ class VariantProcess(JsonSocket):
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(session, number)
 
-    def _death(self) -> AccelRunError:
-        code = self._ended()
+    def _death_error(self) -> AccelRunError:
+        code = self._wait()
         how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
         kind = HostMemoryError if code == -signal.SIGKILL else AccelRunError
         killed = ": the machine may be out of memory" if kind is HostMemoryError else ""
@@ -214,8 +217,7 @@ def _last_line(errors: IO[bytes]) -> str:
     return next(iter(errors.read().decode(errors="replace").strip().splitlines()[-1:]), "")
 
 
-# glibc's malloc adapts the size from which it requests memory from the kernel: identical processes adapt differently,
-# and differ by a fifth for their whole lifetime. Source: mallopt(3), M_MMAP_THRESHOLD.
-STEADY = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
-_MORE_TIME = "give it more, as budget_s=600"
-START_S = 300.0  # to import torch from the slowest disk
+# glibc's malloc adapts its mmap threshold at run time. Identical processes settle on different thresholds and differ by
+# 20 % in speed for their whole lifetime. Source: mallopt(3), M_MMAP_THRESHOLD.
+MALLOC_ENVIRONMENT = {"MALLOC_MMAP_THRESHOLD_": str(32 << 20), "MALLOC_TRIM_THRESHOLD_": str(1 << 30)}
+START_TIMEOUT_S = 300.0  # importing torch from a slow disk takes minutes

@@ -1,4 +1,4 @@
-"""Forked CPU ranks over gloo, for measuring what several of them cost and gain."""
+"""Forked CPU ranks over gloo, to measure forms of parallelism on one machine."""
 
 from __future__ import annotations
 
@@ -26,67 +26,66 @@ from runner.launch.local import run_ranks, to_error
 
 
 class Executor(Protocol):
-    """What executes orders on a rank."""
+    """Executes commands on a rank."""
 
-    def execute(self, order: Mapping[str, Any]) -> dict[str, Any]: ...
+    def execute(self, command: Mapping[str, Any]) -> dict[str, Any]: ...
 
 
-def serve_ranks(line: socket.socket, num_ranks: int, begin: Callable[[ExitStack, World], Executor]) -> int:
-    """Execute the orders on the socket on so many forked ranks, until it is closed; return the exit code.
+def serve_ranks(sock: socket.socket, num_ranks: int, begin: Callable[[ExitStack, World], Executor]) -> int:
+    """Execute commands from the socket on `num_ranks` forked ranks until it is closed; return the exit code.
 
-    The first answer has the PIDs of the ranks. Each order is executed on all ranks, and rank 0 answers. The error of a
-    rank ends all of them.
+    The first message has the PIDs of the ranks. Each command is executed on all ranks, and rank 0 replies. An error on
+    one rank ends all of them.
     """
 
     def on_rank(world: World) -> None:
         with ExitStack() as stack:
             executor = begin(stack, world)
             ranks = world.gather(os.getpid())
-            orders = stack.enter_context(line.makefile("r", encoding="utf-8")) if world.is_first else None
-            if orders is not None:
-                send(line, {"ready": True, "ranks": ranks})
+            commands = stack.enter_context(sock.makefile("r", encoding="utf-8")) if world.is_first else None
+            if commands is not None:
+                send_reply(sock, {"ready": True, "ranks": ranks})
             while True:
-                order = world.broadcast(json.loads(next(orders, "null")) if orders is not None else None)
-                if order is None:
+                command = world.broadcast(json.loads(next(commands, "null")) if commands is not None else None)
+                if command is None:
                     return
-                answer = executor.execute(order)
-                if orders is not None:
-                    send(line, answer)
+                reply = executor.execute(command)
+                if commands is not None:
+                    send_reply(sock, reply)
 
     try:
-        on_ranks(on_rank, num_ranks, threads=None)
+        run_on_ranks(on_rank, num_ranks, threads=None)
     except BaseException as error:
-        send(line, as_answer(error))
+        send_reply(sock, error_reply(error))
         return int(Exit.SOFTWARE)
     return int(Exit.DONE)
 
 
-def send(line: socket.socket, answer: Mapping[str, Any]) -> None:
-    """Send one line of JSON, if the other end is still there."""
+def send_reply(sock: socket.socket, reply: Mapping[str, Any]) -> None:
+    """Send one line of JSON; do nothing if the peer is gone."""
     with suppress(OSError):
-        line.sendall((json.dumps(answer) + "\n").encode())
+        sock.sendall((json.dumps(reply) + "\n").encode())
 
 
-def as_answer(error: BaseException) -> dict[str, Any]:
-    """Return an error as JSON-serializable problems and exit code."""
+def error_reply(error: BaseException) -> dict[str, Any]:
+    """Return the reply for an error: its problems and exit code."""
     if isinstance(error, AccelRunError):
         problems = [dataclasses.asdict(problem) for problem in error.problems]
         return {"error": problems, "exit_code": int(error.exit_code)}
     return {"error": [{"what": error_line(error)}], "exit_code": int(Exit.SOFTWARE)}
 
 
-def on_ranks(function: Callable[[Any], Any], num_ranks: int, threads: int | None = 1) -> Any:
-    """Return what `function(world)` returned on rank 0 of so many forked ranks.
+def run_on_ranks(function: Callable[[Any], Any], num_ranks: int, threads: int | None = 1) -> Any:
+    """Run `function(world)` on forked ranks and return the result of rank 0, which must be JSON-serializable.
 
-    The value must be JSON-serializable. Raises the AccelRunError that a rank ended with.
-
-    threads  of each rank; None: unchanged
+    threads  number of torch threads of each rank; None: unchanged
+    Raises the AccelRunError that ended a rank.
     """
 
     def main(member: RankInfo) -> tuple[int, Any]:
         if threads is not None:
             torch.set_num_threads(threads)
-        with join_process_group(member, torch.device("cpu"), timeout_s=TIMEOUT_S) as world:
+        with join_process_group(member, torch.device("cpu"), timeout_s=COLLECTIVE_TIMEOUT_S) as world:
             return 0, function(world)
 
     ending = run_ranks(main, num_ranks, on_notice=lambda _: None)
@@ -95,19 +94,19 @@ def on_ranks(function: Callable[[Any], Any], num_ranks: int, threads: int | None
     return ending.results[0]
 
 
-def opened(world: Any, stack: ExitStack, request: Request) -> Any:
+def open_first_phase(world: Any, stack: ExitStack, request: Request) -> Any:
     """Open the first phase of a run on this rank, silently."""
     silence = stack.enter_context(Path(os.devnull).open("w"))  # noqa: SIM115 - the stack is the context
     stack.enter_context(redirect_stdout(silence))
     return stack.enter_context(open_phase(request, world))
 
 
-def ms_per_update(updates: Iterator[Any], number: int) -> float:
-    """Run some updates; return their mean milliseconds."""
+def measure_ms_per_update(updates: Iterator[Any], num: int) -> float:
+    """Run updates; return their mean milliseconds."""
     began = time.perf_counter()
-    for _ in range(number):
+    for _ in range(num):
         next(updates)
-    return 1e3 * (time.perf_counter() - began) / number
+    return 1e3 * (time.perf_counter() - began) / num
 
 
-TIMEOUT_S = 86400.0  # of collectives: ranks that are stopped wait for each other
+COLLECTIVE_TIMEOUT_S = 86400.0  # ranks of a paused variant must not time out

@@ -1,4 +1,4 @@
-"""Rates of the machine: matrix products, memory and copies, disk; interleaved, each part in a subprocess."""
+"""Measure rates of the machine: matrix products, memory and copies, disk; interleaved, each part in a subprocess."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,10 +23,10 @@ from runner.durable import files
 from runner.host.resources import ROOT, affinity
 from runner.plan.inventory import Device, Inventory
 from runner.tools.doctor import arithmetic
-from runner.tools.doctor.arithmetic import FormatUnderTest, product_seconds
+from runner.tools.doctor.arithmetic import FormatUnderTest, time_product
 from runner.tools.doctor.findings import CheckContext
-from runner.tools.doctor.storage import nearest
-from runner.tools.measure.comparison_result import RESTLESS
+from runner.tools.doctor.storage import nearest_existing
+from runner.tools.measure.comparison_result import NOISY_SPREAD
 
 if TYPE_CHECKING:
     import torch
@@ -68,8 +69,12 @@ class Rate:
 
 
 @dataclass(frozen=True)
-class Turn:
-    """What is moved or computed at once, and a function that does so and returns its seconds."""
+class MachineOperation:
+    """An operation to time.
+
+    amount  bytes or floating-point operations
+    once    performs the operation and returns its seconds
+    """
 
     part: str
     device: str
@@ -80,16 +85,16 @@ class Turn:
 
     @property
     def subject(self) -> str:
-        """Name for the user."""
+        """Name of the operation in messages."""
         return f"{self.device} {self.name}"
 
 
 @dataclass(frozen=True)
 class MachineRequest:
-    """What a part is to measure.
+    """The arguments of a part.
 
-    device  auto: all; else only this one
-    root    where runs are written, on the disk that is measured
+    device  auto: all devices; otherwise only this one
+    root    folder of runs, on the disk that is measured
     """
 
     inventory: Inventory
@@ -106,10 +111,10 @@ class MachineRequest:
 
 @dataclass
 class MachineResults:
-    """What was measured so far.
+    """Measurements of the parts so far.
 
-    skipped  what was not -> why
-    threads  of torch on the CPU
+    skipped  name of what was not measured -> reason
+    threads  number of torch threads on the CPU
     """
 
     rates: list[Rate] = field(default_factory=list)
@@ -123,144 +128,148 @@ class MachineResults:
         self.skipped |= other.skipped
         self.notes += other.notes
         self.threads = other.threads or self.threads
-        restless = [rate for rate in best(other.rates) if rate.spread > RESTLESS]
-        if restless:
-            worst = max(restless, key=lambda rate: rate.spread)
+        noisy = [rate for rate in fastest_sizes(other.rates) if rate.spread > NOISY_SPREAD]
+        if noisy:
+            worst = max(noisy, key=lambda rate: rate.spread)
             what = f"half of the rounds of {worst.device} {worst.name} differ by {worst.spread:.0%}"
-            self.notes.append(f"the machine is restless in {part}: {what}; other processes run, or it throttles")
+            cause = "other processes are running, or the machine throttles"
+            self.notes.append(f"measurements are noisy in {part}: {what}; {cause}")
 
 
-def in_turns(turns: Sequence[Turn], rounds: int, seconds: float, seed: int = 0) -> tuple[list[Rate], dict[str, str]]:
-    """Return the rates, and what failed with its reason; after `seconds`, only the first few rounds still run.
+def measure_interleaved(
+    operations: Sequence[MachineOperation], rounds: int, seconds: float, seed: int = 0
+) -> tuple[list[Rate], dict[str, str]]:
+    """Time the operations in interleaved rounds; return the rates, and failed operations with the reason.
 
-    A turn that fails once is out, with all its measurements.
+    After `seconds` no round begins, except the first MIN_ROUNDS. An operation that fails once is dropped with all its
+    measurements.
     """
-    order, until = random.Random(seed), time.monotonic() + seconds
-    measured: dict[int, list[float]] = {number: [] for number in range(len(turns))}
+    order, deadline = random.Random(seed), time.monotonic() + seconds
+    samples: dict[int, list[float]] = {number: [] for number in range(len(operations))}
     failed: dict[int, str] = {}
     for number in range(rounds):
-        if number >= LEAST_ROUNDS and time.monotonic() > until:
+        if number >= MIN_ROUNDS and time.monotonic() > deadline:
             break
-        playing = [place for place in measured if place not in failed]
-        order.shuffle(playing)
-        for place in playing:
+        active = [index for index in samples if index not in failed]
+        order.shuffle(active)
+        for index in active:
             try:
-                measured[place].append(turns[place].amount / turns[place].once())
+                samples[index].append(operations[index].amount / operations[index].once())
             except (RuntimeError, AccelRunError) as error:  # no such kernel, out of memory, or a full disk
-                failed[place] = first_line(str(error)) or type(error).__name__
+                failed[index] = first_line(str(error)) or type(error).__name__
     rates = [
-        Rate(turn.part, turn.device, turn.name, turn.size, tuple(measured[place]))
-        for place, turn in enumerate(turns)
-        if place not in failed
+        Rate(operation.part, operation.device, operation.name, operation.size, tuple(samples[index]))
+        for index, operation in enumerate(operations)
+        if index not in failed
     ]
     subjects = {rate.device + " " + rate.name for rate in rates}
-    reasons = {turns[place].subject: why for place, why in failed.items()}
+    reasons = {operations[index].subject: why for index, why in failed.items()}
     return rates, {subject: why for subject, why in reasons.items() if subject not in subjects}
 
 
-def best(rates: Sequence[Rate]) -> list[Rate]:
+def fastest_sizes(rates: Sequence[Rate]) -> list[Rate]:
     """Return the fastest size of each kind of rate."""
-    found: dict[tuple[str, str, str], Rate] = {}
+    fastest: dict[tuple[str, str, str], Rate] = {}
     for rate in rates:
         key = (rate.part, rate.device, rate.name)
-        if key not in found or rate.median > found[key].median:
-            found[key] = rate
-    return list(found.values())
+        if key not in fastest or rate.median > fastest[key].median:
+            fastest[key] = rate
+    return list(fastest.values())
 
 
-def matmul(asked: MachineRequest, seconds: float) -> MachineResults:
+def matmul(request: MachineRequest, seconds: float) -> MachineResults:
     import torch
 
-    found, turns = MachineResults(threads=torch.get_num_threads()), list[Turn]()
-    context = asked.context
-    for number in (number for device in context.devices for number in arithmetic.formats(device, asked.inventory)):
-        if number.why_not:
-            found.skipped[f"{number.subject} matmul"] = number.why_not
+    results, operations = MachineResults(threads=torch.get_num_threads()), list[MachineOperation]()
+    context = request.context
+    for precision in chain.from_iterable(arithmetic.formats(device, request.inventory) for device in context.devices):
+        if precision.why_not:
+            results.skipped[f"{precision.subject} matmul"] = precision.why_not
             continue
         try:
-            sizes = _sizes(number)
+            sizes = _choose_sizes(precision)
         except RuntimeError as error:
-            found.skipped[f"{number.subject} matmul"] = f"not supported on this device: {first_line(str(error))}"
+            results.skipped[f"{precision.subject} matmul"] = f"not supported on this device: {first_line(str(error))}"
             continue
         for size in sizes:
-            once = functools.partial(product_seconds, number, size)
-            turns.append(Turn("matmul", number.device.torch_name, number.name, size, arithmetic.flops(size), once))
-    found.rates, failed = in_turns(turns, asked.rounds, seconds)
-    found.skipped |= {f"{subject} matmul": why for subject, why in failed.items()}
-    return found
+            once, device = functools.partial(time_product, precision, size), precision.device.torch_name
+            operations.append(MachineOperation("matmul", device, precision.name, size, arithmetic.flops(size), once))
+    results.rates, failed = measure_interleaved(operations, request.rounds, seconds)
+    results.skipped |= {f"{subject} matmul": why for subject, why in failed.items()}
+    return results
 
 
-def _sizes(number: FormatUnderTest) -> list[int]:
-    """Return the largest few sizes that time and memory allow."""
-    free = number.device.free_bytes or number.device.memory_bytes
+def _choose_sizes(precision: FormatUnderTest) -> list[int]:
+    """Return the largest NUM_SIZES sizes that time and memory allow."""
+    free = precision.device.free_bytes or precision.device.memory_bytes
     sizes = [arithmetic.SIDE]
-    while sizes[-1] < LARGEST:
-        took_s, size = product_seconds(number, sizes[-1]), 2 * sizes[-1]
-        if took_s * 8 > LONGEST_S or 3 * 8 * size**2 > free / 4:
+    while sizes[-1] < MAX_SIDE:
+        seconds, size = time_product(precision, sizes[-1]), 2 * sizes[-1]
+        if seconds * 8 > MAX_PRODUCT_S or 3 * 8 * size**2 > free / 4:
             break
         sizes.append(size)
     return sizes[-NUM_SIZES:]
 
 
-def copies(asked: MachineRequest, seconds: float) -> MachineResults:
+def copies(request: MachineRequest, seconds: float) -> MachineResults:
     import torch
 
-    found, turns = MachineResults(threads=torch.get_num_threads()), list[Turn]()
-    for device in asked.context.devices:
+    results, operations = MachineResults(threads=torch.get_num_threads()), list[MachineOperation]()
+    for device in request.context.devices:
         if device.kind == "cuda":
-            turns += _of_gpu(device)
+            operations += _gpu_copies(device)
         elif device.kind == "cpu":
-            turns.append(triad(device))
+            operations.append(triad(device))
         else:
-            found.skipped[f"{device.torch_name} copies"] = "shares the host's memory"
-    found.rates, failed = in_turns(turns, asked.rounds, seconds)
-    found.skipped |= failed
-    return found
+            results.skipped[f"{device.torch_name} copies"] = "shares the host's memory"
+    results.rates, failed = measure_interleaved(operations, request.rounds, seconds)
+    results.skipped |= failed
+    return results
 
 
-def triad(device: Device) -> Turn:
-    """Return a = b + s c of float64 arrays that are larger than the caches.
+def triad(device: Device) -> MachineOperation:
+    """Return the operation a = b + s c on float64 arrays that are larger than the caches.
 
-    Two arrays are read and one is written, as its authors count.
+    As in STREAM, two reads and one write are counted.
     Source: McCalpin, STREAM: Sustainable Memory Bandwidth in High Performance Computers.
     """
     import torch
 
-    where = torch.device(device.torch_name)
+    torch_device = torch.device(device.torch_name)
     free = device.free_bytes or device.memory_bytes or GIB
-    size = min(max(LEAST_ARRAY, TIMES_CACHE * cache_bytes(where)), free // 8) // 8
+    size = min(max(MIN_ARRAY_BYTES, CACHE_FACTOR * cache_bytes(torch_device)), free // 8) // 8
 
     def once() -> float:
-        one, b, c = (torch.full((size,), value, dtype=torch.float64, device=where) for value in (0.0, 1.0, 2.0))
-        return arithmetic.seconds(lambda: torch.add(b, c, alpha=3.0, out=one), where)
+        a, b, c = (torch.full((size,), value, dtype=torch.float64, device=torch_device) for value in (0.0, 1.0, 2.0))
+        return arithmetic.time_call(lambda: torch.add(b, c, alpha=3.0, out=a), torch_device)
 
-    return Turn("copies", device.torch_name, "memory, triad", 8 * size, 3.0 * 8 * size, once)
+    return MachineOperation("copies", device.torch_name, "memory, triad", 8 * size, 3.0 * 8 * size, once)
 
 
-def _of_gpu(device: Device) -> Iterator[Turn]:
-    """Yield copies to, from and within a GPU; a copy within it reads and writes its memory."""
+def _gpu_copies(device: Device) -> Iterator[MachineOperation]:
+    """Yield copies to, from and within a GPU; a copy within a GPU counts twice, because it reads and writes."""
     import torch
 
-    where, host = torch.device(device.torch_name), torch.device("cpu")
+    torch_device, host = torch.device(device.torch_name), torch.device("cpu")
 
-    def copied(source: torch.device, target: torch.device, pinned: bool) -> float:
-        def made(place: torch.device) -> torch.Tensor:
-            tensor = torch.ones(COPIED, dtype=torch.uint8, device=place)
+    def copy_seconds(source: torch.device, target: torch.device, pinned: bool) -> float:
+        def allocate(place: torch.device) -> torch.Tensor:
+            tensor = torch.ones(COPY_BYTES, dtype=torch.uint8, device=place)
             return tensor.pin_memory() if pinned and place.type == "cpu" else tensor
 
-        one, other = made(source), made(target)
-        return arithmetic.seconds(lambda: other.copy_(one, non_blocking=pinned), where)
+        original, copy = allocate(source), allocate(target)
+        return arithmetic.time_call(lambda: copy.copy_(original, non_blocking=pinned), torch_device)
 
     kinds = [
-        ("host to device, pinned", host, where, True, 1),
-        ("host to device, not pinned", host, where, False, 1),
-        ("device to host, pinned", where, host, True, 1),
-        ("device to host, not pinned", where, host, False, 1),
-        ("device to device", where, where, False, 2),
+        ("host to device, pinned", host, torch_device, True, 1),
+        ("host to device, not pinned", host, torch_device, False, 1),
+        ("device to host, pinned", torch_device, host, True, 1),
+        ("device to host, not pinned", torch_device, host, False, 1),
+        ("device to device", torch_device, torch_device, False, 2),
     ]
     for name, source, target, pinned, times in kinds:
-        once = functools.partial(copied, source, target, pinned)
-        yield Turn("copies", device.torch_name, name, COPIED, float(times * COPIED), once)
+        once = functools.partial(copy_seconds, source, target, pinned)
+        yield MachineOperation("copies", device.torch_name, name, COPY_BYTES, float(times * COPY_BYTES), once)
     yield triad(device)
 
 
@@ -269,39 +278,39 @@ def cache_bytes(device: torch.device, root: Path = ROOT) -> int:
     if device.type == "cuda":
         return get_accelerator(device).l2_cache_bytes()
     units = {"K": 2**10, "M": 2**20, "G": 2**30}
-    found: dict[tuple[int, str], int] = {}  # level, and the cores that share it -> bytes
+    sizes: dict[tuple[int, str], int] = {}  # (level, cores that share the cache) -> bytes
     for core in affinity():
         for index in (root / f"sys/devices/system/cpu/cpu{core}/cache").glob("index*"):
             level, text, shared = (
                 (index / name).read_text(encoding="ascii").strip() for name in ("level", "size", "shared_cpu_list")
             )
             if text[:-1].isdigit() and text[-1] in units:
-                found[int(level), shared] = int(text[:-1]) * units[text[-1]]
-    last = max((level for level, _ in found), default=0)
-    return sum(size for (level, _), size in found.items() if level == last)
+                sizes[int(level), shared] = int(text[:-1]) * units[text[-1]]
+    last = max((level for level, _ in sizes), default=0)
+    return sum(size for (level, _), size in sizes.items() if level == last)
 
 
-def disk(asked: MachineRequest, seconds: float) -> MachineResults:
-    folder = nearest(asked.root)
+def disk(request: MachineRequest, seconds: float) -> MachineResults:
+    folder = nearest_existing(request.root)
     free = shutil.disk_usage(folder).free
-    if asked.disk_bytes > free / 2:  # other programs write there too
-        much = f"a file of {asked.disk_bytes // MIB:,} MiB would take more than half of the {free // MIB:,} MiB"
-        return MachineResults(skipped={"disk": f"{much} that are free in {folder}; use a smaller disk_mib="})
-    with _trial_folder(folder) as trial:
-        file, data = trial / "data", [os.urandom(MIB)] * (asked.disk_bytes // MIB)  # incompressible
+    if request.disk_bytes > free / 2:  # leave space for other programs
+        reason = f"a file of {request.disk_bytes // MIB:,} MiB would take more than half of the {free // MIB:,} MiB"
+        return MachineResults(skipped={"disk": f"{reason} that are free in {folder}; use a smaller disk_mib="})
+    with _temporary_folder(folder) as temporary:
+        file, data = temporary / "data", [os.urandom(MIB)] * (request.disk_bytes // MIB)  # incompressible
         block = bytearray(MIB)
 
-        def written_s() -> float:
+        def write() -> float:
             if file.exists():
                 files.remove(file)
             began = time.perf_counter()
             files.write_new(file, data)
-            files.fsync_directory(trial)
+            files.fsync_directory(temporary)
             return time.perf_counter() - began
 
-        def read_s() -> float:
+        def read() -> float:
             if not file.exists():
-                written_s()
+                write()
             with file.open("rb", buffering=0) as opened:
                 os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
                 began = time.perf_counter()
@@ -309,29 +318,32 @@ def disk(asked: MachineRequest, seconds: float) -> MachineResults:
                     pass
                 return time.perf_counter() - began
 
-        turns = [
-            Turn("disk", str(folder), name, asked.disk_bytes, float(asked.disk_bytes), once)
-            for name, once in (("written as a checkpoint is, with fsync", written_s), ("read", read_s))
+        operations = [
+            MachineOperation("disk", str(folder), name, request.disk_bytes, float(request.disk_bytes), once)
+            for name, once in (("written as a checkpoint is, with fsync", write), ("read", read))
         ]
-        rates, failed = in_turns(turns, asked.rounds, seconds)
-    notes = ["the file was written just before it is read: the kernel is asked to drop it from the cache, but may not"]
+        rates, failed = measure_interleaved(operations, request.rounds, seconds)
+    notes = ["the file is read shortly after it was written: the kernel may not have dropped it from the page cache"]
     return MachineResults(rates, failed, notes if rates else [])
 
 
 @contextmanager
-def _trial_folder(folder: Path) -> Iterator[Path]:
-    """Create a folder, removed at the end. Raises StorageError."""
-    trial = folder / f"{files.TEMPORARY}machine-{secrets.token_hex(4)}"
-    files.new_directory(trial)
+def _temporary_folder(folder: Path) -> Iterator[Path]:
+    """Create a folder, and remove it at the end. Raises StorageError."""
+    temporary = folder / f"{files.TEMPORARY}machine-{secrets.token_hex(4)}"
+    files.new_directory(temporary)
     try:
-        yield trial
+        yield temporary
     finally:
-        files.remove(trial)
+        files.remove(temporary)
 
 
 MIB, GIB = 2**20, 2**30
-LEAST_ROUNDS = 3  # however small the budget
-LARGEST, NUM_SIZES = 16384, 3  # side of a matrix, and sizes that are tried in turns
-LONGEST_S = 0.1  # of one product
-COPIED = 256 * MIB
-LEAST_ARRAY, TIMES_CACHE = 64 * MIB, 4  # STREAM's rule: an array is four times as large as the last cache
+MIN_ROUNDS = 3  # for any budget
+MAX_SIDE, NUM_SIZES = 16384, 3  # largest side of a matrix, number of sizes to measure
+MAX_PRODUCT_S = 0.1  # of one matrix product
+COPY_BYTES = 256 * MIB
+MIN_ARRAY_BYTES, CACHE_FACTOR = (
+    64 * MIB,
+    4,
+)  # STREAM's rule: an array has at least four times the size of the last-level caches

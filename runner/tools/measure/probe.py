@@ -1,6 +1,6 @@
 """Inspect the code of a task: slow lines, device synchronizations, samples, shapes, terms of the loss.
 
-Inspection slows the code down, so nothing here is a measurement of updates.
+Inspection slows the code down, so its times are not those of updates.
 """
 
 from __future__ import annotations
@@ -30,54 +30,54 @@ SECONDS = 1.0  # for each inspection
 UPDATES = 3
 BATCHES = 64  # whose shapes are inspected
 SAMPLES = 16
-Answer = dict[str, Any]
+Reply = dict[str, Any]
 
 
-def probe(run: TrainingRun, phase: Phase, updates: Iterator[int]) -> Answer:
-    """Return what was found; what could not be inspected is absent."""
+def probe(run: TrainingRun, phase: Phase, updates: Iterator[int]) -> Reply:
+    """Inspect the task; keys that do not apply are absent."""
     source = run.parts.source
-    found: Answer = {
+    result: Reply = {
         "source": str(source),
         "has_begin_update": type(run.parts.task).begin_update is not Task.begin_update,
     }
-    found |= _samples(phase.loader.fetcher, source)
-    found |= _shapes(phase)
-    found |= batch_of(phase)
+    result |= _inspect_samples(phase.loader.fetcher, source)
+    result |= _count_shapes(phase)
+    result |= inspect_batch(phase)
     if run.parts.world.device.type == "cuda":
-        found["waits"] = _waits(run, updates)
-    return found
+        result["waits"] = _find_device_waits(run, updates)
+    return result
 
 
 # ---------------------------------------------------------------- samples
 
 
-def _samples(fetcher: Fetcher, source: Path) -> Answer:
-    """Return the cost of reading samples as the run does, and the slowest line of the task's file in it."""
+def _inspect_samples(fetcher: Fetcher, source: Path) -> Reply:
+    """Return the cost of reading samples as the run does, and the slowest line of the task's file."""
     num, seconds, busy = 1, 0.0, 0.0
-    while seconds < SECONDS / 20 and num <= SAMPLES:  # several at once: a dataset may read them together
+    while seconds < SECONDS / 20 and num <= SAMPLES:  # a batch: a dataset may read its samples together
         num = min(2 * num, len(fetcher)) if num < len(fetcher) else num
         began, busy = time.perf_counter(), time.process_time()
-        batch = fetcher[_first(num)].batch
+        batch = fetcher[_first_samples(num)].batch
         seconds, busy = time.perf_counter() - began, time.process_time() - busy
         if num == len(fetcher):
             break
-    again = fetcher[_first(num)._replace(epoch=1)].batch  # random draws of a dataset repeat within an epoch
-    with timed_lines(source) as lines:
-        fetcher[_first(num)]
-    found: Answer = {
+    again = fetcher[_first_samples(num)._replace(epoch=1)].batch  # random draws of a dataset repeat within an epoch
+    with time_lines(source) as lines:
+        fetcher[_first_samples(num)]
+    result: Reply = {
         "sample_ms": 1e3 * seconds / num,
-        "sample_busy": min(1.0, busy / max(seconds, 1e-9)),  # share in which this process computed instead of waiting
+        "sample_busy": min(1.0, busy / max(seconds, 1e-9)),  # CPU share of the time
         "sample_bytes": _nbytes(batch) / num,
         "same_when_read_again": are_equal(batch, again),
         "changes_with_epoch": fetcher.set_epoch is not None,
     }
     line = max(lines, key=lambda line: lines[line], default=None)
     if line is not None:
-        found["slow_line"] = {"file": line[0], "line": line[1], "ms": 1e3 * lines[line] / num}
-    return found
+        result["slow_line"] = {"file": line[0], "line": line[1], "ms": 1e3 * lines[line] / num}
+    return result
 
 
-def _first(num: int) -> MicroBatchKey:
+def _first_samples(num: int) -> MicroBatchKey:
     return MicroBatchKey(0, list(range(num)), last=True)
 
 
@@ -90,89 +90,89 @@ def _nbytes(batch: Any) -> int:
 # ---------------------------------------------------------------- batches
 
 
-def _shapes(phase: Phase) -> Answer:
-    """Return how many shapes complete micro-batches have; shorter ones at the end of an epoch do not count."""
-    seen: set[tuple[tuple[int, ...], ...]] = set()
+def _count_shapes(phase: Phase) -> Reply:
+    """Count the distinct shapes of full micro-batches; shorter ones at the end of an epoch are ignored."""
+    shapes: set[tuple[tuple[int, ...], ...]] = set()
     began, num = time.perf_counter(), 0
-    whole = phase.planned.batch.micro_batch_size
+    full_size = phase.planned.batch.micro_batch_size
     for number, micro in enumerate(phase.order.from_update(0)):
-        if len(micro.indices) == whole:
-            seen.add(tuple(_shapes_of(phase.loader.fetcher[micro].batch)))
+        if len(micro.indices) == full_size:
+            shapes.add(tuple(_get_shapes(phase.loader.fetcher[micro].batch)))
             num += 1
         if number >= BATCHES or time.perf_counter() - began > SECONDS:
             break
-    return {"num_shapes": len(seen), "batches_looked_at": num}
+    return {"num_shapes": len(shapes), "batches_looked_at": num}
 
 
-def _shapes_of(batch: Any, *, floating: bool = False) -> list[tuple[int, ...]]:
+def _get_shapes(batch: Any, *, floating: bool = False) -> list[tuple[int, ...]]:
     """Return the shapes of the tensors of a batch; with `floating`, only of floating-point tensors."""
     tensors: list[Tensor] = []
     map_tensors(tensors.append, batch)
     return [tuple(tensor.shape) for tensor in tensors if tensor.is_floating_point() or not floating]
 
 
-def batch_of(phase: Phase) -> Answer:
+def inspect_batch(phase: Phase) -> Reply:
     """Return the shape of the model's input and the number of terms of its loss."""
-    given = next(phase.feed).batch
-    shapes = _shapes_of(given, floating=True)
-    found: Answer = {"input_shape": max(shapes, key=len)} if shapes else {}
+    batch = next(phase.feed).batch
+    shapes = _get_shapes(batch, floating=True)
+    result: Reply = {"input_shape": max(shapes, key=len)} if shapes else {}
     with phase.run_.parts.precision.forward():
-        total, _ = phase.work.training.loss(phase.work.training.model, given)  # type: ignore[attr-defined]
-    found["loss_terms"] = _terms(total.grad_fn)
-    return found
+        total, _ = phase.work.training.loss(phase.work.training.model, batch)  # type: ignore[attr-defined]
+    result["loss_terms"] = _count_terms(total.grad_fn)
+    return result
 
 
-def _terms(node: Any, depth: int = 0) -> int:
-    """Return the number of summands at the root of an autograd graph, through additions and scaling."""
+def _count_terms(node: Any, depth: int = 0) -> int:
+    """Count the summands at the root of an autograd graph, through additions and scaling."""
     if node is None or depth > 200:
         return 0
     name = type(node).__name__
     inner = [child for child, _ in node.next_functions]
     if name.startswith(("AddBackward", "SubBackward")):
-        return sum(_terms(child, depth + 1) for child in inner)
+        return sum(_count_terms(child, depth + 1) for child in inner)
     if name.startswith(
         ("MulBackward", "DivBackward", "NegBackward", "SumBackward", "ToCopyBackward", "SqueezeBackward")
     ):
         with_gradient = [child for child in inner if child is not None]
-        return max(1, _terms(with_gradient[0], depth + 1)) if len(with_gradient) == 1 else 1
+        return max(1, _count_terms(with_gradient[0], depth + 1)) if len(with_gradient) == 1 else 1
     return 1
 
 
 # ---------------------------------------------------------------- lines
 
 
-def _waits(run: TrainingRun, updates: Iterator[int]) -> list[Answer]:
-    """Return the lines of the task at which the host waits for the device, with the number per update."""
+def _find_device_waits(run: TrainingRun, updates: Iterator[int]) -> list[Reply]:
+    """Return the lines of the task at which the host waits for the device, with their count per update."""
     waits = DeviceWaits(run.parts.bare, partial(is_task_file, source=run.parts.source))
     waits.start()
     try:
-        for _ in _some(updates, UPDATES):
+        for _ in _take(updates, UPDATES):
             waits.update()
     finally:
         waits.stop()
     return [{"file": file, "line": number, "times": times} for (file, number), times in waits.lines().items()]
 
 
-def _some(updates: Iterator[int], most: int) -> Iterator[int]:
-    """Yield at least one update, and no more than SECONDS allow."""
+def _take(updates: Iterator[int], max_updates: int) -> Iterator[int]:
+    """Yield up to `max_updates` updates within SECONDS, at least one."""
     began = time.perf_counter()
     for number, update in enumerate(updates, 1):
         yield update
-        if number == most or time.perf_counter() - began >= SECONDS:
+        if number == max_updates or time.perf_counter() - began >= SECONDS:
             return
 
 
 @contextmanager
-def timed_lines(source: Path) -> Iterator[dict[Line, float]]:
-    """Fill the mapping with the seconds of each line of that file, including calls.
+def time_lines(source: Path) -> Iterator[dict[Line, float]]:
+    """Trace the block; yield a mapping that receives the seconds of each line of the file, including calls.
 
     The cost of tracing is subtracted.
     """
     seconds: dict[Line, float] = {}
     counts: Counter[Line] = Counter()
-    wanted = str(source)
+    filename = str(source)
     stack: list[FrameType] = []
-    last: list[Any] = [None, 0.0]  # current line, since when
+    last: list[Any] = [None, 0.0]  # current line, and its start time
 
     def account(now: float, line: Line | None) -> None:
         if last[0] is not None:
@@ -183,22 +183,22 @@ def timed_lines(source: Path) -> Iterator[dict[Line, float]]:
     def local(frame: FrameType, event: str, argument: Any) -> Any:
         now = time.perf_counter()
         if event == "line":
-            account(now, (wanted, frame.f_lineno))
+            account(now, (filename, frame.f_lineno))
         elif event == "return":
             stack.pop()
             outer = stack[-1] if stack else None
-            account(now, (wanted, outer.f_lineno) if outer is not None else None)
+            account(now, (filename, outer.f_lineno) if outer is not None else None)
         last[1] = time.perf_counter()
         return local
 
-    def called(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != wanted or _is_generator(frame.f_code):
+    def trace_call(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != filename or _is_generator(frame.f_code):
             return None
         stack.append(frame)
         return local
 
     before = sys.gettrace()
-    sys.settrace(called)
+    sys.settrace(trace_call)
     try:
         yield seconds
     finally:
@@ -209,13 +209,11 @@ def timed_lines(source: Path) -> Iterator[dict[Line, float]]:
 
 
 def _is_generator(code: CodeType) -> bool:
-    return bool(
-        code.co_flags & 0x20
-    )  # inspect.CO_GENERATOR: it is left and entered again, which the stack cannot follow
+    return bool(code.co_flags & 0x20)  # inspect.CO_GENERATOR: `stack` cannot follow suspended frames
 
 
 def _tracing_cost() -> float:
-    """Return the seconds that the interpreter takes to trace a line, outside of `local`."""
+    """Return the overhead of the interpreter per traced line in seconds, outside of the trace function."""
     lines = 2000
 
     def work() -> float:

@@ -1,7 +1,7 @@
-"""The results of the ladder: a record per column in JSON, and the same times as a CSV table.
+"""The results of the ladder: a JSON record per column, and the step times as a CSV table.
 
 Columns that were measured together form a session with its own baseline. Times of different sessions must not be
-compared, even on the same machine: its load and its clocks differ.
+compared, even on the same machine, because its load and clocks differ.
 """
 
 from __future__ import annotations
@@ -26,23 +26,23 @@ from runner.base.json_converter import INLINE, decode, encode
 from runner.base.json_values import as_dict, parse_object, to_json
 from runner.base.text import abbreviate
 from runner.durable import files
-from runner.plan.environment import environment
+from runner.plan.environment import collect_environment
 from runner.plan.inventory import take_inventory
-from runner.tools.doctor.storage import nearest
-from runner.tools.measure.comparison_result import TrialOutcome, outcome_as_json
+from runner.tools.doctor.storage import nearest_existing
+from runner.tools.measure.comparison_result import TrialOutcome, encode_outcome
 from runner.tools.measure.statistics import Ratio
-from runner.tools.measure.technique import BASELINE, STEP, is_name
+from runner.tools.measure.technique import BASELINE, STEP, is_valid_name
 
 PICTURES = ("steps.png", "heatmap.png", "speedup.png")
 
 
 @dataclass(frozen=True)
 class Usage:
-    """What an update uses.
+    """Resource usage of an update.
 
-    peak_gib   of the GPU, or of the process if there is no GPU
-    attention  kernels that ran; empty if unknown: compiled models hide them
-    update_j   joules
+    peak_gib   peak memory of the GPU, or of the process if there is no GPU
+    attention  attention kernels that ran; empty if unknown: compiled models hide them
+    update_j   joules of an update
     """
 
     peak_gib: float | None = None
@@ -55,11 +55,12 @@ class Usage:
 
 @dataclass(frozen=True)
 class LadderRow:
-    """What is known of one column.
+    """The record of one column.
 
     members     techniques on the baseline, without those that a later one replaced
-    own         times as fast as the previous row of the stack
-    start_s     seconds until the run is built; compile_s: extra time of its first updates
+    own         speed relative to the previous row of the stack
+    start_s     seconds until the run is built
+    compile_s   extra seconds of its first updates
     updates_ms  milliseconds of its steps
     """
 
@@ -79,22 +80,22 @@ class LadderRow:
 
     @property
     def verdict(self) -> str:
-        """Return what is certain about its speed, and whether it counts."""
+        """Return the verdict on its speed, and whether its numerical results differ."""
         ratio = self.outcome.ratio
         wrong = ", but wrong" if self.outcome.is_wrong else ""
         return f"{ratio.verdict}{wrong}" if ratio else ""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the record without its times."""
-        found = {key: value for key, value in encode(self).items() if key not in ("updates_ms", "hardware")}
-        return found | outcome_as_json(self.outcome) | {"verdict": self.verdict, "is_wrong": self.outcome.is_wrong}
+        """Return the record without its step times."""
+        record = {key: value for key, value in encode(self).items() if key not in ("updates_ms", "hardware")}
+        return record | encode_outcome(self.outcome) | {"verdict": self.verdict, "is_wrong": self.outcome.is_wrong}
 
 
 class Results:
     """The files `<prefix>results.json` and `<prefix>results.csv` in a folder, and the plots beside them.
 
-    csv     the column `step`, 1 to N, then a column per variant in milliseconds; shorter columns end with empty cells.
-            It is written for other programs and never read
+    csv     column `step`, 1 to N, then a column per variant in milliseconds; shorter columns end with empty cells.
+            Written for other programs, never read
     Raises ConfigError if file names cannot begin with the prefix.
     """
 
@@ -106,14 +107,14 @@ class Results:
         self.csv, self.json = self.file("results.csv"), self.file("results.json")
 
     def file(self, name: str) -> Path:
-        """Return the file of that name in the folder, with the prefix."""
+        """Return the path of a file in the folder, with the prefix."""
         return self.folder / f"{self.prefix}{name}"
 
     def check(self) -> None:
-        """Raise ConfigError if nothing can be written there, before anything is measured."""
-        there = nearest(self.folder)
-        if not there.is_dir() or not os.access(there, os.W_OK | os.X_OK):
-            what = f"must be a folder in which you may write, but {there} is not"
+        """Raise ConfigError if the folder is not writable. Call it before measuring."""
+        existing = nearest_existing(self.folder)
+        if not existing.is_dir() or not os.access(existing, os.W_OK | os.X_OK):
+            what = f"must be a writable folder, but {existing} is not"
             raise ConfigError(Problem(what, f"folder={self.folder}", "choose another folder="))
 
     def rows(self) -> dict[str, LadderRow]:
@@ -123,29 +124,29 @@ class Results:
         """
         if not files.exists(self.json):
             raise InputMissing("there are no results yet", where=str(self.json), fix="run accel-run benchmark first")
-        content = parse_object(files.read(self.json, at_most=_MOST_BYTES))
-        found = {
-            name: decode(LadderRow, as_dict(each)).value
-            for name, each in as_dict((content or {}).get("techniques")).items()
+        content = parse_object(files.read(self.json, at_most=_MAX_BYTES))
+        rows = {
+            name: decode(LadderRow, as_dict(record)).value
+            for name, record in as_dict((content or {}).get("techniques")).items()
         }
         is_valid = content is not None and isinstance(content.get("techniques"), dict)
-        if not is_valid or not all(is_name(name) and _are_times(row.updates_ms) for name, row in found.items()):
+        if not is_valid or not all(is_valid_name(name) and _are_times(row.updates_ms) for name, row in rows.items()):
             fix = "remove the file, or empty the table: accel-run benchmark reset"
             raise DataError("is damaged, or was written by an earlier version", where=str(self.json), fix=fix)
-        return found
+        return rows
 
     def put(self, rows: Mapping[str, LadderRow], *, session: int | None = None, is_main: bool = True) -> int:
-        """Write these columns, replacing earlier ones of the same names; return the number of their session.
+        """Write these columns, replacing earlier ones with the same names; return the number of their session.
 
-        A baseline is kept as long as a column of its session. If another session takes the name `baseline`, the earlier
-        one is renamed to `session_baseline`.
+        A baseline is kept as long as any column of its session. If another session takes the name `baseline`, the
+        earlier one is renamed to `session_baseline`.
 
-        session  returned by an earlier call, for columns that were measured together with those; None: a new one
-        is_main  False: an existing baseline keeps the name `baseline`, and that of this session is renamed
-        A crash leaves each file as it was or as it will be. Raises DataError, with nothing changed, if the results are
-        damaged, RunInUse if another process does not finish its change, and StorageError.
+        session  number of the session, from an earlier call; None: a new session
+        is_main  False: an existing baseline keeps the name `baseline`, and the baseline of this session is renamed
+        Each file is replaced atomically. Raises DataError, without changes, if the results are damaged, RunInUse if
+        another process does not finish its change, and StorageError.
         """
-        assert all(is_name(name) and _are_times(row.updates_ms) for name, row in rows.items())
+        assert all(is_valid_name(name) and _are_times(row.updates_ms) for name, row in rows.items())
         now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
         with self._locked():
             before = self.rows() if files.exists(self.json) else {}
@@ -154,21 +155,21 @@ class Results:
             earlier = before.get(BASELINE)
             if BASELINE in rows and earlier is not None and earlier.session != session:
                 if is_main:
-                    before = _renamed(before, session_baseline(earlier.session))
+                    before = _rename_baseline(before, session_baseline(earlier.session))
                 else:
-                    rows = _renamed(rows, session_baseline(session))
+                    rows = _rename_baseline(rows, session_baseline(session))
             after = before | dict(rows)
-            alive = {row.session for name, row in after.items() if name != session_baseline(row.session)}
-            self._write({name: row for name, row in after.items() if row.session in alive})
+            used = {row.session for name, row in after.items() if name != session_baseline(row.session)}
+            self._write({name: row for name, row in after.items() if row.session in used})
             return session
 
     def init(self) -> None:
         """Create an empty table. Raises ConfigError if there are results, DataError if they are damaged."""
         with self._locked():
-            there = self.rows() if files.exists(self.json) else {}
-            if there:
+            rows = self.rows() if files.exists(self.json) else {}
+            if rows:
                 fix = "to delete them: accel-run benchmark reset; to keep them, choose another prefix="
-                raise ConfigError(Problem(f"has results already: {abbreviate(list(there))}", str(self.csv), fix))
+                raise ConfigError(Problem(f"has results already: {abbreviate(list(rows))}", str(self.csv), fix))
             self._write({})
 
     def reset(self) -> None:
@@ -178,21 +179,23 @@ class Results:
             self._remove(PICTURES)
 
     def clean(self) -> list[Path]:
-        """Remove the table, its plots, and what a crash left of them; return the removed files."""
+        """Remove the table, its plots, and their temporary files after a crash; return the removed files."""
         if not files.exists(self.folder):
             return []
         with self._locked():
-            found = self._remove(("results.csv", "results.json", *PICTURES))
+            removed = self._remove(("results.csv", "results.json", *PICTURES))
             files.remove(self._lock)
-        return found
+        return removed
 
     def _remove(self, names: tuple[str, ...]) -> list[Path]:
-        ours = [self.file(name).name for name in names]
-        torn = tuple(f"{files.TEMPORARY}{name}-" for name in ours)
-        found = [self.folder / name for name in files.list_names(self.folder) if name in ours or name.startswith(torn)]
-        for path in found:
+        names = tuple(self.file(name).name for name in names)
+        temporary = tuple(f"{files.TEMPORARY}{name}-" for name in names)
+        paths = [
+            self.folder / name for name in files.list_names(self.folder) if name in names or name.startswith(temporary)
+        ]
+        for path in paths:
             files.remove(path)
-        return found
+        return paths
 
     def _write(self, rows: Mapping[str, LadderRow]) -> None:
         text = io.StringIO(newline="")
@@ -213,10 +216,10 @@ class Results:
 
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Keep other processes from changing the files. Raises RunInUse if one does so for too long."""
+        """Lock the files. Raises RunInUse if another process holds the lock for too long."""
         files.make_directory(self.folder)
         note = f"{os.getpid()} {secrets.token_hex(8)}"
-        deadline = time.monotonic() + PATIENCE_S
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
         while True:
             try:
                 lock = files.Lock(self._lock, note)
@@ -224,9 +227,9 @@ class Results:
                 if time.monotonic() > deadline:
                     what = f"process {held.note.partition(' ')[0]} is changing them and does not finish"
                     raise RunInUse(what, where=str(self.csv), fix="end it, or choose another prefix=") from None
-                time.sleep(_PAUSE_S)
+                time.sleep(_RETRY_S)
                 continue
-            if lock.holds(self._lock):  # `clean` may have removed it meanwhile
+            if lock.holds(self._lock):  # `clean` may have removed the file meanwhile
                 break
             lock.release()
         try:
@@ -236,11 +239,11 @@ class Results:
 
 
 def session_baseline(session: int) -> str:
-    """Return the name of a session's baseline if another session has the name `baseline`."""
+    """Return the name of a session's baseline while another session uses the name `baseline`."""
     return f"{BASELINE} (session {session})"
 
 
-def _renamed(rows: Mapping[str, LadderRow], name: str) -> dict[str, LadderRow]:
+def _rename_baseline(rows: Mapping[str, LadderRow], name: str) -> dict[str, LadderRow]:
     """Return the rows with the baseline under another name, at the same position."""
     return {name if key == BASELINE else key: row for key, row in rows.items()}
 
@@ -252,9 +255,9 @@ def _are_times(values: tuple[float, ...]) -> bool:
 @cache
 def hardware() -> dict[str, Any]:
     """Return the machine and its software versions, as in environment.json of a run. Imports torch."""
-    return environment(take_inventory())
+    return collect_environment(take_inventory())
 
 
-PATIENCE_S = 30.0  # for the change of another process, which takes less than one
-_PAUSE_S = 0.02
-_MOST_BYTES = 256 << 20  # a thousand columns of ten thousand steps
+LOCK_TIMEOUT_S = 30.0  # a change takes less than a second
+_RETRY_S = 0.02
+_MAX_BYTES = 256 << 20  # a thousand columns of ten thousand steps

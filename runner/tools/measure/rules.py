@@ -1,6 +1,6 @@
-"""Rules: what the evidence suggests to try. A rule is silent if its evidence is missing.
+"""Rules that derive candidate settings from the evidence of a run. A rule without evidence finds nothing.
 
-A finding is no advice yet: its candidates are measured first (runner/tools/measure/advisor.py).
+A finding is not yet advice: its candidates are measured first (runner/tools/measure/advisor.py).
 """
 
 from __future__ import annotations
@@ -17,28 +17,28 @@ from runner.engine.save_policy import MAX_AT_RISK_S, MAX_OVERHEAD, MIN_INTERVAL_
 from runner.tools.measure.candidates import Candidate
 from runner.tools.measure.facts import Facts
 
-# Shares of the time of updates from which a part is examined. They decide what is tried, not what is advised.
-WAIT = 0.10
-PART = 0.05
-EVALUATION = 0.20
-ROOM_LEFT = 0.6  # share of the GPU's memory below which larger micro-batches have room
-SMALL_UPDATE_MS = 5.0  # below which a GPU may wait for kernel launches most of the time
-THROTTLED = 0.05  # share of the time
-CACHE_SHARE = 0.25  # of the machine's memory that cached samples may use
-LONGER_APART = 1.5  # times the interval between checkpoints from which a longer one is recommended
-SEVERAL = 3  # checkpoints or evaluations: fewer are those at the end
-BUSY = 0.5  # share of the time of reading a sample in which the processor is needed
-MANY_SHAPES = 3  # the usual one, and two at the end of an epoch
+# Thresholds, mostly shares of the time of updates. They select candidates; measurements decide.
+MIN_DATA_WAIT = 0.10
+MIN_PART_SHARE = 0.05
+MIN_EVALUATION_SHARE = 0.20
+MAX_MEMORY_SHARE = 0.6  # share of the GPU's memory below which activations need not be recomputed
+SMALL_UPDATE_MS = 5.0  # shorter updates may mostly wait for kernel launches
+MIN_THROTTLED_SHARE = 0.05
+CACHE_SHARE = 0.25  # share of the machine's memory that cached samples may use
+MIN_INTERVAL_RATIO = 1.5  # a longer interval between checkpoints is recommended from this ratio to the current one
+MIN_EVENTS = 3  # checkpoints or evaluations: fewer are those at the end of phases
+CPU_BOUND_SHARE = 0.5  # CPU share of the time of reading a sample, below which reading is I/O-bound
+MAX_SHAPES = 3  # the usual shape, and two at the end of an epoch
 
 
 @dataclass(frozen=True)
 class RuleFinding:
-    """What a rule has found.
+    """The finding of a rule.
 
-    evidence    a sentence with the numbers
+    evidence    sentence with the numbers
     candidates  settings to try
-    by_hand     a manual change, if no setting helps or one would change more than the speed
-    at_most     times as fast updates would be without what was found; None: unknown
+    by_hand     manual change, if no setting helps or the setting would change more than the speed
+    at_most     relative speed of updates without the problem, the largest possible gain; None: unknown
     """
 
     rule: str
@@ -52,14 +52,16 @@ Rule = Callable[[Facts], RuleFinding | None]
 
 
 def findings(facts: Facts) -> list[RuleFinding]:
-    """Return the findings of all rules, the largest possible gain first; unknown gains come last."""
-    found = [dataclasses.replace(each, rule=name) for name, rule in RULES.items() if (each := rule(facts)) is not None]
-    return sorted(found, key=lambda finding: -(finding.at_most or 0.0))
+    """Apply all rules; return the findings by decreasing possible gain, unknown gains last."""
+    found = {name: finding for name, rule in RULES.items() if (finding := rule(facts)) is not None}
+    named = [dataclasses.replace(finding, rule=name) for name, finding in found.items()]
+    return sorted(named, key=lambda finding: -(finding.at_most or 0.0))
 
 
-def _found(evidence: str, *tries: str, by_hand: str = "", at_most: float | None = None) -> RuleFinding:
-    """Return a finding; each of `tries` has the overrides of a candidate, separated by spaces."""
-    return RuleFinding("", evidence, tuple(Candidate(tuple(each.split())) for each in tries), by_hand, at_most)
+def _make_finding(evidence: str, *tries: str, by_hand: str = "", at_most: float | None = None) -> RuleFinding:
+    """Make a finding; each item of `tries` has the overrides of one candidate, separated by spaces."""
+    candidates = tuple(Candidate(tuple(overrides.split())) for overrides in tries)
+    return RuleFinding("", evidence, candidates, by_hand, at_most)
 
 
 # ---------------------------------------------------------------- data
@@ -68,42 +70,42 @@ def _found(evidence: str, *tries: str, by_hand: str = "", at_most: float | None 
 def data_wait(facts: Facts) -> RuleFinding | None:
     """Updates wait for data."""
     share, cores, values = facts.share("data"), facts.cpu.logical_cores, facts.values
-    if share is None or share < WAIT:
+    if share is None or share < MIN_DATA_WAIT:
         return None
     loader, workers = values.get("dataloader"), values.get("dataloader.num_workers")
-    counts = worker_counts(cores, reads_wait=facts.probe.get("sample_busy", 1.0) < BUSY)
+    counts = suggest_worker_counts(cores, is_io_bound=facts.probe.get("sample_busy", 1.0) < CPU_BOUND_SHARE)
     is_cached = values.get("dataloader.cache") != "none"
     if loader == "thread":  # without a cache it is one worker process
-        who = "a thread reads" if is_cached else "1 worker reads (dataloader=thread)"
+        readers = "a thread reads" if is_cached else "1 worker reads (dataloader=thread)"
         tries = [f"dataloader=default dataloader.num_workers={n}" for n in counts if is_cached or n > 1]
     elif workers is None:
         return None
     elif workers == 0:
         tries = [f"dataloader.num_workers={n}" for n in counts] + ["dataloader=thread"] * is_cached
-        who = "no worker prefetches (dataloader.num_workers=0)"
+        readers = "no worker prefetches (dataloader.num_workers=0)"
     else:
         tries = [f"dataloader.num_workers={n}" for n in counts if n > workers]
         tries.append(f"dataloader.prefetch_factor={2 * int(values.get('dataloader.prefetch_factor', 2))}")
-        who = f"{workers} workers read" if workers > 1 else "1 worker reads"
-    cached, size = cache(facts)
-    evidence = f"{describe_share('data', share)}; {who}, {_cores(cores)}{size}"
-    return _found(evidence, *(word for words in cached for word in words), *tries, at_most=_without(share))
+        readers = f"{workers} workers read" if workers > 1 else "1 worker reads"
+    caches, size = cache_override(facts)
+    evidence = f"{describe_share('data', share)}; {readers}, {_format_cores(cores)}{size}"
+    return _make_finding(evidence, *caches, *tries, at_most=_speedup_without(share))
 
 
 def slow_transform(facts: Facts) -> RuleFinding | None:
     """One line of the task takes most of the time of reading a sample."""
     share, line, sample_ms = facts.share("data"), facts.probe.get("slow_line"), facts.probe.get("sample_ms")
-    if share is None or share < WAIT or not line or not sample_ms or line["ms"] < sample_ms / 2:
+    if share is None or share < MIN_DATA_WAIT or not line or not sample_ms or line["ms"] < sample_ms / 2:
         return None
     update_ms, samples = facts.update_ms(), facts.evidence.global_batch_size
-    if update_ms is None or samples is None or line["ms"] * samples < WAIT * update_ms:
+    if update_ms is None or samples is None or line["ms"] * samples < MIN_DATA_WAIT * update_ms:
         return None
-    where, part = place(line), min(1.0, line["ms"] / sample_ms)
-    waits = facts.probe.get("sample_busy", 1.0) < BUSY  # more readers hide that: the remaining wait is unknown
-    return _found(
-        f"reading a sample takes {sample_ms:.3g} ms, {part:.0%} of it in {where}",
-        by_hand=f"make {where} faster, or prepare the data before training",
-        at_most=None if waits else _without(share * part),
+    location, part = format_location(line), min(1.0, line["ms"] / sample_ms)
+    is_io_bound = facts.probe.get("sample_busy", 1.0) < CPU_BOUND_SHARE  # more workers help then, by an unknown amount
+    return _make_finding(
+        f"reading a sample takes {sample_ms:.3g} ms, {part:.0%} of it in {location}",
+        by_hand=f"make {location} faster, or prepare the data before training",
+        at_most=None if is_io_bound else _speedup_without(share * part),
     )
 
 
@@ -113,7 +115,9 @@ def too_many_workers(facts: Facts) -> RuleFinding | None:
     if not isinstance(workers, int) or workers <= cores:
         return None
     fewer = sorted({max(1, cores - 1), max(1, cores // 2)}, reverse=True)
-    return _found(f"{workers} data workers share {_cores(cores)}", *(f"dataloader.num_workers={n}" for n in fewer))
+    return _make_finding(
+        f"{workers} data workers share {_format_cores(cores)}", *(f"dataloader.num_workers={n}" for n in fewer)
+    )
 
 
 def unpinned(facts: Facts) -> RuleFinding | None:
@@ -123,27 +127,27 @@ def unpinned(facts: Facts) -> RuleFinding | None:
     if facts.values.get("dataloader.cache") == "device":
         return None
     share = facts.share("transfer")
-    seen = "" if share is None else f"; copies took {share:.0%} of the time of updates"
-    return _found(
-        f"dataloader.pin_memory=false: copies to the GPU cannot overlap with compute{seen}",
+    cost = "" if share is None else f"; copies took {share:.0%} of the time of updates"
+    return _make_finding(
+        f"dataloader.pin_memory=false: copies to the GPU cannot overlap with compute{cost}",
         "dataloader.pin_memory=true prefetch=stream",
         "dataloader.pin_memory=true",
-        at_most=None if share is None else _without(share),
+        at_most=None if share is None else _speedup_without(share),
     )
 
 
 def varying_shapes(facts: Facts) -> RuleFinding | None:
-    """Kernels are searched or compiled again for each shape."""
+    """Kernels are tuned or compiled again for each shape."""
     shapes = max(facts.probe.get("num_shapes") or 0, facts.evidence.num_batch_shapes or 0)
     compiled = facts.values.get("compile", "off")
     tries = ["backend=default"] * (facts.values.get("backend") == "fast" and facts.on_cpu() is False)
     tries += [f"compile={compiled} compile.dynamic=true", "compile=off"] * (compiled != "off")
-    if shapes <= MANY_SHAPES or not tries:
+    if shapes <= MAX_SHAPES or not tries:
         return None
-    return _found(
-        f"batches have {shapes} shapes, and kernels are searched or compiled for each new one",
+    return _make_finding(
+        f"batches have {shapes} shapes, and kernels are tuned or compiled for each new one",
         *tries,
-        by_hand="let collate round lengths up to a multiple, so that few shapes remain",
+        by_hand="round lengths up to a multiple in collate, so that few shapes remain",
     )
 
 
@@ -153,78 +157,80 @@ def varying_shapes(facts: Facts) -> RuleFinding | None:
 def saves_too_often(facts: Facts) -> RuleFinding | None:
     """Training waits for checkpoints.
 
-    Checkpoints by the clock are rarer in blocks than in training, so the measurements of the run decide about them.
+    Blocks contain too few checkpoints that are saved by time, so the measurements of the run are used for them.
     """
     share, every = facts.share("saving"), facts.values.get("checkpoint.every")
     saves, seconds = facts.evidence.num_saves, facts.evidence.parts_s.get("saving")
-    if share is None or seconds is None or every == "auto" or (saves is not None and saves < SEVERAL):
+    if share is None or seconds is None or every == "auto" or (saves is not None and saves < MIN_EVENTS):
         return None
     is_by_clock = every is not None and parse_every(every)[1] == "min"
     if is_by_clock and not saves:
         return None
-    if saves:  # those at the end of a phase do not depend on the interval
+    if saves:  # checkpoints at the end of a phase do not depend on the interval
         share *= max(0, saves - len(facts.evidence.phases)) / saves
-    if share < PART:
+    if share < MIN_PART_SHARE:
         return None
     times = f", {saves} checkpoints of {seconds / saves:.2g} s" if saves else ""
     evidence = f"{describe_share('saving', share)} (checkpoint.every={every}{times})"
     if not is_by_clock or not saves:
-        return _found(evidence, "checkpoint.every=auto", at_most=_without(share))
+        return _make_finding(evidence, "checkpoint.every=auto", at_most=_speedup_without(share))
     each_s, apart_s = seconds / saves, (seconds / saves) / share
     auto_s = max(MIN_INTERVAL_S, min(each_s / MAX_OVERHEAD, MAX_AT_RISK_S - each_s))
-    if auto_s < LONGER_APART * apart_s:  # it limits the work at risk, however long a checkpoint takes
+    if auto_s < MIN_INTERVAL_RATIO * apart_s:  # `auto` limits the work at risk, however long a checkpoint takes
         return None
-    what = f"use checkpoint.every=auto: about every {auto_s:.0f} s instead of every {apart_s:.0f} s"
-    return _found(evidence, by_hand=what, at_most=1 / ((1 - share) * (1 + each_s / auto_s)))
+    change = f"use checkpoint.every=auto: about every {auto_s:.0f} s instead of every {apart_s:.0f} s"
+    return _make_finding(evidence, by_hand=change, at_most=1 / ((1 - share) * (1 + each_s / auto_s)))
 
 
 def logs_too_often(facts: Facts) -> RuleFinding | None:
     """Rows of metrics take a noticeable part of the time."""
     share, every = facts.share("logging"), facts.values.get("log_every")
-    if share is None or share < PART or not isinstance(every, int):
+    if share is None or share < MIN_PART_SHARE or not isinstance(every, int):
         return None
-    rarer = f"log_every={10 * every if every >= 10 else 50}"
-    return _found(f"{describe_share('logging', share)} (log_every={every})", rarer, at_most=_without(share))
+    override = f"log_every={10 * every if every >= 10 else 50}"
+    return _make_finding(
+        f"{describe_share('logging', share)} (log_every={every})", override, at_most=_speedup_without(share)
+    )
 
 
 def evaluates_too_often(facts: Facts) -> RuleFinding | None:
     """Evaluations take more than a fifth of the time."""
     share, num, updates = facts.share("evaluation"), facts.evidence.num_evaluations, facts.evidence.updates
-    if share is None or share < EVALUATION or not updates or num is None or num < SEVERAL:
+    if share is None or share < MIN_EVALUATION_SHARE or not updates or num is None or num < MIN_EVENTS:
         return None
-    apart = max(1, round(updates / num))
-    return _found(
-        f"{describe_share('evaluation', share)}: {num} of them, one every {apart} updates",
-        by_hand=f"use evaluate.every={5 * apart}; it affects which checkpoint is the best one",
-        at_most=_without(share * 0.8),
+    period = max(1, round(updates / num))
+    return _make_finding(
+        f"{describe_share('evaluation', share)}: {num} of them, one every {period} updates",
+        by_hand=f"use evaluate.every={5 * period}; it affects which checkpoint is the best one",
+        at_most=_speedup_without(share * 0.8),
     )
 
 
 def slow_hooks(facts: Facts) -> RuleFinding | None:
     """Other work between updates takes a noticeable part of the time."""
-    share, of_the_task = facts.share("hooks"), facts.evidence.has_begin_update
-    if share is None or share < WAIT or of_the_task is None:
+    share, has_begin_update = facts.share("hooks"), facts.evidence.has_begin_update
+    if share is None or share < MIN_DATA_WAIT or has_begin_update is None:
         return None
-    show = "see what runs between updates: accel-run profile shows it"
-    return _found(
+    profile = "find out what runs between updates with accel-run profile"
+    return _make_finding(
         f"{describe_share('hooks', share)}, besides metrics, evaluations and checkpoints",
-        by_hand="look at what begin_update of the task does" if of_the_task else show,
-        at_most=_without(share),
+        by_hand="check what begin_update of the task does" if has_begin_update else profile,
+        at_most=_speedup_without(share),
     )
 
 
 def hidden_waits(facts: Facts) -> RuleFinding | None:
-    """The task reads values of tensors in every update: each time the host waits for the GPU."""
+    """The task reads values of tensors in every update, and the host waits for the GPU each time."""
     waits = [wait for wait in facts.probe.get("waits") or () if wait["times"] >= 1]
     if not waits:
         return None
-    where, util = place(max(waits, key=lambda wait: wait["times"])), facts.monitor.get("gpu0/util")
+    location, util = format_location(max(waits, key=lambda wait: wait["times"])), facts.monitor.get("gpu0/util")
     num = sum(wait["times"] for wait in waits)
     times = "once" if num == 1 else f"{num:,.0f} times"
-    return _found(
-        f"{where} reads values of tensors {times} in an update: the host waits there until the GPU is idle",
-        by_hand=f"keep it a tensor in {where}: sum on the device, and read it once in many updates",
-        at_most=None if util is None else 100 / max(util, 1.0),  # time is lost only where the GPU idles
+    return _make_finding(
+        f"{location} reads values of tensors {times} in an update: the host waits there until the GPU is idle",
+        by_hand=f"keep it a tensor in {location}: sum on the device, and read it once in many updates",
+        at_most=None if util is None else 100 / max(util, 1.0),  # time is lost only while the GPU is idle
     )
 
 
@@ -233,29 +239,29 @@ def hidden_waits(facts: Facts) -> RuleFinding | None:
 
 def tiny_micro_batches(facts: Facts) -> RuleFinding | None:
     """An update has more micro-batches than the memory requires."""
-    micro, passes = facts.evidence.micro_batch_size, facts.evidence.accumulation_steps
-    whole = facts.evidence.global_batch_size
-    if not micro or not passes or passes < 2 or not whole or facts.probe.get("has_batch_norm"):
-        return None  # the statistics of batch norms depend on the micro-batch: another size computes something else
-    share_of_rank = min(whole, micro * passes)
+    micro, steps = facts.evidence.micro_batch_size, facts.evidence.accumulation_steps
+    total = facts.evidence.global_batch_size
+    if not micro or not steps or steps < 2 or not total or facts.probe.get("has_batch_norm"):
+        return None  # the statistics of batch norms depend on the micro-batch: another size changes the results
+    share_of_rank = min(total, micro * steps)
     sizes = [size for size in (2 * micro, 4 * micro, 8 * micro, share_of_rank) if size <= share_of_rank]
-    peak, total = facts.evidence.device_peak_gib, facts.evidence.device_total_gib
-    beside = "" if peak is None or total is None else f"; at most {peak / total:.0%} of the GPU's memory was in use"
-    if peak and total:
-        sizes = [size for size in sizes if peak * size / micro < 2 * total]  # only a part grows with the batch
+    peak, memory = facts.evidence.device_peak_gib, facts.evidence.device_total_gib
+    usage = "" if peak is None or memory is None else f"; at most {peak / memory:.0%} of the GPU's memory was in use"
+    if peak and memory:
+        sizes = [size for size in sizes if peak * size / micro < 2 * memory]  # only a part grows with the batch
     fitting = sorted({size for size in sizes if share_of_rank % size == 0}, reverse=True)
-    evidence = f"an update of {whole} samples has {passes} micro-batches of {micro}{beside}"
-    return _found(evidence, *(f"micro_batch_size={size}" for size in fitting[:3]))
+    evidence = f"an update of {total} samples has {steps} micro-batches of {micro}{usage}"
+    return _make_finding(evidence, *(f"micro_batch_size={size}" for size in fitting[:3]))
 
 
 def memory_left(facts: Facts) -> RuleFinding | None:
     """Activations are recomputed although they would fit in memory."""
     peak, total = facts.evidence.device_peak_reserved_gib, facts.evidence.device_total_gib
-    kept = facts.values.get("memory")
-    if not peak or not total or peak / total > ROOM_LEFT or kept not in ("checkpoint", "selective"):
+    option = facts.values.get("memory")
+    if not peak or not total or peak / total > MAX_MEMORY_SHARE or option not in ("checkpoint", "selective"):
         return None
-    evidence = f"memory={kept} recomputes activations, but only {peak / total:.0%} of the GPU's memory was in use"
-    return _found(evidence, "memory=none", *(["memory=selective"] if kept == "checkpoint" else []))
+    evidence = f"memory={option} recomputes activations, but only {peak / total:.0%} of the GPU's memory was in use"
+    return _make_finding(evidence, "memory=none", *(["memory=selective"] if option == "checkpoint" else []))
 
 
 def allocator_retries(facts: Facts) -> RuleFinding | None:
@@ -263,13 +269,13 @@ def allocator_retries(facts: Facts) -> RuleFinding | None:
     retries, micro = facts.evidence.num_alloc_retries, facts.evidence.micro_batch_size
     if not retries:
         return None
-    unusable = facts.evidence.fragmentation
-    beside = "" if unusable is None else f"; {unusable:.0%} of the reserved memory is in unusable pieces"
-    may_be_less = micro and micro % 2 == 0 and not facts.probe.get("has_batch_norm")
-    return _found(
-        f"torch's allocator released its memory and retried {retries} times{beside}",
+    fragmentation = facts.evidence.fragmentation
+    detail = "" if fragmentation is None else f"; {fragmentation:.0%} of the reserved memory is in unusable fragments"
+    can_halve = micro and micro % 2 == 0 and not facts.probe.get("has_batch_norm")
+    return _make_finding(
+        f"torch's allocator released its memory and retried {retries} times{detail}",
         "memory.allocator=expandable_segments:True",
-        *([f"micro_batch_size={micro // 2}"] if micro and may_be_less else []),
+        *([f"micro_batch_size={micro // 2}"] if micro and can_halve else []),
     )
 
 
@@ -279,42 +285,49 @@ def precision(facts: Facts) -> RuleFinding | None:
     if facts.on_cpu():
         if used == "fp32" and facts.cpu.native_bf16:
             flags = ", ".join(flag for flag in facts.cpu.flags if "bf16" in flag)
-            return _found(f"precision=fp32, and this CPU multiplies bfloat16 natively ({flags})", "precision=bf16")
+            return _make_finding(
+                f"precision=fp32, and this CPU multiplies bfloat16 natively ({flags})", "precision=bf16"
+            )
         if used == "fp16" or (used == "bf16" and not facts.cpu.native_bf16):
-            return _found(f"precision={used}, which this CPU only emulates", "precision=fp32")
+            return _make_finding(f"precision={used}, which this CPU only emulates", "precision=fp32")
         return None
     if gpu is None or gpu.kind != "cuda" or not (gpu.capability or gpu.architecture):
         return None
-    able = f"{gpu.name} has {gpu.generation}"
+    hardware = f"{gpu.name} has {gpu.generation}"
     if used in ("fp32", "tf32") and gpu.native_bf16:
         others = ["precision=tf32"] if used == "fp32" and gpu.native_tf32 else []
-        evidence = f"precision={used}, and {able}: its tensor cores support bfloat16"
-        return _found(evidence, "precision=bf16", *others)
+        evidence = f"precision={used}, and {hardware}: its tensor cores support bfloat16"
+        return _make_finding(evidence, "precision=bf16", *others)
     if used == "fp32" and gpu.fp16_tensor_cores:
-        return _found(f"precision=fp32, and {able}: its tensor cores support float16", "precision=fp16")
+        return _make_finding(f"precision=fp32, and {hardware}: its tensor cores support float16", "precision=fp16")
     if used == "bf16" and not gpu.native_bf16:
-        return _found(f"precision=bf16, which is emulated: {able}", "precision=fp16", "precision=fp32")
+        return _make_finding(f"precision=bf16, which is emulated: {hardware}", "precision=fp16", "precision=fp32")
     return None
 
 
 def odd_sizes(facts: Facts) -> RuleFinding | None:
-    """Matrices have sizes that miss the fast kernels."""
+    """Matrices have sizes that prevent the fast kernels."""
     lines = facts.evidence.odd_sizes
     if not lines:
         return None
     more = f" and {len(lines) - 1} more" if len(lines) > 1 else ""
-    return _found(f"{lines[0]}{more}", by_hand="round these sizes up in the model, if you can change it")
+    return _make_finding(f"{lines[0]}{more}", by_hand="round these sizes up in the model, if you can change it")
 
 
 def idle_gpu(facts: Facts) -> RuleFinding | None:
-    """The GPU idles although data is there: its kernels are small, and the host launches them too slowly."""
+    """The GPU idles although data is ready: kernels are small, and the host launches them too slowly."""
     util, wait = facts.monitor.get("gpu0/util"), facts.share("data")
-    if facts.on_cpu() is not False or util is None or util >= IDLE_PERCENT or (wait is not None and wait >= WAIT):
+    if (
+        facts.on_cpu() is not False
+        or util is None
+        or util >= IDLE_PERCENT
+        or (wait is not None and wait >= MIN_DATA_WAIT)
+    ):
         return None
     if facts.values.get("compile", "off") != "off":
         return None
-    return _found(
-        f"the GPU was busy {util:.0f} % of the time, and data was there: the host launches kernels too slowly",
+    return _make_finding(
+        f"the GPU was busy {util:.0f} % of the time although data was ready: the host launches kernels too slowly",
         *(f"compile={mode}" for mode in ("reduce-overhead", "default", "regional")),
         at_most=100 / max(util, 1.0),
     )
@@ -329,8 +342,9 @@ def too_many_threads(facts: Facts) -> RuleFinding | None:
     if threads <= cores and not is_small:
         return None
     fewer = sorted({1, max(1, cores // 2), cores} - {threads}, reverse=True)
-    why = f"an update takes {update_ms:.2g} ms" if threads <= cores else f"there are {_cores(cores)}"
-    return _found(f"{threads} threads compute, and {why}", *(f"backend.threads={n}" for n in fewer if n < threads))
+    reason = f"an update takes {update_ms:.2g} ms" if threads <= cores else f"there are {_format_cores(cores)}"
+    evidence = f"{threads} threads compute, and {reason}"
+    return _make_finding(evidence, *(f"backend.threads={n}" for n in fewer if n < threads))
 
 
 def small_workload(facts: Facts) -> RuleFinding | None:
@@ -338,63 +352,66 @@ def small_workload(facts: Facts) -> RuleFinding | None:
     update_ms, util = facts.update_ms(), facts.monitor.get("gpu0/util")
     if facts.on_cpu() and facts.gpus:
         gpu = facts.gpus[0]
-        return _found(f"the CPU trains, and there is {gpu.name}", f"device={gpu.torch_name}")
+        return _make_finding(f"the CPU trains, and there is {gpu.name}", f"device={gpu.torch_name}")
     if facts.on_cpu() is not False or update_ms is None or update_ms > SMALL_UPDATE_MS:
         return None
     if util is not None and util > 30:
         return None
-    beside = "" if util is None else f", and the GPU was busy {util:.0f} % of the time"
-    return _found(f"an update takes {update_ms:.2g} ms{beside}: a small workload", "device=cpu")
+    detail = "" if util is None else f", and the GPU was busy {util:.0f} % of the time"
+    return _make_finding(f"an update takes {update_ms:.2g} ms{detail}: a small workload", "device=cpu")
 
 
 def throttling(facts: Facts) -> RuleFinding | None:
     """The GPU was slowed down by its temperature or its power limit: no setting helps."""
-    slowed = {reason: share for reason, share in facts.throttled.items() if share >= THROTTLED}
+    slowed = {reason: share for reason, share in facts.throttled.items() if share >= MIN_THROTTLED_SHARE}
     if not slowed:
         return None
     shares = ", ".join(f"{reason} in {share:.0%}" for reason, share in slowed.items())
-    return _found(f"the GPU was slowed down: {shares} of the time", by_hand="check its cooling or its power limit")
+    return _make_finding(
+        f"the GPU was slowed down: {shares} of the time", by_hand="check its cooling or its power limit"
+    )
 
 
 # ---------------------------------------------------------------- helpers
 
 
-def place(line: Mapping[str, Any]) -> str:
-    """Return a line of a file as editors read it, relative to the current folder if it is below it."""
+def format_location(line: Mapping[str, Any]) -> str:
+    """Return FILE:LINE, relative to the current folder if the file is below it."""
     file = Path(line["file"])
-    shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-    return f"{shown}:{line['line']}"
+    path = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    return f"{path}:{line['line']}"
 
 
-def worker_counts(cores: int, *, reads_wait: bool) -> list[int]:
-    """Return numbers of data workers worth trying, the most promising first.
+def suggest_worker_counts(cores: int, *, is_io_bound: bool) -> list[int]:
+    """Return numbers of data workers to try, the most promising first.
 
-    reads_wait  reading mostly waits for a disk or a network: more workers than cores may help
+    is_io_bound  reading mostly waits for a disk or a network, so more workers than cores may help
     """
-    usual = {1, 2, max(1, cores // 2), min(8, max(1, cores - 1))}
-    wanted, likely = (usual | {4, 8}, max(4, 2 * cores)) if reads_wait else (usual, cores)
-    return sorted(wanted, key=lambda num: (abs(math.log2(num / likely)), -num))
+    counts, likely = {1, 2, max(1, cores // 2), min(8, max(1, cores - 1))}, cores
+    if is_io_bound:
+        counts, likely = counts | {4, 8}, max(4, 2 * cores)
+    return sorted(counts, key=lambda num: (abs(math.log2(num / likely)), -num))
 
 
-def cache(facts: Facts) -> tuple[list[tuple[str, ...]], str]:
-    """Return the override that caches samples, if they do not change and fit in memory, and their size as text."""
+def cache_override(facts: Facts) -> tuple[list[str], str]:
+    """Return the override that caches samples, and their size as text; empty if they change or do not fit in memory."""
     probe, num, epochs = facts.probe, facts.evidence.num_samples, facts.evidence.epochs
-    if epochs is not None and epochs <= 1:  # each sample is read once
+    if epochs is not None and epochs <= 1:  # a cache cannot help
         return [], ""
     if facts.values.get("dataloader.cache") != "none" or not num or not probe.get("same_when_read_again"):
         return [], ""
     nbytes = num * probe.get("sample_bytes", 0)
     if probe.get("changes_with_epoch") or not nbytes or nbytes > CACHE_SHARE * facts.cpu.memory_bytes:
         return [], ""
-    return [("dataloader.cache=memory",)], f"; all samples have {nbytes / 2**20:,.1f} MiB, and do not change"
+    return ["dataloader.cache=memory"], f"; all samples have {nbytes / 2**20:,.1f} MiB and do not change"
 
 
-def _without(share: float) -> float:
-    """Return how many times as fast it would be without this share of the time."""
+def _speedup_without(share: float) -> float:
+    """Return the relative speed of updates without this share of their time."""
     return 1.0 / max(0.01, 1.0 - share)
 
 
-def _cores(count: int) -> str:
+def _format_cores(count: int) -> str:
     return f"{count} core{'s' if count > 1 else ''}"
 
 

@@ -1,8 +1,8 @@
 """Measure how long a thread waited in the run queue for cores used by other processes (Linux).
 
 Two processes on one core alternate, so a block of updates takes longer than its updates. The kernel counts how long a
-thread was runnable without a core. That time is subtracted, except the part in which this process's own threads and
-data workers used the cores.
+thread was runnable without a core. That time is subtracted, except the part in which other threads of this process and
+its data workers used the cores.
 Source: /proc/PID/schedstat in the kernel's scheduler/sched-stats.rst.
 """
 
@@ -22,65 +22,65 @@ from runner.host.resources import affinity
 
 @dataclass(frozen=True)
 class QueueSample:
-    """Seconds so far.
+    """Cumulative counters in seconds.
 
-    waited  in which this thread was runnable without a core; 0 if the kernel does not count
-    busy    CPU seconds of all cores that this process may use
-    ours    CPU seconds of this process and its children
-    own     CPU seconds of this thread
+    wait_s        this thread was runnable without a core; 0 if the kernel does not count it
+    busy_s        CPU time of all cores that this process may use
+    tree_cpu_s    CPU time of this process and its children
+    thread_cpu_s  CPU time of this thread
     """
 
-    waited: float
-    busy: float
-    ours: float
-    own: float
+    wait_s: float
+    busy_s: float
+    tree_cpu_s: float
+    thread_cpu_s: float
 
 
 class RunQueueWait:
-    """Reads the counters at both ends of a block, in its thread."""
+    """Samples the counters at both ends of a block, in the thread that runs it."""
 
     def __init__(self) -> None:
         self._cores = affinity()
         grant = cgroup_cpu_limit()
-        # A cgroup that has used its quota waits too, but not for others.
-        self._counts = grant is None or grant.amount >= len(self._cores)
+        # With a CPU quota, the wait includes throttling by the quota, which other processes do not cause.
+        self._is_usable = grant is None or grant.amount >= len(self._cores)
 
-    def look(self, *, begins: bool) -> QueueSample | None:
-        """Return the seconds so far; None if they are not usable.
+    def sample(self, *, begins: bool) -> QueueSample | None:
+        """Sample the counters; None if they are not usable.
 
-        begins  a block follows; else one is over. The wait of this thread is read next to the block, because reading
-                all processes takes milliseconds
+        begins  True before a block, False after it. The wait of this thread is read last or first, next to the block,
+                because reading the counters of all processes takes milliseconds
         """
-        if not self._counts:
+        if not self._is_usable:
             return None
-        waited, busy = waited_s(), 0.0
+        wait_s, busy_s = read_wait_s(), 0.0
         for core, times in enumerate(psutil.cpu_times(percpu=True)):
-            busy += times.user + times.nice + times.system if core in self._cores else 0.0
-        ours, own = family_cpu_s(), time.thread_time()
-        return QueueSample(waited_s() if begins else waited, busy, ours, own)
+            busy_s += times.user + times.nice + times.system if core in self._cores else 0.0
+        tree_cpu_s, thread_cpu_s = process_tree_cpu_s(), time.thread_time()
+        return QueueSample(read_wait_s() if begins else wait_s, busy_s, tree_cpu_s, thread_cpu_s)
 
     @staticmethod
-    def behind_others_s(before: QueueSample | None, after: QueueSample | None) -> float:
+    def wait_for_others_s(before: QueueSample | None, after: QueueSample | None) -> float:
         """Return how long the thread waited for other processes between two samples."""
         if before is None or after is None:
             return 0.0
-        ours = after.ours - before.ours
-        others = max(0.0, after.busy - before.busy - ours)
-        rivals = max(0.0, ours - (after.own - before.own))  # our own threads and workers
-        if not others:
+        tree_cpu_s = after.tree_cpu_s - before.tree_cpu_s
+        others_s = max(0.0, after.busy_s - before.busy_s - tree_cpu_s)
+        siblings_s = max(0.0, tree_cpu_s - (after.thread_cpu_s - before.thread_cpu_s))  # other threads, data workers
+        if not others_s:
             return 0.0
-        return max(0.0, after.waited - before.waited) * others / (others + rivals)
+        return max(0.0, after.wait_s - before.wait_s) * others_s / (others_s + siblings_s)
 
 
-def waited_s() -> float:
-    """Return the seconds in which this thread was runnable without a core; 0 if the kernel does not count."""
+def read_wait_s() -> float:
+    """Return the seconds that this thread was runnable without a core; 0 if the kernel does not count them."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
         return 0.0
 
 
-def family_cpu_s() -> float:
+def process_tree_cpu_s() -> float:
     """Return the CPU seconds of this process and its children."""
     seconds = time.process_time()
     for child in psutil.Process(os.getpid()).children(recursive=True):

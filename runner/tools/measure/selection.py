@@ -16,44 +16,44 @@ Measure = Callable[[Sequence[Variant], CompareLimits], ComparisonResult]
 
 @dataclass(frozen=True)
 class Confirmation:
-    """How the best variant is measured once more.
+    """How the best variant is measured a second time.
 
-    least_s  seconds that this takes at least
-    rounds   fewest and most blocks; None: as before
-    extends  True: it gets this time even beyond the budget; False: without the time, or without other candidates, the
-             first comparison counts
-    say      receives the name of the best variant
+    least_s  minimum time in seconds
+    rounds   minimum and maximum number of blocks; None: as in the first comparison
+    extends  True: exceed the budget if necessary; False: without enough time, or with a single candidate, the first
+             comparison counts
+    log      called with the name of the best variant
     """
 
     least_s: float = 10.0
     rounds: tuple[int, int] | None = None
     extends: bool = True
-    say: Callable[[str], None] = lambda _: None
+    log: Callable[[str], None] = lambda _: None
 
 
 @dataclass(frozen=True)
 class Selection:
     """Measured variants, and the best of them.
 
-    leader   the fastest in the first comparison that computes the same; empty: none is clearly faster
-    outcome  of the leader in the second comparison: the first one, which selected it, overestimates it
+    leader   fastest variant of the first comparison with the same numerical results; empty: none is clearly faster
+    outcome  of the leader in the second comparison; the first one overestimates it, because it selected it
     """
 
-    trials: ComparisonResult
+    result: ComparisonResult
     leader: str = ""
     outcome: TrialOutcome = NO_OUTCOME
 
     @property
     def best(self) -> VariantResult | None:
         """The leader if it is clearly faster in both comparisons; None: no clear change."""
-        return self.trials.of(self.leader) if self.leader and self.outcome.is_faster else None
+        return self.result.of(self.leader) if self.leader and self.outcome.is_faster else None
 
-    def no_better(self, what: str) -> str:
-        """Return the sentence if no variant is better than the baseline."""
-        others = [each for each in self.trials.variants[1:] if self.trials.ratio(each) and not each.is_untried]
-        if not others:
-            return f"nothing was compared with {what}"
-        return f"no clear change: {what} is as good as any that was measured"
+    def describe_no_gain(self, baseline: str) -> str:
+        """Return the sentence for a baseline that no variant beats."""
+        compared = [trial for trial in self.result.variants[1:] if self.result.ratio(trial) and not trial.is_untried]
+        if not compared:
+            return f"nothing was compared with {baseline}"
+        return f"no clear change: no measured setting is better than {baseline}"
 
 
 def select(
@@ -65,36 +65,36 @@ def select(
     confirmation: Confirmation = Confirmation(),
     clock: Callable[[], float] | None = None,
 ) -> Selection:
-    """Measure all variants against the first, then the best of them once more against it alone.
+    """Measure all variants against the first, then measure the best of them against it again.
 
-    Among many identical variants, some interval excludes 1 by chance: only what both comparisons find is a change.
+    With many variants, some interval excludes 1 by chance, so only a gain in both comparisons counts.
     """
     clock = clock or time.monotonic
-    until = clock() + limits.budget_s
-    is_one = len(variants) == 2 and not confirmation.extends
-    share = 1.0 if is_one else SHARE_OF_FIRST
+    deadline = clock() + limits.budget_s
+    is_single = len(variants) == 2 and not confirmation.extends
+    share = 1.0 if is_single else SHARE_OF_FIRST
     first = dataclasses.replace(limits, budget_s=share * limits.budget_s)
-    trials = measure(
-        variants, dataclasses.replace(first, rounds=confirmation.rounds or limits.rounds) if is_one else first
-    )
-    trials.needs_s /= share
-    outcomes = {each.name: trials.outcome(each) for each in trials.variants[1:] if each.blocks and may_win(each)}
+    if is_single:
+        first = dataclasses.replace(first, rounds=confirmation.rounds or limits.rounds)
+    result = measure(variants, first)
+    result.needs_s /= share
+    outcomes = {each.name: result.outcome(each) for each in result.variants[1:] if each.blocks and may_win(each)}
     faster = [name for name, outcome in outcomes.items() if outcome.is_faster]
     if not faster:
-        return Selection(trials)
+        return Selection(result)
     leader = max(faster, key=lambda name: outcomes[name].gain)
-    left_s = until - clock()
-    if is_one or (left_s < confirmation.least_s and not confirmation.extends):
-        return Selection(trials, leader, outcomes[leader])
-    confirmation.say(leader)
+    left_s = deadline - clock()
+    if is_single or (left_s < confirmation.least_s and not confirmation.extends):
+        return Selection(result, leader, outcomes[leader])
+    confirmation.log(leader)
     rest = dataclasses.replace(
         limits,
         budget_s=max(confirmation.least_s, left_s),
         rounds=confirmation.rounds or limits.rounds,
         seed=limits.seed + 1,
     )
-    second = measure([variants[0], trials.of(leader).variant], rest)
-    return Selection(trials, leader, second.outcome(second.of(leader)))
+    second = measure([variants[0], result.of(leader).variant], rest)
+    return Selection(result, leader, second.outcome(second.of(leader)))
 
 
-SHARE_OF_FIRST = 0.7  # of the budget, for all variants; the rest is for the best one
+SHARE_OF_FIRST = 0.7  # of the budget, for the first comparison

@@ -12,16 +12,16 @@ import numpy as np
 
 CONFIDENCE = 0.95
 RESAMPLES = 2000
-NEGLIGIBLE = 0.01  # a smaller change does not matter, however certain
+NEGLIGIBLE = 0.01  # smaller changes are no gain, even if they are significant
 Verdict = Literal["better", "worse", "no clear change"]
 
 
 @dataclass(frozen=True)
 class Ratio:
-    """How many times as fast a setting is as the baseline: 1.3 is 30 % more updates in the same time.
+    """Speed relative to the baseline: 1.3 is 30 % more updates in the same time.
 
-    low, high  confidence interval of the true ratio
-    num        rounds that it was computed from
+    low, high  confidence interval
+    num        number of rounds
     """
 
     middle: float
@@ -31,7 +31,7 @@ class Ratio:
 
     @property
     def verdict(self) -> Verdict:
-        """Return whether it is faster; unclear if the interval contains 1 or almost."""
+        """Return whether it is faster; no clear change if the interval contains 1, or almost."""
         if self.low > 1 + NEGLIGIBLE:
             return "better"
         if self.high < 1 - NEGLIGIBLE:
@@ -40,15 +40,15 @@ class Ratio:
 
     @property
     def is_narrow(self) -> bool:
-        """True if more rounds would add little: the interval is narrow for what it decides.
+        """True if the interval is so narrow that more rounds would add little.
 
-        Only the width counts. Stopping as soon as the interval excludes 1 would find changes where there are none: each
-        look is another chance of a false positive.
+        Only the width counts. Stopping as soon as the interval excludes 1 would inflate false positives, because each
+        round is another test.
         """
-        return (self.high - self.low) / 2 <= max(NARROW, NARROW_OF_GAIN * abs(self.middle - 1))
+        return (self.high - self.low) / 2 <= max(NARROW_HALF_WIDTH, NARROW_SHARE_OF_GAIN * abs(self.middle - 1))
 
-    def scaled(self, factor: float) -> Ratio:
-        """Return the ratio if an update of it does `factor` times as much."""
+    def scale(self, factor: float) -> Ratio:
+        """Return the ratio for updates that do `factor` times as much work as the baseline's."""
         return Ratio(self.middle * factor, self.low * factor, self.high * factor, self.num)
 
     def __str__(self) -> str:
@@ -59,9 +59,10 @@ class Ratio:
 
 @dataclass(frozen=True)
 class ProcessSpread:
-    """Variation between identical processes: a sum of squares of logarithms.
+    """Variation between identical processes; `+` pools two estimates.
 
-    freedom  degrees of freedom; each adds the variance of one process. Two spreads are pooled by `+`
+    squares  sum of squared deviations of the logarithm of an update's time
+    freedom  degrees of freedom
     """
 
     squares: float
@@ -75,12 +76,12 @@ class ProcessSpread:
         """Return the standard deviation of the logarithm of an update's time between processes."""
         return math.sqrt(self.squares / self.freedom)
 
-    def half(self, *processes: float) -> float:
-        """Return half the width of the interval of a ratio of means over these numbers of processes, as a logarithm."""
-        return student(self.freedom) * self.sigma * math.sqrt(sum(1 / num for num in processes))
+    def half_width(self, *processes: float) -> float:
+        """Return half the width of the interval of a ratio of means over these numbers of processes, on a log scale."""
+        return student_quantile(self.freedom) * self.sigma * math.sqrt(sum(1 / num for num in processes))
 
 
-def student(freedom: float) -> float:
+def student_quantile(freedom: float) -> float:
     """Return the 97.5 % quantile of Student's t distribution, within 1 % from three degrees of freedom on.
 
     Source: Abramowitz and Stegun, Handbook of Mathematical Functions, 26.7.5.
@@ -99,37 +100,37 @@ Blocks = Mapping[int, float]  # round -> milliseconds of an update
 Processes = Mapping[int, int]  # round -> number of the process that ran the block
 
 
-def between(variants: Sequence[tuple[Blocks, Processes]]) -> ProcessSpread:
-    """Return the spread between processes, by what changes when variants restart.
+def estimate_process_spread(variants: Sequence[tuple[Blocks, Processes]]) -> ProcessSpread:
+    """Estimate the spread between identical processes from the changes at restarts of variants.
 
-    Rounds with the same processes form a piece: each variant's level in it is the median of its distance from the
-    others. When a variant continues in another process, its level changes by the variance of two processes, and by the
-    noise of medians, which stays in: rather too wide than too narrow. Variants with few blocks before or after a
-    restart are left out of it.
+    Consecutive rounds with the same processes form a piece. The level of a variant in a piece is the median of its
+    distance from the other variants. At a restart the level changes by the variance of two processes, plus the noise of
+    the medians, which is not subtracted: the estimate is conservative. Variants with few blocks before or after a
+    restart are excluded.
     """
     numbers = sorted(set().union(*(blocks for blocks, _ in variants)) if variants else [])
     pieces: list[list[int]] = []
     last: dict[int, int] = {}
     for number in numbers:
-        playing = {at: made[number] for at, (_, made) in enumerate(variants) if number in made}
-        if not pieces or any(last[at] != process for at, process in playing.items() if at in last):
+        active = {index: processes[number] for index, (_, processes) in enumerate(variants) if number in processes}
+        if not pieces or any(last[index] != process for index, process in active.items() if index in last):
             pieces.append([])
         pieces[-1].append(number)
-        last |= playing
+        last |= active
     squares = freedom = 0.0
     for before, after in pairwise(pieces):
-        both = [each for each in variants if each[0].keys() & before and each[0].keys() & after]
+        both = [variant for variant in variants if variant[0].keys() & before and variant[0].keys() & after]
         while True:
-            then, now = ([at for at in part if all(at in each[0] for each in both)] for part in (before, after))
-            if len(both) < 2 or min(len(then), len(now)) >= LEAST_BLOCKS:
+            then, now = ([at for at in part if all(at in variant[0] for variant in both)] for part in (before, after))
+            if len(both) < 2 or min(len(then), len(now)) >= MIN_BLOCKS:
                 break
-            both.remove(min(both, key=lambda each: min(len(each[0].keys() & part) for part in (before, after))))
-        new = sum(made[then[-1]] != made[now[0]] for _, made in both) if len(both) > 1 else 0
+            both.remove(min(both, key=lambda variant: min(len(variant[0].keys() & part) for part in (before, after))))
+        new = sum(processes[then[-1]] != processes[now[0]] for _, processes in both) if len(both) > 1 else 0
         if new:
             changes = _levels(both, now) - _levels(both, then)
             squares += float(np.sum((changes - changes.mean()) ** 2)) / 2
             freedom += new * (1 - 1 / len(both))
-    # A process in the middle is in two changes: these are the degrees of freedom of successive differences.
+    # A process between two restarts contributes to two changes: degrees of freedom of successive differences.
     # Source: von Neumann, Kent, Bellinson and Hart, The mean square successive difference, 1941.
     steps = len(pieces) - 1
     share = 2 * steps / (3 * steps - 1) if steps > 0 else 1.0
@@ -137,64 +138,66 @@ def between(variants: Sequence[tuple[Blocks, Processes]]) -> ProcessSpread:
 
 
 def _levels(variants: Sequence[tuple[Blocks, Processes]], rounds: Sequence[int]) -> Array:
-    logs = np.log(np.maximum([[blocks[number] for number in rounds] for blocks, _ in variants], LEAST_MS))
+    logs = np.log(np.maximum([[blocks[number] for number in rounds] for blocks, _ in variants], MIN_MS))
     return np.asarray(np.median(logs - np.median(logs, axis=0), axis=1), dtype=np.float64)
 
 
-def effective_processes(made: Sequence[int]) -> float:
-    """Return the number of processes with equally many blocks that is equivalent to those of these blocks."""
-    counts = np.unique(made, return_counts=True)[1]
+def effective_processes(processes: Sequence[int]) -> float:
+    """Return the effective number of processes, given the process of each block (inverse Simpson index)."""
+    counts = np.unique(processes, return_counts=True)[1]
     return float(counts.sum() ** 2 / np.sum(counts**2))
 
 
-def paired(baseline_ms: Sequence[float], other_ms: Sequence[float], seed: int = 0, half: float = 0.0) -> Ratio:
-    """Return how many times as fast the other is, by blocks of the same round.
+def paired_ratio(
+    baseline_ms: Sequence[float], other_ms: Sequence[float], seed: int = 0, half_width: float = 0.0
+) -> Ratio:
+    """Return the speed of the other variant relative to the baseline, from blocks of the same rounds.
 
-    A temporary slowdown of the machine affects both blocks of a round, so their quotient does not contain it, and the
-    median ignores rounds in which it affected only one. The interval is a bootstrap of the median, each resampled
-    median smoothed by the noise of one (Silverman and Young, Biometrika 1987): with ten rounds a plain one can take
-    only ten values and is too short. With fewer than FEW rounds, Student's interval is used.
+    A temporary slowdown of the machine affects both blocks of a round and cancels in their ratio; the median ignores
+    rounds in which it affected only one. The interval is a smoothed bootstrap of the median (Silverman and Young,
+    Biometrika 1987): with ten rounds, a plain bootstrap takes only ten values and is too narrow. With fewer than
+    MIN_BOOTSTRAP_ROUNDS rounds, Student's interval is used.
 
-    half  half of the width of another interval, as a logarithm: of what is the same in all blocks of a process
+    half_width  half the width of the interval between processes, on a log scale: an independent source of uncertainty
     """
     assert len(baseline_ms) == len(other_ms) > 0, "blocks are paired by round"
     logs = np.log(np.asarray(baseline_ms, dtype=np.float64) / np.asarray(other_ms, dtype=np.float64))
     middle = float(np.median(logs))
     if len(logs) < 3:  # the spread is unknown
         return Ratio(float(np.exp(middle)), 0.0, float("inf"), len(logs))
-    if len(logs) < FEW:
-        own = STUDENT[len(logs)] * float(np.std(logs, ddof=1)) / len(logs) ** 0.5
+    if len(logs) < MIN_BOOTSTRAP_ROUNDS:
+        t_half = STUDENT_QUANTILES[len(logs)] * float(np.std(logs, ddof=1)) / len(logs) ** 0.5
         mean = float(np.mean(logs))
-        return _widened(middle, mean - own, mean + own, half, len(logs))
+        return _widen(middle, mean - t_half, mean + t_half, half_width, len(logs))
     rng = np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, len(logs)])))
-    drawn = logs[rng.integers(0, len(logs), (RESAMPLES, len(logs)))]
-    width = 0.5 * _sigma(logs) * len(logs) ** -0.2
-    drawn = drawn + width * rng.standard_normal(drawn.shape)
-    drawn.sort(axis=1)  # three times as fast as np.median of each row, and the same numbers
-    medians = (drawn[:, (len(logs) - 1) // 2] + drawn[:, len(logs) // 2]) / 2
+    resampled = logs[rng.integers(0, len(logs), (RESAMPLES, len(logs)))]
+    bandwidth = 0.5 * _robust_sigma(logs) * len(logs) ** -0.2
+    resampled = resampled + bandwidth * rng.standard_normal(resampled.shape)
+    resampled.sort(axis=1)  # three times as fast as np.median of each row, and the same numbers
+    medians = (resampled[:, (len(logs) - 1) // 2] + resampled[:, len(logs) // 2]) / 2
     low, high = np.quantile(medians, [(1 - CONFIDENCE) / 2, (1 + CONFIDENCE) / 2])
-    return _widened(middle, float(low), float(high), half, len(logs))
+    return _widen(middle, float(low), float(high), half_width, len(logs))
 
 
-def _widened(middle: float, low: float, high: float, half: float, num: int) -> Ratio:
-    """Return the ratio of these logarithms, with the uncertainty of two independent causes."""
-    centre, own = (low + high) / 2, (high - low) / 2
-    both = math.hypot(own, half)
-    return Ratio(math.exp(middle), math.exp(centre - both), math.exp(centre + both), num)
+def _widen(middle: float, low: float, high: float, half_width: float, num: int) -> Ratio:
+    """Return the ratio of these logarithms, with the interval widened by an independent uncertainty."""
+    center = (low + high) / 2
+    total = math.hypot((high - low) / 2, half_width)
+    return Ratio(math.exp(middle), math.exp(center - total), math.exp(center + total), num)
 
 
-def _sigma(values: Array) -> float:
-    """Return the standard deviation of the values without outliers, by their quartiles."""
+def _robust_sigma(values: Array) -> float:
+    """Return a robust estimate of the standard deviation, from the interquartile range."""
     low, high = np.quantile(values, [0.25, 0.75])
     return float((high - low) / 1.349)
 
 
-# Assumed before any restart, with the weight of four degrees of freedom.
-USUAL = ProcessSpread(squares=4 * 0.01**2, freedom=4)
-ONE_EACH = USUAL.half(1, 1)  # for two variants with one process each
-LEAST_BLOCKS = 3  # of a process, to know its level
-LEAST_MS = 1e-6  # by the clock, a block may have taken no time
-FEW = 6
-STUDENT = {3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles of the t distribution, by the number of values
-NARROW = 0.02  # half the width of an interval that is always narrow enough
-NARROW_OF_GAIN = 0.1  # or in relation to the change: +200 % need not be known to 2 %
+# Assumed before any restart: 1 %, with the weight of four degrees of freedom.
+PRIOR_SPREAD = ProcessSpread(squares=4 * 0.01**2, freedom=4)
+PRIOR_HALF_WIDTH = PRIOR_SPREAD.half_width(1, 1)  # for two variants with one process each
+MIN_BLOCKS = 3  # blocks of a process that define its level
+MIN_MS = 1e-6  # a clock with low resolution may report 0
+MIN_BOOTSTRAP_ROUNDS = 6
+STUDENT_QUANTILES = {3: 4.303, 4: 3.182, 5: 2.776}  # 97.5 % quantiles of the t distribution, by the number of values
+NARROW_HALF_WIDTH = 0.02  # absolute
+NARROW_SHARE_OF_GAIN = 0.1  # relative to the change: +200 % need not be known to 2 %

@@ -1,4 +1,4 @@
-"""What all suites of `accel-run benchmark` share: their request, arguments, tables, comparisons and JSON files."""
+"""Shared parts of the suites of `accel-run benchmark`: request, arguments, tables, comparisons, JSON files."""
 
 from __future__ import annotations
 
@@ -20,74 +20,74 @@ from runner.base.stopwatch import PARTS
 from runner.base.text import format_table
 from runner.config.request import Request
 from runner.durable.files import atomic_write, make_directory
-from runner.tools.measure.compare import LEAST_ROUNDS, Ask, CompareLimits, Say, enough
+from runner.tools.measure.compare import MIN_ROUNDS, CallFunction, CompareLimits, LogFunction, format_budget_hint
 from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult, as_json
-from runner.tools.measure.measuring_place import MeasuringPlace, measuring
+from runner.tools.measure.measurement_context import MeasurementContext, open_context
 from runner.tools.measure.results import hardware
 from runner.tools.measure.selection import Confirmation, Selection, select
 
 Value = str | float | int | None
-Answers = list[dict[str, Any]]
+Replies = list[dict[str, Any]]
 Columns = Mapping[str, Callable[[VariantResult], Value]]
 
 
 @dataclass(frozen=True)
 class SuiteRequest:
-    """What a suite is asked to do.
+    """The arguments of a suite.
 
-    request   the settings of the training that is measured
-    words     arguments without a value, as `plots` or the names of techniques, in the order given
-    options   key=value arguments that the suite declares
-    folder    for results and plots
-    prefix    of their names
-    budget_s  approximate seconds for everything
+    request     settings of the training that is measured
+    positional  arguments without a value, such as `plots` or names of techniques, in order
+    options     key=value arguments that the suite declares
+    folder      for results and plots
+    prefix      of their file names
+    budget_s    approximate total time in seconds
     """
 
     request: Request
-    words: tuple[str, ...]
+    positional: tuple[str, ...]
     options: Mapping[str, str]
     folder: Path
     prefix: str
     budget_s: float
-    say: Say = print
+    log: LogFunction = print
 
     def file(self, name: str) -> Path:
-        """Return the file of that name in the folder, with the prefix."""
+        """Return the path of a file in the folder, with the prefix."""
         return self.folder / f"{self.prefix}{name}"
 
-    def numbers(self, key: str, least: int = 1) -> tuple[int, ...]:
-        """Return the numbers of `key=1,2,4`, each once, in the order given. Raises ConfigError."""
-        words = _listed(self.options[key])
-        if not all(word.isascii() and word.isdigit() and int(word) >= least for word in words):
-            what = f"must be whole numbers from {least} on, with commas between them"
+    def parse_numbers(self, key: str, least: int = 1) -> tuple[int, ...]:
+        """Parse `key=1,2,4`; return the numbers in order, without duplicates. Raises ConfigError."""
+        values = _split_list(self.options[key])
+        if not all(value.isascii() and value.isdigit() and int(value) >= least for value in values):
+            what = f"must be whole numbers from {least} on, separated by commas"
             fix = f"use {key}={least},{2 * max(least, 1)}"
             raise ConfigError(Problem(what, f"{key}={self.options[key]}", fix))
-        return tuple(dict.fromkeys(map(int, words)))
+        return tuple(dict.fromkeys(map(int, values)))
 
-    def some_of(self, key: str, known: Sequence[str]) -> tuple[str, ...]:
-        """Return the words of `key=a,b`, each once, in the order given. Raises ConfigError if one is unknown."""
-        words = _listed(self.options[key])
-        wrong = [word for word in words if word not in known]
-        if wrong:
-            what = f"must be some of {', '.join(known)}, but {wrong[0] or 'nothing'} is none of them"
+    def parse_choices(self, key: str, known: Sequence[str]) -> tuple[str, ...]:
+        """Parse `key=a,b`; return the values in order, without duplicates. Raises ConfigError for an unknown one."""
+        values = _split_list(self.options[key])
+        unknown = [value for value in values if value not in known]
+        if unknown:
+            what = f"must be some of {', '.join(known)}, but {unknown[0] or 'an empty value'} is none of them"
             problem = Problem(what, f"{key}={self.options[key]}", f"use {key}={','.join(known)}")
             raise ConfigError(problem, of_known_keys=True)
-        return tuple(dict.fromkeys(words))
+        return tuple(dict.fromkeys(values))
 
-    def refuse_words(self) -> None:
+    def refuse_positional(self) -> None:
         """Raise ConfigError for an argument without `=`."""
-        if self.words:
+        if self.positional:
             known = ", ".join(f"{key}=" for key in self.options)
             what, fix = "is not an argument of this suite", f"use {known}, or a setting"
-            raise ConfigError(Problem(what, self.words[0], fix))
+            raise ConfigError(Problem(what, self.positional[0], fix))
 
     def limits(self, share: float = 1.0) -> CompareLimits:
-        """Return the limits of a comparison in this share of the budget."""
+        """Return the limits of a comparison with this share of the budget."""
         return CompareLimits(budget_s=share * self.budget_s, rounds=ROUNDS, block_s=BLOCK_S)
 
 
-def _listed(text: str) -> list[str]:
-    return [word.strip() for word in text.strip("[]").split(",")]
+def _split_list(text: str) -> list[str]:
+    return [value.strip() for value in text.strip("[]").split(",")]
 
 
 # ---------------------------------------------------------------- report
@@ -95,7 +95,7 @@ def _listed(text: str) -> list[str]:
 
 @dataclass(frozen=True)
 class SuiteTable:
-    """Rows under named columns; names include the unit, as in `update, ms`. None: not measured."""
+    """A table; column names include the unit, as in `update, ms`. None: not measured."""
 
     title: str
     columns: Sequence[str]
@@ -107,8 +107,8 @@ class SuiteReport:
     """The result of a suite.
 
     headline  one sentence that answers the question of the suite
-    skipped   what could not be measured -> reason
-    data      everything that was measured, as JSON-serializable data
+    skipped   name of what was not measured -> reason
+    data      all measurements, JSON-serializable
     files     written files, in order
     """
 
@@ -120,8 +120,8 @@ class SuiteReport:
     files: Sequence[Path] = ()
 
 
-def table_of(title: str, columns: Columns, rows: Iterable[VariantResult]) -> SuiteTable:
-    """Return a table with a row for each variant."""
+def make_table(title: str, columns: Columns, rows: Iterable[VariantResult]) -> SuiteTable:
+    """Make a table with a row for each variant."""
     return SuiteTable(title, tuple(columns), [[value(row) for value in columns.values()] for row in rows])
 
 
@@ -129,10 +129,10 @@ def screen(report: SuiteReport) -> list[str]:
     """Return the lines to print."""
     lines: list[str] = []
     for table in report.tables:
-        cells = [[_text(value) for value in row] for row in table.rows]
+        cells = [[_format_cell(value) for value in row] for row in table.rows]
         is_text = [any(isinstance(row[at], str) for row in table.rows) for at in range(len(table.columns))]
-        sides = "".join("<" if words else ">" for words in is_text)
-        lines += [table.title, *format_table([[*table.columns], *cells], sides, indent="  "), ""]
+        alignment = "".join("<" if left else ">" for left in is_text)
+        lines += [table.title, *format_table([[*table.columns], *cells], alignment, indent="  "), ""]
     if report.skipped:
         lines += ["not measured", *format_table([*report.skipped.items()], indent="  "), ""]
     lines += [f"note: {note}" for note in report.notes]
@@ -140,21 +140,23 @@ def screen(report: SuiteReport) -> list[str]:
     return [*lines, *(f"written      {file}" for file in report.files)]
 
 
-def _text(value: Value) -> str:
+def _format_cell(value: Value) -> str:
     if value is None or (isinstance(value, float) and math.isnan(value)):
         return "-"
     return value if isinstance(value, str) else f"{value:,}" if isinstance(value, int) else f"{value:,.4g}"
 
 
-def saved(wanted: SuiteRequest, name: str, report: SuiteReport, trials: ComparisonResult | None = None) -> SuiteReport:
+def save_report(
+    suite_request: SuiteRequest, name: str, report: SuiteReport, result: ComparisonResult | None = None
+) -> SuiteReport:
     """Write the data of the report to `<prefix><name>.json`, and return the report with that file."""
-    about = {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "hardware": hardware()}
-    measured = as_json(trials) if trials is not None else {}
-    shown = {"headline": report.headline, "notes": list(report.notes), "skipped": dict(report.skipped)}
+    origin = {"date": f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC", "hardware": hardware()}
+    measurements = as_json(result) if result is not None else {}
+    text = {"headline": report.headline, "notes": list(report.notes), "skipped": dict(report.skipped)}
     tables = [dataclasses.asdict(table) for table in report.tables]
-    data = replace_nonfinite({"suite": name, **about, **measured, **shown, "tables": tables, **report.data})
-    make_directory(wanted.folder)
-    file = wanted.file(f"{name}.json")
+    data = replace_nonfinite({"suite": name, **origin, **measurements, **text, "tables": tables, **report.data})
+    make_directory(suite_request.folder)
+    file = suite_request.file(f"{name}.json")
     atomic_write(file, json.dumps(data, indent=2) + "\n")
     return dataclasses.replace(report, data=data, files=(*report.files, file))
 
@@ -163,98 +165,102 @@ def saved(wanted: SuiteRequest, name: str, report: SuiteReport, trials: Comparis
 
 
 @contextmanager
-def place_of(wanted: SuiteRequest) -> Iterator[MeasuringPlace]:
-    """Open the place in which the variants of a suite are measured. Raises ConfigError for an unknown argument."""
-    wanted.refuse_words()
-    with measuring(wanted.request) as place:
-        yield place
+def open_suite_context(suite_request: SuiteRequest) -> Iterator[MeasurementContext]:
+    """Open the measurement context of a suite. Raises ConfigError for an unknown argument."""
+    suite_request.refuse_positional()
+    with open_context(suite_request.request) as context:
+        yield context
 
 
-def compared(
-    place: MeasuringPlace, variants: Sequence[Variant], wanted: SuiteRequest, share: float = 1.0
+def compare_variants(
+    context: MeasurementContext, variants: Sequence[Variant], suite_request: SuiteRequest, share: float = 1.0
 ) -> ComparisonResult:
-    """Measure the variants in this share of the budget; a note says how much would be enough."""
-    trials = place.comparison.compare(variants, wanted.limits(share), wanted.say)
-    if trials.needs_s:
-        trials.notes.append(f"there was no time to try every setting; {enough(trials.needs_s / share, trials)}")
-    return trials
+    """Measure the variants in this share of the budget; if it is too short, add a note with the budget they need."""
+    result = context.comparison.compare(variants, suite_request.limits(share), suite_request.log)
+    if result.needs_s:
+        result.notes.append(
+            f"there was no time to try every setting; {format_budget_hint(result.needs_s / share, result)}"
+        )
+    return result
 
 
-def selected(
-    place: MeasuringPlace,
+def select_variant(
+    context: MeasurementContext,
     variants: Sequence[Variant],
-    wanted: SuiteRequest,
+    suite_request: SuiteRequest,
     may_win: Callable[[VariantResult], bool] = lambda _: True,
 ) -> Selection:
-    """Measure the variants and choose the best."""
-    found = select(
-        lambda variants, limits: place.comparison.compare(variants, limits, wanted.say),
+    """Measure the variants and select the best."""
+    selection = select(
+        lambda variants, limits: context.comparison.compare(variants, limits, suite_request.log),
         variants,
-        wanted.limits(),
+        suite_request.limits(),
         may_win=may_win,
-        confirmation=Confirmation(say=lambda name: wanted.say(f"measures {name} once more")),
+        confirmation=Confirmation(log=lambda name: suite_request.log(f"measuring {name} again")),
     )
-    trials = found.trials
-    if trials.needs_s:
-        trials.notes.append(f"there was no time to try every setting; {enough(trials.needs_s, trials)}")
-    return found
+    result = selection.result
+    if result.needs_s:
+        result.notes.append(f"there was no time to try every setting; {format_budget_hint(result.needs_s, result)}")
+    return selection
 
 
-def verdict_of(trials: ComparisonResult, measured: VariantResult) -> str:
-    """Return what is certain about a variant."""
-    return "baseline" if measured is trials.baseline else trials.outcome(measured).verdict
+def format_verdict(result: ComparisonResult, trial: VariantResult) -> str:
+    """Format the verdict on a variant for a table."""
+    return "baseline" if trial is result.baseline else result.outcome(trial).verdict
 
 
-def gain_of(trials: ComparisonResult, measured: VariantResult) -> str:
-    """Return the gain of a variant with its interval; empty for the baseline."""
-    ratio = None if measured is trials.baseline else trials.ratio(measured)
+def format_gain(result: ComparisonResult, trial: VariantResult) -> str:
+    """Format the gain of a variant with its interval; empty for the baseline."""
+    ratio = None if trial is result.baseline else result.ratio(trial)
     return "" if ratio is None else str(ratio)
 
 
-def data_wait(measured: VariantResult) -> float | None:
-    """Return the percentage of the updates in which a variant waited for data; None if unknown."""
-    seconds = sum(measured.parts_s.get(part, 0.0) for part in PARTS)
-    return 100 * measured.parts_s.get("data", 0.0) / seconds if seconds else None
+def data_wait_percent(trial: VariantResult) -> float | None:
+    """Return the share of the time of updates that a variant waited for data, in percent; None if unknown."""
+    seconds = sum(trial.parts_s.get(part, 0.0) for part in PARTS)
+    return 100 * trial.parts_s.get("data", 0.0) / seconds if seconds else None
 
 
-def asked_in_turns(
-    place: MeasuringPlace,
+def call_interleaved(
+    context: MeasurementContext,
     variants: Sequence[Variant],
-    wanted: SuiteRequest,
-    order: Mapping[str, Any],
+    suite_request: SuiteRequest,
+    command: Mapping[str, Any],
     budget_s: float,
-) -> dict[str, Answers | str]:
-    """Return each variant's answers to the order, one per round, or why it has none; for what is no block of updates.
+) -> dict[str, Replies | str]:
+    """Send a command to all variants, interleaved; return the replies of each, one per round, or why there are none.
 
-    All variants are open, and only the one that is asked computes.
+    For measurements other than blocks of updates. All variants are alive, and one computes at a time.
     """
-    until = time.monotonic() + budget_s
-    found: dict[str, Answers | str] = {}
+    deadline = time.monotonic() + budget_s
+    replies: dict[str, Replies | str] = {}
     with ExitStack() as stack:
-        asks: dict[str, Ask] = {}
+        calls: dict[str, CallFunction] = {}
         for variant in variants:
-            wanted.say(f"starts {variant.name}")
+            suite_request.log(f"starting {variant.name}")
             try:
-                asks[variant.name], _ = stack.enter_context(place.comparison.alone(variant, wanted.limits()))
+                calls[variant.name], _ = stack.enter_context(
+                    context.comparison.open_variant(variant, suite_request.limits())
+                )
             except AccelRunError as error:
-                found[variant.name] = error.problems[0].what
+                replies[variant.name] = error.problems[0].what
         shuffle = random.Random(0)
-        for number in range(1, LEAST_ANSWERS * ROUNDS[0] + 1):
-            names = list(asks)
+        for number in range(1, CALL_ROUNDS_FACTOR * ROUNDS[0] + 1):
+            names = list(calls)
             shuffle.shuffle(names)
             for name in names:
                 try:
-                    answers = found.setdefault(name, [])
-                    assert isinstance(answers, list)
-                    answers.append(asks[name](order))
+                    received = replies.setdefault(name, [])
+                    assert isinstance(received, list)
+                    received.append(calls[name](command))
                 except AccelRunError as error:
-                    found[name] = error.problems[0].what
-                    del asks[name]
-            if time.monotonic() > until and number > LEAST_ROUNDS:
+                    replies[name] = error.problems[0].what
+                    del calls[name]
+            if time.monotonic() > deadline and number > MIN_ROUNDS:
                 break
-    return found
+    return replies
 
 
-LEAST_ANSWERS = 2  # times the fewest rounds, where nothing is timed more finely
-ROUNDS = (6, 60)  # fewest and most blocks of a variant
+CALL_ROUNDS_FACTOR = 2  # more rounds than blocks of updates need, because each reply is a single time
+ROUNDS = (6, 60)  # minimum and maximum number of blocks of a variant
 BLOCK_S = 0.4

@@ -1,4 +1,4 @@
-"""Techniques that the ladder measures: one YAML file of overrides each, shipped or of the user."""
+"""Techniques that the ladder measures: YAML files with overrides, shipped or from the user."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FOLDER = Path("benchmark") / "technique"  # in conf/, and in --config-dir
 class Technique:
     """Overrides that are applied to the baseline.
 
-    needs  group -> the option that the training must use; device: the kind of device
+    needs  group -> option that the training must use; `device`: type of device, such as cuda
     """
 
     name: str
@@ -32,46 +32,46 @@ class Technique:
     needs: Mapping[str, str] = field(default_factory=dict)
 
     def why_not(self, configuration: Configuration, device: str) -> str:
-        """Return what it lacks in this configuration on a device such as cuda:0; empty if nothing."""
+        """Return the unmet requirement for this configuration on a device such as cuda:0; empty if there is none."""
         for group, option in self.needs.items():
             if group == "device":
                 if option != device.partition(":")[0]:
                     return f"needs device={option}, but this run uses {device}"
                 continue
-            found = {"the training": configuration.choices[group]}
-            for phase in _trained(configuration):
-                own = {"optimizer": phase.optimizer, "scheduler": phase.scheduler}
-                found |= {phase.name: own[group]} if group in own else {}
-            for who, choice in found.items():
+            choices = {"the training": configuration.choices[group]}
+            for phase in _training_phases(configuration):
+                phase_choices = {"optimizer": phase.optimizer, "scheduler": phase.scheduler}
+                choices |= {phase.name: phase_choices[group]} if group in phase_choices else {}
+            for owner, choice in choices.items():
                 if choice.name != option:
-                    return f"needs {group}={option}, but {who} has {group}={choice.name}"
+                    return f"needs {group}={option}, but {owner} has {group}={choice.name}"
         return ""
 
 
-def techniques(config_dir: Path | None) -> dict[str, Technique]:
+def load_techniques(config_dir: Path | None) -> dict[str, Technique]:
     """Return all techniques by name, the baseline first, in the order in which they are stacked.
 
-    A file of the user replaces a shipped one of the same name. Raises ConfigError, SecurityRefusal.
+    A user's file replaces a shipped one of the same name. Raises ConfigError, SecurityRefusal.
     """
-    return {name: _read(file, file.parent) for name, file in files_of(config_dir).items()}
+    return {name: _read_technique(file, file.parent) for name, file in find_files(config_dir).items()}
 
 
-def files_of(config_dir: Path | None) -> dict[str, Path]:
-    """Return name -> file, in the order of `techniques`."""
-    found: dict[str, Path] = {}
+def find_files(config_dir: Path | None) -> dict[str, Path]:
+    """Return name -> file, in the order of `load_techniques`."""
+    by_name: dict[str, Path] = {}
     for root in [shipped_path("conf"), *([config_dir] if config_dir else [])]:
-        found |= {file.stem: file for file in (root / FOLDER).glob("*.yaml")}
-    place = {name: number for number, name in enumerate(ORDER)}
-    return {name: found[name] for name in sorted(found, key=lambda name: (place.get(name, len(ORDER)), name))}
+        by_name |= {file.stem: file for file in (root / FOLDER).glob("*.yaml")}
+    rank = {name: number for number, name in enumerate(SHIPPED_ORDER)}
+    return {name: by_name[name] for name in sorted(by_name, key=lambda name: (rank.get(name, len(rank)), name))}
 
 
-def is_name(name: str) -> bool:
-    """Return whether a technique may have this name: printable, and not that of the steps."""
+def is_valid_name(name: str) -> bool:
+    """Return whether a technique may have this name: printable, and not the name of the step column."""
     return bool(name.strip()) and name.isprintable() and name != STEP
 
 
-def chosen(names: Iterable[str], known: Mapping[str, Technique]) -> list[Technique]:
-    """Return the techniques of these names. Raises ConfigError for unknown names."""
+def select_techniques(names: Iterable[str], known: Mapping[str, Technique]) -> list[Technique]:
+    """Return the techniques with these names, without the baseline. Raises ConfigError for unknown names."""
     names = list(dict.fromkeys(names))
     problems = [
         Problem(f"must be a technique, one of {', '.join(known)}", name, did_you_mean(name, known))
@@ -83,76 +83,77 @@ def chosen(names: Iterable[str], known: Mapping[str, Technique]) -> list[Techniq
     return [known[name] for name in names if name != BASELINE]
 
 
-def stacked(members: Iterable[Technique], base: Technique, configuration: Configuration) -> tuple[str, ...]:
-    """Return the overrides of the baseline and these techniques on top of each other.
+def stack_overrides(members: Iterable[Technique], base: Technique, configuration: Configuration) -> tuple[str, ...]:
+    """Return the overrides of the baseline with these techniques on top of each other.
 
-    A later one replaces settings of an earlier one. Another optimizer keeps the learning rate, the decay and all other
-    settings that the training has set for the original one.
+    Later techniques replace settings of earlier ones. Another optimizer keeps the learning rate, the weight decay and
+    all other settings of the original one.
     """
-    words = base.overrides
+    overrides = base.overrides
     for technique in members:
-        words = merge_overrides(words, technique.overrides)
-    names = [word.partition("=")[2] for word in words if word.startswith("optimizer=")]
+        overrides = merge_overrides(overrides, technique.overrides)
+    names = [override.partition("=")[2] for override in overrides if override.startswith("optimizer=")]
     if not names:
-        return words
-    of_phases = (
-        word
-        for phase in _trained(configuration)
-        for word in _carried(phase.optimizer, names[-1], words, f"phase.{phase.name}.optimizer")
+        return overrides
+    phase_overrides = (
+        override
+        for phase in _training_phases(configuration)
+        for override in _carry_over_keys(phase.optimizer, names[-1], overrides, f"phase.{phase.name}.optimizer")
     )
-    return (*words, *_carried(configuration.choices["optimizer"], names[-1], words), *of_phases)
+    run_overrides = _carry_over_keys(configuration.choices["optimizer"], names[-1], overrides)
+    return (*overrides, *run_overrides, *phase_overrides)
 
 
-def _trained(configuration: Configuration) -> list[PhaseSettings]:
-    """Return the phases that train and have separate settings."""
+def _training_phases(configuration: Configuration) -> list[PhaseSettings]:
+    """Return the training phases with separate settings."""
     return [phase for phase in configuration.phases if phase.kind == "train" and configuration.own_keys]
 
 
-def _carried(before: Choice, option: str, words: Iterable[str], group: str = "optimizer") -> list[str]:
-    """Return the keys of an optimizer as overrides for another one that has them too, unless they are set.
+def _carry_over_keys(before: Choice, option: str, overrides: Iterable[str], group: str = "optimizer") -> list[str]:
+    """Return overrides that copy the keys of an optimizer to another one, for keys that both have and that are not set.
 
-    group  where they are set: of the run, or of a phase, which then gets the other optimizer
+    group  group of the run, or of a phase, which then gets the other optimizer too
     """
     signature = find_signature("optimizer", option)
-    given = {word.partition("=")[0] for word in words}
+    keys = {override.partition("=")[0] for override in overrides}
     if signature is None or option == before.name:
         return []
     return [f"{group}={option}"] * (group != "optimizer") + [
-        f"{group}.{key}={_word(value)}"
+        f"{group}.{key}={_format_value(value)}"
         for key, value in before.options.items()
-        if key in signature.keys and f"optimizer.{key}" not in given and f"{group}.{key}" not in given
+        if key in signature.keys and f"optimizer.{key}" not in keys and f"{group}.{key}" not in keys
     ]
 
 
-def _word(value: Any) -> str:
-    """Return a value as typed after `key=`."""
+def _format_value(value: Any) -> str:
+    """Format a value for `key=value` on the command line."""
     if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{_word(item)}' for key, item in value.items())}}}"
+        return f"{{{','.join(f'{key}:{_format_value(item)}' for key, item in value.items())}}}"
     if isinstance(value, list | tuple):
-        return f"[{','.join(map(_word, value))}]"
+        return f"[{','.join(map(_format_value, value))}]"
     return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
-def _read(file: Path, root: Path) -> Technique:
-    """Return the technique of a file. Raises ConfigError for other content."""
+def _read_technique(file: Path, root: Path) -> Technique:
+    """Read a technique from a file. Raises ConfigError for invalid content."""
     import yaml  # type: ignore[import-untyped]
 
-    if file.stem in TAKEN or not is_name(file.stem):
-        what = "cannot be the name of a technique: it has another meaning, or cannot be typed"
-        raise ConfigError(Problem(what, str(file), "give the file another name"))
+    if file.stem in RESERVED_NAMES or not is_valid_name(file.stem):
+        what = "cannot be the name of a technique: it is reserved, or not printable"
+        raise ConfigError(Problem(what, str(file), "rename the file"))
     content = yaml.safe_load(read_guarded(file, root))
-    keys = "overrides: a list of key=value words, and needs: a mapping of group to option"
+    keys = "overrides: a list of key=value, and needs: a mapping of group to option"
     if not isinstance(content, dict) or not content.keys() <= {"overrides", "needs"} or "overrides" not in content:
         raise ConfigError(Problem(f"must contain {keys}", str(file), "as in overrides: [precision=bf16]"))
-    words, needs = content["overrides"], content.get("needs") or {}
-    if not isinstance(words, list) or not all(isinstance(word, str) and "=" in word for word in words):
-        raise ConfigError(Problem("must be a list of key=value words", f"{file}: overrides", "as in [precision=bf16]"))
+    overrides, needs = content["overrides"], content.get("needs") or {}
+    if not isinstance(overrides, list) or not all(isinstance(item, str) and "=" in item for item in overrides):
+        raise ConfigError(Problem("must be a list of key=value", f"{file}: overrides", "as in [precision=bf16]"))
     if not isinstance(needs, dict) or not all(isinstance(part, str) for pair in needs.items() for part in pair):
         raise ConfigError(Problem("must be a mapping of group to option", f"{file}: needs", "as in {optimizer: adamw}"))
-    return Technique(file.stem, tuple(words), needs)
+    return Technique(file.stem, tuple(overrides), needs)
 
 
-TAKEN = (STEP, "all", "init", "reset", "clean", "plots")  # a column, and arguments of the command line
-# The order of the shipped ones: formats, layout, compilation, kernels, copies. Others follow by name.
-ORDER = (BASELINE, "tf32", "bf16", "fp16", "channels_last", "compile", "flash", "fused", "8bit",
+RESERVED_NAMES = (STEP, "all", "init", "reset", "clean", "plots")  # a column, and positional arguments
+# Order of the shipped techniques: formats, layout, compilation, kernels, copies. Others follow by name.
+SHIPPED_ORDER = (BASELINE, "tf32", "bf16", "fp16", "channels_last", "compile", "flash", "fused", "8bit",
          "autotune", "non_blocking", "prefetch")  # fmt: skip

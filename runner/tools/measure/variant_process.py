@@ -1,8 +1,8 @@
 """The process of a variant: real training that runs blocks of updates on command.
 
-`python -m runner.tools.measure.variant_process SOCKET PARENT` imports what variants need and computes nothing; each
-`fork` on the socket creates a variant, which answers each line of JSON on a separate socket with one line: what was
-done and how long it took, or `error`. It synchronizes with the device at the edges of blocks only.
+`python -m runner.tools.measure.variant_process SOCKET PARENT` is the fork server: it only imports modules. Each `fork`
+command on its socket creates a variant with a separate socket, on which it replies to each JSON command with one line:
+the result and its time, or `error`. A variant synchronizes with the device only before and after a block.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-import safetensors.torch  # noqa: F401 - imported once, not by each variant
+import safetensors.torch  # noqa: F401 - imported before the fork
 import torch
 import torch._dynamo
 from torch import Tensor
@@ -54,54 +54,57 @@ from runner.engine.run import TrainingRun
 from runner.host.parent_death import die_with_parent
 from runner.host.resources import affinity
 from runner.monitor.gpu_driver import open_driver
-from runner.monitor.nvml import Gpu, Nvml, slowed_by
+from runner.monitor.nvml import Gpu, Nvml, decode_throttle_reasons
 from runner.plan.run_plan import PhasePlan
 from runner.profiling.peak_memory import host_peak_gib
-from runner.tools.measure.forked_ranks import as_answer, send, serve_ranks
-from runner.tools.measure.probe import batch_of, probe
+from runner.tools.measure.forked_ranks import error_reply, send_reply, serve_ranks
+from runner.tools.measure.probe import inspect_batch, probe
 from runner.tools.measure.run_queue import RunQueueWait
 from runner.tools.measure.weight_sketch import sketch
 
-FOREVER = 10**12  # updates: a variant runs until it is ended
-FIRST_UPDATES = 8  # whose losses and gradient norms are compared with those of the baseline
-MOVED_UPDATES = 3  # after which the weights are compared: every variant runs more before it is timed
-TO_CALIBRATE = 10  # updates, to know how long a sample takes
-TIMED_UPDATES = 200  # the last ones of a block, timed one by one
+UNLIMITED_UPDATES = 10**12
+NUM_COMPARED_UPDATES = 8  # first updates whose losses and gradient norms are compared with the baseline
+SKETCH_UPDATE = 3  # update after which the weights are compared; every variant runs more before its first block
+CALIBRATION_UPDATES = 10  # to measure the time of a sample
+MAX_TIMED_UPDATES = 200  # last updates of a block that are timed individually
 
-Answer = dict[str, Any]
+Reply = dict[str, Any]
 
 
 def main(descriptor: int, parent: int, cores: int = 0) -> int:
-    """Fork variants and report how they ended, until the socket is closed; on so many cores, 0 for all."""
+    """Fork variants and report their exit codes until the socket is closed.
+
+    cores  number of cores to run on; 0: all
+    """
     die_with_parent(parent)
     if cores and hasattr(os, "sched_setaffinity"):
         os.sched_setaffinity(0, sorted(affinity())[:cores])
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the terminal sends Ctrl-C to all processes; the parent ends this one
     compose(Request())  # imports Hydra
     gc.freeze()
-    with socket.socket(fileno=descriptor) as line:
-        line.sendall(b'{"ready": true}\n')
+    with socket.socket(fileno=descriptor) as sock:
+        sock.sendall(b'{"ready": true}\n')
         while True:
-            content, given, _, _ = socket.recv_fds(line, 1 << 16, 2)
+            content, descriptors, _, _ = socket.recv_fds(sock, 1 << 16, 2)
             if not content:
                 return int(Exit.DONE)
-            order = json.loads(content)
-            if order["do"] == "wait":
-                _, status = os.waitpid(order["pid"], 0)
-                answer = {"code": os.waitstatus_to_exitcode(status)}
+            command = json.loads(content)
+            if command["do"] == "wait":
+                _, status = os.waitpid(command["pid"], 0)
+                reply = {"code": os.waitstatus_to_exitcode(status)}
             else:
-                us, pid = os.getpid(), os.fork()
+                server, pid = os.getpid(), os.fork()
                 if pid == 0:
-                    line.close()
-                    os._exit(live(given[0], given[1], us, order["ranks"]))
-                for number in given:
-                    os.close(number)
-                answer = {"pid": pid}
-            line.sendall((json.dumps(answer) + "\n").encode())
+                    sock.close()
+                    os._exit(serve(descriptors[0], descriptors[1], server, command["ranks"]))
+                for forwarded in descriptors:
+                    os.close(forwarded)
+                reply = {"pid": pid}
+            sock.sendall((json.dumps(reply) + "\n").encode())
 
 
-def live(descriptor: int, errors: int, parent: int, ranks: int) -> int:
-    """Answer orders in a forked process until the socket is closed.
+def serve(descriptor: int, errors: int, parent: int, ranks: int) -> int:
+    """Execute commands in a forked process until the socket is closed.
 
     ranks  number of ranks to fork for the variant; 0: this process trains
     """
@@ -110,28 +113,28 @@ def live(descriptor: int, errors: int, parent: int, ranks: int) -> int:
     die_with_parent(parent)
     warnings.simplefilter("ignore")
     try:
-        with socket.socket(fileno=descriptor) as line, ExitStack() as stack:
+        with socket.socket(fileno=descriptor) as sock, ExitStack() as stack:
             if ranks:
-                return serve_ranks(line, ranks, TrainingVariant)
+                return serve_ranks(sock, ranks, TrainingVariant)
             variant = TrainingVariant(stack)
-            send(line, {"ready": True})
-            for text in line.makefile("r", encoding="utf-8"):
+            send_reply(sock, {"ready": True})
+            for text in sock.makefile("r", encoding="utf-8"):
                 try:
-                    send(line, variant.execute(json.loads(text)))
+                    send_reply(sock, variant.execute(json.loads(text)))
                 except BaseException as error:
-                    send(line, as_answer(error))
+                    send_reply(sock, error_reply(error))
                     return int(Exit.SOFTWARE)
-    except BaseException:  # the interpreter would continue where it was forked
+    except BaseException:  # an uncaught exception would continue in the code of the fork server
         traceback.print_exc()
         return int(Exit.SOFTWARE)
     return int(Exit.DONE)
 
 
 class FirstUpdates(Hook):
-    """Keeps the results of the first updates.
+    """Records the results of the first updates.
 
-    moved  a sketch of how they changed the weights; None: unknown
-    draws  they have drawn random numbers, as dropout does
+    moved  sketch of the change of the weights; None: unknown
+    draws  whether the updates drew random numbers, as dropout does
     """
 
     def __init__(self, phase: PhaseView) -> None:
@@ -148,10 +151,10 @@ class FirstUpdates(Hook):
         self._random_before = self._random_state()
 
     def after_update(self, step: StepInfo) -> None:
-        if len(self.first) < FIRST_UPDATES:  # copies: CUDA graphs write the next loss into the same memory
+        if len(self.first) < NUM_COMPARED_UPDATES:  # clone: CUDA graphs write the next loss into the same memory
             loss, norm = (None if value is None else value.clone() for value in (step.loss_sum, step.grad_norm))
             self.first.append(step._replace(loss_sum=loss, grad_norm=norm))
-        if step.update == MOVED_UPDATES and self._weights and not self.phase.run_.num_skipped:
+        if step.update == SKETCH_UPDATE and self._weights and not self.phase.run_.num_skipped:
             self.moved = sketch(self._weights) - self._before
             self.draws = any(
                 not torch.equal(*pair) for pair in zip(self._random_before, self._random_state(), strict=True)
@@ -165,38 +168,38 @@ class FirstUpdates(Hook):
 class MeasuredPhase(Phase):
     """A phase without an end.
 
-    whole  number of updates of the real phase
+    real_total  number of updates of the real phase
     """
 
     kinds_of_hooks = (FirstUpdates, *HOOKS)
 
-    def __init__(self, run: TrainingRun, planned: PhasePlan, *, evaluates: bool) -> None:
+    def __init__(self, run: TrainingRun, planned: PhasePlan, *, run_evaluations: bool) -> None:
         unlimited = dataclasses.replace(planned.early_stopping, patience=None)
         super().__init__(run, dataclasses.replace(planned, early_stopping=unlimited), None)
         evaluation = self.hook(Evaluation)
-        self.whole = self.total
+        self.real_total = self.total
         self.period_of_evaluation = evaluation.every if evaluation.held_out is not None else 0
-        self.total = self.work.total = FOREVER
-        if not evaluates:
+        self.total = self.work.total = UNLIMITED_UPDATES
+        if not run_evaluations:
             evaluation.every = 0
 
     def _tell_progress(self) -> None:
-        update = min(self.position.update, self.whole)  # the task may depend on it
+        update = min(self.position.update, self.real_total)  # tasks may expect an update within the phase
         epoch = update / self.order.updates_per_epoch
-        self.run_.parts.task.begin_update(Progress(self.name, update, self.whole, epoch))
+        self.run_.parts.task.begin_update(Progress(self.name, update, self.real_total, epoch))
 
 
 class BlockClock:
-    """Times updates by the host's clock: a CPU has finished its work when an update is over."""
+    """Times updates by the clock of the host: on a CPU, the work is finished when an update returns."""
 
     def __init__(self) -> None:
-        self.contention = RunQueueWait()
+        self._wait_counter = RunQueueWait()
 
-    def tick(self) -> Any:
-        """Return a mark without waiting."""
+    def record(self) -> Any:
+        """Return a time mark, without synchronization."""
         return time.perf_counter()
 
-    def between_ms(self, earlier: Any, later: Any) -> float:
+    def elapsed_ms(self, earlier: Any, later: Any) -> float:
         """Return the milliseconds between two marks."""
         return 1e3 * float(later - earlier)
 
@@ -209,37 +212,36 @@ class BlockClock:
         return []
 
     def run_queue_wait(self) -> Callable[[], float]:
-        """Return a function for the seconds since now that this thread waited for cores used by other processes."""
-        before = self.contention.look(begins=True)
-        return lambda: self.contention.behind_others_s(before, self.contention.look(begins=False))
+        """Start measuring; return a function that returns the run-queue wait of this thread since then in seconds."""
+        before = self._wait_counter.sample(begins=True)
+        return lambda: self._wait_counter.wait_for_others_s(before, self._wait_counter.sample(begins=False))
 
 
 class DeviceBlockClock(BlockClock):
-    """Times updates by events on the stream of a GPU, read after the device has passed them."""
+    """Times updates by events on the stream of a GPU, read after synchronization."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.nvml: Nvml = open_driver()
-        self.gpu: Gpu | None = self.nvml.find_of_torch(get_accelerator(device).uuid())
+        self.gpu: Gpu | None = self.nvml.find_torch_device(get_accelerator(device).uuid())
 
-    def tick(self) -> Any:
+    def record(self) -> Any:
         event = torch.Event(self.device, enable_timing=True)
         event.record()
         return event
 
-    def between_ms(self, earlier: Any, later: Any) -> float:
+    def elapsed_ms(self, earlier: Any, later: Any) -> float:
         return float(earlier.elapsed_time(later))
 
     def joules(self) -> float | None:
         return self.nvml.read(self.gpu, ["energy_j"])["energy_j"] if self.gpu else None
 
     def run_queue_wait(self) -> Callable[[], float]:
-        """The device continues while the host waits."""
-        return lambda: 0.0
+        return lambda: 0.0  # the device continues while the host waits
 
     def throttled(self) -> list[str]:
-        found = self.nvml.read(self.gpu, ["throttle_reasons"])["throttle_reasons"] if self.gpu else None
-        return list(slowed_by(found))
+        reasons = self.nvml.read(self.gpu, ["throttle_reasons"])["throttle_reasons"] if self.gpu else None
+        return list(decode_throttle_reasons(reasons))
 
 
 class TrainingVariant:
@@ -253,15 +255,15 @@ class TrainingVariant:
         self.stack, self.world = stack, world
         self.is_open = False
 
-    def execute(self, order: Mapping[str, Any]) -> Answer:
-        """Execute an order; return its result. Raises its error, explained as at the end of a run."""
-        orders: Mapping[str, Callable[..., Answer]] = {
+    def execute(self, command: Mapping[str, Any]) -> Reply:
+        """Execute a command; return its result. Raises its error, explained as at the end of a run."""
+        handlers: Mapping[str, Callable[..., Reply]] = {
             "begin": self.begin, "run": self.run_block, "report": self.report, "probe": self.probe,
             "predict": self.predict, "fit": self.fit, "batch": self.batch, "evaluate": self.evaluate,
         }  # fmt: skip
-        given = {key: value for key, value in order.items() if key != "do"}
+        arguments = {key: value for key, value in command.items() if key != "do"}
         try:
-            return orders[order["do"]](**given)
+            return handlers[command["do"]](**arguments)
         except BaseException as error:  # a task may raise anything, and torch may be out of memory
             raise (self.phase.translate_error(error) if self.is_open else error) from error
 
@@ -272,25 +274,25 @@ class TrainingVariant:
         config_dir: str | None,
         compiled: str,
         phase: str | None,
-        evaluates: bool,
+        run_evaluations: bool,
         *,
         slow: float = 1.0,
         settle: int = 0,
-    ) -> Answer:
-        """Build the run and its phase; return what it consists of.
+    ) -> Reply:
+        """Build the run and its phase; return a description of them.
 
-        compiled   folder for compiled code, so that code compiled by other variants is not found
-        phase      to run; None: the first that trains. Phases without gradients before it run, training phases do not:
-                   the time of an update does not depend on the weights
-        evaluates  whether evaluations run as often as in the real phase
-        slow       times as long a sample takes on the last rank
-        settle     updates until measured shares have settled
+        compiled         folder for compiled code, separate from that of other variants
+        phase            phase to run; None: the first training phase. Earlier phases without gradients run before it,
+                         earlier training phases do not: the time of an update does not depend on the weights
+        run_evaluations  run evaluations as often as the real phase
+        slow             slowdown factor of the last rank
+        settle           number of updates until shares by measured speed have settled
         """
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
         task, folder = (Path(path) if path else None for path in (task_file, config_dir))
         self.run = self.stack.enter_context(open_run(Request(tuple(overrides), task, folder), self.world))
-        planned = self._prepared(phase)
-        self.phase = MeasuredPhase(self.run, planned, evaluates=evaluates)
+        planned = self._prepare_phase(phase)
+        self.phase = MeasuredPhase(self.run, planned, run_evaluations=run_evaluations)
         self.stack.enter_context(self.phase)
         self.is_open = True
         self.updates = self._slowed_updates(slow) if slow > 1 else self.phase.updates()
@@ -309,11 +311,11 @@ class TrainingVariant:
             "global_batch_size": planned.batch.global_batch_size,
             "micro_batch_size": planned.batch.micro_batch_size,
             "accumulation_steps": planned.batch.accumulation_steps,
-            "updates": self.phase.whole,
-            "epochs": self.phase.whole / order.updates_per_epoch,
+            "updates": self.phase.real_total,
+            "epochs": self.phase.real_total / order.updates_per_epoch,
             "num_samples": order.num_samples,
             "periods": self._periods(),
-            "ahead": self._ahead(),
+            "ahead": self._prefetched_updates(),
             "readers": self.phase.loader.num_workers,
             "threads": torch.get_num_threads(),
             "parameters": sum(weight.numel() for weight in weights),
@@ -323,10 +325,11 @@ class TrainingVariant:
             "free_gib": None if memory is None else memory.free / 2**30,
         }
 
-    def run_block(self, updates: int, untimed: int = 0) -> Answer:
-        """Run a block of updates; return its seconds, the parts of them, and the times of the last updates.
+    def run_block(self, updates: int, untimed: int = 0) -> Reply:
+        """Run a block of updates; return its time, its parts, and the times of its last updates.
 
-        untimed  updates before it whose batches may have become ready while the process was stopped
+        untimed  number of updates before the block that are not timed: their batches may have become ready while the
+                 process was stopped
         """
         world, watch = self.run.parts.world, self.phase.watch
         for _ in range(untimed):
@@ -334,10 +337,10 @@ class TrainingVariant:
         world.synchronize()
         before, joules, wait = watch.spent(), self.clock.joules(), self.clock.run_queue_wait()
         began = time.perf_counter()
-        ticks = deque([self.clock.tick()], maxlen=TIMED_UPDATES + 1)
+        marks = deque([self.clock.record()], maxlen=MAX_TIMED_UPDATES + 1)
         for _ in range(updates):
             next(self.updates)
-            ticks.append(self.clock.tick())
+            marks.append(self.clock.record())
         world.synchronize()
         seconds, wait_s, after = time.perf_counter() - began, wait(), self.clock.joules()
         return {
@@ -345,17 +348,17 @@ class TrainingVariant:
             "seconds": seconds,
             "run_queue_wait_s": min(wait_s, seconds),
             "parts_s": seconds_between(before, watch.spent()),
-            "updates_ms": [round(self.clock.between_ms(*pair), 4) for pair in pairwise(ticks)],
+            "updates_ms": [round(self.clock.elapsed_ms(*pair), 4) for pair in pairwise(marks)],
             "joules": None if joules is None or after is None else after - joules,
             "throttled": self.clock.throttled(),
         }
 
-    def report(self) -> Answer:
-        """Return losses, memory and kernels since the run was opened."""
+    def report(self) -> Reply:
+        """Return losses, memory and kernels of all updates so far."""
         accelerator = get_accelerator(self.run.parts.world.device)
         peak, total = accelerator.peak_memory(), accelerator.total_bytes()
         first = self.phase.hook(FirstUpdates)
-        found: Answer = {
+        found: Reply = {
             "losses": [float(step.loss_sum) / float(step.items) for step in first.first if step.loss_sum is not None],
             "grad_norms": [float(step.grad_norm) for step in first.first if step.grad_norm is not None],
             "peak_host_gib": sum(self.run.parts.world.gather(host_peak_gib())),
@@ -374,14 +377,14 @@ class TrainingVariant:
             }
         return found
 
-    def probe(self) -> Answer:
-        """Inspect the task's code; updates of this process must not be timed after it."""
+    def probe(self) -> Reply:
+        """Inspect the task's code. Updates of this process must not be timed afterwards."""
         return probe(self.run, self.phase, self.updates)
 
-    def predict(self, least_s: float) -> Answer:
-        """Predict as `accel-run inference` does, for at least so long or to its end; return seconds and items.
+    def predict(self, least_s: float) -> Reply:
+        """Predict as `accel-run inference` does, for at least `least_s` seconds; return seconds and items.
 
-        There are no items if the task does not predict.
+        The number of items is 0 if the task does not predict.
         """
         parts, items, seconds = self.run.parts, 0, 0.0
         if type(parts.task).predict is not Task.predict:
@@ -397,27 +400,27 @@ class TrainingVariant:
                     began = ended
         return {"items": items, "item": parts.task.item, "seconds": seconds}
 
-    def fit(self) -> Answer:
-        """Repeat the phases without gradients before the measured one; return name -> seconds.
+    def fit(self) -> Reply:
+        """Repeat the phases without gradients before the measured phase; return name -> seconds.
 
-        They depend on the data only, so the model is the same afterwards.
+        They depend only on the data, so they do not change the model.
         """
         seconds = {}
         for planned in self.run.plan.phases:
             if planned.kind == "train":
                 break
-            with Phase(self.run, planned, None) as again:
+            with Phase(self.run, planned, None) as phase:
                 self.run.parts.world.synchronize()
                 began = time.perf_counter()
-                for _ in again.updates():
+                for _ in phase.updates():
                     pass
                 self.run.parts.world.synchronize()
                 seconds[planned.name] = time.perf_counter() - began
         return {"seconds": seconds}
 
-    def evaluate(self) -> Answer:
-        """Return how many seconds longer the first evaluation takes than a later one, over all batch sizes."""
-        phase, parts, took = self.phase, self.run.parts, list[float]()
+    def evaluate(self) -> Reply:
+        """Return the extra seconds of the first evaluation compared with the second, over all batch sizes."""
+        phase, parts, seconds = self.phase, self.run.parts, list[float]()
         evaluation = phase.hook(Evaluation)
         if evaluation.held_out is None:
             return {"more_s": 0.0}
@@ -426,15 +429,15 @@ class TrainingVariant:
             began = time.perf_counter()
             evaluate(parts, evaluation.held_out, samples[: size + len(samples) % size], BatchSizes(size))
             parts.world.synchronize()
-            took.append(time.perf_counter() - began)
-        return {"more_s": max(0.0, took[0] - took[1])}
+            seconds.append(time.perf_counter() - began)
+        return {"more_s": max(0.0, seconds[0] - seconds[1])}
 
-    def batch(self) -> Answer:
+    def batch(self) -> Reply:
         """Return the shape of the model's input and the number of terms of its loss."""
-        return batch_of(self.phase)
+        return inspect_batch(self.phase)
 
     def _slowed_updates(self, factor: float) -> Iterator[int]:
-        """Start the updates; on the last rank, a sample takes so many times as long, by sleeping."""
+        """Start the updates, slowed down on the last rank by sleeping for each sample."""
         world, work, more_s = self.run.parts.world, self.phase.work, [0.0]
         assert isinstance(work, GradientPhase)
         training = work.training
@@ -446,49 +449,49 @@ class TrainingVariant:
             return training.loss(model, batch)
 
         if world.rank == world.world_size - 1:
-            work.training = dataclasses.replace(training, loss=loss)  # the loop keeps it from its first update on
+            work.training = dataclasses.replace(training, loss=loss)  # before the loop reads it in the first update
         updates = self.phase.updates()
-        for _ in range(TO_CALIBRATE):
+        for _ in range(CALIBRATION_UPDATES):
             next(updates)
         began = time.perf_counter()
-        for _ in range(TO_CALIBRATE):
+        for _ in range(CALIBRATION_UPDATES):
             next(updates)
-        update_s = (time.perf_counter() - began) / TO_CALIBRATE
+        update_s = (time.perf_counter() - began) / CALIBRATION_UPDATES
         more_s[0] = (factor - 1) * update_s / (self.phase.planned.batch.global_batch_size / world.world_size)
         return updates
 
     def _is_on_gpu(self) -> bool:
         return bool(self.run.parts.world.device.type == "cuda")
 
-    def _prepared(self, wanted: str | None) -> PhasePlan:
-        """Return the requested phase, after running the phases without gradients before it."""
+    def _prepare_phase(self, requested: str | None) -> PhasePlan:
+        """Run the phases without gradients before the requested phase, and return its plan."""
         phases = self.run.plan.phases
         names = [phase.name for phase in phases if phase.kind == "train"]
         selected = [phase.name for phase in self.run.plan.selected if phase.kind == "train"]
-        name = wanted or next(iter(selected or names), None)
+        name = requested or next(iter(selected or names), None)
         if name not in names:
-            what = f"must be a phase that trains, one of {', '.join(names) or 'none'}"
-            raise ConfigError(Problem(what, f"phase={wanted}", did_you_mean(wanted or "", names)))
-        place = [phase.name for phase in phases].index(name)
-        for earlier in phases[:place]:
+            what = f"must be a training phase, one of {', '.join(names) or 'none'}"
+            raise ConfigError(Problem(what, f"phase={requested}", did_you_mean(requested or "", names)))
+        index = [phase.name for phase in phases].index(name)
+        for earlier in phases[:index]:
             if earlier.kind != "train":
                 with Phase(self.run, earlier, None) as phase:
                     phase.run()
-        return phases[place]
+        return phases[index]
 
-    def _ahead(self) -> int:
-        """Return for how many updates data can be prefetched."""
+    def _prefetched_updates(self) -> int:
+        """Return the number of updates for which data can be prefetched."""
         batches = self.phase.loader.max_prefetched + (self.run.plan.choices["prefetch"].name != "none")
         return -(-batches // self.phase.planned.batch.accumulation_steps)
 
     def _periods(self) -> dict[str, int | None]:
-        """Return the periods of recurring work in updates; None: by the clock, or never."""
+        """Return the periods of recurring work in updates; None: by time, or never."""
         policy = self.phase.hook(Checkpointing).saver.policy
-        of_epochs = None if policy.epochs is None else policy.epochs * self.phase.order.updates_per_epoch
+        epochs_period = None if policy.epochs is None else policy.epochs * self.phase.order.updates_per_epoch
         return {
             "log": self.run.plan.settings.log_every,
             "evaluation": self.phase.period_of_evaluation or None,
-            "checkpoint": of_epochs if policy.updates is None else policy.updates,
+            "checkpoint": epochs_period if policy.updates is None else policy.updates,
         }
 
 

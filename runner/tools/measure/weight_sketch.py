@@ -13,11 +13,11 @@ NUM_SUMS = 1024
 
 
 def sketch(weights: Iterable[Tensor]) -> Tensor:
-    """Return NUM_SUMS sums of the weights (NUM_SUMS,): each weight is in one of them, with a sign.
+    """Return a count sketch of the weights, of shape (NUM_SUMS,): each weight is added to one sum, with a sign.
 
-    Sum and sign depend on its position. The sketch is linear: the difference of two sketches is the sketch of the
-    difference. It keeps lengths and angles to about 1 / sqrt(NUM_SUMS), and is the same on every device, except for
-    rounding. It does not wait for the device and does not use random state.
+    Sum and sign depend on the position of the weight. The sketch is linear: the difference of two sketches is the
+    sketch of the difference. It preserves lengths and angles to about 1 / sqrt(NUM_SUMS), and is the same on every
+    device, except for rounding. It does not synchronize with the device and does not use random state.
     Source: Charikar, Chen and Farach-Colton, Finding frequent items in data streams, ICALP 2002.
     """
     sums: Tensor | None = None
@@ -28,13 +28,13 @@ def sketch(weights: Iterable[Tensor]) -> Tensor:
                 part = flat[begin : begin + CHUNK]
                 signed = part.to(widest_dtype(part.device)) * _signs(part, begin, number)
                 rows = torch.nn.functional.pad(signed, (0, -len(signed) % NUM_SUMS)).view(-1, NUM_SUMS)
-                added = rows.sum(0).roll(number * 131)
-                sums = added if sums is None else sums + added.to(sums.device)
+                partial = rows.sum(0).roll(number * 131)
+                sums = partial if sums is None else sums + partial.to(sums.device)
     return torch.zeros(NUM_SUMS) if sums is None else sums
 
 
 def _signs(part: Tensor, begin: int, number: int) -> Tensor:
-    """Return -1 or 1 for each value by its position, without a pattern in which equal values would cancel.
+    """Return a pseudorandom -1 or 1 for each value by its position, so that equal values do not cancel systematically.
 
     Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (mix64).
     """
@@ -44,5 +44,5 @@ def _signs(part: Tensor, begin: int, number: int) -> Tensor:
     return (mixed >> 32 & 1) * 2 - 1
 
 
-_MIX = ((33, -0x00AE502812AA7333), (33, -0x3B314601E57A13AD))  # as signed numbers of 64 bits
-CHUNK = 1 << 20  # values at a time: 8 MiB of signs, whatever the size of the model
+_MIX = ((33, -0x00AE502812AA7333), (33, -0x3B314601E57A13AD))  # as signed 64-bit integers
+CHUNK = 1 << 20  # values at a time: 8 MiB of signs for a model of any size

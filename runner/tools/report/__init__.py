@@ -1,1 +1,1 @@
-"""The page about a run: what it left is read, drawn and laid out; nothing of the run is changed."""
+"""The page about a run: read its files, draw charts, render HTML. The run is not changed."""

@@ -11,31 +11,39 @@ import numpy as np
 from runner.base.picture import COLORS, new_figure
 from runner.base.text import format_gib
 from runner.monitor import machine_plots
-from runner.tools.report.chart_parts import LEGEND, SIZE, Drawing, binned, dress, from_to, no_rows
-from runner.tools.report.run_data import RunData, fit
+from runner.tools.report.chart_parts import (
+    LEGEND,
+    SIZE,
+    Drawing,
+    bin_curve,
+    describe_range,
+    format_axes,
+    missing_reason,
+)
+from runner.tools.report.run_data import RunData, make_printable
 from runner.tools.report.svg import GRID
 
 
-def memory(story: RunData) -> Drawing | str:
-    """The most memory in use by what it held, against what there is, and memory over updates."""
-    bars = _memory_bars(story)
+def memory(run: RunData) -> Drawing | str:
+    """Peak memory by its content and relative to the capacity, and memory over updates."""
+    bars = _memory_bars(run)
     lines = {
-        name: story.curves[key]
+        name: run.curves[key]
         for key, name in (
             ("memory/peak_gib", "device, peak"),
             ("memory/reserved_gib", "device, reserved by torch"),
             ("memory/allocated_gib", "device, allocated"),
             ("process/memory_gib", "host, all processes of the run"),
         )
-        if np.isfinite(story.curves[key].y).any()
+        if np.isfinite(run.curves[key].y).any()
     }
     if not bars and not lines:
-        return no_rows(story, "the run did not measure its memory")
-    strips = [strip for bar in bars for strip in _strips(bar)]
+        return missing_reason(run, "the run did not measure its memory")
+    strips = [strip for bar in bars for strip in _make_strips(bar)]
     heights = [0.3 + 0.6 * len(strips)] * bool(strips) + [2.0] * bool(lines)
     figure = new_figure(SIZE[0], sum(heights) + 0.4)
     panels = list(np.ravel(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False)))
-    said = []
+    descriptions = []
     if strips:
         axes = panels.pop(0)
         handles: dict[str, Any] = {}
@@ -47,7 +55,7 @@ def memory(story: RunData) -> Drawing | str:
                 begin += share
             axes.text(0, row - 0.27, title, fontsize=9.5, va="bottom")
             inner = [part for part in widths if ":" in part]
-            said.append(f"{title} ({', '.join(inner)})" if inner else title)
+            descriptions.append(f"{title} ({', '.join(inner)})" if inner else title)
         axes.set_xlim(0, 1)
         axes.set_ylim(len(strips) - 0.7, -0.8)
         axes.set_axis_off()
@@ -55,28 +63,28 @@ def memory(story: RunData) -> Drawing | str:
     if lines:
         axes = panels.pop(0)
         for number, (name, curve) in enumerate(lines.items()):
-            line = binned(curve)
+            line = bin_curve(curve)
             mark = {"marker": "o", "markersize": 4} if np.isfinite(line.mean).sum() == 1 else {}
             axes.plot(line.x, line.mean, color=COLORS[number], linewidth=1.6, label=name, **mark)
-        dress(axes, story, "GiB")
-        axes.set_ylim(0, 1.15 * max(np.nanmax(binned(curve).high) for curve in lines.values()) or 1.0)
+        format_axes(axes, run, "GiB")
+        axes.set_ylim(0, 1.15 * max(np.nanmax(bin_curve(curve).high) for curve in lines.values()) or 1.0)
         axes.legend(fontsize=9, loc="lower right")
-        said += [from_to(f"{name} (GiB)", curve) for name, curve in lines.items()]
+        descriptions += [describe_range(f"{name} (GiB)", curve) for name, curve in lines.items()]
     of_parts = any(len(bar.parts) > 1 for bar in bars)
-    note = _HELD if of_parts else ""
-    return Drawing(figure, "; ".join(said), note)
+    note = _COMPOSITION_NOTE if of_parts else ""
+    return Drawing(figure, "; ".join(descriptions), note)
 
 
-def machine(story: RunData) -> Drawing | str:
+def machine(run: RunData) -> Drawing | str:
     """GPU, CPU and RAM over time."""
-    return _of_samples(story, ("machine.png",))
+    return _draw_samples(run, ("machine.png",))
 
 
-def gpus(story: RunData) -> Drawing | str:
-    """Utilisation, memory, temperature and power of every GPU over time."""
-    if story.samples is not None and not story.samples.devices:
+def gpus(run: RunData) -> Drawing | str:
+    """Utilization, memory, temperature and power of every GPU over time."""
+    if run.samples is not None and not run.samples.devices:
         return "no GPU was watched"
-    return _of_samples(story, ("gpus.png", "gpu0.png"))
+    return _draw_samples(run, ("gpus.png", "gpu0.png"))
 
 
 @dataclass(frozen=True)
@@ -86,23 +94,24 @@ class _Bar:
     capacity: float | None
 
 
-def _memory_bars(story: RunData) -> list[_Bar]:
-    """Return the peak of the device, if it is no CPU, and of the host, in GiB by part."""
-    seen = story.evidence
-    if seen is None:
+def _memory_bars(run: RunData) -> list[_Bar]:
+    """Return the peak memory of the GPU, if there is one, and of the host, in GiB by part."""
+    evidence = run.evidence
+    if evidence is None:
         return []
-    held = _held(story)
+    held = _training_state_gib(run)
     bars = []
-    if seen.device_peak_gib is not None:
-        bars.append(_Bar(fit(seen.device_name or "device"), _split(seen.device_peak_gib, held), seen.device_total_gib))
+    if evidence.device_peak_gib is not None:
+        name = make_printable(evidence.device_name or "device")
+        bars.append(_Bar(name, _split_peak(evidence.device_peak_gib, held), evidence.device_total_gib))
         held = {}
-    if seen.host_peak_gib is not None:
-        bars.append(_Bar("host", _split(seen.host_peak_gib, held), seen.host_total_gib))
+    if evidence.host_peak_gib is not None:
+        bars.append(_Bar("host", _split_peak(evidence.host_peak_gib, held), evidence.host_total_gib))
     return bars
 
 
-def _strips(bar: _Bar) -> list[tuple[str, dict[str, float]]]:
-    """Return the rows of a bar, each a title and shares of its width: the peak against all there is, then its parts."""
+def _make_strips(bar: _Bar) -> list[tuple[str, dict[str, float]]]:
+    """Return the rows of a bar as (title, part -> share of the width): the peak and its parts."""
     used = sum(bar.parts.values())
     rows = []
     if bar.capacity:
@@ -115,50 +124,50 @@ def _strips(bar: _Bar) -> list[tuple[str, dict[str, float]]]:
     return rows or [(f"{bar.name}: peak {format_gib(used)}", {"in use": 1.0})]
 
 
-def _split(peak: float, held: Mapping[str, float]) -> dict[str, float]:
-    """Return the parts that are known, and the rest up to the peak; the peak alone where they are more than that."""
+def _split_peak(peak: float, held: Mapping[str, float]) -> dict[str, float]:
+    """Return the known parts and the rest up to the peak; only the peak if the parts exceed it."""
     rest = peak - sum(held.values())
     return {**held, "all else": rest} if held and rest >= 0 else {"in use": peak}
 
 
-def _held(story: RunData) -> dict[str, float]:
-    """Return GiB of weights, gradients and optimizer state; nothing where ranks share them, or none is known."""
-    if story.plan.choice("parallelism").function in ("fsdp", "pipeline") or story.evidence is None:
+def _training_state_gib(run: RunData) -> dict[str, float]:
+    """Return GiB of weights, gradients and optimizer state; empty if they are unknown or sharded over ranks."""
+    if run.plan.choice("parallelism").function in ("fsdp", "pipeline") or run.evidence is None:
         return {}
-    newest = story.checkpoints[-1].files if story.checkpoints else {}
+    newest = run.checkpoints[-1].files if run.checkpoints else {}
     weights, optimizer = newest.get("model.safetensors"), newest.get("optimizer.safetensors")
-    total, trainable = story.evidence.num_parameters, story.evidence.num_trainable
+    total, trainable = run.evidence.num_parameters, run.evidence.num_trainable
     if not weights or optimizer is None or not total or trainable is None:
         return {}
     gib = 2**30
     return {"weights": weights / gib, "gradients": weights * trainable / total / gib, "optimizer": optimizer / gib}
 
 
-def _of_samples(story: RunData, names: Sequence[str]) -> Drawing | str:
-    if story.samples is None:
-        return story.missing.get("machine", "not monitored")
-    drawn = machine_plots.figures(story.samples, _MACHINE_POINTS, each=False)
-    found = next((drawn[name] for name in names if name in drawn), None)
+def _draw_samples(run: RunData, names: Sequence[str]) -> Drawing | str:
+    if run.samples is None:
+        return run.missing.get("machine", "not monitored")
+    figures = machine_plots.draw_figures(run.samples, _MAX_POINTS, per_gpu=False)
+    found = next((figures[name] for name in names if name in figures), None)
     if found is None:
         return "no GPU was watched"
-    known = {"cpu/percent": "CPU", "ram/percent": "RAM"} | {
-        f"{gpu}/util": f"{gpu} utilisation" for gpu in story.samples.devices
+    labels = {"cpu/percent": "CPU", "ram/percent": "RAM"} | {
+        f"{gpu}/util": f"{gpu} utilization" for gpu in run.samples.devices
     }
     means = []
-    for key, words in known.items():
-        values = story.samples.values.get(key)
+    for key, label in labels.items():
+        values = run.samples.values.get(key)
         if values is not None and np.isfinite(values).any():
-            means.append(f"{words} {np.nanmean(values):.0f} % on average, at most {np.nanmax(values):.0f} %")
-    gaps = int(story.samples.gaps().sum())
+            means.append(f"{label} {np.nanmean(values):.0f} % on average, at most {np.nanmax(values):.0f} %")
+    gaps = int(run.samples.gaps().sum())
     note = f"hatched: not monitored ({gaps} time{'s' * (gaps > 1)})" if gaps else ""
     return Drawing(found, "; ".join(means) or "over time", note)
 
 
-_HELD = (
+_COMPOSITION_NOTE = (
     "weights and optimizer: the size of their files in the newest checkpoint; gradients: as many bytes as the weights "
     "that are trained"
 )
-_MACHINE_POINTS = 200
+_MAX_POINTS = 200
 _MEMORY_COLORS = {
     "weights": COLORS[0],
     "gradients": COLORS[5],

@@ -1,4 +1,4 @@
-"""A page of the report and its HTML, in which nothing of a run is taken for markup."""
+"""A page of the report, and its HTML, in which all texts of a run are escaped."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import TypeVar
 
 from runner.monitor.health_rules import HealthVerdict
 from runner.tools.report.chart_parts import Chart, Missing
-from runner.tools.report.run_data import cut
+from runner.tools.report.run_data import truncate
 from runner.version import __version__
 
-MARK = '<meta name="generator" content="accel-run '  # of a page of any version
-MOST_BYTES = 500_000
+GENERATOR_TAG = '<meta name="generator" content="accel-run '  # of a page of any version
+MAX_BYTES = 500_000
 Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
 class Tile:
-    """A figure that is looked at first."""
+    """A key figure at the top of the page."""
 
     label: str
     value: str
@@ -41,7 +41,7 @@ class PageTable:
 
 @dataclass(frozen=True)
 class Picture:
-    """A picture that the run has left, as a data URI."""
+    """A picture from the run, as a data URI."""
 
     name: str
     source: str
@@ -51,7 +51,7 @@ class Picture:
 
 @dataclass(frozen=True)
 class Text:
-    """The beginning of a text that the run has left."""
+    """The beginning of a text from the run."""
 
     name: str
     content: str
@@ -59,9 +59,9 @@ class Text:
 
 @dataclass(frozen=True)
 class Step:
-    """A line to be pasted."""
+    """A command to paste, with its description."""
 
-    words: str
+    description: str
     line: str
 
 
@@ -78,7 +78,7 @@ class PageHead:
 
 @dataclass(frozen=True)
 class Limits:
-    """What limited the run: a sentence, and what supports it."""
+    """The bottleneck of the run: a sentence and its evidence."""
 
     sentence: str = ""
     time: Sequence[Chart] = ()
@@ -89,7 +89,7 @@ class Limits:
 
 @dataclass(frozen=True)
 class PredictedFiles:
-    """What the run has predicted."""
+    """Predictions of the run."""
 
     pictures: Sequence[Picture] = ()
     texts: Sequence[Text] = ()
@@ -98,7 +98,7 @@ class PredictedFiles:
 
 @dataclass(frozen=True)
 class Page:
-    """The content of the page, from the top."""
+    """The content of the page, in order."""
 
     head: PageHead = PageHead()
     problems: Sequence[str] = ()
@@ -112,39 +112,41 @@ class Page:
     missing: Sequence[Missing] = ()
 
 
-def html_of(page: Page, refresh_s: float | None = None) -> str:
+def render_html(page: Page, refresh_s: float | None = None) -> str:
     """Return the page as HTML of less than MOST_BYTES; what has no room is left out, and the page says so.
 
     refresh_s  interval in seconds at which a browser reloads the page; None: never
     """
     while True:
-        html = _rendered(page, refresh_s)
-        if len(html.encode()) < MOST_BYTES:
+        html = _render(page, refresh_s)
+        if len(html.encode()) < MAX_BYTES:
             return html
-        page = _smaller(page)
+        page = _shrink(page)
 
 
-def _smaller(page: Page) -> Page:
-    """Return the page without its largest table, picture or chart, or with half of that table, or of every list."""
+def _shrink(page: Page) -> Page:
+    """Halve the largest table, or drop the largest picture or chart; if all are small, halve the lists."""
     parts: list[tuple[int, PageTable | Picture | Chart]] = [
-        (_letters(each), each) for each in (*page.first, *page.tables)
+        (_count_letters(table), table) for table in (*page.first, *page.tables)
     ]
     parts += [(len(picture.source), picture) for picture in page.predicted.pictures]
     parts += [(len(chart.svg), chart) for chart in page.charts[1:]]  # the first one is the most important
     size, largest = max(parts, key=lambda part: part[0], default=(0, None))
-    if largest is None or size < _SMALL:
+    if largest is None or size < _MIN_PART_LETTERS:
         return replace(
             page,
-            problems=_half(page.problems),
-            repeat=_half(page.repeat),
-            missing=_half(page.missing),
-            limits=replace(page.limits, verdicts=_half(page.limits.verdicts)),
+            problems=_halve(page.problems),
+            repeat=_halve(page.repeat),
+            missing=_halve(page.missing),
+            limits=replace(page.limits, verdicts=_halve(page.limits.verdicts)),
         )
     if isinstance(largest, PageTable):
-        rows = [[cut(cell, _MAX_CELL) for cell in row[:_MAX_COLUMNS]] for row in _half(largest.rows)]
-        head = [cut(cell, _MAX_CELL) for cell in largest.head[:_MAX_COLUMNS]]
+        rows = [[truncate(cell, _MAX_CELL_LETTERS) for cell in row[:_MAX_COLUMNS]] for row in _halve(largest.rows)]
+        head = [truncate(cell, _MAX_CELL_LETTERS) for cell in largest.head[:_MAX_COLUMNS]]
         shorter = replace(largest, head=head, rows=rows, note="the rest is omitted")
-        first, tables = ([shorter if each is largest else each for each in kind] for kind in (page.first, page.tables))
+        first, tables = (
+            [shorter if table is largest else table for table in section] for section in (page.first, page.tables)
+        )
         return replace(page, first=first, tables=tables)
     name = largest.name if isinstance(largest, Picture) else largest.title
     pictures = [picture for picture in page.predicted.pictures if picture is not largest]
@@ -156,15 +158,15 @@ def _smaller(page: Page) -> Page:
     )
 
 
-def _half(items: Sequence[Item]) -> Sequence[Item]:
+def _halve(items: Sequence[Item]) -> Sequence[Item]:
     return items[: len(items) // 2]
 
 
-def _letters(table: PageTable) -> int:
+def _count_letters(table: PageTable) -> int:
     return sum(len(cell) for row in (table.head, *table.rows) for cell in row)
 
 
-def _rendered(page: Page, refresh_s: float | None) -> str:
+def _render(page: Page, refresh_s: float | None) -> str:
     import jinja2
 
     folder = Path(__file__).parent
@@ -180,5 +182,5 @@ def _rendered(page: Page, refresh_s: float | None) -> str:
     return template.render(page=page, style=style, version=__version__, made=made, refresh_s=refresh_s)
 
 
-_SMALL = 1000  # letters of a part, below which dropping it gains little
-_MAX_CELL, _MAX_COLUMNS = 240, 16  # letters, cells; of a table that is shortened
+_MIN_PART_LETTERS = 1000  # dropping a part with fewer letters gains little
+_MAX_CELL_LETTERS, _MAX_COLUMNS = 240, 16  # letters, cells; of a table that is shortened

@@ -12,17 +12,17 @@ from runner.tools.report.page import PageTable
 from runner.tools.report.run_data import Checkpoint, RunData
 
 
-def moment(text: Any) -> datetime | None:
-    """Return a time of a record in the time zone of this machine; None for all else."""
+def parse_time(text: Any) -> datetime | None:
+    """Parse a time of a record, in the time zone of this machine; None if it is invalid."""
     try:
         return datetime.fromisoformat(text).astimezone()
     except (TypeError, ValueError, OverflowError):
         return None
 
 
-def phases(story: RunData) -> PageTable:
+def phases(run: RunData) -> PageTable:
     rows = []
-    for name, phase in story.record.result.phases.items():
+    for name, phase in run.record.result.phases.items():
         made = f"{phase.updates} of {phase.total}" if phase.total else "-"
         values = ", ".join(f"{key} {format_metric(value)}" for key, value in phase.metrics.items())
         peaks = [
@@ -37,112 +37,116 @@ def phases(story: RunData) -> PageTable:
     if not rows:
         rows = [
             (name or "-", "-", "-", f"{end - begin:,}", "-", "-", "-", "-")
-            for name, (begin, end) in story.curves.phases.items()
+            for name, (begin, end) in run.curves.phases.items()
         ]
     return PageTable("phases", "Phases", head, rows)
 
 
-def configuration(story: RunData) -> list[PageTable]:
-    """Return what differs from the defaults, and folded all of it with what was decided and why."""
-    if not story.settings.used:
+def configuration(run: RunData) -> list[PageTable]:
+    """Return the differences from the defaults, and a folded table of all settings with the values used and reasons."""
+    if not run.settings.used:
         return []
     differs = [
-        (key, word_of(value), word_of(story.settings.defaults.get(key, "not there")))
-        for key, value in story.settings.used.items()
-        if story.settings.defaults and story.settings.defaults.get(key, _ABSENT) != value
+        (key, format_value(value), format_value(run.settings.defaults.get(key, "not there")))
+        for key, value in run.settings.used.items()
+        if run.settings.defaults and run.settings.defaults.get(key, _ABSENT) != value
     ]
     title = "Configuration"
     tables = []
-    if story.settings.defaults:
+    if run.settings.defaults:
         note = "" if differs else "no differences from the defaults of this task"
         rows = differs or [("-", "-", "-")]
         tables.append(
             PageTable("differences", f"{title}: differences from the defaults", ("key", "here", "default"), rows, note)
         )
-    decided, reasons = _decided(story), story.plan.reasons
+    decided, reasons = _plan_values(run), run.plan.reasons
     every = [
-        (key, word_of(value), word_of(decided.get(key, value)), word_of(reasons.get(key, "")))
-        for key, value in story.settings.used.items()
+        (key, format_value(value), format_value(decided.get(key, value)), format_value(reasons.get(key, "")))
+        for key, value in run.settings.used.items()
     ]
-    head = ("key", "asked for", "used", "why")
+    head = ("key", "requested", "used", "why")
     tables.append(PageTable("settings", "All settings", head, every, folded=f"{len(every)} keys"))
     return tables
 
 
-def _decided(story: RunData) -> dict[str, Any]:
-    """Return key -> the value that the plan decided on."""
-    found: dict[str, Any] = {}
-    for group, choice in story.plan.choices.items():
-        found[group] = choice.name
-        found |= {f"{group}.{key}": value for key, value in choice.options.items()}
-    size = story.plan.batch.micro_batch_size
-    found |= {"micro_batch_size": size} if size is not None else {}
-    found |= {"device": story.plan.device} if story.plan.device else {}
-    return found
+def _plan_values(run: RunData) -> dict[str, Any]:
+    """Return key -> value in the plan."""
+    values: dict[str, Any] = {}
+    for group, choice in run.plan.choices.items():
+        values[group] = choice.name
+        values |= {f"{group}.{key}": value for key, value in choice.options.items()}
+    size = run.plan.batch.micro_batch_size
+    values |= {"micro_batch_size": size} if size is not None else {}
+    values |= {"device": run.plan.device} if run.plan.device else {}
+    return values
 
 
-def environment(story: RunData) -> PageTable:
-    known = dict(story.environment)
+def environment(run: RunData) -> PageTable:
+    known = dict(run.environment)
     inventory = dict(as_dict(known.pop("inventory", None)))
-    rows = [(key, "none" if value is None else word_of(value)) for key, value in known.items()]
-    for each in as_list(inventory.pop("devices", None)):
-        if isinstance(each, dict):
-            gib = f", {each['memory_bytes'] / 2**30:.1f} GiB" if is_number(each.get("memory_bytes")) else ""
-            rows.append((f"{each.get('kind', 'device')} {each.get('index', '')}", f"{each.get('name', '')}{gib}"))
-    told = as_list(inventory.pop("notes", None))
+    rows = [(key, "none" if value is None else format_value(value)) for key, value in known.items()]
+    for device in as_list(inventory.pop("devices", None)):
+        if isinstance(device, dict):
+            gib = f", {device['memory_bytes'] / 2**30:.1f} GiB" if is_number(device.get("memory_bytes")) else ""
+            rows.append((f"{device.get('kind', 'device')} {device.get('index', '')}", f"{device.get('name', '')}{gib}"))
+    notes = as_list(inventory.pop("notes", None))
     cpu = inventory.pop("cpu", None)
     if isinstance(cpu, dict):
         memory = f", {cpu['memory_bytes'] / 2**30:.1f} GiB" if is_number(cpu.get("memory_bytes")) else ""
         rows.append(("CPU", f"{cpu.get('name')}, {cpu.get('logical_cores')} of its threads for this run{memory}"))
     for key, value in inventory.items():
-        in_words = format_bytes(value) if key.endswith("_bytes") and is_number(value) else word_of(value)
+        in_words = format_bytes(value) if key.endswith("_bytes") and is_number(value) else format_value(value)
         rows.append((key.removesuffix("_bytes").replace("_", " "), in_words if value is not None else "none"))
-    rows += [("note", word_of(note)) for note in told]
-    rows += [("host", story.record.process.host)] if story.record.process.host else []
+    rows += [("note", format_value(note)) for note in notes]
+    rows += [("host", run.record.process.host)] if run.record.process.host else []
     return PageTable("environment", "Environment", ("", ""), rows)
 
 
-def checkpoints(story: RunData) -> PageTable:
-    def state(each: Checkpoint) -> str:
-        marks = f" ({', '.join(each.marks)})" if each.marks else ""
-        if each.problems is None:
-            return f"not verified here{marks}; accel-run status run={story.said}"
-        return f"damaged: {'; '.join(each.problems)}" if each.problems else f"valid{marks}"
+def checkpoints(run: RunData) -> PageTable:
+    def state(checkpoint: Checkpoint) -> str:
+        marks = f" ({', '.join(checkpoint.marks)})" if checkpoint.marks else ""
+        if checkpoint.problems is None:
+            return f"not verified here{marks}; accel-run status run={run.reference}"
+        return f"damaged: {'; '.join(checkpoint.problems)}" if checkpoint.problems else f"valid{marks}"
 
-    rows = [(each.name, format_bytes(each.bytes), state(each)) for each in reversed(story.checkpoints)]
+    rows = [
+        (checkpoint.name, format_bytes(checkpoint.bytes), state(checkpoint)) for checkpoint in reversed(run.checkpoints)
+    ]
     return PageTable("checkpoints", "Checkpoints", ("checkpoint", "size", "state"), rows)
 
 
-def events(story: RunData) -> PageTable:
+def events(run: RunData) -> PageTable:
     rows = []
-    for row in story.events:
-        when = moment(row.get("time"))
-        words = row.get("text") or row.get("reason") or row.get("cause")
+    for row in run.events:
+        when = parse_time(row.get("time"))
+        text = row.get("text") or row.get("reason") or row.get("cause")
         others = ", ".join(
-            f"{key} {word_of(value)}" for key, value in row.items() if key not in ("time", "kind", "unix_s")
+            f"{key} {format_value(value)}" for key, value in row.items() if key not in ("time", "kind", "unix_s")
         )
-        rows.append((f"{when:%m-%d %H:%M:%S}" if when else "-", word_of(row.get("kind")), str(words or others)[:400]))
+        rows.append(
+            (f"{when:%m-%d %H:%M:%S}" if when else "-", format_value(row.get("kind")), str(text or others)[:400])
+        )
     shown = rows[:_FIRST_EVENTS] + rows[-_LAST_EVENTS:] if len(rows) > _FIRST_EVENTS + _LAST_EVENTS else rows
     between = len(rows) - len(shown)
     note = f"{between:,} between the first {_FIRST_EVENTS} and these are in events.jsonl" if between else ""
-    loud = sum(row[1] not in _QUIET for row in rows)
+    loud = sum(row[1] not in _QUIET_KINDS for row in rows)
     folded = f"{len(rows):,} event{'s' * (len(rows) != 1)}" if not loud else ""
     return PageTable("events", "Events and warnings", ("time", "kind", "what"), shown, note, folded)
 
 
-def word_of(value: Any) -> str:
-    """Return a value as it is typed on a command line."""
+def format_value(value: Any) -> str:
+    """Format a value as on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, list):
-        return f"[{', '.join(map(word_of, value))}]"
+        return f"[{', '.join(map(format_value, value))}]"
     if isinstance(value, dict):
-        return ", ".join(f"{key} {word_of(item)}" for key, item in value.items()) or "{}"
+        return ", ".join(f"{key} {format_value(item)}" for key, item in value.items()) or "{}"
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
 _ABSENT = object()
-_QUIET = ("start", "phase", "first update", "end", "saving", "saved", "machine")
+_QUIET_KINDS = ("start", "phase", "first update", "end", "saving", "saved", "machine")
 _FIRST_EVENTS, _LAST_EVENTS = 10, 30

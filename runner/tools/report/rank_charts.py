@@ -1,4 +1,4 @@
-"""Charts of how work is divided: balance of the ranks, and the stages of a pipeline."""
+"""Charts of the division of work: balance of the ranks, and the stages of a pipeline."""
 
 from __future__ import annotations
 
@@ -7,22 +7,22 @@ import numpy as np
 from runner.base import partition
 from runner.base.picture import COLORS, new_figure
 from runner.base.stopwatch import BETWEEN, PARTS
-from runner.tools.report.chart_parts import PART_COLORS, SIZE, Drawing, dress
-from runner.tools.report.run_data import RunData, fit
+from runner.tools.report.chart_parts import PART_COLORS, SIZE, Drawing, format_axes
+from runner.tools.report.run_data import RunData, make_printable
 from runner.tools.report.svg import GRID
 
 
-def ranks(story: RunData) -> Drawing | str:
-    """Seconds of each rank by part, and how the samples were dealt where that changed."""
-    of_ranks = story.evidence.ranks_s if story.evidence is not None else ()
-    rows = [dict(there) for there in of_ranks] or _ranks_of_rows(story)
+def ranks(run: RunData) -> Drawing | str:
+    """Seconds of each rank by part, and the samples of each rank if they changed."""
+    of_ranks = run.evidence.ranks_s if run.evidence is not None else ()
+    rows = [dict(seconds) for seconds in of_ranks] or _mean_rank_times(run)
     if len(rows) < 2:
-        if not story.plan.is_known:
+        if not run.plan.is_known:
             return _NO_PLAN
-        return "a single process trained" if _world_size(story) < 2 else "the ranks reported no times"
-    dealt = story.curves.shares
+        return "a single process trained" if _world_size(run) < 2 else "the ranks reported no times"
+    changes = run.curves.shares
     parts = [part for part in (*PARTS, *BETWEEN) if any(row.get(part) for row in rows)]
-    heights = [max(1.3, 0.34 * len(rows)), *([1.8] if dealt else [])]
+    heights = [max(1.3, 0.34 * len(rows)), *([1.8] if changes else [])]
     figure = new_figure(SIZE[0], sum(heights) + 0.9)
     panels = np.ravel(figure.subplots(len(heights), 1, height_ratios=heights, squeeze=False))
     axes = panels[0]
@@ -32,9 +32,9 @@ def ranks(story: RunData) -> Drawing | str:
             spent = seconds.get(part, 0.0)
             axes.barh(row, spent, 0.7, left=begin, color=PART_COLORS.get(part, GRID), label=part if row == 0 else None)
             begin += spent
-    shares = story.plan.batch.shares
+    shares = run.plan.batch.shares
     labels = [
-        f"rank {n}" + (f"\n{shares[n]} samples" if len(shares) == len(rows) and not dealt else "")
+        f"rank {n}" + (f"\n{shares[n]} samples" if len(shares) == len(rows) and not changes else "")
         for n in range(len(rows))
     ]
     axes.set_yticks(range(len(rows)), labels, fontsize=9)
@@ -43,9 +43,9 @@ def ranks(story: RunData) -> Drawing | str:
     axes.grid(visible=True, axis="x")
     axes.set_axisbelow(True)
     figure.legend(loc="outside lower center", ncols=6, fontsize=8, handlelength=1.0)
-    if dealt:
+    if changes:
         for rank in range(len(rows)):
-            curve = [(at, there[rank]) for at, there in dealt if rank < len(there)]
+            curve = [(at, shares_then[rank]) for at, shares_then in changes if rank < len(shares_then)]
             panels[1].step(
                 [at for at, _ in curve],
                 [samples for _, samples in curve],
@@ -55,24 +55,24 @@ def ranks(story: RunData) -> Drawing | str:
                 marker="o",
                 markersize=3,
             )
-        dress(panels[1], story, "samples per update")
-        if len(rows) <= _NUMBERED:
+        format_axes(panels[1], run, "samples per update")
+        if len(rows) <= _MAX_NUMBERED:
             panels[1].legend(fontsize=8, ncols=-(-len(rows) // 6))
     waits = [row.get("wait", 0.0) / (sum(row.values()) or 1.0) for row in rows]
-    said = ", ".join(f"rank {number} waited {share:.0%} of its time" for number, share in enumerate(waits))
-    return Drawing(figure, said, "wait: for the other ranks, including communication")
+    description = ", ".join(f"rank {number} waited {share:.0%} of its time" for number, share in enumerate(waits))
+    return Drawing(figure, description, "wait: for the other ranks, including communication")
 
 
-def pipeline(story: RunData) -> Drawing | str:
-    """What each device does when in an update, with the times of the stages that were measured."""
-    choice = story.plan.choice("parallelism")
+def pipeline(run: RunData) -> Drawing | str:
+    """The timeline of an update on each device, with the measured times of the stages."""
+    choice = run.plan.choice("parallelism")
     if not choice.name:
         return _NO_PLAN
     if choice.function != "pipeline":
         return f"the run did not use a pipeline (parallelism={choice.name})"
-    rows = [dict(there) for there in story.evidence.ranks_s] if story.evidence is not None else []
-    rows = rows or _ranks_of_rows(story)
-    batch, options = story.plan.batch, choice.options
+    rows = [dict(seconds) for seconds in run.evidence.ranks_s] if run.evidence is not None else []
+    rows = rows or _mean_rank_times(run)
+    batch, options = run.plan.batch, choice.options
     schedule = options.get("schedule", "1f1b")
     try:
         chunks = int(options.get("chunks", 1)) if schedule == "interleaved" else 1
@@ -83,23 +83,23 @@ def pipeline(story: RunData) -> Drawing | str:
     count = -(-batch.global_batch_size // batch.micro_batch_size)
     if len(rows) < 2 or not all(row.get("forward") for row in rows):
         return "the stages reported no times"
-    if count < 1 or not 1 <= chunks <= _MOST_MICRO:
+    if count < 1 or not 1 <= chunks <= _MAX_MICRO_BATCHES:
         return "plan.json does not contain the micro-batches of an update"
-    if count > _MOST_MICRO:
+    if count > _MAX_MICRO_BATCHES:
         return f"{count} micro-batches are too many to draw"
-    updates = (story.evidence.updates if story.evidence is not None else None) or 1
-    each_ms = 1e3 / (updates * count * chunks) if story.evidence and story.evidence.ranks_s else 1.0 / (count * chunks)
+    updates = (run.evidence.updates if run.evidence is not None else None) or 1
+    each_ms = 1e3 / (updates * count * chunks) if run.evidence and run.evidence.ranks_s else 1.0 / (count * chunks)
     stages = [rows[stage % len(rows)] for stage in range(len(rows) * chunks)]
     forward = [each_ms * row.get("forward", 0.0) for row in stages]
     backward = [each_ms * row.get("backward", 0.0) for row in stages]
     try:
-        drawn = partition.timeline(schedule, forward, backward, count, chunks)
+        timeline = partition.timeline(schedule, forward, backward, count, chunks)
     except (AssertionError, IndexError, ValueError):
-        return f"unknown schedule {fit(str(schedule))}"
-    figure = new_figure(10.0, 1.1 + 0.5 * len(drawn))
+        return f"unknown schedule {make_printable(str(schedule))}"
+    figure = new_figure(10.0, 1.1 + 0.5 * len(timeline))
     axes = figure.subplots()
-    for device, works in enumerate(drawn):
-        for kind, color, words in (("F", COLORS[5], "forward"), ("B", COLORS[0], "backward")):
+    for device, works in enumerate(timeline):
+        for kind, color, label in (("F", COLORS[5], "forward"), ("B", COLORS[0], "backward")):
             spans = [(begin, end - begin) for work, _, _, begin, end in works if work == kind]
             axes.broken_barh(
                 spans,
@@ -107,9 +107,9 @@ def pipeline(story: RunData) -> Drawing | str:
                 facecolor=color,
                 edgecolor="white",
                 linewidth=0.8,
-                label=words if device == 0 else None,
+                label=label if device == 0 else None,
             )
-        if count <= _NUMBERED:
+        if count <= _MAX_NUMBERED:
             for kind, _, number, begin, end in works:
                 axes.text(
                     (begin + end) / 2,
@@ -118,36 +118,36 @@ def pipeline(story: RunData) -> Drawing | str:
                     ha="center",
                     va="center",
                     fontsize=7,
-                    color="white" if kind == "B" else _ON_LIGHT,
+                    color="white" if kind == "B" else _DARK_TEXT,
                 )
-    axes.set_yticks(range(len(drawn)), [f"device {number}" for number in range(len(drawn))], fontsize=9)
-    axes.set_ylim(len(drawn) - 0.4, -0.6)
+    axes.set_yticks(range(len(timeline)), [f"device {number}" for number in range(len(timeline))], fontsize=9)
+    axes.set_ylim(len(timeline) - 0.4, -0.6)
     axes.set_xlabel("ms per update")
     figure.legend(loc="outside upper right", ncols=2, fontsize=8)
     idle = partition.simulated_bubble(schedule, forward, backward, count, chunks)
-    measured = story.curves.last("pipeline/measured")
-    said = f"{schedule}, {count} micro-batches: devices idle {idle:.0%} of an update with these times"
-    said += f", {measured:.0%} measured, including transfers between devices" if measured is not None else ""
-    return Drawing(figure, said, said)
+    measured = run.curves.last("pipeline/measured")
+    description = f"{schedule}, {count} micro-batches: devices idle {idle:.0%} of an update with these times"
+    description += f", {measured:.0%} measured, including transfers between devices" if measured is not None else ""
+    return Drawing(figure, description, description)
 
 
-def _ranks_of_rows(story: RunData) -> list[dict[str, float]]:
-    """Return the mean milliseconds of each rank by part over the rows."""
-    found: list[dict[str, float]] = []
+def _mean_rank_times(run: RunData) -> list[dict[str, float]]:
+    """Return the mean milliseconds of each rank by part, from the rows."""
+    rows: list[dict[str, float]] = []
     while True:
-        keys = {part: story.curves[f"rank{len(found)}/{part}_ms"] for part in (*PARTS, *BETWEEN)}
+        keys = {part: run.curves[f"rank{len(rows)}/{part}_ms"] for part in (*PARTS, *BETWEEN)}
         row = {part: float(np.nanmean(curve.y)) for part, curve in keys.items() if len(curve)}
-        if not row or len(found) >= _MOST_RANKS:
-            return found
-        found.append(row)
+        if not row or len(rows) >= _MAX_RANKS:
+            return rows
+        rows.append(row)
 
 
-def _world_size(story: RunData) -> int:
-    return len(story.plan.ranks) or 1
+def _world_size(run: RunData) -> int:
+    return len(run.plan.ranks) or 1
 
 
 _NO_PLAN = "plan.json is missing or damaged"
-_ON_LIGHT = "#10202c"  # letters on a colour that is light in both lights of the page
-_MOST_RANKS = 64
-_MOST_MICRO = 64
-_NUMBERED = 16
+_DARK_TEXT = "#10202c"  # text on a color that is light in the light and the dark theme
+_MAX_RANKS = 64
+_MAX_MICRO_BATCHES = 64
+_MAX_NUMBERED = 16

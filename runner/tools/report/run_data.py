@@ -1,6 +1,6 @@
-"""What a run has left, read for its page: nothing is taken for granted, and what cannot be read has its reason.
+"""Read the files of a run for its page. Every file may be missing or damaged; the reason is recorded.
 
-Every text that leaves here is without secrets and without characters that steer: a stranger may have written it.
+All texts are returned without secrets and control characters, because the files may come from an untrusted source.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from runner.records.run_record import ErrorRecord, RunRecord
 
 @dataclass(frozen=True)
 class Curve:
-    """A figure of metrics.jsonl over the updates of the whole run: x (N,) updates, y (N,)."""
+    """A metric from metrics.jsonl over all updates of the run: x (N,) updates, y (N,) values."""
 
     x: Sequence[float]
     y: Sequence[float]
@@ -47,11 +47,12 @@ class Curve:
 
 @dataclass(frozen=True)
 class Curves:
-    """Everything in metrics.jsonl.
+    """The content of metrics.jsonl.
 
-    phases   name -> first and last update of it, counted over the whole run
-    shares   (update, samples of each rank) when they changed
-    damaged  lines that are no row
+    of       metric -> curve
+    phases   name -> first and last update, counted over all phases
+    shares   (update, samples of each rank) at each change
+    damaged  number of lines that are not rows
     """
 
     of: Mapping[str, Curve] = field(default_factory=dict)
@@ -64,16 +65,17 @@ class Curves:
         return self.of.get(key, Curve((), ()))
 
     def last(self, key: str) -> float | None:
-        """Return the last value that is a number, None where there is none."""
+        """Return the last finite value; None if there is none."""
         return next((value for value in reversed(self[key].y) if math.isfinite(value)), None)
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A folder of checkpoints/.
+    """A folder in checkpoints/.
 
+    files     name -> bytes
     problems  None if the checkpoints are too large to be verified for a page
-    marks     what it is called: best or last, and its metric
+    marks     labels such as best or last, with its metric
     """
 
     name: str
@@ -93,16 +95,16 @@ class UsedSettings:
 
 @dataclass(frozen=True)
 class RunData:
-    """A run as its page shows it. An empty value is unknown; `missing` has the reason: subject -> reason."""
+    """The data of a run for its page. An empty value is unknown; `missing` has the reason by subject."""
 
     name: str
-    shown: str
+    display_path: str
     path: Path
     record: RunRecord
     plan: PlanRecord
     environment: Mapping[str, Any]
     error: ErrorRecord | None
-    standing: RunState
+    state: RunState
     curves: Curves
     settings: UsedSettings
     samples: MachineSamples | None
@@ -121,10 +123,10 @@ class RunData:
         return str(self.record.origin.task or self.plan.choice("task").name or "unknown")
 
     @property
-    def said(self) -> str:
-        """What stands behind run= for this run in a line to be pasted: its name, or its path if it lies elsewhere."""
-        is_usual = self.path == (Path(_USUAL_ROOT) / self.path.name).absolute() and is_run_name(self.path.name)
-        return self.name if is_usual else fit(shlex.quote(str(self.path)))
+    def reference(self) -> str:
+        """The value of run= for this run in a command to paste: its name, or its path outside of the default folder."""
+        is_default = self.path == (Path(_DEFAULT_ROOT) / self.path.name).absolute() and is_run_name(self.path.name)
+        return self.name if is_default else make_printable(shlex.quote(str(self.path)))
 
     @property
     def baselines(self) -> Mapping[str, float]:
@@ -133,9 +135,9 @@ class RunData:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """Each metric of evaluation as run.json has it; None: without items, or not finite. Else its last value."""
-        found = {name: self.curves.last(name) for name in self.curves.of if name.startswith("val/")}
-        return {name: value for name, value in found.items() if value is not None} | dict(self.record.result.metrics)
+        """The metrics of evaluation in run.json (None: no items, or not finite), or their last values in rows."""
+        last = {name: self.curves.last(name) for name in self.curves.of if name.startswith("val/")}
+        return {name: value for name, value in last.items() if value is not None} | dict(self.record.result.metrics)
 
     @property
     def throughput(self) -> float | None:
@@ -144,25 +146,26 @@ class RunData:
 
     @property
     def parts_s(self) -> dict[str, float]:
-        """Part -> seconds, as the run summed them up; of one that has not ended as its rows tell."""
+        """Part -> seconds from the evidence of the run; for an unfinished run, from its rows."""
         if self.evidence is not None and self.evidence.parts_s:
             return dict(self.evidence.parts_s)
-        found = {}
+        parts_s = {}
         for part in (*PARTS, *BETWEEN):
             curve = self.curves[f"perf/{part}_ms"]
             if len(curve):
-                found[part] = 1e-3 * sum(ms * n for ms, n in zip(curve.y, _between(curve.x), strict=True) if ms >= 0)
-        return found
+                rows = zip(curve.y, _updates_per_row(curve.x), strict=True)
+                parts_s[part] = 1e-3 * sum(ms * updates for ms, updates in rows if ms >= 0)
+        return parts_s
 
     @property
     def total_s(self) -> float:
-        """Seconds that the parts are of."""
-        known = self.evidence.seconds if self.evidence is not None else None
-        return known or sum(self.parts_s.values())
+        """Total seconds of the parts."""
+        recorded_s = self.evidence.seconds if self.evidence is not None else None
+        return recorded_s or sum(self.parts_s.values())
 
 
-def read_story(directory: RunDirectory) -> RunData:
-    """Return what this run has left."""
+def read_run_data(directory: RunDirectory) -> RunData:
+    """Read the data of a run."""
     missing: dict[str, str] = {}
     path = directory.path
     record, plan = read_record(path, _clean), read_plan(path, _clean)
@@ -170,42 +173,42 @@ def read_story(directory: RunDirectory) -> RunData:
         missing["plan"] = f"{directory.plan.name} {plan.problem}"
     if record.problem:
         missing["record"] = f"{directory.run_json.name} {record.problem}"
-    environment = _object(directory.environment, missing, "environment")
+    environment = _read_object(directory.environment, missing, "environment")
     events = [_clean(row) for row in files.read_rows(directory.events)]
     if not events:
         missing["events"] = f"{directory.events.name} is missing or empty"
-    config = _config(directory, missing)
+    config = _read_config(directory, missing)
     return RunData(
-        name=fit(directory.name),
-        shown=fit(str(directory.shown)),
+        name=make_printable(directory.name),
+        display_path=make_printable(str(directory.shown)),
         path=path,
         record=record,
         plan=plan,
         environment=environment,
         error=read_error(path, _clean),
-        standing=derive_state(record),
-        curves=_curves(directory, missing),
-        settings=UsedSettings(config, _defaults(record, missing) if config else {}),
-        samples=_samples(directory, missing),
+        state=derive_state(record),
+        curves=_read_curves(directory, missing),
+        settings=UsedSettings(config, _read_defaults(record, missing) if config else {}),
+        samples=_read_samples(directory, missing),
         events=events,
-        checkpoints=tuple(_checkpoints(directory, missing)),
+        checkpoints=tuple(_read_checkpoints(directory, missing)),
         missing=missing,
     )
 
 
-def fit(text: str) -> str:
-    """Return the text without secrets, without what steers a terminal and without what no page can hold."""
-    shown = sanitize(text)
-    if shown.isprintable():
-        return shown
-    return "".join(char if char in "\t\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in shown)
+def make_printable(text: str) -> str:
+    """Return the text without secrets, escape sequences and unprintable characters."""
+    clean = sanitize(text)
+    if clean.isprintable():
+        return clean
+    return "".join(char if char in "\t\n" or char.isprintable() else "\N{REPLACEMENT CHARACTER}" for char in clean)
 
 
-def flat(tree: Mapping[str, Any], lead: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the leaves with dotted names, the option of a group under the name by which it is typed."""
+def flatten(tree: Mapping[str, Any], lead: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of the leaves; the option of a group has the key of the group."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
-            yield from flat(value, f"{lead}{key}.")
+            yield from flatten(value, f"{lead}{key}.")
         else:
             yield f"{lead}{key}".removesuffix(".option"), value
 
@@ -213,38 +216,39 @@ def flat(tree: Mapping[str, Any], lead: str = "") -> Iterator[tuple[str, Any]]:
 # ---------------------------------------------------------------- files
 
 
-def _object(path: Path, missing: dict[str, str], subject: str) -> dict[str, Any]:
-    found = files.read_object(path)
-    if not found:
-        is_there = path.is_file()
-        missing[subject] = f"{path.name} is {'damaged' if is_there else 'missing'}"
-    cleaned: dict[str, Any] = _clean(found)
+def _read_object(path: Path, missing: dict[str, str], subject: str) -> dict[str, Any]:
+    content = files.read_object(path)
+    if not content:
+        missing[subject] = f"{path.name} is {'damaged' if path.is_file() else 'missing'}"
+    cleaned: dict[str, Any] = _clean(content)
     return cleaned
 
 
 def _clean(value: Any, key: str = "") -> Any:
-    """Return the value with texts fit to be shown; what stands under the name of a secret is not shown at all."""
+    """Return the value with printable texts; values with the key of a secret are replaced."""
     if isinstance(value, dict):
-        return {fit(str(name)): _clean(item, str(name)) for name, item in value.items()}
+        return {make_printable(str(name)): _clean(item, str(name)) for name, item in value.items()}
     if is_secret(key, value):
         return "(secret)"
     if isinstance(value, list):
         return [_clean(item) for item in value]
-    return cut(fit(value), _MOST_LETTERS) if isinstance(value, str) else value
+    return truncate(make_printable(value), _MAX_LETTERS) if isinstance(value, str) else value
 
 
-def cut(text: str, letters: int) -> str:
-    """Return the beginning of a text that is longer than that, and how much more of it there is."""
-    return text if len(text) <= letters + _NOTED else f"{text[:letters]} … ({len(text) - letters:,} letters more)"
+def truncate(text: str, letters: int) -> str:
+    """Truncate a text to about this length, with a note on the number of omitted letters."""
+    if len(text) <= letters + _NOTE_LETTERS:
+        return text
+    return f"{text[:letters]} … ({len(text) - letters:,} letters more)"
 
 
-def _curves(directory: RunDirectory, missing: dict[str, str]) -> Curves:
-    """Return what is in metrics.jsonl; the updates of a phase are counted on from those of the phases before it."""
+def _read_curves(directory: RunDirectory, missing: dict[str, str]) -> Curves:
+    """Read metrics.jsonl; the updates of a phase are counted from the end of the previous phases."""
     columns: dict[str, tuple[array[float], array[float]]] = {}
     phases: dict[str, tuple[int, int]] = {}
     shares: list[tuple[int, tuple[int, ...]]] = []
     num_rows = damaged = position = 0
-    given: Any = ""
+    raw_phase: Any = ""
     phase = ""
     for row in files.read_lines(directory.metrics):
         update = row.get("update") if row is not None else None
@@ -252,8 +256,8 @@ def _curves(directory: RunDirectory, missing: dict[str, str]) -> Curves:
             damaged += 1
             continue
         num_rows += 1
-        if row.get("phase") != given:  # rows of a phase follow each other, and to clean a text takes its time
-            given, phase = row.get("phase"), fit(str(row.get("phase", "")))
+        if row.get("phase") != raw_phase:  # cleaning the text of every row would be slow
+            raw_phase, phase = row.get("phase"), make_printable(str(row.get("phase", "")))
         if phase not in phases:
             position = max((end for _, end in phases.values()), default=0)
             phases[phase] = (position, position)
@@ -262,99 +266,100 @@ def _curves(directory: RunDirectory, missing: dict[str, str]) -> Curves:
         if isinstance(row.get("balance/shares"), list):
             shares.append((at, tuple(value for value in row["balance/shares"] if type(value) is int)))
         for key, value in row.items():
-            if key not in ("update", "phase") and (key in columns or len(columns) < _MOST_KEYS) and is_number(value):
+            if key not in ("update", "phase") and (key in columns or len(columns) < _MAX_KEYS) and is_number(value):
                 x, y = columns.setdefault(key, (array("d"), array("d")))
                 x.append(at)
-                y.append(math.copysign(math.inf, value) if abs(value) > _LARGEST else value)
+                y.append(math.copysign(math.inf, value) if abs(value) > _MAX_VALUE else value)
     if not num_rows:
-        what = "has no rows yet" if directory.metrics.is_file() else "is missing"
-        missing["metrics"] = f"{directory.metrics.name} {what}"
+        state = "has no rows yet" if directory.metrics.is_file() else "is missing"
+        missing["metrics"] = f"{directory.metrics.name} {state}"
     if damaged:
-        lines = "1 line" if damaged == 1 else f"{damaged:,} lines"
-        missing["some metrics"] = f"{lines} of {directory.metrics.name} cannot be read, and {_are(damaged)} left out"
-    of = {fit(key): Curve(x, y) for key, (x, y) in columns.items()}
+        lines, verb = ("1 line", "is") if damaged == 1 else (f"{damaged:,} lines", "are")
+        missing["some metrics"] = f"{lines} of {directory.metrics.name} cannot be read, and {verb} left out"
+    of = {make_printable(key): Curve(x, y) for key, (x, y) in columns.items()}
     return Curves(of, phases, shares, num_rows, damaged)
 
 
-def _are(number: int) -> str:
-    return "is" if number == 1 else "are"
-
-
-def _config(directory: RunDirectory, missing: dict[str, str]) -> dict[str, Any]:
-    """Return the configuration as the run resolved it, flat."""
+def _read_config(directory: RunDirectory, missing: dict[str, str]) -> dict[str, Any]:
+    """Return the resolved configuration of the run, flat."""
     import yaml  # type: ignore[import-untyped]
 
     try:
         tree = yaml.safe_load(read_guarded(directory.config, directory.path))
     except AccelRunError as error:
-        missing["configuration"] = fit(f"{directory.config.name}: {error.problems[0].what}")
+        missing["configuration"] = make_printable(f"{directory.config.name}: {error.problems[0].what}")
         return {}
     if not isinstance(tree, dict):
         missing["configuration"] = f"{directory.config.name} is damaged"
         return {}
-    return {key: _clean(value, key) for key, value in flat(_clean(tree))}
+    return {key: _clean(value, key) for key, value in flatten(_clean(tree))}
 
 
-def _defaults(record: RunRecord, missing: dict[str, str]) -> dict[str, Any]:
-    """Return what the configuration of that task would be if nothing had been said, flat."""
-    words = tuple(word for word in record.origin.overrides or () if word.startswith("task="))
+def _read_defaults(record: RunRecord, missing: dict[str, str]) -> dict[str, Any]:
+    """Return the configuration of the task without overrides, flat."""
+    overrides = tuple(item for item in record.origin.overrides or () if item.startswith("task="))
     task_file = record.origin.task_file
     file = Path(task_file) if task_file and Path(task_file).is_file() else None
     try:
         if task_file and file is None:
             raise FileNotFoundError(task_file)
-        return dict(_defaults_of(words, file))
+        return dict(_compose_defaults(overrides, file))
     except (AccelRunError, OSError):
         missing["defaults"] = f"the defaults of task {record.origin.task or 'unknown'} are not known here"
         return {}
 
 
 @functools.cache
-def _defaults_of(words: tuple[str, ...], file: Path | None) -> dict[str, Any]:
+def _compose_defaults(overrides: tuple[str, ...], file: Path | None) -> dict[str, Any]:
     import yaml
 
-    return dict(flat(yaml.safe_load(to_yaml(compose(Request(words, file))))))
+    return dict(flatten(yaml.safe_load(to_yaml(compose(Request(overrides, file))))))
 
 
-def _samples(directory: RunDirectory, missing: dict[str, str]) -> MachineSamples | None:
+def _read_samples(directory: RunDirectory, missing: dict[str, str]) -> MachineSamples | None:
     if files.exists(directory.gpu_csv) and not files.is_plain_file(directory.gpu_csv):
         missing["machine"] = f"{directory.gpu_csv.name} is not a regular file"
         return None
     try:
-        found = read_samples(directory.gpu_csv)
+        samples = read_samples(directory.gpu_csv)
     except AccelRunError as error:
-        missing["machine"] = fit(f"{directory.gpu_csv.name}: {error.problems[0].what}")
+        missing["machine"] = make_printable(f"{directory.gpu_csv.name}: {error.problems[0].what}")
         return None
-    if not len(found):
+    if not len(samples):
         missing["machine"] = f"{directory.gpu_csv.name} has no sample yet"
         return None
-    return found
+    return samples
 
 
-def _checkpoints(directory: RunDirectory, missing: dict[str, str]) -> Iterator[Checkpoint]:
+def _read_checkpoints(directory: RunDirectory, missing: dict[str, str]) -> Iterator[Checkpoint]:
     folder = directory.checkpoints
     names = [name for name in names_in(folder) if name.startswith("update-")]
     if not names:
-        is_there = files.is_plain_directory(folder)
-        missing["checkpoints"] = "no checkpoints" if is_there else "no checkpoints folder"
-    found = {name: dict(_sizes(folder / name)) for name in names}
-    run = directory.owner
-    is_read = sum(sum(sizes.values()) for sizes in found.values()) <= _MOST_READ
-    problems = {name: tuple(map(fit, verify(folder / name, run))) if is_read else None for name in found}
+        missing["checkpoints"] = "no checkpoints" if files.is_plain_directory(folder) else "no checkpoints folder"
+    found = {name: dict(_file_sizes(folder / name)) for name in names}
+    owner = directory.owner
+    is_read = sum(sum(sizes.values()) for sizes in found.values()) <= _MAX_VERIFIED_BYTES
+    problems = {name: tuple(map(make_printable, verify(folder / name, owner))) if is_read else None for name in found}
     known = label_checkpoints([folder / name for name, of_name in problems.items() if not of_name])
     for name, sizes in found.items():
-        yield Checkpoint(fit(name), sum(sizes.values()), sizes, problems[name], tuple(map(fit, known.get(name, ()))))
+        yield Checkpoint(
+            make_printable(name),
+            sum(sizes.values()),
+            sizes,
+            problems[name],
+            tuple(map(make_printable, known.get(name, ()))),
+        )
 
 
 def names_in(folder: Path) -> list[str]:
-    """Return the sorted names in a folder of the run; one that cannot be read, or is a link out of it, has none."""
+    """Return the sorted names in a folder of the run; empty if it is a link or cannot be read."""
     try:
         return files.list_names(folder) if files.is_plain_directory(folder) else []
     except AccelRunError:
         return []
 
 
-def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
+def _file_sizes(folder: Path) -> Iterator[tuple[str, int]]:
     try:
         for path in folder.iterdir():
             yield path.name, path.lstat().st_size
@@ -362,16 +367,16 @@ def _sizes(folder: Path) -> Iterator[tuple[str, int]]:
         return
 
 
-def _between(updates: Sequence[float]) -> Iterator[float]:
-    """Yield how many updates each row stands for: those since the row before it."""
+def _updates_per_row(updates: Sequence[float]) -> Iterator[float]:
+    """Yield the number of updates of each row: those since the previous row."""
     before = 0.0
     for update in updates:
         yield update - before if update > before else 1.0
         before = update
 
 
-_USUAL_ROOT = "outputs"  # where a name is searched without output_root=
-_LARGEST = 1e100  # far beyond what float32 can hold: axes overflow where values come near the end of float64
-_MOST_LETTERS, _NOTED = 4000, 30
-_MOST_KEYS = 400  # of metrics.jsonl: what lies beyond is no metric of a run
-_MOST_READ = 1 << 30  # bytes of checkpoints that are read to say whether they are whole
+_DEFAULT_ROOT = "outputs"  # default of output_root=
+_MAX_VALUE = 1e100  # larger values are drawn as infinite: axes overflow near the end of float64
+_MAX_LETTERS, _NOTE_LETTERS = 4000, 30
+_MAX_KEYS = 400  # metrics in metrics.jsonl that are read
+_MAX_VERIFIED_BYTES = 1 << 30  # total bytes of checkpoints up to which they are verified

@@ -1,63 +1,63 @@
-"""Figures as SVG inside a page: text stays text, colours follow the page's, and no name is used twice."""
+"""Render figures as inline SVG: text stays text, colors follow the theme of the page, ids are unique."""
 
 from __future__ import annotations
 
 import io
 import re
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from xml.etree import ElementTree as Tree
 
 from runner.base.picture import COLORS
 from runner.tools.report.chart_parts import Drawing
-from runner.tools.report.hover import SPACE, add_hover_bands
+from runner.tools.report.hover import SVG_NAMESPACE, add_hover_bands
 
 _LINK = "{http://www.w3.org/1999/xlink}href"
 
 
 @contextmanager
-def drawing() -> Iterator[None]:
-    """Figures made inside are for the page: text is kept as text, and no name is taken for a formula."""
-    import matplotlib as mpl  # here: it takes its time
+def page_style() -> Iterator[None]:
+    """Apply matplotlib settings for figures of the page: text stays text, and "$" does not start a formula."""
+    import matplotlib as mpl  # slow to import
 
     with mpl.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
 
 
-def as_svg(drawn: Drawing, name: str, title: str) -> str:
-    """Return the figure as an <svg> element for the page; must be called inside `drawing`.
+def render_svg(drawing: Drawing, name: str, title: str) -> str:
+    """Return the figure as an <svg> element for the page; must be called inside `page_style`.
 
     name  prefix of every id in it, so that the ids of several figures on a page differ
     """
     buffer = io.BytesIO()
-    drawn.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    root = Tree.fromstring(buffer.getvalue())  # what matplotlib wrote a line ago
+    drawing.figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
+    root = Tree.fromstring(buffer.getvalue())  # trusted: written by matplotlib above
     for parent in list(root.iter()):
         for child in list(parent):
-            if child.tag in (f"{{{SPACE}}}metadata", f"{{{SPACE}}}style"):
+            if child.tag in (f"{{{SVG_NAMESPACE}}}metadata", f"{{{SVG_NAMESPACE}}}style"):
                 parent.remove(child)
-    _rename(root, name)
+    _prefix_ids(root, name)
     for element in root.iter():
         for key, value in element.attrib.items():
-            element.attrib[key] = _shortened(key, _recoloured(value))
+            element.attrib[key] = _shorten_coordinates(key, _replace_colors(value))
     _, _, width, height = (float(number) for number in root.attrib["viewBox"].split())
-    add_hover_bands(root, drawn)
+    add_hover_bands(root, drawing)
     root.attrib |= {"width": "100%", "role": "img", "aria-labelledby": f"{name}-title {name}-desc", "id": name}
     root.attrib.pop("height", None)
-    for tag, text in (("desc", drawn.described), ("title", title)):
-        element = Tree.Element(f"{{{SPACE}}}{tag}", {"id": f"{name}-{tag}"})
+    for tag, text in (("desc", drawing.description), ("title", title)):
+        element = Tree.Element(f"{{{SVG_NAMESPACE}}}{tag}", {"id": f"{name}-{tag}"})
         element.text = text
         root.insert(0, element)
     root.attrib["style"] = f"aspect-ratio: {width:.4g} / {height:.4g}"
-    Tree.register_namespace("", SPACE)
+    Tree.register_namespace("", SVG_NAMESPACE)
     return Tree.tostring(root, encoding="unicode")
 
 
-def _rename(root: Tree.Element, name: str) -> None:
-    """Ids that something refers to begin with `name`; the others are taken away."""
+def _prefix_ids(root: Tree.Element, name: str) -> None:
+    """Prefix the ids that are referenced with `name`, and remove the others."""
     used = set()
     for element in root.iter():
         for value in element.attrib.values():
@@ -66,26 +66,26 @@ def _rename(root: Tree.Element, name: str) -> None:
             used.add(element.attrib[_LINK][1:])
     for element in root.iter():
         if "id" in element.attrib:
-            known = element.attrib.pop("id")
-            if known in used:
-                element.attrib["id"] = f"{name}-{known}"
+            element_id = element.attrib.pop("id")
+            if element_id in used:
+                element.attrib["id"] = f"{name}-{element_id}"
         link = element.attrib.pop(_LINK, None)
-        if link is not None:  # to something in the figure, or a raster in itself as data:
+        if link is not None:  # to an element of the figure, or an embedded image (data:)
             element.attrib["href"] = f"#{name}-{link[1:]}" if link.startswith("#") else link
         for key, value in element.attrib.items():
             element.attrib[key] = _REFERENCE.sub(lambda match: f"url(#{name}-{match[1]})", value)
 
 
-def _recoloured(value: str) -> str:
+def _replace_colors(value: str) -> str:
     return _HEX.sub(lambda match: PALETTE.get(match[0], match[0]), value)
 
 
-def _shortened(key: str, value: str) -> str:
-    """Return coordinates with one decimal: a tenth of a point is less than anybody sees."""
-    return _LONG.sub(_rounded, value) if key in _COORDINATES else value
+def _shorten_coordinates(key: str, value: str) -> str:
+    """Round coordinates to one decimal: a tenth of a point is not visible."""
+    return _LONG.sub(_round_match, value) if key in _COORDINATES else value
 
 
-def _rounded(match: re.Match[str]) -> str:
+def _round_match(match: re.Match[str]) -> str:
     return f"{float(match[0]):.1f}".removesuffix(".0")
 
 
@@ -94,7 +94,7 @@ _REFERENCE = re.compile(r"url\(#([^)]+)\)")
 _LONG = re.compile(r"-?\d+\.\d{2,}")
 _COORDINATES = ("d", "x", "y", "x1", "x2", "y1", "y2", "width", "height", "points")
 INK, MUTED, GRID = "#111111", "#666666", "#d9d9d9"
-# A colour of a figure -> the page's own, which has a light and a dark value.
+# color of a figure -> CSS variable of the page, which has a light and a dark value
 PALETTE = {
     INK: "var(--ink)",
     "#222222": "var(--ink)",
@@ -131,4 +131,3 @@ _STYLE: dict[str, Any] = {
     "legend.frameon": False,
     "path.simplify_threshold": 0.3,
 }
-Draw = Callable[[], Any]

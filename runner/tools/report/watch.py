@@ -12,7 +12,7 @@ from runner.tools.report.page import Page
 
 @dataclass(frozen=True)
 class Content:
-    """A page, what could not be read for it, and whether training still runs."""
+    """A page, notes on missing data, and whether training is running."""
 
     page: Page
     notes: Sequence[str]
@@ -30,8 +30,8 @@ def watch(
 ) -> tuple[Content, int]:
     """Write the page every `every_s` seconds until training has ended or Ctrl-C; return the last page and its size.
 
-    The last page does not reload. Once training was seen to run, it has ended if two reads in a row say so: between
-    two trials of a sweep none is running.
+    The last page does not reload. Training has ended if two consecutive reads find nothing running, because nothing
+    runs between two trials of a sweep.
     """
     was_live = False
     try:

@@ -1,4 +1,4 @@
-"""Averages of weights: the formula, and that resuming, accumulation and ranks do not change them."""
+"""Weight averaging: the formula, and independence from resumption, gradient accumulation and ranks."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.forkserver import ForkServer
 
 TASK = Path(__file__).parents[1] / "task_of_averages.py"
 UPDATES, DECAY = 6, 0.9
-TOLERANCE = 1e-12  # float64: a sum of at most 6 updates of weights below 10 rounds to less than 1e-14 of them
+TOLERANCE = 1e-12  # float64: the rounding error of a sum of at most 6 updates of weights below 10 is less than 1e-14
 EMA = ("averaging=ema", f"averaging.decay={DECAY}")
 
 
@@ -158,7 +158,7 @@ def test_an_older_checkpoint_has_no_average(tmp_path: Path) -> None:
 
 
 def test_an_averaged_shared_weight_is_loaded_under_both_names() -> None:
-    """A checkpoint holds it once as an average and twice in the model: the last that is loaded counts."""
+    """A checkpoint has one average for it but two names in the model, and the name that is loaded last wins."""
     model = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2, bias=False), "last": torch.nn.Linear(2, 2, bias=False)})
     model["last"].weight = model["first"].weight
     average = torch.full((2, 2), 3.0)

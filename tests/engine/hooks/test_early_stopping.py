@@ -1,4 +1,4 @@
-"""Early stopping counts evaluations without improvement, and is the same after a resumption."""
+"""Early stopping counts evaluations without improvement, also across a resumption."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from runner.engine.hooks.early_stopping import EarlyStopping
 
 
 def stops_at(values: list[float], **settings: Any) -> int | None:
-    """Return the number of the evaluation that stops the phase, from 1."""
+    """Return the number (from 1) of the evaluation that stops the phase, restoring the hook after each evaluation."""
     planned = EarlyStoppingSettings(**settings)
 
     def hook() -> EarlyStopping:

@@ -1,4 +1,4 @@
-"""What forward passes change is part of a run: it is resumed, and used by evaluations of its checkpoints."""
+"""State that forward passes change is saved in checkpoints: resumed runs and evaluations use it."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ KINDS = {"frozen parameter": ("task.frozen=true", {}), "buffer": ("", {}), "new 
 
 @pytest.fixture(params=KINDS)
 def words(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """Return the settings of a task whose loss depends on frozen state, or on state outside of its state dict."""
+    """Return the arguments for a task whose loss depends on frozen state or on state outside of the state dict."""
     settings, changes = KINDS[request.param]
     text, called = TEXT, 'reached("evaluation", self.update)'
     measured = f'{called}\n        return {{"loss": self.loss(model, batch), "accuracy"'
@@ -51,7 +51,7 @@ def trained(server: ForkServer, folder: Path, words: str, fault: dict[str, Any] 
 
 
 def forward_state(folder: Path) -> dict[str, Tensor]:
-    """Return what the last checkpoint holds besides the state dict."""
+    """Return the tensors that the last checkpoint has in addition to the state dict."""
     path = newest_valid(folder / "outputs/mine/checkpoints")
     assert path is not None
     return load(path).tensors("forward_state")

@@ -1,4 +1,4 @@
-"""Schedule-free AdamW: equal to a plain loop with the package, in training, evaluation, checkpoints and inference."""
+"""Schedule-free AdamW equals a plain loop with the package in training, evaluation, checkpoints and inference."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def metrics(folder: Path) -> list[float]:
 
 
 def by_hand(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
-    """Return the weights of training and those of evaluation, and the losses of evaluations, of a plain loop."""
+    """Return the training weights, evaluation weights and evaluation losses of a plain loop."""
     with open_phase(request_of(folder)) as phase:
         task, model = phase.run_.parts.task, phase.run_.parts.bare
         x, y = task.dataset("train").tensors

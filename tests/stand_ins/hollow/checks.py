@@ -41,7 +41,7 @@ def allocator(settings: str, limit_mib: str) -> Iterator[Result]:
     """Random allocations: torch's statistics against the model in runner/plan/cuda_allocator.py."""
     import torch
 
-    from runner.plan.cuda_allocator import Allocator, replay
+    from runner.plan.cuda_allocator import AllocatorSettings, replay
 
     torch.cuda.init()
     limit = int(torch.cuda.mem_get_info()[0]) if int(limit_mib) else None
@@ -67,7 +67,7 @@ def allocator(settings: str, limit_mib: str) -> Iterator[Result]:
                     break
         statistics = torch.cuda.memory_stats()
         found = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), statistics["num_alloc_retries"])
-        model = replay(events, Allocator.of(settings), limit)
+        model = replay(events, AllocatorSettings.parse(settings), limit)
         expected = (model.allocated, model.reserved, model.retries)
         if not fits:  # torch counts the last retry, and the model stops there
             found, expected = (*found[:2], 0), (*expected[:2], 0)
@@ -86,7 +86,7 @@ def prediction(words: str) -> Iterator[Result]:
     from runner.plan.inventory import take_inventory
     from runner.plan.overhead import cublas_workspace
     from runner.tools.doctor.findings import CheckContext
-    from runner.tools.doctor.first_contact import MEMORY_TOLERANCE, Expected, expectation
+    from runner.tools.doctor.first_contact import MEMORY_TOLERANCE, RunPrediction, predict_run
 
     # No kernel writes the loss scale: it is 0, which would end the run.
     ScaledHalf.values = lambda self: {}  # type: ignore[method-assign]
@@ -94,8 +94,8 @@ def prediction(words: str) -> Iterator[Result]:
     own = f"device=cuda:0 updates=3 monitor=off checkpoint=off evaluate.samples=16 run=r output_root={out} {words}"
     compose(Request(tuple(own.split())))
     context = CheckContext(out, out, inventory=take_inventory())
-    expected = expectation(Request(tuple(own.split())), context)
-    assert isinstance(expected, Expected), expected
+    expected = predict_run(Request(tuple(own.split())), context)
+    assert isinstance(expected, RunPrediction), expected
     run(["train", *own.split()])
     import torch
 

@@ -54,7 +54,7 @@ def test_a_wrong_matrix_product_fails(what: str, name: str) -> None:
         return WRONG[what](one.float(), other.float()).to(one.dtype)  # type: ignore[no-untyped-call]
 
     (number,) = [each for each in arithmetic.formats(CPU.device, Inventory((), CPU)) if each.name == name]
-    assert arithmetic.try_format(number, call).state == "FAIL"
+    assert arithmetic.check_format(number, call).state == "FAIL"
 
 
 def test_float32_that_is_computed_in_tf32_fails() -> None:
@@ -66,16 +66,16 @@ def test_float32_that_is_computed_in_tf32_fails() -> None:
     def product(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
         return rounded(one) @ rounded(other)
 
-    assert arithmetic.try_format(fp32, product).state == "FAIL"
+    assert arithmetic.check_format(fp32, product).state == "FAIL"
     tf32 = dataclasses.replace(fp32, name="tf32", digits=11)
-    assert arithmetic.error_of(tf32, product) <= arithmetic.allowed_error(tf32)
+    assert arithmetic.measure_error(tf32, product) <= arithmetic.allowed_error(tf32)
 
 
 def test_formats_are_those_of_the_device() -> None:
     t4, h200 = (Device("cuda", 0, name, capability=found) for name, found in (("Tesla T4", (7, 5)), ("H200", (9, 0))))
     there = {
         device.name: {
-            each.name: (not each.why_not, each.is_own) for each in arithmetic.formats(device, Inventory((), CPU))
+            each.name: (not each.why_not, each.is_native) for each in arithmetic.formats(device, Inventory((), CPU))
         }
         for device in (t4, h200, CPU.device)
     }
@@ -93,9 +93,9 @@ def test_wrong_attention_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     def without_the_mask(*inputs: torch.Tensor, is_causal: bool) -> torch.Tensor:
         return right(*inputs, is_causal=is_causal and inputs[0].dtype == torch.float64)
 
-    assert kernels.try_kernel(CPU.device, "math").state == "ok"
+    assert kernels.check_kernel(CPU.device, "math").state == "ok"
     monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", without_the_mask)
-    assert kernels.try_kernel(CPU.device, "math").state == "FAIL"
+    assert kernels.check_kernel(CPU.device, "math").state == "FAIL"
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -104,33 +104,35 @@ def test_attention_in_half_precision_may_be_wrong_by_rounding_only(
 ) -> None:
     inputs = [torch.randn(1, 1, 128, 64, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
     right, allowed = kernels.output_and_gradients, kernels.allowed_error(dtype)
-    assert kernels.error_of("flash", inputs) <= allowed
+    assert kernels.measure_error("flash", inputs) <= allowed
 
     for wrong in (lambda x: x * 1.05, lambda x: x.index_fill(2, torch.tensor(3), 1.0), lambda x: x * float("nan")):
         with monkeypatch.context() as patch:
             patch.setattr(kernels, "output_and_gradients", lambda kernel, given, wrong=wrong: [
                 each if each.dtype == torch.float64 else wrong(each) for each in right(kernel, given)])  # fmt: skip
-            assert not kernels.error_of("flash", inputs) <= allowed
+            assert not kernels.measure_error("flash", inputs) <= allowed
 
 
 def test_the_absence_of_fused_kernels_is_reported_only_if_all_were_refused(
     context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def verdict(tried: dict[str, str], begun: int = 0) -> list[str]:
+    def verdict(tried: dict[str, str], started: int = 0) -> list[str]:
         """Return what is said beyond each kernel; the first ones were begun by an earlier process."""
         made = {kernel: CheckResult(state, f"cpu {kernel}", "as planned") for kernel, state in tried.items()}  # type: ignore[arg-type]
-        before = [made[kernel] for kernel in kernels.KERNELS[:begun]]
-        monkeypatch.setattr(kernels, "try_kernel", lambda device, kernel: made[kernel])
-        given = dataclasses.replace(context, begun=frozenset(each.subject for each in before), found=tuple(before))
+        before = [made[kernel] for kernel in kernels.KERNELS[:started]]
+        monkeypatch.setattr(kernels, "check_kernel", lambda device, kernel: made[kernel])
+        given = dataclasses.replace(
+            context, started=frozenset(each.subject for each in before), earlier_results=tuple(before)
+        )
         return [
             each.subject for each in kernels.attention(given) if each.subject not in {x.subject for x in made.values()}
         ]
 
     refused = dict.fromkeys(kernels.KERNELS, "skip") | {"math": "ok"}
-    for begun in range(len(kernels.KERNELS)):
-        assert verdict(refused, begun) == ["cpu fused"]
-        assert verdict(refused | {"flash": "ok"}, begun) == []
-        assert verdict(refused | {"cudnn": "FAIL"}, begun) == []
+    for started in range(len(kernels.KERNELS)):
+        assert verdict(refused, started) == ["cpu fused"]
+        assert verdict(refused | {"flash": "ok"}, started) == []
+        assert verdict(refused | {"cudnn": "FAIL"}, started) == []
 
 
 # ---------------------------------------------------------------- ranks
@@ -146,9 +148,9 @@ def test_a_refused_kernel_has_torchs_reason() -> None:
         f"{too_old} (Triggered internally at x:1.)",
         "cuDNN attention kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:908.)",
     ]
-    assert kernels.reason_of("flash", said) == too_old
-    assert kernels.reason_of("efficient", said) == disabled
-    assert kernels.reason_of("cudnn", said) == ""
+    assert kernels.parse_refusal("flash", said) == too_old
+    assert kernels.parse_refusal("efficient", said) == disabled
+    assert kernels.parse_refusal("cudnn", said) == ""
 
 
 # ---------------------------------------------------------------- the machine
@@ -191,7 +193,7 @@ def limits_under(before: str) -> dict[str, Any]:
 
 
 def test_variables_that_slow_torch_down_are_reported(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in host_checks.SLOWING:
+    for name in host_checks.SLOWING_VARIABLES:
         monkeypatch.delenv(name, raising=False)
     assert [each.state for each in host_checks.environment(context)] == ["ok"]
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
@@ -315,5 +317,5 @@ def test_required_packages_are_those_of_pyproject() -> None:
 
 def test_the_page_has_a_row_for_every_check() -> None:
     page = (ROOT / "docs" / "doctor.md").read_text()
-    rows = [f"| `{name}` | {check.tries} | {check.why} |" for name, check in CHECKS.items()]
+    rows = [f"| `{name}` | {check.summary} | {check.why} |" for name, check in CHECKS.items()]
     assert [line for line in page.splitlines() if line.startswith("| `")] == rows

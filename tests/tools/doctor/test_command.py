@@ -184,7 +184,7 @@ def test_a_terminal_shows_the_running_check(monkeypatch: pytest.MonkeyPatch) -> 
     reader, writer = pty.openpty()
     with open(writer, "w") as terminal:  # noqa: PTH123 - of a descriptor
         screen = DoctorDisplay(terminal, terminal)
-        screen.watch("matmul", "cpu fp32", 3.2)
+        screen.show_status("matmul", "cpu fp32", 3.2)
         screen.show(ok("cpu fp32", "95 GFLOP/s"))
         shown = ""
         while "95 GFLOP/s" not in shown:  # it arrives in pieces

@@ -9,25 +9,25 @@ import pytest
 import torch
 
 from runner.config.request import Request
-from runner.plan.estimate import Seconds
+from runner.plan.estimate import TimeEstimate
 from runner.plan.inventory import Cpu, Device, Inventory
 from runner.tools.doctor.arithmetic import FormatUnderTest
 from runner.tools.doctor.first_contact import (
     MIB,
+    compare_contexts,
+    compare_format,
+    compare_kernel,
+    compare_memory,
+    compare_time,
     contact_checks,
-    of_contexts,
-    of_format,
-    of_kernel,
-    of_memory,
-    of_time,
-    page,
-    report,
+    format_page,
+    make_report,
 )
 from tests.forkserver import ForkServer
 
 T4 = Device("cuda", 0, "Tesla T4", memory_bytes=15 << 30, capability=(7, 5))
 A100 = Device("cuda", 0, "NVIDIA A100", memory_bytes=40 << 30, capability=(8, 0))
-ABOUT_15_MS = Seconds(0.01, 0.02, "")
+ABOUT_15_MS = TimeEstimate(0.01, 0.02, "")
 
 
 def test_all_checks_together_take_at_most_five_minutes() -> None:
@@ -39,7 +39,7 @@ def test_all_checks_together_take_at_most_five_minutes() -> None:
     [(A100, "bf16", 8.0, "ok"), (A100, "bf16", 1.0, "warn"), (T4, "bf16", 0.3, "ok"), (T4, "bf16", 4.0, "warn")],
 )
 def test_a_format_is_native_if_it_is_fast(device: Device, name: str, speedup: float, state: str) -> None:
-    found = of_format(FormatUnderTest(device, name, 8, is_own=device.native_bf16), speedup)
+    found = compare_format(FormatUnderTest(device, name, 8, is_native=device.native_bf16), speedup)
     assert found.state == state
     assert found.figures["predicted_native"] == device.native_bf16
 
@@ -49,19 +49,19 @@ def test_a_format_is_native_if_it_is_fast(device: Device, name: str, speedup: fl
     [("", "", "ok"), ("too old", "too old", "ok"), ("too old", "", "warn"), ("", "no kernel image", "warn")],
 )
 def test_a_kernel_that_runs_or_refuses_against_the_rules_is_a_difference(expected: str, found: str, state: str) -> None:
-    assert of_kernel("cuda:0 flash", expected, found).state == state
+    assert compare_kernel("cuda:0 flash", expected, found).state == state
 
 
 @pytest.mark.parametrize(("measured", "state"), [(100, "ok"), (104, "ok"), (120, "warn"), (80, "warn")])
 def test_memory_may_differ_by_what_the_documentation_says(measured: int, state: str) -> None:
-    assert of_memory("cuda:0 reserved memory", 100 * MIB, measured * MIB).state == state
+    assert compare_memory("cuda:0 reserved memory", 100 * MIB, measured * MIB).state == state
 
 
 @pytest.mark.parametrize(
     ("grown", "state"), [({}, "skip"), ({"GPU-1": 0.0, "GPU-2": 5.0 * MIB}, "ok"), ({"GPU-1": 400.0 * MIB}, "warn")]
 )
 def test_memory_taken_on_another_gpu_is_a_context_there(grown: dict[str, float], state: str) -> None:
-    found = of_contexts("cuda:0 contexts", grown)
+    found = compare_contexts("cuda:0 contexts", grown)
     assert found.state == state
     assert state != "warn" or "GPU-1" in found.seen
 
@@ -72,16 +72,19 @@ def test_memory_taken_on_another_gpu_is_a_context_there(grown: dict[str, float],
      (ABOUT_15_MS, None, "skip")],
 )  # fmt: skip
 def test_a_time_outside_the_range_is_a_difference(
-    expected: Seconds | None, measured_ms: float | None, state: str
+    expected: TimeEstimate | None, measured_ms: float | None, state: str
 ) -> None:
-    assert of_time("cuda:0 update time", expected, measured_ms).state == state
+    assert compare_time("cuda:0 update time", expected, measured_ms).state == state
 
 
 def test_the_page_has_every_difference_with_its_sentence() -> None:
-    findings = [of_kernel("cuda:0 flash", "", "no kernel image"), of_memory("cuda:0 reserved", 100 * MIB, 300 * MIB)]
+    findings = [
+        compare_kernel("cuda:0 flash", "", "no kernel image"),
+        compare_memory("cuda:0 reserved", 100 * MIB, 300 * MIB),
+    ]
     hardware = json.loads(Inventory((T4,), Cpu("a processor", 1, 1, 0)).to_json())
-    content = json.loads(json.dumps(report(findings, hardware, ["task=gpt"], "1.0")))
-    text = page(content)
+    content = json.loads(json.dumps(make_report(findings, hardware, ["task=gpt"], "1.0")))
+    text = format_page(content)
     assert content["num_differences"] == 2
     for finding in findings:
         assert finding.seen in text

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.secret import drop_secrets
-from runner.tools.measure.fork_server import STEADY
+from runner.tools.measure.fork_server import MALLOC_ENVIRONMENT
 from tests.tools.measure.planted_time import Planted
 
 SERVER = """
@@ -31,14 +31,14 @@ for name in IMPORTED:
     importlib.import_module(name)
 composed()
 planted = Planted(int(sys.argv[2]))
-live = variant_process.live
-def live_in_planted_time(*given):
+serve = variant_process.serve
+def serve_in_planted_time(*given):
     if given[3]:
         planted.let_ranks_rule()
     else:
         planted.rule()
-    return live(*given)
-variant_process.live = live_in_planted_time
+    return serve(*given)
+variant_process.serve = serve_in_planted_time
 variant_process.BlockClock.run_queue_wait = lambda self: lambda: 0.0  # no core is waited for in planted time
 compose(Request())
 gc.collect()
@@ -124,7 +124,7 @@ class Nurseries:
                 [sys.executable, "-c", SERVER, str(theirs.fileno()), str(self.time.memory)],
                 pass_fds=[theirs.fileno(), self.time.memory], start_new_session=True,
                 stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
-                env={**STEADY, **drop_secrets(os.environ), "PYTHONPATH": str(Path(__file__).parents[3])},
+                env={**MALLOC_ENVIRONMENT, **drop_secrets(os.environ), "PYTHONPATH": str(Path(__file__).parents[3])},
             )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ from runner.plan.inventory import Cpu
 from runner.records.evidence import Evidence
 from runner.records.phase_record import PhaseRecord
 from runner.tools.measure.advisor import Advice, AdviceInputs, as_json
-from runner.tools.measure.candidates import Candidate, Tried, tried_in
+from runner.tools.measure.candidates import Candidate, TriedCandidate, judge_candidate
 from runner.tools.measure.compare import CompareLimits
 from runner.tools.measure.comparison_result import (
     ComparisonResult,
@@ -32,10 +32,10 @@ from runner.tools.measure.comparison_result import (
     Variant,
     VariantResult,
 )
-from runner.tools.measure.criteria import criteria
-from runner.tools.measure.facts import Facts, monitored
+from runner.tools.measure.criteria import evaluate_criteria
+from runner.tools.measure.facts import Facts, read_monitor_summary
 from runner.tools.measure.hardware_profile import Profile, write_profile
-from runner.tools.measure.measuring_place import filled
+from runner.tools.measure.measurement_context import complete_evidence
 from runner.tools.measure.rules import RuleFinding
 from runner.tools.measure.statistics import Ratio
 from tests.forkserver import ForkServer
@@ -45,13 +45,13 @@ PLANTED = Path(__file__).parent / "planted"
 CPU = Cpu("a processor", 2, 2, 2**33)
 
 
-def tried(rule: str, words: str, gain: float, *, width: float = 0.02, differ: bool = False) -> Tried:
+def tried(rule: str, words: str, gain: float, *, width: float = 0.02, differ: bool = False) -> TriedCandidate:
     numerics = Numerics(0.5 if differ else 0.0, 0.0, 0.0, tolerance=0.001)
     outcome = TrialOutcome(Ratio(gain, gain - width, gain + width, 12), numerics)
-    return Tried(rule, Candidate(tuple(words.split())), outcome)
+    return TriedCandidate(rule, Candidate(tuple(words.split())), outcome)
 
 
-def advice(*trials: Tried, findings: tuple[RuleFinding, ...] = ()) -> Advice:
+def advice(*trials: TriedCandidate, findings: tuple[RuleFinding, ...] = ()) -> Advice:
     seen = tuple(RuleFinding(each.rule, f"{each.rule}: 40 % of the time") for each in trials)
     ordered = tuple(sorted(trials, key=lambda each: -each.outcome.gain))
     return Advice("gpt", "a processor", 31.2, (*seen, *findings), ordered)
@@ -137,21 +137,21 @@ RUN = Evidence(parts_s={"saving": 2.0, "forward": 1.0}, updates=10, micro_batch_
 
 
 def test_parts_of_updates_are_used_completely_or_not_at_all() -> None:
-    assert filled(RUN, NOW) == RUN
+    assert complete_evidence(RUN, NOW) == RUN
     for unmade in (replace(RUN, updates=0), replace(RUN, updates=None), replace(RUN, parts_s={})):
-        assert filled(unmade, NOW) == replace(NOW, num_threads=2)
+        assert complete_evidence(unmade, NOW) == replace(NOW, num_threads=2)
 
 
 def test_the_measured_phase_determines_the_advice() -> None:
     phases = (PhaseRecord("train", "first"), PhaseRecord("train", "second"))
 
-    assert filled(replace(RUN, phases=phases), NOW) == replace(NOW, num_threads=2)
-    assert filled(replace(RUN, phases=phases[:1]), NOW).parts_s == RUN.parts_s
+    assert complete_evidence(replace(RUN, phases=phases), NOW) == replace(NOW, num_threads=2)
+    assert complete_evidence(replace(RUN, phases=phases[:1]), NOW).parts_s == RUN.parts_s
 
 
 def test_a_failed_run_does_not_determine_the_training_length() -> None:
-    assert filled(replace(RUN, epochs=0.4), replace(NOW, epochs=50.0)).epochs == 0.4
-    assert filled(replace(RUN, epochs=0.4, unfinished=True), replace(NOW, epochs=50.0)).epochs == 50.0
+    assert complete_evidence(replace(RUN, epochs=0.4), replace(NOW, epochs=50.0)).epochs == 0.4
+    assert complete_evidence(replace(RUN, epochs=0.4, unfinished=True), replace(NOW, epochs=50.0)).epochs == 50.0
 
 
 def test_slow_starting_settings_are_advised_only_for_long_trainings(
@@ -186,19 +186,19 @@ def test_rare_events_are_not_judged_by_short_blocks() -> None:
         [measured("as it is", 30.0, updates=200), measured(saves.name, 20.0, every=None)], "interleaved"
     )
 
-    blind = tried_in(found, "checkpoints too often", saves, 1.41)
+    blind = judge_candidate(found, "checkpoints too often", saves, 1.41)
 
     assert blind.outcome.ratio is None
     assert "20 updates" in blind.outcome.why_not
     assert "+41 %" in blind.outcome.why_not
-    assert tried_in(seen, "checkpoints too often", saves, 1.41).outcome.is_advised
+    assert judge_candidate(seen, "checkpoints too often", saves, 1.41).outcome.is_advised
 
 
 def test_a_slower_start_must_be_amortized() -> None:
     cache = Candidate(("dataloader.cache=memory",))
     found = ComparisonResult([measured("as it is", 30.0), measured(cache.name, 20.0, start_s=6.0)], "interleaved")
 
-    outcome = tried_in(found, "data wait", cache).outcome
+    outcome = judge_candidate(found, "data wait", cache).outcome
 
     assert outcome.later_s == pytest.approx(5.0)
     assert outcome.pays_at == 500
@@ -213,7 +213,7 @@ def test_a_slower_start_must_be_amortized() -> None:
     [([4, 200, 64, 64], 200, 64), ([4, 64, 64, 24], 24, 64), ([2, 3, 32, 48], 3, 32), ([2, 9, 9, 9, 4], 4, 9)],
 )
 def test_channels_are_found_in_either_layout(shape: list[int], channels: int, side: int) -> None:
-    rows = {row.name: row.value for row in criteria(Facts(Evidence(), {}, CPU, probe={"input_shape": shape}))}
+    rows = {row.name: row.value for row in evaluate_criteria(Facts(Evidence(), {}, CPU, probe={"input_shape": shape}))}
 
     assert (rows["channels"], rows["pixels of a side"]) == (channels, side)
 
@@ -226,7 +226,7 @@ def test_criteria_follow_the_thresholds_and_skip_unknown_values() -> None:
         probe={"input_shape": [4, 200, 64, 64], "loss_terms": 1},
     )
 
-    rows = {row.name: (row.value, row.verdict) for row in criteria(small)}
+    rows = {row.name: (row.value, row.verdict) for row in evaluate_criteria(small)}
 
     assert rows["training samples"] == (80, "CPU")
     assert rows["samples per update"] == (4, "CPU")
@@ -244,8 +244,8 @@ def test_monitor_readings_are_read_back(tmp_path: Path) -> None:
     }
     (tmp_path / "monitor.json").write_text(json.dumps({"whole": whole}))
 
-    assert monitored(tmp_path) == ({"gpu0/util": 40.0}, {"thermal": 0.3})
-    assert monitored(tmp_path / "nowhere") == ({}, {})
+    assert read_monitor_summary(tmp_path) == ({"gpu0/util": 40.0}, {"thermal": 0.3})
+    assert read_monitor_summary(tmp_path / "nowhere") == ({}, {})
 
 
 # ---------------------------------------------------------------- the profile
@@ -302,7 +302,7 @@ def test_a_profile_without_effect_is_not_written(tmp_path: Path, monkeypatch: py
     task.write_text("def build(*, a: int = 1):\n    pass\n")
     chosen = profile_of("epochs=2")  # `updates` of the command line takes it back
 
-    with pytest.raises(ConfigError, match="something else sets it"):
+    with pytest.raises(ConfigError, match="another source sets it"):
         write_profile(chosen, Request(("updates=3",), task), "mine")
 
     assert not (tmp_path / "conf" / "hardware" / "mine.yaml").exists()

@@ -21,15 +21,15 @@ from runner.tools.measure.advisor import try_candidates
 from runner.tools.measure.candidates import Candidate
 from runner.tools.measure.compare import CompareLimits, Comparison
 from runner.tools.measure.comparison_result import (
-    NO_TIME,
-    UNTRIED,
+    NO_TIME_LEFT,
+    START_TIMED_OUT,
     ComparisonResult,
     Startup,
     Variant,
     VariantResult,
-    fuller_report,
+    merge_reports,
 )
-from runner.tools.measure.fork_server import NoAnswer, VariantProcess
+from runner.tools.measure.fork_server import ReplyTimeout, VariantProcess
 from runner.tools.measure.statistics import Ratio
 
 LIMITS = CompareLimits(budget_s=60, rounds=(6, 12))
@@ -48,7 +48,7 @@ class FakeProcess(VariantProcess):
     """A cell that takes what its overrides say: `start_s`, `compile` for ten times as long, `update_s`, `noise`."""
 
     def __init__(self, number: int, clock: Clock, until: float) -> None:  # nothing is forked
-        self.number, self.clock, self._clock, self.until, self.order = number, clock, clock, until, dict[str, Any]()
+        self.number, self.clock, self._clock, self.deadline, self.order = number, clock, clock, until, dict[str, Any]()
         self.random, self.words = random.Random(0), dict[str, str]()
         self.line: Any = self
 
@@ -73,7 +73,7 @@ class FakeProcess(VariantProcess):
             answer = {"peak_host_gib": 0.0, "losses": [1.0] * 8, "grad_norms": [1.0]}
         self.clock.now += min(seconds, timeout_s)
         if seconds > timeout_s:
-            raise NoAnswer("nothing")
+            raise ReplyTimeout("nothing")
         return answer
 
     def pause(self) -> None: ...
@@ -85,17 +85,21 @@ class FakeProcess(VariantProcess):
     def __exit__(self, *_: object) -> None: ...
 
 
-def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float], half: float) -> Ratio:
-    """Return one that is as narrow as `half` where blocks are equal, and wide for good where they are not."""
+def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float], half_width: float) -> Ratio:
+    """Return one that is as narrow as `half_width` where blocks are equal, and wide for good where they are not."""
     is_even = max(ours_ms) - min(ours_ms) < 1e-6 * max(ours_ms)
-    return Ratio(1.0, 1.0 - half, 1.0 + half, len(ours_ms)) if is_even else Ratio(1.0, 0.5, 2.0, len(theirs_ms))
+    return (
+        Ratio(1.0, 1.0 - half_width, 1.0 + half_width, len(ours_ms))
+        if is_even
+        else Ratio(1.0, 0.5, 2.0, len(theirs_ms))
+    )
 
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Comparison]:
     """Make arenas whose processes are fakes, on a clock of their own."""
-    monkeypatch.setattr(compare, "STILL_S", 0.0)
-    monkeypatch.setattr(comparison_result, "paired", interval)
+    monkeypatch.setattr(compare, "IDLE_SAMPLE_S", 0.0)
+    monkeypatch.setattr(comparison_result, "paired_ratio", interval)
 
     def arena() -> Comparison:
         clock = Clock()
@@ -149,11 +153,13 @@ def test_no_variant_exceeds_the_budget(
     """But for the baseline's start, without which there is nothing, and a last block that takes longer than before."""
     starts, update_s, noise, compiling, together = costs
 
-    trials = measured(fake(), planted(starts, update_s, noise, compiling), budget_s, together=together)
+    trials = measured(fake(), planted(starts, update_s, noise, compiling), budget_s, interleave=together)
 
     last = max(each.turn_s for each in trials.variants) * (1 + noise)
     assert trials.seconds <= max(budget_s, trials.baseline.startup.taken_s) + last
-    assert all(each.why_not in ("", UNTRIED) or each.why_not.startswith(NO_TIME) for each in trials.variants)
+    assert all(
+        each.why_not in ("", NO_TIME_LEFT) or each.why_not.startswith(START_TIMED_OUT) for each in trials.variants
+    )
 
 
 @ON_FAKES
@@ -163,16 +169,16 @@ def test_the_stated_budget_is_sufficient_and_a_third_is_not(
 ) -> None:
     starts, update_s, noise, compiling, together = costs
     cells = planted(starts, update_s, noise, compiling)
-    found = measured(fake(), cells, 1.0, together=together)
+    found = measured(fake(), cells, 1.0, interleave=together)
     while found.needs_more:  # how long it takes to compile is learnt on the way
         before = found.needs_s
-        found = measured(fake(), cells, before, together=together)
+        found = measured(fake(), cells, before, interleave=together)
         assert not untried(found) or found.needs_s > before
 
     if untried(found):
-        enough = measured(fake(), cells, found.needs_s, together=together)
+        enough = measured(fake(), cells, found.needs_s, interleave=together)
         assert (untried(enough), enough.needs_s) == ([], 0.0)
-        assert untried(measured(fake(), cells, found.needs_s / 3, together=together)) != []
+        assert untried(measured(fake(), cells, found.needs_s / 3, interleave=together)) != []
 
 
 @ON_FAKES
@@ -184,7 +190,7 @@ def test_following_the_stated_budgets_tries_everything_soon(
     starts, update_s, noise, compiling, together = costs
     budgets = [1.0]
     while budgets[-1] and len(budgets) < 8:
-        trials = measured(fake(), planted(starts, update_s, noise, compiling), budgets[-1], together=together)
+        trials = measured(fake(), planted(starts, update_s, noise, compiling), budgets[-1], interleave=together)
         budgets.append(trials.needs_s)
 
     assert budgets[-1] == 0.0
@@ -220,7 +226,7 @@ def test_a_start_that_takes_too_long_is_ended_and_the_others_are_measured(
 
     trials = measured(fake(), cells, 60.0)
 
-    assert trials.of("slow").why_not.startswith(f"{NO_TIME}: not ready after 2")
+    assert trials.of("slow").why_not.startswith(f"{START_TIMED_OUT}: not ready after 2")
     assert trials.seconds < 60.0
     assert len(trials.of("quick").blocks) >= 6
     assert trials.needs_more
@@ -233,7 +239,7 @@ def test_at_most_half_of_the_time_is_spent_on_restarts(fake: Callable[[], Compar
 
     assert 100 < trials.seconds <= 121
     assert all(4 <= len(set(processes_of(each))) <= 16 for each in trials.variants)
-    assert 8 <= arena.number <= 60 / 2.0 + 2
+    assert 8 <= arena.num_started <= 60 / 2.0 + 2
 
 
 def test_variants_with_unequal_start_times_restart_together(fake: Callable[[], Comparison]) -> None:
@@ -246,7 +252,7 @@ def test_variants_with_unequal_start_times_restart_together(fake: Callable[[], C
     changes = [[at for at in range(1, len(makers)) if makers[at] != makers[at - 1]] for makers in lives]
     assert changes[0] == changes[1] == changes[2]
     assert len(changes[0]) >= 3
-    assert trials.own_spread.freedom >= 4
+    assert trials.measured_spread.freedom >= 4
 
 
 def test_variants_that_cannot_restart_are_compared_by_their_blocks(
@@ -261,7 +267,7 @@ def test_variants_that_cannot_restart_are_compared_by_their_blocks(
         def fails_later(self: Comparison, measured: VariantResult, until: float, name: str = name) -> Any:
             begun[measured.name] += 1  # noqa: B023
             if measured.name == name and begun[name] > 1:  # noqa: B023
-                self.error, measured.why_not = AccelRunError("the disk is full"), "the disk is full"
+                self.last_error, measured.why_not = AccelRunError("the disk is full"), "the disk is full"
                 return None
             return start(self, measured, until)  # noqa: B023
 
@@ -287,7 +293,7 @@ def test_nothing_restarts_if_its_baseline_has_ended(
     def fails_later(self: Comparison, measured: VariantResult, until: float) -> Any:
         begun[measured.name] += 1
         if measured.name == "rival" and begun["rival"] > 1:
-            self.error, measured.why_not = AccelRunError("the disk is full"), "the disk is full"
+            self.last_error, measured.why_not = AccelRunError("the disk is full"), "the disk is full"
             return None
         return start(self, measured, until)
 
@@ -330,9 +336,9 @@ def test_blocks_reported_by_a_lost_process_are_kept() -> None:
     first = {"losses": [1.0, 2.0, 3.0], "moved": [1.0], "peak_host_gib": 1.0}
     young = {"losses": [1.0], "moved": None, "peak_host_gib": 2.0}
 
-    assert fuller_report(first, young) == {**first, "peak_host_gib": 2.0}
-    assert fuller_report(young, first) == {**first, "peak_host_gib": 2.0}
-    assert fuller_report({}, young) == young
+    assert merge_reports(first, young) == {**first, "peak_host_gib": 2.0}
+    assert merge_reports(young, first) == {**first, "peak_host_gib": 2.0}
+    assert merge_reports({}, young) == young
 
 
 def test_slow_starting_variants_continue_while_others_restart(fake: Callable[[], Comparison]) -> None:

@@ -18,19 +18,19 @@ from runner.base.errors import AccelRunError
 from runner.config.request import Request
 from runner.host import resources as host
 from runner.tools.measure import compare
-from runner.tools.measure.compare import LEAST_ROUNDS, CompareLimits, Comparison, leave_out, updates_of_a_block
+from runner.tools.measure.compare import MIN_ROUNDS, CompareLimits, Comparison, choose_block_updates, leave_out
 from runner.tools.measure.comparison_result import (
-    NO_TIME,
-    UNTRIED,
+    NO_TIME_LEFT,
+    START_TIMED_OUT,
     Block,
     ComparisonResult,
     Variant,
     VariantResult,
     as_json,
-    disturbances,
+    describe_disturbances,
 )
-from runner.tools.measure.statistics import USUAL
-from runner.tools.measure.variant_process import TIMED_UPDATES
+from runner.tools.measure.statistics import PRIOR_SPREAD
+from runner.tools.measure.variant_process import MAX_TIMED_UPDATES
 from tests.tools.measure.planted_time import Planted
 from tests.tools.measure.suites.asked import blocks
 from tests.waiting import wait_until
@@ -154,7 +154,7 @@ def test_the_updates_of_a_block_take_as_long_as_the_block(trials: ComparisonResu
     """Each is timed by itself; together they are what the block says."""
     for cell in (trials.baseline, trials.of("quick")):
         for block in cell.blocks.values():
-            assert len(block.updates_ms) == min(cell.updates, TIMED_UPDATES)
+            assert len(block.updates_ms) == min(cell.updates, MAX_TIMED_UPDATES)
             if len(block.updates_ms) == cell.updates:
                 lasted_ms = block.ms * cell.updates + 1e3 * block.run_queue_wait_s
                 assert sum(block.updates_ms) == pytest.approx(lasted_ms, rel=0.02)
@@ -165,17 +165,17 @@ def test_disturbances_are_reported() -> None:
     throttled = VariantResult(Variant("hot"), blocks([1.0] * 8), throttled=Counter({"heat": 3}))
     uneven = VariantResult(Variant("as it is"), blocks([1.0, 2.0] * 4))
 
-    assert list(disturbances(ComparisonResult([calm], "interleaved", busy_cores=[0.0, 0.1]))) == []
-    assert "use 1.0 of" in next(disturbances(ComparisonResult([calm], "interleaved", busy_cores=[0.9, 1.1])))
+    assert list(describe_disturbances(ComparisonResult([calm], "interleaved", busy_cores=[0.0, 0.1]))) == []
+    assert "use 1.0 of" in next(describe_disturbances(ComparisonResult([calm], "interleaved", busy_cores=[0.9, 1.1])))
     behind = dataclasses.replace(calm, updates=1000, blocks={at: Block(1.0, 1.0) for at in range(8)})
-    assert next(disturbances(ComparisonResult([behind], "interleaved"))).startswith("50% ")
-    assert "heat, in 3 of 16" in next(disturbances(ComparisonResult([calm, throttled], "interleaved")))
-    assert "restless" in next(disturbances(ComparisonResult([uneven], "interleaved")))
+    assert next(describe_disturbances(ComparisonResult([behind], "interleaved"))).startswith("50% ")
+    assert "heat, in 3 of 16" in next(describe_disturbances(ComparisonResult([calm, throttled], "interleaved")))
+    assert "noisy" in next(describe_disturbances(ComparisonResult([uneven], "interleaved")))
 
 
 def test_every_variant_compiles_once_and_restarts_use_the_cache(arena: Comparison) -> None:
     names = [Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))]
-    arena.compare(names, CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, together=False), lambda _: None)
+    arena.compare(names, CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, interleave=False), lambda _: None)
 
     folders = [arena.compiled_folder(cell) for cell in (*names, *names)]
     assert len(set(folders)) == 2
@@ -191,7 +191,7 @@ def test_results_can_be_written_as_json(trials: ComparisonResult) -> None:
 
 
 def test_variants_that_do_not_fit_together_run_in_turn(arena: Comparison) -> None:
-    limits = CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, together=False)
+    limits = CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, interleave=False)
 
     found = arena.compare([Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))], limits, lambda _: None)
 
@@ -205,12 +205,12 @@ def test_variants_that_do_not_fit_together_run_in_turn(arena: Comparison) -> Non
 def test_variants_restart_between_blocks(arena: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     """What one process does all its life, and another that does the same does not, is seen so."""
     monkeypatch.setattr(compare, "leave_out", lambda *_, **__: None)
-    before, folders = arena.number, set(arena.folder.glob("variant-*"))
+    before, folders = arena.num_started, set(arena.folder.glob("variant-*"))
 
     limits = dataclasses.replace(LIMITS, rounds=(3, 40), block_s=0.1)
     found = arena.compare([Variant("as it is"), Variant("wrong", ("task.scale=3.0",))], limits, lambda _: None)
 
-    assert arena.number - before >= 4
+    assert arena.num_started - before >= 4
     for cell in found.variants:
         order = [block.process for block in cell.blocks.values()]
         assert order == sorted(order), "a process that has ended makes no more blocks"
@@ -218,8 +218,8 @@ def test_variants_restart_between_blocks(arena: Comparison, monkeypatch: pytest.
         assert all(order.count(process) >= 3 for process in set(order) - {order[-1]})
     left = set(arena.folder.glob("variant-*")) - folders
     assert len(left) <= 2, "what processes have saved that others followed is gone"
-    assert found.spread.freedom > USUAL.freedom
-    assert arena.known.freedom >= found.spread.freedom, "what was learnt is known in the next trials"
+    assert found.spread.freedom > PRIOR_SPREAD.freedom
+    assert arena.prior_spread.freedom >= found.spread.freedom, "what was learnt is known in the next trials"
     numerics = found.numerics(found.of("wrong"))
     assert numerics is not None
     assert numerics.differ
@@ -233,7 +233,7 @@ def test_a_baseline_that_cannot_be_measured_is_an_error(arena: Comparison) -> No
 
 def test_a_suspended_variant_computes_nothing(arena: Comparison) -> None:
     """Its turn is over: neither it nor its data workers run on beside the next one."""
-    with arena.alone(Variant("workers", ("dataloader.num_workers=1",)), LIMITS) as (ask, _):
+    with arena.open_variant(Variant("workers", ("dataloader.num_workers=1",)), LIMITS) as (ask, _):
         process = ask.__self__  # type: ignore[attr-defined]
         process.pause()
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
@@ -251,7 +251,10 @@ def test_variants_exit_with_their_parent(tmp_path: Path) -> None:
     if pid == 0:
         try:
             os.environ["TMPDIR"] = str(tmp_path)
-            with Comparison(Request(SETTINGS, TASK)) as made, made.alone(Variant("as it is"), LIMITS) as (ask, _):
+            with (
+                Comparison(Request(SETTINGS, TASK)) as made,
+                made.open_variant(Variant("as it is"), LIMITS) as (ask, _),
+            ):
                 os.write(told, f"{ask.__self__.pid}\n".encode())  # type: ignore[attr-defined]
                 signal.pause()
         finally:
@@ -269,7 +272,7 @@ def test_the_probe_names_the_lines_of_the_task(arena: Comparison) -> None:
     slow = next(number for number, line in enumerate(lines, 1) if "# slow line" in line)
     cell = Variant("look", ("task.sleep_ms=0", "task.sample_ms=3.0", "task.items=50"))
 
-    with arena.alone(cell, LIMITS) as (ask, _):
+    with arena.open_variant(cell, LIMITS) as (ask, _):
         found = ask({"do": "probe"})
 
     assert found["slow_line"]["line"] == slow
@@ -314,7 +317,7 @@ def test_a_block_includes_periodic_work_if_there_is_time(arena: Comparison) -> N
     found = arena.compare(cells, CompareLimits(budget_s=20, rounds=(3, 3), block_s=0.01), lambda _: None)
 
     assert found.baseline.updates % 100 == 0
-    assert [cell.sees("checkpoint") for cell in found.variants] == [True, False, False]
+    assert [cell.covers("checkpoint") for cell in found.variants] == [True, False, False]
 
 
 def test_slow_updates_with_deep_prefetch_end_in_time_with_a_reason(arena: Comparison) -> None:
@@ -327,7 +330,7 @@ def test_slow_updates_with_deep_prefetch_end_in_time_with_a_reason(arena: Compar
     )
 
     assert found.seconds < budget_s + 1.0
-    assert found.of("other").why_not == UNTRIED
+    assert found.of("other").why_not == NO_TIME_LEFT
     assert found.needs_s > found.baseline.turn_s > budget_s
 
 
@@ -338,7 +341,7 @@ def test_no_block_starts_that_would_miss_the_deadline(arena: Comparison) -> None
     found = arena.compare(cells, limits, lambda _: None)
 
     assert found.seconds < limits.budget_s + 0.2
-    assert found.of("quick").why_not == UNTRIED or len(found.baseline.blocks) >= LEAST_ROUNDS
+    assert found.of("quick").why_not == NO_TIME_LEFT or len(found.baseline.blocks) >= MIN_ROUNDS
 
 
 def test_a_variant_that_does_not_start_in_time_is_ended_and_reported(arena: Comparison) -> None:
@@ -347,7 +350,7 @@ def test_a_variant_that_does_not_start_in_time_is_ended_and_reported(arena: Comp
     found = arena.compare(cells, CompareLimits(budget_s=5, rounds=(3, 3), block_s=0.05), lambda _: None)
 
     assert found.seconds <= 5
-    assert found.of("slow").why_not.startswith(NO_TIME)
+    assert found.of("slow").why_not.startswith(START_TIMED_OUT)
     assert len(found.baseline.blocks) == 3
 
 
@@ -371,7 +374,7 @@ def test_available_cores_are_limited_by_affinity_and_cgroup(
 def test_a_variant_has_only_its_share_of_the_cores() -> None:
     with Comparison(Request(SETTINGS, TASK), cores=1) as made:
         workers = Variant("workers", ("dataloader.num_workers=1",))
-        with made.alone(workers, LIMITS) as (ask, _):
+        with made.open_variant(workers, LIMITS) as (ask, _):
             process = psutil.Process(ask.__self__.pid)  # type: ignore[attr-defined]
             assert [len(each.cpu_affinity()) for each in (process, *process.children())] == [1, 1]
 
@@ -413,7 +416,7 @@ def test_a_zero_reading_does_not_cause_long_blocks() -> None:
         return 0.0 if len(made) == 1 else 0.003 * updates
 
     measured = VariantResult(Variant("as it is"), opened={"periods": {}, "readers": 0})
-    num = updates_of_a_block(SimpleNamespace(run=make), measured, CompareLimits(block_s=0.4), 1.0)  # type: ignore[arg-type]
+    num = choose_block_updates(SimpleNamespace(run=make), measured, CompareLimits(block_s=0.4), 1.0)  # type: ignore[arg-type]
 
     assert num == round(0.4 / 0.003)
     assert max(made) <= 2 * num

@@ -19,7 +19,7 @@ from hypothesis import strategies as st
 from runner.base.errors import InputMissing
 from runner.tools.measure import results as module
 from runner.tools.measure.comparison_result import Numerics, TrialOutcome
-from runner.tools.measure.plots import HUE, draw, figures, png_of
+from runner.tools.measure.plots import COLOR_MAP, draw_plots, make_figures, render_png
 from runner.tools.measure.results import PICTURES, LadderRow, Results, Usage
 from runner.tools.measure.statistics import Ratio
 from runner.tools.measure.technique import BASELINE
@@ -123,7 +123,7 @@ def legend_of(figure: Any) -> list[str]:
 
 
 def test_each_plot_is_beside_the_results(results: Results) -> None:
-    drawn = draw(results)
+    drawn = draw_plots(results)
 
     assert drawn == [results.folder / f"nmt-{name}" for name in PICTURES]
     for path in drawn:
@@ -133,20 +133,20 @@ def test_each_plot_is_beside_the_results(results: Results) -> None:
 
 
 def test_a_plot_names_the_task_of_its_data_or_none(results: Results, tmp_path: Path) -> None:
-    for figure in figures(results).values():
+    for figure in make_figures(results).values():
         assert "task nmt" in notes(figure.axes[0])
     bare = Results(tmp_path / "bare")
     bare.put({name: row(column) for name, column in COLUMNS.items()})
-    for figure in figures(bare).values():
+    for figure in make_figures(bare).values():
         assert "task" not in notes(figure.axes[0])
 
 
 def test_an_outdated_plot_is_removed(results: Results) -> None:
-    draw(results)
+    draw_plots(results)
     results.clean()
     results.file("speedup.png").write_bytes(b"an earlier one")
     results.put({"bf16": row([2.0])})  # without a baseline there is no speedup
-    draw(results)
+    draw_plots(results)
 
     assert not results.file("speedup.png").exists()
 
@@ -154,24 +154,24 @@ def test_an_outdated_plot_is_removed(results: Results) -> None:
 def test_without_results_the_command_that_creates_them_is_shown(tmp_path: Path) -> None:
     empty = Results(tmp_path)
     with pytest.raises(InputMissing, match="there are no results yet"):
-        draw(empty)
+        draw_plots(empty)
     empty.init()
     with pytest.raises(InputMissing, match="accel-run benchmark"):
-        draw(empty)
+        draw_plots(empty)
 
 
 def test_one_technique_without_a_baseline_has_no_bars(tmp_path: Path) -> None:
     alone = Results(tmp_path)
     alone.put({"bf16": row([3.0])})
 
-    assert [path.name for path in draw(alone)] == ["steps.png", "heatmap.png"]
+    assert [path.name for path in draw_plots(alone)] == ["steps.png", "heatmap.png"]
 
 
 # ---------------------------------------------------------------- lines
 
 
 def test_there_is_a_line_for_each_technique_through_all_its_steps(results: Results) -> None:
-    figure = figures(results)["steps.png"]
+    figure = make_figures(results)["steps.png"]
     (axes,) = figure.axes
 
     drawn = [(list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines if line.get_linestyle() != "None"]
@@ -181,13 +181,13 @@ def test_there_is_a_line_for_each_technique_through_all_its_steps(results: Resul
 
 
 def test_the_legend_is_sorted_by_speed_with_medians_and_counts(results: Results) -> None:
-    assert legend_of(figures(results)["steps.png"]) == [
+    assert legend_of(make_figures(results)["steps.png"]) == [
         "8bit  110 ms, 2 steps", "baseline  100 ms, 4 steps", "bf16  50 ms, 4 steps", "compile  41 ms, 3 steps",
     ]  # fmt: skip
 
 
 def test_a_compiled_step_is_off_scale_and_labelled(results: Results) -> None:
-    (axes,) = figures(results)["steps.png"].axes
+    (axes,) = make_figures(results)["steps.png"].axes
     bottom, top = axes.get_ylim()
 
     assert bottom == 0
@@ -199,21 +199,21 @@ def test_a_scale_without_outliers_has_no_note(tmp_path: Path) -> None:
     even = Results(tmp_path)
     even.put({BASELINE: row([10.0, 12.0]), "bf16": row([5.0, 15.0])})
 
-    (axes,) = figures(even)["steps.png"].axes
+    (axes,) = make_figures(even)["steps.png"].axes
 
     assert "beyond" not in notes(axes)
     assert axes.get_ylim()[1] > 15
 
 
 def test_lines_of_twenty_techniques_look_different(crowd: Results) -> None:
-    (axes,) = figures(crowd)["steps.png"].axes
+    (axes,) = make_figures(crowd)["steps.png"].axes
     lines = [line for line in axes.lines if line.get_linestyle() != "None"]
 
     assert len({(line.get_color(), line.get_linestyle()) for line in lines}) == len(lines) == 20
 
 
 def test_long_names_are_distinguishable(crowd: Results) -> None:
-    drawn = figures(crowd)
+    drawn = make_figures(crowd)
 
     for name in ("heatmap.png", "speedup.png"):
         assert len(set(labels(drawn[name].axes[0]))) == 20
@@ -225,7 +225,7 @@ def test_long_names_are_distinguishable(crowd: Results) -> None:
 
 
 def test_heat_map_cells_are_steps_and_missing_ones_are_empty(results: Results) -> None:
-    axes, bar = figures(results)["heatmap.png"].axes
+    axes, bar = make_figures(results)["heatmap.png"].axes
     cells = axes.collections[0].get_array().reshape(len(COLUMNS), -1)
 
     for row, column in zip(cells, COLUMNS.values(), strict=True):
@@ -242,7 +242,7 @@ def test_many_steps_are_binned_without_loss(tmp_path: Path) -> None:
     column = [10.0 + step % 7 for step in range(333)]
     long.put({BASELINE: row(column)})
 
-    axes, _ = figures(long)["heatmap.png"].axes
+    axes, _ = make_figures(long)["heatmap.png"].axes
     mesh = axes.collections[0]
     edges = mesh.get_coordinates()[0, :, 0]
 
@@ -255,7 +255,7 @@ def test_many_steps_are_binned_without_loss(tmp_path: Path) -> None:
 
 
 def test_colors_are_one_hue_of_increasing_darkness() -> None:
-    colors = matplotlib.colormaps[HUE](np.linspace(0, 1, 64))[:, :3]
+    colors = matplotlib.colormaps[COLOR_MAP](np.linspace(0, 1, 64))[:, :3]
     light = colors @ [0.2126, 0.7152, 0.0722]
     hues = matplotlib.colors.rgb_to_hsv(colors)[:, 0]
 
@@ -267,7 +267,7 @@ def test_noise_of_a_percent_has_no_contrast(tmp_path: Path) -> None:
     even = Results(tmp_path)
     even.put({BASELINE: row([100.0, 101.0])})
 
-    low, high = figures(even)["heatmap.png"].axes[0].collections[0].get_clim()
+    low, high = make_figures(even)["heatmap.png"].axes[0].collections[0].get_clim()
 
     assert (101 - 100) / (high - low) < 0.15
 
@@ -276,7 +276,7 @@ def test_noise_of_a_percent_has_no_contrast(tmp_path: Path) -> None:
 
 
 def test_bars_are_the_ratios_and_whiskers_the_intervals(results: Results) -> None:
-    (axes,) = figures(results)["speedup.png"].axes
+    (axes,) = make_figures(results)["speedup.png"].axes
 
     assert labels(axes) == ["compile", "bf16", BASELINE, "8bit"]
     assert bars(axes) == [pytest.approx(row) for row in ((0, 2.5), (1, 2.0), (2, 1.0), (3, 0.9))]
@@ -296,7 +296,7 @@ def test_colors_show_significance(results: Results, screen: Callable[..., None])
         },
         session=1,
     )  # fmt: skip
-    figure = figures(results)["speedup.png"]
+    figure = make_figures(results)["speedup.png"]
     (axes,) = figure.axes
     colors = dict(zip(labels(axes), (patch.get_facecolor() for patch in axes.patches), strict=True))
     hatched = [name for name, patch in zip(labels(axes), axes.patches, strict=True) if patch.get_hatch()]
@@ -311,7 +311,7 @@ def test_without_measured_ratios_the_bars_are_those_of_medians(tmp_path: Path) -
     bare = Results(tmp_path)
     bare.put({name: row(column) for name, column in COLUMNS.items()})
 
-    (axes,) = figures(bare)["speedup.png"].axes
+    (axes,) = make_figures(bare)["speedup.png"].axes
 
     found = dict(zip(labels(axes), (length for _, length in bars(axes)), strict=True))
     assert found == {name: pytest.approx(100 / statistics.median(column)) for name, column in COLUMNS.items()}
@@ -322,7 +322,7 @@ def test_without_measured_ratios_the_bars_are_those_of_medians(tmp_path: Path) -
 def test_a_wide_interval_does_not_hide_the_bars(results: Results) -> None:
     results.put({"few": row([50.0], 2.0, 0.01, 400.0)})
 
-    (axes,) = figures(results)["speedup.png"].axes
+    (axes,) = make_figures(results)["speedup.png"].axes
 
     assert axes.get_xlim()[1] < 5
     assert "2.00 [0.01, 400.00]" in values(axes)
@@ -336,7 +336,7 @@ def test_one_technique_that_takes_ten_times_as_long_does_not_hide_the_others(tmp
     columns = {BASELINE: [100.0, 110.0], "bf16": [60.0, 70.0], "fused": [90.0, 95.0], "fp16": [1000.0, 1100.0]}
     made.put({name: row(column) for name, column in columns.items()})
 
-    drawn = figures(made)
+    drawn = make_figures(made)
 
     (axes,) = drawn["steps.png"].axes
     assert axes.get_yscale() == "log"
@@ -370,10 +370,10 @@ def boxes(figure: Any) -> Iterator[tuple[str, Any]]:
 @pytest.mark.parametrize("name", PICTURES)
 @pytest.mark.parametrize("which", ["results", "crowd", "sessions"])
 def test_texts_do_not_overlap_or_leave_the_plot(request: pytest.FixtureRequest, which: str, name: str) -> None:
-    of = figures(request.getfixturevalue(which))
+    of = make_figures(request.getfixturevalue(which))
     if name not in of:
         pytest.skip("nothing to draw")
-    size_of(png_of(of[name]))
+    size_of(render_png(of[name]))
 
     found = list(boxes(of[name]))
 
@@ -391,11 +391,11 @@ def test_names_are_shown_verbatim(tmp_path: Path) -> None:
     names = ["_hidden", "$x$", "a_b^c", "日本", "back\\slash", "%s {0}", "x" * 200]
     odd.put({BASELINE: row([9.0]), **{name: row([3.0]) for name in names}})
 
-    drawn = figures(odd)
+    drawn = make_figures(odd)
 
     assert len(legend_of(drawn["steps.png"])) == len(names) + 1
     for figure in drawn.values():
-        size_of(png_of(figure))
+        size_of(render_png(figure))
 
 
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
@@ -419,5 +419,5 @@ def test_any_times_and_any_facts_can_be_drawn(
         each["hardware"] = hardware
     results.json.write_text(json.dumps(content))
 
-    for figure in figures(results).values():
+    for figure in make_figures(results).values():
         assert figure.axes

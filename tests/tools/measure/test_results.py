@@ -25,12 +25,12 @@ from runner.tools.measure.comparison_result import Numerics, TrialOutcome
 from runner.tools.measure.results import LadderRow, Results, Usage
 from runner.tools.measure.statistics import Ratio
 from runner.tools.measure.suites import machine
-from runner.tools.measure.technique import is_name
+from runner.tools.measure.technique import is_valid_name
 
 COLUMNS = {"baseline": [12.5, 12.25, 12.0], "bf16": [7.0, 6.125]}
 HARDWARE = {"python": "3", "inventory": {}}
 
-names = st.text(min_size=1, max_size=12).filter(is_name)
+names = st.text(min_size=1, max_size=12).filter(is_valid_name)
 times = st.lists(st.floats(0, 1e9, exclude_min=True), min_size=1, max_size=6)
 tables = st.dictionaries(names, times, max_size=5)
 
@@ -345,7 +345,7 @@ def test_concurrent_writers_lose_no_column(tmp_path: Path) -> None:
 
 
 def test_an_unreleased_lock_is_reported(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PATIENCE_S", 0.1)
+    monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
     lock = files.Lock(results.folder / ".nmt-results.lock", "4711 note")
     try:
         with pytest.raises(RunInUse, match="process 4711 is changing them"):

@@ -23,22 +23,22 @@ NOTHING = QueueSample(0.0, 0.0, 0.0, 0.0)
 @pytest.mark.parametrize(
     ("after", "behind_s"),
     [
-        (QueueSample(waited=0.0, busy=1.0, ours=1.0, own=1.0), 0.0),  # alone
-        (QueueSample(waited=0.5, busy=1.0, ours=0.5, own=0.5), 0.5),  # one other on its core
-        (QueueSample(waited=0.5, busy=1.0, ours=1.0, own=0.5), 0.0),  # a worker of its own on its core
-        (QueueSample(waited=0.6, busy=1.5, ours=1.0, own=0.5), 0.3),  # as much of either
-        (QueueSample(waited=0.0, busy=2.0, ours=1.0, own=1.0), 0.0),  # another on another core
-        (QueueSample(waited=0.1, busy=0.9, ours=1.0, own=1.0), 0.0),  # the clocks of cores are coarse
+        (QueueSample(wait_s=0.0, busy_s=1.0, tree_cpu_s=1.0, thread_cpu_s=1.0), 0.0),  # alone
+        (QueueSample(wait_s=0.5, busy_s=1.0, tree_cpu_s=0.5, thread_cpu_s=0.5), 0.5),  # one other on its core
+        (QueueSample(wait_s=0.5, busy_s=1.0, tree_cpu_s=1.0, thread_cpu_s=0.5), 0.0),  # a worker of its own on its core
+        (QueueSample(wait_s=0.6, busy_s=1.5, tree_cpu_s=1.0, thread_cpu_s=0.5), 0.3),  # as much of either
+        (QueueSample(wait_s=0.0, busy_s=2.0, tree_cpu_s=1.0, thread_cpu_s=1.0), 0.0),  # another on another core
+        (QueueSample(wait_s=0.1, busy_s=0.9, tree_cpu_s=1.0, thread_cpu_s=1.0), 0.0),  # the clocks of cores are coarse
     ],
 )
 def test_time_lost_to_others_is_separated_from_own_time(after: QueueSample, behind_s: float) -> None:
-    assert RunQueueWait.behind_others_s(NOTHING, after) == pytest.approx(behind_s)
+    assert RunQueueWait.wait_for_others_s(NOTHING, after) == pytest.approx(behind_s)
 
 
 def test_a_cpu_quota_is_not_contention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(run_queue, "cgroup_cpu_limit", lambda: CgroupLimit(0.5, Path("/")))
-    assert RunQueueWait().look(begins=True) is None
-    assert RunQueueWait.behind_others_s(None, None) == 0.0
+    assert RunQueueWait().sample(begins=True) is None
+    assert RunQueueWait.wait_for_others_s(None, None) == 0.0
 
 
 @pytest.mark.parametrize("block_s", [0.0, 0.25])
@@ -52,17 +52,17 @@ def test_waits_outside_of_a_block_do_not_count(monkeypatch: pytest.MonkeyPatch, 
 
     monkeypatch.setattr(run_queue, "cgroup_cpu_limit", lambda: None)
     monkeypatch.setattr(run_queue, "affinity", lambda: {0})
-    monkeypatch.setattr(run_queue, "waited_s", lambda: waited[0])
-    monkeypatch.setattr(run_queue, "family_cpu_s", looks_around)
+    monkeypatch.setattr(run_queue, "read_wait_s", lambda: waited[0])
+    monkeypatch.setattr(run_queue, "process_tree_cpu_s", looks_around)
     cores = SimpleNamespace(cpu_times=lambda **_: [SimpleNamespace(user=next(busy), nice=0.0, system=0.0)])
     monkeypatch.setattr(run_queue, "psutil", cores)
     monkeypatch.setattr(run_queue, "time", SimpleNamespace(thread_time=lambda: 0.0))
 
     told = RunQueueWait()
-    before = told.look(begins=True)
+    before = told.sample(begins=True)
     waited[0] += block_s
 
-    assert told.behind_others_s(before, told.look(begins=False)) == pytest.approx(block_s)
+    assert told.wait_for_others_s(before, told.sample(begins=False)) == pytest.approx(block_s)
 
 
 @contextmanager
@@ -99,12 +99,12 @@ def test_waits_for_another_job_on_the_core_are_counted() -> None:
     try:
         with other_job(core):
             told = RunQueueWait()
-            look = told.look(begins=True)
+            sample = told.sample(begins=True)
             compute_for(0.5)
-            over = told.look(begins=False)
+            over = told.sample(begins=False)
     finally:
         os.sched_setaffinity(0, before)
-    assert look is not None
+    assert sample is not None
     assert over is not None
-    assert over.waited > look.waited, "the system lets the other job run, too"
-    assert 0.0 <= told.behind_others_s(look, over) <= over.waited - look.waited
+    assert over.wait_s > sample.wait_s, "the system lets the other job run, too"
+    assert 0.0 <= told.wait_for_others_s(sample, over) <= over.wait_s - sample.wait_s

@@ -12,7 +12,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from runner.tools.measure import results as module
-from runner.tools.measure.plots import figures
+from runner.tools.measure.plots import make_figures
 from runner.tools.measure.results import LadderRow, Results, session_baseline
 from runner.tools.measure.technique import BASELINE
 
@@ -89,7 +89,7 @@ def test_times_of_two_sessions_never_share_axes_and_bars_use_their_own_baseline(
         for run, (names, is_main, in_stages) in enumerate(given_runs):
             measure(folder, run, names, is_main=is_main, in_stages=in_stages)
         results = Results(folder)
-        drawn, columns = figures(results), columns_of(results.rows())
+        drawn, columns = make_figures(results), columns_of(results.rows())
 
         shown = [lines_of(axes) for axes in drawn["steps.png"].axes]
         assert sorted(line for lines in shown for line in lines) == sorted(columns.values())

@@ -13,10 +13,10 @@ from runner.tools.measure.statistics import (
     CONFIDENCE,
     ProcessSpread,
     Ratio,
-    between,
     effective_processes,
-    paired,
-    student,
+    estimate_process_spread,
+    paired_ratio,
+    student_quantile,
 )
 
 Draw = Callable[[np.random.Generator, int], "np.ndarray[tuple[int], np.dtype[np.float64]]"]
@@ -36,7 +36,7 @@ def simulated(seed: int, num: int, gain: float, noise: Draw) -> Ratio:
     rng = np.random.default_rng(seed)
     speed = np.cumsum(rng.normal(0.0, 0.05, num))
     slow, fast = (np.exp(speed + noise(rng, num)) for _ in range(2))
-    return paired((10 * gain * slow).tolist(), (10 * fast).tolist(), seed)
+    return paired_ratio((10 * gain * slow).tolist(), (10 * fast).tolist(), seed)
 
 
 @pytest.mark.sampled(1)
@@ -79,7 +79,7 @@ def test_drift_of_the_machine_does_not_widen_the_interval() -> None:
     rng = np.random.default_rng(0)
     speed = np.exp(np.cumsum(rng.normal(0.0, 0.3, 12)))
 
-    found = paired((13 * speed).tolist(), (10 * speed).tolist())
+    found = paired_ratio((13 * speed).tolist(), (10 * speed).tolist())
 
     assert found.middle == pytest.approx(1.3)
     assert found.high - found.low < 1e-9
@@ -90,7 +90,7 @@ def test_the_same_blocks_give_the_same_interval() -> None:
 
 
 def test_two_blocks_give_no_spread() -> None:
-    found = paired([10.0, 10.0], [5.0, 5.0])
+    found = paired_ratio([10.0, 10.0], [5.0, 5.0])
 
     assert found.middle == pytest.approx(2.0)
     assert found.verdict == "no clear change"
@@ -163,7 +163,7 @@ def test_without_the_spread_between_processes_the_interval_would_be_too_narrow()
 @pytest.mark.parametrize("num_cells", [2, 3, 9])
 def test_the_spread_between_processes_is_found_as_it_was_planted(num_cells: int, lives: int) -> None:
     still: Draw = lambda rng, num: rng.normal(0.0, 1e-4, num)  # noqa: E731
-    found = [in_processes(seed, num_cells, lives, 0.02, still).own_spread for seed in range(300)]
+    found = [in_processes(seed, num_cells, lives, 0.02, still).measured_spread for seed in range(300)]
 
     total = ProcessSpread(sum(each.squares for each in found), sum(each.freedom for each in found))
     assert total.sigma == pytest.approx(0.02, rel=0.12)
@@ -172,8 +172,8 @@ def test_the_spread_between_processes_is_found_as_it_was_planted(num_cells: int,
 
 
 def test_variants_without_restarts_give_no_spread_between_processes() -> None:
-    assert in_processes(0, 4, 1, 0.02, quiet).own_spread == ProcessSpread(0.0, 0.0)
-    assert between([]) == ProcessSpread(0.0, 0.0)
+    assert in_processes(0, 4, 1, 0.02, quiet).measured_spread == ProcessSpread(0.0, 0.0)
+    assert estimate_process_spread([]) == ProcessSpread(0.0, 0.0)
 
 
 def test_some_variants_may_restart() -> None:
@@ -185,32 +185,32 @@ def test_some_variants_may_restart() -> None:
         rng = np.random.default_rng(seed)
         speed = np.exp(np.cumsum(rng.normal(0.0, 0.05, 16)))
         kept.blocks = {number: Block(10 * float(speed[number]), process=7) for number in range(16)}
-        squares += trials.own_spread.squares
-        freedom += trials.own_spread.freedom
+        squares += trials.measured_spread.squares
+        freedom += trials.measured_spread.freedom
 
     assert ProcessSpread(squares, freedom).sigma == pytest.approx(0.02, rel=0.12)
 
 
 @pytest.mark.parametrize(("freedom", "quantile"), [(3, 3.182), (4, 2.776), (6, 2.447), (12, 2.179), (60, 2.000)])
 def test_quantiles_are_those_of_the_tables(freedom: float, quantile: float) -> None:
-    assert student(freedom) == pytest.approx(quantile, rel=0.01)
+    assert student_quantile(freedom) == pytest.approx(quantile, rel=0.01)
 
 
 def test_a_round_cut_by_the_deadline_keeps_earlier_rounds() -> None:
     trials = in_processes(0, 3, 2, 0.02, quiet)
-    whole = trials.own_spread
+    whole = trials.measured_spread
     trials.variants[0].blocks[16] = Block(10.0, process=2)
 
-    assert trials.own_spread == whole
+    assert trials.measured_spread == whole
 
 
 def test_a_variant_with_few_blocks_is_ignored() -> None:
     trials = in_processes(0, 4, 2, 0.02, quiet)
-    three = ComparisonResult(trials.variants[:3], "interleaved").own_spread
+    three = ComparisonResult(trials.variants[:3], "interleaved").measured_spread
     for number in range(10, 16):
         del trials.variants[3].blocks[number]
 
-    assert trials.own_spread == three
+    assert trials.measured_spread == three
 
 
 def test_a_block_of_zero_time_is_harmless() -> None:

@@ -24,12 +24,12 @@ from runner.plan.planner import make_plan
 from runner.records.evidence import Evidence
 from runner.tools.measure import tune_axes as tuning_axes
 from runner.tools.measure import tuner as tuning
-from runner.tools.measure.candidates import Candidate, Tried
+from runner.tools.measure.candidates import Candidate, TriedCandidate
 from runner.tools.measure.compare import CompareLimits, Comparison
 from runner.tools.measure.comparison_result import BASELINE_NAME as AS_IT_IS
 from runner.tools.measure.comparison_result import (
-    NO_TIME,
-    UNTRIED,
+    NO_TIME_LEFT,
+    START_TIMED_OUT,
     Block,
     ComparisonResult,
     Startup,
@@ -41,7 +41,7 @@ from runner.tools.measure.facts import Facts
 from runner.tools.measure.hardware_profile import write_profile
 from runner.tools.measure.statistics import Ratio
 from runner.tools.measure.tune_axes import AXES, Offer, Overrides, TuneTarget, is_mechanics
-from runner.tools.measure.tuner import PROOF, TuneAxis, Tuned, TuneResult, as_json, profile_of, search
+from runner.tools.measure.tuner import PROOF, TuneAxis, TuneReport, TuneResult, as_json, make_profile, search
 from runner.tools.measure.variant_process import TrainingVariant as Live
 
 PLANTED = Path(__file__).parent / "planted"
@@ -63,7 +63,7 @@ class FakeArena:
 
     ms: Callable[[Overrides], float]
     noise: float = 0.0
-    opening_s: float = 1.0
+    startup_s: float = 1.0
     fails: Mapping[str, str] = field(default_factory=dict)
     wrong: Sequence[str] = ()
     seed: int = 0
@@ -82,12 +82,12 @@ class FakeArena:
         deadline, trials = self.now + limits.budget_s, ComparisonResult([], "interleaved")
         for cell in cells:
             opened = {"values": {}, "periods": {}, "updates": self.updates}
-            measured = VariantResult(cell, startup=Startup(self.opening_s), opened=opened)
+            measured = VariantResult(cell, startup=Startup(self.startup_s), opened=opened)
             trials.variants.append(measured)
-            if deadline - self.now < limits.budget_s / 2 + self.opening_s and len(trials.variants) > 2:
-                measured.why_not, trials.needs_s = UNTRIED, 2 * self.opening_s * len(cells)
+            if deadline - self.now < limits.budget_s / 2 + self.startup_s and len(trials.variants) > 2:
+                measured.why_not, trials.needs_s = NO_TIME_LEFT, 2 * self.startup_s * len(cells)
                 continue
-            self.now += self.opening_s
+            self.now += self.startup_s
             measured.why_not = next((self.fails[word] for word in cell.overrides if word in self.fails), "")
             loss = 2.0 if set(cell.overrides) & set(self.wrong) else 1.0
             measured.report = {"losses": [loss] * 8, "grad_norms": [loss]}
@@ -127,14 +127,14 @@ def speeds(**factors: float) -> Callable[[Overrides], float]:
 
 def axis(name: str, *values: str, alone: bool = False) -> TuneAxis:
     candidates = tuple(Candidate((f"{name}={value}",)) for value in values)
-    return TuneAxis(name, lambda _: Offer(candidates), alone=alone)
+    return TuneAxis(name, lambda _: Offer(candidates), fills_memory=alone)
 
 
 THREE = [axis("a", "1", "2", "3", "4", "5"), axis("b", "1", "2"), axis("c", "1")]
 
 
 def searched(arena: FakeArena, axes: Sequence[TuneAxis], budget_s: float = 600.0) -> TuneResult:
-    return search(axes, arena.compare, budget_s, arena.opening_s, lambda _: None, arena.clock)
+    return search(axes, arena.compare, budget_s, arena.startup_s, lambda _: None, arena.clock)
 
 
 def test_the_best_of_every_axis_is_found() -> None:
@@ -227,7 +227,7 @@ def test_failing_and_different_candidates_are_dropped_with_a_reason() -> None:
     reasons = {each.candidate.name: each.outcome.reason for each in found.tried}
     assert found.overrides == ("a=3",)
     assert (reasons["a=1"], reasons["c=1"]) == tuple(arena.fails.values())
-    assert "computes something else" in reasons["a=2"]
+    assert "numerical results differ" in reasons["a=2"]
 
 
 def test_a_setting_that_starts_too_slowly_is_not_chosen() -> None:
@@ -248,21 +248,23 @@ def test_a_setting_that_starts_too_slowly_is_not_chosen() -> None:
     assert "100 updates" in found.tried[0].outcome.reason
 
 
-@pytest.mark.parametrize("opening_s", [0.1, 2.0, 10.0])
+@pytest.mark.parametrize("startup_s", [0.1, 2.0, 10.0])
 @pytest.mark.parametrize("budget_s", [1.0, 20.0, 100.0, 600.0])
-def test_the_budget_is_kept_and_a_sufficient_one_is_reported(budget_s: float, opening_s: float) -> None:
+def test_the_budget_is_kept_and_a_sufficient_one_is_reported(budget_s: float, startup_s: float) -> None:
     many = [axis(name, *map(str, range(7))) for name in "abcdefgh"]
-    arena = FakeArena(speeds(a_3=0.8, h_3=0.8), noise=0.05, opening_s=opening_s)
+    arena = FakeArena(speeds(a_3=0.8, h_3=0.8), noise=0.05, startup_s=startup_s)
 
     found = searched(arena, many, budget_s)
 
     one_turn_more = 3 * 8 * BLOCK_S  # three rounds are made in any case
     assert arena.now <= budget_s + one_turn_more
-    untried = [each for each in found.tried if each.outcome.why_not == UNTRIED]
+    untried = [each for each in found.tried if each.outcome.why_not == NO_TIME_LEFT]
     assert bool(untried) == (found.needs_s > budget_s)
     if untried and budget_s == 600.0:
-        enough = FakeArena(speeds(a_3=0.8, h_3=0.8), noise=0.05, opening_s=opening_s)
-        assert not [each for each in searched(enough, many, found.needs_s).tried if each.outcome.why_not == UNTRIED]
+        enough = FakeArena(speeds(a_3=0.8, h_3=0.8), noise=0.05, startup_s=startup_s)
+        assert not [
+            each for each in searched(enough, many, found.needs_s).tried if each.outcome.why_not == NO_TIME_LEFT
+        ]
 
 
 def test_spare_time_goes_to_untried_candidates() -> None:
@@ -280,7 +282,7 @@ def test_spare_time_goes_to_untried_candidates() -> None:
 
 
 def test_a_candidate_without_time_ends_the_search() -> None:
-    arena = FakeArena(speeds(), fails={"a=1": f"{NO_TIME}: not ready after 9 s"})
+    arena = FakeArena(speeds(), fails={"a=1": f"{START_TIMED_OUT}: not ready after 9 s"})
 
     found = searched(arena, [axis("a", "1"), axis("b", "1")])
 
@@ -325,7 +327,7 @@ def test_variants_that_may_fill_memory_never_run_together() -> None:
     measure = arena.compare
 
     def watched(cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
-        together.append(limits.together)
+        together.append(limits.interleave)
         return measure(cells, limits)
 
     arena.compare = watched  # type: ignore[method-assign]
@@ -389,11 +391,11 @@ def test_impossible_candidates_are_skipped_with_the_reason() -> None:
     on_t4, on_cpu = offered(place("task=gpt", gpu=T4)), offered(place("task=gpt"))
 
     assert "precision=fp32" in [each.name for each in on_t4["precision"].candidates]
-    assert "capability 8.0" in on_t4["precision"].left["precision=tf32"]
-    assert "capability 8.0" in on_t4["attention"].left["attention=flash"]
+    assert "capability 8.0" in on_t4["precision"].skipped["precision=tf32"]
+    assert "capability 8.0" in on_t4["attention"].skipped["attention=flash"]
     assert [each.name for each in on_cpu["precision"].candidates] == ["precision=bf16"]
-    assert "GPUs only" in on_cpu["attention"].left["attention=cudnn"]
-    assert "no GPU" in on_cpu["copies"].left["copies"]
+    assert "GPUs only" in on_cpu["attention"].skipped["attention=cudnn"]
+    assert "no GPU" in on_cpu["copies"].skipped["copies"]
 
 
 def test_command_line_settings_are_kept() -> None:
@@ -403,7 +405,7 @@ def test_command_line_settings_are_kept() -> None:
 
     for name in ("precision", "readers", "compile"):
         assert not offers[name].candidates, name
-        assert all("command line" in why for why in offers[name].left.values())
+        assert all("command line" in why for why in offers[name].skipped.values())
 
 
 PHASES = """
@@ -431,7 +433,7 @@ def test_settings_of_a_task_are_searched_and_the_profile_applies(
     ):
         (best,) = [each for each in there.offers("micro-batch")(()).candidates if each.name == wanted]
 
-        write_profile(profile_of(tuned(tried(PROOF, best.name, 1.5))), there.request, "mine")
+        write_profile(make_profile(tuned(tried(PROOF, best.name, 1.5))), there.request, "mine")
 
         request = replace(
             there.request, overrides=(*there.request.overrides, "+hardware=mine"), config_dir=tmp_path / "conf"
@@ -446,7 +448,7 @@ def test_micro_batches_are_not_changed_for_batch_norms() -> None:
     there = place("task=gpt")
     with_norms = replace(there, facts=replace(there.facts, probe={**there.facts.probe, "has_batch_norm": True}))
 
-    assert "batch norms" in with_norms.offers("micro-batch")(()).left["micro-batch"]
+    assert "batch norms" in with_norms.offers("micro-batch")(()).skipped["micro-batch"]
 
 
 def test_micro_batches_divide_an_update() -> None:
@@ -467,8 +469,8 @@ def test_samples_that_differ_when_reread_are_not_cached() -> None:
 def test_reader_candidates_follow_from_earlier_results() -> None:
     there = place("task=gpt")
 
-    assert "samples are cached" in there.offers("readers")(("dataloader.cache=memory",)).left["readers"]
-    assert there.offers("read ahead")(()).left == {"read ahead": "nothing is prefetched"} or (
+    assert "samples are cached" in there.offers("readers")(("dataloader.cache=memory",)).skipped["readers"]
+    assert there.offers("read ahead")(()).skipped == {"read ahead": "nothing is prefetched"} or (
         "dataloader.depth" not in str(there.offers("read ahead")(()))
     )
     more = there.offers("read ahead")(("dataloader=thread",)).candidates
@@ -490,8 +492,10 @@ def test_a_thread_without_a_cache_equals_one_worker() -> None:
 # ---------------------------------------------------------------- the profile
 
 
-def tried(name: str, words: str, gain: float, width: float = 0.02) -> Tried:
-    return Tried(name, Candidate(tuple(words.split())), TrialOutcome(Ratio(gain, gain - width, gain + width, 12)))
+def tried(name: str, words: str, gain: float, width: float = 0.02) -> TriedCandidate:
+    return TriedCandidate(
+        name, Candidate(tuple(words.split())), TrialOutcome(Ratio(gain, gain - width, gain + width, 12))
+    )
 
 
 WORKERS = tried("readers", "dataloader.num_workers=2", 1.3)
@@ -500,16 +504,16 @@ SLOWER = tried("compile", "compile=default", 0.5)
 BOTH = tried(PROOF, "dataloader.num_workers=2 precision=bf16", 1.5)
 
 
-def tuned(proof: Tried | None) -> Tuned:
+def tuned(proof: TriedCandidate | None) -> TuneReport:
     adopted = (WORKERS, FORMAT) if proof else ()
     found = TuneResult((WORKERS, FORMAT, SLOWER), {"tf32": "no GPU"}, adopted, proof)
-    return Tuned("gpt", "a processor", "train", 31.2, found)
+    return TuneReport("gpt", "a processor", "train", 31.2, found)
 
 
 def test_a_profile_composes_and_contains_exactly_the_winner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
-    file, command = write_profile(profile_of(tuned(BOTH)), Request(("task=gpt", "seed=3")), "mine")
+    file, command = write_profile(make_profile(tuned(BOTH)), Request(("task=gpt", "seed=3")), "mine")
 
     assert command.split() == ["accel-run", "train", "--config-dir", "conf", "task=gpt", "seed=3", "+hardware=mine"]
     plain = compose(Request(("task=gpt",))).flat()
@@ -530,7 +534,7 @@ def test_after_a_failed_proof_the_profile_is_empty_and_says_so(tmp_path: Path, m
     monkeypatch.chdir(tmp_path)
     plain = compose(Request(("task=gpt",))).flat()
     for proof in (None, replace(BOTH, outcome=TrialOutcome(Ratio(1.1, 0.9, 1.3, 12)))):
-        file, _ = write_profile(profile_of(tuned(proof)), Request(("task=gpt",)), "mine")
+        file, _ = write_profile(make_profile(tuned(proof)), Request(("task=gpt",)), "mine")
 
         composed = compose(Request(("task=gpt", "+hardware=mine"), config_dir=tmp_path / "conf")).flat()
         assert composed == plain | {"hardware": "mine"}
@@ -540,11 +544,11 @@ def test_after_a_failed_proof_the_profile_is_empty_and_says_so(tmp_path: Path, m
 
 def test_a_profile_in_use_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    write_profile(profile_of(tuned(BOTH)), Request(), "first")
+    write_profile(make_profile(tuned(BOTH)), Request(), "first")
     thread = tried(PROOF, "dataloader=thread backend.threads=1", 1.5)
     before = Request(("+hardware=first",), config_dir=tmp_path / "conf")
 
-    write_profile(profile_of(tuned(thread)), before, "second")
+    write_profile(make_profile(tuned(thread)), before, "second")
 
     found = compose(Request(("+hardware=second",), config_dir=tmp_path / "conf")).flat()
     assert (found["precision"], found["dataloader"], found["backend.threads"]) == ("bf16", "thread", 1)
@@ -557,10 +561,10 @@ def test_without_trials_no_profile_is_written_and_an_earlier_one_is_kept(
     shown: Callable[..., None],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    file, _ = write_profile(profile_of(tuned(BOTH)), Request(), "good")
+    file, _ = write_profile(make_profile(tuned(BOTH)), Request(), "good")
     before = file.read_bytes()
-    late = Tried("threads", Candidate(("backend.threads=1",)), TrialOutcome(why_not=UNTRIED))
-    nothing = replace(tuned(None), found=TuneResult((late,), needs_s=60.0))
+    late = TriedCandidate("threads", Candidate(("backend.threads=1",)), TrialOutcome(why_not=NO_TIME_LEFT))
+    nothing = replace(tuned(None), result=TuneResult((late,), needs_s=60.0))
     monkeypatch.setattr(tuning, "tune", lambda *_: nothing)
 
     assert run(["profile=good"]) == 0
@@ -633,8 +637,8 @@ def test_planted_slowdowns_are_tuned_away_and_nothing_else_changes(
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tuning, "AXES", {name: AXES[name] for name in axes})
-    monkeypatch.setattr(tuning_axes, "MOST", 1)
-    monkeypatch.setattr(tuning, "PROVING", (6, 8))
+    monkeypatch.setattr(tuning_axes, "MAX_CANDIDATES", 1)
+    monkeypatch.setattr(tuning, "PROOF_ROUNDS", (6, 8))
     monkeypatch.setattr(tuning, "CompareLimits", partial(CompareLimits, block_s=0.1))
     quiet = ["backend.threads=1", "log_every=10000", "checkpoint=off"]  # else blocks are long enough for rows and saves
     said = ["device=cpu", *quiet, *words]
@@ -656,11 +660,11 @@ def test_planted_slowdowns_are_tuned_away_and_nothing_else_changes(
 
 def test_time_between_two_clock_readings_removes_no_candidate() -> None:
     """An axis of one candidate has just the time that this needs."""
-    arena = FakeArena(speeds(a_1=0.5), opening_s=2.0)
+    arena = FakeArena(speeds(a_1=0.5), startup_s=2.0)
     looks = count()
 
     found = search(
-        [axis("a", "1"), *(axis(name, "1") for name in "bcdefghi")], arena.compare, 60.0, arena.opening_s,
+        [axis("a", "1"), *(axis(name, "1") for name in "bcdefghi")], arena.compare, 60.0, arena.startup_s,
         lambda _: None, lambda: arena.now + 1e-4 * next(looks),
     )  # fmt: skip
 
@@ -677,16 +681,16 @@ def test_every_trial_includes_the_first_evaluation() -> None:
         seen.append(limits)
         return arena.compare(cells, limits)
 
-    found = search([axis("a", "1")], measure, 600.0, arena.opening_s, lambda _: None, arena.clock)
+    found = search([axis("a", "1")], measure, 600.0, arena.startup_s, lambda _: None, arena.clock)
 
     assert found.overrides == ("a=1",)
     assert len(seen) == 2
-    assert all(limits.first_evaluation for limits in seen)
+    assert all(limits.time_first_evaluation for limits in seen)
 
 
 def test_recompilation_for_evaluation_counts_as_start_time() -> None:
     settings_ = ("updates=100", "global_batch_size=24", "device=cpu", "backend.threads=1")
-    limits = CompareLimits(budget_s=60, rounds=(1, 1), block_s=0.02, first_evaluation=True)
+    limits = CompareLimits(budget_s=60, rounds=(1, 1), block_s=0.02, time_first_evaluation=True)
     with Comparison(Request(settings_, Path(__file__).parent / "task_of_sizes.py")) as arena:
         words = ("compile=default", "compile.backend=eager", "task.first_ms=50")
         found = arena.compare([Variant(AS_IT_IS), Variant("compiled", words)], limits, lambda _: None)
@@ -694,7 +698,7 @@ def test_recompilation_for_evaluation_counts_as_start_time() -> None:
     before, compiled = found.variants
     assert (before.startup.evaluation_s, compiled.why_not) == (0.0, "")
     assert compiled.startup.evaluation_s == pytest.approx(0.05)  # of the planted clock
-    assert compiled.opening_s > compiled.startup.start_s + compiled.startup.evaluation_s
+    assert compiled.startup_s > compiled.startup.start_s + compiled.startup.evaluation_s
 
 
 def test_every_evaluated_batch_size_occurs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -705,7 +709,7 @@ def test_every_evaluated_batch_size_occurs(tmp_path: Path, monkeypatch: pytest.M
     with ExitStack() as stack:
         cell = Live(stack)
         task = str(Path(__file__).parent / "task_of_sizes.py")
-        cell.begin(words, task, None, str(tmp_path / "compiled"), None, evaluates=False)
+        cell.begin(words, task, None, str(tmp_path / "compiled"), None, run_evaluations=False)
         more_s = cell.evaluate()["more_s"]
         sizes = cell.run.parts.task.evaluated  # type: ignore[attr-defined]
 

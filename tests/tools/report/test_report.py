@@ -23,11 +23,11 @@ import pytest
 from runner.base.text import NOT_MEASURED, format_rate
 from runner.cli import main
 from runner.durable.directory import RunDirectory
-from runner.tools.report.chart_parts import Drawing, binned, smoothed
+from runner.tools.report.chart_parts import Drawing, bin_curve, smooth
 from runner.tools.report.charts import gradient_norm
-from runner.tools.report.page import MOST_BYTES, html_of
+from runner.tools.report.page import MAX_BYTES, render_html
 from runner.tools.report.page import Page as PageContent
-from runner.tools.report.run_data import Curve, flat, read_story
+from runner.tools.report.run_data import Curve, flatten, read_run_data
 from runner.tools.report.watch import Content, watch
 from tests.tools.report.runs import full_run, make_run, plan, record, rows, watched
 
@@ -69,7 +69,7 @@ class Page(HTMLParser):
 
 def is_sound(page: Page) -> None:
     """It is small, names nothing outside, runs nothing, and no id stands in it twice."""
-    assert len(page.text.encode()) < MOST_BYTES
+    assert len(page.text.encode()) < MAX_BYTES
     assert {tag for tag, _ in page.tags} <= TAGS
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
     assert len(ids) == len(set(ids))
@@ -130,7 +130,7 @@ def full(tmp_path_factory: pytest.TempPathFactory) -> Page:
 
 def test_settings_have_command_line_names_and_rates_no_exponent() -> None:
     tree = {"updates": 3, "precision": {"option": "bf16", "keep_fp32": []}}
-    assert dict(flat(tree)) == {"updates": 3, "precision": "bf16", "precision.keep_fp32": []}
+    assert dict(flatten(tree)) == {"updates": 3, "precision": "bf16", "precision.keep_fp32": []}
     assert [format_rate(36_450.4), format_rate(3.14159)] == ["36,450", "3.14"]
 
 
@@ -145,7 +145,7 @@ def test_settings_have_command_line_names_and_rates_no_exponent() -> None:
 def test_the_clipping_norm_is_drawn_if_visible_and_reported_otherwise(limit: float, note: str, tmp_path: Path) -> None:
     told = [{"update": update, "phase": "train", "train/grad_norm": norm} for update, norm in ((1, 0.5), (3, 1.0))]
     make_run(tmp_path, "mine", metrics__jsonl=told, config__yaml=f"max_grad_norm: {limit}\n")
-    drawn = gradient_norm(read_story(RunDirectory.find(tmp_path, "mine")))
+    drawn = gradient_norm(read_run_data(RunDirectory.find(tmp_path, "mine")))
     assert isinstance(drawn, Drawing)
     assert drawn.note == note
     axes = drawn.figure.axes[0]
@@ -166,7 +166,7 @@ def test_a_page_shows_everything_in_a_run_folder(full: Page, screen: Callable[..
     assert "3 GiB of 16 GiB" in told["memory"]
     assert "rank 1 waited 20%" in told["ranks"]
     assert "1f1b, 4 micro-batches" in told["pipeline"]
-    assert "gpu1 utilisation 50 %" in told["gpus"]
+    assert "gpu1 utilization 50 %" in told["gpus"]
     for words in (
         "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched: not monitored (1 time)", "to be & not to be <b>", "rank 0 holds the others up",
         "damaged: MANIFEST.json is missing", "optimizer.lr", "auto: native", "sh ", "plots/broken.png", "Compute: 78% of the time after start-up (7.0 of 9.0 s)",
@@ -372,7 +372,7 @@ def test_a_page_reloads_only_while_it_is_watched(full: Page) -> None:
         return [attrs["content"] for attrs in Page(text).all("meta") if attrs.get("http-equiv") == "refresh"]
 
     assert reloads(full.text) == []
-    assert reloads(html_of(PageContent(), 2.5)) == ["2.5"]
+    assert reloads(render_html(PageContent(), 2.5)) == ["2.5"]
 
 
 def test_watching_a_finished_run_writes_its_page_once_and_returns(
@@ -469,12 +469,12 @@ def test_a_thinned_curve_keeps_its_extremes_its_mean_and_its_gaps(count: int) ->
     generator = np.random.default_rng(count)
     y = generator.normal(size=count)
     y[count // 2 :: 50] = np.nan
-    line = binned(Curve(list(range(count)), y.tolist()))
+    line = bin_curve(Curve(list(range(count)), y.tolist()))
     assert len(line.x) <= 320
     assert np.nanmin(line.low, initial=9) == np.nanmin(y, initial=9)
     assert np.nanmax(line.high, initial=-9) == np.nanmax(y, initial=-9)
     assert np.isnan(line.mean).any() == (np.isnan(y).any() and count <= 320)
-    assert np.allclose(smoothed(Curve(list(range(count)), [3.0] * count)).y, 3.0)
+    assert np.allclose(smooth(Curve(list(range(count)), [3.0] * count)).y, 3.0)
 
 
 # ---------------------------------------------------------------- in a browser

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from runner.cli import main
-from runner.tools.report.page import MOST_BYTES
+from runner.tools.report.page import MAX_BYTES
 from tests.tools.report.runs import make_run, record, rows
 from tests.tools.report.test_report import Page, is_sound, labelled
 
@@ -66,7 +66,7 @@ def test_a_page_about_500_trials_is_small(tmp_path: Path, monkeypatch: pytest.Mo
     path = sweep_of(tmp_path, 500)
     assert main(["report", "lr"]) == 0
     text = (path / "report.html").read_text()
-    assert len(text.encode()) < MOST_BYTES
+    assert len(text.encode()) < MAX_BYTES
     assert "trials0" in text
 
 
@@ -112,7 +112,7 @@ def test_a_run_and_a_sweep_do_not_share_a_folder(
 ) -> None:
     from runner.sweeps import sweep
 
-    monkeypatch.setattr(sweep, "must_be_plannable", lambda configurations: None)
+    monkeypatch.setattr(sweep, "check_plannable", lambda configurations: None)
     make_run(folder.parent, "alone", run__json=record("alone"))
     before = sorted(path.name for path in folder.iterdir())
     assert main([*command.split(), "device=cpu"]) == 78

@@ -1,6 +1,6 @@
 """The suites of `accel-run benchmark`: one declaration each, and one module with the function `run`.
 
-Reading this table imports nothing that measures: shell completion and help use it, too.
+This module imports nothing else, because shell completion and help read it, too.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ from dataclasses import dataclass, field
 class SuiteDeclaration:
     """A suite.
 
-    answers  what it compares, for the help
-    options  its key=value arguments with their defaults
-    words    arguments without a value
+    answers     description for the help: what the suite compares
+    options     key=value arguments with their defaults
+    positional  arguments without a value
     """
 
     answers: str
     options: Mapping[str, str] = field(default_factory=dict)
-    words: tuple[str, ...] = ()
+    positional: tuple[str, ...] = ()
 
 
 MODES = ("isolated", "cumulative")
@@ -34,7 +34,7 @@ SUITES: Mapping[str, SuiteDeclaration] = {
     ),
     "machine": SuiteDeclaration(
         "the limits of the machine: matrix products, memory, copies, disk",
-        {"rounds": "7", "disk_mib": "64"},  # most rounds; size of the file that is written
+        {"rounds": "7", "disk_mib": "64"},  # maximum number of rounds; size of the file that is written
         PARTS,
     ),
     "batch": SuiteDeclaration(
@@ -53,13 +53,13 @@ SUITES: Mapping[str, SuiteDeclaration] = {
     ),
     "parallelism": SuiteDeclaration(
         "one rank, equal shares, measured shares, pipeline; also beside a slow rank",
-        # slow: times as long the last rank takes for a sample, 1: as long as others; updates: of a block
+        # slow: slowdown factor of the last rank; updates: minimum number in a block
         {"forms": "single,equal,shares,pipeline", "ranks": "2", "slow": "2", "updates": "20"},
     ),
     "devices": SuiteDeclaration(
         "CPU and GPU, or numbers of threads: by phase, batch and sample size",
         # devices: two of cpu, cpu:THREADS, cuda, cuda:N, mps; auto: CPU and GPU, or one thread and all
-        # batches: samples per update; sides: of a cube in pixels; by: what is varied
+        # batches: samples per update; sides: side of a cube in pixels; by: sizes that are varied
         {"devices": "auto", "batches": "2,4,8,16", "sides": "32,64,96,128", "by": "batch,size"},
     ),
 }

@@ -1,4 +1,4 @@
-"""`suite=before_after`: plain settings, as in a handwritten loop, against those that accel-run chooses."""
+"""`suite=before_after`: plain settings, as in a handwritten loop, against the settings that accel-run chooses."""
 
 from __future__ import annotations
 
@@ -15,87 +15,89 @@ from runner.config.configuration import Configuration, compose
 from runner.config.options import find_signature
 from runner.config.request import override_key
 from runner.monitor.gpu_driver import open_driver
-from runner.monitor.nvml import Gpu, Nvml, everything
-from runner.tools.measure.compare import LEAST_ROUNDS, CompareLimits
+from runner.monitor.nvml import Gpu, Nvml, iter_instances
+from runner.tools.measure.compare import MIN_ROUNDS, CompareLimits
 from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
-from runner.tools.measure.measuring_place import MeasuringPlace
-from runner.tools.measure.statistics import NEGLIGIBLE, ONE_EACH, paired
+from runner.tools.measure.measurement_context import MeasurementContext
+from runner.tools.measure.statistics import NEGLIGIBLE, PRIOR_HALF_WIDTH, paired_ratio
 from runner.tools.measure.suite import (
-    Answers,
+    Replies,
     SuiteReport,
     SuiteRequest,
     SuiteTable,
     Value,
-    asked_in_turns,
-    compared,
-    gain_of,
-    place_of,
-    saved,
-    verdict_of,
+    call_interleaved,
+    compare_variants,
+    format_gain,
+    format_verdict,
+    open_suite_context,
+    save_report,
 )
 
 
-def run(wanted: SuiteRequest) -> SuiteReport:
-    """Return the table of before and after for the given settings.
+def run(suite_request: SuiteRequest) -> SuiteReport:
+    """Compare plain settings with those that accel-run chooses.
 
     Raises ConfigError for invalid numbers, AccelRunError if the plain settings cannot be measured.
     """
-    most = wanted.numbers("biggest", 0)[0]
-    with place_of(wanted) as place:
-        variants = [Variant(BEFORE, plain(compose(wanted.request))), Variant(AFTER)]
-        trials = compared(place, variants, wanted, 0.5)
-        share_s = SHARE_OF_INFERENCE * wanted.budget_s
-        order = {"do": "predict", "least_s": share_s / (2 * len(variants) * LEAST_ROUNDS)}
-        inferred = asked_in_turns(place, variants, wanted, order, share_s)
-        busy = _busy(place, trials, wanted)
-        biggest = {variant.name: _biggest(place, variant, wanted, most) for variant in variants}
-    notes = [*place.notes, *trials.notes, *_notes(wanted, biggest)]
-    skipped = trials.skipped | _skipped(inferred, busy, biggest)
-    task = place.plan.choices["task"].name
+    max_size = suite_request.parse_numbers("biggest", 0)[0]
+    with open_suite_context(suite_request) as context:
+        variants = [Variant(BEFORE, plain_overrides(compose(suite_request.request))), Variant(AFTER)]
+        result = compare_variants(context, variants, suite_request, 0.5)
+        share_s = SHARE_OF_INFERENCE * suite_request.budget_s
+        command = {"do": "predict", "least_s": share_s / (2 * len(variants) * MIN_ROUNDS)}
+        inferred = call_interleaved(context, variants, suite_request, command, share_s)
+        busy = _measure_gpu_busy(context, result, suite_request)
+        biggest = {variant.name: _find_biggest(context, variant, suite_request, max_size) for variant in variants}
+    notes = [*context.notes, *result.notes, *_make_notes(suite_request, biggest)]
+    skipped = result.skipped | _list_skipped(inferred, busy, biggest)
+    task = context.plan.choices["task"].name
     columns = ("quantity", BEFORE, AFTER, "improvement", "sure")
     tables = [
-        SuiteTable(f"before and after, {task}", columns, _rows(trials, inferred, busy, biggest)),
-        SuiteTable("what differs", ("setting", BEFORE, AFTER), _differences(trials)),
+        SuiteTable(f"before and after, {task}", columns, _make_rows(result, inferred, busy, biggest)),
+        SuiteTable("what differs", ("setting", BEFORE, AFTER), _list_differences(result)),
     ]
     data = {"inference": inferred, "biggest": encode(biggest)}
-    return saved(wanted, "before_after", SuiteReport(_headline(trials), tables, notes, skipped, data), trials)
+    return save_report(
+        suite_request, "before_after", SuiteReport(_make_headline(result), tables, notes, skipped, data), result
+    )
 
 
-def plain(configuration: Configuration) -> tuple[str, ...]:
-    """Return the overrides that make the settings those of a handwritten loop, except what the user has set.
+def plain_overrides(configuration: Configuration) -> tuple[str, ...]:
+    """Return overrides for the settings of a handwritten loop, except for settings from the user.
 
-    The mathematics stays. Settings on the command line apply before and after: dropping backend.threads=1 from one of
-    them would compare numbers of threads, and not what the runner chooses.
+    The mathematics does not change. Settings on the command line apply to both variants: dropping backend.threads=1
+    from one of them would compare numbers of threads, not the choices of the runner.
     """
     options = {group: choice.options for group, choice in configuration.choices.items()}
-    words = ["precision=fp32", "prefetch=none", "compile=off", "attention=math", "backend=default", "memory=none"]
-    words.append("memory.channels_last=false")
+    overrides = ["precision=fp32", "prefetch=none", "compile=off", "attention=math", "backend=default", "memory=none"]
+    overrides.append("memory.channels_last=false")
     loader = options["dataloader"]
-    if "num_workers" not in loader:  # the loader's mathematics is kept
-        words += ["dataloader=default", *(f"dataloader.{key}={str(loader[key]).lower()}" for key in OF_DATA)]
-    words += ["dataloader.num_workers=0", "dataloader.pin_memory=false", "dataloader.cache=none"]
+    if "num_workers" not in loader:  # replace the loader, but keep its mathematics
+        overrides += ["dataloader=default", *(f"dataloader.{key}={str(loader[key]).lower()}" for key in DATA_KEYS)]
+    overrides += ["dataloader.num_workers=0", "dataloader.pin_memory=false", "dataloader.cache=none"]
     if "kernel" in options["optimizer"]:
-        words.append("optimizer.kernel=for-loop")
-    return tuple(_except_set(words, configuration))
+        overrides.append("optimizer.kernel=for-loop")
+    return tuple(_drop_user_settings(overrides, configuration))
 
 
-def _except_set(words: Iterable[str], configuration: Configuration) -> Iterator[str]:
+def _drop_user_settings(overrides: Iterable[str], configuration: Configuration) -> Iterator[str]:
     """Yield the overrides that leave settings of the command line unchanged."""
-    typed = {override_key(word).lstrip("+"): word for word in configuration.request.overrides}
+    typed = {override_key(override).lstrip("+"): override for override in configuration.request.overrides}
     options = {group: choice.name for group, choice in configuration.choices.items()}
-    for word in words:
-        key, _, value = word.partition("=")
+    for override in overrides:
+        key, _, value = override.partition("=")
         group, _, inner = key.partition(".")
         if key in typed:
             continue
         if not inner:
-            own = [each for each in typed if each.startswith(f"{group}.")]
-            if all(_has_key(group, value, each.partition(".")[2]) for each in own):
+            group_keys = [typed_key for typed_key in typed if typed_key.startswith(f"{group}.")]
+            if all(_has_key(group, value, group_key.partition(".")[2]) for group_key in group_keys):
                 options[group] = value
-                yield word
-                yield from (typed[each] for each in own)  # another option would drop them
+                yield override
+                yield from (typed[group_key] for group_key in group_keys)  # selecting an option drops its keys
         elif _has_key(group, options[group], inner):
-            yield word
+            yield override
 
 
 def _has_key(group: str, option: str, key: str) -> bool:
@@ -108,9 +110,9 @@ def _has_key(group: str, option: str, key: str) -> bool:
 
 @dataclass(frozen=True)
 class Biggest:
-    """The largest batch that ran in one micro-batch, and why no larger one did.
+    """The largest micro-batch that ran, and why no larger one did.
 
-    is_all  larger ones are impossible; False: unknown, not tried
+    is_all  True: larger ones are impossible; False: unknown, because they were not tried
     """
 
     size: int | None
@@ -118,24 +120,25 @@ class Biggest:
     is_all: bool = False
 
 
-def _biggest(place: MeasuringPlace, variant: Variant, wanted: SuiteRequest, most: int) -> Biggest:
-    """Double the batch until it does not fit.
+def _find_biggest(context: MeasurementContext, variant: Variant, suite_request: SuiteRequest, max_size: int) -> Biggest:
+    """Double the batch until it does not fit in memory.
 
-    On a CPU, a size that would not fit by the growth so far is not tried: the system would kill other processes too.
+    On a CPU, the memory of the next size is extrapolated, and a size that would not fit is not tried, because the
+    system might kill other processes.
     """
-    size, found, peaks = max(place.phase.batch.shares), None, list[float]()
-    until = time.monotonic() + SHARE_OF_BIGGEST * wanted.budget_s
-    while size <= most:
-        if found is not None and time.monotonic() > until:
+    size, found, peaks = max(context.phase.batch.shares), None, list[float]()
+    deadline = time.monotonic() + SHARE_OF_BIGGEST * suite_request.budget_s
+    while size <= max_size:
+        if found is not None and time.monotonic() > deadline:
             return Biggest(found, "there was no time for larger ones")
-        wanted.say(f"tries {size} samples in one micro-batch, {variant.name}")
+        suite_request.log(f"trying {size} samples in one micro-batch, {variant.name}")
         sizes = (f"global_batch_size={size}", f"micro_batch_size={size}")
-        own = Variant(f"{variant.name}, {size}", (*variant.overrides, *sizes))
+        sized_variant = Variant(f"{variant.name}, {size}", (*variant.overrides, *sizes))
         try:
-            with place.comparison.alone(own, CompareLimits()) as (ask, opened):
+            with context.comparison.open_variant(sized_variant, CompareLimits()) as (call, opened):
                 if opened.opened["micro_batch_size"] != size:
                     return Biggest(None, "the phases of the task set their own batch size")
-                report = ask({"do": "report"})
+                report = call({"do": "report"})
         except AccelRunError as error:
             is_full = error.exit_code in (Exit.GPU_MEMORY, Exit.HOST_MEMORY)
             return Biggest(found, f"{size}: {error.problems[0].what}", is_full)
@@ -145,91 +148,96 @@ def _biggest(place: MeasuringPlace, variant: Variant, wanted: SuiteRequest, most
         if "peak_device_gib" not in report:
             peaks.append(report["peak_host_gib"])
             expected = peaks[-1] + (2 * (peaks[-1] - peaks[-2]) if len(peaks) > 1 else 0.0)
-            if expected > place.inventory.cpu.memory_bytes / 2**30:
+            if expected > context.inventory.cpu.memory_bytes / 2**30:
                 return Biggest(found, f"{2 * size} would need about {expected:.1f} GiB", is_all=True)
         size *= 2
     if found is None:
-        return Biggest(None, f"biggest={most} is less than the {size} samples of an update: none was tried")
-    return Biggest(found, f"no more than {most} samples were tried", is_all=True)
+        return Biggest(None, f"biggest={max_size} is less than the {size} samples of an update: none was tried")
+    return Biggest(found, f"no more than {max_size} samples were tried", is_all=True)
 
 
 # ---------------------------------------------------------------- GPU utilization
 
 
-def _busy(place: MeasuringPlace, trials: ComparisonResult, wanted: SuiteRequest) -> dict[str, float | None]:
-    """Return variant -> GPU utilization in percent; None if it is not known."""
+def _measure_gpu_busy(
+    context: MeasurementContext, result: ComparisonResult, suite_request: SuiteRequest
+) -> dict[str, float | None]:
+    """Return variant -> GPU utilization in percent; None if unknown."""
     nvml = open_driver()
-    gpu = next((each for each in everything(nvml.gpus) if each.uuid == place.plan.device_uuid), None)
-    busy: dict[str, float | None] = dict.fromkeys(each.name for each in trials.variants)
-    for measured in trials.variants if gpu is not None else ():
-        if measured.blocks:
-            wanted.say(f"measures GPU utilization, {measured.name}")
-            updates = max(1, round(1e3 * WATCHED_S / measured.median_ms))
-            with place.comparison.alone(measured.variant, CompareLimits()) as (ask, _), watched(nvml, gpu) as seen:
-                ask({"do": "run", "updates": updates})
-            busy[measured.name] = fmean(seen) if seen else None
+    gpu = next((gpu for gpu in iter_instances(nvml.gpus) if gpu.uuid == context.plan.device_uuid), None)
+    busy: dict[str, float | None] = dict.fromkeys(trial.name for trial in result.variants)
+    for trial in result.variants if gpu is not None else ():
+        if trial.blocks:
+            suite_request.log(f"measuring GPU utilization, {trial.name}")
+            updates = max(1, round(1e3 * WATCHED_S / trial.median_ms))
+            with (
+                context.comparison.open_variant(trial.variant, CompareLimits()) as (call, _),
+                watch_utilization(nvml, gpu) as readings,
+            ):
+                call({"do": "run", "updates": updates})
+            busy[trial.name] = fmean(readings) if readings else None
     return busy
 
 
 @contextmanager
-def watched(nvml: Nvml, gpu: Gpu | None) -> Iterator[list[float]]:
-    """Yield a list that receives the utilization of the GPU in percent while the block lasts."""
-    seen: list[float] = []
-    over = threading.Event()
+def watch_utilization(nvml: Nvml, gpu: Gpu | None) -> Iterator[list[float]]:
+    """Sample the utilization of the GPU during the block; yield the list that receives the percentages."""
+    readings: list[float] = []
+    stopped = threading.Event()
 
     def sample() -> None:
-        while not over.wait(LOOK_EVERY_S):
+        while not stopped.wait(SAMPLE_INTERVAL_S):
             value = nvml.read(gpu, ["util_percent"])["util_percent"] if gpu else None
             if value is not None:
-                seen.append(value)
+                readings.append(value)
 
     thread = threading.Thread(target=sample, name="GPU utilization", daemon=True)
     thread.start()
     try:
-        yield seen
+        yield readings
     finally:
-        over.set()
+        stopped.set()
         thread.join()
 
 
 # ---------------------------------------------------------------- results
 
 
-def _rows(
-    trials: ComparisonResult,
-    inferred: Mapping[str, Answers | str],
+def _make_rows(
+    result: ComparisonResult,
+    inferred: Mapping[str, Replies | str],
     busy: Mapping[str, float | None],
     biggest: Mapping[str, Biggest],
 ) -> list[tuple[Value, ...]]:
-    both = before, after = trials.variants
-    is_known = trials.ratio(after) is not None
-    sure = (gain_of(trials, after), verdict_of(trials, after) if is_known else "not measured")
+    both = before, after = result.variants
+    is_known = result.ratio(after) is not None
+    sure = (format_gain(result, after), format_verdict(result, after) if is_known else "not measured")
     return [
         ("time per epoch, s", *map(_epoch_s, both), *sure),
         ("updates per second", *(1e3 / each.median_ms for each in both), *sure),
-        _once("GPU busy, %", busy[BEFORE], busy[AFTER]),
-        _inference(inferred),
+        _single_reading_row("GPU busy, %", busy[BEFORE], busy[AFTER]),
+        _inference_row(inferred),
         largest_row(biggest[BEFORE], biggest[AFTER]),
-        _once("peak memory, GiB", before.peak_gib, after.peak_gib, less_is_better=True),
+        _single_reading_row("peak memory, GiB", before.peak_gib, after.peak_gib, less_is_better=True),
     ]
 
 
-def _headline(trials: ComparisonResult) -> str:
-    before, after = trials.variants
-    outcome, ratio = trials.outcome(after), trials.ratio(after)
+def _make_headline(result: ComparisonResult) -> str:
+    before, after = result.variants
+    outcome, ratio = result.outcome(after), result.ratio(after)
     if not after.blocks and after.why_not:
-        return f"the runner's settings could not be measured: {after.why_not}"
+        return f"the settings of accel-run could not be measured: {after.why_not}"
     if outcome.is_faster:
         times = f"an epoch takes {_epoch_s(after):.3g} s instead of {_epoch_s(before):.3g} s"
-        return f"the runner's settings are faster than plain ones: {ratio}; {times}"
+        return f"the settings of accel-run are faster than plain ones: {ratio}; {times}"
     if ratio is not None and ratio.verdict == "worse":
-        return f"the runner's settings are slower than plain ones: {ratio}"
+        return f"the settings of accel-run are slower than plain ones: {ratio}"
     verdict, separator, more = outcome.verdict.partition(";")
     return f"{verdict}: {ratio or 'not measured'} against plain settings{separator}{more}"
 
 
-def _differences(trials: ComparisonResult) -> list[tuple[str, str, str]]:
-    before, after = (each.opened.get("values", {}) for each in trials.variants)
+def _list_differences(result: ComparisonResult) -> list[tuple[str, str, str]]:
+    before, after = (each.opened.get("values", {}) for each in result.variants)
     return [
         (key, str(value), str(after.get(key, "-")))
         for key, value in before.items()
@@ -237,72 +245,74 @@ def _differences(trials: ComparisonResult) -> list[tuple[str, str, str]]:
     ]
 
 
-def _skipped(
-    inferred: Mapping[str, Answers | str], busy: Mapping[str, float | None], biggest: Mapping[str, Biggest]
+def _list_skipped(
+    inferred: Mapping[str, Replies | str], busy: Mapping[str, float | None], biggest: Mapping[str, Biggest]
 ) -> dict[str, str]:
     skipped = {f"inference, {name}": why for name, why in inferred.items() if isinstance(why, str)}
     if all(value is None for value in busy.values()):
-        skipped["GPU busy"] = "there is no GPU whose driver reports it"
-    if not skipped.keys() & {f"inference, {name}" for name in inferred} and _inference(inferred)[1] is None:
+        skipped["GPU busy"] = "there is no GPU with a driver that reports it"
+    if not skipped.keys() & {f"inference, {name}" for name in inferred} and _inference_row(inferred)[1] is None:
         skipped["inference"] = "the task does not predict"
     return skipped | {f"biggest batch, {name}": each.why for name, each in biggest.items() if each.size is None}
 
 
-def _notes(wanted: SuiteRequest, biggest: Mapping[str, Biggest]) -> list[str]:
+def _make_notes(suite_request: SuiteRequest, biggest: Mapping[str, Biggest]) -> list[str]:
     notes = [f"biggest batch {name}: {each.why}" for name, each in biggest.items() if each.size is not None]
-    notes += ["the biggest batch is one reading per variant, in doublings"] if notes else []
-    notes.append("memory is one reading per variant")
-    typed = [word for word in wanted.request.overrides if override_key(word).partition(".")[0] in GROUPS]
+    notes += ["the biggest batch was measured once per variant, by doubling"] if notes else []
+    notes.append("memory was measured once per variant")
+    typed = [item for item in suite_request.request.overrides if override_key(item).partition(".")[0] in VARIED_GROUPS]
     return [*notes, f"set on the command line, so the same before and after: {' '.join(typed)}"] if typed else notes
 
 
-def _epoch_s(measured: VariantResult) -> float:
+def _epoch_s(trial: VariantResult) -> float:
     """Return the seconds of the updates of an epoch, without evaluations and checkpoints."""
-    if not measured.blocks:
+    if not trial.blocks:
         return float("nan")
-    return measured.median_ms / 1e3 * float(measured.opened["updates"]) / float(measured.opened["epochs"])
+    return trial.median_ms / 1e3 * float(trial.opened["updates"]) / float(trial.opened["epochs"])
 
 
-def _inference(inferred: Mapping[str, Answers | str]) -> tuple[Value, ...]:
+def _inference_row(inferred: Mapping[str, Replies | str]) -> tuple[Value, ...]:
     """Return the row of the inference time per item of the task."""
-    answered = {name: answers for name, answers in inferred.items() if not isinstance(answers, str)}
-    item = next((str(each["item"]) for answers in answered.values() for each in answers), "sample")
+    all_replies = {name: replies for name, replies in inferred.items() if not isinstance(replies, str)}
+    item = next((str(reply["item"]) for replies in all_replies.values() for reply in replies), "sample")
     per_item = {
-        name: [1e3 * each["seconds"] / each["items"] for each in answers if each["items"]]
-        for name, answers in answered.items()
+        name: [1e3 * reply["seconds"] / reply["items"] for reply in replies if reply["items"]]
+        for name, replies in all_replies.items()
     }
     before, after = per_item.get(BEFORE, []), per_item.get(AFTER, [])
     num = min(len(before), len(after))
-    before, after = before[1:num], after[1:num]  # the first one warms up
+    before, after = before[1:num], after[1:num]  # drop the warm-up
     if not before:
         return (f"inference, ms per {item}", None, None, "", "not measured")
-    ratio = paired(before, after, half=ONE_EACH)
+    ratio = paired_ratio(before, after, half_width=PRIOR_HALF_WIDTH)
     return (f"inference, ms per {item}", median(before), median(after), str(ratio), ratio.verdict)
 
 
 def largest_row(before: Biggest, after: Biggest) -> tuple[Value, ...]:
-    """Return the row of the biggest batch; unknown if the smaller one was not tried further."""
-    name, sizes = "biggest batch, samples", [each for each in (before, after) if each.size]
-    if len(sizes) == 2 and not min(sizes, key=lambda each: (each.size or 0, each.is_all)).is_all:
+    """Return the row of the biggest batch; unknown if larger sizes of the smaller one were not tried."""
+    name, sizes = "biggest batch, samples", [biggest for biggest in (before, after) if biggest.size]
+    if len(sizes) == 2 and not min(sizes, key=lambda biggest: (biggest.size or 0, biggest.is_all)).is_all:
         return (name, before.size, after.size, "", "unknown: no time for larger ones")
-    return _once(name, before.size, after.size)
+    return _single_reading_row(name, before.size, after.size)
 
 
-def _once(name: str, before: float | None, after: float | None, *, less_is_better: bool = False) -> tuple[Value, ...]:
-    """Return the row of single readings: a small difference is no clear change."""
+def _single_reading_row(
+    name: str, before: float | None, after: float | None, *, less_is_better: bool = False
+) -> tuple[Value, ...]:
+    """Return a row of single readings, of which only a large difference is a clear change."""
     if not before or not after:
         return (name, before, after, "", "not measured")
     change = before / after if less_is_better else after / before
-    is_clear = abs(change - 1) > SMALL
+    is_clear = abs(change - 1) > MIN_CHANGE
     verdict = ("better" if change > 1 else "worse") if is_clear else "no clear change"
     return (name, before, after, f"{100 * (change - 1):+.0f} %", verdict)
 
 
 BEFORE, AFTER = "before", "after"
-GROUPS = ("precision", "prefetch", "compile", "attention", "backend", "memory", "dataloader", "optimizer")
-OF_DATA = ("drop_last", "bad_samples")
-SMALL = 10 * NEGLIGIBLE  # of single readings
-SHARE_OF_BIGGEST = 0.1  # of the budget, for each variant
+VARIED_GROUPS = ("precision", "prefetch", "compile", "attention", "backend", "memory", "dataloader", "optimizer")
+DATA_KEYS = ("drop_last", "bad_samples")
+MIN_CHANGE = 10 * NEGLIGIBLE  # between single readings
+SHARE_OF_BIGGEST = 0.1  # share of the budget for each variant
 SHARE_OF_INFERENCE = 0.15
 WATCHED_S = 3.0
-LOOK_EVERY_S = 0.1
+SAMPLE_INTERVAL_S = 0.1

@@ -1,4 +1,4 @@
-"""`suite=devices`: two devices compared by phase, and from which batch or sample size which of them is faster."""
+"""`suite=devices`: compare two devices by phase, and find the batch or sample size at which the faster one changes."""
 
 from __future__ import annotations
 
@@ -16,84 +16,86 @@ from runner.plan.inventory import Inventory
 from runner.records.evidence import Evidence
 from runner.tools.measure.compare import CompareLimits
 from runner.tools.measure.comparison_result import ComparisonResult, Variant
-from runner.tools.measure.criteria import Criterion, criteria
+from runner.tools.measure.criteria import Criterion, evaluate_criteria
 from runner.tools.measure.facts import Facts
-from runner.tools.measure.measuring_place import MeasuringPlace
-from runner.tools.measure.statistics import ONE_EACH, Ratio, paired
+from runner.tools.measure.measurement_context import MeasurementContext
+from runner.tools.measure.statistics import PRIOR_HALF_WIDTH, Ratio, paired_ratio
 from runner.tools.measure.suite import (
-    Answers,
+    Replies,
     SuiteReport,
     SuiteRequest,
     SuiteTable,
     Value,
-    asked_in_turns,
-    compared,
-    place_of,
-    saved,
-    verdict_of,
+    call_interleaved,
+    compare_variants,
+    format_verdict,
+    open_suite_context,
+    save_report,
 )
 
 Devices = Mapping[str, tuple[str, ...]]  # name -> overrides
 Point = tuple[int, int]  # samples per update, side in pixels
 
 
-def run(wanted: SuiteRequest) -> SuiteReport:
+def run(suite_request: SuiteRequest) -> SuiteReport:
     """Compare two devices in both phases of `hyperspectral`.
 
     Raises ConfigError for an unknown device, invalid numbers, and another task.
     """
-    batches, sides = (tuple(sorted(wanted.numbers(key))) for key in ("batches", "sides"))
-    kinds = wanted.some_of("by", tuple(UNITS))
-    wanted = _of_the_task(wanted)
-    with place_of(wanted) as place:
-        devices = devices_of(wanted.options["devices"], place.inventory)
+    batches, sides = (tuple(sorted(suite_request.parse_numbers(key))) for key in ("batches", "sides"))
+    kinds = suite_request.parse_choices("by", tuple(UNITS))
+    suite_request = _apply_task(suite_request)
+    with open_suite_context(suite_request) as context:
+        devices = parse_devices(suite_request.options["devices"], context.inventory)
         series: dict[str, list[Point]] = {
             "batch": [(batch, sides[0]) for batch in batches], "size": [(batches[0], side) for side in sides],
         }  # fmt: skip
         series = {kind: series[kind] for kind in kinds}
-        ends = {"small": (batches[0], sides[0])}
-        ends |= {"large": (batches[0], sides[-1])} if len(sides) > 1 else {}
-        points = dict.fromkeys([*(point for of_kind in series.values() for point in of_kind), *ends.values()])
-        trials = compared(place, [each for point in points for each in _pair(devices, point)], wanted, SHARE)
-        budget_s = (1 - SHARE) * wanted.budget_s / len(ends)
+        extremes = {"small": (batches[0], sides[0])}
+        extremes |= {"large": (batches[0], sides[-1])} if len(sides) > 1 else {}
+        points = dict.fromkeys([*(point for of_kind in series.values() for point in of_kind), *extremes.values()])
+        result = compare_variants(
+            context, [each for point in points for each in _make_pair(devices, point)], suite_request, SHARE
+        )
+        budget_s = (1 - SHARE) * suite_request.budget_s / len(extremes)
         passes, rules = {}, {}
-        for size, point in ends.items():
-            pair = _pair(devices, point)
-            passes[size] = asked_in_turns(place, pair, wanted, {"do": "fit"}, budget_s)
-            rules[size] = _criteria(place, pair)
+        for size, point in extremes.items():
+            pair = _make_pair(devices, point)
+            passes[size] = call_interleaved(context, pair, suite_request, {"do": "fit"}, budget_s)
+            rules[size] = _evaluate_criteria(context, pair)
     first, second = devices
-    rows = _phases(devices, trials, ends, passes)
-    faster = {kind: crossover(devices, [_ratio(trials, devices, point) for point in of_kind], UNITS[kind],
+    rows = _make_phase_rows(devices, result, extremes, passes)
+    faster = {kind: describe_crossover(devices, [_ratio(result, devices, point) for point in of_kind], UNITS[kind],
                               [point[0] if kind == "batch" else point[1] for point in of_kind])
               for kind, of_kind in series.items()}  # fmt: skip
     columns = ("phase", "side, pixels", f"{first}, ms", f"{second}, ms", f"{second} against {first}", "sure")
     tables = [
         SuiteTable(f"{second} against {first}: one statistics pass, one gradient update", columns, rows),
-        _series(devices, trials, series),
-        _rules(rules),
+        _make_series_table(devices, result, series),
+        _make_rules_table(rules),
     ]
-    skipped = trials.skipped | {
+    skipped = result.skipped | {
         f"statistics, {name}": why for found in passes.values() for name, why in found.items() if isinstance(why, str)
     }
-    notes = [*place.notes, *trials.notes, *(f"by {kind}: {sentence}" for kind, sentence in faster.items())]
+    notes = [*context.notes, *result.notes, *(f"by {kind}: {sentence}" for kind, sentence in faster.items())]
     data = {"crossovers": faster, "verdicts": {row[0]: row[5] for row in rows}, "statistics": passes}
-    report = SuiteReport(_headline(devices, rows, faster), tables, notes, skipped, data)
-    return saved(wanted, "devices", report, trials)
+    report = SuiteReport(_make_headline(devices, rows, faster), tables, notes, skipped, data)
+    return save_report(suite_request, "devices", report, result)
 
 
-def _of_the_task(wanted: SuiteRequest) -> SuiteRequest:
+def _apply_task(suite_request: SuiteRequest) -> SuiteRequest:
     """Return the request for the task with both phases. Raises ConfigError for another task."""
-    request = wanted.request
+    request = suite_request.request
     other = [word for word in request.overrides if word.startswith("task=") and word != f"task={TASK}"]
     if request.task_file or other:
-        what = f"is not measured by this suite: its phases are those of {TASK}"
+        what = f"is not supported by this suite, which measures the phases of {TASK}"
         raise ConfigError(Problem(what, other[0] if other else "--task", f"use task={TASK}"))
     own = merge_overrides((f"task={TASK}", "task.data=synthetic"), request.overrides)
-    return dataclasses.replace(wanted, request=dataclasses.replace(request, overrides=own))
+    return dataclasses.replace(suite_request, request=dataclasses.replace(request, overrides=own))
 
 
-def devices_of(text: str, inventory: Inventory) -> Devices:
-    """Return two devices. Raises ConfigError."""
+def parse_devices(text: str, inventory: Inventory) -> Devices:
+    """Parse the names of two devices; return name -> overrides. Raises ConfigError."""
     gpus, cores = [gpu.torch_name for gpu in inventory.usable], inventory.cpu.logical_cores
     if text == "auto":
         if not gpus and cores < 2:
@@ -105,10 +107,10 @@ def devices_of(text: str, inventory: Inventory) -> Devices:
         names = [first if word.strip() == "cuda" else word.strip() for word in text.strip("[]").split(",")]
     if len(set(names)) != 2 or len(names) != 2:
         raise ConfigError(Problem("must be two different devices", f"devices={text}", "use devices=cpu:1,cpu:2"))
-    return {name: _overrides_of(name, gpus, text) for name in names}
+    return {name: _device_overrides(name, gpus, text) for name in names}
 
 
-def _overrides_of(name: str, gpus: Sequence[str], text: str) -> tuple[str, ...]:
+def _device_overrides(name: str, gpus: Sequence[str], text: str) -> tuple[str, ...]:
     kind, has_number, number = name.partition(":")
     is_count = number.isascii() and number.isdigit() and 0 < int(number[:9]) <= MAX_THREADS
     if kind == "cpu" and (not has_number or is_count):
@@ -121,30 +123,33 @@ def _overrides_of(name: str, gpus: Sequence[str], text: str) -> tuple[str, ...]:
     raise ConfigError(Problem(what, f"devices={text}", fix))
 
 
-def _pair(devices: Devices, point: Point) -> list[Variant]:
-    """Return the variants of both devices, the second compared with the first."""
+def _make_pair(devices: Devices, point: Point) -> list[Variant]:
+    """Return the variants of both devices; the second is compared with the first."""
     batch, side = point
     sizes = (f"global_batch_size={batch}", f"micro_batch_size={batch}", f"task.height={side}", f"task.width={side}")
-    first, second = (Variant(_name(device, point), (*words, *sizes)) for device, words in devices.items())
+    first, second = (Variant(_variant_name(device, point), (*words, *sizes)) for device, words in devices.items())
     return [first, dataclasses.replace(second, against=first.name)]
 
 
-def _name(device: str, point: Point) -> str:
+def _variant_name(device: str, point: Point) -> str:
     return f"{device}, batch {point[0]}, side {point[1]}"
 
 
 # ---------------------------------------------------------------- results
 
 
-def _ratio(trials: ComparisonResult, devices: Devices, point: Point) -> Ratio | None:
-    """Return how many times as fast the second device is."""
-    return trials.ratio(trials.of(_name([*devices][1], point)))
+def _ratio(result: ComparisonResult, devices: Devices, point: Point) -> Ratio | None:
+    """Return the speed of the second device relative to the first."""
+    return result.ratio(result.of(_variant_name([*devices][1], point)))
 
 
-def crossover(devices: Sequence[str] | Devices, ratios: Sequence[Ratio | None], unit: str, at: Sequence[int]) -> str:
-    """Return from which size on which device is clearly faster, by the sizes that were measured.
+def describe_crossover(
+    devices: Sequence[str] | Devices, ratios: Sequence[Ratio | None], unit: str, at: Sequence[int]
+) -> str:
+    """Describe from which size on which device is clearly faster.
 
-    ratios  of the second device to the first; at: their sizes, increasing
+    ratios  speed of the second device relative to the first, by size
+    at      increasing sizes
     """
     first, second = devices
     known = [(size, ratio.verdict) for size, ratio in zip(at, ratios, strict=True) if ratio is not None]
@@ -163,62 +168,62 @@ def crossover(devices: Sequence[str] | Devices, ratios: Sequence[Ratio | None], 
     return f"{winner} is faster from {known[start][0]:,} {unit}, {before}"
 
 
-def _phases(
+def _make_phase_rows(
     devices: Devices,
-    trials: ComparisonResult,
-    ends: Mapping[str, Point],
-    passes: Mapping[str, Mapping[str, Answers | str]],
+    result: ComparisonResult,
+    extremes: Mapping[str, Point],
+    passes: Mapping[str, Mapping[str, Replies | str]],
 ) -> list[tuple[Value, ...]]:
-    """Return the rows of both phases, for small and large samples."""
+    """Return the table rows of both phases, for small and large samples."""
     rows: list[tuple[Value, ...]] = []
-    for size, point in ends.items():
-        found = [passes[size].get(_name(device, point), "") for device in devices]
+    for size, point in extremes.items():
+        found = [passes[size].get(_variant_name(device, point), "") for device in devices]
         times = [[] if isinstance(each, str) else [1e3 * sum(a["seconds"].values()) for a in each] for each in found]
         num = min(map(len, times))
-        ratio = paired(times[0][:num], times[1][:num], half=ONE_EACH) if num else None
+        ratio = paired_ratio(times[0][:num], times[1][:num], half_width=PRIOR_HALF_WIDTH) if num else None
         ms = [median(each) if num else None for each in times]
         sure: str = ratio.verdict if ratio else "not measured"
         rows.append((f"statistics, {size}", point[1], *ms, str(ratio or ""), sure))
-    for size, point in ends.items():
-        one, two = (trials.of(_name(device, point)) for device in devices)
-        ratio = trials.ratio(two)
+    for size, point in extremes.items():
+        one, two = (result.of(_variant_name(device, point)) for device in devices)
+        ratio = result.ratio(two)
         ms = [each.median_ms if each.blocks else None for each in (one, two)]
-        sure = verdict_of(trials, two) if ratio else "not measured"
+        sure = format_verdict(result, two) if ratio else "not measured"
         rows.append((f"gradients, {size}", point[1], *ms, str(ratio or ""), sure))
     return rows
 
 
-def _series(devices: Devices, trials: ComparisonResult, series: Mapping[str, Sequence[Point]]) -> SuiteTable:
-    """Return an update on both devices by batch and by sample size."""
+def _make_series_table(devices: Devices, result: ComparisonResult, series: Mapping[str, Sequence[Point]]) -> SuiteTable:
+    """Return the table of update times on both devices, by batch and by sample size."""
     rows: list[list[Value]] = []
     for kind, points in series.items():
         for point in points:
-            ms = [each.median_ms for each in (trials.of(_name(device, point)) for device in devices)]
-            ratio = _ratio(trials, devices, point)
+            ms = [each.median_ms for each in (result.of(_variant_name(device, point)) for device in devices)]
+            ratio = _ratio(result, devices, point)
             rows.append([kind, *point, *ms, str(ratio or ""), ratio.verdict if ratio else "not measured"])
     first, second = devices
     columns = ("by", "samples", "side, pixels", f"{first}, ms", f"{second}, ms", f"{second} against {first}", "sure")
     return SuiteTable("an update by batch and sample size", columns, rows)
 
 
-def _criteria(place: MeasuringPlace, pair: Sequence[Variant]) -> list[Criterion]:
-    """Return the thresholds with the values of the first variant that can be opened."""
+def _evaluate_criteria(context: MeasurementContext, pair: Sequence[Variant]) -> list[Criterion]:
+    """Evaluate the rules of thumb for the first variant that starts."""
     for variant in pair:
-        with suppress(AccelRunError), place.comparison.alone(variant, CompareLimits()) as (ask, measured):
-            opened: Mapping[str, Any] = measured.opened
+        with suppress(AccelRunError), context.comparison.open_variant(variant, CompareLimits()) as (call, trial):
+            opened: Mapping[str, Any] = trial.opened
             evidence = Evidence(
                 num_samples=opened["num_samples"],
                 global_batch_size=opened["global_batch_size"],
                 num_parameters=opened["parameters"],
                 epochs=opened["epochs"],
             )
-            probe = {**ask({"do": "batch"}), "trained_layers": opened["trained_layers"]}
-            return criteria(Facts(evidence, {}, place.inventory.cpu, probe=probe))
+            probe = {**call({"do": "batch"}), "trained_layers": opened["trained_layers"]}
+            return evaluate_criteria(Facts(evidence, {}, context.inventory.cpu, probe=probe))
     return []
 
 
-def _rules(found: Mapping[str, Sequence[Criterion]]) -> SuiteTable:
-    """Return the thresholds with values and verdicts for small and large samples."""
+def _make_rules_table(found: Mapping[str, Sequence[Criterion]]) -> SuiteTable:
+    """Return the table of rules of thumb with values and verdicts, for small and large samples."""
     columns, rows = ["rule of thumb", ""], dict[str, list[Value]]()
     for size, of_size in found.items():
         columns += [size, f"result, {size}"]
@@ -229,7 +234,7 @@ def _rules(found: Mapping[str, Sequence[Criterion]]) -> SuiteTable:
     return SuiteTable("GPU or CPU? Rules of thumb; the measurement decides", columns, complete)
 
 
-def _headline(devices: Devices, rows: Sequence[Sequence[Value]], faster: Mapping[str, str]) -> str:
+def _make_headline(devices: Devices, rows: Sequence[Sequence[Value]], faster: Mapping[str, str]) -> str:
     first, second = devices
     of = {
         shown: [str(row[0]) for row in rows if str(row[5]).partition(";")[0] == verdict]
@@ -241,4 +246,4 @@ def _headline(devices: Devices, rows: Sequence[Sequence[Value]], faster: Mapping
 
 TASK = "hyperspectral"
 UNITS = {"batch": "samples per update", "size": "pixels of a side"}
-SHARE = 0.65  # of the budget for updates; the rest is for statistics passes
+SHARE = 0.65  # share of the budget for updates; the rest is for statistics passes

@@ -1,4 +1,4 @@
-"""`suite=loader`: data loaders by workers, prefetch, pinned memory and cache, with the data wait of each."""
+"""`suite=loader`: data loader settings by workers, prefetch, pinned memory and cache, with the data wait of each."""
 
 from __future__ import annotations
 
@@ -8,24 +8,28 @@ from typing import NamedTuple
 
 from runner.base.errors import ConfigError, Problem
 from runner.tools.measure.comparison_result import BASELINE_NAME, ComparisonResult, Variant, VariantResult
-from runner.tools.measure.measuring_place import MeasuringPlace
+from runner.tools.measure.measurement_context import MeasurementContext
 from runner.tools.measure.selection import Selection
 from runner.tools.measure.suite import (
     Columns,
     SuiteReport,
     SuiteRequest,
-    data_wait,
-    gain_of,
-    place_of,
-    saved,
-    selected,
-    table_of,
-    verdict_of,
+    data_wait_percent,
+    format_gain,
+    format_verdict,
+    make_table,
+    open_suite_context,
+    save_report,
+    select_variant,
 )
 
 
 class LoaderVariant(NamedTuple):
-    """A loader: worker processes or `thread`; batches that each prefetches, 0: none; pinned memory; cache."""
+    """Settings of a data loader.
+
+    workers   number of worker processes, or `thread`
+    prefetch  number of batches that each worker prefetches
+    """
 
     workers: int | str
     prefetch: int
@@ -34,122 +38,127 @@ class LoaderVariant(NamedTuple):
 
     def __str__(self) -> str:
         workers = self.workers if isinstance(self.workers, str) else f"{self.workers} workers"
-        words = [workers, f"prefetch {self.prefetch}"] if self.prefetch else [workers]
-        return ", ".join([*words, *(["pinned"] if self.pin else []), f"cache {self.cache}"])
+        parts = [workers, f"prefetch {self.prefetch}"] if self.prefetch else [workers]
+        return ", ".join([*parts, *(["pinned"] if self.pin else []), f"cache {self.cache}"])
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        rest = (f"dataloader.pin_memory={str(self.pin).lower()}", f"dataloader.cache={self.cache}")
+        common = (f"dataloader.pin_memory={str(self.pin).lower()}", f"dataloader.cache={self.cache}")
         if self.workers == THREAD:
-            return ("dataloader=thread", f"dataloader.depth={self.prefetch}", *rest)
-        ahead = (f"dataloader.prefetch_factor={self.prefetch}",) if self.prefetch else ()
-        return ("dataloader=default", f"dataloader.num_workers={self.workers}", *ahead, *rest)
+            return ("dataloader=thread", f"dataloader.depth={self.prefetch}", *common)
+        prefetch = (f"dataloader.prefetch_factor={self.prefetch}",) if self.prefetch else ()
+        return ("dataloader=default", f"dataloader.num_workers={self.workers}", *prefetch, *common)
 
     @property
     def effective(self) -> LoaderVariant:
-        """The equivalent loader: a thread needs a cache, and a loader without workers prefetches nothing."""
+        """The effective settings: a thread without a cache is one worker, and without workers nothing is prefetched."""
         if self.workers == THREAD and self.cache == "none":
             return self._replace(workers=1)
         return self._replace(prefetch=self.prefetch if self.workers else 0)
 
 
-def run(wanted: SuiteRequest) -> SuiteReport:
-    """Return the loaders, the fastest first, and which one to use. Raises ConfigError for invalid values."""
-    _requested(wanted, cores=1, has_gpu=False)
-    with place_of(wanted) as place:
-        loaders, skipped = _loaders(wanted, place)
+def run(suite_request: SuiteRequest) -> SuiteReport:
+    """Measure data loader settings and recommend the fastest. Raises ConfigError for invalid values."""
+    _parse_loaders(suite_request, cores=1, has_gpu=False)
+    with open_suite_context(suite_request) as context:
+        loaders, skipped = _select_loaders(suite_request, context)
         variants = [Variant(BASELINE_NAME), *(Variant(str(each), each.overrides) for each in loaders)]
-        found = selected(place, variants, wanted)
-    by_name = {str(each): each for each in loaders} | {BASELINE_NAME: _current(place)}
-    return saved(wanted, "loader", _report(place, found, by_name, skipped), found.trials)
+        selection = select_variant(context, variants, suite_request)
+    by_name = {str(each): each for each in loaders} | {BASELINE_NAME: _current_loader(context)}
+    return save_report(suite_request, "loader", _make_report(context, selection, by_name, skipped), selection.result)
 
 
-def _requested(wanted: SuiteRequest, cores: int, *, has_gpu: bool) -> Iterator[LoaderVariant]:
+def _parse_loaders(suite_request: SuiteRequest, cores: int, *, has_gpu: bool) -> Iterator[LoaderVariant]:
     """Return all combinations of the options. Raises ConfigError."""
     workers: tuple[int | str, ...] = (0, THREAD, *(number for number in (1, 2, 4, 8) if number <= cores))
-    if wanted.options["workers"] != "auto":
-        words = [word.strip() for word in wanted.options["workers"].strip("[]").split(",")]
-        if not all(word == THREAD or (word.isascii() and word.isdigit()) for word in words):
-            what = f"must be whole numbers from 0 on, or {THREAD}, with commas between them"
-            raise ConfigError(Problem(what, f"workers={wanted.options['workers']}", f"use workers=0,2,{THREAD}"))
-        workers = tuple(dict.fromkeys(word if word == THREAD else int(word) for word in words))
+    if suite_request.options["workers"] != "auto":
+        values = [value.strip() for value in suite_request.options["workers"].strip("[]").split(",")]
+        if not all(value == THREAD or (value.isascii() and value.isdigit()) for value in values):
+            what = f"must be whole numbers from 0 on, or {THREAD}, separated by commas"
+            raise ConfigError(Problem(what, f"workers={suite_request.options['workers']}", f"use workers=0,2,{THREAD}"))
+        workers = tuple(dict.fromkeys(value if value == THREAD else int(value) for value in values))
     pins: tuple[bool, ...] = (False, True) if has_gpu else (False,)
-    if wanted.options["pin"] != "auto":
-        pins = tuple(word == "true" for word in wanted.some_of("pin", ("false", "true")))
-    caches = wanted.some_of("cache", ("none", "memory", "device"))
-    return (LoaderVariant(*each).effective for each in product(workers, wanted.numbers("prefetch"), pins, caches))
+    if suite_request.options["pin"] != "auto":
+        pins = tuple(value == "true" for value in suite_request.parse_choices("pin", ("false", "true")))
+    caches = suite_request.parse_choices("cache", ("none", "memory", "device"))
+    return (
+        LoaderVariant(*each).effective
+        for each in product(workers, suite_request.parse_numbers("prefetch"), pins, caches)
+    )
 
 
-def _current(place: MeasuringPlace) -> LoaderVariant:
+def _current_loader(context: MeasurementContext) -> LoaderVariant:
     """Return the loader of the current settings."""
-    options = place.plan.choices["dataloader"].options
-    ahead = options.get("depth", options.get("prefetch_factor", 0))
+    options = context.plan.choices["dataloader"].options
+    prefetch = options.get("depth", options.get("prefetch_factor", 0))
     workers = options.get("num_workers", THREAD)
-    return LoaderVariant(workers, int(ahead), options["pin_memory"] is True, options["cache"]).effective
+    return LoaderVariant(workers, int(prefetch), options["pin_memory"] is True, options["cache"]).effective
 
 
-def _loaders(wanted: SuiteRequest, place: MeasuringPlace) -> tuple[list[LoaderVariant], dict[str, str]]:
+def _select_loaders(
+    suite_request: SuiteRequest, context: MeasurementContext
+) -> tuple[list[LoaderVariant], dict[str, str]]:
     """Return the loaders to measure besides the current one, and impossible ones with the reason."""
-    has_gpu = str(place.plan.device).startswith("cuda")
+    has_gpu = str(context.plan.device).startswith("cuda")
     loaders: dict[LoaderVariant, None] = {}
     skipped: dict[str, str] = {}
-    for loader in _requested(wanted, place.inventory.cpu.logical_cores, has_gpu=has_gpu):
+    for loader in _parse_loaders(suite_request, context.inventory.cpu.logical_cores, has_gpu=has_gpu):
         why = next(why_not(loader, has_gpu=has_gpu), "")
         if why:
             skipped[str(loader)] = why
         else:
             loaders[loader] = None
-    loaders.pop(_current(place), None)
+    loaders.pop(_current_loader(context), None)
     return list(loaders), skipped
 
 
 def why_not(loader: LoaderVariant, *, has_gpu: bool) -> Iterator[str]:
-    """Yield why a loader is impossible, or the same as another."""
+    """Yield the reasons why a loader is impossible, or equivalent to another."""
     if loader.pin and not has_gpu:
         yield "there is no GPU to copy to from page-locked memory"
     if loader.cache == "device" and not has_gpu:
-        yield "the device is the CPU: the same as cache=memory"
+        yield "the device is the CPU: equivalent to cache=memory"
     if loader.cache == "device" and loader.workers not in (0, THREAD):
         yield "worker processes cannot access a device cache"
     if loader.cache == "device" and loader.pin:
         yield "batches of a device cache are not copied"
 
 
-def _columns(trials: ComparisonResult, loaders: Mapping[str, LoaderVariant]) -> Columns:
-    def copies(each: VariantResult) -> float | None:
-        transfer = each.parts_s.get("transfer")
-        return 100 * transfer / sum(each.parts_s.values()) if transfer else None
+def _columns(result: ComparisonResult, loaders: Mapping[str, LoaderVariant]) -> Columns:
+    def copies(trial: VariantResult) -> float | None:
+        transfer = trial.parts_s.get("transfer")
+        return 100 * transfer / sum(trial.parts_s.values()) if transfer else None
 
     return {
-        "loader": lambda each: each.name,
-        "workers": lambda each: str(loaders[each.name].workers),
-        "prefetch, batches": lambda each: loaders[each.name].prefetch or None,
-        "pinned": lambda each: "yes" if loaders[each.name].pin else "no",
-        "cache": lambda each: loaders[each.name].cache,
-        "update, ms": lambda each: each.median_ms,
-        "waits for data, %": data_wait,
+        "loader": lambda trial: trial.name,
+        "workers": lambda trial: str(loaders[trial.name].workers),
+        "prefetch, batches": lambda trial: loaders[trial.name].prefetch or None,
+        "pinned": lambda trial: "yes" if loaders[trial.name].pin else "no",
+        "cache": lambda trial: loaders[trial.name].cache,
+        "update, ms": lambda trial: trial.median_ms,
+        "waits for data, %": data_wait_percent,
         "copies, %": copies,
-        "starts later, s": trials.later_s,
-        "gain": lambda each: gain_of(trials, each),
-        "sure": lambda each: verdict_of(trials, each),
+        "starts later, s": result.later_s,
+        "gain": lambda trial: format_gain(result, trial),
+        "sure": lambda trial: format_verdict(result, trial),
     }
 
 
-def _report(
-    place: MeasuringPlace, found: Selection, loaders: Mapping[str, LoaderVariant], skipped: dict[str, str]
+def _make_report(
+    context: MeasurementContext, selection: Selection, loaders: Mapping[str, LoaderVariant], skipped: dict[str, str]
 ) -> SuiteReport:
-    trials, best = found.trials, found.best
-    rows = sorted((each for each in trials.variants if each.blocks), key=lambda each: each.median_ms)
-    now = data_wait(trials.baseline)
+    result, best = selection.result, selection.best
+    rows = sorted((each for each in result.variants if each.blocks), key=lambda each: each.median_ms)
+    now = data_wait_percent(result.baseline)
     waited = "" if now is None else f"; {now:.0f} % of an update waits for data"
-    headline = f"{found.no_better('the current loader')}{waited}"
+    headline = f"{selection.describe_no_gain('the current loader')}{waited}"
     if best is not None:
-        after = data_wait(best)
+        after = data_wait_percent(best)
         waits = "" if after is None or now is None else f"; {after:.0f} % of it waits for data instead of {now:.0f} %"
-        headline = f"{' '.join(best.variant.overrides)} makes an update faster: {found.outcome.ratio}{waits}"
+        headline = f"{' '.join(best.variant.overrides)} makes an update faster: {selection.outcome.ratio}{waits}"
     data = {"recommended": list(best.variant.overrides) if best else [], "is_clear": best is not None}
-    table = table_of("loaders, the fastest first", _columns(trials, loaders), rows)
-    return SuiteReport(headline, (table,), [*place.notes, *trials.notes], skipped | trials.skipped, data)
+    table = make_table("loaders, the fastest first", _columns(result, loaders), rows)
+    return SuiteReport(headline, (table,), [*context.notes, *result.notes], skipped | result.skipped, data)
 
 
 THREAD = "thread"

@@ -11,7 +11,7 @@ import pytest
 from runner.base.errors import ConfigError
 from runner.commands.benchmark import run as benchmark
 from runner.tools.measure.suite import SuiteReport, screen
-from runner.tools.measure.suites.batch import halves, run
+from runner.tools.measure.suites.batch import halve_repeatedly, run
 from tests.forkserver import ForkServer
 from tests.tools.measure.suites.asked import asked
 
@@ -93,7 +93,7 @@ def test_an_unknown_argument_is_refused(tmp_path: Path) -> None:
     ("samples", "sizes"), [(16, [16, 8, 4, 2, 1]), (12, [12, 6, 3]), (512, [512, 256, 128, 64, 32, 16])]
 )
 def test_default_sizes_divide_the_update_evenly(samples: int, sizes: list[int]) -> None:
-    assert list(halves(samples)) == sizes
+    assert list(halve_repeatedly(samples)) == sizes
 
 
 def test_a_budget_in_which_nothing_can_start_is_refused(server: ForkServer, tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ from runner.base.paths import shipped_path
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request, merge_overrides
 from runner.tools.measure.suite import SuiteReport
-from runner.tools.measure.suites.before_after import Biggest, largest_row, plain, run, watched
+from runner.tools.measure.suites.before_after import Biggest, largest_row, plain_overrides, run, watch_utilization
 from tests.tools.measure.suites.asked import asked
 from tests.waiting import wait_until
 
@@ -66,7 +66,7 @@ def test_faster_settings_are_reported_as_faster(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few_rounds")
 def test_plain_settings_against_plain_settings_are_no_clear_change(tmp_path: Path) -> None:
-    words = plain(compose(Request(SETTINGS, TASK)))
+    words = plain_overrides(compose(Request(SETTINGS, TASK)))
 
     found = report(tmp_path, "task.pass_ms=20", *words, biggest="0")
 
@@ -98,7 +98,9 @@ def test_the_largest_batch_was_tried_to_be_exceeded(before: Biggest, after: Bigg
 
 def before(request: Request) -> Configuration:
     """Return the configuration that is measured before."""
-    return compose(dataclasses.replace(request, overrides=merge_overrides(request.overrides, plain(compose(request)))))
+    return compose(
+        dataclasses.replace(request, overrides=merge_overrides(request.overrides, plain_overrides(compose(request))))
+    )
 
 
 def test_plain_settings_keep_the_mathematics_of_the_loader(tmp_path: Path) -> None:
@@ -146,7 +148,7 @@ def test_an_optimizer_without_kernels_is_unchanged() -> None:
     configuration = compose(Request(("optimizer=adamw8bit", *SETTINGS), TASK))
     has_kernel = "kernel" in configuration.choices["optimizer"].options
 
-    assert ("optimizer.kernel=for-loop" in plain(configuration)) == has_kernel
+    assert ("optimizer.kernel=for-loop" in plain_overrides(configuration)) == has_kernel
 
 
 def test_gpu_utilization_is_sampled_during_computation() -> None:
@@ -156,7 +158,7 @@ def test_gpu_utilization_is_sampled_during_computation() -> None:
         def read(self, gpu: object, names: list[str]) -> dict[str, float | None]:
             return {"util_percent": next(answers, 25.0)}
 
-    with watched(Driver(), object()) as seen:  # type: ignore[arg-type]
+    with watch_utilization(Driver(), object()) as seen:  # type: ignore[arg-type]
         wait_until(lambda: len(seen) >= 3, "the driver is asked again and again")
 
     assert seen[:3] == [75.0, 50.0, 25.0]

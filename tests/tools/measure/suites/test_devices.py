@@ -11,7 +11,7 @@ import pytest
 from runner.base.errors import ConfigError
 from runner.plan.inventory import Cpu, Device, Inventory
 from runner.tools.measure.statistics import Ratio
-from runner.tools.measure.suites.devices import crossover, devices_of, run
+from runner.tools.measure.suites.devices import describe_crossover, parse_devices, run
 from tests.tools.measure.planted_time import READ_S, Planted
 from tests.tools.measure.suites.asked import asked
 
@@ -38,16 +38,16 @@ FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6, 9), Ratio(0.5, 0.4, 0.6, 9), Ratio(1
 )
 def test_the_faster_device_is_reported_by_measured_sizes(ratios: list[Ratio | None], told: str) -> None:
     """Nothing is extrapolated: only clear ratios of measured sizes count."""
-    assert crossover(NAMES, ratios, "samples", (2, 4, 8, 16)) == told
+    assert describe_crossover(NAMES, ratios, "samples", (2, 4, 8, 16)) == told
 
 
 def test_a_gpu_by_two_names_is_one_device() -> None:
     gpu = Device("cuda", 0, "a GPU", "GPU-0", 2**30, capability=(8, 0))
     here = Inventory((gpu,), Cpu("a CPU", 1, 2, 2**30))
 
-    assert list(devices_of("cpu,cuda", here)) == ["cpu", "cuda:0"]
+    assert list(parse_devices("cpu,cuda", here)) == ["cpu", "cuda:0"]
     with pytest.raises(ConfigError, match="two different devices"):
-        devices_of("cuda,cuda:0", here)
+        parse_devices("cuda,cuda:0", here)
 
 
 @pytest.fixture
@@ -106,5 +106,5 @@ def test_invalid_numbers_are_refused(tmp_path: Path, key: str, text: str) -> Non
 
 
 def test_another_task_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="task=gpt: is not measured by this suite"):
+    with pytest.raises(ConfigError, match="task=gpt: is not supported by this suite"):
         run(asked("devices", tmp_path, None, "task=gpt"))

@@ -21,13 +21,21 @@ from runner.config.request import Request
 from runner.tools.measure import suite
 from runner.tools.measure.compare import Comparison
 from runner.tools.measure.comparison_result import ComparisonResult, TrialOutcome, Variant, VariantResult
-from runner.tools.measure.measuring_place import MeasuringPlace
+from runner.tools.measure.measurement_context import MeasurementContext
 from runner.tools.measure.results import LadderRow, Results, session_baseline
 from runner.tools.measure.statistics import Ratio
 from runner.tools.measure.suite import SuiteReport, SuiteRequest, screen
 from runner.tools.measure.suites import ladder
 from runner.tools.measure.suites.ladder import run
-from runner.tools.measure.technique import BASELINE, ORDER, TAKEN, Technique, chosen, stacked, techniques
+from runner.tools.measure.technique import (
+    BASELINE,
+    RESERVED_NAMES,
+    SHIPPED_ORDER,
+    Technique,
+    load_techniques,
+    select_techniques,
+    stack_overrides,
+)
 from tests.tools.measure.suites.asked import asked
 
 TASK = Path(__file__).parents[1] / "task_to_measure.py"
@@ -55,7 +63,7 @@ def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def wanted_in(folder: Path, config_dir: Path, *words: str, **options: str) -> SuiteRequest:
     wanted = asked("ladder", folder, TASK, *SETTINGS, **({"steps": str(STEPS), "rounds": "8"} | options))
-    return replace(wanted, words=words, request=replace(wanted.request, config_dir=config_dir), budget_s=120.0)
+    return replace(wanted, positional=words, request=replace(wanted.request, config_dir=config_dir), budget_s=120.0)
 
 
 @pytest.fixture(scope="module")
@@ -190,13 +198,13 @@ def test_only_the_stack_is_measured_if_only_it_is_asked_for(tmp_path: Path, conf
     assert set(columns_of(tmp_path)) == {BASELINE, "up to nothing", "up to quick"}
 
 
-def place_on(device: str, comparison: object = None) -> MeasuringPlace:
+def place_on(device: str, comparison: object = None) -> MeasurementContext:
     return SimpleNamespace(notes=[], plan=SimpleNamespace(device=device), comparison=comparison)  # type: ignore[return-value]
 
 
 def test_float16_starts_after_the_others_on_a_cpu(tmp_path: Path, config_dir: Path) -> None:
     """Its updates take ten times as long there, and its start the time of others."""
-    asked = ladder.requested(wanted_in(tmp_path, config_dir, techniques="[fp16,nothing,fused]"))
+    asked = ladder.parse_request(wanted_in(tmp_path, config_dir, techniques="[fp16,nothing,fused]"))
     begun: list[str] = []
 
     class Begun(Exception):
@@ -220,7 +228,7 @@ def test_an_interrupted_benchmark_keeps_its_measurements(
 ) -> None:
     """By a signal while blocks are made; the signal then means again what it meant."""
     monkeypatch.setattr(suite, "BLOCK_S", 0.05)
-    turn, made, handler = Comparison.turn, [], signal.getsignal(signal.SIGTERM)
+    turn, made, handler = Comparison.run_block, [], signal.getsignal(signal.SIGTERM)
 
     def stopped(arena: Comparison, trials: ComparisonResult, measured: VariantResult, number: int) -> None:
         turn(arena, trials, measured, number)
@@ -228,7 +236,7 @@ def test_an_interrupted_benchmark_keeps_its_measurements(
         if len(made) == 10:
             os.kill(os.getpid(), signal.SIGTERM)
 
-    monkeypatch.setattr(Comparison, "turn", stopped)
+    monkeypatch.setattr(Comparison, "run_block", stopped)
     wanted = wanted_in(tmp_path, config_dir, techniques="[nothing,quick]", rounds="30")
 
     with pytest.raises(KeyboardInterrupt):
@@ -243,13 +251,13 @@ def test_an_interrupted_benchmark_keeps_its_measurements(
 
 
 def test_a_slow_starting_technique_without_gain_is_not_stacked(tmp_path: Path, config_dir: Path) -> None:
-    asked = ladder.requested(wanted_in(tmp_path, config_dir, techniques="[nothing,quick,slow]"))
+    asked = ladder.parse_request(wanted_in(tmp_path, config_dir, techniques="[nothing,quick,slow]"))
     climbing = ladder.Ladder(asked, wanted_in(tmp_path, config_dir), place_on("cpu"), lambda _: None)
     better, worse = Ratio(1.2, 1.15, 1.25, 9), Ratio(0.9, 0.88, 0.92, 9)
     for name, ratio, seconds in (("nothing", worse, 1.0), ("quick", better, 100.0), ("slow", worse, 100.0)):
         climbing.rows[name] = LadderRow("isolated", (name,), 1.0, TrialOutcome(ratio), start_s=0.5, compile_s=seconds)
 
-    assert [each.name for each in climbing.startable(asked.members)] == ["nothing", "quick"]
+    assert [each.name for each in climbing.drop_slow_starters(asked.members)] == ["nothing", "quick"]
     assert "302 s" in climbing.skipped["up to slow"]
 
 
@@ -345,32 +353,32 @@ def test_results_are_plotted_if_there_are_any(
 def test_a_batch_is_the_samples_of_an_update(tmp_path: Path, config_dir: Path) -> None:
     wanted = wanted_in(tmp_path, config_dir, "nothing", batch="8")
 
-    assert ladder.requested(wanted).configuration.settings.global_batch_size == 8
+    assert ladder.parse_request(wanted).configuration.settings.global_batch_size == 8
 
 
 # ---------------------------------------------------------------- techniques
 
 
 def test_every_shipped_technique_can_be_read_and_composes() -> None:
-    known = techniques(None)
+    known = load_techniques(None)
 
-    assert tuple(known) == ORDER
-    for technique in chosen(known, known):
+    assert tuple(known) == SHIPPED_ORDER
+    for technique in select_techniques(known, known):
         configuration = compose(Request())
-        compose(Request(stacked([technique], known[BASELINE], configuration)))
+        compose(Request(stack_overrides([technique], known[BASELINE], configuration)))
 
 
 def test_the_baseline_is_without_every_technique() -> None:
-    known = techniques(None)
+    known = load_techniques(None)
     plain = compose(Request(known[BASELINE].overrides)).flat()
 
-    for technique in chosen(known, known):
-        changed = compose(Request(stacked([technique], known[BASELINE], compose(Request())))).flat()
+    for technique in select_techniques(known, known):
+        changed = compose(Request(stack_overrides([technique], known[BASELINE], compose(Request())))).flat()
         assert any(plain.get(word.partition("=")[0]) != changed[word.partition("=")[0]] for word in technique.overrides)
 
 
 def test_techniques_that_need_a_gpu_are_skipped_on_a_cpu() -> None:
-    configuration, known = compose(Request()), techniques(None)
+    configuration, known = compose(Request()), load_techniques(None)
     skipped = {name for name, each in known.items() if each.why_not(configuration, "cpu")}
     assert skipped == {"autotune", "non_blocking", "prefetch"}
     assert not any(each.why_not(configuration, "cuda:0") for each in known.values())
@@ -380,7 +388,7 @@ def test_a_users_technique_replaces_a_shipped_one(tmp_path: Path) -> None:
     (tmp_path / "benchmark" / "technique").mkdir(parents=True)
     (tmp_path / "benchmark" / "technique" / "bf16.yaml").write_text("overrides: [precision=bf16, compile=regional]")
 
-    assert techniques(tmp_path)["bf16"].overrides == ("precision=bf16", "compile=regional")
+    assert load_techniques(tmp_path)["bf16"].overrides == ("precision=bf16", "compile=regional")
 
 
 @pytest.mark.parametrize(
@@ -392,7 +400,7 @@ def test_an_invalid_technique_file_is_a_clear_error(tmp_path: Path, text: str) -
     (tmp_path / "benchmark" / "technique" / "mine.yaml").write_text(text)
 
     with pytest.raises(ConfigError, match=r"mine\.yaml"):
-        techniques(tmp_path)
+        load_techniques(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["step", "all", "plots"])
@@ -401,18 +409,18 @@ def test_a_reserved_name_is_refused(tmp_path: Path, name: str) -> None:
     (tmp_path / "benchmark" / "technique" / f"{name}.yaml").write_text("overrides: [precision=bf16]")
 
     with pytest.raises(ConfigError, match="cannot be the name of a technique"):
-        techniques(tmp_path)
+        load_techniques(tmp_path)
 
 
 def test_every_argument_of_the_ladder_is_accepted() -> None:
-    assert {*ladder.ACTIONS, "all"} <= set(TAKEN)
+    assert {*ladder.ACTIONS, "all"} <= set(RESERVED_NAMES)
 
 
 def test_another_optimizer_keeps_the_mathematics() -> None:
     """Nobody compares a learning rate with another one by mistake."""
     given = ("task=nmt", "optimizer.weight_decay=0.03", "optimizer.lr_scales={encoder: 0.5}")
     configuration = compose(Request(given))
-    words = stacked(
+    words = stack_overrides(
         [Technique("8bit", ("optimizer=adamw8bit",))],
         Technique(BASELINE, ("optimizer.kernel=for-loop",)),
         configuration,
@@ -440,9 +448,9 @@ def test_another_optimizer_keeps_the_mathematics_of_each_phase(tmp_path: Path, g
     task = tmp_path / "phased.py"
     task.write_text(PHASES)
     before = compose(Request(given, task))
-    known = techniques(None)
+    known = load_techniques(None)
 
-    after = compose(Request((*given, *stacked([known["8bit"]], known[BASELINE], before)), task))
+    after = compose(Request((*given, *stack_overrides([known["8bit"]], known[BASELINE], before)), task))
 
     for ours, theirs in zip(before.phases, after.phases, strict=True):
         assert theirs.optimizer.name == "adamw8bit"
@@ -462,7 +470,7 @@ def test_a_later_technique_overrides_an_earlier_one() -> None:
         Technique("fp16", ("precision=fp16",)),
     ]
 
-    assert stacked(members, base, configuration) == ("compile=default", "precision=fp16")
+    assert stack_overrides(members, base, configuration) == ("compile=default", "precision=fp16")
 
 
 # ---------------------------------------------------------------- what is said
@@ -479,7 +487,7 @@ def test_numbers_that_are_not_known_are_null_in_json() -> None:
     ("num", "kept"), [(3, (0.0, 2.0, 4.0)), (6, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0)), (9, (0.0, 1.0, 2.0, 3.0, 4.0, 5.0))]
 )
 def test_steps_are_taken_from_beginning_to_end(num: int, kept: tuple[float, ...]) -> None:
-    assert ladder.evenly_spaced([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], num) == kept
+    assert ladder.take_evenly_spaced([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], num) == kept
 
 
 def test_techniques_without_time_are_reported_with_the_baseline(tmp_path: Path, config_dir: Path) -> None:

@@ -10,7 +10,7 @@ import pytest
 
 from runner.base.errors import ConfigError
 from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
-from runner.tools.measure.suite import SuiteReport, compared
+from runner.tools.measure.suite import SuiteReport, compare_variants
 from runner.tools.measure.suites.loader import LoaderVariant, run, why_not
 from tests.tools.measure.suites.asked import asked
 
@@ -74,7 +74,7 @@ def test_a_too_short_budget_is_reported_with_a_sufficient_one(tmp_path: Path) ->
     short = ComparisonResult([VariantResult(Variant("as it is"))], "interleaved", needs_s=35.0)
     place = SimpleNamespace(comparison=SimpleNamespace(compare=lambda *_: short))
 
-    found = compared(place, [], asked("loader", tmp_path, TASK), 0.5)  # type: ignore[arg-type]
+    found = compare_variants(place, [], asked("loader", tmp_path, TASK), 0.5)  # type: ignore[arg-type]
 
     (note,) = found.notes
     assert "budget_s=70" in note

@@ -20,7 +20,13 @@ from runner.config.request import Request
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
 from runner.tools.doctor import arithmetic
 from runner.tools.measure import machine_rates
-from runner.tools.measure.machine_rates import MachineRequest, Rate, Turn, best, in_turns
+from runner.tools.measure.machine_rates import (
+    MachineOperation,
+    MachineRequest,
+    Rate,
+    fastest_sizes,
+    measure_interleaved,
+)
 from runner.tools.measure.suite import SuiteRequest, screen
 from runner.tools.measure.suites import SUITES, machine
 from runner.tools.measure.suites.machine import DataSheetPeaks
@@ -31,8 +37,8 @@ DEVICE = torch.device("cpu")
 H100 = Device("cuda", 0, "NVIDIA H100 80GB HBM3", memory_bytes=80 * GIB, capability=(9, 0))
 
 
-def turn(once: Callable[[], float], name: str = "fp32", size: int = 1, amount: float = 1.0) -> Turn:
-    return Turn("matmul", "cpu", name, size, amount, once)
+def turn(once: Callable[[], float], name: str = "fp32", size: int = 1, amount: float = 1.0) -> MachineOperation:
+    return MachineOperation("matmul", "cpu", name, size, amount, once)
 
 
 def taking(*seconds: float) -> Callable[[], float]:
@@ -52,14 +58,14 @@ def test_a_typo_may_refer_to_a_key_of_the_suite(words: str, meant: str) -> None:
 
 
 def test_a_rate_is_work_over_time() -> None:
-    rates, failed = in_turns([turn(taking(0.5), amount=2.0 * 1024**3)], rounds=5, seconds=60)
+    rates, failed = measure_interleaved([turn(taking(0.5), amount=2.0 * 1024**3)], rounds=5, seconds=60)
 
     assert failed == {}
     assert rates[0].per_s == (4.0 * 1024**3,) * 5
 
 
 def test_median_and_quartiles_are_reported() -> None:
-    rates, _ = in_turns([turn(taking(1.0, 0.5, 0.25, 0.2, 0.1))], rounds=5, seconds=60)
+    rates, _ = measure_interleaved([turn(taking(1.0, 0.5, 0.25, 0.2, 0.1))], rounds=5, seconds=60)
 
     assert rates[0].median == 4.0
     assert rates[0].quartiles == (2.0, 5.0)
@@ -68,7 +74,7 @@ def test_median_and_quartiles_are_reported() -> None:
 def test_the_fastest_size_counts() -> None:
     sizes = [turn(taking(1.0), size=256, amount=1.0), turn(taking(1.0), size=512, amount=8.0)]
 
-    (rate,) = best(in_turns(sizes, rounds=3, seconds=60)[0])
+    (rate,) = fastest_sizes(measure_interleaved(sizes, rounds=3, seconds=60)[0])
 
     assert (rate.size, rate.median) == (512, 8.0)
 
@@ -81,7 +87,7 @@ def test_variants_are_interleaved_in_random_order() -> None:
         return 1.0
 
     names = "abcdef"
-    in_turns([turn(lambda name=name: once(name), name) for name in names], rounds=6, seconds=60)  # type: ignore[misc]
+    measure_interleaved([turn(lambda name=name: once(name), name) for name in names], rounds=6, seconds=60)  # type: ignore[misc]
 
     rounds = ["".join(played[start : start + len(names)]) for start in range(0, len(played), len(names))]
     assert all(sorted(each) == list(names) for each in rounds), "each takes part in each round"
@@ -94,7 +100,7 @@ def test_a_failing_part_is_skipped_with_its_reason() -> None:
     def fails() -> float:
         raise RuntimeError(f"{what}\nand a stack")
 
-    rates, failed = in_turns([turn(fails, "fp16"), turn(taking(1.0), "fp32")], rounds=3, seconds=60)
+    rates, failed = measure_interleaved([turn(fails, "fp16"), turn(taking(1.0), "fp32")], rounds=3, seconds=60)
 
     assert failed == {"cpu fp16": what}
     assert [rate.name for rate in rates] == ["fp32"]
@@ -104,15 +110,15 @@ def test_a_failing_size_does_not_affect_others() -> None:
     def no_memory() -> float:
         raise torch.OutOfMemoryError("no memory is left")
 
-    rates, failed = in_turns([turn(no_memory, size=512), turn(taking(1.0), size=256)], rounds=3, seconds=60)
+    rates, failed = measure_interleaved([turn(no_memory, size=512), turn(taking(1.0), size=256)], rounds=3, seconds=60)
 
     assert ([rate.size for rate in rates], failed) == ([256], {})
 
 
 def test_a_small_budget_still_makes_a_few_rounds() -> None:
-    rates, _ = in_turns([turn(taking(1.0))], rounds=50, seconds=0.0)
+    rates, _ = measure_interleaved([turn(taking(1.0))], rounds=50, seconds=0.0)
 
-    assert len(rates[0].per_s) == machine_rates.LEAST_ROUNDS
+    assert len(rates[0].per_s) == machine_rates.MIN_ROUNDS
 
 
 # ---------------------------------------------------------------- the parts
@@ -131,8 +137,8 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
         call()
         return 1e-3
 
-    monkeypatch.setattr(arithmetic, "seconds", planted)
-    monkeypatch.setattr(machine_rates, "LARGEST", 512)
+    monkeypatch.setattr(arithmetic, "time_call", planted)
+    monkeypatch.setattr(machine_rates, "MAX_SIDE", 512)
 
 
 @pytest.mark.usefixtures("quick")
@@ -153,7 +159,7 @@ def test_a_format_without_kernels_is_skipped_with_the_reason(
             raise RuntimeError("not implemented for 'Half'")
         return 1e-3
 
-    monkeypatch.setattr(machine_rates, "product_seconds", refuses)
+    monkeypatch.setattr(machine_rates, "time_product", refuses)
     found = machine_rates.matmul(asked, 60.0)
 
     assert set(found.skipped) == {"cpu fp16 matmul"}
@@ -163,7 +169,7 @@ def test_a_format_without_kernels_is_skipped_with_the_reason(
 
 @pytest.mark.usefixtures("quick")
 def test_the_triad_reads_two_arrays_and_writes_one(asked: MachineRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_rates, "LEAST_ARRAY", machine_rates.MIB)
+    monkeypatch.setattr(machine_rates, "MIN_ARRAY_BYTES", machine_rates.MIB)
     monkeypatch.setattr(machine_rates, "cache_bytes", lambda device: 0)
     (rate,) = machine_rates.copies(asked, 60.0).rates
 
@@ -171,7 +177,7 @@ def test_the_triad_reads_two_arrays_and_writes_one(asked: MachineRequest, monkey
 
 
 def test_an_array_of_the_triad_is_four_times_the_cache(asked: MachineRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine_rates, "LEAST_ARRAY", 1)
+    monkeypatch.setattr(machine_rates, "MIN_ARRAY_BYTES", 1)
     monkeypatch.setattr(machine_rates, "cache_bytes", lambda device: 10 * machine_rates.MIB)
 
     assert machine_rates.triad(asked.inventory.cpu.device).size == 40 * machine_rates.MIB
@@ -238,10 +244,10 @@ def rate_of(part: str, name: str) -> Rate:
 def test_a_peak_comes_from_the_profile_of_this_device_with_its_source(peaks: DataSheetPeaks) -> None:
     facts = profile_facts()["h100"]["devices"][0]
 
-    peak, source = peaks.of(H100, rate_of("matmul", "bf16"))
+    peak, source = peaks.find(H100, rate_of("matmul", "bf16"))
     assert peak == facts["bf16_tensor_tflops"] * 1e12
     assert facts["source"]["bf16_tensor_tflops"] in source
-    peak, _ = peaks.of(H100, rate_of("copies", "memory, triad"))
+    peak, _ = peaks.find(H100, rate_of("copies", "memory, triad"))
     assert peak == facts["memory_bandwidth_gb_s"] * 1e9
 
 
@@ -251,13 +257,13 @@ def test_a_peak_comes_from_the_profile_of_this_device_with_its_source(peaks: Dat
         (CPU.device, "matmul", "fp32", "not reported here"),
         (H100, "matmul", "fp64", "does not state it"),
         (H100, "copies", "host to device, pinned", "does not state it"),
-        (dataclasses.replace(H100, name="NVIDIA H100 PCIe"), "matmul", "bf16", "no hardware profile is of"),
+        (dataclasses.replace(H100, name="NVIDIA H100 PCIe"), "matmul", "bf16", "no hardware profile for"),
     ],
 )
 def test_an_unpublished_peak_is_not_guessed(
     peaks: DataSheetPeaks, device: Device, part: str, name: str, why: str
 ) -> None:
-    peak, source = peaks.of(device, rate_of(part, name))
+    peak, source = peaks.find(device, rate_of(part, name))
 
     assert peak is None
     assert why in source
@@ -291,9 +297,9 @@ def test_typos_are_reported_before_anything_is_measured(
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     """So little is measured that the forked processes are done in a moment."""
-    monkeypatch.setattr(machine_rates, "LARGEST", 256)
-    monkeypatch.setattr(machine_rates, "LEAST_ARRAY", machine_rates.MIB)
-    monkeypatch.setattr(machine_rates, "TIMES_CACHE", 0)
+    monkeypatch.setattr(machine_rates, "MAX_SIDE", 256)
+    monkeypatch.setattr(machine_rates, "MIN_ARRAY_BYTES", machine_rates.MIB)
+    monkeypatch.setattr(machine_rates, "CACHE_FACTOR", 0)
 
 
 @pytest.mark.usefixtures("small")
@@ -318,7 +324,7 @@ def _dies(*_: Any) -> Any:
 def test_a_part_whose_process_dies_is_skipped_and_the_others_are_measured(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(machine, "MEASURED", {**machine.MEASURED, "matmul": _dies})
+    monkeypatch.setattr(machine, "PART_FUNCTIONS", {**machine.PART_FUNCTIONS, "matmul": _dies})
     report = machine.run(wanted(tmp_path, "matmul", "disk", rounds="3", disk_mib="1"))
 
     assert "matmul" in report.skipped

@@ -11,7 +11,7 @@ import pytest
 
 from runner.base.errors import AccelRunError, ConfigError
 from runner.tools.measure import suite
-from runner.tools.measure.compare import CompareLimits, Comparison, Say
+from runner.tools.measure.compare import CompareLimits, Comparison, LogFunction
 from runner.tools.measure.comparison_result import ComparisonResult, Variant
 from runner.tools.measure.suite import SuiteReport
 from runner.tools.measure.suites import parallelism
@@ -53,10 +53,10 @@ def test_two_ranks_and_measured_shares_gain_what_was_planted(tmp_path: Path, mon
 class Alone(Comparison):
     """Lets each variant run two updates, and returns planted times."""
 
-    def compare(self, variants: Sequence[Variant], limits: CompareLimits, say: Say = print) -> ComparisonResult:
+    def compare(self, variants: Sequence[Variant], limits: CompareLimits, log: LogFunction = print) -> ComparisonResult:
         found = []
         for variant in variants:
-            with self.alone(variant, limits) as (ask, measured):
+            with self.open_variant(variant, limits) as (ask, measured):
                 assert ask({"do": "run", "updates": 2})["updates"] == 2
             measured.blocks = blocks([1.0] * 3)
             found.append(measured)
