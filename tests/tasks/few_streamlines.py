@@ -1,4 +1,4 @@
-"""The volume inside dipy with an eighth of its streamlines: tracing all takes most of the time of these tests."""
+"""Trace fewer streamlines in dipy's volume: with all of them, tracing would dominate the time of these tests."""
 
 from __future__ import annotations
 

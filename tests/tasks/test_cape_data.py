@@ -1,4 +1,4 @@
-"""Letters are written as they are drawn and read as they are written; splits share nothing; what is wrong is named."""
+"""Letters are drawn, written and read back consistently; splits are disjoint; invalid data is refused."""
 
 from __future__ import annotations
 
@@ -129,7 +129,7 @@ def test_letters_are_drawn_where_their_keypoints_are(few: Splits) -> None:
     assert drawing.picture.shape == (64, 64, 3)
     assert (places >= drawing.box[:2] - 0.01).all()
     assert (places <= drawing.box[:2] + drawing.box[2:] + 0.01).all()
-    # corners of the letter have both colours around them
+    # both colours occur around each corner of the letter
     for column, row in places:
         top, left = (int(min(max(value - 2, 0), 60)) for value in (row, column))
         assert np.ptp(picture[top : top + 4, left : left + 4], axis=(0, 1)).max() > 60
@@ -208,10 +208,10 @@ def test_categories_of_any_number_of_keypoints_are_padded(written: Path) -> None
 
 def test_keypoints_stay_on_the_picture_when_it_is_augmented() -> None:
     images = torch.zeros(4, 3, 3, 64, 64)
-    xy = (torch.tensor([[28, 32], [36, 30], [32, 38]]) / 64).expand(4, 3, 3, 2)  # so near that no border mirrors them
+    xy = (torch.tensor([[28, 32], [36, 30], [32, 38]]) / 64).expand(4, 3, 3, 2)  # central: no border mirrors them
     for point in range(3):
         column, row = (xy[0, 0, point] * 64).int().tolist()
-        images[:, :, point, row - 2 : row + 2, column - 2 : column + 2] = 1.0  # a colour for each
+        images[:, :, point, row - 2 : row + 2, column - 2 : column + 2] = 1.0  # a channel for each point
     seen, size = torch.ones(4, 3, 3, dtype=torch.bool), torch.full((4, 3), 0.5)
     rngs = [sample_rng(0, 0, index) for index in range(4)]
     options = Augmentation(light=0.0, scale=1.1, translation=0.05)
@@ -280,7 +280,7 @@ def test_crops_keep_keypoints_on_their_pixels(crop: Any, tmp_path: Path) -> None
     )
     left, top, side = annotation.square(crop)
     picture = read_crop(annotation, crop, 40).float().mean(dim=0)
-    weight = torch.where(picture > 140, picture - 128, 0.0)  # grey outside
+    weight = torch.where(picture > 140, picture - 128, 0.0)  # grey outside the picture
     middle = torch.arange(40) + 0.5
     found = torch.stack([(weight.sum(0) * middle).sum(), (weight.sum(1) * middle).sum()]) / weight.sum()
     expected = torch.tensor([130 - left, 70 - top]) / side * 40
@@ -297,7 +297,7 @@ def test_copying_the_support_predicts_the_mean_for_hidden_keypoints() -> None:
     torch.testing.assert_close(copy_support(batch), expected)
 
 
-# What is wrong
+# Invalid data
 
 
 def keypoints_of(content: Content, number: int = 0) -> list[float]:

@@ -1,4 +1,4 @@
-"""The support decides what is found, what is invisible or padding decides nothing, and decoding is what was trained."""
+"""Predictions depend on the support, not on invisible keypoints or padding; decoding agrees with training."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ Batch = dict[str, Tensor]
 def make_model(kind: str = "dense") -> PoseTransformer:
     torch.manual_seed(0)
     model = PoseTransformer(replace(SMALL, attention=kind))  # type: ignore[arg-type]
-    for weight in model.parameters():  # away from the start, so that differences show
+    for weight in model.parameters():  # move away from the initial values, so that differences are visible
         with torch.no_grad():
             weight.add_(0.05 * torch.randn_like(weight))
     return model.eval()
@@ -49,7 +49,7 @@ def make_task(model: nn.Module, forget: float = 0.0) -> CategoryAgnosticPose:
 
 
 def make_batch(counts: tuple[int, ...] = (5, 3), queries: int = 2, max_keypoints: int = 5) -> Batch:
-    """Episodes with so many keypoints; the second keypoint of supports and the third of queries are invisible."""
+    """Return episodes with `counts` keypoints; the second one of supports and the third of queries are invisible."""
     generator = torch.Generator().manual_seed(1)
     B, Q, K = len(counts), queries, max_keypoints
     present = torch.arange(K) < torch.tensor(counts)[:, None]
@@ -118,7 +118,7 @@ def test_every_parameter_gets_a_gradient(kind: str) -> None:
         assert weight.grad.abs().sum() > 0, name
 
 
-# What does not count
+# Invisible keypoints and padding
 
 
 @pytest.mark.parametrize("value", [0.3, math.nan, math.inf])
@@ -178,7 +178,7 @@ def test_the_loss_equals_a_computation_by_hand() -> None:
     xy = torch.tensor([[[[0.3, 0.4], [0.9, 0.9], [0.1, 0.1], [0.5, 0.5]]]])
     guess = Guess(xy[0], xy.repeat(2, 1, 1, 1), torch.zeros(2, 1, 4, 2))
     loss, items = make_task(nn.Identity()).loss(lambda _: guess, batch)  # type: ignore[arg-type]
-    # L1 of one point in the proposals and two layers; the type of that point and of the end in two layers
+    # the L1 of one point in the proposals and two layers; the types of that point and of the end in two layers
     assert float(loss) == pytest.approx(3 * 5 * 0.1 + 2 * 2 * math.log(2))
     assert int(items) == 1
 
@@ -277,7 +277,7 @@ def test_a_keypoint_after_the_end_is_not_a_hit() -> None:
 def test_pck_counts_what_is_within_a_fifth_of_the_longer_side() -> None:
     batch = make_batch((3,), queries=1, max_keypoints=3)
     batch["query_visible"] = torch.tensor([[[True, True, False]]])
-    away = torch.tensor([0.099, 0.101, 0.0])  # the side is half of the picture
+    away = torch.tensor([0.099, 0.101, 0.0])  # the longer side is half of the picture
     hits, distances = score_keypoints(batch["query_xy"] + torch.stack([away, torch.zeros(3)], dim=-1), batch)
     assert hits.flatten().tolist() == [True, False, False]
     torch.testing.assert_close(distances.flatten(), torch.tensor([0.198, 0.202, 0.0]))
@@ -296,7 +296,7 @@ def test_types_end_after_the_last_keypoint_whatever_is_visible() -> None:
 def test_features_are_read_where_the_keypoint_is() -> None:
     shapes = ((4, 4), (2, 2))
     places = cell_centers(shapes, torch.device("cpu"))
-    maps = Maps(places[None].expand(3, -1, -1), shapes, places)  # each feature is its own place
+    maps = Maps(places[None].expand(3, -1, -1), shapes, places)  # each feature is its own position
     xy = torch.tensor([[[0.3, 0.6], [0.5, 0.25]]]).expand(3, -1, -1)
     torch.testing.assert_close(sample(maps.levels(), xy), xy)
 
@@ -319,7 +319,7 @@ def test_deformable_attention_reads_around_its_place() -> None:
     maps = Maps(torch.randn(2, 36, 8), shapes, cell_centers(shapes, torch.device("cpu")))
     at = maps.positions[[7, 20]].expand(2, -1, -1)
     expected = attention.output(attention.value(maps.tokens[:, [7, 20]]))
-    # without offsets, and with weights that sum to one, that is the value of the cell itself
+    # with zero offsets and weights that sum to one, the result is the value of the cell itself
     torch.testing.assert_close(attention(torch.randn(2, 2, 8), at, attention.prepare(maps)), expected)
 
 
@@ -328,7 +328,7 @@ def test_the_published_size_has_a_resnet_50(kind: str) -> None:
     with torch.device("meta"):
         model = PoseTransformer(replace(SHAPES["full"], attention=kind))  # type: ignore[arg-type]
         maps = model.backbone(torch.empty(1, 3, 256, 256))
-    # 25,557,032 of ResNet-50 without its classifier of 2,049,000; group normalisation has as many as batch's
+    # ResNet-50 has 25,557,032, of which its classifier has 2,049,000; group and batch normalization have equally many
     assert sum(weight.numel() for weight in model.backbone.parameters()) == 25_557_032 - 2_049_000
     assert [tuple(level.shape) for level in maps] == [(1, 512, 32, 32), (1, 1024, 16, 16), (1, 2048, 8, 8)]
 
@@ -338,10 +338,10 @@ def test_the_pretrained_backbone_is_torchvisions_resnet_50() -> None:
     backbone = PretrainedResNet50(3)
     state = backbone.state_dict()
     sizes = {name: tuple(tensor.shape) for name, tensor in state.items()}
-    assert len(sizes) == 53 * 5  # of 53 convolutions, each with a norm of four tensors
+    assert len(sizes) == 53 * 5  # 53 convolutions, each with a norm of four tensors
     assert sizes["layer3.5.conv3.weight"] == (1024, 256, 1, 1)
     assert sizes["layer2.0.downsample.1.running_var"] == (512,)
-    # 25,557,032 of ResNet-50 without its classifier of 2,049,000, and weight and bias of each norm as buffers
+    # ResNet-50 without its classifier, as above; weight and bias of each norm are buffers
     norms = sum(state[name].numel() for name in state if name.endswith((".running_mean", "bn1.running_mean")))
     assert sum(weight.numel() for weight in backbone.parameters()) == 25_557_032 - 2_049_000 - 2 * norms
     maps = backbone(torch.rand(1, 3, 64, 64))
@@ -370,5 +370,5 @@ def test_it_overfits_one_episode(kind: str) -> None:
         (loss / items).backward()
         optimizer.step()
     hits, _, ended = score_guess(decode(model.eval(), batch), batch)
-    assert hits.sum() >= 7  # of eight; decoding goes from its own guesses
+    assert hits.sum() >= 7  # of eight, since decoding continues from its own predictions
     assert ended.all()

@@ -1,4 +1,4 @@
-"""The task says what it measures, on which categories, and writes what it finds."""
+"""Metrics, baselines and splits of the task, and the results of inference."""
 
 from __future__ import annotations
 

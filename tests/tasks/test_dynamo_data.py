@@ -1,4 +1,4 @@
-"""Records say what they claim, splits share nothing, and positions of characters become positions of tokens exactly."""
+"""Records are correct, splits are disjoint, and character positions map exactly to token positions."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ LIMITS = {"vocab_size": 2048, "max_length": 64, "max_target_length": 28}
 
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory) -> Corpus:
-    """The standard library's own records."""
+    """The records of the standard library."""
     return open_corpus(None, tmp_path_factory.mktemp("cache"), **LIMITS)
 
 
@@ -84,7 +84,7 @@ def test_offsets_are_the_characters_of_a_token_without_the_space_before_it(corpu
             piece = corpus.tokenizer.bytes[token]
             if piece.isascii():
                 assert words[start:end] == (piece.decode().removeprefix(" ") or " ")
-            else:  # a byte of a character has the offsets of all of it
+            else:  # each byte of a character has the offsets of the character
                 assert piece in words[start:end].encode()
                 assert end == start + 1
 
@@ -304,7 +304,7 @@ def test_only_masked_tokens_differ_and_are_the_targets(corpus: Corpus) -> None:
 
 
 def _bare(record: dict[str, Any], task: str) -> str:
-    """Return the text without its request."""
+    """Return the text of a record without its request."""
     return record["context"] if task == "qa" else source_text(record, task).split("\n", 1)[1]
 
 

@@ -1,4 +1,4 @@
-"""Adapters are in the model, gradients reach what a phase trains, and the decoder sees no future."""
+"""Adapters are part of the model, only trained parameters of a phase get gradients, and the decoder is causal."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def task(data: Path) -> DynamoTask:
     made = build(Context(0, data, data.parent / "cache"), vocab_size=300, dropout=0.0)
     assert isinstance(made, DynamoTask)
     task = DynamoTask(made.corpus, SMALL, dropout=0.0)
-    for weight in task.model.parameters():  # far from the small start, and B from zero, so that differences show
+    for weight in task.model.parameters():  # far from small initial values and B = 0, so that differences are visible
         if weight.ndim > 0:
             nn.init.normal_(weight, std=0.3)
     return task
@@ -125,14 +125,14 @@ def test_gradients_reach_exactly_the_trained_parameters(task: DynamoTask, phase:
     dataset = task.dataset("train")
     for name, weight in task.model.named_parameters():
         weight.requires_grad_(name.split(".")[0] in PHASES[phase]["trains"])
-    for start in (0, 2):  # hard routing sends each batch elsewhere
+    for start in (0, 2):  # hard routing sends the batches to different adapters
         batch = dataset.__getitems__([*range(start, start + 4)] if phase != "pretrain" else list(range(30)))  # type: ignore[attr-defined]
         task.loss(task.model, batch)[0].backward()
     for name, weight in task.model.named_parameters():
         if weight.requires_grad:
             assert weight.grad is not None, name
             assert weight.grad.abs().sum() > 0, name
-            if phase == "lora" and name.startswith("adapters"):  # of every task
+            if phase == "lora" and name.startswith("adapters"):  # for every task
                 assert (weight.grad.abs().sum(dim=(1, 2)) > 0).all(), name
         else:
             assert weight.grad is None, name
@@ -326,7 +326,7 @@ def test_inference_answers_records_of_each_task_and_shows_the_routing(task: Dyna
     made = predictions(task, "joint", samples=2)
     names = [name for prediction in made for name in prediction.files]
     assert names == [f"task-{t}.json" for t in TASKS] + ["routing.json"]
-    assert len({*names, "summary.json"}) == len(TASKS) + 2  # the runner's own summary lies beside them
+    assert len({*names, "summary.json"}) == len(TASKS) + 2  # the runner writes its own summary.json beside them
     for prediction, name in zip(made, TASKS, strict=False):
         (content,) = prediction.files.values()
         records = json.loads(content)

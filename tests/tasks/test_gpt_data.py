@@ -1,4 +1,4 @@
-"""The text is the same for the same Python, its splits share nothing, and its windows tile it."""
+"""The text is the same for the same Python, its splits are disjoint, and windows tile it."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ def test_no_five_lines_of_held_out_text_are_in_the_training_text(corpus: Corpus)
 
 
 def test_the_leakage_of_a_text_is_the_share_of_its_blocks(folder: Path, tmp_path: Path) -> None:
-    """Of the user's text it is told, and nothing is left out."""
+    """For the user's text it is only reported; no block is removed."""
     lines = "".join(f"line {number}\n" for number in range(9))
     for file in folder.rglob("*.txt"):
         file.write_text(lines + f"only in {file.stem}\n")
@@ -109,7 +109,7 @@ def test_the_leakage_of_a_text_is_the_share_of_its_blocks(folder: Path, tmp_path
 
 
 def test_a_deduplicated_text_has_no_known_block() -> None:
-    """Also where lines meet that were apart before."""
+    """Including blocks that form only after a removal."""
     known = {block for text in ("a\nb\nc\nd\ne\n", "1\n2\n3\n4\n5\n") for _, block in blocks(text)}
     assert remove_known_blocks("x\n\n  a\nb\n\nc\nd\ne\ny\n", known) == "x\n\n\ny\n"
     assert remove_known_blocks("1\n2\na\nb\nc\nd\ne\n3\n4\n5\n6\n", known) == "6\n"
@@ -145,12 +145,12 @@ def test_changed_text_is_prepared_again(folder: Path, tmp_path: Path) -> None:
     assert any(b"something else" in file.read_bytes() for file in second.files.values())
 
 
-# Preparing
+# Preparation
 
 
 def test_two_processes_may_prepare_at_the_same_time(tmp_path: Path) -> None:
     def make(folder: Path, winner: bool) -> None:
-        if not winner:  # while this one works, the other begins and ends
+        if not winner:  # another process starts and finishes in the meantime
             prepared(tmp_path / "text", lambda other: make(other, True))
         (folder / "file").write_text("winner" if winner else "loser")
 

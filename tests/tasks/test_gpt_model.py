@@ -1,4 +1,4 @@
-"""The transformer sees no future, decodes with a cache as without, and samples what its probabilities say."""
+"""The transformer is causal, decodes equally with and without a cache, and samples by its probabilities."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = Shape(num_layers=2, num_heads=2, width=16, block_size=8, vocab_size=256)
 def make_model(shape: Shape = SMALL, **options: Any) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(shape, **options)
-    for weight in model.parameters():  # far from the small start, so that differences show
+    for weight in model.parameters():  # far from the small initial values, so that differences are visible
         nn.init.normal_(weight, std=0.3)
     return model
 
@@ -120,7 +120,7 @@ def nothing_left() -> Iterator[None]:
 
 
 def update(task: GPT, epoch: int = 0) -> tuple[Tensor, list[Tensor | None]]:
-    """Return loss and gradients of one pass over six samples."""
+    """Return loss and gradients of one forward and backward pass over six samples."""
     noise.start_pass(BatchSamples(0, epoch, range(6), range(6)))
     loss, _ = task.loss(task.model, make_batch(6))
     loss.backward()
@@ -153,7 +153,7 @@ def test_each_layer_drops_different_elements() -> None:
 
 
 def test_attention_dropout_uses_the_fused_kernel_if_nothing_is_dropped() -> None:
-    # Of the numbers that are drawn only 0 is below 1e-12, with a chance of 6e-8.
+    # Of the possible draws only 0 is below 1e-12, with a probability of 6e-8.
     fused, explicit = (update(make_task(attention_dropout=rate)) for rate in (0.0, 1e-12))
     torch.testing.assert_close(explicit, fused, rtol=1e-4, atol=1e-5)
 
@@ -165,7 +165,7 @@ def test_recomputed_blocks_drop_the_same_elements(rates: dict[str, float]) -> No
     torch.testing.assert_close(update(again), update(kept), rtol=0, atol=0)
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo accesses .grad of non-leaf inputs
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("compiled", [default, regional])
 def test_a_compiled_model_drops_the_same_elements_in_one_graph(compiled: Callable[..., None]) -> None:
@@ -176,7 +176,7 @@ def test_a_compiled_model_drops_the_same_elements_in_one_graph(compiled: Callabl
     before = counters["stats"]["unique_graphs"]
     for epoch in range(2):
         torch.testing.assert_close(update(task, epoch), update(plain, epoch), rtol=1e-4, atol=1e-5)
-    assert counters["stats"]["unique_graphs"] == before + 1  # for all blocks and updates
+    assert counters["stats"]["unique_graphs"] == before + 1  # one graph for all blocks and updates
 
 
 # The loss
@@ -258,7 +258,7 @@ def test_tokens_are_sampled_with_their_probability() -> None:
     best = logits.topk(7)
     expected = torch.zeros(200).scatter(0, best.indices, best.values.softmax(0))
     shares = chosen.flatten().bincount(minlength=200) / 10_000
-    # evenly spaced draws hit an interval at most one time too often, or once too rarely
+    # the count of evenly spaced draws in an interval is off by at most one
     torch.testing.assert_close(shares, expected, atol=2e-4, rtol=0)
 
 

@@ -1,4 +1,4 @@
-"""Cubes and masks of hyperspectral: exact, repeatable, split by photograph, and read from files with clear answers."""
+"""Cubes and masks of hyperspectral: exact, reproducible, split by photograph, and read from files with validation."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_a_mask_covers_its_targets_exactly(kind: str, cache: Path, monkeypatch: 
     data = make(kind, cache)
     monkeypatch.setattr(scenes, "NOISE", 0.0)
     monkeypatch.setattr(scenes, "draw_decoy_lines", lambda rng: [(-9.0, 1.0), (-9.0, 1.0)])  # decoys absorb nothing
-    data.num_cubes = 60  # enough for decoys that come after a target, at the same place
+    data.num_cubes = 60  # enough that some decoys are drawn over a target
     whole = data.__getitems__(range(60))
     monkeypatch.setattr(scenes, "implant", lambda cube, mask, rng: None)
     bare = data.__getitems__(range(60))

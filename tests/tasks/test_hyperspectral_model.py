@@ -1,4 +1,4 @@
-"""Both heads of hyperspectral: what gets a gradient, which way each term pushes, what does not collapse."""
+"""Both heads of hyperspectral: gradients, the effect of each loss term, and protection against collapse."""
 
 from __future__ import annotations
 
@@ -248,7 +248,7 @@ def test_the_centre_moves_once_per_update_also_across_a_resume(make: Any) -> Non
         for again in (task, resumed):
             again.begin_update(Progress("train", update, 9, 0.0))
             assert torch.equal(again.model.centre, once)
-    task.begin_update(Progress("train", 0, 9, 0.0))  # trained anew from these weights
+    task.begin_update(Progress("train", 0, 9, 0.0))  # a new training from these weights
     assert not torch.equal(model.centre, once)
     run_fit(task)
     assert int(model.moved_at) == -1
@@ -307,7 +307,7 @@ def test_the_model_is_traced_with_the_example(make: Any, head: str) -> None:
     for given in (cubes, cubes[:1]):
         for one, other in zip(program(given), model(given), strict=True):
             torch.testing.assert_close(one, other)
-    for name, value in model.state_dict().items():  # a part of a larger tensor cannot be written alone
+    for name, value in model.state_dict().items():  # a view of a larger tensor cannot be saved on its own
         assert value.untyped_storage().nbytes() == value.nbytes, name
 
 

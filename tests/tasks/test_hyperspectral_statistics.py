@@ -1,4 +1,4 @@
-"""Phase 1 of hyperspectral: one pass, mergeable, of bounded memory, and equal to what numpy finds with all pixels."""
+"""Phase 1 of hyperspectral: one pass over the data, mergeable, bounded memory, same results as numpy on all pixels."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ CHANNELS = 7
 
 
 def make_batch(num_cubes: int = 10, height: int = 9, width: int = 11, offset: float = 0.0) -> dict[str, Tensor]:
-    """Return correlated spectra of very different spread per channel."""
+    """Return correlated spectra with very different variances per channel."""
     generator = torch.Generator().manual_seed(0)
     basis = torch.randn(CHANNELS, CHANNELS, generator=generator) * torch.logspace(0, -2, CHANNELS)
     cube = torch.randn(num_cubes, height, width, CHANNELS, generator=generator) @ basis + offset
@@ -116,7 +116,7 @@ def test_every_pixel_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
         return gram(rows)
 
     monkeypatch.setattr(statistics, "gram", watched)
-    batch = make_batch(height=50, width=90)  # 4500 pixels: a whole block and a part
+    batch = make_batch(height=50, width=90)  # 4500 pixels per cube: a full block and a partial one
     state = gathered(PixelStatistics(CHANNELS), batch)
     assert sum(seen) == batch["mask"].numel() == state["count"]
     assert len(seen) == 20, "blocks, not pixels"
@@ -137,7 +137,7 @@ def test_the_hash_is_injective_and_uniform() -> None:
     keys = hash_int64(torch.arange(100_000))
     assert len(keys.unique()) == 100_000
     assert (keys > 0).double().mean().item() == pytest.approx(0.5, abs=0.01)
-    # splitmix64 of seed 0: published first value
+    # the published first value of splitmix64 with seed 0
     assert hash_int64(torch.tensor([0])).item() == 0xE220A8397B1DCDAF - 2**64
 
 
@@ -172,7 +172,7 @@ def test_rx_is_the_squared_mahalanobis_distance_of_numpy() -> None:
     found = model.rx(batch["cube"]).reshape(-1).numpy()
     np.testing.assert_allclose(found, expected, rtol=2e-3)
     assert expected.mean() == pytest.approx(CHANNELS)
-    # 1280 sampled pixels: the error of a standard deviation is about 3 % there
+    # with 1280 sampled pixels, the error of the standard deviation is about 3 %
     assert float(model.sigma) == pytest.approx(expected.std(), rel=0.1)
     assert float(model.threshold) == pytest.approx(CHANNELS + 2 * float(model.sigma))
 

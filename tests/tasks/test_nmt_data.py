@@ -1,4 +1,4 @@
-"""Text survives its tokens, what is held out was never seen, and every pair lies in one place of a batch."""
+"""Tokenization is lossless, held-out pairs are not in the training data, and each pair is in a batch exactly once."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def library() -> Pairs:
 @pytest.fixture(scope="module")
 def corpus(tmp_path_factory: pytest.TempPathFactory, library: Pairs) -> Corpus:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(data, "library_pairs", lambda files: library)  # parsed once is enough
+        patch.setattr(data, "library_pairs", lambda files: library)  # do not parse it again
         return open_pairs(None, tmp_path_factory.mktemp("cache"), vocab_size=2000)
 
 
@@ -62,7 +62,7 @@ LEARNED = Pieces.learn(["get the name", "get_name(self, name, default=None)", "(
 
 @given(st.text() | st.text("getnamself_(), =Xé3\n"))
 def test_tokenization_is_lossless(text: str) -> None:
-    text = text.encode(errors="replace").decode()  # lone surrogates are no text
+    text = text.encode(errors="replace").decode()  # replace lone surrogates, which are not valid text
     assert LEARNED.decode(LEARNED.encode(text)) == text
 
 
@@ -235,7 +235,7 @@ def some_pairs(count: int = 40) -> tuple[Sequences, Sequences]:
 
 
 def unpacked(batch: Batch) -> Counter[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
-    """Return every pair of a batch: source, target and labels."""
+    """Return every pair of a batch as (source, target, labels)."""
     found = []
     for row in range(len(batch.labels)):
         for segment in range(1, int(batch.source.segments[row].max()) + 1):
@@ -341,7 +341,7 @@ def test_the_name_copying_rule_is_scored_like_exact_match(library: Pairs, corpus
     assert (
         baselines(corpus, 1000, 1000)["exact_match_name"] == np.mean(right) > baselines(corpus, 50, 20)["exact_match"]
     )
-    assert baselines(corpus, 50, 3)["exact_match_name"] == 0  # cut targets are never exact
+    assert baselines(corpus, 50, 3)["exact_match_name"] == 0  # truncated targets never match exactly
 
 
 def test_sources_without_a_leading_name_have_no_such_rule(tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Padding and neighbours in a row change nothing, masks or not; the cache gives what decoding without it gives."""
+"""Padding and other pairs of a row have no effect, with and without masks; cached decoding equals decoding without."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def nothing_left() -> Iterator[None]:
 def make_task(*, packed: bool, far: bool = True, **rates: float) -> Translation:
     torch.manual_seed(0)
     task = Translation(small_corpus(), SMALL, packed=packed, **rates)
-    if far:  # from the small start, so that differences show
+    if far:  # from the small initial values, so that differences are visible
         for weight in task.model.parameters():
             nn.init.normal_(weight, std=0.3)
     return task
@@ -73,7 +73,7 @@ def task(request: pytest.FixtureRequest) -> Translation:
     return make_task(packed=request.param)
 
 
-# The published model, and what was wrong with its attention
+# The published model, and the fixes to its attention
 
 
 def test_the_published_shape_has_25_million_parameters() -> None:
@@ -111,7 +111,7 @@ def test_both_sides_and_the_output_share_one_embedding() -> None:
     assert tables == ["embedding.weight"]
 
 
-# The laws of the model
+# Properties of the model
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
@@ -184,7 +184,7 @@ def test_packed_and_padded_models_give_equal_outputs() -> None:
         task = make_task(packed=packed)
         source, target, labels, _ = batch_of(task)
         found = task.model(source, target)
-        whose = torch.stack([labels.flatten(), target.positions.flatten()], dim=1)  # an order that both forms have
+        whose = torch.stack([labels.flatten(), target.positions.flatten()], dim=1)  # sort keys that both layouts share
         real = labels.flatten() != PAD
         order = sorted(
             range(int(real.sum())),
@@ -222,11 +222,11 @@ def test_dropout_acts_in_training_only(task: Translation, rates: dict[str, float
     assert torch.equal(logits(), task.model(source, target))
 
 
-@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo looks at inputs that are not leaves
+@pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo accesses .grad of non-leaf inputs
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("compiled", "graphs"), [(default, 1), (regional, 2)])
 def test_a_compiled_model_drops_the_same_elements_in_one_graph(compiled: Callable[..., None], graphs: int) -> None:
-    """With compile=regional one graph for all layers of the encoder, and one for those of the decoder."""
+    """With compile=regional, one graph for all encoder layers and one for all decoder layers."""
 
     def loss(task: Translation, epoch: int) -> tuple[Tensor, Tensor | None]:
         noise.start_pass(BatchSamples(0, epoch, range(20), range(20)))
@@ -253,13 +253,13 @@ def test_packing_does_not_change_what_dropout_drops(rates: dict[str, float]) -> 
         loss, _ = task.loss(task.model, batch_of(task, 20))
         loss.backward()
         found.append((loss.detach(), [weight.grad for weight in task.model.parameters()]))
-    # Codes are appended in float32 and the loss is computed in it.
+    # Position codes and the loss are computed in float32.
     torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
 
 
 def test_attention_dropout_uses_the_fused_kernel_if_nothing_is_dropped(task: Translation) -> None:
     found = []
-    for rate in (0.0, 1e-12):  # of the numbers that are drawn only 0 is below, with a chance of 6e-8
+    for rate in (0.0, 1e-12):  # of the possible draws only 0 is below 1e-12, with a probability of 6e-8
         other = make_task(packed=task.packed, attention_dropout=rate)
         loss, _ = other.loss(other.model, batch_of(other, 20))
         loss.backward()
@@ -286,7 +286,7 @@ def greedy_without_cache(task: Translation, source: Rows) -> Tensor:
 def test_greedy_decoding_does_not_depend_on_the_cache(task: Translation) -> None:
     source = batch_of(task, 40, "val").source
     with torch.no_grad():
-        task.model.embedding.weight[END] *= 3  # so that some end early
+        task.model.embedding.weight[END] *= 3  # so that some translations end early
         assert torch.equal(translate(task.model, SMALL, source), greedy_without_cache(task, source))
 
 

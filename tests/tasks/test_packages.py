@@ -1,4 +1,4 @@
-"""A package that a command needs late is missed before its first update, with the line that installs it."""
+"""A package missing for a later step of a command is reported before the first update, with the extra to install."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ for name in [name for name in sys.modules if name.partition(".")[0] == os.enviro
     del sys.modules[name]
 sys.meta_path.insert(0, Hidden())
 """
-# Imported where the task is built, and only where its prepared data is not in the cache.
+# Packages that are imported while the task is built, and only if the prepared data is not in the cache.
 WHILE_BUILDING = {("tractodiff", "dipy"), ("hyperspectral", "skimage")}
 CORE = {"matplotlib", "mpl_toolkits", "PIL"}  # matplotlib needs PIL
 OWN = """
@@ -55,7 +55,7 @@ def hidden(server: ForkServer, words: str, folder: Path, package: str) -> Ended:
 
 @pytest.fixture(scope="module")
 def prepared(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a trained tractodiff, and its prepared data in the cache."""
+    """A folder with a trained tractodiff run and its prepared data in the cache."""
     pytest.importorskip("dipy")
     folder = tmp_path_factory.mktemp("prepared")
     ended = hidden(server, "train task=tractodiff device=cpu monitor=off updates=1 evaluate.samples=1", folder, "none")

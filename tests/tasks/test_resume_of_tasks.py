@@ -1,4 +1,4 @@
-"""Each task, stopped in the middle and continued, equals itself never stopped: weights, statistics, metrics."""
+"""A resumed run of each task equals an uninterrupted one: weights, statistics, metrics."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from runner.durable.checkpoint import LoadedCheckpoint, load, newest_valid
 from tests.forkserver import ForkServer
 
-# Small enough for seconds; each goes on in the phase in which it was asked to stop.
+# Small enough to take seconds; each resumes in the phase in which it was stopped.
 WORDS = {
     "cape": ["updates=6", "global_batch_size=4", "micro_batch_size=2"],
     "dynamo": ["updates=3", "global_batch_size=4"],
@@ -21,7 +21,7 @@ WORDS = {
     "nmt": ["updates=6", "global_batch_size=4"],
     "tractodiff": ["updates=6", "global_batch_size=8"],
 }
-# When the first checkpoint is written; the next update but one waits for it.
+# Stop by SIGTERM during the first save.
 STOPPED = {
     "IMPORT_FIRST": "tests.faults.ending",
     "FAULT": json.dumps({"at": "save", "save": 1, "number": 1, "by": "SIGTERM"}),

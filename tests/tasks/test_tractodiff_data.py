@@ -1,4 +1,4 @@
-"""Pieces of streamlines are what they are said to be: held out, in one space, known as far as a tracker would know."""
+"""Pieces of streamlines: held out correctly, in one space, with the history that a tracker would know."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ M_PERTURB = -6  # of mallopt(3)
 
 @pytest.fixture(scope="module")
 def traced() -> Any:
-    """The subject of the volume."""
+    """The traced subject of dipy's volume."""
     with few_streamlines():
         (found,) = sources.volume()
     return found
@@ -49,14 +49,14 @@ def volume(traced: Any, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def bundles(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """What nothing is fetched for."""
+    """The prepared bundles; a network access fails the test."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(socket, "socket", lambda *_, **__: pytest.fail("asked the network"))
         return prepare(None, tmp_path_factory.mktemp("cache"), data="bundles", step=4.0)
 
 
 def make_subject(folder: Path, *, num_lines: int = 40, seed: int = 0) -> None:
-    """Write a subject in which diffusion is fast along the axis A, with gently waved streamlines along A."""
+    """Write a subject with fast diffusion along the axis A, and slightly wavy streamlines along A."""
     folder.mkdir(parents=True)
     rng = np.random.default_rng(seed)
     vectors = rng.standard_normal((30, 3))
@@ -84,7 +84,7 @@ def one_subject(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def damaged(one_subject: Path, tmp_path: Path) -> Path:
-    """A copy to damage; the folder of its only subject."""
+    """The folder of the only subject, in a copy for a test to damage."""
     shutil.copytree(one_subject, tmp_path / "brains")
     return tmp_path / "brains" / "anna"
 
@@ -128,7 +128,7 @@ def make_fields(*shapes: tuple[int, int, int], channels: int = 3) -> Fields:
 
 
 def sample_with_torch(image: Tensor, points: Tensor) -> Tensor:
-    """Return what grid_sample gives for an image (X, Y, Z, C) at points (N, 3) in voxels."""
+    """Return values (N, C) of an image (X, Y, Z, C) at points (N, 3) in voxels, by torch's grid_sample."""
     sizes = torch.tensor(image.shape[:3])
     grid = (2 * points / (sizes - 1) - 1).flip(-1).view(1, 1, 1, -1, 3)
     return F.grid_sample(image.permute(3, 0, 1, 2)[None], grid, align_corners=True)[0, :, 0, 0].T
@@ -172,11 +172,11 @@ def test_streamlines_are_inside_the_mask(volume: Path) -> None:
     tracts = Pieces(volume, "train").tracts
     inside = tracts.fields.mask.sample(tracts.points, torch.zeros(len(tracts.points), dtype=torch.long))
     assert len(tracts.ends) > 1000
-    assert (inside >= 0.5).float().mean() > 0.95  # the last points lie where tracking stopped
+    assert (inside >= 0.5).float().mean() > 0.95  # the last points are where tracking stopped, just outside
 
 
 def test_the_field_points_where_the_streamlines_go(one_subject: Path, tmp_path: Path) -> None:
-    """Diffusion is fast along A, whatever the axes of the image: the signal is low there."""
+    """Diffusion is fast along A, and so the signal is low there, for any orientation of the image."""
     from dipy.reconst.shm import real_sh_descoteaux
 
     pieces = Pieces(prepare(one_subject, tmp_path, data="volume", step=1.0), "train")
@@ -186,7 +186,7 @@ def test_the_field_points_where_the_streamlines_go(one_subject: Path, tmp_path: 
     right, front, up = real_sh_descoteaux(8, theta, phi, legacy=False)[0] @ coefficients
     assert front < 0.5 * min(right, up)
     latest = pieces.spread(50)["condition"][:, -3:].abs()
-    assert (latest[latest.any(dim=1), 1] > 0.99).all()  # and they go along A
+    assert (latest[latest.any(dim=1), 1] > 0.99).all()  # streamlines run along A
 
 
 def digest_of(subject: sources.Subject) -> str:
@@ -194,7 +194,7 @@ def digest_of(subject: sources.Subject) -> str:
 
 
 def digest_in_filled_memory() -> str:
-    """Trace the volume while the allocator fills what it hands out."""
+    """Trace the volume while malloc fills new memory with a pattern."""
     assert ctypes.CDLL(None).mallopt(M_PERTURB, 165)
     with few_streamlines():
         (found,) = sources.volume()
@@ -235,14 +235,14 @@ def test_a_piece_is_the_points_that_follow(volume: Path) -> None:
     count = len(pieces) // 2
     line = tracts.streamlines("val", 0)[0]
     places = len(line) - 17
-    for index in range(places):  # forwards: the start is point index + 1
+    for index in range(places):  # forward: the start is point index + 1
         piece = pieces[index]
         assert torch.equal(piece["start"], line[index + 1])
         torch.testing.assert_close(piece["start"] + piece["points"], line[index + 2 : index + 18])
         known = unit_steps(line[max(0, index - 7) : index + 2])
         torch.testing.assert_close(piece["condition"][322:].view(8, 3)[-len(known) :], known)
         assert not piece["condition"][322:].view(8, 3)[: -len(known)].any()
-    back = pieces[count]  # and backwards, from the other end
+    back = pieces[count]  # backward, from the other end
     torch.testing.assert_close(back["start"] + back["points"], line.flip(0)[2:18])
     torch.testing.assert_close(back["condition"][-3:], unit_steps(line.flip(0)[:2])[0])
 
@@ -250,7 +250,7 @@ def test_a_piece_is_the_points_that_follow(volume: Path) -> None:
 def test_training_pieces_are_extrapolated_beyond_the_end(volume: Path) -> None:
     pieces = Pieces(volume, "train")
     line = pieces.tracts.streamlines("train", 0)[0]
-    last = pieces[len(line) - 2]  # one real point is left
+    last = pieces[len(line) - 2]  # only one real point is left
     step = line[-1] - line[-2]
     torch.testing.assert_close(last["points"], step * torch.arange(1, 17)[:, None], atol=1e-4, rtol=1e-4)
 
@@ -302,7 +302,7 @@ def test_data_are_prepared_once_and_again_if_they_changed(one_subject: Path, tmp
 def expect(damaged: Path, error: type[Exception], match: str, **options: Any) -> None:
     with pytest.raises(error, match=match) as caught:
         prepare(damaged.parent, damaged.parent.parent / "cache", **{"data": "volume", "step": 1.0, **options})
-    assert "dwi.nii.gz" in str(caught.value) or "step_mm" in str(caught.value)  # says what is expected
+    assert "dwi.nii.gz" in str(caught.value) or "step_mm" in str(caught.value)  # the message names what is expected
     assert not list((damaged.parent.parent / "cache").glob("*"))
 
 

@@ -1,4 +1,4 @@
-"""The diffusion is the published one, the model listens to its condition, and streamlines grow as they were trained."""
+"""The diffusion schedule is the published one, the model uses its condition, and streamlines grow as in training."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ def test_noise_grows_from_almost_none_to_almost_all(num_steps: int) -> None:
     assert (signal.diff() < 0).all()
     assert 0.97 < signal[0] < 1
     assert 0 <= signal[-1] < 1e-4
-    assert signal[num_steps // 2 - 1] == pytest.approx(0.5, abs=0.02)  # squared cosine: half of it half way
+    assert signal[num_steps // 2 - 1] == pytest.approx(0.5, abs=0.02)  # squared cosine: half the signal half way
 
 
 def test_noised_points_keep_their_variance() -> None:
@@ -81,7 +81,7 @@ def test_noised_points_keep_their_variance() -> None:
 
 
 def test_a_step_back_has_the_moments_of_the_step_before() -> None:
-    """x_t of a known x0, and one step back, is distributed as x_{t-1}: mean and variance follow exactly."""
+    """A reverse step from x_t with a known x0 has exactly the mean and variance of x_{t-1}."""
     schedule = Schedule(50)
     signal = schedule.signal.double()
     for step in (1, 20, 48):
@@ -122,7 +122,7 @@ def test_ddim_takes_the_requested_steps_and_draws_once() -> None:
 
 
 def test_a_step_of_ddim_keeps_the_noise() -> None:
-    """With the true x0, x at each step is that of the same noise with the step's shares."""
+    """With the true x0, x at each step is x0 with the same noise, scaled for that step."""
     schedule, generator = Schedule(50), torch.Generator().manual_seed(0)
     x0, noise = torch.randn(2, 5, 16, 3, generator=generator)
     start = schedule.add_noise(x0, torch.full((5,), 49), noise)
@@ -188,7 +188,7 @@ def test_full_is_the_published_size(denoiser: Any, millions: float) -> None:
 
 
 @pytest.mark.parametrize("denoiser", ["gru", "unet"])
-@pytest.mark.filterwarnings("ignore:The tensor attributes")  # of the GRU, said by torch
+@pytest.mark.filterwarnings("ignore:The tensor attributes")  # a warning of torch about the GRU
 def test_the_model_is_traced_with_the_example(denoiser: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = make_task(cache, monkeypatch, denoiser=denoiser)
     example, model = task.example(), task.model.eval()
@@ -224,7 +224,7 @@ def test_the_loss_is_float32_under_autocast(denoiser: str, cache: Path, monkeypa
 
 
 class Straight(torch.nn.Module):
-    """Says that every piece is the same line."""
+    """Predicts the same line for every piece."""
 
     def __init__(self, line: Tensor) -> None:
         super().__init__()
@@ -240,8 +240,8 @@ def test_leaving_the_mask_costs_and_pulls_points_back(task: TractoDiff) -> None:
     model = Straight(torch.zeros(1, 16, 3))
     distance = 20 * float(mdf(torch.zeros_like(x0), x0).sum())
     loss, _ = task.loss(model, batch)
-    assert float(loss.detach()) == pytest.approx(distance, rel=0.02)  # staying at the start is inside
-    # far outside each point costs what of the real one is inside, 10 for a piece that is wholly so
+    assert float(loss.detach()) == pytest.approx(distance, rel=0.02)  # points that stay at the start are inside
+    # far outside, each point costs as much as its real point is inside: 10 for a piece that is entirely inside
     away = Straight(torch.full((1, 16, 3), 100.0))
     loss, items = task.loss(away, batch)
     half = {name: part[::2] for name, part in batch.items()}
@@ -249,7 +249,7 @@ def test_leaving_the_mask_costs_and_pulls_points_back(task: TractoDiff) -> None:
     assert expected > 8
     distance = 20 * float(mdf(away(x0, x0, x0), x0).sum().detach())
     assert (float(loss.detach()) - distance) / int(items) == pytest.approx(expected, rel=1e-3)
-    # at the edge the gradient of collision alone points outwards
+    # points at the edge get a gradient from the collision term
     edge = torch.nn.Parameter(batch["points"].clone() * 1.5)
     outside = (1 - task.inside(edge, batch)).sum()
     outside.backward()
@@ -335,7 +335,7 @@ def test_metrics_are_those_of_drawn_pieces(task: TractoDiff) -> None:
 
 
 class Knowing(torch.nn.Module):
-    """Knows what the pieces of a batch, and every second one once more, are."""
+    """Returns the true pieces of a batch, followed by every second one again."""
 
     def __init__(self, x0: Tensor) -> None:
         super().__init__()
@@ -349,7 +349,7 @@ class Knowing(torch.nn.Module):
 
 
 def test_streamlines_grow_in_both_directions_until_they_leave_the_mask() -> None:
-    """One who goes on in the last direction, or along R from a seed, makes a line through the whole box."""
+    """A model that continues in the last direction, or along R from a seed, draws a line through the whole box."""
     histories = []
 
     def draw(tails: Tensor) -> Tensor:
@@ -367,9 +367,9 @@ def test_streamlines_grow_in_both_directions_until_they_leave_the_mask() -> None
     for seed, line in zip(seeds, lines, strict=True):
         assert line[:, 0].tolist() == list(range(31))
         assert (line[:, 1:] == seed[1:]).all()
-    assert histories[0] == [0, 0, 0]  # a seed knows nothing
-    assert histories[1] == [8, 8]  # one line has left
-    assert [8, 1, 8] in histories  # backwards what lies ahead is the history
+    assert histories[0] == [0, 0, 0]  # seeds have no history
+    assert histories[1] == [8, 8]  # one line has left the box
+    assert [8, 1, 8] in histories  # backward, the forward part is the history
     short = grow(draw, inside, seeds, advance=16, max_points=5)
     assert [len(line) for line in short] == [11, 7, 11]
 
@@ -403,10 +403,10 @@ def test_other_programs_open_the_written_streamlines(task: TractoDiff, tmp_path:
     assert len(opened.streamlines) == figures["streamlines"] > 0
     np.testing.assert_allclose(opened.affine, task.tracts.affines[0], atol=1e-5)
     assert opened.header["dimensions"].tolist() == [10, 10, 10]
-    assert len(load_tractogram(str(file), "same")) == figures["streamlines"]  # checks that they lie in the image
+    assert len(load_tractogram(str(file), "same")) == figures["streamlines"]  # checks that they are inside the image
     points = torch.from_numpy(np.concatenate(list(opened.streamlines)))
     inside = task.tracts.fields.mask.sample(points, torch.zeros(len(points), dtype=torch.long))
-    assert float((inside >= 0.49).float().mean()) > 0.95  # a held-out seed itself may lie just outside
+    assert float((inside >= 0.49).float().mean()) > 0.95  # a held-out seed itself may be just outside
     assert ("mdf_to_real_through_seed_mm" in figures) == (seeds_from == "streamlines")
     assert prediction.items >= 2 * figures["streamlines"]
     assert prediction.plots["small_64D.png"].startswith(b"\x89PNG")
@@ -420,7 +420,7 @@ def test_the_same_seed_grows_the_same_streamlines(task: TractoDiff) -> None:
 
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_grown_streamlines_are_compared_with_the_requested_split(task: TractoDiff, split: str) -> None:
-    options: dict[str, Any] = {} if split == "test" else {"split": split}  # test unless said otherwise
+    options: dict[str, Any] = {} if split == "test" else {"split": split}  # the default is test
     prediction = predict(task, **options)
     figures = json.loads(prediction.files["small_64D.json"])
     assert figures["split"] == split
