@@ -1,4 +1,4 @@
-"""What limited a run is said with its numbers, and only where the numbers show it."""
+"""The bottleneck of a run is reported with its numbers, and only if the numbers show one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Progress: exact lines for a pipe, a bar for a terminal, and next to nothing when neither is due."""
+"""Progress: exact lines for a pipe, a bar for a terminal, and almost no cost between two displays."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ VALUES = {"train/loss": 2.345, "lr": 3e-4, "train/grad_norm": 1.25, "memory_gib"
 
 
 class Clock:
-    """A clock that is set by hand."""
+    """A clock that the test sets."""
 
     def __init__(self) -> None:
         self.now = 100.0
@@ -32,7 +32,7 @@ class Clock:
 
 @contextmanager
 def terminal(columns: int = 140) -> Iterator[tuple[io.TextIOWrapper, Callable[[], str]]]:
-    """Yield a stream that is a terminal of this width, and what to call for what it was given."""
+    """Yield a terminal stream of this width, and a function that returns its output."""
     import fcntl
     import struct
     import termios
@@ -127,7 +127,7 @@ def test_the_bar_keeps_its_columns_whatever_the_values(columns: int) -> None:
         wide = {"train/loss": 0.00012345, "lr": 1e-4, "grad_norm": 0.0123, "memory_gib": 10.5, "data_wait": 1.0}
         bar.update(1, wide)
         clock.now += 90
-        bar.update(2, wide)  # slowest, and the longest to go
+        bar.update(2, wide)  # the widest values: slowest, with the longest remaining time
         seen()
         lengths, places = set(), set()
         for update in [*range(3, 1000, 31), 1000]:
@@ -154,11 +154,11 @@ def test_a_narrow_terminal_drops_values_not_lines(columns: int) -> None:
             bar.update(update, VALUES, MONITOR)
         drawn = seen()[before:]
         frames = [plain(frame) for frame in re.split(r"\r\x1b\[2K\x1b\[1A\x1b\[2K", drawn)]
-        assert len(frames) == 5  # each frame erases exactly the two lines of the one before
+        assert len(frames) == 5  # each frame erases exactly the two lines of the previous one
         assert all(len(line) <= columns for frame in frames for line in frame.splitlines())
         if columns >= 40:
             assert "5/1000" in frames[-1]
-        if columns >= 80:  # what tells less gives way to it
+        if columns >= 80:  # less important values are dropped for the bar
             assert "░░░░" in frames[-1]
         bar.finish()
 
@@ -173,7 +173,7 @@ def test_the_bar_is_drawn_at_most_four_times_a_second_and_at_the_end() -> None:
             clock.now += 0.001
             due.append(bar.due(update))
             bar.update(update, {})
-        assert 39 <= sum(due) <= 42  # ten seconds
+        assert 39 <= sum(due) <= 42  # in ten seconds
         assert due[-1]
         assert "100%" in plain(seen())
         bar.finish()
@@ -263,7 +263,7 @@ def test_progress_of_silent_ranks_has_the_same_methods() -> None:
 
 @pytest.mark.parametrize("kind", ["bar", "lines"])
 def test_an_update_that_is_not_due_costs_three_calls(kind: str) -> None:
-    """`update`, `due` and the clock; `scripts/measure/monitor.py` prints what that takes."""
+    """The calls are `update`, `due` and the clock; `scripts/measure/monitor.py` prints their cost."""
     calls = 0
 
     def count(frame: FrameType, event: str, value: object) -> None:
@@ -281,5 +281,5 @@ def test_an_update_that_is_not_due_costs_three_calls(kind: str) -> None:
                 progress.update(update, VALUES)
         finally:
             sys.setprofile(None)
-        assert calls <= 3 * 1000 + 1  # and setprofile
+        assert calls <= 3 * 1000 + 1  # plus the call of setprofile
         progress.finish()

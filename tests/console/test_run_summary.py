@@ -1,4 +1,4 @@
-"""The reports at the start and at the end of a run, word for word."""
+"""The reports at the start and at the end of a run, verbatim."""
 
 from __future__ import annotations
 

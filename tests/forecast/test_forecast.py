@@ -1,4 +1,4 @@
-"""Predicted memory is that of the real run, to the byte, and costs none."""
+"""Predicted memory equals that of the real run, to the byte, without allocating it."""
 
 import gc
 import importlib.util
@@ -172,7 +172,7 @@ DATA_DEPENDENT = UNTRACEABLE.replace("out[out > out.mean().item()]", "out[x[:, 0
 
 @pytest.fixture(scope="module")
 def script():
-    """Return scripts/measure/memory.py, whose count of the real run knows nothing of the prediction."""
+    """Return scripts/measure/memory.py, which counts the memory of real runs independently of the prediction."""
     spec = importlib.util.spec_from_file_location("measure_memory", SCRIPT)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -192,7 +192,7 @@ def test_a_budget_is_met_with_the_fewest_recomputed_blocks(script, tmp_path):
     def traced(*words: str):
         return forecast(composed(*words, file=file), script.HERE, [4])[0]
 
-    beside = RankDevice.of(None, script.HERE).overhead_bytes  # what is not tensors
+    beside = RankDevice.of(None, script.HERE).overhead_bytes  # memory of libraries
     most, least = traced("memory=none").peak.total, traced("memory=checkpoint").peak.total
     counts = []
     for limit in (most, (most + least) // 2, least):
@@ -225,7 +225,7 @@ def test_the_prediction_equals_the_count_of_the_real_run(script, words):
 
 
 def test_the_prediction_of_a_coupled_loss_counts_all_its_micro_batches(script):
-    """Inputs and embeddings of an update are held throughout."""
+    """Inputs and embeddings of an update are kept throughout."""
     file = SCRIPT.parents[2] / "docs" / "examples" / "own_clip.py"
     configuration = composed(file=file)
     (two,) = forecast(configuration, script.HERE, [4])
@@ -283,11 +283,11 @@ def test_a_task_that_keeps_tensors_is_marked(script, tmp_path):
     file.write_text(KEEPING)
     (traced,) = forecast(composed(file=file, micro=16), script.HERE, [16])
     assert not traced.is_exact
-    assert "keeps 16 KiB" in traced.why_not  # 2 passes of 16 x 128 numbers
+    assert "keeps 16 KiB" in traced.why_not  # 2 passes of 16 x 128 values
 
 
 def test_batches_of_different_length_are_marked(script, tmp_path):
-    """The first ones of a run are followed; a longer one may come."""
+    """Only the first batches of a run are traced; a later one may be longer."""
     file = tmp_path / "uneven.py"
     file.write_text(UNEVEN)
     (traced,) = forecast(composed(file=file, micro=4), script.HERE, [4])
@@ -298,8 +298,8 @@ def test_batches_of_different_length_are_marked(script, tmp_path):
 @pytest.mark.parametrize(
     ("name", "task", "why_not"),
     [
-        ("catching", CATCHING, "_local_scalar_dense"),  # what cannot be followed
-        ("recurrent", RECURRENT, "an LSTM uses another kernel"),  # that torch takes for real weights only
+        ("catching", CATCHING, "_local_scalar_dense"),  # the operation that cannot be traced
+        ("recurrent", RECURRENT, "an LSTM uses another kernel"),  # torch uses it for real weights only
     ],
 )
 def test_data_dependent_control_flow_is_measured(script, tmp_path, name, task, why_not):
@@ -334,7 +334,7 @@ def test_nothing_is_allocated_for_a_model_of_124_million_parameters(script):
 
 
 def test_a_norm_on_a_gpu_has_its_input_in_float32(script, tmp_path):
-    """Autocast on a CPU leaves it in the half format; 8 channels of 32 x 32, of 4 samples."""
+    """Autocast on a CPU keeps the input in the half format; 8 channels of 32 x 32 in 4 samples."""
     file = tmp_path / "normed.py"
     file.write_text(NORMED)
     gpu = Device("cuda", 0, "a GPU", "GPU-0", 2**34, capability=(8, 0))
@@ -349,7 +349,7 @@ def test_a_norm_on_a_gpu_has_its_input_in_float32(script, tmp_path):
 
 
 class BytesInUse(TorchDispatchMode):
-    """Looks after each operation how large all storages are; fsdp frees by making them smaller."""
+    """Measures the size of all storages after each operation; fsdp frees memory by resizing storages."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -357,7 +357,7 @@ class BytesInUse(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(issubclass(kind, DTensor) for kind in types):
-            return NotImplemented  # it comes back as what it does to the rank's own part
+            return NotImplemented  # it is dispatched again for the local part of this rank
         result = func(*args, **(kwargs or {}))
         for value in tree_iter(result):
             if isinstance(value, Tensor) and not isinstance(value, FakeTensor):
@@ -374,7 +374,7 @@ class BytesInUse(TorchDispatchMode):
 
 
 def most_of_rank(plan, world) -> int:
-    """Return the most bytes of this rank in two real updates, and in an evaluation of nothing."""
+    """Return the peak bytes of this rank in two real updates and one gathering of parameters."""
     with ExitStack() as stack:
         parts = assemble(plan, stack, world)
         (phase,) = plan.selected
@@ -391,8 +391,8 @@ def most_of_rank(plan, world) -> int:
 
         def batches():
             for key in order.from_update(0):
-                gc.collect()  # else what is left over from the last pass may still be there
-                with _disable_current_modes():  # the data set is no part of it
+                gc.collect()  # otherwise garbage of the last pass may still exist
+                with _disable_current_modes():  # the dataset is not part of the prediction
                     item = fetcher[key]
                 map_tensors(count.add, item.batch)
                 yield item
@@ -423,9 +423,9 @@ def most_of_rank(plan, world) -> int:
     ],
 )
 def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micro, steps, blocks, above):
-    """Buckets, gathered blocks, gradients before they are cut, and what several passes add up.
+    """Buckets, gathered blocks, unsharded gradients and accumulated gradients are included.
 
-    For ddp it is exact; for fsdp it is a bound: not all of that is there at once.
+    The prediction is exact for ddp and an upper bound for fsdp, whose peaks do not all coincide.
     """
     file = tmp_path / "wide.py"
     file.write_text(WIDE)
@@ -437,7 +437,7 @@ def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micr
     part = rank_part(plan.choices["parallelism"], plan.selected[0])
     thought = predict_memory(demand, micro, replace(plan.ranks[0], overhead_bytes=0), part)
     most = max(run_ranks(lambda world: most_of_rank(plan, world), 2))
-    assert most <= thought.total + 1024, (most, thought)  # numbers such as the count of items are not predicted
+    assert most <= thought.total + 1024, (most, thought)  # scalars such as the item count are not predicted
     assert thought.total <= above * most, (most, thought)
 
 
@@ -452,7 +452,7 @@ def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micr
     ],
 )
 def test_a_pipeline_rank_holds_the_predicted_memory(script, tmp_path, micro, steps, words):
-    """Its own weights, gradients and state, what it keeps of the micro-batches under way, and what it receives."""
+    """Its weights, gradients and states, activations of the micro-batches in flight, and received tensors."""
     file = tmp_path / "piped.py"
     file.write_text(PIPED)
     sizes = (f"micro_batch_size={micro}", f"global_batch_size={micro * steps}", "device=cpu")
@@ -467,7 +467,7 @@ def test_a_pipeline_rank_holds_the_predicted_memory(script, tmp_path, micro, ste
 
 
 def test_memory_between_two_traced_sizes_is_at_most_predicted(script, tmp_path):
-    """The whole share needs no room for gradients of other passes; all that is smaller does."""
+    """Only the whole share in one pass needs no memory for accumulated gradients."""
     file = tmp_path / "wide.py"
     file.write_text(WIDE)
     configuration = compose(Request(("micro_batch_size=auto", "global_batch_size=32", "device=cpu"), file))
@@ -479,7 +479,7 @@ def test_memory_between_two_traced_sizes_is_at_most_predicted(script, tmp_path):
 
 
 def test_operators_that_launch_kernels_are_counted_and_views_are_not(script, tmp_path):
-    """Four blocks of two linear layers and a GELU, a last layer, a square and two sums; batches of three dimensions."""
+    """Four blocks of two linear layers and a GELU, a last layer, a square and two sums, on 3-dimensional batches."""
     file = tmp_path / "counted.py"
     file.write_text(STACKED)
     words = ("micro_batch_size=4", "global_batch_size=8", "device=cpu", "optimizer.kernel=fused", "precision=fp32")
@@ -489,7 +489,7 @@ def test_operators_that_launch_kernels_are_counted_and_views_are_not(script, tmp
     assert 3 * forward - 9 <= traced.work.launches <= 4 * forward, (
         "two products in a linear layer's backward pass, and sums"
     )
-    of_two = 2 * single.work.launches - 1 + 18  # the sum of losses begins once; the second pass adds to 18 gradients
+    of_two = 2 * single.work.launches - 1 + 18  # the sum of losses starts once; the second pass adds to 18 gradients
     assert traced.work.launches == of_two // 2, "kernels of a pass, on average"
     assert 1 <= traced.step.launches < 18, "a fused optimizer has one kernel for all, besides the norm"
 

@@ -1,4 +1,4 @@
-"""An operation whose outputs come from the cache is traced as one that is computed."""
+"""An operation with cached outputs is traced like a computed one."""
 
 from collections.abc import Callable
 
@@ -27,7 +27,7 @@ def _numbers_that_are_equal(weights: nn.ParameterList, x: Tensor) -> object:
 def _in_place(weights: nn.ParameterList, x: Tensor) -> object:
     made = F.linear(x, weights[0])
     made[:, 1:3].mul_(2).add_(1)
-    x.add_(made[:, :8])  # data into which a result is written has no value any more
+    x.add_(made[:, :8])  # data that a result is written into loses its known value
     return made.relu_(), x, x.view(-1)[3:]
 
 
@@ -62,7 +62,7 @@ def _update(weights: nn.ParameterList, x: Tensor) -> object:
 
 
 def _devices(weights: nn.ParameterList, x: Tensor) -> object:
-    """Layers of other pipeline stages are on meta, and take no memory here."""
+    """Layers of other pipeline stages are on the meta device and take no memory here."""
     made = F.linear(x, weights[0])
     elsewhere = made.to("meta")
     return made.detach() * 2, made.t(), elsewhere.detach() * 2, elsewhere.t()
@@ -75,7 +75,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def traced(operations: Operations, cached: bool) -> object:
-    """Return what three passes return (metadata, shared storages) and what was recorded of each of them."""
+    """Return metadata and shared storages of the results of three passes, and what the ledger recorded."""
     ledger, found = AllocationLedger(), []
     run = FakeRun(ledger, cached=cached)
     with run:
@@ -116,7 +116,7 @@ def test_cached_operations_are_traced_as_computed_ones(operations: Operations) -
 
 
 def test_device_queries_are_not_counted_as_operations() -> None:
-    """The engine asks for the device of every gradient, which reads no memory."""
+    """The engine queries the device of every gradient, which reads no memory."""
     ledger = AllocationLedger()
     run = FakeRun(ledger)
     with run:

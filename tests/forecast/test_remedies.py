@@ -1,4 +1,4 @@
-"""What is tried where a run does not fit: what is known for nothing always, traces while there is time."""
+"""Remedies for a run that does not fit: free ones are always tried, others are traced while time is left."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ WORDS = ("global_batch_size=64", "micro_batch_size=64", "precision=fp32")
 
 
 def tried(monkeypatch: pytest.MonkeyPatch, sample_gib: float, seconds: float) -> tuple[list[Any], list[Any], int]:
-    """Return what is found and what is left where a trace takes so long, and its samples so much; and all traces."""
+    """Return the found and the untried remedies and the number of traces, if a trace takes `seconds`."""
     asked: list[Any] = []
 
     def predict_needs(*given: Any) -> MemoryNeeds:
@@ -48,7 +48,7 @@ def test_no_block_is_chosen_if_all_would_not_suffice(monkeypatch: pytest.MonkeyP
 
 @pytest.mark.parametrize(("samples", "said"), [(64, "micro_batch_size=16"), (61, "micro_batch_size=auto")])
 def test_every_remedy_is_a_valid_override(monkeypatch: pytest.MonkeyPatch, samples: int, said: str) -> None:
-    """A process alone refuses a size that does not divide the update, unless the plan has chosen it."""
+    """A single process refuses a size that does not divide the batch unless the plan has chosen it."""
     words = (f"global_batch_size={samples}", f"micro_batch_size={samples}", "precision=fp32")
     held = plan(
         *words, "micro_batch_size=auto", needs=MemoryNeeds({"train": demand(1, samples)})
@@ -64,7 +64,7 @@ def test_every_remedy_is_a_valid_override(monkeypatch: pytest.MonkeyPatch, sampl
 
 
 def test_an_interpolated_size_is_traced_before_it_is_reported_to_fit(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The allocator may take more there than on the line; here so much that 9 samples do not fit."""
+    """The allocator may reserve more than interpolated; in this test, 9 samples do not fit."""
     wide = dataclasses.replace(demand(9).points[0], reserved=16 * GIB)
     exact = dataclasses.replace(demand(1, 8, 64), points=(*demand(1, 8).points, wide, *demand(64).points))
     monkeypatch.setattr(remedies, "predict_needs", lambda *_: MemoryNeeds({"train": exact}))
@@ -87,7 +87,7 @@ def test_fitting_micro_batches_are_traced_if_a_run_does_not_fit() -> None:
 def test_an_unavailable_remedy_does_not_block_combinations_of_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Without bitsandbytes there are no 8-bit states; smaller passes and checkpoints are enough without them."""
+    """Without bitsandbytes there are no 8-bit states; smaller micro-batches and checkpointing are enough."""
     large = MemoryNeeds({"train": demand(1, 64, model_gib=14.6)})
 
     def predict_needs(configuration: Any, *_: Any) -> MemoryNeeds:
@@ -105,7 +105,7 @@ def test_an_unavailable_remedy_does_not_block_combinations_of_others(
 
 
 def test_time_is_estimated_in_the_tried_format(monkeypatch: pytest.MonkeyPatch) -> None:
-    """16-bit products are as much faster as the facts of the profile say."""
+    """16-bit matrix products are faster by the ratio in the profile."""
     speeds = {"fp32_tflops": 10.0, "fp16_tensor_tflops": 40.0, "memory_bandwidth_gb_s": 1e9}
     profiles = [{"devices": [{"name": HERE.devices[0].name, **speeds}]}]
     needs, half = (MemoryNeeds({"train": demand(1, 64, sample_gib=gib)}) for gib in (0.3, 0.1))
@@ -117,7 +117,7 @@ def test_time_is_estimated_in_the_tried_format(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_limits_of_the_user_apply_to_tried_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
-    """memory=checkpoint is another option of the group that memory.fraction belongs to."""
+    """memory=checkpoint is another option of the group of memory.fraction."""
     asked: list[Any] = []
     monkeypatch.setattr(remedies, "predict_needs", lambda *given: asked.append(given[0]) or needs)
     words, needs = (*WORDS, "memory.fraction=0.5", "optimizer.lr=0.01"), MemoryNeeds({"train": demand(1, 64)})

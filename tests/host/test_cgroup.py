@@ -1,4 +1,4 @@
-"""What the control groups grant, of both versions, and how much of it is in use."""
+"""Limits and usage of control groups, versions 1 and 2."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ GIB = 2**30
 
 
 def system(root: Path, **files: str) -> Path:
-    """Write a small /proc and /sys; `__` in a name stands for a slash."""
+    """Write files of a small /proc and /sys; `__` in a name stands for a slash."""
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)

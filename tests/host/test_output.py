@@ -1,4 +1,4 @@
-"""Output that never waits: complete and in order for a reader that reads, bounded for one that does not."""
+"""Non-blocking output: complete and in order if it is read, bounded if it is not."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ from runner.host import output
 from runner.host.output import nonblocking_streams
 from tests.waiting import wait_until
 
-LIMIT_S = 60.0  # only a defect takes as long
+LIMIT_S = 60.0  # exceeded only by a defect
 
 
 class Pipe:
-    """Standard output is a pipe that nobody reads yet."""
+    """A standard output whose pipe is not read yet."""
 
     def __init__(self) -> None:
         self.reader, self.writer = os.pipe()
         self.stream: TextIO = os.fdopen(self.writer, "w", encoding="utf-8")
 
     def rest(self) -> bytes:
-        """Return what can be read now."""
+        """Return the data that can be read now."""
         os.set_blocking(self.reader, False)
         found = b""
         try:
@@ -58,7 +58,7 @@ def pipe() -> Iterator[Pipe]:
 
 @contextmanager
 def printing(to: Pipe | TextIO) -> Iterator[None]:
-    """Print there, without waiting; a fixture cannot do it, since pytest sets the streams again before the test."""
+    """Print to the stream without blocking; not a fixture, since pytest replaces the streams before the test."""
     with contextlib.redirect_stdout(to.stream if isinstance(to, Pipe) else to), nonblocking_streams():
         yield
 
@@ -68,7 +68,7 @@ def lines_of(number: int) -> list[str]:
 
 
 def read_slowly(pipe: Pipe, got: bytearray, piece: int = 3000) -> threading.Thread:
-    """Read in small pieces, each after the writer had its turn, until the other end is closed."""
+    """Read in small pieces, yielding to the writer after each, until the other end is closed."""
 
     def read() -> None:
         while data := os.read(pipe.reader, piece):
@@ -95,7 +95,7 @@ def test_a_reader_that_resumes_receives_the_queued_lines(pipe: Pipe) -> None:
     written, got = lines_of(5_000), bytearray()
     with printing(pipe):
         for line in written:
-            print(line)  # all of it before the first byte is read: nothing here waits
+            print(line)  # everything is printed before the first byte is read, without blocking
         reader = read_slowly(pipe, got, 1 << 16)
     pipe.stream.close()
     reader.join(LIMIT_S)
@@ -117,14 +117,14 @@ def test_beyond_the_bound_the_oldest_lines_are_dropped_and_counted(pipe: Pipe, m
     assert notes
     assert whole[-1] == written[-1]
     dropped = sum(int(note.strip("(").split()[0]) for note in notes)
-    # A line of which the pipe took the first part is neither whole nor, perhaps, counted.
+    # A line that was written only in part is not complete, and it may not be counted as dropped.
     assert abs(len(written) - len(whole) - dropped) <= len(notes)
     assert whole == sorted(whole, key=written.index)
     assert sum(map(len, shown)) < 50_000 + (2 << 16)
 
 
 def test_the_end_does_not_wait_for_a_stalled_reader(pipe: Pipe) -> None:
-    """It would wait for ever, and no thread is left that does."""
+    """It would block forever; no writer thread may be left either."""
     with printing(pipe):
         for line in lines_of(5_000):
             print(line)
@@ -187,7 +187,7 @@ def test_a_vanished_reader_does_not_end_the_run(pipe: Pipe) -> None:
 
 
 def test_a_terminal_of_another_user_is_not_waited_for() -> None:
-    """As under sudo: it cannot be opened by its name, and nobody reads."""
+    """As under sudo: the terminal cannot be opened by its name, and no process reads it."""
     pid, master = pty.fork()
     if pid == 0:
         opened = os.open
@@ -280,7 +280,7 @@ def test_a_task_may_redirect_its_output(pipe: Pipe, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("closed", ["1>&-", "2>&-", "0<&- 1>&- 2>&-"])
 def test_descriptors_of_closed_streams_are_not_reused_by_files(closed: str, tmp_path: Path) -> None:
-    """The next file that is opened would get their numbers, and what is printed."""
+    """Otherwise the next opened file would get the descriptor and the printed text."""
     program = (
         "import os, sys\nfrom runner.host.output import open_closed_streams\nopen_closed_streams()\n"
         "number = os.open('data', os.O_WRONLY | os.O_CREAT)\nprint('words'); print('words', file=sys.stderr)\n"

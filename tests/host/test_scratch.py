@@ -1,4 +1,4 @@
-"""Where compiled code is kept: never where another user can put some first."""
+"""The cache of compiled code is never in a place where another user could plant code."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ VARIABLES = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
 @pytest.fixture(autouse=True)
 def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A user's own folder, and a folder for temporary files in which everybody may write."""
+    """Return a private cache folder; temporary files go to a folder that all users can write to."""
     made = tmp_path / "home"
     made.mkdir(mode=0o700)
     shared = tmp_path / "tmp"
@@ -58,7 +58,7 @@ def test_a_cache_writable_by_others_is_not_used(home: Path, mode: int) -> None:
     with private_folder() as folder:
         for path in chosen():
             assert path.is_relative_to(folder)
-    for path in chosen():  # also outside of a start
+    for path in chosen():  # also without a private folder
         assert stat.S_IMODE(nearest(path).st_mode) == 0o700
         assert not path.is_relative_to(home)
 
@@ -88,7 +88,7 @@ def test_a_given_folder_is_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
 def test_a_given_folder_without_write_permission_is_refused_with_its_variable(
     variable: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    check_compile_cache(variable, is_needed=True)  # names none
+    check_compile_cache(variable, is_needed=True)  # no folder is given
     monkeypatch.setenv(variable, str(tmp_path / "new" / "folder"))
     check_compile_cache(variable, is_needed=False)
     assert not (tmp_path / "new").exists(), "it is not touched before something is compiled"
@@ -136,7 +136,7 @@ def test_the_cache_is_closed_to_others_whatever_the_umask_is(home: Path) -> None
         folder = chosen()[0].parent
         for path in (folder, folder.parent):
             assert stat.S_IMODE(path.stat().st_mode) == 0o700
-        folder.chmod(0o755)  # as Inductor made it in an older version
+        folder.chmod(0o755)  # as created by earlier versions of Inductor
         assert chosen()[0].parent == folder
     finally:
         os.umask(before)

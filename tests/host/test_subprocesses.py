@@ -1,4 +1,4 @@
-"""A function in a subprocess: its answer, its errors, a word to whoever waits long, and no CUDA before the fork."""
+"""Functions in a subprocess: results, errors, notices of long waits, and no fork after CUDA initialization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks as forks of the process of the tests: each with its own environment, output and, where asked for, network."""
+"""Ranks as forks of the test process, each with its own environment, output and optionally network namespace."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 @dataclass(frozen=True)
 class Ended:
-    """How a rank ended: what it returned, or its exit code and error; and what it wrote to its streams."""
+    """The end of a rank: its return value, or its exit code and error, and its output."""
 
     value: Any
     code: int
@@ -33,9 +33,9 @@ class Ended:
 
 
 def forked(functions: Sequence[Callable[[], Any]], folder: Path, spaces: Sequence[str] = ()) -> list[Ended]:
-    """Return how each function ended in a fork of this process; all have ended.
+    """Return how each function ended in a fork of this process, after all have ended.
 
-    spaces  the network namespace of each, by name; none: that of this process
+    spaces  names of the network namespaces, one per function; if empty, that of this process
     """
     torch.set_num_threads(1)
     pids = [
@@ -83,11 +83,11 @@ def _forked(function: Callable[[], Any], place: Path, space: str | None) -> int:
         sys.stdout.flush()
         sys.stderr.flush()
         place.with_suffix(".json").write_text(json.dumps(ended))
-        os._exit(0)  # nothing of pytest's may run at exit
+        os._exit(0)  # no exit handlers of pytest
 
 
 def enter(space: str) -> None:
-    """This process sees the network of that namespace only."""
+    """Move this process to the given network namespace."""
     with Path(f"/run/netns/{space}").open() as file:
         libc = ctypes.CDLL(None, use_errno=True)
         if libc.setns(file.fileno(), NEW_NETWORK):
@@ -97,7 +97,7 @@ def enter(space: str) -> None:
 def started_elsewhere(
     words: Sequence[str], folder: Path, rank: int, num_ranks: int, address: str, num_local_ranks: int = 1
 ) -> Callable[[], int]:
-    """Return accel-run as a rank that torchrun or SLURM has started, in a folder of its machine.
+    """Return a function that runs accel-run as a rank started by torchrun or SLURM, in the folder of its machine.
 
     address  host:port of rank 0
     """

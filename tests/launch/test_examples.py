@@ -1,4 +1,4 @@
-"""The examples of docs/scale.md: a manifest that an API server would take, and a script that fits our command line."""
+"""The examples of docs/scale.md: the Kubernetes manifest is valid, and the scripts use valid arguments."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ MANIFEST = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text(encoding="utf
 LABEL = re.compile(r"[a-z0-9]([-a-z0-9]{0,61}[a-z0-9])?")  # RFC 1123
 QUANTITY = re.compile(r"\d+(\.\d+)?(m|k|M|G|T|Ki|Mi|Gi|Ti)?")
 
-# What the schemas of JobSet v1alpha2, batch/v1 and v1 say of the fields used: `!` marks those that must be there. A
-# field that is not named here is refused, as `kubectl apply --dry-run=client --validate=strict` refuses unknown ones.
+# Schemas of the used fields of JobSet v1alpha2, batch/v1 and v1: `!` marks required fields. Other fields are refused,
+# as by `kubectl apply --dry-run=client --validate=strict`.
 FIELD_REF = {"fieldPath!": str, "apiVersion": str}
 CONTAINER = {
     "name!": LABEL,
@@ -39,7 +39,7 @@ VOLUME = {
     "emptyDir": {"medium": str, "sizeLimit": QUANTITY},
 }
 POD = {
-    "restartPolicy!": ("Never", "OnFailure"),  # a Job takes no other
+    "restartPolicy!": ("Never", "OnFailure"),  # a Job accepts no other policy
     "terminationGracePeriodSeconds": int,
     "containers!": [CONTAINER],
     "volumes": [VOLUME],
@@ -64,7 +64,7 @@ JOBSET = {
 
 
 def faults(value: Any, schema: Any, where: str = "") -> Iterator[str]:
-    """Yield what an API server would refuse."""
+    """Yield the faults that an API server would report."""
     if isinstance(schema, dict):
         if not isinstance(value, Mapping):
             yield f"{where} must be a mapping"

@@ -1,4 +1,4 @@
-"""Laws of blame: which of the ranks holds the others up, from what is seen of them."""
+"""Hang detection: which rank blocks the others, as observed from outside."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from runner.host.process_tree import process_state
 from runner.host.stacks import StackFrame, waits_for_ranks
 from runner.launch.hangs import HangDetector, RankState, blocking_rank
 
-# A child asks to be traced, stops, and is held by its parent, as by gdb.
+# A child requests to be traced and stops; its parent holds it, like gdb.
 TRACED = """
 import ctypes, os, signal, time
 pid = os.fork()
@@ -52,7 +52,7 @@ OVERDUE, OVERDUE_WAITS = RankState(sign(51.0)), RankState(sign(51.0, waits=True)
     [
         ([BUSY, BUSY], None),
         ([WAITS, BUSY], None),
-        ([OVERDUE_WAITS, BUSY], None),  # it may take that long
+        ([OVERDUE_WAITS, BUSY], None),  # within its time limit
         ([OVERDUE_WAITS, RankState(sign(500.0, 600.0, kind=CHECKPOINT))], None),
         ([OVERDUE_WAITS, RankState(sign(601.0, 600.0, kind=CHECKPOINT))], 1),
         ([OVERDUE_WAITS, OVERDUE], 1),
@@ -60,13 +60,13 @@ OVERDUE, OVERDUE_WAITS = RankState(sign(51.0)), RankState(sign(51.0, waits=True)
         ([OVERDUE_WAITS, WAITS], 0),  # they wait for each other
         ([OVERDUE_WAITS, RankState(sign(51.0, waits=True, update=6))], 1),  # the one that is furthest behind
         ([RankState(sign(51.0, update=8)), OVERDUE], 1),
-        ([OVERDUE, RankState(sign(51.0, 600.0, kind=CHECKPOINT))], None),  # on a GPU rank 0 may be waiting for it
+        ([OVERDUE, RankState(sign(51.0, 600.0, kind=CHECKPOINT))], None),  # on a GPU, rank 0 may be waiting for it
         ([OVERDUE, RankState(sign(51.0, 600.0, waits=True, kind=CHECKPOINT))], 0),
         ([OVERDUE, RankState(sign(0.1))], None),
         ([RankState(sign(0.6)), OVERDUE], None),
         ([RankState(sign(0.1)), OVERDUE, OVERDUE_WAITS], None),
         ([OVERDUE, RankState(sign(0.1, waits=True))], 0),
-        ([OVERDUE, RankState(sign(60.0))], 1),  # longest, in the same update
+        ([OVERDUE, RankState(sign(60.0))], 1),  # the longest in the same update
         ([OVERDUE_WAITS, RankState(sign(10.0, waits=True), is_traced=True)], None),
         ([OVERDUE_WAITS, RankState(sign(0.0), is_traced=True)], None),
         ([BUSY, RankState(sign(0.0, 1800.0), stopped_s=MIN_TIMEOUT_S + 1)], 1),
@@ -74,8 +74,8 @@ OVERDUE, OVERDUE_WAITS = RankState(sign(51.0)), RankState(sign(51.0, waits=True)
         ([RankState(sign(0.0, 2.0)), RankState(sign(0.0, 1800.0), stopped_s=3.0)], 1),
         ([WAITS, RankState(sign(0.0), silent_s=51.0)], 1),
         ([WAITS, RankState(sign(0.0, 1800.0), silent_s=51.0)], None),
-        ([OVERDUE_WAITS, RankState(Heartbeat(), stopped_s=MIN_TIMEOUT_S + 1)], 1),  # stopped before its first look
-        ([OVERDUE_WAITS, RankState(Heartbeat())], None),  # nothing is known of it yet, or it is done
+        ([OVERDUE_WAITS, RankState(Heartbeat(), stopped_s=MIN_TIMEOUT_S + 1)], 1),  # stopped before its first heartbeat
+        ([OVERDUE_WAITS, RankState(Heartbeat())], None),  # no information yet, or it has ended
         ([RankState(Heartbeat(), stopped_s=1000.0), RankState(Heartbeat(), silent_s=1000.0)], None),  # watchdog=off
     ],
 )
@@ -137,7 +137,7 @@ def test_a_rank_is_registered_as_watched_before_its_first_heartbeat(
 
 
 def test_a_rank_without_a_watchdog_reports_its_updates_and_its_end(tmp_path: Path) -> None:
-    """The launcher needs both, whoever looks for hangs."""
+    """The launcher needs both even without hang detection."""
     plan: Any = SimpleNamespace(choices={"watchdog": SimpleNamespace(function="off", options={})})
     hangs = HangDetector(tmp_path, {0: 1, 1: 2})
     world = World(torch.device("cpu"), rank=0, world_size=2, heartbeat_folder=tmp_path)

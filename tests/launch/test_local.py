@@ -1,4 +1,4 @@
-"""Laws of ranks that are forked from one process and watched by it; every rank here is a real process."""
+"""The local launcher: ranks are forked from one process and supervised by it. Every rank is a real process."""
 
 from __future__ import annotations
 
@@ -41,10 +41,10 @@ from runner.launch import local
 from runner.launch.local import LaunchResult, RankNotice, to_error
 from tests.waiting import wait_until
 
-EXIT_OF_A_THREAD = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # a system call
+EXIT_OF_A_THREAD = {"x86_64": 60, "aarch64": 93}[platform.machine()]  # the number of a system call
 IS_OVER_NCCL = os.environ.get("RANKS_OVER") == "nccl"
-LONG_S = 100.0  # of grace: nobody is killed
-GIVES_UP_S = 0.2  # where nobody can come, and so nobody comes too late
+LONG_S = 100.0  # a grace period in which no rank is killed
+GIVES_UP_S = 0.2  # a timeout for ranks that never come
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def tmp_path(short: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def _nobody_and_nothing_is_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every test here ends without processes or folders of its ranks, or fails."""
+    """Fail a test that leaves processes or temporary folders of its ranks."""
     torch.set_num_threads(1)
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "tmp"))
@@ -79,7 +79,7 @@ def _raise(text: str) -> None:
 def test_only_a_rank_that_was_killed_or_exited_without_an_error_is_external(
     act: Callable[[], object], is_external: bool
 ) -> None:
-    """The text of an exception of a task does not decide that."""
+    """The text of a task's exception does not matter."""
     said: list[RankNotice] = []
     local.run_ranks(on_rank(1, act), 2, grace_s=0.1, on_notice=said.append)
     assert [notice.is_external for notice in said] == [is_external]
@@ -92,14 +92,14 @@ def family() -> set[int]:
 def run_ranks(main: Callable[[RankInfo], tuple[int, Any]], num_ranks: int = 2, *, grace_s: float = 0.5) -> LaunchResult:
     said: list[RankNotice] = []
     ending = local.run_ranks(main, num_ranks, grace_s=grace_s, on_notice=said.append)
-    assert len(said) == (ending.cause is not None), said  # one line, or none
+    assert len(said) == (ending.cause is not None), said  # one notice, or none
     if ending.cause is not None:
         assert said[0].text.startswith(f"rank {ending.cause.rank} of {num_ranks} {ending.cause.what}, after ")
     return ending
 
 
 def on_rank(chosen: int, act: Callable[[], Any], other: Callable[[RankInfo], Any] = lambda member: None) -> Any:
-    """Return a main whose rank `chosen` calls `act`, and all others call `other`."""
+    """Return a main function in which rank `chosen` calls `act`, and all others call `other`."""
 
     def main(member: RankInfo) -> tuple[int, Any]:
         if member.rank == chosen:
@@ -112,7 +112,7 @@ def on_rank(chosen: int, act: Callable[[], Any], other: Callable[[RankInfo], Any
 
 
 def in_world(act: Callable[[World], Any], *, timeout_s: float = 30.0) -> Callable[[RankInfo], tuple[int, Any]]:
-    """Return a main that joins the others over gloo, or over the stand-in's NCCL (tests/stand_ins)."""
+    """Return a main function that joins the process group over gloo, or NCCL of the stand-in (tests/stand_ins)."""
 
     def main(member: RankInfo) -> tuple[int, Any]:
         device = torch.device("cuda", member.rank) if IS_OVER_NCCL else torch.device("cpu")
@@ -131,12 +131,12 @@ def reduce_for_ever(world: World) -> None:
         reduce_once(world)
 
 
-# ---------------------------------------------------------------- ends
+# ---------------------------------------------------------------- results and exit codes
 
 
 def test_results_of_ranks_are_returned_in_order(tmp_path: Path) -> None:
     def main(member: RankInfo) -> tuple[int, Any]:
-        if member.rank < 2:  # the last ends first
+        if member.rank < 2:  # the last rank ends first
             wait_until(lambda: has_ended(tmp_path, member.rank + 1))
         note_pid(tmp_path, member)
         return 0, asdict(member) | {"text": "é" * 100_000}
@@ -233,7 +233,7 @@ def test_no_exit_handler_of_the_supervisor_runs_in_a_rank(tmp_path: Path, monkey
         atexit.unregister(touch)
     assert not note.exists()
     text = (tmp_path / "out").read_text()
-    assert text.count("before") == text.count("rank 0") == text.count("rank 1") == 1  # flushed, and once
+    assert text.count("before") == text.count("rank 0") == text.count("rank 1") == 1  # flushed, and not repeated
 
 
 # ---------------------------------------------------------------- causes and victims
@@ -283,7 +283,7 @@ def test_a_raising_rank_is_named_with_its_traceback_and_waiting_ranks_are_victim
 
 
 def after_the_other(folder: Path, member: RankInfo, first: int = 1) -> None:
-    """Return at once in rank `first`, and in the other when that has ended."""
+    """Return at once in rank `first`; in the other rank, wait until `first` has ended."""
     note_pid(folder, member)
     if member.rank != first:
         wait_until(lambda: has_ended(folder, first))
@@ -314,7 +314,7 @@ def test_a_victim_that_exits_before_the_cause_is_not_the_cause(tmp_path: Path) -
         try:
             return in_world(act)(member)
         finally:
-            after_the_other(tmp_path, member, first=0)  # as a tracker does that has rows to send
+            after_the_other(tmp_path, member, first=0)  # like a tracker that still has rows to send
 
     ending = run_ranks(main, grace_s=LONG_S)
     assert ending.failures[0].rank == 0
@@ -461,7 +461,7 @@ def test_a_rank_that_cannot_join_is_a_victim() -> None:
     assert (ending.code, ending.cause.is_victim, ending.killed) == (Exit.SYSTEM, True, (1,))
 
 
-# ---------------------------------------------------------------- what ranks start
+# ---------------------------------------------------------------- processes started by ranks
 
 
 def test_processes_started_by_a_rank_do_not_outlive_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -471,7 +471,7 @@ def test_processes_started_by_a_rank_do_not_outlive_a_failure(tmp_path: Path, mo
         _read_with_workers()
         for own_session in (False, True):
             subprocess.Popen(["sleep", "60"], start_new_session=own_session)
-        if os.fork() == 0:  # an orphan that nobody asked for
+        if os.fork() == 0:  # an orphan
             if os.fork() == 0:
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
                 hang()
@@ -495,11 +495,11 @@ def test_a_process_in_its_own_session_may_outlive_a_successful_run() -> None:
     assert _is_alive(own)
     assert not _is_alive(shared)
     os.kill(own, signal.SIGKILL)
-    os.waitpid(own, 0)  # it was adopted
+    os.waitpid(own, 0)  # it was adopted by this process
 
 
 def test_a_process_whose_main_thread_has_exited_is_killed_too(tmp_path: Path) -> None:
-    """The system calls it a zombie while its other threads go on, and lets nobody reap it."""
+    """The kernel reports a zombie while its other threads run, and it cannot be reaped."""
 
     def start() -> None:
         if os.fork() == 0:
@@ -521,9 +521,9 @@ def test_a_process_whose_main_thread_has_exited_is_killed_too(tmp_path: Path) ->
 def test_a_signal_while_a_rank_starts_leaves_no_rank(
     of_rank: int, is_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As a time limit on a test does: between the fork and its return nobody would know the process.
+    """As with the time limit of a test: between fork and its return, no one knows the PID.
 
-    A signal of this thread waits; one that another thread takes has its handler called in this one at once.
+    A signal to this thread is blocked; if another thread receives it, its handler runs in this thread at once.
     """
     opened: list[int] = []
 
@@ -559,7 +559,7 @@ def test_processes_of_others_are_not_killed() -> None:
 
 @pytest.mark.parametrize("reads", [False, True])
 def test_no_process_outlives_a_killed_supervisor(reads: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.utils.data._utils.worker, "MP_STATUS_CHECK_INTERVAL", 0.5)  # 5 s without this
+    monkeypatch.setattr(torch.utils.data._utils.worker, "MP_STATUS_CHECK_INTERVAL", 0.5)  # the default is 5 s
 
     def main(member: RankInfo) -> tuple[int, Any]:
         if reads:
@@ -575,7 +575,7 @@ def test_no_process_outlives_a_killed_supervisor(reads: bool, tmp_path: Path, mo
         assert len(pids) == (4 if reads else 2)
         os.kill(pid, signal.SIGKILL)
     wait_until(lambda: not any(_is_alive(one) for one in pids))
-    for folder in (tmp_path / "tmp").iterdir():  # nobody was left to remove it
+    for folder in (tmp_path / "tmp").iterdir():  # the killed supervisor cannot remove it
         for file in folder.iterdir():
             file.unlink()
         folder.rmdir()
@@ -585,10 +585,10 @@ def test_no_process_outlives_a_killed_supervisor(reads: bool, tmp_path: Path, mo
 
 
 def saves_when_asked(folder: Path, *, deaf: bool = False, gate: str = "") -> Callable[[RankInfo], tuple[int, Any]]:
-    """Return a main that appends a line to its file each time it saves, and then stops with 75.
+    """Return a main function that appends a line to its file at each save, and then stops with 75.
 
-    deaf  listens only after a first request was lost
-    gate  file to wait for before it stops
+    deaf  install the handler only after a first request was lost
+    gate  file to wait for before stopping
     """
 
     def main(member: RankInfo) -> tuple[int, Any]:
@@ -596,7 +596,7 @@ def saves_when_asked(folder: Path, *, deaf: bool = False, gate: str = "") -> Cal
             lost: list[int] = []
             signal.signal(signal.SIGUSR1, lambda number, _: lost.append(number))
             (folder / f"listens-{member.rank}").touch()
-            wait_until(lambda: lost)  # meanwhile it imports and reads
+            wait_until(lambda: lost)  # as during imports
             signal.signal(signal.SIGUSR1, signal.SIG_IGN)
         with StopRequest() as stop:
             bell, rope = os.pipe2(os.O_NONBLOCK)
@@ -639,7 +639,7 @@ def test_one_stop_signal_makes_every_rank_save_once_and_exit_with_75(
 ) -> None:
     with supervisor(saves_when_asked(tmp_path), tmp_path) as pid:
         wait_until(all_there(tmp_path, "listens"))
-        (os.killpg if whole_group else os.kill)(pid, number)  # a terminal sends Ctrl-C to the group
+        (os.killpg if whole_group else os.kill)(pid, number)  # Ctrl-C in a terminal signals the whole group
     ending = json.loads((tmp_path / "ending").read_text())
     assert (ending["code"], ending["results"], ending["stop"]) == (75, [0, 1], number.name)
     assert [(tmp_path / f"saved-{rank}").read_text() for rank in (0, 1)] == ["SIGUSR1\n"] * 2
@@ -728,7 +728,7 @@ def test_handlers_and_orphans_are_always_restored() -> None:
     assert state() == before
 
 
-# ---------------------------------------------------------------- what is refused
+# ---------------------------------------------------------------- refusals
 
 
 def test_a_process_with_threads_does_not_fork() -> None:
@@ -783,7 +783,7 @@ def test_a_missing_temporary_folder_is_reported(monkeypatch: pytest.MonkeyPatch,
 
 @contextmanager
 def supervisor(main: Callable[[RankInfo], tuple[int, Any]], folder: Path) -> Iterator[int]:
-    """Run two ranks from a process that leads a group; its ending is in folder/ending once the context is left."""
+    """Run two ranks from a process that leads a group; afterwards its result is in folder/ending."""
     pid = os.fork()
     if pid == 0:
         try:
@@ -807,7 +807,7 @@ def supervisor(main: Callable[[RankInfo], tuple[int, Any]], folder: Path) -> Ite
 
 
 def _read_with_workers() -> None:
-    """Start a data worker, and leave it waiting for work."""
+    """Start a data worker and leave it idle."""
     loader = torch.utils.data.DataLoader(range(10**6), num_workers=1, multiprocessing_context="fork")  # type: ignore[arg-type]
     globals()["_iterator"] = iter(loader)
     next(globals()["_iterator"])
@@ -821,7 +821,7 @@ def _is_alive(pid: int) -> bool:
 
 
 def _is_pending(pid: int) -> bool:
-    """Tell whether a signal has not been delivered yet."""
+    """Return whether a signal is pending."""
     lines = dict(line.split(":", 1) for line in Path(f"/proc/{pid}/status").read_text().splitlines())
     return any(int(lines[key], 16) for key in ("SigPnd", "ShdPnd"))
 
@@ -835,7 +835,7 @@ def _close_connections() -> None:
 
 
 class TooLateError(Exception):
-    """What a time limit raises."""
+    """Raised by a time limit."""
 
 
 def hang(member: RankInfo | None = None) -> NoReturn:
@@ -844,7 +844,7 @@ def hang(member: RankInfo | None = None) -> NoReturn:
 
 
 def linger() -> None:
-    """Give a wrong program time to act; a right one passes as well without."""
+    """Give a faulty implementation time to act; a correct one passes without it."""
     time.sleep(0.3)  # lint-tests: sleep: nothing is ordered by it
 
 
@@ -854,7 +854,7 @@ def note_pid(folder: Path, member: RankInfo) -> None:
 
 
 def status_of(folder: Path, rank: int) -> str | None:
-    """Return the status of a rank that has noted its pid, by psutil; a rank that ended is a zombie until all have."""
+    """Return the psutil status of a rank that has noted its PID; an ended rank is a zombie until all have ended."""
     file = folder / f"pid-{rank}"
     return psutil.Process(int(file.read_text())).status() if file.exists() else None
 

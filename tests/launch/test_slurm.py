@@ -1,6 +1,6 @@
-"""launcher=slurm: what is submitted, what is refused before, and when the job goes back into the queue.
+"""launcher=slurm: submitted scripts, refusals before submission, and requeueing.
 
-SLURM itself is played by three small scripts; scripts/test_slurm.sh tries the same on a real one.
+Three small scripts stand in for the commands of SLURM; scripts/test_slurm.sh runs against a real SLURM.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ echo "$*" >"$PLAYED/scontrol"
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder with the commands of a cluster on the path; it is where we are."""
+    """A working directory with the commands of a cluster on the PATH."""
     for name, text in {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL}.items():
         file = tmp_path / "bin" / name
         file.parent.mkdir(exist_ok=True)
@@ -60,7 +60,7 @@ def options(cluster: Path) -> dict[str, str]:
 
 
 def run_script(cluster: Path, code: int, **environment: str) -> tuple[int, list[str]]:
-    """Run what was submitted, whose ranks end with `code`; return how it ended, and the words given to srun."""
+    """Run the submitted script, whose ranks end with `code`; return its exit code and the arguments of srun."""
     ended = subprocess.run(
         ["bash", str(cluster / "script")],
         env={**os.environ, "CODE": str(code), "SLURM_JOB_ID": "42", **environment},
@@ -205,7 +205,7 @@ def test_output_of_sbatch_is_printed_once_and_no_file_is_left(cluster: Path, cap
     assert not list((cluster / "outputs").iterdir())
 
 
-# Said by sbatch of SLURM 22.05.
+# Output of sbatch from SLURM 22.05.
 NO_CONFIGURATION = """sbatch: error: resolve_ctls_from_dns_srv: res_nsearch error: Unknown host
 sbatch: error: fetch_config: DNS SRV lookup failed
 sbatch: error: _establish_config_source: failed to fetch config

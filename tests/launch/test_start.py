@@ -1,4 +1,4 @@
-"""Ranks that somebody else has started must agree before they begin."""
+"""Ranks started by torchrun or SLURM must agree on software and task before they begin."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def build() -> Task: return Small()
 
 
 def ranks(folder: Path, *words: Sequence[str], num_local_ranks: int = 1) -> list[Ended]:
-    """Run two ranks, with words of their own, as torchrun would; each machine has a folder."""
+    """Run two ranks, each with its own arguments, as torchrun would; each machine has its own folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
@@ -58,7 +58,7 @@ def ranks(folder: Path, *words: Sequence[str], num_local_ranks: int = 1) -> list
 
 
 def task(folder: Path, number: int, activation: str = "Tanh") -> list[str]:
-    """Write the task file of a machine; return the words that name it."""
+    """Write the task file of a machine; return the arguments that select it."""
     (folder / f"n{number}").mkdir(exist_ok=True)
     (folder / f"n{number}" / "task.py").write_text(TASK.replace("ACTIVATION", activation))
     return ["--task", "task.py"]
@@ -79,7 +79,7 @@ def test_an_error_on_every_rank_is_reported_once(tmp_path: Path) -> None:
 
 
 def test_an_error_on_another_machine_is_reported_there(tmp_path: Path) -> None:
-    """The first of each machine speaks before the ranks have met; rank 0 cannot know what is wrong elsewhere."""
+    """Local rank 0 of each machine reports errors before the rendezvous, because rank 0 cannot know them."""
     words = ["train", *task(tmp_path, 1), "parallelism=ddp", "optimizer.lrr=1"]
     (second,) = forked([started_elsewhere(words, tmp_path / "n1", 1, 2, "127.0.0.1:29999")], tmp_path)
     assert second.value == Exit.CONFIG

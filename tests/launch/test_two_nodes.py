@@ -1,4 +1,4 @@
-"""Ranks on machines that share a network and nothing else: two network namespaces, joined by a cable of their own."""
+"""Ranks on two machines that share only a network: two network namespaces connected by a veth pair."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ from tests.launch.forked import Ended, forked, started_elsewhere
 CPU = torch.device("cpu")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
 PORT = 29500
-CABLE = "cable"  # the name of either end
-GIVES_UP_S = 2.0  # where nobody can come, and so nobody comes too late
+CABLE = "cable"  # the name of both ends of the veth pair
+GIVES_UP_S = 2.0  # a timeout for ranks that never come
 
 
 @pytest.fixture(scope="module")
 def namespaces() -> Iterator[tuple[str, str]]:
-    """Two network namespaces, with one address each and nothing but a cable between them."""
+    """Two network namespaces with one address each, connected only by a veth pair."""
     if os.geteuid() != 0 or shutil.which("ip") is None:
         pytest.skip("network namespaces need root and the command ip")
     names = (f"accel-run-{os.getpid()}-a", f"accel-run-{os.getpid()}-b")
@@ -56,12 +56,12 @@ def ip(*words: str) -> None:
 
 
 def run_in(spaces: tuple[str, ...], function: Callable[[int], Any], folder: Path) -> list[Ended]:
-    """Return how `function(rank)` ended in a forked process for each network namespace."""
+    """Return how `function(rank)` ended in a forked process in each network namespace."""
     return forked([partial(function, rank) for rank in range(len(spaces))], folder, spaces)
 
 
 def join_as(member: RankInfo) -> None:
-    """Join, and give up soon."""
+    """Join with a short timeout."""
     with join_process_group(member, CPU, timeout_s=GIVES_UP_S):
         pass
 
@@ -111,7 +111,7 @@ def test_ranks_of_one_machine_listen_on_loopback_only() -> None:
 
 
 def test_the_machines_share_only_the_network(namespaces: tuple[str, str], tmp_path: Path) -> None:
-    """So that the test above cannot pass by a loopback that both would share."""
+    """Otherwise the test above could pass over a shared loopback."""
 
     def interfaces(rank: int) -> list[str]:
         return sorted(name for _, name in socket.if_nameindex())

@@ -1,4 +1,4 @@
-"""Lines that wait: each is named, and nothing else is."""
+"""Lines that wait for the device are located, and no others."""
 
 from __future__ import annotations
 
@@ -51,15 +51,15 @@ def test_a_wait_after_backward_is_not_attributed_to_the_caller(monkeypatch: pyte
     waits = DeviceWaits(MODEL, lambda file: False)
     told = partial(warnings.warn, "called a synchronizing CUDA operation (Triggered internally at ...)")
 
-    def hold_back(*_: Any) -> None:  # as the engine does with what its nodes are warned of
+    def hold_back(*_: Any) -> None:  # the autograd engine defers warnings of its nodes in the same way
         torch.autograd.Variable._execution_engine.queue_callback(told)
 
     loss = MODEL(torch.ones(2, 3)).sum()
     loss.grad_fn.register_prehook(hold_back)
     with watched(waits):
         loss.backward()
-        told()  # beside it the caller is named
-        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)  # let through it were an error
+        told()  # outside of backward, the caller is named
+        warnings.warn("Synchronization debug mode is a prototype feature", stacklevel=1)  # an error unless filtered
         waits.update()
     places = [wait.place for wait in waits.table()]
     assert len(places) == 2

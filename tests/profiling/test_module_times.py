@@ -1,4 +1,4 @@
-"""The time of modules: nothing is lost, nothing counts twice, and the graph stays as it is."""
+"""Module times: complete, without double counting, and without changing the graph."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ PASSES = 2  # micro-batches of an update
 
 
 class Clock:
-    """Time that passes only where something sleeps, so that every second has a known owner."""
+    """A clock that advances by sleeping, and slightly at each reading."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -48,7 +48,7 @@ class Sleeps(torch.autograd.Function):
 class Slow(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         CLOCK.sleep(FORWARD_S)
-        out: Tensor = Sleeps.apply(x, BACKWARD_S).square()  # keeps something for the backward pass
+        out: Tensor = Sleeps.apply(x, BACKWARD_S).square()  # saves a tensor for the backward pass
         return out
 
 
@@ -65,14 +65,14 @@ class SlowSGD(torch.optim.SGD):
 
 
 class Out:
-    """What a model may return that nobody knows of."""
+    """An output type that the profiler does not know."""
 
     def __init__(self, y: Tensor) -> None:
         self.y = y
 
 
 class Net(nn.Module):
-    """A residual connection, a module used twice, an activation in place, and an output of a class of its own."""
+    """A residual connection, a module used twice, an in-place activation, and an output of a custom class."""
 
     def __init__(self, *, checkpointed: bool = False) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ def batches() -> Iterator[Tensor]:
 
 
 def made(times: ModuleTimes, model: nn.Module, updates: int = 2) -> list[Tensor]:
-    """Make updates of two passes each; return the gradients of the last."""
+    """Run updates of two micro-batches each; return the gradients of the last."""
     optimizer, data = SlowSGD(model.parameters(), lr=0.1), batches()
     for _ in range(updates):
         optimizer.zero_grad()
@@ -113,14 +113,14 @@ def times_of(model: nn.Module, depth: int = 3) -> ModuleTimes:
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_a_slow_module_is_found_in_forward_and_backward(checkpointed: bool) -> None:
     model = Net(checkpointed=checkpointed)
-    made(times_of(model), model, updates=1)  # what torch does once is done
+    made(times_of(model), model, updates=1)  # warm-up of torch
     times = times_of(model)
     times.start()
     made(times, model)
     times.stop()
     rows = {row.path: row for row in times.table()}
     slow, twice = rows["slow"], rows["twice"]
-    recomputed_s = FORWARD_S if checkpointed else 0.0  # in the backward pass
+    recomputed_s = FORWARD_S if checkpointed else 0.0
     assert slow.forward.min == slow.forward.max == PASSES * FORWARD_S
     assert slow.backward.min == slow.backward.max == PASSES * (BACKWARD_S + recomputed_s)
     assert twice.forward.mean == twice.backward.mean == 2 * PASSES * TWICE_S
@@ -167,7 +167,7 @@ def test_profiling_does_not_change_gradients() -> None:
 def test_modules_below_the_depth_limit_count_for_their_parent() -> None:
     model = nn.Sequential(nn.Sequential(Net(), nn.Identity()))
     times = times_of(model, depth=1)
-    assert not times.table()  # nothing was measured
+    assert not times.table()  # nothing has been measured
     times.start()
     assert list(times.kinds) == ["", "0"]
     times.stop()
@@ -192,7 +192,7 @@ def test_waits_for_other_ranks_are_not_module_time() -> None:
     def wait(*_: Any) -> None:
         CLOCK.sleep(BACKWARD_S)
 
-    def exchange(*_: Any) -> None:  # as a reducer: something as soon as a gradient is there, the rest at the end
+    def exchange(*_: Any) -> None:  # like a reducer: some work for each gradient, the rest at the end
         wait()
         torch.autograd.Variable._execution_engine.queue_callback(wait)
 

@@ -1,4 +1,4 @@
-"""How torch's allocator fares, from its own counters."""
+"""Metrics and notes from the counters of torch's allocator."""
 
 from __future__ import annotations
 

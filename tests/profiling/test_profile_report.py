@@ -1,4 +1,4 @@
-"""Laws of the text of a profile: what an instrument costs is never shown as a gain."""
+"""The text of a profile: the overhead of an instrument is never negative."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The instruments of a profile: what is counted, how often, and when the device is waited for."""
+"""The profiler: counting, recording and device synchronization."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_the_time_of_a_kernel_counts_once() -> None:
         ("clamp", 1, 0.025),
     ]
     text = format_profile(findings, Path("profile"), 140)
-    assert text.count("75.0%") == text.count("25.0%") == 2  # once of the operators, once of the kernels
+    assert text.count("75.0%") == text.count("25.0%") == 2  # once for operators, once for kernels
 
 
 def test_the_device_is_idle_when_recording_starts(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -62,16 +62,16 @@ def test_the_device_is_idle_when_recording_starts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Session, "_synchronize", lambda self: (done.append("wait"), now(self))[1])
     session = Session(SUBJECT, OPTIONS, shortened=False)
     session.parts[2].update = lambda: done.append("step")  # type: ignore[method-assign]
-    session.update(), session.update()  # as it is
+    session.update(), session.update()  # not recorded
     done.clear()
-    for _ in range(3):  # one that does not count, two that do
+    for _ in range(3):  # one warm-up update and two recorded ones
         session.update()
     session.close()
     assert done[:5] == ["wait", "step", "step", "wait", "step"]
 
 
 def test_batches_continue_after_an_unreadable_one() -> None:
-    """Memory ran out, and the update is made again with smaller ones."""
+    """After an out-of-memory error, the update is repeated with smaller micro-batches."""
 
     class Batches:
         given = iter([MemoryError(), [torch.zeros(2)]])

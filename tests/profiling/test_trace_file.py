@@ -1,4 +1,4 @@
-"""What a trace says: on a GPU by a trace written by hand, whose sums are known."""
+"""Figures from a trace file, tested with handmade traces whose sums are known."""
 
 from __future__ import annotations
 
@@ -24,9 +24,9 @@ UPDATES = (span("user_annotation", "ProfilerStep#1", 0, 50), span("user_annotati
 def test_gpu_time_is_kernels_copies_and_idle_time() -> None:
     seen = trace(
         *UPDATES,
-        span("kernel", "gemm", 10, 30, tid=7), span("kernel", "relu", 20, 40, tid=8),  # at once: counted once
-        span("gpu_memcpy", "HtoD", 35, 50, tid=9),  # 5 of it beside a kernel
-        span("kernel", "gemm", 90, 100, tid=7),  # the device is behind: the window ends with it
+        span("kernel", "gemm", 10, 30, tid=7), span("kernel", "relu", 20, 40, tid=8),  # concurrent: counted once
+        span("gpu_memcpy", "HtoD", 35, 50, tid=9),  # 5 of it during a kernel
+        span("kernel", "gemm", 90, 100, tid=7),  # the device lags behind; the window ends with it
         span("user_annotation", "accel-run: data", 0, 20),
         span("cuda_runtime", "cudaStreamSynchronize", 60, 61), span("cuda_runtime", "cudaLaunchKernel", 5, 6),
         span("cuda_runtime", "cudaDeviceSynchronize", -9, -8), span("cuda_runtime", "cudaDeviceSynchronize", 95, 99),
@@ -42,10 +42,10 @@ def test_cpu_time_is_operators_data_and_gaps() -> None:
     seen = trace(
         *UPDATES,
         span("user_annotation", "accel-run: data", 0, 9),
-        span("cpu_op", "aten::stack", 2, 6),  # makes the batch: part of the wait for it
+        span("cpu_op", "aten::stack", 2, 6),  # builds the batch: part of the data wait
         span("cpu_op", "aten::linear", 10, 30), span("cpu_op", "aten::addmm", 12, 28),
         span("cpu_op", "autograd::engine::evaluate_function: SlowBackward", 40, 80), span("cpu_op", "aten::mm", 50, 57),
-        span("cpu_op", "aten::mm", 10, 90, tid=2),  # of a thread that reads data
+        span("cpu_op", "aten::mm", 10, 90, tid=2),  # of a data thread
     )  # fmt: skip
     assert seen.shares() == pytest.approx({"data": 0.1, "operators": 0.3, "between operators": 0.6})
 

@@ -1,4 +1,4 @@
-"""What is said during a run: on the terminal, in console.log and in events.jsonl."""
+"""Messages and events of a run: the terminal, console.log and events.jsonl."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of what a run has measured of itself: it is read back as it was written, and what is missing is unknown."""
+"""The evidence of a run: it round-trips, and missing values are unknown."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 
 def test_update_times_are_stored_once() -> None:
-    """A field that a phase and a run share is the same one; files of before have the same keys."""
+    """Fields shared by phases and runs are defined once, and their keys are compatible with earlier versions."""
     said = [set(kind.__annotations__) for kind in (*Evidence.__mro__[:-1],)]
 
     assert sum(map(len, said)) == len(set().union(*said))

@@ -1,4 +1,4 @@
-"""Laws of the record of a phase: checkpoints of any version give it back."""
+"""The record of a phase is restored from checkpoints of any version."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from runner.base.json_values import to_json
 from runner.engine.run import RunProgress
 from runner.records.phase_record import PhaseRecord, SampleCounts
 
-VERSION_1 = {  # as checkpoints held it before a record had a name and the counts of samples
+VERSION_1 = {  # from checkpoints before a record had a name and sample counts
     "updates_before": 4, "metrics": {"val/loss": 1.5, "val/pck": None}, "kept": [2, 4],
     "records": {
         "train": {

@@ -1,4 +1,4 @@
-"""Laws of what other programs read of plan.json: it agrees with the plan, and no file is an error."""
+"""The record of a plan agrees with plan.json, and no file content raises an error."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of the record of a run: it is read back as written, and no file is an error."""
+"""The record of a run round-trips, and no file content raises an error."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def left_by(folder: Path, content: Any) -> RunRecord:
 
 
 def lost(before: Any, now: Any, name: str = "run") -> Iterator[str]:
-    """Yield the dotted names of the values in `before` that are not in `now`; new keys of objects do not count."""
+    """Yield the dotted names of values in `before` that are not in `now`; new keys of objects are ignored."""
     if isinstance(before, dict) and isinstance(now, dict):
         for key, value in before.items():
             yield from lost(value, now.get(key), f"{name}.{key}")
@@ -68,7 +68,7 @@ def lost(before: Any, now: Any, name: str = "run") -> Iterator[str]:
 
 @pytest.fixture
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of runs with one that version 1 has written."""
+    """A folder of runs with one run written by version 1."""
     shutil.copytree(OLD, tmp_path / "outputs" / "first")
     monkeypatch.chdir(tmp_path)
     return tmp_path / "outputs"
@@ -105,7 +105,7 @@ def test_an_invalid_value_does_not_affect_others(tmp_path: Path, key: str) -> No
     content = FULL.to_json()
     found = left_by(tmp_path, content | {key: 3 if isinstance(content[key], str) else "3"})
     rest = found.to_json()
-    assert rest[key] == "3" or key in found.wrong  # where None is written, a text may be right
+    assert rest[key] == "3" or key in found.wrong  # for a key that is None, a string may be valid
     assert bool(found.wrong) == bool(found.problem)
     assert {name: value for name, value in rest.items() if name != key} == {
         name: value for name, value in content.items() if name != key

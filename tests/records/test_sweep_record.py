@@ -1,4 +1,4 @@
-"""Laws of the record of a sweep: it is read back as written, also as earlier versions wrote it."""
+"""The record of a sweep round-trips, and records of earlier versions are read."""
 
 from __future__ import annotations
 

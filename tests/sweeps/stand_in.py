@@ -1,7 +1,6 @@
-"""In the place of a training: a process that leaves what a run leaves, in a tenth of a second and without torch.
+"""A stand-in for training: a process that leaves the files of a run, in a tenth of a second and without torch.
 
-What a run writes, and that it saves when it is asked to, is what the real ones do; tests/commands/test_sweep.py has
-some of those.
+Its files and its saving on request are those of real runs; tests/commands/test_sweep.py includes some real runs.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ TRIAL = (
 
 
 def trial() -> int:
-    """Be a run: three updates, an evaluation after each; return its exit code."""
+    """Act as a run of three updates with an evaluation after each; return its exit code."""
     from runner.durable import files
     from runner.durable.directory import RunDirectory
     from runner.host.process_identity import process_identity
@@ -83,7 +82,7 @@ def trial() -> int:
 
 
 def stand_in() -> None:
-    """Trials of this process are stand-ins, and what is planned is not asked for."""
+    """Make the trials of this process stand-ins, and skip planning."""
     from runner.sweeps import pool, study, sweep
 
     pool.TRIAL_MAIN = TRIAL

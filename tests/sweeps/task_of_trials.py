@@ -1,4 +1,4 @@
-"""A task whose settings tell a stand-in what to do (tests/sweeps/stand_in.py); it is read and never run."""
+"""A task whose settings control the stand-in for training (tests/sweeps/stand_in.py); it never runs."""
 
 from runner import Task
 

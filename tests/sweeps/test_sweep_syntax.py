@@ -1,4 +1,4 @@
-"""Words with several values: which values they stand for, and what is answered where they are wrong."""
+"""Overrides with several values: the values they expand to, and messages for invalid ones."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def problems(*words: str, search: bool = False) -> tuple[Problem, ...]:
 
 
 def told(lines: list[str], *, search: bool = False) -> str:
-    """Return each line of words with its problems below it."""
+    """Return each line of overrides with its problems below it."""
     found = [(words, problems(*words.split(), search=search)) for words in lines]
     return "\n\n".join("\n  ".join([words, *(str(problem) for problem in each)]) for words, each in found)
 

@@ -1,4 +1,4 @@
-"""Laws of sweeps and searches, with stand-ins for the trainings: what a kill leaves, what goes on, what is refused."""
+"""Sweeps and searches with stand-ins for training: kills, resuming and refusals."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ def record(folder: Path, number: int) -> dict[str, Any]:
 
 
 def killed_until_done(server: ForkServer, words: Sequence[str], folder: Path, dice: random.Random) -> int:
-    """Kill the sweep at random moments after it began, and go on; return how often it was killed before it was done."""
+    """Kill and resume the sweep at random moments after it started; return the number of kills before it finished."""
     file = folder / "outputs" / "mine" / "sweep.json"
     for kills in range(KILLS):
         before = file.stat().st_mtime_ns if file.exists() else 0
@@ -106,7 +106,7 @@ def test_resuming_after_kills_gives_the_same_table(words: list[str], server: For
     seed = SEED
     kills = killed_until_done(server, words, cut, random.Random(seed))
     assert rows(cut) == rows(whole), f"seed {seed}, {kills} kills"
-    for number in range(1, len(rows(cut)) + 1):  # nothing that was finished is repeated, and what was saved is kept
+    for number in range(1, len(rows(cut)) + 1):  # finished trials are not repeated, and checkpoints are kept
         began = record(cut, number)["began"]
         assert began == sorted(began), f"seed {seed}"
         assert 3 not in began, f"seed {seed}"
@@ -295,7 +295,7 @@ def test_the_best_trial_is_finished_and_the_first_of_equals() -> None:
 
 
 def test_a_trial_whose_last_evaluation_has_no_value_is_not_the_best_by_an_earlier_one(tmp_path: Path) -> None:
-    """As a trial that diverges after its best evaluation: run.json has null for the metric."""
+    """As after a divergence: run.json has null for the metric of the last evaluation."""
     trials = [{"number": number, "name": f"mine-{number}", "words": [], "exit_code": 0} for number in (1, 2)]
     (tmp_path / "sweep.json").write_text(json.dumps({"trials": trials, "goal": {"metric": "val/loss"}}))
     for number, last in ((1, None), (2, 2.0)):
@@ -379,7 +379,7 @@ def test_a_damaged_sweep_is_not_restarted(
     assert main(GRID) == 65
     assert "sweep.json" in capsys.readouterr().err
     assert file.read_text() == damage
-    RunDirectory.create_or_open(tmp_path / "outputs", "mine", for_sweep=True).release()  # nobody holds it
+    RunDirectory.create_or_open(tmp_path / "outputs", "mine", for_sweep=True).release()  # the lock is not held
 
 
 @pytest.mark.parametrize("num_left", [0, 1, 2, 3])
@@ -432,14 +432,14 @@ def test_a_damaged_journal_ends_a_search_with_a_message(tmp_path: Path) -> None:
         file.write_bytes(content)
         with pytest.raises(DataError, match="is damaged"):
             Study(found, axes, "mine", seed=0).load_trials(known)
-    file.write_bytes(whole + b'{"op_code": 4, "half')  # as a crash leaves it
+    file.write_bytes(whole + b'{"op_code": 4, "half')  # a partial line after a crash
     assert Study(found, axes, "mine", seed=0).load_trials(known) == known
     file.write_bytes(whole.replace(b"task.act", b"task.odd"))
     with pytest.raises(DataError, match="mine-1 differs from the trial in sweep"):
         Study(found, axes, "mine", seed=0).load_trials(known)
 
 
-# ---------------------------------------------------------------- wandb's agent
+# ---------------------------------------------------------------- sweeps of wandb
 
 
 def test_arguments_that_wandb_sweeps_produce_are_settings() -> None:
@@ -472,12 +472,12 @@ def test_lists_switches_and_null_as_wandb_writes_them_are_settings() -> None:
     assert {key: found[key] for key in values} == {**values, "max_grad_norm": None}
 
 
-# ---------------------------------------------------------------- how many at once
+# ---------------------------------------------------------------- concurrent trials
 
 
 def test_trials_at_once_are_divided_among_the_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("runner.sweeps.packing.affinity", lambda: {1, 2, 3, 5, 6, 7, 8, 9})
-    slots = divide_resources(["GPU-a", "GPU-b"], 6, 3).slots  # a quota leaves 6 of the cores
+    slots = divide_resources(["GPU-a", "GPU-b"], 6, 3).slots  # a quota leaves 6 of the 8 cores
     assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["GPU-a", "GPU-b", "GPU-a"]
     assert {slot.environment["OMP_NUM_THREADS"] for slot in slots} == {"2"}
     assert [sorted(slot.cores) for slot in slots] == [[1, 2], [3, 5], [6, 7]]

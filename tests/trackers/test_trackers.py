@@ -1,4 +1,4 @@
-"""Trackers can neither hold training up, nor end it, nor lose a row without counting it."""
+"""Trackers never block or end training, and count every row that they lose."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ from tests.waiting import wait_until
 from tests.wandb_server import KEY, MARK, Server, log_all, marked, offline_rows, rows
 
 ROOT = Path(trackers.__file__).parents[2]
-LIMIT_S = 60.0  # only a defect takes as long
+LIMIT_S = 60.0  # exceeded only by a defect
 
 
 @pytest.fixture(autouse=True)
 def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No account, no settings, an empty home; afterwards no process and no thread may be left."""
+    """Remove accounts and settings and use an empty home; check that no process and no thread is left."""
     for name in list(os.environ):
         if name.startswith("WANDB_") or name == "NETRC":
             monkeypatch.delenv(name)
@@ -43,7 +43,7 @@ def lonely(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     (tmp_path / "run").mkdir()
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
     mark = uuid.uuid4().hex
-    monkeypatch.setenv(MARK, mark)  # inherited by whatever is started
+    monkeypatch.setenv(MARK, mark)  # inherited by every started process
     yield
     until_all_ended()
     assert [thread.name for thread in threading.enumerate() if thread.name == "tracker"] == []
@@ -61,17 +61,17 @@ def timed(action: Any, *arguments: Any) -> float:
 
 
 def until_all_ended() -> None:
-    """Wait for the processes of a tracker; wandb's own completes its folder when the one that started it has ended."""
+    """Wait for the processes of a tracker; that of wandb completes its folder after its parent has ended."""
     wait_until(lambda: not marked(os.environ[MARK]))
 
 
 def next_second() -> None:
-    """Wait, since folders and files of trackers are named by the second."""
+    """Wait, because trackers name folders and files by the second."""
     second = int(time.time())
     wait_until(lambda: int(time.time()) != second, "the next second")
 
 
-# The choices
+# Options and modes
 
 
 @pytest.mark.parametrize("name", TRACKERS)
@@ -152,7 +152,7 @@ def test_without_a_key_every_row_is_in_an_offline_folder(tmp_path: Path, screen:
     held = offline_rows(tmp_path / "run")
     assert [step for step, _ in held] == list(range(500))
     assert all(row["update"] == step and row["train/loss"] == 1 / (step + 1) for step, row in held)
-    assert all("val/loss" not in row for _, row in held)  # unknown is left out
+    assert all("val/loss" not in row for _, row in held)  # unknown values are omitted
     (folder,) = (tmp_path / "run" / "wandb").glob("offline-run-*")
     screen(tracker.note.replace(str(folder), "FOLDER"))
     assert folder.name.endswith(f"-{tracker.id}")
@@ -168,14 +168,14 @@ def test_a_resumed_run_has_each_update_once(tmp_path: Path) -> None:
     first.finish(LIMIT_S)
     next_second()
     metrics = tmp_path / "run" / "metrics.jsonl"
-    # Rows 60 to 79 were never handed over, the last line was being written when the run was killed.
+    # Rows 60 to 79 were never sent, and the last line was being written when the run was killed.
     metrics.write_text("".join(json.dumps(row) + "\n" for row in rows(0, 80)) + '{"update": 80, "tr')
     second = make(tmp_path, first.id)
     second.start()
     second.replay(metrics)
     with metrics.open("a") as file:  # rows written after the call are logged, not replayed
         file.write("\n" + json.dumps(rows(80, 81)[0]) + "\n")
-    log_all(second, rows(50, 100))  # resumed from a checkpoint at 50: the same updates again
+    log_all(second, rows(50, 100))  # resumed from a checkpoint at 50: repeats updates
     second.finish(LIMIT_S)
     assert second.id == first.id
     assert [step for step, _ in offline_rows(tmp_path / "run")] == list(range(100))
@@ -216,11 +216,11 @@ def test_a_killed_run_leaves_its_rows_and_no_process(tmp_path: Path) -> None:
     os.killpg(run.pid, signal.SIGKILL)
     run.wait()
     run.stdout.close()
-    until_all_ended()  # the tracker's process sees that the run is gone, and completes the folder
+    until_all_ended()  # the tracker process detects the end of the run and completes the folder
     assert [step for step, _ in offline_rows(tmp_path / "run")] == list(range(200))
 
 
-# The real wandb and servers that are not what they should be
+# The real wandb with working and faulty servers
 
 
 def test_online_rows_arrive_and_a_resumed_run_sends_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -243,7 +243,7 @@ def test_online_rows_arrive_and_a_resumed_run_sends_each_once(tmp_path: Path, mo
         second.finish(LIMIT_S)
         assert server.updates == list(range(60))
         assert first.num_dropped == second.num_dropped == 0
-    for path in tmp_path.rglob("*"):  # the folder of the run, and what wandb keeps at home
+    for path in tmp_path.rglob("*"):  # the folder of the run, and wandb's files in the home folder
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), f"the key is in {path}"
 
 
@@ -264,18 +264,18 @@ def test_a_server_that_refuses_the_key_means_offline(tmp_path: Path, monkeypatch
 def test_a_network_that_swallows_everything_costs_no_time_and_no_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with socket.create_server(("127.0.0.1", 0), backlog=64) as black_hole:  # connects, never answers
+    with socket.create_server(("127.0.0.1", 0), backlog=64) as black_hole:  # connects, but never answers
         monkeypatch.setenv("WANDB_BASE_URL", f"http://127.0.0.1:{black_hole.getsockname()[1]}")
         monkeypatch.setenv("WANDB_API_KEY", KEY)
         tracker = make(tmp_path)
         tracker.start()
         log_all(tracker, rows(0, 100))
         black_hole.settimeout(LIMIT_S)
-        with black_hole.accept()[0]:  # in the start online
+        with black_hole.accept()[0]:  # while it starts online
             tracker.finish(3.0)
     until_all_ended()
     held = [step for step, _ in offline_rows(tmp_path / "run")]
-    assert len(held) + tracker.num_dropped >= 100  # what was kept and not confirmed is counted too
+    assert len(held) + tracker.num_dropped >= 100  # kept but unconfirmed rows are counted too
     assert held == list(range(len(held)))
 
 
@@ -319,11 +319,11 @@ def test_a_server_that_fails_is_slow_or_dies_loses_and_doubles_no_row(
         step for step, _ in offline_rows(tmp_path / "run", "*run-*")
     ]  # online, too: `wandb sync` takes it from there
     assert held == list(range(len(held)))
-    assert len(held) + tracker.num_dropped >= 100  # what was kept and not confirmed is counted too
+    assert len(held) + tracker.num_dropped >= 100  # kept but unconfirmed rows are counted too
     assert sent == list(range(len(sent)))
 
 
-# A wandb that does whatever is asked of it
+# A fake wandb with configurable behavior
 
 FAKE = """
 import json, os, signal, time
@@ -373,7 +373,7 @@ def teardown(): pass
 
 @pytest.fixture
 def fake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Return what to call to say how wandb behaves in each mode."""
+    """Return a function that sets the behavior of wandb in each mode."""
     (tmp_path / "fake").mkdir()
     (tmp_path / "fake" / "wandb.py").write_text(FAKE)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "fake"))
@@ -436,8 +436,8 @@ def test_finish_is_bounded_when_wandb_hangs(tmp_path: Path, fake: Any, does: str
     tracker = make(tmp_path, mode="offline")
     tracker.start()
     log_all(tracker, rows(0, 100))
-    assert timed(tracker.finish, 1.5) < LIMIT_S / 2  # and not the minute that wandb has to start or to take a batch
-    tracker.finish(1.5)  # a second call finds nothing to do
+    assert timed(tracker.finish, 1.5) < LIMIT_S / 2  # below the minute that wandb has to start or to receive a batch
+    tracker.finish(1.5)  # a second call does nothing
     assert tracker.num_dropped == 100  # none of them was confirmed
 
 
@@ -481,7 +481,7 @@ def test_a_detached_process_keeps_every_row_and_ends(
 
 
 def test_a_thread_that_hands_over_late_loses_no_row(tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As on a busy machine, where `finish` and the thread both wake up at the limit, in any order."""
+    """As on a busy machine: `finish` and the thread may both wake up at the time limit, in any order."""
     killed, detach, kill = threading.Event(), TrackerProcess.detach, TrackerProcess.kill
 
     def detach_late(process: TrackerProcess, orders: Sequence[Row]) -> None:
@@ -511,7 +511,7 @@ def test_a_thread_that_hands_over_late_loses_no_row(tmp_path: Path, fake: Any, m
 def test_rows_of_a_thread_that_does_not_end_in_time_are_counted(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, request_of: str
 ) -> None:
-    """As on a busy machine, where the thread does not run between the limit and the end of `finish`."""
+    """As on a busy machine: the thread may not run between the time limit and the end of `finish`."""
     asked, finished, ask = threading.Event(), threading.Event(), TrackerProcess.ask
 
     def ask_late(process: TrackerProcess, order: Row, *limits: Any) -> dict[str, Any]:
@@ -554,7 +554,7 @@ def test_rows_beyond_the_queue_are_dropped_and_counted(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fake: Any
 ) -> None:
     monkeypatch.setattr(trackers, "QUEUE_ROWS", 100)
-    fake(offline="waits in init")  # meanwhile nothing leaves the queue
+    fake(offline="waits in init")  # until then, no row leaves the queue
     tracker = make(tmp_path, mode="offline")
     tracker.start()
     log_all(tracker, rows(0, 10_000))
@@ -572,7 +572,7 @@ def test_signals_to_the_run_do_not_reach_the_tracker_process(tmp_path: Path, fak
     wait_until(lambda: "http://fake/run" in tracker.note, "it is online")
     (child,) = (each for each in psutil.Process().children() if "tracker_process" in " ".join(each.cmdline()))
     assert os.getsid(child.pid) == child.pid != os.getsid(0)
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # as SLURM sends them, to every process
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):  # SLURM signals every process
         child.send_signal(number)
     log_all(tracker, rows(0, 10))
     tracker.finish(LIMIT_S)
@@ -630,7 +630,7 @@ def test_without_tensorboard_the_package_to_install_is_named(tmp_path: Path, mon
         TRACKERS["tensorboard"](tmp_path / "run", "a run", {}, None)
 
 
-@pytest.mark.filterwarnings("default")  # tensorboard's own
+@pytest.mark.filterwarnings("default")  # warnings of tensorboard itself
 def test_tensorboard_shows_each_update_once_after_a_resume(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
