@@ -1,4 +1,4 @@
-"""Laws of the checks themselves: each finds what is wrong when it is wrong, and nothing when it is not."""
+"""Checks of `accel-run doctor`: each check finds its fault, and nothing on a healthy machine."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ def test_the_absence_of_fused_kernels_is_reported_only_if_all_were_refused(
     context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def verdict(tried: dict[str, str], started: int = 0) -> list[str]:
-        """Return what is said beyond each kernel; the first ones were begun by an earlier process."""
+        """Return the findings about all kernels together; the first `started` were checked by an earlier process."""
         made = {kernel: CheckResult(state, f"cpu {kernel}", "as planned") for kernel, state in tried.items()}  # type: ignore[arg-type]
         before = [made[kernel] for kernel in kernels.KERNELS[:started]]
         monkeypatch.setattr(kernels, "check_kernel", lambda device, kernel: made[kernel])
@@ -174,7 +174,7 @@ def test_a_low_limit_of_processes_is_reported() -> None:
 
 
 def limits_under(before: str) -> dict[str, Any]:
-    """Return what the check finds in a process that this was done to."""
+    """Return the findings of the check of limits in a process that first runs `before`."""
     if os.geteuid() != 0:
         pytest.skip("only root may change the limits of another")
     code = (

@@ -1,4 +1,4 @@
-"""Laws of `accel-run doctor`: its words, its exit codes, its JSON, and that nothing stays when it is stopped."""
+"""`accel-run doctor`: its arguments, exit codes and JSON, and cleanup when it is stopped."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from tests.forkserver import ForkServer
 from tests.nvml_stub import PAIR, NvmlStub
 from tests.waiting import wait_until
 
-# A check that hangs with what must not stay: a process in a session of its own, and a folder in the output folder.
+# A check that hangs, with resources to clean up: a process in a separate session, and a folder in the output folder.
 HANGING = """
 import os, signal, subprocess
 from runner.tools.doctor import checks, storage
@@ -37,7 +37,7 @@ def hang(context):
 
 checks.CHECKS["hang"] = DoctorCheck(hang, "because", 60.0)
 """
-# No check is late on a busy machine.
+# Time limits that no check exceeds on a busy machine.
 PATIENT = """
 import dataclasses
 from runner.tools.doctor import checks
@@ -182,7 +182,7 @@ def test_a_terminal_shows_the_running_check(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("TERM", "xterm-256color")
     monkeypatch.delenv("NO_COLOR", raising=False)
     reader, writer = pty.openpty()
-    with open(writer, "w") as terminal:  # noqa: PTH123 - of a descriptor
+    with open(writer, "w") as terminal:  # noqa: PTH123 - a descriptor
         screen = DoctorDisplay(terminal, terminal)
         screen.show_status("matmul", "cpu fp32", 3.2)
         screen.show(ok("cpu fp32", "95 GFLOP/s"))

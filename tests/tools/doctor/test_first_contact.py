@@ -1,4 +1,4 @@
-"""Laws of `accel-run doctor first_contact`: a difference has a sentence."""
+"""`accel-run doctor first_contact`: each difference from the expected values is reported."""
 
 from __future__ import annotations
 

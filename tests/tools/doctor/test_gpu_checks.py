@@ -1,4 +1,4 @@
-"""Laws of the checks of GPUs: what NVML and torch say is joined by UUID, and nothing is said of what is not told."""
+"""Checks of GPUs: data of NVML and torch is joined by UUID, and missing data produces no findings."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import pytest
 from runner.monitor.machine_sample import pids_are_of_host
 from tests.nvml_stub import DRIVER, GIB, PAIR, SLICED, T4, NvmlStub, State, gpu
 
-# Makes checks that do not compute, under GPUs that torch is said to see in the order of SEES.
+# Runs the checks that do not compute, with the GPUs that torch would see in the order of SEES.
 EXAMINE = """
 import json, os, pathlib
 from runner.tools.doctor import gpu_checks

@@ -1,4 +1,4 @@
-"""Laws of a check's process: whatever becomes of it is a finding that names it, the others go on, nothing stays."""
+"""Processes of checks: a crash or hang is a finding with the name of the check, and does not affect other checks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ HERE = "doctor/test_isolated_check.py"
 
 
 class Clock:
-    """Seconds that pass only when a check hangs in its second subject, so that no check is late on a busy machine."""
+    """A clock that advances only when a check hangs in its second subject, so no check times out on a busy machine."""
 
     def __init__(self) -> None:
         self.now = 0.0
@@ -35,7 +35,7 @@ class Clock:
         return self.now
 
     def watch(self, name: str, subject: str, took_s: float) -> None:
-        """What an examination calls while it waits for a check."""
+        """Advance the clock; an examination calls this while it waits for a check."""
         if name.startswith("hang") and subject == "two":
             self.now += LIMIT_S
 
@@ -45,7 +45,7 @@ def check(function: Callable[[CheckContext], Iterator[CheckResult]]) -> DoctorCh
 
 
 def found(folder: Path, **functions: Callable[[CheckContext], Iterator[CheckResult]]) -> dict[str, list[CheckResult]]:
-    """Run these checks and return what each found; after them nothing is left that was not there before."""
+    """Run these checks and return the findings of each; fails if processes or files are left."""
     before, clock = children(), Clock()
     checks = {name: check(function) for name, function in functions.items()}
     examination = Examination(checks, "auto", folder / "outputs", checks=checks, clock=clock)
@@ -56,7 +56,7 @@ def found(folder: Path, **functions: Callable[[CheckContext], Iterator[CheckResu
 
 
 def breaking(end: Callable[[], object]) -> Callable[[CheckContext], Iterator[CheckResult]]:
-    """Return a check of three things, the second of which ends this way."""
+    """Return a check of three subjects that calls `end` at the second."""
 
     def function(context: CheckContext) -> Iterator[CheckResult]:
         for subject in context.pending(SUBJECTS, str):
@@ -85,7 +85,7 @@ def hang() -> None:
 
 
 def with_a_child() -> None:
-    """Leave a process behind in a session of its own, and one that hears nothing, and crash."""
+    """Leave a process in a separate session and one that ignores signals, and crash."""
     for words in (["sleep", "600"], ["sh", "-c", "trap '' TERM INT; sleep 600"]):
         subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL)
     crash()

@@ -1,4 +1,4 @@
-"""What tests of suites share."""
+"""Fixtures for tests of suites."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ TIMED = (advisor, before_after, suite, selection, ladder, compare, fork_server, 
 
 @pytest.fixture
 def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Suites make few and short blocks: what tests plant is far above the noise."""
+    """Suites measure few, short blocks: the differences in tests are far above the noise."""
     monkeypatch.setattr(suite, "ROUNDS", (3, 4))
     monkeypatch.setattr(suite, "BLOCK_S", 0.05)
 
@@ -33,7 +33,7 @@ def nurseries() -> Iterator[Nurseries]:
 
 @pytest.fixture(scope="module", autouse=True)
 def planted(nurseries: Nurseries) -> Iterator[Planted]:
-    """Cells are forks of one process, and they and those who measure them know no time but the planted one."""
+    """Variants are forks of one process; they and the code that measures them use virtual time only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "subprocess", nurseries)
         patch.setattr(fork_server, "select", Select(nurseries.time))
@@ -44,13 +44,13 @@ def planted(nurseries: Nurseries) -> Iterator[Planted]:
 
 @pytest.fixture
 def shown(screen: Callable[..., None]) -> Callable[..., None]:
-    """The fixture `screen`, where that is the name of a function under test."""
+    """The fixture `screen`, for modules in which `screen` is a function under test."""
     return screen
 
 
 @pytest.fixture
 def real_time() -> Iterator[None]:
-    """Nurseries are processes of their own here, and time is the machine's."""
+    """Use real fork servers and the real clock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "subprocess", subprocess)
         patch.setattr(fork_server, "select", select)

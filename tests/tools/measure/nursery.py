@@ -1,6 +1,6 @@
-"""Nurseries of cells that are forks of one process, which has torch imported, and in which only planted time passes.
+"""Fork servers that are forks of one process that has imported torch and that uses virtual time only.
 
-tests/tools/measure/test_compare.py also has real nurseries, each a process of its own, by the real clock.
+tests/tools/measure/test_compare.py also uses real fork servers, which are separate processes with the real clock.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ with socket.socket(fileno=int(sys.argv[1])) as line:
 
 
 class Nurseries:
-    """In the place of `subprocess` where nurseries are started."""
+    """Replaces the module `subprocess` in the code that starts fork servers."""
 
     DEVNULL = subprocess.DEVNULL
 
@@ -82,8 +82,8 @@ class Nurseries:
         self.time = Planted(os.memfd_create("planted time"))
         self._process: subprocess.Popen[bytes] | None = None
 
-    def Popen(self, words: list[str], **given: Any) -> Any:  # noqa: N802 - the name that is stood in for
-        """Return a nursery, to be killed and waited for."""
+    def Popen(self, words: list[str], **given: Any) -> Any:  # noqa: N802 - the name of the replaced class
+        """Return a fork server, which can be killed and waited for."""
         assert words[1:3] == ["-m", "runner.tools.measure.variant_process"]
         if self._process is None or self._process.poll() is not None:  # a test may have signaled its whole group
             self._start()
@@ -91,16 +91,16 @@ class Nurseries:
         message, descriptors = json.dumps(order).encode(), [*given["pass_fds"], given["stderr"].fileno()]
         try:
             socket.send_fds(self._line, [message], descriptors)
-        except BrokenPipeError:  # it has died since
+        except BrokenPipeError:  # it has died in the meantime
             self._start()
             socket.send_fds(self._line, [message], descriptors)
         return _Forked(self, int(self.answer()))
 
     def wait(self, pid: int) -> int:
-        """Return how a nursery ended."""
+        """Return the exit code of a fork server."""
         try:
             self._line.sendall(json.dumps({"wait": pid}).encode())
-        except BrokenPipeError:  # it has died, and its children with it or after it
+        except BrokenPipeError:  # it has died, and its children too
             return -signal.SIGKILL
         return int(self.answer())
 
@@ -110,7 +110,7 @@ class Nurseries:
         return json.loads(content)
 
     def close(self) -> None:
-        """All nurseries end."""
+        """End all fork servers."""
         if self._process is not None:
             self._line.close()
             self._process.wait(timeout=30)

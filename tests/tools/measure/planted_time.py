@@ -1,7 +1,7 @@
-"""Time that passes only where a test plants it: cells of trials and the process that asks them share one clock.
+"""Virtual time: compared variants and the process that measures them share a clock that tests advance.
 
-Inside, `time.sleep` returns at once and moves the clock, and each reading of the clock in a cell moves it by `read_s`,
-so that what is not planted takes a little time, too, and the same each time. How busy the machine is changes no figure.
+`time.sleep` returns immediately and advances the clock, and each reading of the clock by a variant advances it by
+`read_s`, so that all other code takes a small constant time. The results do not depend on how busy the machine is.
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from typing import Any
 import torch.distributed as dist
 
 READ_S = 1e-4
-TICK_S = 1e-5  # as `read_s`, of a rank
-START_S = 1.0  # that a cell takes to begin
-_CLOCK, _WORKERS, _READ, SIZE = 0, 8, 16, 24  # where they are in the shared memory, and its bytes
+TICK_S = 1e-5  # like `read_s`, for a rank
+START_S = 1.0  # start-up time of a variant
+_CLOCK, _WORKERS, _READ, SIZE = 0, 8, 16, 24  # offsets in the shared memory, and its size in bytes
 
 
 class Planted:
-    """In the place of the module `time`, in this process and in those that share its memory.
+    """Replaces the module `time` in this process and in the processes that share its memory.
 
-    memory  a file descriptor; empty, or another's
+    memory  a file descriptor: of an empty file, or of the memory of another instance
     """
 
     def __init__(self, memory: int) -> None:
@@ -48,7 +48,7 @@ class Planted:
 
     @property
     def workers(self) -> float:
-        """How much of what a data worker sleeps moves the clock: 0: it reads while others compute, 1: it never does."""
+        """The fraction of a data worker's sleep that advances the clock: 0 if reading overlaps computing, 1 if not."""
         return self._at(_WORKERS)
 
     @workers.setter
@@ -57,7 +57,7 @@ class Planted:
 
     @property
     def read_s(self) -> float:
-        """Seconds by which a reading of the clock moves it, in the main thread of a cell."""
+        """Seconds by which each reading of the clock in the main thread of a variant advances it."""
         return self._at(_READ)
 
     @read_s.setter
@@ -69,19 +69,19 @@ class Planted:
         struct.pack_into("d", self._shared, _CLOCK, self.now + seconds)
 
     def rule(self) -> None:
-        """From now on this process, a cell that begins, has no other time."""
+        """Use only virtual time in this process, a variant that starts."""
         self._cell = os.getpid()
         self.advance(START_S)
         for name in ("monotonic", "perf_counter", "sleep"):
             setattr(real_time, name, getattr(self, name))
 
     def let_ranks_rule(self) -> None:
-        """From now on each rank that this process forks has its own time, and waits for the latest in collectives.
+        """Give each rank that this process forks a separate clock; in collectives, ranks wait for the latest one.
 
-        That of the first rank moves the clock.
+        The clock of the first rank advances this clock.
         """
         self.advance(START_S)
-        virtual_time = importlib.import_module("tests.engine.virtual_time")  # which replaces time.perf_counter
+        virtual_time = importlib.import_module("tests.engine.virtual_time")  # replaces time.perf_counter
         virtual_time.TICK_S = TICK_S
         clock, before = virtual_time.CLOCK, [virtual_time.CLOCK.now]
 
@@ -96,7 +96,7 @@ class Planted:
             setattr(real_time, name, function)
 
     def monotonic(self) -> float:
-        """Return the seconds that have passed, and let some pass if this is the main thread of a cell."""
+        """Return the time; in the main thread of a variant, advance the clock by `read_s` first."""
         if os.getpid() == self._cell and threading.current_thread() is threading.main_thread():
             self.advance(self.read_s)
         return self.now
@@ -115,7 +115,7 @@ class Planted:
 
 
 class Select:
-    """In the place of the module `select`: who waits gives up once the planted time is over, and not before."""
+    """Replaces the module `select`: a wait times out by virtual time only."""
 
     def __init__(self, time: Planted) -> None:
         self._time = time
@@ -126,5 +126,5 @@ class Select:
         assert any(ready), "a process that was asked did not answer"
         if self._time.now <= until:
             return ready
-        self._time.advance(until - self._time.now)  # who waits has given up by then
+        self._time.advance(until - self._time.now)  # the wait has timed out by then
         return [], [], []

@@ -1,4 +1,4 @@
-"""A task of which a pass, a sample and a row of data take what a test says, and which wants memory as a test says."""
+"""A task whose costs per micro-batch, sample and data row, and whose memory limit, are set by a test."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A task that sleeps, fails or waits where a test wants it to."""
+"""A task that sleeps, fails or synchronizes as a test specifies."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Measured(Task):
         raises_at: int,
     ) -> None:
         self.sleep_ms, self.sample_ms, self.scale, self.items = sleep_ms, sample_ms, scale, items
-        self.gradient = gradient  # times what it should be, of the same loss
+        self.gradient = gradient  # factor of the gradient; does not change the loss
         self.dies_at, self.raises_at = dies_at, raises_at
         self.calls = 0
         self.model = nn.Linear(8, 8)
@@ -73,6 +73,6 @@ class Measured(Task):
         time.sleep(self.sleep_ms / 1000)  # lint-tests: sleep: planted
         out = model(batch)
         for row in out.detach().flatten()[: self.items]:
-            row.item()  # waits
+            row.item()  # synchronizes
         loss = self.scale * ((out - batch).square().sum() + out.abs().sum())
         return self.gradient * loss + (1 - self.gradient) * loss.detach(), len(batch)

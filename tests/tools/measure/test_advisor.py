@@ -1,4 +1,4 @@
-"""Laws of advice: only what was tried and is faster is advised; what is applied composes and has its effect."""
+"""`accel-run advise`: only changes measured as faster are advised, and the profile it writes composes and applies."""
 
 from __future__ import annotations
 
@@ -130,7 +130,7 @@ def test_advice_is_json() -> None:
     assert [(each["advised"], each["speedup"]) for each in found["tried"]] == [(True, 1.34), (False, 1.0)]
 
 
-# ---------------------------------------------------------------- what is known
+# ---------------------------------------------------------------- evidence
 
 NOW = Evidence(parts_s={"data": 1.0, "forward": 3.0}, updates=40, micro_batch_size=8)
 RUN = Evidence(parts_s={"saving": 2.0, "forward": 1.0}, updates=10, micro_batch_size=4, num_threads=2)
@@ -179,7 +179,7 @@ def measured(
 
 
 def test_rare_events_are_not_judged_by_short_blocks() -> None:
-    """A trial that never saw a save cannot contradict the run that spent a third of its time on them."""
+    """A trial without saves cannot contradict a run that spent a third of its time on saves."""
     saves = Candidate(("checkpoint.every=auto",))
     found = ComparisonResult([measured("as it is", 20.0), measured(saves.name, 20.0, every=None)], "interleaved")
     seen = ComparisonResult(
@@ -300,7 +300,7 @@ def test_a_profile_without_effect_is_not_written(tmp_path: Path, monkeypatch: py
     monkeypatch.chdir(tmp_path)
     task = tmp_path / "task.py"
     task.write_text("def build(*, a: int = 1):\n    pass\n")
-    chosen = profile_of("epochs=2")  # `updates` of the command line takes it back
+    chosen = profile_of("epochs=2")  # overridden by `updates` on the command line
 
     with pytest.raises(ConfigError, match="another source sets it"):
         write_profile(chosen, Request(("updates=3",), task), "mine")

@@ -1,4 +1,4 @@
-"""Laws of the budget of trials: it is kept whatever a cell takes to start, and what it is said to lack is enough."""
+"""The budget of comparisons: it is kept whatever the start-up times, and the suggested larger budget suffices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LIMITS = CompareLimits(budget_s=60, rounds=(6, 12))
 
 
 class Clock:
-    """Time that passes only where something is planted to take it."""
+    """A clock that only fake processes advance."""
 
     now = 0.0
 
@@ -45,9 +45,9 @@ class Clock:
 
 
 class FakeProcess(VariantProcess):
-    """A cell that takes what its overrides say: `start_s`, `compile` for ten times as long, `update_s`, `noise`."""
+    """A variant with times set by overrides: `start_s`, `compile` (a start 10 times as long), `update_s`, `noise`."""
 
-    def __init__(self, number: int, clock: Clock, until: float) -> None:  # nothing is forked
+    def __init__(self, number: int, clock: Clock, until: float) -> None:  # no process is forked
         self.number, self.clock, self._clock, self.deadline, self.order = number, clock, clock, until, dict[str, Any]()
         self.random, self.words = random.Random(0), dict[str, str]()
         self.line: Any = self
@@ -86,7 +86,7 @@ class FakeProcess(VariantProcess):
 
 
 def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float], half_width: float) -> Ratio:
-    """Return one that is as narrow as `half_width` where blocks are equal, and wide for good where they are not."""
+    """Return an interval of `half_width` if all blocks are equal, and one that stays wide if not."""
     is_even = max(ours_ms) - min(ours_ms) < 1e-6 * max(ours_ms)
     return (
         Ratio(1.0, 1.0 - half_width, 1.0 + half_width, len(ours_ms))
@@ -97,7 +97,7 @@ def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float], half_width: f
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Comparison]:
-    """Make arenas whose processes are fakes, on a clock of their own."""
+    """Return a function that creates comparisons with fake processes and a separate clock."""
     monkeypatch.setattr(compare, "IDLE_SAMPLE_S", 0.0)
     monkeypatch.setattr(comparison_result, "paired_ratio", interval)
 
@@ -128,10 +128,10 @@ def processes_of(measured: VariantResult) -> list[int]:
 
 ALIKE = st.floats(0.5, 20.0).flatmap(lambda s: st.lists(st.floats(0.9 * s, 1.1 * s), min_size=2, max_size=8))
 OTHERS = (
-    st.floats(0.001, 0.5),  # seconds of an update
-    st.sampled_from([0.0, 0.3]),  # how unequal blocks are
-    st.integers(0, 2),  # of them compile
-    st.booleans(),  # alive together
+    st.floats(0.001, 0.5),  # seconds per update
+    st.sampled_from([0.0, 0.3]),  # noise of blocks
+    st.integers(0, 2),  # number of variants that compile
+    st.booleans(),  # interleaved
 )
 COSTS = st.tuples(ALIKE, *OTHERS)
 UNLIKE = st.tuples(st.lists(st.floats(0.5, 20.0), min_size=2, max_size=8), *OTHERS)
@@ -150,7 +150,7 @@ def planted(starts: list[float], update_s: float, noise: float, compiling: int) 
 def test_no_variant_exceeds_the_budget(
     fake: Callable[[], Comparison], costs: tuple[list[float], float, float, int, bool], budget_s: float
 ) -> None:
-    """But for the baseline's start, without which there is nothing, and a last block that takes longer than before."""
+    """Exceptions: the start of the baseline, which is always needed, and a last block that takes longer than before."""
     starts, update_s, noise, compiling, together = costs
 
     trials = measured(fake(), planted(starts, update_s, noise, compiling), budget_s, interleave=together)
@@ -170,7 +170,7 @@ def test_the_stated_budget_is_sufficient_and_a_third_is_not(
     starts, update_s, noise, compiling, together = costs
     cells = planted(starts, update_s, noise, compiling)
     found = measured(fake(), cells, 1.0, interleave=together)
-    while found.needs_more:  # how long it takes to compile is learnt on the way
+    while found.needs_more:  # compile times become known during the comparison
         before = found.needs_s
         found = measured(fake(), cells, before, interleave=together)
         assert not untried(found) or found.needs_s > before
@@ -186,7 +186,7 @@ def test_the_stated_budget_is_sufficient_and_a_third_is_not(
 def test_following_the_stated_budgets_tries_everything_soon(
     fake: Callable[[], Comparison], costs: tuple[list[float], float, float, int, bool]
 ) -> None:
-    """Starts that are nothing like each other are not known before they were seen."""
+    """Very different start-up times are unknown until they are measured."""
     starts, update_s, noise, compiling, together = costs
     budgets = [1.0]
     while budgets[-1] and len(budgets) < 8:
@@ -198,7 +198,7 @@ def test_following_the_stated_budgets_tries_everything_soon(
 
 
 def test_compiled_variants_start_last(fake: Callable[[], Comparison]) -> None:
-    """Its start takes the time of many others, which would be left without a turn."""
+    """The start of a compiled variant would use the time of many others."""
     begun: list[str] = []
     cells = [cell("base", 1), cell("compiles", 1, compiles=True), cell("a", 1), cell("b", 1)]
 
@@ -211,7 +211,7 @@ def test_compiled_variants_start_last(fake: Callable[[], Comparison]) -> None:
 
 
 def test_spare_time_goes_to_waiting_variants(fake: Callable[[], Comparison]) -> None:
-    """Half of it was put by for rounds; where intervals are narrow soon, who waits has its turn after all."""
+    """Half of the budget is reserved for rounds; if intervals become narrow early, waiting variants use the rest."""
     cells = [cell(f"cell {at}", 5.0) for at in range(8)]
 
     assert untried(measured(fake(), cells, 80.0)) == []
@@ -243,7 +243,7 @@ def test_at_most_half_of_the_time_is_spent_on_restarts(fake: Callable[[], Compar
 
 
 def test_variants_with_unequal_start_times_restart_together(fake: Callable[[], Comparison]) -> None:
-    """Or nobody could tell whose change it was that is seen."""
+    """Otherwise a change could not be attributed to one of them."""
     cells = [cell("base", 2.0, 0.1, noise=0.5), cell("other", 2.7, 0.1, noise=0.5), cell("third", 3.0, 0.1, noise=0.5)]
 
     trials = measured(fake(), cells, 120.0, rounds=(6, 600))
@@ -258,7 +258,7 @@ def test_variants_with_unequal_start_times_restart_together(fake: Callable[[], C
 def test_variants_that_cannot_restart_are_compared_by_their_blocks(
     fake: Callable[[], Comparison], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Neither the other's blocks nor the baseline's are lost with a process that nobody needed."""
+    """No blocks are lost if a process that is not needed fails to start."""
     full = "the disk is full"
     for name in ("other", "base"):
         begun: Counter[str] = Counter()
@@ -309,7 +309,7 @@ def test_nothing_restarts_if_its_baseline_has_ended(
 
 
 def test_suspended_variants_return(fake: Callable[[], Comparison]) -> None:
-    """Their blocks agree, but of one process each: what processes differ by is found out when all have begun."""
+    """Their blocks agree but come from one process each; the spread between processes is measured after all starts."""
     cells = [cell(f"cell {at}", 5.0, 0.1) for at in range(8)]
 
     trials = measured(fake(), cells, 90.0, rounds=(6, 60))

@@ -1,4 +1,4 @@
-"""Laws of trials: cells take turns, tell what they really used, and whatever ends one of them ends nothing else."""
+"""Comparisons: variants are interleaved, report their actual settings, and fail independently of each other."""
 
 from __future__ import annotations
 
@@ -98,7 +98,7 @@ OTHERS = {
 
 
 def test_a_variant_with_different_weights_is_flagged_despite_equal_losses(arena: Comparison) -> None:
-    """Losses of a few updates at the beginning of a warm-up tell nothing of what the optimizer does."""
+    """The losses of the first updates of a warm-up do not show what the optimizer does."""
     cells = [Variant("as it is"), *(Variant(name, words) for name, words in OTHERS.items())]
 
     found = arena.compare(cells, LIMITS, lambda _: None)
@@ -151,7 +151,7 @@ def test_a_comparison_leaves_no_process_and_no_file(trials: ComparisonResult, ar
 
 
 def test_the_updates_of_a_block_take_as_long_as_the_block(trials: ComparisonResult) -> None:
-    """Each is timed by itself; together they are what the block says."""
+    """Each update is timed separately, and their sum is the time of the block."""
     for cell in (trials.baseline, trials.of("quick")):
         for block in cell.blocks.values():
             assert len(block.updates_ms) == min(cell.updates, MAX_TIMED_UPDATES)
@@ -203,7 +203,7 @@ def test_variants_that_do_not_fit_together_run_in_turn(arena: Comparison) -> Non
 
 
 def test_variants_restart_between_blocks(arena: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What one process does all its life, and another that does the same does not, is seen so."""
+    """This shows differences between processes that run the same code."""
     monkeypatch.setattr(compare, "leave_out", lambda *_, **__: None)
     before, folders = arena.num_started, set(arena.folder.glob("variant-*"))
 
@@ -232,7 +232,7 @@ def test_a_baseline_that_cannot_be_measured_is_an_error(arena: Comparison) -> No
 
 
 def test_a_suspended_variant_computes_nothing(arena: Comparison) -> None:
-    """Its turn is over: neither it nor its data workers run on beside the next one."""
+    """Neither the variant nor its data workers run during the turn of the next one."""
     with arena.open_variant(Variant("workers", ("dataloader.num_workers=1",)), LIMITS) as (ask, _):
         process = ask.__self__  # type: ignore[attr-defined]
         process.pause()
@@ -245,7 +245,7 @@ def test_a_suspended_variant_computes_nothing(arena: Comparison) -> None:
 
 @pytest.mark.usefixtures("real_time")
 def test_variants_exit_with_their_parent(tmp_path: Path) -> None:
-    """The kernel sees to it: no handler runs in a process that is killed."""
+    """The kernel ends them, because no handler runs in a killed process."""
     ready, told = os.pipe()
     pid = os.fork()
     if pid == 0:
@@ -284,7 +284,7 @@ def test_the_probe_names_the_lines_of_the_task(arena: Comparison) -> None:
 
 
 def test_blocks_of_all_variants_have_similar_duration(trials: ComparisonResult) -> None:
-    """One that is much faster is not timed by blocks so short that waking up is most of them."""
+    """The blocks of a much faster variant are not so short that wake-up time dominates."""
     quick, slow = trials.of("quick"), trials.baseline
 
     assert quick.updates > slow.updates
@@ -294,8 +294,8 @@ def test_blocks_of_all_variants_have_similar_duration(trials: ComparisonResult) 
 def test_batches_prefetched_while_suspended_do_not_count(
     arena: Comparison, planted: Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Waits for a disk or a network go on while a process is stopped: what they brought is not timed."""
-    far = ("task.sample_ms=3.0", "global_batch_size=8")  # 24 ms of waiting beside 4 ms of computing
+    """Disk and network requests complete while a process is stopped, so their batches are not timed."""
+    far = ("task.sample_ms=3.0", "global_batch_size=8")  # 24 ms of waiting, 4 ms of computing
     cells = [Variant("as it is", far), Variant("a worker", (*far, "dataloader.num_workers=1"))]
 
     monkeypatch.setattr(planted, "workers", 1.0)
@@ -321,7 +321,7 @@ def test_a_block_includes_periodic_work_if_there_is_time(arena: Comparison) -> N
 
 
 def test_slow_updates_with_deep_prefetch_end_in_time_with_a_reason(arena: Comparison) -> None:
-    """A block of such updates would take longer than the whole budget: none is begun."""
+    """A block of such updates would take longer than the budget, so none is started."""
     slow = ("task.sleep_ms=1000", "dataloader.num_workers=4")
     budget_s = 20.0
 
@@ -357,7 +357,7 @@ def test_a_variant_that_does_not_start_in_time_is_ended_and_reported(arena: Comp
 def test_available_cores_are_limited_by_affinity_and_cgroup(
     arena: Comparison, trials: ComparisonResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a container with little memory, cells that the machine would hold are not opened side by side."""
+    """In a container with little memory, variants that would fit on the machine are not started together."""
     assert 0 < trials.num_cores <= psutil.cpu_count()
     monkeypatch.setattr(
         host, "cgroup_memory_limit", lambda _: SimpleNamespace(amount=2.0**27, memory_bytes=lambda: 2**26)
@@ -384,7 +384,7 @@ def result(name: str, ms: Sequence[float], against: str = "") -> VariantResult:
 
 
 def test_compared_variants_run_until_the_result_is_known() -> None:
-    """A size that takes ten times as long as the first one is clearly slower, and says nothing of its own rival."""
+    """A size that is ten times slower than the first is out, but not before it is compared with its own rival."""
     noisy, even = [80.0, 120.0] * 4, [100.0] * 8
     first, rival, second, other = (
         result("small a", [10.0] * 8),
@@ -408,7 +408,7 @@ def test_compared_variants_run_until_the_result_is_known() -> None:
 
 
 def test_a_zero_reading_does_not_cause_long_blocks() -> None:
-    """On a busy machine all of a short update may have been spent in line: as if it had taken no time."""
+    """On a busy machine a short update may consist of run-queue wait only, as if it had taken no time."""
     made: list[int] = []
 
     def make(updates: int, _: float) -> float:

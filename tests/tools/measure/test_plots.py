@@ -1,4 +1,4 @@
-"""Laws of the pictures of results: what is drawn is what was measured, and all of it can be read."""
+"""Plots of results: they show the measured values, and all text is readable."""
 
 from __future__ import annotations
 
@@ -63,7 +63,7 @@ def results(tmp_path: Path) -> Results:
 
 @pytest.fixture
 def crowd(tmp_path: Path) -> Results:
-    """Twenty techniques with long names, columns of different lengths and steps in which all were compiled."""
+    """Twenty techniques with long names, columns of different lengths, and a slow first step as in compilation."""
     made = Results(tmp_path, "crowd-")
     names = [BASELINE, *(f"{LONG} {number}" if number % 2 else f"t{number}" for number in range(19))]
     columns = {name: [1e4, *[100.0 / (1 + number)] * (10 + 7 * number)] for number, name in enumerate(names)}
@@ -78,7 +78,7 @@ def crowd(tmp_path: Path) -> Results:
 
 @pytest.fixture
 def sessions(results: Results) -> Results:
-    """A table in which one technique was measured again later, with a baseline of that time."""
+    """A table in which one technique was measured again in a later session with a new baseline."""
     rows = {BASELINE: row([60.0] * 4, task="nmt"), "bf16": row([50.0] * 4, 1.2, 1.1, 1.3, task="nmt")}
     results.put(rows, is_main=False)
     return results
@@ -92,7 +92,7 @@ def size_of(picture: bytes) -> tuple[int, int]:
 
 
 def bars(axes: Any) -> list[tuple[float, float]]:
-    """Return (middle of the row, length) of each bar, from the top."""
+    """Return (center of the row, length) of each bar, from the top."""
     found = [(patch.get_y() + patch.get_height() / 2, patch.get_width()) for patch in axes.patches]
     return sorted(found)
 
@@ -328,7 +328,7 @@ def test_a_wide_interval_does_not_hide_the_bars(results: Results) -> None:
     assert "2.00 [0.01, 400.00]" in values(axes)
 
 
-# ---------------------------------------------------------------- beside what others report
+# ---------------------------------------------------------------- outliers
 
 
 def test_one_technique_that_takes_ten_times_as_long_does_not_hide_the_others(tmp_path: Path) -> None:
@@ -347,11 +347,11 @@ def test_one_technique_that_takes_ten_times_as_long_does_not_hide_the_others(tmp
     assert norm(110.0) - norm(60.0) > 0.2, "told apart, though the darkest is 1100"
 
 
-# ---------------------------------------------------------------- all of it can be read
+# ---------------------------------------------------------------- readability
 
 
 def boxes(figure: Any) -> Iterator[tuple[str, Any]]:
-    """Yield each text that is shown, with the place it takes."""
+    """Yield each visible text with its bounding box."""
     renderer = FigureCanvasAgg(figure).get_renderer()
     out_of_view = {
         label

@@ -1,4 +1,4 @@
-"""Laws of the files of results: what was measured is never lost, and damaged results are reported and left alone."""
+"""Result files: measurements are never lost, and damaged results are reported and not changed."""
 
 from __future__ import annotations
 
@@ -57,13 +57,13 @@ def results(tmp_path: Path) -> Results:
 
 @pytest.fixture
 def fresh() -> Iterator[Any]:
-    """Give a function that returns results in a new folder: hypothesis keeps the fixtures of the first example."""
+    """Yield a function that returns results in a new folder, because hypothesis shares fixtures between examples."""
     with tempfile.TemporaryDirectory() as folder:
         count = iter(range(10**6))
         yield lambda: Results(Path(folder) / str(next(count)))
 
 
-# ---------------------------------------------------------------- what is put is there
+# ---------------------------------------------------------------- storing and reading
 
 
 def test_stored_results_are_read_back(fresh: Any) -> None:
@@ -160,7 +160,7 @@ def test_init_creates_a_csv_with_the_column_step(tmp_path: Path) -> None:
     results = Results(tmp_path / "new" / "folder")
 
     results.init()
-    results.init()  # nothing is lost by a second one
+    results.init()  # the second call changes nothing
 
     assert results.csv.read_text(encoding="utf-8") == "step\n"
     assert results.rows() == {}
@@ -223,7 +223,7 @@ def test_a_prefix_cannot_escape_the_folder(tmp_path: Path, prefix: str) -> None:
         Results(tmp_path, prefix)
 
 
-# ---------------------------------------------------------------- what is damaged, or not there
+# ---------------------------------------------------------------- damaged or missing results
 
 
 def test_without_results_the_command_that_creates_them_is_named(tmp_path: Path) -> None:
@@ -289,7 +289,7 @@ def test_non_files_are_refused_with_a_message(results: Results) -> None:
 
 
 class Failing:
-    """What the n-th call of one kind on the file system, and those after it, are answered with."""
+    """Makes a file system call fail from its n-th use on."""
 
     def __init__(self, patch: pytest.MonkeyPatch, call: str, at: int) -> None:
         self.has_failed = False

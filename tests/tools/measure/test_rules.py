@@ -1,4 +1,4 @@
-"""Laws of the rules: what fires and with which words, and that none speaks of what it does not know."""
+"""Rules: which rule fires, what it proposes, and that no rule fires without its data."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def facts(
     gpus: tuple[Device, ...] | None = None,
     **evidence: Any,
 ) -> Facts:
-    """Return those of a run on a GPU with which nothing is wrong, but for what is given."""
+    """Return the facts of a healthy run on a GPU, except for those given."""
     known: dict[str, Any] = {
         "device": "cuda:0" if gpu else "cpu", "updates": 100, "num_samples": 10_000, "global_batch_size": 64,
         "micro_batch_size": 64, "accumulation_steps": 1, "num_threads": 8, "parts_s": {**PARTS, **(parts or {})},
@@ -61,7 +61,7 @@ def facts(
 
 SLOW_LINE = {"slow_line": {"file": "task.py", "line": 12, "ms": 9.0}, "sample_ms": 10.0}
 
-# case -> (facts, rule that comes first, an override or words that must be proposed)
+# case -> (facts, first rule, an override or text that must be proposed)
 CASES: Mapping[str, tuple[Facts, str, str]] = {
     "workers 0": (facts({"data": 8.0}, {"dataloader.num_workers": 0}), "data wait", "dataloader.num_workers=4"),
     "few workers": (facts({"data": 8.0}, {"dataloader.num_workers": 1}), "data wait", "dataloader.num_workers=4"),
@@ -134,7 +134,7 @@ def test_the_bottleneck_comes_first(case: str) -> None:
     found = findings(given)
 
     assert found, "nothing was seen"
-    place = 1 if rule == "slow transform" else 0  # the wait for data is more than the slow line in it
+    place = 1 if rule == "slow transform" else 0  # the data wait is longer than the slow line in it
     assert found[place].rule == rule, [finding.rule for finding in found]
     proposed = [candidate.name for candidate in found[place].candidates]
     assert any(words in text for text in (*proposed, found[place].by_hand)), proposed
@@ -152,7 +152,7 @@ def test_a_healthy_run_has_no_findings() -> None:
 
 
 def test_missing_data_cause_no_findings() -> None:
-    """Each fact of each case is taken away in turn: a rule that looked at it is silent then, and none raises."""
+    """Each fact of each case is removed in turn: rules that need it do not fire, and no rule raises."""
     unknown = Facts(Evidence(), {}, CPU)
     assert findings(unknown) == []
     for case, (given, rule, _) in CASES.items():
@@ -190,8 +190,8 @@ def test_every_proposal_is_a_valid_override() -> None:
         for finding in findings(given)
         for candidate in finding.candidates
     }
-    rest = sorted(overrides for overrides in proposed if not overrides[0].startswith("device="))  # one that is not here
-    while rest:  # composing takes a moment: as many at once as do not stand against each other
+    rest = sorted(overrides for overrides in proposed if not overrides[0].startswith("device="))  # not available here
+    while rest:  # composing is slow: compose as many as possible at once that do not conflict
         taken: dict[str, str] = {"global_batch_size": "global_batch_size=64"}
         for overrides in list(rest):
             keys = [word.partition("=")[0] for word in overrides]
@@ -202,7 +202,7 @@ def test_every_proposal_is_a_valid_override() -> None:
 
 
 def test_no_candidate_changes_the_mathematics() -> None:
-    """What would is for the user to do: it is no candidate, so that nothing applies it."""
+    """Changes of the mathematics are left to the user, so they are never applied automatically."""
     mechanics = (
         "dataloader", "prefetch", "backend", "compile", "micro_batch_size", "memory", "precision", "checkpoint.every",
         "log_every", "device",
@@ -240,7 +240,7 @@ ITEM = {"waits": [{"file": "task.py", "line": 7, "times": 1}]}
 
 
 def test_waiting_for_a_busy_gpu_is_not_lost_time() -> None:
-    """The host waits for most of an update; what the GPU computes meanwhile has to be computed anyway."""
+    """The host waits during most of an update, but for work that the GPU must do anyway."""
     (busy,) = findings(facts(probe=ITEM, monitor={"gpu0/util": 95.0}))
     unwatched = findings(dataclasses.replace(facts(probe=ITEM), monitor={}))
 
@@ -272,7 +272,7 @@ def test_timed_saves_are_judged_by_measurements_of_the_run() -> None:
 
 
 def test_more_frequent_saves_are_never_proposed() -> None:
-    """Under auto at most ten minutes of work are at risk, whatever a save costs."""
+    """With `auto`, at most ten minutes of work are at risk, whatever a save costs."""
     parts = {"forward": 10_800.0, "saving": 1_200.0}
 
     assert findings(facts(parts, {"checkpoint.every": "30min"}, num_saves=6)) == []
@@ -309,7 +309,7 @@ def test_a_thread_without_a_cache_is_one_worker(values: Mapping[str, Any], absen
 
 
 def test_samples_read_once_are_not_cached() -> None:
-    """To keep them would be to read them all before the first update, and never again."""
+    """A cache would read all of them before the first update and never use them again."""
     same = {"same_when_read_again": True, "sample_bytes": 1024}
     once, twice = (facts({"data": 8.0}, probe=same, epochs=epochs) for epochs in (1.0, 2.0))
 

@@ -23,11 +23,11 @@ NOTHING = QueueSample(0.0, 0.0, 0.0, 0.0)
 @pytest.mark.parametrize(
     ("after", "behind_s"),
     [
-        (QueueSample(wait_s=0.0, busy_s=1.0, tree_cpu_s=1.0, thread_cpu_s=1.0), 0.0),  # alone
-        (QueueSample(wait_s=0.5, busy_s=1.0, tree_cpu_s=0.5, thread_cpu_s=0.5), 0.5),  # one other on its core
-        (QueueSample(wait_s=0.5, busy_s=1.0, tree_cpu_s=1.0, thread_cpu_s=0.5), 0.0),  # a worker of its own on its core
-        (QueueSample(wait_s=0.6, busy_s=1.5, tree_cpu_s=1.0, thread_cpu_s=0.5), 0.3),  # as much of either
-        (QueueSample(wait_s=0.0, busy_s=2.0, tree_cpu_s=1.0, thread_cpu_s=1.0), 0.0),  # another on another core
+        (QueueSample(wait_s=0.0, busy_s=1.0, tree_cpu_s=1.0, thread_cpu_s=1.0), 0.0),  # no other process
+        (QueueSample(wait_s=0.5, busy_s=1.0, tree_cpu_s=0.5, thread_cpu_s=0.5), 0.5),  # another process on its core
+        (QueueSample(wait_s=0.5, busy_s=1.0, tree_cpu_s=1.0, thread_cpu_s=0.5), 0.0),  # one of its workers on its core
+        (QueueSample(wait_s=0.6, busy_s=1.5, tree_cpu_s=1.0, thread_cpu_s=0.5), 0.3),  # equal parts of both
+        (QueueSample(wait_s=0.0, busy_s=2.0, tree_cpu_s=1.0, thread_cpu_s=1.0), 0.0),  # another process on another core
         (QueueSample(wait_s=0.1, busy_s=0.9, tree_cpu_s=1.0, thread_cpu_s=1.0), 0.0),  # the clocks of cores are coarse
     ],
 )
@@ -43,7 +43,7 @@ def test_a_cpu_quota_is_not_contention(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("block_s", [0.0, 0.25])
 def test_waits_outside_of_a_block_do_not_count(monkeypatch: pytest.MonkeyPatch, block_s: float) -> None:
-    """Each look waits for 5 ms; others are at work all the time."""
+    """Each sample itself waits for 5 ms; other processes are always busy."""
     waited, busy = [0.0], itertools.count(1.0)
 
     def looks_around() -> float:
@@ -67,7 +67,7 @@ def test_waits_outside_of_a_block_do_not_count(monkeypatch: pytest.MonkeyPatch, 
 
 @contextmanager
 def other_job(core: int) -> Iterator[None]:
-    """Keep a core busy, by a process that is none of ours."""
+    """Keep a core busy with a process outside of this process tree."""
     code = f"""import os
 os.sched_setaffinity(0, {{{core}}})
 if pid := os.fork():

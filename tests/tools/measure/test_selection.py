@@ -1,4 +1,4 @@
-"""The best variant is chosen among those that were measured."""
+"""The best variant is selected from the measured ones."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Laws of sessions: what was not measured together is never shown as if it were, whatever was measured again."""
+"""Sessions: results that were not measured together are never shown as if they were."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from runner.tools.measure.technique import BASELINE
 pytest.importorskip("matplotlib")
 
 NAMES = ("bf16", "compile", "up to compile", "best")
-# (techniques, whether the run takes the name `baseline`, whether it comes in two stages)
+# (techniques, whether the run uses the name `baseline`, whether it is stored in two stages)
 runs = st.lists(st.tuples(st.sets(st.sampled_from(NAMES)), st.booleans(), st.booleans()), min_size=1, max_size=5)
 
 
@@ -29,13 +29,13 @@ def one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def times(run: int, name: str) -> list[float]:
-    """Return steps that tell in which run and of what they were measured: a run takes ten times the one before."""
+    """Return step times that identify the run and the technique: each run is ten times slower than the previous one."""
     base = 10.0**run
     return [base, base] if name == BASELINE else [base / (2 + NAMES.index(name))] * 2
 
 
 def measure(folder: Path, run: int, names: set[str], *, is_main: bool, in_stages: bool) -> None:
-    """Keep a run as the ladder does: each stage from the files that the one before has left."""
+    """Store a run as the ladder does: each stage starts from the files of the previous one."""
     stages = [[BASELINE, *sorted(names)[:1]], sorted(names)[1:]] if in_stages else [[BASELINE, *sorted(names)]]
     session = None
     for stage in filter(None, stages):

@@ -1,4 +1,4 @@
-"""Laws of what is concluded from blocks that took turns."""
+"""Statistics of interleaved blocks."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ def quiet(rng: np.random.Generator, num: int) -> np.ndarray[tuple[int], np.dtype
 
 
 def spiky(rng: np.random.Generator, num: int) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
-    """One block in seven is hit by another process."""
+    """Return noise in which another process delays one block in seven."""
     return rng.normal(0.0, 0.01, num) + (rng.random(num) < 0.15) * rng.exponential(0.3, num)
 
 
 def simulated(seed: int, num: int, gain: float, noise: Draw) -> Ratio:
-    """Return the ratio of two settings on a machine whose speed wanders, each block with noise of its own."""
+    """Return the ratio of two settings on a machine whose speed drifts, with independent noise for each block."""
     rng = np.random.default_rng(seed)
     speed = np.cumsum(rng.normal(0.0, 0.05, num))
     slow, fast = (np.exp(speed + noise(rng, num)) for _ in range(2))
@@ -54,7 +54,7 @@ def test_the_confidence_interval_has_its_coverage(num: int, noise: Draw) -> None
 @pytest.mark.parametrize("noise", [quiet, spiky])
 @pytest.mark.parametrize("num", [3, 4, 5])
 def test_the_interval_of_few_rounds_is_wide(num: int, noise: Draw) -> None:
-    """That the budget ends a trial early makes it no surer; heavy tails may make it wider than need be."""
+    """A trial that the budget ends early does not gain confidence; heavy tails may make it wider than necessary."""
     found = [simulated(seed, num, 1.3, noise) for seed in range(400)]
 
     assert np.mean([ratio.low <= 1.3 <= ratio.high for ratio in found]) >= 0.92
@@ -75,7 +75,7 @@ def test_a_slowdown_is_detected() -> None:
 
 
 def test_drift_of_the_machine_does_not_widen_the_interval() -> None:
-    """The quotient within a round knows nothing of what slows both of it down."""
+    """A slowdown of both settings cancels in the ratio within a round."""
     rng = np.random.default_rng(0)
     speed = np.exp(np.cumsum(rng.normal(0.0, 0.3, 12)))
 
@@ -113,7 +113,7 @@ def test_a_ratio_reads_as_a_change_in_percent() -> None:
 
 
 def in_processes(seed: int, num_cells: int, lives: int, sigma: float, noise: Draw, each: int = 8) -> ComparisonResult:
-    """Return cells that all do the same: each process is a little faster or slower in all its blocks."""
+    """Return identical variants; each process is slightly faster or slower in all of its blocks."""
     rng = np.random.default_rng(seed)
     speed = np.cumsum(rng.normal(0.0, 0.05, each * lives))
     cells = []
@@ -177,7 +177,7 @@ def test_variants_without_restarts_give_no_spread_between_processes() -> None:
 
 
 def test_some_variants_may_restart() -> None:
-    """One of three goes on in its process; what the others change by is told by the two that do not."""
+    """One of three variants keeps its process; the spread is estimated from the two that restart."""
     squares = freedom = 0.0
     for seed in range(300):
         trials = in_processes(seed, 3, 2, 0.02, lambda rng, num: rng.normal(0.0, 1e-4, num))

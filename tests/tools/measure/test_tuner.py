@@ -1,4 +1,4 @@
-"""Laws of tuning: the best is found within the budget, proven in fresh rounds, and the mathematics is not touched."""
+"""Tuning: the best settings are found within the budget and confirmed in new rounds; the mathematics stays the same."""
 
 from __future__ import annotations
 
@@ -53,12 +53,12 @@ BASE_MS, BLOCK_S, LOOK_EVERY = 20.0, 0.4, 20
 
 @dataclass
 class FakeArena:
-    """Cells of known speeds on a clock of its own, which spends its time as the real one does.
+    """A comparison of variants with known speeds on a virtual clock; it uses its budget like the real one.
 
-    ms       milliseconds of an update with these words
+    ms       milliseconds of an update with these overrides
     noise    standard deviation of the logarithm of a block
-    fails    word -> why its cell does not live
-    wrong    words whose losses are others
+    fails    override -> why its variant fails
+    wrong    overrides that change the losses
     """
 
     ms: Callable[[Overrides], float]
@@ -114,7 +114,7 @@ def _are_narrow(trials: ComparisonResult) -> bool:
 
 
 def speeds(**factors: float) -> Callable[[Overrides], float]:
-    """Return the milliseconds of words, each of which takes so many times as long."""
+    """Return a function from overrides to milliseconds, where each override multiplies the time by its factor."""
 
     def ms(words: Overrides) -> float:
         found = BASE_MS
@@ -208,7 +208,7 @@ def test_the_proof_uses_separate_rounds_against_current_settings() -> None:
 
 
 def test_the_best_of_an_axis_is_compared_again_with_the_best_known() -> None:
-    """Only what new rounds find, too, is adopted. A single candidate was chosen from nothing."""
+    """A candidate is adopted only if new rounds confirm it. A single candidate needs no second comparison."""
     arena = FakeArena(speeds(a_4=0.7, a_5=0.8, b_2=0.8))
 
     searched(arena, THREE)
@@ -231,7 +231,7 @@ def test_failing_and_different_candidates_are_dropped_with_a_reason() -> None:
 
 
 def test_a_setting_that_starts_too_slowly_is_not_chosen() -> None:
-    """A compiled model of a short training."""
+    """For example, a compiled model in a short training."""
     arena = FakeArena(speeds(a_1=0.5), updates=100)
     measure = arena.compare
 
@@ -256,7 +256,7 @@ def test_the_budget_is_kept_and_a_sufficient_one_is_reported(budget_s: float, st
 
     found = searched(arena, many, budget_s)
 
-    one_turn_more = 3 * 8 * BLOCK_S  # three rounds are made in any case
+    one_turn_more = 3 * 8 * BLOCK_S  # at least three rounds are measured
     assert arena.now <= budget_s + one_turn_more
     untried = [each for each in found.tried if each.outcome.why_not == NO_TIME_LEFT]
     assert bool(untried) == (found.needs_s > budget_s)
@@ -268,7 +268,7 @@ def test_the_budget_is_kept_and_a_sufficient_one_is_reported(budget_s: float, st
 
 
 def test_spare_time_goes_to_untried_candidates() -> None:
-    """What is kept for the proof is left where there is nothing to be proven, and is enough for the last axis."""
+    """Time reserved for the proof is free if there is nothing to prove, and suffices for the last axis."""
     many = [axis("a", *map(str, range(7))), *(axis(name, "0") for name in "bcdefgh")]
     arena = FakeArena(speeds(h_0=0.6))
 
@@ -291,7 +291,7 @@ def test_a_candidate_without_time_ends_the_search() -> None:
 
 
 def test_the_leader_at_the_deadline_is_still_proven() -> None:
-    """Proof is what decides, and not how often its rival was beaten."""
+    """The proof decides, not the number of rounds against its rival."""
     arena = FakeArena(speeds(a_3=0.5))
     measure = arena.compare
 
@@ -336,7 +336,7 @@ def test_variants_that_may_fill_memory_never_run_together() -> None:
     assert together == [True, False, False]
 
 
-# ---------------------------------------------------------------- what can be tried here
+# ---------------------------------------------------------------- available candidates
 
 
 def place(*words: str, gpu: Device | None = None, task_file: Path | None = None, **evidence: object) -> TuneTarget:
@@ -420,7 +420,7 @@ def build(*, a: int = 1):
 def test_settings_of_a_task_are_searched_and_the_profile_applies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Also in a phase with a size of its own: the sizes of the others stay."""
+    """This includes a phase with a separate size: the sizes of the other phases do not change."""
     monkeypatch.chdir(tmp_path)
     task = tmp_path / "two.py"
     task.write_text(PHASES)
@@ -616,7 +616,7 @@ def test_typos_get_suggestions_before_anything_is_measured(
 @pytest.mark.parametrize(
     ("task", "axes", "words", "wins"),
     [
-        # without time of its own a pass would be made hundreds of times in a block once nothing is waited for
+        # without pass_ms, a block would have hundreds of micro-batches once there is no data wait
         ("far_away.py", ["readers"], ["micro_batch_size=16", "task.pass_ms=4"], "dataloader."),
         ("small_passes.py", ["micro-batch", "optimizer kernels"], [], "micro_batch_size="),
     ],
@@ -630,17 +630,17 @@ def test_planted_slowdowns_are_tuned_away_and_nothing_else_changes(
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """With short blocks and one candidate of an axis: what is planted is far above the noise, and rounds end early.
+    """Uses short blocks and one candidate per axis: the slowdowns are far above the noise, and rounds end early.
 
-    The task itself says how small its passes are, which the profile takes back. The kernel of its one small layer is
-    less than a hundredth of an update.
+    The profile overrides the small micro-batches in the settings of the task. The optimizer kernel of its one small
+    layer takes less than 1 % of an update.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tuning, "AXES", {name: AXES[name] for name in axes})
     monkeypatch.setattr(tuning_axes, "MAX_CANDIDATES", 1)
     monkeypatch.setattr(tuning, "PROOF_ROUNDS", (6, 8))
     monkeypatch.setattr(tuning, "CompareLimits", partial(CompareLimits, block_s=0.1))
-    quiet = ["backend.threads=1", "log_every=10000", "checkpoint=off"]  # else blocks are long enough for rows and saves
+    quiet = ["backend.threads=1", "log_every=10000", "checkpoint=off"]  # no rows and saves, which lengthen blocks
     said = ["device=cpu", *quiet, *words]
 
     assert run(["--task", str(PLANTED / task), *said, "budget_s=240", "profile=mine", "--json"]) == 0
@@ -659,7 +659,7 @@ def test_planted_slowdowns_are_tuned_away_and_nothing_else_changes(
 
 
 def test_time_between_two_clock_readings_removes_no_candidate() -> None:
-    """An axis of one candidate has just the time that this needs."""
+    """An axis with one candidate has exactly the time that it needs."""
     arena = FakeArena(speeds(a_1=0.5), startup_s=2.0)
     looks = count()
 
@@ -671,7 +671,7 @@ def test_time_between_two_clock_readings_removes_no_candidate() -> None:
     assert found.overrides == ("a=1",)
 
 
-# ---------------------------------------------------------------- what it takes to begin
+# ---------------------------------------------------------------- start-up times
 
 
 def test_every_trial_includes_the_first_evaluation() -> None:
@@ -697,13 +697,13 @@ def test_recompilation_for_evaluation_counts_as_start_time() -> None:
 
     before, compiled = found.variants
     assert (before.startup.evaluation_s, compiled.why_not) == (0.0, "")
-    assert compiled.startup.evaluation_s == pytest.approx(0.05)  # of the planted clock
+    assert compiled.startup.evaluation_s == pytest.approx(0.05)  # by the virtual clock
     assert compiled.startup_s > compiled.startup.start_s + compiled.startup.evaluation_s
 
 
 def test_every_evaluated_batch_size_occurs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """256 samples in batches of 24: the last one has 16. What is new takes 50 ms."""
-    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # the cell sets it
+    """256 samples in batches of 24: the last batch has 16. A new batch size takes 50 ms."""
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored after the test: the variant sets it
     words = [f"output_root={tmp_path}", "device=cpu", "global_batch_size=24", "tracker=none", "monitor=off"]
     words.append("task.first_ms=50")
     with ExitStack() as stack:

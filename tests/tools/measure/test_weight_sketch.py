@@ -1,4 +1,4 @@
-"""Laws of sketches: lengths and angles stay, whatever the order, the shape and the number of the weights."""
+"""Weight sketches: they preserve lengths and angles, whatever the order, shape and number of the weights."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Folders of runs as they are left, made without training: everything a page can show is in the full one."""
+"""Run folders created without training; the full one has everything that a page can show."""
 
 # ruff: noqa: E501 - tables
 
@@ -16,7 +16,7 @@ PARTS = ("data", "forward", "backward", "optimizer", "wait")
 
 
 def rows(count: int, phase: str = "train", ranks: int = 0) -> Iterator[dict[str, Any]]:
-    """Yield so many rows of metrics.jsonl, ten updates apart, with an evaluation every tenth."""
+    """Yield `count` rows of metrics.jsonl, ten updates apart, and an evaluation after every tenth row."""
     for number in range(1, count + 1):
         at = 10 * number
         row: dict[str, Any] = {
@@ -37,7 +37,7 @@ def rows(count: int, phase: str = "train", ranks: int = 0) -> Iterator[dict[str,
 
 
 def record(name: str, **more: Any) -> dict[str, Any]:
-    """Return a run.json of a run that is done."""
+    """Return the run.json of a finished run."""
     return {
         "name": name, "state": "done", "exit_code": 0, "task": "gpt", "task_file": None, "config_dir": None,
         "overrides": ["task=gpt", f"run={name}"], "command": f"accel-run train task=gpt run={name}", "host": "there",
@@ -56,7 +56,7 @@ def record(name: str, **more: Any) -> dict[str, Any]:
 
 
 def plan(parallelism: str = "pipeline") -> dict[str, Any]:
-    """Return what the report reads of a plan.json."""
+    """Return the part of a plan.json that the report reads."""
     names = {"precision": "bf16", "optimizer": "adamw", "parallelism": parallelism, "task": "gpt"}
     choices = {group: {"name": name, "function": name, "options": {}} for group, name in names.items()}
     choices["parallelism"]["options"] = {"schedule": "1f1b", "chunks": 2}
@@ -79,7 +79,7 @@ ENVIRONMENT = {
 
 
 def make_run(folder: Path, name: str, **files: Any) -> Path:
-    """A folder with these files: a dict as JSON, a list of dicts as lines of JSON, the rest as it is."""
+    """Create a folder with these files: a dict as JSON, a list of dicts as lines of JSON, other content as text."""
     path = folder / name
     (path / "checkpoints").mkdir(parents=True)
     for file, content in files.items():
@@ -90,7 +90,7 @@ def make_run(folder: Path, name: str, **files: Any) -> Path:
 
 
 def full_run(folder: Path, name: str = "full", *, metrics: list[dict[str, Any]] | None = None) -> Path:
-    """A run that has everything: two phases, two GPUs, a pipeline, ranks, pictures, texts, results of a benchmark."""
+    """Create a run with two phases, two GPUs, a pipeline, ranks, events and a damaged checkpoint."""
     some = [*rows(30, ranks=2), *rows(10, "tune", ranks=2), {"update": 100, "phase": "tune", "balance/shares": [9, 7]}]
     path = make_run(
         folder, name, run__json=record(name), plan__json=plan(), environment__json=ENVIRONMENT,
@@ -106,7 +106,7 @@ def full_run(folder: Path, name: str = "full", *, metrics: list[dict[str, Any]] 
 
 
 def watched(count: int, gpus: int = 2) -> str:
-    """Return a gpu.csv of so many seconds, with a minute in the middle in which nobody watched."""
+    """Return a gpu.csv of `count` seconds, with a gap of a minute in the middle."""
     lines = [",".join(COLUMNS)]
     for second in range(count):
         moment = 1.7e9 + second + (60 if second > count // 2 else 0)

@@ -1,4 +1,4 @@
-"""Laws of the page about a run: all of it is there or named as missing, it needs nothing else, and it runs nothing."""
+"""The report of a run: a self-contained page without scripts that shows all data or names what is missing."""
 
 # ruff: noqa: E501 - tables
 
@@ -43,13 +43,13 @@ TAGS = {
 
 
 class Page(HTMLParser):
-    """The page as a browser reads it: its tags with their attributes, and the words in it."""
+    """The page as a browser parses it: its tags with their attributes, and its text."""
 
     def __init__(self, text: str) -> None:
         super().__init__()
         self.tags: list[tuple[str, dict[str, str | None]]] = []
         self.words = ""
-        self.texts: dict[str, str] = {}  # id -> the words directly in it
+        self.texts: dict[str, str] = {}  # id -> text directly in the element
         self._id: str | None = None
         self.text = text
         self.feed(text)
@@ -68,7 +68,7 @@ class Page(HTMLParser):
 
 
 def is_sound(page: Page) -> None:
-    """It is small, names nothing outside, runs nothing, and no id stands in it twice."""
+    """Check that the page is small and self-contained, runs no scripts, and has unique ids."""
     assert len(page.text.encode()) < MAX_BYTES
     assert {tag for tag, _ in page.tags} <= TAGS
     ids = [attrs["id"] for _, attrs in page.tags if "id" in attrs]
@@ -92,7 +92,7 @@ def is_sound(page: Page) -> None:
 
 
 def labelled(page: Page) -> dict[str, str]:
-    """Return the id of each chart -> what a reader who does not see it is told."""
+    """Return the id of each chart -> its description for screen readers."""
     found = {}
     for attrs in page.all("svg"):
         title, described = str(attrs["aria-labelledby"]).split()
@@ -104,7 +104,7 @@ def labelled(page: Page) -> dict[str, str]:
 
 
 def report(folder: Path, *words: str) -> Page:
-    """Return the page that the command writes with these words."""
+    """Return the page that the command writes with these arguments."""
     out = folder / "page.html"
     assert main(["report", *words, f"output_root={folder}", f"out={out}"]) == 0
     page = Page(out.read_text())
@@ -114,7 +114,7 @@ def report(folder: Path, *words: str) -> Page:
 
 @pytest.fixture(scope="module")
 def full(tmp_path_factory: pytest.TempPathFactory) -> Page:
-    """The page of a run that has left everything."""
+    """The page of a run with all files."""
     folder = tmp_path_factory.mktemp("full")
     path = full_run(folder)
     from PIL import Image
@@ -312,7 +312,7 @@ def test_impossible_figures_break_no_other_chart(tmp_path: Path, capsys: pytest.
 
 
 def bands(page: Page, chart: str) -> list[str]:
-    """Return what the bands of a chart show under the pointer, from left to right."""
+    """Return the tooltips of the bands of a chart, from left to right."""
     svg = page.text[page.text.index(f'id="{chart}"') :]
     return re.findall(r"<title>([^<]*)</title></rect>", svg[: svg.index("</svg>")])
 
@@ -330,7 +330,7 @@ def test_charts_show_their_values_under_the_pointer(full: Page) -> None:
 
 
 class Interval:
-    """Time between two pages: the n-th wait calls the n-th action."""
+    """The wait between two pages: the n-th wait calls the n-th action."""
 
     def __init__(self, *actions: Callable[[], None]) -> None:
         self.actions = list(actions)
@@ -404,7 +404,7 @@ def test_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
     (tmp_path / "private").mkdir()
     (tmp_path / "private" / "diary.txt").write_text("dear diary")
     (path / "predictions").symlink_to(tmp_path / "private")
-    os.mkfifo(path / "gpu.csv")  # to be opened it would wait for a writer
+    os.mkfifo(path / "gpu.csv")  # opening it would block until there is a writer
     page = report(tmp_path, "mine")
     assert "diary" not in page.words
     assert re.search(r"gpu\.csv\b.* regular", page.words)
@@ -481,7 +481,7 @@ def test_a_thinned_curve_keeps_its_extremes_its_mean_and_its_gaps(count: int) ->
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 WIDTHS = (390, 1280)
-# The page in two windows of these widths; a script around them, not in them, tells what is seen there.
+# The page in two frames of these widths; a script of the outer page, not of the report, returns what is visible.
 AROUND = """<!doctype html><meta charset="utf-8"><body style="margin:0; white-space:nowrap">FRAMES<script>
 window.onload = () => {
   const seen = [...document.querySelectorAll("iframe")].map(frame => {
@@ -500,7 +500,7 @@ window.onload = () => {
 
 @pytest.fixture
 def asked() -> Iterator[tuple[str, list[str]]]:
-    """The address of a server on this machine, and what it is asked for."""
+    """The address of a local server, and the list of paths requested from it."""
     paths: list[str] = []
 
     class Handler(http.server.BaseHTTPRequestHandler):
@@ -519,7 +519,7 @@ def asked() -> Iterator[tuple[str, list[str]]]:
 
 
 def shown(text: str, folder: Path, *, dark: bool) -> tuple[list[dict[str, Any]], list[str], Path]:
-    """Return what a browser shows in each width, what it writes to its console, and a picture of it."""
+    """Return what a browser shows at each width, its console messages, and a screenshot."""
     (folder / "page.html").write_text(text)
     frames = "".join(
         f'<iframe src="page.html" width="{width}" height="2400" style="border:0"></iframe>' for width in WIDTHS

@@ -1,4 +1,4 @@
-"""The page about a sweep or a search, and what the other commands say of its folder."""
+"""The report of a sweep or a search, and the output of other commands for its folder."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ GOAL = {"metric": "val/loss", "best_is": "min"}
 
 
 def sweep_of(folder: Path, count: int, *, kind: str = "search") -> Path:
-    """A folder as a search leaves it: the losses have their least at trial 7, trial 2 has failed, the last waits."""
+    """Create the folder of a search: trial 7 has the lowest loss, trial 2 failed, and the last trial is pending."""
     path = folder / "outputs" / "lr"
     trials = []
     for number in range(1, count + 1):

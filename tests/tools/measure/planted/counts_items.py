@@ -1,4 +1,4 @@
-"""Planted: a running mean is kept by reading the loss of every sample. Mended: it stays a tensor."""
+"""Bottleneck: a running mean reads the loss of each sample. Fix: keep the mean as a tensor."""
 
 from __future__ import annotations
 

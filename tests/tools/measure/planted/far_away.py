@@ -1,4 +1,4 @@
-"""Planted: samples come from far away, 2 ms each, drawn again in each epoch, and nobody reads ahead."""
+"""Bottleneck: samples come from slow storage, 2 ms each, differ in each epoch, and are not prefetched."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A network that computes for some milliseconds, sleeps where it is told to, and may have other gradients."""
+"""A network that computes for some milliseconds, with an optional sleep and optionally wrong gradients."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""A plain network, wide or deep as asked: what is planted is in the settings it is trained with.
+"""A plain network of configurable width and depth: the bottleneck is in the settings it is trained with.
 
-pass_ms  milliseconds that a pass takes besides what it computes
+pass_ms  milliseconds that each micro-batch takes in addition to its computation
 """
 
 from __future__ import annotations

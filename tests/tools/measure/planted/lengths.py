@@ -1,4 +1,4 @@
-"""Planted: pictures of many sizes, a kernel search for each of them. Needs a GPU to be slow."""
+"""Bottleneck: images of many sizes, with a kernel search for each of them. Slow only on a GPU."""
 
 from __future__ import annotations
 

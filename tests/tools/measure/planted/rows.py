@@ -1,4 +1,4 @@
-"""The data of planted tasks: rows of random numbers, held in memory."""
+"""The data of the tasks with bottlenecks: rows of random numbers in memory."""
 
 from __future__ import annotations
 

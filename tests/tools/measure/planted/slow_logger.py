@@ -1,4 +1,4 @@
-"""Planted: a line of its own is written to a slow disk, 2 ms away, before each update. Mended: in every 100th."""
+"""Bottleneck: the task writes a line to a slow disk (2 ms) before each update. Fix: every 100th update."""
 
 from __future__ import annotations
 

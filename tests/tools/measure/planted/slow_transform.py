@@ -1,4 +1,4 @@
-"""Planted: each sample is smoothed in a loop of Python, the same one in every epoch. Mended: a convolution of numpy."""
+"""Bottleneck: a Python loop smooths each sample again in every epoch. Fix: a convolution with numpy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tests of suites ask with."""
+"""Requests and results for tests of suites."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from runner.tools.measure.suites import SUITES
 
 
 def asked(suite: str, folder: Path, task: Path | None, *settings: str, **options: str) -> SuiteRequest:
-    """Return what a suite is asked: its own options where the test says nothing."""
+    """Return a request to a suite, with its default options except those given."""
     own = dict(SUITES[suite].options)
     return SuiteRequest(Request(settings, task), (), own | options, folder, "", 300.0, lambda _: None)
 
 
 def blocks(ms: Iterable[float] | Mapping[int, float], process: int = 0) -> dict[int, Block]:
-    """Return blocks of these milliseconds, by round."""
+    """Return blocks with these times in milliseconds, by round."""
     rounds = ms if isinstance(ms, Mapping) else dict(enumerate(ms))
     return {number: Block(each, process=process) for number, each in rounds.items()}

@@ -1,4 +1,4 @@
-"""Laws of `accel-run benchmark suite=batch`: the update stays the same, and what does not fit ends nothing."""
+"""`accel-run benchmark suite=batch`: the update stays the same, and sizes that do not fit are skipped."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def rows(found: SuiteReport) -> dict[tuple[object, object], Mapping[str, object]
 
 @pytest.mark.usefixtures("few_rounds")
 def test_the_fastest_size_that_fits_is_recommended(tmp_path: Path) -> None:
-    """A pass costs 6 ms however many samples it has, and 16 samples do not fit."""
+    """A micro-batch takes 6 ms whatever its size, and 16 samples do not fit."""
     found = report(tmp_path, "micro_batch_size=2", "task.pass_ms=6", "task.most=8", micro="2,4,8,16,3,32")
 
     assert found.data["recommended_micro_batch_size"] == 8
@@ -58,7 +58,7 @@ def test_settings_that_do_not_fit_are_measured_from_the_first_size_that_does(tmp
 
 @pytest.mark.usefixtures("few_rounds")
 def test_no_size_is_recommended_for_batch_norms(tmp_path: Path) -> None:
-    """Their statistics are those of a pass: another size computes something else, however fast."""
+    """Their statistics depend on the micro-batch, so another size would change the results."""
     found = report(tmp_path, "micro_batch_size=4", "task.pass_ms=6", "task.norm=true", micro="8")
 
     assert float(str(rows(found)[16, 4]["samples/s"])) < float(str(rows(found)[16, 8]["samples/s"]))
@@ -68,7 +68,7 @@ def test_no_size_is_recommended_for_batch_norms(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few_rounds")
 def test_another_training_is_measured_and_not_recommended(tmp_path: Path) -> None:
-    """Twice the samples in an update, of which each takes the same: twice as many samples per second."""
+    """An update of twice the samples takes the same time, but changes the training."""
     found = report(tmp_path, "task.pass_ms=8", **{"global": "16,32", "micro": "16,32"})
 
     assert found.data["recommended_micro_batch_size"] == 16
@@ -97,7 +97,7 @@ def test_default_sizes_divide_the_update_evenly(samples: int, sizes: list[int]) 
 
 
 def test_a_budget_in_which_nothing_can_start_is_refused(server: ForkServer, tmp_path: Path) -> None:
-    """In real time; where the baseline starts within the budget after all, the table says that nothing else had."""
+    """Runs in real time; if the baseline does start within the budget, the table reports that no other variant did."""
     ended = server.run(f"benchmark suite=batch --task {TASK} {' '.join(SETTINGS)} budget_s=0.01", tmp_path)
     assert ended.code in (0, 78), ended.err
     assert "budget_s" in (ended.err if ended.code else ended.out)

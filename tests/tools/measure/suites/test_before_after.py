@@ -1,4 +1,4 @@
-"""Laws of `accel-run benchmark suite=before_after`: what is the same is no gain, what is faster is one."""
+"""`accel-run benchmark suite=before_after`: only faster settings are reported as a gain."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def rows(found: SuiteReport) -> dict[str, dict[str, Any]]:
 
 
 def profile(folder: Path, *settings: str) -> Path:
-    """Return a folder of configuration whose hardware profile `mine` has these settings."""
+    """Return a configuration folder with a hardware profile `mine` of these settings."""
     (folder / "hardware").mkdir(parents=True)
     text = "# @package _global_\n# Mine.\n" + "".join(f"{line}\n" for line in settings)
     (folder / "hardware" / "mine.yaml").write_text(text)
@@ -41,7 +41,7 @@ def profile(folder: Path, *settings: str) -> Path:
 
 @pytest.mark.usefixtures("few_rounds")
 def test_faster_settings_are_reported_as_faster(tmp_path: Path) -> None:
-    """Reading 16 samples sleeps for 16 ms; what is kept in memory is not read again. 256 samples are 16 updates."""
+    """Reading 16 samples takes 16 ms, and samples cached in memory are not read again. 256 samples are 16 updates."""
     words = ("task.read_ms=1", "task.pass_ms=2", "task.most=32", "+hardware=mine")
     wanted = asked("before_after", tmp_path, TASK, *SETTINGS, *words, biggest="64")
     folder = profile(tmp_path / "conf", "dataloader:", "  cache: memory")
@@ -97,7 +97,7 @@ def test_the_largest_batch_was_tried_to_be_exceeded(before: Biggest, after: Bigg
 
 
 def before(request: Request) -> Configuration:
-    """Return the configuration that is measured before."""
+    """Return the configuration of the first measurement."""
     return compose(
         dataclasses.replace(request, overrides=merge_overrides(request.overrides, plain_overrides(compose(request))))
     )

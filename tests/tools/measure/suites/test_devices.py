@@ -1,4 +1,4 @@
-"""Laws of `accel-run benchmark suite=devices`: the faster device is named by size, and doubt is reported."""
+"""`accel-run benchmark suite=devices`: the faster device is reported by size, with uncertainty."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6, 9), Ratio(0.5, 0.4, 0.6, 9), Ratio(1
     ],
 )
 def test_the_faster_device_is_reported_by_measured_sizes(ratios: list[Ratio | None], told: str) -> None:
-    """Nothing is extrapolated: only clear ratios of measured sizes count."""
+    """There is no extrapolation: only clear ratios of measured sizes count."""
     assert describe_crossover(NAMES, ratios, "samples", (2, 4, 8, 16)) == told
 
 
@@ -52,7 +52,7 @@ def test_a_gpu_by_two_names_is_one_device() -> None:
 
 @pytest.fixture
 def slow_clock(planted: Planted) -> Iterator[None]:
-    """A block of what takes no time but that of looking at the clock has few updates."""
+    """Make readings of the clock slow, so that blocks of updates that take no other time are short."""
     planted.read_s = 5e-3
     yield
     planted.read_s = READ_S

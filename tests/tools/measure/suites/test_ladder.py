@@ -1,4 +1,4 @@
-"""Laws of the ladder: what changes nothing is said to change nothing, what computes something else is never a gain."""
+"""The ladder: techniques without effect are reported as such, and those that change the results are never a gain."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ from tests.tools.measure.suites.asked import asked
 TASK = Path(__file__).parents[1] / "task_to_measure.py"
 SETTINGS = ("updates=100", "global_batch_size=16", "device=cpu", "backend.threads=1", "task.sleep_ms=8")
 STEPS = 12
-# name -> the file of a technique that somebody added
+# name -> file of a technique added by the user
 PLANTED = {
     "nothing": "overrides: [task.dies_at=0]",
     "slow": "overrides: [task.sleep_ms=9.2]",
@@ -68,7 +68,7 @@ def wanted_in(folder: Path, config_dir: Path, *words: str, **options: str) -> Su
 
 @pytest.fixture(scope="module")
 def measured(tmp_path_factory: pytest.TempPathFactory, config_dir: Path) -> tuple[SuiteReport, Path]:
-    """The whole ladder of what is planted, measured once."""
+    """The complete ladder of the planted techniques, measured once."""
     folder = tmp_path_factory.mktemp("benchmarks")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(suite, "BLOCK_S", 0.05)
@@ -84,7 +84,7 @@ def columns_of(folder: Path) -> dict[str, list[float]]:
     return {name: list(row.updates_ms) for name, row in Results(folder).rows().items()}
 
 
-# ---------------------------------------------------------------- what is measured
+# ---------------------------------------------------------------- measurements
 
 
 def test_a_technique_without_effect_is_no_clear_change(rows: dict[str, dict[str, object]]) -> None:
@@ -126,7 +126,7 @@ def test_unmeasurable_techniques_are_listed_with_the_reason(measured: tuple[Suit
 def test_the_fastest_of_exclusive_techniques_is_combined(
     measured: tuple[SuiteReport, Path], rows: dict[str, dict[str, object]]
 ) -> None:
-    """Both set task.sleep_ms."""
+    """Both techniques set task.sleep_ms."""
     assert any(note.startswith("slow and quick ") for note in measured[0].notes)
     assert not any(name.endswith(" slow") for name in rows)
 
@@ -155,7 +155,7 @@ def test_start_compilation_memory_and_kernels_are_reported(
         assert row["device"] == "cpu"
 
 
-# ---------------------------------------------------------------- what is kept
+# ---------------------------------------------------------------- stored results
 
 
 def test_the_table_has_a_column_per_variant_and_a_row_per_step(measured: tuple[SuiteReport, Path]) -> None:
@@ -203,7 +203,7 @@ def place_on(device: str, comparison: object = None) -> MeasurementContext:
 
 
 def test_float16_starts_after_the_others_on_a_cpu(tmp_path: Path, config_dir: Path) -> None:
-    """Its updates take ten times as long there, and its start the time of others."""
+    """On a CPU its updates take ten times as long, so its start would use the time of the others."""
     asked = ladder.parse_request(wanted_in(tmp_path, config_dir, techniques="[fp16,nothing,fused]"))
     begun: list[str] = []
 
@@ -226,7 +226,7 @@ def test_float16_starts_after_the_others_on_a_cpu(tmp_path: Path, config_dir: Pa
 def test_an_interrupted_benchmark_keeps_its_measurements(
     tmp_path: Path, config_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By a signal while blocks are made; the signal then means again what it meant."""
+    """A signal arrives while blocks are measured; afterwards its handler is restored."""
     monkeypatch.setattr(suite, "BLOCK_S", 0.05)
     turn, made, handler = Comparison.run_block, [], signal.getsignal(signal.SIGTERM)
 
@@ -279,7 +279,7 @@ def test_a_technique_measured_again_brings_its_own_baseline_and_leaves_other_col
     assert sessions == {BASELINE: 1, "bf16": 1, "nothing": 2, session_baseline(2): 2}
 
 
-# ---------------------------------------------------------------- what is asked
+# ---------------------------------------------------------------- requests
 
 
 @pytest.mark.parametrize(
@@ -417,7 +417,7 @@ def test_every_argument_of_the_ladder_is_accepted() -> None:
 
 
 def test_another_optimizer_keeps_the_mathematics() -> None:
-    """Nobody compares a learning rate with another one by mistake."""
+    """A comparison of optimizers must not compare different learning rates by mistake."""
     given = ("task=nmt", "optimizer.weight_decay=0.03", "optimizer.lr_scales={encoder: 0.5}")
     configuration = compose(Request(given))
     words = stack_overrides(
@@ -473,7 +473,7 @@ def test_a_later_technique_overrides_an_earlier_one() -> None:
     assert stack_overrides(members, base, configuration) == ("compile=default", "precision=fp16")
 
 
-# ---------------------------------------------------------------- what is said
+# ---------------------------------------------------------------- reports
 
 
 def test_numbers_that_are_not_known_are_null_in_json() -> None:
@@ -491,7 +491,7 @@ def test_steps_are_taken_from_beginning_to_end(num: int, kept: tuple[float, ...]
 
 
 def test_techniques_without_time_are_reported_with_the_baseline(tmp_path: Path, config_dir: Path) -> None:
-    """That they were not tried is no error: a larger budget tries them."""
+    """It is not an error that they were not tried: a larger budget tries them."""
     (config_dir / "benchmark" / "technique" / "late.yaml").write_text("overrides: [task.start_s=300]\n")
     wanted = replace(wanted_in(tmp_path, config_dir, "late", steps="4", rounds="3"), budget_s=12.0)
 

@@ -1,4 +1,4 @@
-"""Laws of `accel-run benchmark suite=loader`: what waits is found, and what cannot be is said and not measured."""
+"""`accel-run benchmark suite=loader`: waits for data are found, and impossible variants are reported, not measured."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def report(tmp_path: Path, *words: str, **options: str) -> SuiteReport:
 
 @pytest.mark.usefixtures("few_rounds")
 def test_a_cache_wins_if_reading_is_slow(tmp_path: Path) -> None:
-    """A sample sleeps for 3 ms when it is read, an update 6 ms: 24 of 30 ms wait for data."""
+    """Reading a sample takes 3 ms and an update 6 ms, so 24 of 30 ms are data wait."""
     found = report(
         tmp_path,
         "task.read_ms=3",
@@ -52,7 +52,7 @@ def test_a_cache_wins_if_reading_is_slow(tmp_path: Path) -> None:
 
 @pytest.mark.usefixtures("few_rounds")
 def test_a_loader_that_changes_nothing_is_no_clear_change(tmp_path: Path) -> None:
-    """Nothing is read for long: what reads it ahead hides nothing. Without a cache, a thread is one worker process."""
+    """Reading is fast, so prefetching hides nothing. Without a cache, a thread counts as one worker process."""
     found = report(tmp_path, "task.pass_ms=20", workers="0,thread,1", prefetch="2", cache="none")
 
     assert found.headline.startswith("no clear change")

@@ -1,4 +1,4 @@
-"""Laws of suite=machine: rates are what was done over the time it took."""
+"""suite=machine: rates are work divided by time."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def taking(*seconds: float) -> Callable[[], float]:
     return lambda: next(each)
 
 
-# ---------------------------------------------------------------- turns
+# ---------------------------------------------------------------- interleaving
 
 
 @pytest.mark.parametrize(("words", "meant"), [("round=3", "rounds"), ("suite=machine disk_mb=3", "disk_mib")])
@@ -131,7 +131,7 @@ def asked(tmp_path: Path) -> MachineRequest:
 
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every call takes a millisecond, and no more than that."""
+    """Every call takes exactly one millisecond."""
 
     def planted(call: Callable[[], object], device: torch.device) -> float:
         call()
@@ -184,7 +184,7 @@ def test_an_array_of_the_triad_is_four_times_the_cache(asked: MachineRequest, mo
 
 
 def test_the_last_caches_of_all_cores_count_each_once(asked: MachineRequest, tmp_path: Path) -> None:
-    """Two cores of which each has a last cache of its own, and two that share one: 3 x 32 MiB."""
+    """Two cores have separate last-level caches, and two share one: 3 x 32 MiB."""
     kinds = {"index0": ("1", "48K", "{core}"), "index2": ("3", "32M", "{shared}")}
     for core, shared in {0: "0", 1: "1", 2: "2-3", 3: "2-3"}.items():
         for name, values in kinds.items():
@@ -296,7 +296,7 @@ def test_typos_are_reported_before_anything_is_measured(
 
 @pytest.fixture
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So little is measured that the forked processes are done in a moment."""
+    """Use small sizes, so that the forked processes end quickly."""
     monkeypatch.setattr(machine_rates, "MAX_SIDE", 256)
     monkeypatch.setattr(machine_rates, "MIN_ARRAY_BYTES", machine_rates.MIB)
     monkeypatch.setattr(machine_rates, "CACHE_FACTOR", 0)

@@ -1,4 +1,4 @@
-"""Laws of `accel-run benchmark suite=parallelism`: shares help beside a slow rank, and what cannot be is said."""
+"""`accel-run benchmark suite=parallelism`: shares help with a slow rank, and impossible forms are reported."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def test_two_ranks_and_measured_shares_gain_what_was_planted(tmp_path: Path, mon
 
 
 class Alone(Comparison):
-    """Lets each variant run two updates, and returns planted times."""
+    """Runs two updates of each variant, and returns fixed times."""
 
     def compare(self, variants: Sequence[Variant], limits: CompareLimits, log: LogFunction = print) -> ComparisonResult:
         found = []
@@ -63,9 +63,9 @@ class Alone(Comparison):
         return ComparisonResult(found, "interleaved")
 
 
-@pytest.mark.usefixtures("real_time")  # stages do not meet in the collectives in which virtual clocks are compared
+@pytest.mark.usefixtures("real_time")  # stages do not take part in the collectives that synchronize virtual clocks
 def test_a_pipeline_of_two_ranks_has_enough_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With one pass for each update a stage would wait for the other all the time."""
+    """With one micro-batch per update, each stage would always wait for the other."""
     monkeypatch.setattr(suite, "BLOCK_S", 0.01)
     monkeypatch.setattr(parallelism, "Comparison", Alone)
 
