@@ -19,7 +19,7 @@ def build(
 
 
 def wait(seconds):
-    """Sleep, or move the virtual clock, where tests have replaced the real one."""
+    """Sleep, or advance the virtual clock if the test has replaced the real one."""
     pause = getattr(time.perf_counter, "sleep", time.sleep)
     pause(seconds)
 

@@ -28,7 +28,7 @@ from tests.suggestions import suggested
 from tests.waiting import wait_until
 
 COMMAND = [sys.executable, "-m", "runner", "monitor"]
-VIRTUAL = "tests.commands.virtual_monitor"  # seconds pass by samples
+VIRTUAL = "tests.commands.virtual_monitor"  # each sample advances the clock
 LINE = r"GPU: 8\.0/15\.0GB \(53%\) \| Util: 85% \| CPU: [\d.]+% \| RAM: [\d.]+%"
 TEN: dict[str, object] = T4 | {"0.processes": ",".join(f"{4_000_001 + pid}:{(pid + 1) * GIB}" for pid in range(10))}
 

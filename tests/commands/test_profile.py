@@ -16,8 +16,8 @@ from tests.suggestions import suggested
 
 TASK = Path(__file__).parent / "task_to_profile.py"
 ROOT = TASK.parents[2]
-VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_time"}  # time passes where the task sleeps; a reading is a tick
-TICKS_S = 1e-3  # of an update: a tick is a microsecond, and an update reads the clock less than 1,000 times
+VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_time"}  # each sleep and each reading advances the clock
+TICKS_S = 1e-3  # per update: a tick is a microsecond, and an update reads the clock fewer than 1,000 times
 
 
 def profile(server: ForkServer, folder: Path, *words: str, updates: int = 2) -> Ended:

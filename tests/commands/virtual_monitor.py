@@ -1,4 +1,4 @@
-"""Imported first in `accel-run monitor`: seconds pass by samples shown, so no machine shows fewer."""
+"""Imported first in `accel-run monitor`: each sample advances the clock, so slow machines show as many samples."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ CLOCK = SimpleNamespace(**{**vars(time), "now": 0.0, "monotonic": lambda: CLOCK.
 
 
 def counting(*streams: Any, as_json: bool) -> Any:
-    """Make a display that lets the interval pass with each sample that it shows."""
+    """Create a display that advances the clock by the interval after each sample."""
     display: Any = make_display(*streams, as_json=as_json)
     show = display.sample
 
@@ -28,4 +28,4 @@ def counting(*streams: Any, as_json: bool) -> Any:
 
 machine_display.make_display = counting
 monitor.time = CLOCK  # type: ignore[assignment]
-monitor_thread.READ_TIMEOUT_S = 60.0  # for the stub of the driver, which does not hang
+monitor_thread.READ_TIMEOUT_S = 60.0  # the stub driver never hangs, but may be slow

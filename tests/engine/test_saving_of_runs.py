@@ -339,7 +339,7 @@ def test_the_interval_follows_from_save_costs_also_in_a_resumed_run(
             60.0,
         )
         updates, updated = phase.updates(), saving_of(phase).saver.record_update
-        monkeypatch.setattr(saving_of(phase).saver, "record_update", lambda _: updated(0.01))  # none is slowed
+        monkeypatch.setattr(saving_of(phase).saver, "record_update", lambda _: updated(0.01))  # no update is slow
         next(updates)
         saving_of(phase).save()
         saving_of(phase).saver.save_cost.record_pause(4.0)  # the cost of the last pause

@@ -1,4 +1,4 @@
-"""Laws of the watchdog in a run of one process: what hangs is named and ended, what only looks like it is let be."""
+"""The watchdog in a run of one process: hangs are reported and ended, and slow but live runs are not touched."""
 
 from __future__ import annotations
 
@@ -134,11 +134,11 @@ BASE = (
     "train --task task.py run=r updates=12 global_batch_size=32 log_every=1 evaluate.every=6 monitor=off"
     " watchdog.update_s=3 watchdog.data_s=3 watchdog.checkpoint_s=60"
 )
-COUNTED = "checkpoint.every=6updates"  # the best checkpoint of a run this short may be in memory only
+COUNTED = "checkpoint.every=6updates"  # in a run this short the best checkpoint may be in memory only
 SOON = "checkpoint.every=5updates"
 BY_THE_CLOCK = "checkpoint.every=0.002min updates=500"
 VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_watchdog"}
-# Where training goes on beside the hang, only the limit of what hangs can be exceeded.
+# If training continues during the hang, only the limit of the hanging operation can be exceeded.
 NO_LIMIT = "watchdog.update_s=1e6"
 
 
@@ -150,7 +150,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def family(word: str) -> set[int]:
-    """Return the processes of a run that are alive, and those without a command line that its own have started."""
+    """Return the live processes whose command line contains `word`."""
     found = set()
     for process in psutil.process_iter(["cmdline", "status"]):
         if word in " ".join(process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE:
@@ -182,9 +182,9 @@ def test_a_hang_is_named_with_its_place_and_leaves_no_process(
     words = words if fault == "disk" else f"{words} {COUNTED}"
     changed = {word.partition("=")[0] for word in words.split()}
     line = " ".join([word for word in line.split() if word.partition("=")[0] not in changed] + words.split())
-    before = "" if fault == "disk" else ON_DISK_AT_ONCE  # there, training must go on beside the save
+    before = "" if fault == "disk" else ON_DISK_AT_ONCE  # for "disk", training must continue during the save
     env = VIRTUAL | {"TMPDIR": str(folder / "tmp")}
-    if "num_workers" in words:  # the worker reads ahead
+    if "num_workers" in words:  # the worker prefetches
         env["SAVED"] = str(folder / "outputs" / run / "checkpoints" / "update-0000000006" / "MANIFEST.json")
     ended = server.run(line, folder, env, before)
     assert ended.code == 83, ended.err
@@ -194,7 +194,7 @@ def test_a_hang_is_named_with_its_place_and_leaves_no_process(
     assert not family(f"run={run}")
     assert not list((folder / "tmp").iterdir())
     directory = folder / "outputs" / run
-    if fault == "disk":  # nothing more can be written there
+    if fault == "disk":  # the folder cannot be written anymore
         assert re.search(r"last checkpoint: update \d+ ", ended.err), ended.err
         assert ".py:" in ended.err, "stacks, which cannot be kept in a file"
         return
@@ -229,7 +229,7 @@ def test_a_debugger_and_a_disabled_watchdog_have_no_time_limit(server: ForkServe
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["no room for anything", "no temporary folder"])
 def test_a_hang_is_reported_also_if_nothing_can_be_written(is_there: bool, server: ForkServer, folder: Path) -> None:
-    """And where there is nothing to go on from, nobody is sent there."""
+    """If there is no checkpoint, the message does not suggest resuming."""
     gone = folder / "gone"
     gone.mkdir()
     before = "import runner.host.stacks, runner.engine.watchdog as watchdog\n"
@@ -260,14 +260,14 @@ def test_a_hang_is_reported_also_if_nothing_can_be_written(is_there: bool, serve
 
 
 def test_a_slow_disk_that_makes_progress_is_not_a_hang(server: ForkServer, folder: Path) -> None:
-    """A save takes three seconds and more; none of its steps does."""
+    """A save takes at least three seconds, but each of its steps takes less than the limit."""
     words = BASE.replace("watchdog.checkpoint_s=60", "watchdog.checkpoint_s=1.5 checkpoint.every=5updates")
     ended = server.run([*words.split(), "task.fault=slow disk"], folder, VIRTUAL)
     assert ended.code == 0, ended.err
     assert (folder / "outputs/r/checkpoints/update-0000000012").is_dir()
 
 
-SOON_OVER = "import runner.engine.watchdog as watchdog; watchdog.MIN_TIMEOUT_S = 2.0"  # else each case takes minutes
+SOON_OVER = "import runner.engine.watchdog as watchdog; watchdog.MIN_TIMEOUT_S = 2.0"  # the default takes minutes
 
 
 def test_updates_that_are_slow_from_the_start_are_not_hangs(server: ForkServer, folder: Path) -> None:
@@ -300,11 +300,11 @@ def test_a_process_suspended_beyond_the_limit_continues(server: ForkServer, fold
 def test_no_process_outlives_a_killed_run_and_the_next_one_cleans_up(
     start: str, server: ForkServer, folder: Path, short: Path
 ) -> None:
-    """Also where its workers hang: they do not look for their parent then."""
+    """The workers hang, so they cannot notice that their parent has died."""
     run, place = f"k{os.getpid()}", {"TMPDIR": str(short)}
     words = f"{BASE} dataloader.num_workers=2 dataloader.start_method={start} task.fault=data watchdog=off"
     words = " ".join(word for word in words.split() if not word.startswith("watchdog.")).replace("run=r", f"run={run}")
-    words = words.replace("updates=12", "updates=60").replace("evaluate.every=6", "evaluate.every=0")  # saves nothing
+    words = words.replace("updates=12", "updates=60").replace("evaluate.every=6", "evaluate.every=0")  # no saves
     pid = server.start(words.split(), folder, place)
     rows = folder / "outputs" / run / "metrics.jsonl"
     wait_until(lambda: rows.is_file() and rows.read_text().count("\n") > 3)
@@ -344,7 +344,7 @@ def test_uniformly_long_steps_are_accepted_from_the_second_on(kind: str) -> None
     for update in range(1, 10):
         durations.record(kind, update, 55.0)
         assert durations.limit_s(kind) == 550.0
-        for _ in range(5):  # what follows an update, of the same number, is over at once
+        for _ in range(5):  # later work of the same update is instantaneous
             durations.record(kind, update, 0.0 if kind != EVALUATION else 55.0)
 
 
@@ -366,8 +366,8 @@ def test_recompilation_has_the_limit_of_compilation() -> None:
 
 
 def test_a_hang_is_named_within_a_minute() -> None:
-    assert MIN_TIMEOUT_S + 2 * 0.25 + (stacks.ANSWER_S + 1.0) + REPORT_TIMEOUT_S + 1.0 < 60.0  # alone
-    assert MIN_TIMEOUT_S + 2 * 0.25 + 2 * 0.5 + stacks.ANSWER_S + 3.0 < 60.0  # as one of several ranks
+    assert MIN_TIMEOUT_S + 2 * 0.25 + (stacks.ANSWER_S + 1.0) + REPORT_TIMEOUT_S + 1.0 < 60.0  # single process
+    assert MIN_TIMEOUT_S + 2 * 0.25 + 2 * 0.5 + stacks.ANSWER_S + 3.0 < 60.0  # with several ranks
 
 
 def test_what_to_do_about_a_hang_names_the_setting_of_its_limit_if_there_is_one() -> None:

@@ -1,7 +1,7 @@
-"""Imported first in a process, it replaces the time of the watchdog: a tick passes only where a task passes time.
+"""Imported first in a process: replaces the clock of the watchdog, which ticks only when a task passes time.
 
-So a limit of a few seconds is never exceeded by an update that a busy machine delays, and no test waits for a limit.
-Once a task has called `hang`, ticks pass by themselves.
+So an update that a busy machine delays never exceeds a limit of a few seconds, and no test waits for a limit.
+After a task has called `hang`, ticks pass on their own.
 """
 
 from __future__ import annotations
@@ -13,11 +13,11 @@ from types import SimpleNamespace
 from runner.engine import watchdog
 
 POLL_S = 0.01
-HANGS = Path("hangs")  # in the folder of the run, because another process may hang
+HANGS = Path("hangs")  # a file in the working directory, because another process may hang
 
 
 class Ticks:
-    """Permits of `pass_time` for the watchdog thread, and its answers."""
+    """Ticks that `pass_time` grants to the watchdog thread, and the acknowledgements of the thread."""
 
     def __init__(self) -> None:
         self.asked, self.taken = threading.Semaphore(0), threading.Semaphore(0)
@@ -46,7 +46,7 @@ class TickEvent(threading.Event):
 
 
 def pass_time(seconds: float) -> None:
-    """Let the watchdog count so many seconds, and return once it has; before and after it nothing counts them."""
+    """Let the watchdog count these seconds, and return once it has; does nothing if the watchdog is not running."""
     with TICKS.lock:
         TICKS.owed_s += seconds
         while TICKS.owed_s >= watchdog.TICK_S:
@@ -60,12 +60,12 @@ def pass_time(seconds: float) -> None:
 
 
 def is_watched() -> bool:
-    """Return whether the watchdog's thread runs."""
+    """Return whether the watchdog thread is running."""
     return any(thread.name == "watchdog" for thread in threading.enumerate())
 
 
 def hang() -> None:
-    """Let time pass from now on."""
+    """Let time pass on its own from now on."""
     HANGS.touch()
 
 
