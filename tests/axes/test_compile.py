@@ -279,7 +279,7 @@ def test_inductor_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 
 
 def test_importing_an_axis_does_not_import_the_compiler() -> None:
-    """Importing Dynamo takes 1.1 s, which only compilation and the first optimizer step may cost."""
+    """Dynamo takes 1.1 s to import, so it is imported only to compile and for the first optimizer step."""
     names = sorted(path.stem for path in Path(axis.__file__).parent.glob("*.py") if path.stem != "__init__")
     code = (
         "import importlib, sys\n"

@@ -337,7 +337,7 @@ def test_neighbours_in_every_direction_are_not_correlated() -> None:
 
 
 def test_no_pair_of_samples_is_correlated() -> None:
-    """The largest correlation of 499,500 pairs (1,000 samples of 1,000 elements) is that of independent numbers."""
+    """The correlations of 499,500 pairs (1,000 samples of 1,000 elements) are as small as for independent numbers."""
     x = many(indices=range(1000)).normal(1000, dtype=torch.float64)
     off = torch.corrcoef(x).fill_diagonal_(0).abs()
     assert float(off.max()) < 6.0 / math.sqrt(1000)

@@ -1,4 +1,4 @@
-"""YAML of a configuration is what OmegaConf would write, so that it reads the same values."""
+"""YAML of a configuration is written as OmegaConf writes it, and is read back with the same values."""
 
 from __future__ import annotations
 

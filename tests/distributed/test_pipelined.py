@@ -737,7 +737,7 @@ def test_an_error_during_a_pass_is_reported_unchanged_and_ends_the_other_ranks()
         def loss(model: nn.Module, batch: Any) -> Any:
             total, count = token_loss(model, batch)
             calls.append(1)
-            if len(calls) == 4:  # the first call is a check before the schedule starts
+            if len(calls) == 4:  # the first call infers the shapes, before the schedule starts
                 raise TaskFault("as planned")
             return total, count
 

@@ -124,7 +124,7 @@ def test_beyond_the_bound_the_oldest_lines_are_dropped_and_counted(pipe: Pipe, m
 
 
 def test_the_end_does_not_wait_for_a_stalled_reader(pipe: Pipe) -> None:
-    """It would block forever; no writer thread may be left either."""
+    """Waiting would take forever; the writer thread has to end as well."""
     with printing(pipe):
         for line in lines_of(5_000):
             print(line)

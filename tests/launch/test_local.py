@@ -266,7 +266,7 @@ def test_a_raising_rank_is_named_with_its_traceback_and_waiting_ranks_are_victim
             raise ValueError("odd")
         reduce_for_ever(world)
 
-    # Over NCCL a rank is never told that the other has gone; else it has the time that it needs to notice.
+    # NCCL does not report a lost peer; over gloo, the grace period is long enough to detect it.
     ending = run_ranks(in_world(act), grace_s=0.5 if IS_OVER_NCCL else LONG_S)
     assert ending.cause is not None
     assert (ending.code, ending.cause.rank, ending.cause.is_victim) == (Exit.SOFTWARE, 1, False)
@@ -521,7 +521,7 @@ def test_a_process_whose_main_thread_has_exited_is_killed_too(tmp_path: Path) ->
 def test_a_signal_while_a_rank_starts_leaves_no_rank(
     of_rank: int, is_at_once: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As with the time limit of a test: between fork and its return, no one knows the PID.
+    """For example, the time limit of a test: until fork has returned, the PID is unknown.
 
     A signal to this thread is blocked; if another thread receives it, its handler runs in this thread at once.
     """

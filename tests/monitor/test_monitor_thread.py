@@ -31,7 +31,7 @@ from runner.monitor.samples import SummaryPart
 from tests.nvml_stub import PAIR, ROOT, SLICED, T4, NvmlStub
 from tests.waiting import wait_until
 
-ROUNDING_S = 0.5e-3  # of a span in the file
+ROUNDING_S = 0.5e-3  # spans in the file are whole milliseconds
 
 WATCH = """
 import json, os, pathlib, time

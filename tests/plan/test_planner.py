@@ -144,7 +144,7 @@ def test_every_auto_is_resolved_and_has_its_reason(words: tuple[str, ...], devic
     assert left <= AUTO_IS_A_VALUE
     resolved = (
         {key for key, value in asked.flat().items() if value == "auto"} - left - {"hardware"}
-    )  # the profile's name
+    )  # the name of the profile
     assert {"device", "precision", "prefetch", "micro_batch_size", "optimizer.kernel"} <= resolved
     assert {key: made.reason(key) for key in resolved if not made.reason(key).startswith("auto: ")} == {}
 

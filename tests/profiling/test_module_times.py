@@ -12,9 +12,9 @@ from torch.utils.checkpoint import checkpoint
 
 from runner.profiling.module_times import OUTSIDE, ModuleTimes
 
-# Sums of powers of two are exact, and each sum of a few of these is another number.
+# Sums of powers of two are exact, and different sums of a few of these values are different numbers.
 FORWARD_S, BACKWARD_S, TWICE_S, DATA_S, OPTIMIZER_S, LOSS_S = (2.0**-power for power in (3, 6, 9, 12, 15, 18))
-PASSES = 2  # micro-batches of an update
+PASSES = 2  # micro-batches per update
 
 
 class Clock:

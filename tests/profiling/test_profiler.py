@@ -62,7 +62,7 @@ def test_the_device_is_idle_when_recording_starts(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(Session, "_synchronize", lambda self: (done.append("wait"), now(self))[1])
     session = Session(SUBJECT, OPTIONS, shortened=False)
     session.parts[2].update = lambda: done.append("step")  # type: ignore[method-assign]
-    session.update(), session.update()  # not recorded
+    session.update(), session.update()  # without an instrument
     done.clear()
     for _ in range(3):  # one warm-up update and two recorded ones
         session.update()

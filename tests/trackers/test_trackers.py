@@ -317,7 +317,7 @@ def test_a_server_that_fails_is_slow_or_dies_loses_and_doubles_no_row(
         sent = server.updates
     held = [
         step for step, _ in offline_rows(tmp_path / "run", "*run-*")
-    ]  # online, too: `wandb sync` takes it from there
+    ]  # also online: `wandb sync` uploads from there
     assert held == list(range(len(held)))
     assert len(held) + tracker.num_dropped >= 100  # kept but unconfirmed rows are counted too
     assert sent == list(range(len(sent)))
