@@ -1,4 +1,4 @@
-"""What tests on GPUs share."""
+"""Fixtures and hooks for tests on GPUs."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tests.gpu.runs import PIPES, Runs
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """On the stand-in, which computes on the CPU, one case of each matrix runs; with --all every one."""
+    """On the stand-in, which computes on the CPU, run one case of each matrix; with --all every case."""
     if is_stand_in():
         for item in items:
             if "[" in item.name:
@@ -24,7 +24,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 @pytest.fixture(scope="session")
 def server() -> Iterator[ForkServer]:
-    """Forks of a process with the GPUs that this one has, which may be those of the stand-in."""
+    """A fork server with the GPUs of this process, real or of the stand-in."""
     if PIPES in os.environ:
         with ForkServer.connected(os.environ[PIPES].split()) as made:
             yield made
@@ -35,11 +35,11 @@ def server() -> Iterator[ForkServer]:
 
 @pytest.fixture(scope="session")
 def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Runs that tests compare with."""
+    """Reference runs that tests share."""
     return {"folder": tmp_path_factory.mktemp("straight")}
 
 
 @pytest.fixture
 def runs(server: ForkServer, tmp_path: Path, known: dict[str, Path]) -> Runs:
-    """Runs of the small task in a folder of the test."""
+    """Runs of the small task in the test's temporary folder."""
     return Runs(server, tmp_path, known)

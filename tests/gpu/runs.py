@@ -1,4 +1,4 @@
-"""Runs of the small task on GPUs, and what they leave."""
+"""Run the small task on GPUs, and read its results."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from runner.durable.checkpoint import load_newest
 from tests.forkserver import Ended, ForkServer
 from tests.stand_ins.cuda.devices import VARIABLE
 
-DESCRIBE = "from tests.stand_ins.cuda.install import describe; describe()\n"  # CUDA_VISIBLE_DEVICES may be another
-PIPES = "SERVER_FOR_GPUS"  # name in the environment: the pipes of a fork server on the stand-in
+DESCRIBE = "from tests.stand_ins.cuda.install import describe; describe()\n"  # CUDA_VISIBLE_DEVICES may differ
+PIPES = "SERVER_FOR_GPUS"  # environment variable with the pipes of a fork server on the stand-in
 TASK = Path(__file__).with_name("task_for_gpus.py")
 COMMON = (
     *("updates=6", "global_batch_size=16", "log_every=1", "monitor=off", "evaluate.samples=16", "optimizer.lr=0.01"),
-    *("max_grad_norm=1", "micro_batch_size=8", "dataloader.num_workers=0"),  # chosen by hand, nothing has to be traced
+    *("max_grad_norm=1", "micro_batch_size=8", "dataloader.num_workers=0"),  # set explicitly, which skips tracing
 )
 
 
@@ -30,7 +30,7 @@ COMMON = (
 class Runs:
     """Runs accel-run in one folder.
 
-    known  words -> folder of a run that other tests have made; "folder": where these are
+    known  arguments -> folder of a reference run; "folder": where to create these folders
     """
 
     server: ForkServer
@@ -38,7 +38,7 @@ class Runs:
     known: dict[str, Path]
 
     def end(self, words: str | list[str], env: Mapping[str, str] | None = None) -> Ended:
-        """Run a command to its end, however it ends."""
+        """Run a command and return its result, with any exit code."""
         if not is_stand_in():
             return self.server.run(words, self.folder, env)
         return self.server.run(words, self.folder, {VARIABLE: os.environ[VARIABLE], **(env or {})}, DESCRIBE)
@@ -53,7 +53,7 @@ class Runs:
         return self.folder / "outputs" / run
 
     def straight(self, words: str) -> Path:
-        """Return the folder of a run to compare with, which is made once for all tests."""
+        """Return the folder of a reference run, cached for all tests."""
         if words not in self.known:
             kept = self.known["folder"] / str(len(self.known))
             kept.mkdir()
@@ -75,7 +75,7 @@ def plan_of(folder: Path) -> Any:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    """Return the tensors of the newest checkpoint: weights, state of the optimizer and of generators."""
+    """Return the tensors of the newest checkpoint: weights, optimizer state and generator states."""
     checkpoint = load_newest(folder / "checkpoints")
     assert checkpoint is not None
     return {f"{stem}/{name}": tensor for stem in checkpoint.stems for name, tensor in checkpoint.tensors(stem).items()}

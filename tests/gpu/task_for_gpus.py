@@ -1,4 +1,4 @@
-"""A small classifier that runs out of memory, is stopped or draws random numbers where a test asks for it."""
+"""A small classifier that can run out of memory, be stopped, or use dropout."""
 
 import os
 import signal
@@ -29,7 +29,7 @@ class Small(Task):
             nn.Tanh(),
             nn.Linear(width, 3),
         )
-        self.model.register_buffer("temperature", torch.ones(3))  # used by the loss; in no layer of a pipeline
+        self.model.register_buffer("temperature", torch.ones(3))  # used by the loss, but in no layer of a pipeline
         self.short_in, self.rank = short_in, rank
         self.is_due = self.was_short = False
         if short_in == "optimizer":
@@ -37,7 +37,7 @@ class Small(Task):
 
     def begin_update(self, progress):
         rank = dist.get_rank() if dist.is_initialized() else 0
-        self.is_due = progress.update == 2 and rank == self.rank and not self.was_short  # an update may begin twice
+        self.is_due = progress.update == 2 and rank == self.rank and not self.was_short  # an update may be repeated
         if str(progress.update) == os.environ.get("STOP_AT"):
             os.kill(os.getpid(), signal.SIGTERM)
 

@@ -1,4 +1,4 @@
-"""Bottlenecks that only a GPU has, planted and found there."""
+"""Planted bottlenecks that occur only on a GPU are found."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What accel-run asks of a GPU, one by one: memory, generators, host memory, kernels, and workers beside it."""
+"""Single operations on a GPU: memory, generators, copies, attention kernels, and data workers."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DEVICES = range(torch.cuda.device_count())
 
 @pytest.fixture(params=DEVICES or [0])
 def device(request: pytest.FixtureRequest) -> Iterator[torch.device]:
-    """Each GPU, as the current one."""
+    """Each GPU, as the current device."""
     with torch.cuda.device(request.param):
         yield torch.device("cuda", request.param)
 
@@ -143,7 +143,7 @@ def test_an_update_that_is_repeated_draws_the_same_numbers(device: torch.device)
     assert torch.equal(torch.rand(8, device=device), first[1])
 
 
-# ---------------------------------------------------------------- between host and device
+# ---------------------------------------------------------------- copies and data workers
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.int64, torch.bool])
@@ -174,7 +174,7 @@ def test_a_batch_of_any_structure_is_copied_unchanged(prefetch: Any, device: tor
 
 
 class Numbers(Dataset[Tensor]):
-    """Numbers, read on the host or, which a forked worker cannot, on the GPU."""
+    """Numbers, created on the host or on the GPU; the latter fails in a forked worker."""
 
     def __init__(self, device: str) -> None:
         self.device = device

@@ -1,4 +1,4 @@
-"""The parts of a run on a GPU, told by the marks on its timeline, add up to the run, and nobody waits for them."""
+"""The parts of a run on a GPU, timed by events on the stream, add up to the run without synchronization."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_the_parts_of_a_run_add_up_to_it(words: str, runs: Runs) -> None:
 
 
 def test_device_events_cost_no_synchronization() -> None:
-    """The marks of a part enclose two events of the test, and lie between two others, on the device's own clock."""
+    """The events of a part enclose two events of the test, and are enclosed by two others, on the device's clock."""
     device = torch.device("cuda")
     matrix = torch.randn(1024, 1024, device=device)
     torch.mm(matrix, matrix)

@@ -1,4 +1,4 @@
-"""A profile on a GPU: kernels, marks on the stream, real waits, the allocator's memory."""
+"""A profile on a GPU: kernels, waits of the host, module times."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks on GPUs: the same curve over NCCL."""
+"""Ranks on GPUs over NCCL: same losses as on one GPU."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def test_two_gpus_learn_in_half_precision(strategy: str, runs: Runs) -> None:
     precision = "bf16" if torch.cuda.get_device_capability(0) >= (8, 0) else "fp16"
     one = runs.curve("one", f"device=cuda:0 precision={precision}")
     two = runs.curve("two", f"parallelism={strategy} precision={precision}")
-    assert two == pytest.approx(one, rel=0.05)  # bfloat16 has 8 bits of mantissa, and the batch is cut otherwise
+    assert two == pytest.approx(one, rel=0.05)  # bfloat16 has 8 bits of precision, and the batch is split differently
 
 
 @SEVERAL

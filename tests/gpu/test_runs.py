@@ -1,4 +1,4 @@
-"""Whole runs on one GPU: out of memory, stopped and resumed, repeated, exported, and used for inference."""
+"""Complete runs on one GPU: out of memory, stopped and resumed, repeated, exported, and used for inference."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_a_gpu_has_the_curve_of_the_cpu(runs: Runs) -> None:
     assert losses(runs.straight(PLAIN)) == pytest.approx(on_cpu, rel=1e-4)
 
 
-# ---------------------------------------------------------------- which GPU, which format, which kernels
+# ---------------------------------------------------------------- choice of GPU, precision and kernels
 
 
 def test_the_chosen_format_is_native_to_the_capability(runs: Runs) -> None:
@@ -103,7 +103,7 @@ def test_an_absent_gpu_is_refused(runs: Runs) -> None:
 
 @pytest.mark.parametrize("option", ["default", "reduce-overhead", "max-autotune"])
 def test_a_compiled_model_learns_the_same_or_is_refused_before_it_starts(option: str, runs: Runs) -> None:
-    """With accumulation and evaluation, whose shapes and modes differ from those of training."""
+    """With accumulation and evaluation, which have other shapes and modes than training."""
     words = "device=cuda:0 precision=fp32 micro_batch_size=8 evaluate.every=2"
     if find_spec("triton") is None:
         runs.train("compiled", f"{words} compile={option}", code=78)

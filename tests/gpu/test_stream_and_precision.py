@@ -1,4 +1,4 @@
-"""What only a CUDA device can show: copies that overlap, half precision, and a loop that never waits."""
+"""CUDA streams, half precision, and a training loop without synchronization."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def training(precision: Any) -> Training:
 
 
 def on_host() -> Iterator[MicroBatch]:
-    """Yield the same four micro-batches in page-locked memory without end; two make an update."""
+    """Yield the same four micro-batches in pinned memory forever; an update has two."""
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(4, 32, 32, generator=generator).pin_memory()
     y = torch.randint(0, 8, (4, 32), generator=generator).pin_memory()
@@ -68,7 +68,7 @@ def steps(precision: Any, prefetch: Any, updates: int) -> list[StepInfo]:
 
 
 def test_a_prefetched_batch_is_complete_while_it_is_read() -> None:
-    """Large batches, a slow reader: a missing wait reads too early, a missing hold reads the batch after the next."""
+    """Large batches, a slow reader: without the wait it reads too early, without record_stream a later batch."""
     size = 4 * 2**20
 
     def numbered() -> Iterator[MicroBatch]:
@@ -78,7 +78,7 @@ def test_a_prefetched_batch_is_complete_while_it_is_read() -> None:
     right = []
     for number, item in enumerate(stream(CUDA.device)(numbered())):
         assert item.batch.device == CUDA.device
-        torch.cuda._sleep(20_000_000)  # about 10 ms, in which the next copy is made
+        torch.cuda._sleep(20_000_000)  # about 10 ms, during which the next copy runs
         right.append((item.batch == number).sum())
         del item
     assert torch.stack(right).tolist() == [size] * 16
@@ -120,7 +120,7 @@ def test_the_loop_and_its_rows_never_wait_for_the_device(precision: Any, prefetc
     meter = Meter(CUDA, "train", every=2, write=rows.append, readings=dict, watch=new_stopwatch(CUDA.device))
     run = training(precision)
     updates = train_updates(run, prefetch(CUDA.device)(on_host()), 12)
-    for step in islice(updates, 4):  # what is made once may wait: streams, state of the optimizer, handles of libraries
+    for step in islice(updates, 4):  # one-time initialization may wait: streams, optimizer state, library handles
         meter(step)
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,4 +1,4 @@
-"""Every collective that strategies use, once over the stand-in's NCCL by two ranks; each knows what must arrive."""
+"""Run every collective that strategies use, on two ranks over the stand-in's NCCL, and check the results."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def _run(rank: int, store: Path) -> None:
 
 
 def main() -> None:
-    """Run both ranks in forks."""
+    """Run each rank in a fork."""
     with tempfile.TemporaryDirectory() as folder:
         children = []
         for rank in range(2):

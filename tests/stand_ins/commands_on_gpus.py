@@ -1,7 +1,7 @@
-"""Commands under GPUs that torch and NVML see at once, and what each command must report about them.
+"""Run commands on simulated GPUs that both torch and NVML see, with the expected reports.
 
-Stand-in devices for torch, the NVML stub for their driver, the same UUIDs. NVML reads its state at each call, so that
-one process runs all scenarios.
+The stand-in's devices for torch and the NVML stub for the driver have the same UUIDs. The stub reads its state at each
+call, so that one process runs all scenarios.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ UUIDS = [f"GPU-00000000-0000-4000-8000-{number:012d}" for number in range(2)]
 
 
 def driver_of(machine: str, order: Sequence[int] = (0,)) -> State:
-    """Describe the GPUs of a machine as their driver does; `order` has torch's numbers by bus address."""
+    """Return NVML's view of a machine; `order` has torch's device indices in the order of bus addresses."""
     devices, state = MACHINES[machine], DRIVER | {"count": len(MACHINES[machine])}
     for at, number in enumerate(order):
         device = devices[number]
@@ -45,7 +45,7 @@ def driver_of(machine: str, order: Sequence[int] = (0,)) -> State:
 
 PAIR = driver_of("pair", order=(1, 0))
 T4, T4_STATE = MACHINES["t4"][0].name, driver_of("t4")
-# Another process, too hot, and memory errors that could not be corrected.
+# Another process, thermal throttling, and uncorrected memory errors.
 SICK: State = {"0.processes": f"4000000:{GIB}", "0.throttle": 64, "0.ecc_corrected": 0, "0.ecc_uncorrected": 2}
 DENIED: State = {f"0.err.{name}": 4 for name in ("power", "util", "memory_util")}
 LOST: State = {f"1.err.{name}": 15 for name in ("power", "util", "memory_total", "temperature", "sm_clock")}
@@ -54,12 +54,12 @@ INSTANCE = MIG[1]
 
 @dataclass(frozen=True)
 class Scenario:
-    """A machine, and what each command must report about it.
+    """A machine, and the expected report of each command.
 
-    usable   names of the GPUs that torch can use, in its order, with their free memory in GiB
+    usable   names of the GPUs that torch can use, in torch's order, with their free memory in GiB
     driver   doctor's verdict on each of the driver's GPUs
     watched  UUIDs of the GPUs that the monitor reads
-    device   where the plan trains, the GPU's name, and the format that its capability computes natively
+    device   the plan's device, the GPU's name, and the precision that it supports natively
     """
 
     machine: str
@@ -83,7 +83,7 @@ SCENARIOS = {
     "denied": Scenario("t4", T4_STATE | DENIED, {T4: 13.56}, ["ok"], UUIDS[:1], ("cuda:0", T4, "fp16")),
     "pair": Scenario("pair", PAIR, {FIRST: 9.57, SECOND: 5.79}, ["ok", "ok"], UUIDS[::-1], ("cuda:0", FIRST, "fp16")),
     "by uuid": one_of_pair(UUIDS[1], UUIDS[1]),
-    # The monitor does not import torch: it takes a number for the driver's, and notes that CUDA's may differ.
+    # The monitor does not import torch: it takes an index as the driver's, and notes that CUDA's may differ.
     "by number": one_of_pair("1", UUIDS[0]),
     "lost": one_of_pair("1", UUIDS[0], PAIR | LOST, ("ok", "FAIL")),
     "hidden": Scenario("pair", PAIR, {}, ["ok", "ok"], [], ("cpu", "", "fp32"), {"CUDA_VISIBLE_DEVICES": ""}),
@@ -97,7 +97,7 @@ SCENARIOS = {
 
 @dataclass(frozen=True)
 class Reported:
-    """What the commands printed."""
+    """The output of the commands."""
 
     doctor: Any
     monitor: Any
@@ -109,7 +109,7 @@ class Reported:
 
 
 def run_commands(library: Path, folder: Path) -> dict[str, Reported]:
-    """Run every command in this process under each scenario; NVML reads the state again at each call."""
+    """Run every command in this process under each scenario."""
     from runner.cli import main
 
     os.chdir(folder)

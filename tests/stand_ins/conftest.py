@@ -1,4 +1,4 @@
-"""What tests on the stand-in share: one process that has imported torch with it, and forks for all that runs on it."""
+"""Fixture for tests on the stand-in: a fork server that has imported torch with the stand-in."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tests.stand_ins.forked import StandIn
 
 @pytest.fixture(scope="session")
 def stand_in() -> Iterator[StandIn]:
-    """Machines whose GPUs are stand-ins."""
+    """Runs programs on machines with stand-in GPUs."""
     if reason := why_not():
         pytest.skip(reason)
     with StandIn.started() as made:

@@ -1,4 +1,4 @@
-"""Commands and programs on machines of the stand-in: forks of one process that has imported torch with it."""
+"""Run commands and programs on simulated machines, as forks of a process that has imported torch with the stand-in."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.stand_ins.cuda.environment import environment
 from tests.stand_ins.cuda.install import REPORT
 
 DESCRIBE = "from tests.stand_ins.cuda.install import describe; describe()\n"
-# What follows in the fork server is a command of accel-run. install.py has os._exit leave what was counted.
+# Exit here: the fork server would run a command of accel-run next. install.py has os._exit write the counts first.
 END = "\nimport os, sys; sys.stdout.flush(); sys.stderr.flush(); os._exit(0)\n"
 
 
@@ -29,7 +29,7 @@ class StandIn:
     @classmethod
     @contextmanager
     def started(cls) -> Iterator[StandIn]:
-        """Import torch and the runner once; no device has been used then."""
+        """Import torch and the runner once, without using a device."""
         with ForkServer.started(environment(MACHINES["t4"])) as server:
             yield cls(server)
 
@@ -44,15 +44,15 @@ class StandIn:
     ) -> Ended:
         """Run accel-run in a folder.
 
-        counted  folder in which each process leaves what it has counted
-        before   Python that the process runs first
+        counted  folder to which each process writes its counts
+        before   Python code that the process runs first
         """
         return self.server.run(words, folder, {**_env(machine, counted), **(env or {})}, DESCRIBE + before)
 
     def program(
         self, machine: str, text: str, env: Mapping[str, str] | None = None, counted: Path | None = None
     ) -> str:
-        """Run a program, which must not fail; return what it prints."""
+        """Run a program that must succeed; return its output."""
         with tempfile.TemporaryDirectory() as folder:
             ended = self.server.run([], Path(folder), {**_env(machine, counted), **(env or {})}, DESCRIBE + text + END)
         assert ended.code == 0, ended.out + ended.err
@@ -64,5 +64,5 @@ def _env(machine: str, counted: Path | None) -> dict[str, str]:
 
 
 def read(counted: Path) -> list[dict[str, Any]]:
-    """Return what each process that computed has counted."""
+    """Return the counts of each process that ran an operator."""
     return [json.loads(path.read_text()) for path in sorted(counted.iterdir())]

@@ -1,4 +1,4 @@
-"""The loop that people write by hand, on the same model and data as `task_that_fails`: what accel-run is compared with.
+"""A plain training loop with the model and data of `task_that_fails`, as a baseline for accel-run.
 
 python -m tests.stand_ins.plain_loop UPDATES
 """
@@ -16,7 +16,7 @@ BATCH = 16
 
 
 def main(updates: int) -> None:
-    """Train for so many updates."""
+    """Train for this number of updates."""
     device = torch.device("cuda")
     task = build(rank=-1)
     model = task.model.to(device)

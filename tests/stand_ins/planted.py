@@ -1,7 +1,7 @@
-"""Misuses of a GPU, each as small as it can be, with what the stand-in must call it. Run on two of its devices.
+"""Minimal misuses of a GPU, with the kind that the stand-in must report. They run on two of its devices.
 
-A function that raises is an error that CUDA or torch raises too; `None` as a kind means that. A context on a device
-that the process does not use is not an error of CUDA: the stand-in lists the contexts, and `_run` names it.
+The kind `None` means that the function must raise, as with CUDA. A context on a device that the process does not use is
+no error of CUDA: the stand-in lists the contexts, and `_run` reports the misuse.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-SIZE = 64 * 1024  # elements: 256 KiB, whole pages
+SIZE = 64 * 1024  # elements: 256 KiB, a multiple of the page size
 
 PLANTED: dict[str, tuple[str | None, Callable[[], Any]]] = {}
 
@@ -38,7 +38,7 @@ def page_locked(value: float = 1.0) -> torch.Tensor:
 
 @planted("read-after-write")
 def copy_ahead_without_wait() -> Any:
-    """The copy runs on a side stream, and the consumer does not wait for it."""
+    """The copy runs on a side stream, for which the consumer does not wait."""
     with torch.cuda.stream(torch.cuda.Stream()):
         batch = page_locked().to("cuda", non_blocking=True)
     return batch * 2
@@ -70,7 +70,7 @@ def gradient_cleared_while_it_is_read() -> None:
 
 @planted("missing-record-stream")
 def memory_of_a_side_stream_freed_early() -> None:
-    """The allocator may hand the memory out again to the side stream while the current stream still reads it."""
+    """The allocator may reuse the memory on the side stream while the current stream still reads it."""
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):
         batch = page_locked().to("cuda", non_blocking=True)
@@ -112,7 +112,7 @@ def event_that_another_stream_waits_for() -> None:
 
 @planted("write-after-read")
 def device_buffer_refilled_while_it_is_read() -> None:
-    """A side stream copies the next batch into the buffer from which the current stream still computes."""
+    """A side stream copies the next batch into the buffer that the current stream still reads."""
     buffer, side = on_device(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     buffer.sum()
@@ -122,7 +122,7 @@ def device_buffer_refilled_while_it_is_read() -> None:
 
 @planted("write-after-read")
 def weights_updated_during_a_snapshot() -> None:
-    """A checkpoint copies weights on a side stream, and the next update does not wait for it."""
+    """A checkpoint copies weights on a side stream, for which the next update does not wait."""
     weights, snapshot, side = on_device(), page_locked(0.0), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -149,7 +149,7 @@ def host_reads_a_snapshot_before_it_is_there() -> None:
 
 @planted("early-host-access")
 def host_reads_a_loss_before_it_is_there() -> None:
-    """A few bytes, of which no page is full."""
+    """A few bytes, which do not fill a page."""
     loss = torch.zeros(3).pin_memory()
     loss.copy_(torch.ones(3, device="cuda"), non_blocking=True)
     loss.tolist()
@@ -213,7 +213,7 @@ def storage_used_after_it_was_freed() -> None:
 
 @planted("foreign-context")
 def thread_that_does_not_choose_its_device() -> None:
-    """A thread starts on device 0, whatever the one that started it has chosen."""
+    """A thread starts on device 0, whichever device its parent thread has set."""
     torch.cuda.set_device(1)
     on_device()
     thread = threading.Thread(target=on_device)
@@ -223,7 +223,7 @@ def thread_that_does_not_choose_its_device() -> None:
 
 @planted(None)
 def cuda_in_the_parent_before_a_fork() -> None:
-    """A child of a process that has initialized CUDA cannot use it."""
+    """After a process has initialized CUDA, its forked children cannot use CUDA."""
     torch.cuda.current_device()
     read, write = os.pipe()
     if os.fork() == 0:
@@ -257,7 +257,7 @@ def generator_of_the_host() -> None:
 
 @planted(None)
 def wait_inside_the_loop() -> None:
-    """torch reports it where the caller has asked for it."""
+    """torch raises an error in sync_debug_mode=error."""
     loss = on_device().sum()
     torch.cuda.set_sync_debug_mode("error")
     try:
@@ -268,7 +268,7 @@ def wait_inside_the_loop() -> None:
 
 @planted(None)
 def error_of_an_earlier_kernel() -> None:
-    """A kernel that fails is noticed at the next synchronization, not where it was launched."""
+    """The error of a kernel is raised at the next synchronization, not at the launch."""
     import _stand_in
 
     _stand_in.fail_after(0, "an illegal memory access was encountered")
@@ -301,7 +301,7 @@ def weights_changed_while_a_collective_broadcasts_them() -> None:
 
 
 def _run(name: str) -> None:
-    """Run one and print what was seen, as a line of JSON."""
+    """Run one misuse and print the observations as a line of JSON."""
     if "collective" in name:
         dist.init_process_group("cuda:nccl", store=dist.HashStore(), rank=0, world_size=1)
     raised = ""
@@ -321,7 +321,7 @@ def _run(name: str) -> None:
 
 
 def main() -> None:
-    """Run each in a fork of its own: torch is imported once, and CUDA is used in the children only."""
+    """Run each misuse in a separate fork: torch is imported once, and only the children use CUDA."""
     for name in PLANTED:
         child = os.fork()
         if child == 0:

@@ -1,4 +1,4 @@
-"""A task whose chosen rank fails in the backward pass of one update, where the others are inside a collective."""
+"""A task in which one rank fails during an update, while the others wait in a collective."""
 
 import torch
 import torch.distributed as dist

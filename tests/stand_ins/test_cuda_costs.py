@@ -1,4 +1,4 @@
-"""What an update costs on a GPU, counted on the stand-in: waits of the host, kernels, bytes, and what overlaps."""
+"""Costs of an update on a GPU, counted on the stand-in: waits of the host, kernels, copied bytes, overlap."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tests.stand_ins.forked import StandIn, read
 pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be built")
 
 TASK = Path(__file__).with_name("task_that_fails.py")
-UPDATES = 8  # of the short run; the other one has twice as many
+UPDATES = 8  # of the short run; the long run has twice as many
 BYTES_OF_A_BATCH = 16 * (6 * 4 + 8)  # float32 inputs (16, 6) and int64 targets (16,)
-BYTES_OF_AN_UPDATE = 3 * 8  # to the host: loss, norm and items in float64
-BYTES_OF_A_LINE = 8  # of progress: loss and norm in float32
+BYTES_OF_AN_UPDATE = 3 * 8  # to the host: loss, gradient norm and items in float64
+BYTES_OF_A_LINE = 8  # a progress line: loss and gradient norm in float32
 COPY = "aten::copy_"
 
 
@@ -25,14 +25,14 @@ Counted = dict[str, Any]
 
 
 def only(folder: Path, out: str) -> Counted:
-    """Return what the one process that computed has counted, and the lines of progress that it has drawn."""
+    """Return the counts of the only process that ran an operator, and the number of its progress lines."""
     (found,) = read(folder)
     assert not found["misuses"]
     return {**found, "drawn": sum(line.startswith("update=") for line in out.splitlines())}
 
 
 def of_updates(short: Counted, long: Counted, key: str) -> Counter[str]:
-    """Return what the additional updates of the longer run have cost."""
+    """Return the counts of the additional updates of the longer run."""
     return Counter(long[key]) - Counter(short[key])
 
 
@@ -46,7 +46,7 @@ def plain(stand_in: StandIn, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return counted(UPDATES), counted(2 * UPDATES)
 
 
-# words -> kernels that accel-run launches beyond a plain loop
+# settings -> kernels per update that accel-run launches in addition to those of a plain loop
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("words", "kernels"),
@@ -74,7 +74,7 @@ def test_an_update_waits_for_nothing_and_launches_little_beyond_a_plain_loop(
     short, long = counted(UPDATES), counted(2 * UPDATES)
     waits = of_updates(short, long, "host_waits")
     assert waits.pop("cudaEventSynchronize") <= UPDATES + 1, "for the update before the last, and no other"
-    num_drawn = long["drawn"] - short["drawn"]  # lines of progress, each of which reads the loss and the norm
+    num_drawn = long["drawn"] - short["drawn"]  # progress lines; each reads the loss and the norm
     assert waits.total() <= 2 * num_drawn, f"the host waited for the device: {waits}"
     assert long["bytes_to_device"] - short["bytes_to_device"] == UPDATES * BYTES_OF_A_BATCH
     to_host = long["bytes_to_host"] - short["bytes_to_host"]
@@ -93,7 +93,7 @@ def test_an_update_waits_for_nothing_and_launches_little_beyond_a_plain_loop(
 
 
 def test_gradients_are_exchanged_during_the_backward_pass(stand_in: StandIn, tmp_path: Path) -> None:
-    """On a stream of NCCL's own: buckets are sent while earlier layers still compute."""
+    """On NCCL's own stream: buckets are reduced while earlier layers still compute."""
     (tmp_path / "counted").mkdir()
     words = "task=gpt evaluate.samples=16 precision=fp32 parallelism=ddp updates=2 micro_batch_size=4 checkpoint=off"
     ended = stand_in.command("a100x2", f"train {words} run=r device=cuda monitor=off", tmp_path, tmp_path / "counted")

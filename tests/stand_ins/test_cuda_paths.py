@@ -1,4 +1,4 @@
-"""What accel-run does on a GPU, run on the stand-in: contexts, page-locked memory, and runs in which nothing races."""
+"""CUDA code paths of accel-run on the stand-in: contexts, page-locked memory, failing ranks, first contact."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ FAILING = Path(__file__).with_name("task_that_fails.py")
 def test_a_rank_that_fails_over_nccl_is_named_and_no_process_is_left(
     words: str, rank: int, stand_in: StandIn, tmp_path: Path
 ) -> None:
-    """Destroying an NCCL process group waits for kernels that the failed rank never joins: for `timeout_s`."""
+    """Destroying an NCCL process group waits up to `timeout_s` for kernels that the failed rank never joins."""
     task = f"train --task {FAILING} task.rank={rank} updates=6 global_batch_size=16 run=r device=cuda {words}"
     ended = stand_in.command("a100x2", task, tmp_path)
     assert ended.code == 70, ended.out + ended.err
@@ -135,12 +135,12 @@ import os, pytest
 os.chdir({root!r})
 assert pytest.main({words}) == 0
 """
-LEFT_OUT = 10  # tests of kernels that the stand-in does not have: flash, efficient, cudnn, and what a profiler records
+LEFT_OUT = 10  # tests of kernels that the stand-in lacks (flash, efficient, cudnn), and of recorded kernels
 
 
 @pytest.mark.timeout(900)
 def test_all_tests_of_gpus_pass_on_the_stand_in(stand_in: StandIn) -> None:
-    """So that they do not rot where nobody has a GPU. Of each matrix one case runs, with --all every one."""
+    """Keeps them working on machines without a GPU. One case of each matrix runs, with --all every case."""
     words = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "-m", "gpu and not long", "tests/gpu"]
     with stand_in.server.twin_at() as pipes:
         out = stand_in.program("a100x2", PYTEST.format(root=str(ROOT), words=words), {PIPES: " ".join(pipes)})

@@ -1,4 +1,4 @@
-"""The stand-in device: every planted misuse is called by its name, and what is right is called nothing."""
+"""The stand-in device reports every planted misuse by its kind, and none in correct programs."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_only_visible_devices_exist(named: str, stand_in: StandIn) -> None:
 
 
 def test_a_process_that_starts_with_the_stand_in_has_its_devices() -> None:
-    """All other tests run in forks that get their devices after torch was imported."""
+    """In all other tests, forks get their devices after torch was imported."""
     line = [sys.executable, "-c", VISIBLE]
     env = {**environment(MACHINES["pair"]), "CUDA_VISIBLE_DEVICES": "1"}
     done = subprocess.run(line, env=env, capture_output=True, text=True, timeout=300, check=False)

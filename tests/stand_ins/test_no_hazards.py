@@ -1,6 +1,6 @@
-"""Unmodified runs in which nothing races, leaks or reads too early: a sample by default, all thirty with --all.
+"""Runs on GPUs have no races, no foreign contexts and no early reads: a sample by default, all thirty with --all.
 
-That this silence means something is shown by the same run with one wait removed from accel-run.
+As a check of the detector, a run with one wait removed from accel-run must be reported.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ pytestmark = pytest.mark.skipif(bool(why_not()), reason=why_not() or "it can be 
 SMALL = f"--task {ROOT / 'tests/gpu/task_for_gpus.py'} global_batch_size=16 evaluate.samples=16"
 GPT = "task=gpt evaluate.samples=16"
 CAPE = "task=cape task.size=tiny global_batch_size=8 evaluate.samples=16"
-DYNAMO = "task=dynamo phases=[pretrain] global_batch_size=16 evaluate.samples=16"  # the first of its four phases
+DYNAMO = "task=dynamo phases=[pretrain] global_batch_size=16 evaluate.samples=16"  # the first of four phases
 NMT = "task=nmt task.size=tiny evaluate.samples=16"
 
-# machine, settings. A machine of two GPUs has two ranks, each with a context on its own device.
+# (machine, settings). On a machine with two GPUs, each of two ranks has a context on its own device.
 RUNS = [
     ("t4", f"{GPT} +hardware=t4 prefetch=stream"),
     ("a100", f"{GPT} prefetch=stream dataloader.num_workers=2 memory=checkpoint"),
@@ -75,7 +75,7 @@ def test_a_run_on_gpus_has_no_race_and_one_context_for_each_process(
     assert list((tmp_path / "outputs/r/checkpoints").iterdir())
 
 
-# What is removed from accel-run, and what the stand-in must call it.
+# Kind that the stand-in must report -> code that removes a wait from accel-run
 REMOVED = {
     "read-after-write": "from runner.axes.prefetch import DeviceStreams as S; S.join = lambda self: None",
     "missing-record-stream": "from runner.axes.prefetch import DeviceStreams as S; S.hold = lambda self, tensor: None",

@@ -1,6 +1,6 @@
-"""GPUs that torch and NVML see at once: stand-in devices for torch, the NVML stub for their driver, the same UUIDs.
+"""Torch and NVML see the same simulated GPUs: the stand-in's devices and the NVML stub have the same UUIDs.
 
-The driver numbers GPUs by bus address and torch by speed, so that only UUIDs tell which is which.
+The driver orders GPUs by bus address and torch by speed, so only UUIDs identify them.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def test_every_command_reports_the_same_gpus(name: str, reported: Mapping[str, R
     if scenario.usable:
         free = re.search(r"^available +([\d.]+) GiB", seen.plan, re.MULTILINE)
         assert free is not None
-        assert float(free[1]) == pytest.approx(scenario.usable[name_of_device], rel=0.005)  # three digits are shown
+        assert float(free[1]) == pytest.approx(scenario.usable[name_of_device], rel=0.005)  # rounded to three digits
 
 
 def test_a_sick_gpu_is_reported_with_each_reason(reported: Mapping[str, Reported]) -> None:
@@ -76,14 +76,14 @@ def test_a_lost_gpu_and_a_hidden_one_have_their_reason(reported: Mapping[str, Re
 
 def test_indices_that_differ_from_the_drivers_are_reported(reported: Mapping[str, Reported]) -> None:
     assert reported["pair"].findings("numbering") == {"cuda:0": "warn", "cuda:1": "warn"}
-    for name in ("t4", "by number"):  # the only one that torch sees has the driver's number
+    for name in ("t4", "by number"):  # the only GPU that torch sees has the driver's index
         assert reported[name].findings("numbering") == {"": "ok"}
 
 
 def test_a_run_is_planned_and_monitored_on_the_gpu_that_it_trains_on(
     stand_in: StandIn, nvml_stub: NvmlStub, tmp_path: Path
 ) -> None:
-    """Training on torch's cuda:1, which the driver calls GPU 0."""
+    """The run trains on torch's cuda:1, which is the driver's GPU 0."""
     library = f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
     env = {"NVML_STUB": str(nvml_stub.write(PAIR | {"0.throttle": 64, "event_types": 11, "events": "0:8:48"}))}
     words = f"train --task {TASK} run=r device=cuda:1 updates=8 global_batch_size=16 micro_batch_size=8"

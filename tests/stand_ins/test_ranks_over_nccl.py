@@ -1,7 +1,7 @@
-"""Ranks that fail over NCCL: the tests of ranks over gloo once more, on the stand-in's devices and its NCCL.
+"""Failing ranks over NCCL: run the tests for gloo again, on the stand-in's devices and its NCCL.
 
-NCCL differs where something fails: nobody is told of a lost peer, destroying a group waits for kernels that the lost
-rank never joins, and errors surface late. The tests are those of other folders; only the server is another one here.
+NCCL fails differently: a lost peer gives no error, destroying a process group waits for kernels that the lost rank
+never joins, and errors surface late. The tests come from other folders; only the fork server is replaced.
 """
 
 from __future__ import annotations
@@ -38,19 +38,19 @@ pytestmark = [
     pytest.mark.timeout(300),
 ]
 MACHINE = {VARIABLE: encoded(MACHINES["h100x8"])}
-EXACT = "precision=fp32"  # as on a CPU: curves are compared
+EXACT = "precision=fp32"  # like the CPU, because losses are compared
 
 
 @dataclass(frozen=True)
 class OnDevices:
-    """A fork server whose commands train on devices of the stand-in, and whose ranks so meet over NCCL."""
+    """A fork server whose commands train on the stand-in's devices, so that ranks use NCCL."""
 
     server: ForkServer
 
     def start(self, words: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
         given = [*(word for word in words if word != "device=cpu"), "device=cuda", EXACT]
         if not any(word.startswith("micro_batch_size=") for word in words):
-            given.append("micro_batch_size=2")  # nothing has to be traced
+            given.append("micro_batch_size=2")  # skips tracing
         return self.server.start(given, folder, {**MACHINE, **(env or {})}, DESCRIBE + before)
 
     def wait(self) -> Ended:
@@ -65,7 +65,7 @@ class OnDevices:
 
 @pytest.fixture(scope="session")
 def server(stand_in: StandIn) -> OnDevices:
-    """In the place of the server over gloo."""
+    """Overrides the fork server of the CPU tests."""
     return OnDevices(stand_in.server)
 
 
@@ -73,7 +73,7 @@ COPIED: set[Callable[..., None]] = set()
 
 
 def copied(test: Callable[..., None], *marks: pytest.MarkDecorator) -> Callable[..., None]:
-    """Return a test of another file with marks of its own besides its parameters."""
+    """Return a test of another file with its parameters and new marks."""
 
     @functools.wraps(test)
     def over_nccl(**fixtures: Any) -> None:
@@ -107,7 +107,7 @@ test_a_killed_run = copied(whole_runs.test_a_resumed_run_of_two_ranks_is_the_sam
 test_not_finite = copied(numeric.test_ranks_stop_together_and_the_rank_is_named, LONG)
 test_a_pipeline_that_is_not_finite = copied(numeric.test_the_samples_of_a_pipeline_are_searched, LONG)
 
-# Tests of ranks in these files that are not run over NCCL as well.
+# Tests in these files without failing ranks, which do not run over NCCL.
 NO_FAILURE = {
     whole_runs.test_one_and_two_ranks_by_any_strategy_have_the_same_curve,
     whole_runs.test_a_run_of_two_ranks_resumes_with_one_rank_fsdp_and_a_pipeline,
@@ -126,8 +126,8 @@ NO_FAILURE = {
     whole_runs.test_impossible_configurations_are_reported_before_anything_starts,
 }
 OTHERWISE = {
-    faults.test_ranks_of_torchrun,  # its interpreters do not know the stand-in
-    # A count on a device is not read before the update: the run ends one update later, as not finite.
+    faults.test_ranks_of_torchrun,  # its interpreters do not load the stand-in
+    # The count of items is on the device and not read before the update: the run fails one update later, as non-finite.
     whole_runs.test_an_update_without_items_ends_the_run_before_it_is_saved,
 }
 
@@ -155,7 +155,7 @@ def test_launched_ranks_that_raise_or_are_killed_are_named_and_no_process_is_lef
 
 
 def test_waits_after_a_failure_add_up_to_less_than_12_s() -> None:
-    """The grace of the others, what outlives its rank on purpose, and one reminder."""
+    """The sum of the grace period, the wait for processes that outlive their rank, and one reminder."""
     grace_s = inspect.signature(local.run_ranks).parameters["grace_s"].default
     assert grace_s + local.OTHERS_S + local.REMINDER_S < 12
     assert join.ABORT_S < 12

@@ -1,13 +1,13 @@
-"""The kernels of torch.nn.SyncBatchNorm, which exist for CUDA only, written with operators that the stand-in has.
+"""The kernels of torch.nn.SyncBatchNorm, which torch has for CUDA only, written with operators of the stand-in.
 
-Source: torch/nn/modules/_functions.py, which calls them, and aten/src/ATen/native/cuda/Normalization.cuh, torch 2.13.
+Sources: torch/nn/modules/_functions.py, which calls them; aten/src/ATen/native/cuda/Normalization.cuh of torch 2.13.
 """
 
 from __future__ import annotations
 
 from typing import Any
 
-_LIBRARIES: list[Any] = []  # registered as long as they live
+_LIBRARIES: list[Any] = []  # kept alive: a deleted library is unregistered
 
 
 def give_batch_norm() -> None:
@@ -29,7 +29,7 @@ def stats(x: Any, eps: float) -> tuple[Any, Any]:
 def gather_stats_with_counts(
     x: Any, means: Any, inverses: Any, running_mean: Any, running_var: Any, momentum: float, eps: float, counts: Any
 ) -> tuple[Any, Any]:
-    """Return the same of all ranks, each with its number of rows, and bring the running statistics up to date."""
+    """Combine the statistics of all ranks, weighted by their numbers of rows, and update the running statistics."""
     share = (counts / counts.sum()).to(means.dtype)[:, None]
     mean = (share * means).sum(0)
     variance = (share * (inverses**-2 - eps + (means - mean) ** 2)).sum(0)
@@ -50,7 +50,7 @@ def elemt(x: Any, weight: Any, bias: Any, mean: Any, inverse: Any, eps: float) -
 def backward_reduce(
     grad: Any, x: Any, mean: Any, inverse: Any, weight: Any, needs_x: bool, needs_weight: bool, needs_bias: bool
 ) -> tuple[Any, Any, Any, Any]:
-    """Return the sums of the gradient, and of its products with x - mean; and the gradients of weight and bias."""
+    """Return the sums of the gradient and of its products with x - mean, and the gradients of weight and bias."""
     rows, deviations = _rows(grad), _rows(x) - mean
     sum_of_grad, sum_of_products = rows.sum(0), (rows * deviations).sum(0)
     return sum_of_grad, sum_of_products, sum_of_products * inverse, sum_of_grad.clone()
@@ -59,7 +59,7 @@ def backward_reduce(
 def backward_elemt(
     grad: Any, x: Any, mean: Any, inverse: Any, weight: Any, sum_of_grad: Any, sum_of_products: Any, counts: Any
 ) -> Any:
-    """Return the gradient of the input; the sums are those over all ranks."""
+    """Return the gradient of the input, from sums over all ranks."""
     total = counts.sum().to(mean.dtype)
     scale = inverse if weight is None else inverse * weight
     of_mean, of_variance = sum_of_grad / total, sum_of_products / total * inverse**2
@@ -68,7 +68,7 @@ def backward_elemt(
 
 
 def _rows(x: Any) -> Any:
-    """Return (rows, channels) in float32 of (batch, channels, ...)."""
+    """Reshape (batch, channels, ...) to (rows, channels) in float32."""
     return x.float().transpose(0, 1).flatten(1).T
 
 

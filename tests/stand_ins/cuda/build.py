@@ -1,4 +1,4 @@
-"""Compile the stand-in for the torch that is installed; kept by the hash of its sources and of torch's version."""
+"""Compile the stand-in for the installed torch; cached by a hash of its sources and torch's version."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ PRELOADED = "libaccelerator.so"
 
 
 class CannotBuildError(RuntimeError):
-    """There is no compiler, or no torch that can be built against."""
+    """There is no compiler, or torch is not a CPU build."""
 
 
 def why_not() -> str:
-    """Say why the stand-in cannot be built here, or return an empty text."""
+    """Return why the stand-in cannot be built here, or an empty text."""
     import torch
 
     if torch.version.cuda or torch.version.hip:
@@ -50,7 +50,7 @@ def built(root: Path | None = None) -> Path:
 def _key() -> str:
     import torch
 
-    # Not the place of torch: every checkout with the same version uses the same file.
+    # Not the path of torch: all checkouts with the same version share the file.
     parts = (torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("EXT_SUFFIX")))
     digest = hashlib.sha256(" ".join(parts).encode())
     for path in [*sorted(path for path in SOURCES.rglob("*") if path.is_file()), Path(__file__)]:
@@ -68,11 +68,11 @@ def _compile(folder: Path) -> None:
         f"-I{sysconfig.get_paths()['include']}",
     ]  # fmt: skip
     _call(["g++", *flags, "-shared", str(SOURCES / "accelerator.cpp"), "-o", str(folder / PRELOADED), "-ldl"])
-    # One translation unit: most of the time goes to torch's headers, which are read once then.
+    # One translation unit, so that torch's headers, which take most of the time, are parsed once.
     sources = [path for path in sorted(SOURCES.glob("*.cpp")) if path.name != "accelerator.cpp"]
     whole = folder / "whole.cpp"
     whole.write_text("".join(f'#include "{path}"\n' for path in sources))
-    # No rpath: torch is imported first, and the linker finds its libraries by name among those that are loaded.
+    # No rpath: torch is imported first, and the dynamic linker finds its loaded libraries by name.
     libraries = [f"-L{home / 'lib'}", "-ltorch_cpu", "-ltorch_python", "-lc10"]
     _call(["g++", *flags, *includes, "-shared", str(whole), "-o", str(folder / MODULE), *libraries])
 

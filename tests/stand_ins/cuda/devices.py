@@ -1,4 +1,4 @@
-"""Descriptions of the devices that the stand-in can be, and how they reach a process: by an environment variable."""
+"""Descriptions of the stand-in's devices, passed to processes in an environment variable."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class Device:
-    """A GPU: what torch.cuda.get_device_properties would say.
+    """A GPU, as in torch.cuda.get_device_properties.
 
-    memory_gib   what the driver reports as total
-    context_gib  what a context and loaded kernels take of it before the first tensor
-    number       its place in the machine, which CUDA_VISIBLE_DEVICES does not change
-    mig_uuid     of a MIG instance, of which CUDA shows a process one; empty for a whole GPU
+    memory_gib   total memory, as reported by the driver
+    context_gib  memory of the context and loaded kernels before the first tensor
+    number       index in the machine, which CUDA_VISIBLE_DEVICES does not change
+    mig_uuid     UUID of a MIG instance, of which a process sees only one; empty for a full GPU
     """
 
     name: str
@@ -30,7 +30,7 @@ class Device:
 
     @property
     def uuid(self) -> str:
-        """The UUID as NVML writes it."""
+        """The UUID in NVML's format."""
         return self.mig_uuid or f"GPU-00000000-0000-4000-8000-{self.number:012d}"
 
     @property

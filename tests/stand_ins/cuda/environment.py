@@ -1,4 +1,4 @@
-"""The environment of a process that shall see the stand-in's devices."""
+"""The environment of a process that uses the stand-in's devices."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ ROOT = HERE.parents[2]
 
 
 def environment(devices: Sequence[Device], report: Path | None = None) -> dict[str, str]:
-    """Return os.environ with the stand-in in it.
+    """Return os.environ with the variables of the stand-in.
 
-    report  folder in which each process leaves what it has counted, and the misuses that were seen
+    report  folder to which each process writes its counts and the detected misuses
     """
     folder = built()
     inherited = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path]

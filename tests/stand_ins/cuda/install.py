@@ -1,7 +1,7 @@
-"""Give a CPU build of torch the device type "cuda": the part of torch._C that Python calls.
+"""Give a CPU build of torch the device type "cuda", by the functions of torch._C that Python calls.
 
-torch.cuda's own Python code runs on top of it (lazy initialization, refusal after a fork, memory statistics), except
-for streams and events, whose classes exist in CUDA builds only.
+torch.cuda's own Python code runs on top of them (lazy initialization, refusal after a fork, memory statistics), except
+for streams and events, whose classes exist only in CUDA builds.
 """
 
 from __future__ import annotations
@@ -17,15 +17,15 @@ from typing import Any
 from tests.stand_ins.cuda.batch_norm import give_batch_norm
 from tests.stand_ins.cuda.devices import VARIABLE, Device, decoded
 
-REPORT = "STAND_IN_REPORT"  # a folder: each process leaves what it has counted there
+REPORT = "STAND_IN_REPORT"  # folder to which each process writes its counts
 
 
 class Properties(types.SimpleNamespace):
-    """What torch.cuda.get_device_properties returns."""
+    """The result of torch.cuda.get_device_properties."""
 
 
 class CudaRuntime:
-    """The functions of cudart that torch._C._cudart has; cudaHostRegister can be refused, as WSL refuses it."""
+    """The functions of torch._C._cudart; cudaHostRegister can be made to fail, as on WSL."""
 
     class cudaError:  # noqa: N801 - torch's name
         success = 0
@@ -52,11 +52,11 @@ class CudaRuntime:
         return {0: "no error", 2: "out of memory"}.get(code, "unknown error")
 
 
-_DEVICES: list[Device] = []  # of this process
+_DEVICES: list[Device] = []  # visible to this process
 
 
 def install() -> None:
-    """Give torch the stand-in, with the devices that the environment describes."""
+    """Install the stand-in in torch, with the devices described in the environment."""
     import torch
 
     if hasattr(torch._C, "_cuda_getDeviceCount"):
@@ -72,9 +72,9 @@ def install() -> None:
 
 
 def describe() -> None:
-    """Give this process the devices that its environment describes now, for a fork may have another than its parent.
+    """Set the devices of this process from its environment, which may differ from that of its parent process.
 
-    Raises RuntimeError if CUDA has been used here, or before the fork.
+    Raises RuntimeError if this process or, before the fork, its parent has used CUDA.
     """
     import _stand_in
     import torch
@@ -90,7 +90,7 @@ def describe() -> None:
 
 
 def _visible(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """Return those that CUDA_VISIBLE_DEVICES names, in its order; a number that does not exist ends the list."""
+    """Return the devices that CUDA_VISIBLE_DEVICES names, in its order; an invalid index ends the list."""
     named = os.environ.get("CUDA_VISIBLE_DEVICES")
     if any(device.mig_uuid for device in devices):
         return devices[:1] if named is None else tuple(each for each in devices if each.mig_uuid == named)
@@ -121,7 +121,7 @@ def _give_bindings(torch: Any, native: Any, devices: list[Device]) -> None:
     os.register_at_fork(after_in_child=after_fork)
 
     def count() -> int:
-        state["poisoned"] = True  # cudaGetDeviceCount initializes the driver: a child of a fork cannot use it any more
+        state["poisoned"] = True  # cudaGetDeviceCount initializes the driver, which forked children cannot use then
         return 0 if state["bad_fork"] else len(devices)
 
     def init() -> None:
@@ -156,7 +156,7 @@ def _give_bindings(torch: Any, native: Any, devices: list[Device]) -> None:
         "_cuda_getCurrentRawStream": lambda index: torch.accelerator.current_stream(index).stream_id,
         "_cuda_sleep": lambda cycles: None,
         "_cuda_isHistoryEnabled": lambda: False,
-        "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),  # named by torch._inductor
+        "_cuda_CUDAAllocator_AllocatorState": type("AllocatorState", (), {}),  # used by torch._inductor
     }
     for name, function in bindings.items():
         setattr(torch._C, name, function)
@@ -235,7 +235,7 @@ def _give_nccl(torch: Any, native: Any) -> None:
 
 
 def _report_at_exit(native: Any, folder: Path) -> None:
-    """Leave one file for each process, also for those that end by os._exit."""
+    """Write one file for each process, also if it ends by os._exit."""
     leave = os._exit
 
     def write() -> None:

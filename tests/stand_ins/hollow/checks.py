@@ -1,9 +1,9 @@
-"""What accel-run assumes of torch's CUDA build, checked on the hollow GPU: `scripts/first_contact.sh hollow`.
+"""Check accel-run's assumptions about torch's CUDA build on the hollow GPU: `scripts/first_contact.sh hollow`.
 
-    python checks.py FOLDER             build into FOLDER, run every check, print ok or differs for each
+    python checks.py FOLDER             build into FOLDER, run every check, print ok or DIFFERS for each
     python checks.py --one NAME ARGS    run one check in this process, which sees the hollow GPU
 
-Results of kernels are zeros, so that nothing is compared but what the host does.
+Results of kernels are zeros, so that only the host's behavior is compared.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).parents[3]))
 from tests.stand_ins.hollow.stubs import build, environment
 
 SEQUENCES, ALLOCATIONS = 12, 400
-Result = tuple[str, bool, str]  # what was compared, whether it agrees, and with which figures
+Result = tuple[str, bool, str]  # (subject, whether it agrees, figures)
 MIB = 2**20
 
 
@@ -38,7 +38,7 @@ MIB = 2**20
 
 
 def allocator(settings: str, limit_mib: str) -> Iterator[Result]:
-    """Random allocations: torch's statistics against the model in runner/plan/cuda_allocator.py."""
+    """Compare torch's statistics of random allocations with the model in runner/plan/cuda_allocator.py."""
     import torch
 
     from runner.plan.cuda_allocator import AllocatorSettings, replay
@@ -69,7 +69,7 @@ def allocator(settings: str, limit_mib: str) -> Iterator[Result]:
         found = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), statistics["num_alloc_retries"])
         model = replay(events, AllocatorSettings.parse(settings), limit)
         expected = (model.allocated, model.reserved, model.retries)
-        if not fits:  # torch counts the last retry, and the model stops there
+        if not fits:  # torch counts the final failed retry, the model does not
             found, expected = (*found[:2], 0), (*expected[:2], 0)
         held.clear()
         agree = found == expected and fits == model.fits
@@ -79,7 +79,7 @@ def allocator(settings: str, limit_mib: str) -> Iterator[Result]:
 
 
 def prediction(words: str) -> Iterator[Result]:
-    """Memory of a short run: the plan's prediction against torch's allocator, with the device's attention kernels."""
+    """Compare the plan's predicted memory of a short run with torch's allocator, for the device's kernels."""
     from runner.axes.precision import ScaledHalf
     from runner.config.configuration import compose
     from runner.config.request import Request
@@ -88,7 +88,7 @@ def prediction(words: str) -> Iterator[Result]:
     from runner.tools.doctor.findings import CheckContext
     from runner.tools.doctor.first_contact import MEMORY_TOLERANCE, RunPrediction, predict_run
 
-    # No kernel writes the loss scale: it is 0, which would end the run.
+    # No kernel writes the loss scale: it would be 0, which ends the run.
     ScaledHalf.values = lambda self: {}  # type: ignore[method-assign]
     out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
     own = f"device=cuda:0 updates=3 monitor=off checkpoint=off evaluate.samples=16 run=r output_root={out} {words}"
@@ -99,7 +99,7 @@ def prediction(words: str) -> Iterator[Result]:
     run(["train", *own.split()])
     import torch
 
-    # cuBLAS's workspace comes from the same allocator; the plan counts it with the context.
+    # The workspace of cuBLAS comes from the same allocator; the plan counts it as part of the context.
     held = torch.cuda.memory_allocated()
     torch._C._cuda_clearCublasWorkspaces()
     workspace = held - torch.cuda.memory_allocated()
@@ -119,7 +119,7 @@ def prediction(words: str) -> Iterator[Result]:
 
 
 def attention() -> Iterator[Result]:
-    """Which attention kernels torch accepts for a call, against `refusal_reason` in runner/axes/attention.py."""
+    """Compare the attention kernels that torch accepts for a call with `refusal_reason` in runner/axes/attention.py."""
     import torch
     from torch.backends.cuda import (
         SDPAParams,
@@ -159,7 +159,7 @@ def attention() -> Iterator[Result]:
 
 
 def waits() -> Iterator[Result]:
-    """The loop under sync_debug_mode=error, with the test of tests/gpu that needs a CUDA build."""
+    """Run the loop in sync_debug_mode=error, by the test in tests/gpu that needs a CUDA build."""
     from runner.axes.precision import bf16, fp16, fp32, tf32
     from runner.axes.prefetch import none, stream
     from tests.gpu import test_stream_and_precision as there
@@ -181,7 +181,7 @@ def waits() -> Iterator[Result]:
 
 
 def contexts(words: str) -> Iterator[Result]:
-    """Each process has a context on its own GPU and on no other."""
+    """Check that each process has a context on its own GPU only."""
     device = next(word.partition("=")[2] for word in words.split() if word.startswith("device="))
     out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
     run(["train", "updates=1", "monitor=off", "evaluate.samples=16", "run=r", f"output_root={out}", *words.split()])
@@ -205,13 +205,13 @@ print([number for number in range(2) if ctypes.CDLL("libhollow.so").hollow_conte
 
 
 def host_buffer() -> Iterator[Result]:
-    """The thread that prepares host memory for checkpoints opens no context on the first GPU."""
+    """Check that the thread that prepares host memory for checkpoints creates no context on the first GPU."""
     done = subprocess.run([sys.executable, "-c", ROOM], capture_output=True, text=True, check=False)
     yield "contexts", done.stdout.strip() == "[1]", done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
 
 def forks() -> Iterator[Result]:
-    """Taking the inventory leaves a process that may be forked; one that has used CUDA may not."""
+    """Check that a process can fork after taking the inventory, but not after using CUDA."""
     import torch
 
     from runner.plan.inventory import take_inventory
@@ -243,7 +243,7 @@ def forks() -> Iterator[Result]:
 
 
 def compiled(capability: str) -> Iterator[Result]:
-    """Inductor and Triton down to machine code for this capability; what cannot be launched is not."""
+    """Compile with Inductor and Triton to machine code for this capability."""
     import torch
 
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
@@ -274,7 +274,7 @@ def compiled(capability: str) -> Iterator[Result]:
 
 
 def graphs(words: str) -> Iterator[Result]:
-    """CUDA graphs with accumulation and evaluation: torch refuses outputs that a later replay has overwritten."""
+    """Run CUDA graphs with accumulation and evaluation: torch refuses outputs that a later replay has overwritten."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
     task = Path(__file__).parents[2] / "gpu" / "task_for_gpus.py"
@@ -294,11 +294,11 @@ def _target(cubin: Path) -> str:
     return str(json.loads(cubin.with_suffix(".json").read_text())["target"]["arch"])
 
 
-# ---------------------------------------------------------------- how checks are run
+# ---------------------------------------------------------------- running the checks
 
 
 def run(words: Sequence[str]) -> None:
-    """Run accel-run in this process; raises AssertionError with its output where it fails."""
+    """Run accel-run in this process; raise AssertionError with its output if it fails."""
     from runner.cli import main
 
     sys.argv = ["accel-run", *words]
@@ -312,7 +312,7 @@ CHECKS: dict[str, Callable[..., Iterator[Result]]] = {
     function.__name__: function
     for function in (allocator, prediction, attention, waits, contexts, host_buffer, forks, compiled, graphs)
 }
-# check, its arguments, what is different from one GPU of 8 GiB and capability 8.0
+# (check, its arguments, differences from one GPU with 8 GiB and capability 8.0)
 PLAN: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
     *(
         ("allocator", (settings, limit), {"mib": int(limit) or 65536, "settings": settings})
@@ -347,7 +347,7 @@ PLAN: tuple[tuple[str, tuple[str, ...], dict[str, Any]], ...] = (
             ("gpt", "fp32", "8.0"),
             ("gpt", "fp32", "7.5"),
             ("gpt", "fp32", "9.0"),
-            # Without a choice torch takes cuDNN, which has no plan to run here and crashes.
+            # By default torch chooses cuDNN, which has no execution plan here and crashes.
             ("gpt", "bf16 attention=flash", "9.0"),
         )
     ),
@@ -367,7 +367,7 @@ LIMIT_S = 400
 
 
 def main(folder: Path, only: str) -> int:
-    """Run every check in a process of its own; return 1 if anything differs."""
+    """Run every check in a separate process; return 1 if anything differs."""
     build(folder)
     names = ("torch", "triton", "nvidia-cuda-runtime", "nvidia-cudnn-cu13")
     print(", ".join(f"{name} {version(name)}" for name in names), f"Python {platform.python_version()}", sep=", ")
@@ -402,7 +402,7 @@ def main(folder: Path, only: str) -> int:
 
 
 def one(name: str, arguments: Sequence[str]) -> int:
-    """Run one check here and print its results as lines of JSON."""
+    """Run one check in this process and print its results as lines of JSON."""
     try:
         for result in CHECKS[name](*arguments):
             print("\n" + json.dumps(result), flush=True)
@@ -416,5 +416,5 @@ if __name__ == "__main__":
     if sys.argv[1] == "--one":
         code = one(sys.argv[2], sys.argv[3:])
         sys.stdout.flush()
-        os._exit(code)  # what libraries do at the exit is of no interest
+        os._exit(code)  # skip the exit handlers of libraries
     sys.exit(main(Path(sys.argv[1]).absolute(), sys.argv[2] if len(sys.argv) > 2 else ""))

@@ -1,9 +1,9 @@
-"""Build the hollow GPU: the libraries in C beside this file, and a function that does nothing for each other one.
+"""Build the hollow GPU: the C libraries beside this file, and a no-op for every other function of CUDA.
 
     python stubs.py FOLDER
 
-Runs with the Python that has the CUDA build of torch and the headers of CUDA (nvidia-cuda-runtime, nvidia-cuda-crt).
-Leaves libraries in FOLDER; `environment` returns what loads them in the place of the real ones.
+Run it with a Python that has the CUDA build of torch and CUDA's headers (nvidia-cuda-runtime, nvidia-cuda-crt).
+It writes libraries to FOLDER; `environment` returns variables that load them instead of the real ones.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ LIBRARIES = r"^(cublas|cudnn|cufft|cusolver|cusparse|curand|cufile|cuFile|nccl|c
 
 
 def environment(folder: Path, gpus: int = 1, mib: int = 8192, capability: str = "8.0") -> dict[str, str]:
-    """Return os.environ with hollow GPUs in it."""
+    """Return os.environ with the variables of hollow GPUs."""
     described = {"HOLLOW_GPUS": str(gpus), "HOLLOW_MIB": str(mib), "HOLLOW_CAPABILITY": capability}
     preloaded = " ".join(str(folder / name) for name in ("libhollow.so", "libcuda.so.1"))
     found = {"LD_PRELOAD": preloaded, "LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder)}
@@ -28,7 +28,7 @@ def environment(folder: Path, gpus: int = 1, mib: int = 8192, capability: str = 
 
 
 def build(folder: Path) -> None:
-    """Compile the libraries into a folder. Raises CalledProcessError with the compiler's output shown."""
+    """Compile the libraries into a folder. On failure, show the compiler's output and raise CalledProcessError."""
     folder.mkdir(parents=True, exist_ok=True)
     headers = _site() / "nvidia" / "cu13" / "include"
     fabric = ["-o", str(folder / "libnvidia-ml.so.1"), str(HERE / "nvml.c")]
@@ -44,7 +44,7 @@ def build(folder: Path) -> None:
         stubs.write_text("".join(f"__attribute__((weak)) int {name}(void) {{ return 0; }}\n" for name in sorted(named)))
         places = [str(HERE / name) for name in source]
         options = ["-shared", "-fPIC", "-O1", "-w", "-fno-builtin", f"-I{headers}", "-pthread", "-ldl"]
-        # Apart, because the stubs have no parameters and the headers declare some.
+        # Compiled separately, because the stubs have no parameters, unlike the declarations in the headers.
         subprocess.run(["gcc", *options, "-c", "-o", str(stubs.with_suffix(".o")), str(stubs)], check=True)
         line = ["gcc", *options, "-o", str(folder / target), *places, str(stubs.with_suffix(".o"))]
         subprocess.run([*line, f"-Wl,-soname,{target}"], check=True)
@@ -58,7 +58,7 @@ def _site() -> Path:
 
 
 def _declared(header: Path, headers: Path) -> set[str]:
-    """Return the functions that a header declares, by the names under which they are linked."""
+    """Return the linker names of the functions that a header declares."""
     text = subprocess.run(
         ["gcc", "-E", "-P", f"-I{headers}", str(header)], capture_output=True, text=True, check=True
     ).stdout
@@ -66,7 +66,7 @@ def _declared(header: Path, headers: Path) -> set[str]:
 
 
 def _called_by_torch() -> set[str]:
-    """Return the functions of NVIDIA's libraries that torch's libraries are linked with."""
+    """Return the functions of NVIDIA's libraries that torch's libraries call."""
     libraries = sorted((_site() / "torch" / "lib").glob("lib*.so"))
     text = subprocess.run(
         ["nm", "-D", "--undefined-only", *map(str, libraries)], capture_output=True, text=True, check=True

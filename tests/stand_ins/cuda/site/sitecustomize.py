@@ -1,4 +1,4 @@
-"""Give torch its stand-in device as soon as a process imports it: this folder is first on PYTHONPATH."""
+"""Install the stand-in as soon as a process imports torch: this folder is first on PYTHONPATH."""
 
 import importlib.abc
 import importlib.machinery
@@ -6,7 +6,7 @@ import sys
 
 
 class _AfterTorch(importlib.abc.MetaPathFinder):
-    """Wraps the loader of torch, so that `install` runs at the end of its import."""
+    """Wraps the loader of torch to call `install` at the end of its import."""
 
     def find_spec(self, name, path=None, target=None):
         if name != "torch":
