@@ -228,7 +228,7 @@ LINES = (
 
 
 def test_a_completion_loads_no_library_and_reads_few_files(folder: Path) -> None:
-    """The user waits for it: its time follows from what it loads and reads (scripts/measure/command_line.py)."""
+    """Users wait for it; its time depends on what it loads and reads (scripts/measure/command_line.py)."""
     code = """if True:
         import collections, contextlib, io, json, sys
         import runner.cli as cli

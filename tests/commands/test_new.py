@@ -1,4 +1,4 @@
-"""The task that `accel-run new` writes works unchanged, with every command, from any folder."""
+"""The task that `accel-run new` writes works unchanged, with other settings, from any folder."""
 
 from __future__ import annotations
 

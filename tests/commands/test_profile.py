@@ -46,7 +46,7 @@ def line_of(words: str) -> int:
 
 @pytest.fixture(scope="module")
 def planted(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
-    """A profile of the task with a module that is slow both ways, and two lines that wait."""
+    """A profile of the task with a module that is slow in both passes, and two lines that synchronize."""
     folder = tmp_path_factory.mktemp("planted")
     ended = profile(
         server, folder, "task.forward_s=0.01", "task.backward_s=0.02", "task.waits=true", "with_stack=true", updates=3

@@ -1,6 +1,6 @@
 """Typos and invalid arguments: the problem, its place and a suggestion; exit 78, no torch, no traceback."""
 
-# ruff: noqa: E501 - the texts are compared to the letter
+# ruff: noqa: E501 - the texts are compared exactly
 
 from __future__ import annotations
 

@@ -70,7 +70,7 @@ def test_the_interval_of_a_resumed_run_follows_from_earlier_save_costs() -> None
     assert resumed.last == save_cost.last
     policy = default(every="auto")
     saver(policy, resumed)
-    assert policy.seconds == pytest.approx(200.0)  # the median save took 2 s, and saving may take 1 % of the time
+    assert policy.seconds == pytest.approx(200.0)  # the median save took 2 s, and saves may use 1 % of the time
 
 
 def test_a_slow_disk_is_reported_once_a_write_lasts_longer_than_the_interval(monkeypatch: pytest.MonkeyPatch) -> None:

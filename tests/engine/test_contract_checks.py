@@ -209,7 +209,7 @@ def test_a_metric_without_items_is_distinguished_from_a_nan_metric() -> None:
 
 
 def test_a_tracker_receives_the_rows_of_the_file() -> None:
-    """After a stop, rows are sent again from the file."""
+    """After a stop, rows are sent again from the file, so both must be equal."""
     written: list[str] = []
     logged: list[Any] = []
     metrics = SimpleNamespace(write=written.append, flush=lambda: None)

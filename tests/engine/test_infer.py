@@ -68,7 +68,7 @@ def test_latency_covers_only_calls_of_the_model(time: Time) -> None:
         for samples in (4, 1, 2):
             time.now += 100.0  # reading
             model(torch.zeros(samples, 3))
-            time.now += 1000.0  # drawing and writing
+            time.now += 1000.0  # plotting and writing
     model(torch.zeros(9, 3))
 
     assert (calls.seconds, calls.samples) == ([4.0, 1.0, 2.0], [4, 1, 2])

@@ -75,7 +75,7 @@ def test_a_row_is_the_sum_of_its_window_over_its_items() -> None:
 def test_sums_are_added_in_float64() -> None:
     rows: list[Row] = []
     meter = made(rows, every=2)
-    meter(step(1, 2.0**24, 2**24 + 1))  # a float32 cannot hold this count
+    meter(step(1, 2.0**24, 2**24 + 1))  # not representable in float32
     meter(step(2, 1.0, 2))
     assert rows[0]["train/loss"] == (2**24 + 1) / (2**24 + 3)
 

@@ -1,4 +1,4 @@
-"""Hooks of a task file run between updates: their state resumes, their errors are the task's, media are logged."""
+"""Hooks of a task file: their state is restored on resume, their errors name the task file, and media are logged."""
 
 from __future__ import annotations
 
@@ -232,7 +232,7 @@ MEDIA = TASK.replace(
 )
 
 
-@pytest.mark.filterwarnings("default")  # of tensorboard
+@pytest.mark.filterwarnings("default")  # raised by tensorboard
 def test_images_text_and_histograms_reach_the_tracker(write: Callable[[str], Path], tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator

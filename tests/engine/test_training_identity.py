@@ -138,7 +138,7 @@ def test_a_module_that_importlib_loaded_belongs_to_the_code(tmp_path: Path, monk
     monkeypatch.syspath_prepend(tmp_path)
     with monkeypatch.context() as patch:
         for name in ("mine_by_name", "part_by_name", "deep_by_name"):
-            patch.setitem(sys.modules, name, sys)  # removed when the test ends
+            patch.setitem(sys.modules, name, sys)  # so that it is removed when the test ends
             del sys.modules[name]
         importlib.import_module("mine_by_name")
         _check_by_name(tmp_path)

@@ -194,7 +194,7 @@ def test_a_hang_is_named_with_its_place_and_leaves_no_process(
     assert not family(f"run={run}")
     assert not list((folder / "tmp").iterdir())
     directory = folder / "outputs" / run
-    if fault == "disk":  # the folder cannot be written anymore
+    if fault == "disk":  # nothing can be written to the folder anymore
         assert re.search(r"last checkpoint: update \d+ ", ended.err), ended.err
         assert ".py:" in ended.err, "stacks, which cannot be kept in a file"
         return
@@ -229,7 +229,7 @@ def test_a_debugger_and_a_disabled_watchdog_have_no_time_limit(server: ForkServe
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["no room for anything", "no temporary folder"])
 def test_a_hang_is_reported_also_if_nothing_can_be_written(is_there: bool, server: ForkServer, folder: Path) -> None:
-    """If there is no checkpoint, the message does not suggest resuming."""
+    """There is no checkpoint, and the message does not name one."""
     gone = folder / "gone"
     gone.mkdir()
     before = "import runner.host.stacks, runner.engine.watchdog as watchdog\n"
@@ -267,7 +267,7 @@ def test_a_slow_disk_that_makes_progress_is_not_a_hang(server: ForkServer, folde
     assert (folder / "outputs/r/checkpoints/update-0000000012").is_dir()
 
 
-SOON_OVER = "import runner.engine.watchdog as watchdog; watchdog.MIN_TIMEOUT_S = 2.0"  # the default takes minutes
+SOON_OVER = "import runner.engine.watchdog as watchdog; watchdog.MIN_TIMEOUT_S = 2.0"  # faster than the default
 
 
 def test_updates_that_are_slow_from_the_start_are_not_hangs(server: ForkServer, folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""Imported first in a process: replaces the clock of the watchdog, which ticks only when a task passes time.
+"""Imported first in a process: replaces the clock of the watchdog by one that ticks only when a task passes time.
 
 So an update that a busy machine delays never exceeds a limit of a few seconds, and no test waits for a limit.
 After a task has called `hang`, ticks pass on their own.

@@ -59,7 +59,7 @@ def test_a_wrong_matrix_product_fails(what: str, name: str) -> None:
 
 def test_float32_that_is_computed_in_tf32_fails() -> None:
     def rounded(factor: torch.Tensor) -> torch.Tensor:
-        return (factor.view(torch.int32) & ~0x1FFF).view(torch.float32)  # 10 bits after the point
+        return (factor.view(torch.int32) & ~0x1FFF).view(torch.float32)  # a mantissa of 10 bits
 
     fp32 = arithmetic.formats(CPU.device, Inventory((), CPU))[0]
 

@@ -187,7 +187,7 @@ def test_a_terminal_shows_the_running_check(monkeypatch: pytest.MonkeyPatch) -> 
         screen.show_status("matmul", "cpu fp32", 3.2)
         screen.show(ok("cpu fp32", "95 GFLOP/s"))
         shown = ""
-        while "95 GFLOP/s" not in shown:  # it arrives in pieces
+        while "95 GFLOP/s" not in shown:  # the output arrives in pieces
             shown += os.read(reader, 65536).decode()
     os.close(reader)
 

@@ -128,7 +128,7 @@ def test_a_check_that_ends_badly_does_not_end_the_others(tmp_path: Path) -> None
 
 
 def test_a_hang_reports_check_duration_and_line(tmp_path: Path) -> None:
-    """The process writes its stack before its time limit; the virtual clock advances once the stack is written."""
+    """The process writes its stack before the limit by the real clock; then the virtual clock reaches the limit."""
     written = tmp_path / "written"
 
     class Late(Clock):

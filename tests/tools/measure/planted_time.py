@@ -43,7 +43,7 @@ class Planted:
 
     @property
     def now(self) -> float:
-        """Seconds that have passed."""
+        """The virtual time in seconds."""
         return self._at(_CLOCK)
 
     @property

@@ -284,7 +284,7 @@ def test_the_probe_names_the_lines_of_the_task(arena: Comparison) -> None:
 
 
 def test_blocks_of_all_variants_have_similar_duration(trials: ComparisonResult) -> None:
-    """The blocks of a much faster variant are not so short that wake-up time dominates."""
+    """Blocks of a much faster variant are long enough that wake-up time does not dominate."""
     quick, slow = trials.of("quick"), trials.baseline
 
     assert quick.updates > slow.updates
@@ -294,7 +294,7 @@ def test_blocks_of_all_variants_have_similar_duration(trials: ComparisonResult) 
 def test_batches_prefetched_while_suspended_do_not_count(
     arena: Comparison, planted: Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Disk and network requests complete while a process is stopped, so their batches are not timed."""
+    """Disk and network requests continue while a process is stopped, so the batches they fetched are not timed."""
     far = ("task.sample_ms=3.0", "global_batch_size=8")  # 24 ms of waiting, 4 ms of computing
     cells = [Variant("as it is", far), Variant("a worker", (*far, "dataloader.num_workers=1"))]
 
@@ -310,7 +310,7 @@ def test_batches_prefetched_while_suspended_do_not_count(
 
 
 def test_a_block_includes_periodic_work_if_there_is_time(arena: Comparison) -> None:
-    rare = ("task.sleep_ms=1", "checkpoint.every=100")  # fifty times as long as the block would be
+    rare = ("task.sleep_ms=1", "checkpoint.every=100")  # the period is fifty times as long as a block
     rarer = ("task.sleep_ms=1", "checkpoint.every=100000")
     cells = [Variant("as it is", rare), Variant("rarer", rarer), Variant("by the clock", ("checkpoint.every=10min",))]
 

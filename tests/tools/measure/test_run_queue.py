@@ -28,7 +28,7 @@ NOTHING = QueueSample(0.0, 0.0, 0.0, 0.0)
         (QueueSample(wait_s=0.5, busy_s=1.0, tree_cpu_s=1.0, thread_cpu_s=0.5), 0.0),  # one of its workers on its core
         (QueueSample(wait_s=0.6, busy_s=1.5, tree_cpu_s=1.0, thread_cpu_s=0.5), 0.3),  # equal parts of both
         (QueueSample(wait_s=0.0, busy_s=2.0, tree_cpu_s=1.0, thread_cpu_s=1.0), 0.0),  # another process on another core
-        (QueueSample(wait_s=0.1, busy_s=0.9, tree_cpu_s=1.0, thread_cpu_s=1.0), 0.0),  # the clocks of cores are coarse
+        (QueueSample(wait_s=0.1, busy_s=0.9, tree_cpu_s=1.0, thread_cpu_s=1.0), 0.0),  # the CPU clocks are coarse
     ],
 )
 def test_time_lost_to_others_is_separated_from_own_time(after: QueueSample, behind_s: float) -> None:

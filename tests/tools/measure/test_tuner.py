@@ -268,7 +268,7 @@ def test_the_budget_is_kept_and_a_sufficient_one_is_reported(budget_s: float, st
 
 
 def test_spare_time_goes_to_untried_candidates() -> None:
-    """Time reserved for the proof is free if there is nothing to prove, and suffices for the last axis."""
+    """Time reserved for the proof is released if there is nothing to prove, and suffices for the last axis."""
     many = [axis("a", *map(str, range(7))), *(axis(name, "0") for name in "bcdefgh")]
     arena = FakeArena(speeds(h_0=0.6))
 
@@ -659,7 +659,7 @@ def test_planted_slowdowns_are_tuned_away_and_nothing_else_changes(
 
 
 def test_time_between_two_clock_readings_removes_no_candidate() -> None:
-    """An axis with one candidate has exactly the time that it needs."""
+    """An axis with one candidate gets exactly the time that it needs."""
     arena = FakeArena(speeds(a_1=0.5), startup_s=2.0)
     looks = count()
 

@@ -1,4 +1,4 @@
-"""Run folders created without training; the full one has everything that a page can show."""
+"""Run folders for tests of the report, created without training."""
 
 # ruff: noqa: E501 - tables
 

@@ -97,7 +97,7 @@ def test_the_largest_batch_was_tried_to_be_exceeded(before: Biggest, after: Bigg
 
 
 def before(request: Request) -> Configuration:
-    """Return the configuration of the first measurement."""
+    """Return the configuration that is measured as `before`."""
     return compose(
         dataclasses.replace(request, overrides=merge_overrides(request.overrides, plain_overrides(compose(request))))
     )

@@ -52,7 +52,7 @@ def test_a_gpu_by_two_names_is_one_device() -> None:
 
 @pytest.fixture
 def slow_clock(planted: Planted) -> Iterator[None]:
-    """Make readings of the clock slow, so that blocks of updates that take no other time are short."""
+    """Make readings of the clock slow, so that blocks of updates that take no other time have few updates."""
     planted.read_s = 5e-3
     yield
     planted.read_s = READ_S

@@ -21,7 +21,7 @@ from tests.tools.measure.suites.asked import asked, blocks
 TASK = Path(__file__).parents[1] / "task_of_sizes.py"
 LAYERS = Path(__file__).parents[1] / "planted" / "layers.py"
 SETTINGS = ("global_batch_size=32",)
-TICKS = 0.02  # of an update: each reading of the clock takes 10 us
+TICKS = 0.02  # relative tolerance: each reading of the clock takes 10 us
 
 
 def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str, **options: str) -> SuiteReport:
@@ -32,7 +32,7 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str, **optio
 def test_two_ranks_and_measured_shares_gain_what_was_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample takes 3 ms, and on the slow rank 9 ms.
 
-    Equal shares of 16 take 144 ms an update beside the slow rank, the best ones of 24 and 8 take 72 ms.
+    With a slow rank, an update takes 144 ms with equal shares of 16, and 72 ms with the best shares, 24 and 8.
     """
     found = report(
         tmp_path, monkeypatch, "task.sample_ms=3", forms="single,equal,shares,pipeline", slow="3", updates="3"
