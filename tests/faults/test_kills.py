@@ -1,6 +1,6 @@
-"""A process that is killed loses nothing it had acknowledged, and the same command ends as if nothing had happened.
+"""A killed process loses nothing that it acknowledged, and the same command resumes with bitwise equal results.
 
-Short form: some dozens of kills of a saving process, at operations and between, and of a few whole runs, one with
+Short form: some dozens of kills of a saving process, at and between operations, and of a few complete runs, one with
 workers. Long: 10,000 and 1,000.
 """
 

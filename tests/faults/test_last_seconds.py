@@ -1,4 +1,4 @@
-"""A request to stop that comes when all is saved changes neither the exit code nor the state of the run."""
+"""A stop signal after the last save changes neither the exit code nor the state of the run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 TASK = Path(__file__).with_name("task_to_attack.py")
 BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "dataloader.num_workers=0", "run=mine"]
 
-# The end waits, as for a tracker whose server is slow, until there is a file `go`.
+# Shutdown blocks, as with a slow tracker server, until a file `go` exists.
 SLOW_END = """
 import pathlib
 from runner.trackers.tracker import Tracker
@@ -26,7 +26,7 @@ def finish(self, timeout_s=0.0, **named):
     wait_until(pathlib.Path("go").exists)
 Tracker.finish = finish
 """
-# Output takes as long to hand over, after all else.
+# The last step, flushing the output, blocks forever.
 SLOW_OUTPUT = """
 import os, pathlib, signal
 from runner.host import output
@@ -62,8 +62,8 @@ def test_a_second_signal_after_the_last_save_keeps_the_exit_code(
 def test_a_third_signal_ends_a_slow_shutdown(server: ForkServer, tmp_path: Path) -> None:
     pid = server.start([*BASE, "updates=3"], tmp_path, before=SLOW_END)
     wait_until((tmp_path / "ending").exists)
-    with suppress(ProcessLookupError):  # it has left
-        wait_until(lambda: os.kill(pid, signal.SIGTERM), "the run leaves")  # the system may count several as one
+    with suppress(ProcessLookupError):  # the process has ended
+        wait_until(lambda: os.kill(pid, signal.SIGTERM), "the run leaves")  # pending signals of one kind are merged
     assert server.wait().code == 130
 
 

@@ -1,7 +1,7 @@
-"""Limits of the system at every value from too small to enough: the run works or ends with a message, and is gone.
+"""Under system limits of any size, a run either works or ends with a message, and leaves no process.
 
-Processes and threads (pids of a cgroup), open files (RLIMIT_NOFILE), address space (RLIMIT_AS); one and two ranks, up
-to three data workers. Every run of the tests tries some values; `scripts/faults.sh --long limits` tries all.
+Processes and threads (pids of a cgroup), open files (RLIMIT_NOFILE), address space (RLIMIT_AS), with one and two ranks
+and up to three data workers. The default run tries some values; `scripts/faults.sh --long limits` tries all.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ from tests.waiting import wait_until
 
 TASK = Path(__file__).with_name("task_to_attack.py")
 BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "run=mine", "updates=10", "backend.threads=1"]
-LIMIT_S = 60.0  # only a defect takes as long
+LIMIT_S = 60.0  # reached only if a run hangs
 
-# The processes of the fork server leave by os._exit; a real one ends and joins its children first.
+# Processes of the fork server exit with os._exit; a real one terminates and joins its children first.
 ENDS = """
 import multiprocessing.util, runner.cli
 def main(words, real=runner.cli.main):
@@ -46,7 +46,7 @@ resource.setrlimit(resource.RLIMIT_AS, (taken + ({value} << 20),) * 2)
 
 @dataclass(frozen=True)
 class Kind:
-    """A limit: the values to try, and those of them where runs once hung, failed otherwise or left workers behind."""
+    """A limit: the values to try, and those at which runs once hung, failed differently or left workers behind."""
 
     values: tuple[int, ...]
     known: dict[tuple[int, int], tuple[int, ...]]  # (ranks, workers) -> values
@@ -58,14 +58,14 @@ KINDS = {
     "address space": Kind((*range(0, 64, 4), *range(64, 1024, 64), 2048), {(1, 2): (16,), (2, 1): (0, 48)}),
 }
 SHAPES = ((1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2))
-# What a limit may end a run with; 84: the system's own libraries abort a rank that gets no thread.
+# Exit codes under a limit. Ranks may also be lost (84): system libraries abort a rank that gets no thread.
 CODES = {Exit.DONE, Exit.SYSTEM, Exit.HOST_MEMORY}
 CODES_OF_RANKS = CODES | {Exit.RANK_LOST}
 
 
 @pytest.fixture
 def group() -> Iterator[Callable[[int], Path]]:
-    """Return what makes a cgroup that grants so many processes and threads."""
+    """Return a function that creates a cgroup with this limit of processes and threads."""
     root = next((place for place in map(Path, ("/sys/fs/cgroup/pids", "/sys/fs/cgroup")) if _grants(place)), None)
     if root is None:
         pytest.skip("no cgroup for processes can be made here")
@@ -94,7 +94,7 @@ def _grants(root: Path) -> bool:
 
 
 def left_in(folder: Path) -> list[str]:
-    """Return the processes that work in the folder: ranks and workers lead sessions of their own."""
+    """Return the processes with this working folder; ranks and workers lead their own sessions."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -106,7 +106,7 @@ def left_in(folder: Path) -> list[str]:
 
 
 def plans(kind: Kind, seed: int, count: int) -> list[tuple[int, int, int]]:
-    """Return (ranks, workers, value) of the runs: those that once failed, and as many others."""
+    """Return (ranks, workers, value) of the runs: those that once failed, and `count` others."""
     known = [(*shape, value) for shape, values in kind.known.items() for value in values]
     others = [(*shape, value) for shape in SHAPES for value in kind.values]
     return known + random.Random(seed).sample(others, min(count, len(others)))

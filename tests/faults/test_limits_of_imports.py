@@ -1,4 +1,4 @@
-"""A limit of the system that is reached while a module is imported ends with a message and its own exit code."""
+"""A system limit reached while a module is imported ends the run with a message and the exit code for system limits."""
 
 from __future__ import annotations
 

@@ -1,11 +1,11 @@
-"""Links put in the place of folders and files between a look and its use: nothing outside of the run is touched.
+"""Files and folders replaced by links between check and use (TOCTOU): nothing outside of the run is touched.
 
-Short form: a link before some operations, by seed, and some runs beside a process that puts links. Long: before each
-operation, and thousands.
+Short form: a link before some operations, by seed, and some runs beside a process that creates links. Long: before
+each operation, and thousands of runs.
 """
 
 # ruff: noqa: PTH102, PTH104, PTH106, PTH108, PTH211
-# the system calls themselves
+# os functions, because each is a single system call
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from tests.faults.tallies import Tally
 
 
 class Trusting(System):
-    """What every path leads to is believed, as it was before folders were pinned."""
+    """Follows links in every path, as before folders were pinned."""
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
         return os.open(path, flags | os.O_CLOEXEC, mode)
@@ -57,7 +57,7 @@ def seen_in(folder: Path) -> list[tuple[str, bytes]]:
 
 
 def baited(outside: Path) -> list[tuple[str, bytes]]:
-    """Fill a folder with names that the product would write to, rename or sweep away; return what is in it."""
+    """Fill a folder with names that the product would write, rename or delete; return its content."""
     for inner in (outside, outside / "checkpoints"):
         inner.mkdir()
         for name in ("run.json", "metrics.jsonl", ".lock", "notes.txt"):
@@ -71,7 +71,7 @@ def baited(outside: Path) -> list[tuple[str, bytes]]:
 
 @contextmanager
 def flipping(path: Path, outside: Path, seed: int) -> Iterator[None]:
-    """Another process puts a link to `outside` in the place of `path` and takes it away again, as fast as it can."""
+    """Let another process replace `path` by a link to `outside` and restore it, as fast as possible."""
     pid = os.fork()
     if pid == 0:
         rng, going = random.Random(seed), [True]
@@ -97,14 +97,14 @@ def hidden(path: Path) -> Path:
 
 
 def put(path: Path, outside: Path) -> None:
-    """Put a link to `outside` in the place of `path`, where there is one."""
+    """Replace `path` by a link to `outside` if `path` exists."""
     with suppress(OSError):
         os.rename(path, hidden(path))
         os.symlink(outside, path)
 
 
 def take_away(path: Path) -> None:
-    """Take the link away, and put back what was there."""
+    """Remove the link and restore `path`."""
     with suppress(OSError):
         os.unlink(path)
     with suppress(OSError):
@@ -112,14 +112,14 @@ def take_away(path: Path) -> None:
 
 
 def pause(rng: random.Random) -> None:
-    """Let others run, mostly for an instant."""
+    """Let other processes run, mostly for an instant."""
     for _ in range(int(rng.random() ** 4 * 2000)):
         os.sched_yield()
 
 
 @contextmanager
 def attacked(path: Path, outside: Path, first: int, last: int, real: System) -> Iterator[saver.Interrupted]:
-    """From before operation `first` of the system until before operation `last`, a link is in the place of `path`."""
+    """Replace `path` by a link from operation `first` of the system until before operation `last`."""
 
     def before(number: int) -> None:
         if number == first:
@@ -134,7 +134,7 @@ def attacked(path: Path, outside: Path, first: int, last: int, real: System) -> 
 
 
 def work(root: Path, times: int = 1) -> tuple[int, int]:
-    """Do what a run does with its folder, some times; return how often it went well, and how often it was told."""
+    """Perform the file operations of a run several times; return how many succeeded and how many were refused."""
     done = told = 0
     for update in range(1, times + 1):
         try:
@@ -159,7 +159,7 @@ TARGETS = ("run", "run/checkpoints", "run/predictions")
 
 @pytest.fixture
 def prepared(tmp_path: Path) -> tuple[Path, Path, list[tuple[str, bytes]]]:
-    """A run, a folder outside that a link may lead to, and what is in that."""
+    """A run, a folder outside of it for links to point to, and the content of that folder."""
     root, outside = tmp_path / "outputs", tmp_path / "outside"
     root.mkdir()
     known = baited(outside)
@@ -172,7 +172,7 @@ Amount = Callable[[int, int], int]
 
 
 def attacks(num_operations: int, count: int, seed: object) -> list[tuple[int, int]]:
-    """Return the operations before which a link comes and goes: each first one, or `count` of them."""
+    """Return operations before which a link appears and disappears; at most `count`."""
     chance = random.Random(str(seed))
     first = chance.sample(range(1, num_operations + 1), min(count, num_operations))
     return [(one, one + chance.choice((1, 1, 2, 5, 1000))) for one in first]
@@ -213,7 +213,7 @@ def test_racing_links_touch_nothing_outside(
 
 
 def test_a_program_that_trusts_paths_is_caught(prepared: Prepared, seed: int) -> None:
-    """Without the pinned folder the same attack writes, renames or removes outside."""
+    """Without pinned folders, the same attack writes, renames or removes files outside."""
     root, outside, known = prepared
     count = num_operations(root, outside, Trusting())
     for first, last in attacks(count, count, f"{seed} trusting"):

@@ -1,4 +1,4 @@
-"""Logs do not grow without need or bound, and no decision hangs on a clock that may be set."""
+"""Logs have bounded sizes, and no decision depends on the system clock, which may be changed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ HERE = Path(__file__).parent
 BASE = ["train", "run=mine", "device=cpu", "monitor=off", "--task"]
 FAULTS, CLOCKS = [*BASE, str(HERE / "task_of_faults.py")], [*BASE, str(HERE / "task_of_clocks.py")]
 LOGS = ("console.log", "events.jsonl", "error.json", "run.json", "metrics.jsonl")
-BYTES_OF_A_START = 8192  # in console.log and events.jsonl together: what is said from the start to the end
+BYTES_OF_A_START = 8192  # limit per start, for console.log and events.jsonl together
 
 
 def sizes(run: Path) -> dict[str, int]:
@@ -115,7 +115,7 @@ def test_a_clock_that_jumps_changes_nothing_that_is_computed(
         assert ended.code == 0, ended.err
         assert "Traceback" not in ended.out + ended.err
         run = folder / "outputs" / "mine"
-        # Minutes are those of the monotonic clock: only what an evaluation or the end saves is there.
+        # Save intervals use the monotonic clock, so only evaluations and the end of the run have saved.
         again = server.run(words, folder, env={"CLOCK_S": str(-int(clock))})
         assert again.code == 0, again.err
         assert json.loads((run / "run.json").read_text())["state"] == "done"
@@ -163,4 +163,4 @@ def test_runs_of_any_time_are_found_and_ordered(tmp_path: Path) -> None:
     found = [path.name for path in list_runs(tmp_path)]
     assert sorted(found) == sorted(times)
     assert found[:3] == ["future", "now", "past"]
-    assert generate_run_name("gpt") != generate_run_name("gpt")  # also within one second
+    assert generate_run_name("gpt") != generate_run_name("gpt")  # unique within one second

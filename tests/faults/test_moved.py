@@ -1,4 +1,4 @@
-"""The folder of a run is moved, deleted or unlocked while the run writes to it: nothing is lost, and it is said."""
+"""Moving, deleting or unlocking the folder of a running run loses nothing, and is reported."""
 
 from __future__ import annotations
 
@@ -83,4 +83,4 @@ def test_without_a_lock_a_running_run_is_not_started_twice(server: ForkServer, t
     assert ended.code == (87 if is_alive else 0), ended.err
     assert saved(folder)[-1] == (60 if is_alive else 70)
     with (folder / ".lock").open() as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # nobody has kept it
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock was released

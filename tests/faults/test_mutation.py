@@ -1,7 +1,7 @@
-"""A save that leaves out a sync, or does two things in the other order, is caught: the suites can fail.
+"""A save with an omitted sync or with two steps swapped is caught: the crash tests can fail.
 
-Each recorded history is changed in one place, everywhere in turn, and the crashes of what is then done are looked at.
-That works on what is done, not on how the code does it, so it holds for any way to write a save.
+Each recorded history is changed at one operation, in turn at all of them, and the crash states of the result are
+checked. Mutating recorded operations instead of code works for any implementation of a save.
 """
 
 from __future__ import annotations
@@ -34,21 +34,21 @@ from tests.faults.recording import (
 )
 from tests.faults.tallies import Tally
 
-NUM_STATES = 150  # crashes looked at for each mutant; the extreme ones come in any case
+NUM_STATES = 150  # crash states per mutant; extreme states are never left out
 
 
 @dataclass(frozen=True)
 class Mutant:
-    """What is done where one thing is done otherwise."""
+    """A recording with one change."""
 
     told: str
     place: int
     operations: Sequence[Operation]
-    equivalent: str  # why no crash can tell it from the original; nothing where one must
+    equivalent: str  # why no crash distinguishes it from the original; "" if a crash must
 
 
 class Judge:
-    """Remembers which states keep what a history promised, for the mutants of one history share most of theirs."""
+    """Checks states and caches the verdicts, because the mutants of a history share most states."""
 
     def __init__(self, history: History, root: Path) -> None:
         self.history, self.root = history, root
@@ -56,7 +56,7 @@ class Judge:
         self._verdicts: dict[tuple[object, ...], str] = {}
 
     def what_is_wrong(self, state: State) -> str:
-        """Return what the oracle says of the state, nothing where all is well."""
+        """Return the failure of the history's check, "" if none."""
         if state.identity not in self._verdicts:
             self.num_checked += 1
             try:
@@ -67,7 +67,7 @@ class Judge:
         return self._verdicts[state.identity]
 
     def finds(self, start: Mapping[int, Content], mutant: Mutant, count: int) -> bool:
-        """Tell whether one of `count` crashes of the mutant breaks a promise."""
+        """Return whether one of `count` crash states of the mutant breaks a promise."""
         later = range(mutant.place, len(mutant.operations) + 1)
         found = states(start, mutant.operations, count, 0, points=later)
         return any(self.what_is_wrong(state) for state in found)
@@ -77,7 +77,7 @@ class Judge:
 
 
 def mutants(recording: Recording) -> Iterator[Mutant]:
-    """Yield the history without each of its syncs, and with each two neighbours changed round where that can be."""
+    """Yield the history without each sync, and with each two adjacent operations swapped, if still executable."""
     names = Names(recording)
     done = recording.operations
     for place, operation in enumerate(done):
@@ -93,7 +93,7 @@ def mutants(recording: Recording) -> Iterator[Mutant]:
 
 
 def can_be_done(start: Mapping[int, Content], operations: Sequence[Operation]) -> bool:
-    """Tell whether every operation finds what it works on."""
+    """Return whether every operation finds its file or folder."""
     folders = {node: dict(content) for node, content in start.items() if isinstance(content, dict)}
     made = set(start)
     for operation in operations:
@@ -123,7 +123,7 @@ def can_be_done(start: Mapping[int, Content], operations: Sequence[Operation]) -
 
 
 class Names:
-    """What the nodes of a recording are called, and which of its changes no crash can tell apart."""
+    """Names of the nodes of a recording, and reasons why changes of it are equivalent."""
 
     def __init__(self, recording: Recording) -> None:
         self.done = recording.operations
@@ -149,7 +149,7 @@ class Names:
                 return f"{type(operation).__name__} of {self.name[operation.node]}"
 
     def why_not_needed(self, place: int) -> str:
-        """Return why the sync may be left out; nothing where it may not."""
+        """Return why the sync may be omitted, "" if it may not."""
         node = self.done[place].node  # type: ignore[union-attr]
         if not self._waits(node, place):
             return "nothing is new since the sync before; it is for what a start before may have left"
@@ -158,7 +158,7 @@ class Names:
         return ""
 
     def why_either_order(self, place: int) -> str:
-        """Return why an operation and the next may change places; nothing where they may not."""
+        """Return why an operation and the next one may be swapped, "" if they may not."""
         first, second = self.done[place], self.done[place + 1]
         match first, second:
             case (Acknowledge(key, value), _):
@@ -180,18 +180,18 @@ class Names:
         return ""
 
     def _why_beside(self, node: int, other: Operation, place: int) -> str:
-        """Return why it does not matter whether the sync of `node` comes before or after `other`."""
+        """Return why the sync of `node` may come before or after `other`, "" if it may not."""
         at = place if self.done[place] is not other else place + 1
         if self._touches(other, node):
             return self.why_not_needed(at) if at == place + 1 else "the sync of it comes later, before any promise"
         if isinstance(other, Rename) and other.new_name.startswith("replaced-"):
             return "what is replaced may go sooner: recovery gives its name back"
         if isinstance(other, Rename | Remove) and self._waits(node, at):
-            return ""  # all that a name stands for must be on disk, and what is taken apart must be out of sight
+            return ""  # content before its name, and removal of the name before that of the content
         return "they concern different files or folders, and no name appears or goes"
 
     def _touches(self, operation: Operation, node: int) -> bool:
-        """Tell whether the operation changes what a sync of `node` puts on disk."""
+        """Return whether the operation changes what a sync of `node` writes."""
         match operation:
             case Make(_, folder) | Rename(_, folder) | Remove(_, folder):
                 return folder == node
@@ -200,7 +200,7 @@ class Names:
         return False
 
     def _waits(self, node: int, place: int) -> bool:
-        """Tell whether something of `node` is not yet synced."""
+        """Return whether `node` has changes that are not synced yet."""
         for operation in reversed(self.done[:place]):
             if isinstance(operation, Sync) and operation.node == node:
                 return False
@@ -233,11 +233,11 @@ def test_every_omitted_sync_and_swapped_step_is_caught(history: History, memory:
     tally.notes |= {**counts, "states": judge.num_checked}
 
 
-# Whole ways of doing it otherwise
+# Other save protocols
 
 
 def only(*left_out: type[Operation], of_folders: bool | None = None) -> Callable[[Recording], list[Operation]]:
-    """Return the history without all operations of these kinds; for syncs, of folders only or of files only."""
+    """Return a change that removes all operations of these kinds; for syncs, of folders only or of files only."""
 
     def change(recording: Recording) -> list[Operation]:
         folders = Names(recording).folders
@@ -251,7 +251,7 @@ def only(*left_out: type[Operation], of_folders: bool | None = None) -> Callable
 
 
 def early_rename(recording: Recording) -> list[Operation]:
-    """Return the history in which the first folder made has its last name at once."""
+    """Move the first rename of a folder right after the folder's creation."""
     done = list(recording.operations)
     rename = next(one for one in done if isinstance(one, Rename))
     made = next(place for place, one in enumerate(done) if isinstance(one, Make) and one.node == rename.node)
@@ -261,7 +261,7 @@ def early_rename(recording: Recording) -> list[Operation]:
 
 
 def manifest_first(recording: Recording) -> list[Operation]:
-    """Return the history in which the manifest is written before the other files."""
+    """Write the manifest before the other files."""
     done = list(recording.operations)
     manifest = next(one.node for one in done if isinstance(one, Make) and one.name == checkpoint.MANIFEST)
     folder = next(one for one in done if isinstance(one, Make) and one.name.startswith(".tmp-update"))

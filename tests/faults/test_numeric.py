@@ -1,6 +1,6 @@
-"""A run ends with the first update whose numbers are not finite, says in which module, and saves no such weights.
+"""A run ends at the first update with non-finite values, names the module, and saves no such weights.
 
-Short form: some of the places at which a number can stop being finite, by seed.
+Short form: some of the places where a value can become non-finite, by seed.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ CPU = World(torch.device("cpu"))
 
 @dataclass(frozen=True)
 class Fault:
-    """words for the task, and what must be said; saved: the newest checkpoint afterwards, 0 for none."""
+    """Overrides of the task, and the expected outcome; saved: update of the newest checkpoint, 0: none, -1: any."""
 
     words: str
     cause: str
@@ -83,7 +83,7 @@ def run(server: ForkServer, folder: Path, words: str = "", **env: str) -> Ended:
 
 
 def checked(ended: Ended, run_dir: Path, fault: Fault) -> dict[str, Any]:
-    """The one oracle: code, message, error.json, no traceback, and checkpoints of finite numbers only."""
+    """Check the exit code, the message, error.json, no traceback, and that checkpoints have finite values only."""
     assert ended.code == fault.code, ended.err
     assert fault.cause in ended.err
     assert "Traceback" not in ended.err
@@ -112,7 +112,7 @@ def test_a_run_ends_with_the_first_update_that_is_not_finite(
     tally.tried += 1
 
 
-# ---------------------------------------------------------------- what is not finite by design
+# ---------------------------------------------------------------- values that are not finite by design
 
 BY_DESIGN = {
     "missing labels": "first in the output of blow (Blow), whose inputs are finite; samples ",
@@ -166,7 +166,7 @@ def test_an_update_applied_before_its_values_were_known_is_reported_so(
     tally.tried += 1
 
 
-# ---------------------------------------------------------------- what batch normalization gathers
+# ---------------------------------------------------------------- statistics of batch normalization
 
 
 def test_an_update_that_is_skipped_leaves_no_trace_in_batch_normalization(
@@ -193,7 +193,7 @@ def test_statistics_that_stopped_being_finite_are_not_saved(server: ForkServer, 
     tally.tried += 1
 
 
-# ---------------------------------------------------------------- going on, and ranks
+# ---------------------------------------------------------------- resuming, and ranks
 
 
 def test_the_same_command_succeeds_once_the_fault_is_fixed(server: ForkServer, tmp_path: Path) -> None:
@@ -244,11 +244,11 @@ def test_the_samples_of_a_pipeline_are_searched(fault: str, server: ForkServer, 
     tally.tried += 1
 
 
-# ---------------------------------------------------------------- numbers of a device, which are read later
+# ---------------------------------------------------------------- values of an asynchronous device
 
 
 class Late(Precision):
-    """float32 on a device that nobody waits for, in the memory of the host."""
+    """float32 with deferred checks, as on a GPU, but on the CPU."""
 
     def __init__(self) -> None:
         super().__init__(CPU)
@@ -256,7 +256,7 @@ class Late(Precision):
 
 
 def updated(precision: Precision, losses: list[float], fused: bool = True) -> list[Tensor]:
-    """Return the weight after each update, whose gradient is that of its loss."""
+    """Return the weight after each update; the gradient equals the loss."""
     weight = nn.Parameter(torch.ones(3))
     optimizer = torch.optim.AdamW([weight], lr=0.1, fused=fused)
     weights = []
@@ -274,7 +274,7 @@ def test_device_values_are_checked_one_update_later_and_fused_kernels_skip_them(
     with pytest.raises(NotFinite, match="the loss is not finite") as caught:
         precision.num_skipped()
     assert caught.value.late
-    precision.state()  # told once
+    precision.state()  # reported once
 
 
 @pytest.mark.parametrize("ask", [Precision.num_skipped, Precision.state], ids=["the next update", "a checkpoint"])
@@ -297,7 +297,7 @@ def test_a_skipped_update_does_not_change_the_optimizer() -> None:
 
 
 def test_without_the_check_weights_are_lost() -> None:
-    """The faults of this file are real: a precision that does not look goes on with what is no number."""
+    """The faults of this file are real: without a check, training continues with NaN weights."""
 
     class Blind(Precision):
         def step(self, optimizer: torch.optim.Optimizer, loss: Any = None, grad_norm: Any = None) -> None:
@@ -312,12 +312,12 @@ def test_without_the_check_weights_are_lost() -> None:
 
 
 class Siamese(nn.Module):
-    """Calls one module twice, the second time with what breaks it."""
+    """Calls one module twice, the second time with an infinite input."""
 
     def __init__(self) -> None:
         super().__init__()
         self.shared, self.last = nn.Linear(2, 2), nn.ReLU(inplace=True)
-        with torch.no_grad():  # infinite inputs make NaN, whatever the activation does
+        with torch.no_grad():  # infinite inputs give NaN, whatever the activation
             self.shared.weight.copy_(torch.tensor([[1.0, -1.0], [2.0, -1.0]]))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -363,7 +363,7 @@ def test_the_innermost_module_whose_backward_pass_is_not_finite_is_named(model: 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16, torch.complex64])
 def test_a_single_non_finite_value_is_found(bad: float, dtype: torch.dtype) -> None:
-    tensor = torch.ones(70_000, dtype=dtype)  # in float16 the sum overflows
+    tensor = torch.ones(70_000, dtype=dtype)  # in float16, the sum overflows
     assert is_finite({"a": (tensor, 3, torch.ones(2, dtype=torch.int64))})
     tensor[69_000] = bad
     assert not is_finite([tensor])

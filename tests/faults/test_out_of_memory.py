@@ -1,7 +1,7 @@
-"""Where memory runs out, the update is made again in smaller passes: the numbers of a run that began so.
+"""When memory runs out, the update is repeated with smaller micro-batches, and equals that of a run started with them.
 
-Short form: two of the places at which memory runs out, on one or two ranks, and one case of each other law, by seed.
-Long: every combination.
+Short form: one failure for each place and one or two ranks, and one case of each other test, by seed. Long: all
+combinations.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch._dynamo  # before the forks
+import torch._dynamo  # before any fork
 from torch.distributed.tensor import DTensor
 
 from runner.base.errors import AccelRunError
@@ -44,7 +44,7 @@ UPDATES, MICRO = 5, 8
 
 @dataclass(frozen=True)
 class Course:
-    """What is trained."""
+    """The settings of a run."""
 
     ranks: int = 1
     accumulation: int = 1
@@ -69,7 +69,7 @@ class Course:
 
 @lru_cache(maxsize=64)
 def composed(words: tuple[str, ...]) -> Configuration:
-    for name in IMPORTED:  # once, before the forks
+    for name in IMPORTED:  # once, before any fork
         importlib.import_module(name)
     return compose(Request(words, TASK))
 
@@ -77,7 +77,7 @@ def composed(words: tuple[str, ...]) -> Configuration:
 def trained(
     course: Course, *shortages: Shortage, begins_with: tuple[ReducedMicroBatch, ...] = (), more: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
-    """Return, for each rank, what it has at the end: digests of all state, rows, what was said and remembered."""
+    """Train, and return for each rank digests of its state, its rows, its messages and the reduced micro-batches."""
     words = (*course.words(), *more)
     configuration = composed(words)
 
@@ -92,8 +92,8 @@ def trained(
                 configuration, settings=replace(configuration.settings, output_root=f"{folder}/outputs")
             )
             with short(*shortages), warnings.catch_warnings():
-                warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # dynamo asks tensors for it
-                warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # what inductor imports
+                warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # dynamo reads this attribute
+                warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # from an import of inductor
                 return _made(Request(words, TASK), world, run, shortages)
 
         return run_ranks(one, course.ranks, limit_s=120.0)
@@ -142,7 +142,7 @@ def digest(value: Any) -> str:
 
 
 def until(limit: int, size: int) -> int:
-    """Return the size at which passes of at most `limit` are made, `size` being the first to fail."""
+    """Return the micro-batch size at most `limit` that halving reaches from `size`, the first to fail."""
     while size > limit:
         size = halve(size) or 1
     return size
@@ -165,7 +165,7 @@ class Cell:
 
 
 def cells() -> Iterator[Cell]:
-    """Yield every combination that is made in place."""
+    """Yield every combination that can be repeated in place."""
     for ranks, accumulation, precision, compiled in itertools.product((1, 2), (1, 4), ("fp32", "fp16"), (False, True)):
         course = Course(ranks, accumulation, precision, compiled)
         places = [
@@ -181,7 +181,7 @@ def cells() -> Iterator[Cell]:
 
 
 def chosen() -> list[Cell]:
-    """Return all of them in the long column, else one for each place and number of ranks."""
+    """Return all cells in the long form, else one for each place and number of ranks."""
     every = list(cells())
     if IS_LONG:
         return every
@@ -201,7 +201,7 @@ def test_the_update_equals_that_of_a_run_with_smaller_micro_batches(cell: Cell, 
     found = trained(cell.course, shortage)
     struck = found[shortage.rank]["struck"][0]
     assert struck, f"it was to strike; {found[shortage.rank]['error']}"
-    size = until(shortage.limit, struck[0])  # the third update of two ranks is ragged
+    size = until(shortage.limit, struck[0])  # on two ranks, the third update is smaller
     wanted = trained(cell.course, begins_with=began_so(cell.course, shortage, size))
     for rank, (there, reference) in enumerate(zip(found, wanted, strict=True)):
         assert there["error"] is None, (rank, there["error"])
@@ -215,11 +215,11 @@ def test_the_update_equals_that_of_a_run_with_smaller_micro_batches(cell: Cell, 
     assert found[0]["files"] == ["memory.txt" if cell.course.ranks == 1 else f"memory-rank{shortage.rank}.txt"]
 
 
-# ---------------------------------------------------------------- laws that need one cell each
+# ---------------------------------------------------------------- tests with one cell each
 
 
 def test_remembered_sizes_equal_a_smaller_micro_batch() -> None:
-    """What the other laws compare with is a run of its own: the same as one that was told so."""
+    """The reference of the other tests equals a run with this micro_batch_size."""
     asked = trained(Course(micro=4))
     remembered = trained(Course(), begins_with=(ReducedMicroBatch("train", 0, 0, 4, MICRO, 1),))
     assert remembered[0]["state"] == asked[0]["state"]
@@ -266,7 +266,7 @@ def usual() -> list[dict[str, Any]]:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
 def test_a_failed_step_without_changes_is_repeated(kernel: str) -> None:
-    """Memory that is back as soon as what was cached is given back: no pass is made smaller, on no rank."""
+    """Memory is available again once caches are released: no rank reduces its micro-batches."""
     course = Course(2, more=(f"optimizer.kernel={kernel}",))
     found = trained(course, Shortage("optimizer", 4, at=1, rank=1, times=1))
     wanted = trained(course)
@@ -285,7 +285,7 @@ def test_two_ranks_may_be_out_of_memory_in_one_update(where: str) -> None:
 
 
 def test_one_rank_may_be_out_of_memory_while_another_is_a_step_behind() -> None:
-    """With unequal shares, too: passes of 6 become passes of 3, those of 10 stay."""
+    """With unequal shares, too: micro-batches of 6 are halved to 3, those of 10 stay."""
     course = Course(2, micro=10, more=("parallelism.shares=[10,6]",))
     found = trained(course, Shortage("backward", 4, at=3, rank=1), Shortage("optimizer", 4, at=2, rank=0, times=1))
     wanted = trained(course, begins_with=(ReducedMicroBatch("train", 3, 1, 3, 10, 2),))
@@ -294,7 +294,7 @@ def test_one_rank_may_be_out_of_memory_while_another_is_a_step_behind() -> None:
 
 
 def test_ranks_in_lockstep_use_the_smallest_micro_batch() -> None:
-    """Memory ran out on one rank of ddp; the run goes on with fsdp, where all must make as many passes."""
+    """One rank of ddp was out of memory; resumed with fsdp, all ranks need the same number of micro-batches."""
     course = Course(2, strategy="fsdp", more=("parallelism.timeout_s=20",))
     of_one = (
         ReducedMicroBatch("train", 0, 1, 4, MICRO, 2),
@@ -307,7 +307,7 @@ def test_ranks_in_lockstep_use_the_smallest_micro_batch() -> None:
 
 
 def test_a_model_with_constant_buffers_continues_too() -> None:
-    """Most models: of their buffers nothing is kept, once the first update has shown it."""
+    """Like most models: after the first update has shown that buffers are constant, no copies are kept."""
     course, shortage = Course(more=("task.plain=true",)), Shortage("backward", 4, at=3)
     (found,) = trained(course, shortage)
     (wanted,) = trained(course, begins_with=began_so(course, shortage, 4))
@@ -334,7 +334,7 @@ def of_four() -> list[dict[str, Any]]:
 def test_compiled_code_has_the_same_update(ranks: int, where: str, at: int, tally: Tally) -> None:
     course, shortage = Course(ranks, is_compiled=True, backend="inductor"), Shortage(where, 4, at, ranks - 1)
     found = trained(course, shortage)
-    size = until(4, found[ranks - 1]["struck"][0][0])  # the third update of two ranks is ragged
+    size = until(4, found[ranks - 1]["struck"][0][0])  # on two ranks, the third update is smaller
     wanted = trained(course, begins_with=began_so(course, shortage, size))
     tally.tried += 1
     assert [there["state"] for there in found] == [there["state"] for there in wanted]
@@ -372,7 +372,7 @@ def test_on_oom_stop_ends_the_run() -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["weight", "buffer"])
 def test_unrestorable_state_is_reported_and_the_run_returns_to_its_checkpoint(what: str) -> None:
-    """A pass that changes what none changed before: the numbers of this update are lost, so it is not made again."""
+    """A pass changes state that no earlier one changed: the update cannot be repeated in place."""
     found = trained(Course(more=(f"task.changes={what}",)), Shortage("backward", 4, at=3))[0]
     assert found["error"][:2] == ["DeviceMemoryError", 80]
     assert "micro-batches of 4" in found["error"][2]
@@ -397,7 +397,7 @@ def test_an_evaluation_continues_with_smaller_batches(ranks: int) -> None:
     assert "4 samples instead of 8" in found[0]["said"]
 
 
-# ---------------------------------------------------------------- whole runs: what goes on from a checkpoint
+# ---------------------------------------------------------------- complete runs that resume from a checkpoint
 
 WHOLE = (
     "train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "phases=[train]", "updates=6",
@@ -450,7 +450,7 @@ STRATEGIES = {
 def test_ranks_that_cannot_agree_restart_with_smaller_micro_batches(
     name: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    """Collectives inside the passes, or others that have applied the update already."""
+    """Collectives run inside of forward passes, or other ranks have already applied the update."""
     place = "optimizer" if name == "the step of one rank" else "forward"
     code, _, said = whole(server, tmp_path, *STRATEGIES[name], place=place, limit=4, at=3, rank=1)
     assert code == 0, said
@@ -466,7 +466,7 @@ def test_ranks_that_cannot_agree_restart_with_smaller_micro_batches(
 def test_the_same_command_resumes_with_smaller_micro_batches_and_reports_it(
     name: str, code_at_end: int, made: list[int], server: ForkServer, tmp_path: Path
 ) -> None:
-    """Stopped while the update is made again; the resumed run meets the same limit and does not run into it."""
+    """Stopped during the repeated update; the resumed run has the same limit and does not reach it."""
     kill = "import os, signal, tests.faults.shortages as s; begins = s.begins\n"
     kill += "def again(update):\n    begins(update)\n"
     kill += "    if any(each.struck for each in s.planted):\n        s.begins = begins\n"

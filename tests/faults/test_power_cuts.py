@@ -1,7 +1,7 @@
-"""Whatever was acknowledged is there after a power cut: real ones, on ext4, at random operations and between.
+"""Acknowledged data survive power cuts: real ones, on ext4, at random operations and between them.
 
-Short form: some dozens of cuts of a saving process on a few mount options and of a whole run; what does not wait for
-the disk is cut until it has lost something. Long: 10,000 and 300.
+Short form: some dozens of cuts of a saving process with a few mount options, and of a complete run. Systems that do not
+wait for the disk must lose data. Long: 10,000 and 300.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ def why_not(server: ForkServer) -> str:
 
 @pytest.fixture
 def count(amount: Amount, tally: Tally, why_not: str) -> int:
-    """How often the power is cut; where it cannot be, that many are counted as skipped."""
+    """The number of power cuts; skips the test, and counts them as skipped, if they are impossible on this machine."""
     wanted = amount(40, 10_000)
     if why_not:
         tally.skip(why_not, wanted)

@@ -1,6 +1,6 @@
-"""One rank of several fails: it is named in one message, nobody is left, and the same command goes on.
+"""A failing rank is named in one message, no process is left, and the same command resumes.
 
-Short form: half of the faults, by seed, each on two or three ranks of some strategy.
+Short form: half of the faults, by seed, on two or three ranks of a random strategy.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ class Small(Task):
 def build(*, fault: str = "", at: int = 5, rank: int = 1) -> Task: return Small(fault, at, rank)
 """
 UPDATES = 12
-EVALUATED = 6  # updates after which there is an evaluation
+EVALUATED = 6  # updates between evaluations
 BASE = (
     f"train --task task.py run=RUN updates={UPDATES} global_batch_size=32 log_every=1 evaluate.every={EVALUATED}"
     " monitor=off checkpoint.every=3updates"
@@ -63,21 +63,21 @@ BASE = (
 # For faults that hang; elsewhere an update that takes longer, on a busy machine, is none.
 SHORT_LIMITS = " watchdog.update_s=2 watchdog.data_s=2 watchdog.checkpoint_s=4"
 HANGS = ("stop", "collective")
-# fault -> exit codes, what the message says of the rank
+# fault -> exit codes, and text of the message about the rank
 FAULTS = {
     "kill": ({84}, ("rank {rank} of {size} was ended by SIGKILL",)),
     "raise": ({70}, ("no such thing",)),
     "exit": ({84}, ("rank {rank} of {size} exited early with exit code 0",)),
     "stop": ({83}, ("rank {rank} of {size} is stopped (SIGSTOP) in update",)),
     "slow": ({0}, ()),
-    # gloo notices where sizes differ, and aborts the process or raises; else the ranks wait for each other
+    # gloo detects different sizes and aborts the process or raises; equal ones leave the ranks waiting for each other
     "collective": ({83, 70, 84}, ("rank ",)),
 }
 
 
 @pytest.fixture(scope="module")
 def curves(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str, int], dict[str, float]]:
-    """Return from a strategy and its number of ranks the rows of an uninterrupted run."""
+    """Return a function of (strategy, number of ranks) that returns the rows of an uninterrupted run."""
     known: dict[tuple[str, int], dict[str, float]] = {}
 
     def of(strategy: str, size: int) -> dict[str, float]:
@@ -127,7 +127,7 @@ def test_ranks(
     for number in range(amount(1, 100)):
         strategy = chance.choice(["ddp", "fsdp", "pipeline"])
         size = chance.choice([2, 3])
-        # The first update may take minutes: who hangs there is waited for.
+        # The watchdog allows minutes for the first update, so hangs start later.
         rank, at = chance.randrange(size), chance.randrange(2 if fault in HANGS else 0, UPDATES)
         folder = tmp_path / str(number)
         folder.mkdir()
@@ -142,9 +142,9 @@ def test_ranks(
 def _one(
     fault: str, words: str, rank: int, size: int, at: int, folder: Path, server: ForkServer, whole: dict[str, float]
 ) -> int:
-    """Inject one fault, ask the oracle, and return the exit code.
+    """Inject one fault, check the outcome, and return the exit code.
 
-    How soon a rank is missed is tested with a virtual clock in tests/engine/test_watchdog.py.
+    tests/engine/test_watchdog.py tests with a virtual clock how soon a missing rank is noticed.
     """
     run = next(word for word in words.split() if word.startswith("run=")).removeprefix("run=")
     server.start(words.split(), folder, {"TMPDIR": str(folder)})
@@ -179,7 +179,7 @@ def _goes_on(ended: Ended, told: str) -> None:
 
 def _leaves_nothing(run: str, folder: Path, told: str) -> None:
     wait_until(lambda: not processes(f"run={run}"), f"no process is left of {told}")
-    allowed = {"task.py", "once", "outputs", ".out", ".err", "__pycache__"}  # Python writes the last for task.py
+    allowed = {"task.py", "once", "outputs", ".out", ".err", "__pycache__"}  # __pycache__ is of task.py
     assert {path.name for path in folder.iterdir()} <= allowed, told
 
 
@@ -189,9 +189,9 @@ def _shows_the_stacks(path: Path, size: int, told: str) -> None:
         assert f"==== rank {rank} of {size}" in text, told
 
 
-@pytest.mark.long  # three fresh interpreters that import torch
+@pytest.mark.long  # three new interpreters that import torch
 def test_ranks_of_torchrun(tmp_path: Path, seed: int, amount: Callable[[int, int], int], tally: Tally) -> None:
-    """Nobody sees all of them: the one that hangs says so itself, with its number, and leaves with 83."""
+    """No process supervises all ranks: the hanging rank reports itself by number and exits with 83."""
     chance = random.Random(f"{seed} torchrun")
     for number in range(amount(1, 10)):
         rank, at = chance.randrange(2), chance.randrange(2, UPDATES)

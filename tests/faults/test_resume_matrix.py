@@ -1,7 +1,7 @@
-"""A run that was ended anywhere, once or several times, and went on equals one that was not: the matrix of resuming.
+"""A run that is interrupted anywhere, once or repeatedly, and resumed equals an uninterrupted one: the resume matrix.
 
-Short form: a few cells on one process, replicated ranks and one other strategy, and of each other test a seeded case.
-Long: 2,000 cells from the whole product.
+Short form: a few cells on one process, with ddp and with one other strategy, and a seeded case of each other test.
+Long: 2,000 cells of the full product.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from tests.waiting import wait_until
 HERE = Path(__file__).parent
 TASKS = {"one": HERE / "task_of_matrix.py", "three": HERE / "task_of_matrix_phases.py"}
 TIMES = re.compile(r"perf/|rank\d+/|balance/|pipeline/|.*_ms$")
-TOLERANCE = 1e-11  # of float64, where sums are added in another order: 1e-12 an update, and there are about ten
+TOLERANCE = 1e-11  # for float64 with another order of additions: about 1e-12 per update, for about ten updates
 EXIT_CODES = {"SIGKILL": -9, "SIGTERM": 75, "raise": 70, "rank": 84}
-SHARES = (0.75, 0.5)  # of many cells: those ended, and those that went on from a checkpoint; else nothing is shown
+SHARES = (0.75, 0.5)  # minimum shares of interrupted cells, and of those with a checkpoint to resume from
 MANY = 20
 UPDATES_OF_EPOCH = {"whole": 3, "ragged": 4, "drop_last": 3, "bad": 4}
 
 
 @dataclass(frozen=True)
 class Result:
-    """What a run left: the last checkpoint, the rows without times, the bad samples of the history that survived."""
+    """The outcome of a run: the last checkpoint, the rows without times, the skipped bad samples."""
 
     last: LoadedCheckpoint
     tensors: dict[str, dict[str, torch.Tensor]]
@@ -52,7 +52,7 @@ class Result:
 
 @pytest.fixture
 def fast_disk() -> Iterator[Path]:
-    """A folder where syncing costs nothing: what is written is not the question here."""
+    """A folder in memory if possible, because these tests need no durability."""
     with tempfile.TemporaryDirectory(
         prefix="matrix-", dir="/dev/shm" if os.access("/dev/shm", os.W_OK) else None
     ) as folder:
@@ -60,19 +60,19 @@ def fast_disk() -> Iterator[Path]:
 
 
 class Matrix:
-    """Runs cells; the uninterrupted run of a course is made once in a process."""
+    """Runs cells, and caches the uninterrupted run of each course."""
 
     references: ClassVar[dict[tuple[str, ...], Result]] = {}
 
     def __init__(self, server: ForkServer, folder: Path, tally: Tally) -> None:
         self.server, self.folder, self.tally = server, folder, tally
         self.num_runs = self.num_ended = self.num_missed = self.num_folders = 0
-        self.cells_ended: set[Cell] = set()  # a process of theirs was ended on the way
-        self.cells_gone_on: set[Cell] = set()  # a process of theirs found a checkpoint of one that was ended
+        self.cells_ended: set[Cell] = set()  # at least one of their processes was interrupted
+        self.cells_gone_on: set[Cell] = set()  # a process was interrupted after a checkpoint was saved
         self.largest = 0.0
 
     def reference(self, cell: Cell) -> Result:
-        """Return what the course of a cell gives if nothing happens to it."""
+        """Return the result of an uninterrupted run of the cell's course."""
         words = (cell["phases"], *cell.course())
         if words not in self.references:
             folder = self.fresh()
@@ -82,10 +82,10 @@ class Matrix:
         return self.references[words]
 
     def check(self, cell: Cell, ends: Sequence[dict[str, Any]] | None = None, *, broken: str = "") -> None:
-        """Raise AssertionError where the run of a cell differs from its reference, or begins before its checkpoints.
+        """Assert that the run of a cell equals its reference and never resumes from an outdated checkpoint.
 
-        ends    what happens to it; None: what the cell says
-        broken  in what the product is broken that goes on last, see `at` of tests/faults/ending.py
+        ends    the interruptions; None: those of the cell
+        broken  how to break the product in the last process, see `at` of tests/faults/ending.py
         """
         wanted = self.reference(cell)
         rng = random.Random(f"{SEED} {cell.number} {cell.levels}")
@@ -103,7 +103,7 @@ class Matrix:
                 self.num_missed += 1
             codes = (0, EXIT_CODES[fault["by"]])
             assert ended.code in codes, f"{fault}: ended with {ended.code}, not {codes}: {ended.err}"
-            # What is killed leaves workers behind, which may say so before they notice.
+            # Orphaned workers may print tracebacks before they notice that their process was killed.
             assert fault["by"] in ("SIGKILL", "rank") or "Traceback" not in ended.err, f"{fault}: {ended.err}"
         words = replaced([*cell.course(), *cell.mechanics(9)], cell.changed())
         num_events = len(events_of(folder))
@@ -119,13 +119,13 @@ class Matrix:
         assert not differences, "; ".join(differences[: int(os.environ.get("ACCEL_RUN_SHOWN", "6"))])
 
     def later(self, folder: Path, newest: str, num_events: int) -> str:
-        """Return the newest checkpoint that is on disk now: what the process that goes on must begin with.
+        """Return the newest checkpoint on disk, from which the next process must resume.
 
-        Raises AssertionError where it is older than `newest`, which was there before the process that just ended, or
-        that process began with an older one. `num_events` rows of events.jsonl are of the processes before it.
+        Asserts that neither it nor the checkpoint that the last process resumed from is older than `newest`, the newest
+        one before that process. `num_events` is the number of rows of events.jsonl from earlier processes.
         """
         begun = [row for row in events_of(folder)[num_events:] if row["kind"] in ("start", "resume")]
-        # One that was ended before it began says nothing. Ranks may end after their launcher, and save meanwhile.
+        # A process killed early records nothing. Ranks may outlive their launcher, and save meanwhile.
         told = begun[0].get("checkpoint", "update 0") if begun else newest
         assert not newest or told >= newest, f"{newest} was on disk, but the run went on from {told}"
         path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
@@ -134,9 +134,9 @@ class Matrix:
         return found
 
     def has_shown_enough(self, num_cells: int) -> None:
-        """Raise AssertionError where too few of the cells were ended on the way, or had something to go on from.
+        """Assert that enough cells were interrupted, and had a checkpoint to resume from.
 
-        Of few cells one is enough: a share of them would be a matter of chance.
+        Of few cells, one is enough, because a share would depend on chance.
         """
         ended, gone_on = len(self.cells_ended), len(self.cells_gone_on)
         least_ended, least_gone_on = (share * num_cells if num_cells >= MANY else 1 for share in SHARES)
@@ -144,7 +144,7 @@ class Matrix:
         assert gone_on >= least_gone_on, f"only {gone_on} of {num_cells} cells went on from a checkpoint"
 
     def attempt(self, cell: Cell, folder: Path, words: list[str], fault: dict[str, Any]) -> Ended:
-        """Run the command; again where ranks of the one before still hold the run directory."""
+        """Run the command; retry while ranks of the previous process hold the run directory."""
         line = ["train", "--task", str(TASKS[cell["phases"]]), "run=mine", "device=cpu", "monitor=off", *words]
         env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
 
@@ -156,7 +156,7 @@ class Matrix:
         return wait_until(free, "ranks of the run before let its directory go")  # type: ignore[return-value]
 
     def fresh(self) -> Path:
-        """Return a folder of its own; the one before goes, though a rank that was killed may still write in it."""
+        """Return a new folder, and delete the previous one, even if a killed rank still writes there."""
         shutil.rmtree(self.folder / str(self.num_folders), ignore_errors=True)
         self.num_folders += 1
         folder = self.folder / str(self.num_folders)
@@ -165,7 +165,7 @@ class Matrix:
 
 
 def faults(cell: Cell, phases: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
-    """Return what happens in each process of a cell before the last one."""
+    """Return the interruptions of a cell, one per process before the last."""
     lengths = {name: int(phase["updates"]) for name, phase in phases.items()}
     has_saved_after = {"1": 2, "2": 3, "end": 99}[cell["saves"]]
 
@@ -175,7 +175,7 @@ def faults(cell: Cell, phases: dict[str, Any], rng: random.Random) -> list[dict[
         is_waited_for = phase != next(iter(lengths)) or number >= has_saved_after
         fault = {"at": at or rng.choice(["update", "update", "begin"]), "number": number, "phase": phase, "by": by}
         if by == "raise":
-            fault["at"] = "update"  # what begin_update raises is another story
+            fault["at"] = "update"  # exceptions of begin_update are another case
         return {**fault, "wait": is_waited_for and rng.random() < 0.8, "rank": rng.randrange(cell.world_size)}
 
     def boundary() -> dict[str, Any]:
@@ -221,13 +221,13 @@ def faults(cell: Cell, phases: dict[str, Any], rng: random.Random) -> list[dict[
 
 
 def replaced(words: list[str], new: list[str]) -> list[str]:
-    """Return the words with those of the same key or group replaced."""
+    """Return the arguments, with those of the same keys or groups as `new` replaced."""
     roots = {word.partition("=")[0].partition(".")[0] for word in new}
     return [*(word for word in words if word.partition("=")[0].partition(".")[0] not in roots), *new]
 
 
 def result_of(folder: Path) -> Result:
-    """Read what a finished run left; its own record says that it is done."""
+    """Read the result of a finished run."""
     run = folder / "outputs" / "mine"
     record = json.loads((run / "run.json").read_text())
     assert record["state"] == "done", record["state"]
@@ -241,14 +241,14 @@ def result_of(folder: Path) -> Result:
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the whole rows of events.jsonl, none where there is no run yet."""
+    """Return the complete rows of events.jsonl, [] before the run exists."""
     events = folder / "outputs" / "mine" / "events.jsonl"
     lines = events.read_text().splitlines(keepends=True) if events.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
 def bad_samples(events: Path) -> list[tuple[str, int, int]]:
-    """Return (phase, update, index) of the samples left out, but for those of updates that were made again."""
+    """Return (phase, update, index) of the skipped samples, without those of updates that were repeated later."""
     found: list[tuple[str, int, int]] = []
     phase = ""
     for line in events.read_text().splitlines():
@@ -264,7 +264,7 @@ def bad_samples(events: Path) -> list[tuple[str, int, int]]:
 
 
 def differs(found: Result, wanted: Result, *, keeps_best: bool = False) -> Iterator[str]:
-    """Yield in what two results are not equal bit for bit."""
+    """Yield the differences between two results, which must be bitwise equal."""
     if found.last.update != wanted.last.update:
         yield f"ended at update {found.last.update}, not {wanted.last.update}"
     if set(found.last.stems) != set(wanted.last.stems):
@@ -293,7 +293,7 @@ def differs(found: Result, wanted: Result, *, keeps_best: bool = False) -> Itera
 
 
 def where_differs(name: str, mine: Any, theirs: Any) -> str:
-    """Say the innermost place at which two JSON values differ."""
+    """Describe the innermost difference of two JSON values."""
     if isinstance(mine, dict) and isinstance(theirs, dict) and mine.keys() == theirs.keys():
         key = next(key for key in mine if mine[key] != theirs[key])
         return where_differs(f"{name}.{key}", mine[key], theirs[key])
@@ -308,9 +308,9 @@ def updates_of(rows: list[dict[str, Any]]) -> Iterator[tuple[str, int]]:
 
 
 def comparable(state: Any, *, keeps_best: bool = False) -> dict[str, Any]:
-    """Return the state of a checkpoint without times, memory and the settings, some of which are mechanics.
+    """Return the state of a checkpoint without times, memory and settings, which may differ between attempts.
 
-    keeps_best  with the best checkpoint; how many more are kept is mechanics
+    keeps_best  include the best checkpoint; the number of further ones may differ
     """
     kept = {
         key: value
@@ -328,7 +328,7 @@ def comparable(state: Any, *, keeps_best: bool = False) -> dict[str, Any]:
 
 
 def distance(found: Result, wanted: Result) -> float:
-    """Return by how much two results differ at most: weights and the numbers in rows, relative to the largest."""
+    """Return the largest relative difference of two results, over weights and values in rows."""
     far = 0.0 if found.last.update == wanted.last.update else math.inf
     mine, theirs = found.tensors["model"], wanted.tensors["model"]
     for name, tensor in theirs.items():
@@ -344,14 +344,14 @@ def distance(found: Result, wanted: Result) -> float:
 
 
 def line_of(cell: Cell) -> str:
-    """Return what to paste in a shell to see one cell again."""
+    """Return a shell command that reruns one cell."""
     named = shlex.quote(f"{cell.number}:{'|'.join(cell.levels)}")
     test = "tests/faults/test_resume_matrix.py::test_every_interrupted_run_equals_an_uninterrupted_one"
     return f"ACCEL_RUN_SEED={SEED} ACCEL_RUN_CELL={named} python -m pytest {test}"
 
 
 def cells(count: int, is_covering: bool) -> list[Cell]:
-    """Return the cells to run: the one that the environment names, few that cover all pairs, or many at random."""
+    """Return the cell that ACCEL_RUN_CELL names, few cells that cover all pairs, or many random cells."""
     named = os.environ.get("ACCEL_RUN_CELL")
     if named:
         number, _, levels = named.partition(":")
@@ -359,7 +359,7 @@ def cells(count: int, is_covering: bool) -> list[Cell]:
     rng = random.Random(f"matrix {SEED}")
     if is_covering:
         return covering(rng, count, num_courses=min(count, 12) if count >= MANY else 3)
-    # Sorted, so that cells of a course follow each other.
+    # sorted, so that cells of a course are adjacent
     return sorted((Cell(drawn(rng), number) for number in range(count)), key=lambda cell: cell.course())
 
 
@@ -432,7 +432,7 @@ def test_samples_draw_the_same_with_any_reader_and_on_any_ranks(
     for name in readers:
         found = trained(plain(), *READERS[name].split(), "prefetch=stream")
         assert list(differs(found, wanted)) == [], name
-    # The numbers of a sum are added in another order: no other draws, so the model itself must not draw.
+    # Gradients are added in another order. The model must not draw, because its draws depend on the rank.
     cell = plain(change="ranks")
     alone = trained(cell)
     for ranks in dice.sample(["ddp 2", "ddp 5+3"], min(amount(1, 2), 2)):
@@ -441,7 +441,7 @@ def test_samples_draw_the_same_with_any_reader_and_on_any_ranks(
 
 
 def plain(**levels: str) -> Cell:
-    """Return the cell of the first level on each axis, but for those given."""
+    """Return the cell with the first level on each axis, except those given."""
     return Cell(tuple(({axis: next(iter(table)) for axis, table in AXES.items()} | levels).values()), 0)
 
 
@@ -489,7 +489,7 @@ def test_a_matrix_without_interruptions_is_caught(server: ForkServer, fast_disk:
 def test_buffers_of_ranks_are_restored_exactly(
     ranks: str, keeps: str, server: ForkServer, fast_disk: Path, tally: Tally
 ) -> None:
-    """Each rank would have others, for it sees only its own samples; the reference saves at its end alone."""
+    """Buffers would differ between ranks, which see different samples; the reference saves only at its end."""
     matrix = Matrix(server, fast_disk, tally)
     end = {"at": "update", "number": 6, "by": "SIGTERM"}
     matrix.check(plain(ranks=ranks, keeps=keeps, saves="2"), [end])

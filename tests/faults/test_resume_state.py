@@ -1,7 +1,7 @@
-"""A resumed run equals an uninterrupted one, for each thing that a checkpoint holds: one run per field, few updates.
+"""A resumed run equals an uninterrupted one, for each field of a checkpoint: one run per field, few updates.
 
-The matrix crosses everything with everything; here each run is stopped where one field matters. Short form: three of
-the fields, by seed.
+The resume matrix combines everything; here, each run is stopped where one field matters. Short form: some of the
+fields, by seed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tests.forkserver import ForkServer
 def killed_at(update: int, phase: str = "train", before: int = 0) -> dict[str, Any]:
     """Return the fault of a run that is killed after an update, once its checkpoint is on disk.
 
-    before  updates of earlier phases
+    before  number of updates in earlier phases
     """
     return {"at": "update", "number": update, "phase": phase, "by": "SIGKILL", "wait": before + update}
 
@@ -68,7 +68,7 @@ def drawn() -> tuple[float, float, float]:
 
 
 def test_a_new_rank_has_its_own_draws(server: ForkServer, memory: Path, tally: Tally) -> None:
-    """Two ranks saved, four resume: the first two continue, and no two ranks draw the same."""
+    """A run saved by two ranks resumes with four: the first two continue their draws, and all four draw differently."""
     cell = plain(ranks="ddp 2", saves="1")
     ended = Matrix(server, memory, tally).attempt(cell, memory, cell.course(), {})
     assert ended.code == 0, ended.err
@@ -80,11 +80,11 @@ def test_a_new_rank_has_its_own_draws(server: ForkServer, memory: Path, tally: T
     for rank in (0, 1, 2, 3, 2):
         restore_rank_random_state(World(CPU, rank, rank, 4, 4), start, 0)
         found.append(drawn())
-    assert found[2] == found.pop()  # the same each time
+    assert found[2] == found.pop()  # deterministic
     assert before not in found
     for kind in range(3):
         assert len({numbers[kind] for numbers in found}) == 4
-    # The states of the ranks that saved, read from the files, not through the code under test.
+    # Expected states come from the files instead of the code under test.
     for rank, stem in ((0, "random"), (1, "random-rank00001")):
         assert stem in start.stems, start.stems
         generator = torch.Generator()
@@ -97,7 +97,7 @@ TIMED = ("seconds", "parts_s", "peak_host_gib", "peak_device_gib", "peak_reserve
 
 
 def without_times(state: dict[str, Any]) -> dict[str, Any]:
-    """Return all that a checkpoint holds but for what its process measured."""
+    """Return the state of a checkpoint without measurements of its process."""
     records = {
         name: {key: value for key, value in record.items() if key not in TIMED}
         for name, record in state["records"].items()
@@ -109,7 +109,8 @@ def without_times(state: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("words", "phase", "before", "update"),
     [
-        # Stopped after an evaluation: the next checkpoint has what that one found, and the one after finds it again.
+        # Stopped after an evaluation: the next checkpoint includes its result, the one after the result of the next
+        # evaluation.
         ("three phases fp16", "head", 4 + 7, 3),
         ("early stopping", "train", 0, 4),
         ("plateau", "train", 0, 6),
@@ -118,7 +119,7 @@ def without_times(state: dict[str, Any]) -> dict[str, Any]:
 def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_one(
     words: str, phase: str, before: int, update: int, server: ForkServer, memory: Path, tally: Tally
 ) -> None:
-    """Not the last one only: what an evaluation, a save or the end of a phase replaces is seen before it is."""
+    """Every later checkpoint is compared, because an evaluation, a save or the end of a phase replaces state."""
     cell = {
         "three phases fp16": plain(precision="fp16 overflowing", phases="three", data="ragged"),
         "early stopping": plain(optimizer="adamw early stop"),
@@ -135,7 +136,7 @@ def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_one(
     begun = load(newest)
     assert matrix.attempt(cell, stopped, course, {}).code == 0
     held = {key for key in ("bests", "metrics", "kept") if begun.state[key]}
-    assert held == {"bests", "metrics", *(["kept"] if before else [])}  # else nothing is compared below
+    assert held == {"bests", "metrics", *(["kept"] if before else [])}  # else the comparison below is empty
     assert begun.state["data"]
     assert begun.state["code"]
     names = [path.name for path in sorted((stopped / "outputs/mine/checkpoints").glob("update-*"))]
@@ -156,7 +157,7 @@ def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_one(
     uids = [load(stopped / "outputs/mine/checkpoints" / name).manifest["run_uid"] for name in names]
     assert set(uids) == {begun.manifest["run_uid"]}
     first = load(stopped / "outputs/mine/checkpoints" / later[0])
-    assert first.state["saving"] == begun.state["saving"] != []  # what saves took before: none has ended since
+    assert first.state["saving"] == begun.state["saving"] != []  # unchanged: no save has finished since
     for name, record in begun.state["records"].items():
         now = first.state["records"][name]
         for key in ("seconds", "peak_host_gib"):
@@ -166,7 +167,7 @@ def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_one(
 
 
 def test_phases_run_one_by_one_equal_all_in_one_process(server: ForkServer, memory: Path, tally: Tally) -> None:
-    """What a finished phase leaves to the next one: weights, loss scale, skipped updates, generators, the best."""
+    """A finished phase passes on weights, loss scale, skipped updates, generators and the best metric."""
     cell = plain(precision="fp16 overflowing", phases="three", saves="1")
     matrix = Matrix(server, memory, tally)
     at_once, folder = matrix.fresh(), memory / "one-by-one"
@@ -182,13 +183,13 @@ def test_phases_run_one_by_one_equal_all_in_one_process(server: ForkServer, memo
     kept, expected = (
         sorted(path.name for path in (one / "outputs/mine/checkpoints").glob("update-*")) for one in (folder, at_once)
     )
-    assert len(expected) >= 5  # the last ones, and of each phase before them the best and the last
+    assert len(expected) >= 5  # the last two, and the best and the last one of each earlier phase
     assert kept == expected
     tally.tried += 1
 
 
 def test_time_after_the_last_checkpoint_is_counted(server: ForkServer, memory: Path, tally: Tally) -> None:
-    """A run that failed has told in run.json what it took until then; the one that resumes counts from there."""
+    """A failed run records its time in run.json; the resumed run continues from there."""
     cell = plain(saves="1")
     matrix = Matrix(server, memory, tally)
     folder, words = matrix.fresh(), [*cell.course(), *cell.mechanics(0)]
@@ -197,7 +198,7 @@ def test_time_after_the_last_checkpoint_is_counted(server: ForkServer, memory: P
     record = json.loads(path.read_text())
     (told,) = record["evidence"]["phases"]
     assert told["updates"] == 4
-    told["seconds"] += 1000.0  # more than any other process can have taken, whatever machine this is
+    told["seconds"] += 1000.0  # more than any process takes, on any machine
     told["parts_s"]["forward"] += 500.0
     path.write_text(json.dumps(record))
     assert matrix.attempt(cell, folder, words, {}).code == 0
@@ -208,7 +209,7 @@ def test_time_after_the_last_checkpoint_is_counted(server: ForkServer, memory: P
 
 
 def test_measured_shares_are_restored(server: ForkServer, memory: Path, tally: Tally) -> None:
-    """What ranks take is not the same twice: this looks at whether the run must try splits once more, for 6 updates."""
+    """Times of ranks are not reproducible: this only checks that a resumed run does not measure shares again."""
     matrix = Matrix(server, memory, tally)
     cell = plain(ranks="ddp 2", saves="1")
     words = [word for word in cell.course() if not word.startswith("updates=")]

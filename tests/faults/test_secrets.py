@@ -1,4 +1,4 @@
-"""Secrets as canaries: none is found in anything a run leaves, says or starts; and nobody else can read what it leaves."""
+"""Fake secrets must not appear in anything a run writes, prints or starts; and other users cannot read its files."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ from tests.faults.canaries import NAMES, SHAPES, of_names, of_shape
 from tests.faults.tallies import IS_LONG, SEED, Tally
 from tests.forkserver import Ended, ForkServer
 
-# ruff: noqa: E501 - texts are compared to the letter
+# ruff: noqa: E501 - exact texts are compared
 
 TASK = Path(__file__).with_name("task_to_attack.py")
-# A task that says all it knows: what it prints, in this process and in data workers, what it warns of, and what it raises
-# as clients of services do, with the key in the message and in the source line of the traceback.
+# A task that leaks all it knows: in output of this process and of data workers, in warnings, and in an exception with
+# the key in its message and in the source line of the traceback, as raised by clients of services.
 FAILS = """\
 import json
 import os
@@ -86,20 +86,20 @@ def tell_all():
 
 @pytest.fixture(scope="module")
 def variables() -> dict[str, str]:
-    """Secrets of the environment."""
+    """The environment variables with secrets."""
     return of_names(random.Random(SEED))
 
 
 @pytest.fixture(scope="module")
 def texts() -> dict[str, list[str]]:
-    """What only its shape shows to be a secret, each with the parts that nobody may see."""
+    """Secrets that only their format reveals, each with the parts that must not be visible."""
     dice = random.Random(SEED)
     return dict(of_shape(shape, dice) for shape in (*SHAPES, *SHAPES, *SHAPES))
 
 
 @pytest.fixture(scope="module")
 def canaries(variables: dict[str, str], texts: dict[str, list[str]]) -> dict[str, str]:
-    """What is searched for in everything that is left and said."""
+    """The texts to search for in all files and output."""
     found = {name: next(iter(CORE.findall(value))) for name, value in variables.items()}
     found |= {part: part for parts in texts.values() for part in parts}
     found |= {name: f"canary{secrets.token_hex(17)}" for name in ("netrc", "remote")}
@@ -131,7 +131,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory, canaries: dict[str, str], t
 
 
 def families(pid: int, seen: dict[int, tuple[str, str]], ended: threading.Event) -> None:
-    """Note the command line and the environment of whatever the command starts."""
+    """Record the command line and the environment of every process that the command starts."""
     while not ended.is_set():
         try:
             for child in psutil.Process(pid).children(recursive=True):
@@ -141,7 +141,7 @@ def families(pid: int, seen: dict[int, tuple[str, str]], ended: threading.Event)
                     seen[child.pid] = (command, Path(f"/proc/{child.pid}/environ").read_text(errors="replace"))
         except (psutil.Error, OSError):
             pass
-        time.sleep(0.02)  # lint-tests: sleep: between two looks of a watch; nothing is ordered by it
+        time.sleep(0.02)  # lint-tests: sleep: polling interval; no order depends on it
 
 
 COMMANDS = (
@@ -155,14 +155,14 @@ COMMANDS = (
     "train --task mine.py run=b updates=2 parallelism=ddp parallelism.world_size=2 tracker=none",
     "train --task mine.py -m optimizer.lr=0.1,0.01 updates=1 run=s",
 )
-SLOW = (1, 7, 8)  # one of them by the seed in the short form
+SLOW = (1, 7, 8)  # two of them, by seed, are left out in the short form
 
 
 @pytest.fixture(scope="module")
 def told(
     server: ForkServer, folder: Path, home: Path, variables: dict[str, str]
 ) -> tuple[list[tuple[str, Ended]], dict[int, tuple[str, str]]]:
-    """All commands were run by a person whose umask keeps nobody out: what each said, and what it started."""
+    """Run all commands with umask 0; return their outputs and the processes that they started."""
     env = {**variables, "HOME": str(home), "NETRC": str(home / ".netrc")}
     found, seen = [], {}
     left_out = () if IS_LONG else random.Random(f"{SEED} commands").sample(SLOW, len(SLOW) - 1)
@@ -229,7 +229,7 @@ def test_files_of_a_run_are_unreadable_for_others_whatever_the_umask(
     for path in [folder / "outputs", *(folder / "outputs").rglob("*")]:
         mode = path.lstat().st_mode
         if "wandb" in path.parts and stat.S_ISLNK(mode):
-            continue  # to the log of its service, which is in the search for canaries
+            continue  # links to the log of wandb's service, which is searched for secrets
         wanted = 0o700 if stat.S_ISDIR(mode) else 0o600
         assert stat.S_ISDIR(mode) or stat.S_ISREG(mode), f"{path} is neither a file nor a folder"
         assert mode & 0o777 == wanted, f"{path} is {mode & 0o777:o}, must be {wanted:o}"
@@ -255,7 +255,7 @@ def test_the_search_finds_a_canary(folder: Path, canaries: dict[str, str]) -> No
         path.unlink()
 
 
-NOT_SEARCHED = (".netrc", "names.json", "shapes.json")  # where the secrets come from
+NOT_SEARCHED = (".netrc", "names.json", "shapes.json")  # the sources of the secrets
 CORE = re.compile("canary[A-Za-z0-9]+")
 
 SECRET = "hunter2" + "x" * 20
@@ -436,7 +436,7 @@ def test_names_and_shapes_of_secrets() -> None:
         "pad_token",
     ):
         assert not is_secret_name(name), name
-    assert has_secret_shape(SHAPES[0].partition("{")[0])  # of a private key
+    assert has_secret_shape(SHAPES[0].partition("{")[0])  # the header of a private key
     with pytest.raises(ConfigError):
         refuse_secrets(["--password", "x"])
 
@@ -555,7 +555,7 @@ def test_each_shape_is_refused_as_input_and_redacted_in_output(texts: dict[str, 
         shown = sanitize(f"no login with {text}, sorry")
         assert not [part for part in parts if part in shown], shown
         assert shown.startswith("no login with "), shown
-        if redact(text) != text:  # else only the name before it shows what it is
+        if redact(text) != text:  # else only its variable name identifies it
             with pytest.raises(ConfigError) as refused:
                 refuse_secrets([f"task.note={text}"])
             assert not [part for part in parts if part in str(refused.value)]
@@ -575,7 +575,7 @@ def test_each_name_is_refused_as_input_and_redacted_in_every_notation(
         ways = (value, json.dumps(value), repr(value), html.escape(value), urllib.parse.quote(value), f"x{value}y")
         for way in ways:
             assert core not in redact(f"cannot read {way}"), way
-        with pytest.raises(ConfigError) as refused:  # as `task.note=$NAME` arrives
+        with pytest.raises(ConfigError) as refused:  # like `task.note=$NAME`
             refuse_secrets([f"task.note={value}"])
         assert core not in str(refused.value)
 
@@ -631,9 +631,9 @@ def test_a_dictionary_word_is_redacted_only_after_a_name(word: str, monkeypatch:
 def test_a_short_alphanumeric_password_is_accepted_as_input_and_redacted(
     word: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A model and a password may be called the same; what programs read back must keep the model.
+    """A password may equal the name of a model, which must stay in files that programs read back.
 
-    None of these words is in a file of ours: a secret stays known in this process.
+    No file of the repository contains these words: a secret stays known to this process.
     """
     monkeypatch.setenv("DB_PASSWORD", word)
     refuse_secrets([f"task.model={word}", f"data.path=/data/{word}", word])
@@ -652,7 +652,7 @@ def test_random_looking_values_are_refused_as_input(value: str, monkeypatch: pyt
 
 
 def test_an_option_or_a_choice_that_is_also_a_password_can_be_used(server: ForkServer, tmp_path: Path) -> None:
-    """Also where its run is resumed; another value of the same kind is still refused."""
+    """Also on resume; another value of the same kind is still refused."""
     option, choice = "rtx3050ti_4gb", "vit_base_patch16_224"
     source = (
         TASK.read_text()

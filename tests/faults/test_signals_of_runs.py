@@ -1,7 +1,7 @@
-"""Whole runs that are asked to stop: saved, left with 75, and equal to a run that nobody asked; no process is left.
+"""Complete runs with stop signals: each saves, exits with 75, leaves no process, and resumes to an equal result.
 
-The signal goes where a terminal or a scheduler sends it: to the process group, or to every process of the run, data
-workers included. Short form: one signal to a process alone and one to ranks, by seed.
+The signal is sent as a terminal or a scheduler sends it: to the process group, or to every process of the run, data
+workers included. Short form: one signal to a run of one process and one to ranks, by seed.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ Send = Callable[[int, signal.Signals], None]
 
 
 def to_the_group(pid: int, number: signal.Signals) -> None:
-    """As a terminal does, and `timeout`."""
+    """As a terminal and `timeout` do."""
     os.killpg(pid, number)
 
 
 def to_every_process(pid: int, number: signal.Signals) -> None:
-    """As `scancel --full` does, and a service manager."""
+    """As `scancel --full` and service managers do."""
     for process in [*psutil.Process(pid).children(recursive=True), psutil.Process(pid)]:
         try:
             process.send_signal(number)
@@ -55,7 +55,7 @@ def ranks(count: int) -> list[str]:
 
 @pytest.fixture(scope="module")
 def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., dict[str, torch.Tensor]]:
-    """Return what an uninterrupted run of so many ranks, with these words, ends with."""
+    """Return a function of (number of ranks, overrides) that returns the final tensors of an uninterrupted run."""
     known: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
 
     def of(count: int, *words: str) -> dict[str, torch.Tensor]:
@@ -79,7 +79,7 @@ def final_tensors(run: Path) -> dict[str, torch.Tensor]:
 
 
 def last_update(run: Path) -> int:
-    """Return the update of the last row of the metrics, 0 before the first."""
+    """Return the update of the last row of metrics.jsonl, 0 if there is none."""
     try:
         lines = (run / "metrics.jsonl").read_text().splitlines()
     except OSError:
@@ -100,7 +100,7 @@ def is_alive(process: psutil.Process) -> bool:
 def stopped(
     server: ForkServer, folder: Path, words: list[str], send: Callable[[int], None], at_update: int
 ) -> tuple[Ended, int]:
-    """Start a run, ask it to stop at any moment after an update, and return how it ended; nothing of it is left."""
+    """Start a run, send it a signal after an update, and wait until all its processes have ended."""
     run = folder / "outputs" / "mine"
     pid = server.start([*BASE, *words, "run=mine"], folder)
     wait_until(lambda: last_update(run) >= at_update, f"update {at_update} of {run}")
@@ -113,12 +113,12 @@ def stopped(
 
 
 def assert_goes_on(server: ForkServer, folder: Path, words: list[str], expected: dict[str, torch.Tensor]) -> Ended:
-    """The same command ends, bit for bit, as a run that was never stopped."""
+    """Assert that the same command ends bitwise equal to a run that was never stopped."""
     done = server.run([*BASE, *words, "run=mine"], folder)
     assert done.code == 0, done.err
     found = final_tensors(folder / "outputs" / "mine")
     assert found.keys() == expected.keys()
-    # Statistics of batch norms are averaged over the ranks whenever a run is saved: that rounds once more.
+    # Every save averages batch norm statistics over the ranks, which rounds once more.
     rounded = {name for name in found if "parallelism=ddp" in words and "running_" in name}
     different = [name for name in found.keys() - rounded if not torch.equal(found[name], expected[name])]
     different += [name for name in rounded if not torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-7)]
@@ -134,7 +134,7 @@ def assert_tells(ended: Ended) -> None:
     assert "Error" not in ended.err, text
 
 
-# where it is sent, signals, ranks, start method; the first rows are those of every run of the tests
+# target, signals, ranks, start method of data workers
 PLANS: tuple[tuple[str, Send, tuple[signal.Signals, ...], int, str], ...] = (
     ("group", to_the_group, (signal.SIGINT,), 1, "fork"),
     ("group", to_the_group, (signal.SIGUSR1,), 1, "fork"),
@@ -163,10 +163,10 @@ def test_signals_to_whole_runs(
 ) -> None:
     generator = random.Random(seed)
     plans = PLANS
-    if not IS_LONG:  # one for a process alone, and one for ranks
+    if not IS_LONG:  # one with a single process, and one with ranks
         forked = [plan for plan in PLANS if plan[4] == "fork"]
         plans = tuple(generator.choice([plan for plan in forked if plan[3] == size]) for size in (1, 2))
-    count = amount(2, 10 * len(PLANS))  # spawned workers take seconds: tests/axes/test_dataloader.py has them
+    count = amount(2, 10 * len(PLANS))  # spawned workers take seconds and are tested in tests/axes/test_dataloader.py
     for number in range(count):
         where, send, signals, num_ranks, method = plans[number % len(plans)]
         at_update = generator.randint(1, 25)
@@ -199,7 +199,7 @@ def test_signals_to_whole_runs(
 
 
 def test_the_suite_detects_a_worker_that_exits(server: ForkServer, tmp_path: Path, straight: Any) -> None:
-    """A product whose workers hear the signal ends like this one, a worker of which hears one that none ignores."""
+    """If workers died from a stop signal, the run would end like this one, a worker of which is killed."""
 
     words = ["dataloader.num_workers=2", "dataloader.start_method=fork"]
     ended, _ = stopped(server, tmp_path, words, lambda pid: psutil.Process(pid).children()[0].kill(), 3)
@@ -207,7 +207,7 @@ def test_the_suite_detects_a_worker_that_exits(server: ForkServer, tmp_path: Pat
     assert_goes_on(server, tmp_path, [], straight(1))
 
 
-# A save for which there is no time
+# Saves without enough time
 
 
 def interrupted(server: ForkServer, folder: Path, *words: str, at_update: int = 8) -> Ended:
@@ -232,7 +232,7 @@ def test_a_save_that_cannot_finish_in_time_is_not_started(
     saved, reached = int(path.name.removeprefix("update-")), last_update(tmp_path / "outputs" / "mine")
     assert saved % 5 == 0
     text = " ".join((ended.out + ended.err).split())
-    if saved == reached:  # it was saved when the signal came: nothing was left to do
+    if saved == reached:  # everything was saved when the signal came
         assert "not saved" not in text
     else:
         assert "not saved" in text
@@ -267,7 +267,7 @@ def test_a_due_save_is_not_started_without_time(server: ForkServer, tmp_path: Pa
 
 
 def test_without_a_checkpoint_the_exit_code_is_130(server: ForkServer, tmp_path: Path) -> None:
-    first = interrupted(server, tmp_path, "checkpoint.every=5", at_update=12)  # knows how long a save takes
+    first = interrupted(server, tmp_path, "checkpoint.every=5", at_update=12)  # measures the duration of a save
     assert first.code == 75
     (tmp_path / "outputs" / "mine").rename(tmp_path / "outputs" / "other")
     ended = interrupted(server, tmp_path, "resume=other", "checkpoint=off", LOW_GRACE, at_update=20)

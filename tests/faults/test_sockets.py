@@ -1,4 +1,4 @@
-"""Who can reach a run over the network: nobody but this machine, however many addresses it has."""
+"""A run is reachable only from its own machine, on any network interface."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tests.faults.tallies import Tally
 ROOT = Path(__file__).parents[2]
 TASK = Path(__file__).with_name("task_to_attack.py")
 
-# Runs in a network of its own: runs the words, and notes every address on which something listens meanwhile.
+# Runs a command in a network namespace, and records every address with a listening socket.
 DRIVER = """
 import json, subprocess, sys, time
 def listening():

@@ -1,4 +1,4 @@
-"""A terminal that is stopped or a pipe that nobody reads holds no run: all updates, a stop that is heard, an end."""
+"""A stopped terminal or an unread pipe does not block a run: it completes all updates, handles signals, and ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.waiting import wait_until
 
 TASK = Path(__file__).with_name("task_of_words.py")
 BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "log_every=1", "backend.threads=1", "run=mine"]
-# The new process has its output there, as a shell would give it; a terminal it does not lead.
+# Redirects output as a shell does; the terminal is not the controlling one.
 TO = "import os; there = os.open({path!r}, os.O_WRONLY | os.O_NOCTTY); os.dup2(there, 1); os.dup2(there, 2)"
 
 
@@ -34,7 +34,7 @@ def unread_pipe(folder: Path) -> Iterator[str]:
 
 @contextmanager
 def stopped_terminal(folder: Path) -> Iterator[str]:
-    """Ctrl-S was typed, and nobody reads."""
+    """A terminal after Ctrl-S, without a reader."""
     master, slave = pty.openpty()
     termios.tcflow(slave, termios.TCOOFF)
     yield os.ttyname(slave)
@@ -85,7 +85,7 @@ def test_a_stop_signal_is_handled_while_output_is_stalled(
     with PLACES[place](tmp_path) as path:
         words = [*BASE, *ranks(num_ranks), "dataloader.num_workers=1", "updates=1000000"]
         pid = server.start(words, tmp_path, before=TO.format(path=path))
-        # More is printed by then than a pipe or a terminal holds.
+        # the output so far exceeds the buffer of a pipe or a terminal
         wait_until(lambda: len(updates(run)) >= 60, "it goes on while nobody reads")
         os.kill(pid, signal.SIGTERM)
         ended = server.wait()
@@ -109,7 +109,7 @@ def test_a_second_signal_exits_at_once_while_output_is_stalled(server: ForkServe
     assert ended.code == 130
 
 
-# The second signal is to come before the run has ended by itself.
+# The second signal must arrive before the run ends.
 SLOW_TO_SAVE = """
 import pathlib, threading
 from runner.durable import signals

@@ -1,6 +1,6 @@
-"""A wandb that misbehaves anew at each request, or is killed: no row is lost, and none is there twice.
+"""A wandb server that fails at random requests, or a killed wandb process, loses no row and duplicates none.
 
-That neither the start nor a row waits for wandb is tested in tests/trackers/test_trackers.py.
+tests/trackers/test_trackers.py tests that neither the start nor a row waits for wandb.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def must_keep_every_row(folder: Path, dice: random.Random, mark: str, monkeypatc
 
 
 def kill_one(dice: random.Random, mark: str) -> None:
-    """Kill one of the processes of the tracker: that of ours beside the run, or one of wandb's own."""
+    """Kill a random process of the tracker: our subprocess beside the run, or one of wandb's."""
     found = marked(mark)
     if found:
         with suppress(psutil.Error):

@@ -1,4 +1,4 @@
-"""Streams of numbers for tests: with and without state, in files of unequal length, and broken on purpose."""
+"""Streams of numbers for tests: with and without state, in files of unequal length, and intentionally broken ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class WithLength(Files):
 
 
 class Stateful(Files):
-    """Returns to its position without reading what is before it."""
+    """Resumes at its position without reading earlier samples."""
 
     def __init__(self, files: list[list[int]]) -> None:
         super().__init__(files)
@@ -60,14 +60,14 @@ class StatefulWithLength(Stateful):
 
 
 class Liar(StatefulWithLength):
-    """Loses its state."""
+    """Ignores its saved state."""
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         self.position = 0
 
 
 class Shuffled(WithLength):
-    """Shuffles with a buffer and the global generator."""
+    """Shuffles with a buffer and Python's global generator."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         buffer: list[torch.Tensor] = []
@@ -90,7 +90,7 @@ KINDS: dict[str, type[Files]] = {
 
 
 class ByWorker(IterableDataset):  # type: ignore[type-arg]
-    """A data set that divides itself in the way of torch's documentation."""
+    """A data set that divides itself among workers as in torch's documentation."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         info = get_worker_info()
@@ -99,14 +99,14 @@ class ByWorker(IterableDataset):  # type: ignore[type-arg]
 
 
 class Undivided(IterableDataset):  # type: ignore[type-arg]
-    """A data set that every worker would read completely."""
+    """A data set that every worker reads completely."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from (torch.tensor([float(number)]) for number in NUMBERS)
 
 
 class Unseeded(IterableDataset):  # type: ignore[type-arg]
-    """A data set with a generator of its own."""
+    """A data set with an unseeded generator."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         numbers = list(NUMBERS)

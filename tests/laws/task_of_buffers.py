@@ -1,4 +1,4 @@
-"""A task whose training forward pass changes buffers and uses them: what a rank sees alone is in all that follows."""
+"""A task whose training forward pass changes and uses buffers: all later results depend on the samples of a rank."""
 
 import torch
 import torch.nn.functional as F
@@ -13,9 +13,9 @@ SETTINGS = {"global_batch_size": 8, "micro_batch_size": 2, "updates": 8, "optimi
 def build(*, norm: bool = True, grows: bool = False, frozen: bool = False) -> Task:
     """A classifier of points.
 
-    norm    a batch norm too
-    grows   a buffer that is not saved, as long as the longest batch so far
-    frozen  vectors that forward passes move are a parameter without gradients, and no buffer
+    norm    also has a batch norm
+    grows   has a buffer that is not saved and grows to the size of the longest batch
+    frozen  the codebook is a parameter without gradients instead of a buffer
     """
     return Points(norm, grows, frozen)
 
@@ -30,13 +30,13 @@ class Center(nn.Module):
 
     def forward(self, x):
         if self.training:
-            self.mean = 0.8 * self.mean + 0.2 * x.detach().mean(0)  # a new tensor in the place of the old one
+            self.mean = 0.8 * self.mean + 0.2 * x.detach().mean(0)  # a new tensor replaces the old one
             self.seen += len(x)
         return (x - self.mean) * (1 + 1e-3 * self.seen)
 
 
 class Codebook(nn.Module):
-    """Adds the nearest of some vectors, which move to what they are nearest to; in evaluations too, by mistake."""
+    """Adds the nearest of some code vectors, which move towards their inputs; in evaluations too, by mistake."""
 
     def __init__(self, frozen):
         super().__init__()
@@ -56,7 +56,7 @@ class Codebook(nn.Module):
 
 
 class Table(nn.Module):
-    """A constant that has no memory of its own for each of its numbers, and a cache."""
+    """A constant that is an expanded tensor, and a cache."""
 
     def __init__(self, grows):
         super().__init__()

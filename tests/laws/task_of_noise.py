@@ -1,4 +1,4 @@
-"""A small diffusion task that draws in its loss, in its metrics and in every layer; in float64, so that sums agree."""
+"""A small diffusion task that draws in its loss, its metrics and every layer; in float64 for precise comparisons."""
 
 import os
 import signal
@@ -21,16 +21,16 @@ WIDTH = 6
 
 
 def build(*, full_above: int = 0, end: str = "", end_at: int = 4) -> Task:
-    """Points that a network denoises.
+    """Points to denoise.
 
     full_above  micro-batches with more samples are out of memory in the third update; 0: none
-    end         name of a signal that ends the first process before update `end_at`
+    end         name of a signal that the first process sends itself before update `end_at`
     """
     return Points(full_above, end, end_at)
 
 
 class Layer(nn.Module):
-    """A linear layer with noise and dropout of its own, drawn by its name."""
+    """A linear layer with noise and dropout, drawn under its name."""
 
     def __init__(self, name, before, after):
         super().__init__()
@@ -60,7 +60,7 @@ class Points(Task):
             os.kill(os.getpid(), getattr(signal, self.end))
 
     def dataset(self, split):
-        count, first = {"train": (41, 0), "val": (13, 100)}[split]  # the last update of an epoch is a ragged one
+        count, first = {"train": (41, 0), "val": (13, 100)}[split]  # the last update of an epoch is smaller
         return [torch.from_numpy(sample_rng(5, 0, first + i).standard_normal(WIDTH)) for i in range(count)]
 
     def loss(self, model, batch):

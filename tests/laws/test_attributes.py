@@ -1,4 +1,4 @@
-"""A forward pass that keeps what later passes use must keep it in buffers; what no other pass uses is left alone."""
+"""A forward pass must keep state for later passes in buffers; other attributes are ignored."""
 
 from __future__ import annotations
 

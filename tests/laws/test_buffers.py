@@ -1,4 +1,4 @@
-"""When a run is evaluated, saved or resumed changes nothing of what it trains: neither weights nor buffers."""
+"""The times of evaluations, saves and resumes change neither weights nor buffers."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def trained(server: ForkServer, folder: Path, words: str, fault: dict[str, Any] 
 
 
 def result(folder: Path) -> tuple[dict[str, Tensor], list[tuple[int, float]]]:
-    """Return weights and buffers at the end, and the loss of each update."""
+    """Return the final weights and buffers, and the loss of each update."""
     path = newest_valid(folder / "outputs/mine/checkpoints")
     assert path is not None
     rows = [json.loads(line) for line in (folder / "outputs/mine/metrics.jsonl").read_text().splitlines()]
@@ -56,7 +56,7 @@ ENDS = {"never": [None], "once": [FAILS, None]}
 
 @pytest.fixture(scope="module")
 def references(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Any]:
-    """Return what gives the result of a strategy without evaluations and saves, computed once."""
+    """Return a function that returns the result of a strategy without evaluations and saves, and caches it."""
 
     @cache
     def reference(strategy: str) -> Any:
@@ -82,11 +82,11 @@ def test_evaluations_saves_and_failures_change_neither_weights_nor_buffers(
     assert [name for name, tensor in weights.items() if not torch.equal(tensor, found_weights[name])] == []
 
 
-# ---------------------------------------------------------------- what ranks agree on
+# ---------------------------------------------------------------- synchronization of ranks
 
 
 class Kept(nn.Module):
-    """Buffers that a test changes as it likes."""
+    """Buffers for a test to change."""
 
     def __init__(self, **buffers: Tensor) -> None:
         super().__init__()
@@ -96,9 +96,9 @@ class Kept(nn.Module):
 
 
 def after(world_size: int, change: Callable[[Kept, int, int], None], updates: int = 2) -> list[Any]:
-    """Return the buffers of each rank after some updates in which `change(model, rank, update)` is their forward pass.
+    """Return the buffers of each rank after some updates, with `change(model, rank, update)` as forward pass.
 
-    A rank that raised TaskFault returns its message.
+    A rank that raises TaskFault returns its message.
     """
 
     def rank(world: World) -> Any:
@@ -165,7 +165,7 @@ def test_a_persistent_buffer_created_on_one_rank_is_refused_on_all() -> None:
 
 def test_statistics_of_norms_are_the_mean_over_the_ranks() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
-        if rank < 2:  # the third one has no samples
+        if rank < 2:  # the third rank has no samples
             model.norm(torch.tensor([[1.0, 2.0], [3.0, 6.0]]) * (1 + rank))
 
     found = after(3, change, updates=1)
@@ -176,7 +176,7 @@ def test_statistics_of_norms_are_the_mean_over_the_ranks() -> None:
 
 @pytest.mark.parametrize("is_seen_at_once", [True, False])
 def test_a_change_without_version_counter_is_synchronized_or_refused(is_seen_at_once: bool) -> None:
-    """In the first update the bits show it; later nobody looks, and ranks must not go on with different buffers."""
+    """The first update compares bits; later ones do not, and ranks must not continue with different buffers."""
 
     def change(model: Kept, rank: int, update: int) -> None:
         if is_seen_at_once or update:
@@ -205,7 +205,7 @@ def test_a_persistent_buffer_that_grows_alike_is_that_of_rank_0() -> None:
 
 
 def test_unchanged_buffers_are_not_sent() -> None:
-    """Beside the flags, which travel with a message that ranks exchange anyway."""
+    """Only flags are sent, with a message that ranks exchange anyway."""
 
     def rank(world: World) -> list[int]:
         calls = [0]

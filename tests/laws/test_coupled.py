@@ -1,4 +1,4 @@
-"""A loss that couples all samples of an update is the same however the update is divided."""
+"""A loss that couples all samples of an update does not depend on how the update is divided."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ class Towers(nn.Module):
 
 
 class Clip(Task):
-    """Contrastive loss in both directions, as in CLIP; the temperature is used in `couple`."""
+    """Contrastive loss in both directions, as in CLIP; `couple` uses the temperature."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         torch.manual_seed(0)
@@ -144,7 +144,7 @@ def result(model: nn.Module, steps: Any) -> dict[str, Any]:
 
 
 def by_hand(kind: type[Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Train with a plain PyTorch loop over whole batches."""
+    """Train with a plain PyTorch loop over complete batches."""
     task = kind(dtype)
     optimizer = adamw(list(task.model.named_parameters()), lr=0.01)
     losses, norms = [], []
@@ -193,7 +193,7 @@ def test_a_loss_scale_reaches_the_gradients_of_the_embeddings(precision: Any, to
 
 
 class Dropped(Clip):
-    """Draws from the global generator, and changes buffers on which its output depends."""
+    """Draws from the global generator, and changes buffers that affect its output."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -226,7 +226,7 @@ def test_a_micro_batch_without_readable_samples_changes_nothing(place: int) -> N
 
 
 class Growing(Dropped):
-    """Has a buffer of another shape after each pass, too."""
+    """Also has a buffer of another shape after each pass."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
@@ -239,7 +239,7 @@ class Growing(Dropped):
 
 @pytest.mark.parametrize("kind", [Dropped, Growing])
 def test_a_repeated_forward_pass_has_the_same_draws_and_buffers(kind: type[Dropped]) -> None:
-    """The output of each second pass equals that of the first one, bit for bit, and state advances once."""
+    """The output of each second pass is bitwise equal to that of the first one, and state advances once."""
     task, seen = kind(torch.float64), []
 
     def embed(model: nn.Module, batch: Any) -> Any:
@@ -268,7 +268,7 @@ def test_a_repeated_forward_pass_has_the_same_draws_and_buffers(kind: type[Dropp
 
 
 def test_only_activations_of_one_micro_batch_are_stored() -> None:
-    """Counted on what autograd saves: the largest number of bytes alive does not grow with the micro-batches."""
+    """Measured by hooks on saved tensors: the peak of saved bytes does not grow with the number of micro-batches."""
 
     def most(micro: int, num: int) -> int:
         alive = largest = 0
@@ -276,7 +276,7 @@ def test_only_activations_of_one_micro_batch_are_stored() -> None:
         class Saved:
             def __init__(self, tensor: Tensor) -> None:
                 nonlocal alive, largest
-                self.tensor = tensor.detach()  # with its graph it would keep itself alive
+                self.tensor = tensor.detach()  # not detached, it would keep itself alive
                 alive += tensor.nbytes
                 largest = max(largest, alive)
 
@@ -315,7 +315,7 @@ def test_an_embedding_without_rows_or_gradient_is_refused(answer: Any) -> None:
 
 
 def test_more_rows_than_samples_are_refused() -> None:
-    """Concatenated views would be in another order with other micro-batches."""
+    """The order of concatenated views would depend on the micro-batches."""
 
     class Views(Clip):
         def embed(self, model: nn.Module, batch: Any) -> Any:

@@ -1,4 +1,4 @@
-"""An evaluation counts each sample once, and leaves no trace in the training."""
+"""An evaluation counts each sample once and does not affect training."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ WORLD = World(torch.device("cpu"))
 
 
 class Sampling(Task):
-    """Metrics with a count that differs from sample to sample, and one that draws random numbers."""
+    """A metric whose count depends on the samples, and one that draws random numbers."""
 
     def __init__(self) -> None:
         self.model = nn.Sequential(nn.Linear(1, 1, dtype=torch.float64), nn.Dropout(0.5))
@@ -78,7 +78,7 @@ def test_a_metric_that_samples_depends_only_on_the_seed() -> None:
 
 
 class Replaying(Sampling):
-    """Returns sums in memory that the next batch overwrites, as a model in CUDA graphs does."""
+    """Returns sums in memory that the next batch overwrites, like a model in CUDA graphs."""
 
     def __init__(self) -> None:
         super().__init__()

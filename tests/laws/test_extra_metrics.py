@@ -1,4 +1,4 @@
-"""Further training metrics are the same however an update is divided, and null without items."""
+"""Additional training metrics do not depend on how an update is divided, and are null without items."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def batches_of(order: Order) -> Iterator[MicroBatch]:
 def measured(
     world: World, shares: tuple[int, ...], micro: int, kind: Any = loss, *, in_step: bool = False
 ) -> list[list[float]]:
-    """Return the value of the metric in each update."""
+    """Return the metric of each update."""
     torch.manual_seed(0)
     model, extra = nn.Linear(4, 1).double(), ExtraMetrics()
     parallel = Replicated(world, in_step=True) if in_step else ddp(world)

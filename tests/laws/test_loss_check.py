@@ -1,4 +1,4 @@
-"""A loss that is no sum is noticed before the first update, and looking for it changes nothing of the training."""
+"""A loss that is not a sum is detected before the first update, and the check does not affect training."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def said(
     loss: Loss, batch: Any = None, *, model: nn.Module | None = None, precision: Any = fp32,
     first: MicroBatch | None = None, loader: Loader | None = None,
 ) -> str:  # fmt: skip
-    """Return what is said of a loss: "" where nothing is wrong."""
+    """Return the message about a loss, "" if there is none."""
     parts = parts_of(model or model_of(), precision)
     read = None if loader is None else BatchReader(loader, Prefetch(WORLD.device))
     try:
@@ -77,7 +77,7 @@ def noisy(size: float, reduction: str) -> Loss:
 
 
 def denoised(reduction: str) -> Loss:
-    """A diffusion loss: what is drawn for a sample depends on the size of its batch."""
+    """A diffusion loss: draws for a sample depend on the size of its batch."""
 
     def loss(model: nn.Module, batch: Any) -> Any:
         x, y = batch
@@ -105,13 +105,13 @@ def padded(model: nn.Module, batch: Any) -> Any:
 
 
 def score(model: nn.Module, batch: Any) -> Any:
-    """A difference of large sums: in bfloat16 little of it is left."""
+    """A difference of large sums, which cancels to few significant bits in bfloat16."""
     shifted = batch[0] + 1
     return (20 + model(batch[0])).sum() - (20 + model(shifted)).sum(), len(batch[0])
 
 
 def at_least_one(model: nn.Module, batch: Any) -> Any:
-    """A single sample has items, so one half has none."""
+    """Only one sample has items, so one half has none."""
     has_items = (batch[0][:, :1] == batch_of()[0][0, 0]).any(1)
     losses = F.cross_entropy(model(batch[0]), batch[1], reduction="none")
     return (losses * has_items).sum(), has_items.sum().clamp(min=1)
@@ -260,7 +260,7 @@ def test_a_batch_norm_that_mixes_samples_in_eval_mode_is_not_blamed_on_the_loss(
 
 
 def test_each_pass_of_the_check_sees_unchanged_buffers() -> None:
-    """A queue of keys that each call fills: what the first call leaves must not hide a mean."""
+    """A queue of keys that each call fills: the keys of the first call must not hide a mean."""
     model = model_of()
     model.register_buffer("keys", torch.zeros(16, CLASSES))
 
@@ -275,7 +275,7 @@ def test_each_pass_of_the_check_sees_unchanged_buffers() -> None:
 
 
 def test_a_loss_with_an_auxiliary_term_is_not_reported() -> None:
-    """A teacher that follows the student inside of the loss would take steps that training did not make."""
+    """A teacher that the loss updates from the student must not move during the check."""
     model = model_of()
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     draws = torch.get_rng_state()
@@ -307,11 +307,11 @@ def test_call_counters_of_a_model_or_a_task_are_restored() -> None:
     assert not hasattr(model, "counted_from_the_first_call")
 
 
-# ---------------------------------------------------------------- which batches can be cut
+# ---------------------------------------------------------------- which batches can be split
 
 
 def sizes(batch: Any) -> Any:
-    """Return the two parts of a batch, tensors by their shapes."""
+    """Return both halves of a batch, with shapes instead of tensors."""
 
     def shape(value: Any) -> Any:
         if isinstance(value, Tensor):
@@ -369,7 +369,7 @@ def test_a_mapping_is_split_into_mappings_of_its_type() -> None:
     assert [part.batch.ids.shape[0] for part in found] == [2, 3]
 
 
-# ---------------------------------------------------------------- the whole program
+# ---------------------------------------------------------------- complete runs
 
 TASK = Path(__file__).parents[1] / "faults" / "task_of_matrix.py"
 CHANGES = Path(__file__).parent / "task_of_buffers.py"  # its buffers change in eval mode, too
@@ -380,7 +380,7 @@ def trained(
     server: ForkServer, folder: Path, words: str, before: str, task: Path = CHANGES
 ) -> tuple[dict[str, Tensor], Sequence[Any]]:
     folder.mkdir()
-    # Batches of two, as lists of two tensors, are collated again.
+    # Lists of two tensors, as batches of two, are collated again.
     size = "micro_batch_size=4" if task == CHANGES else "micro_batch_size=1"
     line = f"train --task {task} {size} run=mine device=cpu monitor=off updates=5 evaluate.every=0 log_every=1 {words}"
     ended = server.run(line, folder, before=before)
@@ -424,7 +424,7 @@ def test_reading_a_second_sample_changes_no_bit_of_the_training(words: str, serv
 def test_the_check_costs_two_passes_without_gradient_before_the_first_update(
     server: ForkServer, tmp_path: Path
 ) -> None:
-    """A whole batch and two halves, once for a phase; nothing of it is between updates, or after a resume."""
+    """A complete batch and two halves, once per phase: not between updates, and not after a resume."""
     (tmp_path / "mine.py").write_text(
         TASK.read_text().replace(
             "        x, y = batch\n        if torch.is_grad_enabled():",
@@ -438,5 +438,5 @@ def test_the_check_costs_two_passes_without_gradient_before_the_first_update(
         assert ended.code == 0, ended.err
     one, other = 4, 2
     evaluation = "e" * 2  # ten samples in batches of 8
-    metrics = "eee" * 4  # they depend on random draws
+    metrics = "eee" * 4  # metrics that depend on random draws are repeated
     assert (tmp_path / "calls").read_text() == f"eee{metrics}{'t' * one}{evaluation}{'t' * other}{evaluation}"

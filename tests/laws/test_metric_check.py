@@ -30,7 +30,7 @@ Evaluate = Callable[[Any, nn.Module, Any], Mapping[str, Any]]
 
 
 def checked(evaluate: Evaluate, *, additive: bool = True, metrics: Any = None) -> dict[str, list[str]]:
-    """Return reason -> metrics not checked, for a task with this method, and with metrics that are not sums."""
+    """Return reason -> metrics not checked, for a task with this `evaluate`, and with metrics that are not sums."""
     names = {"evaluate": evaluate, "loss_is_additive": additive}
     task = type("Points", (Task,), names if metrics is None else {**names, "metrics": lambda self, split: metrics})()
     torch.manual_seed(0)
@@ -99,7 +99,7 @@ def test_a_mean_is_refused_with_the_call_to_change(evaluate: Evaluate, fix: str)
 
 
 def retrieval(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:
-    """A metric of all pairs of a batch."""
+    """A metric of all pairs in a batch."""
     codes = model(batch[0])
     return {"pairs": ((codes @ codes.T).square().sum(), len(codes))}
 

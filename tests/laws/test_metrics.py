@@ -1,4 +1,4 @@
-"""A metric that is not a sum equals that of one process, however its samples are divided."""
+"""A metric that is not a sum equals that of a single process, however its samples are divided."""
 
 from __future__ import annotations
 
@@ -33,13 +33,13 @@ torchmetrics = pytest.importorskip("torchmetrics")
 
 
 def auroc(scores: Tensor, labels: Tensor) -> Tensor:
-    """Return the share of pairs of a positive and a negative that are in order."""
+    """Return the share of correctly ordered pairs of a positive and a negative sample."""
     positive, negative = scores[labels == 1], scores[labels == 0]
     return (positive[:, None] > negative).double().mean()
 
 
 class Total(torchmetrics.Metric):
-    """A metric with a sum, and the list of what it has seen."""
+    """A metric with a sum, and a list of its inputs."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class Total(torchmetrics.Metric):
 
 
 class Longest(torchmetrics.Metric):
-    """The largest sum of a sample, in a list with one tensor per sample as detections have."""
+    """The largest sum over a sample, in a list state with one tensor per sample, as in detection metrics."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -178,7 +178,7 @@ def test_a_name_of_a_metric_that_shadows_another_is_refused(other: dict[str, Gat
     [
         {"auroc": auroc},
         [Gather(auroc)],
-        {"auroc": Gather(partial(torch.add, alpha=2))},  # several numbers
+        {"auroc": Gather(partial(torch.add, alpha=2))},  # several values
         {"order": torchmetrics.AUROC(task="binary")},  # its update needs two arguments
     ],
     ids=["function", "list", "vector", "arguments"],
@@ -193,7 +193,7 @@ def test_an_invalid_metric_is_refused(declared: Any) -> None:
 
 
 class Measured(Points):
-    """Metrics of torchmetrics that the task keeps: of sums, of lists, without a reduction, wrapped, and collected."""
+    """Metrics of torchmetrics: with sums, with lists, without a reduction, wrapped, and in a collection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -223,7 +223,7 @@ def test_metrics_of_torchmetrics_are_merged(number: int, world_size: int) -> Non
     task, whole = Measured(), dict[str, float]()
     with torch.no_grad():
         x, y = (part[:number] for part in data())
-        # in the same parts: a metric may count its updates
+        # the same parts, because a metric may count its updates
         answers = [task.evaluate(task.model, batch) for batch in zip(x.split(5), y.split(5), strict=True)]
     for name, metric in task.kept.items():
         for answer in answers:
@@ -236,7 +236,7 @@ def test_metrics_of_torchmetrics_are_merged(number: int, world_size: int) -> Non
 
 
 class MeanOfClasses(torchmetrics.classification.MulticlassAveragePrecision):
-    """Computes a number and a vector, as MeanAveragePrecision of detections does, which needs torchvision."""
+    """Computes a scalar and a vector, like MeanAveragePrecision for detection, which needs torchvision."""
 
     def __init__(self) -> None:
         super().__init__(num_classes=2, average=None)
@@ -247,7 +247,7 @@ class MeanOfClasses(torchmetrics.classification.MulticlassAveragePrecision):
 
 
 class SeveralNumbers(Points):
-    """Metrics of torchmetrics that compute a vector, a matrix, or a mapping with vectors, also of texts and boxes."""
+    """Metrics of torchmetrics that compute a vector, a matrix or a mapping with vectors, also on texts and boxes."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -291,7 +291,7 @@ def test_a_metric_of_several_numbers_gives_each_a_name(world_size: int) -> None:
 
 
 class Words(torchmetrics.Metric):
-    """Keeps texts, which ranks cannot exchange as tensors."""
+    """A list of strings, which ranks cannot exchange as tensors."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Draws for samples are the same on any path to an update: cuts, ranks, strategies, retries, stops, recomputation."""
+"""Draws for a sample do not depend on micro-batches, ranks, strategies, retries, stops or recomputation."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ class Runs:
         return torch.cat([tensors[key].flatten() for key in sorted(tensors)])
 
     def rows(self, name: str) -> list[dict[str, Any]]:
-        """Return losses and metrics by update, of the last time an update was made."""
+        """Return losses and metrics by update; rows of repeated updates replace earlier ones."""
         found: dict[int, dict[str, Any]] = {}
         for line in (self.folder / name / "outputs" / "mine" / "metrics.jsonl").read_text().splitlines():
             row = json.loads(line)
@@ -68,7 +68,7 @@ def runs(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Runs:
 
 
 def check_same(runs: Runs, name: str, tolerance: float = 1e-9) -> None:
-    """Float64 sums in another order; AdamW's first steps divide by the size of a gradient, which magnifies rounding."""
+    """Float64 sums in another order; the first steps of AdamW divide by gradients, which magnifies rounding errors."""
     whole, mine = runs.weights("whole"), runs.weights(name)
     assert float((whole - mine).abs().max()) < tolerance * float(whole.abs().max())
     rows = runs.rows("whole")
@@ -97,13 +97,13 @@ def test_a_run_that_draws_is_the_same_after_a_stop(end: str, more: list[str], ru
     words = [f"task.end={end}", "checkpoint.every=2", *more]
     ended = runs.run(name, *words)
     assert (runs.folder / name / f"ended-{end}").exists()
-    if ended.code != 0 or "parallelism=ddp" not in more:  # ranks that are left may have gone on by themselves
+    if ended.code != 0 or "parallelism=ddp" not in more:  # the remaining ranks may have resumed by themselves
         assert ended.code in (75, -9, 137) or end == "SIGKILL", ended.err
         runs.done(name, *words)
     check_same(runs, name)
 
 
 def test_another_seed_gives_other_draws(runs: Runs) -> None:
-    """Otherwise the equalities above would say nothing."""
+    """Otherwise the comparisons above would prove nothing."""
     runs.done("seed", "seed=1")
     assert runs.rows("seed")[1]["train/loss"] != pytest.approx(runs.rows("whole")[1]["train/loss"], rel=1e-3)

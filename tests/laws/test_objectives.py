@@ -73,7 +73,7 @@ class Adversarial(Task):
 
 
 class ActorCritic(Task):
-    """A critic that regresses returns, and an actor that uses its advantage; the critic is trained more often."""
+    """A critic that regresses returns, and an actor that uses its advantage; the critic has more frequent updates."""
 
     declared: ClassVar[Declared] = {"critic": {"trains": ["critic"]}, "actor": {"trains": ["actor"], "every": 2}}
     objectives = Adversarial.objectives
@@ -176,7 +176,7 @@ def weights_of(model: nn.Module) -> dict[str, list[float]]:
 
 
 def by_hand(kind: type[Any], dtype: torch.dtype) -> dict[str, Any]:
-    """Train with a plain PyTorch loop over whole batches."""
+    """Train with a plain PyTorch loop over complete batches."""
     task = kind(dtype)
     parts = {
         name: (
@@ -224,7 +224,7 @@ def test_parameters_of_no_objective_are_not_changed() -> None:
 
 
 def test_an_overflow_of_one_objective_skips_only_its_step() -> None:
-    """Each objective has its own loss scale."""
+    """Each objective has a separate loss scale."""
     task = Adversarial(torch.float32)
     run = objectives(task, ALONE, half)
     before = weights_of(task.model)
@@ -244,7 +244,7 @@ def _times(answer: tuple[Tensor, int]) -> tuple[Tensor, int]:
 
 
 def test_half_precision_does_not_depend_on_micro_batches() -> None:
-    """To a few roundings of float16: eps is 1e-3."""
+    """Up to a few roundings of float16: eps is 1e-3."""
     whole = trained(ALONE, Adversarial, shares=(32,), micro=32, dtype=torch.float32, precision=half)
     parts = trained(ALONE, Adversarial, shares=(32,), micro=8, dtype=torch.float32, precision=half)
     assert distance(whole["losses"], parts["losses"]) <= 4e-3

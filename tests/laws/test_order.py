@@ -1,4 +1,4 @@
-"""Which samples an update sees is arithmetic: nothing that reads them can change it."""
+"""The samples of an update are a pure function of the seed and the update, independent of the data loader."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def test_epochs_differ_and_seeds_differ() -> None:
 
 
 class Noisy:
-    """Samples with random augmentation that depends on seed, epoch and index alone."""
+    """Samples with random augmentation that depends only on seed, epoch and index."""
 
     def __init__(self) -> None:
         self.epoch = 0
@@ -197,7 +197,7 @@ def test_ranks_start_with_different_seeds() -> None:
     seeds = [rank_seed(*key) for key in keys]
     assert len(set(seeds)) == len(keys)
     assert all(0 <= seed < 2**63 for seed in seeds)
-    assert [rank_seed(seed, 0) for seed in (0, 1, 7)] == [0, 1, 7]  # one process and rank 0 draw alike
+    assert [rank_seed(seed, 0) for seed in (0, 1, 7)] == [0, 1, 7]  # rank 0 draws like a single process
 
 
 # ---------------------------------------------------------------- orders too large for an array
@@ -222,7 +222,7 @@ def test_any_part_of_a_keyed_permutation_is_computed_alone(size: int, seed: int,
 
 
 def surplus(counts: Any, categories: int) -> float:
-    """Return by how many standard deviations the chi-squared statistic of these counts is above that of equal odds."""
+    """Return the chi-squared statistic of these counts for equal odds, in standard deviations above its mean."""
     counts = np.array(list(counts))
     expected = counts.sum() / categories
     statistic = ((counts - expected) ** 2 / expected).sum() + expected * (categories - len(counts))
@@ -232,7 +232,7 @@ def surplus(counts: Any, categories: int) -> float:
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_every_permutation_of_a_few_samples_is_as_likely(size: int) -> None:
     found = Counter(tuple(KeyedPermutation(seed, 0, size)[:size].tolist()) for seed in range(4000))
-    assert surplus(found.values(), math.factorial(size)) < 4  # once in 30,000 choices of 4,000 seeds
+    assert surplus(found.values(), math.factorial(size)) < 4  # false alarm: once in 30,000 choices of 4,000 seeds
 
 
 @pytest.mark.parametrize("size", [2**24 + 1, 2**25 + 12345, 10**10])
@@ -262,16 +262,16 @@ def test_the_order_of_ten_thousand_million_samples_takes_no_memory() -> None:
 
 
 def test_orders_of_up_to_16_million_samples_are_those_of_earlier_versions() -> None:
-    """Their runs can be resumed, and their figures stay as they are."""
+    """Runs of earlier versions can be resumed, with equal results."""
     assert Order(KEYED_ABOVE, 8, 8, seed=3).update_sampler.content == ""
     assert Order(KEYED_ABOVE + 1, 8, 8, seed=3).update_sampler.content == KEYED
     assert [micro.indices for micro in Order(20, 8, 8, seed=3).micro_batches(0)] == [[8, 0, 18, 5, 9, 3, 12, 16]]
 
 
 def begun(folder: Path) -> list[Any]:
-    """Make two updates and save; return the micro-batches of the third."""
+    """Run two updates and save; return the micro-batches of the third."""
     with opened(folder) as phase:
-        phase.run_.provenance.is_compared = True  # as in a run of `train`
+        phase.run_.provenance.is_compared = True  # like a run of `train`
         updates = phase.updates()
         for _ in range(2):
             next(updates)
@@ -280,7 +280,7 @@ def begun(folder: Path) -> list[Any]:
 
 
 def test_a_run_keeps_the_kind_of_order_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Also one of a version that had arrays only, whatever the number of samples."""
+    """Also for a run of a version without keyed permutations, for any number of samples."""
     as_array = begun(tmp_path / "array")
     monkeypatch.setattr(module, "KEYED_ABOVE", 8)
     keyed = begun(tmp_path / "keyed")

@@ -1,6 +1,6 @@
-"""A model compiled to CUDA graphs returns the same memory from each call: nothing of it may be kept until the next.
+"""A model compiled to CUDA graphs reuses the memory of its outputs in the next call, so they must not be kept.
 
-Without a GPU: a model whose output is one buffer, which each call overwrites.
+Simulated without a GPU by a model whose output is one buffer, which each call overwrites.
 """
 
 from __future__ import annotations

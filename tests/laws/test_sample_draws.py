@@ -1,4 +1,4 @@
-"""What a data set draws from the global generators is a function of (seed, epoch, index), whoever reads it."""
+"""A data set's draws from the global generators are a function of (seed, epoch, index), whichever process reads it."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ Draws = dict[tuple[int, int], list[float]]  # (epoch, index) -> what was drawn
 
 
 def drawn() -> list[float]:
-    """Return numbers of all generators: an odd number of normal ones, whose pairs NumPy and Python keep."""
+    """Return draws from all generators: an odd number of normal ones, which NumPy and Python generate in pairs."""
     return [torch.rand((), dtype=torch.float64).item(), np.random.normal(), random.gauss(0, 1), random.random()]
 
 
@@ -43,7 +43,7 @@ def always(epoch: int, index: int) -> bool:
 
 
 class Drawing:
-    """Samples that are their epoch, their index, and what was drawn for them; a batch of one column each."""
+    """Samples of epoch, index and draws; batches have one row per sample."""
 
     def __init__(self, when: Callable[[int, int], bool] = always) -> None:
         self.epoch, self.when, self.num_read = 0, when, 0
@@ -85,7 +85,7 @@ def draws_of(batches: Sequence[MicroBatch]) -> Draws:
 
 @pytest.fixture(scope="module")
 def reference() -> Draws:
-    """What is drawn in 7 updates of 8, read by this process in one pass for each update."""
+    """The draws of 7 updates of 8 samples, read in this process without accumulation."""
     return draws_of(read(reader("0", Drawing()), Order(SIZE, 8, 8, seed=4)))
 
 
@@ -135,7 +135,7 @@ def states() -> tuple[bytes, Any, Any]:
 @pytest.mark.parametrize("kind", ["0", "1", "thread"])
 @pytest.mark.parametrize("num_normal", [0, 1])
 def test_reading_does_not_advance_the_generators_of_this_process(kind: str, num_normal: int) -> None:
-    for _ in range(num_normal):  # the other one of the pair is kept
+    for _ in range(num_normal):  # the second normal number of a pair is cached
         np.random.normal()
         random.gauss(0, 1)
     before = states()
@@ -144,7 +144,7 @@ def test_reading_does_not_advance_the_generators_of_this_process(kind: str, num_
 
 
 def test_draws_of_the_model_and_of_samples_are_independent(reference: Draws) -> None:
-    """As in training: dropout between two micro-batches, one of a pair of normal numbers at a time."""
+    """As in training: dropout between two micro-batches draws one number of a pair of normal ones."""
 
     def of_model(batches: Iterator[MicroBatch]) -> tuple[list[list[float]], Draws]:
         seed_everything(0)
@@ -164,7 +164,7 @@ def test_draws_of_the_model_and_of_samples_are_independent(reference: Draws) -> 
 
 
 class Processes(Drawing):
-    """Samples that are the process which reads them."""
+    """Samples that are the PID of the process that reads them."""
 
     def __getitem__(self, index: int) -> Tensor:
         return torch.tensor(os.getpid())
@@ -172,7 +172,7 @@ class Processes(Drawing):
 
 @pytest.mark.parametrize("kind", ["1", "thread"])
 def test_no_data_set_code_runs_concurrently_with_the_model_in_its_process(kind: str) -> None:
-    """Generators belong to a process: what two threads draw from them at the same time cannot be kept apart."""
+    """Generators are global in a process: draws of two concurrent threads could not be separated."""
     batches = read(reader(kind, Processes()), Order(SIZE, 8, 3, seed=4), updates=2)
     assert os.getpid() not in {int(process) for item in batches for process in item.batch}
 
@@ -196,7 +196,7 @@ def test_a_data_set_that_starts_to_draw_late_is_detected(generator: str) -> None
         keys = [MicroBatchKey(0, list(indices[first : first + size]), last=True) for first in range(0, 400, size)]
         return draws_of([fetcher[key] for key in keys])
 
-    # From 400 backwards, the first of the samples that draw is read at another moment, and in another company.
+    # Backwards in one batch of 400, the first sample that draws is read at another time and beside other samples.
     forwards, backwards = one_by_one(range(400), 8), one_by_one(range(399, -1, -1), 400)
     assert forwards == backwards
     assert len({tuple(numbers) for numbers in forwards.values()}) == 11
@@ -210,7 +210,7 @@ def test_each_sample_is_read_once(when: Callable[[int, int], bool]) -> None:
 
 
 class Unreliable(Drawing):
-    """A sample that fails after it drew, one that fails before, and one whose failing is drawn."""
+    """A sample that fails after drawing, one that fails before, and one that fails depending on the draw."""
 
     def __getitem__(self, index: int) -> Tensor:
         if index == 3:
@@ -231,7 +231,7 @@ def test_bad_samples_do_not_change_the_draws_of_the_others(kind: str, reference:
 
 
 def mixed(samples: list[Tensor]) -> Tensor:
-    """A collate that draws, as one that mixes samples does."""
+    """A collate function that draws, as one for mixup does."""
     return torch.cat([torch.stack(samples), torch.tensor([drawn()] * len(samples), dtype=torch.float64)], dim=1)
 
 
@@ -255,7 +255,7 @@ def test_batches_of_other_samples_are_collated_with_other_draws() -> None:
 
 
 class Together(Drawing):
-    """Batches that are read at once."""
+    """Reads each batch in one call."""
 
     def __getitems__(self, indices: list[int]) -> Tensor:
         numbers = torch.rand(len(indices), 4, dtype=torch.float64)
@@ -298,7 +298,7 @@ WRAPPERS = [(subset,), (stacked,), (by_name,), (subset, stacked), (by_name, subs
 def test_a_wrapper_that_reads_single_samples_has_draws_per_sample(
     wrappers: Sequence[Callable[[Any], Any]], reference: Draws
 ) -> None:
-    """torch's Subset and StackDataset have `__getitems__`; `random_split` makes a Subset."""
+    """torch's Subset and StackDataset have `__getitems__`; `random_split` returns a Subset."""
     dataset: Any = Drawing()
     for wrap in reversed(wrappers):
         dataset = wrap(dataset)
@@ -324,7 +324,7 @@ def test_a_wrapper_of_a_batch_reader_reads_batches() -> None:
 
 
 class OnGpu(Drawing):
-    """Draws from the generator of the GPU in use, and makes another GPU the one in use."""
+    """Draws from the current GPU's generator, and changes the current GPU."""
 
     def __getitem__(self, index: int) -> Tensor:
         generator: torch.Generator = torch.cuda.default_generators[torch.cuda.current_device()]  # type: ignore[assignment]
@@ -334,7 +334,7 @@ class OnGpu(Drawing):
 
 
 def test_draws_from_the_generator_of_the_gpu_in_use_are_those_of_the_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    """On stand-ins: two generators of the CPU, as those of two GPUs."""
+    """Two CPU generators stand in for those of two GPUs."""
     in_use, generators = [6], {6: torch.Generator(), 7: torch.Generator()}
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "default_generators", generators)
@@ -347,7 +347,7 @@ def test_draws_from_the_generator_of_the_gpu_in_use_are_those_of_the_sample(monk
         indices = [0] * warm_up + list(range(16))
         for first in range(0, len(indices), size):
             in_use[0] = 6
-            torch.rand(3, generator=generators[6])  # dropout of the model
+            torch.rand(3, generator=generators[6])  # like dropout of the model
             before = [generator.get_state() for generator in generators.values()]
             found.append(fetcher[MicroBatchKey(0, indices[first : first + size], last=True, seed=4)])
             assert all(map(torch.equal, before, [generator.get_state() for generator in generators.values()]))
@@ -359,7 +359,7 @@ def test_draws_from_the_generator_of_the_gpu_in_use_are_those_of_the_sample(monk
 
 
 class Shuffling(Drawing):
-    """Draws when it is told of a new epoch."""
+    """Draws in `set_epoch`."""
 
     def set_epoch(self, epoch: int) -> None:
         self.of_epoch = drawn()
@@ -382,7 +382,7 @@ class Kept(Drawing):
 
 
 class SeedsItself(Kept):
-    """Samples that are made with random numbers, and are the same each time."""
+    """Random samples that are equal each time."""
 
     def __getitem__(self, index: int) -> Tensor:
         torch.manual_seed(index)
@@ -402,7 +402,7 @@ def test_samples_are_cached_only_if_they_are_equal_in_each_epoch(where: str) -> 
 
 
 class Rare(Kept):
-    """Only few samples are made with random numbers, and none of the first."""
+    """Only few samples are random, and none of the first."""
 
     def __len__(self) -> int:
         return 1100
@@ -417,7 +417,7 @@ def test_one_changing_sample_disables_the_cache() -> None:
 
 
 class Missing(Kept):
-    """Samples with missing values, the same each time, of a data set that seeds the generators itself."""
+    """Samples with NaN that are equal each time, of a data set that seeds the generators itself."""
 
     def __getitem__(self, index: int) -> Tensor:
         random.seed(index)
@@ -431,13 +431,13 @@ def test_samples_with_nan_are_cached() -> None:
 
 
 def test_the_order_of_samples_equals_that_of_earlier_versions() -> None:
-    """Checkpoints hold no order: they are resumed with the one that is computed."""
+    """Checkpoints do not contain the order: a resumed run computes it again."""
     assert permutation(0, 0, 8).tolist() == ORDERS[0]
     assert permutation(2**32 - 1, 7, 8).tolist() == ORDERS[1]
 
 
 class Numbers:
-    """Samples that are the first number of each generator."""
+    """Samples that are the first draw of each generator."""
 
     first: Any = None
 
@@ -467,14 +467,14 @@ BATCH = [[9321899, 11782550, 7220949]]
 
 @pytest.mark.parametrize(("dataset", "expected"), [(Numbers(), SAMPLES), (NumbersTogether(), BATCH)])
 def test_draws_equal_those_of_earlier_versions(dataset: Numbers, expected: list[list[int]]) -> None:
-    """Checkpoints hold no draws of samples: a run that resumes with a later version must draw the same."""
+    """Checkpoints do not contain draws of samples: a run resumed with a later version must draw the same."""
     fetcher = Fetcher(dataset, lambda samples: [*samples, first_numbers()], bad_samples="stop")
     batch = fetcher[MicroBatchKey(2, [3, 5], last=True, seed=4)].batch
     assert (dataset.first, batch) == (EPOCH, [*expected, COLLATED])
 
 
 def test_no_seed_gives_the_order_or_the_draws_of_another_one() -> None:
-    """Two words of a large seed must not be read as a seed and an epoch, or as a seed and a rank."""
+    """The two 32-bit words of a large seed must not be mistaken for a seed and an epoch, or a seed and a rank."""
     pairs = [(5, 0), (5, 7), (5 + 7 * 2**32, 0), (5 + 2**32, 7), (7 * 2**32, 5), (7, 5), (0, 5), (5 * 2**32, 0)]
     assert len({tuple(permutation(seed, epoch, 32).tolist()) for seed, epoch in pairs}) == len(pairs)
     keys = [(5, 1, 0), (5, 1, 3), (5, 3, 1), (5 + 2**32, 3, 0), (5 + 2**32, 0, 3), (5 + 3 * 2**32, 1, 0)]

@@ -1,4 +1,4 @@
-"""Every sampler draws as a pure function of (seed, epoch, position); nothing that reads the samples can change it."""
+"""Every sampler draws as a pure function of (seed, epoch, position), independent of the data loader."""
 
 from __future__ import annotations
 
@@ -173,7 +173,7 @@ def test_workers_read_the_same_samples_with_the_same_random_numbers(kind: str, w
         assert torch.equal(mine, theirs)
 
 
-# ---------------------------------------------------------------- what is drawn
+# ---------------------------------------------------------------- distributions of draws
 
 
 @pytest.mark.parametrize("kind", ["shuffle", "sequential", "length_buckets", "token_budget"])
@@ -190,7 +190,7 @@ def test_sequential_keeps_the_order_of_the_data_set() -> None:
 
 
 def outside(counts: np.ndarray[Any, Any], draws: int, shares: np.ndarray[Any, Any]) -> list[int]:
-    """Return the samples whose count is outside of exact binomial bounds, at 1e-6 for all of them together."""
+    """Return the samples whose count is outside of exact binomial bounds, at a joint level of 1e-6."""
     tail = 1e-6 / (2 * len(shares))
     low, high = binom.ppf(tail, draws, shares), binom.isf(tail, draws, shares)
     return [index for index, count in enumerate(counts) if not low[index] <= count <= high[index]]
@@ -224,7 +224,7 @@ def test_weighted_without_replacement_draws_a_sample_at_most_once() -> None:
         assert max(drawn) < SIZE
         firsts[drawn[0]] += 1
     counts = np.array([firsts[index] for index in range(SIZE)])
-    assert outside(counts, 2000, WEIGHTS / WEIGHTS.sum()) == []  # the first draw is as with replacement
+    assert outside(counts, 2000, WEIGHTS / WEIGHTS.sum()) == []  # the first draw is distributed as with replacement
 
 
 def test_a_sample_drawn_again_in_an_epoch_gets_other_random_numbers() -> None:
@@ -235,7 +235,7 @@ def test_a_sample_drawn_again_in_an_epoch_gets_other_random_numbers() -> None:
 
 
 def test_a_mixture_has_its_shares_in_every_prefix_and_covers_each_data_set() -> None:
-    """After p draws, each of the S data sets is within S + 1 of its share of p."""
+    """After p draws, the count of each of the S data sets is within S + 1 of its share of p."""
     shares = np.array([0.2, 0.5, 0.3])
     sampler = mixture(samples(), weights=[2, 5, 3])
     drawn = np.concatenate([sampler.draw(3, epoch, window) for epoch in range(30) for window in range(7)]) % SIZE
@@ -274,7 +274,7 @@ def test_length_buckets_put_samples_of_one_length_together() -> None:
 
 @pytest.mark.parametrize("drop_last", [False, True])
 def test_no_length_is_always_in_the_incomplete_update(drop_last: bool) -> None:
-    """With drop_last, the longest samples would otherwise never be trained on."""
+    """With drop_last, the longest samples would otherwise never be used."""
     sampler = length_buckets(samples(drop_last=drop_last))
     whole = range(SIZE // 8)
     seen = {index for epoch in range(40) for window in whole for index in sampler.draw(0, epoch, window)}

@@ -1,4 +1,4 @@
-"""Sharpness-aware minimization equals a plain loop, whatever the micro-batches, ranks, retries and resumptions."""
+"""Sharpness-aware minimization equals a plain loop, for any micro-batches, ranks, retries and resumes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Streams of `datasets`, `webdataset` and `torchdata`: each sample once, on ranks, in workers and after a stop."""
+"""Streams of `datasets`, `webdataset` and `torchdata`: each sample once, on ranks, in workers and after a resume."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ NUMBERS = list(range(sum(SIZES)))
 
 @pytest.fixture(autouse=True)
 def _files_left_open() -> Iterator[None]:
-    """webdataset leaves the closing of files to the garbage collector."""
+    """webdataset leaves closing files to the garbage collector."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -119,7 +119,7 @@ def test_a_stream_of_a_package_is_read_once_and_resumed(
 
 @pytest.mark.parametrize("name", PACKAGES)
 def test_states_of_packages_are_used_if_they_are_exact(name: str, tmp_path: Path) -> None:
-    """The buffer of `shuffle` is no part of the state of `datasets`: its state does not return to the samples."""
+    """The state of `datasets` does not include the buffer of `shuffle`, so it cannot restore the position."""
     plain = verdict_of(StreamSource("train", 1, PACKAGES[name](tmp_path, shuffle=False)))
     assert (plain.has_state, plain.restore_error) == (name != "webdataset", "")
     if name == "datasets":

@@ -1,4 +1,4 @@
-"""A stream is trained on in the same updates by any number of ranks and workers, and after a stop anywhere."""
+"""Updates of a stream do not depend on the numbers of ranks and workers, or on where the run is stopped and resumed."""
 
 from __future__ import annotations
 
@@ -179,7 +179,7 @@ def test_workers_read_the_same_samples(kind: str, num_shards: int, together: int
 @pytest.mark.parametrize("start", [1, 2, 5, 9, 12])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_resumed_stream_continues(kind: str, num_shards: int, together: int, start: int, workers: int) -> None:
-    """On other ranks: the marks of two ranks are used by one process, and the other way round."""
+    """On other ranks: marks of two ranks are used by one process, and vice versa."""
     source = source_of(KINDS[kind], num_shards)
     whole = read(source, 18, order=order_of(source, together=together))
     ranks = [order_of(source, 2, together, shares=(5, 3), rank=rank) for rank in range(2)]
@@ -206,7 +206,7 @@ def test_a_state_avoids_rereading() -> None:
     marks = marks_after(read(source, 5))
     skipped.clear()
     read(source, 1, start=5, marks=marks)
-    assert skipped[-1] == 5 * BATCH - 1  # the last sample before the stop is read again, to see that it is the same
+    assert skipped[-1] == 5 * BATCH - 1  # the last sample before the stop is read again and compared
 
 
 def test_rewinding_reads_the_same_samples_again() -> None:
@@ -261,7 +261,7 @@ def test_an_iterable_without_index_is_a_stream() -> None:
     assert not any(map(is_stream, ([1], torch.zeros(2), torch.utils.data.TensorDataset(torch.zeros(2)), 3)))
 
 
-# ---------------------------------------------------------------- lies
+# ---------------------------------------------------------------- invalid streams
 
 
 class Short(Files):

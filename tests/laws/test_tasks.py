@@ -1,7 +1,7 @@
-"""The update of every shipped task is the same however its samples are cut into micro-batches and dealt to ranks.
+"""The update of every shipped task does not depend on how its samples are divided into micro-batches and ranks.
 
-Everything is computed in float64, also where a task asks for float32 by `.float()`: what is left of a difference is
-rounding, and an error in the mathematics cannot hide below it.
+Everything is computed in float64, even if a task converts to float32 with `.float()`: the remaining differences are
+rounding errors, which cannot hide an error in the mathematics.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ WORDS = ("ash", "birch", "cedar", "elm", "fir", "hazel", "larch", "maple", "oak"
 Make = Callable[[Path], Task]
 
 
-# ---------------------------------------------------------------- the tasks, on little data
+# ---------------------------------------------------------------- the tasks, with small data
 
 
 def tractodiff(folder: Path, **options: Any) -> Task:
-    """Waves through a ball of random coefficients; some leave the ball, as the loss counts."""
+    """Waves through a ball of random coefficients; some leave the ball, which the loss takes into account."""
     from runner.tasks.tractodiff import data
     from runner.tasks.tractodiff import task as module
     from runner.tasks.tractodiff.fields import NUM_CHANNELS
@@ -70,7 +70,7 @@ def tractodiff(folder: Path, **options: Any) -> Task:
 
 
 def cape(folder: Path) -> Task:
-    """Polygons of different numbers of corners in the place of letters."""
+    """Polygons with different numbers of corners, instead of letters."""
     pytest.importorskip("matplotlib")
     from runner.tasks.cape.glyphs import END, LINE, MOVE, Letter, write_glyphs
     from runner.tasks.cape.task import build
@@ -88,7 +88,7 @@ def cape(folder: Path) -> Task:
 
 
 def nmt(folder: Path, **options: Any) -> Task:
-    """Sources and targets of many lengths: what is padding, and what shares a row, depends on the micro-batch."""
+    """Sources and targets of many lengths: padding and packing depend on the micro-batch."""
     from runner.tasks.nmt import task as module
 
     small = {"num_layers": 2, "num_heads": 2, "width": 16, "feed_forward": 32, "initial_std": 0.3}
@@ -108,7 +108,7 @@ def gpt(folder: Path, **options: Any) -> Task:
 
 
 def dynamo(folder: Path) -> Task:
-    """Records of many lengths: what is padding depends on the micro-batch."""
+    """Records of many lengths: padding depends on the micro-batch."""
     from runner.tasks.dynamo.task import SHAPES, DynamoTask, build
     from runner.tasks.dynamo.text import SPLITS
 
@@ -132,7 +132,7 @@ def dynamo(folder: Path) -> Task:
     small = type(shape)(2, 2, 32, 4, (12, 8), 1, shape.max_length, shape.max_target_length, 320, 2)
     task = DynamoTask(task.corpus, small, seed=SEED)
     for adapters in task.model.adapters:
-        for adapter in adapters.values():  # type: ignore[operator]
+        for adapter in adapters.values():  # for zeros, dropout before the adapters would have no effect
             torch.nn.init.normal_(adapter.B, std=0.1)  # from zero, dropout before them would not be seen
     return task
 
@@ -177,7 +177,7 @@ CASES: Mapping[str, tuple[Make, str]] = {
     "hyperspectral rx": (hyperspectral, "train"),
     "hyperspectral svdd": (svdd, "train"),
 }
-DRAWS = (  # draw random numbers in their loss
+DRAWS = (  # losses that draw random numbers
     *(
         "tractodiff",
         "tractodiff unet",
@@ -193,7 +193,7 @@ DRAWS = (  # draw random numbers in their loss
 
 
 def _with_small_shapes(module: Any, small: Mapping[str, Any], *given: Any, **options: Any) -> Task:
-    """Build a task whose sizes differ in everything but what makes them slow."""
+    """Build a task whose sizes differ only in what makes them slow."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "SHAPES", {size: replace(shape, **small) for size, shape in module.SHAPES.items()})
         task: Task = module.build(*given, **options)
@@ -226,7 +226,7 @@ def one_thread() -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Task]:
-    """Return a task by the name of its case, always with the same weights; it is built once."""
+    """Return a function of the case's name that returns its task, with the same weights each time."""
     folder, built = tmp_path_factory.mktemp("data"), {}
 
     def task(case: str) -> Task:
@@ -250,7 +250,7 @@ def wide(batch: Any) -> Any:
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Inside, float32 is float64, also where a task asks for it."""
+    """Use float64 instead of float32, even for `.float()`."""
     torch.set_default_dtype(torch.float64)
     try:
         with pytest.MonkeyPatch.context() as patch:
@@ -261,7 +261,7 @@ def float64() -> Iterator[None]:
 
 
 def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the loss or the metrics of a task, computed in float64."""
+    """Return the loss or metrics function of a task, computed in float64."""
 
     def computed(model: Any, batch: Any) -> Any:
         with float64():
@@ -282,7 +282,7 @@ def read(fetcher: Fetcher, keys: Iterable[MicroBatchKey]) -> Iterator[MicroBatch
 
 
 def cut(key: MicroBatchKey, sizes: tuple[int, ...]) -> Iterator[MicroBatchKey]:
-    """Yield the samples of an update in micro-batches of these sizes."""
+    """Split an update into micro-batches of these sizes."""
     start = 0
     for size in sizes:
         stop = start + size
@@ -293,7 +293,7 @@ def cut(key: MicroBatchKey, sizes: tuple[int, ...]) -> Iterator[MicroBatchKey]:
 def updated(
     world: World, task: Task, sizes: tuple[int, ...] = (), strategy: Any = ddp, shares: tuple[int, ...] = ()
 ) -> Updated:
-    """Return loss and items of one update, and how far it moved the weights."""
+    """Return the loss and items of one update, and the change of the weights."""
     fetcher, parallel = fetcher_of(task), strategy(world)
     order = Order(
         len(fetcher), SAMPLES, SAMPLES if sizes else 5, SEED, shares=shares,
@@ -312,7 +312,7 @@ def updated(
     )  # fmt: skip
     (step,) = train_updates(run, read(fetcher, keys), 1)
     assert step.loss_sum is not None
-    weights = parallel.gather_full(named)  # on rank 0
+    weights = parallel.gather_full(named)  # None except on rank 0
     moved = torch.cat([(weights[name] - before[name]).flatten() for name in before]) if weights else None
     return Updated(float(step.loss_sum), float(step.items), moved)
 
@@ -324,7 +324,7 @@ class Updated:
     moved: Tensor | None
 
     def check_is(self, other: Updated) -> None:
-        """Sums of some 10,000 terms in another order: float64 has 2e-16 for each, and the model multiplies it."""
+        """Compare sums of about 10,000 terms in another order: each rounds to 2e-16, and the model magnifies errors."""
         assert self.items == other.items
         assert self.loss == pytest.approx(other.loss, rel=1e-9)
         if self.moved is not None and other.moved is not None:
@@ -358,7 +358,7 @@ def test_splitting_the_model_into_stages_does_not_change_the_update(case: str, f
 
 @pytest.mark.parametrize("case", DRAWS)
 def test_draws_of_a_task_change_the_loss(case: str, fresh: Callable[[str], Task]) -> None:
-    """Otherwise the equality above would say nothing of random numbers."""
+    """Otherwise the comparison above would prove nothing about random numbers."""
     task = fresh(case)
     losses = []
     for seed in (1, 2):
@@ -387,5 +387,5 @@ def test_metrics_do_not_depend_on_batches(case: str, fresh: Callable[[str], Task
 
     with torch.no_grad():
         whole, parts = measured(count), measured(count // 3, count - count // 3)
-    for name, pair in whole.items():  # sums of ratios are float32 in some metrics
+    for name, pair in whole.items():  # some metrics add ratios in float32
         assert parts[name] == pytest.approx(pair, rel=1e-6, abs=1e-6), name

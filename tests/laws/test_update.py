@@ -1,4 +1,4 @@
-"""The update is the same however its samples are cut into passes."""
+"""The update does not depend on how its samples are divided into micro-batches."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def make_model(dtype: torch.dtype = torch.float64) -> nn.Module:
 
 
 def token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-    """A loss over a number of items that only the device knows, as with padding."""
+    """A loss whose number of items is known only on the device, as with padding."""
     x, y = batch
     return F.cross_entropy(model(x), y, reduction="sum", ignore_index=-1), (y >= 0).sum()
 
@@ -122,7 +122,7 @@ def test_the_update_equals_that_of_the_mean_loss(ignored: bool) -> None:
 
 
 def test_a_smaller_last_update_weights_its_samples_equally() -> None:
-    """The rest of an epoch is a mean over fewer samples, not a fraction of a mean."""
+    """The last update of an epoch is a mean over fewer samples, not a fraction of a mean."""
     (x, y), *_ = data(1, ignored=False)
     model, by_hand = make_model(), make_model()
     steps = list(
@@ -140,7 +140,7 @@ def test_clipping_sees_the_same_norm_with_and_without_loss_scaling() -> None:
     norms = {}
     for name, precision, options in (("fp32", fp32, {}), ("fp16", fp16, {"init_scale": 1024.0})):
         model = make_model(torch.float32)
-        if name == "fp16":  # the same numbers in both: only the scaling differs
+        if name == "fp16":  # equal weights and inputs; only the scaling differs
             options["keep_fp32"] = ["0", "2"]
         run = training(model, sample_loss, precision=precision, **options)
         batches = iter([MicroBatch(batch, True) for batch in data(3, ignored=False, dtype=torch.float32)])
@@ -186,7 +186,7 @@ def test_every_precision_learns(precision: Any) -> None:
 
 
 def test_losses_are_added_exactly_whatever_their_format() -> None:
-    """256 + 1 is 256 in bfloat16, and a sum of micro-batches must not stop growing there."""
+    """256 + 1 is 256 in bfloat16, and a sum over micro-batches must not stagnate there."""
 
     def one(model: nn.Module, batch: Any) -> tuple[Tensor, int]:
         return (model(batch[0]).sum() * 0 + 1).bfloat16(), 1

@@ -1,4 +1,4 @@
-"""An actor and a critic on a tiny environment: reach the middle of a line. Each sample is an episode of the policy."""
+"""Actor-critic on a tiny environment: reach the middle of a line. Each sample is an episode of the policy."""
 
 import torch
 from torch import nn
@@ -28,7 +28,7 @@ class Line(Task):
         self.steps, self.discount = steps, discount
         self.model = nn.ModuleDict({"actor": mlp(2), "critic": mlp(1)})
 
-    def dataset(self, split):  # where episodes begin: position and speed
+    def dataset(self, split):  # initial states: position and speed
         generator = torch.Generator().manual_seed(0 if split == "train" else 1)
         return torch.rand(24 if split == "train" else 8, 2, generator=generator) * 2 - 1
 

@@ -1,4 +1,4 @@
-"""CLIP: images and texts of the whole batch are compared with each other, at a temperature that is trained."""
+"""CLIP: a contrastive loss between all images and texts of a batch, with a learned temperature."""
 
 import torch
 from torch import nn

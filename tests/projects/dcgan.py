@@ -1,4 +1,4 @@
-"""A DCGAN: convolutions with batch norms, and two optimizers that take turns."""
+"""A DCGAN: convolutions with batch norms, and two alternating optimizers."""
 
 import torch
 from torch import nn

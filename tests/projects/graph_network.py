@@ -1,4 +1,4 @@
-"""A graph network on graphs of different sizes, which are joined into one large graph for a batch."""
+"""A graph neural network on graphs of different sizes, which a batch joins into one large graph."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""BERT of transformers, fine-tuned from a local folder with a new head, as with Trainer."""
+"""BERT of transformers, fine-tuned from a local folder with a new head, as with transformers' Trainer."""
 
 import torch
 from transformers import AutoModelForSequenceClassification

@@ -1,4 +1,4 @@
-"""Makes float64 the default type of a process, so that two ways to compute the same differ by rounding alone."""
+"""Sets float64 as the default type of a process, so that results differ only by rounding errors."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""A transformer whose attention is adapted with LoRA, and whose head is trained in full."""
+"""A transformer with LoRA on its attention and a fully trained head."""
 
 import torch
 from torch import nn

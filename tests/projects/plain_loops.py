@@ -1,4 +1,4 @@
-"""The loop that each project would have without the runner: the whole update in one batch, with a mean loss.
+"""The plain PyTorch loop of each project: each update in one batch, with a mean loss.
 
 Each function trains `loop.model` on the batches of `loop`, and returns metrics that the run must report, too.
 """
@@ -23,10 +23,10 @@ Metrics = Mapping[str, float]
 
 @dataclass
 class Loop:
-    """What a script has before its loop.
+    """The inputs of a plain loop.
 
-    batches  () -> those of all updates, with the samples that the run has in each
-    held     validation data in one batch
+    batches  () -> one batch per update, with the same samples as in the run
+    held     () -> validation data in one batch
     """
 
     task: Any
@@ -39,7 +39,7 @@ class Loop:
 def minimize(
     loop: Loop, loss_of: Callable[[Any], Tensor], optimizer: Any, schedule: Any = None, clip: float = 0
 ) -> None:
-    """Take one step for each batch."""
+    """Take one optimizer step per batch."""
     for batch in loop.batches():
         optimizer.zero_grad()
         loss_of(batch).backward()
@@ -51,7 +51,7 @@ def minimize(
 
 
 def decaying(model: nn.Module, decay: float) -> list[dict[str, Any]]:
-    """Return the parameters in two groups: matrices with weight decay, the others without."""
+    """Return two parameter groups: matrices with weight decay, the others without."""
     trained = [each for each in model.parameters() if each.requires_grad]
     return [
         {"params": [each for each in trained if each.dim() > 1], "weight_decay": decay},

@@ -1,4 +1,4 @@
-"""A ResNet with batch norms, label smoothing and the usual random crops, flips, colors and erased rectangles."""
+"""A ResNet with batch norms, label smoothing, and random crops, flips, color jitter and erasing."""
 
 import random
 

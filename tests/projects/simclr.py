@@ -1,4 +1,4 @@
-"""SimCLR: two random views of each image are told from all other images of the batch."""
+"""SimCLR: match two random views of each image among all views of the batch."""
 
 import torch
 from torch import nn

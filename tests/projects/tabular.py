@@ -1,4 +1,4 @@
-"""A table with categories and numbers, a rare positive class, and AUROC of torchmetrics."""
+"""Tabular data with categorical and numeric columns, a rare positive class, and AUROC of torchmetrics."""
 
 import torch
 import torchmetrics

@@ -1,7 +1,7 @@
-"""Twenty projects as they are usually written: each trains as a plain loop, resumes after a kill, and runs on ranks.
+"""Twenty typical projects: each trains like its plain PyTorch loop, resumes after a kill, and runs on ranks.
 
-A project is a task file. `plain_loops.py` has its loop without the runner; the samples of an update, the random numbers
-of a sample and the initial weights are those of the run.
+A project is a task file; `plain_loops.py` has its loop without the runner. Both use the same samples in each update,
+random numbers of each sample and initial weights.
 """
 
 from __future__ import annotations
@@ -38,11 +38,11 @@ HERE = Path(__file__).parent
 SEED = 3
 COMMON = f"run=mine device=cpu monitor=off seed={SEED} dataloader.num_workers=0 log_every=1 checkpoint.every=2"
 TWO = "parallelism=ddp parallelism.world_size=2"
-KILLED = {"at": "save", "save": 2, "number": 5, "by": "SIGKILL"}  # the save after update 4
-TOLERANCE = 1e-9  # float64; Adam divides by gradients, some of which are of the size of their rounding errors
+KILLED = {"at": "save", "save": 2, "number": 5, "by": "SIGKILL"}  # during the save after update 4
+TOLERANCE = 1e-9  # float64; Adam divides by gradients, some of which are as small as their rounding errors
 OF_FLOAT32 = dict.fromkeys(("hf_gpt2", "hf_bert"), 1e-6)  # transformers computes losses in float32
 
-# project -> packages that it needs
+# project -> required packages
 PROJECTS: dict[str, tuple[str, ...]] = {
     "nano_gpt": (),
     "hf_gpt2": ("transformers",),
@@ -65,13 +65,13 @@ PROJECTS: dict[str, tuple[str, ...]] = {
     "lightning_module": (),
     "graph_network": (),
 }
-# A batch norm depends on the samples of a forward pass: it is exact without micro-batches, normalizing over all ranks.
+# A batch norm depends on the samples of a forward pass: exact only without micro-batches, and synchronized over ranks.
 OF_RANKS = dict.fromkeys(("resnet_augmented", "dcgan"), "parallelism.batch_norm=sync")
 
 
 @pytest.fixture(autouse=True)
 def _files_left_open() -> Iterator[None]:
-    """webdataset leaves the closing of files to the garbage collector."""
+    """webdataset leaves closing files to the garbage collector."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", ResourceWarning)
         yield
@@ -80,7 +80,7 @@ def _files_left_open() -> Iterator[None]:
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Set the default type, and restore the global generators afterwards."""
+    """Set the default type to float64, and restore the global generators afterwards."""
     state, numpy_state, python_state = torch.get_rng_state(), np.random.get_state(), random.getstate()
     torch.set_default_dtype(torch.float64)
     try:
@@ -103,7 +103,7 @@ def module_of(name: str) -> Any:
 
 
 def read(task: Any, dataset: Any, split: str, epoch: int, indices: list[int], first: int) -> Any:
-    """Return the batch of these samples, each read with its own random numbers, and begin its forward pass."""
+    """Read these samples, each with its random numbers, collate them, and start their forward pass."""
     samples = []
     for index in indices:
         with seeded_generators(SEED, split, "sample", epoch, index):
@@ -187,7 +187,7 @@ def trained(
 
 
 def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
-    """Compare relative to the largest weight: keys of attention have biases without a gradient, which are noise."""
+    """Compare relative to the largest weight, because biases of attention keys have no gradient but noise."""
     assert found.keys() <= wanted.keys()
     one, other = ({name: tensors[name].tolist() for name in found} for tensors in (wanted, found))
     assert distance(one, other) <= tolerance
@@ -198,7 +198,7 @@ def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance:
 def test_a_project_equals_its_plain_loop(
     name: str, server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In one process; after a kill, bit for bit; and on two unequal ranks."""
+    """In one process, after a kill (bitwise equal), and on two ranks with unequal shares."""
     for package in PROJECTS[name]:
         pytest.importorskip(package, reason=f"the package {package} is not installed")
     prepare = getattr(local_files, name, None)

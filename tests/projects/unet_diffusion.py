@@ -1,4 +1,4 @@
-"""A diffusion model: a small U-Net that predicts noise, and an average of its weights."""
+"""A diffusion model: a small U-Net that predicts noise, with an exponential moving average of its weights."""
 
 import torch
 from torch import nn

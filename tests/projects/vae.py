@@ -1,4 +1,4 @@
-"""A variational autoencoder, which reports both terms of its loss."""
+"""A variational autoencoder that reports both terms of its loss."""
 
 import torch
 from torch import nn

@@ -1,4 +1,4 @@
-"""Images from tar files of webdataset, decoded and augmented as they are read."""
+"""Images from tar files read by webdataset, decoded and augmented on the fly."""
 
 from pathlib import Path
 
