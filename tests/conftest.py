@@ -45,7 +45,7 @@ LONGEST = (
     "config/test_configuration.py", "end_to_end/test_packaging.py", "faults/test_out_of_memory.py",
 )  # fmt: skip
 
-MANY = 10  # tests, from which on importing everything up front pays off
+MANY = 10  # number of tests from which it pays to import everything up front
 THREAD_ENDS_S = 30  # for a thread that is still exiting when its test ends
 FILE_BUDGET_S = 10  # of CPU time; reported, never asserted
 

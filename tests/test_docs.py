@@ -412,7 +412,7 @@ def test_documented_files_are_accepted(block: Block) -> None:
 )
 def test_documented_python_compiles_and_imports_existing_names(block: Block) -> None:
     typed, text = re.findall(r"^!(.*)$", block.text, re.MULTILINE), re.sub(r"^!.*$", "", block.text, flags=re.MULTILINE)
-    for words in commands("\n".join(typed)):  # of a notebook
+    for words in commands("\n".join(typed)):  # shell commands of a notebook
         check_line(words)
     tree = ast.parse(text)
     for node in ast.walk(tree):

@@ -16,7 +16,7 @@ import psutil
 from runner.trackers import tracker_process
 from runner.trackers.tracker import Tracker
 
-KEY = "0123456789abcdef0123456789abcdef01234567"  # a well-formed key of no account
+KEY = "0123456789abcdef0123456789abcdef01234567"  # well-formed, but not the key of any account
 MARK = "ACCEL_RUN_TEST_MARK"  # an environment variable, inherited by every subprocess
 
 

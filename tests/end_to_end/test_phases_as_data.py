@@ -377,7 +377,7 @@ def test_the_best_of_a_finished_phase_is_kept_and_another_run_may_start_from_it(
     ended = server.run(["train", *other, "run=second", *words, f"resume={place}"], tmp_path)
     assert ended.code == 0, ended.err
     again = server.run(["train", *other, "run=third", "resume=mine", "phases=[adapter]", "updates=2"], tmp_path)
-    assert again.code == 0, again.err  # run mine has finished the phase, run third repeats it
+    assert again.code == 0, again.err  # mine has finished the phase; third runs it again
     third = json.loads((tmp_path / "outputs" / "third" / "run.json").read_text())
     assert third["phases"]["adapter"]["updates"] == 2
 

@@ -315,7 +315,7 @@ def test_a_checkpoint_of_a_run_with_the_same_name_is_accepted_if_allowed(
     (adopted,) = found["adopted"]
     assert (adopted["uid"], adopted["checkpoint"]) == (uid_of(elsewhere), elsewhere.name)
     assert uid_of(copied / "outputs/mine/checkpoints/update-0000000070") == own
-    ended = server.run(WORDS + " updates=80 resume_allow=[updates]", copied)  # the adopted one is now its own
+    ended = server.run(WORDS + " updates=80 resume_allow=[updates]", copied)  # the adopted one is its own now
     assert ended.code == 0, ended.err
     assert record(copied)["adopted"] == [adopted]
     assert uid_of(elsewhere) not in server.run("status mine", copied).out

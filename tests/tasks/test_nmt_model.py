@@ -73,7 +73,7 @@ def task(request: pytest.FixtureRequest) -> Translation:
     return make_task(packed=request.param)
 
 
-# The published model, and the fixes to its attention
+# The published model and its attention masks
 
 
 def test_the_published_shape_has_25_million_parameters() -> None:

@@ -70,7 +70,7 @@ def test_noise_grows_from_almost_none_to_almost_all(num_steps: int) -> None:
     assert (signal.diff() < 0).all()
     assert 0.97 < signal[0] < 1
     assert 0 <= signal[-1] < 1e-4
-    assert signal[num_steps // 2 - 1] == pytest.approx(0.5, abs=0.02)  # squared cosine: half the signal half way
+    assert signal[num_steps // 2 - 1] == pytest.approx(0.5, abs=0.02)  # squared cosine: half the signal halfway
 
 
 def test_noised_points_keep_their_variance() -> None:
