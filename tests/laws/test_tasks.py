@@ -132,8 +132,8 @@ def dynamo(folder: Path) -> Task:
     small = type(shape)(2, 2, 32, 4, (12, 8), 1, shape.max_length, shape.max_target_length, 320, 2)
     task = DynamoTask(task.corpus, small, seed=SEED)
     for adapters in task.model.adapters:
-        for adapter in adapters.values():  # for zeros, dropout before the adapters would have no effect
-            torch.nn.init.normal_(adapter.B, std=0.1)  # from zero, dropout before them would not be seen
+        for adapter in adapters.values():  # type: ignore[operator]
+            torch.nn.init.normal_(adapter.B, std=0.1)  # zeros would hide dropout before them
     return task
 
 
