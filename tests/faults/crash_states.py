@@ -141,7 +141,7 @@ def after_all(start: Mapping[int, Content], operations: Sequence[Operation]) -> 
     return disk.strict(Choice("everything", lambda _: True, _whole))
 
 
-# Choosing
+# Choices
 
 
 @dataclass(frozen=True)
@@ -258,7 +258,7 @@ def _ext4(index: int, disk: _Disk, choice: Choice) -> State:
     return State("ext4", index, dict(disk.acknowledged), choice.told, disk.ext4(choice))
 
 
-# The disk
+# The disk model
 
 
 @dataclass

@@ -21,7 +21,7 @@ ROOT_NODE = 0  # the folder of the recording
 
 @dataclass(frozen=True)
 class Make:
-    """The new file or folder `node` has a name."""
+    """The file or folder `node` was created."""
 
     node: int
     folder: int

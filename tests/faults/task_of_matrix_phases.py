@@ -1,4 +1,4 @@
-"""The task of task_of_matrix.py in three phases: statistics, all parameters, the head alone."""
+"""The task of task_of_matrix.py in three phases: statistics, all parameters, only the head."""
 
 from runner import Task
 from tests.faults.task_of_matrix import Mean, Points

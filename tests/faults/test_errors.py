@@ -57,7 +57,7 @@ WAYS = {
 }
 
 
-# Messages without a requirement and without a fix, by the file that raises them.
+# Messages with neither a requirement nor a fix, by the reason.
 WITHOUT_ADVICE = {
     "what must be is found before": {
         "Problem(wrong, f'SETTINGS[{key!r}]')", "Problem(wrong, arg)", "Problem(what, files)", "Problem(what, where)",
@@ -180,7 +180,7 @@ def test_an_error_keeps_its_place_across_processes() -> None:
     assert (again.problems, again.place, again.exit_code) == (error.problems, {"samples": [3]}, Exit.BAD_DATA)
 
 
-# ---------------------------------------------------------------- what a task raises
+# ---------------------------------------------------------------- exceptions of a task
 
 TASK = """\
 import torch

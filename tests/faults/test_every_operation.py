@@ -315,7 +315,7 @@ def test_a_log_with_a_failed_sync_makes_no_further_promise(
                 check(history, state, memory / "state")
 
 
-# Reading
+# Failing reads
 
 
 @contextmanager

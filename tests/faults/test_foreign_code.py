@@ -96,7 +96,7 @@ def test_no_run_can_name_code_below_the_output_root(
     directory = RunDirectory.find(Path("outputs"), "a")
     assert load_run_request(directory, Path("outputs"), Request()).task_file == TASK
     with pytest.raises(SecurityRefusal):
-        load_run_request(directory, tmp_path, Request())  # both TASK and the run are outside of this root's runs
+        load_run_request(directory, tmp_path, Request())  # TASK is not below this root, but the run is not one of it
 
 
 HOSTILE = (

@@ -1,4 +1,4 @@
-"""Small files that expand when resolved, are slow to parse or refer to other files are refused, at a bounded cost."""
+"""Small files that expand when resolved, are slow to parse or leave their folder have a bounded cost and exit code."""
 
 from __future__ import annotations
 

@@ -59,7 +59,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if not ARMED[0]:
         return
     if event in ("exec", "marshal.loads") and sys._getframe(1).f_code.co_filename.endswith(DEFINING):
-        return  # a class or module of an installed package is being defined, or evaluates its own annotations
+        return  # the definition of a class or module of an installed package, or the evaluation of its annotations
     if event in KINDS:
         SEEN.append((event, f"{arguments!r:.200} by {sys._getframe(1).f_code.co_filename}"))
     elif event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
@@ -296,7 +296,7 @@ def test_reading_the_options_of_a_task_does_not_run_it(watch: list[tuple[str, st
 
 
 def importable() -> Iterator[str]:
-    """Yield the path of every callable in modules that can be found, without importing them."""
+    """Yield the dotted names of callables in all modules that can be found, without importing them."""
     import ast
 
     for module in sorted(sys.stdlib_module_names):

@@ -1,4 +1,4 @@
-"""Moving, deleting or unlocking the folder of a running run loses nothing, and is reported."""
+"""A run reports that its folder was moved, deleted or unlocked, and loses no data that can still be saved."""
 
 from __future__ import annotations
 

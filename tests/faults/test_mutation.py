@@ -251,7 +251,7 @@ def only(*left_out: type[Operation], of_folders: bool | None = None) -> Callable
 
 
 def early_rename(recording: Recording) -> list[Operation]:
-    """Move the first rename of a folder right after the folder's creation."""
+    """Move the first rename right after the creation of what it renames."""
     done = list(recording.operations)
     rename = next(one for one in done if isinstance(one, Rename))
     made = next(place for place, one in enumerate(done) if isinstance(one, Make) and one.node == rename.node)

@@ -1,7 +1,6 @@
 """When memory runs out, the update is repeated with smaller micro-batches, and equals that of a run started with them.
 
-Short form: one failure for each place and one or two ranks, and one case of each other test, by seed. Long: all
-combinations.
+Short form: one case of each test, by seed. Long: all combinations.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """A failing rank is named in one message, no process is left, and the same command resumes.
 
-Short form: half of the faults, by seed, on two or three ranks of a random strategy.
+Short form: two of the faults, by seed, on two or three ranks of a random strategy.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ BASE = (
     f"train --task task.py run=RUN updates={UPDATES} global_batch_size=32 log_every=1 evaluate.every={EVALUATED}"
     " monitor=off checkpoint.every=3updates"
 )
-# For faults that hang; elsewhere an update that takes longer, on a busy machine, is none.
+# Only for faults that hang: without one, an update may exceed such limits on a busy machine.
 SHORT_LIMITS = " watchdog.update_s=2 watchdog.data_s=2 watchdog.checkpoint_s=4"
 HANGS = ("stop", "collective")
 # fault -> exit codes, and text of the message about the rank

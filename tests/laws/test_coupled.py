@@ -276,7 +276,7 @@ def test_only_activations_of_one_micro_batch_are_stored() -> None:
         class Saved:
             def __init__(self, tensor: Tensor) -> None:
                 nonlocal alive, largest
-                self.tensor = tensor.detach()  # not detached, it would keep itself alive
+                self.tensor = tensor.detach()  # its graph would keep it alive
                 alive += tensor.nbytes
                 largest = max(largest, alive)
 

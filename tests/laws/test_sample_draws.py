@@ -196,7 +196,7 @@ def test_a_data_set_that_starts_to_draw_late_is_detected(generator: str) -> None
         keys = [MicroBatchKey(0, list(indices[first : first + size]), last=True) for first in range(0, 400, size)]
         return draws_of([fetcher[key] for key in keys])
 
-    # Backwards in one batch of 400, the first sample that draws is read at another time and beside other samples.
+    # Read backwards in one batch, the first sample that draws is read at another time and beside other samples.
     forwards, backwards = one_by_one(range(400), 8), one_by_one(range(399, -1, -1), 400)
     assert forwards == backwards
     assert len({tuple(numbers) for numbers in forwards.values()}) == 11

@@ -57,7 +57,7 @@ def losses(folder: Path) -> list[float]:
 
 
 def by_hand(folder: Path, *, adaptive: bool) -> tuple[dict[str, Tensor], list[float]]:
-    """Foret et al., Sharpness-Aware Minimization, ICLR 2021, algorithm 1; Kwon et al., ASAM, ICML 2021, algorithm 1."""
+    """Plain loop of SAM (Foret et al., ICLR 2021, algorithm 1) and ASAM (Kwon et al., ICML 2021, algorithm 1)."""
     with open_phase(request_of(folder)) as phase:
         task, model = phase.run_.parts.task, phase.run_.parts.bare
         x, y = task.dataset("train").tensors
