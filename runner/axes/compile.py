@@ -45,7 +45,7 @@ def default(
     backend    inductor: generate kernels; eager and aot_eager: only trace, to debug compilation
     dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
                generalize
-    fullgraph  raise an error if the model cannot be one graph
+    fullgraph  raise an error if the model cannot be compiled as one graph
     split_mib  MiB of parameters after which the graph is split, so that ranks exchange the gradients of one part while
                another part computes; 0: one graph; auto: 25 with parallelism=ddp, else 0
     Raises ConfigError if the compiler that inductor needs is missing.
@@ -68,7 +68,7 @@ def reduce_overhead(
 
     dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
                generalize
-    fullgraph  raise an error if the model cannot be one graph
+    fullgraph  raise an error if the model cannot be compiled as one graph
     Raises ConfigError if the compiler that inductor needs is missing.
     Source: torch.compile, mode "reduce-overhead".
     """
@@ -94,7 +94,7 @@ def max_autotune(
     cuda_graphs  also use CUDA graphs
     dynamic      true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
                  generalize
-    fullgraph    raise an error if the model cannot be one graph
+    fullgraph    raise an error if the model cannot be compiled as one graph
     Raises ConfigError if the compiler that inductor needs is missing.
     Source: torch.compile, modes "max-autotune" and "max-autotune-no-cudagraphs".
     """
@@ -119,7 +119,7 @@ def regional(
     backend    inductor: generate kernels; eager and aot_eager: only trace, to debug compilation
     dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
                generalize
-    fullgraph  raise an error if a block cannot be one graph
+    fullgraph  raise an error if a block cannot be compiled as one graph
     Raises ConfigError if the compiler that inductor needs is missing.
     Source: https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
     """

@@ -328,11 +328,11 @@ def default(
     num_workers      worker processes; 0 reads in this process; auto: by device and cores
     pin_memory       copy batches to page-locked memory, from which copies to a GPU can overlap; auto: with a GPU
     prefetch_factor  batches each worker reads ahead
-    start_method     how workers start; fork: at once, sharing the data set's memory; spawn: each imports all
-                     modules again in seconds and copies the data set, for libraries that do not survive a fork
+    start_method     how workers start; fork: fast, shares the dataset's memory; spawn: slow, imports all modules again
+                     and copies the dataset; for libraries that do not support fork
     drop_last        drop the last, smaller update of each epoch (training only)
-    cache            memory: read every sample once and keep it; device: keep it on the device
-    bad_samples      stop: end the run at a sample that cannot be read; skip: leave it out and list it
+    cache            memory: read every sample once and keep it in host memory; device: keep it in device memory
+    bad_samples      stop: end the run at a sample that cannot be read; skip: skip and list the sample
     """
     assert num_workers != "auto", "the plan resolves it"
     assert pin_memory != "auto", "the plan resolves it"
@@ -363,8 +363,8 @@ def thread(
     depth        batches read ahead
     pin_memory   copy batches to page-locked memory; auto: if there is a GPU
     drop_last    drop the last, smaller update of each epoch (training only)
-    cache        memory: read every sample once and keep it; device: keep it on the device
-    bad_samples  stop: end the run at a sample that cannot be read; skip: leave it out and list it
+    cache        memory: read every sample once and keep it in host memory; device: keep it in device memory
+    bad_samples  stop: end the run at a sample that cannot be read; skip: skip and list the sample
     """
     assert pin_memory != "auto", "the plan resolves it"
     if cache == "none":

@@ -132,7 +132,7 @@ def budget(
     tensors and takes the blocks that free most bytes per operation, until the prediction is below the limit.
 
     limit_gib      memory limit on the device in GiB; null: all of the device
-    recompute      indices of the blocks to recompute, without repeats; auto: chosen by the plan, or all
+    recompute      indices of the blocks to recompute, without duplicates; auto: chosen by the plan, or all
     channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
     fraction       maximum fraction of GPU memory for this process; null: all
     allocator      settings of the CUDA caching allocator, such as expandable_segments:True; null: PyTorch's default

@@ -38,12 +38,12 @@ def adamw(
 
     lr            learning rate at the peak of the schedule
     weight_decay  decoupled weight decay, multiplied by the learning rate
-    betas         decay per update of the running means of the gradient and of its square
-    eps           added to the root of the second mean
+    betas         decay rates of the running averages of the gradient and its square
+    eps           added to the square root of the second moment
     kernel        fused: one kernel for the whole update; foreach: one per operation; for-loop: one per parameter and
-                  operation; auto: fused where it works, else foreach
+                  operation; auto: fused if supported, else foreach
     decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
+    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if the kernel cannot be used or a name matches nothing.
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
     """
@@ -68,12 +68,12 @@ def adam(
 
     lr            learning rate at the peak of the schedule
     weight_decay  L2 penalty, added to the gradient
-    betas         decay per update of the running means of the gradient and of its square
-    eps           added to the root of the second mean
+    betas         decay rates of the running averages of the gradient and its square
+    eps           added to the square root of the second moment
     kernel        fused: one kernel for the whole update; foreach: one per operation; for-loop: one per parameter and
-                  operation; auto: fused where it works, else foreach
+                  operation; auto: fused if supported, else foreach
     decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
+    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if the kernel cannot be used or a name matches nothing.
     Source: Kingma and Ba, Adam: A Method for Stochastic Optimization, ICLR 2015.
     """
@@ -101,9 +101,9 @@ def sgd(
     nesterov      use Nesterov momentum
     weight_decay  L2 penalty, added to the gradient
     kernel        fused: one kernel for the whole update; foreach: one per operation; for-loop: one per parameter and
-                  operation; auto: fused where it works, else foreach
+                  operation; auto: fused if supported, else foreach
     decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
+    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if the kernel cannot be used, a name matches nothing, or nesterov is set without momentum.
     Source: Sutskever et al., On the importance of initialization and momentum in deep learning, ICML 2013.
     """
@@ -130,17 +130,17 @@ def adamw8bit(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """AdamW with block-wise 8-bit quantization of its two running means.
+    """AdamW with block-wise 8-bit quantization of the optimizer state.
 
     Parameters of fewer than 4096 values keep their means in float32.
 
     lr            learning rate at the peak of the schedule
     weight_decay  decoupled weight decay, multiplied by the learning rate
-    betas         decay per update of the running means of the gradient and of its square
-    eps           added to the root of the second mean
+    betas         decay rates of the running averages of the gradient and its square
+    eps           added to the square root of the second moment
     library       kernel library; auto: bitsandbytes, else torchao, which compiles for seconds at its first update
     decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
+    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if no installed library supports it on this device, or a name matches nothing.
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022.
     """
@@ -178,12 +178,12 @@ def nadam(
 
     lr              learning rate at the peak of the schedule
     weight_decay    L2 penalty, added to the gradient; with decoupled multiplied by the learning rate instead
-    betas           decay per update of the running means of the gradient and of its square
-    eps             added to the root of the second mean
+    betas           decay rates of the running averages of the gradient and its square
+    eps             added to the square root of the second moment
     momentum_decay  decay of the momentum schedule
     decoupled       decoupled weight decay, as in AdamW
     decay_1d        also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales       module or parameter name -> factor on its learning rate; the longest matching name counts
+    lr_scales       module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if a name matches nothing.
     Source: Dozat, Incorporating Nesterov Momentum into Adam, ICLR workshop 2016.
     """
@@ -208,12 +208,12 @@ def rmsprop(
 
     lr            learning rate at the peak of the schedule
     weight_decay  L2 penalty, added to the gradient
-    alpha         decay per update of the running mean of the squared gradient
-    eps           added to the root of that mean
+    alpha         decay rate of the running average of the squared gradient
+    eps           added to the square root of that mean
     momentum      momentum factor; 0: none
-    centered      divide by the variance: subtract the squared mean of the gradient
+    centered      normalize by an estimate of the gradient's variance
     decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
+    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if a name matches nothing.
     Source: Hinton, Neural Networks for Machine Learning, lecture 6, 2012.
     """
@@ -232,7 +232,7 @@ def adafactor(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """Adafactor: the second mean of a matrix is stored as one row and one column, so the state is almost free.
+    """Adafactor: the second moment of a matrix is stored as one row and one column, so the state needs little memory.
 
     lr            upper bound of the relative step size
     weight_decay  decoupled weight decay, multiplied by the learning rate
@@ -240,7 +240,7 @@ def adafactor(
     eps           lower bound of the parameter scale that multiplies the learning rate
     max_update    root mean square above which an update is scaled down
     decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
+    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if a name matches nothing or the parameters are sharded.
     Source: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018.
     """
@@ -262,9 +262,9 @@ def lion(
 
     lr            learning rate at the peak of the schedule; a third to a tenth of that of AdamW
     weight_decay  decoupled weight decay, multiplied by the learning rate; three to ten times that of AdamW
-    betas         weight of the momentum in the update, and decay per update of the momentum
+    betas         weight of the momentum in the update, and decay rate of the momentum
     decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
+    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if a name matches nothing.
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms, NeurIPS 2023, program 1.
     """
@@ -285,7 +285,7 @@ def muon(
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:
-    """Muon for matrices: the momentum, made orthogonal. AdamW for all other parameters, with the same learning rate.
+    """Muon for matrices: the orthogonalized momentum. AdamW for all other parameters, with the same learning rate.
 
     The update of a matrix is scaled to the root mean square of AdamW's.
 
@@ -293,12 +293,12 @@ def muon(
     weight_decay  decoupled weight decay, multiplied by the learning rate
     momentum      momentum factor of the matrices
     nesterov      use Nesterov momentum
-    ns_steps      Newton-Schulz iterations that make the momentum orthogonal
-    adamw_for     modules or parameters whose matrices AdamW updates too: embeddings and the output layer
-    betas         AdamW: decay per update of the running means of the gradient and of its square
-    eps           AdamW: added to the root of the second mean
+    ns_steps      Newton-Schulz iterations that orthogonalize the momentum
+    adamw_for     modules or parameters whose matrices also use AdamW, such as embeddings and the output layer
+    betas         AdamW: decay rates of the running averages of the gradient and its square
+    eps           AdamW: added to the square root of the second moment
     decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name counts
+    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if a name matches nothing or the parameters are sharded.
     Source: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, 2025, for the scale.
     """
@@ -333,12 +333,12 @@ def schedulefree(
 
     lr               learning rate after the warm-up
     weight_decay     decoupled weight decay, multiplied by the learning rate
-    betas            fraction of the average in the weights at which gradients are computed; decay of squared gradients
-    eps              added to the root of the second mean
-    r                the average weights an update by its number to this power
-    weight_lr_power  and by the largest learning rate so far to this power
+    betas            interpolation between the last weights and their average; decay rate of the squared gradients
+    eps              added to the square root of the second moment
+    r                exponent of the update number in the weight of an update in the average
+    weight_lr_power  exponent of the largest learning rate so far in that weight
     decay_1d         also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales        module or parameter name -> factor on its learning rate; the longest matching name counts
+    lr_scales        module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises MissingPackage if schedulefree is not installed, ConfigError if a name matches nothing.
     Source: Defazio et al., The Road Less Scheduled, NeurIPS 2024.
     """

@@ -30,7 +30,7 @@ def ddp(
     world_size  number of ranks; auto: one per GPU
     shares      samples of an update for each rank: equal, by memory, by measured speed, or numbers such as [19,13]
     batch_norm  per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all ranks
-    restarts    how often a run resumes from its last checkpoint on the remaining ranks after a rank was killed
+    restarts    maximum number of restarts from the last checkpoint, with the remaining ranks, after a rank is killed
     timeout_s   seconds after which a rank that does not respond is considered lost
     """
     return Replicated(world, in_step=batch_norm == "sync") if world.world_size > 1 else Parallel(world)
@@ -48,14 +48,15 @@ def fsdp(
     restarts: Count = 3,
     timeout_s: Positive = 600.0,
 ) -> Parallel:
-    """Give each rank an even shard of every parameter, gradient and optimizer state, and a share of each update.
+    """Give each rank an equal shard of every parameter, gradient and optimizer state, and a share of each update.
 
     world_size             number of ranks; auto: one per GPU
-    shares                 samples of an update for each rank: equal, or numbers such as [19,13]; memory stays even
+    shares                 samples of an update for each rank: equal, or numbers such as [19,13]; parameters are always
+                           sharded evenly
     batch_norm             per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all
                            ranks
     reshard_after_forward  free gathered parameters after each block's forward pass: less memory, more communication
-    communicate            format in which parameters are gathered; a 16-bit one must be that of precision
+    communicate            communication format of parameters; a 16-bit format must match precision
     checkpoint             whole: rank 0 gathers and writes checkpoints; parts: each rank writes its shards
     restarts               how often a run resumes on the remaining ranks after a rank was killed
     timeout_s              seconds after which a rank that does not respond is considered lost

@@ -308,11 +308,11 @@ def fp16(
 ) -> Precision:
     """Autocast to float16 with dynamic loss scaling.
 
-    init_scale       initial loss scale; halved at each overflow, which skips that update
+    init_scale       initial loss scale
     growth_factor    factor applied to the scale after growth_interval updates without overflow
-    backoff_factor   the scale is multiplied by this at an overflow
+    backoff_factor   factor applied to the scale at an overflow, which skips the update
     growth_interval  updates without overflow before the scale grows
-    min_scale        end the run if the scale falls below this: gradients overflow whatever the scale
+    min_scale        end the run if the scale falls below this, because gradients then overflow at any scale
     max_skips        number of consecutive skipped updates that ends the run; 20 reduce the initial scale to 1/16
     keep_fp32        names of modules that are kept in float32
     Source: Micikevicius et al., Mixed Precision Training, ICLR 2018, section 3.2.

@@ -60,7 +60,7 @@ def shuffle(samples: TrainingSamples) -> Sampler:
 
 
 def sequential(samples: TrainingSamples) -> Sampler:
-    """Each sample once per epoch, in the order of the data set."""
+    """Each sample once per epoch, in the order of the dataset."""
     order: IntArray = np.arange(samples.num_samples)
     return samples.in_order(lambda seed, epoch: order)
 
@@ -69,7 +69,7 @@ def weighted(samples: TrainingSamples, *, replacement: bool = True, num_samples:
     """Draw samples with the probabilities of `sample_weights` of the task.
 
     replacement  a sample may be drawn more than once in an epoch
-    num_samples  samples drawn in an epoch; null: as many as the data set has
+    num_samples  samples drawn in an epoch; null: as many as the dataset has
     Source: without replacement: Efraimidis and Spirakis, Weighted random sampling with a reservoir, 2006.
     """
     weights = samples.weights()
@@ -108,13 +108,13 @@ def mixture(
     weights: list[float] = [],  # noqa: B006 - read as schema
     num_samples: PositiveInt | None = None,
 ) -> Sampler:
-    """Draw from several data sets with weights. `dataset` returns a `torch.utils.data.ConcatDataset` of them.
+    """Draw from several datasets with weights. `dataset` returns a `torch.utils.data.ConcatDataset` of them.
 
     Each data set is shuffled and read completely before its samples are repeated. Each update has the shares of
     the data sets, up to a few samples.
 
-    weights      weight of each data set, e.g. [0.7, 0.3]; []: the same for all
-    num_samples  samples drawn in an epoch; null: as many as the data sets have
+    weights      weight of each dataset, e.g. [0.7, 0.3]; []: the same for all
+    num_samples  samples drawn in an epoch; null: as many as the datasets have
     """
     sizes = samples.sizes()
     shares = np.asarray(weights or [1.0] * len(sizes), dtype=np.float64)
@@ -152,7 +152,7 @@ def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Samp
 
     The task returns the lengths from `sample_lengths`. Updates come in random order.
 
-    bucket  lengths are rounded up to a multiple of this; samples of one rounded length are shuffled
+    bucket  lengths are rounded up to a multiple of this; samples of the same rounded length are shuffled
     """
     size, batch = samples.num_samples, samples.global_batch_size
     rounded = _round_lengths(samples.lengths(), bucket)
@@ -181,14 +181,14 @@ def token_budget(
     micro_tokens: PositiveInt | None = None,
     bucket: PositiveInt = 8,
 ) -> Sampler:
-    """Updates of similar lengths with at most `tokens` tokens and `global_batch_size` samples.
+    """Samples of similar length per update, with at most `tokens` tokens and `global_batch_size` samples.
 
     Padding counts: an update has (longest length) x (number of samples) tokens. Each sample is drawn once per epoch.
     The task returns the lengths from `sample_lengths`.
 
     tokens        maximum number of tokens in an update
     micro_tokens  maximum number of tokens in a micro-batch; null: micro_batch_size alone limits it
-    bucket        lengths are rounded up to a multiple of this; samples of one rounded length are shuffled
+    bucket        lengths are rounded up to a multiple of this; samples of the same rounded length are shuffled
     """
     if samples.drop_last:
         raise ConfigError(

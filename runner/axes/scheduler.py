@@ -114,7 +114,7 @@ def cosine(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fractio
     """Decay on half a cosine wave from the end of the warm-up to the last update.
 
     warmup        updates of linear warm-up; below 1: fraction of all updates
-    final_factor  fraction of the peak at the end of the wave
+    final_factor  fraction of the peak at the last update
     Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017, without restarts.
     """
     start = _warmup(warmup, updates)
@@ -166,7 +166,7 @@ def one_cycle(
     warmup        updates until the peak; below 1: fraction of all updates
     start_factor  fraction of the peak at the first update
     final_factor  fraction of the peak at the last update
-    anneal        shape of both parts: half a cosine wave or a straight line
+    anneal        cos: half a cosine wave for both parts; linear: a straight line
     Source: Smith and Topin, Super-Convergence, 2017; torch.optim.lr_scheduler.OneCycleLR, learning rate only.
     """
     top = max(0, _warmup(warmup, updates) - 1)  # the update at the peak
@@ -230,7 +230,7 @@ def warm_restarts(
 
     warmup        updates of linear warm-up; below 1: fraction of all updates
     period        updates of the first wave; below 1: fraction of all updates
-    growth        each wave is this many times as long as the one before
+    growth        length of each wave relative to the previous one
     final_factor  fraction of the peak at the end of each wave
     Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017.
     """
@@ -275,7 +275,7 @@ def wsd(
 
 
 def inverse_sqrt(updates: int, *, warmup: Count | Factor = 0.02) -> Schedule:
-    """Decay with the inverse square root of the update after the warm-up, whatever the length of the run.
+    """Decay with the inverse square root of the update after the warm-up, independent of the length of the run.
 
     warmup  updates of linear warm-up; below 1: fraction of all updates
     Source: Vaswani et al., Attention Is All You Need, NeurIPS 2017, section 5.3, with the peak as learning rate.

@@ -59,7 +59,8 @@ class EarlyStoppingSettings:
 class WeightsSettings:
     """The initial weights of a new run; `weights=X` is short for `weights.source=X`.
 
-    source  a run, a checkpoint, a safetensors file, or a folder with one or with shards; null: none of these
+    source  a run, a checkpoint, a safetensors file, or a folder with a safetensors file or its shards; null: random
+            weights
     strict  every tensor must match; false: load those that match, and print which are missing and ignored
     only    modules or tensors of the model to load, e.g. [backbone]; []: all
     rename  names in the source -> names in the model, for modules or tensors, e.g. {encoder: backbone}
@@ -75,18 +76,18 @@ class WeightsSettings:
 class Settings:
     """Top-level keys of the configuration.
 
-    updates            optimizer steps of the run (or give epochs)
-    epochs             passes over the training data (or give updates); 0: only phases without gradients
+    updates            optimizer steps of the run; or set epochs
+    epochs             passes over the training data; or set updates; 0: only phases without gradients
     global_batch_size  samples per update over all ranks and micro-batches
-    micro_batch_size   samples per forward and backward pass on a device; auto: derived
+    micro_batch_size   samples per forward and backward pass on a device; auto: chosen by the plan
     cpu_micro_batch_size  largest micro_batch_size=auto on a CPU, where memory is not predicted before a run; null: any
     max_grad_norm      maximum gradient norm for clipping; null: no clipping
     seed               random seed of weights, data order and dropout
     device             auto, cpu, cuda, cuda:N or mps
-    phases             names of the phases to run; null: all of the task's but infer
-    run                train: name of the run, an existing name resumes; others: last, a name or a folder
+    phases             names of the phases to run; null: all phases of the task except infer
+    run                train: name of the run, an existing run is resumed; other commands: last, a name or a folder
     output_root        folder that holds the runs
-    resume             auto: continue the run of that name; fresh: restart from scratch; or a run folder to start from
+    resume             auto: resume the run of that name; fresh: start from scratch; or a run folder to start from
     resume_allow       keys that may differ from the checkpoint, e.g. [optimizer.lr]
     log_every          updates between rows of metrics.jsonl
     on_oom             after out of memory: retry: repeat the update with smaller micro-batches and keep that size;

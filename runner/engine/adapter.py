@@ -64,18 +64,18 @@ def lora(
     train: list[str] = [],  # noqa: B006 - likewise
     checkpoint: Literal["adapter", "all"] = "adapter",
 ) -> Adapter:
-    """Low-rank adaptation: add a product of two small matrices to layers, and train these alone.
+    """Low-rank adaptation: add a product of two small matrices to layers, and train only these.
 
     Needs the package peft.
 
-    target      layers by name or by the end of it, such as [q_proj,v_proj]: linear, convolution or embedding;
+    target      names of layers, or ends of names, such as [q_proj,v_proj]: linear, convolution or embedding;
                 []: all linear layers without a shared weight
     rank        inner dimension of the product
     alpha       the product is scaled by alpha / rank
     dropout     dropout of the inputs of the product
     train       further modules or parameters that are trained in full, such as [head]
-    checkpoint  adapter: checkpoints leave out the frozen weights, which come from `weights` or from the seed again;
-                all: they contain the entire model
+    checkpoint  adapter: checkpoints leave out the frozen weights, which are restored from `weights` or the seed; all:
+                they contain the entire model
     Raises ConfigError for names that the model lacks, MissingPackage without peft.
     Source: Hu et al., LoRA: Low-Rank Adaptation of Large Language Models, ICLR 2022.
     """

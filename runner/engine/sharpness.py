@@ -30,12 +30,12 @@ def none() -> None:
 
 
 def sam(*, rho: Positive = 0.05, adaptive: bool = False) -> Ascent:
-    """Sharpness-aware minimization: step up by `rho` along the gradient, and use the gradient there.
+    """Sharpness-aware minimization: step by `rho` along the gradient, and use the gradient there.
 
     An update takes twice the time, and memory for one more copy of the weights.
 
-    rho       length of the step, over all trained parameters together
-    adaptive  scale the step of each weight by its size (ASAM); rho is then about ten times as large
+    rho       length of the step, as the norm over all trained parameters
+    adaptive  scale the step of each weight by its magnitude (ASAM); rho is then about ten times as large
     Source: Foret et al., Sharpness-Aware Minimization for Efficiently Improving Generalization, ICLR 2021; Kwon et al.,
     ASAM, ICML 2021.
     """

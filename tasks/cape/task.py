@@ -75,19 +75,19 @@ def build(
 ) -> Task:
     """A transformer that finds the keypoints of a category not seen in training, defined by one picture.
 
-    size        tiny: a small residual network on 64 pixels, for two CPU cores; full: ResNet-50 and 6 + 6 layers
-    attention   to the pictures, dense or deformable; null: tiny dense, full deformable
-    backbone    group_norm: that of the size, trained from scratch; torchvision: ResNet-50 with frozen batch norms and
-                torchvision's names, for `weights`
-    image_size  side of the pictures in pixels; null: tiny 64, full 256
-    grid        cells along each side of the table that embeds coordinates
-    queries     query pictures per episode, besides the support
-    crop        what is cut out of a picture: box, the object and a margin, or image, all; null: box for data.path
+    size        tiny: a small residual network on 64 x 64 images, for two CPU cores; full: ResNet-50 and 6 + 6 layers
+    attention   attention to image features: dense or deformable; null: dense for tiny, deformable for full
+    backbone    group_norm: network selected by size, trained from scratch; torchvision: ResNet-50 with frozen batch
+                norms and torchvision's names, for `weights`
+    image_size  image height and width in pixels; null: 64 for tiny, 256 for full
+    grid        bins per axis of the coordinate embedding table
+    queries     query images per episode, in addition to the support image
+    crop        box: crop to the object with a margin; image: use the entire image; null: box with data.path, else image
     augment     rotate, scale, translate, flip and change the light of pictures in training
     flip        probability of a flip, in categories that name left and right keypoints
     forget      share of the previous keypoints hidden in training, so that decoding is robust to its errors
-    categories  names of the only categories to train on; null: all of the training split
-    fold        which of the folds of MP-100, for annotations/mp100_split{fold}_{split}.json
+    categories  names of the categories to train on; null: all of the training split
+    fold        MP-100 fold: selects annotations/mp100_split{fold}_{split}.json
     """
     shape, side = SHAPES[size], image_size or IMAGE_SIZES[size]
     if side % 32:

@@ -108,13 +108,13 @@ def build(
     vocab_size: Annotated[int, Range("a whole number from 300 to 4096", low=300, high=4096)] | None = None,
     dropout: Factor = 0.1,
 ) -> Task:
-    """Five text tasks with LoRA adapters in one encoder, and a router that chooses among them.
+    """Five text tasks with LoRA adapters in one encoder, and a router that selects among them.
 
     size        tiny: 4 layers of width 128, for two CPU cores; full: 12 layers of width 768
-    routing     hard: the router picks one adapter; soft: it mixes all of them
-    rank        of the adapters, alpha is twice that; null: that of the size (tiny 16, full 32)
-    vocab_size  tokens in the vocabulary; null: that of the size (tiny 2048, full 4096)
-    dropout     share of the adapters' inputs dropped in training
+    routing     hard: the router selects one adapter; soft: it mixes all of them
+    rank        rank of the adapters; alpha is twice the rank; null: depends on size (tiny 16, full 32)
+    vocab_size  tokens in the vocabulary; null: depends on size (tiny 2048, full 4096)
+    dropout     dropout probability of the adapter inputs
     """
     shape = SHAPES[size]
     shape = replace(shape, rank=rank or shape.rank, vocab_size=vocab_size or shape.vocab_size)

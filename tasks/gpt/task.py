@@ -66,12 +66,12 @@ def build(
 ) -> Task:
     """A decoder-only transformer that predicts the next token of real text.
 
-    size               tiny: for two CPU cores; 124m, 350m: the published shapes
-    tokenizer          byte: 256 tokens; bpe: byte pairs, trained on the text once, needs the package tokenizers
-    vocab_size         tokens in the vocabulary; null: the published 50257, in tiny only what the tokenizer needs
-    block_size         tokens in a sample, the longest context; null: that of the size (tiny 64, published 1024)
-    dropout            probability of dropout after the embedding and at the end of each branch
-    attention_dropout  probability of dropout of attention weights; above 0 training uses no fused attention kernel
+    size               tiny: for two CPU cores; 124m, 350m: the published sizes
+    tokenizer          byte: 256 tokens; bpe: byte-pair encoding, trained once on the text; needs the package tokenizers
+    vocab_size         tokens in the vocabulary; null: 50257 as published, for tiny that of the tokenizer
+    block_size         context length: tokens per sample; null: depends on size (tiny 64, others 1024)
+    dropout            dropout probability after the embedding and at the end of each branch
+    attention_dropout  dropout probability of attention weights; above 0, training uses no fused attention kernel
     """
     if vocab_size is None and size != "tiny":
         vocab_size = PUBLISHED_VOCAB_SIZE

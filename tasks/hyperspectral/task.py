@@ -62,18 +62,20 @@ def build(
 ) -> Task:
     """Statistics of all pixels in one pass, then a detector of targets that starts from them.
 
-    size           tiny, small or full: how many cubes, their height, width and channels, see SHAPES
+    size           tiny, small or full: number of cubes, their height, width and channels, see SHAPES
     head           rx: RX score of learned components, trained on masks; svdd: Deep SVDD, trained on all but targets
-    data           photographs: those of scikit-image through a bank of filters; synthetic: generated spectra
-    num_cubes      training cubes; null: as the size says. A quarter, 8 to 64, for each of validation and test
-    height         of a cube in pixels; null: as the size says
-    width          of a cube in pixels; null: as the size says
-    channels       of a cube, at least 3; null: as the size says, or as data.path has
+    data           photographs: scikit-image's, expanded to channels by a filter bank; synthetic: generated spectra
+    num_cubes      training cubes; null: depends on size. Validation and test have a quarter each, 8 to 64
+    height         cube height in pixels; null: depends on size
+    width          cube width in pixels; null: depends on size
+    channels       channels of a cube, at least 3; null: depends on size, or those of data.path
     components     learned principal components; null: a third of the channels
-    orthogonality  weight of the squared distance of components times their transpose from the identity, per component
-    entropy        weight of 1 - entropy of the selection of channels / its maximum
-    diversity      weight of the concentration of the selection: 0 where channels count the same, 1 for a single one
-    statistics     of products within 4096 pixels in phase 1 on a CPU, added up in float64: float32 takes half the time
+    orthogonality  weight of the penalty for components that are not orthonormal: squared distance of W W^T from I,
+                   per component
+    entropy        weight of the entropy penalty of the channel selector: 1 - entropy / log(channels)
+    diversity      weight of the concentration penalty of the selector: 0 for uniform weights, 1 for a single channel
+    statistics     dtype of products over 4096 pixels in the phase fit on a CPU; sums use float64. float32 takes half
+                   the time
     """
     shape = SHAPES[size]
     if context.data_path is not None:

@@ -61,14 +61,14 @@ def build(
     """A transformer that writes a function's signature from its description.
 
     size               tiny: width 128, for two CPU cores; full: the published width 512; both have 3 + 3 layers
-    data               pairs: of the standard library, or of data.path; random: numbers, for measuring speed
-    packed             true: several pairs in a row, no masks; false: one padded pair in a row, with masks
-    vocab_size         tokens in the vocabulary of both sides; null: the published 5000, in tiny 2000
-    source_length      tokens of a source that are read, the rest is cut
-    target_length      tokens of a target that are read and written, with its end; the rest is cut
-    dropout            probability of dropout after the embeddings, inside of each feed-forward and at the end of each
-                       branch; null: the published 0.1, in tiny 0
-    attention_dropout  probability of dropout of attention weights; above 0 training uses no fused attention kernel
+    data               pairs: of the standard library, or of data.path; random: random tokens, to measure speed
+    packed             true: several pairs per row, no masks; false: as published, one padded pair per row, with masks
+    vocab_size         tokens in the shared vocabulary; null: 5000 as published, 2000 for tiny
+    source_length      maximum number of source tokens; longer sources are truncated
+    target_length      maximum number of target tokens, including the end token; longer targets are truncated
+    dropout            dropout probability after the embeddings, in each feed-forward layer and at the end of each
+                       branch; null: 0.1 as published, 0 for tiny
+    attention_dropout  dropout probability of attention weights; above 0, training uses no fused attention kernel
     """
     shape = replace(
         SHAPES[size],

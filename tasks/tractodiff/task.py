@@ -62,14 +62,14 @@ def build(
     step_mm: Positive | None = None,
     diffusion_steps: PositiveInt | None = None,
 ) -> Task:
-    """Diffusion of streamline pieces, conditioned on the brain around their start.
+    """Diffusion of streamline segments, conditioned on the data around their start.
 
-    size             tiny: for two CPU cores; full: the published shapes
+    size             tiny: for two CPU cores; full: the published sizes
     denoiser         gru: a GRU of 16 cells; unet: a 1-D U-Net along the points
-    data             volume: dipy's small_64D, tracked with its tensors, streamlines held out; bundles: dipy's
-                     minimal bundles of five subjects, one held out; without effect where data.path is given
-    step_mm          mm between two points; null: 1 in the volume and of data.path, 4 in the bundles
-    diffusion_steps  T; null: that of the size (tiny 50, full 200)
+    data             volume: dipy's small_64D, tracked on its tensors, with held-out streamlines; bundles: dipy's
+                     minimal bundles of five subjects, one held out; ignored with data.path
+    step_mm          distance between two points in mm; null: 4 for bundles, 1 otherwise
+    diffusion_steps  number of diffusion steps T; null: depends on size (tiny 50, full 200)
     """
     step = step_mm or (4.0 if data == "bundles" and context.data_path is None else 1.0)
     folder = prepare(context.data_path, context.cache / "tractodiff", data=data, step=step)

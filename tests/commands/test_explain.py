@@ -41,7 +41,7 @@ precision.init_scale = 1024
   set by the command line (precision.init_scale=1024)
   without precision.init_scale=1024: 65536.0, set by the default (conf/precision/fp16.yaml)
   without precision.init_scale=1024 and +hardware=t4: not defined, because precision=auto has no such key
-  meaning: initial loss scale; halved at each overflow, which skips that update
+  meaning: initial loss scale
 """,
     "optimizer.lr optimizer.lr=0.01 optimizer=sgd": """\
 optimizer.lr = 0.01
@@ -65,7 +65,7 @@ optimizer.lr = 1
     "optimizer.eps": """\
 optimizer.eps = 1e-08
   set by the default (conf/optimizer/adamw.yaml)
-  meaning: added to the root of the second mean
+  meaning: added to the square root of the second moment
 """,
     "dataloader.num_workers": """\
 dataloader.num_workers = auto

@@ -125,7 +125,7 @@ def test_a_t4_is_planned_without_bfloat16_and_tf32() -> None:
 
 
 def test_the_profiles_auto_and_cpu_have_no_gpu() -> None:
-    assert profile("auto") == {"hardware": {"title": "whatever is here", "devices": []}}
+    assert profile("auto") == {"hardware": {"title": "this machine", "devices": []}}
     assert inventory_from_profile(profile("cpu")["hardware"]).devices == ()
 
 

@@ -105,7 +105,7 @@ def none() -> None:
 
 
 def ema(*, decay: Factor = 0.999, evaluate: bool = True) -> Rule:
-    """Exponential moving average: after each update, `decay` of the average and the rest of the weights.
+    """Exponential moving average: after each update, average = decay * average + (1 - decay) * weights.
 
     decay     decay factor of the average per update
     evaluate  evaluation, inference and export use the average; false: it is only stored in checkpoints

@@ -10,14 +10,14 @@ from runner.tools.doctor.findings import DoctorCheck
 CHECKS: Mapping[str, DoctorCheck] = {
     "python": DoctorCheck(software.python, "accel-run needs features of newer versions"),
     "cpu": DoctorCheck(host_checks.cpu, "data loaders and all work outside the GPU run on its cores"),
-    "memory": DoctorCheck(host_checks.memory, "a run that needs more is killed"),
+    "memory": DoctorCheck(host_checks.memory, "a run that exceeds them is killed"),
     "limits": DoctorCheck(host_checks.limits, "a run that reaches a system limit ends with exit 71"),
     "shm": DoctorCheck(storage.shared_memory, "workers pass batches through it; they are killed when it is full"),
     "disk": DoctorCheck(
         storage.disk, "checkpoints and metrics are written there and must survive a power failure", limit_s=30.0
     ),
-    "environment": DoctorCheck(host_checks.environment, "they are often set temporarily and forgotten"),
-    "driver": DoctorCheck(gpu_checks.driver, "required for using and monitoring GPUs"),
+    "environment": DoctorCheck(host_checks.environment, "such variables are often set temporarily and forgotten"),
+    "driver": DoctorCheck(gpu_checks.driver, "required to use and monitor GPUs"),
     "processes": DoctorCheck(gpu_checks.processes, "they use its memory and time"),
     "packages": DoctorCheck(software.packages, "accel-run cannot start without them", limit_s=30.0),
     "torch": DoctorCheck(software.torch, "all computation uses it", limit_s=60.0),
@@ -30,7 +30,7 @@ CHECKS: Mapping[str, DoctorCheck] = {
     ),
     "numbering": DoctorCheck(gpu_checks.numbering, "device=cuda:1 must select the intended GPU", needs="gpus"),
     "threads": DoctorCheck(
-        host_checks.threads, "too many threads wait for each other, too few leave cores idle", needs="gpus"
+        host_checks.threads, "too many threads compete for cores, too few leave cores idle", needs="gpus"
     ),
     "matmul": DoctorCheck(arithmetic.matmul, "most of the computation in training", limit_s=60.0, needs="gpus"),
     "attention": DoctorCheck(
