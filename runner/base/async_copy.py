@@ -1,4 +1,4 @@
-"""Asynchronous copies of numbers from a device to the host; only reading them synchronizes."""
+"""Asynchronous copies of tensors from a device to the host; only reading a copy synchronizes."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class PendingCopy:
-    """A pending copy to the host.
+    """A copy to the host that may still be in progress.
 
     on_host  destination tensor
-    arrived  event recorded after the copy; None if no device copy was needed
+    arrived  event recorded after the copy; None if the source was already on the host
     """
 
     on_host: Tensor
@@ -24,14 +24,14 @@ class PendingCopy:
         return self.arrived is None or bool(self.arrived.query())
 
     def read(self) -> Tensor:
-        """Return the numbers; blocks until the copy has finished."""
+        """Block until the copy has finished, and return the tensor on the host."""
         if self.arrived is not None:
             self.arrived.synchronize()
         return self.on_host
 
 
 def start_copy(numbers: Tensor) -> PendingCopy:
-    """Start a non-blocking copy of the numbers to the host and return it; later in-place changes do not affect it."""
+    """Start a non-blocking copy of a tensor to the host; later in-place changes to it do not affect the copy."""
     if numbers.device.type == "cpu":
         return PendingCopy(numbers.clone())
     on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.device.type == "cuda")

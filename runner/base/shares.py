@@ -1,4 +1,4 @@
-"""Divide the samples of an update into shares: one integer per rank, summing to the update."""
+"""Divide the samples of an update among ranks: the share of a rank is the number of samples that it processes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def split_proportionally(total: int, weights: Sequence[float], caps: Caps | None
     """Return integers that sum to `total`, proportional to `weights` by the largest remainder method (Hamilton).
 
     No share exceeds its cap; the surplus is distributed proportionally over the other ranks. A rank with a positive
-    weight gets at least 1 if there are enough samples. Ties favor the lower rank. A weight of 0 gets 0. Uses exact
-    fractions, so the result is the same on every machine. Returns a Problem if the caps sum to less than `total`.
+    weight gets at least 1 sample if there are enough; a rank with weight 0 gets none. Ties favor the lower rank. Uses
+    exact fractions, so the result is the same on every machine. Returns a Problem if the caps sum to less than `total`.
     """
     assert min(weights) >= 0 < max(weights), weights
     ranks = [rank for rank, weight in enumerate(weights) if weight > 0]
@@ -33,16 +33,16 @@ def split_proportionally(total: int, weights: Sequence[float], caps: Caps | None
     quotas = _quotas(total, {rank: Fraction(weights[rank]) for rank in ranks}, minimum, limits)
     shares = {rank: int(quota) for rank, quota in quotas.items()}
     by_remainder = sorted(ranks, key=lambda rank: (shares[rank] - quotas[rank], rank))
-    for rank in by_remainder[: total - sum(shares.values())]:  # these have a remainder, so they are below their cap
+    for rank in by_remainder[: total - sum(shares.values())]:  # each has a remainder, so it is below its cap
         shares[rank] += 1
     return tuple(shares.get(rank, 0) for rank in range(len(weights)))
 
 
 def window_shares(window: int, shares: Sequence[int]) -> Shares:
-    """Return how many of `window` samples each rank takes: its share, or a proportional part in a smaller window.
+    """Return the number of samples that each rank gets from an update of `window` samples.
 
-    The last window of an epoch may have fewer samples than the sum of the shares; then a rank may get 0, none gets
-    more than its share, and all samples of the window are distributed.
+    This is the share of the rank, except in a smaller last update of an epoch, which is divided in proportion to the
+    shares: all samples are distributed, no rank gets more than its share, and a rank may get 0.
     """
     if window == sum(shares):
         return tuple(shares)
@@ -52,7 +52,7 @@ def window_shares(window: int, shares: Sequence[int]) -> Shares:
 
 
 def rank_slices(window: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the (start, stop) of each rank in a window: contiguous, in rank order."""
+    """Return the (start, stop) of each rank in an update of `window` samples: contiguous, in rank order."""
     parts = window_shares(window, shares)
     starts = [sum(parts[:rank]) for rank in range(len(parts))]
     return tuple((start, start + part) for start, part in zip(starts, parts, strict=True))
@@ -85,9 +85,10 @@ def fixed_shares(shares: Sequence[int], world_size: int, total: int) -> Shares |
 class RankShare:
     """One rank's part of an update.
 
+    share             number of samples
     percent           percentage of the samples of an update
-    micro_batch_size  largest micro-batch; 0 if the rank has no samples
-    passes            sizes of its micro-batches, in order
+    micro_batch_size  size of the largest micro-batch; 0 if the rank has no samples
+    passes            sizes of the micro-batches, in order
     """
 
     rank: int
@@ -106,7 +107,7 @@ class RankShare:
 
     @property
     def product(self) -> str:
-        """Format the micro-batches: `1 x 19`, `2 x 8 + 3`."""
+        """Number and sizes of the micro-batches as text: `1 x 19`, `2 x 8 + 3`."""
         if not self.share:
             return "none"
         whole, rest = divmod(self.share, self.micro_batch_size)
@@ -119,7 +120,7 @@ def rank_shares(
     memory_bytes: Sequence[int | None],
     micro_batch_sizes: Sequence[int | None],
 ) -> tuple[RankShare, ...]:
-    """Return one row per rank; a micro-batch size of None, or above the share, means the whole share at once."""
+    """Return one row per rank. If its micro-batch size is None or above its share, the share is one micro-batch."""
     total = sum(shares)
     return tuple(
         RankShare(rank, device, memory, share, 100 * share / total, min(micro or share, share))
@@ -132,8 +133,8 @@ def rank_shares(
 def format_identity(rows: Sequence[RankShare]) -> str:
     """Format the sum in one line: `32 samples per update = 19 (rank 0: 2 x 8 + 3) + 13 (rank 1: 1 x 8 + 5)`.
 
-    Adjacent ranks with equal parts are one term, `4 x 16 (ranks 0-3: 2 x 8)`. If the line would still exceed
-    120 columns, it has the shares only, or with very many ranks their range; the table has the details.
+    Adjacent ranks with equal shares and micro-batches become one term: `4 x 16 (ranks 0-3: 2 x 8)`. If the line would
+    still exceed 120 columns, it contains only the sum of the shares as `format_sum` returns it.
     """
     lead = f"{sum(row.share for row in rows)} samples per update = "
     runs = [list(run) for _, run in groupby(rows, key=lambda row: (row.share, row.micro_batch_size))]
@@ -142,7 +143,7 @@ def format_identity(rows: Sequence[RankShare]) -> str:
 
 
 def format_sum(shares: Sequence[int]) -> str:
-    """Return `19 + 13`, or for more ranks than fit in a line `64 ranks, 3 to 9 each`."""
+    """Return `19 + 13`. If there are too many ranks for that, return `64 ranks, 3 to 9 each`."""
     text = " + ".join(str(share) for share in shares)
     return text if len(text) <= LINE_WIDTH // 2 else f"{len(shares)} ranks, {min(shares)} to {max(shares)} each"
 
@@ -159,11 +160,11 @@ def format_shares(shares: Sequence[int]) -> str:
 
 
 def _quotas(total: int, weights: dict[int, Fraction], minimum: int, limits: dict[int, int]) -> dict[int, Fraction]:
-    """Return fractions that sum to `total`, each its weight times a common factor, clamped to `minimum` and its limit.
+    """Return fractions that sum to `total`: weight times a common factor, clamped between `minimum` and the limit.
 
-    Values that violate a bound are fixed there and the rest is distributed again: first those above `limits` if their
-    total excess is larger than the total shortfall of the others, else those below `minimum`. So no value is fixed at a
-    wrong bound (the algorithm of CSS flexible lengths).
+    Repeats with the remaining ranks until no value violates a bound. Each round fixes the values above their limit if
+    their total excess is larger than the total shortfall of those below `minimum`, and the latter otherwise. Therefore
+    no value is fixed at the wrong bound (the algorithm of CSS for resolving flexible lengths).
     """
     quotas: dict[int, Fraction] = {}
     free = dict(weights)

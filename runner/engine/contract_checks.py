@@ -30,8 +30,9 @@ def validate_loss(
     """Return the loss sum, a tensor of shape (), and the item count.
 
     name  of the task method, for messages
-    sync  also check the value of a tensor count, which synchronizes with the device
-    Raises TaskFault for anything else, a negative count, or a sum without gradient while gradients are enabled.
+    sync  also check the value of the count if it is a tensor, which synchronizes with the device
+    Raises TaskFault for anything else, for a negative count, and for a sum that does not require grad while gradients
+    are enabled.
     """
     if not isinstance(result, tuple) or len(result) not in ((2, 3) if name == "loss" else (2,)):
         raise _loss_fault(result, locate_definition(loss, source), name)
@@ -54,7 +55,7 @@ def validate_metrics(
 ) -> dict[str, tuple[Number, Number]]:
     """Return the sum and count of each metric of a batch. Raises TaskFault for anything else.
 
-    verb  subject and verb of messages
+    verb  beginning of the error messages: what must return the metrics
     """
     if not isinstance(result, Mapping):
         what = f"{verb} a mapping of names to (sum, count), but returned {describe_value(result)}"
@@ -81,7 +82,7 @@ def validate_metrics(
 def validate_numbers(
     result: Any, method: Callable[..., Any], source: Path, *, fix: str = NUMBERS_FIX
 ) -> dict[str, float]:
-    """Return the dictionary of numbers returned by `summarize`, `baselines` or the function of a metric.
+    """Return the numbers that `summarize`, `baselines` or a metric function returned, converted to float.
 
     Raises TaskFault for anything else.
     """
@@ -105,7 +106,7 @@ def validate_prediction(result: Any, predict: Callable[..., Any], source: Path) 
     problem = _find_prediction_problem(result)
     if problem is not None:
         what, fix = problem
-        # Locate only after a problem is found: that takes longer than most predictions.
+        # Look up the location only for an error, because the lookup takes longer than most predictions.
         raise TaskFault(what, where=locate_definition(predict, source), fix=fix)
     prediction: Prediction = result
     for name in (*prediction.files, *prediction.plots):
@@ -146,7 +147,7 @@ def _find_prediction_problem(prediction: Any) -> tuple[str, str] | None:
 
 
 def check_count(count: Number, what: str, method: Callable[..., Any], source: Path) -> None:
-    """Raise TaskFault unless `count` is a number of items, 0 or more; a device tensor is synchronized."""
+    """Raise TaskFault unless `count` is finite and at least 0. Synchronizes if `count` is a tensor on a device."""
     value = float(count)
     if not (math.isfinite(value) and value >= 0):
         raise TaskFault(
@@ -167,7 +168,7 @@ def validate_modules(result: Any, method: Callable[..., Any], source: Path) -> l
 
 
 def check_length(dataset: Any, name: str, method: Callable[..., Any], source: Path) -> None:
-    """Raise TaskFault if a data set has no valid length."""
+    """Raise TaskFault if the dataset has no valid length."""
     try:
         len(dataset)
     except (TypeError, ValueError) as error:
@@ -178,7 +179,7 @@ def check_length(dataset: Any, name: str, method: Callable[..., Any], source: Pa
 
 
 def describe_value(value: Any) -> str:
-    """Describe a value by the shapes of its tensors and the types of other objects."""
+    """Describe a value for error messages: shapes of tensors, short values, types of other objects."""
     if isinstance(value, Tensor):
         return f"a tensor of shape {tuple(value.shape)}"
     if isinstance(value, np.ndarray):

@@ -1,7 +1,7 @@
 """CPU, memory and process limits that control groups (cgroups) set for this process, and their current use.
 
-Reads cgroup v1 and v2. Limits of all ancestors apply, so the smallest one is used. In a container the process's own
-path is often not mounted, and only the mount point itself is visible.
+Reads cgroup v1 and v2. The limits of all ancestors apply, so the smallest one is used. In a container, the directory
+of the process's own cgroup is often not visible; its limits are then in the mount point itself.
 Source: the kernel's admin-guide/cgroup-v2.rst and admin-guide/cgroup-v1, and man 7 cgroups.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 
 @dataclass(frozen=True)
 class CgroupLimit:
-    """The tightest limit of a resource, and the directory of the cgroup that sets it."""
+    """The lowest limit on a resource (in CPUs or bytes), and the directory of the cgroup that sets it."""
 
     amount: float
     folder: Path
@@ -32,7 +32,7 @@ class CgroupLimit:
         return None if nanos is None else nanos / 1e9
 
     def memory_bytes(self) -> int | None:
-        """Return the memory in use without inactive page cache, which the kernel reclaims first; None if not accounted.
+        """Return the memory in use without the page cache, which the kernel can reclaim; None if not accounted.
 
         Source: memory.stat in the kernel's documentation of cgroups, versions 1 and 2.
         """
@@ -46,23 +46,23 @@ class CgroupLimit:
 
 
 def cgroup_cpu_limit(root: Path = Path("/")) -> CgroupLimit | None:
-    """Return the CPU limit in threads; None without a limit. `root` is the folder with /proc and /sys."""
+    """Return the CPU limit as a number of CPUs; None without a limit. `root` is the directory with /proc and /sys."""
     return _tightest_limit(root, "cpu", _read_cpu_quota)
 
 
 def cgroup_memory_limit(root: Path = Path("/")) -> CgroupLimit | None:
-    """Return the memory limit in bytes; None without a limit. `root` is the folder with /proc and /sys."""
+    """Return the memory limit in bytes; None without a limit. `root` is the directory with /proc and /sys."""
     return _tightest_limit(root, "memory", _read_memory_limit)
 
 
 def cgroup_limits(root: Path = Path("/")) -> tuple[float | None, int | None]:
-    """Return the CPU limit in threads and the memory limit in bytes, None for a limit that the cgroups do not set."""
+    """Return the CPU limit as a number of CPUs and the memory limit in bytes; each is None if it is not set."""
     cpu, memory = cgroup_cpu_limit(root), cgroup_memory_limit(root)
     return None if cpu is None else cpu.amount, None if memory is None else int(memory.amount)
 
 
 def cgroup_process_limit(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Return the tightest limit on processes and threads, and their current number; None without a limit."""
+    """Return the process and thread limit with the least headroom, and the current number; None if unlimited."""
     limits: list[tuple[int, int]] = []
     for folder in _cgroup_folders(root, {"pids"}):
         maximum, current = _read_text(folder / "pids.max"), _read_text(folder / "pids.current")
@@ -80,7 +80,7 @@ def _tightest_limit(root: Path, controller: str, read_limit: Callable[[Path], fl
 
 
 def _read_cpu_quota(folder: Path) -> float | None:
-    """Return the CPU quota of this cgroup in threads."""
+    """Return the CPU quota of this cgroup as a number of CPUs."""
     quota, _, period = _read_text(folder / "cpu.max").partition(" ")
     if not quota:
         quota, period = _read_text(folder / "cpu.cfs_quota_us"), _read_text(folder / "cpu.cfs_period_us")
@@ -88,17 +88,17 @@ def _read_cpu_quota(folder: Path) -> float | None:
 
 
 def _read_memory_limit(folder: Path) -> float | None:
-    """Return the memory limit in bytes. Without a limit, cgroup v1 reports a number above the memory of any machine."""
+    """Return the memory limit in bytes; for no limit, cgroup v1 reports a number larger than any machine's memory."""
     limit = _read_text(folder / "memory.max") or _read_text(folder / "memory.limit_in_bytes")
     return int(limit) if limit.isdigit() and int(limit) else None
 
 
 def _cgroup_folders(root: Path, controllers: Set[str]) -> Iterator[Path]:
-    """Yield the directories of this process's cgroups with one of these controllers, and of their ancestors."""
+    """Yield the directories of this process's cgroups that have one of these controllers, and of their ancestors."""
     for line in _read_text(root / "proc/self/cgroup").splitlines():
         _, _, rest = line.partition(":")
         names, _, path = rest.partition(":")
-        if names == "" or controllers & set(names.split(",")):  # cgroup v2 has no names
+        if names == "" or controllers & set(names.split(",")):  # cgroup v2 lists no controllers here
             yield from _ancestor_folders(root / "sys/fs/cgroup", names, path)
 
 

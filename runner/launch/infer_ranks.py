@@ -1,4 +1,4 @@
-"""Predict with a trained run, on all devices if the task can share its predictions among ranks."""
+"""Run inference with a trained run, on all ranks if the task can split its predictions into shards."""
 
 from __future__ import annotations
 
@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 def infer(request: Request, checkpoint: str | None = None) -> Exit:
     """Run predictions with the run or the weights that the request names; write predictions/ and plots/.
 
-    With `parallelism=ddp`, every rank computes a share of the predictions if the task's predict has the parameters
-    `shard` and `num_shards`. Otherwise one process computes all of them.
+    With `parallelism=ddp`, each rank computes one shard of the predictions if the task's `predict` has the parameters
+    `shard` and `num_shards`. Otherwise, one process computes all predictions.
 
-    checkpoint  best, last or an update; None: the best one if there is one, else the last one
+    checkpoint  best, last or the number of an update; None: the best one if there is one, else the last one
     Raises InputMissing if there is no such run or checkpoint, DataError if it is damaged.
     """
     import torch
@@ -49,7 +49,7 @@ def infer(request: Request, checkpoint: str | None = None) -> Exit:
 
 
 def _is_sharded(configuration: Configuration) -> bool:
-    """Return whether ranks share the predictions: the task can, and the settings do not name one share."""
+    """Return whether the ranks split the predictions: `predict` supports shards, and no single shard is requested."""
     options = configuration.inference
     is_unsharded = (options.get("shard"), options.get("num_shards")) == (0, 1)
     return is_unsharded and configuration.choices["parallelism"].name == "ddp"

@@ -1,7 +1,8 @@
-"""A run that is interrupted anywhere, once or repeatedly, and resumed equals an uninterrupted one: the resume matrix.
+"""Resume matrix: a run that is interrupted at any point and resumed gives the same result as an uninterrupted run.
 
-Short form: a few cells on one process, with ddp and with one other strategy, and a seeded case of each other test.
-Long: 2,000 cells of the full product.
+A cell is one combination of settings, interruptions and changes on resume (see tests/faults/cells.py). By default, the
+tests run a few cells (one process, ddp, and one other strategy) and one seeded case of each parametrized test. The long
+form runs 2,000 random combinations.
 """
 
 from __future__ import annotations
@@ -32,16 +33,16 @@ from tests.waiting import wait_until
 HERE = Path(__file__).parent
 TASKS = {"one": HERE / "task_of_matrix.py", "three": HERE / "task_of_matrix_phases.py"}
 TIMES = re.compile(r"perf/|rank\d+/|balance/|pipeline/|.*_ms$")
-TOLERANCE = 1e-11  # for float64 with another order of additions: about 1e-12 per update, for about ten updates
+TOLERANCE = 1e-11  # float64 sums in a different order: about 1e-12 per update, for about ten updates
 EXIT_CODES = {"SIGKILL": -9, "SIGTERM": 75, "raise": 70, "rank": 84}
-SHARES = (0.75, 0.5)  # minimum shares of interrupted cells, and of those with a checkpoint to resume from
+SHARES = (0.75, 0.5)  # minimum fractions of the cells: interrupted at all, and interrupted after a checkpoint was saved
 MANY = 20
 UPDATES_OF_EPOCH = {"whole": 3, "ragged": 4, "drop_last": 3, "bad": 4}
 
 
 @dataclass(frozen=True)
 class Result:
-    """The outcome of a run: the last checkpoint, the rows without times, the skipped bad samples."""
+    """The result of a run: its last checkpoint, its metric rows without times, and the bad samples that it skipped."""
 
     last: LoadedCheckpoint
     tensors: dict[str, dict[str, torch.Tensor]]
@@ -60,7 +61,7 @@ def fast_disk() -> Iterator[Path]:
 
 
 class Matrix:
-    """Runs cells, and caches the uninterrupted run of each course."""
+    """Runs cells, and caches the uninterrupted run of each course (the settings that determine the result)."""
 
     references: ClassVar[dict[tuple[str, ...], Result]] = {}
 
@@ -82,10 +83,10 @@ class Matrix:
         return self.references[words]
 
     def check(self, cell: Cell, ends: Sequence[dict[str, Any]] | None = None, *, broken: str = "") -> None:
-        """Assert that the run of a cell equals its reference and never resumes from an outdated checkpoint.
+        """Assert that the run of a cell equals its reference and always resumes from the newest checkpoint.
 
         ends    the interruptions; None: those of the cell
-        broken  how to break the product in the last process, see `at` of tests/faults/ending.py
+        broken  bug to inject into the last process (a value of `at` in tests/faults/ending.py)
         """
         wanted = self.reference(cell)
         rng = random.Random(f"{SEED} {cell.number} {cell.levels}")
@@ -119,13 +120,15 @@ class Matrix:
         assert not differences, "; ".join(differences[: int(os.environ.get("ACCEL_RUN_SHOWN", "6"))])
 
     def later(self, folder: Path, newest: str, num_events: int) -> str:
-        """Return the newest checkpoint on disk, from which the next process must resume.
+        """Check the process that has just ended, and return the name of the newest checkpoint on disk ("" if none).
 
-        Asserts that neither it nor the checkpoint that the last process resumed from is older than `newest`, the newest
-        one before that process. `num_events` is the number of rows of events.jsonl from earlier processes.
+        Asserts that the process resumed from checkpoint `newest` or a later one, and that it left one at least as new.
+
+        newest      name of the newest checkpoint before this process started
+        num_events  number of rows that earlier processes wrote to events.jsonl
         """
         begun = [row for row in events_of(folder)[num_events:] if row["kind"] in ("start", "resume")]
-        # A process killed early records nothing. Ranks may outlive their launcher, and save meanwhile.
+        # A process that is killed early records nothing. Ranks may outlive their launcher and save another checkpoint.
         told = begun[0].get("checkpoint", "update 0") if begun else newest
         assert not newest or told >= newest, f"{newest} was on disk, but the run went on from {told}"
         path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
@@ -134,9 +137,9 @@ class Matrix:
         return found
 
     def has_shown_enough(self, num_cells: int) -> None:
-        """Assert that enough cells were interrupted, and had a checkpoint to resume from.
+        """Assert that enough cells were interrupted, and that enough of them resumed from a checkpoint.
 
-        Of few cells, one is enough, because a share would depend on chance.
+        If there are only a few cells, one is enough, because a fraction would depend on chance.
         """
         ended, gone_on = len(self.cells_ended), len(self.cells_gone_on)
         least_ended, least_gone_on = (share * num_cells if num_cells >= MANY else 1 for share in SHARES)
@@ -144,7 +147,7 @@ class Matrix:
         assert gone_on >= least_gone_on, f"only {gone_on} of {num_cells} cells went on from a checkpoint"
 
     def attempt(self, cell: Cell, folder: Path, words: list[str], fault: dict[str, Any]) -> Ended:
-        """Run the command; retry while ranks of the previous process hold the run directory."""
+        """Run the command; retry while ranks of the previous process still lock the run directory."""
         line = ["train", "--task", str(TASKS[cell["phases"]]), "run=mine", "device=cpu", "monitor=off", *words]
         env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
 
@@ -175,7 +178,7 @@ def faults(cell: Cell, phases: dict[str, Any], rng: random.Random) -> list[dict[
         is_waited_for = phase != next(iter(lengths)) or number >= has_saved_after
         fault = {"at": at or rng.choice(["update", "update", "begin"]), "number": number, "phase": phase, "by": by}
         if by == "raise":
-            fault["at"] = "update"  # exceptions of begin_update are another case
+            fault["at"] = "update"  # exceptions in begin_update are not part of the matrix
         return {**fault, "wait": is_waited_for and rng.random() < 0.8, "rank": rng.randrange(cell.world_size)}
 
     def boundary() -> dict[str, Any]:
@@ -221,7 +224,7 @@ def faults(cell: Cell, phases: dict[str, Any], rng: random.Random) -> list[dict[
 
 
 def replaced(words: list[str], new: list[str]) -> list[str]:
-    """Return the arguments, with those of the same keys or groups as `new` replaced."""
+    """Return the arguments and those of `new`, without earlier arguments for the groups that `new` sets."""
     roots = {word.partition("=")[0].partition(".")[0] for word in new}
     return [*(word for word in words if word.partition("=")[0].partition(".")[0] not in roots), *new]
 
@@ -241,14 +244,14 @@ def result_of(folder: Path) -> Result:
 
 
 def events_of(folder: Path) -> list[dict[str, Any]]:
-    """Return the complete rows of events.jsonl, [] before the run exists."""
+    """Return the complete rows of events.jsonl; [] if the run does not exist yet."""
     events = folder / "outputs" / "mine" / "events.jsonl"
     lines = events.read_text().splitlines(keepends=True) if events.exists() else []
     return [json.loads(line) for line in lines if line.endswith("}\n")]
 
 
 def bad_samples(events: Path) -> list[tuple[str, int, int]]:
-    """Return (phase, update, index) of the skipped samples, without those of updates that were repeated later."""
+    """Return (phase, update, index) of each skipped sample. If an update was repeated, only the last time counts."""
     found: list[tuple[str, int, int]] = []
     phase = ""
     for line in events.read_text().splitlines():
@@ -264,7 +267,7 @@ def bad_samples(events: Path) -> list[tuple[str, int, int]]:
 
 
 def differs(found: Result, wanted: Result, *, keeps_best: bool = False) -> Iterator[str]:
-    """Yield the differences between two results, which must be bitwise equal."""
+    """Yield a description of each difference between two results that must be bitwise equal."""
     if found.last.update != wanted.last.update:
         yield f"ended at update {found.last.update}, not {wanted.last.update}"
     if set(found.last.stems) != set(wanted.last.stems):
@@ -310,7 +313,7 @@ def updates_of(rows: list[dict[str, Any]]) -> Iterator[tuple[str, int]]:
 def comparable(state: Any, *, keeps_best: bool = False) -> dict[str, Any]:
     """Return the state of a checkpoint without times, memory and settings, which may differ between attempts.
 
-    keeps_best  include the best checkpoint; the number of further ones may differ
+    keeps_best  include the best checkpoint; the number of others may differ
     """
     kept = {
         key: value
@@ -328,7 +331,7 @@ def comparable(state: Any, *, keeps_best: bool = False) -> dict[str, Any]:
 
 
 def distance(found: Result, wanted: Result) -> float:
-    """Return the largest relative difference of two results, over weights and values in rows."""
+    """Return the largest relative difference between two results, over all weights and metric values."""
     far = 0.0 if found.last.update == wanted.last.update else math.inf
     mine, theirs = found.tensors["model"], wanted.tensors["model"]
     for name, tensor in theirs.items():
@@ -351,7 +354,7 @@ def line_of(cell: Cell) -> str:
 
 
 def cells(count: int, is_covering: bool) -> list[Cell]:
-    """Return the cell that ACCEL_RUN_CELL names, few cells that cover all pairs, or many random cells."""
+    """Return the cell named by ACCEL_RUN_CELL, a few cells that cover many pairs of levels, or many random cells."""
     named = os.environ.get("ACCEL_RUN_CELL")
     if named:
         number, _, levels = named.partition(":")
@@ -359,7 +362,7 @@ def cells(count: int, is_covering: bool) -> list[Cell]:
     rng = random.Random(f"matrix {SEED}")
     if is_covering:
         return covering(rng, count, num_courses=min(count, 12) if count >= MANY else 3)
-    # sorted, so that cells of a course are adjacent
+    # sorted, so that cells with the same course are adjacent
     return sorted((Cell(drawn(rng), number) for number in range(count)), key=lambda cell: cell.course())
 
 
@@ -394,7 +397,10 @@ def test_every_interrupted_run_equals_an_uninterrupted_one(
 def test_drawing_runs_are_the_same_with_any_reader_and_any_kills(
     server: ForkServer, fast_disk: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    """Samples draw from all global generators. `scripts/faults.sh --count 300 --seed N samples_draw` kills 300 runs."""
+    """Samples use random numbers from all global generators.
+
+    To kill 300 runs: `scripts/faults.sh --count 300 --seed N drawing_runs`.
+    """
     matrix = Matrix(server, fast_disk, tally)
     chosen = cells_whose_readers_change(random.Random(f"draws {SEED}"), amount(2, 300))
     bad = []
@@ -432,7 +438,7 @@ def test_samples_draw_the_same_with_any_reader_and_on_any_ranks(
     for name in readers:
         found = trained(plain(), *READERS[name].split(), "prefetch=stream")
         assert list(differs(found, wanted)) == [], name
-    # Gradients are added in another order. The model must not draw, because its draws depend on the rank.
+    # Gradients are summed in a different order. The model must not use random numbers, because they depend on the rank.
     cell = plain(change="ranks")
     alone = trained(cell)
     for ranks in dice.sample(["ddp 2", "ddp 5+3"], min(amount(1, 2), 2)):
@@ -441,7 +447,7 @@ def test_samples_draw_the_same_with_any_reader_and_on_any_ranks(
 
 
 def plain(**levels: str) -> Cell:
-    """Return the cell with the first level on each axis, except those given."""
+    """Return the cell with the given levels, and with the first level on all other axes."""
     return Cell(tuple(({axis: next(iter(table)) for axis, table in AXES.items()} | levels).values()), 0)
 
 
@@ -489,7 +495,10 @@ def test_a_matrix_without_interruptions_is_caught(server: ForkServer, fast_disk:
 def test_buffers_of_ranks_are_restored_exactly(
     ranks: str, keeps: str, server: ForkServer, fast_disk: Path, tally: Tally
 ) -> None:
-    """Buffers would differ between ranks, which see different samples; the reference saves only at its end."""
+    """Ranks see different samples, so buffers must be synchronized, whether checkpoints are saved on the way or not.
+
+    The reference saves only at its end.
+    """
     matrix = Matrix(server, fast_disk, tally)
     end = {"at": "update", "number": 6, "by": "SIGTERM"}
     matrix.check(plain(ranks=ranks, keeps=keeps, saves="2"), [end])

@@ -1,4 +1,4 @@
-"""The transformer is causal, decodes equally with and without a cache, and samples by its probabilities."""
+"""The transformer is causal, decodes identically with and without a cache, and samples from its distribution."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ SMALL = Shape(num_layers=2, num_heads=2, width=16, block_size=8, vocab_size=256)
 def make_model(shape: Shape = SMALL, **options: Any) -> Transformer:
     torch.manual_seed(0)
     model = Transformer(shape, **options)
-    for weight in model.parameters():  # far from the small initial values, so that differences are visible
+    for weight in model.parameters():  # larger than the initial values, so that differences are visible
         nn.init.normal_(weight, std=0.3)
     return model
 
@@ -153,7 +153,7 @@ def test_each_layer_drops_different_elements() -> None:
 
 
 def test_attention_dropout_uses_the_fused_kernel_if_nothing_is_dropped() -> None:
-    # Of the possible draws only 0 is below 1e-12, with a probability of 6e-8.
+    # An element is dropped if its random number is below 1e-12. Of the possible numbers only 0 is (probability 6e-8).
     fused, explicit = (update(make_task(attention_dropout=rate)) for rate in (0.0, 1e-12))
     torch.testing.assert_close(explicit, fused, rtol=1e-4, atol=1e-5)
 
@@ -258,7 +258,7 @@ def test_tokens_are_sampled_with_their_probability() -> None:
     best = logits.topk(7)
     expected = torch.zeros(200).scatter(0, best.indices, best.values.softmax(0))
     shares = chosen.flatten().bincount(minlength=200) / 10_000
-    # the count of evenly spaced draws in an interval is off by at most one
+    # evenly spaced numbers: the count in an interval differs from the expected one by at most one
     torch.testing.assert_close(shares, expected, atol=2e-4, rtol=0)
 
 

@@ -1,4 +1,4 @@
-"""End a phase before its last update once its metric has stopped improving."""
+"""End a phase early when its metric has stopped improving."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class EarlyStopping(Hook):
         self.settings = phase.planned.early_stopping
         self.best: float | None = None
         self.num_bad = 0
-        self._was_over = False  # at the start of this process
+        self._was_over = False  # whether an earlier process already ended the phase
 
     @property
     def ends_phase(self) -> bool:  # type: ignore[override]

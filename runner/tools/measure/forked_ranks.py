@@ -1,4 +1,4 @@
-"""Forked CPU ranks over gloo, to measure forms of parallelism on one machine."""
+"""Forked CPU ranks that communicate over gloo, to measure parallelism strategies on one machine."""
 
 from __future__ import annotations
 
@@ -32,10 +32,12 @@ class Executor(Protocol):
 
 
 def serve_ranks(sock: socket.socket, num_ranks: int, begin: Callable[[ExitStack, World], Executor]) -> int:
-    """Execute commands from the socket on `num_ranks` forked ranks until it is closed; return the exit code.
+    """Execute commands from the socket on `num_ranks` forked ranks until the peer closes it; return the exit code.
 
-    The first message has the PIDs of the ranks. Each command is executed on all ranks, and rank 0 replies. An error on
-    one rank ends all of them.
+    The first message contains the PIDs of the ranks. Each command is executed on all ranks, and rank 0 replies. An
+    error on any rank ends all of them.
+
+    begin  returns the executor of a rank; the stack is closed when the rank ends
     """
 
     def on_rank(world: World) -> None:
@@ -62,13 +64,13 @@ def serve_ranks(sock: socket.socket, num_ranks: int, begin: Callable[[ExitStack,
 
 
 def send_reply(sock: socket.socket, reply: Mapping[str, Any]) -> None:
-    """Send one line of JSON; do nothing if the peer is gone."""
+    """Send one line of JSON; do nothing if the peer has closed the connection."""
     with suppress(OSError):
         sock.sendall((json.dumps(reply) + "\n").encode())
 
 
 def error_reply(error: BaseException) -> dict[str, Any]:
-    """Return the reply for an error: its problems and exit code."""
+    """Return the reply that reports an error: its problems and exit code."""
     if isinstance(error, AccelRunError):
         problems = [dataclasses.asdict(problem) for problem in error.problems]
         return {"error": problems, "exit_code": int(error.exit_code)}
@@ -95,18 +97,18 @@ def run_on_ranks(function: Callable[[Any], Any], num_ranks: int, threads: int | 
 
 
 def open_first_phase(world: Any, stack: ExitStack, request: Request) -> Any:
-    """Open the first phase of a run on this rank, silently."""
-    silence = stack.enter_context(Path(os.devnull).open("w"))  # noqa: SIM115 - the stack is the context
+    """Open the first phase of a run on this rank, with standard output discarded."""
+    silence = stack.enter_context(Path(os.devnull).open("w"))  # noqa: SIM115 - `stack` closes it
     stack.enter_context(redirect_stdout(silence))
     return stack.enter_context(open_phase(request, world))
 
 
 def measure_ms_per_update(updates: Iterator[Any], num: int) -> float:
-    """Run updates; return their mean milliseconds."""
+    """Run `num` updates and return their mean duration in milliseconds."""
     began = time.perf_counter()
     for _ in range(num):
         next(updates)
     return 1e3 * (time.perf_counter() - began) / num
 
 
-COLLECTIVE_TIMEOUT_S = 86400.0  # ranks of a paused variant must not time out
+COLLECTIVE_TIMEOUT_S = 86400.0  # ranks wait in a collective while their variant is paused, and must not time out

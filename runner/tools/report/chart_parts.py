@@ -1,4 +1,4 @@
-"""Shared parts of the charts of a run: types, and curves over updates."""
+"""Types and helper functions shared by the charts of a run, and the drawing of curves over updates."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Drawing:
 
     description  text alternative: a sentence with the numbers
     note         shown below the figure
-    stacked      curves of a stack plot in the first axes, for the values under the pointer
+    stacked      curves of the stack plot in the first axes; the page shows their values at the mouse pointer
     """
 
     figure: Any
@@ -37,7 +37,7 @@ class Drawing:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart on the page; a wide one has a separate row."""
+    """A chart on the page; a wide chart spans the full row."""
 
     id: str
     title: str
@@ -49,7 +49,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Missing:
-    """A part that is missing on the page, with the reason."""
+    """A part that is missing from the page, with the reason."""
 
     title: str
     reason: str
@@ -57,7 +57,7 @@ class Missing:
 
 @dataclass(frozen=True)
 class Kind:
-    """A row of CHARTS: `draw` returns a Drawing, or the reason why there is none."""
+    """A kind of chart (an entry of a CHARTS table): `draw` returns a Drawing, or the reason why there is none."""
 
     id: str
     title: str
@@ -66,15 +66,15 @@ class Kind:
 
 
 def bin_curve(curve: Curve, points: int = 320) -> PlotLine:
-    """Return the curve reduced to at most about this number of points, without values that are not finite."""
+    """Return the curve without non-finite values, reduced to about `points` points."""
     x, y = np.asarray(curve.x, dtype=np.float64), np.asarray(curve.y, dtype=np.float64)
     return thin_line(x, y, points=points)
 
 
 def smooth(curve: Curve, share: float = 0.04) -> Curve:
-    """Return the mean of the forward and the backward exponential moving average, which has no lag.
+    """Smooth the curve without lag: average a forward and a backward exponential moving average.
 
-    share  window as a share of the rows
+    share  length of the averaging window, as a fraction of the number of points
     """
     keep = 1 - 1 / max(1.0, share * len(curve))
     forward, backward = _moving_average(curve.y, keep), _moving_average(reversed(curve.y), keep)
@@ -117,7 +117,7 @@ def draw_over_updates(run: RunData, key: str, name: str, color: str, *, from_0: 
 
 
 def format_axes(axes: Any, run: RunData, label: str, *, with_names: bool = True) -> None:
-    """Label the axes, and shade the phases if there are several, with names if there is space."""
+    """Label the axes. If there are several phases, shade them, and name them where there is space."""
     axes.set_ylabel(label)
     axes.set_xlabel("update")
     axes.locator_params(axis="x", integer=True)
@@ -142,7 +142,7 @@ def describe_range(name: str, curve: Curve) -> str:
 
 
 def align_to(x: Floats, curve: Curve) -> Floats:
-    """Return the values of the curve at these updates, 0 for updates without a value."""
+    """Return the values of the curve at the updates `x`: 0 if missing or not finite, and at least 0."""
     values_at = np.zeros(len(x))
     values = np.nan_to_num(np.asarray(curve.y, dtype=np.float64), posinf=0.0, neginf=0.0)
     values_at[np.searchsorted(x, np.asarray(curve.x, dtype=np.float64))] = np.maximum(values, 0.0)
