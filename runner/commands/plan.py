@@ -68,7 +68,7 @@ def run(argv: list[str]) -> int:
 def _predict_memory(
     configuration: Configuration, inventory: Inventory, plan: Plan, demand: MemoryNeeds, on_wait: Callable[[], object]
 ) -> tuple[list[str], Sequence[FittingChange]]:
-    """Return the lines about memory and time, and changes that would fit if the plan does not."""
+    """Return the printed lines about memory and time; if the plan does not fit, also changes that would make it fit."""
     from runner.plan.prediction_text import find_rank_peaks, format_prediction
 
     profiles = [configuration.hardware, *profile_facts(configuration.request.config_dir).values()]
@@ -85,7 +85,7 @@ def _predict_memory(
 
 
 def train_command(configuration: Configuration, changes: Sequence[str] = ()) -> str:
-    """Return the command that trains according to the plan, with these changes."""
+    """Return the command that trains with this configuration and these additional overrides."""
     request = configuration.request
     argv = [arg for arg in merge_overrides(request.overrides, changes) if not arg.startswith("--")]
     if request.task_file:
@@ -96,7 +96,7 @@ def train_command(configuration: Configuration, changes: Sequence[str] = ()) -> 
 
 
 def display_value(value: object) -> str:
-    """Return a value as it would be typed."""
+    """Format a value as on the command line."""
     if value is None:
         return "null"
     return (

@@ -1,4 +1,4 @@
-"""Hash memory on a thread while it is written."""
+"""Compute the SHA-256 of buffers on a thread while the caller writes them to disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import suppress
 
 
 def split_into_blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Yield the bytes in order: small views merged, large ones split."""
+    """Yield the bytes in order, in blocks: merge small views and split large ones."""
     small_views = bytearray()
     for view in views:
         if len(small_views) + len(view) < BLOCK:
@@ -25,7 +25,7 @@ def split_into_blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
 
 
 class HashThread:
-    """SHA-256 of `views`, computed on a thread if that is faster."""
+    """The SHA-256 of `views`, computed on a thread if they are large enough for that to be faster."""
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = views
@@ -34,7 +34,7 @@ class HashThread:
         self._thread: threading.Thread | None = None
         if sum(map(len, views)) >= BLOCK:
             thread = threading.Thread(target=self._work, name="checkpoint-hash", daemon=True)
-            with suppress(RuntimeError):  # no thread available: computed on demand
+            with suppress(RuntimeError):  # no thread can be started: hexdigest computes the hash
                 thread.start()
                 self._thread = thread
 
@@ -48,7 +48,7 @@ class HashThread:
         return self._digest.hexdigest()
 
     def close(self) -> None:
-        """Wait for the thread to end."""
+        """Stop the thread after its current block, and wait for it."""
         self._is_stopped = True
         if self._thread is not None:
             self._thread.join()

@@ -1,4 +1,4 @@
-"""Run a job from its directory to its exit code: train, report, and record how it ended."""
+"""Run a training job on a rank: open the run directory, train, print the report, and record how the run ended."""
 
 from __future__ import annotations
 
@@ -28,13 +28,13 @@ if TYPE_CHECKING:
 def run_rank(job: Job, world: World) -> SessionEnd:
     """Train as one rank of the job; return the result.
 
-    Raises AccelRunError; the same is then in error.json of the run directory, if there is one.
+    Raises AccelRunError, which rank 0 also writes to error.json if the run directory exists.
     """
     return _run_first_rank(job, world) if world.is_first else _run_other_rank(job, world)
 
 
 def _run_first_rank(job: Job, world: World) -> SessionEnd:
-    """Train as rank 0, which writes files and prints."""
+    """Train as rank 0, which writes the files of the run and prints."""
     # Imported here, because the import of torch must not delay reports of invalid settings.
     from runner.engine.run_screen import Screen, warnings_on
 
@@ -55,10 +55,10 @@ def _run_first_rank(job: Job, world: World) -> SessionEnd:
             reserved.close()
             if isinstance(error, MissingPackage) and directory.is_new and not attempt.reached:
                 with suppress(AccelRunError):
-                    directory.discard()  # nothing to resume: `last` still refers to the previous run
+                    directory.discard()  # nothing to resume; run=last still means the previous run
                 raise
             if isinstance(error, IncompatibleResume) and before and not attempt.reached:
-                with suppress(AccelRunError):  # the difference is found only after the task and its data are built
+                with suppress(AccelRunError):  # found only after the run began: restore its files
                     for name, content in before.items():
                         directory.write(name, content)
             limit = find_system_limit(error)
@@ -75,7 +75,7 @@ def _run_first_rank(job: Job, world: World) -> SessionEnd:
 
 
 def _run_other_rank(job: Job, world: World) -> SessionEnd:
-    """Train as any other rank, without output."""
+    """Train as a rank other than 0, without output."""
     from runner.engine.mirroring import wait_for_download
     from runner.engine.opening import open_other_rank
     from runner.engine.training import train
@@ -97,7 +97,7 @@ def _run_other_rank(job: Job, world: World) -> SessionEnd:
 
 @contextmanager
 def _reserve_descriptors() -> Iterator[ExitStack]:
-    """Reserve descriptors and close them on exit, so that error.json is writable at the limit on open files."""
+    """Hold spare file descriptors until exit, so that error.json can be written at the limit on open files."""
     with ExitStack() as stack:
         with suppress(OSError):
             for _ in range(_NUM_RESERVED):
@@ -106,7 +106,7 @@ def _reserve_descriptors() -> Iterator[ExitStack]:
 
 
 def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> SessionEnd:
-    """Open the run, train, and report the result."""
+    """Open the run, train, and print the report."""
     from runner.engine.mirroring import download_checkpoints, finish_mirroring, start_mirroring
     from runner.engine.opening import open_first_rank
     from runner.engine.run_evidence import collect_evidence
@@ -134,7 +134,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
         uses = [*(phase.name for phase in job.plan.selected), *([INFERENCE] if job.runs_inference else [])]
         check_packages(run.parts.task, uses, run.parts.source)
         before = attempt.record.evidence
-        # Written at once, because the run may be killed later.
+        # Save each change immediately, because the run may be killed later.
         run.provenance.on_change = lambda: attempt.save(changes=tuple(run.provenance.changes))
         opened.append(run)
         report_start(screen, job.plan, run.parts, job.inventory, start)
@@ -170,7 +170,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
 
 @contextmanager
 def _expected_errors(plan: Plan) -> Iterator[None]:
-    """Convert every exception inside into an AccelRunError, except internal errors."""
+    """Convert exceptions raised in the context to AccelRunError, except internal errors."""
     try:
         yield
     except BaseException as error:  # a task may raise any exception
@@ -186,7 +186,7 @@ def _expected_errors(plan: Plan) -> Iterator[None]:
 
 
 def _internal_error(error: BaseException, directory: RunDirectory) -> AccelRunError:
-    """Return an internal error as one line; the traceback is in error.json."""
+    """Return an internal error as a one-line AccelRunError; error.json has the traceback."""
     fix = f"this is a bug in accel-run; please report it with {directory.shown / 'error.json'}"
     fault = AccelRunError(error_line(error), fix=fix)
     for note in getattr(error, "__notes__", ()):
@@ -195,7 +195,7 @@ def _internal_error(error: BaseException, directory: RunDirectory) -> AccelRunEr
 
 
 def _exit_fault(error: SystemExit, source: Path) -> AccelRunError:
-    """Return the TaskFault for a task that calls sys.exit, which would otherwise end the run without a reason."""
+    """Return an error for a task that called sys.exit, which would otherwise end the run without a message."""
     from runner.engine.error_diagnosis import make_task_fault
 
     return make_task_fault(error, source, "the task") or AccelRunError(
@@ -203,4 +203,4 @@ def _exit_fault(error: SystemExit, source: Path) -> AccelRunError:
     )
 
 
-_NUM_RESERVED = 4  # to list a folder, read a checkpoint and write a file
+_NUM_RESERVED = 4  # enough to list a folder, read a checkpoint and write a file

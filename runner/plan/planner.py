@@ -1,6 +1,6 @@
 """Derive the plan from the configuration and the machine.
 
-`make_plan` is pure: it queries no device and reads no user files, so it also plans for other machines.
+`make_plan` is pure: it queries no devices and reads no user files, so it can also plan for another machine.
 It reports all problems at once.
 """
 
@@ -41,10 +41,10 @@ def make_plan(
     ranks: Sequence[RankDevice] | None = None,
     needs: MemoryNeeds | None = None,
 ) -> Plan:
-    """Derive the mechanics of a run.
+    """Return the plan of a run: its devices, parallelism, batch division, kernels and predicted memory.
 
-    ranks  devices of ranks started by another launcher; None: as configured, on this machine
-    needs  memory demand of training; required if `should_trace_memory` returns True
+    ranks  devices of ranks that another launcher started; None: derived from the configuration and the inventory
+    needs  traced memory needs of training; required if `should_trace_memory` returns True
 
     Raises ConfigError with every problem, DeviceMissing if a device requested by name is not in the inventory.
     """
@@ -89,16 +89,17 @@ def plan_this_process(configuration: Configuration) -> tuple[Plan, Inventory]:
 
 
 def apply_allocator_settings(configuration: Configuration) -> None:
-    """Set the environment of the CUDA allocator, before torch queries devices."""
+    """Set the environment variables of the CUDA allocator; call it before torch queries devices."""
     allocator = configuration.choices["memory"].options.get("allocator")
     if allocator:
         os.environ.update(allocator_environment(allocator))
 
 
 def should_trace_memory(configuration: Configuration, inventory: Inventory) -> bool:
-    """Return whether the plan depends on the memory demand: to choose blocks, or on a GPU a strategy or micro-batch.
+    """Return whether the plan needs a memory trace.
 
-    Otherwise nothing is traced before a run, so that it starts quickly.
+    It does to choose which blocks to recompute and, on a GPU, to choose a strategy or a micro-batch size. Otherwise
+    nothing is traced, so that the run starts sooner.
     """
     parallelism, settings = configuration.choices["parallelism"], configuration.settings
     is_open = parallelism.function == "auto" or any(phase.micro_batch_size == "auto" for phase in configuration.phases)
@@ -110,7 +111,7 @@ def should_trace_memory(configuration: Configuration, inventory: Inventory) -> b
 
 
 def _available_devices(chosen: Device | None, inventory: Inventory) -> list[RankDevice]:
-    """Return the devices that ranks could use; a CPU is one."""
+    """Return the devices that ranks could use: all usable CUDA GPUs, or else one other device, such as the CPU."""
     if chosen is None or chosen.kind != "cuda":
         return [RankDevice.of(chosen, inventory)]
     gpus, _ = assign_gpus(chosen, "auto", inventory)
@@ -118,9 +119,9 @@ def _available_devices(chosen: Device | None, inventory: Inventory) -> list[Rank
 
 
 def planning_inventory(configuration: Configuration) -> tuple[Inventory, str]:
-    """Return the machine of the profile if it describes one, else this one, and its name; for planning without a run.
+    """Return the machine to plan for, with its name: the one in the profile if it describes GPUs, else this one.
 
-    torch is imported only to query the GPUs of this machine.
+    Used for planning without training. torch is imported only to query the GPUs of this machine.
     """
     if any(item.get("kind") != "cpu" for item in configuration.hardware.get("devices") or ()):
         cpu, notes = read_cpu()
@@ -133,7 +134,7 @@ def planning_inventory(configuration: Configuration) -> tuple[Inventory, str]:
 
 
 def _replicate_gpus(planned: Inventory, world_size: object) -> Inventory:
-    """Return the machine of a profile with as many GPUs as there are ranks, if it describes fewer of one kind."""
+    """Replicate the GPU of a profile until there is one per rank; a profile with different GPUs is not changed."""
     gpus = planned.devices
     if not isinstance(world_size, int) or world_size <= len(gpus) or len({gpu.name for gpu in gpus}) != 1:
         return planned
@@ -143,7 +144,7 @@ def _replicate_gpus(planned: Inventory, world_size: object) -> Inventory:
 
 
 class _Planner(Decisions):
-    """Decisions about devices, batches and memory, which depend on each other."""
+    """The decisions about devices, batches and memory, which depend on each other."""
 
     def __init__(self, configuration: Configuration, inventory: Inventory, needs: MemoryNeeds | None) -> None:
         super().__init__(configuration, inventory, needs)
@@ -152,7 +153,7 @@ class _Planner(Decisions):
         self.allocator = AllocatorSettings.parse(self.choices["memory"].options.get("allocator"))
 
     def choose_gpu(self) -> Device | None:
-        """Choose the GPU, None for the CPU. Raises DeviceMissing if a GPU requested by name is not present."""
+        """Return the GPU of rank 0, None for the CPU. Raises DeviceMissing if a GPU requested by name is missing."""
         requested, usable = self.configuration.settings.device, self.inventory.usable
         if requested == "cpu":
             return None
@@ -170,7 +171,7 @@ class _Planner(Decisions):
         )
 
     def choose_strategy(self, chosen: Device | None, ranks: Sequence[RankDevice] | None) -> None:
-        """Resolve parallelism=auto."""
+        """Replace parallelism=auto by a strategy."""
         if self.choices["parallelism"].function != "auto":
             return
         device = self.configuration.settings.device
@@ -193,7 +194,7 @@ class _Planner(Decisions):
             self.set("parallelism", key, value, strategy.reason)
 
     def assign_devices(self, chosen: Device | None, ranks: Sequence[RankDevice] | None) -> Device | None:
-        """Assign a device to each rank; return the one that limits the common format, None for the CPU."""
+        """Assign a device to each rank; return the least capable GPU, which limits precision, or None for the CPU."""
         parallelism = self.choices["parallelism"]
         if ranks is not None and len(ranks) > 1 and parallelism.function == "single":
             what = f"cannot be one of the {len(ranks)} ranks that were started"
@@ -218,7 +219,7 @@ class _Planner(Decisions):
         return weakest
 
     def _limit_memory(self, ranks: Sequence[RankDevice]) -> tuple[RankDevice, ...]:
-        """Return the devices with no more memory than this process may use."""
+        """Return the devices with their free memory reduced to the limits set in the configuration."""
         options = self.choices["memory"].options
         fractions, limit_gib = (options.get("fraction") or 1.0, self.allocator.fraction), options.get("limit_gib")
         limited = []
@@ -248,9 +249,9 @@ class _Planner(Decisions):
         return f"{prefix} ({'; '.join(reasons)})" if reasons else ""
 
     def check_profile(self, gpu: Device | None) -> None:
-        """Add a note if the profile's GPU is not present; on a CPU, reset the groups it selected to their defaults.
+        """Add a note if the GPU that the profile describes is not present.
 
-        Options set to auto are kept.
+        On a CPU, groups that the profile set are reset to their defaults, except those set to auto.
         """
         profile = self.configuration.profile
         gpu_facts = [item for item in self.configuration.hardware.get("devices") or () if item.get("kind") != "cpu"]
@@ -276,12 +277,12 @@ class _Planner(Decisions):
         )
 
     def divide_batch(self) -> Batch:
-        """Derive micro-batch and accumulation of the run."""
+        """Return the global batch divided into micro-batches, with the settings of the run."""
         settings = self.configuration.settings
         return self._divide(settings.global_batch_size, settings.micro_batch_size, "")
 
     def plan_phase(self, phase: PhaseSettings) -> PhasePlan:
-        """Return a phase with its batch divided and the kernel of its optimizer chosen as for that of the run."""
+        """Return the plan of a phase: divide its global batch, and resolve optimizer.kernel=auto."""
         lead = f"phase.{phase.name}." if self.own_keys else ""
         batch = self._divide(phase.global_batch_size, phase.micro_batch_size, lead, phase.name)
         optimizer = phase.optimizer
@@ -295,7 +296,7 @@ class _Planner(Decisions):
         )
 
     def choose_recomputed_blocks(self, phases: Sequence[PhasePlan]) -> None:
-        """Replace memory.recompute=auto by the blocks of the phase that must recompute most."""
+        """Replace memory.recompute=auto by the blocks to recompute; all phases use those of the phase with the most."""
         memory = self.choices["memory"]
         if memory.function != "budget" or memory.options["recompute"] != "auto" or self.needs is None:
             return
@@ -336,7 +337,7 @@ class _Planner(Decisions):
         if isinstance(batch, Problem):
             where = f"{lead}{batch.where}" if lead else batch.where
             problem = dataclasses.replace(batch, where=where)
-            if problem.what not in [other.what for other in self.problems]:  # a phase's batch is most often the run's
+            if problem.what not in [other.what for other in self.problems]:  # phases usually have the batch of the run
                 self.problems.append(problem)
             return Batch(0, 0, ())
         if lead:
@@ -362,7 +363,7 @@ class _Planner(Decisions):
         return batch
 
     def _split_update(self, total: int, micro: int | Literal["auto"], phase: str | None) -> tuple[Batch | Problem, str]:
-        """Return the samples of an update split over ranks and micro-batches, with the reason."""
+        """Split the samples of an update over ranks and micro-batches; return the reason, too."""
         function, count = self.choices["parallelism"].function, len(self.ranks)
         if function == "pipeline" and count > 1:
             micro = self._stage_micro_batch_size(total, phase) if micro == "auto" else micro
@@ -389,7 +390,7 @@ class _Planner(Decisions):
         return divide(total, micro, shares, ragged=function != "single" or is_free), why
 
     def _stage_micro_batch_size(self, total: int, phase: str | None) -> int:
-        """Return the micro-batch size of a pipeline: small enough to keep all stages busy and to fit."""
+        """Return the micro-batch size of a pipeline, small enough to keep all stages busy and to fit in memory."""
         micro = max(1, -(-total // (MICRO_BATCHES_PER_STAGE * len(self.ranks))))
         part = RankPart.from_choice(self.choices["parallelism"], len(self.ranks))
         for demand in self.needs.select(phase) if self.needs is not None else ():
@@ -405,7 +406,7 @@ class _Planner(Decisions):
     def _fitting_micro_batch_size(
         self, needs: MemoryNeeds, shares: Sequence[int], phase: str | None, *, follows_speed: bool
     ) -> int | Literal["auto"]:
-        """Return the micro-batch size that fits every device; auto if each fits the whole share of its rank."""
+        """Return the micro-batch size that fits every device; auto if every share fits as one micro-batch."""
         largest = max(shares)
         part = RankPart.from_choice(self.choices["parallelism"], len(self.ranks), largest)
         max_samples = needs.max_samples(phase, self.ranks, largest, part)
@@ -427,7 +428,7 @@ class _Planner(Decisions):
 
 
 SEE_PLAN = ": accel-run plan lists settings that would fit"
-MICRO_BATCHES_PER_STAGE = 4  # micro-batches for each stage of a pipeline: with 2 stages 1 / 9 of the time is idle
+MICRO_BATCHES_PER_STAGE = 4  # micro-batches per pipeline stage; with 2 stages, each is idle for 1/9 of the time
 
 
 def _same_gpu(described: str, found: str) -> bool:

@@ -1,4 +1,4 @@
-"""Choose the blocks of a model to recompute so that a run fits, with the fewest operations."""
+"""Choose which blocks of a model to recompute so that a run fits in memory at the lowest compute cost."""
 
 from __future__ import annotations
 
@@ -10,12 +10,13 @@ Blocks = tuple[int, ...]
 
 
 def choose_recomputed_blocks(blocks: Sequence[Layer], peak_bytes: Callable[[Blocks], int], limit: int) -> Blocks:
-    """Return the indices of the blocks to recompute so that the run needs at most `limit` bytes; all if not enough.
+    """Return the indices of the blocks to recompute so that the run needs at most `limit` bytes.
 
-    Blocks that free most bytes per operation come first; of equal ones the earliest, because the backward pass
-    reaches them last, when the others have freed their activations.
+    Blocks that free the most bytes per recomputed operation come first. Ties go to the earlier block, because the
+    backward pass reaches it later, when the activations of later blocks have been freed. Returns all blocks if even
+    recomputing all of them exceeds the limit.
 
-    blocks      in the order of the forward pass, with their activations
+    blocks      blocks in the order of the forward pass
     peak_bytes  block indices -> peak bytes if these are recomputed; called about log2(number of blocks) times
     """
     order = sorted(range(len(blocks)), key=lambda number: (_cost(blocks[number]), number))
@@ -34,5 +35,5 @@ def _take_first(order: Sequence[int], count: int) -> Blocks:
 
 
 def _cost(block: Layer) -> float:
-    """Return the operations per freed byte."""
+    """Return the recomputed operations per freed byte."""
     return block.flops / max(1, block.activations)

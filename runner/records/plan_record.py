@@ -1,4 +1,4 @@
-"""Define the part of plan.json that is read again; the plan itself is `runner.plan.run_plan.Plan`."""
+"""Read the part of plan.json that later commands use; `runner.plan.run_plan.Plan` writes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.base.json_values import parse_object
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedChoice:
-    """The option of a group: the name chosen, the function behind it, and its keys."""
+    """The option chosen for a group: its name, the function that implements it, and the values of its keys."""
 
     name: str = ""
     function: str = ""
@@ -30,7 +30,7 @@ class PlannedBatch:
 
 @dataclass(frozen=True, kw_only=True)
 class PlannedPhase:
-    """The length of a phase; `updates` is None if it follows from the epochs."""
+    """The length of a phase; `updates` is None if it is given in epochs."""
 
     name: str = ""
     updates: int | None = None
@@ -46,12 +46,12 @@ class PlannedRank:
 
 @dataclass(frozen=True, kw_only=True)
 class PlanRecord:
-    """A plan, as read from its file; None or empty means unknown.
+    """A plan read from plan.json; None or an empty value means unknown.
 
     choices  group -> choice
     reasons  key -> why it has its value
-    problem  why the file could not be read completely; empty if it could
-    wrong    dotted names of values of a wrong type
+    problem  why some or all of the file could not be read; empty if all of it was
+    wrong    dotted names of values with the wrong type
     """
 
     device: str = ""
@@ -70,7 +70,7 @@ class PlanRecord:
 
     @classmethod
     def decode(cls, content: bytes | None, clean: Callable[[Any], Any] | None = None) -> PlanRecord:
-        """Return the plan in the content of a plan.json; None: there is no such file. Never raises.
+        """Parse the content of a plan.json; None if the file does not exist. Never raises.
 
         clean  applied to the JSON object first, for example to redact it
         """
@@ -87,5 +87,5 @@ class PlanRecord:
         return not self.problem or self != PlanRecord()
 
     def choice(self, group: str) -> PlannedChoice:
-        """Return the choice of a group, an empty one if it is unknown."""
+        """Return the choice of a group; an empty one if unknown."""
         return self.choices.get(group, PlannedChoice())

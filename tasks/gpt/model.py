@@ -16,7 +16,7 @@ from runner.base.noise import SampleNoise, per_sample_noise
 
 @dataclass(frozen=True)
 class Shape:
-    """Sizes of a model; `width` is that of the residual stream, `block_size` the maximum context in tokens."""
+    """Sizes of a model; `width` is the embedding dimension C, `block_size` the maximum context length in tokens."""
 
     num_layers: int
     num_heads: int
@@ -31,30 +31,31 @@ class Shape:
 
 
 class Rates(NamedTuple):
-    """Probabilities of dropout.
+    """Dropout probabilities.
 
-    residual   of the embedding and of the output of each branch
-    attention  of attention weights
+    residual   for the embedding, and for the output of attention and MLP before it is added to the residual stream
+    attention  for the attention weights
     """
 
     residual: float = 0.0
     attention: float = 0.0
 
     def noise(self, x: Tensor, layer: int, training: bool) -> SampleNoise | None:
-        """Return the draws of a layer for the samples of x (B, ...), None without dropout.
+        """Return the random numbers for dropout in a layer, for the samples of x (B, ...); None without dropout.
 
-        layer  0 is the embedding, blocks follow. Draws are named, since a pipeline may run layers elsewhere
+        layer  0 for the embedding, 1 for the first block. The numbers depend on it, not on the order of the calls,
+               because the ranks of a pipeline each run only some of the layers
         """
         return per_sample_noise(x, f"layer {layer}") if training and any(self) else None
 
 
 class Transformer(nn.Module):
-    """Tokens (B, T) to logits (B, T, V): pre-norm blocks, learned positions, output tied to the embedding.
+    """Map tokens (B, T) to logits (B, T, V): pre-norm blocks, learned positions, output tied to the embedding.
 
-    Weights are drawn from N(0, 0.02); the projections that end in the residual stream from N(0, 0.02 / sqrt(2 L)), so
-    that its variance does not grow with the number of layers L.
-    Source: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section 2.3. Dropout is drawn for
-    each sample: Vaswani et al., Attention Is All You Need, NIPS 2017, section 5.4.
+    Weights are initialized from a normal distribution with standard deviation 0.02. The projections whose output is
+    added to the residual stream use 0.02 / sqrt(2 L), so that its variance does not grow with the number of layers L.
+    Sources: Radford et al., Language Models are Unsupervised Multitask Learners, 2019, section 2.3; dropout as in
+    Vaswani et al., Attention Is All You Need, NIPS 2017, section 5.4, with random numbers per sample.
     """
 
     def __init__(self, shape: Shape, *, dropout: float = 0.0, attention_dropout: float = 0.0) -> None:
@@ -70,16 +71,17 @@ class Transformer(nn.Module):
                 nn.init.normal_(weight, std=0.02 / math.sqrt(2 * shape.num_layers))
 
     def noise(self, tokens: Tensor) -> list[SampleNoise | None]:
-        """Return the draws of the embedding and of each block for one forward pass."""
+        """Return the random numbers for dropout in one forward pass: for the embedding, then for each block."""
         return [self.rates.noise(tokens, layer, self.training) for layer in range(1 + len(self.blocks))]
 
     def forward(
         self, tokens: Tensor, cache: Cache | None = None, noise: Sequence[SampleNoise | None] | None = None
     ) -> Tensor:
-        """Return the logits of the token after each of `tokens` (B, T); with a cache after the last one, (B, 1, V).
+        """Return the next-token logits for `tokens` (B, T): (B, T, V), or with a cache only the last, (B, 1, V).
 
-        cache  what came before `tokens`, extended by them in place: first the prompt, then one token at a time
-        noise  self.noise(tokens); None: computed here, which causes a graph break in a compiled model
+        cache  keys and values of the tokens before `tokens`, to which those of `tokens` are appended. The first call
+               passes the prompt, each later call one token
+        noise  the result of self.noise(tokens); None: computed here, which causes a graph break in a compiled model
         """
         start = 0 if cache is None else cache.length
         end = start + tokens.shape[1]
@@ -99,26 +101,26 @@ class Transformer(nn.Module):
         return F.linear(self.norm(x), self.embedding.weight)
 
     def layers(self) -> list[nn.Module]:
-        """Return modules whose composition is this model without a cache; they hold its parameters."""
+        """Return the model, without a cache, as a sequence of modules that share its parameters."""
         middle = [Middle(block, self.rates, layer) for layer, block in enumerate(self.blocks, start=1)]
         return [Beginning(self), *middle, End(self)]
 
 
 class Beginning(nn.Module):
-    """Tokens (B, T) to the residual stream (B, T, C)."""
+    """Map tokens (B, T) to embeddings (B, T, C), the input of the first block."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
         self.embedding, self.positions, self.rates = model.embedding, model.positions, model.rates
 
     def forward(self, tokens: Tensor, noise: object = None) -> Tensor:
-        """Return the residual stream. `noise` is a parameter of the unsplit model; here each layer draws its noise."""
+        """Return the embeddings. `noise` is ignored: it is accepted to match `Transformer.forward`."""
         x: Tensor = self.embedding(tokens) + self.positions.weight[: tokens.shape[1]]
         return apply_dropout(x, self.rates.residual, self.rates.noise(tokens, 0, self.training))
 
 
 class Middle(nn.Module):
-    """A block that draws its noise itself, as layer `layer` of the model."""
+    """A block that generates its own random numbers for dropout, as layer number `layer` of the model."""
 
     def __init__(self, block: nn.Module, rates: Rates, layer: int) -> None:
         super().__init__()
@@ -130,7 +132,7 @@ class Middle(nn.Module):
 
 
 class End(nn.Module):
-    """The residual stream (B, T, C) to logits (B, T, V), by the embedding."""
+    """Map the output of the last block (B, T, C) to logits (B, T, V), with the weights of the embedding."""
 
     def __init__(self, model: Transformer) -> None:
         super().__init__()
@@ -141,7 +143,7 @@ class End(nn.Module):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward of four times the width, each added to the residual stream."""
+    """Self-attention and an MLP, each preceded by a layer norm and added to the residual stream."""
 
     def __init__(self, shape: Shape, rates: Rates) -> None:
         super().__init__()
@@ -161,8 +163,8 @@ class Block(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention (B, T, C) with one projection for queries, keys and values.
 
-    dropout  of the attention weights. Above 0, training uses no fused kernel: those draw from the device's
-             generator, so that their draws depend on the micro-batch
+    dropout  dropout probability of the attention weights. Above 0, training does not use fused kernels: they take
+             random numbers from the device's generator, so the result would depend on the micro-batch size
     """
 
     def __init__(self, shape: Shape, dropout: float) -> None:
@@ -181,14 +183,14 @@ class Attention(nn.Module):
             scores = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).masked_fill(future, float("-inf"))
             y = noise.dropout(scores.softmax(dim=-1), self.dropout) @ v
         else:
-            # A single token attends to everything before it; the causal mask would align it with the first key.
+            # A single token attends to all keys; is_causal=True, aligned top-left, would mask all but the first.
             y = F.scaled_dot_product_attention(q, k, v, is_causal=T > 1)
         projected: Tensor = self.output(y.transpose(1, 2).reshape(B, T, C))
         return projected
 
 
 class FeedForward(nn.Module):
-    """Two projections with a GELU between them."""
+    """An MLP with one hidden layer of four times the width, and GELU."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -201,7 +203,7 @@ class FeedForward(nn.Module):
 
 
 class Cache:
-    """The keys and values of the tokens seen so far, `length` of them, in every layer."""
+    """A key-value cache: for each layer, the keys and values of the first `length` tokens."""
 
     def __init__(self, shape: Shape) -> None:
         self.length = 0
@@ -209,7 +211,7 @@ class Cache:
 
 
 class KeyValues:
-    """One layer's keys and values (B, H, T, C / H), allocated for `capacity` tokens at the first extension."""
+    """The keys and values of one layer (B, H, T, C / H); the first `extend` allocates memory for `capacity` tokens."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -218,7 +220,7 @@ class KeyValues:
         self.values: Tensor
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append, and return all keys and values so far."""
+        """Append keys and values; return all of them so far."""
         B, H, T, D = keys.shape
         if self.length == 0:
             self.keys = keys.new_empty(B, H, self.capacity, D)
@@ -230,7 +232,7 @@ class KeyValues:
 
 
 def apply_dropout(x: Tensor, p: float, noise: SampleNoise | None) -> Tensor:
-    """Return x (B, ...) after dropout with probability p; without noise, x itself."""
+    """Return x (B, ...) after dropout with probability p, or x itself if `noise` is None."""
     return x if noise is None else noise.dropout(x, p)
 
 

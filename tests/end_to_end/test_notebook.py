@@ -1,4 +1,4 @@
-"""The code blocks of docs/notebook.md run unmodified in order, and the launch file for editors starts a run."""
+"""The code blocks of docs/notebook.md run in order, and the launch file for editors starts a run."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ BLOCKS = re.findall(
 
 
 class Shown:
-    """Replaces IPython's IFrame and keeps the page that it would show."""
+    """Replaces IPython's IFrame and keeps the page that it would display."""
 
     def __init__(self, path: str, **_: Any) -> None:
         self.page = Path(path).read_text(encoding="utf-8")
 
 
 def made_small(block: str) -> str:
-    """Return the block with a smaller model and fewer samples, on which no later line depends."""
+    """Return the block with a smaller model and fewer samples; the rest of the page works with any size."""
     return block.replace('"task=gpt", ', '"task=gpt", "task.size=tiny", "micro_batch_size=4", "evaluate.samples=4", ')
 
 

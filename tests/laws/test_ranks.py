@@ -97,7 +97,7 @@ def trained(
     )  # fmt: skip
     run = training(make_model(dtype), parallel, loss, precision)
     steps: list[StepInfo] = list(train_updates(run, batches_of(order, dtype), updates))
-    weights = parallel.gather_full(run.model.state_dict()) or run.model.state_dict()  # for a rank that does not save
+    weights = parallel.gather_full(run.model.state_dict()) or run.model.state_dict()  # gather_full: {} unless rank 0
     return {
         "losses": [float(step.loss_sum) / float(step.items) for step in steps if step.loss_sum is not None],
         "items": [float(step.items) for step in steps],
@@ -116,7 +116,7 @@ SPLITS = [((16, 16), 16), ((19, 13), 19), ((19, 13), 4), ((31, 1), 8), ((11, 8, 
 def test_shares_and_ranks_do_not_change_the_updates(shares: tuple[int, ...], micro: int, dtype: torch.dtype) -> None:
     """The second update of each epoch has 13 samples: shares are uneven, and a rank may have none."""
     alone = trained(ALONE, ddp, shares=shares, micro=sum(shares), dtype=torch.float64)
-    tolerance = allowed(dtype, terms=sum(alone["items"]))  # weights accumulate all updates
+    tolerance = allowed(dtype, terms=sum(alone["items"]))  # rounding errors accumulate over all updates
     for rank, result in enumerate(
         run_ranks(lambda world: trained(world, ddp, shares=shares, micro=micro, dtype=dtype), len(shares))
     ):
@@ -133,7 +133,7 @@ def test_shares_and_ranks_do_not_change_the_updates(shares: tuple[int, ...], mic
 )
 @settings(max_examples=25 if IS_LONG else 5)
 def test_any_split_is_one_process(parts: list[int], micro: int, num_samples: int, updates: int) -> None:
-    """Random shares, micro-batches and epoch lengths: uneven updates, ranks without samples, padding everywhere."""
+    """Random shares, micro-batches and epoch lengths, including uneven updates and ranks without samples."""
     shares = tuple(parts)
     given = {"shares": shares, "updates": updates, "num_samples": num_samples}
     alone = trained(ALONE, ddp, micro=sum(shares), **given)
@@ -151,7 +151,7 @@ def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
 
     y = samples(torch.float32)[1]
     first = next(iter(Order(NUM_SAMPLES, 32, 32, seed=3).micro_batches(0))).indices
-    trigger = int(y[first[19:]].sum())  # labels of rank 1 in the first update
+    trigger = int(y[first[19:]].sum())  # sum of rank 1's labels in the first update
 
     results = run_ranks(
         lambda world: trained(
@@ -168,7 +168,7 @@ def test_bfloat16_stays_close() -> None:
     for result in run_ranks(
         lambda world: trained(world, ddp, shares=(19, 13), micro=32, dtype=torch.float32, precision=bf16), 2
     ):
-        assert distance(alone["losses"], result["losses"]) < 2e-3  # another order of additions, rounded to 8 bits
+        assert distance(alone["losses"], result["losses"]) < 2e-3  # additions in a different order, rounded to 8 bits
 
 
 def test_only_parameters_used_by_some_rank_have_a_gradient() -> None:
@@ -183,7 +183,7 @@ def test_only_parameters_used_by_some_rank_have_a_gradient() -> None:
         run = training(model, parallel)
         x, y = samples(torch.float64)
         passes = ForwardPasses(run.model, run.loss, run.precision.forward, run.precision.backward)
-        # Each rank uses one layer, and the other one in the second update: no gradient of the first may remain.
+        # The two ranks use different layers and swap them in the second update; no gradient of the first may remain.
         for layers in ((0.0015, 0.0025), (0.0025, 0.0015)):
             for weight in run.parameters:
                 weight.grad = None
@@ -204,7 +204,7 @@ def test_only_parameters_used_by_some_rank_have_a_gradient() -> None:
 
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_gradient_that_comes_in_parts_is_whole(reentrant: bool) -> None:
-    """A block applied three times with recomputation: reentrant checkpoints compute its gradient in three parts."""
+    """A block is applied three times with recomputation; reentrant checkpoints add to its gradient three times."""
 
     def gradient(world: World) -> list[float]:
         torch.manual_seed(0)

@@ -28,7 +28,7 @@ from runner.tools.measure.technique import BASELINE, Technique, load_techniques,
 
 @dataclass(frozen=True)
 class LadderRequest:
-    """The validated request of a ladder."""
+    """The validated arguments of `suite=ladder`."""
 
     request: Request
     configuration: Configuration
@@ -43,13 +43,13 @@ class LadderRequest:
         return Variant(name, stack_overrides(members, self.base, self.configuration))
 
     def effective(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
-        """Return the techniques whose settings all remain when they are combined."""
+        """Return the techniques of a stack whose settings no later technique overrides."""
         words = set(stack_overrides(members, self.base, self.configuration))
         return tuple(technique for technique in members if words.issuperset(technique.overrides))
 
 
 def run(suite_request: SuiteRequest) -> SuiteReport:
-    """Measure the ladder, or perform the requested action. Raises AccelRunError."""
+    """Measure the techniques, or perform the requested action, such as `plots`. Raises AccelRunError."""
     results = Results(suite_request.folder, suite_request.prefix)
     actions = [word for word in suite_request.positional if word in ACTIONS]
     if actions:
@@ -86,9 +86,9 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
 
 
 class Ladder:
-    """Measures each technique alone, and then a stack of them.
+    """Measures each technique alone (the isolated stage), and then a stack of them (the cumulative stage).
 
-    keep  receives the new rows at the end of each stage, even if it was interrupted
+    keep  called with the new rows at the end of each stage, even if the stage was interrupted
     """
 
     def __init__(
@@ -109,7 +109,7 @@ class Ladder:
         self.deadline = time.monotonic() + suite_request.budget_s
 
     def measure(self) -> None:
-        """Run both stages, as requested."""
+        """Run the requested stages."""
         members = self._remaining(self.request.members)
         self.context.comparison.prepare(Variant(BASELINE))
         if "isolated" in self.request.modes or not members:
@@ -129,7 +129,7 @@ class Ladder:
                 self.measure_stack(self.drop_slow_starters(members))
 
     def _is_impossible(self) -> bool:
-        """Return whether no technique can be measured with any budget."""
+        """Return whether no technique can be measured here, not even with a larger budget."""
         names = [technique.name for technique in self.request.members]
         has_time = [name for name in names if not (name in self.rows and self.rows[name].outcome.is_untried)]
         return bool(names) and has_time == names and set(names) <= self.skipped.keys()
@@ -139,7 +139,7 @@ class Ladder:
 
     @contextmanager
     def _keep_rows(self) -> Iterator[None]:
-        """Store the rows of a stage at its end, even if it fails."""
+        """Store the rows of a stage when it ends, even if it fails."""
         before = set(self.rows)
         try:
             yield
@@ -174,7 +174,7 @@ class Ladder:
             before = trial
 
     def _drop_rivals(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
-        """Drop techniques with different results, and all but the fastest of mutually exclusive ones."""
+        """Drop techniques that change the numerical results; of mutually exclusive ones, keep only the fastest."""
         kept: list[Technique] = []
         for technique in members:
             row = self.rows.get(technique.name)
@@ -191,7 +191,7 @@ class Ladder:
         return tuple(sorted(kept, key=list(members).index))
 
     def drop_slow_starters(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
-        """Drop techniques without a gain whose start-up would use most of the time.
+        """Drop techniques that gain nothing alone and whose start-up would use most of the remaining time.
 
         Each variant starts from scratch, so a technique that compiles for a minute does so in every stack.
         """
@@ -208,7 +208,7 @@ class Ladder:
         return tuple(members)
 
     def _compare(self, stage: str, variants: Sequence[Variant], share: float) -> ComparisonResult:
-        """Compare variants with the baseline in this share of the remaining time."""
+        """Compare variants with the baseline, using this fraction of the remaining time."""
         min_rounds = min(ROUNDS[0], self.request.rounds)
         budget_s = max(MIN_STAGE_S, share * (self.deadline - time.monotonic()))
         limits = dataclasses.replace(
@@ -218,7 +218,7 @@ class Ladder:
             min_updates=math.ceil(self.request.steps / min_rounds),
             start_s=max(MIN_START_S, MAX_START_SHARE * budget_s),
         )
-        if self.context.plan.device.startswith("cpu"):  # float16 is ten times slower there, so it starts last
+        if self.context.plan.device.startswith("cpu"):  # float16 is ten times slower there, so it is measured last
             variants = sorted(variants, key=lambda variant: "precision=fp16" in variant.overrides)
         try:
             with _interruptible():
@@ -241,7 +241,7 @@ class Ladder:
         return result
 
     def _keep_complete(self, result: ComparisonResult, stage: str) -> None:
-        """Add the rows of an interrupted stage that do not depend on other variants."""
+        """Add the complete rows of an interrupted stage; rows of a stack are omitted: they depend on previous ones."""
         for trial in result.variants:
             name, is_baseline = trial.name, trial is result.baseline
             is_complete = len(trial.blocks) >= MIN_ROUNDS and name not in self.rows
@@ -341,7 +341,7 @@ def parse_request(suite_request: SuiteRequest) -> LadderRequest:
 
 
 def _check_task(task: str, results: Results) -> None:
-    """Raise ConfigError if the table has columns of another task, and DataError if it is damaged."""
+    """Raise ConfigError if the result files contain another task, and DataError if they are damaged."""
     try:
         others = {row.task for row in results.rows().values() if row.task} - {task}
     except InputMissing:
@@ -465,8 +465,8 @@ def _plots(results: Results) -> SuiteReport:
 ACTIONS: Mapping[str, Callable[[Results], SuiteReport]] = {
     "init": _init, "reset": _reset, "clean": _clean, "plots": _plots,
 }  # fmt: skip
-ISOLATED_SHARE = 0.5  # share of the time for the first stage
-MAX_STARTS_SHARE = 0.6  # share of the time of the stack for the starts of one technique without a gain
-MAX_START_SHARE = 0.3  # share of the time of a stage for one start, so that compilation leaves time for the others
+ISOLATED_SHARE = 0.5  # fraction of the time for the isolated stage
+MAX_STARTS_SHARE = 0.6  # of the remaining time; a technique without a gain that needs more for start-ups is dropped
+MAX_START_SHARE = 0.3  # limit of one start-up, as a fraction of the time of its stage: leaves time for other variants
 MIN_START_S = 20.0
 MIN_STAGE_S = 10.0
