@@ -45,7 +45,7 @@ settings of the training, as for accel-run train: task=, --task FILE, hardware=,
 """
 
 
-COMMAND_KEYS = {"suite": "ladder", "budget_s": "300", "folder": "benchmarks", "prefix": ""}  # those of every suite
+COMMAND_KEYS = {"suite": "ladder", "budget_s": "300", "folder": "benchmarks", "prefix": ""}  # options of all suites
 
 
 def run(argv: list[str]) -> int:
@@ -54,7 +54,7 @@ def run(argv: list[str]) -> int:
     from runner.tools.measure.suite import screen
 
     suite, request, as_json = parse_benchmark_arguments(argv)
-    Results(request.folder, request.prefix).check()  # before anything is measured
+    Results(request.folder, request.prefix).check()  # fail before measuring
     report = import_module(f"runner.tools.measure.suites.{suite}").run(request)
     if as_json:
         print(json.dumps(dict(report.data), indent=2), flush=True)

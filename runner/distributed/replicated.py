@@ -1,8 +1,9 @@
-"""Data parallelism: every rank has the whole model and a share of each update; gradients are all-reduced.
+"""Data parallelism: each rank has a full copy of the model and processes part of the samples of each update.
 
-DistributedDataParallel is not used because shares are unequal: a rank may have more micro-batches than another, or
-none in the last update of an epoch, and the sum is divided by the true count of all ranks.
-reducer.py has the buckets of gradients and the order in which they are exchanged.
+Gradients are all-reduced in buckets (reducer.py). DistributedDataParallel is not used, because it averages gradients
+over ranks and expects the same number of backward passes on each. Here, a rank may have more micro-batches than
+another, or none in the last update of an epoch, and the summed gradients are divided by the number of items of all
+ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ class Replicated(Parallel):
 
     def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES, in_step: bool = False) -> None:
         super().__init__(world)
-        self.in_step = in_step  # norms have collectives in each pass
+        self.in_step = in_step  # synchronized batch norms run collectives in each forward and backward pass
         self.bucket_bytes = bucket_bytes
         self._reducer: Reducer | None = None
         self._group_reducers: list[Reducer] = []
@@ -63,14 +64,14 @@ class Replicated(Parallel):
         if self._reducer is not None and self._reducer not in self._group_reducers:
             self._reducer.close()
         self._reducer = self._group_reducers[group]
-        if group not in self._selected:  # its forward passes may change other buffers
+        if group not in self._selected:  # forward passes of this group may change other buffers
             self._selected.add(group)
             self._buffers.begin_phase()
 
     def accumulate(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         try:
             return self._accumulate_local(passes, batches)
-        except Discarded:  # agreed on by all ranks already
+        except Discarded:  # all ranks have already agreed to discard the update
             raise
         except Exception as error:
             if self.in_step:
@@ -93,8 +94,8 @@ class Replicated(Parallel):
                 with passes.forward():
                     loss, count = passes.loss(passes.model, batch)
                 watch.lap("forward")
-                # Overlap the all-reduce with the backward pass, unless passes contain collectives, too:
-                # in dummy passes, the order would differ between ranks.
+                # Overlap the all-reduce with the backward pass, unless the backward pass contains collectives itself.
+                # A rank in a dummy pass issues only those, so the order of collectives would differ between ranks.
                 self._reducer.is_last = last and not self.in_step
                 passes.backward(loss)
                 watch.lap("backward")
@@ -104,7 +105,7 @@ class Replicated(Parallel):
                 run_dummy_pass(passes, batch, self._reducer.parameters)
                 watch.lap("wait")
             else:
-                with passes.forward():  # keeps what must be undone after an overflow on another rank
+                with passes.forward():  # saves the state to restore if another rank overflows
                     pass
         return Sums(loss_sum, items, bad)
 

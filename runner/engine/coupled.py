@@ -1,8 +1,10 @@
-"""Gradients of a loss that couples all samples of an update, such as a contrastive loss.
+"""Gradient caching (GradCache) for losses that depend on all samples of an update, such as a contrastive loss.
 
-An update embeds all micro-batches, computes the loss and its gradient with respect to the embeddings once, and then
-runs backward per micro-batch: forward again with the same random numbers, and backward from the stored gradient.
-Activations of one micro-batch are held at a time; inputs and embeddings of the whole update are held throughout.
+An update has three steps:
+1. Run a forward pass of each micro-batch and keep only its embeddings.
+2. Compute the loss of all embeddings, and its gradient with respect to them.
+3. For each micro-batch, repeat the forward pass with the same random numbers, and backpropagate the cached gradient.
+Activations are kept for one micro-batch at a time; inputs and embeddings are kept for the whole update.
 Source: Gao et al., Scaling Deep Contrastive Learning Batch Size under Memory Limited Setup, RepL4NLP 2021.
 """
 
@@ -30,15 +32,16 @@ from runner.engine.contract_checks import Number, describe_value, validate_loss
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.gradient_source import ForwardWrapper, GradientSource
 
-_BufferPlace = tuple[nn.Module, str]  # place of a buffer
+_BufferPlace = tuple[nn.Module, str]  # the module that owns a buffer, and its key in module._buffers
 _Buffers = dict[_BufferPlace, Tensor]
 EMBED_FIX = "return a tensor with one row per sample, or a tuple or dictionary of such tensors"
 
 
 class Embedding(NamedTuple):
-    """What `embed` returned: its tensors in order, and how they were packed.
+    """Return value of `embed`, flattened.
 
-    kind  "tensor", "tuple", or the keys of a dictionary
+    tensors  in the order in which `embed` returned them
+    kind     "tensor", "tuple", or the keys of the dictionary that `embed` returned
     """
 
     tensors: tuple[Tensor, ...]
@@ -53,7 +56,7 @@ class Embedding(NamedTuple):
 
 
 def is_coupled(task: Task, phase: str) -> bool:
-    """Return whether the loss of a phase is given by `embed` and `couple`. Raises TaskFault if only one is defined."""
+    """Return True if `embed` and `couple` define the loss of a phase. Raises TaskFault if only one is defined."""
     task_class = type(task)
     defined = {name: getattr(task_class, name) is not getattr(Task, name) for name in ("embed", "couple", "loss")}
     if not defined["embed"] and not defined["couple"]:
@@ -80,7 +83,11 @@ def check_strategy(parallel: Parallel, choice: Choice) -> None:
 
 
 def validate_embedding(result: Any, embed: Callable[..., Any], source: Path, *, sync: bool = False) -> Embedding:
-    """Return what `embed` returned. Raises TaskFault for anything but rows, or without gradient while enabled."""
+    """Return the value that `embed` returned as an Embedding.
+
+    Raises TaskFault for anything but dense tensors with a batch dimension, or if gradients are enabled and no tensor
+    requires one.
+    """
     where = locate_definition(embed, source)
     if isinstance(result, Tensor):
         embedding = Embedding((result,), "tensor")
@@ -106,8 +113,8 @@ def validate_embedding(result: Any, embed: Callable[..., Any], source: Path, *, 
 def check_rows(embedding: Embedding, samples: BatchSamples | None, embed: Callable[..., Any], source: Path) -> None:
     """Raise TaskFault if a tensor has more rows than the batch has samples.
 
-    Two views of each sample, concatenated, would come in another order with other micro-batches. Fewer rows are fine:
-    `collate` may drop samples.
+    If `embed` concatenated two views of each sample, the order of the rows in `couple` would depend on the
+    micro-batch size. Fewer rows than samples are allowed, because `collate` may drop samples.
     """
     if samples is None:
         return
@@ -127,7 +134,8 @@ class CoupledSource(GradientSource):
 
     embed    (model, batch) -> Embedding
     couple   task method: embeddings of all samples of the update -> (loss sum, number of items)
-    update   returns the number of the update; seeds random draws of `couple`, which are the same on all ranks
+    seed     with `update`, seeds the random numbers that `couple` draws, so that they are the same on all ranks
+    update   returns the number of the current update
     """
 
     embed: Callable[[nn.Module, Any], Embedding]
@@ -139,7 +147,7 @@ class CoupledSource(GradientSource):
 
     def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         update = _CoupledUpdate(self, parallel, passes)
-        # Embed inside `accumulate`, which handles buffers, failures and overlapped communication as for any loss.
+        # Embed inside `parallel.accumulate`, which handles buffers, failures and communication as for other losses.
         recomputing = passes._replace(loss=update.recompute, backward=torch.autograd.backward)
         sums = parallel.accumulate(recomputing, update.embed_and_yield(batches))
         update.close()
@@ -151,7 +159,7 @@ class CoupledSource(GradientSource):
         return CoupledSource(wrapper(self.embed), self.couple, self.source, self.seed, self.update)
 
     def compute_loss(self, embeddings: Any) -> Sum:
-        """Return the loss of these embeddings; random draws depend on seed and update only."""
+        """Return the loss of these embeddings; random numbers depend only on the seed and the update."""
         with noise.without_samples(), seeded_generators(self.seed, "couple", self.update()):
             return validate_loss(self.couple(embeddings), self.couple, self.source, name="couple")
 
@@ -160,10 +168,10 @@ class CoupledSource(GradientSource):
 class _EmbeddedBatch:
     """A micro-batch and the state before its embedding.
 
-    tensors    its embeddings; those of the last micro-batch keep their graph
-    marks      states of the global generators
-    buffers    buffers of the model that the forward pass changed
-    gradients  of the loss with respect to `tensors`
+    tensors    its embeddings; those of the last micro-batch keep their autograd graph
+    marks      states of the global random number generators before the forward pass
+    buffers    values, before the forward pass, of the model's buffers that it changed
+    gradients  gradients of the loss with respect to `tensors`
     """
 
     micro: MicroBatch
@@ -174,7 +182,7 @@ class _EmbeddedBatch:
 
 
 class _CoupledUpdate:
-    """One update of one rank."""
+    """State of one update on one rank."""
 
     def __init__(self, source: CoupledSource, parallel: Parallel, passes: ForwardPasses) -> None:
         self.source, self.parallel, self.passes = source, parallel, passes
@@ -184,12 +192,12 @@ class _CoupledUpdate:
         self.has_gradient: list[bool] = []
         self.total = self.world.zeros()
         self.count: Number = 0
-        self._with_graph: _EmbeddedBatch | None = None  # the one whose activations are kept
+        self._with_graph: _EmbeddedBatch | None = None  # the micro-batch whose activations are kept
         self._marks: list[bytes] = []
         self._buffers: dict[_BufferPlace, tuple[Tensor, Tensor]] = {}
 
     def embed_and_yield(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
-        """Embed all micro-batches and compute the gradients; then yield each one for `recompute`."""
+        """Embed all micro-batches, compute gradients of the embeddings, then yield each micro-batch for `recompute`."""
         failed = False
         try:
             self._embed_all(batches)
@@ -198,20 +206,21 @@ class _CoupledUpdate:
                 raise
             self.passes.failed(error)  # raises the error if the update cannot be discarded
             failed = True
-        if failed:  # outside of `except`, whose exception keeps activations alive
+        if failed:  # outside of `except`, because the exception's traceback keeps activations alive
             self.embedded, self._with_graph = [], None
         self._compute_gradients(failed=failed)
         self.parallel.watch.lap("forward")
         self._marks = [generator.mark() for generator in global_generators()]
         buffers = _find_dense_buffers(self._buffers_to_record())
         self._buffers = {place: (buffer, buffer.clone()) for place, buffer in buffers.items()}
-        # Start with the last one: its activations are kept, and buffers that it saved for backward are still unchanged.
+        # The last micro-batch goes first: it needs no second forward pass, because its activations are kept. A second
+        # forward pass of another one could change buffers that its graph saved for the backward pass.
         order = [*self.embedded[-1:], *self.embedded[:-1]]
         for number, batch in enumerate(order, 1):
             yield batch.micro._replace(batch=batch, last=number == len(order))
 
     def recompute(self, model: nn.Module, batch: _EmbeddedBatch) -> tuple[Tensor, int]:
-        """Return a scalar whose backward pass propagates the gradients of the embeddings of this micro-batch."""
+        """Return a scalar whose backward pass backpropagates the gradients of this micro-batch's embeddings."""
         tensors = batch.tensors
         if batch is not self._with_graph:
             _restore_buffers(batch.buffers)
@@ -227,7 +236,7 @@ class _CoupledUpdate:
         return _make_backward_root([tensor for tensor, _ in pairs], [gradient for _, gradient in pairs]), 0
 
     def close(self) -> None:
-        """Restore what recomputed forward passes changed: generators and buffers, as after the first passes."""
+        """Restore generators and buffers to their state after the first forward passes."""
         if len(self.embedded) > 1:
             _restore_generators(self._marks)
             for (module, key), (tensor, after) in self._buffers.items():
@@ -249,7 +258,8 @@ class _CoupledUpdate:
                 continue
             batch.marks = [generator.mark() for generator in global_generators()]
             before = {} if last else _record_states(_find_dense_buffers(self._buffers_to_record()))
-            # Most graphs are dropped, but without gradients enabled the repeated forward passes could differ.
+            # Only the last graph is used, but modules may behave differently under no_grad, and the second forward pass
+            # must compute the same embeddings.
             with self.passes.forward():
                 embedding = self.source.embed(model, micro.batch)
             batch.buffers = {place: state.copy for place, state in before.items() if state.is_changed(place)}
@@ -271,7 +281,7 @@ class _CoupledUpdate:
         return [(module, key) for module in self.passes.model.modules() for key in module._buffers]
 
     def _check_structure(self, embedding: Embedding) -> None:
-        """Raise TaskFault if the embeddings of another micro-batch have another structure."""
+        """Raise TaskFault if an earlier micro-batch of the update had embeddings of another structure."""
         if self.kind is not None and self.kind != embedding.kind:
             what = f"embed returned {self.kind} for a micro-batch and {embedding.kind} for another one"
             raise TaskFault(what, where=str(self.source.source), fix=EMBED_FIX)
@@ -288,10 +298,10 @@ class _CoupledUpdate:
         self.parallel.watch.lap("wait")
         if any(has_failed for has_failed, _, _ in gathered):
             raise Discarded
-        # of each rank: specs of its tensors, None if it has no samples
+        # for each rank: the specs of its tensors, or None if it has no samples
         rank_specs = [None if specs is None else [RowSpec(*spec) for spec in specs] for _, _, specs in gathered]
         first_specs = next((specs for specs in rank_specs if specs is not None), None)
-        if first_specs is None:  # the update has no items, and the loop refuses it
+        if first_specs is None:  # no rank has samples; the training loop raises an error for an update without items
             return
         kind = next(kind for _, kind, specs in gathered if specs is not None)
         leaves, starts = [], []
@@ -315,7 +325,7 @@ class _CoupledUpdate:
             total, self.count = self.source.compute_loss(embedding.structure)
         self.total = total.detach()
         scaled = self.passes.scale(total)
-        if self.world.is_first:  # gradients of parameters that `couple` uses are the same on all ranks, and added once
+        if self.world.is_first:  # all ranks compute the same gradients for parameters used in `couple`: count them once
             torch.autograd.backward(scaled)
             return [leaf.grad for leaf in leaves]
         trained = [leaf for leaf in leaves if leaf.requires_grad]
@@ -324,7 +334,7 @@ class _CoupledUpdate:
 
 
 class _BufferState(NamedTuple):
-    """A buffer before a forward pass: the tensor, its version and a copy."""
+    """A buffer before a forward pass: the tensor, its version counter and a copy."""
 
     tensor: Tensor
     version: int
@@ -334,7 +344,8 @@ class _BufferState(NamedTuple):
         now = place[0]._buffers.get(place[1])
         if now is not self.tensor or now._version != self.version:
             return True
-        # Kernels of norms do not increment versions. Values of fake tensors, in a forecast, cannot be compared.
+        # Normalization kernels do not increment the version counter, so values are compared. The fake tensors of a
+        # memory prediction have no values.
         return type(now) is Tensor and not bitwise_equal(now, self.copy)
 
 
@@ -343,7 +354,7 @@ def _record_states(buffers: Mapping[_BufferPlace, Tensor]) -> dict[_BufferPlace,
 
 
 def _find_dense_buffers(places: Iterable[_BufferPlace]) -> dict[_BufferPlace, Tensor]:
-    """Return the dense buffers at these places."""
+    """Return those of these buffers that exist and are dense."""
     buffers = {(module, key): module._buffers.get(key) for module, key in places}
     return {place: tensor for place, tensor in buffers.items() if tensor is not None and is_dense(tensor)}
 
@@ -364,7 +375,7 @@ def _restore_generators(marks: Sequence[bytes]) -> None:
 
 
 class _StartBackward(torch.autograd.Function):
-    """Return a zero whose backward pass starts from the given gradients of its inputs, which are scaled already."""
+    """Return a zero whose backward pass yields the given gradients of its inputs, which are already loss-scaled."""
 
     @staticmethod
     def forward(ctx: Any, gradients: Sequence[Tensor], *tensors: Tensor) -> Tensor:

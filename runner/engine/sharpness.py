@@ -1,4 +1,4 @@
-"""Gradients at the worst weights in a neighborhood: sharpness-aware minimization (SAM)."""
+"""Sharpness-aware minimization (SAM): use the gradients at nearby weights with a higher loss."""
 
 from __future__ import annotations
 
@@ -22,11 +22,12 @@ from runner.engine.gradient_source import ForwardWrapper, GradientSource
 from runner.engine.gradients import clear
 
 Ascent = Callable[[Sequence[Tensor], Sequence[Tensor], Callable[[Tensor], Tensor]], list[Tensor]]
-# (weights, gradients, norm over ranks) -> the step to the worst weights; the scale of the gradients is arbitrary
+# (weights, gradients, function that returns the global norm, given this rank's) -> perturbation of the weights.
+# The gradients may have any scale.
 
 
 def none() -> None:
-    """Use the gradients at the weights themselves."""
+    """Use the gradients at the current weights."""
 
 
 def sam(*, rho: Positive = 0.05, adaptive: bool = False) -> Ascent:
@@ -46,7 +47,7 @@ def sam(*, rho: Positive = 0.05, adaptive: bool = False) -> Ascent:
         sizes = torch._foreach_abs(list(weights)) if adaptive else None
         scaled = torch._foreach_mul(sizes, list(gradients)) if sizes is not None else list(gradients)
         norm = over_ranks(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(scaled))))
-        # Not finite after an overflow: then the second gradients are not, either, and the update is skipped.
+        # After an overflow, the norm is not finite; neither are the second gradients, so the update is skipped.
         factor = rho / torch.where(norm == 0, torch.ones_like(norm), norm)
         steps = torch._foreach_mul(sizes, scaled) if sizes is not None else scaled
         return list(torch._foreach_mul(steps, factor))
@@ -60,11 +61,11 @@ SHARPNESS: Mapping[str, Callable[..., Ascent | None]] = {"none": none, "sam": sa
 def with_sharpness(
     choice: Choice, inner: GradientSource, weights: Sequence[nn.Parameter], extra: ExtraMetrics
 ) -> GradientSource:
-    """Return the source of gradients that the option selects.
+    """Return `inner`, or a source that applies the selected option to it.
 
     inner    computes the gradients at the current weights
-    weights  those that the update changes
-    extra    further metrics of the loss; those of the first pass are kept
+    weights  parameters that the update changes
+    extra    additional metrics that the loss returns; only those at the current weights are kept
     """
     ascent = call_option(SHARPNESS, choice.function, **choice.options)
     return inner if ascent is None else SharpnessSource(inner, ascent, tuple(weights), extra)
@@ -74,7 +75,8 @@ def with_sharpness(
 class SharpnessSource(GradientSource):
     """Computes the gradients of an update twice, with the same samples and random numbers.
 
-    All inputs of the update are kept in memory. Buffers, further metrics and the loss are those of the first pass.
+    All inputs of the update are kept in memory. Buffers, loss and additional metrics are those of the first
+    computation, at the current weights.
     """
 
     inner: GradientSource
@@ -86,7 +88,7 @@ class SharpnessSource(GradientSource):
         recorded: list[MicroBatch] = []
         marks = [generator.mark() for generator in global_generators()]
         first = self.inner.accumulate(parallel, passes, _record_batches(batches, recorded))
-        parallel.reduce(first)  # the direction is that of all ranks; raises Discarded if one of them failed
+        parallel.reduce(first)  # the perturbation uses gradients of all ranks; raises Discarded if a rank failed
         for generator, mark in zip(global_generators(), marks, strict=True):
             generator.restore(mark)
         with self._at_ascent_point(parallel), restore_buffers(passes.model.modules()), self.extra.pause():
@@ -98,10 +100,10 @@ class SharpnessSource(GradientSource):
 
     @contextmanager
     def _at_ascent_point(self, parallel: Parallel) -> Iterator[None]:
-        """Move the weights to the ascent point and restore them on exit; the first gradients are freed.
+        """Perturb the weights, and restore them on exit; the first gradients are freed.
 
-        They are changed through `data`, because a retry after out of memory takes a new tensor version for a change by
-        the task.
+        Weights are changed through `data`, which does not increment their version counters. A retry after out of
+        memory would take an incremented counter for a change by the task.
         """
         moved = [weight for weight in self.weights if weight.grad is not None]
         values = [weight.data for weight in moved]
@@ -128,7 +130,7 @@ def _record_batches(batches: Iterator[MicroBatch], recorded: list[MicroBatch]) -
 
 
 def _repeat_batches(recorded: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield the micro-batches again, with the same random draws."""
+    """Yield the micro-batches again, with the same random numbers."""
     for micro in recorded:
         noise.start_pass(micro.samples)
         yield micro

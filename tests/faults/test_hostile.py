@@ -1,6 +1,7 @@
-"""Hostile configurations and checkpoints are refused with a message; nothing is executed, opened or changed outside.
+"""Malicious configurations and checkpoints are refused with a message.
 
-Short form: some dozens of arguments, files and checkpoints, and a few commands, by seed. Long: all of them.
+They execute no code, and change no files outside of the run folder. By default, a seeded sample of a few dozen
+attacks runs; with ACCEL_RUN_FAULTS=long, all of them.
 """
 
 from __future__ import annotations
@@ -35,12 +36,12 @@ TARGETS = ("os.system", "subprocess.Popen", "builtins.eval", "builtins.exec", "p
            "torch.load", "importlib.import_module", "hydra.utils.instantiate", "runner.cli.main")  # fmt: skip
 
 REFUSED = (Exit.SECURITY, Exit.CONFIG)
-MANY = 400  # names in one file, whose limit is 64 KiB
+MANY = 400  # names per file; a configuration file may have at most 64 KiB
 
 
 @pytest.fixture(scope="module")
 def watch() -> Iterator[list[tuple[str, str]]]:
-    """The audit events while armed: executed code, processes, sockets, written files, imports."""
+    """Audit events recorded while the hook is armed: executed code, processes, sockets, written files."""
     return (yield from _watching())
 
 
@@ -59,7 +60,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
     if not ARMED[0]:
         return
     if event in ("exec", "marshal.loads") and sys._getframe(1).f_code.co_filename.endswith(DEFINING):
-        return  # the definition of a class or module of an installed package, or the evaluation of its annotations
+        return  # defines a class or module of an installed package, or evaluates its annotations
     if event in KINDS:
         SEEN.append((event, f"{arguments!r:.200} by {sys._getframe(1).f_code.co_filename}"))
     elif event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
@@ -68,7 +69,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
 
 def _watching() -> Iterator[list[tuple[str, str]]]:
     sys.addaudithook(_hook)  # an audit hook cannot be removed, so it is disarmed outside of the tests
-    compose(Request(("optimizer.lr=0.1",)))  # warm up what Hydra imports and generates once
+    compose(Request(("optimizer.lr=0.1",)))  # Hydra imports modules and generates code on first use
     yield SEEN
     ARMED[0] = False
 
@@ -136,7 +137,7 @@ LOL = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
 
 
 def hostile_files() -> Iterator[tuple[str, str | bytes, int]]:
-    """Yield (name, content, exit code) of a file for the group optimizer."""
+    """Yield (name, content, expected exit code) of malicious files for the group optimizer."""
     head = "option: adamw\n"
     for target in TARGETS:
         yield f"target {target}", f"{head}_target_: {target}\n", 89
@@ -318,7 +319,7 @@ def importable() -> Iterator[str]:
 
 @pytest.fixture(scope="module")
 def names() -> list[str]:
-    """Every importable callable in the long form, else one name per module of the standard library."""
+    """All importable callables in the long form, otherwise one name per module of the standard library."""
     found = list(importable()) if IS_LONG else [
         f"{module}.main" for module in sorted(sys.stdlib_module_names)
     ]  # fmt: skip
@@ -329,10 +330,10 @@ def names() -> list[str]:
 def test_no_importable_callable_passes_the_guard_of_files(
     names: list[str], watch: list[tuple[str, str]], tmp_path: Path, tally: Tally
 ) -> None:
-    """Each name in a separate file, as a target and as a resolver."""
+    """Write each name to a separate file, once as a `_target_` and once as a resolver."""
     file = tmp_path / "evil.yaml"
     file.write_text("_target_: os.system\n")
-    for _ in range(2):  # warm up what reading any file imports
+    for _ in range(2):  # reading the first files imports modules
         with pytest.raises(SecurityRefusal):
             read_guarded(file, tmp_path)
     before = set(sys.modules)
@@ -357,7 +358,7 @@ def test_no_importable_callable_passes_the_guard_of_files(
 def test_no_importable_callable_is_called_by_its_name(
     names: list[str], watch: list[tuple[str, str]], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    """Each name as a value of a configuration, many per file; some alone, in every position."""
+    """Write the names as values, many per file; write a few of them alone, in each position that a name can have."""
     (tmp_path / "optimizer").mkdir()
     file = tmp_path / "optimizer" / "evil.yaml"
 
@@ -372,7 +373,7 @@ def test_no_importable_callable_is_called_by_its_name(
         tally.tried += 1
 
     file.write_text("option: nothing\n")
-    assert attempt(("optimizer=evil",), tmp_path) is not None  # warm up what reading any file imports
+    assert attempt(("optimizer=evil",), tmp_path) is not None  # reading the first file imports modules
     for name in names[: amount(2, 2000)]:
         must_be_refused(f"option: adamw\n_target_: {name}\n", f"_target_ {name}")
         must_be_refused(f"option: {name}\n", f"option {name}")
@@ -455,7 +456,7 @@ def watch(folder, report):
 
 
 class Watched:
-    """The fork server; commands report forbidden audit events, and may allocate 2 GiB of memory."""
+    """Runs commands in a fork server. Each reports forbidden audit events, and may allocate up to 2 GiB of memory."""
 
     def __init__(self, server: ForkServer) -> None:
         self.server = server
@@ -477,7 +478,7 @@ def watched(server: ForkServer) -> Watched:
 
 @pytest.fixture(scope="module")
 def trained(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run of 6 updates with two checkpoints, copies of which are attacked."""
+    """A run of 6 updates with two checkpoints. Tests attack copies of it."""
     folder = tmp_path_factory.mktemp("trained")
     ended = watched.run(["train", *WORDS, "updates=6", "run=enemy"], folder, folder / "seen")
     assert ended.code == 0, ended.err
@@ -531,7 +532,7 @@ def test_a_hostile_run_ends_every_command_with_a_message(
             continue
         report = tmp_path / "seen"
         pid = watched.start(COMMANDS[command], folder, report)
-        alarm = threading.Timer(120.0, os.kill, (pid, 9))  # kill a command that hangs, which gives another exit code
+        alarm = threading.Timer(120.0, os.kill, (pid, 9))  # kills a command that hangs: its exit code fails the test
         alarm.start()
         ended = watched.server.wait()
         alarm.cancel()

@@ -16,7 +16,7 @@ from tests.waiting import wait_until
 TASK = Path(__file__).with_name("task_to_attack.py")
 BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "dataloader.num_workers=0", "run=mine"]
 
-# Shutdown blocks, as with a slow tracker server, until a file `go` exists.
+# Shutdown blocks until the file `go` exists, as if a tracker server were slow.
 SLOW_END = """
 import pathlib
 from runner.trackers.tracker import Tracker
@@ -26,7 +26,7 @@ def finish(self, timeout_s=0.0, **named):
     wait_until(pathlib.Path("go").exists)
 Tracker.finish = finish
 """
-# The last step, flushing the output, blocks forever.
+# Flushing the output, the last step of a run, blocks forever.
 SLOW_OUTPUT = """
 import os, pathlib, signal
 from runner.host import output
@@ -62,8 +62,9 @@ def test_a_second_signal_after_the_last_save_keeps_the_exit_code(
 def test_a_third_signal_ends_a_slow_shutdown(server: ForkServer, tmp_path: Path) -> None:
     pid = server.start([*BASE, "updates=3"], tmp_path, before=SLOW_END)
     wait_until((tmp_path / "ending").exists)
-    with suppress(ProcessLookupError):  # the process has ended
-        wait_until(lambda: os.kill(pid, signal.SIGTERM), "the run leaves")  # pending signals of one kind are merged
+    with suppress(ProcessLookupError):  # the process has exited
+        # Repeated, because a SIGTERM is dropped while one is pending.
+        wait_until(lambda: os.kill(pid, signal.SIGTERM), "the run leaves")
     assert server.wait().code == 130
 
 

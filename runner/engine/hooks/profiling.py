@@ -1,4 +1,4 @@
-"""Profile some updates."""
+"""Hook that runs the profiler of a run."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.profiling.instruments import Subject
 
 
 class Profiling(Hook):
-    """Passes updates to the profiler of the run, after all other hooks."""
+    """Reports each completed update to the profiler. It runs after all other hooks."""
 
     def begin(self) -> None:
         phase, run = self.phase, self.phase.run_

@@ -1,4 +1,4 @@
-"""Write measured settings as a hardware profile for `+hardware=NAME`, with the evidence in comments."""
+"""Write settings found by measurement to a hardware profile for `+hardware=NAME`, with the evidence as comments."""
 
 from __future__ import annotations
 
@@ -28,9 +28,9 @@ HEADER = "# Written by accel-run"
 class Profile:
     """The content of a profile.
 
-    overrides  settings; empty: no setting is better than the current ones
+    overrides  settings such as `precision=bf16`; empty if no measured setting was better than the current one
     title      one line
-    by         name of the command that found the settings
+    by         command that found the settings
     evidence   lines of text: task, machine, and the gain of each setting
     """
 
@@ -41,10 +41,10 @@ class Profile:
 
 
 def write_profile(profile: Profile, request: Request, name: str) -> tuple[Path, str]:
-    """Write a profile; return its file, and the command that uses it.
+    """Write a profile; return its path and a command that uses it.
 
-    The file is in the folder of --config-dir, else in ./conf. Raises ConfigError if another program wrote an existing
-    file with that name, or if other settings take precedence over those of the profile.
+    The file is written to the folder given by --config-dir, or to ./conf. Raises ConfigError if a file with that name
+    exists and was not written by accel-run, or if other settings take precedence over those of the profile.
     """
     file = check_profile(request, name)
     folder = file.parents[1]
@@ -65,7 +65,7 @@ def write_profile(profile: Profile, request: Request, name: str) -> tuple[Path, 
 
 
 def check_profile(request: Request, name: str) -> Path:
-    """Return the file of a profile. Raises ConfigError if it cannot be written."""
+    """Return the path of a profile. Raises ConfigError if the name is invalid or the file cannot be written."""
     try:
         check_run_name(name)
     except ConfigError as error:
@@ -86,7 +86,7 @@ def check_profile(request: Request, name: str) -> Path:
 def profile_text(profile: Profile, before: tuple[str, ...] = ()) -> str:
     """Return the profile as YAML.
 
-    before  settings of the profile in use, which the new one replaces
+    before  settings of the current profile; they are kept unless the new profile sets them
     """
     options, keys = dict[str, str](), dict[str, Any]()
     for override in merge_overrides(before, profile.overrides):
@@ -123,7 +123,7 @@ def _to_yaml(keys: Mapping[str, Any], indent: str = "") -> Iterator[str]:
 
 
 def _overrides_in_use(request: Request) -> tuple[str, ...]:
-    """Return the settings of the profile in use as overrides."""
+    """Return the settings of the current profile as overrides."""
     composed = compose(request)
     selected = selected_options("hardware", composed.profile, request.config_dir)
     keys = {key for key, source in composed.sources.items() if source == f"profile {composed.profile}"} - {*GROUPS}
@@ -135,7 +135,7 @@ def _overrides_in_use(request: Request) -> tuple[str, ...]:
 
 
 def _apply_profile(request: Request, profile: Profile, name: str, folder: Path) -> Request:
-    """Return the request with the profile, without overrides of its settings."""
+    """Return the request with this profile selected, and without command-line overrides of the same settings."""
     replaced = [override.partition("=")[0] for override in profile.overrides]
     kept = [override for override in request.overrides if override_key(override) not in (*replaced, "hardware")]
     config_dir = None if folder == shipped_path("conf") else folder
@@ -143,7 +143,7 @@ def _apply_profile(request: Request, profile: Profile, name: str, folder: Path) 
 
 
 def _check_effect(request: Request, profile: Profile, file: Path) -> None:
-    """Raise ConfigError if a value of the profile is not in the composed configuration."""
+    """Raise ConfigError if a setting of the profile has another value in the composed configuration."""
     values = compose(request).flat()
     for override in profile.overrides:
         key, _, value = override.partition("=")
@@ -164,7 +164,7 @@ def _relative_to_cwd(folder: Path) -> str:
 
 
 def _parse_value(value: str) -> Any:
-    """Parse a value from the command line as YAML does."""
+    """Parse a value as JSON; return it as text if it is not JSON."""
     try:
         return json.loads(value)
     except ValueError:

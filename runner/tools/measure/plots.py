@@ -1,4 +1,4 @@
-"""Plots of the ladder: step times, a heat map of slow steps, and speedups."""
+"""Plots of the results of the ladder suite: step times, a heat map of slow steps, and speedups."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def draw_plots(results: Results) -> list[Path]:
 
 
 def make_figures(results: Results) -> dict[str, Any]:
-    """Return plot name -> matplotlib Figure. Raises like `draw_plots`."""
+    """Return plot name -> matplotlib Figure. Raises InputMissing if there are no results."""
     rows = results.rows()
     if not rows:
         fix = "run them first: accel-run benchmark"
@@ -54,7 +54,7 @@ def make_figures(results: Results) -> dict[str, Any]:
 
 
 def render_png(figure: Any) -> bytes:
-    """Encode a figure as PNG, without warnings about letters that the font lacks."""
+    """Encode a figure as PNG, without warnings about glyphs that are missing from the font."""
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         return encode_png(figure)
@@ -82,18 +82,18 @@ def _describe_machine(row: LadderRow) -> str:
 
 
 def _limit_ms(rows: Rows) -> float:
-    """Return the end of the scale; steps above it are outliers, such as compilation."""
+    """Return the upper limit of the time axis; longer steps are outliers, such as those that compile."""
     return SCALE_LIMIT * max(statistics.median_low(row.updates_ms) for row in rows.values())
 
 
 def _is_wide(rows: Rows) -> bool:
-    """Return whether a linear scale would show only the slowest variant."""
+    """Return True if only the slowest variant would be visible on a linear scale."""
     medians = [statistics.median_low(row.updates_ms) for row in rows.values()]
     return max(medians) > LOG_SCALE_RATIO * statistics.median_low(medians)
 
 
 def _describe_outliers(rows: Rows) -> str:
-    """Return a note with the steps above the scale."""
+    """Return a note that lists the steps above the limit of the time axis."""
     limit = _limit_ms(rows)
     outliers = [
         (ms, name, step) for name, row in rows.items() for step, ms in enumerate(row.updates_ms, 1) if ms > limit
@@ -106,7 +106,10 @@ def _describe_outliers(rows: Rows) -> str:
 
 
 def compute_ratios(rows: Rows) -> dict[str, Ratio]:
-    """Return variant -> ratio to the baseline of its session; the ratio of the medians if none was measured."""
+    """Return variant -> speedup relative to the baseline of its session.
+
+    Without a measured ratio, it is the ratio of the median step times.
+    """
     baselines = {row.session: row for name, row in rows.items() if name in (BASELINE, session_baseline(row.session))}
     ratios: dict[str, Ratio] = {}
     for name, row in rows.items():
@@ -143,7 +146,7 @@ def _steps_height(rows: Rows) -> float:
 
 
 def _draw_steps(figure: Any, rows: Rows, session: str) -> None:
-    """Draw a line per variant, milliseconds over steps."""
+    """Draw one line per variant: milliseconds of each step."""
     limit, axes, lines = _limit_ms(rows), figure.subplots(), {}
     for number, (name, row) in enumerate(rows.items()):
         column = row.updates_ms
@@ -177,7 +180,7 @@ def _heatmap_height(rows: Rows) -> float:
 
 
 def _draw_heatmap(figure: Any, rows: Rows, session: str) -> None:
-    """Draw a row per variant and a rectangle per group of steps; darker is slower."""
+    """Draw one row per variant and one cell per group of consecutive steps; darker is slower."""
     from matplotlib import colors
 
     num = max(len(row.updates_ms) for row in rows.values())
@@ -196,7 +199,7 @@ def _draw_heatmap(figure: Any, rows: Rows, session: str) -> None:
     is_ragged = any(math.isnan(value) for values in grid for value in values)
     norm = colors.LogNorm(low, high) if _is_wide(rows) else colors.Normalize(low, high)
     axes = figure.subplots()
-    axes.patch.set(facecolor="#EDEDED", hatch="////", edgecolor="0.75")  # visible for missing steps
+    axes.patch.set(facecolor="#EDEDED", hatch="////", edgecolor="0.75")  # background of missing steps
     edges = [*(at + 0.5 for at in starts), num + 0.5]
     mesh = axes.pcolormesh(
         edges, np.arange(len(grid) + 1) - 0.5, np.ma.masked_invalid(grid), cmap=COLOR_MAP, norm=norm, edgecolor="white",
@@ -221,7 +224,7 @@ def _draw_heatmap(figure: Any, rows: Rows, session: str) -> None:
 
 
 def _draw_speedup(rows: Rows) -> Any | None:
-    """Draw a bar per variant with the interval of its ratio, the fastest on top; None if no variant has a ratio."""
+    """Draw one bar per variant with its confidence interval, fastest first; None if no variant has a ratio."""
     from matplotlib.patches import Patch
 
     ratios = compute_ratios(rows)
@@ -277,7 +280,10 @@ def _draw_speedup(rows: Rows) -> Any | None:
 
 
 def _set_title(figure: Any, axes: Any, title: str, notes: Sequence[str], room: float = 1.0) -> None:
-    """Set the title, and below it the notes, wrapped to this share of the width."""
+    """Set the title and the notes below it.
+
+    room  fraction of the figure's width to which the notes are wrapped
+    """
     width = int(room * figure.bbox.width / figure.dpi * _LETTERS_PER_INCH)
     lines = [line for note in notes if note for line in textwrap.wrap(note, width)]
     figure.suptitle(title, fontsize=13, fontweight="bold", x=0.01, ha="left")
@@ -317,7 +323,7 @@ def _shorten_middle(name: str, most: int = 30) -> str:
 
 
 def _escape(text: str) -> str:
-    """Escape text for matplotlib, in which "$" starts a formula and a leading "_" hides a legend entry."""
+    """Escape text for matplotlib, where "$" starts a formula and a leading "_" hides a legend entry."""
     escaped = text.replace("$", r"\$")
     return f"\N{HAIR SPACE}{escaped}" if escaped.startswith("_") else escaped
 
@@ -347,8 +353,8 @@ def _classify(ratio: Ratio) -> str:
     )
 
 
-SCALE_LIMIT = 2.0  # times the median of the slowest variant: longer steps are cut off
-LOG_SCALE_RATIO = 4.0  # slowest variant relative to the median variant, from which scales are logarithmic
+SCALE_LIMIT = 2.0  # limit of the time axis, as a multiple of the slowest variant's median
+LOG_SCALE_RATIO = 4.0  # use a log scale if the slowest variant exceeds this multiple of the median one
 COLOR_MAP = "Blues"
 _BASELINE_RATIO = Ratio(1.0, 1.0, 1.0, 0)
 _NO_INTERVAL = "no interval"
@@ -357,11 +363,11 @@ _COLORS_BY_CLASS = {
     _NO_INTERVAL: "#CCCCCC",
 }  # fmt: skip
 _WRONG_LABEL = "crossed: its numbers differ from the baseline's"
-_NUM_COLORS = 7  # of COLORS; the gray one is too close to black for lines
+_NUM_COLORS = 7  # colors of COLORS used for lines; gray is too similar to black
 _LINE_STYLES = ("-", "--", ":", "-.")
 _MAX_MARKED_STEPS = 60  # lines with more steps have no markers
-_MAX_GROUPS = 50  # of steps in a row
-_MIN_COLOR_RANGE = 0.9  # highest start of the color scale relative to its end, so that noise has little contrast
+_MAX_GROUPS = 50  # maximum number of cells in a row of the heat map
+_MIN_COLOR_RANGE = 0.9  # lower end of the color scale, at most this fraction of its upper end: limits contrast of noise
 _MAX_LEGEND_COLUMNS = 5
 _MAX_NAME_LETTERS = 30
 _LETTERS_PER_INCH = 13  # at 8 points

@@ -1,9 +1,9 @@
-"""Measure how long a thread waited in the run queue for cores used by other processes (Linux).
+"""Measure how long a thread waited in the run queue while other processes used its cores (Linux).
 
-Two processes on one core alternate, so a block of updates takes longer than its updates. The kernel counts how long a
-thread was runnable without a core. That time is subtracted, except the part in which other threads of this process and
-its data workers used the cores.
-Source: /proc/PID/schedstat in the kernel's scheduler/sched-stats.rst.
+If another process shares a core, a measured block of updates includes time in which its thread was runnable but had to
+wait for a core. The kernel counts this time, and benchmarks subtract it. Waits caused by other threads of this process
+and by its data workers are part of the cost of training, and are not subtracted.
+Source: Documentation/scheduler/sched-stats.rst of the Linux kernel, section /proc/<pid>/schedstat.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from runner.host.resources import affinity
 class QueueSample:
     """Cumulative counters in seconds.
 
-    wait_s        this thread was runnable without a core; 0 if the kernel does not count it
+    wait_s        time that this thread spent in the run queue; 0 if the kernel does not count it
     busy_s        CPU time of all cores that this process may use
     tree_cpu_s    CPU time of this process and its children
     thread_cpu_s  CPU time of this thread
@@ -37,19 +37,19 @@ class QueueSample:
 
 
 class RunQueueWait:
-    """Samples the counters at both ends of a block, in the thread that runs it."""
+    """Samples the counters before and after a block of updates, in the thread that runs the block."""
 
     def __init__(self) -> None:
         self._cores = affinity()
         grant = cgroup_cpu_limit()
-        # With a CPU quota, the wait includes throttling by the quota, which other processes do not cause.
+        # Under a CPU quota, the wait includes throttling, which is not caused by other processes.
         self._is_usable = grant is None or grant.amount >= len(self._cores)
 
     def sample(self, *, begins: bool) -> QueueSample | None:
         """Sample the counters; None if they are not usable.
 
-        begins  True before a block, False after it. The wait of this thread is read last or first, next to the block,
-                because reading the counters of all processes takes milliseconds
+        begins  True before a block, False after it. Reading the counters of all processes takes milliseconds, so the
+                wait of this thread is read last before a block, and first after it
         """
         if not self._is_usable:
             return None
@@ -61,7 +61,7 @@ class RunQueueWait:
 
     @staticmethod
     def wait_for_others_s(before: QueueSample | None, after: QueueSample | None) -> float:
-        """Return how long the thread waited for other processes between two samples."""
+        """Return how long the thread waited between two samples because other processes used the cores."""
         if before is None or after is None:
             return 0.0
         tree_cpu_s = after.tree_cpu_s - before.tree_cpu_s
@@ -73,7 +73,7 @@ class RunQueueWait:
 
 
 def read_wait_s() -> float:
-    """Return the seconds that this thread was runnable without a core; 0 if the kernel does not count them."""
+    """Return the seconds that this thread has spent in the run queue; 0 if the kernel does not count them."""
     try:
         return int(Path("/proc/thread-self/schedstat").read_text().split()[1]) / 1e9
     except (OSError, ValueError, IndexError):
@@ -84,7 +84,7 @@ def process_tree_cpu_s() -> float:
     """Return the CPU seconds of this process and its children."""
     seconds = time.process_time()
     for child in psutil.Process(os.getpid()).children(recursive=True):
-        with suppress(psutil.Error):  # it has ended
+        with suppress(psutil.Error):  # the child has exited
             used = child.cpu_times()
             seconds += used.user + used.system
     return seconds
