@@ -322,7 +322,7 @@ class _Kind:
 
 
 _FLAG = _Kind("True or False", "(?i:true|false)")
-_INTEGER = _Kind("a whole number", r"\d+")
+_INTEGER = _Kind("an integer", r"\d+")
 _FRACTION = _Kind("a number above 0 and below 1", r"0?\.\d*[1-9]\d*")
 _POWER = "(1|2|4|8|16|32|64)"
 _DIVISIONS = _Kind(
@@ -338,7 +338,7 @@ _ALLOCATOR_SETTINGS: Mapping[str, _Kind] = {
     "graph_capture_record_stream_reuse": _FLAG,
     "large_segment_size_mb": _INTEGER,
     "max_non_split_rounding_mb": _INTEGER,
-    "max_split_size_mb": _Kind("a whole number of at least 20", r"[2-9]\d|[1-9]\d{2,}"),
+    "max_split_size_mb": _Kind("an integer of at least 20", r"[2-9]\d|[1-9]\d{2,}"),
     "per_process_memory_fraction": _Kind("a number above 0 and at most 1", rf"1(\.0*)?|{_FRACTION.pattern}"),
     "pinned_max_cached_size_mb": _INTEGER,
     "pinned_max_round_threshold_mb": _INTEGER,

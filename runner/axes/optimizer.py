@@ -294,7 +294,7 @@ def muon(
     momentum      momentum factor of the matrices
     nesterov      use Nesterov momentum
     ns_steps      Newton-Schulz iterations that orthogonalize the momentum
-    adamw_for     modules or parameters whose matrices also use AdamW, such as embeddings and the output layer
+    adamw_for     modules or parameters whose matrices also use AdamW: embeddings and the output layer
     betas         AdamW: decay rates of the running averages of the gradient and its square
     eps           AdamW: added to the square root of the second moment
     decay_1d      also decay parameters of fewer than two dimensions (biases, norms)

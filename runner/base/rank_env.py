@@ -196,7 +196,7 @@ class _Variables:
         if not text:
             return at_least
         if re.fullmatch(r"\d{1,18}", text) is None:
-            self.problems.append(Problem(f"must be a whole number of at least {at_least}, but is {text!r}", name))
+            self.problems.append(Problem(f"must be an integer of at least {at_least}, but is {text!r}", name))
             return at_least
         number = int(text)
         self.expect(number >= at_least, name, f"must be at least {at_least}")

@@ -71,12 +71,12 @@ NonNegative = Annotated[float, Range("a number of at least 0", low=0.0)]
 Fraction = Annotated[float, Range("a number between 0 and 1", low=0.0, high=1.0)]
 Part = Annotated[float, Range("a number above 0 and below 1", 0.0, 1.0, low_allowed=False, high_allowed=False)]
 Factor = Annotated[float, Range("a number from 0 to below 1", low=0.0, high=1.0, high_allowed=False)]
-Count = Annotated[int, Range("a whole number of at least 0", low=0)]
-Seed = Annotated[int, Range("a whole number from 0 to 2**64 - 1", low=0, high=2**64, high_allowed=False)]
+Count = Annotated[int, Range("an integer of at least 0", low=0)]
+Seed = Annotated[int, Range("an integer from 0 to 2**64 - 1", low=0, high=2**64, high_allowed=False)]
 Interval = Annotated[float, Range("a number of seconds from 0.01 to 3600", low=0.01, high=3600.0)]
-PositiveInt = Annotated[int, Range("a whole number of at least 1", low=1)]
+PositiveInt = Annotated[int, Range("an integer of at least 1", low=1)]
 MAX_THREADS = 1024  # systems refuse several thousand, and torch then crashes
-Threads = Annotated[int, Range(f"a whole number from 1 to {MAX_THREADS}", low=1, high=MAX_THREADS)]
+Threads = Annotated[int, Range(f"an integer from 1 to {MAX_THREADS}", low=1, high=MAX_THREADS)]
 DeviceName = Annotated[str, Matches("auto, cpu, cuda, cuda:N, mps or xpu", r"auto|cpu|(cuda|xpu)(:\d+)?|mps")]
 # s3://bucket/x is a valid local path, in folder `s3:`, but never intended: files are read and written locally only.
 URL = r"[A-Za-z][A-Za-z0-9+.-]*://"

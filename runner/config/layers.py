@@ -295,7 +295,7 @@ def expand_setting(setting: Setting, schema: Schema, problems: list[Problem]) ->
 
 
 def _stringify_names(kind: Any, value: Any) -> Any:
-    """Convert integers in lists and mappings of texts to texts: the `0` of a module name is parsed as a number."""
+    """Convert integers in lists and mappings of strings to strings: the `0` of a module name is parsed as a number."""
     item_types = typing.get_args(kind)[-1:]
     if isinstance(value, list) and item_types == (str,):
         return [_stringify(item) for item in value]

@@ -50,7 +50,7 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
             len(argument) > MAX_ARGUMENT_CHARACTERS or _nesting_depth(argument) > MAX_DEPTH
         ):  # the parser would take seconds to reject it
             what = f"must have at most {MAX_ARGUMENT_CHARACTERS:,} characters and be nested at most {MAX_DEPTH} deep"
-            problems.append(Problem(f"{what}, but has {len(argument):,}", argument, "put long texts into a file"))
+            problems.append(Problem(f"{what}, but has {len(argument):,}", argument, "put long text into a file"))
             continue
         try:
             override = parse_override(parser, argument)

@@ -48,7 +48,7 @@ def parse_phases(
             continue
         kind, needs = declaration.get("kind", "train"), declaration.get("needs", [])
         if not isinstance(needs, list) or not all(isinstance(key, str) for key in declaration):
-            problems.append(Problem('needs must be a list of phases, such as ["pretrain"], and keys are texts', where))
+            problems.append(Problem('needs must be a list of phases, such as ["pretrain"]; keys are strings', where))
             continue
         if kind not in KINDS:
             problems.append(Problem(f"kind must be {' or '.join(KINDS)}, but is {kind}", where))

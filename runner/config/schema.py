@@ -214,9 +214,9 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 
 _TYPE_WORDS: dict[Any, str] = {
-    int: "a whole number",
+    int: "an integer",
     float: "a number",
-    str: "text",
+    str: "a string",
     bool: "true or false",
     None: "null",
     type(None): "null",
@@ -354,7 +354,7 @@ def _join_alternatives(alternatives: list[str]) -> str:
 
 
 def _plural(annotation: Any) -> str:
-    return {int: "whole numbers", float: "numbers", str: "texts"}.get(annotation, "values")
+    return {int: "integers", float: "numbers", str: "strings"}.get(annotation, "values")
 
 
 def _format_literal(value: Any) -> str:

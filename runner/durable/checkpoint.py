@@ -517,7 +517,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     _require(version in _VERSIONS, f"format_version must be one of {_VERSIONS}, but is {version!r}")
     _require(
         type(update) is int and 0 <= update < 10**_NUM_DIGITS,
-        f"update must be a whole number of at most {_NUM_DIGITS} digits, but is {update!r}",
+        f"update must be an integer of at most {_NUM_DIGITS} digits, but is {update!r}",
     )
     if not isinstance(entries, list) or not all(is_entry(entry) for entry in entries):
         raise _Damaged("files must be a list of plain names, sizes and hashes")

@@ -173,9 +173,7 @@ def check_length(dataset: Any, name: str, method: Callable[..., Any], source: Pa
         len(dataset)
     except (TypeError, ValueError) as error:
         what = f"len() of the samples that {name} returned is invalid: {error}"
-        raise TaskFault(
-            what, where=locate_definition(method, source), fix="return a whole number from __len__"
-        ) from error
+        raise TaskFault(what, where=locate_definition(method, source), fix="return an integer from __len__") from error
 
 
 def describe_value(value: Any) -> str:

@@ -138,7 +138,7 @@ def _list_divisors(number: int) -> str:
 def _sample_lengths(parts: Parts, fetcher: Fetcher) -> Any:
     values = _read_from_task(parts, fetcher, parts.task.sample_lengths)
     if not np.issubdtype(values.dtype, np.integer):
-        raise _fault(parts, parts.task.sample_lengths, f"must return whole numbers, but returned {values.dtype}")
+        raise _fault(parts, parts.task.sample_lengths, f"must return integers, but returned {values.dtype}")
     return values.astype(np.int64)
 
 

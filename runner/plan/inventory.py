@@ -461,7 +461,7 @@ def _device_from_profile(index: int, facts: Mapping[str, Any], file: Path | None
     where = f"{file}: hardware.devices[{index}]" if file else f"hardware.devices[{index}]"
     name, memory_gib, capability = facts.get("name"), facts.get("memory_gib"), _parse_pair(facts.get("capability"))
     if not isinstance(name, str):
-        problems.append(Problem(f"name must be text, but is {name}", where))
+        problems.append(Problem(f"name must be a string, but is {name}", where))
     if isinstance(memory_gib, bool) or not isinstance(memory_gib, (int, float)) or memory_gib <= 0:
         problems.append(Problem(f"memory_gib must be a number above 0, but is {memory_gib}", where))
         memory_gib = 0

@@ -250,7 +250,7 @@ def trace(
     write: WriteFile | None,
     *,
     skip: Count = 5,
-    updates: Annotated[int, Range("a whole number from 1 to 500", low=1, high=500)] = 10,
+    updates: Annotated[int, Range("an integer from 1 to 500", low=1, high=500)] = 10,
     depth: PositiveInt = 3,
     sort_by: Literal["self", "total", "calls"] = "self",
     with_stack: bool = False,

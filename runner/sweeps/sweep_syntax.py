@@ -194,7 +194,7 @@ def _accepts_fractions(override: Override, low: float, high: float, fixed: Reque
     try:
         compose(_add_overrides(fixed, [f"{override.get_key_element()}={low + (high - low) * 0.37 + 0.001!r}"]))
     except ConfigError as error:
-        return not any("must be a whole number" in problem.what for problem in error.problems)
+        return not any("must be an integer" in problem.what for problem in error.problems)
     return True
 
 

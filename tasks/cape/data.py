@@ -398,7 +398,7 @@ def _read_json(path: Path) -> Any:
             raise _fault(path, f"must be a COCO-keypoint file with a list of {key}, but has none")
         for number, row in enumerate(content[key]):
             if not isinstance(row, dict) or not _is_integer(row.get("id")):
-                raise _fault(path, f"{key}[{number}] must be an object with a whole number as id")
+                raise _fault(path, f"{key}[{number}] must be an object with an integer as id")
     return content
 
 
@@ -435,7 +435,7 @@ def _annotation(
         or not _is_number_list(size, 2)
         or not all(_is_integer(side) and side > 0 for side in size)
     ):
-        raise _fault(path, f"image {image['id']} must have file_name, and width and height as whole numbers above 0")
+        raise _fault(path, f"image {image['id']} must have file_name, and width and height as integers above 0")
     if not _is_number_list(row.get("keypoints"), 3 * category.num_keypoints):
         length = len(row["keypoints"]) if isinstance(row.get("keypoints"), list) else 0
         what = f"must have {category.num_keypoints} keypoints as x, y, visibility for {category.name}"
@@ -480,7 +480,7 @@ def _warn_about_cut_off(path: Path, annotations: Sequence[Annotation], within: S
 def _is_number_list(value: Any, count: int) -> bool:
     if not isinstance(value, list) or len(value) != count:
         return False
-    # The comparison is false for NaN, and exact for whole numbers that no float can hold.
+    # The comparison is false for NaN, and exact for integers that no float can hold.
     return all((_is_integer(item) or isinstance(item, float)) and abs(item) <= sys.float_info.max for item in value)
 
 

@@ -105,7 +105,7 @@ def build(
     size: Literal["tiny", "full"] = "tiny",
     routing: Literal["hard", "soft"] = "hard",
     rank: PositiveInt | None = None,
-    vocab_size: Annotated[int, Range("a whole number from 300 to 4096", low=300, high=4096)] | None = None,
+    vocab_size: Annotated[int, Range("an integer from 300 to 4096", low=300, high=4096)] | None = None,
     dropout: Factor = 0.1,
 ) -> Task:
     """Five text tasks with LoRA adapters in one encoder, and a router that selects among them.

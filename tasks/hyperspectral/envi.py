@@ -33,7 +33,7 @@ def open_mask(path: Path, shape: tuple[int, int]) -> Array:
     """Return the mask (H, W) uint8 of a file. Raises DataError unless it has that shape and holds 0, 1 and 255."""
     mask = open_array(path)
     if mask.shape != shape or mask.dtype.kind not in "biu":
-        what = f"must be a mask {shape} of whole numbers, but is {_describe(mask)}"
+        what = f"must be a mask {shape} of integers, but is {_describe(mask)}"
         raise DataError(what, where=str(path), fix=FORMATS)
     if not np.isin(mask, (0, 1, 255)).all():
         what = (

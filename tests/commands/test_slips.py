@@ -114,7 +114,7 @@ accel-run: resume=last: does not name a run to start from
            use accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME
 """,
     "train resume=true": """\
-accel-run: resume=true: must be text, but is true
+accel-run: resume=true: must be a string, but is true
            use accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME
 """,
     "train --resume": """\
@@ -122,7 +122,7 @@ accel-run: --resume: unknown option; settings have the form key=value
            use accel-run resume
 """,
     "train updates=1e3": """\
-accel-run: updates=1000.0: must be a whole number of at least 1 or null, but is 1000.0
+accel-run: updates=1000.0: must be an integer of at least 1 or null, but is 1000.0
            use updates=1000
 """,
     "train scheduler=CosineAnnealingLR": """\
@@ -182,7 +182,7 @@ accel-run: bf15: must be a technique, one of baseline, tf32, bf16, fp16, channel
            did you mean bf16?
 """,
     "benchmark steps=0": """\
-accel-run: steps=0: must be a whole number above 0
+accel-run: steps=0: must be an integer above 0
            use steps=50
 """,
     "benchmark suite=laddr": """\
@@ -190,7 +190,7 @@ accel-run: suite=laddr: must be one of ladder, machine, batch, loader, before_af
            did you mean ladder?
 """,
     "benchmark suite=batch micro=x": """\
-accel-run: micro=x: must be whole numbers from 1 on, separated by commas
+accel-run: micro=x: must be integers from 1 on, separated by commas
            use micro=1,2
 """,
     "benchmark suite=loader cache=disk": """\
@@ -278,7 +278,7 @@ accel-run: clip_max_norm=0.1: unknown key
            use max_grad_norm=0.1
 """,
     "train checkpoint.every=5days": """\
-accel-run: checkpoint.every=5days: must be a whole number of at least 1 or 200updates, 2epochs, 10min, auto, but is "5days"
+accel-run: checkpoint.every=5days: must be an integer of at least 1 or 200updates, 2epochs, 10min, auto, but is "5days"
            use checkpoint.every=auto, the default
 """,
     "train device=gpu": """\
@@ -325,8 +325,8 @@ accel-run: explain: needs a key
 accel-run: 4 problems
   1. precsion=fp32: unknown key
      did you mean precision?
-  2. updates=0: must be a whole number of at least 1 or null, but is 0
-  3. seed=-1: must be a whole number from 0 to 2**64 - 1, but is -1
+  2. updates=0: must be an integer of at least 1 or null, but is 0
+  3. seed=-1: must be an integer from 0 to 2**64 - 1, but is -1
      use seed=0, the default
   4. optimizer.lr=-1: must be a number above 0, but is -1
      use optimizer.lr=0.0003, the default

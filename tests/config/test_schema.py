@@ -40,9 +40,9 @@ from runner.config.settings import EvaluateSettings, Settings
 
 # type, its description, valid values, invalid values
 TYPES: list[tuple[Any, str, list[Any], list[Any]]] = [
-    (int, "a whole number", [0, -3, 10**30], [1.0, True, "1", None, [1]]),
+    (int, "an integer", [0, -3, 10**30], [1.0, True, "1", None, [1]]),
     (float, "a number", [0, 1, -2.5, 1e308], [math.nan, math.inf, -math.inf, 10**400, True, "1.0", None]),
-    (str, "text", ["", "1"], [1, None, True, ["a"]]),
+    (str, "a string", ["", "1"], [1, None, True, ["a"]]),
     (bool, "true or false", [True, False], [0, 1, "true", None]),
     (type(None), "null", [None], [0, "", False]),
     (Any, "anything", [None, 1, "a", [1]], []),
@@ -50,9 +50,9 @@ TYPES: list[tuple[Any, str, list[Any], list[Any]]] = [
     (NonNegative, "a number of at least 0", [0, 0.5], [-1e-9, math.nan]),
     (Fraction, "a number between 0 and 1", [0, 0.5, 1], [-0.1, 1.1]),
     (Factor, "a number from 0 to below 1", [0, 0.999], [1, -0.1]),
-    (Count, "a whole number of at least 0", [0, 7], [-1, 1.0, True]),
-    (Seed, "a whole number from 0 to 2**64 - 1", [0, 2**32, 2**64 - 1], [-1, 2**64, 1.0]),
-    (PositiveInt, "a whole number of at least 1", [1], [0, -1, 1.5, False]),
+    (Count, "an integer of at least 0", [0, 7], [-1, 1.0, True]),
+    (Seed, "an integer from 0 to 2**64 - 1", [0, 2**32, 2**64 - 1], [-1, 2**64, 1.0]),
+    (PositiveInt, "an integer of at least 1", [1], [0, -1, 1.5, False]),
     (Annotated[float, Range("a number above 1", low=1.0, low_allowed=False)], "a number above 1", [1.1], [1.0, 1]),
     (
         DeviceName,
@@ -65,13 +65,13 @@ TYPES: list[tuple[Any, str, list[Any], list[Any]]] = [
     (Literal[1, True], "1 or true", [1, True], [0, False, "1"]),
     (Literal[1], "1", [1], [True]),
     (bool | Auto, "true or false or auto", [True, "auto"], [1, "on"]),
-    (PositiveInt | None, "a whole number of at least 1 or null", [1, None], [0, "null"]),
-    (Count | Auto | None, "a whole number of at least 0, auto or null", [0, "auto", None], [-1, "none"]),
-    (list[str], "a list of texts", [[], ["a"]], ["a", [1], ("a",), None]),
-    (list[int], "a list of whole numbers", [[1, 2]], [[1, True], [1.0]]),
+    (PositiveInt | None, "an integer of at least 1 or null", [1, None], [0, "null"]),
+    (Count | Auto | None, "an integer of at least 0, auto or null", [0, "auto", None], [-1, "none"]),
+    (list[str], "a list of strings", [[], ["a"]], ["a", [1], ("a",), None]),
+    (list[int], "a list of integers", [[1, 2]], [[1, True], [1.0]]),
     (list, "a list", [[1, "a"]], ["a"]),
     (tuple[Factor, Factor], "a list of 2 values", [[0.9, 0.95], (0, 0.5)], [[0.9], [0.9, 1.0], [0.1, 0.2, 0.3], 0.9]),
-    (tuple[int, ...], "a list of whole numbers", [[], [1, 2, 3]], [[1, "a"], 1]),
+    (tuple[int, ...], "a list of integers", [[], [1, 2, 3]], [[1, "a"], 1]),
     (Mapping[str, NonNegative], "a mapping", [{}, {"a": 0}], [{"a": -1}, {1: 1}, [], "a"]),
     (dict, "a mapping", [{1: 2}], [[]]),
 ]  # fmt: skip

@@ -309,7 +309,7 @@ def keypoints_of(content: Content, number: int = 0) -> list[float]:
     ("change", "match"),
     [
         (lambda c: c.pop("categories"), "list of categories"),
-        (lambda c: c["images"][0].pop("id"), r"images\[0\] must be an object with a whole number as id"),
+        (lambda c: c["images"][0].pop("id"), r"images\[0\] must be an object with an integer as id"),
         (lambda c: c["annotations"][2].update(image_id=999), "annotation 3 must name an image_id"),
         (lambda c: c["annotations"][2].update(category_id=999), "annotation 3 must name an category_id"),
         (lambda c: c["annotations"][2].update(bbox=[0, 0, 0, 5]), "annotation 3 must have a bbox"),

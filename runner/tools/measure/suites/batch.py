@@ -25,7 +25,7 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
     """Measure samples per second of each size, and recommend a micro-batch size.
 
     Only sizes with the same number of samples per update are recommended: another number is a different training.
-    Raises ConfigError for sizes that are not whole numbers above 0.
+    Raises ConfigError for sizes that are not integers above 0.
     """
     for key, default in (("micro", "auto"), ("global", "same")):
         if suite_request.options[key] != default:

@@ -309,7 +309,7 @@ def parse_request(suite_request: SuiteRequest) -> LadderRequest:
         numbers[key] = int(text) if text.isdecimal() and len(text) < 10 else 0
         if numbers[key] < 1:
             fix = f"use {key}={defaults[key] or 64}"
-            problems.append(Problem("must be a whole number above 0", f"{key}={text}", fix))
+            problems.append(Problem("must be an integer above 0", f"{key}={text}", fix))
     if problems:
         raise ConfigError(problems)
     positional = [name for name in suite_request.positional if name != "all"]

@@ -167,7 +167,7 @@ def _select_parts(words: Sequence[str]) -> list[str]:
 def _parse_number(options: Mapping[str, str], key: str) -> int:
     text = options[key]
     if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(Problem("must be a whole number above 0", f"{key}={text}", f"use {key}=64"))
+        raise ConfigError(Problem("must be an integer above 0", f"{key}={text}", f"use {key}=64"))
     return int(text)
 
 

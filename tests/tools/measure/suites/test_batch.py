@@ -80,7 +80,7 @@ def test_another_training_is_measured_and_not_recommended(tmp_path: Path) -> Non
 @pytest.mark.parametrize("key", ["micro", "global"])
 @pytest.mark.parametrize("text", ["0", "-4", "2.5", "many", "", "4,,8", "٣"])
 def test_sizes_are_whole_numbers_above_0(tmp_path: Path, key: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=rf"{key}={text}.*whole numbers from 1 on"):
+    with pytest.raises(ConfigError, match=rf"{key}={text}.*integers from 1 on"):
         report(tmp_path, **{key: text})
 
 

@@ -166,5 +166,5 @@ def test_gpu_utilization_is_sampled_during_computation() -> None:
 
 @pytest.mark.parametrize(("key", "text"), [("biggest", "-1"), ("biggest", "1e3")])
 def test_invalid_numbers_are_refused(tmp_path: Path, key: str, text: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}={text}.*whole numbers"):
+    with pytest.raises(ConfigError, match=f"{key}={text}.*integers"):
         report(tmp_path, **{key: text})

@@ -282,7 +282,7 @@ def wanted(folder: Path, *words: str, **options: str) -> SuiteRequest:
     ("words", "options", "said"),
     [
         (("matmull",), {}, "did you mean matmul"),
-        ((), {"rounds": "0"}, "must be a whole number above 0"),
+        ((), {"rounds": "0"}, "must be an integer above 0"),
         ((), {"disk_mib": "much"}, "use disk_mib=64"),
     ],
 )

@@ -97,7 +97,7 @@ def test_shares_that_change_nothing_are_no_gain(tmp_path: Path, monkeypatch: pyt
 @pytest.mark.parametrize(
     ("key", "text", "words"),
     [
-        ("ranks", "1", "whole numbers from 2 on"), ("ranks", "two", "whole numbers"), ("updates", "0", "whole numbers"),
+        ("ranks", "1", "integers from 2 on"), ("ranks", "two", "integers"), ("updates", "0", "integers"),
         ("slow", "0.5", "from 1 to 100"), ("slow", "nan", "from 1 to 100"),
         ("forms", "fsdp2", "must be some of single"),
     ],
