@@ -65,11 +65,11 @@ EQUIVALENT = Path(__file__).with_name("mutants_equivalent.toml")
 # Functions that restore state: by name, of any class in the targets, or by module and qualified name.
 RESTORING = {
     "load", "load_state_dict", "import_state", "load_model", "restore_random_state", "restore_rank_random_state",
-    "_put_back", "_restore_generators", "_restore_progress", "_load_finished_phase", "_restore", "_restore_buffer",
-    "restore", "load_for_inference", "checkpoint.restore_moved", "coupled._restore_buffers", "forward_state._load",
-    "forward_state.ForwardState._convert_to_buffers",
+    "_restore_handlers", "_restore_generators", "_restore_progress", "_load_finished_phase", "_restore",
+    "_restore_buffer", "restore", "load_for_inference", "checkpoint.restore_moved", "coupled._restore_buffers",
+    "forward_state._load", "forward_state.ForwardState._convert_to_buffers",
     "metric_states.MetricStates.results", "metric_states._TorchMetricState.__init__",
-    "oom_retry.OomRetry._restore_and_reduce", "resume_point.find_resume_point", "rewind._undo",
+    "oom_retry.OomRetry._restore_and_reduce", "resume_point.find_resume_point", "rewind._undo_rewind",
     "trained_evaluation._make_sizes", "trained_run.open_source", "trained_run._open_weights",
     "trained_run.load_trained_model", "weights._add_tied", "weights.load_initial_weights",
 }  # fmt: skip

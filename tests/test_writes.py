@@ -38,7 +38,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/engine/export_model.py", "_write_safetensors", "safetensors.torch.save_model"): "into the folder of the line above",
     ("runner/launch/slurm.py", "_clean_up", ".unlink"): "scripts that submitit wrote for a job that was refused",
     ("runner/launch/slurm.py", "_clean_up", ".rmdir"): "the empty folder of a run that never was",
-    ("runner/durable/mirror_store.py", "_opened", ".open"): "a file in object storage, to read it",
+    ("runner/durable/mirror_store.py", "_open", ".open"): "a file in object storage, to read it",
     # In the private folder in TMPDIR that the processes of one start share; it is removed when they end.
     ("runner/host/scratch.py", "_create_locked", "tempfile.mkdtemp"): "the folder itself",
     ("runner/host/scratch.py", "_remove_stale", "shutil.rmtree"): "folders of starts that were killed",

@@ -20,7 +20,7 @@ _SUITES_SHOWN = "\n".join(f"  {name:<12}  {suite.answers}" for name, suite in SU
 HELP = f"""usage: accel-run benchmark [suite=NAME] [NAME ...] [key=value ...] [budget_s=300] [--json]
 
 Compares settings by measurement. Each variant trains in a separate process from the same weights on the same samples.
-The variants are interleaved in blocks of updates, so that neither order nor other processes decide the result. The
+The variants are interleaved in blocks of updates, so that order and load affect all of them equally. The
 result is a ratio with its confidence interval; if the interval includes 1, there is no clear change.
 
 suites
@@ -32,13 +32,13 @@ suites
   --json              print all measurements as JSON
 
 options of the ladder suite; add your own techniques in CONFIG_DIR/benchmark/technique/NAME.yaml
-  NAME ...            measure only these techniques, each alone; the columns of the others are kept
+  NAME ...            measure only these techniques, each alone; results of others are kept
   all                 measure everything and draw the plots
   init, reset, clean  create the table of results, empty it, remove it with its plots
   plots               draw the results
   techniques=all      or [bf16,compile]: techniques to measure, in the order in which they are stacked
   modes=all           isolated: each alone; cumulative: each on top of the previous ones
-  steps=50            updates of each variant in the table; rounds=60: most blocks of each variant
+  steps=50            updates of each variant in the table; rounds=60: maximum number of blocks per variant
   batch=N             global_batch_size, the samples per update
 
 settings of the training, as for accel-run train: task=, --task FILE, hardware=, global_batch_size=, ...

@@ -171,7 +171,7 @@ def select_checks(text: str | None) -> list[str]:
             fix = f"did you mean {close[0]}?" if close else f"available: {', '.join(CHECKS)}"
             problems.append(Problem(f"unknown check {name}", "checks", fix))
     if not names:
-        problems.append(Problem("names no check", "checks", "leave it out to run all checks"))
+        problems.append(Problem("the list of checks is empty", "checks", "leave it out to run all checks"))
     if problems:
         raise ConfigError(problems)
     return names

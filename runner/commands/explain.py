@@ -48,7 +48,7 @@ def run(argv: list[str]) -> int:
         try:
             lines.append(f"  without {removed}: {_describe_value(key, compose(reduced))}")
         except ConfigError as error:
-            lines.append(f"  without {removed}: impossible, {error.problems[0].what}")
+            lines.append(f"  without {removed}: invalid, {error.problems[0].what}")
     print(wrap_for_terminal(sanitize("\n".join([*lines, *_describe_key(key, value, configuration)]))))
     return 0
 

@@ -47,7 +47,9 @@ def run(argv: list[str]) -> int:
     request = parse_run_request(rest)
     if resume_arguments := [arg for arg in request.overrides if arg.partition("=")[0] == "resume"]:
         fix = "to restart it from scratch: accel-run train run=NAME resume=fresh, with its settings"
-        raise ConfigError(Problem("a run is resumed from its own checkpoints", resume_arguments[-1], fix))
+        raise ConfigError(
+            Problem("has no effect: accel-run resume uses the checkpoints of the run", resume_arguments[-1], fix)
+        )
     from runner.durable.rewind import rewind_run
     from runner.durable.run_request import find_run, load_run_request
     from runner.engine.repro_script import build_argv

@@ -100,7 +100,9 @@ def read_tables(file: Path, location: str, package: str = "") -> ParsedTables:
 def find_name_error(group: str, name: object) -> tuple[str, str] | None:
     """Return what is wrong with the name of an option, and what to do about it; None if it is valid."""
     if not isinstance(name, str) or not _NAME.fullmatch(name) or name in _RESERVED_NAMES:
-        what = f"the name must be a text of lowercase letters, digits, _ and -, other than {', '.join(_RESERVED_NAMES)}"
+        what = (
+            f"the name must be a string of lowercase letters, digits, _ and -, other than {', '.join(_RESERVED_NAMES)}"
+        )
         return what, f'use a name such as "my_{group}"'
     if (shipped_path("conf") / group / f"{name}.yaml").is_file():
         return f"{group}={name} is a shipped option", f'use another name, such as "my_{name}"'

@@ -132,7 +132,7 @@ def _resolve_reference(name: str, tree: Mapping[str, Any], path: tuple[Any, ...]
         if not candidates:
             return None, location
         location, value = (*location, candidates[0]), value[candidates[0]]
-    raise ConfigError(Problem("leads through too many other references", f"${{{name}}}", "write the value"))
+    raise ConfigError(Problem("has too many nested references", f"${{{name}}}", "write the value"))
 
 
 def _read_text(file: Path, root: Path) -> str:

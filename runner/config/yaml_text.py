@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
 
 _Dumper: Any = type("_Dumper", (getattr(yaml, "CSafeDumper", yaml.SafeDumper),), {})  # libyaml, where it is built in
+_PythonDumper: Any = type("_PythonDumper", (yaml.SafeDumper,), {})
 
 
 def yaml_text(tree: Mapping[str, Any]) -> str:
     """Return a tree of dictionaries, lists and scalars as YAML that OmegaConf reads unchanged."""
-    text = yaml.dump(_plain(tree), default_flow_style=False, allow_unicode=True, sort_keys=False, Dumper=_Dumper)
-    return str(text)
+    write = partial(yaml.dump, _plain(tree), default_flow_style=False, allow_unicode=True, sort_keys=False)
+    try:
+        return str(write(Dumper=_Dumper))
+    except UnicodeEncodeError:  # libyaml encodes as UTF-8, which has no surrogates of a path that is not text
+        return str(write(Dumper=_PythonDumper))
 
 
 def _plain(value: Any) -> Any:
@@ -39,4 +44,5 @@ def _is_read_otherwise(text: str) -> bool:
     return True
 
 
-_Dumper.add_representer(str, _string)
+for _dumper in (_Dumper, _PythonDumper):
+    _dumper.add_representer(str, _string)

@@ -186,7 +186,7 @@ def install(target: Path, fill: Callable[[Path], None]) -> LoadedCheckpoint:
         fill(temporary)
         files.fsync_directory(temporary)
         if checkpoint_path(directory, load(temporary).update) != target:
-            raise DataError("it belongs to another update", where=str(target))
+            raise DataError("its update number does not match the name of its folder", where=str(target))
         if files.exists(target):
             _move_aside(target, "damaged")
         files.rename(temporary, target)

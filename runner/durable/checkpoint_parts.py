@@ -102,7 +102,7 @@ def collect_parts(temporary: Path, part: CheckpointPart, timeout_s: float = 600.
             time.sleep(_POLL_S)
     for entry in entries:
         if files.file_size(temporary / entry["name"]) != entry["size"]:
-            raise StorageError(f"{entry['name']} differs in size from what its rank has written", where=str(temporary))
+            raise StorageError(f"{entry['name']} does not have the size that its rank reported", where=str(temporary))
     for rank in range(1, part.num_ranks):
         files.remove(temporary / _report_name(rank))
     return entries
@@ -120,7 +120,7 @@ def join_parts(parts: list[dict[str, Tensor]], where: Path) -> dict[str, Tensor]
                 raise ValueError(f"it is in {len(pieces)} of {len(parts)} parts")
             tensors[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
         except (RuntimeError, ValueError) as error:
-            raise DataError(f"the parts of {name} do not fit together: {error}", where=str(where)) from error
+            raise DataError(f"cannot join the parts of {name}: {error}", where=str(where)) from error
     return tensors
 
 

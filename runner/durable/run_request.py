@@ -94,7 +94,7 @@ def _read_settings(directory: RunDirectory) -> RunRequest:
                 f"the settings of run {directory.name} are unknown: run.json is damaged, and overrides.yaml or "
                 "plan.json, too",
                 where=str(directory.shown),
-                fix="repeat its settings: accel-run train run=NAME ..., or accel-run advise task=NAME",
+                fix="pass the settings again: accel-run train run=NAME ..., or accel-run advise task=NAME",
             )
     task_file, config_dir, folder = (Path(path) if path else None for path in paths)
     return RunRequest(overrides, task_file, config_dir, folder)

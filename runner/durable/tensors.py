@@ -137,7 +137,7 @@ def _allocate_pages(size: int, device: torch.device) -> Tensor:
     try:
         memory = mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     except OSError as error:
-        raise MemoryError(f"no {size / 2**20:.0f} MiB of host memory are left for a copy of the state") from error
+        raise MemoryError(f"cannot allocate {size / 2**20:.0f} MiB of host memory for a copy of the state") from error
     for advice in ("MADV_DONTFORK", "MADV_HUGEPAGE"):
         if hasattr(mmap, advice):
             try:

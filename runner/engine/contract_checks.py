@@ -63,7 +63,7 @@ def validate_metrics(
     metrics = {}
     for name, pair in result.items():
         if not isinstance(name, str) or not name:
-            what = f"evaluate must name its metrics with text, but one has the name {name!r}"
+            what = f"names of metrics must be strings, but evaluate returned the name {name!r}"
             raise TaskFault(what, where=locate_definition(evaluate, source), fix=METRIC_FIX)
         _check_no_secret(name, evaluate, source)
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
@@ -131,7 +131,7 @@ def _find_prediction_problem(prediction: Any) -> tuple[str, str] | None:
             )
         for name, content in mapping.items():
             if not is_safe_path(name):
-                what = f"files of a Prediction are named with letters, digits, '.', '_' and '-', unlike {name!r}"
+                what = f"a file name of a Prediction must consist of letters, digits, '.', '_' and '-', not {name!r}"
                 return what, fix
             if not isinstance(content, types) or (isinstance(content, np.ndarray) and content.dtype.hasobject):
                 what = f"{part} of a Prediction must hold {description}, but {name} is {describe_value(content)}"
@@ -219,7 +219,7 @@ def _suggest_pair_fix(name: str, pair: Any) -> str:
     if isinstance(pair, Tensor) or _to_number(pair) is not None:
         return f'return {{"{name}": (the sum over the batch, len(y))}}'
     if isinstance(pair, tuple | list) and any(isinstance(part, Tensor) and part.numel() != 1 for part in pair):
-        return f'add up what has several elements: {{"{name}": (values.sum(), mask.sum())}}'
+        return f'return sums, not tensors with several elements: {{"{name}": (values.sum(), mask.sum())}}'
     return METRIC_FIX
 
 

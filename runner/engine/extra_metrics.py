@@ -61,7 +61,7 @@ class ExtraMetrics:
             self._names = sorted({name for names in world.gather(list(self._sums)) for name in names})
         new = [name for name in self._sums if name not in self._names]
         if new:
-            what = f"loss returns {', '.join(new)} now, but no rank returned it for the first update"
+            what = f"loss returned new metrics, {', '.join(new)}, which no rank returned for the first update"
             raise TaskFault(
                 what, fix="return the same names for each batch, with a count of 0 where there are no items"
             )

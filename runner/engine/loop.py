@@ -171,6 +171,9 @@ def _widen(items: Tensor | int | float) -> Tensor | int | float:
     """
     if not isinstance(items, Tensor):
         if items == 0:
-            raise TaskFault("the losses of a whole update count no items", fix="return (the sum, the number of items)")
+            raise TaskFault(
+                "loss returned a count of 0 for all micro-batches of an update",
+                fix="return (the sum, the number of items)",
+            )
         return items
     return items.to(widest_dtype(items.device))

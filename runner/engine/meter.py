@@ -302,7 +302,7 @@ class Meter:
                 )
             if count == 0:
                 raise TaskFault(
-                    f"the losses of a whole update count no items (update {number})",
+                    f"loss returned a count of 0 for all micro-batches (update {number})",
                     fix="return (the sum, the number of items); or are all its samples bad? events.jsonl lists them",
                 )
 

@@ -85,7 +85,7 @@ def locate_error(error: NotFinite, update: ReplayedUpdate, parts: Parts) -> Acce
     counts = [result.items for result in results]
     if None not in counts and not sum(filter(None, counts)):
         return TaskFault(
-            f"the losses of a whole update count no items (update {update.number})",
+            f"loss returned a count of 0 for all micro-batches (update {update.number})",
             fix="return (the sum, the number of items); or are all its samples bad? events.jsonl lists them",
         )
     samples = [number for result in results for number in result.samples]
@@ -252,7 +252,7 @@ def _check_backward(calls: ModuleCalls, micro: MicroBatchKey, update: ReplayedUp
         return NonFiniteOrigin("module", what, micro_batch=update.indices(micro))
     gradients = [weight.grad for weight in update.training.parameters if weight.grad is not None]
     if calls.any_bad or not is_finite(gradients):
-        what = f"the forward pass is finite, but the gradient of the loss by the model's output is not; {names}"
+        what = f"the forward pass is finite, but the gradient of the loss with respect to its output is not; {names}"
         return NonFiniteOrigin("loss", what, micro_batch=update.indices(micro))
     if gradients and not is_finite(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))):
         what = f"every gradient is finite, but their norm overflows {gradients[0].dtype}; {names}"

@@ -74,7 +74,7 @@ def compare(
             problems.append(Problem(what, key, fix))
         else:
             fix = "restore the old value, or start a new run with another run=NAME"
-            problems.append(Problem(f"{what}; this makes it another run", key, fix))
+            problems.append(Problem(f"{what}; a run cannot be resumed with another value", key, fix))
     if problems:
         error = IncompatibleResume(str(problems[0]))
         error.problems = tuple(problems)

@@ -104,9 +104,9 @@ class SavePolicy:
             return f"a save takes {write_s:.0f} s to be on disk: more than {minutes:.0f} min of work are at risk"
         if cost_s > MAX_OVERHEAD * longest:
             return (
-                f"a save costs {cost_s:.1f} s of training: every {longest:.0f} s, for at most"
-                f" {MAX_AT_RISK_S / 60:.0f} min of work at risk, that is {cost_s / longest:.1%} of the time,"
-                f" more than {MAX_OVERHEAD:.0%}"
+                f"checkpoint overhead is {cost_s / longest:.1%}, above {MAX_OVERHEAD:.0%}: a save takes {cost_s:.1f} s"
+                f" of training, and one is due every {longest:.0f} s, so that at most {MAX_AT_RISK_S / 60:.0f} min of"
+                " work are at risk"
             )
         return ""
 

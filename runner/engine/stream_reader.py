@@ -257,10 +257,10 @@ class StreamFetcher(Fetcher):
         self._repeated: tuple[MicroBatchKey, MicroBatch] | None = None
 
     @property
-    def probes(self) -> list[int]:
+    def probe_indices(self) -> list[int]:
         return []
 
-    def real(self, indices: list[int]) -> list[int]:
+    def dataset_indices(self, indices: list[int]) -> list[int]:
         return indices
 
     def __getitem__(self, key: MicroBatchKey) -> MicroBatch:

@@ -131,7 +131,7 @@ def _check_can_fork(num_ranks: int) -> None:
     """Raise SystemLimit if ranks forked from this process would not work."""
     others = [thread.name for thread in threading.enumerate() if thread is not threading.current_thread()]
     if threading.current_thread() is not threading.main_thread():
-        what = f"ranks are started in thread {threading.current_thread().name}, and would end with it"
+        what = f"ranks must be started from the main thread, not from thread {threading.current_thread().name}"
     elif others:
         what = f"ranks cannot be forked while other threads run: {abbreviate(others)}; a debugger or profiler has some"
     elif cuda_is_initialized():

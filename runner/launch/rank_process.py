@@ -122,7 +122,7 @@ def _exit_code(error: BaseException) -> int:
 
 def _describe(error: BaseException) -> str:
     if isinstance(error, SystemExit):
-        return f"left by sys.exit({error.code!r})"
+        return f"exited with sys.exit({error.code!r})"
     if isinstance(error, AccelRunError):
         return f"ended: {error.problems[0]}".splitlines()[0]
     return f"raised {type(error).__name__}: {error}".splitlines()[0].rstrip(": ")

@@ -75,7 +75,7 @@ class Slurm:
         problems = []
         if self.num_tasks > 1 and configuration.choices["parallelism"].function == "single":
             fix = "use parallelism=ddp, or launcher.nodes=1 launcher.tasks_per_node=1"
-            what = f"must use all {self.num_tasks} ranks of the job, but is single"
+            what = f"parallelism=single uses one process, but the job has {self.num_tasks} ranks"
             problems.append(Problem(what, "parallelism", fix))
         if self.signal_s >= self.time_min * 60:
             what = f"must be less than the time limit of the job ({self.time_min * 60} s), but is {self.signal_s}"

@@ -204,7 +204,7 @@ class _Planner(Decisions):
             num_gpus = len(_available_devices(chosen, self.inventory))
             if ranks is None and num_gpus > 1 and not self.configuration.is_set_by_user("parallelism"):
                 self.notes.append(
-                    f"1 of {num_gpus} GPUs is used: use parallelism=auto to share updates among all of them"
+                    f"only 1 of {num_gpus} GPUs is used; parallelism=auto divides updates among all of them"
                 )
             return chosen
         gpus, why = assign_gpus(chosen, parallelism.options.get("world_size", "auto"), self.inventory)
@@ -349,7 +349,9 @@ class _Planner(Decisions):
                 reason = "auto: the largest that fits every stage"
             share_reason = "auto: the whole share of an update as one micro-batch"
             if not batch.in_one_pass:
-                share_reason = "auto: the largest that fits the smallest device, so that shares can follow speed"
+                share_reason = (
+                    "auto: the largest that fits the smallest device, so that shares can be rebalanced by speed"
+                )
                 if self.choices["parallelism"].options.get("shares") != "speed":
                     share_reason = f"auto: the largest that fits; the whole share of {max(batch.shares)} would not"
                 if not any(rank.is_gpu for rank in self.ranks):

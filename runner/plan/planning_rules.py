@@ -130,7 +130,11 @@ def _compile(planner: Decisions, gpu: Device | None) -> None:
         planner.notes.append(f"{slow}; measure before using it")
     if planner.choices["compile"].options.get("split_mib") == "auto":
         overlaps = planner.choices["parallelism"].function == "ddp" and len(planner.ranks) > 1
-        why = "auto: ranks exchange the gradients of one part while another computes" if overlaps else "auto: one graph"
+        why = (
+            "auto: the all-reduce of one part overlaps with the backward pass of the next"
+            if overlaps
+            else "auto: one graph"
+        )
         planner.set("compile", "split_mib", SPLIT_MIB if overlaps else 0, why)
 
 

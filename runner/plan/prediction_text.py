@@ -116,7 +116,7 @@ def _format_parts(plan: Plan, memories: Sequence[RankMemory]) -> list[str]:
     rows.append(("available", *(_format_size(kind[0].prediction.capacity) for kind in shown)))
     rows.append(("", *(_format_fit(kind[0]) for kind in shown)))
     if len(shown) < len(kinds):
-        rows.append((f"{'':<{_NAME_WIDTH}}  the ones with the least free memory, of {len(kinds)} kinds of ranks",))
+        rows.append((f"{'':<{_NAME_WIDTH}}  the groups of ranks with the least free memory, of {len(kinds)} groups",))
     return format_table(rows, "<>")
 
 

@@ -56,7 +56,9 @@ def choose_strategy(needs: MemoryNeeds, ranks: Sequence[RankDevice], total: int,
             )
         fits = fits_all("ddp", micro or share)
         shares, why = (
-            ("speed", "even shares fit, so speed decides") if fits else ("memory", "even shares do not fit at once")
+            ("speed", "equal shares fit, so speed decides")
+            if fits
+            else ("memory", "equal shares do not fit in one micro-batch")
         )
         return Strategy(
             "ddp", {"shares": shares}, f"auto: the model fits each of {count} unequal devices; {why} ({demand})"

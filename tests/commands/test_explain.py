@@ -108,7 +108,7 @@ hardware = t4
     "global_batch_size global_batch_size=512 micro_batch_size=512": """\
 global_batch_size = 512
   set by the command line (global_batch_size=512)
-  without global_batch_size=512: impossible, must be at most global_batch_size (16), but is 512
+  without global_batch_size=512: invalid, must be at most global_batch_size (16), but is 512
   meaning: samples per update over all ranks and micro-batches
 """,
     "optimizer.momentum --config-dir mine optimizer=heavy": """\

@@ -494,7 +494,7 @@ def test_the_live_screen_follows_and_restores_the_terminal(
     assert "4242" in screen
     nvml_stub.write(T4 | {"0.util": 10, "0.throttle": 0})
     screen = seen.until(lambda text: re.search(r"▇▁", text))
-    assert "slowed" not in screen
+    assert "throttled" not in screen
 
     seen.run("resize-window", "-x", "50", "-y", "9")
     screen = seen.until(lambda text: text.startswith("accel-run") and max(map(len, text.splitlines())) < 50)

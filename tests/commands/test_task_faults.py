@@ -117,7 +117,7 @@ FAULTS = {
         "loss must return a sum that has a gradient",
         "def loss(",
     ),
-    "the loss counts nothing": Fault("return total, len(y)", "return total, 0", 70, "count no items"),
+    "the loss counts nothing": Fault("return total, len(y)", "return total, 0", 70, "a count of 0"),
     "the loss raises": Fault(
         LOSS, f"        {AT_12}{{}}['points']\n{LOSS}", 70, "raised KeyError: 'points'", "{}['points']", saved=True
     ),

@@ -45,7 +45,7 @@ def test_omegaconf_reads_back_what_is_written(tree: dict[str, Any]) -> None:
     assert OmegaConf.to_container(OmegaConf.create(yaml_text(tree) if tree else "{}")) == tree
 
 
-@pytest.mark.parametrize("word", [*WORDS, "two words", "ünï", "long words " * 30])
+@pytest.mark.parametrize("word", [*WORDS, "two words", "ünï", "long words " * 30, "b\udcff"])
 def test_a_text_is_written_as_omegaconf_does(word: str) -> None:
     tree = {"key": word, "inner": {"list": [word, 1, 0.001, None, True]}}
     assert yaml_text(tree) == OmegaConf.to_yaml(OmegaConf.create(tree))

@@ -275,8 +275,8 @@ def test_a_disk_that_fills_up_keeps_the_predictions_that_fit(run: RunDirectory) 
     assert sorted(path.name for path in run.predictions.iterdir()) == [f"{number}.txt" for number in range(5)]
 
 
-def test_files_are_synced_in_groups(run: RunDirectory) -> None:
-    """Few files are synced one by one: syncfs would also wait for the writes of all other programs."""
+def test_few_files_are_synced_one_by_one(run: RunDirectory) -> None:
+    """A sync of the file system would also wait for the writes of all other programs."""
     faults = Faults()
     with files.use_system(faults), Outbox(run, print) as outbox:
         outbox.put({"predictions/a.txt": b"x", "plots/a.png": b"y"})

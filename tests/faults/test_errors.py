@@ -52,7 +52,9 @@ WAYS = {
         "was ended by SIGKILL",
         act="kill-rank",
     ),
-    "another seed": Way(Exit.INCOMPATIBLE_RESUME, [*BASE, "seed=9"], "this makes it another run", first=BASE),
+    "another seed": Way(
+        Exit.INCOMPATIBLE_RESUME, [*BASE, "seed=9"], "a run cannot be resumed with another value", first=BASE
+    ),
     "a second signal": Way(Exit.INTERRUPTED, BASE, "Stopped at once, without saving", act="interrupt-twice"),
 }
 
@@ -70,13 +72,13 @@ WITHOUT_ADVICE = {
         "RankLost(f'rank {rank} is out of memory', where=self._describe_location(cause))",
     },
     "a damaged or incomplete checkpoint or copy: the caller skips it and reports which one it uses": {
-        "DataError('it belongs to another update', where=str(target))",
+        "DataError('its update number does not match the name of its folder', where=str(target))",
         "DataError(f'its {MANIFEST} is damaged', where=str(path))",
         "DataError(f'its {MANIFEST} is damaged', where=where)",
         """DataError(f"{entry['name']} is missing or has another size", where=self.store.shown)""",
-        "DataError(f'the parts of {name} do not fit together: {error}', where=str(where))",
+        "DataError(f'cannot join the parts of {name}: {error}', where=str(where))",
         """StorageError(f"rank {rank} cannot write its part: {report.get('error')}", where=str(temporary))""",
-        """StorageError(f"{entry['name']} differs in size from what its rank has written", where=str(temporary))""",
+        """StorageError(f"{entry['name']} does not have the size that its rank reported", where=str(temporary))""",
         "StorageError(f'rank {min(missing)} has not written its part', where=str(temporary))",
     },
     "the saver says what it does about it": {"StorageError(f'cannot save the checkpoint: {error}', where=str(target))"},

@@ -317,7 +317,7 @@ def _make_without_sync(path: Path) -> None:
 
 CODE = [
     ("retention takes apart in place", checkpoint, "retain", _retain_in_place, SHORT[0]),
-    ("one checkpoint is kept", checkpoint, "_NUM_VALID", 1, SHORT[0]),
+    ("one checkpoint is kept", checkpoint, "_MIN_VALID", 1, SHORT[0]),
     (
         "hashes are not compared",
         checkpoint,

@@ -68,7 +68,7 @@ FAULTS = {
     ),
     "a rate": Fault("optimizer=sgd optimizer.lr=1e38 scheduler=constant", "not finite at update ", saved=-1),
     "only once": Fault("task.fault=once", "at update 12: made once more, its passes are finite"),
-    "no items": Fault("task.fault=nothing", "the losses of a whole update count no items (update 12)", code=70),
+    "no items": Fault("task.fault=nothing", "loss returned a count of 0 for all micro-batches (update 12)", code=70),
     "a part without use": Fault("task.ghost=true", "not finite, and therefore not saved: ghost", saved=0),
     "half precision": Fault(
         "task.fault=half precision=fp16 precision.max_skips=4 precision.growth_interval=1000",

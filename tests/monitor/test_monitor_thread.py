@@ -279,7 +279,7 @@ def test_child_processes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         with subprocess.Popen([sys.executable, "-c", hungry], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
             wait_until(lambda: monitor.latest()["process/memory_gib"] > alone + 0.15)
             child.communicate(b"")
-        wait_until(lambda: monitor.latest()["process/memory_gib"] < alone + 0.15), "the dead count nothing"
+        wait_until(lambda: monitor.latest()["process/memory_gib"] < alone + 0.15)  # ended processes do not count
 
 
 def test_off_has_the_same_methods() -> None:

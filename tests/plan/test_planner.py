@@ -347,7 +347,7 @@ def test_a_profile_of_another_gpu_is_reported() -> None:
 
 def test_an_idle_gpu_is_reported_unless_intended() -> None:
     (note,) = plan(on=machine(*PAIR)).notes
-    assert note.startswith("1 of 2 GPUs ")
+    assert note.startswith("only 1 of 2 GPUs ")
     assert suggested(note)[0] == "parallelism=auto"
     for chosen in ("parallelism=auto", "hardware=pair_11gb_8gb"):
         assert not any("is used" in note for note in plan(chosen, on=machine(*PAIR)).notes)

@@ -33,7 +33,7 @@ def cpu(context: CheckContext) -> Iterator[CheckResult]:
     load, num_threads, share = os.getloadavg()[0], os.cpu_count() or 1, _measure_core_share()
     seen = f"a busy loop got {share:.0%} of a core; {load:.1f} of {num_threads} threads were busy in the last minute"
     if load > num_threads + 0.5 or share < _MIN_CORE_SHARE:
-        fix = "find the processes with top; measure when they are done"
+        fix = "find the processes with top, and measure after they have ended"
         yield warn("load", seen, fix, _WHY_LOAD, {"load": load, "share": share})
     else:
         yield ok("load", seen, load=load, share=share)

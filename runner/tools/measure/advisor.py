@@ -209,5 +209,5 @@ def as_json(advice: Advice) -> dict[str, Any]:
     return replace_nonfinite(data)  # type: ignore[no-any-return]
 
 
-UNFINISHED = "not tried to the end: the time was over before its third block"
+UNFINISHED = "not measured: the time budget was used up before its third block"
 MAX_CANDIDATES = 8

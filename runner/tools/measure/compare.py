@@ -540,7 +540,7 @@ def _mark_short(result: ComparisonResult, active: Sequence[VariantResult], round
     """Mark the variants that have too few blocks at the end of the budget."""
     if any(len(trial.blocks) < MIN_ROUNDS for trial in active):
         whose = "the variants started last" if is_later else "each variant"
-        result.notes.append(f"the time was over after {rounds} of {MIN_ROUNDS} blocks of {whose}")
+        result.notes.append(f"the time budget was used up after {rounds} of {MIN_ROUNDS} blocks of {whose}")
         for trial in active:
             trial.is_short = len(trial.blocks) < MIN_ROUNDS
 

@@ -28,7 +28,7 @@ class BudgetExhausted(AccelRunError):
 
 def budget_exhausted() -> BudgetExhausted:
     return BudgetExhausted(
-        "must be longer: the time was over before a variant replied",
+        "must be longer: the time budget was used up before a variant replied",
         where="budget_s",
         fix="use a larger one, as budget_s=600",
     )

@@ -44,7 +44,7 @@ def make_figures(results: Results) -> dict[str, Any]:
     rows = results.rows()
     if not rows:
         fix = "run them first: accel-run benchmark"
-        raise InputMissing("there is no technique to draw", where=str(results.csv), fix=fix)
+        raise InputMissing("there are no results to plot", where=str(results.csv), fix=fix)
     figures = {
         "steps.png": _draw_by_session(rows, _steps_height, _draw_steps),
         "heatmap.png": _draw_by_session(rows, _heatmap_height, _draw_heatmap),
@@ -102,7 +102,7 @@ def _describe_outliers(rows: Rows) -> str:
         f"{_escape(_shorten_middle(name))} step {step}: {_format_ms(ms)} ms"
         for ms, name, step in sorted(outliers, reverse=True)
     ]
-    return f"beyond the scale (compilation, or the machine was busy): {abbreviate(texts)}" if texts else ""
+    return f"off scale (compilation, or the machine was busy): {abbreviate(texts)}" if texts else ""
 
 
 def compute_ratios(rows: Rows) -> dict[str, Ratio]:
@@ -218,7 +218,7 @@ def _draw_heatmap(figure: Any, rows: Rows, session: str) -> None:
     notes = (
         describe_origin(rows),
         _describe_outliers(rows) if is_cut else "",
-        "hatched: no such step" if is_ragged else "",
+        "hatched: not measured" if is_ragged else "",
     )
     _set_title(figure, axes, f"Where steps were slow{session}", notes)
 
@@ -263,7 +263,7 @@ def _draw_speedup(rows: Rows) -> Any | None:
     notes = (
         describe_origin(rows),
         f"{sessions} sessions: each technique against the baseline of the same session" if sessions > 1 else "",
-        f"whisker and brackets: {CONFIDENCE:.0%} interval of the ratio of interleaved blocks" if has_interval else "",
+        f"error bar and brackets: {CONFIDENCE:.0%} interval of the ratio of interleaved blocks" if has_interval else "",
         f"{_NO_INTERVAL}: too few rounds, or the medians alone" if _NO_INTERVAL in kinds.values() else "",
     )
     _set_title(figure, axes, "Times as fast as the baseline", notes)
@@ -362,7 +362,7 @@ _COLORS_BY_CLASS = {
     BASELINE: "#444444", "faster": COLORS[0], "slower": COLORS[1], "no clear change": "#999999",
     _NO_INTERVAL: "#CCCCCC",
 }  # fmt: skip
-_WRONG_LABEL = "crossed: its numbers differ from the baseline's"
+_WRONG_LABEL = "cross-hatched: its numbers differ from the baseline's"
 _NUM_COLORS = 7  # colors of COLORS used for lines; gray is too similar to black
 _LINE_STYLES = ("-", "--", ":", "-.")
 _MAX_MARKED_STEPS = 60  # lines with more steps have no markers

@@ -183,7 +183,7 @@ class MeasuredPhase(Phase):
         if not run_evaluations:
             evaluation.every = 0
 
-    def _tell_progress(self) -> None:
+    def _report_progress(self) -> None:
         update = min(self.position.update, self.real_total)  # tasks may expect an update within the phase
         epoch = update / self.order.updates_per_epoch
         self.run_.parts.task.begin_update(Progress(self.name, update, self.real_total, epoch))

@@ -29,7 +29,7 @@ from runner.tools.doctor.findings import DoctorCheck, ok
 def hang(context):
     yield ok("", "began")
     sleeper = subprocess.Popen(["sleep", "601"], start_new_session=True)
-    storage.files.new_directory(storage.nearest(context.root) / f"{storage.TRIAL}{os.getppid()}-x")
+    storage.files.new_directory(storage.nearest_existing(context.root) / f"{storage.TEMPORARY_PREFIX}{os.getppid()}-x")
     print("hanging", flush=True)
     (context.scratch / f"made-{sleeper.pid}").touch()
     while True:

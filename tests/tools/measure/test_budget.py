@@ -50,7 +50,7 @@ class FakeProcess(VariantProcess):
     def __init__(self, number: int, clock: Clock, until: float) -> None:  # no process is forked
         self.number, self.clock, self._clock, self.deadline, self.order = number, clock, clock, until, dict[str, Any]()
         self.random, self.words = random.Random(0), dict[str, str]()
-        self.line: Any = self
+        self.sock: Any = self
 
     def sendall(self, content: bytes) -> None:
         self.order = json.loads(content)
@@ -205,7 +205,7 @@ def test_compiled_variants_start_last(fake: Callable[[], Comparison]) -> None:
     with fake() as arena:
         trials = arena.compare(cells, dataclasses.replace(LIMITS, budget_s=90.0), begun.append)
 
-    assert begun == ["starts a", "starts b", "starts compiles"]
+    assert begun == ["starting a", "starting b", "starting compiles"]
     assert [each.name for each in trials.variants] == [each.name for each in cells], "told in the order given"
     assert untried(trials) == []
 

@@ -147,7 +147,7 @@ def test_a_comparison_leaves_no_process_and_no_file(trials: ComparisonResult, ar
     assert [child for nursery in nurseries for child in nursery.children()] == []
     left = list(arena.folder.rglob("*.safetensors"))
     assert left == []
-    assert not Path("outputs").exists() or not list(Path("outputs").glob("trial*"))
+    assert not Path("outputs").exists() or not list(Path("outputs").glob("variant*"))
 
 
 def test_the_updates_of_a_block_take_as_long_as_the_block(trials: ComparisonResult) -> None:

@@ -304,7 +304,7 @@ def test_impossible_figures_break_no_other_chart(tmp_path: Path, capsys: pytest.
         )
     page = report(tmp_path, "one")
     assert labelled(page).keys() >= {"loss", "lr", "ranks", "memory"}
-    assert re.search(r"3previously .*nan", page.words.replace("\n", ""))
+    assert re.search(r"3the last .*nan", page.words.replace("\n", ""))
     page = report(tmp_path, "one", "two")
     assert labelled(page).keys() == {"chart0", "chart2"}
     assert ": one, two" in page.words

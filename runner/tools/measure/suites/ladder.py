@@ -123,7 +123,7 @@ class Ladder:
             raise ConfigError(Problem(f"none can be measured here: {why}", "techniques", "use techniques=all"))
         if "cumulative" in self.request.modes and members:
             if self.rows and self.deadline - time.monotonic() < MIN_STAGE_S:
-                self.notes.append("stack: not tried: the time was over; use a larger budget_s=")
+                self.notes.append("stack: not measured: the time budget was used up; use a larger budget_s=")
                 return
             with self._keep_rows():
                 self.measure_stack(self.drop_slow_starters(members))
@@ -233,7 +233,7 @@ class Ladder:
         self.notes += [f"{stage}: {note}" for note in result.notes]
         if BASELINE not in self.rows:
             if not result.baseline.blocks:
-                what = "must be longer: the time was over before the first block"
+                what = "must be longer: the time budget was used up before the first block"
                 raise ConfigError(
                     Problem(what, f"budget_s={self.suite_request.budget_s:g}", "or name fewer techniques=")
                 )
@@ -274,7 +274,7 @@ class Ladder:
         if not faster:
             return "no technique is clearly faster than the baseline with the same numerical results"
         best = max(faster, key=lambda row: row.outcome.gain)
-        return f"fastest: {' + '.join(best.members)}, {best.outcome.ratio} more updates in the same time"
+        return f"fastest: {' + '.join(best.members)}, {best.outcome.ratio} updates per second"
 
 
 @contextmanager
@@ -360,7 +360,7 @@ def _make_row(
 ) -> LadderRow:
     """Return the row of a variant."""
     if not trial.blocks:
-        return LadderRow(mode, members, outcome=TrialOutcome(why_not=trial.why_not or "the time was over"))
+        return LadderRow(mode, members, outcome=TrialOutcome(why_not=trial.why_not or "the time budget was used up"))
     report = trial.report
     joules = [block.joules for block in trial.blocks.values() if block.joules is not None]
     usage = Usage(

@@ -37,7 +37,7 @@ def test_the_fastest_size_that_fits_is_recommended(tmp_path: Path) -> None:
     assert found.data["recommended_micro_batch_size"] == 8
     assert "micro_batch_size=8" in found.headline
     assert "micro 16" in found.skipped
-    assert "not a multiple" in found.skipped["micro 3"]
+    assert "does not divide" in found.skipped["micro 3"]
     assert "more than the 16" in found.skipped["micro 32"]
     assert set(rows(found)) == {(16, 2), (16, 4), (16, 8)}
     eight = rows(found)[16, 8]
