@@ -61,7 +61,7 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
     runs_inference = then_infer or INFERENCE in (phases or ())
     launcher = configuration.choices["launcher"].name
     if runs_inference and launcher != "local":
-        what = "cannot run inference: accel-run would not wait for the job"
+        what = "cannot run inference, because the command does not wait for the job"
         fix = "use accel-run train; when the job has finished, accel-run inference"
         raise ConfigError(Problem(what, f"launcher={launcher}", fix))
     code = submit(configuration)
