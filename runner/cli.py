@@ -74,7 +74,7 @@ def overview() -> str:
     """Return what `accel-run --help` prints."""
     rows = "\n".join(f"  {name:<11}{summary}" for name, (_, summary) in COMMANDS.items() if summary)
     return f"""\
-accel-run {__version__}: train PyTorch models as fast as the machine allows, with the same results anywhere.
+accel-run {__version__}: train PyTorch models as fast as the machine allows, on one device or several.
 
 usage: accel-run COMMAND [key=value ...]
 
