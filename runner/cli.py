@@ -160,8 +160,8 @@ def _exit_on_signals(final_code: list[int], *, for_good: bool) -> Iterator[None]
 
     This includes imports, where a KeyboardInterrupt may be lost. A run that has something to save installs its own
     handlers. A shell that starts the program in the background ignores SIGINT.
-    final_code     the exit code once the command has ended; signals then exit with this code
-    for_good  the process exits after this, so the default handlers are left in place for the interpreter's shutdown
+    final_code  the exit code once the command has ended; signals then exit with this code
+    for_good    the process exits after this, so the default handlers are left in place for the interpreter's shutdown
     """
     defaults = {
         signal.SIGINT: signal.default_int_handler,

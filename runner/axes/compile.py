@@ -165,13 +165,13 @@ def _copy_gradients_before_replay(module: nn.Module) -> None:
     compiled: Callable[..., Any] = module._compiled_call_impl  # type: ignore[assignment]
     copied: dict[nn.Parameter, int] = {}  # address of the copy; memory of graphs is never at the same address
 
-    def call(*given: Any, **named: Any) -> Any:
+    def call(*args: Any, **kwargs: Any) -> Any:
         for parameter in module.parameters():
             gradient = parameter.grad
             if type(gradient) is torch.Tensor and copied.get(parameter) != gradient.data_ptr():
                 parameter.grad = gradient.clone()
                 copied[parameter] = parameter.grad.data_ptr()
-        return compiled(*given, **named)
+        return compiled(*args, **kwargs)
 
     module._compiled_call_impl = call
 

@@ -90,13 +90,11 @@ def weighted(samples: TrainingSamples, *, replacement: bool = True, num_samples:
         if replacement:
             numbers = np.sort(rng.random(count)) * bounds[-1]  # sorting makes the look-up ten times as fast
             indices = np.searchsorted(bounds, numbers, side="right")
-            return rng.permutation(
-                _offset_repeats(np.minimum(indices, last), size)
-            )  # a number may be rounded up to the last bound
+            # A number may be rounded up to the last bound.
+            return rng.permutation(_offset_repeats(np.minimum(indices, last), size))
         with np.errstate(divide="ignore"):
-            times = (
-                rng.exponential(size=size) / weights
-            )  # samples in the order of independent exponential arrival times
+            # Samples in the order of independent exponential arrival times.
+            times = rng.exponential(size=size) / weights
         return np.argsort(times, kind="stable")[:count]
 
     return samples.in_order(draw_epoch, count, [weights])

@@ -130,7 +130,7 @@ def parse_options(
     """Parse the arguments of a command that takes no settings of a training; return them, and all problems.
 
     options_type  dataclass of the keys
-    guess    argument that is neither -> the one that it may mean
+    guess         argument that is neither -> the one that it may mean
     """
     keys = settings_keys(options_type)
     options, problems = ParsedOptions({}, set()), []

@@ -380,7 +380,7 @@ def _write_files(
 ) -> None:
     """Write the files and print their names.
 
-    failures   earlier problems; `contents` may add more
+    failures         earlier problems; `contents` may add more
     already_written  files that were written before
     Raises StorageError after all others are written, if a file could not be.
     """

@@ -43,8 +43,8 @@ _TABLES = {*OPTION_TABLES, HOOK_TABLE}
 class CustomOption:
     """An option, a hook or a task that is not shipped.
 
-    location    file of the task, or module of the package
-    package  name and version of the package; empty for a task file
+    location  file of the task, or module of the package
+    package   name and version of the package; empty for a task file
     """
 
     group: str

@@ -65,11 +65,11 @@ class PhaseKeys:
 class Schema:
     """All valid keys of a configuration.
 
-    functions  group -> the option whose function is behind the chosen one
-    tuned_options      group -> option that the task's values are for
-    phases     the task's phases
-    own_keys   of the command, besides settings
-    task_file  which may define options
+    functions      group -> the option whose function is behind the chosen one
+    tuned_options  group -> option that the task's values are for
+    phases         the task's phases
+    own_keys       of the command, besides settings
+    task_file      which may define options
     """
 
     keys: Keys

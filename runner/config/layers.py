@@ -326,9 +326,9 @@ def choose_phase_options(
 ) -> dict[str, Setting]:
     """Return group -> the setting that selects the option of a phase.
 
-    run    group -> the setting that selects the option of the run, implemented by `functions`
+    run           group -> the setting that selects the option of the run, implemented by `functions`
     command_line  settings of the command line for phases
-    task_file   of the task, which may define options
+    task_file     of the task, which may define options
     """
     chosen = {}
     for group in PHASE_GROUPS:

@@ -21,7 +21,7 @@ def list_objective_keys(
     """Return the keys of all objectives by their full name; null: as for the whole run.
 
     declared   OBJECTIVES
-    selected      keys that the command line sets, and group -> option of the run
+    selected   keys that the command line sets, and group -> option of the run
     signature  (group, option) -> the function behind it
     """
     keys: dict[str, Key] = {}

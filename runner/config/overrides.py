@@ -46,9 +46,8 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
             what = "and the arguments after it were not parsed: too many before it are invalid"
             problems.append(Problem(what, argument, "fix those first; put many settings into a file"))
             break
-        if (
-            len(argument) > MAX_ARGUMENT_CHARACTERS or _nesting_depth(argument) > MAX_DEPTH
-        ):  # the parser would take seconds to reject it
+        # The parser would take seconds to reject it.
+        if len(argument) > MAX_ARGUMENT_CHARACTERS or _nesting_depth(argument) > MAX_DEPTH:
             what = f"must have at most {MAX_ARGUMENT_CHARACTERS:,} characters and be nested at most {MAX_DEPTH} deep"
             problems.append(Problem(f"{what}, but has {len(argument):,}", argument, "put long text into a file"))
             continue

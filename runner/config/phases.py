@@ -71,7 +71,7 @@ def phase_keys(
 ) -> dict[str, Key]:
     """Return the keys that can be set for a phase, by their name within it.
 
-    options   group -> option that the phase uses
+    options    group -> option that the phase uses
     signature  (group, option) -> the function behind it
     """
     allowed = _TRAIN_KEYS if phase.kind == "train" else _FIT_KEYS

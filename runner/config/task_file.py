@@ -44,7 +44,7 @@ class TaskFile:
 def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], problems: list[Problem]) -> TaskFile:
     """Return the declarations of the task file, without executing it; SIZES of the selected size override SETTINGS.
 
-    name     task selected by the configuration files and the command line
+    name          task selected by the configuration files and the command line
     resolve_size  default of task.size -> the size in use
     """
     source = task_source(name, request.task_file)

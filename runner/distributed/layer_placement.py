@@ -206,9 +206,8 @@ def move_buffers(model: nn.Module, layer_modules: set[nn.Module], device: torch.
     """Move the buffers outside of the layers to this rank's device: the loss and predictions may use them."""
     for module in model.modules():
         for name, buffer in module._buffers.items():
-            if (
-                module not in layer_modules and buffer is not None and buffer.device != device
-            ):  # fake ones cannot be moved
+            # Fake ones cannot be moved.
+            if module not in layer_modules and buffer is not None and buffer.device != device:
                 module._buffers[name] = buffer.to(device)
 
 

@@ -80,7 +80,7 @@ class Parallel:
 
     in_step       every rank must run the same number of micro-batches per update, because they contain collectives
     splits_batch  each rank gets its share of an update; False: every rank reads the whole update
-    supports_groups     `set_groups` is implemented
+    supports_groups  `set_groups` is implemented
     saves_parts   each rank writes its shards of a checkpoint, which `checkpoint_tensors` returns
     places_model  `wrap` moves this rank's part to the device; the whole model may not fit
 

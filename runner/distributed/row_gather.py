@@ -30,7 +30,7 @@ class RowSpec(NamedTuple):
 def gather_rows(mine: Tensor | None, specs: Sequence[RowSpec | None], world: World) -> Tensor:
     """Return the rows of all ranks, (sum of N, ...), without gradients; every rank calls it.
 
-    mine      rows of this rank, (N, ...); None: it has none
+    mine   rows of this rank, (N, ...); None: it has none
     specs  specification of each rank's rows; None: it has none
     """
     if world.world_size == 1:

@@ -64,7 +64,7 @@ def report_skipped(directory: RunDirectory, report: Callable[[str], None]) -> No
 def load_run_request(directory: RunDirectory, root: Path, request: Request) -> RunRequest:
     """Return the settings that started a run.
 
-    root   folder whose runs are trusted
+    root     folder whose runs are trusted
     request  if it names a task file, that of the run is ignored
     Raises DataError if neither run.json nor the files beside it have them, SecurityRefusal if an untrusted run
     specifies which code to execute.

@@ -134,9 +134,8 @@ class RunAttempt:
             has_started = recorded.process.started == started
             reached = self.reached or previous.reached or checkpoint_update(last_checkpoint)
             self.reached = 0
-            if (
-                has_started and (last_checkpoint or reached) and not getattr(error, "__notes__", ())
-            ):  # a hang has its note already
+            # A hang has its note already.
+            if has_started and (last_checkpoint or reached) and not getattr(error, "__notes__", ()):
                 error.add_note(resume_note(last_checkpoint, reached))
             content = ErrorRecord(
                 cause=problems[0].what if problems else error_line(error),

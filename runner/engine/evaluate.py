@@ -84,9 +84,8 @@ def evaluate(
     """
     task, source, parallel, seed = parts.task, parts.source, parts.parallel, parts.plan.settings.seed
     world, size_before = parallel.world, sizes.current
-    batch_size = (
-        sizes.current if parallel.in_step else sizes.requested
-    )  # in lockstep, all ranks run the same number of batches
+    # In lockstep, all ranks run the same number of batches.
+    batch_size = sizes.current if parallel.in_step else sizes.requested
     states = MetricStates(task, split, world, source, sizes.coupled)
     keys = [
         MicroBatchKey(0, samples[part.start : part.stop], last=part.stop == len(samples), first=part.start, seed=seed)

@@ -240,9 +240,8 @@ class Outbox:
         self._texts: list[str] = []
         self._size = 0
         self._lock = threading.Lock()  # of the queue
-        self._writing = (
-            threading.Lock()
-        )  # held during a write: writes are in order, and each text is printed after its files
+        # Held during a write: writes are in order, and each text is printed after its files.
+        self._writing = threading.Lock()
         self._timer: threading.Timer | None = None
         self._error: Exception | None = None  # set by the timer thread
 

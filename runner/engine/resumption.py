@@ -23,6 +23,7 @@ KEYS_ALLOWED_BY_NAME = (
     "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging",
     "sharpness", "hook", "objective",
 )  # fmt: skip
+# Keys that older checkpoints lack, with the values that describe their behavior.
 ADDED_KEYS: Mapping[str, Any] = {
     "adapter": "none",
     "averaging": "none",
@@ -33,7 +34,7 @@ ADDED_KEYS: Mapping[str, Any] = {
     "weights.strict": True,
     "weights.only": [],
     "weights.rename": {},
-}  # keys that older checkpoints lack, with the values that describe their behavior
+}
 MECHANICS_KEYS = ("optimizer.kernel", "sampler.micro_tokens", "task_file", "phases")
 
 

@@ -264,9 +264,8 @@ class PhaseTracer:
                 for tensor in (tensor for optimizer in training.optimizers for tensor in state_tensors(optimizer)):
                     ledger.record_tensor(tensor, "optimizer")
                 self.after_update()
-            if (
-                self.fake_run.untraceable
-            ):  # the task caught the exception, so it took a path that a real run would not take
+            # The task caught the exception, so it took a path that a real run would not take.
+            if self.fake_run.untraceable:
                 raise NotTraceable(self.fake_run.untraceable)
             return self._make_result(tuple(ledger.events))
 

@@ -23,8 +23,8 @@ def trace_memory_needs(
 ) -> MemoryNeeds:
     """Return the demand of training; a crash during tracing ends only the subprocess.
 
-    alternatives   also trace what is needed to suggest larger sizes
-    on_wait  called once if it takes longer than NOTIFY_AFTER_S of runner.host.subprocesses
+    alternatives  also trace what is needed to suggest larger sizes
+    on_wait       called once if it takes longer than NOTIFY_AFTER_S of runner.host.subprocesses
     Raises the exceptions of the task.
     """
     import runner.forecast.demand  # before the fork, so that subprocesses share it

@@ -64,9 +64,8 @@ def optimizer_kernel(gpu: Device | None, parallelism: str, optimizer: str) -> tu
 def _workers(planner: Decisions, gpu: Device | None) -> None:
     options = planner.choices["dataloader"].options
     cores = planner.inventory.cpu.logical_cores
-    local_uuids = {
-        device.uuid for device in planner.inventory.usable
-    }  # ranks on other machines do not share these cores
+    # Ranks on other machines do not share these cores.
+    local_uuids = {device.uuid for device in planner.inventory.usable}
     num_ranks = max(1, sum(rank.uuid in local_uuids for rank in planner.ranks))
     workers = options.get("num_workers", 0)  # dataloader=thread has at most one
     if workers == "auto":

@@ -121,7 +121,7 @@ def throughput(evidence: Evidence | None, last_row: Mapping[str, Any]) -> float 
     """Return the items per second of a run, as shown on every screen and page, or None if unknown.
 
     evidence  measurements in its run.json, if it has ended
-    last_row      the newest row of its metrics.jsonl that has `THROUGHPUT`, for a run that has not ended
+    last_row  the newest row of its metrics.jsonl that has `THROUGHPUT`, for a run that has not ended
     """
     if evidence is not None and evidence.items_per_s is not None:
         return evidence.items_per_s

@@ -105,9 +105,10 @@ def test_incomplete_files_are_named_and_monitoring_exits_with_an_error(
 ) -> None:
     """A file size limit simulates a full disk: first gpu.csv does not fit, then monitor.json does not either."""
     command = [sys.executable, "-c", LIMITED, str(room), "seconds=1.5", "interval_s=0.05", "log_dir=mine"]
+    # Pipes are not limited.
     ended = subprocess.run(
         command, env=nvml_stub.environment(T4), cwd=tmp_path, capture_output=True, text=True, check=False
-    )  # pipes are not limited
+    )
     done = Ended(ended.returncode, ended.stdout, ended.stderr)
     (made,) = (tmp_path / "mine").iterdir()
 

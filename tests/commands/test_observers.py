@@ -193,9 +193,8 @@ def test_console_log_holds_what_the_terminal_showed(server: ForkServer, tmp_path
     ended = server.run("train --task mine.py run=mine device=cpu monitor=off updates=20", tmp_path)
     assert ended.code == 0, ended.err
     log = (tmp_path / "outputs" / "mine" / "console.log").read_text()
-    shown = [
-        line for line in ended.out.splitlines() if line and not line.startswith("update=")
-    ]  # progress lines are not logged
+    # Progress lines are not logged.
+    shown = [line for line in ended.out.splitlines() if line and not line.startswith("update=")]
     assert [line for line in shown if line not in log] == []
     assert ended.err == f"warning: {text}\n"  # without the source location
     assert text in log

@@ -139,12 +139,8 @@ def test_status_of_a_running_run(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    long = [
-        "task.sleep_s=0.02",
-        "updates=1000",
-        "evaluate.every=0",
-        "checkpoint.every=500",
-    ]  # does not end during the test
+    # Does not end during the test.
+    long = ["task.sleep_s=0.02", "updates=1000", "evaluate.every=0", "checkpoint.every=500"]
     pid = server.start([*BASE, "run=mine", *long], tmp_path)
     try:
         wait_for_metrics(tmp_path / "outputs" / "mine")

@@ -513,9 +513,8 @@ def test_an_evaluation_between_updates_keeps_parameters_sharded() -> None:
     run.advance(5)
     saved = run.saved()
     loaded = run_ranks(walk, 2)[1]
-    assert (
-        distance(run.model(samples(torch.float64)[0][:2]).tolist(), loaded[2]) < PROMISED[torch.float64]
-    )  # not of stale gathered copies
+    # Not of stale gathered copies.
+    assert distance(run.model(samples(torch.float64)[0][:2]).tolist(), loaded[2]) < PROMISED[torch.float64]
 
 
 def test_ranks_with_gathered_weights_run_independently() -> None:

@@ -17,10 +17,8 @@ from runner.durable.run_identity import RunIdentity, generate_uid, is_valid_uid,
 from runner.records.run_record import RunRecord
 from tests.durable.test_checkpoint import snapshot
 
-MINE, OTHERS = (
-    "6dd94ac0ffcca0ce3a530174dfec9b81",
-    "5d9677014f13f3579791c3923b7cc493",
-)  # constant, so that all test processes agree
+# Constant, so that all test processes agree.
+MINE, OTHERS = ("6dd94ac0ffcca0ce3a530174dfec9b81", "5d9677014f13f3579791c3923b7cc493")
 RUN = RunIdentity(frozenset({"mine"}), MINE)
 
 

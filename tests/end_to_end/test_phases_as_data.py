@@ -132,6 +132,7 @@ def test_checkpoints_at_the_end_of_phases_are_kept(whole: tuple[Path, Ended]) ->
 
 
 @pytest.mark.sampled(1)
+# The batch at which it is killed, and the checkpoint that exists by then.
 @pytest.mark.parametrize(
     ("stop_at", "wait_for"),
     [
@@ -142,7 +143,7 @@ def test_checkpoints_at_the_end_of_phases_are_kept(whole: tuple[Path, Ended]) ->
         ("adapter:11", 19),
         ("patient:9", 28),
     ],
-)  # the batch at which it is killed, and the checkpoint that exists by then
+)
 def test_a_run_killed_in_any_phase_resumes_bit_for_bit(
     stop_at: str, wait_for: int, whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path
 ) -> None:

@@ -35,10 +35,8 @@ from tests.faults.steps import TooManySteps, steps
 from tests.faults.tallies import SEED, Tally
 
 HERE = Path(__file__).parents[2]
-STEPS_OF_A_WORD, STEPS_OF_A_LETTER = (
-    300_000,
-    10,
-)  # maximum number of Python lines for an answer, beyond those for a short argument
+# Maximum number of Python lines for an answer, beyond those for a short argument.
+STEPS_OF_A_WORD, STEPS_OF_A_LETTER = (300_000, 10)
 MAX_SHOWN = 3000  # characters of one problem: one page of a terminal
 HELPS = ("must", "did you mean", "use ", "run ", "choose ", "allowed:", "here it is", "give ", "leave it out",
          "run them", "quote it", "known:", "accel-run plan", "settings cannot be deleted", "remove ", "nearest",

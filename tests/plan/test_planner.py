@@ -142,9 +142,8 @@ def test_every_auto_is_resolved_and_has_its_reason(words: tuple[str, ...], devic
     asked, made = configuration(*words), plan(*words, on=machine(*devices))
     left = {key for key, value in made.values().items() if value == "auto"}
     assert left <= AUTO_IS_A_VALUE
-    resolved = (
-        {key for key, value in asked.flat().items() if value == "auto"} - left - {"hardware"}
-    )  # the name of the profile
+    # The name of the profile.
+    resolved = {key for key, value in asked.flat().items() if value == "auto"} - left - {"hardware"}
     assert {"device", "precision", "prefetch", "micro_batch_size", "optimizer.kernel"} <= resolved
     assert {key: made.reason(key) for key in resolved if not made.reason(key).startswith("auto: ")} == {}
 

@@ -315,9 +315,8 @@ def test_a_server_that_fails_is_slow_or_dies_loses_and_doubles_no_row(
         tracker.finish(5.0)
         until_all_ended()
         sent = server.updates
-    held = [
-        step for step, _ in offline_rows(tmp_path / "run", "*run-*")
-    ]  # also online: `wandb sync` uploads from there
+    # Also online: `wandb sync` uploads from there.
+    held = [step for step, _ in offline_rows(tmp_path / "run", "*run-*")]
     assert held == list(range(len(held)))
     assert len(held) + tracker.num_dropped >= 100  # kept but unconfirmed rows are counted too
     assert sent == list(range(len(sent)))

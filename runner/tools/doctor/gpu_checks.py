@@ -142,9 +142,8 @@ def _judge_state(gpu: Gpu, nvml: Nvml) -> CheckResult:
         return failed(name, seen, nvml.tool.memory_errors, _WHY_ECC)
     slowed = decode_throttle_reasons(now.get("throttle_reasons"))
     seen = ", ".join(parts) + (f"; clocks are throttled by {', '.join(slowed)}" if slowed else "")
-    advice = [
-        THROTTLE_ADVICE[reason] for reason in slowed if reason in THROTTLE_ADVICE
-    ]  # a busy GPU is at its power limit
+    # A busy GPU is at its power limit.
+    advice = [THROTTLE_ADVICE[reason] for reason in slowed if reason in THROTTLE_ADVICE]
     if advice:
         fix = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER; {'; '.join(advice)}"
         return warn(name, seen, fix, "computation is slower, and the GPU or its cooling may have a problem")

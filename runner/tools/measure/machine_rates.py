@@ -343,7 +343,5 @@ MIN_ROUNDS = 3  # for any budget
 MAX_SIDE, NUM_SIZES = 16384, 3  # largest side of a matrix, number of sizes to measure
 MAX_PRODUCT_S = 0.1  # of one matrix product
 COPY_BYTES = 256 * MIB
-MIN_ARRAY_BYTES, CACHE_FACTOR = (
-    64 * MIB,
-    4,
-)  # STREAM's rule: an array has at least four times the size of the last-level caches
+# STREAM's rule: an array has at least four times the size of the last-level caches.
+MIN_ARRAY_BYTES, CACHE_FACTOR = 64 * MIB, 4
