@@ -285,7 +285,7 @@ class ThreadLoader(Loader):
             try:
                 for key in keys:
                     item = self.fetcher[key]
-                    put(item._replace(batch=map_tensors(Tensor.pin_memory, item.batch)) if self.pin_memory else item)
+                    put(item.pin_memory() if self.pin_memory else item)
                     if stop.is_set():
                         return
                 put(None)
@@ -378,8 +378,7 @@ class PinnedLoader(Loader):
     """Load in this process into page-locked memory, so that copies to the device can overlap."""
 
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:
-        for item in super().batches(keys):
-            yield item._replace(batch=map_tensors(Tensor.pin_memory, item.batch))
+        return map(MicroBatch.pin_memory, super().batches(keys))
 
 
 def cache_samples(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:

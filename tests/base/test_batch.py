@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import Any, NamedTuple, NoReturn
 
 import pytest
 import torch
+from torch.utils.data._utils.pin_memory import pin_memory
 
-from runner.base.batch import are_equal, first_shape, map_tensors
+from runner.base.batch import BatchSamples, MicroBatch, are_equal, first_shape, map_tensors
 
 
 class Pair(NamedTuple):
@@ -62,3 +64,32 @@ def test_batches_are_equal_if_their_tensors_are(one: Any, other: Any, equal: boo
 )  # fmt: skip
 def test_the_shape_of_a_batch_is_that_of_its_first_tensor(batch: Any, shape: tuple[int, ...] | None) -> None:
     assert first_shape(batch) == shape
+
+
+class Unread(Sequence[int]):
+    """Indices of samples that must not be visited."""
+
+    def __len__(self) -> int:
+        return 3
+
+    def __getitem__(self, index: Any) -> NoReturn:
+        raise AssertionError("an index was visited")
+
+
+class OwnBatch:
+    """A batch of the task's own class, with torch's method for page-locked memory."""
+
+    is_pinned = False
+
+    def pin_memory(self) -> OwnBatch:
+        pinned = OwnBatch()
+        pinned.is_pinned = True
+        return pinned
+
+
+def test_only_the_batch_is_pinned_and_no_index_is_visited() -> None:
+    """The thread of the DataLoader that pins takes the interpreter lock from the training for each value it visits."""
+    item = MicroBatch({"own": [OwnBatch()]}, last=True, samples=BatchSamples(1, 0, Unread(), Unread()))
+    pinned = pin_memory(item)
+    assert pinned.batch["own"][0].is_pinned
+    assert pinned._replace(batch=None) == item._replace(batch=None)
