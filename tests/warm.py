@@ -27,8 +27,9 @@ def import_all() -> None:
     """Import everything that a run imports, for this process and its forks."""
     for name in IMPORTED:
         importlib.import_module(name)
-    with suppress(ImportError):  # an optional dependency
-        importlib.import_module("matplotlib.backends.backend_agg")
+    for name in ("matplotlib.backends.backend_agg", "torch.profiler._cupti_monitor"):
+        with suppress(ImportError):  # an optional dependency, and a module that torch 2.11 does not have
+            importlib.import_module(name)
 
 
 IMPORTED = (
@@ -40,5 +41,5 @@ IMPORTED = (
     "runner.forecast.demand", "runner.forecast.memory_forecast", "runner.forecast.stage_memory",
     "runner.launch.hangs", "runner.launch.local", "runner.launch.rank_process", "runner.launch.start",
     "runner.plan.planner", "runner.sweeps.sweep", "runner.tools.measure.facts",
-    "safetensors.torch", "tests.waiting", "torch._dynamo", "torch.profiler._cupti_monitor",
+    "safetensors.torch", "tests.waiting", "torch._dynamo",
 )  # fmt: skip

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from packaging.version import Version
+
 from runner.base.errors import Problem
 from runner.plan.decisions import Decisions
 from runner.plan.inventory import Device
 
+FSDP_TORCH = Version("2.13")  # 2.11 and 2.12 fail tests/distributed/test_sharded.py
 SPLIT_MIB = 25  # the size of a bucket of gradients
 
 
@@ -144,6 +147,11 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
         planner.problems.append(Problem(what, f"compile={compiled.name}", "use compile=regional, or compile=off"))
     if choice.function != "fsdp":
         return
+    version = planner.inventory.torch_version
+    if len(planner.ranks) > 1 and version and Version(version) < FSDP_TORCH:
+        what = f"torch {version} exchanges wrong gradients if ranks use different parameters"
+        fix = f'pip install "torch>={FSDP_TORCH}", or use parallelism=ddp'
+        planner.problems.append(Problem(what, "parallelism=fsdp", fix))
     communicated = {"bfloat16": "bf16", "float16": "fp16"}.get(str(choice.options["communicate"]))
     precision = planner.choices["precision"].name
     if communicated and communicated != precision:

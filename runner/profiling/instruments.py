@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import os
+import re
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager, nullcontext
@@ -250,13 +251,20 @@ def filter_events(events: Any) -> Any:
 
     def counts(event: Any) -> bool:
         is_excluded = any(span.start <= event.time_range.start < span.end for span in spans)
-        return not (is_excluded or event.is_python_function or event.activity_type in CUDA_CALLS)
+        return not (is_excluded or getattr(event, "is_python_function", False) or _is_cuda_call(event))
 
     filtered: Any = EventList(list(filter(counts, events)), use_device=events._use_device)  # type: ignore[no-untyped-call]
     for event in filtered:
         event.cpu_children, event.cpu_parent = [], None
     filtered._build_tree()
     return filtered
+
+
+def _is_cuda_call(event: Any) -> bool:
+    """Return whether an event is a call of the CUDA runtime or driver."""
+    if hasattr(event, "activity_type"):
+        return event.activity_type in CUDA_CALLS
+    return event.device_type == DeviceType.CPU and CUDA_CALL_NAME.match(event.name) is not None  # torch 2.11 and 2.12
 
 
 def _sum_kernels(rows: Iterable[Any], num: int) -> list[Kernel]:
@@ -295,5 +303,6 @@ def _sort_key(sort_by: str, is_of_device: bool, row: Operator) -> float:
 
 EXTRA_UPDATES = 3  # besides the requested ones: a warm-up update of torch's profiler, and two for waits
 CUDA_CALLS = ("cuda_runtime", "cuda_driver")
+CUDA_CALL_NAME = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx
 TEXT_FIELDS = ("name", "shapes", "place")  # of Operator
 MAX_STACK_LINES = 32  # Python lines that are kept per operator

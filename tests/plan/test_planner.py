@@ -541,6 +541,17 @@ def test_unsupported_combinations_are_refused(words: tuple[str, ...]) -> None:
     assert refused("global_batch_size=32", "precision=fp32", *words, on=machine(*PAIR))[0].where == words[-1]
 
 
+@pytest.mark.parametrize(("version", "is_refused"), [("2.12.1+cu130", True), ("2.13.0+cpu", False), ("2.14.1", False)])
+def test_fsdp_over_several_ranks_needs_a_torch_whose_gradients_are_right(version: str, is_refused: bool) -> None:
+    words, here = ("global_batch_size=32", "parallelism=fsdp"), machine(T4, T4_TOO)
+    on = dataclasses.replace(here, torch_version=version)
+    if is_refused:
+        assert refused(*words, on=on)[0].where == "parallelism=fsdp"
+    else:
+        assert plan(*words, on=on).world_size == 2
+    assert plan(*words, "parallelism.world_size=1", on=on).world_size == 1
+
+
 def test_problems_and_notes_of_a_plan_in_full(screen: Callable[..., None]) -> None:
     pair = machine(*PAIR)
     asked = [
