@@ -285,7 +285,8 @@ def _run_command(command: str, request: Request, context: CheckContext, *words: 
     line += ["run=contact", f"output_root={root}"]
     line += ["--task", str(request.task_file)] if request.task_file else []
     done = subprocess.run(line, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    said = [text for text in done.stderr.splitlines() if text.strip()]
+    lines = [text for text in done.stderr.splitlines() if text.strip()]
+    said = [text for text in lines if text.startswith("accel-run: ")] or lines  # notes and warnings come before
     folder = root / ("profiles/contact" if command == "profile" else "contact")
     return (f"exit code {done.returncode}: {said[0] if said else ''}" if done.returncode else None), folder
 
