@@ -1,16 +1,24 @@
 """Time and memory of an update of gpt: accel-run and the best handwritten loop with the same model.
 
-hand   fused AdamW in two groups, batched reading, foreach clipping, a cosine schedule, the loss read every 10
+hand   fused AdamW in two groups, batched reading, foreach clipping, a cosine schedule, the loss read every 10; on a GPU
+       also page-locked batches that are copied without waiting
+half   the same, with the loss in the format of autocast: F.cross_entropy of bfloat16 logits has a log-softmax in
+       bfloat16, which is faster; its probabilities are rounded to 8 bits. The others convert the logits to float32
 ours   accel-run's own Phase, with its meter, screen, evaluation and saving in place
 
-Time: both are interleaved in one process; the ratio is that of the medians. Memory: separate processes, peak
-resident sets. Run: python scripts/measure/update.py
+Time: both are interleaved in one process; the ratio is that of the medians. Memory: separate processes; the peak
+resident set, on a GPU the peak of allocated memory. On a GPU with a hardware profile also the model FLOP utilization:
+floating-point operations of the model (not of recomputation) per second, relative to the peak of the number format.
+
+    python scripts/measure/update.py
+    python scripts/measure/update.py --device cuda --size 124m --precision bf16 --batch 16 [--compile] [WORD...]
 """
 
 from __future__ import annotations
 
 import argparse
 import contextlib
+import functools
 import math
 import os
 import resource
@@ -21,39 +29,63 @@ import tempfile
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, redirect_stdout
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
-BATCH = 32
+
+@dataclass(frozen=True)
+class Case:
+    """What both loops train.
+
+    batch          samples of an update; micro: of a micro-batch
+    words_of_ours  more settings of accel-run
+    """
+
+    device: torch.device
+    size: str
+    precision: str
+    batch: int
+    micro: int
+    is_compiled: bool
+    words_of_ours: tuple[str, ...] = ()
+
+    def words(self) -> list[str]:
+        """The command-line options of this case."""
+        words = ["--device", self.device.type, "--size", self.size, "--precision", self.precision]
+        words += ["--batch", str(self.batch), "--micro", str(self.micro)]
+        return [*words, *(["--compile"] if self.is_compiled else []), *self.words_of_ours]
 
 
-def by_hand(total: int) -> Iterator[None]:
+def by_hand(case: Case, total: int, *, has_half_loss: bool = False) -> Iterator[None]:
     """A hand-written loop by an expert in torch."""
-    from runner.tasks.gpt.task import build
-
-    from runner.base.paths import cache_folder
-    from runner.base.task import Context
-
-    torch.manual_seed(0)
-    task = build(Context(0, None, cache_folder()), size="tiny")
-    model, dataset = task.model, task.dataset("train")
-    parameters = list(model.parameters())
+    task = _build(case)
+    device, dataset = case.device, task.dataset("train")
+    parameters = list(task.model.to(device).parameters())
+    model = torch.compile(task.model) if case.is_compiled else task.model
     groups = [
         {"params": [weight for weight in parameters if weight.dim() > 1], "weight_decay": 0.1},
         {"params": [weight for weight in parameters if weight.dim() < 2], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
-    step = 0
+    autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=case.precision == "bf16")
+    torch.backends.cuda.matmul.allow_tf32 = case.precision == "bf16"
+    passes, step = case.batch // case.micro, 0
     while True:
         order = torch.randperm(len(dataset)).tolist()
-        for start in range(0, len(order) - BATCH, BATCH):
-            x, y = dataset.__getitems__(order[start : start + BATCH])
-            logits = model(x)
-            loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1))
-            loss.backward()
+        for start in range(0, len(order) - case.batch, case.batch):
+            for first in range(start, start + case.batch, case.micro):
+                x, y = dataset.__getitems__(order[first : first + case.micro])
+                if device.type == "cuda":
+                    x, y = (each.pin_memory().to(device, non_blocking=True) for each in (x, y))
+                with autocast():
+                    logits = model(x) if has_half_loss else model(x).float()
+                    loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1)) / passes
+                loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
             for group in groups:
                 group["lr"] = 3e-4 * 0.5 * (1 + math.cos(math.pi * step / total))
@@ -65,41 +97,62 @@ def by_hand(total: int) -> Iterator[None]:
             yield
 
 
-def ours(total: int, stack: ExitStack) -> Iterator[int]:
+def _build(case: Case) -> Any:
+    from runner.tasks.gpt.task import build
+
+    from runner.base.paths import cache_folder
+    from runner.base.task import Context
+
+    torch.manual_seed(0)
+    return build(Context(0, None, cache_folder()), size=case.size)
+
+
+def ours(case: Case, total: int, stack: ExitStack) -> Iterator[int]:
     """accel-run, through the same door as the command line."""
     from runner.config.request import Request
     from runner.engine.opening import open_phase
 
     folder = stack.enter_context(tempfile.TemporaryDirectory())
     settings = (
-        "task=gpt", "task.size=tiny", f"updates={total}", f"global_batch_size={BATCH}", "device=cpu",
-        f"output_root={folder}", "run=update", "evaluate.every=0", "precision=fp32", "optimizer.lr=0.0003",
-        "optimizer.weight_decay=0.1",
+        "task=gpt", f"task.size={case.size}", f"updates={total}", f"global_batch_size={case.batch}",
+        f"micro_batch_size={case.micro}", f"device={case.device.type}", f"output_root={folder}", "run=update",
+        "evaluate.every=0", f"precision={case.precision}", "optimizer.lr=0.0003", "optimizer.weight_decay=0.1",
+        f"compile={'default' if case.is_compiled else 'off'}", *case.words_of_ours,
     )  # fmt: skip
     return stack.enter_context(open_phase(Request(settings))).updates()
 
 
-def time_both(rounds: int, block: int) -> dict[str, list[float]]:
+def time_both(case: Case, rounds: int, block: int) -> dict[str, list[float]]:
     """Return milliseconds per update, one per round."""
     total = (rounds + 2) * block
     times: dict[str, list[float]] = {"hand": [], "ours": []}
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
-        loops: dict[str, Iterator[object]] = {"hand": by_hand(total), "ours": ours(total, stack)}
+        loops: dict[str, Iterator[object]] = {"hand": by_hand(case, total), "ours": ours(case, total, stack)}
+        if case.precision == "bf16":
+            times["half"] = []
+            loops["half"] = by_hand(case, total, has_half_loss=True)
         for round_ in range(rounds + 1):
             for name in sorted(loops, reverse=bool(round_ % 2)):
+                _synchronize(case)
                 began = time.perf_counter()
                 for _ in range(block):
                     next(loops[name])
+                _synchronize(case)
                 if round_:  # the first warms up
                     times[name].append(1e3 * (time.perf_counter() - began) / block)
     return times
 
 
-def peak_mib(which: str, updates: int) -> float:
-    """Return the peak resident set of a process that makes some updates."""
+def _synchronize(case: Case) -> None:
+    if case.device.type != "cpu":
+        torch.accelerator.synchronize(case.device)
+
+
+def peak_mib(case: Case, which: str, updates: int) -> float:
+    """Return the peak memory of a process that makes some updates."""
     done = subprocess.run(
-        [sys.executable, __file__, "--alone", which, "--block", str(updates)],
+        [sys.executable, __file__, "--alone", which, "--block", str(updates), *case.words()],
         capture_output=True,
         text=True,
         check=True,
@@ -107,15 +160,47 @@ def peak_mib(which: str, updates: int) -> float:
     return float(done.stdout.splitlines()[-1])
 
 
-def alone(which: str, updates: int) -> None:
-    """Make some updates and print the peak of the resident set in MiB."""
+def alone(case: Case, which: str, updates: int) -> None:
+    """Make some updates and print the peak memory in MiB."""
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
-        loop: Iterator[object] = by_hand(updates + 1) if which == "hand" else ours(updates + 1, stack)
+        loop: Iterator[object] = by_hand(case, updates + 1) if which == "hand" else ours(case, updates + 1, stack)
         for _ in range(updates):
             next(loop)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
+    if case.device.type == "cuda":
+        peak = torch.cuda.max_memory_allocated() / 2**20
     with contextlib.suppress(BrokenPipeError):
-        print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024)
+        print(peak)
+
+
+def flops_of_update(case: Case) -> float:
+    """Return the operations of the matrix products of an update: 6 per weight and token, and those of attention.
+
+    Source: PaLM, appendix B: 6 N + 12 L d T per token, with the output layer, without the other embeddings.
+    """
+    task = _build(case)
+    model = task.model
+    tables = [module for module in model.modules() if isinstance(module, nn.Embedding)]
+    weights = sum(weight.numel() for weight in model.parameters()) - min(table.weight.numel() for table in tables)
+    inputs, _ = task.dataset("train").__getitems__([0])
+    length, width = int(inputs.shape[1]), tables[0].weight.shape[1]
+    per_token = 6 * weights + 12 * len(model.blocks) * width * length
+    return float(case.batch * length * per_token)
+
+
+def peak_flops(case: Case) -> float | None:
+    """Return the peak of the number format from the hardware profile of this GPU; None without one."""
+    from runner.config.config_files import profile_facts
+    from runner.plan.estimate import find_peaks
+
+    return find_peaks(torch.cuda.get_device_name(case.device), case.precision, profile_facts().values()).flops_per_s
+
+
+def _print_memory(case: Case) -> None:
+    repetitions = 1 if case.device.type == "cuda" else 2  # allocated memory is the same each time
+    peaks = {name: min(peak_mib(case, name, 20) for _ in range(repetitions)) for name in ("hand", "ours")}
+    print(f"memory  {peaks['ours'] / peaks['hand']:.3f} of hand ({peaks['ours']:.0f} of {peaks['hand']:.0f} MiB)")
 
 
 def main() -> int:
@@ -123,25 +208,41 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--block", type=int, default=10)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--size", default="tiny")
+    parser.add_argument("--precision", choices=["fp32", "bf16"], default="fp32")
+    parser.add_argument("--batch", type=int, default=32)
+    parser.add_argument("--micro", type=int, default=None, help="default: the batch")
+    parser.add_argument("--compile", action="store_true")
+    parser.add_argument("--time-only", action="store_true", help="do not measure memory")
     parser.add_argument("--limit", type=float, default=None, help="exit 1 when the ratio of the times is above this")
+    parser.add_argument("words", nargs="*", help="more settings of accel-run")
     parser.add_argument("--alone", choices=["hand", "ours"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[2]))
+    case = Case(
+        torch.device(arguments.device), arguments.size, arguments.precision, arguments.batch,
+        arguments.micro or arguments.batch, arguments.compile, tuple(arguments.words),
+    )  # fmt: skip
     if arguments.alone:
-        alone(arguments.alone, arguments.block)
+        alone(case, arguments.alone, arguments.block)
         return 0
-    times = time_both(arguments.rounds, arguments.block)
+    times = time_both(case, arguments.rounds, arguments.block)
     ratios = sorted(mine / hand for mine, hand in zip(times["ours"], times["hand"], strict=True))
     low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
     ratio = statistics.median(times["ours"]) / statistics.median(times["hand"])
-    print(f"torch {torch.__version__}, {torch.get_num_threads()} threads, gpt tiny, batch {BATCH}")
+    where = f"{torch.get_num_threads()} threads" if case.device.type == "cpu" else torch.cuda.get_device_name()
+    print(f"torch {torch.__version__}, {where}, {' '.join(case.words())}")
+    peak = peak_flops(case) if case.device.type == "cuda" else None
     for name, spent in times.items():
-        print(f"{name}  {statistics.median(spent):.1f} ms/update")
+        ms = statistics.median(spent)
+        used = f", {1e3 * flops_of_update(case) / ms / peak:.1%} of {peak / 1e12:.0f} TFLOP/s" if peak else ""
+        print(f"{name}  {ms:.2f} ms/update{used}")
     print(
         f"time    {ratio:.3f} of hand (paired {statistics.median(ratios):.3f}, 80 % of rounds {low:.3f} to {high:.3f})"
     )
-    memory = {name: min(peak_mib(name, 20) for _ in range(2)) for name in ("hand", "ours")}
-    print(f"memory  {memory['ours'] / memory['hand']:.3f} of hand ({memory['ours']:.0f} of {memory['hand']:.0f} MiB)")
+    if not arguments.time_only:
+        _print_memory(case)
     return int(arguments.limit is not None and ratio > arguments.limit)
 
 

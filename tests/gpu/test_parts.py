@@ -29,6 +29,7 @@ def test_the_parts_of_a_run_add_up_to_it(words: str, runs: Runs) -> None:
     assert found.num_alloc_retries == 0
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode")
 def test_device_events_cost_no_synchronization() -> None:
     """The events of a part enclose two events of the test, and are enclosed by two others, on the device's clock."""
     device = torch.device("cuda")

@@ -2,10 +2,16 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 
-from tests.gpu.runs import Runs, losses, plan_of, weights
+from runner.base.accelerator import is_stand_in
+from tests.forkserver import ROOT
+from tests.gpu.runs import COMMON, TASK, Runs, losses, plan_of, weights
 
 pytestmark = pytest.mark.gpu
 SEVERAL = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -85,3 +91,18 @@ def test_one_gpu_is_a_world_of_size_one_of_every_strategy(strategy: str, runs: R
     env = {"CUDA_VISIBLE_DEVICES": "0"}
     same = losses(runs.train("same", words, env=env))
     assert same == pytest.approx(one, rel=1e-6)
+
+
+@pytest.mark.skipif(is_stand_in(), reason="NCCL of the stand-in accepts two ranks on one GPU")
+@pytest.mark.parametrize("words", ["parallelism=ddp", "parallelism=ddp parallelism.shares=[11,5]"])
+def test_two_ranks_on_one_gpu_have_the_curve_of_one(words: str, runs: Runs) -> None:
+    """Not with fsdp, whose collectives crash gloo on a GPU (torch 2.11)."""
+    one = losses(runs.straight(PLAIN))
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.gpu.over_gloo"]
+    command = ["train", "--task", str(TASK), "run=two", *COMMON, "device=cuda", "precision=fp32", *words.split()]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
+    done = subprocess.run(
+        [sys.executable, *launcher, *command], cwd=runs.folder, env=env, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert losses(runs.folder / "outputs/two") == pytest.approx(one, rel=1e-5)
