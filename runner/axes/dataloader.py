@@ -22,10 +22,10 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import StackDataset, Subset, TensorDataset
 from torch.utils.data._utils import signal_handling
 
 from runner.base.batch import BatchSamples, MicroBatch, are_equal, map_tensors
+from runner.base.dataset_access import batch_reader, tensor_row_reader
 from runner.base.errors import AccelRunError, DataError, Exit
 from runner.base.oom_errors import find_oom_cause
 from runner.base.order import MicroBatchKey
@@ -73,10 +73,8 @@ class Fetcher:
         self.collate = collate
         self.model = model
         self.skip_bad = bad_samples == "skip"
-        self.read_rows: Callable[[list[int]], Any] | None = (
-            _tensor_row_reader(dataset) if _is_default(collate) else None
-        )
-        self.read_many: Callable[[list[int]], Any] | None = _batch_reader(dataset)
+        self.read_rows: Callable[[list[int]], Any] | None = tensor_row_reader(dataset) if _is_default(collate) else None
+        self.read_many: Callable[[list[int]], Any] | None = batch_reader(dataset)
         self.set_epoch: Callable[[int], None] | None = getattr(dataset, "set_epoch", None)
         self.num_samples = len(dataset) if num_samples is None else min(num_samples, len(dataset))
         self.may_be_empty = False  # another rank may have valid samples
@@ -579,48 +577,6 @@ def _batch_samples(key: MicroBatchKey, positions: Sequence[int]) -> BatchSamples
         [key.indices[position] for position in positions],
         [key.first + position for position in positions],
     )
-
-
-def _tensor_row_reader(dataset: Any) -> Callable[[list[int]], Any] | None:
-    """Return a function that reads a batch of a TensorDataset, or of a Subset of one, with one operation per tensor.
-
-    The batch equals the collated samples: default_collate makes a list of a tuple's columns.
-    """
-    if type(dataset) is Subset:
-        inner, positions = _tensor_row_reader(dataset.dataset), dataset.indices
-        return inner and (lambda indices: inner([int(positions[index]) for index in indices]))
-    if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
-        return None
-    tensors = dataset.tensors
-
-    def read_rows(indices: list[int]) -> list[Tensor]:
-        positions = torch.tensor(indices)
-        return [tensor.index_select(0, positions.to(tensor.device)) for tensor in tensors]
-
-    return read_rows
-
-
-def _is_plain(tensor: Tensor) -> bool:
-    return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad
-
-
-def _batch_reader(dataset: Dataset) -> Callable[[list[int]], Any] | None:
-    """Return the `__getitems__` of a data set; None if it would read sample by sample.
-
-    Samples that are read together share one random stream, which depends on the micro-batch.
-    """
-    return getattr(dataset, "__getitems__", None) if _has_batch_access(dataset) else None
-
-
-def _has_batch_access(dataset: Any) -> bool:
-    """Return whether `__getitems__` is more than a loop over [index], as it may be in Subset and StackDataset."""
-    method = getattr(type(dataset), "__getitems__", None)
-    if method is Subset.__getitems__:
-        return _has_batch_access(dataset.dataset)
-    if method is StackDataset.__getitems__:
-        parts = dataset.datasets
-        return any(map(_has_batch_access, parts.values() if isinstance(parts, dict) else parts))
-    return hasattr(dataset, "__getitems__")
 
 
 def _is_default(collate: Collate) -> bool:
