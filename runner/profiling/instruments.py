@@ -251,7 +251,7 @@ def filter_events(events: Any) -> Any:
 
     def counts(event: Any) -> bool:
         is_excluded = any(span.start <= event.time_range.start < span.end for span in spans)
-        return not (is_excluded or getattr(event, "is_python_function", False) or _is_cuda_call(event))
+        return not (is_excluded or getattr(event, "is_python_function", False) or _is_of_cuda(event))
 
     filtered: Any = EventList(list(filter(counts, events)), use_device=events._use_device)  # type: ignore[no-untyped-call]
     for event in filtered:
@@ -260,11 +260,11 @@ def filter_events(events: Any) -> Any:
     return filtered
 
 
-def _is_cuda_call(event: Any) -> bool:
-    """Return whether an event is a call of the CUDA runtime or driver."""
+def _is_of_cuda(event: Any) -> bool:
+    """Return whether an event is a call of the CUDA runtime or driver, or their overhead, such as loading a kernel."""
     if hasattr(event, "activity_type"):
-        return event.activity_type in CUDA_CALLS
-    return event.device_type == DeviceType.CPU and CUDA_CALL_NAME.match(event.name) is not None  # torch 2.11 and 2.12
+        return event.activity_type in CUDA_ACTIVITIES
+    return event.device_type == DeviceType.CPU and CUDA_NAME.match(event.name) is not None  # torch 2.11 and 2.12
 
 
 def _sum_kernels(rows: Iterable[Any], num: int) -> list[Kernel]:
@@ -302,7 +302,11 @@ def _sort_key(sort_by: str, is_of_device: bool, row: Operator) -> float:
 
 
 EXTRA_UPDATES = 3  # besides the requested ones: a warm-up update of torch's profiler, and two for waits
-CUDA_CALLS = ("cuda_runtime", "cuda_driver")
-CUDA_CALL_NAME = re.compile(r"cu(da)?[A-Z]")  # cudaLaunchKernel, cuLaunchKernelEx
+CUDA_ACTIVITIES = ("cuda_runtime", "cuda_driver", "overhead")
+# cudaLaunchKernel, cuLaunchKernelEx, and the kinds of overhead in Kineto's CuptiActivity.h
+CUDA_NAME = re.compile(
+    r"cu(da)?[A-Z]|(Lazy Function Loading|Runtime Triggered Module Loading|Activity Buffer Request|Command Buffer Full"
+    r"|Buffer Flush|Driver Compiler|Instrumentation|Resource|UVM Activity Init)$"
+)
 TEXT_FIELDS = ("name", "shapes", "place")  # of Operator
 MAX_STACK_LINES = 32  # Python lines that are kept per operator

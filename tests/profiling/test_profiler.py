@@ -31,9 +31,10 @@ def on_device(number: int, name: str, start: float, end: float) -> FunctionEvent
     return FunctionEvent(number, name, 0, start, end, device_type=DeviceType.CUDA, use_device="cuda", stack=[])
 
 
-def cuda_call(number: int, name: str, start: float, end: float) -> FunctionEvent:
-    event = FunctionEvent(number, name, 0, start, end, use_device="cuda", stack=[])
-    event.activity_type = "cuda_runtime"
+def of_cuda(number: int, name: str, activity: str) -> FunctionEvent:
+    """An event of CUDA inside of aten::mm, with the kernel that it launches."""
+    event = operator(number, name, number - 3, number - 2, "gemm", 75)
+    event.activity_type = activity
     return event
 
 
@@ -44,7 +45,7 @@ def test_the_time_of_a_kernel_counts_once(are_kinds_known: bool) -> None:
         [
             operator(1, "aten::mm", 0, 10, "gemm", 75), on_device(2, "gemm", 5, 80),
             operator(3, "aten::relu", 10, 20, "clamp", 25), on_device(4, "clamp", 80, 105),
-            cuda_call(5, "cudaLaunchKernel", 2, 6),
+            of_cuda(5, "cudaLaunchKernel", "cuda_runtime"), of_cuda(6, "Lazy Function Loading", "overhead"),
         ],
         use_device="cuda",
     )  # fmt: skip

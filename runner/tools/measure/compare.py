@@ -34,9 +34,10 @@ from runner.tools.measure.comparison_result import (
     Variant,
     VariantResult,
     describe_disturbances,
+    format_reason,
     merge_reports,
 )
-from runner.tools.measure.fork_server import BudgetExhausted, ForkServer, VariantProcess
+from runner.tools.measure.fork_server import START_TIMEOUT_S, BudgetExhausted, ForkServer, VariantProcess
 from runner.tools.measure.statistics import PRIOR_SPREAD
 
 # No logging or monitoring in variants, and no files in the user's run folders.
@@ -190,19 +191,20 @@ class Comparison:
     def start(self, trial: VariantResult, deadline: float) -> VariantProcess | None:
         """Start the process of a variant and warm it up; if that fails, set its `why_not` and return None.
 
-        deadline  by `clock`: an unfinished start is ended then
+        deadline  by `clock`: an unfinished start is ended then; infinite for the baseline, which all others need
         """
         self.num_started += 1
         self.prepare(trial.variant)
         since, startup = self.clock(), trial.startup
+        limit_s = self.limits.start_s if math.isfinite(deadline) else START_TIMEOUT_S
         process = self._stack.enter_context(self.fork(trial.variant, self.num_started, deadline))
         try:
-            process.receive_reply(self.limits.start_s)
-            trial.opened = process.call(self._begin_command(trial.variant), self.limits.start_s)
-            start_s, first_update_s = self.clock() - since, process.run(1, self.limits.start_s)
+            process.receive_reply(limit_s)
+            trial.opened = process.call(self._begin_command(trial.variant), limit_s)
+            start_s, first_update_s = self.clock() - since, process.run(1, limit_s)
             began, num, total = self.clock(), 1, 0
             while self.clock() - began < self.limits.block_s:
-                process.run(num, self.limits.start_s)
+                process.run(num, limit_s)
                 num, total = min(2 * num, MAX_WARM_UP_UPDATES), total + num
             is_first = not startup.start_s
             if is_first:  # a restart reuses compiled code
@@ -210,7 +212,7 @@ class Comparison:
                 startup.warm_up_s, startup.warm_up_updates = self.clock() - began, total
             must_evaluate = self.limits.time_first_evaluation and (is_first or self.limits.run_evaluations)
             if must_evaluate and trial.opened["values"]["compile"] != "off":
-                more_s = process.call({"do": "evaluate"}, self.limits.start_s)["more_s"]
+                more_s = process.call({"do": "evaluate"}, limit_s)["more_s"]
                 startup.evaluation_s = startup.evaluation_s or more_s
             ahead = trial.opened["ahead"]
             trial.untimed = ahead + 1 if ahead else 0
@@ -222,7 +224,7 @@ class Comparison:
                 trial.why_not = f"{START_TIMED_OUT}: not ready after {self.clock() - since:.0f} s"
             return None
         except AccelRunError as error:
-            self.last_error, trial.why_not = error, _format_reason(error)
+            self.last_error, trial.why_not = error, format_reason(error)
             self._discard(process)
             return None
         except KeyboardInterrupt:
@@ -375,7 +377,7 @@ class Comparison:
         except BudgetExhausted as error:
             self.last_error, trial.why_not = error, "its last block took more than twice as long as earlier ones"
         except AccelRunError as error:
-            self.last_error, trial.why_not = error, _format_reason(error)
+            self.last_error, trial.why_not = error, format_reason(error)
         if result.mode == "restarted" or trial.why_not:
             self.processes.pop(trial.name, None)
             self._discard(process)
@@ -576,12 +578,6 @@ def _measure_busy_cores(load: CpuLoad | QuotaCpuLoad) -> float:
     load.percent()
     time.sleep(IDLE_SAMPLE_S)
     return load.num_cores * (load.percent() or 0.0) / 100
-
-
-def _format_reason(error: AccelRunError) -> str:
-    """Return the first problem as one line."""
-    problem = error.problems[0]
-    return " ".join(f"{problem.where + ': ' if problem.where else ''}{problem.what}".split())
 
 
 MIN_ROUNDS = 3  # the minimum for a spread

@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
+from runner.base.errors import AccelRunError
 from runner.base.json_converter import encode
 from runner.tools.measure.statistics import (
     PRIOR_SPREAD,
@@ -439,6 +440,12 @@ def relative_distance(base: Sequence[float] | None, other: Sequence[float] | Non
         return None
     length, distance = math.hypot(*base), math.dist(base, other)
     return distance / length if length and math.isfinite(distance) else math.inf
+
+
+def format_reason(error: AccelRunError) -> str:
+    """Return the first problem as one line."""
+    problem = error.problems[0]
+    return " ".join(f"{problem.where + ': ' if problem.where else ''}{problem.what}".split())
 
 
 def describe_disturbances(result: ComparisonResult) -> Iterator[str]:

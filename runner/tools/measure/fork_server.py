@@ -18,6 +18,7 @@ from typing import IO, Any
 
 from runner.base.errors import AccelRunError, Exit, HostMemoryError, Problem, rebuild_error
 from runner.base.secret import drop_secrets
+from runner.host.stacks import parse_main_thread, request_stacks, user_frame
 
 
 class BudgetExhausted(AccelRunError):
@@ -100,7 +101,7 @@ class ForkServer:
 
     def fork(self, sock: socket.socket, errors: IO[bytes], ranks: int) -> int:
         """Start a process with this socket and standard error; return its PID."""
-        command = json.dumps({"do": "fork", "ranks": ranks}).encode()
+        command = json.dumps({"do": "fork", "ranks": ranks, "stacks": str(self.folder)}).encode()
         socket.send_fds(self._socket.sock, [command], [sock.fileno(), errors.fileno()])
         return int(self._receive_reply("pid")["pid"])
 
@@ -138,6 +139,7 @@ class VariantProcess(JsonSocket):
             self.pid = server.fork(theirs, self._errors, ranks)
         self._sessions = [self.pid]
         self._code: int | None = None
+        self._command = "start"
 
     def __enter__(self) -> VariantProcess:
         return self
@@ -156,6 +158,7 @@ class VariantProcess(JsonSocket):
 
     def call(self, command: Mapping[str, Any], timeout_s: float = 600.0) -> dict[str, Any]:
         """Send a command and return the reply. Raises AccelRunError for a failed command, a dead process, a timeout."""
+        self._command = str(command["do"])
         with suppress(OSError):  # the process died: receive_reply raises the reason
             self.sock.sendall((json.dumps(command) + "\n").encode())
         return self.receive_reply(timeout_s)
@@ -166,7 +169,7 @@ class VariantProcess(JsonSocket):
         try:
             reply = self.receive(min(timeout_s, left_s))
         except ReplyTimeout as error:
-            raise budget_exhausted() if left_s < timeout_s else error from None
+            raise budget_exhausted() if left_s < timeout_s else self._describe_timeout(error) from None
         if reply is None:
             raise self._death_error()
         if "error" in reply:
@@ -201,6 +204,14 @@ class VariantProcess(JsonSocket):
         for session in self._sessions if self._code is None else ():
             with suppress(ProcessLookupError, PermissionError):
                 os.killpg(session, number)
+
+    def _describe_timeout(self, error: ReplyTimeout) -> ReplyTimeout:
+        """Return the error with the command and the place where the process is."""
+        frames = parse_main_thread(request_stacks(self._server.folder, {self.pid: "R"}).get(self.pid, ""))
+        place = f"; it is at {frames[0]}" if frames else ""
+        user = user_frame(frames)
+        called = f", called from {user}" if user is not None and user != frames[0] else ""
+        return ReplyTimeout(f"{error.problems[0].what} to `{self._command}` by the process of a variant{place}{called}")
 
     def _death_error(self) -> AccelRunError:
         code = self._wait()

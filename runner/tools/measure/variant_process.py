@@ -53,6 +53,7 @@ from runner.engine.phase_kinds import GradientPhase
 from runner.engine.run import TrainingRun
 from runner.host.parent_death import die_with_parent
 from runner.host.resources import affinity
+from runner.host.stacks import dump_on_signal
 from runner.monitor.gpu_driver import open_driver
 from runner.monitor.nvml import Gpu, Nvml, decode_throttle_reasons
 from runner.plan.run_plan import PhasePlan
@@ -96,6 +97,7 @@ def main(descriptor: int, parent: int, cores: int = 0) -> int:
                 server, pid = os.getpid(), os.fork()
                 if pid == 0:
                     sock.close()
+                    dump_on_signal(Path(command["stacks"]))
                     os._exit(serve(descriptors[0], descriptors[1], server, command["ranks"]))
                 for forwarded in descriptors:
                     os.close(forwarded)

@@ -20,11 +20,17 @@ import torch.distributed as dist
 READ_S = 1e-4
 TICK_S = 1e-5  # like `read_s`, for a rank
 START_S = 1.0  # start-up time of a variant
-_CLOCK, _WORKERS, _READ, SIZE = 0, 8, 16, 24  # offsets in the shared memory, and its size in bytes
+_WORKERS, _READ, _CLOCKS = 0, 8, 16  # offsets in the shared memory
+SLOTS = 251  # a prime: processes with close PIDs have separate ones
+SIZE = _CLOCKS + 8 * SLOTS
 
 
 class Planted:
     """Replaces the module `time` in this process and in the processes that share its memory.
+
+    The time is the sum of what all processes have added. Each adds to a separate slot, because two that add to the same
+    number at once would lose one addend, and the clock would run backwards. A lock is no alternative: a process may be
+    stopped while it holds it.
 
     memory  a file descriptor: of an empty file, or of the memory of another instance
     """
@@ -44,7 +50,7 @@ class Planted:
     @property
     def now(self) -> float:
         """The virtual time in seconds."""
-        return self._at(_CLOCK)
+        return sum(struct.unpack_from(f"{SLOTS}d", self._shared, _CLOCKS))
 
     @property
     def workers(self) -> float:
@@ -66,7 +72,8 @@ class Planted:
 
     def advance(self, seconds: float) -> None:
         """Move the clock."""
-        struct.pack_into("d", self._shared, _CLOCK, self.now + seconds)
+        slot = _CLOCKS + 8 * (os.getpid() % SLOTS)
+        struct.pack_into("d", self._shared, slot, self._at(slot) + seconds)
 
     def rule(self) -> None:
         """Use only virtual time in this process, a variant that starts."""

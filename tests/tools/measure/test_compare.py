@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 import os
 import signal
+import socket
+import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
+from typing import IO
 
 import psutil
 import pytest
@@ -17,6 +21,7 @@ import torch
 from runner.base.errors import AccelRunError
 from runner.config.request import Request
 from runner.host import resources as host
+from runner.host.stacks import dump_on_signal
 from runner.tools.measure import compare
 from runner.tools.measure.compare import MIN_ROUNDS, CompareLimits, Comparison, choose_block_updates, leave_out
 from runner.tools.measure.comparison_result import (
@@ -29,6 +34,7 @@ from runner.tools.measure.comparison_result import (
     as_json,
     describe_disturbances,
 )
+from runner.tools.measure.fork_server import ReplyTimeout, VariantProcess
 from runner.tools.measure.statistics import PRIOR_SPREAD
 from runner.tools.measure.variant_process import MAX_TIMED_UPDATES
 from tests.tools.measure.planted_time import Planted
@@ -420,3 +426,41 @@ def test_a_zero_reading_does_not_cause_long_blocks() -> None:
 
     assert num == round(0.4 / 0.003)
     assert max(made) <= 2 * num
+
+
+class HangingServer:
+    """In place of the fork server: its processes block forever."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.hangs, self._end = os.pipe()
+        self._ready, self._is_ready = os.pipe()
+        self.pid = 0
+
+    def fork(self, sock: socket.socket, errors: IO[bytes], ranks: int) -> int:
+        self.pid = os.fork()
+        if self.pid == 0:
+            dump_on_signal(self.folder)
+            os.write(self._is_ready, b"x")
+            self.block()
+        os.read(self._ready, 1)
+        return self.pid
+
+    def block(self) -> None:
+        os.read(self.hangs, 1)
+        os._exit(0)
+
+    def wait(self, pid: int) -> int:
+        return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+
+
+@pytest.mark.usefixtures("real_time")
+def test_a_process_that_does_not_reply_is_described_by_its_command_and_place(tmp_path: Path) -> None:
+    server = HangingServer(tmp_path)
+    with VariantProcess(server, 1, time.monotonic, math.inf) as process:  # type: ignore[arg-type]
+        process._sessions = []  # lint-tests: private: it has no session of its own, and belongs to this one
+        with pytest.raises(ReplyTimeout) as caught:
+            process.call({"do": "begin"}, timeout_s=0.0)
+        os.kill(server.pid, signal.SIGKILL)
+    assert "`begin`" in str(caught.value)
+    assert "test_compare.py" in str(caught.value)
