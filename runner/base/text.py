@@ -258,13 +258,13 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Format bytes with at least three digits, in the largest unit of which they are at least a tenth.
+    """Format bytes with at least three digits, in the largest unit of which they are at least a tenth, or one TiB.
 
     All displayed sizes use this function, so that equal sizes look equal: 64 KiB, never 6.4e-05 GiB.
     """
     for unit, scale in (("TiB", 2**40), ("GiB", 2**30), ("MiB", 2**20), ("KiB", 2**10)):
         value = size / scale
-        if value >= 0.1:
+        if value >= (1 if unit == "TiB" else 0.1):  # the memory of large GPUs is given in GiB
             return f"{value:,.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
     return f"{size:.0f} B" if size else "0"
 

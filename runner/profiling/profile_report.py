@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
+import re
 import shutil
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -20,6 +21,7 @@ from runner.profiling.module_times import NON_MODULES, ModuleTime
 
 TOP = 10  # operators shown
 ROWS = 20  # modules shown
+KERNEL_NOISE = re.compile(r"^void |at::native::|\(anonymous namespace\)::|binary_internal::")  # in names of kernels
 
 
 @dataclass(frozen=True)
@@ -205,7 +207,7 @@ def _format_kernels(kernels: Sequence[Kernel], width: int) -> list[str]:
     if not total:
         return []
     columns = {
-        "kernel": [_truncate(row.name) for row in rows],
+        "kernel": [_truncate(KERNEL_NOISE.sub("", row.name), 60) for row in rows],
         "calls": [_format_calls(row.calls) for row in rows],
         "GPU": [f"{row.ms:.3f}" for row in rows],
         "share": [_format_share(row.ms, total) for row in rows],

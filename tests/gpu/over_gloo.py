@@ -1,13 +1,10 @@
-"""Run accel-run as a rank of torchrun with gloo in place of NCCL, which refuses two ranks on one GPU."""
+"""Import it to use gloo in place of NCCL, which refuses two ranks on one GPU."""
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import torch.distributed as dist
-
-from runner.cli import main
 
 init_process_group = dist.init_process_group
 
@@ -17,6 +14,4 @@ def init_over_gloo(backend: str, **options: Any) -> None:
     init_process_group("gloo", **{**options, "device_id": None})
 
 
-if __name__ == "__main__":
-    dist.init_process_group = init_over_gloo  # type: ignore[assignment]
-    sys.exit(main(sys.argv[1:]))
+dist.init_process_group = init_over_gloo  # type: ignore[assignment]

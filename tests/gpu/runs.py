@@ -37,11 +37,17 @@ class Runs:
     folder: Path
     known: dict[str, Path]
 
+    def start(self, words: str | list[str], env: Mapping[str, str] | None = None) -> None:
+        """Start a command; `self.server.wait()` returns its result."""
+        words, devices, before = words.split() if isinstance(words, str) else words, {}, ""
+        if is_stand_in():
+            devices, before = {VARIABLE: os.environ[VARIABLE]}, DESCRIBE
+        self.server.start(words, self.folder, {**devices, **(env or {})}, before)
+
     def end(self, words: str | list[str], env: Mapping[str, str] | None = None) -> Ended:
         """Run a command and return its result, with any exit code."""
-        if not is_stand_in():
-            return self.server.run(words, self.folder, env)
-        return self.server.run(words, self.folder, {VARIABLE: os.environ[VARIABLE], **(env or {})}, DESCRIBE)
+        self.start(words, env)
+        return self.server.wait()
 
     def train(self, run: str, words: str, *, code: int = 0, env: Mapping[str, str] | None = None) -> Path:
         """Train the small task; return the folder of the run."""

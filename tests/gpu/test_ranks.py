@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
+import socket
+from dataclasses import replace
 
 import pytest
 import torch
 
 from runner.base.accelerator import is_stand_in
-from tests.forkserver import ROOT
 from tests.gpu.runs import COMMON, TASK, Runs, losses, plan_of, weights
 
 pytestmark = pytest.mark.gpu
@@ -93,16 +91,22 @@ def test_one_gpu_is_a_world_of_size_one_of_every_strategy(strategy: str, runs: R
     assert same == pytest.approx(one, rel=1e-6)
 
 
-@pytest.mark.skipif(is_stand_in(), reason="NCCL of the stand-in accepts two ranks on one GPU")
-@pytest.mark.parametrize("words", ["parallelism=ddp", "parallelism=ddp parallelism.shares=[11,5]"])
-def test_two_ranks_on_one_gpu_have_the_curve_of_one(words: str, runs: Runs) -> None:
+def test_two_ranks_on_one_gpu_with_unequal_shares_have_the_curve_of_one(runs: Runs) -> None:
     """Not with fsdp, whose collectives crash gloo on a GPU (torch 2.11)."""
     one = losses(runs.straight(PLAIN))
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "tests.gpu.over_gloo"]
-    command = ["train", "--task", str(TASK), "run=two", *COMMON, "device=cuda", "precision=fp32", *words.split()]
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join([str(ROOT), os.environ.get("PYTHONPATH", "")])}
-    done = subprocess.run(
-        [sys.executable, *launcher, *command], cwd=runs.folder, env=env, capture_output=True, text=True, check=False
-    )
-    assert done.returncode == 0, done.stderr
+    words = ["train", "--task", str(TASK), "run=two", *COMMON, "device=cuda", "precision=fp32"]
+    words += ["parallelism=ddp", "parallelism.shares=[11,5]"]
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
+    env = {"CUDA_VISIBLE_DEVICES": "0", "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}
+    env |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+    if not is_stand_in():  # its NCCL accepts two ranks on one GPU
+        env["IMPORT_FIRST"] = "tests.gpu.over_gloo"
+    with runs.server.twin() as twin:
+        servers = [runs.server, twin]
+        for rank, server in enumerate(servers):
+            replace(runs, server=server).start(words, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        ended = [server.wait() for server in servers]
+    assert [each.code for each in ended] == [0, 0], ended
     assert losses(runs.folder / "outputs/two") == pytest.approx(one, rel=1e-5)
