@@ -99,8 +99,10 @@ def trained(
 
 
 def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, ...]) -> dict[str, Any]:
-    error = None
+    error, laps = None, list[str]()
     with opening.open_phase(request, world if world.world_size > 1 else None) as phase:
+        lap = phase.watch.lap
+        phase.watch.lap = lambda part: (laps.append(part), lap(part))[1]  # type: ignore[method-assign,func-returns-value]
         try:
             for _ in phase.updates():
                 if phase.is_over:
@@ -128,6 +130,7 @@ def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, 
         "remembered": [vars(row) for row in oom_history.read_reductions(run)],
         "files": sorted(path.name for path in run.glob("memory*.txt")),
         "struck": [each.struck for each in shortages],
+        "laps": laps,
         "error": None if error is None else [type(error).__name__, getattr(error, "exit_code", None), str(error)],
         "problem": vars(error.problems[0]) if isinstance(error, AccelRunError) else None,
     }
@@ -353,6 +356,12 @@ def test_a_single_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks: int)
     if ranks == 2:
         assert found[0]["error"][0] == "RankLost"
         assert "rank 1" in found[0]["error"][2]
+
+
+def test_the_time_of_a_retry_does_not_count_as_waiting_for_data() -> None:
+    laps = trained(Course(), Shortage("forward", 4, at=1))[0]["laps"]
+    assert "data data" not in " ".join(laps)
+    assert " ".join(laps).count("data hooks data") == 1
 
 
 def test_host_out_of_memory_is_exit_81() -> None:

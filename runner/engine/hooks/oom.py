@@ -100,6 +100,7 @@ class OutOfMemory(Hook):
             if reduction:
                 self._apply_reduction(rank, *reduction)
         self.phase.restart_update(self.smaller)
+        self.phase.watch.lap("hooks")  # else this time counts as waiting for data
 
     def report_step_retry(self, cause: OomCause) -> None:
         """Report an optimizer step that succeeded at the second attempt."""
