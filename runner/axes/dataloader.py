@@ -11,7 +11,6 @@ import io
 import os
 import queue
 import threading
-import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +31,7 @@ from runner.base.order import MicroBatchKey
 from runner.base.sample_rng import NoStreams, SampleStreams, seeded_generators
 from runner.base.task import Dataset, Task
 from runner.base.text import RemoteError, abbreviate, describe_exception, error_line, error_message
-from runner.base.values import Count, NonNegative, PositiveInt
+from runner.base.values import Count, PositiveInt
 from runner.host.loader_processes import (
     PicklerWithoutModel,
     init_worker,
@@ -52,11 +51,7 @@ class Fetcher:
 
     model  model of the task that `collate` belongs to; it is not sent to spawned processes
     split  split of the samples; each split draws separate random numbers
-
-    is_sequential  a later sample is reached by reading the ones before it, so that one process reads them all
     """
-
-    is_sequential = False
 
     def __init__(
         self,
@@ -171,7 +166,6 @@ class Loader:
 
     num_workers = 0
     max_prefetched = 0  # maximum number of prefetched batches
-    decision = ""  # whether workers read, if that was measured, and why
 
     def __init__(self, fetcher: Fetcher) -> None:
         self.fetcher = fetcher
@@ -263,52 +257,6 @@ class WorkerLoader(Loader):
         self._open.clear()
 
 
-class AutoLoader(Loader):
-    """Read the first batches in this process, and the rest in workers if one takes longer than `limit_s` to read.
-
-    A batch of a worker costs this process time, too: it receives the tensors, and page-locks them in a thread that
-    takes the interpreter lock from the training. All batches of the measurement are read before the first is
-    yielded, because workers should be forked before the model computes.
-    """
-
-    def __init__(
-        self, workers: WorkerLoader, inline: Loader, *, limit_s: float, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        super().__init__(workers.fetcher)
-        self._workers, self._inline, self._limit_s, self._clock = workers, inline, limit_s, clock
-        self._chosen: Loader | None = None
-        self.num_workers, self.max_prefetched = workers.num_workers, workers.max_prefetched
-
-    def batches(self, keys: Keys) -> Iterator[MicroBatch]:
-        keys = iter(keys)
-        if self._chosen is None:
-            yield from self._measure(keys)
-        assert self._chosen is not None
-        yield from self._chosen.batches(keys)
-
-    def _measure(self, keys: Iterator[MicroBatchKey]) -> list[MicroBatch]:
-        """Choose by the time of the second batch, because the first one may open files; return the batches read."""
-        read: list[MicroBatch] = []
-        seconds = self._limit_s
-        for key in islice(keys, 2):
-            start = self._clock()
-            read += self._inline.batches([key])
-            seconds = self._clock() - start if key.indices else seconds
-            if seconds > SLOW_READ * self._limit_s:
-                break
-        self._chosen = self._inline if seconds < self._limit_s else self._workers
-        self.num_workers, self.max_prefetched = self._chosen.num_workers, self._chosen.max_prefetched
-        readers = f"{self.num_workers} data workers" if self.num_workers else "no data workers"
-        self.decision = f"{readers}: this process reads a batch in {1e3 * seconds:.2g} ms"
-        return read
-
-    def new_like(self, fetcher: Fetcher) -> Loader:
-        return (self._chosen or self._workers).new_like(fetcher)
-
-    def close(self) -> None:
-        self._workers.close()
-
-
 class ThreadLoader(Loader):
     """Prefetch in one thread. For cached samples only: code of a task may draw from the process's generators."""
 
@@ -366,7 +314,6 @@ def default(
     device: torch.device,
     *,
     num_workers: Count | Literal["auto"] = "auto",
-    workers_above_ms: NonNegative | Literal["auto"] = "auto",
     pin_memory: bool | Literal["auto"] = "auto",
     prefetch_factor: PositiveInt = 2,
     start_method: Literal["fork", "spawn"] = "fork",
@@ -376,33 +323,27 @@ def default(
 ) -> Loader:
     """Load in worker processes, or in this process if there are none.
 
-    num_workers       worker processes; 0 reads in this process; auto: by device and cores
-    workers_above_ms  start workers only if reading a batch takes longer, in ms, measured at the start; 0: always start
-                      them; auto: 1 with num_workers=auto, else 0
-    pin_memory        copy batches to page-locked memory, from which copies to a GPU can overlap; auto: with a GPU
-    prefetch_factor   batches each worker reads ahead
-    start_method      how workers start; fork: fast, shares the dataset's memory; spawn: slow, imports all modules again
-                      and copies the dataset; for libraries that do not support fork
-    drop_last         drop the last, smaller update of each epoch (training only)
-    cache             memory: read every sample once and keep it in host memory; device: keep it in device memory
-    bad_samples       stop: end the run at a sample that cannot be read; skip: skip and list the sample
+    num_workers      worker processes; 0 reads in this process; auto: by device and cores
+    pin_memory       copy batches to page-locked memory, from which copies to a GPU can overlap; auto: with a GPU
+    prefetch_factor  batches each worker reads ahead
+    start_method     how workers start; fork: fast, shares the dataset's memory; spawn: slow, imports all modules again
+                     and copies the dataset; for libraries that do not support fork
+    drop_last        drop the last, smaller update of each epoch (training only)
+    cache            memory: read every sample once and keep it in host memory; device: keep it in device memory
+    bad_samples      stop: end the run at a sample that cannot be read; skip: skip and list the sample
     """
     assert num_workers != "auto", "the plan resolves it"
     assert pin_memory != "auto", "the plan resolves it"
     fetcher = cache_samples(fetcher, cache, device)
-    inline = PinnedLoader(fetcher) if pin_memory and cache != "device" else Loader(fetcher)
     if num_workers == 0:
-        return inline
-    workers = WorkerLoader(
+        return PinnedLoader(fetcher) if pin_memory and cache != "device" else Loader(fetcher)
+    return WorkerLoader(
         fetcher,
         num_workers=num_workers,
         pin_memory=pin_memory,
         prefetch_factor=prefetch_factor,
         start_method=start_method,
     )
-    if workers_above_ms in (0, "auto") or fetcher.is_sequential:  # the plan resolves auto if it chose num_workers
-        return workers
-    return AutoLoader(workers, inline, limit_s=float(workers_above_ms) / 1e3)
 
 
 def thread(
@@ -594,6 +535,5 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-SLOW_READ = 20.0  # times the limit: the first batch is slow whatever it opens, and waiting for another costs time
 _SHUTDOWN_TIMEOUT_S = 2.0  # s for a worker to exit; its results are not needed
 DATALOADERS: Mapping[str, Callable[..., Loader]] = {"default": default, "thread": thread}

@@ -8,7 +8,6 @@ from runner.base.errors import Problem
 from runner.plan.decisions import Decisions
 from runner.plan.inventory import Device
 
-READ_MS = 1.0
 FSDP_TORCH = Version("2.13")  # 2.11 and 2.12 fail tests/distributed/test_sharded.py
 SPLIT_MIB = 25  # the size of a bucket of gradients
 
@@ -72,13 +71,6 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
     local_uuids = {device.uuid for device in planner.inventory.usable}
     num_ranks = max(1, sum(rank.uuid in local_uuids for rank in planner.ranks))
     workers = options.get("num_workers", 0)  # dataloader=thread has at most one
-    if options.get("workers_above_ms") == "auto":
-        limit, why = (
-            (READ_MS, "auto: about what a batch of a worker costs this process")
-            if workers == "auto"
-            else (0.0, "auto: num_workers is set")
-        )
-        planner.set("dataloader", "workers_above_ms", limit, why)
     if workers == "auto":
         if options["cache"] != "none":
             workers, why = 0, f"auto: nothing to read, samples are cached in {options['cache']}"

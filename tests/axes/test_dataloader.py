@@ -17,7 +17,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from runner.axes.dataloader import DATALOADERS, AutoLoader, Fetcher, Loader, cache_samples, default, thread
+from runner.axes.dataloader import DATALOADERS, Fetcher, cache_samples, default, thread
 from runner.base.errors import DataError, Exit
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Task
@@ -25,7 +25,7 @@ from runner.base.text import RemoteError
 from runner.config.configuration import compose
 from runner.config.option_table import call_option
 from runner.config.request import Request
-from runner.plan.inventory import GIB, Cpu, Device, Inventory
+from runner.plan.inventory import GIB, Cpu, Inventory
 from runner.plan.planner import make_plan
 from tests.axes.worker_data import Owner
 from tests.operations import Operations
@@ -326,87 +326,3 @@ def test_a_batch_of_tensors_is_one_operation_for_each_tensor() -> None:
 def test_a_sample_that_a_subset_does_not_have_is_named() -> None:
     with pytest.raises(DataError, match="sample 1 cannot be read"):
         fetcher(Subset(make_tensors(), [0, 99, 1]))[MicroBatchKey(0, [0, 1], last=True)]
-
-
-class Slow:
-    """Samples that take time to read, on a clock of the test."""
-
-    def __init__(self, *seconds: float) -> None:
-        self.seconds = iter(seconds)
-        self.now = 0.0
-
-    def __len__(self) -> int:
-        return 64
-
-    def __getitem__(self, index: int) -> torch.Tensor:
-        self.now += next(self.seconds, 0.0)
-        return torch.tensor(index)
-
-
-class Workers(Loader):
-    """In place of worker processes: record which keys they get."""
-
-    num_workers, max_prefetched = 4, 8
-
-    def __init__(self, fetcher: Fetcher) -> None:
-        super().__init__(fetcher)
-        self.keys: list[MicroBatchKey] = []
-
-    def batches(self, keys: Any) -> Any:
-        for key in keys:
-            self.keys.append(key)
-            yield self.fetcher[key]
-
-
-@pytest.mark.parametrize(
-    ("seconds", "num_measured", "num_workers"),
-    [
-        ((0.5, 0.0005), 2, 0),  # the first batch may open files
-        ((0.0001, 0.002), 2, 4),
-        ((0.0001, 0.001), 2, 4),
-        ((1.1, 0.0), 1, 4),  # no second batch is waited for
-    ],
-)
-def test_workers_are_started_if_reading_takes_longer_than_the_limit(
-    seconds: tuple[float, ...], num_measured: int, num_workers: int
-) -> None:
-    limit_s = 0.001 if seconds[0] < 1 else 0.05
-    dataset = Slow(*(0.9 * limit_s * 20 if second == 0.5 else second for second in seconds))
-    fetcher = Fetcher(dataset, default_collate, bad_samples="stop")  # type: ignore[arg-type]
-    workers = Workers(fetcher)
-    loader = AutoLoader(workers, Loader(fetcher), limit_s=limit_s, clock=lambda: dataset.now)  # type: ignore[arg-type]
-    keys = [MicroBatchKey(0, [index], last=True) for index in range(6)]
-    found = loader.batches(iter(keys))
-    assert next(found).batch.tolist() == [0]
-    assert workers.keys == []
-    assert [item.batch.tolist() for item in found] == [[index] for index in range(1, 6)]
-    assert loader.num_workers == num_workers
-    assert workers.keys == (keys[num_measured:] if num_workers else [])
-    assert [item.batch.tolist() for item in loader.batches(iter(keys))] == [[index] for index in range(6)]
-    assert len(workers.keys) == (len(keys) - num_measured + len(keys) if num_workers else 0)
-
-
-def test_without_a_sample_in_the_first_batches_workers_read() -> None:
-    """A rank may have no sample in an update, which says nothing about the time of reading one."""
-    fetcher = Fetcher(Slow(), default_collate, bad_samples="stop")  # type: ignore[arg-type]
-    loader = AutoLoader(Workers(fetcher), Loader(fetcher), limit_s=1.0)  # type: ignore[arg-type]
-    list(loader.batches([MicroBatchKey(0, [], last=True)] * 2))
-    assert loader.num_workers == 4
-
-
-def test_the_first_batches_and_those_of_workers_are_in_order() -> None:
-    fetcher = Fetcher(Slow(), default_collate, bad_samples="stop")  # type: ignore[arg-type]
-    loader = default(fetcher, torch.device("cpu"), num_workers=2, workers_above_ms=1e-9, pin_memory=False)
-    keys = [MicroBatchKey(0, [index, index + 1], last=True) for index in range(0, 12, 2)]
-    try:
-        assert [item.batch.tolist() for item in loader.batches(iter(keys))] == [key.indices for key in keys]
-        assert loader.num_workers == 2
-    finally:
-        loader.close()
-
-
-@pytest.mark.parametrize(("words", "limit_ms"), [((), 1.0), (("dataloader.num_workers=3",), 0.0)])
-def test_reading_is_measured_unless_the_number_of_workers_is_set(words: tuple[str, ...], limit_ms: float) -> None:
-    gpu = Device("cuda", 0, "Tesla T4", "GPU-0", 15 * GIB, capability=(7, 5))
-    plan = make_plan(compose(Request(words)), Inventory((gpu,), Cpu("a processor", 8, 16, 64 * GIB)))
-    assert plan.choices["dataloader"].options["workers_above_ms"] == limit_ms

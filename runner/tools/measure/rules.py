@@ -73,7 +73,6 @@ def data_wait(facts: Facts) -> RuleFinding | None:
     if share is None or share < MIN_DATA_WAIT:
         return None
     loader, workers = values.get("dataloader"), values.get("dataloader.num_workers")
-    workers = 0 if workers and facts.evidence.num_workers == 0 else workers  # reading was too fast to start them
     counts = suggest_worker_counts(cores, is_io_bound=facts.probe.get("sample_busy", 1.0) < CPU_BOUND_SHARE)
     is_cached = values.get("dataloader.cache") != "none"
     if loader == "thread":  # without a cache it is one worker process
