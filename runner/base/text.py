@@ -258,7 +258,7 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Format bytes with at least three digits, in the largest unit of which they are at least a tenth, or one TiB.
+    """Format bytes with at least three digits, in the largest unit that gives at least 0.1, or at least 1 TiB.
 
     All displayed sizes use this function, so that equal sizes look equal: 64 KiB, never 6.4e-05 GiB.
     """

@@ -29,7 +29,7 @@ from runner.plan.memory_fit import (
     largest_micro_batch,
     predict_memory,
 )
-from runner.plan.planning_rules import RULES, optimizer_kernel
+from runner.plan.planning_rules import RULES, optimizer_kernel, why_no_fsdp
 from runner.plan.rank_devices import RankDevice, assign_gpus, split_shares
 from runner.plan.run_plan import PhasePlan, Plan, rank_part
 from runner.plan.strategy import choose_strategy
@@ -186,7 +186,8 @@ class _Planner(Decisions):
             return
         settings = self.configuration.settings
         micro = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
-        strategy = choose_strategy(self.needs, devices, settings.global_batch_size, micro)
+        can_shard = not why_no_fsdp(self.inventory.torch_version)
+        strategy = choose_strategy(self.needs, devices, settings.global_batch_size, micro, can_shard=can_shard)
         if not strategy.fits:
             self.notes.append(f"parallelism={strategy.reason}{SEE_PLAN}")
         self.choose("parallelism", strategy.name, strategy.reason)

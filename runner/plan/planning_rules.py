@@ -8,7 +8,6 @@ from runner.base.errors import Problem
 from runner.plan.decisions import Decisions
 from runner.plan.inventory import Device
 
-FSDP_TORCH = Version("2.13")  # 2.11 and 2.12 fail tests/distributed/test_sharded.py
 SPLIT_MIB = 25  # the size of a bucket of gradients
 
 
@@ -140,6 +139,16 @@ def _compile(planner: Decisions, gpu: Device | None) -> None:
         planner.set("compile", "split_mib", SPLIT_MIB if overlaps else 0, why)
 
 
+def why_no_fsdp(torch_version: str) -> str:
+    """Return why this version of torch, empty if unknown, cannot shard parameters over several ranks; empty if it can.
+
+    2.11 and 2.12 fail tests/distributed/test_sharded.py: each rank exchanges the gradients of the parameters it used.
+    """
+    if not torch_version or Version(torch_version).release[:2] >= (2, 13):
+        return ""
+    return f"torch {torch_version} exchanges wrong gradients if ranks use different parameters"
+
+
 def _parallelism(planner: Decisions, gpu: Device | None) -> None:
     choice, compiled = planner.choices["parallelism"], planner.choices["compile"]
     if choice.function == "pipeline" and compiled.function not in ("off", "regional"):
@@ -147,11 +156,9 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
         planner.problems.append(Problem(what, f"compile={compiled.name}", "use compile=regional, or compile=off"))
     if choice.function != "fsdp":
         return
-    version = planner.inventory.torch_version
-    if len(planner.ranks) > 1 and version and Version(version) < FSDP_TORCH:
-        what = f"torch {version} exchanges wrong gradients if ranks use different parameters"
-        fix = f'pip install "torch>={FSDP_TORCH}", or use parallelism=ddp'
-        planner.problems.append(Problem(what, "parallelism=fsdp", fix))
+    if len(planner.ranks) > 1 and (why_not := why_no_fsdp(planner.inventory.torch_version)):
+        fix = 'pip install "torch>=2.13", or use parallelism=ddp or parallelism=pipeline'
+        planner.problems.append(Problem(why_not, f"parallelism={choice.name}", fix))
     communicated = {"bfloat16": "bf16", "float16": "fp16"}.get(str(choice.options["communicate"]))
     precision = planner.choices["precision"].name
     if communicated and communicated != precision:

@@ -23,14 +23,17 @@ class Strategy:
     fits: bool = True
 
 
-def choose_strategy(needs: MemoryNeeds, ranks: Sequence[RankDevice], total: int, micro: int | None) -> Strategy:
+def choose_strategy(
+    needs: MemoryNeeds, ranks: Sequence[RankDevice], total: int, micro: int | None, *, can_shard: bool = True
+) -> Strategy:
     """Return the simplest strategy with which an update of `total` samples fits the devices; ddp if none does.
 
     ddp if each device can hold the whole model and at least one sample. On unequal devices its shares follow speed,
     or memory if equal shares would not fit in one micro-batch. Otherwise fsdp if the devices are alike and a shard
     fits, and a pipeline if they are not: fsdp shards evenly, so the smallest device limits the shard.
 
-    micro  micro-batch size; None: the whole share
+    micro      micro-batch size; None: the whole share
+    can_shard  whether fsdp can be used
     """
     count, capacities = len(ranks), [rank.capacity_bytes for rank in ranks]
     if count == 1:
@@ -48,7 +51,7 @@ def choose_strategy(needs: MemoryNeeds, ranks: Sequence[RankDevice], total: int,
         return needs.fits(ranks, [size] * count, RankPart(strategy, count, share))
 
     # with one micro-batch, no unsharded gradients are accumulated
-    shards_fit = fits_all("fsdp") or fits_all("fsdp", micro or share)
+    shards_fit = can_shard and (fits_all("fsdp") or fits_all("fsdp", micro or share))
     if fits_all("ddp"):
         if not are_unequal:
             return Strategy(
@@ -73,6 +76,7 @@ def choose_strategy(needs: MemoryNeeds, ranks: Sequence[RankDevice], total: int,
         and _fits_together(demand, samples, ranks)
     ):
         why = "fsdp shards evenly and the smaller device is too small for that" if are_unequal else "too large for fsdp"
+        why = why if can_shard else "this version of torch cannot shard over several ranks"
         return Strategy(
             "pipeline", {}, f"auto: a replica needs {format_bytes(min_bytes)}, above {available}; {why} ({demand})"
         )

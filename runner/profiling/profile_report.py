@@ -141,6 +141,7 @@ def make_summary(findings: Findings) -> dict[str, Any]:
         "device_calls_per_update": operators.device_calls,
         "operators": [asdict(row) for row in operators.rows[:TOP]],
         "kernels": [asdict(row) for row in operators.kernels[:TOP]],
+        "kernels_per_update": sum(row.calls for row in operators.kernels),
         "modules": [asdict(row) for row in findings.modules],
         "waits": None if findings.waits is None else [asdict(row) for row in findings.waits],
         "notes": findings.notes,

@@ -35,7 +35,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -83,8 +83,7 @@ def by_hand(case: Case, total: int, *, has_half_loss: bool = False) -> Iterator[
                 if device.type == "cuda":
                     x, y = (each.pin_memory().to(device, non_blocking=True) for each in (x, y))
                 with autocast():
-                    logits = model(x) if has_half_loss else model(x).float()
-                    loss = F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1)) / passes
+                    loss = _loss(model, x, y, has_half_loss=has_half_loss) / passes
                 loss.backward()  # type: ignore[no-untyped-call]
             nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
             for group in groups:
@@ -95,6 +94,12 @@ def by_hand(case: Case, total: int, *, has_half_loss: bool = False) -> Iterator[
             if step % 10 == 0:
                 loss.item()
             yield
+
+
+def _loss(model: Any, x: Tensor, y: Tensor, *, has_half_loss: bool) -> Tensor:
+    """Return the mean loss; the logits are freed at its end, as far as the backward pass does not need them."""
+    logits = model(x) if has_half_loss else model(x).float()
+    return F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1))
 
 
 def _build(case: Case) -> Any:

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from packaging.version import Version
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.profiler import ProfilerActivity, profile
@@ -28,7 +27,7 @@ from runner.distributed.batch_norm import synchronize_batch_norms
 from runner.distributed.parallel import ForwardPasses, Parallel
 from runner.distributed.sharded import Sharded
 from runner.engine.loop import Position, StepInfo, Training, train_updates
-from runner.plan.planning_rules import FSDP_TORCH
+from runner.plan.planning_rules import why_no_fsdp
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import PROMISED, allowed, distance, distance_of_each
 
@@ -303,7 +302,7 @@ class Choosing(nn.Module):
         return (x @ self.ways[way]).sum() * self.gains[way]
 
 
-@pytest.mark.skipif(Version(torch.__version__) < FSDP_TORCH, reason="earlier versions are refused by the plan")
+@pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version")
 def test_ranks_may_use_different_parameters() -> None:
     def learn(world: World) -> list[Any]:
         torch.manual_seed(0)

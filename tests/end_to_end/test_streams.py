@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 from pathlib import Path
 from typing import Any
@@ -28,12 +29,15 @@ Result = tuple[dict[str, torch.Tensor], list[float]]
 def trained(server: ForkServer, folder: Path, *lines: str) -> Result:
     """Return the weights and losses of a run started by each line in turn; all but the last are killed."""
     folder.mkdir()
+    directory = folder / "outputs" / "mine"
     for number, words in enumerate(lines, 1):
         fault = KILL if number < len(lines) else {}
         env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
         ended = server.run(f"{TRAIN} {words}", folder, env)
         assert (ended.code == 0) is not bool(fault), ended.err
-    directory = folder / "outputs" / "mine"
+        if fault:  # ranks end after the launcher that was killed, and hold the lock until then
+            with (directory / ".lock").open() as lock:
+                fcntl.flock(lock, fcntl.LOCK_EX)
     path = newest_valid(directory / "checkpoints")
     assert path is not None
     rows = [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]

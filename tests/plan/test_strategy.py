@@ -63,6 +63,12 @@ def test_the_simplest_fitting_strategy_is_chosen(
     assert words in found.reason
 
 
+@pytest.mark.parametrize(("layers", "name"), [(4, "pipeline"), (None, "ddp")])
+def test_without_sharding_a_pipeline_is_chosen_if_the_model_has_layers(layers: int | None, name: str) -> None:
+    found = choose_strategy(needs(model(20, layers=layers)), devices(16, 16), 32, None, can_shard=False)
+    assert (found.name, found.fits) == (name, name == "pipeline")
+
+
 def test_a_model_that_fits_nowhere_is_reported_with_remedies() -> None:
     found = choose_strategy(needs(model(40, layers=None)), devices(11, 8), 32, None)
     assert (found.name, found.options, found.fits) == ("ddp", {"shares": "memory"}, False)

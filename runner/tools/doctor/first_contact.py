@@ -285,10 +285,14 @@ def _run_command(command: str, request: Request, context: CheckContext, *words: 
     line += ["run=contact", f"output_root={root}"]
     line += ["--task", str(request.task_file)] if request.task_file else []
     done = subprocess.run(line, capture_output=True, text=True, check=False, stdin=subprocess.DEVNULL)
-    lines = [text for text in done.stderr.splitlines() if text.strip()]
-    said = [text for text in lines if text.startswith("accel-run: ")] or lines  # notes and warnings come before
     folder = root / ("profiles/contact" if command == "profile" else "contact")
-    return (f"exit code {done.returncode}: {said[0] if said else ''}" if done.returncode else None), folder
+    return (f"exit code {done.returncode}: {find_error(done.stderr)}" if done.returncode else None), folder
+
+
+def find_error(text: str) -> str:
+    """Return the line of a command's standard error that describes its error: notes and warnings may come before."""
+    lines = [line for line in text.splitlines() if line.strip()]
+    return next((line for line in lines if line.startswith("accel-run: ")), lines[0] if lines else "")
 
 
 @contextmanager
@@ -391,7 +395,7 @@ def _compare_profile(device: Device, expected: RunPrediction | str, folder: Path
     difference = "the training loop waits for the device at these places" if number > MAX_WAITS else ""
     seen = f"{number:g} per update{f', at {places}' if places else ''}; at most {MAX_WAITS:g} are expected"
     yield compare(f"{name} waits", "per_update", (MAX_WAITS, number), seen, difference)
-    launched = sum(kernel["calls"] for kernel in summary["kernels"])
+    launched = summary["kernels_per_update"]
     if not launched or isinstance(expected, str):
         yield skip(f"{name} kernels", "the profiler recorded no kernels here")
         return

@@ -12,11 +12,10 @@ import math
 import os
 import random
 import shutil
-import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +33,9 @@ from runner.tools.measure.comparison_result import (
     Variant,
     VariantResult,
     describe_disturbances,
+    expected_start_s,
     format_reason,
+    is_compiled,
     merge_reports,
 )
 from runner.tools.measure.fork_server import START_TIMEOUT_S, BudgetExhausted, ForkServer, VariantProcess
@@ -191,32 +192,32 @@ class Comparison:
     def start(self, trial: VariantResult, deadline: float) -> VariantProcess | None:
         """Start the process of a variant and warm it up; if that fails, set its `why_not` and return None.
 
-        deadline  by `clock`: an unfinished start is ended then; infinite for the baseline, which all others need
+        deadline  by `clock`: an unfinished start is ended then
         """
         self.num_started += 1
         self.prepare(trial.variant)
         since, startup = self.clock(), trial.startup
-        limit_s = self.limits.start_s if math.isfinite(deadline) else START_TIMEOUT_S
+        limits = self._limits_for(deadline)
         process = self._stack.enter_context(self.fork(trial.variant, self.num_started, deadline))
         try:
-            process.receive_reply(limit_s)
-            trial.opened = process.call(self._begin_command(trial.variant), limit_s)
-            start_s, first_update_s = self.clock() - since, process.run(1, limit_s)
+            process.receive_reply(limits.start_s)
+            trial.opened = process.call(self._begin_command(trial.variant), limits.start_s)
+            start_s, first_update_s = self.clock() - since, process.run(1, limits.start_s)
             began, num, total = self.clock(), 1, 0
-            while self.clock() - began < self.limits.block_s:
-                process.run(num, limit_s)
+            while self.clock() - began < limits.block_s:
+                process.run(num, limits.start_s)
                 num, total = min(2 * num, MAX_WARM_UP_UPDATES), total + num
             is_first = not startup.start_s
             if is_first:  # a restart reuses compiled code
                 startup.start_s, startup.first_update_s = start_s, first_update_s
                 startup.warm_up_s, startup.warm_up_updates = self.clock() - began, total
-            must_evaluate = self.limits.time_first_evaluation and (is_first or self.limits.run_evaluations)
+            must_evaluate = limits.time_first_evaluation and (is_first or limits.run_evaluations)
             if must_evaluate and trial.opened["values"]["compile"] != "off":
-                more_s = process.call({"do": "evaluate"}, limit_s)["more_s"]
+                more_s = process.call({"do": "evaluate"}, limits.start_s)["more_s"]
                 startup.evaluation_s = startup.evaluation_s or more_s
             ahead = trial.opened["ahead"]
             trial.untimed = ahead + 1 if ahead else 0
-            trial.updates = trial.updates or choose_block_updates(process, trial, self.limits, self.block_s)
+            trial.updates = trial.updates or choose_block_updates(process, trial, limits, self.block_s)
         except BudgetExhausted as error:
             self._discard(process)
             self.last_error = error
@@ -234,6 +235,11 @@ class Comparison:
             startup.taken_s = self.clock() - since
         process.deadline = self.deadline
         return process
+
+    def _limits_for(self, deadline: float) -> CompareLimits:
+        """Return the limits of a process. The baseline, which all others need, has no deadline and may start slowly."""
+        patient_s = max(self.limits.start_s, START_TIMEOUT_S)
+        return self.limits if math.isfinite(deadline) else replace(self.limits, start_s=patient_s)
 
     def _begin_command(self, variant: Variant) -> dict[str, Any]:
         """Return the first command to a process."""
@@ -282,12 +288,12 @@ class Comparison:
         half_s = (self.deadline - since) / 2 if len(result.variants) > 2 else 0.0
         active = [trial for trial in result.variants if trial.is_active]
         num = len(active)
-        for trial in sorted((trial for trial in result.variants if trial.why_not == NO_TIME_LEFT), key=_is_compiled):
+        for trial in sorted((trial for trial in result.variants if trial.why_not == NO_TIME_LEFT), key=is_compiled):
             turns = [self._expected_turn_s(result, trial) for trial in active]
             rounds_s = SLACK * MIN_ROUNDS * (sum(turns) + max(turns))
             deadline = self.deadline - max(half_s, rounds_s)
             is_interleaved = result.mode == "interleaved"
-            if deadline - self.clock() < (_expected_start_s(result, trial) if is_interleaved else 0.0):
+            if deadline - self.clock() < (expected_start_s(result, trial) if is_interleaved else 0.0):
                 continue
             trial.why_not = ""
             if is_interleaved:
@@ -305,7 +311,7 @@ class Comparison:
         turn_s = trial.turn_s or max(other.turn_s for other in result.variants)
         if result.mode == "interleaved":
             return turn_s
-        return turn_s + (trial.startup.taken_s or _expected_start_s(result, trial))
+        return turn_s + (trial.startup.taken_s or expected_start_s(result, trial))
 
     def _run_rounds(self, result: ComparisonResult, *, is_last: bool = False) -> bool:
         """Run rounds until every interval is narrow; return whether time is left.
@@ -363,7 +369,7 @@ class Comparison:
         process.deadline = math.inf if trial is result.baseline else self.deadline + trial.turn_s
         try:
             process.resume()
-            reply = process.run_block(trial.updates, self.limits.start_s, trial.untimed)
+            reply = process.run_block(trial.updates, self._limits_for(process.deadline).start_s, trial.untimed)
             updates, wait_s, joules = trial.updates, reply["run_queue_wait_s"], reply["joules"]
             trial.blocks[number] = Block(
                 1e3 * (reply["seconds"] - wait_s) / updates, wait_s, process.number, tuple(reply["updates_ms"]),
@@ -437,19 +443,19 @@ class Comparison:
         """Set the budget in which the untried variants would be compared too, from the times of the others."""
         if not any(trial.is_untried for trial in result.variants):
             return
-        ordered = [result.baseline, *sorted(result.variants[1:], key=_is_compiled)]
+        ordered = [result.baseline, *sorted(result.variants[1:], key=is_compiled)]
         starts = [
             # The full time of an ended start is unknown. Doubling it needs few attempts to reach any length.
             trial.startup.taken_s * (2 if trial.why_not.startswith(START_TIMED_OUT) else 1)
-            or _expected_start_s(result, trial)
+            or expected_start_s(result, trial)
             for trial in ordered
         ]
         turns = [self._expected_turn_s(result, trial) for trial in ordered]
         result.needs_s = required_budget_s(starts if result.mode == "interleaved" else starts[:1], turns)
-        timed = {_is_compiled(trial) for trial in ordered if trial.startup.taken_s and not trial.is_untried}
+        timed = {is_compiled(trial) for trial in ordered if trial.startup.taken_s and not trial.is_untried}
         result.needs_more = any(
             trial.why_not.startswith(START_TIMED_OUT)
-            or (trial.why_not == NO_TIME_LEFT and _is_compiled(trial) not in timed)
+            or (trial.why_not == NO_TIME_LEFT and is_compiled(trial) not in timed)
             for trial in ordered
         )
 
@@ -557,20 +563,6 @@ def _fit_in_memory(process: VariantProcess, baseline: VariantResult, processes: 
     if free is None:
         return True
     return bool(MEMORY_MARGIN * (report["reserved_gib"] + CONTEXT_GIB) * (num - 1) <= free - report["reserved_gib"])
-
-
-def _is_compiled(trial: VariantResult) -> bool:
-    """Return whether the variant compiles its model: its start may take ten times as long."""
-    return any(item.startswith("compile=") and item != "compile=off" for item in trial.variant.overrides)
-
-
-def _expected_start_s(result: ComparisonResult, trial: VariantResult) -> float:
-    """Return the expected seconds of a start: the median of similar variants, or of all; ended starts do not count."""
-    timed = [
-        other for other in result.variants if other.startup.taken_s and not other.why_not.startswith(START_TIMED_OUT)
-    ]
-    similar = [other.startup.taken_s for other in timed if _is_compiled(other) == _is_compiled(trial)]
-    return statistics.median(similar or [other.startup.taken_s for other in timed])
 
 
 def _measure_busy_cores(load: CpuLoad | QuotaCpuLoad) -> float:

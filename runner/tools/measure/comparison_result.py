@@ -442,6 +442,20 @@ def relative_distance(base: Sequence[float] | None, other: Sequence[float] | Non
     return distance / length if length and math.isfinite(distance) else math.inf
 
 
+def is_compiled(trial: VariantResult) -> bool:
+    """Return whether the variant compiles its model: its start may take ten times as long."""
+    return any(item.startswith("compile=") and item != "compile=off" for item in trial.variant.overrides)
+
+
+def expected_start_s(result: ComparisonResult, trial: VariantResult) -> float:
+    """Return the expected seconds of a start: the median of similar variants, or of all; ended starts do not count."""
+    timed = [
+        other for other in result.variants if other.startup.taken_s and not other.why_not.startswith(START_TIMED_OUT)
+    ]
+    similar = [other.startup.taken_s for other in timed if is_compiled(other) == is_compiled(trial)]
+    return statistics.median(similar or [other.startup.taken_s for other in timed])
+
+
 def format_reason(error: AccelRunError) -> str:
     """Return the first problem as one line."""
     problem = error.problems[0]

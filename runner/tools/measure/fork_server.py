@@ -206,7 +206,7 @@ class VariantProcess(JsonSocket):
                 os.killpg(session, number)
 
     def _describe_timeout(self, error: ReplyTimeout) -> ReplyTimeout:
-        """Return the error with the command and the place where the process is."""
+        """Return the error with the command and, if the process itself trains, the place where it is."""
         frames = parse_main_thread(request_stacks(self._server.folder, {self.pid: "R"}).get(self.pid, ""))
         place = f"; it is at {frames[0]}" if frames else ""
         user = user_frame(frames)

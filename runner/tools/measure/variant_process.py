@@ -97,18 +97,18 @@ def main(descriptor: int, parent: int, cores: int = 0) -> int:
                 server, pid = os.getpid(), os.fork()
                 if pid == 0:
                     sock.close()
-                    dump_on_signal(Path(command["stacks"]))
-                    os._exit(serve(descriptors[0], descriptors[1], server, command["ranks"]))
+                    os._exit(serve(descriptors[0], descriptors[1], server, command["ranks"], command["stacks"]))
                 for forwarded in descriptors:
                     os.close(forwarded)
                 reply = {"pid": pid}
             sock.sendall((json.dumps(reply) + "\n").encode())
 
 
-def serve(descriptor: int, errors: int, parent: int, ranks: int) -> int:
+def serve(descriptor: int, errors: int, parent: int, ranks: int, stacks: str) -> int:
     """Execute commands in a forked process until the socket is closed.
 
-    ranks  number of ranks to fork for the variant; 0: this process trains
+    ranks   number of ranks to fork for the variant; 0: this process trains
+    stacks  folder to which it writes its stacks on request
     """
     os.setsid()
     os.dup2(errors, 2)
@@ -118,6 +118,7 @@ def serve(descriptor: int, errors: int, parent: int, ranks: int) -> int:
         with socket.socket(fileno=descriptor) as sock, ExitStack() as stack:
             if ranks:
                 return serve_ranks(sock, ranks, TrainingVariant)
+            dump_on_signal(Path(stacks))
             variant = TrainingVariant(stack)
             send_reply(sock, {"ready": True})
             for text in sock.makefile("r", encoding="utf-8"):

@@ -20,6 +20,7 @@ from runner.tools.doctor.first_contact import (
     compare_memory,
     compare_time,
     contact_checks,
+    find_error,
     format_page,
     make_report,
 )
@@ -50,6 +51,13 @@ def test_a_format_is_native_if_it_is_fast(device: Device, name: str, speedup: fl
 )
 def test_a_kernel_that_runs_or_refuses_against_the_rules_is_a_difference(expected: str, found: str, state: str) -> None:
     assert compare_kernel("cuda:0 flash", expected, found).state == state
+
+
+def test_the_error_of_a_failed_run_is_reported_and_not_a_note_before_it() -> None:
+    error = "accel-run: AttributeError: no such thing"
+    assert find_error("\n".join(["", "a note", error, "  more"])) == error
+    assert find_error("Segmentation fault\n") == "Segmentation fault"
+    assert not find_error("")
 
 
 @pytest.mark.parametrize(("measured", "state"), [(100, "ok"), (104, "ok"), (120, "warn"), (80, "warn")])

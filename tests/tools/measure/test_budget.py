@@ -19,7 +19,7 @@ from runner.config.request import Request
 from runner.tools.measure import compare, comparison_result
 from runner.tools.measure.advisor import try_candidates
 from runner.tools.measure.candidates import Candidate
-from runner.tools.measure.compare import CompareLimits, Comparison
+from runner.tools.measure.compare import MIN_ROUNDS, CompareLimits, Comparison
 from runner.tools.measure.comparison_result import (
     NO_TIME_LEFT,
     START_TIMED_OUT,
@@ -375,3 +375,15 @@ def test_the_budget_that_advice_names_is_enough(fake: Callable[[], Comparison], 
     assert needed is not None, said
     assert not any(tried(float(needed[1])))
     assert any("too short" in why_not for why_not in tried(float(needed[1]) / 3))
+
+
+@pytest.mark.parametrize("start_s", [25.0, 290.0])
+def test_a_baseline_that_starts_slowly_is_waited_for(start_s: float, fake: Callable[[], Comparison]) -> None:
+    """Nothing can be compared without it: the limit for the start of a variant is not for the baseline."""
+    found = measured(fake(), [cell("baseline", start_s), cell("quick", 1.0)], 900.0, start_s=20.0)
+    assert all(len(each.blocks) >= MIN_ROUNDS for each in found.variants)
+
+
+def test_the_baseline_has_at_least_the_limit_of_other_variants(fake: Callable[[], Comparison]) -> None:
+    found = measured(fake(), [cell("baseline", 400.0), cell("other", 400.0)], 4000.0, start_s=500.0)
+    assert all(each.blocks for each in found.variants)

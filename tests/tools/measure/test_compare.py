@@ -429,25 +429,28 @@ def test_a_zero_reading_does_not_cause_long_blocks() -> None:
 
 
 class HangingServer:
-    """In place of the fork server: its processes block forever."""
+    """In place of the fork server: its process blocks until the test closes the pipe."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
-        self.hangs, self._end = os.pipe()
-        self._ready, self._is_ready = os.pipe()
-        self.pid = 0
+        self.reads, self.writes = os.pipe()
 
     def fork(self, sock: socket.socket, errors: IO[bytes], ranks: int) -> int:
-        self.pid = os.fork()
-        if self.pid == 0:
+        ready, is_ready = os.pipe()
+        pid = os.fork()
+        if pid == 0:
+            os.setsid()  # as a variant does: it is killed with its session
+            os.close(self.writes)
             dump_on_signal(self.folder)
-            os.write(self._is_ready, b"x")
+            os.write(is_ready, b"x")
             self.block()
-        os.read(self._ready, 1)
-        return self.pid
+        os.read(ready, 1)
+        for descriptor in (ready, is_ready, self.reads):
+            os.close(descriptor)
+        return pid
 
     def block(self) -> None:
-        os.read(self.hangs, 1)
+        os.read(self.reads, 1)
         os._exit(0)
 
     def wait(self, pid: int) -> int:
@@ -457,10 +460,11 @@ class HangingServer:
 @pytest.mark.usefixtures("real_time")
 def test_a_process_that_does_not_reply_is_described_by_its_command_and_place(tmp_path: Path) -> None:
     server = HangingServer(tmp_path)
-    with VariantProcess(server, 1, time.monotonic, math.inf) as process:  # type: ignore[arg-type]
-        process._sessions = []  # lint-tests: private: it has no session of its own, and belongs to this one
-        with pytest.raises(ReplyTimeout) as caught:
+    try:
+        process = VariantProcess(server, 1, time.monotonic, math.inf)  # type: ignore[arg-type]
+        with process, pytest.raises(ReplyTimeout) as caught:
             process.call({"do": "begin"}, timeout_s=0.0)
-        os.kill(server.pid, signal.SIGKILL)
+    finally:
+        os.close(server.writes)
     assert "`begin`" in str(caught.value)
     assert "test_compare.py" in str(caught.value)
