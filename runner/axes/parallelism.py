@@ -50,7 +50,7 @@ def fsdp(
 ) -> Parallel:
     """Give each rank an equal shard of every parameter, gradient and optimizer state, and a share of each update.
 
-    world_size             number of ranks; auto: one per GPU
+    world_size             number of ranks; auto: one per GPU; several need torch 2.13
     shares                 samples of an update for each rank: equal, or numbers such as [19,13]; parameters are always
                            sharded evenly
     batch_norm             per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all
