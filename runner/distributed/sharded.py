@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from typing import TYPE_CHECKING, Any, Literal, TypeGuard
+from typing import Any, Literal, TypeGuard
 
 import torch
 import torch.distributed as dist
@@ -29,9 +29,6 @@ from runner.distributed.agreement import broadcast_model, merge_states
 from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.dummy_pass import without_side_effects
 from runner.distributed.parallel import Copy, ForwardPasses, Parallel, Sums, copy_to_host
-
-if TYPE_CHECKING:
-    from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 CommunicationDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -376,7 +373,7 @@ def _unify_dtypes(root: nn.Module) -> None:
     torch creates zeros of the 16-bit format for unused parameters, and then rejects mixed dtypes (2.13).
     """
     for part in _parts(root):
-        for group in _param_groups(part):
+        for group in part._get_fsdp_state()._fsdp_param_groups:
             for fsdp_param in group.fsdp_params:
                 if (
                     fsdp_param.reduce_dtype
@@ -386,13 +383,6 @@ def _unify_dtypes(root: nn.Module) -> None:
                     fsdp_param.unsharded_accumulated_grad = torch.zeros(
                         fsdp_param.sharded_param.shape, dtype=fsdp_param.reduce_dtype, device=group.device
                     )
-
-
-def _param_groups(part: FSDPModule) -> list[FSDPParamGroup]:
-    """Return the groups of parameters that are communicated together; torch 2.11 and 2.12 have at most one."""
-    state: Any = part._get_fsdp_state()
-    groups = getattr(state, "_fsdp_param_groups", None)
-    return [state._fsdp_param_group] if groups is None and state._fsdp_param_group else list(groups or ())
 
 
 def _is_row_sharded(tensor: Tensor) -> TypeGuard[DTensor]:

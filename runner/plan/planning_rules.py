@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from packaging.version import Version
-
 from runner.base.errors import Problem
 from runner.plan.decisions import Decisions
 from runner.plan.inventory import Device
@@ -140,11 +138,14 @@ def _compile(planner: Decisions, gpu: Device | None) -> None:
 
 
 def why_no_fsdp(torch_version: str) -> str:
-    """Return why this version of torch, empty if unknown, cannot shard parameters over several ranks; empty if it can.
+    """Return why fsdp over several ranks cannot be used with this version of torch; empty if it can.
 
-    2.11 and 2.12 fail tests/distributed/test_sharded.py: each rank exchanges the gradients of the parameters it used.
+    torch_version  empty if unknown
+
+    With torch 2.11 and 2.12, ranks that use different parameters in an update exchange the gradients of different
+    parameters: tests/distributed/test_sharded.py.
     """
-    if not torch_version or Version(torch_version).release[:2] >= (2, 13):
+    if not torch_version or tuple(map(int, torch_version.split(".")[:2])) >= (2, 13):
         return ""
     return f"torch {torch_version} exchanges wrong gradients if ranks use different parameters"
 

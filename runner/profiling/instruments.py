@@ -251,7 +251,7 @@ def filter_events(events: Any) -> Any:
 
     def counts(event: Any) -> bool:
         is_excluded = any(span.start <= event.time_range.start < span.end for span in spans)
-        return not (is_excluded or getattr(event, "is_python_function", False) or _is_of_cuda(event))
+        return not (is_excluded or getattr(event, "is_python_function", False) or _belongs_to_cuda(event))
 
     filtered: Any = EventList(list(filter(counts, events)), use_device=events._use_device)  # type: ignore[no-untyped-call]
     for event in filtered:
@@ -260,8 +260,8 @@ def filter_events(events: Any) -> Any:
     return filtered
 
 
-def _is_of_cuda(event: Any) -> bool:
-    """Return whether an event is a call of the CUDA runtime or driver, or their overhead, such as loading a kernel."""
+def _belongs_to_cuda(event: Any) -> bool:
+    """Return whether an event is a call of the CUDA runtime or driver, or overhead such as loading a kernel."""
     if hasattr(event, "activity_type"):
         return event.activity_type in CUDA_ACTIVITIES
     return event.device_type == DeviceType.CPU and CUDA_NAME.match(event.name) is not None  # torch 2.11 and 2.12

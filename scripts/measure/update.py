@@ -62,7 +62,7 @@ class Case:
 
 
 def by_hand(case: Case, total: int, *, has_half_loss: bool = False) -> Iterator[None]:
-    """A hand-written loop by an expert in torch."""
+    """A handwritten loop by an expert in torch."""
     task = _build(case)
     device, dataset = case.device, task.dataset("train")
     parameters = list(task.model.to(device).parameters())

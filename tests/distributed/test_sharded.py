@@ -31,6 +31,7 @@ from runner.plan.planning_rules import why_no_fsdp
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import PROMISED, allowed, distance, distance_of_each
 
+pytestmark = pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
 ALONE = World(CPU)
 NUM_SAMPLES, WIDTH, TOKENS, CLASSES = 45, 6, 4, 5
 
@@ -302,7 +303,6 @@ class Choosing(nn.Module):
         return (x @ self.ways[way]).sum() * self.gains[way]
 
 
-@pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version")
 def test_ranks_may_use_different_parameters() -> None:
     def learn(world: World) -> list[Any]:
         torch.manual_seed(0)
@@ -661,7 +661,7 @@ def test_gradients_are_exchanged_once_per_update() -> None:
         found = []
         for micro in (16, 4):
             run = Run(world, shares=(16, 16), micro=micro)
-            with profile(activities=[ProfilerActivity.CPU], acc_events=True) as seen:
+            with profile(activities=[ProfilerActivity.CPU]) as seen:
                 run.advance(1)
             found.append(sum(event.count for event in seen.key_averages() if "reduce_scatter" in event.key))
         return found

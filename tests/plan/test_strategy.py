@@ -6,8 +6,12 @@ import dataclasses
 
 import pytest
 
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.plan.inventory import Cpu, Device, Inventory
 from runner.plan.memory_fit import GIB, Demand, MemoryNeeds, RankPart, TracedPoint, predict_memory
 from runner.plan.memory_trace import Bytes, ModelSizes
+from runner.plan.planner import make_plan
 from runner.plan.rank_devices import RankDevice
 from runner.plan.strategy import choose_strategy
 
@@ -67,6 +71,18 @@ def test_the_simplest_fitting_strategy_is_chosen(
 def test_without_sharding_a_pipeline_is_chosen_if_the_model_has_layers(layers: int | None, name: str) -> None:
     found = choose_strategy(needs(model(20, layers=layers)), devices(16, 16), 32, None, can_shard=False)
     assert (found.name, found.fits) == (name, name == "pipeline")
+
+
+@pytest.mark.parametrize(("version", "name"), [("2.12.1", "pipeline"), ("2.13.0", "fsdp")])
+def test_auto_shards_only_with_a_torch_whose_gradients_are_right(version: str, name: str) -> None:
+    gpus = tuple(
+        Device("cuda", index, "a GPU", f"GPU-{index}", 16 * GIB, capability=(8, 0), free_bytes=16 * GIB)
+        for index in range(2)
+    )
+    here = Inventory(gpus, Cpu("a processor", 8, 16, 64 * GIB), torch_version=version)
+    words = ("parallelism=auto", "global_batch_size=32", "micro_batch_size=1")
+    made = make_plan(compose(Request(words)), here, needs=needs(model(20)))
+    assert made.choices["parallelism"].function == name
 
 
 def test_a_model_that_fits_nowhere_is_reported_with_remedies() -> None:

@@ -40,7 +40,7 @@ def of_cuda(number: int, name: str, activity: str) -> FunctionEvent:
 
 @pytest.mark.parametrize("are_kinds_known", [True, False])
 def test_the_time_of_a_kernel_counts_once(are_kinds_known: bool) -> None:
-    """Kinds of events are unknown with torch 2.11 and 2.12, which does not show in a process of another version."""
+    """With torch 2.11 and 2.12, events have no kind."""
     events = EventList(
         [
             operator(1, "aten::mm", 0, 10, "gemm", 75), on_device(2, "gemm", 5, 80),

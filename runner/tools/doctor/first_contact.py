@@ -290,7 +290,7 @@ def _run_command(command: str, request: Request, context: CheckContext, *words: 
 
 
 def find_error(text: str) -> str:
-    """Return the line of a command's standard error that describes its error: notes and warnings may come before."""
+    """Return the line that describes the error in the standard error of a command, where notes may come first."""
     lines = [line for line in text.splitlines() if line.strip()]
     return next((line for line in lines if line.startswith("accel-run: ")), lines[0] if lines else "")
 

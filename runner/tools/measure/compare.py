@@ -238,8 +238,8 @@ class Comparison:
 
     def _limits_for(self, deadline: float) -> CompareLimits:
         """Return the limits of a process. The baseline, which all others need, has no deadline and may start slowly."""
-        patient_s = max(self.limits.start_s, START_TIMEOUT_S)
-        return self.limits if math.isfinite(deadline) else replace(self.limits, start_s=patient_s)
+        start_s = self.limits.start_s if math.isfinite(deadline) else max(self.limits.start_s, START_TIMEOUT_S)
+        return replace(self.limits, start_s=start_s)
 
     def _begin_command(self, variant: Variant) -> dict[str, Any]:
         """Return the first command to a process."""

@@ -21,7 +21,7 @@ import torch
 from runner.base.errors import AccelRunError
 from runner.config.request import Request
 from runner.host import resources as host
-from runner.host.stacks import dump_on_signal
+from runner.host import stacks
 from runner.tools.measure import compare
 from runner.tools.measure.compare import MIN_ROUNDS, CompareLimits, Comparison, choose_block_updates, leave_out
 from runner.tools.measure.comparison_result import (
@@ -441,7 +441,7 @@ class HangingServer:
         if pid == 0:
             os.setsid()  # as a variant does: it is killed with its session
             os.close(self.writes)
-            dump_on_signal(self.folder)
+            stacks.dump_on_signal(self.folder)
             os.write(is_ready, b"x")
             self.block()
         os.read(ready, 1)
@@ -458,7 +458,10 @@ class HangingServer:
 
 
 @pytest.mark.usefixtures("real_time")
-def test_a_process_that_does_not_reply_is_described_by_its_command_and_place(tmp_path: Path) -> None:
+def test_a_process_that_does_not_reply_is_described_by_its_command_and_place(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(stacks, "ANSWER_S", 60.0)
     server = HangingServer(tmp_path)
     try:
         process = VariantProcess(server, 1, time.monotonic, math.inf)  # type: ignore[arg-type]
