@@ -2,6 +2,8 @@
 
 import os
 import signal
+import time
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -40,6 +42,8 @@ class Small(Task):
         self.is_due = progress.update == 2 and rank == self.rank and not self.was_short  # an update may be repeated
         if str(progress.update) == os.environ.get("STOP_AT"):
             os.kill(os.getpid(), signal.SIGTERM)
+        if progress.update == 2 and (awaited := os.environ.get("WAIT_FOR_LINES")):
+            wait_for_lines(*awaited.split(":"))
 
     def dataset(self, split):
         generator = torch.Generator().manual_seed(0)
@@ -70,6 +74,15 @@ class Small(Task):
         device = next(model.parameters()).device
         inputs = torch.linspace(-1, 1, 6 * samples, device=device).view(samples, 6)
         yield Prediction({"scores.npy": model(inputs).float().cpu().numpy()}, items=samples)
+
+
+def wait_for_lines(file: str, num_lines: str) -> None:
+    """Wait until another thread has written so many lines to the file, at most 60 s."""
+    until = time.monotonic() + 60
+    while time.monotonic() < until:
+        if Path(file).exists() and Path(file).read_text().count("\n") >= int(num_lines):
+            break
+        time.sleep(0.01)
 
 
 def build(

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from runner.monitor.alerts import MIN_THROTTLED_SAMPLES
 from tests.gpu.runs import TASK
 from tests.nvml_stub import GIB, NvmlStub
 from tests.stand_ins.commands_on_gpus import FIRST, PAIR, SCENARIOS, SECOND, UUIDS, Reported, run_commands
@@ -83,11 +84,16 @@ def test_indices_that_differ_from_the_drivers_are_reported(reported: Mapping[str
 def test_a_run_is_planned_and_monitored_on_the_gpu_that_it_trains_on(
     stand_in: StandIn, nvml_stub: NvmlStub, tmp_path: Path
 ) -> None:
-    """The run trains on torch's cuda:1, which is the driver's GPU 0."""
+    """The run trains on torch's cuda:1, which is the driver's GPU 0.
+
+    Its second update waits until the monitor has taken more samples than an alert needs.
+    """
     library = f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
     env = {"NVML_STUB": str(nvml_stub.write(PAIR | {"0.throttle": 64, "event_types": 11, "events": "0:8:48"}))}
     words = f"train --task {TASK} run=r device=cuda:1 updates=8 global_batch_size=16 micro_batch_size=8"
-    ended = stand_in.command("pair", f"{words} monitor=on monitor.interval_s=0.05", tmp_path, env=env, before=library)
+    waiting = env | {"WAIT_FOR_LINES": f"outputs/r/gpu.csv:{MIN_THROTTLED_SAMPLES + 4}"}
+    words += " monitor=on monitor.interval_s=0.05"
+    ended = stand_in.command("pair", words, tmp_path, env=waiting, before=library)
     assert ended.code == 0, ended.out + ended.err
     run = tmp_path / "outputs/r"
     plan = json.loads((run / "plan.json").read_text())
