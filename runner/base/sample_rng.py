@@ -124,7 +124,7 @@ class SampleStreams:
 
     def __getstate__(self) -> dict[str, Any]:
         """Omit the learned state: a spawned worker has other generators."""
-        return {**self.__dict__, "_drawn": [], "_left": _LEARNING_SAMPLES, "_generators": ()}
+        return vars(type(self)(self.split))
 
 
 class NoStreams(SampleStreams):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from collections.abc import Sequence
 
 import pytest
@@ -53,3 +54,20 @@ def test_a_generator_is_seeded_once_for_a_sample_and_not_at_all_if_it_is_not_use
     assert found == [NUM_SAMPLES if place in drawn else 0 for place in range(3)]
     assert [each.state for each in generators] == [0, 0, 0]
     assert streams.has_drawn is bool(drawn)
+
+
+def test_a_spawned_worker_learns_again_which_generators_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has no generator of a GPU, for example."""
+    generators = [Counted() for _ in range(4)]
+    monkeypatch.setattr(sample_rng, "global_generators", lambda: generators)
+    streams = SampleStreams("train")
+
+    def read(index: int) -> None:
+        streams.begin("sample", 0, 0, [index])
+        generators[3].draw()
+
+    for index in range(NUM_SAMPLES):
+        streams.read(read, index)
+    assert streams.has_drawn
+    sent = pickle.loads(pickle.dumps(streams))
+    assert vars(sent) == vars(SampleStreams("train"))
