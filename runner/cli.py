@@ -117,8 +117,16 @@ def _dispatch(argv: list[str]) -> int:
     if {"--help", "-h"} & set(arguments):
         print(wrap_help(module.HELP), end="")
         return int(Exit.DONE)
+    _warn_of_old_variables()
     run: Callable[[list[str]], int] = module.run
     return run(argv[1:])
+
+
+def _warn_of_old_variables() -> None:
+    from runner.records.events import LEVEL_VARIABLE, OLD_LEVEL_VARIABLE, uses_old_level_variable
+
+    if uses_old_level_variable():
+        _print_error(f"note: {OLD_LEVEL_VARIABLE} is now called {LEVEL_VARIABLE}; the old name works until version 0.3")
 
 
 def _option_names(argv: Sequence[str]) -> Collection[str]:

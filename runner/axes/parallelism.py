@@ -33,7 +33,7 @@ def ddp(
     restarts    maximum number of restarts from the last checkpoint, with the remaining ranks, after a rank is killed
     timeout_s   seconds after which a rank that does not respond is considered lost
     """
-    return Replicated(world, in_step=batch_norm == "sync") if world.world_size > 1 else Parallel(world)
+    return Replicated(world, is_lockstep=batch_norm == "sync") if world.world_size > 1 else Parallel(world)
 
 
 def fsdp(

@@ -12,30 +12,30 @@ from torch import Tensor
 class PendingCopy:
     """A copy to the host that may still be in progress.
 
-    on_host  destination tensor
-    arrived  event recorded after the copy; None if the source was already on the host
+    host_tensor  destination tensor
+    done_event   event recorded after the copy; None if the source was already on the host
     """
 
-    on_host: Tensor
-    arrived: torch.Event | None = None
+    host_tensor: Tensor
+    done_event: torch.Event | None = None
 
     def is_complete(self) -> bool:
         """Return whether `read` would return without blocking."""
-        return self.arrived is None or bool(self.arrived.query())
+        return self.done_event is None or bool(self.done_event.query())
 
     def read(self) -> Tensor:
         """Block until the copy has finished, and return the tensor on the host."""
-        if self.arrived is not None:
-            self.arrived.synchronize()
-        return self.on_host
+        if self.done_event is not None:
+            self.done_event.synchronize()
+        return self.host_tensor
 
 
-def start_copy(numbers: Tensor) -> PendingCopy:
+def start_copy(tensor: Tensor) -> PendingCopy:
     """Start a non-blocking copy of a tensor to the host; later in-place changes to it do not affect the copy."""
-    if numbers.device.type == "cpu":
-        return PendingCopy(numbers.clone())
-    on_host = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=numbers.device.type == "cuda")
-    on_host.copy_(numbers, non_blocking=True)
-    arrived = torch.Event(numbers.device)
-    arrived.record()
-    return PendingCopy(on_host, arrived)
+    if tensor.device.type == "cpu":
+        return PendingCopy(tensor.clone())
+    host_tensor = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=tensor.device.type == "cuda")
+    host_tensor.copy_(tensor, non_blocking=True)
+    done_event = torch.Event(tensor.device)
+    done_event.record()
+    return PendingCopy(host_tensor, done_event)

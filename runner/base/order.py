@@ -15,7 +15,7 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from runner.base.shares import Shares, rank_slices, window_shares
+from runner.base.shares import Shares, distribute_samples, rank_slices
 
 Indices = list[int]
 IntArray = np.ndarray[tuple[int], np.dtype[np.int64]]
@@ -104,7 +104,7 @@ class Order:
     sampler  draws the samples of each update; None: every sample once per epoch, in random order
     shares   samples per update for each rank, summing to `global_batch_size`; empty: one rank has them all
     rank     rank whose micro-batches are returned
-    in_step  every rank gets the same number of micro-batches; missing ones are dummy micro-batches
+    is_lockstep  every rank gets the same number of micro-batches; missing ones are dummy micro-batches
     smaller  (update, size): from update `update` (from 0) on, micro-batches of this rank have at most `size` samples
     """
 
@@ -115,7 +115,7 @@ class Order:
     drop_last: bool = False
     shares: tuple[int, ...] = ()
     rank: int = 0
-    in_step: bool = False
+    is_lockstep: bool = False
     smaller: tuple[tuple[int, int], ...] = ()
     sampler: Sampler | None = None
 
@@ -152,10 +152,10 @@ class Order:
         per_rank = [self.update_sampler.split(indices_of_update[first:stop], size) for first, stop in bounds]
         mine = per_rank[self.rank]
         position = self.update_sampler.start(self.seed, epoch, window) + bounds[self.rank][0]
-        count = max(map(len, per_rank)) if self.in_step else max(1, len(mine))
+        count = max(map(len, per_rank)) if self.is_lockstep else max(1, len(mine))
         for number in range(count):
             counts = number < len(mine)
-            dummy = (mine[-1] if mine else indices_of_update[:1]) if self.in_step else []
+            dummy = (mine[-1] if mine else indices_of_update[:1]) if self.is_lockstep else []
             indices = mine[number] if counts else dummy
             yield MicroBatchKey(epoch, indices, number == count - 1, counts, position, self.seed)
             position += len(indices)
@@ -166,7 +166,7 @@ class Order:
         start = self.update_sampler.start(self.seed, epoch, window)
         available = self.update_sampler.start(self.seed, epoch, window + 1) - start
         split_by = shares or self.shares
-        return window_shares(available, split_by) if split_by else (available,)
+        return distribute_samples(available, split_by) if split_by else (available,)
 
     def from_update(
         self, update: int, shares_of: Callable[[int], Shares | None] = lambda _: None

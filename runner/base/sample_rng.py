@@ -29,11 +29,11 @@ Read = TypeVar("Read")
 class GlobalGenerator(Protocol):
     """A random generator that belongs to the process."""
 
-    def mark(self) -> Any:
+    def get_state(self) -> Any:
         """Return the state in a form that is cheap to copy and compare."""
 
-    def restore(self, mark: Any) -> None:
-        """Restore a state returned by `mark`."""
+    def set_state(self, state: Any) -> None:
+        """Restore a state returned by `get_state`."""
 
     def seed(self, key: bytes) -> None:
         """Seed with a key of 8 bytes."""
@@ -56,7 +56,7 @@ class SampleStreams:
         self._used: list[int] = []  # indices of generators that the data set used
         self._seeded: Sequence[int] = ()  # indices of those seeded for the samples of this batch
         self._generators: Sequence[GlobalGenerator] = ()  # of this batch: its code may change the current GPU
-        self._marks: list[Any] = []  # while learning: states of all generators after seeding
+        self._seeded_states: list[Any] = []  # while learning: states of all generators after seeding
 
     @property
     def has_drawn(self) -> bool:
@@ -71,7 +71,7 @@ class SampleStreams:
     def read(self, reading: Callable[[Key], Read], key: Key) -> Read:
         """Return reading(key), which calls `begin` before each sample. May call it twice."""
         generators = self._generators = global_generators()
-        before = _marks(generators)
+        before = _get_states(generators)
         self._is_learning = self._num_to_learn > 0
         while True:
             self._seeded = range(len(generators)) if self._is_learning else tuple(self._used)
@@ -95,31 +95,31 @@ class SampleStreams:
         for index in self._seeded:
             generators[index].seed(seeds[8 * index : 8 * index + 8])
         if self._is_learning:
-            self._marks = _marks(generators)
+            self._seeded_states = _get_states(generators)
 
     def number(self, *what: object) -> int:
         """Return a 63-bit number derived from `what`."""
         return int.from_bytes(_derive_seeds(0, self.split, *what)[:8], "little") >> 1
 
     def _learn(self, generators: Sequence[GlobalGenerator]) -> None:
-        for index, mark in enumerate(self._marks):
-            if index not in self._used and generators[index].mark() != mark:
+        for index, state in enumerate(self._seeded_states):
+            if index not in self._used and generators[index].get_state() != state:
                 self._used.append(index)
 
     def _restore(self, before: list[Any]) -> bool:
         """Restore the generators; return whether one that was not seeded has changed."""
         generators, has_missed = self._generators, False
-        if not self._seeded and _marks(generators) == before:
+        if not self._seeded and _get_states(generators) == before:
             return False
         self._learn(generators)
-        for index, mark in enumerate(before):
+        for index, state in enumerate(before):
             if index in self._seeded:
-                generators[index].restore(mark)
-            elif generators[index].mark() != mark:
-                generators[index].restore(mark)
+                generators[index].set_state(state)
+            elif generators[index].get_state() != state:
+                generators[index].set_state(state)
                 self._used.append(index)
                 has_missed = True
-        self._seeded, self._marks = (), []
+        self._seeded, self._seeded_states = (), []
         return has_missed
 
     def __getstate__(self) -> dict[str, Any]:
@@ -152,7 +152,7 @@ class EverySample(SampleStreams):
 def keyed_generators() -> Iterator[Callable[..., None]]:
     """Yield a function that derives the global generators from its arguments; restore them on exit."""
     generators = global_generators()
-    before = _marks(generators)
+    before = _get_states(generators)
 
     def seed(number: int, *what: object) -> None:
         seeds = _derive_seeds(number, *what)
@@ -162,8 +162,8 @@ def keyed_generators() -> Iterator[Callable[..., None]]:
     try:
         yield seed
     finally:
-        for generator, mark in zip(generators, before, strict=True):
-            generator.restore(mark)
+        for generator, state in zip(generators, before, strict=True):
+            generator.set_state(state)
 
 
 @contextmanager
@@ -193,12 +193,12 @@ class TorchGenerator:
         self._generator = generator
         self._words_at = (ctypes.c_char * generator.get_state().numel()).from_address
 
-    def mark(self) -> bytes:
+    def get_state(self) -> bytes:
         state = self._generator.get_state()
         return self._words_at(state.data_ptr()).raw  # ctypes.string_at takes three times as long
 
-    def restore(self, mark: bytes) -> None:
-        self._generator.set_state(torch.frombuffer(bytearray(mark), dtype=torch.uint8))
+    def set_state(self, state: bytes) -> None:
+        self._generator.set_state(torch.frombuffer(bytearray(state), dtype=torch.uint8))
 
     def seed(self, key: bytes) -> None:
         self._generator.manual_seed(int.from_bytes(key, "little"))
@@ -217,18 +217,18 @@ class NumpyGenerator:
         self._seen = b""
         self._pair: tuple[int, float] = (0, 0.0)
 
-    def mark(self) -> tuple[bytes, tuple[int, float]]:
+    def get_state(self) -> tuple[bytes, tuple[int, float]]:
         words = self._words.raw
         if words != self._seen or self._pair[0]:
             state: Any = np.random.get_state(legacy=False)
             self._seen, self._pair = words, (state["has_gauss"], state["gauss"])
         return words, self._pair
 
-    def restore(self, mark: tuple[bytes, tuple[int, float]]) -> None:
-        words, (has_second, second) = mark
+    def set_state(self, state: tuple[bytes, tuple[int, float]]) -> None:
+        words, (has_second, second) = state
         key = np.frombuffer(words, dtype=np.uint32, count=_WORDS - 1)
         np.random.set_state(("MT19937", key, struct.unpack_from("i", words, 4 * (_WORDS - 1))[0], has_second, second))
-        self._seen, self._pair = mark
+        self._seen, self._pair = state
 
     def seed(self, key: bytes) -> None:
         np.random.seed(int.from_bytes(key[:4], "little"))
@@ -246,16 +246,16 @@ class PythonGenerator:
         has_expected_layout = type(self._instance).__basicsize__ >= object.__basicsize__ + 4 * _WORDS
         address = id(self._instance) + object.__basicsize__
         self._words = (ctypes.c_char * (4 * _WORDS)).from_address(address) if has_expected_layout else None
-        if has_expected_layout and _to_state(*self.mark()) != random.getstate():
+        if has_expected_layout and _to_state(*self.get_state()) != random.getstate():
             self._words = None
 
-    def mark(self) -> Any:
+    def get_state(self) -> Any:
         if self._words is None:
             return random.getstate()
         return self._words.raw, self._instance.gauss_next  # type: ignore[attr-defined]
 
-    def restore(self, mark: Any) -> None:
-        random.setstate(mark if self._words is None else _to_state(*mark))
+    def set_state(self, state: Any) -> None:
+        random.setstate(state if self._words is None else _to_state(*state))
 
     def seed(self, key: bytes) -> None:
         random.seed(int.from_bytes(key, "little"))
@@ -267,13 +267,13 @@ def _to_state(words: bytes, gauss_next: float | None) -> tuple[int, tuple[int, .
     return 3, (*state, index), gauss_next
 
 
-def _marks(generators: Sequence[GlobalGenerator]) -> list[Any]:
-    """Return a mark of each; called twice per batch, so the first three are unrolled."""
+def _get_states(generators: Sequence[GlobalGenerator]) -> list[Any]:
+    """Return the state of each; called twice per batch, so the first three are unrolled."""
     of_torch, of_numpy, of_python = generators[:3]
-    marks = [of_torch.mark(), of_numpy.mark(), of_python.mark()]
-    if len(generators) > len(marks):
-        marks += [generator.mark() for generator in generators[len(marks) :]]
-    return marks
+    states = [of_torch.get_state(), of_numpy.get_state(), of_python.get_state()]
+    if len(generators) > len(states):
+        states += [generator.get_state() for generator in generators[len(states) :]]
+    return states
 
 
 def _derive_seeds(seed: int, *what: object) -> bytes:

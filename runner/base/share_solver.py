@@ -186,7 +186,7 @@ class ShareSolver:
     ) -> Decision | None:
         """Add the busy seconds of each rank in the last update; return the resulting change, if any.
 
-        samples     samples per rank, if not `shares`: a smaller window, or a split decided earlier
+        samples     samples per rank, if not `shares`: those of a smaller last update, or of a split decided earlier
         exchange_s  seconds of communication during which no rank waits for another
         All ranks must pass the same values.
         """

@@ -38,22 +38,22 @@ def split_proportionally(total: int, weights: Sequence[float], caps: Caps | None
     return tuple(shares.get(rank, 0) for rank in range(len(weights)))
 
 
-def window_shares(window: int, shares: Sequence[int]) -> Shares:
-    """Return the number of samples that each rank gets from an update of `window` samples.
+def distribute_samples(num_samples: int, shares: Sequence[int]) -> Shares:
+    """Return the number of samples that each rank gets from an update of `num_samples` samples.
 
     This is the share of the rank, except in a smaller last update of an epoch, which is divided in proportion to the
     shares: all samples are distributed, no rank gets more than its share, and a rank may get 0.
     """
-    if window == sum(shares):
+    if num_samples == sum(shares):
         return tuple(shares)
-    parts = split_proportionally(window, shares)
+    parts = split_proportionally(num_samples, shares)
     assert not isinstance(parts, Problem)  # always possible without caps
     return parts
 
 
-def rank_slices(window: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the (start, stop) of each rank in an update of `window` samples: contiguous, in rank order."""
-    parts = window_shares(window, shares)
+def rank_slices(num_samples: int, shares: Sequence[int]) -> tuple[tuple[int, int], ...]:
+    """Return the (start, stop) of each rank in an update of `num_samples` samples: contiguous, in rank order."""
+    parts = distribute_samples(num_samples, shares)
     starts = [sum(parts[:rank]) for rank in range(len(parts))]
     return tuple((start, start + part) for start, part in zip(starts, parts, strict=True))
 

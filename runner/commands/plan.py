@@ -53,7 +53,7 @@ def run(argv: list[str]) -> int:
     print(f"plan for {machine}: {plan.device_name}")
     rows = [(key, display_value(value), plan.reason(key)) for key, value in plan.values().items()]
     sections = [
-        "\n".join(map(str, plan.selected)) if plan.own_keys else str(plan.batch),
+        "\n".join(map(str, plan.selected)) if plan.phase_keys else str(plan.batch),
         "\n".join(format_rank_table(plan)) if plan.world_size > 1 else "",
         "\n".join(demand.layout) if plan.batch.stages > 1 else "",
         "\n".join(memory_lines),

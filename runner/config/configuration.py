@@ -86,7 +86,7 @@ class Configuration:
     phases   all phases of the task, in order; `settings.phases` selects those that run
     hooks    hooks of the task file and of packages, each with its keys and `enabled`
     objective_keys  keys of the objectives, `objective.NAME.KEY`
-    own_keys keys of the phases; empty if the task declares none, so its only phase has the settings of the run
+    phase_keys  keys of the phases; empty if the task declares none, so its only phase has the settings of the run
     hardware facts of the chosen profile; its name is `profile`
     for_auto keys of the task for the option that the plan chooses for `auto`, such as precision.keep_fp32
     sources  key or group -> what set it: "command line", "profile t4", "task gpt", "config folder"; no entry: a default
@@ -103,7 +103,7 @@ class Configuration:
     sources: Mapping[str, str] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     phases: tuple[PhaseSettings, ...] = ()
-    own_keys: Mapping[str, Any] = field(default_factory=dict)
+    phase_keys: Mapping[str, Any] = field(default_factory=dict)
     hooks: tuple[Choice, ...] = ()
     objective_keys: Mapping[str, Any] = field(default_factory=dict)
 
@@ -126,7 +126,7 @@ class Configuration:
             {f"{HOOK}.{hook.name}.{key}": value for hook in self.hooks for key, value in hook.options.items()}
         )
         values.update(self.objective_keys)
-        values.update(self.own_keys)
+        values.update(self.phase_keys)
         values["hardware"] = self.profile
         values.update({f"inference.{key}": value for key, value in self.inference.items()})
         return values
@@ -204,7 +204,7 @@ def tree_of(configuration: Configuration) -> dict[str, Any]:
     tree = dataclasses.asdict(configuration.settings)
     for group, choice in configuration.choices.items():
         tree[group] = {"option": choice.name, **choice.options}
-    for key, value in configuration.own_keys.items():
+    for key, value in configuration.phase_keys.items():
         _, phase, name = key.split(".", 2)
         tree.setdefault("phase", {}).setdefault(phase, {})[name] = value
     if configuration.hooks:
@@ -252,7 +252,7 @@ def _build_configuration(
         profile=choices["hardware"],
         request=request,
         phases=tuple(phases) or (_only_phase(settings, axis_choices),),
-        own_keys={key: value for key, value in tree.items() if key.startswith("phase.")},
+        phase_keys={key: value for key, value in tree.items() if key.startswith("phase.")},
         hooks=tuple(
             Choice(hook.name, hook.reference, keys_under(f"{HOOK}.{hook.name}"))
             for hook in find_custom_hooks(request.task_file)

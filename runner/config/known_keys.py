@@ -68,7 +68,7 @@ class Schema:
     functions      group -> the option whose function is behind the chosen one
     tuned_options  group -> option that the task's values are for
     phases         the task's phases
-    own_keys       of the command, besides settings
+    command_keys   of the command, besides settings
     task_file      which may define options
     """
 
@@ -76,7 +76,7 @@ class Schema:
     functions: Mapping[str, str]
     tuned_options: Mapping[str, str]
     phases: tuple[PhaseKeys, ...] = ()
-    own_keys: tuple[str, ...] = ()
+    command_keys: tuple[str, ...] = ()
     task_file: Path | None = None
 
     def signature(self, group: str, option: str) -> Signature | None:
@@ -133,7 +133,7 @@ def build_schema(
         keys.update({phase.declared.key(name): key for name, key in phase.keys.items()})
     selected = {group: option for group, option in task.settings.items() if isinstance(option, str)}
     tuned = {group: selected.get(group, option) for group, option in shipped_options().items()}
-    return Schema(keys, functions, tuned, tuple(phases), request.own_keys, request.task_file)
+    return Schema(keys, functions, tuned, tuple(phases), request.command_keys, request.task_file)
 
 
 def settings_for_auto(settings: Mapping[str, Any], schema: Schema, problems: list[Problem]) -> dict[str, Any]:
@@ -186,7 +186,7 @@ def unknown_key_problem(key: str, argument: str, schema: Schema) -> Problem:
     group, _, name = key.partition(".")
     is_option_key = group in AXES and name
     owner = schema.option_with_key(group, name) if is_option_key else None
-    suggestion = "" if owner else translate_key(key, value, schema.own_keys)
+    suggestion = "" if owner else translate_key(key, value, schema.command_keys)
     if is_option_key and not (suggestion and key in FOREIGN_KEYS):
         names = [known for known in schema.keys if known.startswith(f"{group}.")]
         near = suggestion or did_you_mean(name, [known.removeprefix(f"{group}.") for known in names]).replace(
@@ -198,7 +198,7 @@ def unknown_key_problem(key: str, argument: str, schema: Schema) -> Problem:
         return Problem(f"unknown key of {group}={option}; known: {', '.join(names) or 'none'}", where, hint)
     is_task_key = group == "task" and bool(name)
     task_keys = [known for known in schema.keys if known.startswith("task.")] if is_task_key else []
-    near = suggestion or did_you_mean(key, task_keys if is_task_key else [*schema.keys, *GROUPS, *schema.own_keys])
+    near = suggestion or did_you_mean(key, task_keys if is_task_key else [*schema.keys, *GROUPS, *schema.command_keys])
     what = f"unknown key of the task; known: {', '.join(task_keys) or 'none'}" if is_task_key else "unknown key"
     where = key if not near and looks_random(value) else argument
     return Problem(what, where, near or LIST_KEYS_HINT)

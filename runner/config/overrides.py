@@ -63,19 +63,19 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
             problems.append(Problem("${...} is allowed in files only", argument, fix))
             continue
         if override.is_sweep_override() and not sweeps:
-            problems.append(_sweep_problem(override, argument, request.own_keys))
+            problems.append(_sweep_problem(override, argument, request.command_keys))
             continue
         parsed.append(override)
     return parsed, problems
 
 
-def _sweep_problem(override: Override, argument: str, own_keys: tuple[str, ...]) -> Problem:
+def _sweep_problem(override: Override, argument: str, command_keys: tuple[str, ...]) -> Problem:
     """Return the problem of several values where one is needed, such as gpus=0,1 or betas=0.9,0.95."""
     key, _, value = argument.partition("=")
     name = key.lstrip("+")
     suggestion = f"use {name}=[{value}]" if is_valid_override(f"{name}=[{value}]") else ""
-    if name not in (*GROUPS, *own_keys) and name not in all_keys():
-        suggestion = translate_key(name, value, own_keys)
+    if name not in (*GROUPS, *command_keys) and name not in all_keys():
+        suggestion = translate_key(name, value, command_keys)
     if suggestion:
         return Problem("is not one value", argument, suggestion)
     is_interval = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
@@ -134,7 +134,7 @@ def _read_assignments(request: Request, problems: list[Problem]) -> Iterator[str
     """Yield arguments of the form key=value; report `--lr 0.1` and arguments without value as problems."""
 
     def suggest(key: str, value: str) -> str:
-        return suggest_override(key, value, request.own_keys) if len(problems) < MAX_HINTS else LIST_KEYS_HINT
+        return suggest_override(key, value, request.command_keys) if len(problems) < MAX_HINTS else LIST_KEYS_HINT
 
     pending = list(request.overrides)
     while pending:

@@ -13,13 +13,13 @@ from typing import Any
 class Request:
     """Arguments of a command line, before they are parsed.
 
-    own_keys  keys of the command besides settings: a typo may be meant as one of them
+    command_keys  keys of the command besides settings: a typo may be meant as one of them
     """
 
     overrides: tuple[str, ...] = ()
     task_file: Path | None = None
     config_dir: Path | None = None
-    own_keys: tuple[str, ...] = ()
+    command_keys: tuple[str, ...] = ()
 
 
 def merge_overrides(old: Iterable[str], new: Iterable[str]) -> tuple[str, ...]:

@@ -48,48 +48,51 @@ def parse_override(parser: OverridesParser, argument: str) -> Override:
     return override
 
 
-def suggest_override(key: str, value: str, own_keys: tuple[str, ...] = ()) -> str:
+def suggest_override(key: str, value: str, command_keys: tuple[str, ...] = ()) -> str:
     """Return what to type instead of an invalid override; every suggestion is valid."""
     name, value = to_one_line(key, MAX_SHOWN).replace("-", "_"), to_one_line(value, MAX_SHOWN)
     if name == "resume":
         return suggestion_for_key("resume_from", value) if "." in value else f"use accel-run resume {value}".rstrip()
-    if suggestion := translate_key(name, value, own_keys):
+    if suggestion := translate_key(name, value, command_keys):
         return suggestion
     if name in MAIN_KEYS:
         return f"use {name}={value or '...'}"
-    match = name if name in GROUPS else find_nearest(name, [*GROUPS, *own_keys, *all_keys()], cutoff=0.7)
+    match = name if name in GROUPS else find_nearest(name, [*GROUPS, *command_keys, *all_keys()], cutoff=0.7)
     is_plausible = (
-        match == name or match in GROUPS or match in own_keys or is_valid_override(f"{match}={value or 'true'}")
+        match == name or match in GROUPS or match in command_keys or is_valid_override(f"{match}={value or 'true'}")
     )
     if match is None or not (is_plausible or match.rpartition(".")[2] == name.rpartition(".")[2]):
         return LIST_KEYS_HINT  # an invalid value shows that another key was meant
-    return fix_values(f"use {match}={value or '...'}", own_keys)
+    return fix_values(f"use {match}={value or '...'}", command_keys)
 
 
-def translate_key(name: str, value: str, own_keys: tuple[str, ...]) -> str:
+def translate_key(name: str, value: str, command_keys: tuple[str, ...]) -> str:
     """Return a suggestion for a key of another tool, or for a key of accel-run in a group of another tool."""
-    if name.lower() in own_keys:
-        return f"use {name.lower()}={value or '...'}" if name not in own_keys else ""
-    is_batch_key, prediction_keys = _BATCH_KEY.search(name), [key for key in own_keys if key.startswith("inference.")]
+    if name.lower() in command_keys:
+        return f"use {name.lower()}={value or '...'}" if name not in command_keys else ""
+    is_batch_key, prediction_keys = (
+        _BATCH_KEY.search(name),
+        [key for key in command_keys if key.startswith("inference.")],
+    )
     if (key := f"inference.{'batch_size' if is_batch_key else name.lower()}") in prediction_keys:
         return f"use {key}={value or '...'}"
     if is_batch_key and prediction_keys:
         return f"the task's prediction has no batch size; it has {', '.join(prediction_keys)}"
     if suggestion := suggestion_for_key(name, value):
         parts = name.lower().split("_")
-        if len(parts) == 2 and (key := next((own_key for own_key in own_keys if own_key in parts), "")):
+        if len(parts) == 2 and (key := next((command_key for command_key in command_keys if command_key in parts), "")):
             return f"use {key}={value or '...'}"  # batch_size in benchmark, which has batch
-        return fix_values(suggestion, own_keys)
+        return fix_values(suggestion, command_keys)
     for key in equivalent_keys(name):
         if key != name and (key in GROUPS or key in all_keys()):
-            return fix_values(f"use {key}={value or '...'}", own_keys)
+            return fix_values(f"use {key}={value or '...'}", command_keys)
     return ""
 
 
 _BATCH_KEY = re.compile(r"(?i)(?:^|_)(?:batch_?size|batch|bs|bsz|mbs|b)$")
 
 
-def fix_values(suggestion: str, own_keys: tuple[str, ...] = ()) -> str:
+def fix_values(suggestion: str, command_keys: tuple[str, ...] = ()) -> str:
     """Return the suggestion with its invalid values replaced by valid ones.
 
     Values of other tools are translated by the same tables as typed ones; otherwise the default is used.
@@ -100,7 +103,7 @@ def fix_values(suggestion: str, own_keys: tuple[str, ...] = ()) -> str:
         is_known = key in GROUPS or key in all_keys()
         if value == "..." and is_known and key not in GROUPS and is_valid_override(f"{key}=true"):
             value = "true"  # a flag
-        if not is_known or key in own_keys or _PLACEHOLDER.fullmatch(value):
+        if not is_known or key in command_keys or _PLACEHOLDER.fullmatch(value):
             return match[0]
         argument = make_valid_override(key, value)
         return argument if re.search(rf"(?<![\w.]){key.partition('.')[0]}=", suggestion) else _add_option(argument)

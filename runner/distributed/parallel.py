@@ -78,7 +78,7 @@ class Sums(NamedTuple):
 class Parallel:
     """Interface of a strategy; this base class implements a single process.
 
-    in_step       every rank must run the same number of micro-batches per update, because they contain collectives
+    is_lockstep       every rank must run the same number of micro-batches per update, because they contain collectives
     splits_batch  each rank gets its share of an update; False: every rank reads the whole update
     supports_groups  `set_groups` is implemented
     saves_parts   each rank writes its shards of a checkpoint, which `checkpoint_tensors` returns
@@ -88,7 +88,7 @@ class Parallel:
     collective leaves the other ranks blocked in it, and the ranks must be restarted.
     """
 
-    in_step = False
+    is_lockstep = False
     splits_batch = True
     places_model = False
     saves_parts = False
@@ -96,7 +96,7 @@ class Parallel:
 
     def __init__(self, world: World) -> None:
         self.world = world
-        self.watch: Stopwatch = new_stopwatch(world.device)
+        self.stopwatch: Stopwatch = new_stopwatch(world.device)
 
     # ------------------------------------------------------------ the model
 
@@ -140,15 +140,15 @@ class Parallel:
         items: Tensor | int | float = 0
         bad: tuple[tuple[int, str], ...] = ()
         last = False
-        watch = self.watch
+        stopwatch = self.stopwatch
         while not last:
             batch, last, skipped, *_ = next(batches)
-            watch.lap("data")
+            stopwatch.lap("data")
             with passes.forward():
                 loss, count = passes.loss(passes.model, batch)
-            watch.lap("forward")
+            stopwatch.lap("forward")
             passes.backward(loss)
-            watch.lap("backward")
+            stopwatch.lap("backward")
             loss_sum += loss.detach()
             items = items + count
             bad += skipped

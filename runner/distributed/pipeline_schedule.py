@@ -86,12 +86,12 @@ class PipelineSchedule:
             return (torch.empty((), dtype=self.world.widest, device="meta", requires_grad=True),)
         return shapes[number + 1].meta_tensors()
 
-    def bubble(self, watch: Stopwatch) -> partition.Bubble | None:
+    def bubble(self, stopwatch: Stopwatch) -> partition.Bubble | None:
         """Return the idle fractions of the devices in the last timed update; collective.
 
         None before the first update, or if it had no steps.
         """
-        last = watch.last
+        last = stopwatch.last
         mine = [last.seconds.get(part, 0.0) for part in _BUSY] if last and self._counts else None
         per_rank = self.world.gather(mine)
         if not all(per_rank):

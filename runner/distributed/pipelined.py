@@ -74,7 +74,7 @@ class Pipelined(Parallel):
     bytes_per_parameter  per trained parameter: value, gradient and optimizer state
     """
 
-    in_step = True
+    is_lockstep = True
     supports_groups = False
     splits_batch = False
     places_model = True
@@ -136,7 +136,7 @@ class Pipelined(Parallel):
         self.placement = place_layers(self.world, model, all_layers, self.request, self._example)
         for number in range(self.world.rank, self.num_stages, self.world.world_size):
             modules = [all_layers[layer] for layer in self.placement.split.ranges[number]]
-            self._stages.append(Stage(number, self.num_stages, modules, model, self.world, self.watch))
+            self._stages.append(Stage(number, self.num_stages, modules, model, self.world, self.stopwatch))
         own_modules = {module for stage in self._stages for layer in stage.layers for module in layer.modules()}
         self._parameters = {weight for stage in self._stages for weight in stage.parameters()}
         self._tied = shared_parameters(self.world, model, all_layers, self.placement.split)
@@ -189,7 +189,7 @@ class Pipelined(Parallel):
         self._buffers.begin_update()
         micros, bad, failure = _read_update(batches)
         noise.start_pass(None)  # passes overlap: each step sets its own samples
-        self.watch.lap("data")
+        self.stopwatch.lap("data")
         seed = int(torch.randint(2**62, ()))
         inputs: list[Call] = []
         if failure is None and self._owns_stage(0):
@@ -216,7 +216,7 @@ class Pipelined(Parallel):
         loss_sum, items = self.world.sum(torch.stack([sums.loss_sum, sums.items]))
         if self._buffers.modules:
             self._buffers.apply(self.world.sum(self._buffers.flags()))
-        self.watch.lap("wait")
+        self.stopwatch.lap("wait")
         return Sums(loss_sum, items, sums.bad)
 
     def global_norm(self, local: Tensor) -> Tensor:
@@ -281,7 +281,7 @@ class Pipelined(Parallel):
 
     def bubble(self) -> partition.Bubble | None:
         """Return the idle fractions of the devices in the last timed update; None before it. Collective."""
-        return self.schedule.bubble(self.watch)
+        return self.schedule.bubble(self.stopwatch)
 
     def idle_fractions(self) -> Mapping[str, float]:
         bubble = self.bubble()
@@ -320,7 +320,7 @@ class Pipelined(Parallel):
         keys = torch.tensor([hash_shapes(call) for call in inputs] if first else [0] * count, dtype=torch.int64)
         if count:
             dist.broadcast(keys, 0)
-        self.watch.lap("wait")
+        self.stopwatch.lap("wait")
         return _Keys(seed, keys.tolist())
 
     def _run(self, work: StageWork, key: int, count: int) -> None:
@@ -342,7 +342,7 @@ class Pipelined(Parallel):
         finally:
             for stage in self._stages:
                 stage.end()
-        self.watch.lap("wait")
+        self.stopwatch.lap("wait")
 
     def _infer_shapes(self, work: StageWork) -> list[Shapes]:
         """Infer the input shapes of each stage by running one micro-batch without gradients.

@@ -28,9 +28,9 @@ from runner.distributed.reducer import BUCKET_BYTES, Reducer
 class Replicated(Parallel):
     """Data parallelism with a copy of the model on each rank."""
 
-    def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES, in_step: bool = False) -> None:
+    def __init__(self, world: World, *, bucket_bytes: int = BUCKET_BYTES, is_lockstep: bool = False) -> None:
         super().__init__(world)
-        self.in_step = in_step  # synchronized batch norms run collectives in each forward and backward pass
+        self.is_lockstep = is_lockstep  # synchronized batch norms run collectives in each forward and backward pass
         self.bucket_bytes = bucket_bytes
         self._reducer: Reducer | None = None
         self._group_reducers: list[Reducer] = []
@@ -74,7 +74,7 @@ class Replicated(Parallel):
         except Discarded:  # all ranks have already agreed to discard the update
             raise
         except Exception as error:
-            if self.in_step:
+            if self.is_lockstep:
                 raise
             passes.failed(error)
         return Sums(self.world.zeros(), self.world.zeros(), failed=True)
@@ -82,28 +82,28 @@ class Replicated(Parallel):
     def _accumulate_local(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         assert self._reducer is not None, "begin comes first"
         self._buffers.begin_update()
-        watch, device = self.watch, self.world.device
+        stopwatch, device = self.stopwatch, self.world.device
         loss_sum, items = self.world.zeros(), self.world.zeros()
         bad: tuple[tuple[int, str], ...] = ()
         last = False
         while not last:
             batch, last, skipped, counts, *_ = next(batches)
-            watch.lap("data")
+            stopwatch.lap("data")
             bad += skipped
             if counts:
                 with passes.forward():
                     loss, count = passes.loss(passes.model, batch)
-                watch.lap("forward")
+                stopwatch.lap("forward")
                 # Overlap the all-reduce with the backward pass, unless the backward pass contains collectives itself.
                 # A rank in a dummy pass issues only those, so the order of collectives would differ between ranks.
-                self._reducer.is_last = last and not self.in_step
+                self._reducer.is_last = last and not self.is_lockstep
                 passes.backward(loss)
-                watch.lap("backward")
+                stopwatch.lap("backward")
                 loss_sum += loss.detach()
                 items += count.to(device) if isinstance(count, Tensor) else count
-            elif self.in_step:
+            elif self.is_lockstep:
                 run_dummy_pass(passes, batch, self._reducer.parameters)
-                watch.lap("wait")
+                stopwatch.lap("wait")
             else:
                 with passes.forward():  # saves the state to restore if another rank overflows
                     pass
@@ -119,7 +119,7 @@ class Replicated(Parallel):
         changed, self._attached_sums = rest[: len(flags)], rest[len(flags) :] if along else None
         if not num_failed:
             self._buffers.apply(changed)
-        self.watch.lap("wait")
+        self.stopwatch.lap("wait")
         if num_failed:
             raise Discarded
         loss_sum, items = total

@@ -44,7 +44,7 @@ class Sharded(Parallel):
     saves_parts            each rank writes its shards of a checkpoint; False: rank 0 gathers and writes all
     """
 
-    in_step = True
+    is_lockstep = True
     supports_groups = False
 
     def __init__(
@@ -173,13 +173,13 @@ class Sharded(Parallel):
     def accumulate(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         assert self._root is not None, "wrap comes first"
         self._buffers.begin_update()
-        watch, device = self.watch, self.world.device
+        stopwatch, device = self.stopwatch, self.world.device
         loss_sum, items = self.world.zeros(), self.world.zeros()
         bad: tuple[tuple[int, str], ...] = ()
         last, is_first = False, True
         while not last:
             batch, last, skipped, counts, *_ = next(batches)
-            watch.lap("data")
+            stopwatch.lap("data")
             if last and not is_first:
                 _unify_dtypes(passes.model)
             is_first = False
@@ -189,9 +189,9 @@ class Sharded(Parallel):
             with nullcontext() if counts else without_side_effects(passes.model):
                 with passes.forward():
                     loss, count = _compute_loss(passes, batch)
-                watch.lap("forward")
+                stopwatch.lap("forward")
                 passes.backward(loss)
-                watch.lap("backward")
+                stopwatch.lap("backward")
             if counts:
                 loss_sum += loss.detach()
                 items += count.to(device) if isinstance(count, Tensor) else count
@@ -217,7 +217,7 @@ class Sharded(Parallel):
                 weight.grad = None
         self._used.clear()
         self._buffers.apply(used[num_trained:])
-        self.watch.lap("wait")
+        self.stopwatch.lap("wait")
         return Sums(loss_sum, items, sums.bad)
 
     def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:

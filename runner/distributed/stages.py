@@ -97,12 +97,12 @@ class Stage(nn.Module):
         layers: Sequence[nn.Module],
         model: nn.Module,
         world: World,
-        watch: Stopwatch,
+        stopwatch: Stopwatch,
     ) -> None:
         super().__init__()
         self.number, self.is_last = number, number == num_stages - 1
         self.layers = nn.ModuleList(layers)
-        self.world, self.watch = world, watch
+        self.world, self.stopwatch = world, stopwatch
         self.failure: Exception | None = None
         inner = set(model.modules())
         self._model = [model]  # in a list, so that it is not registered as a submodule
@@ -173,16 +173,16 @@ class TimedStage(PipelineStage):
 
     def forward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         stage: Any = self.submod
-        stage.watch.lap("wait")
+        stage.stopwatch.lap("wait")
         output = super().forward_one_chunk(*args, **kwargs)
-        stage.watch.lap("forward")
+        stage.stopwatch.lap("forward")
         return output
 
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         stage: Any = self.submod
-        stage.watch.lap("wait")
+        stage.stopwatch.lap("wait")
         output = super().backward_one_chunk(*args, **kwargs)
-        stage.watch.lap("backward")
+        stage.stopwatch.lap("backward")
         return output
 
 

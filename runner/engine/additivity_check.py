@@ -357,10 +357,10 @@ class _BatchComparison:
         noise.start_pass(samples if samples is None or self.epoch is None else samples._replace(epoch=self.epoch))
         seed_everything(seed)
         generators = global_generators()
-        before = [generator.mark() for generator in generators]
+        before = [generator.get_state() for generator in generators]
         with precision(), restore_buffers(bare.modules()), _ForbidWeightChanges(bare):
             sums = self.compute(part.batch)
-        self.is_random = self.is_random or [generator.mark() for generator in generators] != before
+        self.is_random = self.is_random or [generator.get_state() for generator in generators] != before
         return {name: (float(total), float(count)) for name, (total, count) in sums.items()}
 
     def _agree(self, flag: bool) -> bool:

@@ -32,8 +32,8 @@ from runner.engine.contract_checks import Number, describe_value, validate_loss
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.gradient_source import ForwardWrapper, GradientSource
 
-_BufferPlace = tuple[nn.Module, str]  # the module that owns a buffer, and its key in module._buffers
-_Buffers = dict[_BufferPlace, Tensor]
+_BufferKey = tuple[nn.Module, str]  # the module that owns a buffer, and its key in module._buffers
+_Buffers = dict[_BufferKey, Tensor]
 EMBED_FIX = "return a tensor with one row per sample, or a tuple or dictionary of such tensors"
 
 
@@ -71,7 +71,7 @@ def is_coupled(task: Task, phase: str) -> bool:
 
 def check_strategy(parallel: Parallel, choice: Choice) -> None:
     """Raise ConfigError for a strategy that runs collectives inside forward and backward passes."""
-    if parallel.in_step or not parallel.splits_batch:
+    if parallel.is_lockstep or not parallel.splits_batch:
         is_sync_norm = choice.options.get("batch_norm") == "sync"
         raise ConfigError(
             Problem(
@@ -143,7 +143,7 @@ class CoupledSource(GradientSource):
     source: Path
     seed: int
     update: Callable[[], int]
-    changed_buffers: set[_BufferPlace] | None = None  # buffers that forward passes change; None before the first update
+    changed_buffers: set[_BufferKey] | None = None  # buffers that forward passes change; None before the first update
 
     def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         update = _CoupledUpdate(self, parallel, passes)
@@ -168,15 +168,15 @@ class CoupledSource(GradientSource):
 class _EmbeddedBatch:
     """A micro-batch and the state before its embedding.
 
-    tensors    its embeddings; those of the last micro-batch keep their autograd graph
-    marks      states of the global random number generators before the forward pass
-    buffers    values, before the forward pass, of the model's buffers that it changed
-    gradients  gradients of the loss with respect to `tensors`
+    tensors     its embeddings; those of the last micro-batch keep their autograd graph
+    rng_states  states of the global random number generators before the forward pass
+    buffers     values, before the forward pass, of the model's buffers that it changed
+    gradients   gradients of the loss with respect to `tensors`
     """
 
     micro: MicroBatch
     tensors: tuple[Tensor, ...] = ()
-    marks: list[bytes] = field(default_factory=list)
+    rng_states: list[bytes] = field(default_factory=list)
     buffers: _Buffers = field(default_factory=dict)
     gradients: tuple[Tensor | None, ...] = ()
 
@@ -193,8 +193,8 @@ class _CoupledUpdate:
         self.total = self.world.zeros()
         self.count: Number = 0
         self._with_graph: _EmbeddedBatch | None = None  # the micro-batch whose activations are kept
-        self._marks: list[bytes] = []
-        self._buffers: dict[_BufferPlace, tuple[Tensor, Tensor]] = {}
+        self._rng_states: list[bytes] = []
+        self._buffers: dict[_BufferKey, tuple[Tensor, Tensor]] = {}
 
     def embed_and_yield(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Embed all micro-batches, compute gradients of the embeddings, then yield each micro-batch for `recompute`."""
@@ -209,10 +209,10 @@ class _CoupledUpdate:
         if failed:  # outside of `except`, because the exception's traceback keeps activations alive
             self.embedded, self._with_graph = [], None
         self._compute_gradients(failed=failed)
-        self.parallel.watch.lap("forward")
-        self._marks = [generator.mark() for generator in global_generators()]
+        self.parallel.stopwatch.lap("forward")
+        self._rng_states = [generator.get_state() for generator in global_generators()]
         buffers = _find_dense_buffers(self._buffers_to_record())
-        self._buffers = {place: (buffer, buffer.clone()) for place, buffer in buffers.items()}
+        self._buffers = {key: (buffer, buffer.clone()) for key, buffer in buffers.items()}
         # The last micro-batch goes first: it needs no second forward pass, because its activations are kept. A second
         # forward pass of another one could change buffers that its graph saved for the backward pass.
         order = [*self.embedded[-1:], *self.embedded[:-1]]
@@ -224,7 +224,7 @@ class _CoupledUpdate:
         tensors = batch.tensors
         if batch is not self._with_graph:
             _restore_buffers(batch.buffers)
-            _restore_generators(batch.marks)
+            _restore_generators(batch.rng_states)
             noise.start_pass(batch.micro.samples)
             tensors = self.source.embed(model, batch.micro.batch).tensors
         pairs = [
@@ -238,43 +238,43 @@ class _CoupledUpdate:
     def close(self) -> None:
         """Restore generators and buffers to their state after the first forward passes."""
         if len(self.embedded) > 1:
-            _restore_generators(self._marks)
+            _restore_generators(self._rng_states)
             for (module, key), (tensor, after) in self._buffers.items():
                 module._buffers[key] = tensor
                 with torch.no_grad():
                     tensor.copy_(after)
 
     def _embed_all(self, batches: Iterator[MicroBatch]) -> None:
-        watch, model = self.parallel.watch, self.passes.model
-        changed_buffers: set[_BufferPlace] = set()
+        stopwatch, model = self.parallel.stopwatch, self.passes.model
+        changed_buffers: set[_BufferKey] = set()
         last = False
         while not last:
             micro = next(batches)
-            watch.lap("data")
+            stopwatch.lap("data")
             last = micro.last
             batch = _EmbeddedBatch(micro)
             self.embedded.append(batch)
             if not micro.counts:
                 continue
-            batch.marks = [generator.mark() for generator in global_generators()]
+            batch.rng_states = [generator.get_state() for generator in global_generators()]
             before = {} if last else _record_states(_find_dense_buffers(self._buffers_to_record()))
             # Only the last graph is used, but modules may behave differently under no_grad, and the second forward pass
             # must compute the same embeddings.
             with self.passes.forward():
                 embedding = self.source.embed(model, micro.batch)
-            batch.buffers = {place: state.copy for place, state in before.items() if state.is_changed(place)}
+            batch.buffers = {key: state.copy for key, state in before.items() if state.is_changed(key)}
             changed_buffers |= batch.buffers.keys()
             check_rows(embedding, micro.samples, self.source.embed, self.source.source)
             self._check_structure(embedding)
             tensors = embedding.tensors
             batch.tensors = tensors if last else tuple(tensor.detach().clone() for tensor in tensors)
             del embedding, tensors
-            watch.lap("forward")
+            stopwatch.lap("forward")
         if len(self.embedded) > 1 and self.source.changed_buffers is None:
             self.source.changed_buffers = changed_buffers
         self._with_graph = self.embedded[-1] if self.embedded[-1].micro.counts else None
 
-    def _buffers_to_record(self) -> Iterable[_BufferPlace]:
+    def _buffers_to_record(self) -> Iterable[_BufferKey]:
         """Return the buffers that forward passes may change: all buffers, until the first update shows which change."""
         if self.source.changed_buffers is not None:
             return self.source.changed_buffers
@@ -295,7 +295,7 @@ class _CoupledUpdate:
             [RowSpec.of(rows, flag) for rows, flag in zip(local, self.has_gradient, strict=True)] if batches else None
         )
         gathered = self.world.gather([failed, self.kind, specs])
-        self.parallel.watch.lap("wait")
+        self.parallel.stopwatch.lap("wait")
         if any(has_failed for has_failed, _, _ in gathered):
             raise Discarded
         # for each rank: the specs of its tensors, or None if it has no samples
@@ -340,8 +340,8 @@ class _BufferState(NamedTuple):
     version: int
     copy: Tensor
 
-    def is_changed(self, place: _BufferPlace) -> bool:
-        now = place[0]._buffers.get(place[1])
+    def is_changed(self, key: _BufferKey) -> bool:
+        now = key[0]._buffers.get(key[1])
         if now is not self.tensor or now._version != self.version:
             return True
         # Normalization kernels do not increment the version counter, so values are compared. The fake tensors of a
@@ -349,14 +349,14 @@ class _BufferState(NamedTuple):
         return type(now) is Tensor and not bitwise_equal(now, self.copy)
 
 
-def _record_states(buffers: Mapping[_BufferPlace, Tensor]) -> dict[_BufferPlace, _BufferState]:
-    return {place: _BufferState(tensor, tensor._version, tensor.clone()) for place, tensor in buffers.items()}
+def _record_states(buffers: Mapping[_BufferKey, Tensor]) -> dict[_BufferKey, _BufferState]:
+    return {key: _BufferState(tensor, tensor._version, tensor.clone()) for key, tensor in buffers.items()}
 
 
-def _find_dense_buffers(places: Iterable[_BufferPlace]) -> dict[_BufferPlace, Tensor]:
+def _find_dense_buffers(keys: Iterable[_BufferKey]) -> dict[_BufferKey, Tensor]:
     """Return those of these buffers that exist and are dense."""
-    buffers = {(module, key): module._buffers.get(key) for module, key in places}
-    return {place: tensor for place, tensor in buffers.items() if tensor is not None and is_dense(tensor)}
+    buffers = {(module, key): module._buffers.get(key) for module, key in keys}
+    return {key: tensor for key, tensor in buffers.items() if tensor is not None and is_dense(tensor)}
 
 
 def _restore_buffers(buffers: _Buffers) -> None:
@@ -369,9 +369,9 @@ def _restore_buffers(buffers: _Buffers) -> None:
             current.copy_(saved)
 
 
-def _restore_generators(marks: Sequence[bytes]) -> None:
-    for generator, mark in zip(global_generators(), marks, strict=True):
-        generator.restore(mark)
+def _restore_generators(rng_states: Sequence[bytes]) -> None:
+    for generator, state in zip(global_generators(), rng_states, strict=True):
+        generator.set_state(state)
 
 
 class _StartBackward(torch.autograd.Function):

@@ -85,7 +85,7 @@ def evaluate(
     task, source, parallel, seed = parts.task, parts.source, parts.parallel, parts.plan.settings.seed
     world, size_before = parallel.world, sizes.current
     # In lockstep, all ranks run the same number of batches.
-    batch_size = sizes.current if parallel.in_step else sizes.requested
+    batch_size = sizes.current if parallel.is_lockstep else sizes.requested
     states = MetricStates(task, split, world, source, sizes.coupled)
     keys = [
         MicroBatchKey(0, samples[part.start : part.stop], last=part.stop == len(samples), first=part.start, seed=seed)
@@ -104,7 +104,7 @@ def evaluate(
         ):
             seed_everything(rank_seed(seed, world.rank))
             for micro in parts.prefetch(iter(loader.batches(_split_batches(local_batches, sizes.current)))):
-                if should_stop() and not parallel.in_step:  # in lockstep, the other ranks would block
+                if should_stop() and not parallel.is_lockstep:  # in lockstep, the other ranks would block
                     return True, pairs
                 noise.start_pass(micro.samples and micro.samples._replace(epoch=noise.EVALUATION))
                 with parts.precision.forward():
@@ -118,7 +118,7 @@ def evaluate(
             is_stopped, pairs = run_batches()
             break
         except Exception as error:
-            if parallel.in_step or sizes.on_error is None:
+            if parallel.is_lockstep or sizes.on_error is None:
                 raise
             sizes.current = sizes.on_error(error, sizes.current)
         release(world.device)  # outside `except`, whose exception keeps the tensors of the batch alive

@@ -191,13 +191,13 @@ def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]
     def on_lap(lap: Lap) -> None:
         calls.seconds.append(lap.seconds.get(CALL, 0.0))
 
-    watch = new_stopwatch(device, on_lap)
+    stopwatch = new_stopwatch(device, on_lap)
 
     def enter(_: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         nonlocal depth
         depth += 1
         if depth == 1:
-            watch.lap("between")
+            stopwatch.lap("between")
             shape = first_shape([*args, *kwargs.values()])
             calls.samples.append(int(shape[0]) if isinstance(shape, tuple) and shape else 1)
 
@@ -205,8 +205,8 @@ def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]
         nonlocal depth
         depth -= 1
         if depth == 0:
-            watch.lap(CALL)
-            watch.stop(len(calls.samples))
+            stopwatch.lap(CALL)
+            stopwatch.stop(len(calls.samples))
 
     def run_timed(graph: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         enter(model, args, kwargs)
@@ -216,7 +216,7 @@ def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]
             leave()
 
     with ExitStack() as stack:
-        stack.callback(watch.finish)
+        stack.callback(stopwatch.finish)
         if model._compiled_call_impl is not None:
             stack.callback(wrap_compiled_call(model, run_timed))
         else:

@@ -126,7 +126,7 @@ class Training:
             lr = set_learning_rate(self.optimizer, factor)
             self.update_wrapper.apply(lambda: precision.step(self.optimizer, total.loss_sum, grad_norm))
             clear(self.parameters)
-            parallel.watch.lap("optimizer")
+            parallel.stopwatch.lap("optimizer")
             return StepInfo(position.update + 1, total.loss_sum, total.items, grad_norm, lr, total.bad, extra)
 
         return update
@@ -154,13 +154,13 @@ class UpdateInputs(Protocol):
 
 def train_updates(run: UpdateInputs, batches: Iterator[MicroBatch], until: int) -> Iterator[StepInfo]:
     """Yield after each update until `until` updates are complete. `batches` is infinite."""
-    position, watch = run.position, run.parallel.watch
+    position, stopwatch = run.position, run.parallel.stopwatch
     update = run.updater(batches)
     while position.update < until:
-        watch.lap("hooks")
+        stopwatch.lap("hooks")
         step = run.update_wrapper.run(update)
         position.update += 1
-        watch.stop(position.update)
+        stopwatch.stop(position.update)
         yield step
 
 

@@ -136,12 +136,12 @@ class Meter:
         every: int,
         write: Callable[[Row], None],
         readings: Callable[[], Mapping[str, Any]],
-        watch: Stopwatch,
+        stopwatch: Stopwatch,
         is_starting: bool = False,
         send: Callable[[Tensor], PendingCopy] = start_copy,
     ) -> None:
         self.world, self.phase, self.every, self.send = world, phase, every, send
-        self.write, self.readings, self.watch = write, readings, watch
+        self.write, self.readings, self.stopwatch = write, readings, stopwatch
         self.last_row: Row = {}
         self.step_times_ms: deque[float] = deque(maxlen=_MAX_STEP_TIMES)  # of the latest rows
         self.timed = TimedUpdate()
@@ -168,7 +168,7 @@ class Meter:
 
     def flush(self) -> None:
         """Wait for pending rows and write them."""
-        with self.watch.during("logging"):
+        with self.stopwatch.during("logging"):
             while self._pending:
                 self._finish(self._pending.pop(0))
 
@@ -212,7 +212,7 @@ class Meter:
         self._is_starting = False
 
     def _begin_window(self) -> None:
-        self._since = self.watch.bookmark()
+        self._since = self.stopwatch.bookmark()
         self._untimed = len(self._items)  # number of untimed updates in this window
 
     def data_wait(self) -> float | None:
@@ -221,18 +221,20 @@ class Meter:
         None if not known yet. On an accelerator, only updates that the device has completed count.
         """
         share = (
-            _data_wait(seconds_between(self._since(), self.watch.spent())) if len(self._items) > self._untimed else None
+            _data_wait(seconds_between(self._since(), self.stopwatch.spent()))
+            if len(self._items) > self._untimed
+            else None
         )
         return self.last_row.get("perf/data_wait") if share is None else share
 
     def _close_row(self) -> None:
-        with self.watch.during("logging"):
+        with self.stopwatch.during("logging"):
             assert self._last is not None
             step = self._last
             row: Row = {"update": step.update, "phase": self.phase}
             row |= {"lr": step.lr} if step.lr is not None else {}
             untimed = len(self._items) if self._is_starting else self._untimed
-            window = _Window(self._since, self.watch.bookmark(), len(self._losses), untimed, tuple(self._extra))
+            window = _Window(self._since, self.stopwatch.bookmark(), len(self._losses), untimed, tuple(self._extra))
             norm = math.nan if step.grad_norm is None else step.grad_norm
             extra = [number for pair in self._extra.values() for number in pair]
             numbers, copy = self._copy_to_host([*self._losses, *self._items, norm, *extra])

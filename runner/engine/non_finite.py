@@ -160,7 +160,7 @@ def _search(update: ReplayedUpdate, parts: Parts) -> NonFiniteOrigin:
         return _join_collectives(update, parts, NonFiniteOrigin(kind, what, samples=_find_bad_samples(update)))
     if not parallel.splits_batch:
         return _search_samples(update, parts, "the stages of a pipeline are not searched; its samples are finite")
-    runs_backward = not parallel.in_step  # otherwise backward passes contain collectives
+    runs_backward = not parallel.is_lockstep  # otherwise backward passes contain collectives
     items = 0.0
     first: NonFiniteOrigin | None = None
     with ExitStack() as stack:
@@ -197,7 +197,7 @@ def _search(update: ReplayedUpdate, parts: Parts) -> NonFiniteOrigin:
 
 def _join_collectives(update: ReplayedUpdate, parts: Parts, origin: NonFiniteOrigin) -> NonFiniteOrigin:
     """Run the forward passes, because other ranks' passes have collectives; return `origin`."""
-    if parts.parallel.in_step and parts.parallel.splits_batch:
+    if parts.parallel.is_lockstep and parts.parallel.splits_batch:
         with parts.parallel.gather_parameters(parts.model), torch.no_grad():
             for _, batch in _read_batches(update, parts):
                 with parts.precision.forward():
@@ -215,7 +215,7 @@ def _search_samples(update: ReplayedUpdate, parts: Parts, note: str) -> NonFinit
 
 def _read_batches(update: ReplayedUpdate, parts: Parts) -> Iterator[tuple[MicroBatchKey, Any]]:
     """Yield the micro-batches that the model receives, on the device."""
-    micros = [micro for micro in update.micros if micro.counts or parts.parallel.in_step]
+    micros = [micro for micro in update.micros if micro.counts or parts.parallel.is_lockstep]
     read = parts.prefetch(iter([update.fetcher[micro] for micro in micros]))
     for micro, micro_batch in zip(micros, read, strict=True):
         if micro_batch.batch is not None:
@@ -427,12 +427,12 @@ def record_calls(model: nn.Module) -> Iterator[ModuleCalls]:
 def _watch_gradients(value: Any, note: Callable[[Tensor], None]) -> None:
     """Register `note` as a gradient hook on every tensor in `value`."""
 
-    def watch(tensor: Tensor) -> Tensor:
+    def add_hook(tensor: Tensor) -> Tensor:
         if tensor.requires_grad:
             tensor.register_hook(note)  # type: ignore[no-untyped-call]
         return tensor
 
-    map_tensors(watch, _unpack(value))
+    map_tensors(add_hook, _unpack(value))
 
 
 def _classify_values(value: Any) -> tuple[bool, bool, bool]:

@@ -51,13 +51,13 @@ class ObjectivesPhase(GradientPhase):
         self._train_only(self.trained)
         parts.parallel.begin(list(self.owned.values()))
         parts.parallel.set_groups([list(weights.values()) for weights in parameters.values()])
-        watch = parts.plan.choices["compile"].name == "off"
+        records_attention = parts.plan.choices["compile"].name == "off"
         size = min(phase.batch.global_batch_size, order.num_samples)
         per_item = 1.0 / (size * parts.task.items_per_sample)
         trainings = []
         for index, spec in enumerate(specs):
             precision = parts.precision if index == 0 else parts.precision.fork(parts.bare)
-            loss = CheckedLoss(self.losses[spec.name], parts.source, watch=watch)
+            loss = CheckedLoss(self.losses[spec.name], parts.source, records_attention=records_attention)
             training = self._make_training(spec, loss, parameters[spec.name], per_item, precision, retry_policy)
             trainings.append((spec, training))
             if index == 0:

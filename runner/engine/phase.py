@@ -47,16 +47,16 @@ class Phase(PhaseView):
     kinds_of_hooks: Sequence[type[Hook]] = HOOKS
 
     def __init__(self, run: TrainingRun, planned: PhasePlan, start: LoadedCheckpoint | None) -> None:
-        self.run_, self.name, self.planned, self.start = run, planned.name, planned, start
+        self.run, self.name, self.planned, self.start = run, planned.name, planned, start
         parts = run.parts
-        self.watch, self.progress_mark = parts.parallel.watch, run.progress_mark
-        self.watch.begin()
+        self.stopwatch, self.progress_mark = parts.parallel.stopwatch, run.progress_mark
+        self.stopwatch.begin()
         run.tally.clock.begin()
         self.began = time.perf_counter()
         self.progress_mark.begin(self.name)
         parts.task.begin_phase(self.name)
         fetcher = parts.fetcher("train")
-        fetcher.may_be_empty = not self.has_one_rank and not parts.parallel.in_step
+        fetcher.may_be_empty = not self.has_one_rank and not parts.parallel.is_lockstep
         self.order = make_order(parts, planned, fetcher, start)
         self._warn_of_large_updates()
         self.shares = make_shares(run.plan.choices["parallelism"].options.get("shares"), self.order)
@@ -86,7 +86,7 @@ class Phase(PhaseView):
     def _warn_of_large_updates(self) -> None:
         batch, num_samples = self.planned.batch, self.order.num_samples
         if batch.global_batch_size > num_samples:
-            self.run_.observers.screen.warn(
+            self.run.observers.screen.warn(
                 f"global_batch_size={batch.global_batch_size} is more than the {num_samples} training samples:"
                 " every update is a whole epoch"
             )
@@ -103,10 +103,10 @@ class Phase(PhaseView):
             if hook.name:
                 hook.load_state_dict(hook_state(hook.name, start))
         # Last, because constructing the parts also draws from the generators.
-        restore_rank_random_state(parts.world, start, self.run_.plan.settings.seed)
+        restore_rank_random_state(parts.world, start, self.run.plan.settings.seed)
         done = self.position.update
         if done > self.total:
-            self.run_.observers.screen.warn(
+            self.run.observers.screen.warn(
                 f"{self.name} already has {done} updates in {start.path.name}, and {self.total} were requested:"
                 " no update is run"
             )
@@ -146,7 +146,7 @@ class Phase(PhaseView):
             where = f"the evaluation after update {done} of phase {self.name}"
         return explain(error, self.parts.source, where, self.planned.batch.micro_batch_size)
 
-    def run(self) -> str | None:
+    def run_updates(self) -> str | None:
         """Run the remaining updates; return the signal that stopped them, or None.
 
         Raises NumericError with the module in which an update became non-finite; that update is not saved.
@@ -160,9 +160,9 @@ class Phase(PhaseView):
             raise self.translate_error(error) from error
         if self.record.finished and not self.hook(Checkpointing).is_unsaved:
             return None
-        if self.run_.dropped:
+        if self.run.dropped:
             return "to continue with fewer ranks"
-        name = self.run_.stop.requested
+        name = self.run.stop.requested
         # The launcher forwards another signal than the one that the user sent.
         return "as asked" if name is None or self.parts.world.is_supervised else name
 
@@ -173,7 +173,7 @@ class Phase(PhaseView):
 
     def updates(self) -> Iterator[int]:
         """Run the updates with the hooks between them; yield their numbers."""
-        run, parts, done = self.run_, self.parts, self.position.update
+        run, parts, done = self.run, self.parts, self.position.update
         if done >= self.total:
             run.observers.screen.info(
                 f"{self.name} is finished: {done} updates are done; to train longer: updates=N resume_allow=[updates]"
@@ -186,7 +186,7 @@ class Phase(PhaseView):
         )
         self.batches = self.feed
         parts.bare.train()
-        self.watch.lap("starting")
+        self.stopwatch.lap("starting")
         self._report_progress()
         for hook in self.hooks:
             hook.begin()
@@ -222,9 +222,9 @@ class Phase(PhaseView):
     def _read_batches(self) -> Iterator[MicroBatch]:
         self.hook(StreamPosition).seek()
         keys = self.order.from_update(self.position.update, self.shares.of)
-        batches = self.parts.prefetch(iter(self.loader.batches(keys)), self.watch.lap)
-        if self.run_.plan.choices["backend"].name == "fast":
-            batches = watch_shapes(batches, self.run_.observers.screen.warn)
+        batches = self.parts.prefetch(iter(self.loader.batches(keys)), self.stopwatch.lap)
+        if self.run.plan.choices["backend"].name == "fast":
+            batches = watch_shapes(batches, self.run.observers.screen.warn)
         return batches
 
     def finish_work(self) -> None:
@@ -237,7 +237,7 @@ class Phase(PhaseView):
         if metrics:
             self.record.metrics |= metrics
             self.hook(Metrics).write({"update": self.position.update, "phase": self.name, **metrics})
-            self.run_.observers.screen.show_metrics(self.position.update, metrics)
+            self.run.observers.screen.show_metrics(self.position.update, metrics)
 
 
 def restore_rank_random_state(world: World, start: LoadedCheckpoint, seed: int) -> None:

@@ -100,9 +100,9 @@ class GradientPhase(PhaseKind):
         self.parts, self.position = parts, position
         self.total = phase.updates or count_updates(phase.epochs or 1, order.updates_per_epoch)
         # torch.compile and dispatch modes do not combine, so compiled models are not recorded.
-        watch = parts.plan.choices["compile"].name == "off"
+        records_attention = parts.plan.choices["compile"].name == "off"
         self.task_loss = loss = parts.task.losses.get(phase.name, parts.task.loss)
-        self.loss = CheckedLoss(loss, parts.source, watch=watch)
+        self.loss = CheckedLoss(loss, parts.source, records_attention=records_attention)
         checked_loss = self.loss
         gradients = GradientSource()
         extra = ExtraMetrics()
@@ -110,7 +110,9 @@ class GradientPhase(PhaseKind):
         self.is_additive = parts.task.loss_is_additive
         if is_coupled(parts.task, phase.name):
             self.is_additive = False
-            self.loss = CheckedLoss(parts.task.embed, parts.source, watch=watch, check=validate_embedding)
+            self.loss = CheckedLoss(
+                parts.task.embed, parts.source, records_attention=records_attention, check=validate_embedding
+            )
             seed = parts.plan.settings.seed
             gradients = CoupledSource(self.loss, parts.task.couple, parts.source, seed, lambda: position.update)
         self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
@@ -272,10 +274,10 @@ class StatisticsPhase(PhaseKind):
 
     def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
         world, parallel, model = self.parts.world, self.parts.parallel, self.parts.model
-        watch = parallel.watch
+        stopwatch = parallel.stopwatch
         is_batch_split = world.world_size > 1 and parallel.splits_batch
         while self.position.update < self.total:
-            watch.lap("hooks")
+            stopwatch.lap("hooks")
             items: Tensor | int = 0
             bad: tuple[tuple[int, str], ...] = ()
             last = False
@@ -283,18 +285,18 @@ class StatisticsPhase(PhaseKind):
             with parallel.buffer_update(), parallel.gather_parameters(model), torch.no_grad():
                 while not last:
                     batch, last, skipped, counts, *_ = next(batches)
-                    watch.lap("data")
+                    stopwatch.lap("data")
                     bad += skipped if is_batch_split or world.is_first else ()
                     if counts:
                         with self.parts.precision.forward():
                             added = self.fit.add(model, self.gathered, batch)
                         self.gathered, count = _check_added(added, self.fit, self.parts.source)
                         items = items + count
-                    watch.lap("forward")
+                    stopwatch.lap("forward")
             self.position.update += 1
             total_items = world.sum(world.zeros() + items) if is_batch_split else items
-            watch.lap("wait" if is_batch_split else "forward")
-            watch.stop(self.position.update)
+            stopwatch.lap("wait" if is_batch_split else "forward")
+            stopwatch.stop(self.position.update)
             yield StepInfo(self.position.update, None, total_items, None, None, bad)
 
     def close(self) -> Mapping[str, float]:

@@ -54,7 +54,7 @@ def report_start(
             batch=plan.batch,
             run_dir=str(screen.directory.shown),
             notes=(*plan.notes, *parts.notes, *_checkpoint_notes(plan)),
-            phases=tuple(map(str, plan.selected)) if plan.own_keys else (),
+            phases=tuple(map(str, plan.selected)) if plan.phase_keys else (),
             memory=tuple(summarize_memory(plan.memory)),
         ),
         ascii_only=screen.ascii_only,

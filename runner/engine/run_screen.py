@@ -74,7 +74,7 @@ class Screen:
         """Print alerts of the monitor and append them to events.jsonl."""
         for alert in alerts:
             host = "" if self._alert_console is self.console else f"{socket.gethostname()}: "
-            self._alert_console.say(alert.level, host + alert.text)
+            self._alert_console.log(alert.level, host + alert.text)
             self.events.record("machine", what=alert.kind, text=alert.text, **alert.facts)
 
     def begin(self, phase: str, done: int, total: int, order: Order) -> None:

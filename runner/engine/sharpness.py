@@ -86,11 +86,11 @@ class SharpnessSource(GradientSource):
 
     def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         recorded: list[MicroBatch] = []
-        marks = [generator.mark() for generator in global_generators()]
+        rng_states = [generator.get_state() for generator in global_generators()]
         first = self.inner.accumulate(parallel, passes, _record_batches(batches, recorded))
         parallel.reduce(first)  # the perturbation uses gradients of all ranks; raises Discarded if a rank failed
-        for generator, mark in zip(global_generators(), marks, strict=True):
-            generator.restore(mark)
+        for generator, state in zip(global_generators(), rng_states, strict=True):
+            generator.set_state(state)
         with self._at_ascent_point(parallel), restore_buffers(passes.model.modules()), self.extra.pause():
             second = self.inner.accumulate(parallel, passes, _repeat_batches(recorded))
         return second._replace(loss_sum=first.loss_sum, bad=first.bad)

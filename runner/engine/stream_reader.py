@@ -253,7 +253,7 @@ class StreamFetcher(Fetcher):
     def __init__(self, samples: StreamSamples, collate: Collate, *, model: nn.Module | None = None) -> None:
         super().__init__(samples, collate, bad_samples="stop", model=model, split=samples.source.split)
         self.streams = samples.draws
-        self.is_in_step = False  # ranks run dummy micro-batches, which repeat the last one
+        self.is_lockstep = False  # ranks run dummy micro-batches, which repeat the last one
         self._repeated: tuple[MicroBatchKey, MicroBatch] | None = None
 
     @property
@@ -270,7 +270,7 @@ class StreamFetcher(Fetcher):
             return self._repeated[1]._replace(last=key.last, counts=False)  # a stream cannot read it again
         self.dataset.begin(key)
         read = super().__getitem__(key)
-        if self.is_in_step:
+        if self.is_lockstep:
             self._repeated = (key, read)
         return read._replace(marks=self.dataset.marks())
 

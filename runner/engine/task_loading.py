@@ -94,7 +94,7 @@ class task_errors:  # noqa: N801 - used as a statement: with task_errors(file, "
 class CheckedLoss:
     """The task's loss or embedding; checks its return values, and records the attention kernels of its first call.
 
-    watch               record the attention kernels
+    records_attention   whether to record the attention kernels
     check               (answer, method, source, sync=) -> checked answer
     attention           (kind of call, kernel) -> number of calls in the first forward pass; empty if not recorded
     first_call_context  context for the first call
@@ -104,9 +104,14 @@ class CheckedLoss:
     first_call_context: Callable[[], AbstractContextManager[None]] = nullcontext
 
     def __init__(
-        self, loss: Callable[..., Any], source: Path, *, watch: bool, check: Callable[..., Any] = validate_loss
+        self,
+        loss: Callable[..., Any],
+        source: Path,
+        *,
+        records_attention: bool,
+        check: Callable[..., Any] = validate_loss,
     ) -> None:
-        self.loss, self.source, self.check, self.watch = loss, source, check, watch
+        self.loss, self.source, self.check, self.records_attention = loss, source, check, records_attention
         self.checked = False
         self.observe: Callable[[Mapping[str, tuple[Number, Number]]], None] = _discard_metrics
         self.attention: dict[tuple[str, str], int] = {}
@@ -116,7 +121,7 @@ class CheckedLoss:
             return self._check(self.loss(model, batch))
         answers: list[Any] = []
         with self.first_call_context():
-            if self.watch:
+            if self.records_attention:
                 self.attention = count_calls(lambda: answers.append(self.loss(model, batch)))
             else:
                 answers.append(self.loss(model, batch))

@@ -48,7 +48,7 @@ def make_order(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: LoadedCh
         is_array=start is not None and (start.state.get("data") or {}).get("train", {}).get("sampler") != KEYED,
     )
     if isinstance(fetcher, StreamFetcher):
-        fetcher.is_in_step = parts.parallel.in_step
+        fetcher.is_lockstep = parts.parallel.is_lockstep
         sampler = _make_stream_sampler(fetcher.dataset, plan, phase, drop_last=samples_info.drop_last)
     else:
         sampler = (
@@ -69,7 +69,7 @@ def make_order(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: LoadedCh
         drop_last=samples_info.drop_last,
         shares=batch.shares if is_batch_split else (),
         rank=parts.world.rank if is_batch_split else 0,
-        in_step=parts.parallel.in_step,
+        is_lockstep=parts.parallel.is_lockstep,
         sampler=sampler,
     )
     if order.updates_per_epoch == 0:

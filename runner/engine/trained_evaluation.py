@@ -34,7 +34,7 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
 
     Model, batch size, precision and seed are those of the run, so the metrics of split val are those of its training.
 
-    level  least important messages to print; None: that of $ACCEL_RUN_SAYS
+    level  least important messages to print; None: that of $ACCEL_RUN_LOG_LEVEL
     Returns the exit code and the content of the file; 130 and None after a signal.
     Raises ConfigError if the task has no such split.
     """
@@ -114,7 +114,7 @@ def _make_sizes(trained: TrainedModel, phase: PhasePlan, warn: Callable[[str], N
     current = ("evaluation", phase.name, world.world_size, requested)
     for row in oom_history.read_reductions(trained.directory.path):
         is_same = (row.use, row.phase, row.world_size, row.asked) == current
-        if is_same and (trained.parts.parallel.in_step or row.applies_to(world.rank)):
+        if is_same and (trained.parts.parallel.is_lockstep or row.applies_to(world.rank)):
             sizes.current = min(sizes.current, row.size)
     return sizes
 

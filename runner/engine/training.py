@@ -52,7 +52,7 @@ def train(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterable[Pha
         start = None
         try:
             with phase:
-                stopped_by = phase.run()
+                stopped_by = phase.run_updates()
         except BaseException as error:  # at this level, because torch reports a dead worker at any point of the code
             reported = phase.translate_error(error)
             if isinstance(reported, AccelRunError):

@@ -226,7 +226,7 @@ class PhaseTracer:
         fetcher = parts.fetcher("train")
         micro = phase.batch.micro_batch_size
         order = dataclasses.replace(
-            make_order(parts, phase, fetcher), micro_batch_size=micro, shares=(), rank=0, in_step=False
+            make_order(parts, phase, fetcher), micro_batch_size=micro, shares=(), rank=0, is_lockstep=False
         )
         position = Position(phase.name)
 

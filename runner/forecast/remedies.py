@@ -166,7 +166,7 @@ def _resolve_auto(settings: Overrides, plan: Plan) -> Overrides:
     """Return the settings ready to paste: with the resolved number instead of auto, where it can be set."""
     size = f"micro_batch_size={plan.batch.micro_batch_size}"
     can_be = is_settable(plan, plan.batch, plan.batch.micro_batch_size)
-    is_one = not plan.own_keys and can_be  # phases have their own micro-batch sizes
+    is_one = not plan.phase_keys and can_be  # phases have their own micro-batch sizes
     return tuple(size if setting == "micro_batch_size=auto" and is_one else setting for setting in settings)
 
 

@@ -127,7 +127,7 @@ class StagePrediction:
         task = self.parts.task
         fetcher = self.parts.fetcher("train")
         order = dataclasses.replace(
-            make_order(self.parts, phase, fetcher), micro_batch_size=phase.batch.micro_batch_size, in_step=False
+            make_order(self.parts, phase, fetcher), micro_batch_size=phase.batch.micro_batch_size, is_lockstep=False
         )
         batch = fetcher[next(order.from_update(0))].batch
         starts = [stage.start for stage in split.ranges]

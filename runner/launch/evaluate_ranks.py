@@ -21,7 +21,7 @@ def evaluate(
     """Evaluate the run or the weights that the request names; return the exit code and the record of the metrics.
 
     checkpoint  best, last or an update; None: the best one if there is one, else the last one
-    level       least important messages to print; None: that of $ACCEL_RUN_SAYS
+    level       least important messages to print; None: that of $ACCEL_RUN_LOG_LEVEL
     The record is None after a signal, and on ranks of torchrun or srun that do not print.
     """
     from runner.engine.trained_evaluation import evaluate_run

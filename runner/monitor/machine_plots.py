@@ -31,7 +31,7 @@ class Panel:
 
     values  (samples, "gpu0/" or "") -> values to draw (N,)
     top     end of the scale; None: that of the values
-    from_0  the scale begins at 0
+    include_zero  the scale begins at 0
     is_gpu  one line per GPU
     limit   metric of a GPU that limits the values, its label and unit
     """
@@ -40,7 +40,7 @@ class Panel:
     axis: str
     values: Callable[[MachineSamples, str], Floats]
     top: float | None = None
-    from_0: bool = True
+    include_zero: bool = True
     is_gpu: bool = True
     limit: tuple[str, str, str] | None = None
 
@@ -234,7 +234,7 @@ def _draw_limits(axes: Any, limit: tuple[str, str, str], canvas: _Canvas) -> lis
 def _scale_axes(axes: Any, panel: Panel, lowest: float, highest: float) -> None:
     if panel.top is not None:
         axes.set_ylim(-0.03 * panel.top, 1.05 * panel.top)
-    elif panel.from_0:
+    elif panel.include_zero:
         axes.set_ylim(-0.03 * highest, 1.1 * highest or 1.0)
     else:
         room = max(0.1 * (highest - lowest), 2.0)  # so that a constant reading is a flat line
@@ -335,7 +335,7 @@ _HOST_COLOR = "#444444"
 GPU_PANELS: tuple[Panel, ...] = (
     Panel("utilization", "utilization (%)", _metric("util"), top=100.0),
     Panel("memory", "memory (GiB)", _metric("memory_gib"), limit=("memory_total_gib", "memory capacity", "GiB")),
-    Panel("temperature", "temperature (°C)", _metric("temperature_c"), from_0=False),
+    Panel("temperature", "temperature (°C)", _metric("temperature_c"), include_zero=False),
     Panel("power", "power (W)", _metric("power_w"), limit=("power_limit_w", "power limit", "W")),
 )
 MACHINE_PANELS: tuple[Panel, ...] = (

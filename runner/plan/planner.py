@@ -73,7 +73,7 @@ def make_plan(
         reasons=planner.reasons,
         notes=(*configuration.notes, *inventory.notes, *planner.notes),
         phases=phases,
-        own_keys=planner.own_keys,
+        phase_keys=planner.phase_keys,
         config_dir=str(configuration.request.config_dir) if configuration.request.config_dir else None,
         memory=memory,
         hooks=tuple(hook for hook in configuration.hooks if hook.options[ENABLED]),
@@ -102,12 +102,12 @@ def should_trace_memory(configuration: Configuration, inventory: Inventory) -> b
     nothing is traced, so that the run starts sooner.
     """
     parallelism, settings = configuration.choices["parallelism"], configuration.settings
-    is_open = parallelism.function == "auto" or any(phase.micro_batch_size == "auto" for phase in configuration.phases)
+    is_auto = parallelism.function == "auto" or any(phase.micro_batch_size == "auto" for phase in configuration.phases)
     memory = configuration.choices["memory"]
     if memory.function == "budget" and memory.options["recompute"] == "auto":
         return True
     has_gpu = any(device.kind == "cuda" for device in inventory.usable)
-    return is_open and has_gpu and settings.device.partition(":")[0] in ("auto", "cuda")
+    return is_auto and has_gpu and settings.device.partition(":")[0] in ("auto", "cuda")
 
 
 def _available_devices(chosen: Device | None, inventory: Inventory) -> list[RankDevice]:
@@ -148,7 +148,7 @@ class _Planner(Decisions):
 
     def __init__(self, configuration: Configuration, inventory: Inventory, needs: MemoryNeeds | None) -> None:
         super().__init__(configuration, inventory, needs)
-        self.own_keys = dict(configuration.own_keys)
+        self.phase_keys = dict(configuration.phase_keys)
         self.device: Device | None = None
         self.allocator = AllocatorSettings.parse(self.choices["memory"].options.get("allocator"))
 
@@ -284,14 +284,14 @@ class _Planner(Decisions):
 
     def plan_phase(self, phase: PhaseSettings) -> PhasePlan:
         """Return the plan of a phase: divide its global batch, and resolve optimizer.kernel=auto."""
-        lead = f"phase.{phase.name}." if self.own_keys else ""
+        lead = f"phase.{phase.name}." if self.phase_keys else ""
         batch = self._divide(phase.global_batch_size, phase.micro_batch_size, lead, phase.name)
         optimizer = phase.optimizer
         if optimizer.options.get("kernel") == "auto":
             kernel, why = optimizer_kernel(self.device, self.choices["parallelism"].function, optimizer.function)
             optimizer = dataclasses.replace(optimizer, options={**optimizer.options, "kernel": kernel})
             if lead:
-                self.own_keys[f"{lead}optimizer.kernel"], self.reasons[f"{lead}optimizer.kernel"] = kernel, why
+                self.phase_keys[f"{lead}optimizer.kernel"], self.reasons[f"{lead}optimizer.kernel"] = kernel, why
         return PhasePlan(
             **{**vars(phase), "optimizer": optimizer}, batch=batch, objectives=self.configuration.objectives
         )
@@ -342,8 +342,8 @@ class _Planner(Decisions):
                 self.problems.append(problem)
             return Batch(0, 0, ())
         if lead:
-            self.own_keys[f"{lead}micro_batch_size"] = batch.micro_batch_size
-            self.own_keys[f"{lead}accumulation_steps"] = batch.accumulation_steps
+            self.phase_keys[f"{lead}micro_batch_size"] = batch.micro_batch_size
+            self.phase_keys[f"{lead}accumulation_steps"] = batch.accumulation_steps
         if micro_batch_size == "auto":
             reason = f"auto: {MICRO_BATCHES_PER_STAGE} micro-batches for each of {batch.stages} stages"
             if batch.accumulation_steps > MICRO_BATCHES_PER_STAGE * batch.stages:

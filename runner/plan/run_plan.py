@@ -57,7 +57,7 @@ class Plan:
     reasons     key -> reason for its value
     notes       notes for the user: options that were replaced or have no effect
     phases      all phases of the task, in order; `selected` names those that run
-    own_keys    keys of the phases if the task declares any, as in the configuration
+    phase_keys  keys of the phases if the task declares any, as in the configuration
     config_dir  the user's configuration folder, None if there is none
     memory      predicted memory of each rank in each training phase; empty if nothing was traced
     hooks       enabled hooks of the task file and of packages
@@ -73,7 +73,7 @@ class Plan:
     reasons: Mapping[str, str]
     notes: tuple[str, ...]
     phases: tuple[PhasePlan, ...]
-    own_keys: Mapping[str, Any]
+    phase_keys: Mapping[str, Any]
     config_dir: str | None = None
     memory: tuple[RankMemory, ...] = ()
     hooks: tuple[Choice, ...] = ()
@@ -146,7 +146,7 @@ class Plan:
         values |= {f"{HOOK}.{hook.name}.{key}": value for hook in self.hooks for key, value in hook.options.items()}
         for phase in self.phases:  # they are the same in all of them
             values |= flatten_objectives(phase.objectives)
-        values |= self.own_keys
+        values |= self.phase_keys
         settings = dataclasses.asdict(self.settings)
         nested = {key: value for key, value in settings.items() if isinstance(value, dict)}
         for key, value in settings.items():
@@ -154,10 +154,10 @@ class Plan:
                 values[key] = value
         for name, inner in nested.items():
             values |= {f"{name}.{key}": value for key, value in inner.items()}
-        phase_keys = {key.split(".", 2)[2] for key in self.own_keys}
-        groups = PHASE_GROUPS if self.own_keys else ()
+        replaced = {key.split(".", 2)[2] for key in self.phase_keys}
+        groups = PHASE_GROUPS if self.phase_keys else ()
         return {
-            key: value for key, value in values.items() if key not in phase_keys and key.partition(".")[0] not in groups
+            key: value for key, value in values.items() if key not in replaced and key.partition(".")[0] not in groups
         }
 
     def reason(self, key: str) -> str:
@@ -167,7 +167,9 @@ class Plan:
     def to_json(self) -> str:
         """Return the plan as JSON, for the run directory, including derived values."""
         derived = {name: getattr(self, name) for name in _DERIVED}
-        return json.dumps(derived | encode(self), indent=2) + "\n"
+        content = derived | encode(self)
+        content["own_keys"] = content["phase_keys"]  # its name in version 0.1, written for one more release
+        return json.dumps(content, indent=2) + "\n"
 
     @staticmethod
     def from_json(text: str) -> Plan:
@@ -185,7 +187,8 @@ def _upgrade(tree: dict[str, Any]) -> dict[str, Any]:
         settings = {**settings, "weights": {"source": settings["weights"]}}
     sizes = ("global_batch_size", "micro_batch_size")  # were those of the batch only
     phases = [{**{name: phase["batch"][name] for name in sizes}, **phase} for phase in phases]
-    return {**tree, "settings": settings, "phases": phases}
+    phase_keys = tree.get("phase_keys", tree.get("own_keys"))
+    return {**tree, "settings": settings, "phases": phases, "phase_keys": phase_keys}
 
 
 def format_rank_table(plan: Plan) -> list[str]:

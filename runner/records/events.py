@@ -18,20 +18,27 @@ from runner.host.dirfd import open_parent
 
 Level = Literal["debug", "info", "warning", "error"]
 LEVELS: tuple[Level, ...] = ("debug", "info", "warning", "error")
-LEVEL_VARIABLE = "ACCEL_RUN_SAYS"
+LEVEL_VARIABLE = "ACCEL_RUN_LOG_LEVEL"
+OLD_LEVEL_VARIABLE = "ACCEL_RUN_SAYS"  # its name until version 0.2, accepted for one more release
 
 
 def terminal_log_level() -> Level:
-    """Return the minimum log level of the terminal, from $ACCEL_RUN_SAYS; the default is info.
+    """Return the minimum log level of the terminal, from $ACCEL_RUN_LOG_LEVEL; the default is info.
 
     Raises ConfigError for an unknown level.
     """
-    requested = os.environ.get(LEVEL_VARIABLE, "").lower() or "info"
+    name = OLD_LEVEL_VARIABLE if uses_old_level_variable() else LEVEL_VARIABLE
+    requested = os.environ.get(name, "").lower() or "info"
     for level in LEVELS:
         if level == requested:
             return level
     what = f"must be one of {', '.join(LEVELS)}, but is {requested}"
-    raise ConfigError(Problem(what, LEVEL_VARIABLE, f"export {LEVEL_VARIABLE}=info, the default"))
+    raise ConfigError(Problem(what, name, f"export {LEVEL_VARIABLE}=info, the default"))
+
+
+def uses_old_level_variable() -> bool:
+    """Return whether the log level is set by the variable's old name only."""
+    return OLD_LEVEL_VARIABLE in os.environ and LEVEL_VARIABLE not in os.environ
 
 
 class Console:
@@ -69,7 +76,7 @@ class Console:
         """Log an error."""
         self._log("error", text)
 
-    def say(self, level: Level, text: str) -> None:
+    def log(self, level: Level, text: str) -> None:
         """Log at this level."""
         self._log(level, text)
 

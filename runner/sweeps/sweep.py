@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 import signal
 import sys
@@ -26,7 +27,7 @@ from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import Plan
-from runner.records.events import LEVEL_VARIABLE, Console
+from runner.records.events import LEVEL_VARIABLE, OLD_LEVEL_VARIABLE, Console
 from runner.records.run_record import ProcessRecord
 from runner.records.sweep_record import Goal, SweepRecord
 from runner.sweeps.packing import Packing, assign_slots
@@ -169,7 +170,7 @@ def run_trials(
         pool.start(trial, build_argv(replace(configuration.request, overrides=overrides)))
 
     # The full output of a trial is in its console.log; with a launcher, only the location of the job is printed.
-    with Pool(packing.slots, TERSE if sweep.record.launcher == "local" else None) as pool:
+    with Pool(packing.slots, _trial_environment() if sweep.record.launcher == "local" else None) as pool:
         while True:
             while pool.has_free_slot and (trial := source.next()) is not None:
                 info(f"[{trial.number}/{source.total}] {trial.label}")
@@ -354,6 +355,11 @@ def _run_argument(directory: RunDirectory) -> str:
     return directory.name if is_usual else shlex.quote(str(directory.shown))
 
 
+def _trial_environment() -> dict[str, str]:
+    """Return variables that make trials print warnings and errors only, unless the user has set another log level."""
+    return {LEVEL_VARIABLE: os.environ.get(OLD_LEVEL_VARIABLE) or "warning"}
+
+
 def _exit_code(result: Result) -> int:
     """Return the exit code that this trial contributes to the sweep; 0 for none."""
     if result.state == "failed":
@@ -364,6 +370,5 @@ def _exit_code(result: Result) -> int:
 
 
 OPEN = ("waiting", "running", "stopped")  # resumed by the same command
-TERSE = {LEVEL_VARIABLE: "warning"}
 _LOCATION_KEYS = ("run", "output_root")
 LOCK_TIMEOUT_S = 60.0

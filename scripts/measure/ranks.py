@@ -303,7 +303,7 @@ def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, 
             "ms": statistics.median(blocks),
             "lines": known,
             "shares": now,
-            "dropped": opened.run_.dropped,
+            "dropped": opened.run.dropped,
         }
 
 

@@ -79,7 +79,7 @@ def state_of(phase: Any) -> list[torch.Tensor]:
     """Return the tensors that a save copies, where training has them."""
     from runner.base.optimizer_state import export_state
 
-    return [*phase.run_.parts.bare.state_dict().values(), *export_state(phase.work.training.optimizer)[0].values()]
+    return [*phase.run.parts.bare.state_dict().values(), *export_state(phase.work.training.optimizer)[0].values()]
 
 
 def timed(act: Any) -> float:

@@ -19,7 +19,7 @@ from runner.base.stopwatch import Stopwatch, new_stopwatch
 LAPS = ("hooks", *("data", "transfer", "data", "forward", "backward") * 2, "optimizer")
 
 
-def microseconds(watch: Stopwatch, updates: int, rounds: int, work: torch.Tensor) -> list[float]:
+def microseconds(stopwatch: Stopwatch, updates: int, rounds: int, work: torch.Tensor) -> list[float]:
     """Return the host's microseconds of the laps of an update, one figure per round."""
     found = []
     number = 0
@@ -30,10 +30,10 @@ def microseconds(watch: Stopwatch, updates: int, rounds: int, work: torch.Tensor
             torch.mm(work, work)
             began = time.perf_counter()
             for part in LAPS:
-                watch.lap(part)
-            watch.stop(number)
+                stopwatch.lap(part)
+            stopwatch.stop(number)
             spent += time.perf_counter() - began
-        watch.bookmark()()  # as when a row is due
+        stopwatch.bookmark()()  # as when a row is due
         found.append(1e6 * spent / updates)
     return found
 

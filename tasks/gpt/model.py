@@ -30,7 +30,7 @@ class Shape:
         return -(-self.vocab_size // 64) * 64
 
 
-class Rates(NamedTuple):
+class DropoutRates(NamedTuple):
     """Dropout probabilities.
 
     residual   for the embedding, and for the output of attention and MLP before it is added to the residual stream
@@ -60,7 +60,7 @@ class Transformer(nn.Module):
 
     def __init__(self, shape: Shape, *, dropout: float = 0.0, attention_dropout: float = 0.0) -> None:
         super().__init__()
-        self.shape, self.rates = shape, Rates(dropout, attention_dropout)
+        self.shape, self.rates = shape, DropoutRates(dropout, attention_dropout)
         self.embedding = nn.Embedding(shape.padded_vocab_size, shape.width)
         self.positions = nn.Embedding(shape.block_size, shape.width)
         self.blocks = nn.ModuleList(Block(shape, self.rates) for _ in range(shape.num_layers))
@@ -94,19 +94,19 @@ class Transformer(nn.Module):
                 x = block(x, noise=block_noise)
         else:
             assert start == 0 or end == start + 1, "a filled cache takes one token at a time"
-            for block, past in zip(self.blocks, cache.layers, strict=True):
-                x = block(x, past)
+            for block, past_kv in zip(self.blocks, cache.layers, strict=True):
+                x = block(x, past_kv)
             cache.length = end
             x = x[:, -1:]
         return F.linear(self.norm(x), self.embedding.weight)
 
     def layers(self) -> list[nn.Module]:
         """Return the model, without a cache, as a sequence of modules that share its parameters."""
-        middle = [Middle(block, self.rates, layer) for layer, block in enumerate(self.blocks, start=1)]
-        return [Beginning(self), *middle, End(self)]
+        middle = [MiddleLayer(block, self.rates, layer) for layer, block in enumerate(self.blocks, start=1)]
+        return [InputLayer(self), *middle, OutputLayer(self)]
 
 
-class Beginning(nn.Module):
+class InputLayer(nn.Module):
     """Map tokens (B, T) to embeddings (B, T, C), the input of the first block."""
 
     def __init__(self, model: Transformer) -> None:
@@ -119,10 +119,10 @@ class Beginning(nn.Module):
         return apply_dropout(x, self.rates.residual, self.rates.noise(tokens, 0, self.training))
 
 
-class Middle(nn.Module):
+class MiddleLayer(nn.Module):
     """A block that generates its own random numbers for dropout, as layer number `layer` of the model."""
 
-    def __init__(self, block: nn.Module, rates: Rates, layer: int) -> None:
+    def __init__(self, block: nn.Module, rates: DropoutRates, layer: int) -> None:
         super().__init__()
         self.block, self.rates, self.layer = block, rates, layer
 
@@ -131,7 +131,7 @@ class Middle(nn.Module):
         return result
 
 
-class End(nn.Module):
+class OutputLayer(nn.Module):
     """Map the output of the last block (B, T, C) to logits (B, T, V), with the weights of the embedding."""
 
     def __init__(self, model: Transformer) -> None:
@@ -145,7 +145,7 @@ class End(nn.Module):
 class Block(nn.Module):
     """Self-attention and an MLP, each preceded by a layer norm and added to the residual stream."""
 
-    def __init__(self, shape: Shape, rates: Rates) -> None:
+    def __init__(self, shape: Shape, rates: DropoutRates) -> None:
         super().__init__()
         self.rates = rates
         self.attention_norm = nn.LayerNorm(shape.width)
@@ -153,8 +153,8 @@ class Block(nn.Module):
         self.mlp_norm = nn.LayerNorm(shape.width)
         self.mlp = FeedForward(shape)
 
-    def forward(self, x: Tensor, past: KeyValues | None = None, noise: SampleNoise | None = None) -> Tensor:
-        attended: Tensor = self.attention(self.attention_norm(x), past, noise)
+    def forward(self, x: Tensor, past_kv: KeyValues | None = None, noise: SampleNoise | None = None) -> Tensor:
+        attended: Tensor = self.attention(self.attention_norm(x), past_kv, noise)
         x = x + apply_dropout(attended, self.rates.residual, noise)
         transformed: Tensor = self.mlp(self.mlp_norm(x))
         return x + apply_dropout(transformed, self.rates.residual, noise)
@@ -173,11 +173,11 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(shape.width, 3 * shape.width)
         self.output = nn.Linear(shape.width, shape.width)
 
-    def forward(self, x: Tensor, past: KeyValues | None = None, noise: SampleNoise | None = None) -> Tensor:
+    def forward(self, x: Tensor, past_kv: KeyValues | None = None, noise: SampleNoise | None = None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
-        if past is not None:
-            k, v = past.extend(k, v)
+        if past_kv is not None:
+            k, v = past_kv.extend(k, v)
         if noise is not None and self.dropout > 0:
             future = torch.ones(T, T, dtype=torch.bool, device=x.device).triu(1)
             scores = (q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5).masked_fill(future, float("-inf"))

@@ -63,7 +63,7 @@ class Fence(NamedTuple):
 OPEN = Fence()
 
 
-class Rates(NamedTuple):
+class DropoutRates(NamedTuple):
     """Probabilities of dropout.
 
     residual   of the embeddings, inside of each feed-forward and of the output of each branch
@@ -181,7 +181,7 @@ class Transformer(nn.Module):
         self, shape: Shape, *, dropout: float = 0.0, attention_dropout: float = 0.0, packed: bool = False
     ) -> None:
         super().__init__()
-        self.shape, self.rates, self.packed = shape, Rates(dropout, attention_dropout), packed
+        self.shape, self.rates, self.packed = shape, DropoutRates(dropout, attention_dropout), packed
         self.embedding = nn.Embedding(shape.vocab_size, shape.width)
         self.source_positions = nn.Embedding(shape.source_length, shape.width)
         self.target_positions = nn.Embedding(shape.target_length, shape.width)
@@ -255,7 +255,7 @@ class Transformer(nn.Module):
 class EncoderLayer(nn.Module):
     """Self-attention and a feed-forward, each added to the residual stream (R, S, C)."""
 
-    def __init__(self, shape: Shape, rates: Rates) -> None:
+    def __init__(self, shape: Shape, rates: DropoutRates) -> None:
         super().__init__()
         self.rates = rates
         self.attention_norm = nn.LayerNorm(shape.width)
@@ -273,7 +273,7 @@ class EncoderLayer(nn.Module):
 class DecoderLayer(nn.Module):
     """Causal self-attention, attention to the encoded source, and a feed-forward, each added to (R, T, C)."""
 
-    def __init__(self, shape: Shape, rates: Rates) -> None:
+    def __init__(self, shape: Shape, rates: DropoutRates) -> None:
         super().__init__()
         self.rates = rates
         self.attention_norm = nn.LayerNorm(shape.width)

@@ -19,11 +19,11 @@ class Counted:
     def __init__(self) -> None:
         self.state, self.num_seeds = 0, 0
 
-    def mark(self) -> int:
+    def get_state(self) -> int:
         return self.state
 
-    def restore(self, mark: int) -> None:
-        self.state = mark
+    def set_state(self, state: int) -> None:
+        self.state = state
 
     def seed(self, key: bytes) -> None:
         self.state, self.num_seeds = int.from_bytes(key, "little"), self.num_seeds + 1

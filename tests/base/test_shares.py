@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from runner.base.errors import Problem
 from runner.base.shares import (
     RankShare,
+    distribute_samples,
     equal_shares,
     fixed_shares,
     format_identity,
@@ -20,7 +21,6 @@ from runner.base.shares import (
     rank_shares,
     rank_slices,
     split_proportionally,
-    window_shares,
 )
 from tests.suggestions import suggested
 
@@ -104,32 +104,32 @@ def test_too_small_caps_are_reported_with_their_sum() -> None:
     assert suggested(found.fix) == ["global_batch_size=50"]
 
 
-# ---------------------------------------------------------------- ragged windows
+# ---------------------------------------------------------------- smaller last updates
 
 
 @given(some_shares, st.data())
-def test_a_ragged_window_is_dealt_completely_within_the_shares(shares: list[int], data: st.DataObject) -> None:
-    window = data.draw(st.integers(0, sum(shares)))
-    parts = window_shares(window, shares)
-    assert sum(parts) == window
+def test_a_smaller_update_is_distributed_completely_within_the_shares(shares: list[int], data: st.DataObject) -> None:
+    num_samples = data.draw(st.integers(0, sum(shares)))
+    parts = distribute_samples(num_samples, shares)
+    assert sum(parts) == num_samples
     assert all(part <= share for part, share in zip(parts, shares, strict=True))
-    if window == sum(shares):
+    if num_samples == sum(shares):
         assert parts == tuple(shares)
 
 
 @given(some_shares, st.integers(0, 400))
-def test_slices_are_consecutive_and_cover_the_window(shares: list[int], window: int) -> None:
-    cuts = rank_slices(window, shares)
+def test_slices_are_consecutive_and_cover_the_update(shares: list[int], num_samples: int) -> None:
+    cuts = rank_slices(num_samples, shares)
     seen = [sample for start, stop in cuts for sample in range(start, stop)]
-    assert seen == list(range(window))
-    assert tuple(stop - start for start, stop in cuts) == window_shares(window, shares)
+    assert seen == list(range(num_samples))
+    assert tuple(stop - start for start, stop in cuts) == distribute_samples(num_samples, shares)
 
 
-def test_a_rank_may_get_no_samples_of_a_small_window() -> None:
-    assert window_shares(1, (19, 13)) == (1, 0)
+def test_a_rank_may_get_no_samples_of_a_small_update() -> None:
+    assert distribute_samples(1, (19, 13)) == (1, 0)
     assert rank_slices(1, (19, 13)) == ((0, 1), (1, 1))
-    assert window_shares(2, (1, 1, 1)) == (1, 1, 0)
-    assert window_shares(0, (19, 13)) == (0, 0)
+    assert distribute_samples(2, (1, 1, 1)) == (1, 1, 0)
+    assert distribute_samples(0, (19, 13)) == (0, 0)
 
 
 # ---------------------------------------------------------------- shares set by the user

@@ -59,7 +59,7 @@ def line(monkeypatch: pytest.MonkeyPatch) -> Timeline:
 
 
 @pytest.fixture(params=["host", "device"])
-def watch(request: pytest.FixtureRequest, line: Timeline) -> Stopwatch:
+def stopwatch(request: pytest.FixtureRequest, line: Timeline) -> Stopwatch:
     return Stopwatch() if request.param == "host" else DeviceStopwatch(torch.device("cuda"))
 
 
@@ -70,15 +70,15 @@ def test_each_update_is_reported_once_and_in_order(kind: str) -> None:
         patch.setattr(module, "time", line)
         patch.setattr(torch, "Event", FakeEvent)
         told: list[Any] = []
-        watch = Stopwatch(told.append) if kind == "host" else DeviceStopwatch(torch.device("cuda"), told.append)
+        stopwatch = Stopwatch(told.append) if kind == "host" else DeviceStopwatch(torch.device("cuda"), told.append)
         for update in range(1, 6):
             line.now += 100.0
-            watch.lap("hooks")
+            stopwatch.lap("hooks")
             line.now += update
-            watch.lap("forward")
-            watch.stop(update)
+            stopwatch.lap("forward")
+            stopwatch.stop(update)
             line.reached = line.now - 150.0  # the device lags behind
-        watch.finish()
+        stopwatch.finish()
     assert [(lap.update, lap.seconds) for lap in told] == [
         (update, {"hooks": 100.0, "forward": float(update)}) for update in range(1, 6)
     ]
@@ -94,26 +94,26 @@ def test_the_parts_of_a_phase_add_up_to_its_time(kind: str, steps: list[tuple[st
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "time", line)
         patch.setattr(torch, "Event", FakeEvent)
-        watch = Stopwatch() if kind == "host" else DeviceStopwatch(torch.device("cuda"))
+        stopwatch = Stopwatch() if kind == "host" else DeviceStopwatch(torch.device("cuda"))
         expected: dict[str, float] = {}
-        update, bookmarks = 0, [watch.bookmark()]
+        update, bookmarks = 0, [stopwatch.bookmark()]
         for part, eighths in steps:
             line.now += eighths / 8
             if part == "stop":
                 line.now -= eighths / 8  # stop() does not add a lap: the update ended with its last lap
                 update += 1
-                watch.stop(update)
-                bookmarks.append(watch.bookmark())
+                stopwatch.stop(update)
+                bookmarks.append(stopwatch.bookmark())
             elif part in BETWEEN[1:]:
                 expected["hooks"] = expected.get("hooks", 0.0) + eighths / 8
-                with watch.during(part):
+                with stopwatch.during(part):
                     line.now += 0.25
                 expected[part] = expected.get(part, 0.0) + 0.25
             else:
-                watch.lap(part)
+                stopwatch.lap(part)
                 expected[part] = expected.get(part, 0.0) + eighths / 8
             line.reached = max(line.reached, line.now - eighths / 4)  # the device lags behind
-        spent = watch.finish()
+        spent = stopwatch.finish()
         assert {part: seconds for part, seconds in spent.items() if seconds} == {
             part: seconds for part, seconds in expected.items() if seconds
         }
@@ -123,50 +123,50 @@ def test_the_parts_of_a_phase_add_up_to_its_time(kind: str, steps: list[tuple[st
         assert sum(sum(window.values()) for window in [*windows, rest]) == line.now - 100.0
 
 
-def test_nested_parts_are_timed_separately(watch: Stopwatch, line: Timeline) -> None:
-    with watch.during("evaluation"):
+def test_nested_parts_are_timed_separately(stopwatch: Stopwatch, line: Timeline) -> None:
+    with stopwatch.during("evaluation"):
         line.now += 1.0
-        with watch.during("saving"):
+        with stopwatch.during("saving"):
             line.now += 0.5
         line.now += 0.25
     line.now += 0.125
-    assert watch.finish() == {"hooks": 0.125, "evaluation": 1.25, "saving": 0.5}
+    assert stopwatch.finish() == {"hooks": 0.125, "evaluation": 1.25, "saving": 0.5}
 
 
-def test_an_error_inside_keeps_the_enclosing_part(watch: Stopwatch, line: Timeline) -> None:
-    with pytest.raises(KeyError), watch.during("evaluation"):
+def test_an_error_inside_keeps_the_enclosing_part(stopwatch: Stopwatch, line: Timeline) -> None:
+    with pytest.raises(KeyError), stopwatch.during("evaluation"):
         line.now += 1.0
         raise KeyError
     line.now += 0.5
-    assert watch.finish() == {"hooks": 0.5, "evaluation": 1.0}
+    assert stopwatch.finish() == {"hooks": 0.5, "evaluation": 1.0}
 
 
-def test_the_last_update_is_reported_with_its_own_parts_only(watch: Stopwatch, line: Timeline) -> None:
-    assert watch.last is None
+def test_the_last_update_is_reported_with_its_own_parts_only(stopwatch: Stopwatch, line: Timeline) -> None:
+    assert stopwatch.last is None
     for update, part in ((1, "data"), (2, "backward")):
         line.now += update
-        watch.lap(part)
+        stopwatch.lap(part)
         line.reached = line.now
-        watch.stop(update)
-        assert watch.last is not None
-        assert watch.last.update == update
-        assert watch.last.seconds == {part: float(update)}
+        stopwatch.stop(update)
+        assert stopwatch.last is not None
+        assert stopwatch.last.update == update
+        assert stopwatch.last.seconds == {part: float(update)}
 
 
-def test_another_phase_starts_at_zero(watch: Stopwatch, line: Timeline) -> None:
+def test_another_phase_starts_at_zero(stopwatch: Stopwatch, line: Timeline) -> None:
     line.now += 1.0
-    watch.lap("data")
-    watch.stop(7)
-    watch.begin()
+    stopwatch.lap("data")
+    stopwatch.stop(7)
+    stopwatch.begin()
     line.reached = line.now
-    assert watch.last is None, "update 7 was of the phase before"
+    assert stopwatch.last is None, "update 7 was of the phase before"
     line.now += 0.5
-    watch.lap("forward")
+    stopwatch.lap("forward")
     line.reached = line.now
-    watch.stop(1)
-    assert watch.last is not None
-    assert watch.last.update == 1
-    assert watch.finish() == {"forward": 0.5} | ({"hooks": 0.0} if watch.spent().get("hooks") == 0.0 else {})
+    stopwatch.stop(1)
+    assert stopwatch.last is not None
+    assert stopwatch.last.update == 1
+    assert stopwatch.finish() == {"forward": 0.5} | ({"hooks": 0.0} if stopwatch.spent().get("hooks") == 0.0 else {})
 
 
 def test_a_cpu_uses_the_host_clock() -> None:

@@ -76,8 +76,8 @@ ARGPARSE = {
     "--patience 5": "early_stopping.patience=5",
     "--debug": "updates=2",
     "--dry-run": "accel-run plan",
-    "--verbose": "ACCEL_RUN_SAYS=debug",
-    "--quiet": "ACCEL_RUN_SAYS=warning",
+    "--verbose": "ACCEL_RUN_LOG_LEVEL=debug",
+    "--quiet": "ACCEL_RUN_LOG_LEVEL=warning",
     "-v": "accel-run --version",
     "--profile": "profiler=trace",
     "--compile": "compile=...",
@@ -162,7 +162,7 @@ LIGHTNING = {
     "limit_train_batches=0.1": "data.train_samples=",
     "limit_val_batches=10": "evaluate.samples=320",
     "num_sanity_val_steps=0": "",
-    "enable_progress_bar=false": "ACCEL_RUN_SAYS=warning",
+    "enable_progress_bar=false": "ACCEL_RUN_LOG_LEVEL=warning",
     "enable_checkpointing=false": "checkpoint=off",
     "detect_anomaly=true": "",
     "benchmark=true": "backend=fast",
@@ -283,7 +283,7 @@ HUGGING_FACE = {
     "--optim paged_adamw_8bit": "optimizer=NAME",
     "--remove_unused_columns false": "accel-run plan shows",
     "--disable_tqdm false": "leave it out",
-    "--disable_tqdm true": "ACCEL_RUN_SAYS=warning",
+    "--disable_tqdm true": "ACCEL_RUN_LOG_LEVEL=warning",
 }  # fmt: skip
 
 LAUNCHERS = {

@@ -38,7 +38,7 @@ RANK = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", 
     ("environment", "num_lines"),
     [
         ({}, 1),
-        ({"ACCEL_RUN_SAYS": "warning"}, 0),
+        ({"ACCEL_RUN_LOG_LEVEL": "warning"}, 0),
         (RANK | {"RANK": "0", "LOCAL_RANK": "0"}, 1),
         (RANK | {"RANK": "1", "LOCAL_RANK": "1"}, 0),
     ],

@@ -244,7 +244,7 @@ def test_a_key_of_another_tool_is_not_mistaken_for_a_typo() -> None:
 def test_a_key_of_a_command_takes_precedence_over_one_of_another_tool(command: str) -> None:
     own = {"benchmark": "steps", "tune": "budget_s", "search": "trials"}[command]
     with pytest.raises(ConfigError) as refused:
-        compose(Request((f"{own.upper()}=50",), own_keys=(own,)))
+        compose(Request((f"{own.upper()}=50",), command_keys=(own,)))
     assert refused.value.problems[0].fix == f"use {own}=50"
 
 

@@ -108,7 +108,7 @@ def test_a_trial_prints_only_problems(swept: Swept) -> None:
 
 def test_a_trial_prints_everything_on_request(server: ForkServer, tmp_path: Path) -> None:
     words = ["train", "-m", "run=mine", "seed=1,2", "updates=10", *ON_CPU]
-    ended = server.run(words, tmp_path, env=FORKED | {"ACCEL_RUN_SAYS": "info"})
+    ended = server.run(words, tmp_path, env=FORKED | {"ACCEL_RUN_LOG_LEVEL": "info"})
     assert ended.code == 0, ended.err
     assert ended.out.count(" updates, ") == 2
 

@@ -834,7 +834,7 @@ def test_the_time_of_a_stage_is_that_of_its_layers(schedule: str) -> None:
         assert made.parallel.bubble() is None
         assert len(list(train_updates(made, stream([2] * 4, torch.float32), 2))) == 2
         assert made.parallel.bubble() is not None
-        return dict(made.parallel.watch.last.seconds)
+        return dict(made.parallel.stopwatch.last.seconds)
 
     for seconds in run_ranks(run, 2):
         assert seconds["forward"] == pytest.approx(4 * 0.03, abs=0.02)
@@ -859,7 +859,7 @@ def test_the_bubble_is_the_share_of_time_that_stages_wait(
     def run(world: World) -> list[float]:
         made = training(world, lambda: plain(3, torch.float32), split=[1, 2])
         next(train_updates(made, stream([2] * 4, torch.float32), 1))
-        made.parallel.watch = SimpleNamespace(last=Lap(1, (first, last)[world.rank]))
+        made.parallel.stopwatch = SimpleNamespace(last=Lap(1, (first, last)[world.rank]))
         return list(made.parallel.bubble())
 
     for found in run_ranks(run, 2):

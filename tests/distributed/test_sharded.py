@@ -120,7 +120,7 @@ class Run:
         self.model = self.parallel.wrap(bare, list, list(getattr(bare, "blocks", [])))
         self.order = Order(
             NUM_SAMPLES, sum(shares), micro, seed=3, shares=shares if world.world_size > 1 else (),
-            rank=world.rank, in_step=self.parallel.in_step,
+            rank=world.rank, is_lockstep=self.parallel.is_lockstep,
         )  # fmt: skip
         for name, weight in self.model.named_parameters():
             weight.requires_grad_(trains in name)

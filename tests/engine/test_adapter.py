@@ -52,7 +52,7 @@ def saved(folder: Path, stem: str = "model", update: int = UPDATES) -> dict[str,
 
 def trained(folder: Path, *words: str, world: World | None = None) -> None:
     with open_phase(request_of(folder, *words), world) as phase:
-        assert phase.run() is None
+        assert phase.run_updates() is None
 
 
 def by_hand(*, train: str = "") -> nn.Module:
@@ -167,7 +167,7 @@ def test_other_frozen_weights_are_refused(tmp_path: Path) -> None:
     with open_phase(more) as phase:
         from runner.engine.frozen_base import load_weights
 
-        parts = phase.run_.parts
+        parts = phase.run.parts
         load_weights(parts, checkpoint.load(path))
         with torch.no_grad():
             next(parts.bare.parameters()).add_(1e-9)

@@ -20,7 +20,7 @@ def start(tmp_path_factory: pytest.TempPathFactory) -> LoadedCheckpoint:
     """The checkpoint of a run of three updates."""
     folder = tmp_path_factory.mktemp("run")
     with opened(folder, "updates=3", "checkpoint.every=1") as phase:
-        phase.run()
+        phase.run_updates()
     path = newest_valid(folder / "small" / "checkpoints")
     assert path is not None
     return load(path)

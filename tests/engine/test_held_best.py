@@ -349,7 +349,7 @@ def test_a_stop_with_time_for_one_save_writes_the_last_checkpoint(
         phase.close()
         assert saving_of(phase).newest_number == 3
         assert not saving_of(phase).is_unsaved
-        folder = phase.run_.directory.checkpoints
+        folder = phase.run.directory.checkpoints
     assert sorted(path.name for path in folder.glob("update-*")) == ["update-0000000001", "update-0000000003"]
     assert checkpoint.load(checkpoint_path(folder, 3)).state["bests"] == []
     said = capfd.readouterr()

@@ -93,8 +93,8 @@ class Counted(Phase):
 def test_a_hook_is_called_between_updates_and_restored_from_a_checkpoint(tmp_path: Path, monkeypatch: Any) -> None:
     monkeypatch.setattr("runner.engine.opening.Phase", Counted)
     with opened(tmp_path, "checkpoint=off", "checkpoint.best=null") as phase:
-        stopped_by = phase.run()
-        mine, folder = phase.hook(Counting), phase.run_.directory.checkpoints
+        stopped_by = phase.run_updates()
+        mine, folder = phase.hook(Counting), phase.run.directory.checkpoints
     assert stopped_by == "as asked"
     assert mine.seen == ["begin", *(f"update {number}" for number in range(1, 6)), "end"]
     assert mine.counts.tolist() == [15.0, 15.0]

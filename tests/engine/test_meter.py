@@ -43,7 +43,7 @@ def time(monkeypatch: pytest.MonkeyPatch) -> Time:
 
 def made(rows: list[Row], *, every: int = 4, readings: Any = dict, is_starting: bool = False, **more: Any) -> Meter:
     given = {"every": every, "write": rows.append, "readings": readings, "is_starting": is_starting, **more}
-    return Meter(CPU, "train", watch=Stopwatch(), **given)
+    return Meter(CPU, "train", stopwatch=Stopwatch(), **given)
 
 
 def step(update: int, loss: float, items: Tensor | int = 1, norm: float | None = 0.5) -> StepInfo:
@@ -158,8 +158,8 @@ def update_of(meter: Any, time: Time, number: int, parts_s: dict[str, float], it
     """Run an update whose parts take these times, and record it."""
     for part, seconds in parts_s.items():
         time.now += seconds
-        meter.watch.lap(part)
-    meter.watch.stop(number)
+        meter.stopwatch.lap(part)
+    meter.stopwatch.stop(number)
     meter(step(number, 1.0, items))
 
 
@@ -177,7 +177,7 @@ def test_the_parts_of_a_row_add_up_to_the_time_of_its_updates(time: Time) -> Non
     meter = made(rows, every=2)
     for number in range(1, 7):
         update_of(meter, time, number, {"hooks": 1.0, "data": number / 8, "forward": 0.5, "backward": 1 / number})
-        with meter.watch.during("evaluation"):
+        with meter.stopwatch.during("evaluation"):
             time.now += 2.0
     for row in rows:
         parts = [row[f"perf/{part}_ms"] for part in PARTS if f"perf/{part}_ms" in row]
@@ -226,7 +226,7 @@ def test_throughput_is_items_over_time_since_the_first_update(time: Time, every:
     for number in range(2, 12):
         update_of(meter, time, number, {"hooks": 0.25, "forward": 0.25 * number}, items=number)
         ended, items = time.now, items + number
-        with meter.watch.during("evaluation"):
+        with meter.stopwatch.during("evaluation"):
             time.now += 2.0  # work after the last update slows none of them down
     meter.close_window()
     assert meter.timed.throughput == pytest.approx(items / (ended - began))

@@ -52,7 +52,7 @@ def saving_of(phase: Any) -> Checkpointing:
 
 
 def weights(phase: Any) -> dict[str, torch.Tensor]:
-    return {name: tensor.clone() for name, tensor in phase.run_.parts.bare.state_dict().items()}
+    return {name: tensor.clone() for name, tensor in phase.run.parts.bare.state_dict().items()}
 
 
 def test_a_checkpoint_has_the_state_of_its_update_however_slow_the_disk(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_a_checkpoint_has_the_state_of_its_update_however_slow_the_disk(tmp_path
                 assert not torch.equal(weights(phase)["0.weight"], saved["0.weight"])
                 disk.gate.set()
                 saving_of(phase).saver.writer.wait()
-            loaded = checkpoint.load(checkpoint.checkpoint_path(phase.run_.directory.checkpoints, update))
+            loaded = checkpoint.load(checkpoint.checkpoint_path(phase.run.directory.checkpoints, update))
             there = loaded.tensors("model")
             assert all(torch.equal(there[name], tensor) for name, tensor in saved.items())
 
@@ -106,7 +106,7 @@ def test_a_save_during_another_does_not_change_that_one(tmp_path: Path, monkeypa
             saving_of(phase).save()
         saving_of(phase).saver.writer.wait()
         for update, stems in expected.items():
-            loaded = checkpoint.load(checkpoint.checkpoint_path(phase.run_.directory.checkpoints, update))
+            loaded = checkpoint.load(checkpoint.checkpoint_path(phase.run.directory.checkpoints, update))
             assert set(loaded.stems) == set(stems)
             for stem, tensors in stems.items():
                 there = loaded.tensors(stem)
@@ -135,7 +135,7 @@ class Broken(System):
 def test_a_best_checkpoint_that_cannot_be_saved_displaces_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_writer, "RETRY_DELAYS_S", (0.0, 0.0))
     with opened(tmp_path, "checkpoint.every=1000", "checkpoint.keep=2") as phase:
-        updates, folder = phase.updates(), phase.run_.directory.checkpoints
+        updates, folder = phase.updates(), phase.run.directory.checkpoints
         next(updates)
         saving_of(phase).save_if_best({"val/loss": 3.0})
         saving_of(phase).saver.writer.wait()
@@ -174,7 +174,7 @@ def test_a_failed_save_is_repeated_soon(tmp_path: Path, monkeypatch: pytest.Monk
 
 def test_no_save_starts_without_enough_time(tmp_path: Path) -> None:
     with opened(tmp_path, "checkpoint.every=1", "checkpoint.grace_s=1e-9") as phase:
-        updates, folder = phase.updates(), phase.run_.directory.checkpoints
+        updates, folder = phase.updates(), phase.run.directory.checkpoints
         next(updates)
         next(updates)
         saving_of(phase).saver.writer.wait()
@@ -224,7 +224,7 @@ def test_the_writer_ends_before_the_run_is_closed_whatever_fails(
             monkeypatch.setattr(phase.loader, "close", fail)
             writer = saving_of(phase).saver.writer
             monkeypatch.setattr(writer, "close", after(disk.gate.set, writer.close))  # the first to wait
-            metrics, close = phase.run_.observers.metrics, phase.run_.observers.metrics.close
+            metrics, close = phase.run.observers.metrics, phase.run.observers.metrics.close
 
             def closed() -> None:
                 writers.append(any(thread.name == "checkpoint-writer" for thread in threading.enumerate()))
@@ -252,7 +252,7 @@ def test_rows_that_a_checkpoint_counts_are_synced_before_its_rename(tmp_path: Pa
             super().rename(source, target)
 
     with opened(tmp_path, "checkpoint=off") as phase:
-        metrics, updates = phase.run_.directory.metrics, phase.updates()
+        metrics, updates = phase.run.directory.metrics, phase.updates()
         with files.use_system(watched := Watched()):
             counted = []
             for _ in range(3):
@@ -260,7 +260,7 @@ def test_rows_that_a_checkpoint_counts_are_synced_before_its_rename(tmp_path: Pa
                     next(updates)
                 saving_of(phase).save()
                 saving_of(phase).saver.writer.wait()
-                path = checkpoint.checkpoint_path(phase.run_.directory.checkpoints, phase.number)
+                path = checkpoint.checkpoint_path(phase.run.directory.checkpoints, phase.number)
                 counted.append(int(checkpoint.load(path).manifest["metrics_bytes"]))
     assert counted[0] > 0
     assert counted == sorted(set(counted))
@@ -277,13 +277,13 @@ def test_rows_that_come_after_the_last_save_are_synced_before_a_phase_ends(words
                 synced.append(metrics.stat().st_size)
 
     with opened(tmp_path, *words.split()) as phase:
-        metrics, saving = phase.run_.directory.metrics, saving_of(phase)
+        metrics, saving = phase.run.directory.metrics, saving_of(phase)
         next(phase.updates())
-        if not phase.run_.observers.profiler.only:
+        if not phase.run.observers.profiler.only:
             saving.save()
             saving.saver.writer.wait()
         with files.use_system(Watched()):
-            phase.run_.observers.write({"update": 1, "val/loss": 0.5})
+            phase.run.observers.write({"update": 1, "val/loss": 0.5})
             saving.end()
         assert synced[-1:] == [metrics.stat().st_size]
 
@@ -301,7 +301,7 @@ def test_saves_faster_than_the_disk_are_reported_once(tmp_path: Path, monkeypatc
             checkpoint_saver, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
         )
         monkeypatch.setattr(writer, "wait", after(pass_time, writer.wait))
-        monkeypatch.setattr(phase.run_.observers.screen, "warn", told.append)
+        monkeypatch.setattr(phase.run.observers.screen, "warn", told.append)
         updates = phase.updates()
         for _ in range(5):
             next(updates)

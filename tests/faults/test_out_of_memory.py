@@ -101,8 +101,8 @@ def trained(
 def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, ...]) -> dict[str, Any]:
     error, laps = None, list[str]()
     with opening.open_phase(request, world if world.world_size > 1 else None) as phase:
-        lap = phase.watch.lap
-        phase.watch.lap = lambda part: (laps.append(part), lap(part))[1]  # type: ignore[method-assign,func-returns-value]
+        lap = phase.stopwatch.lap
+        phase.stopwatch.lap = lambda part: (laps.append(part), lap(part))[1]  # type: ignore[method-assign,func-returns-value]
         try:
             for _ in phase.updates():
                 if phase.is_over:
@@ -114,12 +114,12 @@ def _made(request: Request, world: World, run: Path, shortages: tuple[Shortage, 
         except Exception as raised:
             error = phase.translate_error(raised)
         phase.hook(RankSync).exchange.close()
-        state = {name: digest(tensor) for name, tensor in phase.run_.parts.bare.state_dict().items()}
+        state = {name: digest(tensor) for name, tensor in phase.run.parts.bare.state_dict().items()}
         optimizer = phase.work.training.optimizer  # type: ignore[attr-defined]
         for number, kept in enumerate(optimizer.state.values()):
             state |= {f"{number}.{key}": digest(value) for key, value in kept.items()}
         state["torch"] = digest(torch.get_rng_state())
-        state["scaler"] = json.dumps(phase.run_.parts.precision.state())
+        state["scaler"] = json.dumps(phase.run.parts.precision.state())
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()] if world.is_first else []
     return {
         "state": state,

@@ -41,20 +41,20 @@ def test_device_events_cost_no_synchronization() -> None:
     torch.cuda.set_sync_debug_mode("error")
     try:
         outer[0].record()
-        watch = DeviceStopwatch(device)
+        stopwatch = DeviceStopwatch(device)
         for update, (begin, end) in enumerate(inner, 1):
-            watch.lap("hooks")
+            stopwatch.lap("hooks")
             begin.record()
             for _ in range(3):
                 torch.mm(matrix, matrix)
             end.record()
-            watch.lap("forward")
-            watch.stop(update)
+            stopwatch.lap("forward")
+            stopwatch.stop(update)
         outer[1].record()
-        bookmark = watch.bookmark()
+        bookmark = stopwatch.bookmark()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    spent = watch.finish()
+    spent = stopwatch.finish()
     least_s, most_s = (sum(one.elapsed_time(other) for one, other in events) / 1e3 for events in (inner, [outer]))
     assert 0 < 0.999 * least_s <= spent["forward"] <= 1.001 * most_s
     assert sum(seconds_between({}, bookmark()).get(part, 0.0) for part in PARTS) == pytest.approx(spent["forward"])

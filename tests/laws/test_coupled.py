@@ -128,7 +128,7 @@ def trained(
     parallel = ddp(world)
     order = Order(
         NUM_SAMPLES, GLOBAL, micro, seed=3, shares=shares if world.world_size > 1 else (), rank=world.rank,
-        in_step=parallel.in_step,
+        is_lockstep=parallel.is_lockstep,
     )  # fmt: skip
     run = training(kind(dtype), parallel, precision)
     steps = list(train_updates(run, batches_of(order, dtype), UPDATES))
@@ -339,5 +339,5 @@ def test_an_incomplete_coupled_task_is_refused() -> None:
 
 def test_strategies_with_collectives_in_passes_are_refused() -> None:
     with pytest.raises(ConfigError) as found:
-        check_strategy(Replicated(World(CPU, 0, 0, 2), in_step=True), Choice("ddp", "ddp", {"batch_norm": "sync"}))
+        check_strategy(Replicated(World(CPU, 0, 0, 2), is_lockstep=True), Choice("ddp", "ddp", {"batch_norm": "sync"}))
     assert found.value.exit_code == 78

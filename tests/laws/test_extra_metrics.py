@@ -45,16 +45,16 @@ def batches_of(order: Order) -> Iterator[MicroBatch]:
 
 
 def measured(
-    world: World, shares: tuple[int, ...], micro: int, kind: Any = loss, *, in_step: bool = False
+    world: World, shares: tuple[int, ...], micro: int, kind: Any = loss, *, is_lockstep: bool = False
 ) -> list[list[float]]:
     """Return the metric of each update."""
     torch.manual_seed(0)
     model, extra = nn.Linear(4, 1).double(), ExtraMetrics()
-    parallel = Replicated(world, in_step=True) if in_step else ddp(world)
+    parallel = Replicated(world, is_lockstep=True) if is_lockstep else ddp(world)
     parallel.wrap(model, list, [])
     named = list(model.named_parameters())
     parallel.begin([weight for _, weight in named])
-    checked = CheckedLoss(kind, HERE, watch=False)
+    checked = CheckedLoss(kind, HERE, records_attention=False)
     checked.observe = extra.add
     run = Training(
         position=Position("train"), model=model, loss=checked, parameters=[weight for _, weight in named],
@@ -62,7 +62,8 @@ def measured(
         per_item=1 / 32, max_grad_norm=None, extra=extra,
     )  # fmt: skip
     order = Order(
-        NUM_SAMPLES, 32, micro, seed=3, shares=shares if world.world_size > 1 else (), rank=world.rank, in_step=in_step,
+        NUM_SAMPLES, 32, micro, seed=3, shares=shares if world.world_size > 1 else (), rank=world.rank,
+        is_lockstep=is_lockstep,
     )  # fmt: skip
     steps = train_updates(run, batches_of(order), UPDATES)
     return [[float(total) / max(float(count), 1) for total, count in (step.extra["large"],)] for step in steps]
@@ -80,7 +81,7 @@ def test_micro_batches_and_ranks_do_not_change_a_training_metric(shares: tuple[i
 
 def test_dummy_passes_do_not_count() -> None:
     whole = measured(World(torch.device("cpu")), (32,), 32)
-    for one in run_ranks(lambda world: measured(world, (31, 1), 8, in_step=True), 2):
+    for one in run_ranks(lambda world: measured(world, (31, 1), 8, is_lockstep=True), 2):
         assert distance(whole, one) <= PROMISED[torch.float64]
 
 

@@ -271,7 +271,7 @@ def test_orders_of_up_to_16_million_samples_are_those_of_earlier_versions() -> N
 def begun(folder: Path) -> list[Any]:
     """Run two updates and save; return the micro-batches of the third."""
     with opened(folder) as phase:
-        phase.run_.provenance.is_compared = True  # like a run of `train`
+        phase.run.provenance.is_compared = True  # like a run of `train`
         updates = phase.updates()
         for _ in range(2):
             next(updates)

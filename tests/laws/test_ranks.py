@@ -93,7 +93,7 @@ def trained(
     total = sum(shares)
     order = Order(
         num_samples, total, micro, seed=3, shares=shares if world.world_size > 1 else (),
-        rank=world.rank, in_step=parallel.in_step,
+        rank=world.rank, is_lockstep=parallel.is_lockstep,
     )  # fmt: skip
     run = training(make_model(dtype), parallel, loss, precision)
     steps: list[StepInfo] = list(train_updates(run, batches_of(order, dtype), updates))

@@ -117,7 +117,7 @@ def test_ranks_with_unequal_shares_divide_the_same_update(kind: str, shares: tup
 
 @kinds
 def test_ranks_in_lockstep_get_as_many_micro_batches(kind: str) -> None:
-    ranks = [order_of(kind, shares=(5, 3), rank=rank, in_step=True) for rank in range(2)]
+    ranks = [order_of(kind, shares=(5, 3), rank=rank, is_lockstep=True) for rank in range(2)]
     for update in range(ranks[0].updates_per_epoch):
         assert len({len(list(rank.micro_batches(update))) for rank in ranks}) == 1
 

@@ -47,7 +47,7 @@ def saved(folder: Path, stem: str = "model") -> dict[str, Tensor]:
 
 def trained(folder: Path, *words: str, world: World | None = None, task: Path = TASK) -> dict[str, Tensor]:
     with open_phase(request_of(folder, *words, task=task), world) as phase:
-        assert phase.run() is None
+        assert phase.run_updates() is None
     return saved(folder) if world is None or world.is_first else {}
 
 
@@ -59,7 +59,7 @@ def losses(folder: Path) -> list[float]:
 def by_hand(folder: Path, *, adaptive: bool) -> tuple[dict[str, Tensor], list[float]]:
     """Plain loop of SAM (Foret et al., ICLR 2021, algorithm 1) and ASAM (Kwon et al., ICML 2021, algorithm 1)."""
     with open_phase(request_of(folder)) as phase:
-        task, model = phase.run_.parts.task, phase.run_.parts.bare
+        task, model = phase.run.parts.task, phase.run.parts.bare
         x, y = task.dataset("train").tensors
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
         weights, found = list(model.parameters()), []
@@ -120,9 +120,9 @@ def test_neither_accumulation_nor_ranks_change_an_update(words: str, world_size:
 
 def test_both_passes_have_the_same_draws_and_only_the_first_one_changes_buffers(tmp_path: Path) -> None:
     with open_phase(request_of(tmp_path, "global_batch_size=8", "micro_batch_size=4", task=DRAWING)) as phase:
-        assert phase.run() is None
-        drawn: list[tuple[float, ...]] = phase.run_.parts.task.drawn  # type: ignore[attr-defined]
-        calls = phase.run_.parts.bare.calls
+        assert phase.run_updates() is None
+        drawn: list[tuple[float, ...]] = phase.run.parts.task.drawn  # type: ignore[attr-defined]
+        calls = phase.run.parts.bare.calls
     of_updates = [drawn[start : start + 4] for start in range(0, len(drawn), 4)]
     assert len(of_updates) == UPDATES
     assert all(passes[:2] == passes[2:] for passes in of_updates)
@@ -144,7 +144,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(tmp_path: Path) -> None:
 def test_an_update_that_ran_out_of_memory_in_the_second_pass_is_repeated(tmp_path: Path) -> None:
     expected = trained(tmp_path / "one")
     with open_phase(request_of(tmp_path / "short")) as phase:
-        loss, calls = phase.run_.parts.task.loss, []
+        loss, calls = phase.run.parts.task.loss, []
 
         def short(model: nn.Module, batch: Any) -> Any:
             calls.append(len(batch[0]))
@@ -153,7 +153,7 @@ def test_an_update_that_ran_out_of_memory_in_the_second_pass_is_repeated(tmp_pat
             return loss(model, batch)
 
         phase.work.loss.loss = short  # type: ignore[attr-defined]
-        assert phase.run() is None
+        assert phase.run_updates() is None
     assert 4 in calls, "it was repeated in smaller micro-batches"
     assert_close(saved(tmp_path / "short"), expected, TOLERANCE)
 
@@ -181,6 +181,6 @@ def test_objectives_and_coupled_losses_are_perturbed_for_any_micro_batches(
 def test_an_overflow_skips_the_update(tmp_path: Path) -> None:
     words = ("precision=fp16", "precision.init_scale=1.0e7", "updates=40", "evaluate.every=0")
     with open_phase(request_of(tmp_path, *words, task=FLOAT32)) as phase:
-        assert phase.run() is None
-        assert 0 < phase.run_.num_skipped < 40
-        assert all(bool(weight.isfinite().all()) for weight in phase.run_.parts.bare.parameters())
+        assert phase.run_updates() is None
+        assert 0 < phase.run.num_skipped < 40
+        assert all(bool(weight.isfinite().all()) for weight in phase.run.parts.bare.parameters())

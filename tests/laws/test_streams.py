@@ -220,8 +220,8 @@ def test_rewinding_reads_the_same_samples_again() -> None:
 def test_dummy_micro_batches_repeat_read_samples() -> None:
     source = source_of(Files, 1)
     fetcher = fetcher_of(source)
-    fetcher.is_in_step = True
-    order = order_of(source, 2, shares=(7, 1), rank=1, in_step=True)
+    fetcher.is_lockstep = True
+    order = order_of(source, 2, shares=(7, 1), rank=1, is_lockstep=True)
     micros = list(islice((fetcher[key] for key in order.from_update(0)), 12))
     assert [micro.counts for micro in micros] == [True, False, False, False] * 3
     assert all(torch.equal(micros[first].batch, micros[first + 1].batch) for first in (0, 4, 8))

@@ -297,7 +297,7 @@ def updated(
     fetcher, parallel = fetcher_of(task), strategy(world)
     order = Order(
         len(fetcher), SAMPLES, SAMPLES if sizes else 5, SEED, shares=shares,
-        rank=world.rank if shares else 0, in_step=parallel.in_step,
+        rank=world.rank if shares else 0, is_lockstep=parallel.is_lockstep,
     )  # fmt: skip
     keys = [part for key in order.micro_batches(0) for part in (cut(key, sizes) if sizes else [key])]
     before = {name: weight.detach().clone() for name, weight in task.model.named_parameters()}

@@ -11,6 +11,7 @@ from pathlib import Path
 
 import pytest
 
+from runner import cli
 from runner.base.errors import ConfigError
 from runner.records.events import Console, Events, terminal_log_level
 
@@ -42,12 +43,32 @@ def test_the_terminal_shows_its_level_and_the_file_everything(
     ("said", "level"), [("", "info"), ("warning", "warning"), ("WARNING", "warning"), ("debug", "debug")]
 )
 def test_the_environment_sets_the_log_level(said: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCEL_RUN_SAYS", said)
+    monkeypatch.setenv("ACCEL_RUN_LOG_LEVEL", said)
     assert terminal_log_level() == level
 
 
+def test_the_old_name_of_the_variable_works_and_the_new_one_takes_precedence(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("ACCEL_RUN_LOG_LEVEL", raising=False)
+    monkeypatch.setenv("ACCEL_RUN_SAYS", "error")
+    assert terminal_log_level() == "error"
+    monkeypatch.setenv("ACCEL_RUN_LOG_LEVEL", "debug")
+    assert terminal_log_level() == "debug"
+
+
+def test_the_old_name_of_the_variable_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("ACCEL_RUN_SAYS", "warning")
+    assert cli.main(["runs"]) == 0
+    assert capsys.readouterr().err.count("ACCEL_RUN_LOG_LEVEL") == 1
+    monkeypatch.setenv("ACCEL_RUN_LOG_LEVEL", "warning")
+    assert cli.main(["runs"]) == 0
+    assert "ACCEL_RUN_LOG_LEVEL" not in capsys.readouterr().err
+
+
 def test_an_invalid_level_gets_a_message(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCEL_RUN_SAYS", "quiet")
+    monkeypatch.setenv("ACCEL_RUN_LOG_LEVEL", "quiet")
     with pytest.raises(ConfigError, match="must be one of debug, info, warning, error, but is quiet"):
         terminal_log_level()
 

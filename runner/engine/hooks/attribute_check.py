@@ -57,7 +57,7 @@ class AttributeCheck(Hook):
         # Do not end a resumed run after hours of training. With collectives inside the model, the extra forward
         # passes of some ranks would deadlock.
         if isinstance(work, GradientPhase) and not (
-            self.phase.position.update or parallel.in_step or parallel.places_model
+            self.phase.position.update or parallel.is_lockstep or parallel.places_model
         ):
             self._work, work.loss.first_call_context = work, self._record_changes
 

@@ -33,7 +33,7 @@ class Averaging(Hook):
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self._choice = phase.run_.plan.choices[self.name]
+        self._choice = phase.run.plan.choices[self.name]
         self._rule: Rule | None = call_option(AVERAGINGS, self._choice.function, **self._choice.options)
         self._num_averaged = 0
         self._averages: dict[str, Tensor] = {}

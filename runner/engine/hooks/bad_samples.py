@@ -33,4 +33,4 @@ class BadSamples(Hook):
     def _write_events(self) -> None:
         gathered, self._bad = self.phase.parts.world.gather(self._bad), []
         for update, index, reason in sorted(itertools.chain.from_iterable(gathered)):
-            self.phase.run_.observers.screen.record_event("bad sample", index=index, reason=reason, update=update)
+            self.phase.run.observers.screen.record_event("bad sample", index=index, reason=reason, update=update)

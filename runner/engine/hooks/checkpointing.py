@@ -54,12 +54,12 @@ class Checkpointing(Hook):
         self._is_saved_finished = False  # the checkpoint of `saved_at` marks the phase as finished
         self._finite_buffers: list[str] = []
         start = phase.start
-        self._resumes_own_checkpoint = start is not None and start.path.parent == phase.run_.directory.checkpoints
+        self._resumes_own_checkpoint = start is not None and start.path.parent == phase.run.directory.checkpoints
         self.saver = self._make_saver(start if self._resumes_own_checkpoint else None)
         phase.progress_mark.write_progress = self._write_progress
 
     def _make_saver(self, start: LoadedCheckpoint | None) -> Saver:
-        run, choice = self.phase.run_, self.phase.run_.plan.choices["checkpoint"]
+        run, choice = self.phase.run, self.phase.run.plan.choices["checkpoint"]
         policy, screen = call_option(CHECKPOINTS, choice.function, **choice.options), run.observers.screen
         writer: CheckpointWriter | NoWriter = NoWriter()
         if run.parts.parallel.saves_parts and not run.parts.world.is_first:
@@ -114,10 +114,10 @@ class Checkpointing(Hook):
         self.save_if_best(result.metrics)
 
     def state_dict(self) -> list[dict[str, float]]:
-        return self.phase.run_.save_cost.state()
+        return self.phase.run.save_cost.state()
 
     def load_state_dict(self, state: Any) -> None:
-        self.phase.run_.save_cost.load(state or [])
+        self.phase.run.save_cost.load(state or [])
         self.saver.adapt()
         if self._resumes_own_checkpoint and self.phase.start is not None:  # otherwise this run has no checkpoint yet
             self.saved_at = self.phase.position.update
@@ -125,7 +125,7 @@ class Checkpointing(Hook):
 
     def end(self) -> None:
         """Save the last update if it is not saved yet, and wait until it is on disk."""
-        phase, observers = self.phase, self.phase.run_.observers
+        phase, observers = self.phase, self.phase.run.observers
         phase.hook(Timekeeping).update_record()
         if observers.profiler.only:
             observers.metrics.sync()
@@ -136,7 +136,7 @@ class Checkpointing(Hook):
             self.is_unsaved = True
             self._report_newest(too_late)
         phase.progress_mark.now = (CHECKPOINT, phase.position.update)
-        with phase.watch.during("saving"):
+        with phase.stopwatch.during("saving"):
             observers.metrics.sync()
             if self.saver.newest_number() != phase.number and not too_late:
                 raise self.saver.writer.failures[-1]
@@ -157,7 +157,7 @@ class Checkpointing(Hook):
     def newest_number(self) -> int | None:
         """The number of the newest checkpoint of this run, None if there is none."""
         newest = self.saver.newest_number()
-        return max(self.phase.run_.progress.kept, default=None) if newest is None else newest
+        return max(self.phase.run.progress.kept, default=None) if newest is None else newest
 
     # ------------------------------------------------------------ when
 
@@ -176,7 +176,7 @@ class Checkpointing(Hook):
         if self.saved_at == self.phase.position.update:  # the run was stopped during this evaluation
             self.saver.add_best(value, self.phase.number)
         elif self._can_hold() and broadcast(self.saver.has_no_budget()):
-            with self.phase.watch.during("saving"), self.phase.run_.observers.profiler.exclude():
+            with self.phase.stopwatch.during("saving"), self.phase.run.observers.profiler.exclude():
                 self._hold(value)
         else:
             self.save(value)
@@ -198,7 +198,7 @@ class Checkpointing(Hook):
         too_late = self._deadline_problem()
         if too_late:
             return too_late
-        with self.phase.watch.during("saving"), self.phase.run_.observers.profiler.exclude():
+        with self.phase.stopwatch.during("saving"), self.phase.run.observers.profiler.exclude():
             self._save_now(value, overwrite=overwrite)
         return None
 
@@ -214,7 +214,7 @@ class Checkpointing(Hook):
             counts_as_cost=self._has_next_update(),
             overwrite=overwrite,
         )
-        phase.run_.tally.num_saves += 1
+        phase.run.tally.num_saves += 1
         self.saved_at, self._is_saved_finished = phase.position.update, phase.record.finished
         phase.progress_mark.now = (UPDATE, phase.position.update)
 
@@ -240,13 +240,13 @@ class Checkpointing(Hook):
         self.saver.poll_writer()
         too_late = self.saver.deadline_problem(self._stop_requested_at, num_saves=2)
         if too_late:
-            warn = self.phase.run_.observers.screen.warn
+            warn = self.phase.run.observers.screen.warn
             warn(f"the best checkpoint, of update {held.number}, is lost: {too_late}")
             self.saver.held = None
             return
         self.phase.progress_mark.now = (CHECKPOINT, self.phase.position.update)
         self._check_directory()
-        with self.phase.watch.during("saving"):
+        with self.phase.stopwatch.during("saving"):
             self.saver.write_held()
 
     def _has_next_update(self) -> bool:
@@ -256,7 +256,7 @@ class Checkpointing(Hook):
     @property
     def _stop_requested_at(self) -> float | None:
         """Time of the stop request."""
-        return self.phase.run_.stop.requested_at or self.phase.hook(RankSync).stop_seen_at
+        return self.phase.run.stop.requested_at or self.phase.hook(RankSync).stop_seen_at
 
     def _deadline_problem(self) -> str | None:
         """Return why a save cannot finish before the kill deadline, None if it can; the same on all ranks."""
@@ -269,31 +269,31 @@ class Checkpointing(Hook):
     def _check_directory(self) -> None:
         """Check that the run directory exists and is locked by this run; raises as `check_location` does."""
         if self.phase.parts.world.is_first:
-            self.phase.run_.directory.check_location(self.phase.run_.observers.screen.warn_once)
+            self.phase.run.directory.check_location(self.phase.run.observers.screen.warn_once)
 
     def _kept_checkpoints(self) -> tuple[Path, ...]:
         """Return the checkpoints that are kept regardless of age: the best ones, and those of earlier phases."""
-        numbers = [*(number for _, number in self.saver.bests), *self.phase.run_.progress.kept]
-        return tuple(checkpoints.checkpoint_path(self.phase.run_.directory.checkpoints, number) for number in numbers)
+        numbers = [*(number for _, number in self.saver.bests), *self.phase.run.progress.kept]
+        return tuple(checkpoints.checkpoint_path(self.phase.run.directory.checkpoints, number) for number in numbers)
 
     def _write_progress(self) -> tuple[int, object] | None:
         """Return the update whose checkpoint is being written, and a counter of disk progress."""
         writing = self.saver.writer.write_progress
-        return (writing[0] - self.phase.run_.progress.updates_before, writing) if writing else None
+        return (writing[0] - self.phase.run.progress.updates_before, writing) if writing else None
 
     def _report_newest(self, reason: str) -> None:
-        newest_number, warn = self.newest_number, self.phase.run_.observers.screen.warn
+        newest_number, warn = self.newest_number, self.phase.run.observers.screen.warn
         if newest_number is None:
             warn(f"{reason}; there is no checkpoint yet: the same command restarts at update 0")
             return
-        name = checkpoints.checkpoint_path(self.phase.run_.directory.checkpoints, newest_number).name
+        name = checkpoints.checkpoint_path(self.phase.run.directory.checkpoints, newest_number).name
         warn(f"{reason}; {name} remains, {self.phase.number - newest_number} updates after it are repeated")
 
     # ------------------------------------------------------------ what
 
     def snapshot(self) -> Snapshot:
         """Return the state of this update in host memory. A collective: every rank calls it, rank 0 has all of it."""
-        phase, run, parts = self.phase, self.phase.run_, self.phase.parts
+        phase, run, parts = self.phase, self.phase.run, self.phase.parts
         copy = self.saver.buffer.copy
         parts.precision.num_skipped()  # raises if an update was not finite: such weights are never saved
         hook_states, hook_tensors = self._collect_hook_states()

@@ -35,7 +35,7 @@ def build_hooks(phase: PhaseView, classes: Sequence[type[Hook]]) -> tuple[Hook, 
     """Create the built-in hooks, and those of the plan before ForwardState, which records what an update changed."""
     built_in = [hook_class(phase) for hook_class in classes]
     index = [type(hook) for hook in built_in].index(ForwardState)
-    custom = [_build_hook(phase, choice) for choice in phase.run_.plan.hooks]
+    custom = [_build_hook(phase, choice) for choice in phase.run.plan.hooks]
     return (*built_in[:index], *custom, *built_in[index:])
 
 

@@ -36,7 +36,7 @@ class DataChanges(Hook):
         self._data = dict(state or {})
 
     def begin(self) -> None:
-        phase, provenance, old = self.phase, self.phase.run_.provenance, self._data
+        phase, provenance, old = self.phase, self.phase.run.provenance, self._data
         if not provenance.is_compared:
             return
         if phase.start is not None and phase.is_over:  # no update is left, and the data may no longer exist
@@ -58,7 +58,7 @@ class DataChanges(Hook):
     def _report(self, edited: list[str], samples: list[str]) -> None:
         if not edited and not samples:
             return
-        phase, run = self.phase, self.phase.run_
+        phase, run = self.phase, self.phase.run
         update = phase.position.update
         change = {"phase": phase.name, "update": update, "files": edited, "samples": samples}
         run.observers.screen.warn(

@@ -28,7 +28,7 @@ class EarlyStopping(Hook):
 
     def begin(self) -> None:
         phase, self._was_over = self.phase, self.ends_phase
-        screen, evaluation = phase.run_.observers.screen, phase.hook(Evaluation)
+        screen, evaluation = phase.run.observers.screen, phase.hook(Evaluation)
         if self.ends_phase and phase.position.update < phase.total:
             screen.info(f"{phase.name} is finished: it stopped early at update {phase.position.update}")
         if self.settings.patience is not None and (evaluation.held_out is None or not evaluation.every):
@@ -58,7 +58,7 @@ class EarlyStopping(Hook):
     def end(self) -> None:
         if self.ends_phase and not self._was_over:
             best = "none" if self.best is None else f"{self.best:.4g}"
-            self.phase.run_.observers.screen.info(
+            self.phase.run.observers.screen.info(
                 f"{self.phase.name} stops early at update {self.phase.position.update}: {self.settings.patience}"
                 f" evaluations without a better {self.settings.metric} than {best}"
             )

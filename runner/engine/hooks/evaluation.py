@@ -67,7 +67,7 @@ class Evaluation(Hook):
         self.evaluated_at = int(state)
 
     def _open_held_out(self) -> tuple[Loader | None, Indices]:
-        run = self.phase.run_
+        run = self.phase.run
         if run.observers.profiler.only:
             return None, spread_evenly(0, None)
         try:
@@ -84,11 +84,11 @@ class Evaluation(Hook):
 
     def _evaluate(self) -> None:
         if self.held_out is not None and not self.is_done:
-            with self.phase.watch.during("evaluation"), self.phase.run_.observers.profiler.exclude():
+            with self.phase.stopwatch.during("evaluation"), self.phase.run.observers.profiler.exclude():
                 self._run_evaluation(self.held_out)
 
     def _run_evaluation(self, held_out: Loader) -> None:
-        phase, run, parts = self.phase, self.phase.run_, self.phase.parts
+        phase, run, parts = self.phase, self.phase.run, self.phase.parts
         update, oom = phase.position.update, phase.hook(OutOfMemory)
         phase.progress_mark.now = (EVALUATION, update)
         phase.hook(Metrics).meter.flush()
@@ -133,7 +133,7 @@ class Evaluation(Hook):
             self.phase.progress_mark.completed_kinds.add(EVALUATION)
         self._num_batches += 1
         self.phase.progress_mark.now = (EVALUATION, self.phase.position.update)
-        return self.phase.run_.stop.requested is not None
+        return self.phase.run.stop.requested is not None
 
     def _mark_summary(self) -> None:
         self.phase.progress_mark.now = (SUMMARY, self.phase.position.update)
@@ -143,4 +143,4 @@ def warn_unknown_metric(phase: PhaseView, key: str, name: str, metrics: Mapping[
     """Warn if a setting names a metric that the evaluation does not have."""
     text = f"{key}={name}: the evaluation has no such metric; it has {', '.join(metrics)}"
     suggestion = did_you_mean(name, metrics)
-    phase.run_.observers.screen.warn(f"{text}; {suggestion}" if suggestion else text)
+    phase.run.observers.screen.warn(f"{text}; {suggestion}" if suggestion else text)

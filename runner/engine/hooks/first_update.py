@@ -40,22 +40,22 @@ class FirstUpdate(Hook):
         deviation that was within the tolerance must not stop a run after hours.
         """
         phase, parts = self.phase, self.phase.parts
-        is_sharded = parts.parallel.in_step and parts.parallel.splits_batch
+        is_sharded = parts.parallel.is_lockstep and parts.parallel.splits_batch
         if phase.position.update or phase.is_over:
             return
         if not isinstance(phase.work, GradientPhase) or not phase.work.is_additive:
             return
         if is_sharded and phase.hook(Evaluation).held_out is None:
-            reason = f"parallelism={phase.run_.plan.choices['parallelism'].name} gathers the model for evaluations only"
+            reason = f"parallelism={phase.run.plan.choices['parallelism'].name} gathers the model for evaluations only"
         else:  # without validation data, the whole model may never be on one device
             read = BatchReader(phase.loader, parts.prefetch)
             reasons = [
                 check_loss_is_sum(parts, loss, phase.feed.peek(), read) for loss in phase.work.task_losses.values()
             ]
             reason = next(filter(None, reasons), "")
-            phase.watch.lap("starting")
+            phase.stopwatch.lap("starting")
         if reason:
-            phase.run_.observers.screen.info(
+            phase.run.observers.screen.info(
                 f"{phase.name}: loss was not checked to be a sum: {reason}. It must return the sum over the items of a"
                 ' batch, such as with reduction="sum", and their number'
             )
@@ -70,16 +70,16 @@ class FirstUpdate(Hook):
         if not isinstance(phase.work, GradientPhase) or type(parts.task).evaluate is Task.evaluate:
             return
         for reason, names in check_metrics_are_sums(parts, evaluation.held_out, indices).items():
-            phase.run_.observers.screen.info(
+            phase.run.observers.screen.info(
                 f"{phase.name}: evaluate ({', '.join(names)}) was not checked to return sums: {reason}"
             )
-        phase.watch.lap("starting")
+        phase.stopwatch.lap("starting")
 
     def after_update(self, step: StepInfo) -> None:
         if self._is_first:
             self._is_first = False
             self._warn_missing_gradients()
-        if self.phase.run_.observers.screen.first_update_is_due:
+        if self.phase.run.observers.screen.first_update_is_due:
             self._finish_startup(step)
 
     def _warn_missing_gradients(self) -> None:
@@ -89,13 +89,13 @@ class FirstUpdate(Hook):
         if parts.parallel.splits_batch:  # samples of other ranks may reach these parameters
             missed = [name for name in missed if all(name in names for names in missed_by_rank)]
         if missed and self.phase.position.update == 1:  # after a resume, the first update has other samples
-            self.phase.run_.observers.screen.warn(
+            self.phase.run.observers.screen.warn(
                 f"no gradient reached {abbreviate(missed)} in the first update of {self.phase.name}"
             )
 
     def _finish_startup(self, step: StepInfo) -> None:
-        phase, run = self.phase, self.phase.run_
-        phase.hook(Timekeeping).until_first_update = phase.watch.bookmark()
+        phase, run = self.phase, self.phase.run
+        phase.hook(Timekeeping).until_first_update = phase.stopwatch.bookmark()
         seconds = time.perf_counter() - self._start
         run.observers.screen.show_first_update(step.update, seconds, run.parts.attention, phase.work.attention)
         compiled = run.plan.choices["compile"]
@@ -103,7 +103,7 @@ class FirstUpdate(Hook):
             why = "call the model itself in loss, as in model(x): torch.compile compiles that call"
             run.observers.screen.warn(f"compile={compiled.name}: nothing was compiled; {why}")
         phase.hook(Metrics).meter.restart_clock()
-        with phase.watch.during("starting"):
+        with phase.stopwatch.during("starting"):
             gc.enable()  # disabled during imports and construction, see cli.py
             gc.freeze()  # existing objects live as long as the run
             run.observers.tracker.start()

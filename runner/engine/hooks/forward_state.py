@@ -50,7 +50,7 @@ class ForwardState(Hook):
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self._names = phase.run_.forward_state
+        self._names = phase.run.forward_state
         self._is_first = True
         self._buffer_copies: dict[str, Tensor] = {}  # copies of non-persistent buffers, during the first update
         # Read requires_grad before the phase freezes the parameters that it does not train: other phases train them.
@@ -106,7 +106,7 @@ class ForwardState(Hook):
         self._convert_to_buffers(state[FROZEN])
         self._names.buffers |= {name.removeprefix(_BUFFER_PREFIX) for name in state if name.startswith(_BUFFER_PREFIX)}
         for name in _load(self.phase.parts.bare, state):
-            self.phase.run_.observers.screen.warn(
+            self.phase.run.observers.screen.warn(
                 f"buffer {name} of the checkpoint has another shape, and is not restored"
             )
 

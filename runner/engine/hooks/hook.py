@@ -50,7 +50,7 @@ class PhaseView:
     """The view of a phase for hooks, which read its attributes and change it only through its methods.
 
     Attributes:
-        run_: the run with its plan, parts and observers.
+        run: the run with its plan, parts and observers.
         planned: settings of this phase.
         start: the checkpoint it resumes from, or None.
         position: number of completed updates; `total` is the number after which the phase ends.
@@ -63,7 +63,7 @@ class PhaseView:
         update_s: seconds of the last update; None for the first one of the process.
     """
 
-    run_: TrainingRun
+    run: TrainingRun
     name: str
     planned: PhasePlan
     start: LoadedCheckpoint | None
@@ -77,7 +77,7 @@ class PhaseView:
     feed: Feed
     batches: Iterator[MicroBatch]
     record: PhaseRecord
-    watch: Stopwatch
+    stopwatch: Stopwatch
     progress_mark: ProgressMark
     closed = must_stop = False
     update_s: float | None = None
@@ -101,7 +101,7 @@ class PhaseView:
         update and phase.
         """
         row = {name: parse_number(name, value) for name, value in values.items()}
-        self.run_.observers.write({"update": self.position.update, "phase": self.name, **row})
+        self.run.observers.write({"update": self.position.update, "phase": self.name, **row})
 
     def log_images(self, name: str, images: Tensor) -> None:
         """Send images to the tracker: (B, C, H, W), (C, H, W) or (H, W), C of 1 or 3; floats in [0, 1], or uint8.
@@ -121,7 +121,7 @@ class PhaseView:
     def _log_media(self, name: str, encode: Callable[[], Mapping[str, Any]]) -> None:
         if self.parts.world.is_first:
             row = {"update": self.position.update, "phase": self.name, name: encode()}
-            self.run_.observers.tracker.log(row)
+            self.run.observers.tracker.log(row)
 
     def hook(self, hook_class: type[AnyHook]) -> AnyHook:
         """Return the hook of this class."""
@@ -142,7 +142,7 @@ class PhaseView:
     @property
     def parts(self) -> Parts:
         """Model, data and strategy of the run."""
-        return self.run_.parts
+        return self.run.parts
 
     @property
     def has_one_rank(self) -> bool:
@@ -157,7 +157,7 @@ class PhaseView:
     @property
     def number(self) -> int:
         """Number of a checkpoint of this update: completed updates of all phases."""
-        return self.run_.progress.updates_before + self.position.update
+        return self.run.progress.updates_before + self.position.update
 
     def stop(self) -> None:
         """End the phase after the current update; every rank calls it for the same update."""

@@ -33,13 +33,13 @@ class LoadBalance(Hook):
         status = self.phase.hook(RankSync).status
         if status is None or not all(status.seconds):
             return
-        phase, screen = self.phase, self.phase.run_.observers.screen
+        phase, screen = self.phase, self.phase.run.observers.screen
         seconds = tuple(rank_seconds for rank_seconds in status.seconds if rank_seconds)
         self._num_compared += 1
         is_startup = self._num_compared == 1 and phase.hook(Timekeeping).until_first_update is not None
         if not is_startup:
             self._seconds.append(seconds)
-        if step.update % phase.run_.plan.settings.log_every == 0:
+        if step.update % phase.run.plan.settings.log_every == 0:
             self._idle = phase.parts.parallel.idle_fractions()
         if not phase.order.shares:  # stages of a pipeline have different work
             return
@@ -68,18 +68,18 @@ class LoadBalance(Hook):
         self._add_to_tally()
 
     def _apply(self, update: int, decision: Decision) -> None:
-        phase, screen = self.phase, self.phase.run_.observers.screen
+        phase, screen = self.phase, self.phase.run.observers.screen
         screen.info(decision.reason)
         row = {"shares": list(decision.shares), "old_ms": 1e3 * decision.old_s, "new_ms": 1e3 * decision.new_s}
         columns = {f"balance/{key}": value for key, value in row.items()}
         phase.hook(Metrics).write({"update": update, "phase": phase.name, **columns})
         screen.record_event("shares", update=update, reason=decision.reason, **row)
         if decision.drop and phase.parts.world.is_supervised and not phase.is_over:
-            phase.run_.dropped = decision.drop
+            phase.run.dropped = decision.drop
             phase.stop()
 
     def _add_to_tally(self) -> None:
-        ranks_s = self.phase.run_.tally.ranks_s
+        ranks_s = self.phase.run.tally.ranks_s
         for seconds in self._seconds:
             ranks_s[:] = [add_times(*pair) for pair in zip(ranks_s or [{}] * len(seconds), seconds, strict=True)]
         self._seconds.clear()

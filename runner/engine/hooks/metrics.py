@@ -18,14 +18,14 @@ class Metrics(Hook):
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        run = phase.run_
+        run = phase.run
         self.meter = Meter(
             run.parts.world,
             phase.name,
             every=run.plan.settings.log_every,
             write=self.write,
             readings=lambda: {key: value for hook in phase.hooks for key, value in hook.readings().items()},
-            watch=phase.watch,
+            stopwatch=phase.stopwatch,
             is_starting=run.observers.screen.first_update_is_due,
         )
 
@@ -34,13 +34,13 @@ class Metrics(Hook):
 
     def write(self, row: Row) -> None:
         """Write a row to metrics.jsonl and the tracker."""
-        with self.phase.watch.during("logging"):
-            self.phase.run_.tally.num_rows += 1
-            self.phase.run_.observers.write(row)
+        with self.phase.stopwatch.during("logging"):
+            self.phase.run.tally.num_rows += 1
+            self.phase.run.observers.write(row)
 
     def readings(self) -> dict[str, Any]:
         parts = self.phase.parts
-        columns = {**parts.precision.values(), **self.phase.run_.observers.monitor.row()}
+        columns = {**parts.precision.values(), **self.phase.run.observers.monitor.row()}
         statistics = get_accelerator(parts.world.device).memory_stats()
         return columns | (allocator_metrics(statistics) if statistics else {})
 
@@ -55,7 +55,7 @@ class Metrics(Hook):
             self.meter.close_window()
 
     def close(self, error: BaseException | None) -> None:
-        tally, meter, update = self.phase.run_.tally, self.meter, self.phase.position.update
+        tally, meter, update = self.phase.run.tally, self.meter, self.phase.position.update
         tally.step_times_ms += meter.step_times_ms
         tally.timed += meter.timed
         tally.items_per_update = meter.items_seen / update if update else None

@@ -24,7 +24,7 @@ class OutOfMemory(Hook):
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self.run, self.world = phase.run_, phase.run_.parts.world
+        self.run, self.world = phase.run, phase.run.parts.world
         self.is_on = self.run.plan.settings.on_oom == "retry"
         rows = [dataclasses.asdict(row) for row in oom_history.read_reductions(self.run.directory.path)]
         self.rows = [ReducedMicroBatch(**row) for row in self.world.broadcast(rows)]
@@ -100,7 +100,7 @@ class OutOfMemory(Hook):
             if reduction:
                 self._apply_reduction(rank, *reduction)
         self.phase.restart_update(self.smaller)
-        self.phase.watch.lap("hooks")  # else this time counts as waiting for data
+        self.phase.stopwatch.lap("hooks")  # else this time counts as waiting for data
 
     def report_step_retry(self, cause: OomCause) -> None:
         """Report an optimizer step that succeeded at the second attempt."""
@@ -223,7 +223,7 @@ class OutOfMemory(Hook):
             pass
         elif reduced is not None:
             use: oom_history.Use = "evaluation" if self._is_evaluating else "training"
-            rank = None if self.run.parts.parallel.in_step else self.world.rank
+            rank = None if self.run.parts.parallel.is_lockstep else self.world.rank
             requested, world_size = self._requested_size(use), self.world.world_size
             row = ReducedMicroBatch(
                 phase.name, phase.position.update, rank, reduced, requested, world_size, use, in_place=False
@@ -255,9 +255,9 @@ class OutOfMemory(Hook):
                 oom_history.write_reductions(self.run.directory, self.rows)
 
     def _rows_for(self, use: oom_history.Use) -> list[ReducedMicroBatch]:
-        in_step = self.run.parts.parallel.in_step  # then all ranks use the smallest size
+        is_lockstep = self.run.parts.parallel.is_lockstep  # then all ranks use the smallest size
         rows = [row for row in self.rows if row.use == use and self._has_current_settings(row)]
-        return [row for row in rows if in_step or row.applies_to(self.world.rank)]
+        return [row for row in rows if is_lockstep or row.applies_to(self.world.rank)]
 
     def _has_current_settings(self, row: ReducedMicroBatch) -> bool:
         """Return whether a row was recorded with the settings of this phase."""

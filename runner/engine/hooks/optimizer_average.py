@@ -26,7 +26,7 @@ class OptimizerAverage(Hook):
     name = "optimizer_average"
 
     def begin(self) -> None:
-        averaging = self.phase.run_.plan.choices[Averaging.name]
+        averaging = self.phase.run.plan.choices[Averaging.name]
         if self._averaging_optimizers() and averaging.function != "none":
             what = "the optimizer already keeps an average, which evaluations use"
             raise ConfigError(Problem(what, f"averaging={averaging.name}", "use averaging=none"))

@@ -15,7 +15,7 @@ class Profiling(Hook):
     """Reports each completed update to the profiler. It runs after all other hooks."""
 
     def begin(self) -> None:
-        phase, run = self.phase, self.phase.run_
+        phase, run = self.phase, self.phase.run
         subject = Subject(
             phase=phase.name,
             folder=f"{phase.name}/" if len(run.plan.selected) > 1 else "",
@@ -28,7 +28,7 @@ class Profiling(Hook):
         phase.batches = run.observers.profiler.begin(subject, phase.feed, phase.total - phase.position.update)
 
     def after_update(self, step: StepInfo) -> None:
-        self.phase.run_.observers.profiler(step.update)
+        self.phase.run.observers.profiler(step.update)
 
     def close(self, error: BaseException | None) -> None:
-        self.phase.run_.observers.profiler.close()
+        self.phase.run.observers.profiler.close()

@@ -16,21 +16,21 @@ class ShowProgress(Hook):
     """Reads the loss from the device only when the display is due."""
 
     def begin(self) -> None:
-        phase, observers = self.phase, self.phase.run_.observers
+        phase, observers = self.phase, self.phase.run.observers
         observers.screen.begin(phase.name, phase.position.update, phase.total, phase.order)
         observers.monitor.enter_phase(phase.name)
         observers.monitor.start(after_s=FIRST_SAMPLE_S)
 
     def after_update(self, step: StepInfo) -> None:
-        observers = self.phase.run_.observers
+        observers = self.phase.run.observers
         if observers.screen.is_due(step.update):
-            with self.phase.watch.during("drawing"):
+            with self.phase.stopwatch.during("drawing"):
                 observers.screen.draw(step.update, self._displayed_values(step), observers.monitor.line())
         observers.screen.show_alerts(observers.monitor.new_alerts())
 
     def close(self, error: BaseException | None) -> None:
         if error is None:
-            self.phase.run_.observers.screen.end()
+            self.phase.run.observers.screen.end()
 
     def _displayed_values(self, step: StepInfo) -> dict[str, float]:
         """Return the displayed values; waits for the device."""

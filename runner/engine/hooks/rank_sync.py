@@ -104,7 +104,7 @@ class RankSync(Hook):
         self._requesting_hooks = self.phase.hooks_with("wants")
 
     def wants(self) -> Wants:
-        return Wants(stop=self.phase.run_.stop.requested is not None)
+        return Wants(stop=self.phase.run.stop.requested is not None)
 
     def after_update(self, step: StepInfo) -> None:
         phase = self.phase
@@ -112,7 +112,7 @@ class RankSync(Hook):
         if phase.has_one_rank:
             self.agreed, self.agreed_at = wants, step.update
         else:
-            lap = phase.watch.last
+            lap = phase.stopwatch.last
             self.status = self.exchange(
                 wants,
                 num_bad=len(step.bad),

@@ -44,10 +44,10 @@ class StreamPosition(Hook):
         if fetcher is None or self.phase.is_over:
             return
         for text in describe_reading(self.phase.order, fetcher.dataset, self.phase.parts.plan):
-            self.phase.run_.observers.screen.info(text)
+            self.phase.run.observers.screen.info(text)
         if self._marks:
             self._report_replay()
-        elif self.phase.run_.provenance.is_compared and self.phase.start is None:
+        elif self.phase.run.provenance.is_compared and self.phase.start is None:
             self._check_stream(fetcher)
 
     def after_update(self, step: Any) -> None:
@@ -57,7 +57,7 @@ class StreamPosition(Hook):
         self._marks.update(feed.marks)
         for note in {mark.note for mark in feed.marks.values()} - self._printed_notes - {""}:
             self._printed_notes.add(note)
-            self.phase.run_.observers.screen.warn(note)
+            self.phase.run.observers.screen.warn(note)
         feed.marks = {}
 
     def state_dict(self) -> dict[str, Any] | None:
@@ -87,7 +87,7 @@ class StreamPosition(Hook):
         raise_if_invalid(result, fetcher.dataset.source.num_shards)
         self._is_replayed = bool(result.restore_error)
         if result.restore_error:
-            phase.run_.observers.screen.warn(
+            phase.run.observers.screen.warn(
                 f"{result.restore_error}: a resumed run reads the stream from its beginning to where it was"
             )
 
@@ -98,7 +98,7 @@ class StreamPosition(Hook):
         if samples:
             seconds = sum((mark.item - mark.passed) * mark.sample_s for mark in replayed)
             reason = "its state cannot be used" if self._is_replayed else "it has no state_dict"
-            self.phase.run_.observers.screen.info(
+            self.phase.run.observers.screen.info(
                 f"the stream is read from its beginning to where it was, because {reason}:"
                 f" {samples:,} samples, about {format_duration(seconds)} if one process reads them"
             )

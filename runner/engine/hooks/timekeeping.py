@@ -37,27 +37,27 @@ class Timekeeping(Hook):
         phase, record = self.phase, self.phase.record
         record.reached(phase.position.update)
         record.finished = phase.is_over and phase.closed and phase.hook(Evaluation).is_done
-        self._note_time(phase.watch.spent)
+        self._note_time(phase.stopwatch.spent)
         record.peak_host_gib = max(record.peak_host_gib, host_peak_gib())
         if peak := get_accelerator(phase.parts.world.device).peak_memory():
             record.peak_device_gib = max(record.peak_device_gib or 0.0, peak.allocated / 2**30)
             record.peak_reserved_gib = max(record.peak_reserved_gib or 0.0, peak.reserved / 2**30)
 
     def end(self) -> None:
-        self._end_clock(self.phase.watch.finish)
+        self._end_clock(self.phase.stopwatch.finish)
 
     def close(self, error: BaseException | None) -> None:
         if error is not None:
             with suppress(Exception):  # the device may be lost; the first error is the one to report
                 self.phase.record.reached(self.phase.position.update)
-                self._end_clock(self.phase.watch.spent)
+                self._end_clock(self.phase.stopwatch.spent)
 
     def _end_clock(self, read_seconds: Callable[[], Seconds]) -> None:
         """Add the seconds of this phase to those of the process, once."""
         if not self._has_ended:
             self._has_ended = True
             parts_s = self._note_time(read_seconds)
-            self.phase.run_.tally.clock.end(parts_s, self._num_updates)
+            self.phase.run.tally.clock.end(parts_s, self._num_updates)
 
     def _note_time(self, read_seconds: Callable[[], Seconds]) -> dict[str, float]:
         parts_s = self._parts_s(read_seconds)

@@ -116,7 +116,7 @@ def inspect_batch(phase: Phase) -> Reply:
     batch = next(phase.feed).batch
     shapes = _get_shapes(batch, floating=True)
     result: Reply = {"input_shape": max(shapes, key=len)} if shapes else {}
-    with phase.run_.parts.precision.forward():
+    with phase.run.parts.precision.forward():
         total, _ = phase.work.training.loss(phase.work.training.model, batch)  # type: ignore[attr-defined]
     result["loss_terms"] = _count_terms(total.grad_fn)
     return result

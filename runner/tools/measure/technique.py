@@ -106,7 +106,7 @@ def stack_overrides(members: Iterable[Technique], base: Technique, configuration
 
 def _training_phases(configuration: Configuration) -> list[PhaseSettings]:
     """Return the training phases with separate settings."""
-    return [phase for phase in configuration.phases if phase.kind == "train" and configuration.own_keys]
+    return [phase for phase in configuration.phases if phase.kind == "train" and configuration.phase_keys]
 
 
 def _carry_over_keys(before: Choice, option: str, overrides: Iterable[str], group: str = "optimizer") -> list[str]:

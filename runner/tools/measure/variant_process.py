@@ -157,7 +157,7 @@ class FirstUpdates(Hook):
         if len(self.first) < NUM_COMPARED_UPDATES:  # clone: CUDA graphs write the next loss into the same memory
             loss, norm = (None if value is None else value.clone() for value in (step.loss_sum, step.grad_norm))
             self.first.append(step._replace(loss_sum=loss, grad_norm=norm))
-        if step.update == SKETCH_UPDATE and self._weights and not self.phase.run_.num_skipped:
+        if step.update == SKETCH_UPDATE and self._weights and not self.phase.run.num_skipped:
             self.moved = sketch(self._weights) - self._before
             self.draws = any(
                 not torch.equal(*pair) for pair in zip(self._random_before, self._random_state(), strict=True)
@@ -189,7 +189,7 @@ class MeasuredPhase(Phase):
     def _report_progress(self) -> None:
         update = min(self.position.update, self.real_total)  # tasks may expect an update within the phase
         epoch = update / self.order.updates_per_epoch
-        self.run_.parts.task.begin_update(Progress(self.name, update, self.real_total, epoch))
+        self.run.parts.task.begin_update(Progress(self.name, update, self.real_total, epoch))
 
 
 class BlockClock:
@@ -334,11 +334,11 @@ class TrainingVariant:
         untimed  number of updates before the block that are not timed: their batches may have become ready while the
                  process was stopped
         """
-        world, watch = self.run.parts.world, self.phase.watch
+        world, stopwatch = self.run.parts.world, self.phase.stopwatch
         for _ in range(untimed):
             next(self.updates)
         world.synchronize()
-        before, joules, wait = watch.spent(), self.clock.joules(), self.clock.run_queue_wait()
+        before, joules, wait = stopwatch.spent(), self.clock.joules(), self.clock.run_queue_wait()
         began = time.perf_counter()
         marks = deque([self.clock.record()], maxlen=MAX_TIMED_UPDATES + 1)
         for _ in range(updates):
@@ -350,7 +350,7 @@ class TrainingVariant:
             "updates": updates,
             "seconds": seconds,
             "run_queue_wait_s": min(wait_s, seconds),
-            "parts_s": seconds_between(before, watch.spent()),
+            "parts_s": seconds_between(before, stopwatch.spent()),
             "updates_ms": [round(self.clock.elapsed_ms(*pair), 4) for pair in pairwise(marks)],
             "joules": None if joules is None or after is None else after - joules,
             "throttled": self.clock.throttled(),
@@ -479,7 +479,7 @@ class TrainingVariant:
         for earlier in phases[:index]:
             if earlier.kind != "train":
                 with Phase(self.run, earlier, None) as phase:
-                    phase.run()
+                    phase.run_updates()
         return phases[index]
 
     def _prefetched_updates(self) -> int:

@@ -48,7 +48,7 @@ class Chart:
 
 
 @dataclass(frozen=True)
-class Missing:
+class MissingPart:
     """A part that is missing from the page, with the reason."""
 
     title: str
@@ -56,8 +56,8 @@ class Missing:
 
 
 @dataclass(frozen=True)
-class Kind:
-    """A kind of chart (an entry of a CHARTS table): `draw` returns a Drawing, or the reason why there is none."""
+class ChartSpec:
+    """A chart of a CHARTS table: `draw` returns a Drawing, or the reason why there is none."""
 
     id: str
     title: str
@@ -100,7 +100,7 @@ def _moving_average(values: Iterable[float], keep: float) -> list[float]:
     return means
 
 
-def draw_over_updates(run: RunData, key: str, name: str, color: str, *, from_0: bool = False) -> Drawing | str:
+def draw_over_updates(run: RunData, key: str, name: str, color: str, *, include_zero: bool = False) -> Drawing | str:
     curve = run.curves[key]
     if not any(math.isfinite(value) for value in curve.y):
         return missing_reason(run, f"no row has {key}")
@@ -111,7 +111,7 @@ def draw_over_updates(run: RunData, key: str, name: str, color: str, *, from_0: 
     mark = {"marker": "o", "markersize": 3} if len(curve) <= MAX_MARKED_POINTS else {}
     axes.plot(line.x, line.mean, color=color, linewidth=1.6, **mark)
     format_axes(axes, run, name)
-    if from_0:
+    if include_zero:
         axes.set_ylim(min(0.0, float(np.nanmin(line.low))), 1.08 * max(0.0, float(np.nanmax(line.high))) or 1.0)
     return Drawing(figure, describe_range(name, curve))
 

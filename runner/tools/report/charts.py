@@ -18,9 +18,9 @@ from runner.tools.report.chart_parts import (
     PART_COLORS,
     SIZE,
     Chart,
+    ChartSpec,
     Drawing,
-    Kind,
-    Missing,
+    MissingPart,
     align_to,
     bin_curve,
     describe_range,
@@ -35,20 +35,20 @@ from runner.tools.report.run_data import Curve, RunData, make_printable
 from runner.tools.report.svg import GRID, MUTED, page_style, render_svg
 
 
-def draw_charts(run: RunData, kinds: Sequence[Kind]) -> tuple[list[Chart], list[Missing]]:
+def draw_charts(run: RunData, kinds: Sequence[ChartSpec]) -> tuple[list[Chart], list[MissingPart]]:
     """Draw the charts of a run; return them, and those that cannot be drawn with the reason."""
     charts: list[Chart] = []
-    missing: list[Missing] = []
+    missing: list[MissingPart] = []
     with page_style():
         for kind in kinds:
             try:
                 drawing = kind.draw(run)
                 if isinstance(drawing, str):
-                    missing.append(Missing(kind.title, drawing))
+                    missing.append(MissingPart(kind.title, drawing))
                     continue
                 svg = render_svg(drawing, kind.id, kind.title)
             except (ArithmeticError, ValueError) as error:  # values that no run writes
-                missing.append(Missing(kind.title, make_printable(f"cannot be drawn: {error_line(error)}")))
+                missing.append(MissingPart(kind.title, make_printable(f"cannot be drawn: {error_line(error)}")))
                 continue
             charts.append(Chart(kind.id, kind.title, drawing.description, svg, drawing.note, kind.wide))
     return charts, missing
@@ -116,12 +116,12 @@ def metrics(run: RunData) -> Drawing | str:
 
 def learning_rate(run: RunData) -> Drawing | str:
     """The learning rate of each row."""
-    return draw_over_updates(run, "lr", "learning rate", COLORS[3], from_0=True)
+    return draw_over_updates(run, "lr", "learning rate", COLORS[3], include_zero=True)
 
 
 def gradient_norm(run: RunData) -> Drawing | str:
     """The norm of the gradients before clipping, with the clipping threshold."""
-    drawing = draw_over_updates(run, "train/grad_norm", "gradient norm", COLORS[4], from_0=True)
+    drawing = draw_over_updates(run, "train/grad_norm", "gradient norm", COLORS[4], include_zero=True)
     given = run.settings.used.get("max_grad_norm")
     limit = float(given) if given is not None and is_number(given) else None
     if isinstance(drawing, Drawing) and limit is not None:
@@ -141,7 +141,7 @@ def gradient_norm(run: RunData) -> Drawing | str:
 
 def throughput(run: RunData) -> Drawing | str:
     """Items per second."""
-    return draw_over_updates(run, "perf/items_per_s", "items/s", COLORS[2], from_0=True)
+    return draw_over_updates(run, "perf/items_per_s", "items/s", COLORS[2], include_zero=True)
 
 
 def step_time(run: RunData) -> Drawing | str:
@@ -211,17 +211,17 @@ _MAX_LIMIT_RATIO = 2.0  # a limit is drawn if it is at most this many times as h
 _STACK_POINTS = 160
 _MAX_METRICS = 6
 _MIN_SHARE = 0.01
-TIME = Kind("time", "Where the time went", where_time_went)
-CHARTS: tuple[Kind, ...] = (
-    Kind("loss", "Loss", loss),
-    Kind("metrics", "Validation metrics", metrics),
-    Kind("throughput", "Throughput", throughput),
-    Kind("steps", "Time of an update by part", step_time),
-    Kind("lr", "Learning rate", learning_rate),
-    Kind("norm", "Gradient norm", gradient_norm),
-    Kind("memory", "Memory", memory),
-    Kind("ranks", "Balance of the ranks", ranks),
-    Kind("pipeline", "Pipeline", pipeline, wide=True),
-    Kind("machine", "Machine over time", machine, wide=True),
-    Kind("gpus", "GPUs over time", gpus, wide=True),
+TIME = ChartSpec("time", "Where the time went", where_time_went)
+CHARTS: tuple[ChartSpec, ...] = (
+    ChartSpec("loss", "Loss", loss),
+    ChartSpec("metrics", "Validation metrics", metrics),
+    ChartSpec("throughput", "Throughput", throughput),
+    ChartSpec("steps", "Time of an update by part", step_time),
+    ChartSpec("lr", "Learning rate", learning_rate),
+    ChartSpec("norm", "Gradient norm", gradient_norm),
+    ChartSpec("memory", "Memory", memory),
+    ChartSpec("ranks", "Balance of the ranks", ranks),
+    ChartSpec("pipeline", "Pipeline", pipeline, wide=True),
+    ChartSpec("machine", "Machine over time", machine, wide=True),
+    ChartSpec("gpus", "GPUs over time", gpus, wide=True),
 )

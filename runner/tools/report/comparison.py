@@ -17,7 +17,7 @@ from runner.base.text import (
     format_metric,
     format_rate,
 )
-from runner.tools.report.chart_parts import Chart, Drawing, Missing, bin_curve, smooth
+from runner.tools.report.chart_parts import Chart, Drawing, MissingPart, bin_curve, smooth
 from runner.tools.report.page import Page, PageHead, PageTable, Step
 from runner.tools.report.page_tables import format_value
 from runner.tools.report.run_data import Curve, RunData
@@ -29,7 +29,7 @@ def make_comparison_page(runs: Sequence[RunData]) -> Page:
     labels = _make_labels(runs)
     charts, missing = _draw_charts(runs, labels)
     missing += [
-        Missing(f"{label}: {subject}", why)
+        MissingPart(f"{label}: {subject}", why)
         for label, run in zip(labels, runs, strict=True)
         for subject, why in run.missing.items()
     ]
@@ -105,7 +105,7 @@ def _transpose_if_wide(table: PageTable) -> PageTable:
     return replace(table, head=("run", *head[1:]), rows=rows)
 
 
-def _draw_charts(runs: Sequence[RunData], labels: Sequence[str]) -> tuple[list[Chart], list[Missing]]:
+def _draw_charts(runs: Sequence[RunData], labels: Sequence[str]) -> tuple[list[Chart], list[MissingPart]]:
     names = dict.fromkeys(name for run in runs for name in run.curves.of if name.startswith("val/"))
     rows = [
         *_CURVE_CHARTS,
@@ -115,14 +115,14 @@ def _draw_charts(runs: Sequence[RunData], labels: Sequence[str]) -> tuple[list[C
         ),
     ]
     charts: list[Chart] = []
-    missing: list[Missing] = []
+    missing: list[MissingPart] = []
     with page_style():
         for number, (key, axis, title, is_noisy) in enumerate(rows):
             curves = {label: run.curves[key] for label, run in zip(labels, runs, strict=True)}
             is_named = not charts or len(labels) <= _MAX_NAMED_LINES
             drawing = _draw_overlay(curves, axis, is_noisy=is_noisy, is_named=is_named)
             if drawing is None:
-                missing.append(Missing(title, f"no run has {key}"))
+                missing.append(MissingPart(title, f"no run has {key}"))
                 continue
             name = f"chart{number}"
             charts.append(

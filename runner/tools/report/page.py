@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from runner.monitor.health_rules import HealthVerdict
-from runner.tools.report.chart_parts import Chart, Missing
+from runner.tools.report.chart_parts import Chart, MissingPart
 from runner.tools.report.run_data import truncate
 from runner.version import __version__
 
@@ -109,7 +109,7 @@ class Page:
     predicted: PredictedFiles = PredictedFiles()
     tables: Sequence[PageTable] = ()
     repeat: Sequence[Step] = ()
-    missing: Sequence[Missing] = ()
+    missing: Sequence[MissingPart] = ()
 
 
 def render_html(page: Page, refresh_s: float | None = None) -> str:
@@ -154,7 +154,7 @@ def _shrink(page: Page) -> Page:
         page,
         charts=[chart for chart in page.charts if chart is not largest],
         predicted=replace(page.predicted, pictures=pictures),
-        missing=[*page.missing, Missing(name, "the page would exceed 500 KB")],
+        missing=[*page.missing, MissingPart(name, "the page would exceed 500 KB")],
     )
 
 

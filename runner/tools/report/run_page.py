@@ -11,7 +11,7 @@ from runner.durable import files
 from runner.durable.directory import is_run_name
 from runner.monitor.health_rules import HealthVerdict, assess_health
 from runner.monitor.samples import Summary
-from runner.tools.report.chart_parts import Missing
+from runner.tools.report.chart_parts import MissingPart
 from runner.tools.report.charts import CHARTS, TIME, draw_charts
 from runner.tools.report.page import Limits, Page, PageHead, Step, Tile
 from runner.tools.report.page_tables import checkpoints, configuration, environment, events, parse_time, phases
@@ -26,10 +26,10 @@ def make_run_page(run: RunData) -> Page:
     charts, no_charts = draw_charts(run, CHARTS)
     predicted = read_predictions(run)
     tables = [phases(run), *configuration(run), environment(run), checkpoints(run), events(run)]
-    others = (Missing(_SUBJECTS.get(name, name), reason) for name, reason in _other_missing(run).items())
+    others = (MissingPart(_SUBJECTS.get(name, name), reason) for name, reason in _other_missing(run).items())
     missing = [*no_time, *no_charts, *others]
     if not (predicted.pictures or predicted.texts):
-        missing.append(Missing("Predictions", f"none yet; accel-run inference run={run.reference} creates them"))
+        missing.append(MissingPart("Predictions", f"none yet; accel-run inference run={run.reference} creates them"))
     return Page(
         head=PageHead(
             name=run.name,

@@ -12,7 +12,7 @@ from runner.base.text import abbreviate
 from runner.durable.directory import RunDirectory
 from runner.records.sweep_record import Goal
 from runner.sweeps.trials import Result, Sweep, count_states, find_best, trial_rows
-from runner.tools.report.chart_parts import Chart, Drawing, Missing
+from runner.tools.report.chart_parts import Chart, Drawing, MissingPart
 from runner.tools.report.comparison import make_comparison_page
 from runner.tools.report.page import Page, PageHead, PageTable, Step
 from runner.tools.report.run_data import make_printable, read_run_data
@@ -65,11 +65,11 @@ def _select_trials(results: Sequence[Result], goal: Goal) -> list[Result]:
     return order[:_MAX_COMPARED]
 
 
-def _draw_charts(results: Sequence[Result], goal: Goal) -> tuple[list[Chart], list[Missing]]:
+def _draw_charts(results: Sequence[Result], goal: Goal) -> tuple[list[Chart], list[MissingPart]]:
     """Draw the metric over the number of the trial, and over each numeric setting."""
     known = [(result, result.value) for result in results if result.value is not None]
     if len(known) < 2:
-        return [], [Missing(f"{goal.metric} over trials", "fewer than two finished trials have a finite value")]
+        return [], [MissingPart(f"{goal.metric} over trials", "fewer than two finished trials have a finite value")]
     charts = []
     with page_style():
         for number, (title, drawing) in enumerate(

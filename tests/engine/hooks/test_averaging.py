@@ -39,7 +39,7 @@ def request_of(folder: Path, *words: str) -> Request:
 
 
 def weights_of(phase: Any) -> dict[str, Tensor]:
-    return {name: weight.detach().clone() for name, weight in phase.run_.parts.bare.named_parameters()}
+    return {name: weight.detach().clone() for name, weight in phase.run.parts.bare.named_parameters()}
 
 
 def saved(folder: Path, stem: str = "averaging", update: int = UPDATES) -> dict[str, Tensor]:
@@ -48,8 +48,8 @@ def saved(folder: Path, stem: str = "averaging", update: int = UPDATES) -> dict[
 
 def trained(folder: Path, *words: str, world: World | None = None) -> dict[str, float]:
     with open_phase(request_of(folder, *words), world) as phase:
-        assert phase.run() is None
-        return dict(phase.run_.progress.metrics)
+        assert phase.run_updates() is None
+        return dict(phase.run.progress.metrics)
 
 
 def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float = TOLERANCE) -> None:
@@ -129,7 +129,7 @@ def test_evaluation_and_inference_use_the_average_on_request(
     used = saved(tmp_path, "averaging" if is_evaluated else "model")
     with ExitStack() as stack:
         parts = open_trained(Request(("run=mine", f"output_root={tmp_path}"), TASK), Console(), stack).parts
-        assert_close(weights_of(SimpleNamespace(run_=SimpleNamespace(parts=parts))), used, 0.0)
+        assert_close(weights_of(SimpleNamespace(run=SimpleNamespace(parts=parts))), used, 0.0)
         with torch.no_grad():
             total, items = parts.task.loss(parts.bare, parts.task.dataset("val").tensors)
         assert found["val/loss"] == pytest.approx(float(total) / items, rel=TOLERANCE)
@@ -149,7 +149,7 @@ def test_averaging_added_on_resume_must_be_allowed_by_name(tmp_path: Path) -> No
 
 def test_an_older_checkpoint_has_no_average(tmp_path: Path) -> None:
     with open_phase(request_of(tmp_path)) as phase:
-        plan = phase.run_.plan
+        plan = phase.run.plan
     values = {key: value for key, value in plan.values().items() if key not in ADDED_KEYS}
     start: Any = SimpleNamespace(state={"phase": "train", "phase_update": 1, "values": values})
     told: list[str] = []

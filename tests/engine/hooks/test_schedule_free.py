@@ -45,7 +45,7 @@ def saved(folder: Path, stem: str = "optimizer_average", update: int = UPDATES) 
 
 def trained(folder: Path, *words: str, world: World | None = None) -> None:
     with open_phase(request_of(folder, *words), world) as phase:
-        assert phase.run() is None
+        assert phase.run_updates() is None
 
 
 def metrics(folder: Path) -> list[float]:
@@ -56,7 +56,7 @@ def metrics(folder: Path) -> list[float]:
 def by_hand(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[float]]:
     """Return the training weights, evaluation weights and evaluation losses of a plain loop."""
     with open_phase(request_of(folder)) as phase:
-        task, model = phase.run_.parts.task, phase.run_.parts.bare
+        task, model = phase.run.parts.task, phase.run.parts.bare
         x, y = task.dataset("train").tensors
         optimizer = schedulefree.AdamWScheduleFree(
             model.parameters(), lr=0.05, betas=(0.9, 0.999), weight_decay=0.02, warmup_steps=WARMUP
@@ -147,7 +147,7 @@ def test_inference_and_initial_weights_equal_those_of_evaluation(server: ForkSer
         from runner.durable.weight_source import find_weights
         from runner.engine.weights import read_tensors
 
-        assert phase.run_.parts is not None
+        assert phase.run.parts is not None
         assert_close(read_tensors(find_weights("mine", folder), "weights"), saved(folder), 0.0)
 
 

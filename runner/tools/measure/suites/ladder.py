@@ -395,11 +395,11 @@ def take_evenly_spaced(values: Sequence[float], num: int) -> tuple[float, ...]:
 Columns = Mapping[str, Callable[[str, LadderRow], Value]]
 SPEED_COLUMNS: Columns = {
     "variant": lambda name, _: name,
-    "on the baseline": lambda _, row: " + ".join(row.members) or "nothing",
+    "techniques": lambda _, row: " + ".join(row.members) or "nothing",
     "update, ms": lambda _, row: row.update_ms,
-    "against the baseline": lambda _, row: str(row.outcome.ratio or ""),
+    "vs baseline": lambda _, row: str(row.outcome.ratio or ""),
     "verdict": lambda _, row: row.verdict,
-    "by itself": lambda _, row: str(row.own or ""),
+    "vs previous": lambda _, row: str(row.own or ""),
     "start, s": lambda _, row: row.start_s,
     "compile, s": lambda _, row: row.compile_s,
     "pays after, updates": lambda _, row: row.outcome.pays_at if row.outcome.is_faster else None,
@@ -415,7 +415,7 @@ def _percent_column(get: Callable[[Any], float | None]) -> Callable[[str, Ladder
 
 
 def _numerics_column(_: str, row: LadderRow) -> str:
-    return "" if row.outcome.numerics is None else "something else" if row.outcome.is_wrong else "the same"
+    return "" if row.outcome.numerics is None else "different" if row.outcome.is_wrong else "same"
 
 
 COST_COLUMNS: Columns = {
@@ -425,7 +425,7 @@ COST_COLUMNS: Columns = {
     "loss off, %": _percent_column(lambda numerics: max(numerics.loss, numerics.later)),
     "gradient off, %": _percent_column(lambda numerics: numerics.grad_norm),
     "weights off, %": _percent_column(lambda numerics: numerics.moved),
-    "computes": _numerics_column,
+    "numerics": _numerics_column,
     "attention": lambda _, row: row.usage.attention,
     "energy, J": lambda _, row: row.usage.update_j,
 }
