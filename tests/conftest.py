@@ -111,15 +111,15 @@ def _has_gpu() -> bool:
 
 def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return the cases that only --all runs: those marked long, and those of sampled tests outside a seeded sample."""
-    found = {item for item in items if item.get_closest_marker("long") and len(items) > 1}
+    result = {item for item in items if item.get_closest_marker("long") and len(items) > 1}
     cases = defaultdict(list)
     for item in items:
         if marker := item.get_closest_marker("sampled"):
             cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
     for (name, count), each in cases.items():
         kept = _chosen(each, count, random.Random(f"{tallies.SEED} {name}"))
-        found.update(item for item in each if item not in kept)
-    return found
+        result.update(item for item in each if item not in kept)
+    return result
 
 
 def _chosen(cases: list[pytest.Item], count: int, rng: random.Random) -> list[pytest.Item]:

@@ -60,8 +60,8 @@ def _answer_all(requests: TextIO, answers: TextIO) -> None:
         print(json.dumps({"pid": pid}), file=answers, flush=True)
         if "twin" not in request:
             _, status, used = os.wait4(pid, 0)
-            ended = {"code": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime}
-            print(json.dumps(ended), file=answers, flush=True)
+            result = {"code": os.waitstatus_to_exitcode(status), "cpu_s": used.ru_utime + used.ru_stime}
+            print(json.dumps(result), file=answers, flush=True)
 
 
 def _be_twin(requests: str, answers: str) -> None:
@@ -91,11 +91,11 @@ def _call(request: Mapping[str, Any]) -> int:
     """Call a function, and write its return value or exception to a file."""
     function, arguments = pickle.loads(base64.b64decode(request["function"]))
     try:
-        ended = (function(*arguments), None)
+        result = (function(*arguments), None)
     except BaseException as error:
         traceback.print_exc()
-        ended = (None, error)
-    Path(request["result"]).write_bytes(pickle.dumps(ended))
+        result = (None, error)
+    Path(request["result"]).write_bytes(pickle.dumps(result))
     return 0
 
 
@@ -170,12 +170,12 @@ class ForkServer:
             finally:
                 made.clear()
 
-    def start(self, words: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
+    def start(self, args: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
         """Start a command and return its PID. Call `wait` afterwards: the next start kills a command that still runs.
 
         before  Python code that the new process runs first, for example to change limits, mounts or its user
         """
-        return self._start({"words": words, "env": dict(env or {}), "before": before}, folder)
+        return self._start({"words": args, "env": dict(env or {}), "before": before}, folder)
 
     def start_program(self, program: str, folder: Path, env: Mapping[str, str], streams: tuple[str, str]) -> int:
         """Start a program and return its PID; `streams` are paths for standard output and error, such as pipes."""
@@ -183,19 +183,17 @@ class ForkServer:
 
     def wait(self) -> Ended:
         """Wait until the running command ends."""
-        ended = self._answer()
-        code = int(ended["code"])
-        ForkServer.cpu_s += ended["cpu_s"]
-        self.used_s += ended["cpu_s"]
+        result = self._answer()
+        code = int(result["code"])
+        ForkServer.cpu_s += result["cpu_s"]
+        self.used_s += result["cpu_s"]
         self._running = None
         out, err = (path.read_text(errors="replace") for path in self._files) if self._files else ("", "")
         return Ended(code, out, err)
 
-    def run(
-        self, words: str | list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = ""
-    ) -> Ended:
+    def run(self, args: str | list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> Ended:
         """Run a command to its end."""
-        self.start(words.split() if isinstance(words, str) else words, folder, env, before)
+        self.start(args.split() if isinstance(args, str) else args, folder, env, before)
         return self.wait()
 
     def call(self, function: Callable[..., T], *arguments: object) -> T:
@@ -208,8 +206,8 @@ class ForkServer:
             packed = base64.b64encode(pickle.dumps((function, arguments))).decode()
             request = {"words": [], "env": {}, "before": "", "function": packed, "result": str(folder / "result")}
             self._start(request, folder)
-            ended = self.wait()
-            assert ended.code == 0, f"{function.__name__} ended with {ended.code}: {ended.out}{ended.err}"
+            result = self.wait()
+            assert result.code == 0, f"{function.__name__} ended with {result.code}: {result.out}{result.err}"
             value, error = pickle.loads((folder / "result").read_bytes())
         if error is not None:
             raise error

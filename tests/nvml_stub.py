@@ -38,8 +38,8 @@ class NvmlStub:
     def environment(self, state: State | None, *, driver: str = "new", **variables: str) -> dict[str, str]:
         """Return an environment whose NVML shows these GPUs. Without a state, it has no NVIDIA driver."""
         clean = {key: value for key, value in os.environ.items() if not key.startswith(("CUDA_", "NVIDIA_"))}
-        found = {"LD_LIBRARY_PATH": str(self.folder / ("none" if state is None else driver)), "PYTHONPATH": str(ROOT)}
-        return {**clean, **found, "NVML_STUB": str(self.write(state or {})), **variables}
+        result = {"LD_LIBRARY_PATH": str(self.folder / ("none" if state is None else driver)), "PYTHONPATH": str(ROOT)}
+        return {**clean, **result, "NVML_STUB": str(self.write(state or {})), **variables}
 
     def run(self, code: str, state: State | None, *, driver: str = "new", **variables: str) -> Any:
         """Run Python code with these GPUs and return the JSON that it printed."""

@@ -45,7 +45,7 @@ def screen_of(snapshot: Any, folder: Path) -> Callable[..., None]:
     screens = snapshot.use_extension(Screens)
 
     def compare(text: str, name: str | None = None, replace: Mapping[str, str] | None = None) -> None:
-        found = normalized(text.replace(str(folder), "<folder>"), replace)
-        assert found == (screens(name=name) if name else screens)
+        result = normalized(text.replace(str(folder), "<folder>"), replace)
+        assert result == (screens(name=name) if name else screens)
 
     return compare

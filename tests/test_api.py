@@ -83,8 +83,8 @@ def test_a_run_shows_its_metrics_history_model_and_plot(run: Run, folder: Path) 
 
 
 def test_evaluate_returns_the_metrics_of_the_run(run: Run, folder: Path) -> None:
-    found = evaluate("first", f"output_root={folder}", split="val", checkpoint="last")
-    assert found == run.metrics
+    result = evaluate("first", f"output_root={folder}", split="val", checkpoint="last")
+    assert result == run.metrics
 
 
 def test_a_run_is_opened_by_name_and_by_directory(run: Run, folder: Path) -> None:
@@ -95,10 +95,10 @@ def test_a_run_is_opened_by_name_and_by_directory(run: Run, folder: Path) -> Non
 
 
 def test_errors_are_those_of_the_command(folder: Path, server: ForkServer) -> None:
-    for words, kind in ((["no_such_key=1"], ConfigError), (["resume=nowhere", "run=new"], InputMissing)):
-        typed = server.run(["train", *WORDS, f"output_root={folder}", *words], folder)
+    for args, kind in ((["no_such_key=1"], ConfigError), (["resume=nowhere", "run=new"], InputMissing)):
+        typed = server.run(["train", *WORDS, f"output_root={folder}", *args], folder)
         with pytest.raises(kind) as caught:
-            train(*WORDS, *words, output_root=folder)
+            train(*WORDS, *args, output_root=folder)
         assert caught.value.exit_code == typed.code
         assert all(problem.what in typed.err for problem in caught.value.problems)
 
@@ -130,8 +130,8 @@ def test_the_calling_process_is_left_unchanged(tmp_path: Path, capfd: pytest.Cap
 
 
 def test_an_interrupt_saves_the_run_and_is_raised(tmp_path: Path) -> None:
-    words = (*WORDS, "updates=1000000", "evaluate.every=0", "log_every=1", "run=stopped", f"output_root={tmp_path}")
-    words = tuple(word for word in words if word != "updates=6")
+    args = (*WORDS, "updates=1000000", "evaluate.every=0", "log_every=1", "run=stopped", f"output_root={tmp_path}")
+    args = tuple(word for word in args if word != "updates=6")
     metrics = tmp_path / "stopped" / "metrics.jsonl"
 
     def interrupt() -> None:
@@ -141,7 +141,7 @@ def test_an_interrupt_saves_the_run_and_is_raised(tmp_path: Path) -> None:
     thread = threading.Thread(target=interrupt)
     thread.start()
     with pytest.raises(KeyboardInterrupt):
-        train(*words)
+        train(*args)
     thread.join()
     assert open_run("stopped", output_root=tmp_path).state == "preempted"
 
@@ -190,11 +190,11 @@ def test_a_trial_of_ray_tune_has_the_bits_of_the_run(run: Run, folder: Path) -> 
     pytest.importorskip("ray.tune", reason="the package ray is not installed", exc_type=ImportError)
     given = json.dumps([WORDS, SETTINGS, str(folder)])
     env = {**os.environ, "PYTHONPATH": str(ROOT), "HOME": str(folder), "RAY_AUTH_MODE": "disabled"}
-    ended = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", RAY_TUNE, given], capture_output=True, text=True, env=env, check=False
     )
-    assert ended.returncode == 0, ended.stderr
-    assert json.loads(ended.stdout.splitlines()[-1]) == [run.metrics["val/loss"]]
+    assert result.returncode == 0, result.stderr
+    assert json.loads(result.stdout.splitlines()[-1]) == [run.metrics["val/loss"]]
     first, other = (
         checkpoint_path(folder / name / "checkpoints", 6) / "model.safetensors" for name in ("first", "in-ray")
     )
@@ -203,8 +203,8 @@ def test_a_trial_of_ray_tune_has_the_bits_of_the_run(run: Run, folder: Path) -> 
 
 def test_importing_the_functions_loads_neither_torch_nor_hydra() -> None:
     program = "import sys; from runner import train, evaluate, open_run; print({'torch', 'hydra'} & set(sys.modules))"
-    found = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
-    assert found.stdout.strip() == "set()"
+    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "set()"
 
 
 def test_values_are_written_as_the_command_line_reads_them(tmp_path: Path) -> None:

@@ -87,8 +87,10 @@ def is_literal(call: ast.Call, name: str) -> bool:
 
 def found_in(source: str, file: str) -> set[tuple[str, str, str]]:
     tree = ast.parse(source)
-    found = {(file, around, name) for around, call, name in calls(tree) if name in CALLS and not is_literal(call, name)}
-    return found | {(file, "*", name) for name in aliases(tree)}
+    result = {
+        (file, around, name) for around, call, name in calls(tree) if name in CALLS and not is_literal(call, name)
+    }
+    return result | {(file, "*", name) for name in aliases(tree)}
 
 
 def aliases(tree: ast.AST) -> Iterator[str]:
@@ -109,8 +111,8 @@ def aliases(tree: ast.AST) -> Iterator[str]:
 def asks_a_shell(call: ast.Call) -> bool:
     """Return whether a program is started through a shell: ["sh", "-c", ...]."""
     first = call.args[0] if call.args else None
-    words = [item.value for item in first.elts if isinstance(item, ast.Constant)] if isinstance(first, ast.List) else []
-    return "-c" in words and any(str(word).rsplit("/", 1)[-1] in ("sh", "bash", "zsh", "dash") for word in words)
+    args = [item.value for item in first.elts if isinstance(item, ast.Constant)] if isinstance(first, ast.List) else []
+    return "-c" in args and any(str(word).rsplit("/", 1)[-1] in ("sh", "bash", "zsh", "dash") for word in args)
 
 
 def test_names_become_functions_at_the_named_places_only() -> None:

@@ -46,7 +46,7 @@ def of_losses(losses: list[float]) -> list[Any]:
     return [row(number, loss) for number, loss in enumerate(losses, 1)]
 
 
-def test_equal_losses_are_identical_whatever_their_time(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
+def test_identical_losses_are_equal_regardless_of_their_time(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
     slower = [{**each, "perf/step_time_ms": 9.0, "gpu0/util": 50.0} for each in of_losses(LOSSES)]
 
     assert compare.main([run("a", of_losses(LOSSES)), run("b", slower)]) == 0
@@ -57,27 +57,27 @@ def test_one_bit_is_a_difference(run: Made, capsys: pytest.CaptureFixture[str]) 
     changed = [*LOSSES[:2], math.nextafter(LOSSES[2], 2.0), LOSSES[3]]
 
     assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(changed))]) == 1
-    said = capsys.readouterr().out
-    assert re.search(r"^first +update 3 .* 1\.25 in A", said, re.M)
-    assert re.search(r"^different .* 1 of the 4 ", said, re.M)
+    messages = capsys.readouterr().out
+    assert re.search(r"^first +update 3 .* 1\.25 in A", messages, re.M)
+    assert re.search(r"^different .* 1 of the 4 ", messages, re.M)
 
 
 def test_the_first_and_the_largest_difference_are_reported(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
     changed = [2.0, 1.5015, 2.5, 1.125]
 
     assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(changed))]) == 1
-    said = capsys.readouterr().out
-    assert re.search(r"^first +update 2 .* 1\.5 .* 1\.5015 .*\(0\.001", said, re.M)
-    assert re.search(r"^largest +update 3 .* 1\.25 .* 2\.5 .*\(0\.5", said, re.M)
+    messages = capsys.readouterr().out
+    assert re.search(r"^first +update 2 .* 1\.5 .* 1\.5015 .*\(0\.001", messages, re.M)
+    assert re.search(r"^largest +update 3 .* 1\.25 .* 2\.5 .*\(0\.5", messages, re.M)
 
 
 def test_a_shorter_run_is_not_identical_and_what_both_have_is_compared(
     run: Made, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert compare.main([run("a", of_losses(LOSSES)), run("b", of_losses(LOSSES[:2]))]) == 1
-    said = capsys.readouterr().out
-    assert re.search(r"^B lacks +2 updates .* 3 to 4", said, re.M)
-    assert re.search(r"^identical +2 updates", said, re.M)
+    messages = capsys.readouterr().out
+    assert re.search(r"^B lacks +2 updates .* 3 to 4", messages, re.M)
+    assert re.search(r"^identical +2 updates", messages, re.M)
 
 
 def test_damaged_rows_are_counted_and_their_updates_missing(run: Made, capsys: pytest.CaptureFixture[str]) -> None:
@@ -85,9 +85,9 @@ def test_damaged_rows_are_counted_and_their_updates_missing(run: Made, capsys: p
     damaged = [rows[0], '{"update": 2, "phase": "tr', {**rows[2], "train/loss": "1.25"}, "[]", rows[3]]
 
     assert compare.main([run("a", rows), run("b", damaged)]) == 1
-    said = capsys.readouterr().out
-    assert re.search(r"run b: 2 .* 3 damaged", said)
-    assert re.search(r"^B lacks +2 updates .* 2 to 3", said, re.M)
+    messages = capsys.readouterr().out
+    assert re.search(r"run b: 2 .* 3 damaged", messages)
+    assert re.search(r"^B lacks +2 updates .* 2 to 3", messages, re.M)
 
 
 def test_the_last_row_of_an_update_counts_in_a_resumed_run(run: Made) -> None:
@@ -119,7 +119,7 @@ def test_non_finite_values_equal_only_themselves(run: Made, theirs: float | None
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "said"),
+    ("args", "code", "output"),
     [
         (["a", "missing"], 66, "there is no run 'missing'"),
         (["a", "empty"], 66, "must have rows with losses"),
@@ -134,17 +134,17 @@ def test_bad_input_is_one_message_and_an_exit_code(
     run: Made,
     repository: Path,
     capsys: pytest.CaptureFixture[str],
-    words: list[str],
+    args: list[str],
     code: int,
-    said: str,
+    output: str,
 ) -> None:
     run("a", of_losses(LOSSES))
     run("empty", [])
 
-    assert compare.main(words) == code
-    told = capsys.readouterr().err
-    assert said in told
-    assert "trains at" not in told, "what cannot be compared is not trained first"
+    assert compare.main(args) == code
+    messages = capsys.readouterr().err
+    assert output in messages
+    assert "trains at" not in messages, "what cannot be compared is not trained first"
 
 
 # ---------------------------------------------------------------- commits
@@ -163,9 +163,9 @@ rows = [{"update": n, "phase": "train", "train/loss": FACTOR / n} for n in range
 """
 
 
-def git(folder: Path, *words: str) -> str:
+def git(folder: Path, *args: str) -> str:
     named = ["-c", "user.name=A", "-c", "user.email=a@example.org"]
-    done = subprocess.run(["git", "-C", str(folder), *named, *words], check=True, capture_output=True, text=True)
+    done = subprocess.run(["git", "-C", str(folder), *named, *args], check=True, capture_output=True, text=True)
     return done.stdout
 
 
@@ -187,7 +187,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize(("commit", "code"), [("same", 0), ("other", 1)])
-def test_each_commit_trains_with_its_own_code(
+def test_each_commit_is_measured_with_its_own_code(
     repository: Path, capsys: pytest.CaptureFixture[str], commit: str, code: int
 ) -> None:
     assert compare.main(["--commits", "one", commit, "--", "updates=3"]) == code

@@ -137,13 +137,13 @@ UNIQUE = list({each.text: each for each in SAID}.values())
 # ---------------------------------------------------------------- how commands parse their arguments
 
 
-def _settings(words: list[str]) -> None:
-    own, rest, _ = parse_command_keys(words, SWEEP_KEYS) if "-m" in words else (SWEEP_KEYS, words, False)
+def _settings(args: list[str]) -> None:
+    own, rest, _ = parse_command_keys(args, SWEEP_KEYS) if "-m" in args else (SWEEP_KEYS, args, False)
     parse_sweep_options(own)
     arguments = parse_arguments(rest, multirun=True)
     for combination in expand_sweep(arguments.request) if arguments.multirun else [arguments.request]:
         configuration = compose(combination)
-        if any(word.lstrip("+").startswith("hardware=") for word in words):
+        if any(word.lstrip("+").startswith("hardware=") for word in args):
             make_plan(configuration, planning_inventory(configuration)[0])
 
 
@@ -156,20 +156,20 @@ def _options_of_the_run(typed: Sequence[str]) -> Iterator[str]:
             yield f"{group}={option_with_key(group, name)}"
 
 
-def _of_a_run(words: list[str]) -> None:
+def _of_a_run(args: list[str]) -> None:
     """Compose the overrides with options that a run may have; keys of any task are accepted."""
-    _, words = pop_checkpoint_choice(words)
+    _, args = pop_checkpoint_choice(args)
     known = ("--json", "format=", "split=", "inference.")
-    request = parse_run_request([word for word in words if not word.startswith(known)])
+    request = parse_run_request([word for word in args if not word.startswith(known)])
     compose(replace(request, overrides=(*_options_of_the_run(request.overrides), *request.overrides)))
-    for word in words:
+    for word in args:
         if word.startswith("inference."):
             assert word.partition("=")[0] in known_keys(), f"no task has {word}"
 
 
-def _search(words: list[str]) -> None:
+def _search(args: list[str]) -> None:
     """Check the keys of the search ranges, and compose all other settings."""
-    own, rest, _ = parse_command_keys(words, search.COMMAND_KEYS)
+    own, rest, _ = parse_command_keys(args, search.COMMAND_KEYS)
     parse_sweep_options(own)
     ranges = [word for word in rest if re.search(r"=.*[(,]", word)]
     assert ranges, "nothing is searched"
@@ -177,52 +177,52 @@ def _search(words: list[str]) -> None:
     compose(parse_arguments([word for word in rest if word not in ranges], command_keys=search.COMMAND_KEYS).request)
 
 
-def _explain(words: list[str]) -> None:
-    arguments = parse_arguments(words, positional=1)
+def _explain(args: list[str]) -> None:
+    arguments = parse_arguments(args, positional=1)
     (key,) = arguments.positional
     assert key in compose(arguments.request).flat()
 
 
-def _profile(words: list[str]) -> None:
-    compose(profile.profiled_request(parse_arguments(words, command_keys=profile.COMMAND_KEYS).request))
+def _profile(args: list[str]) -> None:
+    compose(profile.profiled_request(parse_arguments(args, command_keys=profile.COMMAND_KEYS).request))
 
 
-def _benchmark(words: list[str]) -> None:
-    suite, wanted, _ = benchmark.parse_benchmark_arguments(words)
-    mine = {path.stem for path in Path("DIR/benchmark/technique").glob("*.yaml")} if "--config-dir" in words else set()
+def _benchmark(args: list[str]) -> None:
+    suite, wanted, _ = benchmark.parse_benchmark_arguments(args)
+    mine = {path.stem for path in Path("DIR/benchmark/technique").glob("*.yaml")} if "--config-dir" in args else set()
     known = mine | {"init", "reset", "clean", "plots", "all", "matmul", "copies", "disk", "roofline"} | techniques()
     assert set(wanted.positional) <= known, wanted.positional
     if suite == "ladder" and wanted.options["techniques"] != "all":
         assert set(wanted.options["techniques"].strip("[]").split(",")) <= techniques()
 
 
-def _advise(words: list[str]) -> None:
-    _, rest, _ = parse_command_keys(words, advise.COMMAND_KEYS)
+def _advise(args: list[str]) -> None:
+    _, rest, _ = parse_command_keys(args, advise.COMMAND_KEYS)
     compose(parse_run_request(rest, advise.COMMAND_KEYS))
 
 
-def _doctor(words: list[str]) -> None:
-    if words[:1] == [doctor.CONTACT]:
-        doctor.parse_contact_arguments(words[1:])
+def _doctor(args: list[str]) -> None:
+    if args[:1] == [doctor.CONTACT]:
+        doctor.parse_contact_arguments(args[1:])
         return
-    settings, _ = doctor.parse_doctor_arguments(words)
+    settings, _ = doctor.parse_doctor_arguments(args)
     doctor.select_checks(settings.checks)
 
 
-def _import(words: list[str]) -> None:
-    assert 1 <= len(parse_arguments(words, positional=2).positional) <= 2
+def _import(args: list[str]) -> None:
+    assert 1 <= len(parse_arguments(args, positional=2).positional) <= 2
 
 
-def _runs(words: list[str]) -> None:
-    assert parse_options(words, runs.RunsOptions, ["--json"])[1] == []
+def _runs(args: list[str]) -> None:
+    assert parse_options(args, runs.RunsOptions, ["--json"])[1] == []
 
 
-def _completion(words: list[str]) -> None:
-    assert words in (["bash"], ["zsh"], ["fish"])
+def _completion(args: list[str]) -> None:
+    assert args in (["bash"], ["zsh"], ["fish"])
 
 
-def _new(words: list[str]) -> None:
-    (name,) = words
+def _new(args: list[str]) -> None:
+    (name,) = args
     assert name.endswith(".py")
 
 
@@ -239,10 +239,10 @@ READERS: Mapping[str, Callable[[list[str]], Any]] = {
 }  # fmt: skip
 
 
-def understood(words: Sequence[str]) -> None:
+def understood(args: Sequence[str]) -> None:
     """Raise the error that accel-run reports for these arguments."""
-    assert words, "a command is missing"
-    first, *rest = words
+    assert args, "a command is missing"
+    first, *rest = args
     if first.startswith("--"):
         assert first in ("--help", "--version")
         return
@@ -316,23 +316,23 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captu
 def commands(text: str) -> Iterator[list[str]]:
     """Yield the arguments of each line, without comments, pipes and redirections."""
     for line in text.replace("\\\n", " ").splitlines():
-        words = shlex.split(line.removeprefix("$ "), comments=True)
-        ends = [words.index(sign) for sign in ("|", ">", "&&") if sign in words]
-        if words:
-            yield words[: min(ends, default=None)]
+        args = shlex.split(line.removeprefix("$ "), comments=True)
+        ends = [args.index(sign) for sign in ("|", ">", "&&") if sign in args]
+        if args:
+            yield args[: min(ends, default=None)]
 
 
-def check_line(words: list[str]) -> None:
-    program, *rest = words
+def check_line(args: list[str]) -> None:
+    program, *rest = args
     if "-m" in rest and rest[rest.index("-m") + 1] == "runner":
         understood(rest[rest.index("-m") + 2 :])
     elif program == "accel-run":
         understood(rest)
-    elif words[:2] == ["docker", "run"]:
+    elif args[:2] == ["docker", "run"]:
         (image,) = (word for word in rest if word.startswith("accel-run"))
         understood(rest[rest.index(image) + 1 :])
     elif program == "python" or program.removeprefix("./").startswith("scripts/"):
-        script, *rest = rest if program == "python" else words
+        script, *rest = rest if program == "python" else args
         path = ROOT / script
         assert path.is_file(), f"there is no {script}"
         assert program == "python" or path.stat().st_mode & 0o100, f"{script} is not executable"
@@ -347,7 +347,7 @@ def check_line(words: list[str]) -> None:
 def filled(text: str) -> str:
     """Return the line with its placeholders filled in."""
     text = re.sub(r" \[[^\]]*\]| \.\.\.", "", text)
-    return re.sub(r"\b[A-Z][A-Z_]+\b", lambda found: PLACEHOLDERS.get(found[0], found[0]), text)
+    return re.sub(r"\b[A-Z][A-Z_]+\b", lambda result: PLACEHOLDERS.get(result[0], result[0]), text)
 
 
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
@@ -377,18 +377,18 @@ def test_documented_commands_are_accepted(block: Block) -> None:
     for page_block in blocks(block.page):
         if page_block.language == "yaml" and page_block.line < block.line:
             put(page_block)
-    for words in commands(block.text):
-        check_line(words)
+    for args in commands(block.text):
+        check_line(args)
 
 
 def put(block: Block) -> list[str]:
     """Write a YAML block to the file named in its first line; return the command in that line, if any."""
-    found = re.match(r"# (DIR/\S+\.yaml)(?: +(accel-run .+))?$", block.text.partition("\n")[0])
-    assert found, f"{block}: the first line says where it lies, as # DIR/optimizer/slow.yaml"
-    path = Path(found[1])
+    result = re.match(r"# (DIR/\S+\.yaml)(?: +(accel-run .+))?$", block.text.partition("\n")[0])
+    assert result, f"{block}: the first line says where it lies, as # DIR/optimizer/slow.yaml"
+    path = Path(result[1])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(block.text.partition("\n")[2])
-    return shlex.split(found[2] or "")[1:]
+    return shlex.split(result[2] or "")[1:]
 
 
 @pytest.mark.parametrize(
@@ -398,13 +398,13 @@ def test_documented_files_are_accepted(block: Block) -> None:
     content = yaml.safe_load(block.text)
     if "parameters" in content:  # of which wandb's agent builds commands
         given = {key: each.get("values", [each.get("min")])[0] for key, each in content["parameters"].items()}
-        program, *words, arguments = content["command"]
+        program, *args, arguments = content["command"]
         assert (program, arguments) == ("accel-run", "${args_no_hyphens}")
-        understood([*words, *(f"{key}={value}" for key, value in given.items())])
+        understood([*args, *(f"{key}={value}" for key, value in given.items())])
         return
-    words = put(block)
-    assert words, f"{block}: behind the place stands a command that takes the file"
-    understood(words)
+    args = put(block)
+    assert args, f"{block}: behind the place stands a command that takes the file"
+    understood(args)
 
 
 @pytest.mark.parametrize(
@@ -412,8 +412,8 @@ def test_documented_files_are_accepted(block: Block) -> None:
 )
 def test_documented_python_compiles_and_imports_existing_names(block: Block) -> None:
     typed, text = re.findall(r"^!(.*)$", block.text, re.MULTILINE), re.sub(r"^!.*$", "", block.text, flags=re.MULTILINE)
-    for words in commands("\n".join(typed)):  # shell commands of a notebook
-        check_line(words)
+    for args in commands("\n".join(typed)):  # shell commands of a notebook
+        check_line(args)
     tree = ast.parse(text)
     for node in ast.walk(tree):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("runner"):
@@ -434,13 +434,13 @@ def test_documented_python_compiles_and_imports_existing_names(block: Block) -> 
     "each", [each for each in UNIQUE if re.match(r"(accel-run|python|(\./)?scripts/\S+)(?= |$)", each.text)], ids=str
 )
 def test_commands_in_sentences_are_accepted(each: Said) -> None:
-    for words in commands(filled(each.text)):
-        if words[0].startswith("scripts/") and len(words) == 1:  # mentioned, not called
-            assert (ROOT / words[0]).exists()
-        elif words[0] == "accel-run" and len(words) == 2:
-            assert words[1] in (*COMMANDS, "--help", "--version")
-        elif len(words) > 1:
-            check_line(words)
+    for args in commands(filled(each.text)):
+        if args[0].startswith("scripts/") and len(args) == 1:  # mentioned, not called
+            assert (ROOT / args[0]).exists()
+        elif args[0] == "accel-run" and len(args) == 2:
+            assert args[1] in (*COMMANDS, "--help", "--version")
+        elif len(args) > 1:
+            check_line(args)
 
 
 @pytest.mark.parametrize(
@@ -457,24 +457,24 @@ def test_documented_imports_exist(each: Said) -> None:
 
 def test_flags_of_other_scripts_get_suggestions() -> None:
     flags = {
-        found
+        result
         for line, column, token in inner(FOREIGN)
         if column == 0 and token.type == "code_inline" and not re.match(r"torchrun|nvidia-smi|watch", token.content)
-        for found in re.findall(r"--([\w-]+)", token.content)
+        for result in re.findall(r"--([\w-]+)", token.content)
     }
     assert "use_amp" in flags
     assert {flag.replace("-", "_") for flag in flags} - known_keys() - set(FOREIGN_KEYS) == set()
 
 
 def test_the_readme_has_every_command() -> None:
-    told = {words[1] for each in SAID if each.page == ROOT / "README.md" for words in [each.text.split()] if words[1:]}
-    assert {name for name, (_, summary) in COMMANDS.items() if summary} - told == set()
+    messages = {args[1] for each in SAID if each.page == ROOT / "README.md" for args in [each.text.split()] if args[1:]}
+    assert {name for name, (_, summary) in COMMANDS.items() if summary} - messages == set()
 
 
 def test_the_table_of_groups_has_every_group_with_every_option() -> None:
     rows = re.findall(r"^\| `(\w+)` \| (.+) \|$", (DOCS / "configuration.md").read_text(encoding="utf-8"), re.MULTILINE)
-    told = {group: set(re.findall(r"`([\w-]+)`", text)) for group, text in rows}
-    assert told == {group: set(list_options(group)) for group in GROUPS}
+    messages = {group: set(re.findall(r"`([\w-]+)`", text)) for group, text in rows}
+    assert messages == {group: set(list_options(group)) for group in GROUPS}
 
 
 def test_the_page_about_doctor_has_every_check() -> None:
@@ -486,9 +486,9 @@ def test_the_page_about_doctor_has_every_check() -> None:
 def test_settings_in_sentences_exist() -> None:
     unknown = []
     for each in SAID:
-        found = re.fullmatch(r"\+?([a-z][\w.-]*)=(\S*)", each.text)
-        if found and RESULTS not in each.page.parents:
-            key, value = found.groups()
+        result = re.fullmatch(r"\+?([a-z][\w.-]*)=(\S*)", each.text)
+        if result and RESULTS not in each.page.parents:
+            key, value = result.groups()
             if key == "checkpoint" and is_choice(value):
                 continue
             options = list_options(key) if key in (*AXES, "task", "hardware") else ()
@@ -505,12 +505,12 @@ def test_settings_in_sentences_exist() -> None:
 
 def anchors(page: Path) -> set[str]:
     """Return the anchors that GitHub generates for the headings."""
-    found = set()
+    result = set()
     for heading, text in zip(tokens(page), tokens(page)[1:], strict=False):
         if heading.type == "heading_open":
             plain = "".join(child.content for child in text.children or ())
-            found.add(re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-"))
-    return found
+            result.add(re.sub(r"[^\w\- ]", "", plain.lower()).replace(" ", "-"))
+    return result
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
@@ -540,8 +540,8 @@ def test_the_index_has_every_page_and_the_readme_the_index() -> None:
 
 def test_the_page_of_the_design_has_every_folder_of_the_runner() -> None:
     (layout,) = (block.text for block in blocks(DOCS / "design.md") if block.language == "text")
-    told = set(re.findall(r"^ {2}(?:cli\.py )?(\w+)/", layout, re.MULTILINE))
-    assert told == {path.parent.name for path in (ROOT / "runner").glob("*/__init__.py")}
+    messages = set(re.findall(r"^ {2}(?:cli\.py )?(\w+)/", layout, re.MULTILINE))
+    assert messages == {path.parent.name for path in (ROOT / "runner").glob("*/__init__.py")}
 
 
 def test_decisions_have_unique_numbers() -> None:
@@ -576,5 +576,5 @@ def test_prose_can_be_read_as_text(page: Path) -> None:
     """In a terminal too: no line of a paragraph exceeds 140 columns, except for images."""
     lines = page.read_text().splitlines()
     paragraphs = [token.map for token in tokens(page) if token.type == "paragraph_open" and token.map]
-    told = [(number + 1, lines[number]) for begin, end in paragraphs for number in range(begin, end)]
-    assert [(number, line) for number, line in told if len(line) > 140 and not line.startswith("![")] == []
+    messages = [(number + 1, lines[number]) for begin, end in paragraphs for number in range(begin, end)]
+    assert [(number, line) for number, line in messages if len(line) > 140 and not line.startswith("![")] == []

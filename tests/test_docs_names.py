@@ -22,16 +22,16 @@ def defined(source: Path) -> Mapping[str, set[str]]:
 
 
 def names_in(body: Sequence[ast.stmt]) -> dict[str, set[str]]:
-    found: dict[str, set[str]] = {}
+    result: dict[str, set[str]] = {}
     for node in body:
         if isinstance(node, ast.ClassDef):
-            found[node.name] = set(names_in(node.body))
+            result[node.name] = set(names_in(node.body))
         elif isinstance(node, ast.FunctionDef):
-            found[node.name] = set()
+            result[node.name] = set()
         elif isinstance(node, ast.Assign | ast.AnnAssign):
             targets = node.targets if isinstance(node, ast.Assign) else [node.target]
-            found |= {target.id: set() for target in targets if isinstance(target, ast.Name)}
-    return found
+            result |= {target.id: set() for target in targets if isinstance(target, ast.Name)}
+    return result
 
 
 def exists(name: str) -> bool:
@@ -44,7 +44,7 @@ def exists(name: str) -> bool:
     depth += module.is_file()
     modules = [module] if module.is_file() else [place / "__init__.py"] if depth else (ROOT / "runner").rglob("*.py")
     rest = parts[depth:]
-    return not rest or any(rest[0] in found and {*rest[1:]} <= found[rest[0]] for found in map(defined, modules))
+    return not rest or any(rest[0] in result and {*rest[1:]} <= result[rest[0]] for result in map(defined, modules))
 
 
 def test_names_of_the_code_on_the_page_about_an_update_exist() -> None:

@@ -58,11 +58,11 @@ def test_a_split_model_computes_what_the_unsplit_one_does(
         torch.testing.assert_close(other, one, rtol=tolerance, atol=tolerance)
         one.square().sum().backward()
         other.square().sum().backward()
-        expected, found = gradients(whole), gradients(piped.model)
-        assert found.keys() == expected.keys()
-        assert len(found) == 2 * num_layers
+        expected, result = gradients(whole), gradients(piped.model)
+        assert result.keys() == expected.keys()
+        assert len(result) == 2 * num_layers
         for name, grad in expected.items():
-            torch.testing.assert_close(found[name], grad, rtol=tolerance, atol=tolerance)
+            torch.testing.assert_close(result[name], grad, rtol=tolerance, atol=tolerance)
 
 
 def test_an_optimizer_trains_it_as_the_unsplit_model() -> None:
@@ -134,10 +134,10 @@ def test_layers_may_be_named_share_weights_and_return_anything() -> None:
     tokens = torch.randint(0, 5, (6, 3))
     expected = model(tokens, scale=2.0)
     piped = PipelineParallel(model, 4, ["cpu"] * 3, layers=model.layers()).eval()  # no dropout, also in layers
-    found = piped(tokens, scale=2.0)
-    assert type(found) is Parts
-    torch.testing.assert_close(found.logits, expected.logits)
-    torch.testing.assert_close(found.others[0]["mean"], expected.others[0]["mean"])
+    result = piped(tokens, scale=2.0)
+    assert type(result) is Parts
+    torch.testing.assert_close(result.logits, expected.logits)
+    torch.testing.assert_close(result.others[0]["mean"], expected.others[0]["mean"])
     assert not torch.equal(piped.train()(tokens).logits, expected.logits)
 
 
@@ -146,9 +146,9 @@ def test_weights_of_another_device_are_borrowed() -> None:
     model = Tied()
     stage = DeviceStage([End(model.embedding)], torch.device("meta"))
     stage.move(placed={model.embedding.weight})
-    found = stage((torch.zeros(4, 3, 8),), {})
-    assert found.logits.shape == (4, 3, 5)
-    assert found.logits.is_meta
+    result = stage((torch.zeros(4, 3, 8),), {})
+    assert result.logits.shape == (4, 3, 5)
+    assert result.logits.is_meta
     assert not model.embedding.weight.is_meta
 
 
@@ -214,15 +214,15 @@ def test_foreign_layers_are_refused() -> None:
 
 
 def chosen(*given: Any, **options: Any) -> tuple[ParallelChoice, list[str]]:
-    said: list[str] = []
-    return auto_parallelize(*given, say=said.append, **options), said
+    messages: list[str] = []
+    return auto_parallelize(*given, say=messages.append, **options), messages
 
 
 def test_a_model_that_fits_one_device_is_not_split() -> None:
-    made, said = chosen(model := ten_layers(), ["cpu"], capacities=[GIB])
+    made, messages = chosen(model := ten_layers(), ["cpu"], capacities=[GIB])
     assert made.strategy == "single"
     assert made.model is model
-    assert said == [f"single: {made.reason}"]
+    assert messages == [f"single: {made.reason}"]
     assert re.findall(r"[\d.]+ MiB", made.reason) == ["0.011 MiB", "921.6 MiB"]
 
 
@@ -240,11 +240,11 @@ def test_small_or_unequal_devices_share_a_model(capacities: list[int], why: str,
     whole = ten_layers()
     x = torch.randn(8, 8, dtype=torch.float64)
     expected = whole(x)
-    made, said = chosen(whole, ["cpu", "cpu"], capacities=capacities)
+    made, messages = chosen(whole, ["cpu", "cpu"], capacities=capacities)
     assert made.strategy == "pipeline"
     assert why in made.reason
     assert f"layers are split {split}" in made.reason
-    assert "= 5 layers" in said[0] or "= 6 layers" in said[0]
+    assert "= 5 layers" in messages[0] or "= 6 layers" in messages[0]
     torch.testing.assert_close(made.model(x), expected)
 
 
@@ -266,12 +266,12 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
 
 def test_each_of_several_processes_trains_a_copy() -> None:
     def replicate(world: World) -> list[Any]:
-        made, said = chosen(ten_layers(), ["cpu"], capacities=[GIB])
+        made, messages = chosen(ten_layers(), ["cpu"], capacities=[GIB])
         torch.manual_seed(world.rank)
         x = torch.randn(4, 8, dtype=torch.float64)
         made.model(x).square().sum().backward()
         grad = next(iter(gradients(made.model).values()))
-        return [made.strategy, said[0], grad.tolist()]
+        return [made.strategy, messages[0], grad.tolist()]
 
     (strategy, reason, one), (_, _, other) = run_ranks(replicate, 2)
     assert strategy == "replicated"
@@ -321,10 +321,10 @@ def test_each_of_several_processes_takes_its_own_gpu(
     else:
         monkeypatch.setenv("LOCAL_RANK", str(local_rank))
     model = Placed(nn.Linear(8, 8))
-    made, said = chosen(model)
+    made, messages = chosen(model)
     assert made.strategy == "replicated"
     assert str(model.place) == expected
-    assert f"{expected} has " in said[0]
+    assert f"{expected} has " in messages[0]
     chosen(model, ["cuda:1"])
     assert str(model.place) == "cuda:1", "what is named is taken"
 

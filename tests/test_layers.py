@@ -15,8 +15,8 @@ PLACES = [ROOT / module.path for module in parse_all()]
 
 
 def test_each_file_has_the_required_shape_or_is_an_exception() -> None:
-    found = {finding.key: finding for finding in findings(parse_all())}
-    assert [finding for key, finding in found.items() if key not in NOT_YET] == []
+    result = {finding.key: finding for finding in findings(parse_all())}
+    assert [finding for key, finding in result.items() if key not in NOT_YET] == []
 
 
 def test_every_known_exception_is_still_needed() -> None:
@@ -56,8 +56,8 @@ def test_each_way_to_name_a_vendors_module_is_seen(source: str) -> None:
 
 def test_modules_of_vendors_are_named_in_one_file() -> None:
     """Vendors differ: that file has a method for each device operation of accel-run, implemented for each vendor."""
-    found = {str(file.relative_to(ROOT)) for file in PLACES if any(uses_of_vendors(file.read_text(encoding="utf-8")))}
-    assert found == {"runner/base/accelerator.py"}
+    result = {str(file.relative_to(ROOT)) for file in PLACES if any(uses_of_vendors(file.read_text(encoding="utf-8")))}
+    assert result == {"runner/base/accelerator.py"}
 
 
 def test_paths_of_modules_exist_wherever_they_are_named() -> None:
@@ -66,9 +66,9 @@ def test_paths_of_modules_exist_wherever_they_are_named() -> None:
     packages = "|".join(sorted({floor.split(".")[0] for floor in FLOORS} - {"cli", "interface", "__main__"}))
     named = re.compile(rf"(?<![\w/.-])(?:runner/)?((?:{packages})/[a-z_/]+\.py)\b")
     missing = {
-        f"{file.relative_to(ROOT)}: {found}"
+        f"{file.relative_to(ROOT)}: {result}"
         for file in [*(place for place in PLACES if place.is_relative_to(ROOT / "runner")), *pages]
-        for found in named.findall(file.read_text(encoding="utf-8"))
-        if not (ROOT / "runner" / found).is_file()
+        for result in named.findall(file.read_text(encoding="utf-8"))
+        if not (ROOT / "runner" / result).is_file()
     }
     assert not missing

@@ -35,8 +35,8 @@ def test_import_cycles_of_any_length_are_found() -> None:
         "runner/base/d.py": "import runner.base.a",
         "runner/base/__init__.py": "from runner.base.d import D",
     }
-    (found,) = findings([parse(path, text) for path, text in texts.items()])
-    assert (found.rule, found.subject.split()) == ("cycle", [f"runner.base.{name}" for name in "abc"])
+    (result,) = findings([parse(path, text) for path, text in texts.items()])
+    assert (result.rule, result.subject.split()) == ("cycle", [f"runner.base.{name}" for name in "abc"])
 
 
 def test_a_name_of_two_modules_or_two_public_classes_is_found() -> None:
@@ -46,8 +46,8 @@ def test_a_name_of_two_modules_or_two_public_classes_is_found() -> None:
         "runner/tools/measure/suites/one.py": "",
         "runner/tools/measure/one.py": "",
     }
-    found = list(findings([parse(path, text) for path, text in texts.items()]))
-    assert sorted(finding.key for finding in found) == [("name", "One"), ("name", "a")]
+    result = list(findings([parse(path, text) for path, text in texts.items()]))
+    assert sorted(finding.key for finding in result) == [("name", "One"), ("name", "a")]
 
 
 def test_settings_after_the_star_fields_of_a_class_and_lines_up_to_the_limit_are_allowed() -> None:

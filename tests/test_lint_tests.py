@@ -64,8 +64,8 @@ def test_a_planted_violation_is_found(
 ) -> None:
     (tmp_path / "test_planted.py").write_text(source)
     assert lint_tests.main([str(tmp_path)]) == 1
-    told = {line.split(": ")[1] for line in capsys.readouterr().out.splitlines()}
-    assert told == {rule}
+    messages = {line.split(": ")[1] for line in capsys.readouterr().out.splitlines()}
+    assert messages == {rule}
 
 
 @pytest.mark.parametrize("source", RIGHT)

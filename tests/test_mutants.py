@@ -60,12 +60,12 @@ def test_a_restoring_function_has_statements_to_leave_out(name: str) -> None:
 @pytest.mark.parametrize(("path", "old", "new"), BY_HAND)
 def test_a_change_by_hand_is_one_mutant_that_compiles(path: str, old: str, new: str) -> None:
     source = (ROOT / path).read_text()
-    found = [
+    result = [
         mutant for mutant in every_mutant() if (mutant.path, mutant.before, mutant.after) == (path, old, new)
         and mutant.operator == "not restored"
     ]  # fmt: skip
-    assert len(found) == 1
-    changed = source.encode()[: found[0].start] + new.encode() + source.encode()[found[0].stop :]
+    assert len(result) == 1
+    changed = source.encode()[: result[0].start] + new.encode() + source.encode()[result[0].stop :]
     compile(changed, path, "exec")
 
 
@@ -207,5 +207,5 @@ def test_the_verdict_on_a_mutant_holds_while_its_file_and_the_test_are_the_same(
     Verdicts(tmp_path / "verdicts.json", tmp_path).kept(result)
     if edited:
         (tmp_path / edited).write_text("def a():\n    return 2\n")
-    found = Verdicts(tmp_path / "verdicts.json", tmp_path).known(first)
-    assert (found is not None) is is_known
+    actual = Verdicts(tmp_path / "verdicts.json", tmp_path).known(first)
+    assert (actual is not None) is is_known

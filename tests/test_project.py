@@ -116,8 +116,8 @@ def test_pre_commit_hooks_match_the_check_script() -> None:
     assert repository["repo"] == "local"
     assert list(hooks) == [name for name, _ in called]
     for name, call in called:
-        words = shlex.split(call.replace("$venv", ".venv"))
-        assert hooks[name] in (words, ["bash", "-c", shlex.join(words).replace("'", "")]), name
+        args = shlex.split(call.replace("$venv", ".venv"))
+        assert hooks[name] in (args, ["bash", "-c", shlex.join(args).replace("'", "")]), name
     assert all(hook["pass_filenames"] is False for hook in repository["hooks"])
 
 
@@ -140,15 +140,15 @@ def instructions(name: str = "Dockerfile") -> list[tuple[str, str]]:
 
 
 def test_the_image_is_pinned_and_does_not_run_as_root() -> None:
-    found = instructions()
-    arguments = dict(rest.partition("=")[::2] for word, rest in found if word == "ARG")
+    result = instructions()
+    arguments = dict(rest.partition("=")[::2] for word, rest in result if word == "ARG")
     assert re.fullmatch(r"python:\d+\.\d+\.\d+-slim-\w+", arguments["BASE"])
-    assert [rest for word, rest in found if word == "FROM"] == ["${BASE}"]
-    users = [rest for word, rest in found if word == "USER"]
+    assert [rest for word, rest in result if word == "FROM"] == ["${BASE}"]
+    users = [rest for word, rest in result if word == "USER"]
     assert re.fullmatch(r"[1-9]\d+", users[-1])
-    last = [word for word, _ in found].index("USER")
-    assert not {"RUN", "COPY", "ADD"} & {word for word, _ in found[last:]}
-    assert ("ENTRYPOINT", '["accel-run"]') in found
+    last = [word for word, _ in result].index("USER")
+    assert not {"RUN", "COPY", "ADD"} & {word for word, _ in result[last:]}
+    assert ("ENTRYPOINT", '["accel-run"]') in result
 
 
 def test_the_image_has_the_compilers_that_compile_needs() -> None:
@@ -163,25 +163,25 @@ def test_packages_of_the_image_are_pinned() -> None:
     ]
     assert installs
     for part in installs:
-        words = shlex.split(part)
-        assert words[words.index("--constraint") + 1] == "scripts/constraints.txt"
+        args = shlex.split(part)
+        assert args[args.index("--constraint") + 1] == "scripts/constraints.txt"
         assert "--no-cache-dir" in part
     arguments = dict(rest.partition("=")[::2] for word, rest in instructions() if word == "ARG")
     assert set(arguments["EXTRAS"].split(",")) <= set(PROJECT["project"]["optional-dependencies"])
 
 
 def test_the_image_has_no_secret_and_only_required_files() -> None:
-    found = instructions()
+    result = instructions()
     assert not [
-        rest for word, rest in found if word in ("ARG", "ENV") and re.search(r"(?i)key|token|secret|passw", rest)
+        rest for word, rest in result if word in ("ARG", "ENV") and re.search(r"(?i)key|token|secret|passw", rest)
     ]
-    assert not [rest for word, rest in found if word == "ADD"]
+    assert not [rest for word, rest in result if word == "ADD"]
     ignored, *kept = [
         line for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line and line[0] != "#"
     ]
     assert ignored == "*", "all that is not named stays out"
     allowed = [line[1:] for line in kept if line.startswith("!")]
-    sources = {source for word, rest in found if word == "COPY" for source in rest.split()[:-1]}
+    sources = {source for word, rest in result if word == "COPY" for source in rest.split()[:-1]}
     assert sources == set(allowed)
     assert all((ROOT / source).exists() for source in sources)
     assert not any(fnmatch(".env", pattern) or fnmatch(".git", pattern) for pattern in allowed)

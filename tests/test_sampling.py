@@ -59,19 +59,19 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def collected(file: Path, test: str = "") -> Collected:
-    found = Collected()
-    words = ["--collect-only", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={file.parent}"]
-    assert pytest.main([*words, f"{file}{test}"], plugins=[conftest, found]) == 0
-    return found
+    result = Collected()
+    args = ["--collect-only", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={file.parent}"]
+    assert pytest.main([*args, f"{file}{test}"], plugins=[conftest, result]) == 0
+    return result
 
 
 def test_the_given_number_of_sampled_cases_runs(file: Path) -> None:
-    found = collected(file)
-    assert len(found.of("test_matrix")) == 3
-    assert found.of("test_small") == ["test_small[0]", "test_small[1]"]
-    assert found.of("test_other") == ["test_other"]
-    assert found.of("test_long") == []
-    assert found.num_left_out == 7 + 3 + 1
+    result = collected(file)
+    assert len(result.of("test_matrix")) == 3
+    assert result.of("test_small") == ["test_small[0]", "test_small[1]"]
+    assert result.of("test_other") == ["test_other"]
+    assert result.of("test_long") == []
+    assert result.num_left_out == 7 + 3 + 1
 
 
 def test_the_choice_follows_the_seed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,9 +86,9 @@ def test_the_choice_follows_the_seed(file: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_all_cases_run_on_request(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tallies, "IS_LONG", True)
-    found = collected(file)
-    assert len(found.names) == 10 + 2 + 6 + 1 + 1
-    assert found.num_left_out == 0
+    result = collected(file)
+    assert len(result.names) == 10 + 2 + 6 + 1 + 1
+    assert result.num_left_out == 0
 
 
 @pytest.mark.parametrize("case", ["test_long", *(f"test_matrix[{number}]" for number in range(10))])

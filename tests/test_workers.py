@@ -46,8 +46,8 @@ def session_with_workers(folder: Path) -> tuple[int, dict[str, tuple[str, str]]]
     """Run the files of a folder in two workers; return the exit code and (outcome, text) of each test."""
     reports = Reports()
     ForkServer.started = lambda: nullcontext(SimpleNamespace(twin=nullcontext))  # type: ignore[method-assign, assignment]
-    words = ["-p", "no:cacheprovider", "--import-mode=importlib", "--workers=2", f"--rootdir={folder}", str(folder)]
-    code = pytest.main(words, plugins=[conftest, reports])
+    args = ["-p", "no:cacheprovider", "--import-mode=importlib", "--workers=2", f"--rootdir={folder}", str(folder)]
+    code = pytest.main(args, plugins=[conftest, reports])
     return int(code), reports.found
 
 
@@ -57,9 +57,9 @@ def session(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any
     (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    sampled\n    long\n")
     for name, text in FILES.items():
         (folder / f"{name}.py").write_text(SHARED.replace("LOG", repr(str(folder / "log"))) + text)
-    code, found = server.call(session_with_workers, folder)
+    code, result = server.call(session_with_workers, folder)
     log = [line.split() for line in (folder / "log").read_text().splitlines()]
-    return SimpleNamespace(code=code, found=found, log=log)
+    return SimpleNamespace(code=code, found=result, log=log)
 
 
 def test_outcomes_and_texts_are_those_of_the_tests(session: Any) -> None:

@@ -115,16 +115,16 @@ READING_FLAGS = {
 
 def names_of_modules(tree: ast.AST) -> dict[str, str]:
     """Resolve the imported names of a file: "np" -> "numpy", "rmtree" -> "shutil.rmtree"."""
-    found = {}
+    result = {}
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                found[alias.asname or alias.name.partition(".")[0]] = (
+                result[alias.asname or alias.name.partition(".")[0]] = (
                     alias.name if alias.asname else alias.name.partition(".")[0]
                 )
         elif isinstance(node, ast.ImportFrom) and node.module:
-            found |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
-    return found
+            result |= {alias.asname or alias.name: f"{node.module}.{alias.name}" for alias in node.names}
+    return result
 
 
 def mode_of(call: ast.Call, position: int) -> ast.expr | None:
@@ -206,17 +206,17 @@ def may_be(call: ast.Call, name: str, file: str) -> bool:
 
 
 def test_files_are_written_at_the_named_places_only() -> None:
-    found = {
+    result = {
         place
         for path in FILES
         if (file := str(path.relative_to(ROOT))) != SYSTEM
         for place in found_in(path.read_text(encoding="utf-8"), file)
     }
-    assert not found - PLACES.keys(), (
-        f"{sorted(found - PLACES.keys())}: write it with RunDirectory.write, files.atomic_write or files.AppendLog, take "
+    assert not result - PLACES.keys(), (
+        f"{sorted(result - PLACES.keys())}: write it with RunDirectory.write, files.atomic_write or files.AppendLog, take "
         "one away with files.remove; or name the place here with its reason"
     )
-    assert not PLACES.keys() - found, f"named here but gone: {sorted(PLACES.keys() - found)}"
+    assert not PLACES.keys() - result, f"named here but gone: {sorted(PLACES.keys() - result)}"
 
 
 @pytest.mark.parametrize(

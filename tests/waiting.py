@@ -27,13 +27,13 @@ def wait_until(condition: Callable[[], Found], what: str = "", timeout_s: float 
     Raises AssertionError naming `what` after `timeout_s` seconds.
     """
     began = time.monotonic()
-    while not (found := condition()):
+    while not (result := condition()):
         waited_s = time.monotonic() - began
         if waited_s > timeout_s:
             raise AssertionError(f"not within {timeout_s:.0f} s: {what or condition}")
         # Poll less often the longer it takes: polling takes CPU time from the process that is waited for.
         time.sleep(min(0.005 + waited_s / 20, 0.2))  # lint-tests: sleep: between two looks; nothing is ordered by it
-    return found
+    return result
 
 
 def until_asked_to_stop() -> None:

@@ -22,14 +22,14 @@ MARK = "ACCEL_RUN_TEST_MARK"  # an environment variable, inherited by every subp
 
 def marked(mark: str) -> list[psutil.Process]:
     """Return all other processes with this mark."""
-    found = []
+    result = []
     for process in psutil.process_iter():
         try:
             if process.pid != os.getpid() and process.environ().get(MARK) == mark:
-                found.append(process)
+                result.append(process)
         except psutil.Error:  # already ended, of another user, or a zombie
             continue
-    return found
+    return result
 
 
 def rows(first: int, last: int) -> list[dict[str, Any]]:
@@ -50,14 +50,14 @@ def offline_rows(run_dir: Path, folders: str = "offline-run-*") -> list[tuple[in
     """Return (step, row) of all offline folders in chronological order, which is that of their names."""
     from wandb.proto.wandb_internal_pb2 import Record
 
-    found = []
+    result = []
     for path in sorted(run_dir.glob(f"wandb/{folders}/*.wandb")):
         for data in tracker_process.records(path.read_bytes()):
             record = Record.FromString(data)
             if record.HasField("history"):
                 items = {item.key or item.nested_key[0]: json.loads(item.value_json) for item in record.history.item}
-                found.append((record.history.step.num, items))
-    return found
+                result.append((record.history.step.num, items))
+    return result
 
 
 class Server:

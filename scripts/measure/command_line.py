@@ -3,7 +3,7 @@
     python scripts/measure/command_line.py
 
 One line for each command: the least CPU time of six starts, and its bound. The tests count the modules that these
-commands load instead (tests/commands/test_slips.py, test_completion.py), because times depend on the machine.
+commands load instead (tests/commands/test_typos.py, test_completion.py), because times depend on the machine.
 Exit 0: all are below their bounds. 1: some are not.
 """
 

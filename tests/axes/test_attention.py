@@ -41,9 +41,9 @@ def attend(**options: Any) -> Tensor:
 @pytest.mark.parametrize("option", ATTENTIONS)
 def test_the_kernel_does_not_change_the_result(option: str) -> None:
     with ATTENTIONS[option](CPU).context():
-        found = attend(is_causal=True)
+        result = attend(is_causal=True)
     with math(CPU).context():
-        assert_close(found, attend(is_causal=True))  # float32 sums in another order
+        assert_close(result, attend(is_causal=True))  # float32 sums in another order
 
 
 @pytest.mark.filterwarnings("ignore:attention=")
@@ -204,7 +204,7 @@ SHAPE = (1, 8, 128, 64)
 
 
 @pytest.mark.parametrize(
-    ("backend", "shape", "dtype", "options", "words"),
+    ("backend", "shape", "dtype", "options", "args"),
     [
         ("flash", SHAPE, torch.float16, {"capability": (7, 5)}, "8.0 is needed, but the device has 7.5"),
         ("flash", SHAPE, torch.float32, {"capability": (9, 0)}, "but are float32"),
@@ -234,11 +234,11 @@ SHAPE = (1, 8, 128, 64)
     ],
 )
 def test_a_refusal_has_a_reason_also_for_an_absent_gpu(
-    backend: str, shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any], words: str
+    backend: str, shape: tuple[int, ...], dtype: torch.dtype, options: dict[str, Any], args: str
 ) -> None:
-    found = refusal_reason(backend, shape, dtype, CUDA, **options)
-    assert words in found
-    assert bool(words) == bool(found)
+    result = refusal_reason(backend, shape, dtype, CUDA, **options)
+    assert args in result
+    assert bool(args) == bool(result)
 
 
 def test_cudnn_is_refused_where_the_run_must_be_deterministic() -> None:

@@ -35,9 +35,9 @@ def gradients(model: nn.Module) -> list[Tensor]:
 @pytest.fixture
 def calls(monkeypatch: pytest.MonkeyPatch) -> list[tuple[nn.Module, dict[str, Any]]]:
     """Record the modules that would be compiled, and the options."""
-    found: list[tuple[nn.Module, dict[str, Any]]] = []
-    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: found.append((self, options)))
-    return found
+    result: list[tuple[nn.Module, dict[str, Any]]] = []
+    monkeypatch.setattr(nn.Module, "compile", lambda self, **options: result.append((self, options)))
+    return result
 
 
 @pytest.mark.sampled(1)
@@ -48,19 +48,19 @@ def test_compiling_changes_no_name_and_no_number(option: str) -> None:
     COMPILES[option](model, list(model), CPU, backend="aot_eager")
     assert list(model.state_dict()) == list(plain.state_dict())
     assert type(model) is nn.Sequential
-    found, wanted = gradients(model), gradients(plain)
-    assert all(map(torch.equal, found, wanted))
-    assert len(found) == 6
+    result, wanted = gradients(model), gradients(plain)
+    assert all(map(torch.equal, result, wanted))
+    assert len(result) == 6
 
 
 def backward_passes(loss: Tensor) -> int:
     """Return the number of compiled graphs in the backward pass of `loss`."""
-    seen, found = set(), [loss.grad_fn]
-    while found:
-        node = found.pop()
+    seen, result = set(), [loss.grad_fn]
+    while result:
+        node = result.pop()
         if node is not None and node not in seen:
             seen.add(node)
-            found += [before for before, _ in node.next_functions]
+            result += [before for before, _ in node.next_functions]
     return sum(type(node).__name__ == "CompiledFunctionBackward" for node in seen)
 
 
@@ -125,9 +125,9 @@ def test_a_task_that_does_not_call_its_model_is_warned_that_nothing_was_compiled
     server: ForkServer, tmp_path: Path, call: str, num_warnings: int
 ) -> None:
     (tmp_path / "task.py").write_text(TASK.replace("{call}", call))
-    words = "train --task task.py device=cpu monitor=off updates=2 global_batch_size=4 run=mine"
-    ended = server.run(f"{words} compile=default compile.backend=eager dataloader.num_workers=0", tmp_path)
-    assert ended.code == 0, ended.err
+    args = "train --task task.py device=cpu monitor=off updates=2 global_batch_size=4 run=mine"
+    result = server.run(f"{args} compile=default compile.backend=eager dataloader.num_workers=0", tmp_path)
+    assert result.code == 0, result.err
     rows = [json.loads(line) for line in (tmp_path / "outputs" / "mine" / "events.jsonl").read_text().splitlines()]
     warned = [row for row in rows if row["kind"] == "warning" and row["text"].startswith("compile=default:")]
     assert len(warned) == num_warnings

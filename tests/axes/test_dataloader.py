@@ -85,15 +85,15 @@ def say(process: subprocess.Popen[str]) -> None:
 
 def group_of(leader: int) -> list[int]:
     """Return the running processes of the group."""
-    found = []
+    result = []
     for folder in Path("/proc").glob("[0-9]*"):
         try:
-            words = (folder / "stat").read_text().rpartition(")")[2].split()
+            args = (folder / "stat").read_text().rpartition(")")[2].split()
         except OSError:
             continue
-        if int(words[2]) == leader and words[0] != "Z":
-            found.append(int(folder.name))
-    return found
+        if int(args[2]) == leader and args[0] != "Z":
+            result.append(int(folder.name))
+    return result
 
 
 def assert_gone(numbers: list[int]) -> None:
@@ -225,7 +225,7 @@ def test_a_thread_that_finds_its_queue_full_loses_no_batch(monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         "dataloader.num_workers=0",
         "dataloader.num_workers=2",
@@ -234,8 +234,8 @@ def test_a_thread_that_finds_its_queue_full_loses_no_batch(monkeypatch: pytest.M
         "dataloader=thread dataloader.cache=memory",
     ],
 )
-def test_a_plan_counts_the_workers_that_its_loader_starts(words: str) -> None:
-    plan = make_plan(compose(Request(tuple(words.split()))), Inventory((), Cpu("a processor", 8, 16, 64 * GIB)))
+def test_a_plan_counts_the_workers_that_its_loader_starts(args: str) -> None:
+    plan = make_plan(compose(Request(tuple(args.split()))), Inventory((), Cpu("a processor", 8, 16, 64 * GIB)))
     choice, fetcher = plan.choices["dataloader"], Fetcher([torch.zeros(())], default_collate, bad_samples="stop")  # type: ignore[arg-type]
     loader = call_option(DATALOADERS, choice.function, fetcher, torch.device("cpu"), **choice.options)
     assert plan.num_workers == loader.num_workers
@@ -307,12 +307,12 @@ def fetcher(dataset: Any, bad_samples: str = "stop", **options: Any) -> Fetcher:
 @pytest.mark.parametrize("name", SETS)
 def test_a_batch_of_tensors_equals_its_collated_samples(name: str, bad_samples: str) -> None:
     """Index 5 of 3 samples is sample 2, repeated."""
-    found, wanted = (fetcher(each, bad_samples)[KEY] for each in (SETS[name](), OneByOne(SETS[name]())))
-    assert type(found.batch) is type(wanted.batch) is list
-    for mine, theirs in zip(found.batch, wanted.batch, strict=True):
+    result, wanted = (fetcher(each, bad_samples)[KEY] for each in (SETS[name](), OneByOne(SETS[name]())))
+    assert type(result.batch) is type(wanted.batch) is list
+    for mine, theirs in zip(result.batch, wanted.batch, strict=True):
         assert torch.equal(mine, theirs)
         assert (mine.dtype, mine.stride()) == (theirs.dtype, theirs.stride())
-    assert found._replace(batch=None) == wanted._replace(batch=None)
+    assert result._replace(batch=None) == wanted._replace(batch=None)
 
 
 def test_a_batch_of_tensors_is_one_operation_for_each_tensor() -> None:

@@ -106,10 +106,10 @@ def test_forward_passes_without_gradients_are_not_checkpointed(how: str, context
     model = stack().eval()
     CHECKPOINTS[how](model)
     with context():
-        found = model(torch.ones(1, 4, 16))
-        assert torch.equal(found, stack().eval()(torch.ones(1, 4, 16)))
+        result = model(torch.ones(1, 4, 16))
+        assert torch.equal(result, stack().eval()(torch.ones(1, 4, 16)))
     assert model.passes() == [1, 1, 1]
-    assert found.grad_fn is None
+    assert result.grad_fn is None
 
 
 @pytest.mark.parametrize("how", CHECKPOINTS)
@@ -319,12 +319,12 @@ def test_torch_accepts_the_settings_we_accept(text: str) -> None:
         torch._C._accelerator_setAllocatorSettings("expandable_segments:False")
 
 
-def test_no_settings_change_nothing() -> None:
+def test_without_settings_nothing_changes() -> None:
     assert allocator_environment(None) == allocator_environment("") == {}
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "args"),
     [
         ("expandable_segment:True", r"did you mean expandable_segments\?"),
         ("expandable_segments", "must be True or False, but is empty"),
@@ -337,8 +337,8 @@ def test_no_settings_change_nothing() -> None:
         ("nonsense", "has no setting nonsense"),
     ],
 )
-def test_an_invalid_allocator_setting_is_refused(text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_an_invalid_allocator_setting_is_refused(text: str, args: str) -> None:
+    with pytest.raises(ConfigError, match=args):
         allocator_environment(text)
 
 

@@ -94,7 +94,7 @@ def test_every_group_lists_its_parameters_in_order(option: str) -> None:
     assert sorted(seen) == sorted(named)
 
 
-def test_the_longest_matching_name_gives_the_factor_and_whole_words_match() -> None:
+def test_the_longest_matching_name_gives_the_factor_and_only_complete_components_match() -> None:
     model = nn.ModuleDict({f"b{i}": nn.Linear(2, 2) for i in (1, 10)})
     optimizer = made(adamw, lr=1.0, lr_scales={"b1": 0.5, "b1.bias": 0.0})(model)
     scales = {name: group["lr_scale"] for group in optimizer.param_groups for name in group["names"]}
@@ -332,10 +332,10 @@ def through_a_file(optimizer: Optimizer) -> tuple[dict[str, Tensor], Any]:
 
 
 def assert_resuming_changes_nothing(make: Make, model: nn.Module, updates: int = 3) -> None:
-    straight = model
-    optimizer = make(straight)
-    train(straight, optimizer, range(updates))
-    resumed = deepcopy(straight)
+    uninterrupted = model
+    optimizer = make(uninterrupted)
+    train(uninterrupted, optimizer, range(updates))
+    resumed = deepcopy(uninterrupted)
     other = make(resumed)
     import_state(other, *through_a_file(optimizer))
     before, after = export_state(optimizer), export_state(other)
@@ -345,9 +345,9 @@ def assert_resuming_changes_nothing(make: Make, model: nn.Module, updates: int =
         assert tensor.dtype == after[0][name].dtype, name
         assert tensor.device == after[0][name].device, name
         assert torch.equal(tensor, after[0][name]), name
-    train(straight, optimizer, range(updates, updates + 5))
+    train(uninterrupted, optimizer, range(updates, updates + 5))
     train(resumed, other, range(updates, updates + 5))
-    assert largest_difference(straight, resumed) == 0.0
+    assert largest_difference(uninterrupted, resumed) == 0.0
 
 
 @pytest.mark.parametrize("updates", [0, 3])
@@ -407,25 +407,25 @@ def test_a_checkpoint_may_be_resumed_with_another_kernel() -> None:
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
 def test_a_checkpoint_may_be_resumed_in_another_memory_layout(kernel: str) -> None:
     """Fused kernels read raw memory: with a layout unlike the parameter's, results would be silently wrong."""
-    straight = nn.Conv2d(3, 8, 3)
+    uninterrupted = nn.Conv2d(3, 8, 3)
     make = made(adamw, lr=0.1, kernel=kernel)
-    optimizer = make(straight)
+    optimizer = make(uninterrupted)
 
     def step(model: nn.Module, optimizer: Optimizer, update: int) -> None:
         model(torch.randn(2, 3, 5, 5, generator=torch.Generator().manual_seed(update))).square().mean().backward()
         optimizer.step()
         optimizer.zero_grad()
 
-    step(straight, optimizer, 0)
-    resumed = deepcopy(straight).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+    step(uninterrupted, optimizer, 0)
+    resumed = deepcopy(uninterrupted).to(memory_format=torch.channels_last)  # type: ignore[call-overload]
     other = make(resumed)
     import_state(other, *through_a_file(optimizer))
     assert other.state[resumed.weight]["exp_avg"].stride() == resumed.weight.stride()
-    assert resumed.weight.stride() != straight.weight.stride()
-    step(straight, optimizer, 1)
+    assert resumed.weight.stride() != uninterrupted.weight.stride()
+    step(uninterrupted, optimizer, 1)
     step(resumed, other, 1)
     # The convolution sums in a different order in another layout; a misread state would differ by about 0.1.
-    assert largest_difference(straight, resumed) < 1e-3
+    assert largest_difference(uninterrupted, resumed) < 1e-3
 
 
 def damaged(change: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
@@ -444,7 +444,7 @@ def damaged(change: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> No
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "args"),
     [
         ("missing", "0.weight.exp_avg is missing"),
         ("unknown", "9.weight.exp_avg belongs to no parameter"),
@@ -453,7 +453,7 @@ def damaged(change: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> No
         ("optimizer", "torch.SGD, but this run's is torch.AdamW"),
     ],
 )
-def test_a_mismatched_state_is_refused_and_changes_nothing(change: str, words: str) -> None:
+def test_a_mismatched_state_is_refused_and_changes_nothing(change: str, args: str) -> None:
     model = network()
     optimizer = made(adamw)(model)
     train(model, optimizer, range(2))
@@ -461,7 +461,7 @@ def test_a_mismatched_state_is_refused_and_changes_nothing(change: str, words: s
     other = made(adamw)(network())
     train(network(), other, range(0))
     damaged(change, tensors, rest)
-    with pytest.raises(IncompatibleResume, match=words):
+    with pytest.raises(IncompatibleResume, match=args):
         import_state(other, tensors, rest)
     assert not other.state
 

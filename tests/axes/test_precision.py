@@ -172,9 +172,9 @@ def test_an_overflow_skips_the_update_and_halves_the_scale_which_grows_again() -
 def test_the_scaler_resumes_from_its_state() -> None:
     factors = [1.0, float("inf"), 1.0, 1.0, float("inf"), 1.0, 1.0, 1.0, 1.0]
     options: dict[str, Any] = {"init_scale": 1024.0, "growth_interval": 3}
-    straight, stopped = made(**options), made(**options)
+    uninterrupted, stopped = made(**options), made(**options)
     for number, factor in enumerate(factors):
-        update(*straight, factor)
+        update(*uninterrupted, factor)
         if number == 4:
             saved = stopped[0].state()
             assert saved["skipped"] == 1
@@ -182,9 +182,9 @@ def test_the_scaler_resumes_from_its_state() -> None:
             again.load(json.loads(json.dumps(saved)))
             stopped = (again, *stopped[1:])  # type: ignore[assignment]
         update(*stopped, factor)
-        assert stopped[0].state() == straight[0].state()
-    assert torch.equal(stopped[1].weight, straight[1].weight)
-    assert straight[0].num_skipped() == 2
+        assert stopped[0].state() == uninterrupted[0].state()
+    assert torch.equal(stopped[1].weight, uninterrupted[1].weight)
+    assert uninterrupted[0].num_skipped() == 2
 
 
 def test_consecutive_skipped_updates_are_counted_across_a_resume() -> None:

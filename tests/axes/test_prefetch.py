@@ -68,8 +68,8 @@ def test_the_order_is_wait_record_start_the_next_copy_return() -> None:
 def test_prefetched_batches_equal_those_without_prefetch(count: int) -> None:
     plain = list(Prefetch(CPU)(batches(count)))
     ahead = Moving(CPU, Recorded())(batches(count))
-    found = list(ahead)
-    assert found == plain
+    result = list(ahead)
+    assert result == plain
     assert next(ahead, None) is None
 
 
@@ -77,7 +77,7 @@ def test_every_tensor_of_a_batch_is_copied_and_recorded_on_the_stream() -> None:
     streams = Recorded()
     whole = {"pair": Pair(torch.tensor(1), torch.tensor(2)), "list": [torch.tensor(3), "text"], "none": None}
     (item,) = Moving(CPU, streams)(iter([MicroBatch(whole, True)]))
-    assert [said for said in streams.said if said[0] == "hold"] == [("hold", 1), ("hold", 2), ("hold", 3)]
+    assert [messages for messages in streams.said if messages[0] == "hold"] == [("hold", 1), ("hold", 2), ("hold", 3)]
     assert isinstance(item.batch["pair"], Pair)
     assert item.batch["pair"].x is not whole["pair"].x  # type: ignore[attr-defined]
     assert (item.batch["list"][1], item.batch["none"]) == ("text", None)

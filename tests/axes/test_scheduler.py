@@ -152,19 +152,19 @@ def test_plateau_continues_from_its_saved_state() -> None:
         return plateau(99, patience=1, cooldown=2)
 
     def factors(schedule: Schedule, first: int, last: int) -> list[float]:
-        found = []
+        result = []
         for update in range(first, last):
             schedule.observe(metrics[update], update)
-            found.append(schedule.factor(update))
-        return found
+            result.append(schedule.factor(update))
+        return result
 
     expected = factors(fresh(), 0, len(metrics))
     assert len(set(expected)) >= 3
     for stop in range(len(metrics)):
-        straight, resumed = fresh(), fresh()
-        before = factors(straight, 0, stop)
-        resumed.load(json.loads(json.dumps(straight.state())))
-        assert resumed.state() == straight.state()
+        uninterrupted, resumed = fresh(), fresh()
+        before = factors(uninterrupted, 0, stop)
+        resumed.load(json.loads(json.dumps(uninterrupted.state())))
+        assert resumed.state() == uninterrupted.state()
         assert before + factors(resumed, stop, len(metrics)) == expected
 
 

@@ -27,8 +27,8 @@ def table_of(axis: str) -> Mapping[str, Callable[..., Any]]:
         if name.isupper() and not name.startswith("_") and isinstance(value, Mapping)
     ]
     assert tables, f"runner/{FILES[axis]} has a table of its options"
-    found: Mapping[str, Callable[..., Any]] = tables[-1]
-    return found
+    result: Mapping[str, Callable[..., Any]] = tables[-1]
+    return result
 
 
 def file_of(axis: str, option: str) -> Path:

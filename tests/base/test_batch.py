@@ -24,9 +24,9 @@ def tensor(*values: float) -> torch.Tensor:
 
 def test_every_tensor_is_mapped_and_other_values_are_kept() -> None:
     batch = {"a": [tensor(1), (tensor(2), "text", None)], "b": Pair(tensor(3), 4)}
-    found = map_tensors(lambda one: float(one) * 10, batch)
-    assert found == {"a": [10.0, (20.0, "text", None)], "b": Pair(30.0, 4)}
-    assert isinstance(found["b"], Pair)
+    result = map_tensors(lambda one: float(one) * 10, batch)
+    assert result == {"a": [10.0, (20.0, "text", None)], "b": Pair(30.0, 4)}
+    assert isinstance(result["b"], Pair)
 
 
 @pytest.mark.parametrize(

@@ -48,9 +48,9 @@ FULL = Outer(
 
 
 def test_an_object_is_read_back_as_it_was_written() -> None:
-    found = decode(Outer, json.loads(to_json(encode(FULL))))
-    assert found.value == FULL
-    assert found.wrong == ()
+    result = decode(Outer, json.loads(to_json(encode(FULL))))
+    assert result.value == FULL
+    assert result.wrong == ()
 
 
 def test_inline_fields_are_keys_of_the_enclosing_object_and_others_are_not_stored() -> None:
@@ -64,17 +64,17 @@ def test_unknown_keys_are_ignored_and_missing_ones_have_their_defaults() -> None
 
 @pytest.mark.parametrize("value", ["1", True, 1.5, [], {}, 10**400, math.nan])
 def test_a_value_of_a_wrong_type_is_unknown_and_named(value: Any) -> None:
-    found = decode(Outer, {"count": value, "name": "a"})
-    assert found.value == Outer(name="a")
-    assert found.wrong == ("count",)
+    result = decode(Outer, {"count": value, "name": "a"})
+    assert result.value == Outer(name="a")
+    assert result.wrong == ("count",)
 
 
-def test_entries_and_rows_are_validated_one_by_one_and_string_lists_as_a_whole() -> None:
+def test_entries_and_rows_are_validated_one_by_one_and_string_lists_as_one_value() -> None:
     tree = {"figures": {"x": 1, "y": "2"}, "places": [{"city": "b"}, {"size": 1}, 3], "words": ["d", 4]}
-    found = decode(Outer, tree)
-    assert found.value == Outer(figures={"x": 1.0}, places=(Place(city="b"),))
-    assert set(found.wrong) >= {"figures.y", "places.1", "places.2"}
-    assert any(name.startswith("words") for name in found.wrong)
+    result = decode(Outer, tree)
+    assert result.value == Outer(figures={"x": 1.0}, places=(Place(city="b"),))
+    assert set(result.wrong) >= {"figures.y", "places.1", "places.2"}
+    assert any(name.startswith("words") for name in result.wrong)
 
 
 @pytest.mark.parametrize("text", ["", "[1]", "3", '{"a": ', "[" * 100_000, "\udcff"])

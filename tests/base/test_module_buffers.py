@@ -109,7 +109,7 @@ def expanded() -> tuple[Tensor, Tensor]:
     return base, base.expand(4, 3)
 
 
-def test_a_buffer_whose_elements_share_memory_is_left_and_raises_nothing() -> None:
+def test_a_buffer_whose_elements_share_memory_is_skipped_without_an_error() -> None:
     holder, (base, shared) = Holder(), expanded()
     holder.saved = shared
     with restore_buffers([holder]):

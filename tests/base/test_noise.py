@@ -197,12 +197,12 @@ def test_a_compiled_model_has_the_same_draws(fullgraph: bool) -> None:
             return given.named("end").dropout(x, 0.5)
 
     def passes(model: nn.Module) -> list[Tensor]:
-        found = []
+        result = []
         for epoch in range(3):
             noise.start_pass(samples(INDICES[:8], epoch))
             given = per_sample_noise(torch.zeros(8, 4))
-            found.append(model(torch.zeros(8, 4), given))
-        return found
+            result.append(model(torch.zeros(8, 4), given))
+        return result
 
     torch.compiler.reset()
     plain, compiled = Model(), Model()
@@ -223,11 +223,11 @@ def test_a_compiled_model_may_draw_inside_its_graph() -> None:
     plain, compiled = Model(), Model()
     compiled.compile(backend="aot_eager")
     for epoch in range(12):  # more than the compiler's recompilation limit
-        found = []
+        result = []
         for model in (plain, compiled):
             noise.start_pass(samples(INDICES[:8], epoch))
-            found.append(model(torch.zeros(8, 4)))
-        torch.testing.assert_close(*found, rtol=LAST_BITS, atol=LAST_BITS)
+            result.append(model(torch.zeros(8, 4)))
+        torch.testing.assert_close(*result, rtol=LAST_BITS, atol=LAST_BITS)
 
 
 @pytest.mark.parametrize("asked", ["by the layer's name", "by the layer's number"])

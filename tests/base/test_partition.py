@@ -22,10 +22,10 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("interleaved", 2), ("interleaved", 3)]
 @pytest.mark.parametrize("balance", ["memory", "time"])
 def test_ten_equal_layers_on_11_and_8_gb_split_6_to_4(balance: partition.Balance) -> None:
     devices = [StageDevice(11 * GIB, 11.0), StageDevice(8 * GIB, 8.0)]
-    found = split([0.1] * 10, [GIB // 2] * 10, devices, balance=balance)
-    assert isinstance(found, Split)
-    assert str(found) == "6 : 4"
-    assert [list(part) for part in found.ranges] == [list(range(6)), list(range(6, 10))]
+    result = split([0.1] * 10, [GIB // 2] * 10, devices, balance=balance)
+    assert isinstance(result, Split)
+    assert str(result) == "6 : 4"
+    assert [list(part) for part in result.ranges] == [list(range(6)), list(range(6, 10))]
 
 
 def test_nineteen_equal_layers_on_11_and_8_gb_split_as_the_memory() -> None:
@@ -83,9 +83,9 @@ def judged(case: dict[str, list[int]], sizes: tuple[int, ...], balance: str) -> 
 
 @settings(max_examples=400)
 @given(case=cases(), balance=st.sampled_from(["memory", "time"]))
-def test_no_split_is_better(case: dict[str, list[int]], balance: partition.Balance) -> None:
+def test_no_other_split_is_better(case: dict[str, list[int]], balance: partition.Balance) -> None:
     devices = [StageDevice(size, speed) for size, speed in zip(case["memory"], case["speed"], strict=True)]
-    found = split(
+    result = split(
         [float(cost) for cost in case["costs"]],
         case["bytes"],
         devices,
@@ -99,13 +99,13 @@ def test_no_split_is_better(case: dict[str, list[int]], balance: partition.Balan
         if (worth := judged(case, sizes, balance)) is not None
     }
     if not possible:
-        assert isinstance(found, Problem)
+        assert isinstance(result, Problem)
         return
-    assert isinstance(found, Split)
-    assert sum(found.sizes) == len(case["costs"])
-    assert min(found.sizes) >= 1
-    assert possible[found.sizes] == min(possible.values())
-    assert all(used <= size for used, size in zip(found.used_bytes, case["memory"], strict=True))
+    assert isinstance(result, Split)
+    assert sum(result.sizes) == len(case["costs"])
+    assert min(result.sizes) >= 1
+    assert possible[result.sizes] == min(possible.values())
+    assert all(used <= size for used, size in zip(result.used_bytes, case["memory"], strict=True))
 
 
 @settings(max_examples=50)
@@ -113,9 +113,9 @@ def test_no_split_is_better(case: dict[str, list[int]], balance: partition.Balan
 def test_equal_layers_on_equal_devices_differ_by_one(num_layers: int, num_stages: int, cost: float) -> None:
     if num_layers >= num_stages:
         for balance in ("memory", "time"):
-            found = split([cost] * num_layers, [7] * num_layers, [StageDevice(1000)] * num_stages, balance=balance)  # type: ignore[arg-type]
-            assert isinstance(found, Split)
-            assert max(found.sizes) - min(found.sizes) <= 1
+            result = split([cost] * num_layers, [7] * num_layers, [StageDevice(1000)] * num_stages, balance=balance)  # type: ignore[arg-type]
+            assert isinstance(result, Split)
+            assert max(result.sizes) - min(result.sizes) <= 1
 
 
 def test_fewer_layers_than_stages_are_a_problem() -> None:
@@ -147,9 +147,9 @@ def test_invalid_splits_are_a_problem(sizes: list[int], text: str) -> None:
 
 def test_the_table_lists_every_layer_once_with_device_and_share() -> None:
     costs, sizes = [1.0, 2.0, 1.0], [GIB, 2 * GIB, GIB]
-    found = split(costs, sizes, [StageDevice(4 * GIB), StageDevice(2 * GIB)])
-    assert isinstance(found, Split)
-    lines = partition.format_split(found, ["a", "b", "c"], ["rank 0", "rank 1"], sizes, costs).splitlines()
+    result = split(costs, sizes, [StageDevice(4 * GIB), StageDevice(2 * GIB)])
+    assert isinstance(result, Split)
+    lines = partition.format_split(result, ["a", "b", "c"], ["rank 0", "rank 1"], sizes, costs).splitlines()
     assert [line.split() for line in lines] == [
         ["layer", "device", "bytes", "time"],
         ["a", "rank", "0", "1,024.0", "MiB", "25.0%"],
@@ -170,8 +170,8 @@ def test_idle_time_of_equal_stages_matches_the_theory(
     schedule: partition.Schedule, chunks: int, num_devices: int, rounds: int
 ) -> None:
     count, stages = rounds * num_devices, num_devices * chunks
-    found = simulated_bubble(schedule, [1.0 / chunks] * stages, [2.0 / chunks] * stages, count, chunks)
-    assert found == pytest.approx(ideal_bubble(num_devices, count, chunks), abs=1e-12)
+    result = simulated_bubble(schedule, [1.0 / chunks] * stages, [2.0 / chunks] * stages, count, chunks)
+    assert result == pytest.approx(ideal_bubble(num_devices, count, chunks), abs=1e-12)
 
 
 @pytest.mark.parametrize(("schedule", "chunks"), SCHEDULES)

@@ -129,8 +129,8 @@ def test_all_contradictions_are_reported(environment: dict[str, str], wheres: li
     with pytest.raises(ConfigError) as caught:
         detect_rank(environment)
     assert caught.value.exit_code == Exit.CONFIG
-    found = [problem.where for problem in caught.value.problems]
-    assert found == wheres
+    result = [problem.where for problem in caught.value.problems]
+    assert result == wheres
     assert caught.value.problems[-1].fix
 
 

@@ -50,8 +50,8 @@ def test_a_generator_is_seeded_once_for_a_sample_and_not_at_all_if_it_is_not_use
     before = [each.num_seeds for each in generators]
     for index in range(NUM_SAMPLES):
         streams.read(read, index)
-    found = [each.num_seeds - num for each, num in zip(generators, before, strict=True)]
-    assert found == [NUM_SAMPLES if place in drawn else 0 for place in range(3)]
+    result = [each.num_seeds - num for each, num in zip(generators, before, strict=True)]
+    assert result == [NUM_SAMPLES if place in drawn else 0 for place in range(3)]
     assert [each.state for each in generators] == [0, 0, 0]
     assert streams.has_drawn is bool(drawn)
 

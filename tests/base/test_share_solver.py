@@ -275,7 +275,7 @@ def test_a_changed_speed_is_detected_in_both_directions(factor: float) -> None:
     run(balance, ranks, 200)
     ranks.lines[1] = RankTiming(0.0, 0.002 * factor)
     reason = run(balance, ranks, 3 * balance.every)[0].reason
-    assert [float(found) for found in re.findall(r"became ([\d.]+) times", reason)] == [pytest.approx(4.0)]
+    assert [float(result) for result in re.findall(r"became ([\d.]+) times", reason)] == [pytest.approx(4.0)]
 
 
 def test_a_new_fixed_time_is_followed_too() -> None:
@@ -287,7 +287,7 @@ def test_a_new_fixed_time_is_followed_too() -> None:
     assert ranks.over_best(balance.shares) <= 1.10
 
 
-def test_late_splits_and_ragged_windows_do_not_mislead() -> None:
+def test_late_splits_and_smaller_updates_do_not_bias_the_shares() -> None:
     """Shares take effect two updates after their decision, as with prefetched batches; every 7th window is ragged."""
     ranks = Ranks([RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)], 0.05)
     balance = ShareSolver(64, 2)

@@ -98,10 +98,10 @@ def test_a_cap_of_one_rank_does_not_push_another_below_its_proportion() -> None:
 
 
 def test_too_small_caps_are_reported_with_their_sum() -> None:
-    found = problem(split_proportionally(64, (1, 1), (30, 20)))
-    assert found.where == "global_batch_size=64"
-    assert "30 + 20: 50" in found.what
-    assert suggested(found.fix) == ["global_batch_size=50"]
+    result = problem(split_proportionally(64, (1, 1), (30, 20)))
+    assert result.where == "global_batch_size=64"
+    assert "30 + 20: 50" in result.what
+    assert suggested(result.fix) == ["global_batch_size=50"]
 
 
 # ---------------------------------------------------------------- smaller last updates
@@ -159,8 +159,8 @@ def test_given_shares_are_used_as_counts_or_as_proportions() -> None:
 def test_impossible_shares_are_reported_with_a_fix(
     shares: tuple[int, ...], world_size: int, total: int, where: str, instead: str
 ) -> None:
-    found = problem(fixed_shares(shares, world_size, total))
-    assert (found.where, suggested(found.fix)) == (where, instead.split())
+    result = problem(fixed_shares(shares, world_size, total))
+    assert (result.where, suggested(result.fix)) == (where, instead.split())
 
 
 @given(st.lists(st.integers(-2, 40), max_size=5), st.integers(1, 5), st.integers(1, 40))
@@ -183,10 +183,10 @@ def rows_of(shares: tuple[int, ...], micro: int | None) -> tuple[RankShare, ...]
 
 def test_the_identity_adds_up_in_one_line_and_the_table_has_aligned_columns(screen: Callable[..., None]) -> None:
     eight = (24, 23, 22, 21, 20, 19, 18, 17)
-    told = [((19, 13), None), ((19, 13), 8), ((16,) * 4, 8), ((3, 0), 8), (eight, 8)]
+    messages = [((19, 13), None), ((19, 13), 8), ((16,) * 4, 8), ((3, 0), 8), (eight, 8)]
     devices, memory = ["NVIDIA GeForce GTX 1080 Ti", "cpu"], [11 * 2**30, None]
     rows = format_lines(rank_shares((19, 13), devices, memory, [8, None]))
-    screen("\n".join([*(format_identity(rows_of(shares, micro)) for shares, micro in told), "", *rows]))
+    screen("\n".join([*(format_identity(rows_of(shares, micro)) for shares, micro in messages), "", *rows]))
 
 
 @pytest.mark.parametrize(("size", "micro"), list(product((1, 2, 3, 8, 64), (None, 8))))

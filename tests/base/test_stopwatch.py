@@ -69,8 +69,10 @@ def test_each_update_is_reported_once_and_in_order(kind: str) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "time", line)
         patch.setattr(torch, "Event", FakeEvent)
-        told: list[Any] = []
-        stopwatch = Stopwatch(told.append) if kind == "host" else DeviceStopwatch(torch.device("cuda"), told.append)
+        messages: list[Any] = []
+        stopwatch = (
+            Stopwatch(messages.append) if kind == "host" else DeviceStopwatch(torch.device("cuda"), messages.append)
+        )
         for update in range(1, 6):
             line.now += 100.0
             stopwatch.lap("hooks")
@@ -79,7 +81,7 @@ def test_each_update_is_reported_once_and_in_order(kind: str) -> None:
             stopwatch.stop(update)
             line.reached = line.now - 150.0  # the device lags behind
         stopwatch.finish()
-    assert [(lap.update, lap.seconds) for lap in told] == [
+    assert [(lap.update, lap.seconds) for lap in messages] == [
         (update, {"hooks": 100.0, "forward": float(update)}) for update in range(1, 6)
     ]
 
@@ -196,7 +198,7 @@ def test_device_events_are_read_when_complete_and_never_waited_for(line: Timelin
     assert line.waited == 0
 
 
-def test_a_bookmark_reports_its_own_moment_however_late_it_is_read(line: Timeline) -> None:
+def test_a_bookmark_reports_the_time_at_which_it_was_set(line: Timeline) -> None:
     device = DeviceStopwatch(torch.device("cuda"))
     bookmarks = []
     for update in range(1, 4):

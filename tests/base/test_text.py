@@ -85,12 +85,12 @@ def test_terminal_output_is_wrapped_and_piped_output_is_not() -> None:
         Console().info(text)
         Console().error(text)
         print_problems(ConfigError(Problem(what, "sed=1", fix)))
-    told = b""
+    messages = b""
     with suppress(OSError):  # EIO: the terminal is closed
         while part := os.read(ours, 4096):
-            told += part
+            messages += part
     os.close(ours)
-    lines = told.decode().replace("\r", "").splitlines()
+    lines = messages.decode().replace("\r", "").splitlines()
     assert lines[:4] == broken * 2
     assert " ".join(" ".join(lines[-3:]).split()) == f"accel-run: sed=1: {what} {fix}"
     assert lines[-1] == f"{11 * ' '}{fix}"

@@ -23,8 +23,8 @@ def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Pat
     """A folder with two runs; `second` was trained last."""
     folder = tmp_path_factory.mktemp("trained")
     for name, seed in (("first", 0), ("second", 1)):
-        ended = server.run(["train", f"run={name}", f"seed={seed}", *ON_CPU], folder)
-        assert ended.code == 0, ended.err
+        result = server.run(["train", f"run={name}", f"seed={seed}", *ON_CPU], folder)
+        assert result.code == 0, result.err
     return folder
 
 
@@ -54,15 +54,15 @@ def damage(checkpoint: Path) -> None:
 
 
 def test_both_trains_and_predicts(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run(["both", "run=mine", *ON_CPU, "inference.samples=1"], tmp_path)
-    assert ended.code == 0, ended.err
+    result = server.run(["both", "run=mine", *ON_CPU, "inference.samples=1"], tmp_path)
+    assert result.code == 0, result.err
     run = tmp_path / "outputs" / "mine"
     assert json.loads((run / "run.json").read_text())["state"] == "done"
     assert list(predictions(run)) == ["answer-0.npy"]
     assert summary(run)["checkpoint_update"] == 30
 
 
-def test_both_predicts_with_the_run_it_trained_whatever_its_name(server: ForkServer, tmp_path: Path) -> None:
+def test_the_command_both_predicts_with_the_run_that_it_trained(server: ForkServer, tmp_path: Path) -> None:
     assert server.run(["both", *ON_CPU], tmp_path).code == 0
     (run,) = (tmp_path / "outputs").iterdir()
     assert run.name.startswith("task_with_everything-")
@@ -70,8 +70,8 @@ def test_both_predicts_with_the_run_it_trained_whatever_its_name(server: ForkSer
 
 
 def test_both_exits_like_the_training_that_failed_and_predicts_nothing(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run(["both", "run=mine", *ON_CPU, "task.fail_at=20"], tmp_path)
-    assert ended.code == 70
+    result = server.run(["both", "run=mine", *ON_CPU, "task.fail_at=20"], tmp_path)
+    assert result.code == 70
     assert not (tmp_path / "outputs" / "mine" / "predictions").exists()
 
 
@@ -81,19 +81,19 @@ def test_a_failed_start_does_not_become_the_last_run(server: ForkServer, folder:
     listed = json.loads(server.run("runs --json", folder).out)
     assert [row["name"] for row in listed] == ["failed", "second", "first"]
     for command in ("inference", "status", "report", "resume"):
-        ended = server.run(command, folder)
-        assert ended.code == 0, ended.err
-        assert "second" in ended.out + ended.err, command
-        assert "failed" in ended.out + ended.err, f"{command}: what was skipped is said"
+        result = server.run(command, folder)
+        assert result.code == 0, result.err
+        assert "second" in result.out + result.err, command
+        assert "failed" in result.out + result.err, f"{command}: what was skipped is said"
     assert json.loads((folder / "outputs" / "failed" / "run.json").read_text())["state"] == "failed"
 
 
 def test_inference_uses_the_last_trained_run(server: ForkServer, folder: Path) -> None:
-    for words in ("inference", "infer", "inference run=last"):
+    for args in ("inference", "infer", "inference run=last"):
         shutil.rmtree(folder / "outputs" / "second" / "predictions", ignore_errors=True)
-        ended = server.run(words, folder)
-        assert ended.code == 0, ended.err
-        assert ended.out.startswith("second: update-0000000030 ")
+        result = server.run(args, folder)
+        assert result.code == 0, result.err
+        assert result.out.startswith("second: update-0000000030 ")
         assert sorted(predictions(folder / "outputs" / "second")) == ["answer-0.npy", "answer-1.npy"]
     assert not (folder / "outputs" / "first" / "predictions").exists()
 
@@ -101,62 +101,62 @@ def test_inference_uses_the_last_trained_run(server: ForkServer, folder: Path) -
 def test_inference_accepts_a_run_by_name_and_by_folder(server: ForkServer, folder: Path) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
-    for words, here in [
+    for args, here in [
         ("inference run=first", folder),
         ("inference run=outputs/first", folder),
         (f"inference run={folder}/outputs/first --task {TASK}", elsewhere),
         ("inference run=first output_root=../outputs", elsewhere),
     ]:
-        ended = server.run(words, here)
-        assert ended.code == 0, ended.err
-        assert ended.out.startswith("first: ")
+        result = server.run(args, here)
+        assert result.code == 0, result.err
+        assert result.out.startswith("first: ")
 
 
 def test_a_foreign_run_folder_does_not_choose_the_code_that_runs(server: ForkServer, folder: Path) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir(exist_ok=True)
-    ended = server.run(f"inference run={folder}/outputs/first", elsewhere)
-    assert ended.code == 89
-    assert ended.err.endswith(f" --task {TASK}\n")
+    result = server.run(f"inference run={folder}/outputs/first", elsewhere)
+    assert result.code == 89
+    assert result.err.endswith(f" --task {TASK}\n")
 
 
 def test_the_same_seed_predicts_the_same_and_another_does_not(server: ForkServer, folder: Path) -> None:
-    found = []
+    result = []
     for seed in (3, 3, 4):
         assert server.run(f"inference inference.seed={seed}", folder).code == 0
-        found.append(predictions(folder / "outputs" / "second"))
-    assert found[0] == found[1]
-    assert found[0].keys() == found[2].keys()
-    assert found[0] != found[2]
+        result.append(predictions(folder / "outputs" / "second"))
+    assert result[0] == result[1]
+    assert result[0].keys() == result[2].keys()
+    assert result[0] != result[2]
 
 
 def test_the_summary_has_times_and_memory(server: ForkServer, folder: Path) -> None:
     assert server.run("inference inference.samples=7", folder).code == 0
-    found = summary(folder / "outputs" / "second")
-    assert found.keys() == {
+    result = summary(folder / "outputs" / "second")
+    assert result.keys() == {
         "checkpoint_update", "predictions", "items", "item", "seconds", "items_per_s", "model", "latency_ms",
         "world_size", "peak_host_gib",
     }  # fmt: skip
-    assert (found["checkpoint_update"], found["predictions"], found["items"], found["item"]) == (30, 7, 7, "sample")
-    latency = found["latency_ms"]
+    assert (result["checkpoint_update"], result["predictions"], result["items"], result["item"]) == (30, 7, 7, "sample")
+    latency = result["latency_ms"]
     assert latency.keys() == {"mean", "median", "p95", "p99"}
     assert latency["median"] > 0
     assert latency["p95"] is latency["p99"] is None, "6 calls after the first tell neither"
-    model = found["model"]
+    model = result["model"]
     assert (model["calls"], model["samples_per_call"]) == (7, 1)
-    assert 0 < model["seconds"] < found["seconds"]
+    assert 0 < model["seconds"] < result["seconds"]
     assert model["seconds"] == pytest.approx((model["first_call_ms"] + 6 * latency["mean"]) / 1e3)
     assert model["ms_per_sample"] == pytest.approx(1e3 * model["seconds"] / 7)
-    assert found["items_per_s"] == pytest.approx(7 / found["seconds"])
+    assert result["items_per_s"] == pytest.approx(7 / result["seconds"])
 
 
 def test_a_damaged_newest_checkpoint_is_skipped_and_reported(server: ForkServer, folder: Path) -> None:
     checkpoints = folder / "outputs" / "second" / "checkpoints"
     damage(checkpoints / "update-0000000030")
     before = sorted(checkpoints.iterdir())
-    ended = server.run("inference", folder)
-    assert ended.code == 0, ended.err
-    assert re.fullmatch(r"warning: .*-0000000030 .*: model\.safetensors .*\n", ended.err)
+    result = server.run("inference", folder)
+    assert result.code == 0, result.err
+    assert re.fullmatch(r"warning: .*-0000000030 .*: model\.safetensors .*\n", result.err)
     assert summary(folder / "outputs" / "second")["checkpoint_update"] < 30
     assert sorted(checkpoints.iterdir()) == before  # inference does not move checkpoints
 
@@ -164,29 +164,29 @@ def test_a_damaged_newest_checkpoint_is_skipped_and_reported(server: ForkServer,
 def test_all_checkpoints_damaged_is_exit_65(server: ForkServer, folder: Path) -> None:
     for checkpoint in (folder / "outputs" / "second" / "checkpoints").glob("update-*"):
         damage(checkpoint)
-    ended = server.run("inference", folder)
-    assert ended.code == 65
-    assert suggested(ended.err) == ["run=second"]
+    result = server.run("inference", folder)
+    assert result.code == 65
+    assert suggested(result.err) == ["run=second"]
 
 
 def test_no_checkpoint_is_exit_66(server: ForkServer, folder: Path) -> None:
     shutil.rmtree(folder / "outputs" / "second" / "checkpoints")
-    ended = server.run("inference", folder)
-    assert ended.code == 66
-    assert "no checkpoint" in ended.err
+    result = server.run("inference", folder)
+    assert result.code == 66
+    assert "no checkpoint" in result.err
 
 
 def test_no_run_is_exit_66(server: ForkServer, folder: Path) -> None:
-    ended = server.run("inference run=secnd", folder)
-    assert ended.code == 66
-    assert " second?" in ended.err
+    result = server.run("inference run=secnd", folder)
+    assert result.code == 66
+    assert " second?" in result.err
 
 
 def test_an_unknown_key_is_exit_78(server: ForkServer, folder: Path) -> None:
-    ended = server.run("inference inference.sample=3", folder)
-    assert ended.code == 78
-    assert "inference.sample=3" in ended.err
-    assert ended.err.endswith(" inference.samples?\n")
+    result = server.run("inference inference.sample=3", folder)
+    assert result.code == 78
+    assert "inference.sample=3" in result.err
+    assert result.err.endswith(" inference.samples?\n")
 
 
 @pytest.mark.parametrize(
@@ -201,25 +201,25 @@ def test_an_unknown_key_is_exit_78(server: ForkServer, folder: Path) -> None:
 def test_a_key_of_training_gets_the_key_of_prediction_as_suggestion(
     server: ForkServer, folder: Path, typed: str, meant: str
 ) -> None:
-    ended = server.run(f"inference {typed}", folder)
-    assert ended.code == 78
-    assert ended.err.splitlines()[-1].split() == ["use", meant]
+    result = server.run(f"inference {typed}", folder)
+    assert result.code == 78
+    assert result.err.splitlines()[-1].split() == ["use", meant]
     assert server.run(f"inference {meant}", folder).code == 0
 
 
 def test_an_unknown_batch_size_key_gets_the_known_keys(server: ForkServer, folder: Path) -> None:
-    ended = server.run("inference --batch-size 4", folder)
-    assert ended.code == 78
-    assert "inference.samples" in ended.err
-    assert "batch_size=" not in ended.err
+    result = server.run("inference --batch-size 4", folder)
+    assert result.code == 78
+    assert "inference.samples" in result.err
+    assert "batch_size=" not in result.err
 
 
 @pytest.mark.parametrize("typed", ["--batch-size 4", "--batch_size=4", "--bs 4", "--per-device-eval-batch-size 4"])
 def test_a_batch_size_gets_the_key_of_prediction_as_suggestion(typed: str, server: ForkServer, tmp_path: Path) -> None:
     """There is no run, so the keys are those of the default task."""
-    ended = server.run(f"inference {typed}", tmp_path)
-    assert ended.code == 78
-    assert ended.err.splitlines()[-1].split() == ["use", "inference.batch_size=4"]
+    result = server.run(f"inference {typed}", tmp_path)
+    assert result.code == 78
+    assert result.err.splitlines()[-1].split() == ["use", "inference.batch_size=4"]
     assert "global_batch_size=4" in server.run(f"both {typed}", tmp_path).err or "eval" in typed
 
 
@@ -228,17 +228,17 @@ def test_keys_of_the_users_task_are_known(server: ForkServer, tmp_path: Path) ->
     source = TASK.read_text().replace("samples: int = 2", "colour: int = 2").replace("range(samples)", "range(colour)")
     (tmp_path / "mine.py").write_text(source)
     assert server.run(["train", "--task", "mine.py", *ON_CPU[2:]], tmp_path).code == 0
-    ended = server.run("inference inference.colour=1", tmp_path)
-    assert ended.code == 0, ended.err
+    result = server.run("inference inference.colour=1", tmp_path)
+    assert result.code == 0, result.err
 
 
 def test_a_task_without_predict_reports_what_to_define(server: ForkServer, tmp_path: Path) -> None:
     source = TASK.read_text().replace("def predict", "def no_predict")
     (tmp_path / "mine.py").write_text(source)
-    ended = server.run(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)
-    assert ended.code == 70
-    assert "predict(...)" in ended.err
-    assert "Traceback" not in ended.err
+    result = server.run(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)
+    assert result.code == 70
+    assert "predict(...)" in result.err
+    assert "Traceback" not in result.err
 
 
 def test_a_prediction_that_fails_names_the_line(server: ForkServer, tmp_path: Path) -> None:
@@ -246,8 +246,8 @@ def test_a_prediction_that_fails_names_the_line(server: ForkServer, tmp_path: Pa
         "        for number in range(samples):", "        for number in range(samples + {}):"
     )
     (tmp_path / "mine.py").write_text(source)
-    ended = server.run(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)
+    result = server.run(["both", "--task", "mine.py", *ON_CPU[2:]], tmp_path)
     line = next(number for number, text in enumerate(source.splitlines(), 1) if "{})" in text)
-    assert ended.code == 70
-    assert f"mine.py:{line}: predict raised TypeError" in ended.err
-    assert "Traceback" not in ended.err
+    assert result.code == 70
+    assert f"mine.py:{line}: predict raised TypeError" in result.err
+    assert "Traceback" not in result.err

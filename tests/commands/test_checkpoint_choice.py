@@ -22,8 +22,8 @@ WORDS = (
 @pytest.fixture(scope="module")
 def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
-    ended = server.run(["train", "--task", str(TASK), "run=mine", *WORDS], folder)
-    assert ended.code == 0, ended.err
+    result = server.run(["train", "--task", str(TASK), "run=mine", *WORDS], folder)
+    assert result.code == 0, result.err
     return folder
 
 
@@ -39,18 +39,18 @@ def losses(folder: Path) -> dict[int, float]:
 
 
 def best(folder: Path) -> int:
-    found = losses(folder)
-    return max(found, key=lambda update: found[update])
+    result = losses(folder)
+    return max(result, key=lambda update: result[update])
 
 
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "outputs/mine/checkpoints").iterdir())
 
 
-def ran(server: ForkServer, folder: Path, words: str) -> Ended:
-    ended = server.run(words, folder)
-    assert ended.code == 0, ended.err
-    return ended
+def ran(server: ForkServer, folder: Path, args: str) -> Ended:
+    result = server.run(args, folder)
+    assert result.code == 0, result.err
+    return result
 
 
 def test_export_writes_the_weights_of_the_chosen_checkpoint(server: ForkServer, folder: Path) -> None:
@@ -62,12 +62,12 @@ def test_export_writes_the_weights_of_the_chosen_checkpoint(server: ForkServer, 
         ("checkpoint=last", 6),
         ("checkpoint=4", 4),
     ):
-        said = ran(server, folder, f"export mine format=safetensors {word}".strip()).out
-        assert checkpoint_path(Path(), number).name in said
-        assert f"val/loss {losses(folder)[number]:.4g}" in said
+        messages = ran(server, folder, f"export mine format=safetensors {word}".strip()).out
+        assert checkpoint_path(Path(), number).name in messages
+        assert f"val/loss {losses(folder)[number]:.4g}" in messages
         wanted = load(checkpoint_path(folder / "outputs/mine/checkpoints", number)).tensors("model")
-        found = load_file(folder / "outputs/mine/export/model.safetensors")
-        assert all(bool((found[name] == wanted[name]).all()) for name in wanted)
+        result = load_file(folder / "outputs/mine/export/model.safetensors")
+        assert all(bool((result[name] == wanted[name]).all()) for name in wanted)
 
 
 def test_status_and_report_mark_the_best_and_the_last(server: ForkServer, folder: Path) -> None:
@@ -85,8 +85,8 @@ def test_status_and_report_mark_the_best_and_the_last(server: ForkServer, folder
 
 def test_a_rewound_run_gives_its_earlier_results(server: ForkServer, folder: Path) -> None:
     before, weights = losses(folder), load(checkpoint_path(folder / "outputs/mine/checkpoints", 6)).tensors("model")
-    ended = ran(server, folder, "resume mine checkpoint=3")
-    assert "resumes at update 3" in ended.out
+    result = ran(server, folder, "resume mine checkpoint=3")
+    assert "resumes at update 3" in result.out
     assert losses(folder) == before
     again = load(checkpoint_path(folder / "outputs/mine/checkpoints", 6)).tensors("model")
     assert all(bool((again[name] == weights[name]).all()) for name in weights)
@@ -98,8 +98,8 @@ def test_a_rewound_run_gives_its_earlier_results(server: ForkServer, folder: Pat
 
 def test_a_refused_resume_does_not_rewind(server: ForkServer, folder: Path) -> None:
     before = names(folder)
-    for words, code in (("seed=5", 88), ("optimizer.lr=2.0", 88), ("no_such_key=1", 78)):
-        assert server.run(f"resume mine checkpoint=3 {words}", folder).code == code
+    for args, code in (("seed=5", 88), ("optimizer.lr=2.0", 88), ("no_such_key=1", 78)):
+        assert server.run(f"resume mine checkpoint=3 {args}", folder).code == code
         assert names(folder) == before
     assert not (folder / "outputs/mine/metrics-earlier-1.jsonl").exists()
 
@@ -118,8 +118,8 @@ def test_a_resume_that_fails_before_it_trains_loses_nothing(
 ) -> None:
     before, metrics = names(folder), (folder / "outputs/mine/metrics.jsonl").read_bytes()
     (folder / TASK.name).write_text(TASK.read_text().replace(old, new))
-    ended = server.run(f"resume mine checkpoint=3 --task {TASK.name}", folder)
-    assert (ended.code, ended.out.count("resumes at update 3")) in ((70, 1), (88, 1)), ended.err
+    result = server.run(f"resume mine checkpoint=3 --task {TASK.name}", folder)
+    assert (result.code, result.out.count("resumes at update 3")) in ((70, 1), (88, 1)), result.err
     assert names(folder) == before
     assert (folder / "outputs/mine/metrics.jsonl").read_bytes() == metrics
     assert not (folder / "outputs/mine/metrics-earlier-1.jsonl").exists()
@@ -130,8 +130,8 @@ def test_a_resume_that_fails_after_it_has_trained_keeps_what_it_trained(server: 
     count = "if model.training: counted.append(1)\n        if len(counted) > 2: raise RuntimeError\n        return (mod"
     text = TASK.read_text().replace("return (mod", count).replace("SETTINGS =", "counted = []\nSETTINGS =")
     (folder / TASK.name).write_text(text)
-    ended = server.run(f"resume mine checkpoint=3 --task {TASK.name}", folder)
-    assert ended.code == 70, ended.err
+    result = server.run(f"resume mine checkpoint=3 --task {TASK.name}", folder)
+    assert result.code == 70, result.err
     there = [f"update-{number:010}" for number in (1, 2, 3, 4, 5)]
     assert names(folder) == [*(f"earlier-update-{number:010}-1" for number in (4, 5, 6)), *there]
     assert (folder / "outputs/mine/metrics-earlier-1.jsonl").read_bytes() == before
@@ -144,8 +144,8 @@ def test_the_settings_of_the_group_keep_their_meaning(server: ForkServer, folder
 
 
 def test_a_run_without_a_watched_metric_uses_its_last_checkpoint(server: ForkServer, tmp_path: Path) -> None:
-    words = ["train", "--task", str(TASK), "run=mine", *WORDS, "checkpoint.best=null"]
-    assert server.run(words, tmp_path).code == 0
+    args = ["train", "--task", str(TASK), "run=mine", *WORDS, "checkpoint.best=null"]
+    assert server.run(args, tmp_path).code == 0
     assert checkpoint_path(Path(), 6).name in ran(server, tmp_path, EXPORT).out
     assert server.run(f"{EXPORT} checkpoint=best", tmp_path).code == 66
 
@@ -153,7 +153,7 @@ def test_a_run_without_a_watched_metric_uses_its_last_checkpoint(server: ForkSer
 def test_a_best_checkpoint_that_is_damaged_is_skipped_unless_it_was_requested(server: ForkServer, folder: Path) -> None:
     path = checkpoint_path(folder / "outputs/mine/checkpoints", best(folder))
     (path / "model.safetensors").write_bytes(b"damaged")
-    ended = ran(server, folder, EXPORT)
-    assert path.name in ended.err
-    assert checkpoint_path(Path(), 6).name in ended.out
+    result = ran(server, folder, EXPORT)
+    assert path.name in result.err
+    assert checkpoint_path(Path(), 6).name in result.out
     assert server.run(f"{EXPORT} checkpoint=best", folder).code == 65

@@ -168,12 +168,12 @@ def test_completion_offers_exactly_the_listed_commands() -> None:
 
 @pytest.mark.parametrize("suite", SUITES)
 def test_every_argument_and_key_of_a_suite_is_completed_and_accepted(suite: str, folder: Path) -> None:
-    found = offered(f"accel-run benchmark suite={suite} ")
+    result = offered(f"accel-run benchmark suite={suite} ")
 
-    own = found[: found.index("precision=")]
-    words = [word for word in own if not word.endswith("=")]
-    assert words == [*SUITES[suite].positional, *(load_techniques(None) if suite == "ladder" else [])]
-    assert set(own) - set(words) == {f"{key}=" for key in (*COMMAND_KEYS, *SUITES[suite].options)} - {"suite="}
+    own = result[: result.index("precision=")]
+    args = [word for word in own if not word.endswith("=")]
+    assert args == [*SUITES[suite].positional, *(load_techniques(None) if suite == "ladder" else [])]
+    assert set(own) - set(args) == {f"{key}=" for key in (*COMMAND_KEYS, *SUITES[suite].options)} - {"suite="}
 
 
 def test_arguments_of_the_ladder_match_its_techniques() -> None:
@@ -215,9 +215,9 @@ def test_the_internal_command_is_not_listed(capsys: pytest.CaptureFixture[str]) 
     assert "\n  complete " not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("words", ["", "zhs", "bash zsh"])
-def test_an_unknown_shell_is_exit_78(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["completion", *words.split()]) == 78
+@pytest.mark.parametrize("args", ["", "zhs", "bash zsh"])
+def test_an_unknown_shell_is_exit_78(args: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["completion", *args.split()]) == 78
     assert "zsh" in capsys.readouterr().err
 
 
@@ -303,11 +303,9 @@ IN_BASH = {
 
 def test_bash_completes(folder: Path) -> None:
     script = "source ./completion.bash\n"
-    for words, _ in IN_BASH.values():
-        quoted = " ".join(f"'{word}'" for word in words)
-        script += (
-            f"COMP_WORDS=({quoted}); COMP_CWORD={len(words) - 1}; _accel_run accel-run '{words[-1]}' '{words[-2]}'\n"
-        )
+    for args, _ in IN_BASH.values():
+        quoted = " ".join(f"'{word}'" for word in args)
+        script += f"COMP_WORDS=({quoted}); COMP_CWORD={len(args) - 1}; _accel_run accel-run '{args[-1]}' '{args[-2]}'\n"
         script += 'echo "${COMPREPLY[*]}"\n'
     answers = in_shell("bash", script, folder).splitlines()
     assert len(answers) == len(IN_BASH)

@@ -148,20 +148,20 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-@pytest.mark.parametrize("words", EXPLAINED)
+@pytest.mark.parametrize("args", EXPLAINED)
 def test_the_source_of_a_value_is_shown_with_its_file(
-    words: str, folder: Path, capsys: pytest.CaptureFixture[str]
+    args: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["explain", *words.split()]) == 0
+    assert main(["explain", *args.split()]) == 0
     out, err = capsys.readouterr()
     assert err == ""
-    assert out.replace(str(folder), "FOLDER") == EXPLAINED[words]
+    assert out.replace(str(folder), "FOLDER") == EXPLAINED[args]
 
 
-@pytest.mark.parametrize("words", REFUSED)
-def test_an_unknown_key_gets_a_suggestion(words: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["explain", *words.split()]) == 78
-    assert capsys.readouterr() == ("", f"accel-run: {REFUSED[words]}\n")
+@pytest.mark.parametrize("args", REFUSED)
+def test_an_unknown_key_gets_a_suggestion(args: str, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", *args.split()]) == 78
+    assert capsys.readouterr() == ("", f"accel-run: {REFUSED[args]}\n")
 
 
 def test_every_named_file_exists(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

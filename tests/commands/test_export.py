@@ -77,8 +77,8 @@ def test_each_exported_format_gives_the_outputs_of_the_model(server: ForkServer,
     import onnxruntime
 
     session = onnxruntime.InferenceSession(str(run / "export" / "model.onnx"), providers=["CPUExecutionProvider"])
-    (found,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
-    assert distance(wanted.tolist(), found.tolist()) <= allowed(torch.float32, 5)
+    (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
+    assert distance(wanted.tolist(), result.tolist()) <= allowed(torch.float32, 5)
 
 
 def test_outputs_that_are_not_finite_are_compared_too(server: ForkServer, folder: Path) -> None:

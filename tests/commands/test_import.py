@@ -53,22 +53,22 @@ def test_the_tensors_of_a_foreign_file_become_a_safetensors_file(
 ) -> None:
     content = TAKEN[name]
     torch.save(content, tmp_path / "foreign.pt")
-    ended = server.run("import foreign.pt", tmp_path)
-    assert (ended.code, ended.err) == (0, "")
-    assert suggested(ended.out.splitlines()[-1]) == ["weights=foreign.safetensors"]
+    result = server.run("import foreign.pt", tmp_path)
+    assert (result.code, result.err) == (0, "")
+    assert suggested(result.out.splitlines()[-1]) == ["weights=foreign.safetensors"]
     if name == "with numbers":
-        screen(ended.out)
-    found = load_file(tmp_path / "foreign.safetensors")
+        screen(result.out)
+    actual = load_file(tmp_path / "foreign.safetensors")
     entry = content.get("state_dict", content)
-    assert found.keys() == {key for key in entry if isinstance(entry[key], torch.Tensor)}
-    assert all(torch.equal(found[key], entry[key]) for key in found)
+    assert actual.keys() == {key for key in entry if isinstance(entry[key], torch.Tensor)}
+    assert all(torch.equal(actual[key], entry[key]) for key in actual)
     assert (tmp_path / "foreign.safetensors").stat().st_mode & 0o777 == 0o600
 
 
 def test_the_legacy_format_is_read_too(server: ForkServer, tmp_path: Path) -> None:
     torch.save({"ema": {"model": STATE}}, tmp_path / "old.pth", _use_new_zipfile_serialization=False)
-    ended = server.run(["import", "old.pth", "new.safetensors", "key=ema"], tmp_path)
-    assert ended.code == 0, ended.err
+    result = server.run(["import", "old.pth", "new.safetensors", "key=ema"], tmp_path)
+    assert result.code == 0, result.err
     assert load_file(tmp_path / "new.safetensors").keys() == STATE.keys()
 
 
@@ -93,17 +93,17 @@ REFUSED: dict[str, tuple[Callable[[Path], Any], int]] = {
 def test_files_with_more_than_tensors_are_refused_with_a_message(
     server: ForkServer, tmp_path: Path, screen: Callable[..., None]
 ) -> None:
-    told = []
+    messages = []
     for name, (make, code) in REFUSED.items():
         make(tmp_path / "foreign.pt")
-        ended = server.run("import foreign.pt", tmp_path)
-        assert (ended.code, ended.out) == (code, ""), name
+        result = server.run("import foreign.pt", tmp_path)
+        assert (result.code, result.out) == (code, ""), name
         assert not (tmp_path / "WAS_RUN").exists(), name
         assert not (tmp_path / "foreign.safetensors").exists(), name
         for hint in ("weights_only", "add_safe_globals", "trust"):
-            assert hint not in ended.err, name
-        told.append(f"{name}\n{ended.err}")
-    screen("\n".join(told))
+            assert hint not in result.err, name
+        messages.append(f"{name}\n{result.err}")
+    screen("\n".join(messages))
 
 
 SLIPS = {
@@ -120,40 +120,40 @@ SLIPS = {
 def test_a_typo_gets_a_suggestion(server: ForkServer, tmp_path: Path, screen: Callable[..., None]) -> None:
     torch.save({"ema": STATE}, tmp_path / "there.pt")
     (tmp_path / "there.safetensors").write_bytes(b"mine")
-    told = []
-    for words, code in SLIPS.items():
-        ended = server.run(words, tmp_path)
-        assert ended.code == code, words
+    messages = []
+    for args, code in SLIPS.items():
+        result = server.run(args, tmp_path)
+        assert result.code == code, args
         assert (tmp_path / "there.safetensors").read_bytes() == b"mine"
-        told.append(f"$ accel-run {words}\n{ended.err}")
-    screen("\n".join(told))
+        messages.append(f"$ accel-run {args}\n{result.err}")
+    screen("\n".join(messages))
 
 
 def test_a_run_starts_from_weights_and_inference_predicts_with_them(server: ForkServer, tmp_path: Path) -> None:
     half = {name: tensor.half() for name, tensor in STATE.items()}
     torch.save(half, tmp_path / "foreign.pt")
     assert server.run("import foreign.pt", tmp_path).code == 0
-    words = f"--task {TASK} device=cpu monitor=off weights=foreign.safetensors"
-    ended = server.run(f"train {words} updates=1 optimizer.lr=1e-30 optimizer.weight_decay=0 run=mine", tmp_path)
-    assert ended.code == 0, ended.err
-    assert re.search(r" 4 .* foreign\.safetensors, 4 ", ended.out)
+    args = f"--task {TASK} device=cpu monitor=off weights=foreign.safetensors"
+    result = server.run(f"train {args} updates=1 optimizer.lr=1e-30 optimizer.weight_decay=0 run=mine", tmp_path)
+    assert result.code == 0, result.err
+    assert re.search(r" 4 .* foreign\.safetensors, 4 ", result.out)
     kept = load_file(next((tmp_path / "outputs" / "mine" / "checkpoints").glob("update-*")) / "model.safetensors")
     assert all(torch.equal(kept[name], tensor.float()) for name, tensor in half.items())
-    ended = server.run(f"inference {words} run=guess", tmp_path)
-    assert ended.code == 0, ended.err
-    assert re.match(r"guess: .* 4 .* foreign\.safetensors", ended.out)
+    result = server.run(f"inference {args} run=guess", tmp_path)
+    assert result.code == 0, result.err
+    assert re.match(r"guess: .* 4 .* foreign\.safetensors", result.out)
     assert (tmp_path / "outputs" / "guess" / "predictions" / "answer-0.npy").is_file()
 
 
 def test_both_predicts_with_trained_and_not_with_initial_weights(server: ForkServer, tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "foreign.pt")
     assert server.run("import foreign.pt", tmp_path).code == 0
-    ended = server.run(
+    result = server.run(
         f"both --task {TASK} device=cpu monitor=off weights=foreign.safetensors updates=2 run=mine", tmp_path
     )
-    assert ended.code == 0, ended.err
-    assert " of foreign.safetensors\n" in ended.out
-    assert "mine: update-0000000002 (" in ended.out
+    assert result.code == 0, result.err
+    assert " of foreign.safetensors\n" in result.out
+    assert "mine: update-0000000002 (" in result.out
     assert (tmp_path / "outputs" / "mine" / "predictions" / "answer-0.npy").is_file()
 
 
@@ -163,22 +163,22 @@ def test_weights_of_another_model_are_refused_with_a_list(server: ForkServer, tm
     save_file({**prefixed("x.", model(4).state_dict()), **model(4).state_dict()}, tmp_path / "other.safetensors")
     torch.save(STATE, tmp_path / "pickle.safetensors")
     (tmp_path / "noise.safetensors").write_bytes(b"\x01" * 100)
-    for file, code, told in (
+    for file, code, messages in (
         ("other", 88, "x.0.bias"),
         ("pickle", 89, "pickle"),
         ("noise", 65, ""),
         ("missing", 66, ""),
     ):
-        ended = server.run(f"train --task {TASK} device=cpu updates=1 weights={file}.safetensors run={file}", tmp_path)
-        assert ended.code == code, ended.err
-        assert f"accel-run: weights={file}.safetensors: " in ended.err
-        assert told in ended.err
+        result = server.run(f"train --task {TASK} device=cpu updates=1 weights={file}.safetensors run={file}", tmp_path)
+        assert result.code == code, result.err
+        assert f"accel-run: weights={file}.safetensors: " in result.err
+        assert messages in result.err
         assert not list((tmp_path / "outputs" / file / "checkpoints").glob("update-*"))
     for file, code in (("missing", 66), ("FOLDER", 78)):
         (tmp_path / "FOLDER.safetensors").mkdir(exist_ok=True)
-        words = f"train --task {TASK} device=cpu updates=1 weights={file}.safetensors run=never"
-        ended = server.run(words, tmp_path)
-        assert (ended.code, "model.safetensors" in ended.err) == (code, True), ended
+        args = f"train --task {TASK} device=cpu updates=1 weights={file}.safetensors run=never"
+        result = server.run(args, tmp_path)
+        assert (result.code, "model.safetensors" in result.err) == (code, True), result
         assert not (tmp_path / "outputs" / "never").exists()
 
 
@@ -186,10 +186,10 @@ def test_weights_of_another_model_are_refused_with_a_list(server: ForkServer, tm
 def test_prefixes_of_wrappers_are_removed_from_names(server: ForkServer, tmp_path: Path, prefix: str) -> None:
     torch.save({"state_dict": prefixed(prefix, STATE)}, tmp_path / "foreign.pt")
     assert server.run("import foreign.pt", tmp_path).code == 0
-    words = f"train --task {TASK} device=cpu monitor=off updates=1 weights=foreign.safetensors run=mine"
-    ended = server.run(words, tmp_path)
-    assert ended.code == 0, ended.err
-    assert f" {prefix} " in ended.out
+    args = f"train --task {TASK} device=cpu monitor=off updates=1 weights=foreign.safetensors run=mine"
+    result = server.run(args, tmp_path)
+    assert result.code == 0, result.err
+    assert f" {prefix} " in result.out
 
 
 def test_names_of_a_model_that_look_like_wrapper_prefixes_are_kept() -> None:
@@ -225,20 +225,20 @@ ODD: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize("name", ODD)
 def test_unsupported_tensors_are_reported_and_leave_no_file(server: ForkServer, tmp_path: Path, name: str) -> None:
-    content, told = ODD[name]
+    content, messages = ODD[name]
     torch.save(content, tmp_path / "foreign.pt")
-    ended = server.run("import foreign.pt", tmp_path)
-    assert (ended.code, ended.out) == (65, ""), ended
-    assert told in ended.err
+    result = server.run("import foreign.pt", tmp_path)
+    assert (result.code, result.out) == (65, ""), result
+    assert messages in result.err
     assert [path.name for path in tmp_path.iterdir() if path.name not in (".out", ".err")] == ["foreign.pt"]
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
 def test_a_nested_tensor_is_reported(server: ForkServer, tmp_path: Path) -> None:
     torch.save({"w": torch.nested.nested_tensor([torch.ones(2), torch.ones(3)])}, tmp_path / "foreign.pt")
-    ended = server.run("import foreign.pt", tmp_path)
-    assert ended.code in (65, 89), ended
-    assert "Traceback" not in ended.err
+    result = server.run("import foreign.pt", tmp_path)
+    assert result.code in (65, 89), result
+    assert "Traceback" not in result.err
 
 
 def test_weights_of_a_checkpoint_are_imported_without_its_step(server: ForkServer, tmp_path: Path) -> None:
@@ -250,9 +250,9 @@ def test_weights_of_a_checkpoint_are_imported_without_its_step(server: ForkServe
 @pytest.mark.parametrize("word", [".", "/", "", "..", "FOLDER"])
 def test_a_folder_cannot_be_imported(server: ForkServer, tmp_path: Path, word: str) -> None:
     (tmp_path / "FOLDER").mkdir()
-    ended = server.run(["import", word], tmp_path)
-    assert ended.code == 66, ended
-    assert "accel-run import" in ended.err
+    result = server.run(["import", word], tmp_path)
+    assert result.code == 66, result
+    assert "accel-run import" in result.err
 
 
 def test_the_imported_file_is_complete_or_absent(tmp_path: Path) -> None:
@@ -290,9 +290,9 @@ def test_an_interrupted_import_leaves_no_file(tmp_path: Path, monkeypatch: pytes
 
 def test_the_reading_process_has_no_network_or_reports_it(server: ForkServer, tmp_path: Path) -> None:
     torch.save(STATE, tmp_path / "foreign.pt")
-    said = "warning: this system does not allow network isolation; the file was read with network access"
-    ended = server.run("import foreign.pt", tmp_path)
-    assert _has_network() == (said in ended.out)
+    messages = "warning: this system does not allow network isolation; the file was read with network access"
+    result = server.run("import foreign.pt", tmp_path)
+    assert _has_network() == (messages in result.out)
     refused = subprocess.run(["unshare", "--user", "--net", "true"], check=False, capture_output=True).returncode
     assert refused or not _has_network(), "this system lets a process go, and it was not"
 

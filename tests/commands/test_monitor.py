@@ -49,11 +49,11 @@ Watch = Callable[..., Ended]
 def monitor(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> Watch:
     """Run the monitor on stub GPUs in a given state, or without GPUs if the state is None."""
 
-    def watch(state: Any, *words: str, **variables: str) -> Ended:
+    def watch(state: Any, *args: str, **variables: str) -> Ended:
         if state is None:  # a new process: the loader searches other folders for the driver
             run = f"import sys, {VIRTUAL}; from runner.cli import main; sys.exit(main(['monitor', *sys.argv[1:]]))"
             done = subprocess.run(
-                [sys.executable, "-c", run, *words],
+                [sys.executable, "-c", run, *args],
                 env=nvml_stub.environment(None),
                 cwd=tmp_path,
                 capture_output=True,
@@ -63,7 +63,7 @@ def monitor(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> Watch:
             return Ended(done.returncode, done.stdout, done.stderr)
         driver = f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
         environment = {"NVML_STUB": str(nvml_stub.write(state)), "IMPORT_FIRST": VIRTUAL, **variables}
-        return server.run(["monitor", *words], tmp_path, environment, driver)
+        return server.run(["monitor", *args], tmp_path, environment, driver)
 
     return watch
 
@@ -106,10 +106,10 @@ def test_incomplete_files_are_named_and_monitoring_exits_with_an_error(
     """A file size limit simulates a full disk: first gpu.csv does not fit, then monitor.json does not either."""
     command = [sys.executable, "-c", LIMITED, str(room), "seconds=1.5", "interval_s=0.05", "log_dir=mine"]
     # Pipes are not limited.
-    ended = subprocess.run(
+    result = subprocess.run(
         command, env=nvml_stub.environment(T4), cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    done = Ended(ended.returncode, ended.stdout, ended.stderr)
+    done = Ended(result.returncode, result.stdout, result.stderr)
     (made,) = (tmp_path / "mine").iterdir()
 
     assert done.code == 74, done.err
@@ -131,15 +131,15 @@ def test_two_monitors_write_to_two_folders(monitor: Watch, tmp_path: Path) -> No
 def test_json_is_one_object_per_sample_and_messages_go_to_stderr(monitor: Watch, tmp_path: Path) -> None:
     done = monitor(TEN, "seconds=0.3", "interval_s=0.1", "--json", "log_dir=null")
     assert done.code == 0, done.err
-    found = [json.loads(line) for line in done.out.splitlines()]
-    assert len(found) >= 3
-    assert all(sample["readings"]["gpu0/util"] == 85 for sample in found)
-    assert len(found[0]["gpus"][0]["processes"]) == 10
+    result = [json.loads(line) for line in done.out.splitlines()]
+    assert len(result) >= 3
+    assert all(sample["readings"]["gpu0/util"] == 85 for sample in result)
+    assert len(result[0]["gpus"][0]["processes"]) == 10
     assert "utilization" in done.err
     assert not (tmp_path / "gpu_logs").exists()
 
 
-def test_one_sample_as_text_and_as_json_and_nothing_is_written(
+def test_one_sample_is_printed_as_text_or_json_and_nothing_is_written(
     monitor: Watch, tmp_path: Path, screen: Callable[..., None]
 ) -> None:
     done = monitor(TEN, "--once")
@@ -165,8 +165,8 @@ def test_a_gpu_error_is_printed_on_a_pipe_before_all_advice(monitor: Watch, tmp_
     state = T4 | {"event_types": 11, "events": "0:8:48", "0.throttle": 0}
     done = monitor(state, "seconds=0.3", "interval_s=0.1", "log_dir=null")
     assert done.err.count("XID 48") == 1
-    told = [line for line in done.out.splitlines() if line.startswith(("high ", "low ", "note ", "good "))]
-    assert re.match(r"high  GPU 0 .*XID 48, ", told[0])
+    messages = [line for line in done.out.splitlines() if line.startswith(("high ", "low ", "note ", "good "))]
+    assert re.match(r"high  GPU 0 .*XID 48, ", messages[0])
     assert done.out.count("XID 48") == 1
 
 
@@ -274,16 +274,16 @@ def test_a_cpu_run_gets_no_advice_about_gpus(server: ForkServer, run_of_a_pair: 
     (run_of_a_pair / "outputs" / "first" / "plan.json").write_text('{"device": "cpu"}')
     done = server.run("monitor run=first --json log_dir=null", run_of_a_pair)
     assert "note  GPUs: " in done.err
-    assert not any(words in done.err for words in ("GPU 0 utilization", "GPU 1 memory", "GPU 1 processes"))
+    assert not any(args in done.err for args in ("GPU 0 utilization", "GPU 1 memory", "GPU 1 processes"))
 
 
 def test_a_lost_gpu_comes_first_in_the_summary_of_a_run(server: ForkServer, run_of_a_pair: Path) -> None:
     row = {"kind": "machine", "what": "lost", "device": "gpu1", "uuid": "GPU-1", "text": "gpu1 (A card) is lost: gone"}
     (run_of_a_pair / "outputs" / "first" / "events.jsonl").write_text(json.dumps(row) + "\n")
     done = server.run("monitor run=first --json log_dir=null", run_of_a_pair)
-    told = [line for line in done.err.splitlines() if line.startswith(("high ", "low ", "note ", "good "))]
-    assert told[0].split() == ["high", "GPU", "1", "lost:", "gone"]
-    assert not any("GPU 1" in line for line in told[1:])
+    messages = [line for line in done.err.splitlines() if line.startswith(("high ", "low ", "note ", "good "))]
+    assert messages[0].split() == ["high", "GPU", "1", "lost:", "gone"]
+    assert not any("GPU 1" in line for line in messages[1:])
 
 
 def test_every_machine_of_a_run_is_summarized_and_plotted(server: ForkServer, run_of_a_pair: Path) -> None:
@@ -329,10 +329,10 @@ def test_the_first_rank_of_another_machine_reports_its_gpus(tmp_path: Path, caps
         assert (row["kind"], row["what"], row["device"]) == ("machine", "lost", "gpu1")
         with Screen(directory, speaks=False) as screen:
             screen.show_alerts([Alert("lost", "gpu2 is lost", "warning")])
-    said = capsys.readouterr()
-    assert said.out == ""
-    assert said.err.startswith("warning: ")
-    assert said.err.endswith(f": {what}\n")
+    messages = capsys.readouterr()
+    assert messages.out == ""
+    assert messages.err.startswith("warning: ")
+    assert messages.err.endswith(f": {what}\n")
 
 
 def test_a_run_as_json_is_its_summary_and_log_dir_null_writes_nothing(server: ForkServer, run_of_a_pair: Path) -> None:
@@ -364,9 +364,9 @@ def test_processes_are_known_by_the_run_they_belong_to(tmp_path: Path) -> None:
         record("ended", state="done", pid=1)
         record("killed", birth="another", pid=2)
         record("hostile", pid=-1, birth="")
-        found = RunningRuns(tmp_path).by_pid()
-        assert found[os.getpid()] == found[child.pid] == "first"
-        assert set(found.values()) == {"first"}
+        result = RunningRuns(tmp_path).by_pid()
+        assert result[os.getpid()] == result[child.pid] == "first"
+        assert set(result.values()) == {"first"}
         child.kill()
         record("ranks", pid=child.pid, birth=None)
     assert set(RunningRuns(tmp_path).by_pid().values()) == {"first"}, "who has ended owns no process"
@@ -401,11 +401,11 @@ SLIPS = [
 
 
 def test_a_typo_gets_a_suggestion(capsys: pytest.CaptureFixture[str], screen: Callable[..., None]) -> None:
-    told = []
-    for words in SLIPS:
-        assert main(["monitor", *words.split()]) == 78, words
-        told.append(f"$ accel-run monitor {words}\n{capsys.readouterr().err}")
-    screen("\n".join(told))
+    messages = []
+    for args in SLIPS:
+        assert main(["monitor", *args.split()]) == 78, args
+        messages.append(f"$ accel-run monitor {args}\n{capsys.readouterr().err}")
+    screen("\n".join(messages))
 
 
 def test_monitor_flags_given_to_train_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
@@ -447,16 +447,16 @@ class Tmux:
         self.socket, self.stub, self.folder = folder / "tmux", nvml_stub, folder
         self.size = ("-x", str(columns), "-y", str(rows))
 
-    def run(self, *words: str) -> str:
-        done = subprocess.run(["tmux", "-S", str(self.socket), *words], capture_output=True, text=True, check=True)
+    def run(self, *args: str) -> str:
+        done = subprocess.run(["tmux", "-S", str(self.socket), *args], capture_output=True, text=True, check=True)
         return done.stdout
 
-    def start(self, state: Any, *words: str, **variables: str) -> None:
+    def start(self, state: Any, *args: str, **variables: str) -> None:
         environment = self.stub.environment(state, **variables)
         names = ("LD_LIBRARY_PATH", "NVML_STUB", "PYTHONPATH", *variables)
         given = [f"{name}={environment[name]}" for name in names] + ["LC_ALL=C.UTF-8", "PS1=$ "]
         self.run("-f", "/dev/null", "new-session", "-d", *self.size, "-c", str(self.folder), "env", *given, "sh")
-        command = " ".join([*COMMAND, "interval_s=0.1", *words])
+        command = " ".join([*COMMAND, "interval_s=0.1", *args])
         self.run("send-keys", "-l", command)
         self.run("send-keys", "Enter")
 

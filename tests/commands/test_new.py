@@ -44,7 +44,7 @@ def test_it_has_under_40_lines_and_names_itself(folder: Path) -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         [],
         ["precision=bf16", "micro_batch_size=16", "dataloader.num_workers=2"],
@@ -55,17 +55,17 @@ def test_it_has_under_40_lines_and_names_itself(folder: Path) -> None:
     ],
     ids=" ".join,
 )
-def test_it_trains_with_any_mechanics(words: list[str], server: ForkServer, folder: Path) -> None:
-    given = [word for word in SHORT if not ("updates" in word and any("epochs" in one for one in words))]
-    ended = server.run(["train", "--task", "./my_task.py", "run=mine", *given, *words], folder)
-    assert ended.code == 0, ended.err
-    assert ended.err == ""
+def test_it_trains_with_any_mechanics(args: list[str], server: ForkServer, folder: Path) -> None:
+    given = [word for word in SHORT if not ("updates" in word and any("epochs" in one for one in args))]
+    result = server.run(["train", "--task", "./my_task.py", "run=mine", *given, *args], folder)
+    assert result.code == 0, result.err
+    assert result.err == ""
     assert state(folder / "outputs" / "mine") == "done"
 
 
-def test_it_learns(server: ForkServer, folder: Path) -> None:
-    ended = server.run(["train", "--task", "./my_task.py", "run=mine", "updates=60", *ON_CPU], folder)
-    assert ended.code == 0, ended.err
+def test_training_reduces_the_loss(server: ForkServer, folder: Path) -> None:
+    result = server.run(["train", "--task", "./my_task.py", "run=mine", "updates=60", *ON_CPU], folder)
+    assert result.code == 0, result.err
     record = json.loads((folder / "outputs" / "mine" / "run.json").read_text())
     assert record["metrics"]["val/loss"] < 0.3  # 0.69 is chance level
 
@@ -73,10 +73,10 @@ def test_it_learns(server: ForkServer, folder: Path) -> None:
 def test_it_is_found_from_another_folder(server: ForkServer, folder: Path) -> None:
     elsewhere = folder / "else" / "where"
     elsewhere.mkdir(parents=True)
-    ended = server.run(
+    result = server.run(
         ["train", "--task", "../../my_task.py", "run=mine", *SHORT, "dataloader.num_workers=2"], elsewhere
     )
-    assert ended.code == 0, ended.err
+    assert result.code == 0, result.err
     assert state(elsewhere / "outputs" / "mine") == "done"
     # The run records the path of its task, so inference works from any folder.
     asked = server.run(["inference", "run=mine", "output_root=else/where/outputs"], folder)
@@ -84,36 +84,36 @@ def test_it_is_found_from_another_folder(server: ForkServer, folder: Path) -> No
 
 
 def test_it_resumes_after_sigterm(server: ForkServer, folder: Path) -> None:
-    words = ["train", "--task", "./my_task.py", "run=mine", "updates=100000", "log_every=1", *ON_CPU]
+    args = ["train", "--task", "./my_task.py", "run=mine", "updates=100000", "log_every=1", *ON_CPU]
     run = folder / "outputs" / "mine"
     for life in ("first", "second"):
         before = (run / "metrics.jsonl").stat().st_size if life == "second" else 0
-        pid = server.start(words, folder)
+        pid = server.start(args, folder)
         wait_until(
             lambda grown=before: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size > grown
         )
         os.kill(pid, signal.SIGTERM)
-        ended = server.wait()
-        assert ended.code == 75, ended.err
-        assert ("resumes at update" in ended.out) == (life == "second")
+        result = server.wait()
+        assert result.code == 75, result.err
+        assert ("resumes at update" in result.out) == (life == "second")
     assert state(run) == "preempted"
 
 
 def test_it_predicts(server: ForkServer, folder: Path) -> None:
     assert server.run(["train", "--task", "./my_task.py", "run=mine", *SHORT], folder).code == 0
-    ended = server.run(["inference", "inference.samples=5"], folder)
-    assert ended.code == 0, ended.err
+    result = server.run(["inference", "inference.samples=5"], folder)
+    assert result.code == 0, result.err
     inside = json.loads((folder / "outputs" / "mine" / "predictions" / "inside.txt").read_text())
     assert len(inside) == 5
     assert set(inside) <= {0, 1}
 
 
 def test_it_is_swept(server: ForkServer, folder: Path) -> None:
-    words = ["train", "-m", "--task", "./my_task.py", "run=mine", "task.hidden=4,8", *SHORT]
-    ended = server.run(words, folder, env={"IMPORT_FIRST": "tests.forked_trials"})
-    assert ended.code == 0, ended.err
+    args = ["train", "-m", "--task", "./my_task.py", "run=mine", "task.hidden=4,8", *SHORT]
+    result = server.run(args, folder, env={"IMPORT_FIRST": "tests.forked_trials"})
+    assert result.code == 0, result.err
     assert [state(folder / "outputs" / "mine" / f"mine-{number}") for number in (1, 2)] == ["done", "done"]
-    assert re.search(r"val/loss:\s[\d.]+,\smine-[12]\s+task.hidden=", ended.out), ended.out
+    assert re.search(r"val/loss:\s[\d.]+,\smine-[12]\s+task.hidden=", result.out), result.out
 
 
 def test_it_never_overwrites_a_file(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -133,9 +133,9 @@ def test_a_bad_name_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], screen: Callable[..., None]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = []
-    for words in BAD_NAMES:
-        assert main(["new", *words.split()]) == (73 if words.startswith("nowhere/") else 78), words
-        told.append(f"$ accel-run new {words}\n{capsys.readouterr().err}")
+    messages = []
+    for args in BAD_NAMES:
+        assert main(["new", *args.split()]) == (73 if args.startswith("nowhere/") else 78), args
+        messages.append(f"$ accel-run new {args}\n{capsys.readouterr().err}")
     assert not list(tmp_path.iterdir())
-    screen("\n".join(told))
+    screen("\n".join(messages))

@@ -19,9 +19,9 @@ TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
-def train(server: ForkServer, folder: Path, *words: str, env: dict[str, str] | None = None) -> Ended:
-    given = ["train", "--task", str(TASK), "run=mine", "device=cpu", *words]
-    if not any(word.startswith("monitor") for word in words):
+def train(server: ForkServer, folder: Path, *args: str, env: dict[str, str] | None = None) -> Ended:
+    given = ["train", "--task", str(TASK), "run=mine", "device=cpu", *args]
+    if not any(word.startswith("monitor") for word in args):
         given.append("monitor=off")
     return server.run(given, folder, env=env)
 
@@ -36,23 +36,23 @@ def tracked(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tup
     pytest.importorskip("wandb")
     folder = tmp_path_factory.mktemp("tracked")
     env = {"WANDB_MODE": "offline", "WANDB_API_KEY": KEY, "HOME": str(folder)}
-    run, ended = folder / "outputs" / "mine", train(server, folder, "tracker=wandb", "updates=30", env=env)
+    run, result = folder / "outputs" / "mine", train(server, folder, "tracker=wandb", "updates=30", env=env)
     last = next(row["train/loss"] for row in reversed(rows(run / "metrics.jsonl")) if "train/loss" in row)
     # the tracker's background process writes the last rows after the run has ended
     wait_until(
         lambda: any(repr(last).encode() in file.read_bytes() for file in run.glob("wandb/offline-run-*/*.wandb"))
     )
-    return run, ended
+    return run, result
 
 
 def test_wandb_offline_writes_its_folder_into_the_run(tracked: tuple[Path, Ended]) -> None:
-    run, ended = tracked
-    assert ended.code == 0, ended.err
+    run, result = tracked
+    assert result.code == 0, result.err
     (folder,) = (run / "wandb").glob("offline-run-*")
     (record,) = folder.glob("run-*.wandb")
     assert record.stat().st_size > 0
     assert folder.name.endswith(f"-{json.loads((run / 'run.json').read_text())['tracker_id']}")
-    assert f" wandb sync {run}/wandb/offline-run-" in ended.out
+    assert f" wandb sync {run}/wandb/offline-run-" in result.out
     assert not [path for path in run.parents[1].iterdir() if path.name == "wandb"]
 
 
@@ -67,8 +67,8 @@ def test_wandb_has_every_row_of_metrics_jsonl(tracked: tuple[Path, Ended]) -> No
 
 
 def test_the_wandb_key_is_written_nowhere(tracked: tuple[Path, Ended]) -> None:
-    run, ended = tracked
-    assert KEY not in ended.out + ended.err
+    run, result = tracked
+    assert KEY not in result.out + result.err
     files = [path for path in run.parents[1].rglob("*") if path.is_file()]
     assert any(path.suffix == ".wandb" for path in files)
     for path in files:
@@ -76,8 +76,8 @@ def test_the_wandb_key_is_written_nowhere(tracked: tuple[Path, Ended]) -> None:
 
 
 def test_the_monitor_writes_gpu_csv(server: ForkServer, tmp_path: Path) -> None:
-    ended = train(server, tmp_path, "monitor=on", "monitor.interval_s=0.1", "task.sleep_s=0.01")
-    assert ended.code == 0, ended.err
+    result = train(server, tmp_path, "monitor=on", "monitor.interval_s=0.1", "task.sleep_s=0.01")
+    assert result.code == 0, result.err
     with (tmp_path / "outputs" / "mine" / "gpu.csv").open() as file:
         samples = list(csv.DictReader(file))
     assert len(samples) >= 3
@@ -89,11 +89,11 @@ def test_the_monitor_writes_gpu_csv(server: ForkServer, tmp_path: Path) -> None:
 
 
 def test_the_monitor_summary_covers_the_time_before_a_resume(server: ForkServer, tmp_path: Path) -> None:
-    words = ("monitor=on", "monitor.interval_s=0.05", "task.sleep_s=0.01")
+    args = ("monitor=on", "monitor.interval_s=0.05", "task.sleep_s=0.01")
     path, seen = tmp_path / "outputs" / "mine" / "monitor.json", []
     for updates in (60, 120):
-        ended = train(server, tmp_path, *words, f"updates={updates}", "resume_allow=[updates]")
-        assert ended.code == 0, ended.err
+        result = train(server, tmp_path, *args, f"updates={updates}", "resume_allow=[updates]")
+        assert result.code == 0, result.err
         seen.append(json.loads(path.read_text()))
     with path.with_name("gpu.csv").open() as file:
         rows_written = len(list(csv.DictReader(file)))
@@ -110,13 +110,13 @@ def driver(nvml_stub: NvmlStub) -> str:
 
 def test_a_cpu_run_does_not_monitor_gpus(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> None:
     env = {"NVML_STUB": str(nvml_stub.write(T4 | {"0.throttle": 64}))}  # throttled, and shared with two processes
-    words = ["run=mine", "device=cpu", "monitor=on", "monitor.interval_s=0.05", "--task", str(TASK)]
+    args = ["run=mine", "device=cpu", "monitor=on", "monitor.interval_s=0.05", "--task", str(TASK)]
     run, printed = tmp_path / "outputs" / "mine", ""
     for command, path in (("train", run / "gpu.csv"), ("inference", run / "predictions" / "gpu.csv")):
         more = ["task.sleep_s=0.01", "updates=50"] if command == "train" else []
-        ended = server.run([command, *words, *more], tmp_path, env=env, before=driver(nvml_stub))
-        assert ended.code == 0, ended.err
-        printed += ended.out + ended.err
+        result = server.run([command, *args, *more], tmp_path, env=env, before=driver(nvml_stub))
+        assert result.code == 0, result.err
+        printed += result.out + result.err
         with path.open() as file:
             samples = list(csv.DictReader(file))
         assert samples
@@ -134,33 +134,33 @@ def test_a_gpu_event_is_reported_once_and_training_continues(
 ) -> None:
     state = PAIR | {"event_types": 11, "events": "0:8:48,0:8:48", "0.throttle": 64, "1.err.util": 15}
     env = {"NVML_STUB": str(nvml_stub.write(state)), "CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
-    words = ["monitor.interval_s=0.05", "task.sleep_s=0.01", "updates=100"]
+    args = ["monitor.interval_s=0.05", "task.sleep_s=0.01", "updates=100"]
     as_on_gpus = "import runner.engine.opening as module; module.monitored_gpus = lambda uuids, device: None"
-    ended = server.run(
-        ["train", "--task", str(TASK), "run=mine", "device=cpu", *words],
+    result = server.run(
+        ["train", "--task", str(TASK), "run=mine", "device=cpu", *args],
         tmp_path,
         env=env,
         before=driver(nvml_stub) + as_on_gpus,
     )
-    assert ended.code == 0, ended.err
+    assert result.code == 0, result.err
     run = tmp_path / "outputs" / "mine"
-    said = [row for row in rows(run / "events.jsonl") if row["kind"] == "machine"]
+    messages = [row for row in rows(run / "events.jsonl") if row["kind"] == "machine"]
 
-    assert sorted(row["what"] for row in said) == ["lost", "slowed", "xid"]
-    assert {row["what"]: row["device"] for row in said} == {"lost": "gpu1", "slowed": "gpu0", "xid": "gpu0"}
-    assert "busy" not in ended.out, "the run is on the CPU: what the GPUs do is not its work"
-    for row in said:
-        assert (ended.out + ended.err).count(f"warning: {row['text']}") == 1
+    assert sorted(row["what"] for row in messages) == ["lost", "slowed", "xid"]
+    assert {row["what"]: row["device"] for row in messages} == {"lost": "gpu1", "slowed": "gpu0", "xid": "gpu0"}
+    assert "busy" not in result.out, "the run is on the CPU: what the GPUs do is not its work"
+    for row in messages:
+        assert (result.out + result.err).count(f"warning: {row['text']}") == 1
     notes = json.loads((run / "monitor.json").read_text())["notes"]
-    assert sorted(notes) == sorted(row["text"] for row in said)
+    assert sorted(notes) == sorted(row["text"] for row in messages)
 
 
 @pytest.mark.parametrize("value", ["0", "-1", "nan", "often"])
 def test_an_invalid_interval_is_a_configuration_error(server: ForkServer, tmp_path: Path, value: str) -> None:
-    ended = train(server, tmp_path, "monitor=on", f"monitor.interval_s={value}")
+    result = train(server, tmp_path, "monitor=on", f"monitor.interval_s={value}")
 
-    assert ended.code == 78
-    assert f"monitor.interval_s={value}: " in ended.err
+    assert result.code == 78
+    assert f"monitor.interval_s={value}: " in result.err
     assert not (tmp_path / "outputs").exists()
 
 
@@ -170,33 +170,33 @@ def test_without_the_monitor_there_is_no_gpu_csv(server: ForkServer, tmp_path: P
 
 
 def test_the_profiler_writes_a_trace_and_the_operators(server: ForkServer, tmp_path: Path) -> None:
-    ended = train(server, tmp_path, "profiler=trace", "updates=20")
-    assert ended.code == 0, ended.err
+    result = train(server, tmp_path, "profiler=trace", "updates=20")
+    assert result.code == 0, result.err
     profile = tmp_path / "outputs" / "mine" / "profile"
     trace = json.loads(gzip.decompress((profile / "trace.json.gz").read_bytes()))
     names = {event.get("name") for event in trace["traceEvents"]}
     assert "aten::linear" in names
     operators = (profile / "operators.txt").read_text()
     assert "aten::" in operators
-    assert f"profile: {profile}/report.txt" in ended.out
+    assert f"profile: {profile}/report.txt" in result.out
 
 
 def test_a_run_shorter_than_the_profiler_writes_a_partial_profile(server: ForkServer, tmp_path: Path) -> None:
-    ended = train(server, tmp_path, "profiler=trace", "updates=8")
-    assert ended.code == 0, ended.err
+    result = train(server, tmp_path, "profiler=trace", "updates=8")
+    assert result.code == 0, result.err
     assert (tmp_path / "outputs" / "mine" / "profile" / "trace.json.gz").is_file()
 
 
 def test_console_log_holds_what_the_terminal_showed(server: ForkServer, tmp_path: Path) -> None:
     text = "mind the gap"
     (tmp_path / "mine.py").write_text(f"{TASK.read_text()}\n__import__('warnings').warn({text!r})\n")
-    ended = server.run("train --task mine.py run=mine device=cpu monitor=off updates=20", tmp_path)
-    assert ended.code == 0, ended.err
+    result = server.run("train --task mine.py run=mine device=cpu monitor=off updates=20", tmp_path)
+    assert result.code == 0, result.err
     log = (tmp_path / "outputs" / "mine" / "console.log").read_text()
     # Progress lines are not logged.
-    shown = [line for line in ended.out.splitlines() if line and not line.startswith("update=")]
+    shown = [line for line in result.out.splitlines() if line and not line.startswith("update=")]
     assert [line for line in shown if line not in log] == []
-    assert ended.err == f"warning: {text}\n"  # without the source location
+    assert result.err == f"warning: {text}\n"  # without the source location
     assert text in log
 
 

@@ -24,8 +24,8 @@ class Normed(Task):
 """
 
 
-@pytest.mark.parametrize("words", ["", "task.width=4000 global_batch_size=64 +hardware=t4"])
-def test_a_batch_norm_of_vectors_is_planned(words: str, server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("args", ["", "task.width=4000 global_batch_size=64 +hardware=t4"])
+def test_a_batch_norm_of_vectors_is_planned(args: str, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "normed.py").write_text(TASK)
-    ended = server.run(f"plan --task normed.py {words}", tmp_path)
-    assert ended.code == 0, ended.err
+    result = server.run(f"plan --task normed.py {args}", tmp_path)
+    assert result.code == 0, result.err

@@ -12,26 +12,26 @@ PAIR = "plan +hardware=pair_11gb_8gb global_batch_size=32"
 
 
 def test_an_unequal_pair_shares_an_update_by_memory(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run(f"{PAIR} parallelism=ddp parallelism.shares=memory task.size=tiny", tmp_path)
-    assert ended.code == 0, ended.err
-    assert "19 (rank 0: 1 x 19) + 13 (rank 1: 1 x 13)" in ended.out
-    assert re.search(r"cuda:0: .* 2080 Ti +11\.0 GiB +19 +59\.4 %", ended.out)
+    result = server.run(f"{PAIR} parallelism=ddp parallelism.shares=memory task.size=tiny", tmp_path)
+    assert result.code == 0, result.err
+    assert "19 (rank 0: 1 x 19) + 13 (rank 1: 1 x 13)" in result.out
+    assert re.search(r"cuda:0: .* 2080 Ti +11\.0 GiB +19 +59\.4 %", result.out)
 
 
 def test_a_pipeline_is_split_layer_by_layer_with_bytes(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run(f"{PAIR} parallelism=pipeline task.size=tiny", tmp_path)
-    assert ended.code == 0, ended.err
-    assert re.search(r" = 8 .* of 4, .* 2 stages", ended.out)
-    rows = [line for line in ended.out.splitlines() if "rank " in line and "MiB" in line]
+    result = server.run(f"{PAIR} parallelism=pipeline task.size=tiny", tmp_path)
+    assert result.code == 0, result.err
+    assert re.search(r" = 8 .* of 4, .* 2 stages", result.out)
+    rows = [line for line in result.out.splitlines() if "rank " in line and "MiB" in line]
     names = ["embedding+positions", "blocks.0", "blocks.1", "blocks.2", "blocks.3", "norm+embedding"]
     assert [row.split()[0] for row in rows] == names, "each layer once, in order"
 
 
 def test_auto_reports_needed_and_available_memory(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run(f"{PAIR} parallelism=auto task.size=tiny", tmp_path)
-    assert ended.code == 0, ended.err
-    assert re.search(r"^parallelism +ddp +auto: ", ended.out, re.M)
-    assert "3.18 MiB" in ended.out
+    result = server.run(f"{PAIR} parallelism=auto task.size=tiny", tmp_path)
+    assert result.code == 0, result.err
+    assert re.search(r"^parallelism +ddp +auto: ", result.out, re.M)
+    assert "3.18 MiB" in result.out
     one = server.run("plan +hardware=t4 parallelism=auto task.size=tiny", tmp_path)
     assert re.search(r"^parallelism +single .*\(Tesla T4\)", one.out, re.M)
     assert re.search(r" 15 GiB\n +fits\n", one.out), one.out
@@ -48,15 +48,15 @@ def test_a_run_that_does_not_fit_is_reported_with_remedies(server: ForkServer, t
         "# @package _global_\nhardware:\n  title: a small GPU\n"
         "  devices: [{name: Small, memory_gib: 0.66, capability: [7, 5], fp32_tflops: 1, memory_bandwidth_gb_s: 100}]\n"
     )
-    words = "plan --config-dir conf hardware=small task.size=tiny precision=fp32 global_batch_size=64"
-    ended = server.run(f"{words} micro_batch_size=64", tmp_path)
-    assert ended.code == 0, ended.err
-    assert "DOES NOT FIT" in ended.out
-    rows = re.findall(r"^ *([\d.]+ [GM]iB)  +x ([\d.]+)  (\S+)$", ended.out, re.M)
+    args = "plan --config-dir conf hardware=small task.size=tiny precision=fp32 global_batch_size=64"
+    result = server.run(f"{args} micro_batch_size=64", tmp_path)
+    assert result.code == 0, result.err
+    assert "DOES NOT FIT" in result.out
+    rows = re.findall(r"^ *([\d.]+ [GM]iB)  +x ([\d.]+)  (\S+)$", result.out, re.M)
     assert [float(factor) for _, factor, _ in rows] == sorted(float(factor) for _, factor, _ in rows)
-    found = {word.partition("=")[0]: word for _, _, word in rows}
-    assert {"micro_batch_size", "memory"} <= found.keys(), ended.out
-    again = server.run(f"{words} {found['micro_batch_size']}", tmp_path)
+    actual = {word.partition("=")[0]: word for _, _, word in rows}
+    assert {"micro_batch_size", "memory"} <= actual.keys(), result.out
+    again = server.run(f"{args} {actual['micro_batch_size']}", tmp_path)
     assert "DOES NOT FIT" not in again.out, "what is advised fits"
     assert again.code == 0
 
@@ -70,30 +70,30 @@ def test_an_error_of_a_task_is_attributed_to_the_task(server: ForkServer, tmp_pa
         "    def loss(self, model, batch): raise ValueError('my mistake')\n"
         "def build() -> Task: return Broken()\n"
     )
-    ended = server.run(f"{PAIR} parallelism=auto --task broken.py", tmp_path)
-    assert ended.code == 70
-    assert "ValueError: my mistake" in ended.err
-    assert "Traceback" not in ended.err
+    result = server.run(f"{PAIR} parallelism=auto --task broken.py", tmp_path)
+    assert result.code == 70
+    assert "ValueError: my mistake" in result.err
+    assert "Traceback" not in result.err
 
 
 def test_a_task_without_layers_reports_what_to_define(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run(f"{PAIR} parallelism=pipeline task=dynamo", tmp_path)
-    assert ended.code == 70
-    assert "must define layers()" in ended.err
+    result = server.run(f"{PAIR} parallelism=pipeline task=dynamo", tmp_path)
+    assert result.code == 70
+    assert "must define layers()" in result.err
 
 
 def test_the_profile_of_a_pair_splits_an_update_and_lists_remedies(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run("plan +hardware=pair_11gb_8gb task.size=tiny", tmp_path)
-    assert ended.code == 0, ended.err
-    assert re.search(r"^.* = micro-batch 8 x 1 .* x 2 ranks", ended.out, re.M)
-    assert re.search(r"^parallelism +ddp +auto: ", ended.out, re.M), ended.out
-    assert suggested(ended.out.splitlines()[-1]) == ["hardware=pair_11gb_8gb", "task.size=tiny"]
+    result = server.run("plan +hardware=pair_11gb_8gb task.size=tiny", tmp_path)
+    assert result.code == 0, result.err
+    assert re.search(r"^.* = micro-batch 8 x 1 .* x 2 ranks", result.out, re.M)
+    assert re.search(r"^parallelism +ddp +auto: ", result.out, re.M), result.out
+    assert suggested(result.out.splitlines()[-1]) == ["hardware=pair_11gb_8gb", "task.size=tiny"]
     pair = "plan +hardware=pair_11gb_8gb task.size=tiny"
-    told = server.run(f"{pair} global_batch_size=800000 micro_batch_size=400000", tmp_path)
-    assert told.code == 0, told.err
-    assert re.search(r"^note: parallelism=auto: .* 400000 ", told.out, re.M)
-    assert "DOES NOT FIT" in told.out
-    assert "layers  " not in told.out, "that is of a pipeline, which is not chosen"
-    rows = re.findall(r"^ *[\d.]+ [GM]iB  +x [\d.]+  micro_batch_size=(\d+)$", told.out, re.M)
+    messages = server.run(f"{pair} global_batch_size=800000 micro_batch_size=400000", tmp_path)
+    assert messages.code == 0, messages.err
+    assert re.search(r"^note: parallelism=auto: .* 400000 ", messages.out, re.M)
+    assert "DOES NOT FIT" in messages.out
+    assert "layers  " not in messages.out, "that is of a pipeline, which is not chosen"
+    rows = re.findall(r"^ *[\d.]+ [GM]iB  +x [\d.]+  micro_batch_size=(\d+)$", messages.out, re.M)
     assert rows
     assert all(int(size) < 400000 for size in rows)

@@ -20,7 +20,7 @@ VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_time"}  # each sleep and each r
 TICKS_S = 1e-3  # per update: a tick is a microsecond, and an update reads the clock fewer than 1,000 times
 
 
-def profile(server: ForkServer, folder: Path, *words: str, updates: int = 2) -> Ended:
+def profile(server: ForkServer, folder: Path, *args: str, updates: int = 2) -> Ended:
     given = [
         "profile",
         "--task",
@@ -30,7 +30,7 @@ def profile(server: ForkServer, folder: Path, *words: str, updates: int = 2) -> 
         "monitor=off",
         "skip=1",
         f"updates={updates}",
-        *words,
+        *args,
     ]
     return server.run(given, folder, VIRTUAL)
 
@@ -40,30 +40,30 @@ def found(folder: Path, name: str = "summary.json") -> Any:
     return json.loads(text) if name.endswith(".json") else list(csv.DictReader(text.splitlines()))
 
 
-def line_of(words: str) -> int:
-    return next(number for number, line in enumerate(TASK.read_text().splitlines(), 1) if words in line)
+def line_of(args: str) -> int:
+    return next(number for number, line in enumerate(TASK.read_text().splitlines(), 1) if args in line)
 
 
 @pytest.fixture(scope="module")
 def planted(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
     """A profile of the task with a module that is slow in both passes, and two lines that synchronize."""
     folder = tmp_path_factory.mktemp("planted")
-    ended = profile(
+    result = profile(
         server, folder, "task.forward_s=0.01", "task.backward_s=0.02", "task.waits=true", "with_stack=true", updates=3
     )
-    assert ended.code == 0, ended.err
-    return folder, ended
+    assert result.code == 0, result.err
+    return folder, result
 
 
 def test_a_slow_module_has_the_most_self_time_in_forward_and_backward(planted: tuple[Path, Ended]) -> None:
-    folder, ended = planted
+    folder, result = planted
     rows = {row["module"]: row for row in found(folder, "modules.csv")}
     slow = rows["inner.1"]
     assert max(rows.values(), key=lambda row: float(row["own_median_ms"])) is slow
     for figure in ("min", "median", "max"):
         assert float(slow[f"forward_{figure}_ms"]) == pytest.approx(10, abs=1e3 * TICKS_S)
         assert float(slow[f"backward_{figure}_ms"]) == pytest.approx(20, abs=1e3 * TICKS_S)
-    assert " inner.1 (Sleeper)" in ended.out
+    assert " inner.1 (Sleeper)" in result.out
 
 
 def test_module_times_add_up_to_their_parents_and_to_the_update(planted: tuple[Path, Ended]) -> None:
@@ -82,7 +82,7 @@ def test_a_cpu_has_no_lines_that_wait_for_the_device(planted: tuple[Path, Ended]
 
 
 def test_the_trace_has_operators_and_shares_of_the_total(planted: tuple[Path, Ended]) -> None:
-    folder, ended = planted
+    folder, result = planted
     content = (folder / "outputs" / "profiles" / "p" / "profile" / "trace.json.gz").read_bytes()
     names = [event.get("name") for event in json.loads(gzip.decompress(content))["traceEvents"]]
     assert "aten::addmm" in names
@@ -91,7 +91,7 @@ def test_the_trace_has_operators_and_shares_of_the_total(planted: tuple[Path, En
     assert shares.keys() == {"data", "operators", "between operators"}
     assert sum(shares.values()) == pytest.approx(1.0)
     assert all(share >= 0 for share in shares.values())
-    assert "ui.perfetto.dev" in ended.out
+    assert "ui.perfetto.dev" in result.out
 
 
 def test_operators_are_named_with_the_line_that_calls_them(planted: tuple[Path, Ended]) -> None:
@@ -130,10 +130,10 @@ def test_a_profile_changes_no_number(server: ForkServer, tmp_path: Path) -> None
     of_both = "device=cpu monitor=off log_every=1 epochs=3 global_batch_size=6 micro_batch_size=2"
     plain = [str(TASK), *of_both.split()]
     assert server.run(["train", "--task", *plain, "run=plain"], tmp_path).code == 0
-    ended = server.run(["profile", "--task", *plain, "run=p", "skip=1", "updates=2", "accumulate=1"], tmp_path)
-    assert ended.code == 78  # unknown setting
-    ended = server.run(["profile", "--task", *plain, "run=p", "skip=1", "updates=2"], tmp_path)
-    assert ended.code == 0, ended.err
+    result = server.run(["profile", "--task", *plain, "run=p", "skip=1", "updates=2", "accumulate=1"], tmp_path)
+    assert result.code == 78  # unknown setting
+    result = server.run(["profile", "--task", *plain, "run=p", "skip=1", "updates=2"], tmp_path)
+    assert result.code == 0, result.err
 
     def losses(folder: str) -> list[tuple[float, float]]:
         rows = (tmp_path / "outputs" / folder / "metrics.jsonl").read_text().splitlines()
@@ -143,12 +143,12 @@ def test_a_profile_changes_no_number(server: ForkServer, tmp_path: Path) -> None
     assert losses("profiles/p") == losses("plain")[:10]
 
 
-def test_a_profile_is_beside_the_runs_and_saves_nothing(server: ForkServer, tmp_path: Path) -> None:
+def test_a_profiled_run_is_stored_beside_the_others_and_saves_no_checkpoint(server: ForkServer, tmp_path: Path) -> None:
     trained = server.run(f"train --task {TASK} run=p device=cpu monitor=off updates=2", tmp_path)
     assert trained.code == 0, trained.err
-    ended = profile(server, tmp_path, "checkpoint.every=1", "resume=p", "tracker=wandb", updates=1)
-    assert ended.code == 0, ended.err
-    assert [suggested(line) for line in ended.err.splitlines() if "checkpoint.every" in line] == [
+    result = profile(server, tmp_path, "checkpoint.every=1", "resume=p", "tracker=wandb", updates=1)
+    assert result.code == 0, result.err
+    assert [suggested(line) for line in result.err.splitlines() if "checkpoint.every" in line] == [
         ["checkpoint.every=1", "tracker=wandb"]
     ]
     assert not list((tmp_path / "outputs" / "profiles" / "p" / "checkpoints").glob("update-*"))
@@ -157,26 +157,26 @@ def test_a_profile_is_beside_the_runs_and_saves_nothing(server: ForkServer, tmp_
 
 
 def test_ctrl_c_writes_a_partial_profile(server: ForkServer, tmp_path: Path) -> None:
-    ended = profile(server, tmp_path, "task.stop_at=6", updates=3)
-    assert ended.code == 130, ended.err
+    result = profile(server, tmp_path, "task.stop_at=6", updates=3)
+    assert result.code == 130, result.err
     assert found(tmp_path)["num_updates"] == {"as it is": 3, "operators recorded": 1}
     assert found(tmp_path)["modules"] == []
-    assert "aten::addmm" in ended.out
+    assert "aten::addmm" in result.out
 
 
 def test_ctrl_c_before_profiling_reports_the_completed_updates(server: ForkServer, tmp_path: Path) -> None:
-    ended = profile(server, tmp_path, "task.stop_at=2", "skip=5")
-    assert ended.code == 130, ended.err
-    assert re.search(r"\d of the 5 updates", ended.out)
+    result = profile(server, tmp_path, "task.stop_at=2", "skip=5")
+    assert result.code == 130, result.err
+    assert re.search(r"\d of the 5 updates", result.out)
 
 
 def test_evaluations_and_saves_are_not_profiled(server: ForkServer, tmp_path: Path) -> None:
-    words = (
+    args = (
         "device=cpu monitor=off updates=12 evaluate.every=4 evaluate.samples=8 checkpoint.every=1 task.evaluation_s=2"
     )
     options = "profiler=trace profiler.skip=1 profiler.updates=2"
-    ended = server.run(["train", "--task", str(TASK), "run=p", *words.split(), *options.split()], tmp_path, VIRTUAL)
-    assert ended.code == 0, ended.err
+    result = server.run(["train", "--task", str(TASK), "run=p", *args.split(), *options.split()], tmp_path, VIRTUAL)
+    assert result.code == 0, result.err
     summary = json.loads((tmp_path / "outputs/p/profile/summary.json").read_text())
     assert summary["num_updates"]["as it is"] == 2
     assert all(milliseconds < 1e3 * TICKS_S for milliseconds in summary["update_ms"].values()), "evaluations take 2 s"
@@ -184,21 +184,21 @@ def test_evaluations_and_saves_are_not_profiled(server: ForkServer, tmp_path: Pa
 
 
 def test_invalid_requests_get_a_message(server: ForkServer, tmp_path: Path) -> None:
-    for words, answer in (
+    for args, answer in (
         (["updates=1000"], "updates=1000"),
         (["sort_by=memory"], "sort_by=memory"),
         (["profiler=off"], "profiler=trace"),
         (["deepth=3"], "deepth"),
     ):
-        ended = server.run(["profile", "--task", str(TASK), *words], tmp_path)
-        assert ended.code == 78, (words, ended.out, ended.err)
-        assert answer in ended.err
+        result = server.run(["profile", "--task", str(TASK), *args], tmp_path)
+        assert result.code == 78, (args, result.out, result.err)
+        assert answer in result.err
     assert not (tmp_path / "outputs").exists()
 
 
 def test_a_graph_is_timed_as_one(server: ForkServer, tmp_path: Path) -> None:
-    ended = profile(server, tmp_path, "compile=default", "compile.backend=aot_eager", updates=1)
-    assert ended.code == 0, ended.err
+    result = profile(server, tmp_path, "compile=default", "compile.backend=aot_eager", updates=1)
+    assert result.code == 0, result.err
     rows = found(tmp_path, "modules.csv")
     (model,) = (row for row in rows if not row["module"].startswith("("))
     assert model["class"] == "Net, one graph"
@@ -207,14 +207,14 @@ def test_a_graph_is_timed_as_one(server: ForkServer, tmp_path: Path) -> None:
 
 
 def test_phases_and_ranks_have_profiles(server: ForkServer, tmp_path: Path) -> None:
-    words = "parallelism=ddp parallelism.world_size=2 device=cpu monitor=off run=p skip=1 updates=1 global_batch_size=2"
-    ended = server.run(
-        f"profile task=hyperspectral {words} task.num_cubes=24 task.height=16 task.width=16 task.data=synthetic",
+    args = "parallelism=ddp parallelism.world_size=2 device=cpu monitor=off run=p skip=1 updates=1 global_batch_size=2"
+    result = server.run(
+        f"profile task=hyperspectral {args} task.num_cubes=24 task.height=16 task.width=16 task.data=synthetic",
         tmp_path,
     )
-    assert ended.code == 0, ended.err
+    assert result.code == 0, result.err
     for phase in ("fit", "train"):
         summary = json.loads((tmp_path / f"outputs/profiles/p/profile/{phase}/summary.json").read_text())
         assert summary["ranks"] == 2
         assert "(communication)" in {row["path"] for row in summary["modules"]}
-    assert "rank 0 of 2" in ended.out
+    assert "rank 0 of 2" in result.out

@@ -51,21 +51,21 @@ def reached(folder: Path) -> int:
 def test_resume_works_from_any_folder_with_the_original_arguments(
     server: ForkServer, begun: Path, elsewhere: Path
 ) -> None:
-    ended = server.run(
+    result = server.run(
         ["resume", f"output_root={json.dumps(str(begun / 'outputs'), ensure_ascii=False)}"], elsewhere, ON
     )
-    assert ended.code == 0, ended.err
-    assert "resumes at update 20" in ended.out
-    assert ended.err.startswith("resume: accel-run ")
-    assert ended.err.endswith(f"   (in {begun})\n")
+    assert result.code == 0, result.err
+    assert "resumes at update 20" in result.out
+    assert result.err.startswith("resume: accel-run ")
+    assert result.err.endswith(f"   (in {begun})\n")
     assert reached(begun) == 60
     assert not list(elsewhere.glob("outputs"))
     record = json.loads((begun / "outputs" / "mine" / "run.json").read_text())
     assert record["state"] == "done"
     assert sorted(record["overrides"]) == sorted(word for word in STOPPED[2:])
-    words = shlex.split(record["command"])  # the command that defines the run, not `accel-run resume`
-    assert words[:4] == ["accel-run", "train", "--task", str(TASK)]
-    assert set(STOPPED[2:]) <= set(words)
+    args = shlex.split(record["command"])  # the command that defines the run, not `accel-run resume`
+    assert args[:4] == ["accel-run", "train", "--task", str(TASK)]
+    assert set(STOPPED[2:]) <= set(args)
 
 
 def test_the_folder_of_a_run_names_it_and_its_task_must_be_named(
@@ -75,15 +75,15 @@ def test_the_folder_of_a_run_names_it_and_its_task_must_be_named(
     refused = server.run(["resume", run], elsewhere, ON)
     assert refused.code == 89
     assert f"--task {TASK}" in refused.err
-    ended = server.run(["resume", run, "--task", str(TASK)], elsewhere, ON)
-    assert ended.code == 0, ended.err
+    result = server.run(["resume", run, "--task", str(TASK)], elsewhere, ON)
+    assert result.code == 0, result.err
     assert reached(begun) == 60
 
 
 def test_a_moved_run_resumes_in_its_new_folder(server: ForkServer, begun: Path, elsewhere: Path) -> None:
     (begun / "outputs").rename(elsewhere / "kept")
-    ended = server.run(["resume", "mine", "output_root=kept"], elsewhere, ON)
-    assert ended.code == 0, ended.err
+    result = server.run(["resume", "mine", "output_root=kept"], elsewhere, ON)
+    assert result.code == 0, result.err
     assert load(checkpoint_path(elsewhere / "kept" / "mine" / "checkpoints", 60)).update == 60
     begun.rename(begun.parent / "renamed")
     again = server.run(["resume", "mine", "output_root=kept"], elsewhere, ON)
@@ -108,8 +108,8 @@ def test_completed_updates_cannot_be_undone(server: ForkServer, begun: Path) -> 
     refused = server.run("resume updates=10", begun, ON)
     assert refused.code == 88
     assert "updates=20" in refused.err, "the updates that the checkpoint has"
-    ended = server.run("resume updates=10 resume_allow=[updates]", begun, ON)
-    assert ended.code == 0, ended.err
+    result = server.run("resume updates=10 resume_allow=[updates]", begun, ON)
+    assert result.code == 0, result.err
     run = begun / "outputs" / "mine"
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
     begins = [event for event in events if event["kind"] == "phase"][-1]
@@ -130,13 +130,13 @@ def test_a_run_started_with_resume_fresh_can_be_resumed(server: ForkServer, begu
     record = begun / "outputs" / "mine" / "run.json"
     content = json.loads(record.read_text())
     record.write_text(json.dumps(content | {"overrides": [*content["overrides"], "resume=fresh"]}))
-    ended = server.run("resume", begun, ON)
-    assert ended.code == 0, ended.err
-    assert "resumes at update 20" in ended.out
+    result = server.run("resume", begun, ON)
+    assert result.code == 0, result.err
+    assert "resumes at update 20" in result.out
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "answer"),
+    ("args", "code", "answer"),
     [
         ("resume", 66, "run=last: "),
         ("resume nothing", 66, "run=nothing: "),
@@ -145,7 +145,7 @@ def test_a_run_started_with_resume_fresh_can_be_resumed(server: ForkServer, begu
     ],
 )
 def test_a_typo_gets_a_suggestion(
-    words: str,
+    args: str,
     code: int,
     answer: str,
     tmp_path: Path,
@@ -153,5 +153,5 @@ def test_a_typo_gets_a_suggestion(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(words.split()) == code
+    assert main(args.split()) == code
     assert capsys.readouterr().err.startswith(f"accel-run: {answer}")

@@ -54,8 +54,8 @@ def test_every_run_is_listed_the_newest_first(folder: Path, capsys: pytest.Captu
     assert main(["runs"]) == 0
     head, *lines = capsys.readouterr().out.splitlines()
     assert head.split() == ["run", "task", "state", "updates", "metric", "items/s", "written", "size"]
-    told = [re.split(r"  +", line)[:5] for line in lines]
-    assert told == [
+    messages = [re.split(r"  +", line)[:5] for line in lines]
+    assert messages == [
         ["fine", "gpt", "finished", "20/40", "val/loss 1.25"],
         ["broken", "gpt", "failed (70)", "20/40", "train/loss 2.5"],
         ["saved", "gpt", "preempted (75)", "20/40", "train/loss 2.5"],
@@ -123,15 +123,15 @@ def test_a_run_is_given_once_as_argument_or_as_key() -> None:
         parse_run_request(["mine", "run=other"])
 
 
-@pytest.mark.parametrize("words", [["status"], ["export"], ["inference"], ["advise"], ["report"]])
+@pytest.mark.parametrize("args", [["status"], ["export"], ["inference"], ["advise"], ["report"]])
 def test_every_command_that_reads_a_run_finds_it_the_same_way(
-    words: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
+    args: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     for named in (["nowhere"], ["run=nowhere"], ["outputs/no run"]):
-        assert main([*words, *named]) == 66
-        told = capsys.readouterr().err
-        assert (named[0] if " " in named[0] else "'nowhere'") in told
-        assert "fine, broken" in told
+        assert main([*args, *named]) == 66
+        messages = capsys.readouterr().err
+        assert (named[0] if " " in named[0] else "'nowhere'") in messages
+        assert "fine, broken" in messages
 
 
 WORDS = (
@@ -160,8 +160,8 @@ def test_the_script_of_a_run_has_its_exact_arguments(tmp_path: Path) -> None:
     )
     (tmp_path / "command.sh").write_bytes(text)
     done = subprocess.run(["sh", "command.sh", "run=again"], cwd=tmp_path, capture_output=True, check=True)
-    told = [str(here), "-P", "-m", "runner", "train", "--task", "/t/my task.py", "--config-dir", "/c", *(word for word in WORDS if word != "run=mine"), "run=again"]  # fmt: skip
-    assert eval(done.stdout) == told  # printed by `program` above
+    messages = [str(here), "-P", "-m", "runner", "train", "--task", "/t/my task.py", "--config-dir", "/c", *(word for word in WORDS if word != "run=mine"), "run=again"]  # fmt: skip
+    assert eval(done.stdout) == messages  # printed by `program` above
     assert b"torchrun" in text
 
 

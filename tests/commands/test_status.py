@@ -51,9 +51,9 @@ def wait_for_metrics(run: Path) -> None:
     wait_until(lambda: (run / "metrics.jsonl").exists() and (run / "metrics.jsonl").stat().st_size)
 
 
-def status(capsys: pytest.CaptureFixture[str], *words: str) -> list[str]:
+def status(capsys: pytest.CaptureFixture[str], *args: str) -> list[str]:
     """Return the output lines of `status`, which must succeed, with losses and throughput replaced by N."""
-    assert main(["status", *words]) == 0
+    assert main(["status", *args]) == 0
     out, err = capsys.readouterr()
     assert err == ""
     return [re.sub(r"(loss|throughput ) [0-9.,]+", r"\1 N", line) for line in out.splitlines()]
@@ -176,8 +176,8 @@ def test_last_is_the_run_written_most_recently(folder: Path, capsys: pytest.Capt
 def test_a_run_is_found_by_its_path(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def place(*words: str) -> str:
-        line = status(capsys, *words)[0]
+    def place(*args: str) -> str:
+        line = status(capsys, *args)[0]
         assert line.startswith("finished: done ")
         return line.partition("(")[2].rstrip(")")
 

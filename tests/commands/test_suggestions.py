@@ -23,8 +23,8 @@ from runner.config.options import AXES, GROUPS, find_signature, list_options
 from runner.config.request import Request
 from runner.config.schema import describe_mismatch, find_nearest, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
-from tests.commands.foreign_slips import ARGPARSE, FIRST, HUGGING_FACE, HYDRA, LAUNCHERS, LIGHTNING, VALUES
-from tests.commands.test_slips import SLIPS
+from tests.commands.foreign_arguments import ARGPARSE, FIRST, HUGGING_FACE, HYDRA, LAUNCHERS, LIGHTNING, VALUES
+from tests.commands.test_typos import SLIPS
 
 ROOT = Path(__file__).parent.parent.parent
 TABLE = {**ARGPARSE, **LIGHTNING, **HUGGING_FACE, **LAUNCHERS, **HYDRA, **VALUES}
@@ -62,14 +62,14 @@ def suggestions(fix: str) -> Iterator[str]:
         text = re.sub(r"^did you mean (.*)\?$", r"\1", text)
         text = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", text)
         try:
-            words = shlex.split(text)
+            args = shlex.split(text)
         except ValueError:
             continue
-        if words[:1] == ["accel-run"]:
-            assert words[1] in COMMANDS or words[1].startswith("-"), f"there is no command {words[1]}: {fix}"
-            words = words[2:] if words[1] == "train" else []
+        if args[:1] == ["accel-run"]:
+            assert args[1] in COMMANDS or args[1].startswith("-"), f"there is no command {args[1]}: {fix}"
+            args = args[2:] if args[1] == "train" else []
         kept = []
-        for word in words:  # the arguments end where prose begins
+        for word in args:  # the arguments end where prose begins
             if word != "-m" and "=" not in word and word not in ("--task", "--config-dir") and kept[-1:] != ["--task"]:
                 break
             kept.append(word.rstrip(","))
@@ -81,14 +81,14 @@ def suggestions(fix: str) -> Iterator[str]:
 
 def refusals(suggestion: str) -> list[tuple[str, str]]:
     """Return the problems of a suggestion, except missing files and placeholders."""
-    words = [word for word in shlex.split(suggestion) if not PLACEHOLDER.fullmatch(word.partition("=")[2])]
+    args = [word for word in shlex.split(suggestion) if not PLACEHOLDER.fullmatch(word.partition("=")[2])]
     if "micro_batch_size=" in suggestion and "global_batch_size=" not in suggestion:
-        words.append("global_batch_size=64")  # its divisors depend on the task
-    found = []
-    for where, fix in problems_of(shlex.join(words)):
+        args.append("global_batch_size=64")  # its divisors depend on the task
+    result = []
+    for where, fix in problems_of(shlex.join(args)):
         if not where.startswith("--task") and " " not in where.strip():
-            found.append((where, fix))
-    return found
+            result.append((where, fix))
+    return result
 
 
 @pytest.mark.sampled(30)
@@ -117,15 +117,15 @@ def test_a_line_without_a_command_gets_the_complete_line(line: str, capsys: pyte
         assert refusals(suggestion) == [], suggestion
 
 
-@pytest.mark.parametrize("words", [words for words in SLIPS if words.startswith("train ") and "--task" not in words])
-def test_every_suggestion_is_accepted(words: str) -> None:
-    _, *rest = SLIPS[words].split("\n")
+@pytest.mark.parametrize("args", [words for words in SLIPS if words.startswith("train ") and "--task" not in words])
+def test_every_suggestion_is_accepted(args: str) -> None:
+    _, *rest = SLIPS[args].split("\n")
     for line in rest:
         for suggestion in suggestions(line.strip()) if "use " in line or "did you mean" in line else ():
             assert refusals(suggestion) == [], suggestion
 
 
-def test_the_table_of_foreign_overrides_is_long_enough() -> None:
+def test_the_table_of_foreign_overrides_has_enough_rows() -> None:
     assert len(TABLE) + len(FIRST) >= 190
     assert not set(FOREIGN_KEYS) & set(ABSENT), "a key has two answers"
 
@@ -148,13 +148,13 @@ def test_dissimilar_keys_get_no_suggestion(word: str) -> None:
 
 def all_keys() -> dict[str, list[object]]:
     """Return each key of the settings and options with its types."""
-    found: dict[str, list[object]] = {name: [key.type] for name, key in settings_keys(Settings).items()}
+    result: dict[str, list[object]] = {name: [key.type] for name, key in settings_keys(Settings).items()}
     for group in AXES:
         for option in list_options(group):
             signature = find_signature(group, option)
             for name, key in (signature.keys if signature else {}).items():
-                found.setdefault(f"{group}.{name}", []).append(key.type)
-    return found
+                result.setdefault(f"{group}.{name}", []).append(key.type)
+    return result
 
 
 def said_in_code() -> Iterator[tuple[str, str]]:
@@ -249,7 +249,7 @@ def test_a_key_of_a_command_takes_precedence_over_one_of_another_tool(command: s
 
 
 @pytest.mark.parametrize(
-    ("words", "wanted"),
+    ("args", "wanted"),
     [
         ("benchmark BATCH_SIZE=256", "use batch=256"),
         ("benchmark num_steps=50", "use steps=50"),
@@ -258,8 +258,8 @@ def test_a_key_of_a_command_takes_precedence_over_one_of_another_tool(command: s
         ("inference --seed 3", "use inference.seed=3"),
     ],
 )
-def test_a_suggestion_fits_the_given_command(words: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == 78
+def test_a_suggestion_fits_the_given_command(args: str, wanted: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args.split()) == 78
     assert wanted in capsys.readouterr().err
 
 

@@ -51,13 +51,13 @@ class Swept:
 @pytest.fixture(scope="module")
 def swept(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Swept:
     folder = tmp_path_factory.mktemp("swept")
-    words = ["train", "-m", "run=mine", "task.fail_at=15,0", "updates=20,10", *ON_CPU]
-    first = server.run(words, folder, env=FORKED)
+    args = ["train", "-m", "run=mine", "task.fail_at=15,0", "updates=20,10", *ON_CPU]
+    first = server.run(args, folder, env=FORKED)
     (folder / "outputs" / "mine" / "mine-1" / "kept").write_text("")
     pids = [record(folder, f"mine-{number}")["pid"] for number in (1, 2, 3, 4)]
-    unasked = server.run(words, folder, env=FORKED | {"NO_KILL": "1"})
-    again = server.run([*words, "retry=true"], folder, env=FORKED | {"NO_KILL": "1"})
-    return Swept(folder, words, first, pids, unasked, again)
+    unasked = server.run(args, folder, env=FORKED | {"NO_KILL": "1"})
+    again = server.run([*args, "retry=true"], folder, env=FORKED | {"NO_KILL": "1"})
+    return Swept(folder, args, first, pids, unasked, again)
 
 
 def rows(text: str) -> list[list[str]]:
@@ -83,9 +83,9 @@ def test_a_failed_trial_does_not_stop_the_sweep_and_sets_its_exit_code(swept: Sw
 def test_the_table_has_overrides_state_and_metrics_and_marks_the_best(swept: Swept) -> None:
     losses = {f"mine-{n}": record(swept.folder, f"mine-{n}")["metrics"]["val/loss"] for n in (1, 2, 3, 4)}
     best = min(losses, key=lambda name: losses[name])
-    told = rows(swept.again.out)
-    assert [row[0] for row in told] == list(losses)
-    for row in told:
+    messages = rows(swept.again.out)
+    assert [row[0] for row in messages] == list(losses)
+    for row in messages:
         assert row[3:6] == ["done", f"{losses[row[0]]:.5g}", f"{losses[row[0]]:.5g}"]
         assert (row[-1] == "<- best") == (row[0] == best)
     with (swept.folder / "outputs" / "mine" / "results.csv").open() as file:
@@ -107,10 +107,10 @@ def test_a_trial_prints_only_problems(swept: Swept) -> None:
 
 
 def test_a_trial_prints_everything_on_request(server: ForkServer, tmp_path: Path) -> None:
-    words = ["train", "-m", "run=mine", "seed=1,2", "updates=10", *ON_CPU]
-    ended = server.run(words, tmp_path, env=FORKED | {"ACCEL_RUN_LOG_LEVEL": "info"})
-    assert ended.code == 0, ended.err
-    assert ended.out.count(" updates, ") == 2
+    args = ["train", "-m", "run=mine", "seed=1,2", "updates=10", *ON_CPU]
+    result = server.run(args, tmp_path, env=FORKED | {"ACCEL_RUN_LOG_LEVEL": "info"})
+    assert result.code == 0, result.err
+    assert result.out.count(" updates, ") == 2
 
 
 def test_the_same_command_repeats_no_trial_and_retries_failures_on_request(swept: Swept) -> None:
@@ -132,11 +132,13 @@ def test_values_may_be_added_to_a_sweep_but_not_removed(swept: Swept, monkeypatc
     before = (swept.folder / "outputs" / "mine" / "sweep.json").read_bytes()
     assert main(fewer) == 88
     assert (swept.folder / "outputs" / "mine" / "sweep.json").read_bytes() == before
-    found = Sweep.read(swept.folder / "outputs" / "mine")
-    old = list(found.trials)
-    add_trials(found, [("task.fail_at=15", f"updates={n}") for n in (20, 10, 5)] + [old[2].words, old[3].words], "mine")
-    assert found.trials[:4] == old
-    assert found.trials[4:] == [Trial(5, "mine-5", ("task.fail_at=15", "updates=5"))]
+    result = Sweep.read(swept.folder / "outputs" / "mine")
+    old = list(result.trials)
+    add_trials(
+        result, [("task.fail_at=15", f"updates={n}") for n in (20, 10, 5)] + [old[2].words, old[3].words], "mine"
+    )
+    assert result.trials[:4] == old
+    assert result.trials[4:] == [Trial(5, "mine-5", ("task.fail_at=15", "updates=5"))]
 
 
 PROBLEMS = [
@@ -150,23 +152,23 @@ PROBLEMS = [
 ]
 
 
-@pytest.mark.parametrize("words", PROBLEMS)
+@pytest.mark.parametrize("args", PROBLEMS)
 def test_all_problems_are_reported_before_any_trial_starts(
-    words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    args: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    on_cpu = [word for word in ON_CPU if not (word.startswith("device") and "device" in words)]
-    if "device=cuda" in words:
+    on_cpu = [word for word in ON_CPU if not (word.startswith("device") and "device" in args)]
+    if "device=cuda" in args:
         import torch
 
         if torch.cuda.is_available():
             pytest.skip("device=cuda is right here")
-    code = main(["train", "-m", *on_cpu, *words.split()])
+    code = main(["train", "-m", *on_cpu, *args.split()])
     assert code in (69, 78)
     out, err = capsys.readouterr()
     assert out == ""
     assert "Traceback" not in err
-    for key in (word.partition("=")[0] for word in words.split()):
+    for key in (word.partition("=")[0] for word in args.split()):
         assert key in err or key in ("seed", "run")
     assert not (tmp_path / "outputs").exists()
 
@@ -187,14 +189,14 @@ def test_a_problem_of_several_trials_is_reported_once(
 def test_a_signal_saves_the_trial_and_ends_the_sweep_with_75(
     number: signal.Signals, to_group: bool, server: ForkServer, tmp_path: Path
 ) -> None:
-    words = ["train", "-m", "run=mine", "seed=1,2", "task.sleep_s=0.02", "updates=1000", "log_every=1", *ON_CPU]
-    pid = server.start(words, tmp_path, FORKED)
+    args = ["train", "-m", "run=mine", "seed=1,2", "task.sleep_s=0.02", "updates=1000", "log_every=1", *ON_CPU]
+    pid = server.start(args, tmp_path, FORKED)
     metrics = tmp_path / "outputs" / "mine" / "mine-1" / "metrics.jsonl"
     wait_until(lambda: metrics.exists() and metrics.stat().st_size)
     (os.killpg if to_group else os.kill)(pid, number)
-    ended = server.wait()
-    assert ended.code == 75, ended.err
-    assert suggested(ended.out.splitlines()[-1]) == ["run=mine"]
+    result = server.wait()
+    assert result.code == 75, result.err
+    assert suggested(result.out.splitlines()[-1]) == ["run=mine"]
     assert record(tmp_path, "mine-1")["state"] == "preempted"
     assert list((tmp_path / "outputs" / "mine" / "mine-1" / "checkpoints").glob("update-*"))
     assert not (tmp_path / "outputs" / "mine" / "mine-2").exists()
@@ -207,10 +209,10 @@ def test_a_signal_while_the_trial_starts_ends_the_sweep_too(server: ForkServer, 
     children = Path(f"/proc/{pid}/task/{pid}/children")  # the trial has started, but cannot save yet
     wait_until(children.read_text if children.exists() else lambda: True)
     os.kill(pid, signal.SIGTERM)
-    ended = server.wait()
-    assert ended.code == 75, ended.err
-    assert "[2/2]" not in ended.out
-    assert suggested(ended.out.splitlines()[-1]) == ["run=mine"]
+    result = server.wait()
+    assert result.code == 75, result.err
+    assert "[2/2]" not in result.out
+    assert suggested(result.out.splitlines()[-1]) == ["run=mine"]
 
 
 def test_after_a_signal_between_trials_none_is_started() -> None:
@@ -246,9 +248,9 @@ def test_typos_in_a_sweep_get_suggestions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], screen: Callable[..., None]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = []
-    for words in SLIPS:
-        assert main(words.split()) == 78, words
-        told.append(f"$ accel-run {words}\n{capsys.readouterr().err}")
+    messages = []
+    for args in SLIPS:
+        assert main(args.split()) == 78, args
+        messages.append(f"$ accel-run {args}\n{capsys.readouterr().err}")
     assert not list(tmp_path.iterdir())
-    screen("\n".join(told))
+    screen("\n".join(messages))

@@ -199,26 +199,26 @@ def run_with(fault: Fault, server: ForkServer, folder: Path) -> tuple[Ended, dic
     changed = TASK.replace(fault.old, fault.new, 1)
     assert changed != TASK
     (folder / "mine.py").write_text(changed)
-    words = ["train", "--task", "./mine.py", "run=mine", "device=cpu", "monitor=off", *fault.words.split()]
-    ended = server.run(words, folder)
-    return ended, json.loads((folder / "outputs" / "mine" / "error.json").read_text())
+    args = ["train", "--task", "./mine.py", "run=mine", "device=cpu", "monitor=off", *fault.words.split()]
+    result = server.run(args, folder)
+    return result, json.loads((folder / "outputs" / "mine" / "error.json").read_text())
 
 
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_error_of_the_task_is_explained(name: str, server: ForkServer, tmp_path: Path) -> None:
     fault = FAULTS[name]
-    ended, error = run_with(fault, server, tmp_path)
-    assert ended.code == fault.code, ended.err
-    assert fault.cause in ended.err
-    assert "Traceback" not in ended.err
-    assert "please report" not in ended.err
+    result, error = run_with(fault, server, tmp_path)
+    assert result.code == fault.code, result.err
+    assert fault.cause in result.err
+    assert "Traceback" not in result.err
+    assert "please report" not in result.err
     file = tmp_path / "mine.py"
     if fault.line:
         lines = file.read_text().splitlines()
         number = next(number for number, text in enumerate(lines, 1) if fault.line in text)
         assert error["where"] == f"{file}:{number}"
-        assert ended.err.startswith(f"accel-run: {file}:{number}: ")
+        assert result.err.startswith(f"accel-run: {file}:{number}: ")
     assert error.keys() >= {"cause", "where", "fix", "exit_code", "last_checkpoint", "traceback"}
     assert fault.cause in error["cause"]
     assert error["exit_code"] == fault.code
@@ -241,21 +241,21 @@ def test_a_task_that_changes_directory_saves_in_the_run_folder(server: ForkServe
     (tmp_path / "mine.py").write_text(TASK.replace("    return Mine(size)\n", went, 1))
     assert "os.chdir" in (tmp_path / "mine.py").read_text()
     for updates in (10, 20):
-        ended = server.run(
+        result = server.run(
             f"train --task ./mine.py run=mine device=cpu monitor=off updates={updates} resume_allow=[updates]", tmp_path
         )
-        assert ended.code == 0, ended.err
+        assert result.code == 0, result.err
     assert (tmp_path / "outputs" / "mine" / "checkpoints" / "update-0000000020").is_dir()
     assert list((tmp_path / "elsewhere").iterdir()) == []
 
 
 def test_a_setting_without_default_must_be_given(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("size: int = 4", "size: int"))
-    words = "train --task ./mine.py run=mine device=cpu monitor=off"
-    refused = server.run(words, tmp_path)
+    args = "train --task ./mine.py run=mine device=cpu monitor=off"
+    refused = server.run(args, tmp_path)
     assert (refused.code, suggested(refused.err)) == (78, ["task.size=..."])
     assert not (tmp_path / "outputs").exists()
-    assert server.run(f"{words} task.size=4", tmp_path).code == 0
+    assert server.run(f"{args} task.size=4", tmp_path).code == 0
 
 
 @pytest.mark.parametrize(("value", "code"), [("3", 0), ("big", 78)])
@@ -264,16 +264,16 @@ def test_a_setting_without_a_type_accepts_any_value(
     annotation: str, value: str, code: int, server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("size: int", f"size{annotation}").replace("Mine(size)", "Mine(4)"))
-    ended = server.run(f"train --task ./mine.py run=mine device=cpu monitor=off task.size={value}", tmp_path)
-    assert ended.code == (code if annotation else 0), ended.err
+    result = server.run(f"train --task ./mine.py run=mine device=cpu monitor=off task.size={value}", tmp_path)
+    assert result.code == (code if annotation else 0), result.err
 
 
 def test_a_task_without_validation_data_is_trained(server: ForkServer, tmp_path: Path) -> None:
     missing = "if split != 'train':\n            raise NotImplementedError\n        return Points()"
     (tmp_path / "mine.py").write_text(TASK.replace("return Points()", missing))
-    ended = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
-    assert ended.code == 0, ended.err
-    assert "val/loss" not in ended.out
+    result = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
+    assert result.code == 0, result.err
+    assert "val/loss" not in result.out
 
 
 def test_an_internal_error_is_not_blamed_on_a_task_in_the_call_stack() -> None:
@@ -296,14 +296,14 @@ def test_a_task_whose_package_is_missing_leaves_no_run(server: ForkServer, tmp_p
     needs = "from runner.base.packages import require\n"
     missing = 'require("no_such_package", "tasks"); '
     (tmp_path / "mine.py").write_text(needs + TASK)
-    words = ["train", "--task", "mine.py", "device=cpu", "monitor=off", "run=first"]
-    assert server.run([*words, "updates=10"], tmp_path).code == 0
+    args = ["train", "--task", "mine.py", "device=cpu", "monitor=off", "run=first"]
+    assert server.run([*args, "updates=10"], tmp_path).code == 0
     (tmp_path / "mine.py").write_text(needs + TASK.replace("return Points()", missing + "return Points()"))
-    ended = server.run([*words[:-1], "run=second"], tmp_path)
-    assert ended.code == 78
-    assert "accel-run[tasks]" in ended.err
+    result = server.run([*args[:-1], "run=second"], tmp_path)
+    assert result.code == 78
+    assert "accel-run[tasks]" in result.err
     assert [path.name for path in (tmp_path / "outputs").iterdir()] == ["first"]
-    assert server.run([*words, "updates=20", "resume_allow=[updates]"], tmp_path).code == 78
+    assert server.run([*args, "updates=20", "resume_allow=[updates]"], tmp_path).code == 78
     assert (tmp_path / "outputs" / "first" / "checkpoints" / "update-0000000010").is_dir()
 
 
@@ -316,7 +316,7 @@ def test_a_user_package_named_runner_gets_a_hint(statement: str, server: ForkSer
     for name in ("__init__.py", "utils.py"):
         (package / name).write_text("scale = 2\n")
     (package / "task.py").write_text(f"{TASK}\n{statement}\n")
-    ended = server.run("train --task project/runner/task.py updates=1 device=cpu monitor=off", tmp_path)
-    assert ended.code == 70
-    assert str(package) in ended.err
-    assert "my_runner" in ended.err
+    result = server.run("train --task project/runner/task.py updates=1 device=cpu monitor=off", tmp_path)
+    assert result.code == 70
+    assert str(package) in result.err
+    assert "my_runner" in result.err

@@ -19,10 +19,10 @@ UPDATES, EVERY = 30, 4
 @pytest.fixture(scope="module")
 def screen(server: ForkServer, folder: Path) -> str:
     """The output of a short run whose first update and evaluations take far longer than the other updates."""
-    words = ["train", "--task", str(TASK), "device=cpu", "monitor=off", f"updates={UPDATES}", f"log_every={EVERY}"]
-    ended = server.run([*words, "run=one", "evaluate.every=10"], folder)
-    assert ended.code == 0, ended.err
-    return ended.out
+    args = ["train", "--task", str(TASK), "device=cpu", "monitor=off", f"updates={UPDATES}", f"log_every={EVERY}"]
+    result = server.run([*args, "run=one", "evaluate.every=10"], folder)
+    assert result.code == 0, result.err
+    return result.out
 
 
 @pytest.fixture(scope="module")
@@ -33,10 +33,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def known(screen: str, folder: Path) -> float:
     """The throughput in run.json."""
-    found = record(folder)["evidence"]["items_per_s"]
-    assert isinstance(found, float)
-    assert found > 0
-    return found
+    result = record(folder)["evidence"]["items_per_s"]
+    assert isinstance(result, float)
+    assert result > 0
+    return result
 
 
 def record(folder: Path) -> dict[str, Any]:
@@ -66,7 +66,7 @@ def test_rows_of_metrics_give_the_same_throughput(known: float, folder: Path) ->
 
 
 def test_a_progress_line_shows_the_throughput_of_a_row(screen: str, folder: Path) -> None:
-    shown = [float(found) for found in re.findall(r"items_per_s=([\d.e+-]+)", screen)]
+    shown = [float(result) for result in re.findall(r"items_per_s=([\d.e+-]+)", screen)]
     assert shown
     for figure in shown:  # rounded to four digits
         assert any(row["perf/throughput"] == pytest.approx(figure, rel=1e-3) for row in rows(folder))
@@ -86,15 +86,15 @@ def test_runs_and_status_show_the_throughput_of_the_run(known: float, folder: Pa
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("words", ["report one", "report one two out=both.html"])
-def test_pages_show_the_throughput_of_the_run(words: str, known: float, folder: Path, server: ForkServer) -> None:
+@pytest.mark.parametrize("args", ["report one", "report one two out=both.html"])
+def test_pages_show_the_throughput_of_the_run(args: str, known: float, folder: Path, server: ForkServer) -> None:
     import shutil
 
     shutil.copytree(folder / "outputs" / "one", folder / "outputs" / "two", dirs_exist_ok=True)
-    ended = server.run(words, folder)
+    result = server.run(args, folder)
     shutil.rmtree(folder / "outputs" / "two")
-    assert ended.code == 0, ended.err
-    out = folder / ("both.html" if "both" in words else "outputs/one/report.html")
+    assert result.code == 0, result.err
+    out = folder / ("both.html" if "both" in args else "outputs/one/report.html")
     text = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", out.read_text()))
     assert f" {format_rate(known)} " in text
 

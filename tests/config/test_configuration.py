@@ -45,14 +45,14 @@ raise SystemExit("a task file is not run to learn its settings")
 """
 
 
-def composed(*words: str, task: Path | None = None, folder: Path | None = None) -> Configuration:
-    return compose(Request(words, task, folder))
+def composed(*args: str, task: Path | None = None, folder: Path | None = None) -> Configuration:
+    return compose(Request(args, task, folder))
 
 
-def refused(*words: str, task: Path | None = None, folder: Path | None = None) -> list[Problem]:
+def refused(*args: str, task: Path | None = None, folder: Path | None = None) -> list[Problem]:
     """Compose and return the reported problems."""
     with pytest.raises(ConfigError) as caught:
-        composed(*words, task=task, folder=folder)
+        composed(*args, task=task, folder=folder)
     return list(caught.value.problems)
 
 
@@ -87,7 +87,7 @@ def test_a_plus_before_a_group_changes_nothing() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "precision", "source"),
+    ("args", "precision", "source"),
     [
         ((), "auto", None),
         (("hardware=t4",), "fp16", "profile t4"),
@@ -96,17 +96,17 @@ def test_a_plus_before_a_group_changes_nothing() -> None:
     ],
 )
 def test_the_command_line_beats_the_profile_which_beats_the_default(
-    words: tuple[str, ...], precision: str, source: str | None
+    args: tuple[str, ...], precision: str, source: str | None
 ) -> None:
-    configuration = composed(*words)
+    configuration = composed(*args)
     assert configuration.choices["precision"].name == precision
     assert configuration.sources.get("precision") == source
     assert configuration.is_set_by_user("precision") == (source == "command line")
 
 
 def test_the_order_typed_does_not_matter() -> None:
-    words = ("hardware=t4", "precision=bf16", "precision.keep_fp32=[head]")
-    answers = [composed(*order) for order in permutations(words)]
+    args = ("hardware=t4", "precision=bf16", "precision.keep_fp32=[head]")
+    answers = [composed(*order) for order in permutations(args)]
     flat = answers[0].flat()
     assert {key: flat[key] for key in ("precision", "precision.keep_fp32", "attention")} == {
         "precision": "bf16",
@@ -138,7 +138,7 @@ def test_a_task_file_is_a_task_with_its_keys_and_those_of_its_predictions(task: 
 
 
 @pytest.mark.parametrize(
-    ("words", "settings", "expected"),
+    ("args", "settings", "expected"),
     [
         ((), '{"updates": 40}', (40, None)),
         ((), '{"epochs": 3}', (None, 3)),
@@ -148,11 +148,11 @@ def test_a_task_file_is_a_task_with_its_keys_and_those_of_its_predictions(task: 
     ],
 )
 def test_epochs_override_updates_of_weaker_sources(
-    words: tuple[str, ...], settings: str, expected: tuple[int | None, int | None], tmp_path: Path
+    args: tuple[str, ...], settings: str, expected: tuple[int | None, int | None], tmp_path: Path
 ) -> None:
     write(tmp_path, {"mine.py": f"SETTINGS: dict = {settings}\ndef build(): ...\n"})
-    found = composed(*words, task=tmp_path / "mine.py").settings
-    assert (found.updates, found.epochs) == expected
+    result = composed(*args, task=tmp_path / "mine.py").settings
+    assert (result.updates, result.epochs) == expected
 
 
 def test_tuned_values_of_a_task_are_not_used_for_another_option(tmp_path: Path) -> None:
@@ -187,15 +187,15 @@ def test_none_null_and_off_are_all_accepted(word: str, option: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "scales"),
+    ("args", "scales"),
     [
         (("optimizer.lr_scales={head:0.1}",), {"head": 0.1}),
         (("optimizer.lr_scales.head=0.1", "optimizer.lr_scales.body.0=2"), {"head": 0.1, "body.0": 2}),
         (("optimizer.lr_scales={0:0.1}",), {"0": 0.1}),
     ],
 )
-def test_a_mapping_is_set_completely_or_by_entry(words: tuple[str, ...], scales: dict[str, float]) -> None:
-    configuration = composed(*words)
+def test_a_mapping_is_set_completely_or_by_entry(args: tuple[str, ...], scales: dict[str, float]) -> None:
+    configuration = composed(*args)
     assert configuration.choices["optimizer"].options["lr_scales"] == scales
     assert configuration.sources["optimizer.lr_scales"] == "command line"
 
@@ -253,9 +253,9 @@ def test_files_of_windows_are_read_as_others_are(mark: bytes, tmp_path: Path) ->
         file = folder / f"{name}.yaml"
         file.parent.mkdir(parents=True)
         file.write_bytes(mark + text.replace("\n", "\r\n").encode())
-    found = composed("optimizer=slow", "hardware=mine", folder=folder)
-    assert found.choices["optimizer"].options["lr"] == 0.00001
-    assert found.choices["precision"].name == "bf16"
+    result = composed("optimizer=slow", "hardware=mine", folder=folder)
+    assert result.choices["optimizer"].options["lr"] == 0.00001
+    assert result.choices["precision"].name == "bf16"
 
 
 def test_letters_beyond_ascii_need_no_quotes() -> None:
@@ -325,15 +325,17 @@ def test_a_profile_is_stronger_than_the_task_and_weaker_than_the_command_line(tm
     """Otherwise a task's setting would override the tuning for a machine."""
     folder = write(tmp_path, {"hardware/mine.yaml": OF_PROFILE, "two.py": OF_TASK_AND_PROFILE})
     configuration = compose(Request(("+hardware=mine", "global_batch_size=16"), folder / "two.py", folder))
-    said = compose(Request(("hardware=mine", "global_batch_size=16", "micro_batch_size=1"), folder / "two.py", folder))
+    messages = compose(
+        Request(("hardware=mine", "global_batch_size=16", "micro_batch_size=1"), folder / "two.py", folder)
+    )
 
-    found, own = configuration.flat(), ("phase.first.micro_batch_size", "phase.second.micro_batch_size")
-    assert [found[key] for key in ("micro_batch_size", "dataloader.num_workers", *own)] == [8, 2, 16, 8]
-    assert found["phase.first.optimizer.kernel"] == "foreach", "what the profile leaves is the task's"
+    result, own = configuration.flat(), ("phase.first.micro_batch_size", "phase.second.micro_batch_size")
+    assert [result[key] for key in ("micro_batch_size", "dataloader.num_workers", *own)] == [8, 2, 16, 8]
+    assert result["phase.first.optimizer.kernel"] == "foreach", "what the profile leaves is the task's"
     assert {configuration.sources[key] for key in ("micro_batch_size", "dataloader.num_workers", *own)} == {
         "profile mine"
     }
-    assert [said.flat()[key] for key in ("micro_batch_size", *own)] == [1, 1, 1]
+    assert [messages.flat()[key] for key in ("micro_batch_size", *own)] == [1, 1, 1]
     assert any("mine.yaml" in note for note in configuration.notes)
 
 
@@ -415,13 +417,13 @@ FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
 
 
 def test_an_error_in_a_config_folder_names_the_file_or_the_key(tmp_path: Path, screen: Callable[..., None]) -> None:
-    told = []
-    for number, (name, (files, words, places)) in enumerate(FAULTS.items()):
+    messages = []
+    for number, (name, (files, args, places)) in enumerate(FAULTS.items()):
         folder = write(tmp_path / str(number), files)
-        problems = refused(*words, folder=folder)
+        problems = refused(*args, folder=folder)
         assert where(problems) == [place.format(folder=folder) for place in places], name
-        told.append(f"{name}\n{as_text(problems)}")
-    screen("\n\n".join(told), replace={r"<folder>/\d+": "<folder>"})
+        messages.append(f"{name}\n{as_text(problems)}")
+    screen("\n\n".join(messages), replace={r"<folder>/\d+": "<folder>"})
 
 
 def test_an_unresolved_interpolation_is_a_problem(tmp_path: Path) -> None:
@@ -443,9 +445,9 @@ def test_an_unresolved_interpolation_is_a_problem(tmp_path: Path) -> None:
 )
 def test_an_error_in_a_task_file_is_reported_without_running_it(text: str, problem: str, tmp_path: Path) -> None:
     file = write(tmp_path, {"mine.py": text if "build" in text else f"def build(): ...\n{text}"}) / "mine.py"
-    (found,) = refused(task=file)
-    assert str(found).startswith(f"{file}: ")
-    assert problem in found.what or problem in str(found)
+    (result,) = refused(task=file)
+    assert str(result).startswith(f"{file}: ")
+    assert problem in result.what or problem in str(result)
 
 
 def test_settings_of_a_task_are_validated(tmp_path: Path, screen: Callable[..., None]) -> None:
@@ -577,9 +579,9 @@ def test_an_unknown_key_of_a_task_gets_its_keys(word: str) -> None:
 
 
 def test_all_problems_are_reported_at_once(screen: Callable[..., None]) -> None:
-    words = ("--lr", "3", "optimizer=adamm", "seed=-1", "extra=1", "~tracker", "hardware@x=t4", "seed")
+    args = ("--lr", "3", "optimizer=adamm", "seed=-1", "extra=1", "~tracker", "hardware@x=t4", "seed")
     more = ("updates=5", "epochs=5", "global_batch_size=2", "micro_batch_size=3", "backend.threads=2000")
-    problems = refused(*words, *more)
+    problems = refused(*args, *more)
     assert where(problems) == [
         "--lr 3",
         "seed",
@@ -598,15 +600,16 @@ def test_all_problems_are_reported_at_once(screen: Callable[..., None]) -> None:
 def test_names_of_other_trainers_get_suggestions() -> None:
     known = [*FOREIGN_KEYS]
     for keys in (known[at : at + MAX_HINTS] for at in range(0, len(known), MAX_HINTS)):
-        found = refused(*(f"{key}=1" for key in keys))
+        result = refused(*(f"{key}=1" for key in keys))
         expected = [(f"{key}=1", fix_values(suggestion_for_key(key, "1"))) for key in keys]
-        assert [(problem.where, problem.fix) for problem in found] == expected
+        assert [(problem.where, problem.fix) for problem in result] == expected
 
 
-@pytest.mark.parametrize("said", sorted(set(FOREIGN_KEYS.values())))
-def test_suggested_names_exist(said: str) -> None:
+@pytest.mark.parametrize("messages", sorted(set(FOREIGN_KEYS.values())))
+def test_suggested_names_exist(messages: str) -> None:
     for key, value in re.findall(
-        r"(?<![A-Z_])([a-z][\w.]*)=([^\s;,:]+)", "" if said.startswith(("accel-run", "goal=", "trials=")) else said
+        r"(?<![A-Z_])([a-z][\w.]*)=([^\s;,:]+)",
+        "" if messages.startswith(("accel-run", "goal=", "trials=")) else messages,
     ):
         if key not in GROUPS:
             group, _, name = key.partition(".")
@@ -620,17 +623,17 @@ def test_suggested_names_exist(said: str) -> None:
 
 @pytest.mark.parametrize("group", FOREIGN_OPTIONS)
 def test_foreign_options_get_a_suggestion(group: str) -> None:
-    for said, others in FOREIGN_OPTIONS[group].items():
-        assert said.split()[0] in list_options(group)
+    for messages, others in FOREIGN_OPTIONS[group].items():
+        assert messages.split()[0] in list_options(group)
         for other in others.split():
-            assert suggestion_for_option(group, other.upper()) == f"use {group}={said}"
+            assert suggestion_for_option(group, other.upper()) == f"use {group}={messages}"
 
 
 # ---------------------------------------------------------------- sweeps and merged overrides
 
 
 @pytest.mark.parametrize(
-    ("words", "expected"),
+    ("args", "expected"),
     [
         (("seed=1,2", "run=a"), [("seed=1", "run=a"), ("seed=2", "run=a")]),
         (("seed=choice(1,2)",), [("seed=1",), ("seed=2",)]),
@@ -643,8 +646,8 @@ def test_foreign_options_get_a_suggestion(group: str) -> None:
         ((), [()]),
     ],
 )  # fmt: skip
-def test_a_sweep_is_every_combination_in_order(words: tuple[str, ...], expected: list[tuple[str, ...]]) -> None:
-    request = Request(words, Path("task.py"), Path("folder"))
+def test_a_sweep_is_every_combination_in_order(args: tuple[str, ...], expected: list[tuple[str, ...]]) -> None:
+    request = Request(args, Path("task.py"), Path("folder"))
     assert expand_sweep(request) == [Request(each, Path("task.py"), Path("folder")) for each in expected]
 
 
@@ -692,12 +695,12 @@ def test_every_shipped_option_of_every_group_composes() -> None:
     options = {group: list_options(group) for group in GROUPS}
     assert all(options.values())
     for number in range(max(map(len, options.values()))):
-        words = {group: names[number % len(names)] for group, names in options.items()}
-        configuration = composed(*(f"{group}={name}" for group, name in words.items()))
+        args = {group: names[number % len(names)] for group, names in options.items()}
+        configuration = composed(*(f"{group}={name}" for group, name in args.items()))
         chosen = {group: choice.name for group, choice in configuration.choices.items()}
-        assert {**chosen, "hardware": configuration.profile} == words
+        assert {**chosen, "hardware": configuration.profile} == args
         for group in AXES:
-            signature = find_signature(group, words[group])
+            signature = find_signature(group, args[group])
             assert set(configuration.choices[group].options) == set(signature.keys if signature else ())
 
 
@@ -731,23 +734,23 @@ def test_every_group_with_options_is_one_of_the_groups() -> None:
 
 
 def test_the_yaml_of_a_configuration_can_be_read_back() -> None:
-    words = (
+    args = (
         "resume_allow=[off,'1']",
         'data.path="1e-3"',
         "optimizer.lr_scales={0:0.1}",
         "optimizer.eps=1e-9",
         "compile=off",
     )
-    configuration = composed(*words, "+hardware=t4", "checkpoint.best=null", "run='null'")
-    found: Any = OmegaConf.to_container(OmegaConf.create(to_yaml(configuration)))
+    configuration = composed(*args, "+hardware=t4", "checkpoint.best=null", "run='null'")
+    result: Any = OmegaConf.to_container(OmegaConf.create(to_yaml(configuration)))
     for group, choice in configuration.choices.items():
-        assert found.pop(group) == {"option": choice.name, **choice.options}
-    assert found.pop("hardware") == {"profile": "t4", **configuration.hardware}
-    assert found.pop("inference") == configuration.inference
-    assert {name: key for name, key in found.items() if not isinstance(key, dict)} == {
-        key: value for key, value in configuration.flat().items() if key in found
+        assert result.pop(group) == {"option": choice.name, **choice.options}
+    assert result.pop("hardware") == {"profile": "t4", **configuration.hardware}
+    assert result.pop("inference") == configuration.inference
+    assert {name: key for name, key in result.items() if not isinstance(key, dict)} == {
+        key: value for key, value in configuration.flat().items() if key in result
     }
-    assert (found["resume_allow"], found["data"]["path"], found["run"]) == (["off", "1"], "1e-3", "null")
+    assert (result["resume_allow"], result["data"]["path"], result["run"]) == (["off", "1"], "1e-3", "null")
 
 
 def test_torch_is_not_needed_to_compose() -> None:

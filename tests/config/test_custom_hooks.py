@@ -61,9 +61,9 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def problems_of(file: Path, *words: str) -> list[Problem]:
+def problems_of(file: Path, *args: str) -> list[Problem]:
     with pytest.raises(ConfigError) as caught:
-        compose(Request(words, file))
+        compose(Request(args, file))
     return list(caught.value.problems)
 
 
@@ -93,8 +93,8 @@ def test_a_task_may_set_the_keys_of_its_hooks(write: Callable[[str], Path]) -> N
 
 
 def test_keys_of_a_disabled_hook_are_reported_as_without_effect(write: Callable[[str], Path]) -> None:
-    words = ("hook.log_images.enabled=false", "hook.log_images.every=7")
-    configuration = compose(Request(words, write(NEVER_RUN)))
+    args = ("hook.log_images.enabled=false", "hook.log_images.every=7")
+    configuration = compose(Request(args, write(NEVER_RUN)))
     assert [hook.name for hook in configuration.hooks if hook.options["enabled"]] == ["freeze_after"]
     assert [note for note in configuration.notes if "hook.log_images.every=7" in note]
 

@@ -85,9 +85,9 @@ def write(tmp_path: Path) -> Callable[[str], Path]:
     return write
 
 
-def problems_of(file: Path, *words: str) -> list[Problem]:
+def problems_of(file: Path, *args: str) -> list[Problem]:
     with pytest.raises(ConfigError) as caught:
-        compose(Request(words, file))
+        compose(Request(args, file))
     return list(caught.value.problems)
 
 
@@ -154,7 +154,7 @@ def test_a_table_of_the_wrong_shape_is_one_problem_with_its_place(
 
 def test_a_key_of_an_option_may_have_any_name() -> None:
     keys = {"table": 1, "option": 2, "given": 3, "keys": 4}
-    assert call_option({"any": lambda *given, **found: (given, found)}, "any", "parameters", **keys) == (
+    assert call_option({"any": lambda *given, **result: (given, result)}, "any", "parameters", **keys) == (
         ("parameters",),
         keys,
     )
@@ -170,14 +170,14 @@ def test_a_users_optimizer_and_schedule_train_and_resume_bit_for_bit(
 ) -> None:
     file = write(TASK)
     monkeypatch.chdir(tmp_path)
-    words = ["train", "--task", str(file), "device=cpu", "monitor=off", "log_every=1"]
-    assert main([*words, "run=straight", "updates=12"]) == 0
-    assert main([*words, "run=parts", "updates=6"]) == 0
-    assert main([*words, "run=parts", "updates=12", "resume_allow=[updates]"]) == 0
-    straight, parts = losses(tmp_path / "outputs" / "straight"), losses(tmp_path / "outputs" / "parts")
-    assert len(straight) == 12
-    assert parts == straight
-    assert straight[0] > straight[-1]
+    args = ["train", "--task", str(file), "device=cpu", "monitor=off", "log_every=1"]
+    assert main([*args, "run=straight", "updates=12"]) == 0
+    assert main([*args, "run=parts", "updates=6"]) == 0
+    assert main([*args, "run=parts", "updates=12", "resume_allow=[updates]"]) == 0
+    uninterrupted, parts = losses(tmp_path / "outputs" / "straight"), losses(tmp_path / "outputs" / "parts")
+    assert len(uninterrupted) == 12
+    assert parts == uninterrupted
+    assert uninterrupted[0] > uninterrupted[-1]
 
 
 def test_the_optimizer_of_a_package_is_an_option_that_names_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

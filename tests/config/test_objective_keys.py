@@ -37,27 +37,27 @@ def task(tmp_path: Path) -> Path:
     return file
 
 
-def planned(task: Path, *words: str) -> Any:
-    return plan_this_process(compose(Request((*words, "device=cpu"), task)))[0]
+def planned(task: Path, *args: str) -> Any:
+    return plan_this_process(compose(Request((*args, "device=cpu"), task)))[0]
 
 
-def specs(task: Path, *words: str) -> dict[str, Any]:
-    return {spec.name: spec for spec in parse_objectives(Pair(), planned(task, *words).phases[0])}
+def specs(task: Path, *args: str) -> dict[str, Any]:
+    return {spec.name: spec for spec in parse_objectives(Pair(), planned(task, *args).phases[0])}
 
 
 def test_a_command_line_key_replaces_the_declared_value(task: Path) -> None:
-    found = specs(
+    result = specs(
         task, "objective.actor.optimizer.lr=1e-4", "objective.actor.every=3", "objective.critic.max_grad_norm=0.5"
     )
-    assert found["actor"].optimizer.options["lr"] == 1e-4
-    assert (found["actor"].every, found["critic"].max_grad_norm) == (3, 0.5)
-    assert found["critic"].optimizer == specs(task)["critic"].optimizer
+    assert result["actor"].optimizer.options["lr"] == 1e-4
+    assert (result["actor"].every, result["critic"].max_grad_norm) == (3, 0.5)
+    assert result["critic"].optimizer == specs(task)["critic"].optimizer
 
 
 def test_another_optimizer_has_its_own_keys(task: Path) -> None:
-    found = specs(task, "objective.actor.optimizer=sgd", "objective.actor.optimizer.momentum=0.3")["actor"].optimizer
-    assert isinstance(found, Choice)
-    assert (found.name, found.options["momentum"], found.options["lr"]) == ("sgd", 0.3, 0.01)
+    result = specs(task, "objective.actor.optimizer=sgd", "objective.actor.optimizer.momentum=0.3")["actor"].optimizer
+    assert isinstance(result, Choice)
+    assert (result.name, result.options["momentum"], result.options["lr"]) == ("sgd", 0.3, 0.01)
 
 
 def test_a_key_that_is_set_is_part_of_the_plan_and_others_are_not(task: Path) -> None:

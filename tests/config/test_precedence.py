@@ -131,12 +131,12 @@ def test_a_task_that_chooses_its_options_is_composed_once(task: Path, folder: Pa
 
 
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [["train", "monitor=off", "device=cpu"], ["plan", "device=cpu"], ["explain", "optimizer.lr"]],
     ids=["train", "plan", "explain"],
 )
 def test_a_command_composes_its_request_once(
-    words: list[str],
+    args: list[str],
     task: Path,
     folder: Path,
     composed: list[list[str]],
@@ -144,7 +144,7 @@ def test_a_command_composes_its_request_once(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(task.parent)
-    assert main([*words, "--task", str(task), "--config-dir", str(folder)]) == 0, capsys.readouterr().err
+    assert main([*args, "--task", str(task), "--config-dir", str(folder)]) == 0, capsys.readouterr().err
     assert len(composed) == 1
 
 
@@ -170,11 +170,11 @@ def profile(folder: Path, option: str, **keys: float) -> None:
     (folder / "hardware" / "box.yaml").write_text(text)
 
 
-@pytest.mark.parametrize("words", [*permutations(["hardware=box", "optimizer=nadam"])], ids=" ".join)
-def test_keys_of_a_profile_are_for_the_option_that_it_chooses(task: Path, folder: Path, words: tuple[str, ...]) -> None:
+@pytest.mark.parametrize("args", [*permutations(["hardware=box", "optimizer=nadam"])], ids=" ".join)
+def test_keys_of_a_profile_are_for_the_option_that_it_chooses(task: Path, folder: Path, args: tuple[str, ...]) -> None:
     profile(folder, "sgd", lr=0.25, momentum=0.5)
     assert compose(Request(("hardware=box",), task, folder)).choices["optimizer"].options["momentum"] == 0.5
-    typed = compose(Request(words, task, folder))
+    typed = compose(Request(args, task, folder))
     default = compose(Request(("optimizer=nadam",), task, folder))
     assert typed.choices["optimizer"] == default.choices["optimizer"]
     assert "optimizer.lr" not in typed.sources
@@ -187,9 +187,9 @@ def test_a_key_that_a_profile_does_not_keep_has_the_value_of_the_option_file(tas
     (folder / "optimizer" / "slow.yaml").write_text("option: nadam\nlr: 0.125\n")
     (folder / "optimizer" / "slower.yaml").write_text("defaults: [slow, _self_]\neps: 0.5\n")
     for option in ("slow", "slower"):
-        found = compose(Request((f"optimizer={option}", "hardware=box"), task, folder))
-        assert found.choices["optimizer"].options["lr"] == 0.125
-        assert found.sources.get("optimizer.lr") != "profile box"
+        result = compose(Request((f"optimizer={option}", "hardware=box"), task, folder))
+        assert result.choices["optimizer"].options["lr"] == 0.125
+        assert result.sources.get("optimizer.lr") != "profile box"
 
 
 def test_a_typo_in_a_profile_is_reported(task: Path, folder: Path) -> None:

@@ -77,9 +77,9 @@ TYPES: list[tuple[Any, str, list[Any], list[Any]]] = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("kind", "words", "good", "bad"), TYPES, ids=[words for _, words, _, _ in TYPES])
-def test_a_type_is_described_and_enforced(kind: Any, words: str, good: list[Any], bad: list[Any]) -> None:
-    assert describe_type(kind) == words
+@pytest.mark.parametrize(("kind", "args", "good", "bad"), TYPES, ids=[words for _, words, _, _ in TYPES])
+def test_a_type_is_described_and_enforced(kind: Any, args: str, good: list[Any], bad: list[Any]) -> None:
+    assert describe_type(kind) == args
     assert [value for value in good if describe_mismatch(kind, value) is not None] == []
     assert [value for value in bad if describe_mismatch(kind, value) is None] == []
 
@@ -246,9 +246,9 @@ def test_a_short_name_may_have_one_wrong_letter() -> None:
 
 
 @given(st.sampled_from(KNOWN))
-def test_a_known_name_is_its_own_nearest(word: str) -> None:
+def test_the_nearest_name_of_a_known_name_is_itself(word: str) -> None:
     assert find_nearest(word, KNOWN) == word
 
 
-def test_without_known_names_nothing_is_near() -> None:
+def test_without_known_names_there_is_no_nearest_name() -> None:
     assert find_nearest("lr", []) is None

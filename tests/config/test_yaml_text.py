@@ -46,7 +46,7 @@ def test_omegaconf_reads_back_what_is_written(tree: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize("word", [*WORDS, "two words", "ünï", "long words " * 30, "b\udcff"])
-def test_a_text_is_written_as_omegaconf_does(word: str) -> None:
+def test_strings_are_written_as_by_omegaconf(word: str) -> None:
     tree = {"key": word, "inner": {"list": [word, 1, 0.001, None, True]}}
     assert yaml_text(tree) == OmegaConf.to_yaml(OmegaConf.create(tree))
 

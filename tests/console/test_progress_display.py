@@ -118,7 +118,7 @@ def test_the_bar_shows_every_figure_and_the_machine_below(screen: Callable[..., 
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 120, 200])
-def test_the_bar_keeps_its_columns_whatever_the_values(columns: int) -> None:
+def test_the_bar_keeps_its_columns_for_any_values(columns: int) -> None:
     clock, dice = Clock(), random.Random(1)
     with terminal(columns) as (stream, seen):
         bar = Bar(stream, clock)

@@ -34,12 +34,12 @@ def run_ranks(function: Callable[[World], Any], world_size: int, *, limit_s: flo
         codes = _waited(pids, limit_s)
         late = [rank for rank in range(world_size) if rank not in codes]
         results: list[Any] = []
-        told = [
+        messages = [
             path.read_text() for path in sorted(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime)
         ]
         why = f"exit codes by rank {codes}" + (f", ranks {late} did not end" if late else "")
-        assert not late, "\n".join([why, *told])
-        assert not any(codes.values()), "\n".join([why, *told])
+        assert not late, "\n".join([why, *messages])
+        assert not any(codes.values()), "\n".join([why, *messages])
         for rank in range(world_size):
             results.append(json.loads((Path(folder) / f"result-{rank}").read_text()))
         return results
@@ -69,8 +69,8 @@ def _waited(pids: dict[int, int], limit_s: float) -> dict[int, int]:
     def all_ended() -> bool:
         for pid, rank in pids.items():
             if rank not in codes:
-                ended, status = os.waitpid(pid, os.WNOHANG)
-                if ended:
+                result, status = os.waitpid(pid, os.WNOHANG)
+                if result:
                     codes[rank] = os.waitstatus_to_exitcode(status)
         return len(codes) == len(pids)
 

@@ -177,13 +177,13 @@ def refused(model: nn.Module) -> list[list[str]]:
     """Return for each rank the message, the types of all modules, and whether each is in training mode."""
 
     def told(world: World) -> list[Any]:
-        said = ""
+        messages = ""
         try:
             synchronize_batch_norms(model, world)
         except ConfigError as error:
-            said = str(error)
+            messages = str(error)
         modules = list(model.modules())
-        return [said, [type(module).__name__ for module in modules], [module.training for module in modules]]
+        return [messages, [type(module).__name__ for module in modules], [module.training for module in modules]]
 
     return run_ranks(told, 2)
 
@@ -202,24 +202,24 @@ def refused(model: nn.Module) -> list[list[str]]:
 def test_norms_of_other_kinds_are_refused_on_all_ranks(norm: Any, kind: str, mode: bool) -> None:
     model = nn.Sequential(nn.BatchNorm2d(3), nn.Sequential(nn.Tanh(), norm())).train(mode)
     before = [type(module).__name__ for module in model.modules()]
-    for said, types, training in refused(model):
-        assert said.startswith("parallelism.batch_norm: ")
-        assert f"sync: 1.1 ({kind})\n" in said
-        assert "parallelism.batch_norm=per_rank" in said
+    for messages, types, training in refused(model):
+        assert messages.startswith("parallelism.batch_norm: ")
+        assert f"sync: 1.1 ({kind})\n" in messages
+        assert "parallelism.batch_norm=per_rank" in messages
         assert types == before
         assert training == [mode] * len(before)
 
 
 def test_only_some_of_many_norms_are_named() -> None:
-    for said, _, _ in refused(nn.Sequential(*(Activated(3) for _ in range(7)))):
-        assert "sync: 0 (Activated), 1 (Activated)," in said
-        assert "4 (Activated) and 2 more\n" in said
+    for messages, _, _ in refused(nn.Sequential(*(Activated(3) for _ in range(7)))):
+        assert "sync: 0 (Activated), 1 (Activated)," in messages
+        assert "4 (Activated) and 2 more\n" in messages
     assert "model (Activated)\n" in refused(Activated(3))[0][0]
 
 
 def test_norms_that_never_train_may_be_of_any_kind() -> None:
-    for said, types, training in refused(Frozen(Activated(3), nn.BatchNorm1d(3))):
-        assert said == ""
+    for messages, types, training in refused(Frozen(Activated(3), nn.BatchNorm1d(3))):
+        assert messages == ""
         assert types == ["Frozen", "Activated", "_BatchNorm1d"]
         assert training == [True] * 3
 
@@ -245,9 +245,9 @@ def test_a_single_value_over_all_ranks_is_refused_on_all_ranks() -> None:
             return str(error)
         return ""
 
-    for said in run_ranks(single_value, 2):
-        assert "per channel" in said
-        assert "has 1\n" in said
+    for messages in run_ranks(single_value, 2):
+        assert "per channel" in messages
+        assert "has 1\n" in messages
 
 
 def test_half_formats_are_normalized_in_float32() -> None:

@@ -186,12 +186,12 @@ def one_update(
     sums = parallel.reduce(parallel.accumulate(passes_of(wrapped, loss), iter(micros())))
     gradients = parallel.gradients(list(own.values()))
     norm = parallel.global_norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
-    found = {name: weight.grad for name, weight in own.items() if weight.grad is not None}
+    result = {name: weight.grad for name, weight in own.items() if weight.grad is not None}
     return {
         "loss": float(sums.loss_sum),
         "items": float(sums.items),
         "bad": [list(one) for one in sums.bad],
-        "gradients": {name: grad.flatten().tolist() for name, grad in found.items()},
+        "gradients": {name: grad.flatten().tolist() for name, grad in result.items()},
         "norm": float(norm),
         "split": list(parallel.placement.split.sizes) if isinstance(parallel, Pipelined) else [],
     }
@@ -355,9 +355,9 @@ def test_a_layer_may_work_in_place_and_keep_statistics() -> None:
             nn.BatchNorm1d(TOKENS),
             nn.Linear(WIDTH, CLASSES),
         ).double()
-        found = one_update(world, lambda: model, lambda: batches([3, 3, 2], torch.float64), split=[2, 3])
+        result = one_update(world, lambda: model, lambda: batches([3, 3, 2], torch.float64), split=[2, 3])
         mean, tracked = model[3].running_mean, model[3].num_batches_tracked
-        return found, None if mean.is_meta else [mean.tolist(), int(tracked)]
+        return result, None if mean.is_meta else [mean.tolist(), int(tracked)]
 
     (one, nothing), (two, statistics) = run_ranks(update, 2)
     alone, expected = update(ALONE)
@@ -513,7 +513,7 @@ def test_an_overflow_on_one_stage_is_an_overflow_on_all() -> None:
     np.testing.assert_allclose(one["losses"], alone["losses"], rtol=1e-3)
 
 
-def test_a_stage_without_parameters_takes_part_in_everything() -> None:
+def test_a_stage_without_parameters_participates_in_all_operations() -> None:
     def run(world: World) -> dict[str, Any]:
         made = training(
             world,
@@ -811,10 +811,10 @@ def test_all_ranks_start_from_the_weights_of_rank_0() -> None:
         parallel.wrap(model, lambda: list(model), [])
         return {name: tensor.tolist() for name, tensor in parallel.gather_full(model.state_dict()).items()}
 
-    found = run_ranks(weights, 2)[0]
+    result = run_ranks(weights, 2)[0]
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
-    assert found == {name: tensor.tolist() for name, tensor in model.state_dict().items()}
+    assert result == {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
 @pytest.mark.sampled(1)
@@ -862,8 +862,8 @@ def test_the_bubble_is_the_share_of_time_that_stages_wait(
         made.parallel.stopwatch = SimpleNamespace(last=Lap(1, (first, last)[world.rank]))
         return list(made.parallel.bubble())
 
-    for found in run_ranks(run, 2):
-        assert found == pytest.approx(expected)
+    for result in run_ranks(run, 2):
+        assert result == pytest.approx(expected)
 
 
 # ---------------------------------------------------------------- the gpt task

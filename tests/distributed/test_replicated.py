@@ -71,9 +71,9 @@ class Traffic:
             dist.all_reduce = plain
 
     def taken(self) -> tuple[int, int]:
-        found = self.sent, self.late
+        result = self.sent, self.late
         self.sent = self.late = 0
-        return found
+        return result
 
 
 Choice = Callable[[Layers, World, int], None]
@@ -91,7 +91,7 @@ def exchanged(world: World, model: Layers, choose: Choice = lambda *_: None, aga
     weights = list(model.parameters())
     traffic = Traffic(weights)  # its hooks run before those of the reducer
     passes = ForwardPasses(model, lambda net, x: (net(x).square().sum(), len(x)), nullcontext, Tensor.backward)
-    found: dict[str, Any] = {"bytes": [], "gradients": []}
+    result: dict[str, Any] = {"bytes": [], "gradients": []}
     parallel.begin(weights)
     with traffic.counted():
         for update in range(UPDATES):
@@ -101,12 +101,12 @@ def exchanged(world: World, model: Layers, choose: Choice = lambda *_: None, aga
             choose(model, world, update)
             x = torch.randn(8, WIDTH)
             parallel.reduce(parallel.accumulate(passes, iter([MicroBatch(x[:4], False), MicroBatch(x[4:], True)])))
-            found["bytes"].append(traffic.taken())
-            found["gradients"].append([None if each.grad is None else each.grad.tolist() for each in weights])
+            result["bytes"].append(traffic.taken())
+            result["gradients"].append([None if each.grad is None else each.grad.tolist() for each in weights])
             for each in weights:
                 each.grad = None
     parallel.end()
-    return found
+    return result
 
 
 USED = {
@@ -199,20 +199,20 @@ def noted(name: str, plain: Callable[..., Any], calls: list[tuple[str, str]]) ->
 def test_an_update_has_one_collective_besides_those_of_gradients(tmp_path: Path) -> None:
     """The collective contains sums, flags, times and the requests of hooks."""
     (tmp_path / "task.py").write_text(TASK)
-    words = ("updates=30", "global_batch_size=8", "device=cpu", "monitor=off", "parallelism=ddp", "evaluate.every=0")
+    args = ("updates=30", "global_batch_size=8", "device=cpu", "monitor=off", "parallelism=ddp", "evaluate.every=0")
 
     def counted(world: World) -> list[list[tuple[str, str]]]:
         calls: list[tuple[str, str]] = []
         for name in ("all_reduce", "broadcast", "all_gather", "all_gather_into_tensor", "barrier"):
             setattr(dist, name, noted(name, getattr(dist, name), calls))
-        found = []
+        result = []
         with ExitStack() as stack:
-            request = Request((*words, f"output_root={tmp_path}", "run=counted"), tmp_path / "task.py")
+            request = Request((*args, f"output_root={tmp_path}", "run=counted"), tmp_path / "task.py")
             phase = open_first_phase(world, stack, request)
             for _ in phase.updates():
-                found.append([*calls])
+                result.append([*calls])
                 calls.clear()
-        return found[2:-1]  # the first two exchange more; the last ends the phase
+        return result[2:-1]  # the first two exchange more; the last ends the phase
 
     for updates in run_ranks(counted, 2):
         assert updates == [[["all_reduce", "torch.float32"], ["all_reduce", "torch.float64"]]] * 27

@@ -219,8 +219,8 @@ def gradient(world: World, shares: tuple[int, ...], micro: int, update: int, dty
     parameters = [weight for _, weight in run.named]
     local = run.parallel.gradients(parameters)
     norm = run.parallel.global_norm(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(local))))
-    found = {name: weight.grad for name, weight in run.named if weight.grad is not None}
-    return {"grads": listed(run.parallel.gather_full(found)), "norm": float(norm), "items": int(sums.items)}
+    result = {name: weight.grad for name, weight in run.named if weight.grad is not None}
+    return {"grads": listed(run.parallel.gather_full(result)), "norm": float(norm), "items": int(sums.items)}
 
 
 @pytest.mark.sampled(1)
@@ -588,7 +588,7 @@ def test_statistics_and_buffers_are_those_of_all_ranks() -> None:
     assert run_ranks(gathered, 3) == [[[1.0, 1.0, 1.0], [1.0, 2.0, 3.0]]] * 3
 
 
-def test_synchronized_norms_learn_as_one_process_with_the_whole_batch() -> None:
+def test_synchronized_norms_train_like_one_process_with_the_complete_batch() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -626,7 +626,7 @@ def refusal(function: Callable[[World], Any], world: World) -> str:
     return ""
 
 
-def test_everything_that_cannot_be_sharded_is_reported_at_once() -> None:
+def test_everything_that_cannot_be_sharded_is_reported_together() -> None:
     def wrap(world: World) -> None:
         model = Model().to(torch.float32)
         model.blocks[1].inner.weight = model.head.weight  # type: ignore[assignment, union-attr]
@@ -636,35 +636,35 @@ def test_everything_that_cannot_be_sharded_is_reported_at_once() -> None:
         model.add_module("norm", nn.BatchNorm1d(3))
         Sharded(world, communicate="bfloat16").wrap(model, list, list(model.blocks))
 
-    for said in run_ranks(partial(refusal, wrap), 2):
-        assert said.startswith("ConfigError")
-        for found in (
+    for messages in run_ranks(partial(refusal, wrap), 2):
+        assert messages.startswith("ConfigError")
+        for result in (
             "row-major",
             "embed.weight",
             "blocks.2 have float32 and float64",
             "blocks.1.inner.weight is in",
             "is bfloat16",
         ):
-            assert found in said
+            assert result in messages
 
 
 def test_a_loss_that_bypasses_the_model_is_refused_on_all_ranks() -> None:
     def learn(world: World) -> None:
         trained(world, shares=(16, 16), loss=lambda model, batch: (model.head(model.embed(batch[0])).sum(), 1))
 
-    for said in run_ranks(partial(refusal, learn), 2):
-        assert "outside of model(...)" in said
+    for messages in run_ranks(partial(refusal, learn), 2):
+        assert "outside of model(...)" in messages
 
 
 def test_gradients_are_exchanged_once_per_update() -> None:
     def exchanged(world: World) -> list[int]:
-        found = []
+        result = []
         for micro in (16, 4):
             run = Run(world, shares=(16, 16), micro=micro)
             with profile(activities=[ProfilerActivity.CPU]) as seen:
                 run.advance(1)
-            found.append(sum(event.count for event in seen.key_averages() if "reduce_scatter" in event.key))
-        return found
+            result.append(sum(event.count for event in seen.key_averages() if "reduce_scatter" in event.key))
+        return result
 
     for once, often in run_ranks(exchanged, 2):
         assert once == often > 0
@@ -672,7 +672,7 @@ def test_gradients_are_exchanged_once_per_update() -> None:
 
 def test_given_tensors_are_loaded_if_others_are_missing() -> None:
     def loaded(world: World) -> list[Any]:
-        found = []
+        result = []
         for missing in ("temperature", "embed.weight", "head.bias"):
             run, other = Run(world), Model().double()
             before = dict(make_model(torch.float64).state_dict())
@@ -682,8 +682,8 @@ def test_given_tensors_are_loaded_if_others_are_missing() -> None:
                 name: tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
                 for name, tensor in run.model.state_dict().items()
             }
-            found.append([name for name in after if not torch.equal(after[name], ({**before, **given})[name])])
-        return found
+            result.append([name for name in after if not torch.equal(after[name], ({**before, **given})[name])])
+        return result
 
     torch.manual_seed(4)
     assert run_ranks(loaded, 2) == [[[], [], []]] * 2

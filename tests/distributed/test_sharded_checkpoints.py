@@ -63,19 +63,19 @@ def write(folder: str, world: World) -> list[Any]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_parts_are_bit_for_bit_what_rank_0_would_gather(num_ranks: int, tmp_path: Path) -> None:
-    told = run_ranks(partial(write, str(tmp_path)), num_ranks)
-    found = load(checkpoint_path(tmp_path, 3))
-    for stem, expected in told[0][0].items():
-        tensors = found.tensors(stem)
+    messages = run_ranks(partial(write, str(tmp_path)), num_ranks)
+    result = load(checkpoint_path(tmp_path, 3))
+    for stem, expected in messages[0][0].items():
+        tensors = result.tensors(stem)
         assert tensors.keys() == expected.keys()
         for name, value in expected.items():
             assert torch.equal(tensors[name], torch.tensor(value, dtype=tensors[name].dtype).view_as(tensors[name])), (
                 name
             )
-    sizes = [nbytes for _, _, nbytes in told]
-    total = sum(tensor.nbytes for stem in found.stems for tensor in found.tensors(stem).values())
+    sizes = [nbytes for _, _, nbytes in messages]
+    total = sum(tensor.nbytes for stem in result.stems for tensor in result.tensors(stem).values())
     assert sum(sizes) == total, "nothing is saved twice"
-    for _, buffer, nbytes in told:
+    for _, buffer, nbytes in messages:
         assert buffer <= 1.2 * nbytes + SLACK
 
 

@@ -27,11 +27,11 @@ def parts_of(given: Snapshot, num_ranks: int = RANKS, token: str = "abcd") -> li
 
 
 def _of_rank(tensors: dict[str, Tensor], rank: int, num_ranks: int) -> dict[str, Tensor]:
-    found = {}
+    result = {}
     for name, tensor in tensors.items():
         if tensor.dim():
             chunks = tensor.chunk(num_ranks)
-            found[name] = chunks[rank].clone() if rank < len(chunks) else tensor[:0].clone()
+            result[name] = chunks[rank].clone() if rank < len(chunks) else tensor[:0].clone()
         elif rank == 0:
-            found[name] = tensor
-    return found
+            result[name] = tensor
+    return result

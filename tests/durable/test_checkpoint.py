@@ -320,8 +320,8 @@ def test_the_newest_valid_checkpoint_wins_and_damaged_ones_are_moved_aside(tmp_p
     assert updates_in(tmp_path) == [1, 2, 3, 4]
     recovery = recover(tmp_path)
     assert_is(recovery.checkpoint, 2)
-    found = [(name, *(reason.split()[0] for reason in reasons)) for name, reasons in recovery.skipped]
-    assert found == [("update-0000000004", "model.safetensors"), ("update-0000000003", "state.json")]
+    result = [(name, *(reason.split()[0] for reason in reasons)) for name, reasons in recovery.skipped]
+    assert result == [("update-0000000004", "model.safetensors"), ("update-0000000003", "state.json")]
     assert updates_in(tmp_path) == [1, 2]
     assert {"damaged-update-0000000003-1", "damaged-update-0000000004-1"} <= set(files.list_names(tmp_path))
     assert_is(checkpoint.load(save(tmp_path, snapshot(3))), 3)
@@ -455,11 +455,11 @@ def test_an_error_at_any_point_of_a_save_leaves_a_valid_checkpoint(tmp_path: Pat
                 assert files.list_names(directory) == ["update-0000000001"]
             except Killed:
                 pass
-        found = recover(directory)
-        assert found.skipped == ()
-        assert found.checkpoint is not None
-        assert found.checkpoint.update >= acknowledged
-        assert_is(found.checkpoint, found.checkpoint.update)
+        result = recover(directory)
+        assert result.skipped == ()
+        assert result.checkpoint is not None
+        assert result.checkpoint.update >= acknowledged
+        assert_is(result.checkpoint, result.checkpoint.update)
         assert_is(checkpoint.load(save_quickly(directory, 3)), 3)
         assert not any(name.startswith(files.TEMPORARY) for name in files.list_names(directory))
 
@@ -611,7 +611,7 @@ def test_damaged_ones_do_not_count(tmp_path: Path) -> None:
     assert updates_in(tmp_path) == [2, 3, 4, 5]
 
 
-def test_the_best_one_is_kept_whatever_its_age(tmp_path: Path) -> None:
+def test_the_best_checkpoint_is_kept_regardless_of_age(tmp_path: Path) -> None:
     for update in range(1, 6):
         save(tmp_path, snapshot(update))
     retain(tmp_path, 2, best=checkpoint_path(tmp_path, 1))
@@ -672,8 +672,8 @@ def test_a_failed_save_is_reported_and_the_third_in_a_row_ends_the_run(
 ) -> None:
     monkeypatch.setattr(checkpoint_writer, "RETRY_DELAYS_S", (0.0, 0.0))
     obstacle, directory = tmp_path / "disk", tmp_path / "disk" / "checkpoints"
-    told: list[StorageError] = []
-    writer = CheckpointWriter(directory, on_failure=told.append)
+    messages: list[StorageError] = []
+    writer = CheckpointWriter(directory, on_failure=messages.append)
     obstacle.write_text("in the way")
     for update in (1, 2):
         writer.submit(snapshot(update))
@@ -690,8 +690,8 @@ def test_a_failed_save_is_reported_and_the_third_in_a_row_ends_the_run(
         writer.submit(snapshot(7))
     assert caught.value.exit_code == Exit.INPUT_OUTPUT
     assert writer.acknowledged == 3
-    assert writer.failures == told
-    assert len(told) == 5
+    assert writer.failures == messages
+    assert len(messages) == 5
 
 
 def test_the_writer_keeps_the_newest_and_the_best(tmp_path: Path) -> None:
@@ -791,9 +791,9 @@ def test_a_repeated_save_that_crashed_between_two_renames_is_undone(tmp_path: Pa
     save(tmp_path, snapshot(1))
     save(tmp_path, snapshot(2))
     checkpoint_path(tmp_path, 2).rename(tmp_path / "replaced-update-0000000002")
-    found = recover(tmp_path).checkpoint
-    assert found is not None
-    assert found.path == checkpoint_path(tmp_path, 2)
+    result = recover(tmp_path).checkpoint
+    assert result is not None
+    assert result.path == checkpoint_path(tmp_path, 2)
     assert not (tmp_path / "replaced-update-0000000002").exists()
 
 

@@ -50,10 +50,10 @@ def test_a_choice_names_a_checkpoint(wanted: str | None, update: int, run: RunDi
 
 
 def test_the_best_and_the_last_are_marked(run: RunDirectory) -> None:
-    found = label_checkpoints([checkpoint_path(run.checkpoints, update) for update in (5, 15, 20)])
-    first = {name: marked[0] for name, marked in found.items()}
+    result = label_checkpoints([checkpoint_path(run.checkpoints, update) for update in (5, 15, 20)])
+    first = {name: marked[0] for name, marked in result.items()}
     assert first == {"update-0000000015": "best", "update-0000000020": "last"}
-    assert choose_checkpoint(run, None).labels == found["update-0000000015"]
+    assert choose_checkpoint(run, None).labels == result["update-0000000015"]
 
 
 @pytest.mark.parametrize(
@@ -85,10 +85,10 @@ def test_known_best_checkpoints_are_those_kept_in_order(
 def test_a_damaged_best_checkpoint_is_skipped_with_a_message_unless_requested(run: RunDirectory) -> None:
     path = checkpoint_path(run.checkpoints, 15)
     (path / "model.safetensors").write_bytes(b"damaged")
-    said: list[str] = []
-    assert choose_checkpoint(run, None, said.append).checkpoint.update == 20
-    assert len(said) == 1
-    assert path.name in said[0]
+    messages: list[str] = []
+    assert choose_checkpoint(run, None, messages.append).checkpoint.update == 20
+    assert len(messages) == 1
+    assert path.name in messages[0]
     for wanted in ("best", "15"):
         with pytest.raises(DataError):
             choose_checkpoint(run, wanted)

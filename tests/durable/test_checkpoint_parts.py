@@ -27,19 +27,19 @@ def saved(directory: Path, update: int, num_ranks: int = RANKS) -> Path:
     return save(directory, first)
 
 
-def equal(found: dict[str, Tensor], expected: Any) -> bool:
-    return found.keys() == expected.keys() and all(torch.equal(found[name], expected[name]) for name in expected)
+def equal(result: dict[str, Tensor], expected: Any) -> bool:
+    return result.keys() == expected.keys() and all(torch.equal(result[name], expected[name]) for name in expected)
 
 
 @pytest.mark.parametrize("num_ranks", [2, 3, 5, 8])
 def test_parts_read_as_one(tmp_path: Path, num_ranks: int) -> None:
     path = saved(tmp_path, 1, num_ranks)
     assert verify(path) == []
-    found = load(path)
-    assert found.stems == ("model", "optimizer", "random")
-    for stem in found.stems:
-        assert equal(found.tensors(stem), snapshot(1).tensors[stem]), stem
-    assert found.state == snapshot(1).state
+    result = load(path)
+    assert result.stems == ("model", "optimizer", "random")
+    for stem in result.stems:
+        assert equal(result.tensors(stem), snapshot(1).tensors[stem]), stem
+    assert result.state == snapshot(1).state
     names = {file.name for file in path.iterdir()}
     assert len([name for name in names if name.startswith("model-part")]) == num_ranks
     assert len(names) == 3 * num_ranks + 2, "reports are removed"
@@ -58,7 +58,7 @@ def test_no_checkpoint_exists_before_the_last_part_is_durable(tmp_path: Path) ->
     assert newest.update == 1
 
 
-def test_ranks_write_beside_training(tmp_path: Path) -> None:
+def test_ranks_write_checkpoints_while_training(tmp_path: Path) -> None:
     parts = [parts_of(snapshot(update), token=f"t{update}") for update in (1, 2, 3)]
     with (
         CheckpointWriter(tmp_path, keep_last=2) as writer,
@@ -126,9 +126,9 @@ def test_each_damaged_or_missing_file_is_detected_and_the_older_one_is_used(tmp_
         content[len(content) // 2] ^= 1
         file.unlink() if removes else file.write_bytes(bytes(content))
         assert verify(checkpoint_path(directory, 2)), name
-        found = recover(directory).checkpoint
-        assert found is not None
-        assert found.update == 1, name
+        result = recover(directory).checkpoint
+        assert result is not None
+        assert result.update == 1, name
 
 
 def _piece(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -148,7 +148,7 @@ def test_parts_that_do_not_fit_together_are_damaged(parts: Sequence[dict[str, Te
         join_parts([*parts], tmp_path)
 
 
-def test_a_part_that_comes_late_leaves_nothing_after_the_next_start(tmp_path: Path) -> None:
+def test_a_late_part_is_removed_at_the_next_start(tmp_path: Path) -> None:
     _, second, _ = parts_of(snapshot(1))
     late = threading.Thread(target=save_part, args=(tmp_path, second))
     late.start()

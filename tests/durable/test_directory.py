@@ -143,8 +143,8 @@ def test_last_skips_runs_without_an_update(tmp_path: Path, sign: str) -> None:
     else:
         (trained / sign).write_text('{"kind": "first update", "update": 1}\n')
         os.utime(trained / sign, (0, 0))
-    found = RunDirectory.find(tmp_path)
-    assert (found.name, found.skipped) == ("trained", ("failed-2", "failed-1"))
+    result = RunDirectory.find(tmp_path)
+    assert (result.name, result.skipped) == ("trained", ("failed-2", "failed-1"))
     assert RunDirectory.find(tmp_path, "failed-2").skipped == ()
     assert [path.name for path in list_runs(tmp_path)] == ["failed-2", "failed-1", "trained"]
 
@@ -177,13 +177,13 @@ def test_the_absence_of_runs_is_reported(tmp_path: Path) -> None:
 
 def test_without_the_lock_only_reproducible_files_are_written(tmp_path: Path) -> None:
     make_run(tmp_path, "gpt")
-    found = RunDirectory.find(tmp_path, "gpt")
-    found.write("report.html", "<p>")
-    assert found.write("predictions/val/0.txt", "text") == found.predictions / "val" / "0.txt"
+    result = RunDirectory.find(tmp_path, "gpt")
+    result.write("report.html", "<p>")
+    assert result.write("predictions/val/0.txt", "text") == result.predictions / "val" / "0.txt"
     for name in ("run.json", "checkpoints/x"):
         with pytest.raises(AssertionError):
-            found.write(name, "{}")
-    RunDirectory.join(found.path).write("run.json", "{}")
+            result.write(name, "{}")
+    RunDirectory.join(result.path).write("run.json", "{}")
 
 
 @pytest.mark.parametrize("name", ["../run.json", "/etc/x", "a//b", "", "plots/../../x", ".lock"])
@@ -207,5 +207,5 @@ def test_default_names_are_allowed_and_differ(tmp_path: Path) -> None:
         ("a/" + "x" * 300, False), ("x" * 300 + "/a", False),
     ],
 )  # fmt: skip
-def test_a_path_in_a_run_is_plain_in_all_its_parts(path: str, is_plain: bool) -> None:
+def test_every_component_of_a_path_in_a_run_must_be_a_plain_name(path: str, is_plain: bool) -> None:
     assert is_safe_path(path) == is_plain

@@ -34,7 +34,7 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
-def test_a_written_file_holds_what_was_given_and_is_private(tmp_path: Path) -> None:
+def test_a_written_file_contains_the_given_data_and_is_private(tmp_path: Path) -> None:
     files.atomic_write(tmp_path / "run.json", '{"ä": 1}')
     files.atomic_write(tmp_path / "run.json", b"second")
     assert (tmp_path / "run.json").read_bytes() == b"second"
@@ -271,7 +271,7 @@ def test_after_a_failed_sync_no_later_sync_is_trusted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("whole", ["", "one\n", "one\ntwo\n", "x" * (3 << 20) + "\n"])
 @pytest.mark.parametrize("torn", ["", "t", "y" * (2 << 20)])
-def test_a_torn_last_line_is_cut_off(tmp_path: Path, whole: str, torn: str) -> None:
+def test_an_incomplete_last_line_is_removed(tmp_path: Path, whole: str, torn: str) -> None:
     (tmp_path / "log").write_text(whole + torn)
     with files.AppendLog(tmp_path / "log") as log:
         log.write("next")
@@ -354,8 +354,8 @@ os._exit(0)
     ) as process:
         assert process.stdout is not None
         assert process.stdin is not None
-        said = {process.stdout.readline().strip(), process.stdout.readline().strip()}
-        child = int((said - {"forked"}).pop())
+        messages = {process.stdout.readline().strip(), process.stdout.readline().strip()}
+        child = int((messages - {"forked"}).pop())
         try:
             with pytest.raises(files.LockHeld) as caught:
                 files.Lock(tmp_path / ".lock", "mine")

@@ -121,7 +121,7 @@ def cut(operation: str) -> None:
 
 
 @pytest.mark.parametrize("half", [False, True])
-def test_an_upload_that_is_cut_anywhere_is_never_taken_as_valid(mirror: Mirror, tmp_path: Path, half: bool) -> None:
+def test_an_upload_truncated_anywhere_is_never_valid(mirror: Mirror, tmp_path: Path, half: bool) -> None:
     with machine(tmp_path / "a", 1, 2) as run:
         copied(mirror, run, 1)
         FaultyStorage.calls.clear()
@@ -155,7 +155,7 @@ def test_a_retry_sends_only_missing_files(mirror: Mirror, tmp_path: Path) -> Non
         assert sent == ["state.json", "metrics.jsonl", "MANIFEST.json", "owner.json"]
 
 
-def test_a_download_that_is_cut_anywhere_leaves_no_checkpoint(mirror: Mirror, tmp_path: Path) -> None:
+def test_a_download_truncated_anywhere_leaves_no_checkpoint(mirror: Mirror, tmp_path: Path) -> None:
     with machine(tmp_path / "a", 1) as run:
         copied(mirror, run, 1)
     FaultyStorage.calls.clear()
@@ -366,7 +366,7 @@ def test_the_mirror_keeps_what_the_disk_keeps_and_at_least_two(mirror: Mirror, t
         assert numbers(mirror) == [7, 6]
 
 
-def test_wrong_credentials_are_reported_at_once_and_written_nowhere(
+def test_wrong_credentials_are_reported_immediately_and_written_nowhere(
     mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "c4n4ry/S3cr3t+Key9")

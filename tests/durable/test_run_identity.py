@@ -80,9 +80,9 @@ def test_a_checkpoint_of_a_run_with_the_same_name_is_refused_and_stays(tmp_path:
     mine = load_newest(tmp_path, RUN)
     assert mine is not None
     assert mine.update == 1
-    found = recover(tmp_path, RUN, allows_others=True).checkpoint
-    assert found is not None
-    assert found.update == 2
+    result = recover(tmp_path, RUN, allows_others=True).checkpoint
+    assert result is not None
+    assert result.update == 2
 
 
 def test_a_checkpoint_of_a_run_with_another_name_is_moved_aside(tmp_path: Path) -> None:
@@ -91,9 +91,9 @@ def test_a_checkpoint_of_a_run_with_another_name_is_moved_aside(tmp_path: Path) 
         saved(tmp_path, update, run_id="other", **facts)
     for update, run_id in ((5, []), (6, {}), (7, 7)):
         saved(tmp_path, update, run_id=run_id)
-    found = recover(tmp_path, RUN)
-    assert found.checkpoint is not None
-    assert found.checkpoint.update == 1
+    result = recover(tmp_path, RUN)
+    assert result.checkpoint is not None
+    assert result.checkpoint.update == 1
     assert len(list(tmp_path.glob("foreign-*"))) == 6
     save(tmp_path / "only", dataclasses.replace(snapshot(2), facts={"run_id": "other", "run_uid": OTHERS}))
     with pytest.raises(DataError):

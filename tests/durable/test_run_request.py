@@ -16,10 +16,10 @@ PLAN = '{"task_file": "/where/task.py", "config_dir": "/where/conf"}'
 TRUSTED = Request(task_file=Path("/where/task.py"))
 
 
-def left_by(folder: Path, record: str, words: str = "", plan: str = "") -> RunDirectory:
+def left_by(folder: Path, record: str, args: str = "", plan: str = "") -> RunDirectory:
     """Return a run directory that contains these files."""
     folder.mkdir(exist_ok=True)
-    for name, text in (("run.json", record), ("overrides.yaml", words), ("plan.json", plan)):
+    for name, text in (("run.json", record), ("overrides.yaml", args), ("plan.json", plan)):
         (folder / name).write_text(text)
     return RunDirectory.join(folder)
 
@@ -40,9 +40,9 @@ def left_by(folder: Path, record: str, words: str = "", plan: str = "") -> RunDi
 def test_a_damaged_record_is_not_another_task(tmp_path: Path, record: str) -> None:
     whole = load_run_request(left_by(tmp_path / "whole", record, WORDS, PLAN), tmp_path, TRUSTED)
     assert whole == RunRequest(("task=classification", "log_every=3"), Path("/where/task.py"), Path("/where/conf"))
-    for words, plan in ((WORDS, ""), ("", PLAN), ('- "task=cl', PLAN), ("- 3\n", PLAN), (WORDS, '{"task_file": 3}')):
+    for args, plan in ((WORDS, ""), ("", PLAN), ('- "task=cl', PLAN), ("- 3\n", PLAN), (WORDS, '{"task_file": 3}')):
         with pytest.raises(DataError, match="the settings of run less are unknown"):
-            load_run_request(left_by(tmp_path / "less", record, words, plan), tmp_path, TRUSTED)
+            load_run_request(left_by(tmp_path / "less", record, args, plan), tmp_path, TRUSTED)
 
 
 def test_a_run_without_overrides_has_none(tmp_path: Path) -> None:

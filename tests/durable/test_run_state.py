@@ -38,8 +38,8 @@ def running(pid: int, **other: Any) -> dict[str, Any]:
 def test_an_ended_run_has_its_recorded_state(state: str, word: str) -> None:
     """A live process with that PID does not matter: the PID was reused."""
     for pid in (os.getpid(), 2**22 + 1):
-        found = state_of({"state": state, "host": HOST, "pid": pid, "exit_code": 3})
-        assert (found.word, found.exit_code) == (word, 3)
+        result = state_of({"state": state, "host": HOST, "pid": pid, "exit_code": 3})
+        assert (result.word, result.exit_code) == (word, 3)
 
 
 def test_a_run_is_running_while_its_process_lives_and_killed_afterwards() -> None:
@@ -57,9 +57,9 @@ def test_a_reused_pid_is_not_the_run() -> None:
 
 
 def test_a_run_on_another_machine_is_not_reported_as_killed() -> None:
-    found = state_of(running(os.getpid(), host="another", birth="another"))
-    assert found.word == "running"
-    assert "another" in found.sentence
+    result = state_of(running(os.getpid(), host="another", birth="another"))
+    assert result.word == "running"
+    assert "another" in result.sentence
 
 
 @pytest.mark.parametrize("record", [{}, {"state": "running"}, {"state": "running", "pid": "x"}, {"state": 3}])

@@ -41,7 +41,7 @@ def train(
     server: ForkServer,
     folder: Path,
     name: str,
-    words: str,
+    args: str,
     faults: tuple[dict[str, Any] | None, ...] = (None,),
     *,
     point: str = FAULT_POINT,
@@ -55,8 +55,8 @@ def train(
     (folder / f"{name}.py").write_text((EXAMPLES / f"{name}.py").read_text(encoding="utf-8") + point)
     for fault in faults:
         env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault or {})}
-        ended = server.run(f"train --task {name}.py {ON_CPU} {words}", folder, env)
-        assert ended.code == (70 if fault else 0), ended.err
+        result = server.run(f"train --task {name}.py {ON_CPU} {args}", folder, env)
+        assert result.code == (70 if fault else 0), result.err
     directory = folder / "outputs" / "mine"
     path = newest_valid(directory / "checkpoints")
     assert path is not None

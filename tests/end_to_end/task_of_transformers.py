@@ -23,8 +23,8 @@ SMALL = {
 }
 
 
-def accuracy(found):
-    predictions, labels = found
+def accuracy(result):
+    predictions, labels = result
     return {"accuracy": float((predictions.argmax(-1) == labels).mean())}
 
 

@@ -55,23 +55,23 @@ class Recipe:
 
 def recipes() -> list[Recipe]:
     """Return the recipes: the sections with a code block."""
-    found: list[Recipe] = []
+    result: list[Recipe] = []
     tokens = MarkdownIt("commonmark").parse((ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8"))
     for number, token in enumerate(tokens):
         if token.type == "heading_open" and token.tag == "h2":
-            found.append(Recipe(tokens[number + 1].content, (), ()))
-        elif token.type == "fence" and found:
-            last = found.pop()
+            result.append(Recipe(tokens[number + 1].content, (), ()))
+        elif token.type == "fence" and result:
+            last = result.pop()
             if token.info in ("", "sh"):
                 lines = tuple(tuple(shlex.split(line)) for line in token.content.splitlines())
-                found.append(Recipe(last.title, last.pieces, last.commands + lines))
+                result.append(Recipe(last.title, last.pieces, last.commands + lines))
                 continue
             first, _, text = token.content.partition("\n")
             place = re.fullmatch(r"# (\S+\.\w+)(?:: (above|in) ([A-Z]+|imports))?", first)
             assert place, f"{last.title}: the first line of a block says where it goes, but is {first}"
             piece = (place[1], f"{place[2]} {place[3]}" if place[2] else "new", text)
-            found.append(Recipe(last.title, (*last.pieces, piece), last.commands))
-    return [recipe for recipe in found if recipe.pieces or recipe.commands]
+            result.append(Recipe(last.title, (*last.pieces, piece), last.commands))
+    return [recipe for recipe in result if recipe.pieces or recipe.commands]
 
 
 RECIPES = recipes()
@@ -93,9 +93,9 @@ def put(root: Path, file: str, place: str, text: str) -> None:
         return
     side, table = place.split()
     before = path.read_text(encoding="utf-8")
-    found = re.search(rf"^{table}\b.*[\[{{]\n", before, re.MULTILINE)
-    assert found, f"{file} has the table {table} in lines of its own"
-    at, text = (found.start(), f"{text.rstrip()}\n\n\n") if side == "above" else (found.end(), text)
+    result = re.search(rf"^{table}\b.*[\[{{]\n", before, re.MULTILINE)
+    assert result, f"{file} has the table {table} in lines of its own"
+    at, text = (result.start(), f"{text.rstrip()}\n\n\n") if side == "above" else (result.end(), text)
     path.write_text(before[:at] + text + before[at:], encoding="utf-8")
 
 
@@ -126,16 +126,16 @@ def test_every_kind_of_extension_has_a_recipe_and_each_is_used() -> None:
 
 
 def test_files_of_the_recipes_are_formatted_and_linted(copy: Path) -> None:
-    for words in (["format", "--check"], ["check"]):
+    for args in (["format", "--check"], ["check"]):
         done = subprocess.run(
-            [sys.executable, "-m", "ruff", *words, "--no-cache", "runner", "tasks"],
+            [sys.executable, "-m", "ruff", *args, "--no-cache", "runner", "tasks"],
             cwd=copy, env=environment(), capture_output=True, text=True, check=False,
         )  # fmt: skip
         assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_commands_of_the_recipes_use_their_files(copy: Path) -> None:
-    lines = [list(words[1:]) for recipe in RECIPES for words in recipe.commands if words[0] == "accel-run"]
+    lines = [list(args[1:]) for recipe in RECIPES for args in recipe.commands if args[0] == "accel-run"]
     assert len(lines) >= len(RECIPES)
     done = subprocess.run(
         [sys.executable, "-c", DRIVER, json.dumps(lines)],

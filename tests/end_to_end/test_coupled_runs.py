@@ -42,9 +42,9 @@ def by_hand() -> dict[str, Tensor]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def trained(server: ForkServer, folder: Path, words: str, *faults: dict[str, Any] | None) -> Any:
+def trained(server: ForkServer, folder: Path, args: str, *faults: dict[str, Any] | None) -> Any:
     """Return weights and metrics of the example."""
-    weights, directory = train(server, folder, "own_clip", f"{SETTINGS} {words}", faults or (None,))
+    weights, directory = train(server, folder, "own_clip", f"{SETTINGS} {args}", faults or (None,))
     return weights, json.loads((directory / "run.json").read_text())["metrics"]
 
 
@@ -67,20 +67,20 @@ def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path)
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Path) -> None:
-    results, words = [], f"{TWO} micro_batch_size=8 averaging=ema"
+    results, args = [], f"{TWO} micro_batch_size=8 averaging=ema"
     for name, faults in (("whole", (None,)), ("cut", ({"at": "update", "number": 8, "by": "raise"}, None))):
         (tmp_path / name).mkdir()
-        weights, _ = trained(server, tmp_path / name, f"{words} checkpoint.every=3", *faults)
+        weights, _ = trained(server, tmp_path / name, f"{args} checkpoint.every=3", *faults)
         results.append(weights)
     whole, cut = results
     assert [name for name, tensor in whole.items() if not torch.equal(tensor, cut[name])] == []
 
 
 @pytest.mark.parametrize(
-    "words", [f"{TWO} parallelism.batch_norm=sync", "parallelism.world_size=2 parallelism=pipeline"]
+    "args", [f"{TWO} parallelism.batch_norm=sync", "parallelism.world_size=2 parallelism=pipeline"]
 )
-def test_unsupported_strategies_are_refused_by_name(words: str, server: ForkServer, tmp_path: Path) -> None:
+def test_unsupported_strategies_are_refused_by_name(args: str, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "own_clip.py").write_text(EXAMPLE.read_text(encoding="utf-8"))
-    ended = server.run(f"train --task own_clip.py {ON_CPU} {words}", tmp_path)
-    assert ended.code == 78, ended.err
-    assert words.rsplit(maxsplit=1)[-1] in ended.err
+    result = server.run(f"train --task own_clip.py {ON_CPU} {args}", tmp_path)
+    assert result.code == 78, result.err
+    assert args.rsplit(maxsplit=1)[-1] in result.err

@@ -41,37 +41,37 @@ def by_hand() -> dict[str, Tensor]:
     return {f"module.{name}": tensor.detach() for name, tensor in model.state_dict().items()}
 
 
-def trained(server: ForkServer, folder: Path, words: str = "", text: str = "") -> dict[str, Tensor]:
+def trained(server: ForkServer, folder: Path, args: str = "", text: str = "") -> dict[str, Tensor]:
     from runner.durable.checkpoint import load, newest_valid
 
     (folder / "lit_task.py").write_text(text or EXAMPLE.read_text(encoding="utf-8"))
-    ended = server.run(f"train --task lit_task.py {WORDS} {words}", folder)
-    assert ended.code == 0, ended.err
+    result = server.run(f"train --task lit_task.py {WORDS} {args}", folder)
+    assert result.code == 0, result.err
     path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
     assert path is not None
     return load(path).tensors("model")
 
 
-def assert_equal(found: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
-    assert found.keys() == expected.keys()
+def assert_equal(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+    assert result.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert distance(tensor.tolist(), found[name].tolist()) <= PROMISED[torch.float32] * EPOCHS * 16, name
+        assert distance(tensor.tolist(), result[name].tolist()) <= PROMISED[torch.float32] * EPOCHS * 16, name
 
 
 TWO = "parallelism=ddp parallelism.world_size=2"
 
 
-@pytest.mark.parametrize("words", ["", "micro_batch_size=8", f"{TWO} parallelism.shares=[19,13]"])
-def test_a_module_trains_as_in_a_plain_loop(words: str, server: ForkServer, tmp_path: Path) -> None:
-    assert_equal(trained(server, tmp_path, words), by_hand())
+@pytest.mark.parametrize("args", ["", "micro_batch_size=8", f"{TWO} parallelism.shares=[19,13]"])
+def test_a_module_trains_as_in_a_plain_loop(args: str, server: ForkServer, tmp_path: Path) -> None:
+    assert_equal(trained(server, tmp_path, args), by_hand())
 
 
 def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Path) -> None:
     faults = ({"at": "update", "number": 40, "by": "raise"}, None)
     (tmp_path / "cut").mkdir()
     whole = trained(server, tmp_path)
-    words = WORDS.replace(ON_CPU, "checkpoint.every=15")
-    cut, _ = train(server, tmp_path / "cut", "own_lightning", words, faults, point=POINT)
+    args = WORDS.replace(ON_CPU, "checkpoint.every=15")
+    cut, _ = train(server, tmp_path / "cut", "own_lightning", args, faults, point=POINT)
     assert [name for name, tensor in whole.items() if not torch.equal(tensor, cut[name])] == []
 
 
@@ -90,7 +90,7 @@ def build(*, hidden: int = 32) -> Task:
 """
 
 
-def test_a_module_of_lightning_itself_trains_alike(server: ForkServer, tmp_path: Path) -> None:
+def test_a_module_of_lightning_itself_trains_identically(server: ForkServer, tmp_path: Path) -> None:
     pytest.importorskip("lightning", reason="the package lightning is not installed")
     text = EXAMPLE.read_text(encoding="utf-8").replace("(nn.Module)", "(L.LightningModule)")
     text = text.replace("import torch\n", "import lightning as L\nimport torch\n", 1)

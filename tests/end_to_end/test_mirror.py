@@ -32,8 +32,8 @@ def there(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
 
 
 def tensors(folder: Path, update: int) -> dict[str, torch.Tensor]:
-    found = load(checkpoint_path(folder / "outputs" / "mine" / "checkpoints", update))
-    return {f"{stem}/{name}": tensor for stem in found.stems for name, tensor in found.tensors(stem).items()}
+    result = load(checkpoint_path(folder / "outputs" / "mine" / "checkpoints", update))
+    return {f"{stem}/{name}": tensor for stem in result.stems for name, tensor in result.tensors(stem).items()}
 
 
 def rows(folder: Path) -> list[dict[str, Any]]:
@@ -48,8 +48,8 @@ def copies(folder: Path) -> list[Path]:
 def test_an_empty_machine_resumes_bit_identically(
     there: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*WORDS, f"checkpoint.mirror=file://{there}/mirror"]
-    assert main(words) == 0
+    args = [*WORDS, f"checkpoint.mirror=file://{there}/mirror"]
+    assert main(args) == 0
     local = {path.name for path in newest_first(there / "a" / "outputs" / "mine" / "checkpoints")}
     assert {path.name.rpartition("-")[0] for path in copies(there)} == local
     capsys.readouterr()
@@ -61,7 +61,7 @@ def test_an_empty_machine_resumes_bit_identically(
     newest = max(path.name for path in copies(there))
     (there / "b").mkdir()
     monkeypatch.chdir(there / "b")
-    assert main(words) == 0
+    assert main(args) == 0
     assert newest.rpartition("-")[0] in capsys.readouterr().out
     mine, theirs = tensors(there / "b", 6), tensors(there / "a", 6)
     assert mine.keys() == theirs.keys()
@@ -70,22 +70,22 @@ def test_an_empty_machine_resumes_bit_identically(
     identity = [json.loads((there / name / "outputs" / "mine" / "run.json").read_text())["uid"] for name in "ab"]
     assert identity[0] == identity[1]
     monkeypatch.chdir(there)
-    assert main([*words, "resume=fresh", "updates=2"]) == 0  # a new run beside the old one
+    assert main([*args, "resume=fresh", "updates=2"]) == 0  # a new run beside the old one
     assert len(list(there.glob("mirror/mine/*/"))) == 2
 
 
 def test_training_continues_without_its_mirror(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    words = [*WORDS, "checkpoint.mirror=faulty://bucket", "checkpoint.mirror_wait_s=0"]
+    args = [*WORDS, "checkpoint.mirror=faulty://bucket", "checkpoint.mirror_wait_s=0"]
 
     def cut(operation: str, path: str) -> None:
         if path.endswith("model.safetensors"):
             raise ConnectionResetError("cut")
 
     FaultyStorage.fault = staticmethod(cut)
-    assert main(words) == 0
+    assert main(args) == 0
     assert tensors(there / "a", 6)
     FaultyStorage.fault = staticmethod(lambda *_: None)
-    assert main([*words, "checkpoint.mirror_wait_s=60"]) == 0  # training is finished; only the copy is missing
+    assert main([*args, "checkpoint.mirror_wait_s=60"]) == 0  # training is finished; only the copy is missing
     assert any("update-0000000006" in path and path.endswith("MANIFEST.json") for path in FaultyStorage.store)
     assert "mirror" in capsys.readouterr().out
 
@@ -133,11 +133,11 @@ def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
 def test_an_empty_machine_resumes_from_s3_and_no_credential_is_written(
     bucket: str, there: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = [*WORDS, f"checkpoint.mirror={bucket}"]
-    assert main(words) == 0
+    args = [*WORDS, f"checkpoint.mirror={bucket}"]
+    assert main(args) == 0
     (there / "b").mkdir()
     monkeypatch.chdir(there / "b")
-    assert main(words) == 0
+    assert main(args) == 0
     assert all(torch.equal(tensor, tensors(there / "a", 6)[name]) for name, tensor in tensors(there / "b", 6).items())
     for file in there.rglob("*"):
         if file.is_file():

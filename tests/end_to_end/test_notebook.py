@@ -46,8 +46,8 @@ def test_the_blocks_of_the_page_run_one_after_another(
     names: dict[str, Any] = {}
     for block in BLOCKS:
         for line in re.findall(r"^!accel-run (.*)$", block, re.MULTILINE):
-            ended = server.run(shlex.split(line), tmp_path)
-            assert ended.code == 0, (line, ended.err)
+            result = server.run(shlex.split(line), tmp_path)
+            assert result.code == 0, (line, result.err)
         with forked_commands(server):
             exec(made_small(re.sub(r"^!.*$", "", block, flags=re.MULTILINE)), names)  # noqa: S102 - our own page
     assert len(BLOCKS) == 7
@@ -61,6 +61,6 @@ def test_the_editors_file_starts_and_resumes_a_run(server: ForkServer, tmp_path:
     file = json.loads((DOCS / "examples" / "launch.json").read_text(encoding="utf-8"))
     for configuration in file["configurations"]:
         assert (configuration["type"], configuration["module"]) == ("debugpy", "runner")
-        words = [word.replace("${file}", str(tmp_path / "my_task.py")) for word in configuration["args"]]
-        ended = server.run(words, tmp_path)
-        assert ended.code == 0, ended.err
+        args = [word.replace("${file}", str(tmp_path / "my_task.py")) for word in configuration["args"]]
+        result = server.run(args, tmp_path)
+        assert result.code == 0, result.err

@@ -48,9 +48,9 @@ def by_hand() -> tuple[dict[str, Tensor], dict[str, list[float]]]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}, losses
 
 
-def trained(server: ForkServer, folder: Path, words: str, *faults: dict[str, Any] | None) -> Any:
+def trained(server: ForkServer, folder: Path, args: str, *faults: dict[str, Any] | None) -> Any:
     """Train the example; return weights and rows."""
-    weights, directory = train(server, folder, "own_gan", f"{SETTINGS} {words}", faults or (None,))
+    weights, directory = train(server, folder, "own_gan", f"{SETTINGS} {args}", faults or (None,))
     return weights, [json.loads(line) for line in (directory / "metrics.jsonl").read_text().splitlines()]
 
 
@@ -69,25 +69,25 @@ def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path)
     for name, tensor in plain.items():
         assert distance(tensor.tolist(), weights[name].tolist()) <= PROMISED[torch.float32] * UPDATES, name
     for name, expected in losses.items():
-        found = [row[f"train/{name}/loss"] for row in rows if f"train/{name}/loss" in row]
-        assert distance(expected, found) <= PROMISED[torch.float32] * UPDATES
+        result = [row[f"train/{name}/loss"] for row in rows if f"train/{name}/loss" in row]
+        assert distance(expected, result) <= PROMISED[torch.float32] * UPDATES
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "words", [f"{TWO} micro_batch_size=8 averaging=ema", "micro_batch_size=16 precision=fp16 precision.init_scale=256"]
+    "args", [f"{TWO} micro_batch_size=8 averaging=ema", "micro_batch_size=16 precision=fp16 precision.init_scale=256"]
 )
-def test_a_resumed_run_is_the_same_bit_for_bit(words: str, server: ForkServer, tmp_path: Path) -> None:
+def test_a_resumed_run_is_the_same_bit_for_bit(args: str, server: ForkServer, tmp_path: Path) -> None:
     results = []
     for name, faults in (("whole", (None,)), ("cut", ({"at": "update", "number": 8, "by": "raise"}, None))):
         (tmp_path / name).mkdir()
-        results.append(trained(server, tmp_path / name, f"{words} checkpoint.every=3", *faults)[0])
+        results.append(trained(server, tmp_path / name, f"{args} checkpoint.every=3", *faults)[0])
     whole, cut = results
     assert [name for name, tensor in whole.items() if not torch.equal(tensor, cut[name])] == []
 
 
 @pytest.mark.parametrize(
-    ("words", "old", "new"),
+    ("args", "old", "new"),
     [
         ("parallelism.world_size=2 parallelism=fsdp", "", ""),
         ("", '"trains": ["generator"]', '"trains": ["generater"]'),
@@ -96,11 +96,11 @@ def test_a_resumed_run_is_the_same_bit_for_bit(words: str, server: ForkServer, t
     ],
 )
 def test_untrainable_configurations_are_refused(
-    words: str, old: str, new: str, server: ForkServer, tmp_path: Path
+    args: str, old: str, new: str, server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "own_gan.py").write_text(EXAMPLE.read_text(encoding="utf-8").replace(old, new))
-    ended = server.run(f"train --task own_gan.py {ON_CPU} {words}", tmp_path)
-    assert ended.code == 78, ended.err
+    result = server.run(f"train --task own_gan.py {ON_CPU} {args}", tmp_path)
+    assert result.code == 78, result.err
 
 
 def test_an_objective_may_use_an_optimizer_of_the_task_file(server: ForkServer, tmp_path: Path) -> None:
@@ -121,15 +121,15 @@ OPTIMIZERS = {"slow": slow}
         '"optimizer": "adam", "optimizer.lr": 5e-4', '"optimizer": "slow"'
     )
     (tmp_path / "own_gan.py").write_text(text + own)
-    ended = server.run(f"train --task own_gan.py updates=2 {ON_CPU}", tmp_path)
-    assert ended.code == 0, ended.err
+    result = server.run(f"train --task own_gan.py updates=2 {ON_CPU}", tmp_path)
+    assert result.code == 0, result.err
 
 
 def test_the_losses_of_all_objectives_are_evaluated_by_default(server: ForkServer, tmp_path: Path) -> None:
     text = EXAMPLE.read_text(encoding="utf-8")
     (tmp_path / "own_gan.py").write_text(text[: text.index("    def evaluate")])
-    ended = server.run(f"train --task own_gan.py updates=2 {ON_CPU}", tmp_path)
-    assert ended.code == 0, ended.err
+    result = server.run(f"train --task own_gan.py updates=2 {ON_CPU}", tmp_path)
+    assert result.code == 0, result.err
     metrics = json.loads((tmp_path / "outputs/mine/run.json").read_text())["metrics"]
     assert {f"val/{name}/loss" for name in RATES} <= metrics.keys()
 
@@ -138,8 +138,8 @@ def test_parameters_of_no_objective_are_listed(server: ForkServer, tmp_path: Pat
     text = EXAMPLE.read_text(encoding="utf-8")
     generator = text[text.index('    "generator": {') :].partition("\n")[0]
     (tmp_path / "own_gan.py").write_text(text.replace(f"{generator}\n", ""))
-    ended = server.run(f"train --task own_gan.py updates=1 {ON_CPU}", tmp_path)
-    assert ended.code == 0, ended.err
-    (line,) = (line for line in ended.out.splitlines() if "generator.0.weight" in line)
+    result = server.run(f"train --task own_gan.py updates=1 {ON_CPU}", tmp_path)
+    assert result.code == 0, result.err
+    (line,) = (line for line in result.out.splitlines() if "generator.0.weight" in line)
     count = sum(weight.numel() for name, weight in build("own_gan", 0).model.named_parameters() if "generator" in name)
     assert f"{count:,}" in line

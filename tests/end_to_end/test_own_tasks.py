@@ -49,8 +49,8 @@ def test_an_example_trains_two_updates(name: str, server: ForkServer, tmp_path: 
     if needs:
         pytest.skip(f"{', '.join(needs)} is not installed")
     (tmp_path / name).write_text((DOCS / "examples" / name).read_text(encoding="utf-8"))
-    ended = server.run(["train", "--task", f"./{name}", "updates=2", *ON_CPU], tmp_path)
-    assert ended.code == 0, ended.err
+    result = server.run(["train", "--task", f"./{name}", "updates=2", *ON_CPU], tmp_path)
+    assert result.code == 0, result.err
     assert all(value > 0 for value in of_run(tmp_path)["metrics"].values())
 
 
@@ -68,14 +68,14 @@ def test_a_mean_of_a_module_accumulates_exactly(server: ForkServer, tmp_path: Pa
         folder = tmp_path / str(number)
         folder.mkdir()
         task = changed(folder, "hidden=32", "hidden=16")
-        ended = server.run(["train", "--task", str(task), "updates=3", f"micro_batch_size={micro}", *ON_CPU], folder)
-        assert ended.code == 0, ended.err
+        result = server.run(["train", "--task", str(task), "updates=3", f"micro_batch_size={micro}", *ON_CPU], folder)
+        assert result.code == 0, result.err
         losses.append(of_run(folder)["metrics"]["val/loss"])
     assert losses[0] == pytest.approx(losses[1], rel=PROMISED[torch.float32])
 
 
 @pytest.mark.parametrize(
-    ("old", "new", "said"),
+    ("old", "new", "messages"),
     [
         (FIRST, f"def on_train_batch_end(self): ...\n\n    {FIRST}", "on_train_batch_end"),
         (FIRST, f"automatic_optimization = False\n    {FIRST}", "automatic_optimization=False"),
@@ -87,11 +87,11 @@ def test_a_mean_of_a_module_accumulates_exactly(server: ForkServer, tmp_path: Pa
     ],
 )  # fmt: skip
 def test_a_module_that_needs_a_trainer_is_refused(
-    old: str, new: str, said: str, server: ForkServer, tmp_path: Path
+    old: str, new: str, messages: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    ended = server.run(["train", "--task", str(changed(tmp_path, old, new)), *ON_CPU], tmp_path)
-    assert ended.code == 70
-    assert said in ended.err
+    result = server.run(["train", "--task", str(changed(tmp_path, old, new)), *ON_CPU], tmp_path)
+    assert result.code == 70
+    assert messages in result.err
 
 
 def test_from_a_new_file_to_a_resumed_run_of_two_ranks_in_five_commands(server: ForkServer, tmp_path: Path) -> None:
@@ -103,9 +103,9 @@ def test_from_a_new_file_to_a_resumed_run_of_two_ranks_in_five_commands(server: 
         ["resume", "mine", "updates=30", "resume_allow=[updates]", "parallelism=ddp", "parallelism.world_size=2"],
         ["inference", "mine", "device=cpu"],
     ]
-    for words in commands:
-        ended = server.run(words, tmp_path)
-        assert ended.code == 0, (words, ended.err)
+    for args in commands:
+        result = server.run(args, tmp_path)
+        assert result.code == 0, (args, result.err)
     record = of_run(tmp_path)
     assert (record["state"], record["overrides"].count("parallelism=ddp")) == ("done", 1)
     assert len(json.loads((tmp_path / "outputs" / "mine" / "plan.json").read_text())["ranks"]) == 2

@@ -30,8 +30,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def wheel(built: Path) -> Path:
-    (found,) = built.glob("*.whl")
-    return found
+    (result,) = built.glob("*.whl")
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -118,9 +118,9 @@ def test_the_console_script_works_in_an_empty_folder(installed: Path, tmp_path: 
 
 def test_the_installed_program_and_its_metadata_agree_on_the_version(installed: Path, tmp_path: Path) -> None:
     code = "from importlib.metadata import version; print(version('accel-run'))"
-    told = run(installed / "bin" / "python", "-c", code, cwd=tmp_path).strip()
-    assert run(installed / "bin" / "accel-run", "--version", cwd=tmp_path) == f"accel-run {told}\n"
-    assert told == runner.__version__
+    messages = run(installed / "bin" / "python", "-c", code, cwd=tmp_path).strip()
+    assert run(installed / "bin" / "accel-run", "--version", cwd=tmp_path) == f"accel-run {messages}\n"
+    assert messages == runner.__version__
 
 
 def test_the_module_works_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
@@ -128,16 +128,16 @@ def test_the_module_works_in_an_empty_folder(installed: Path, tmp_path: Path) ->
 
 
 def test_a_first_run_repeats_no_warning_or_advert_of_a_library(installed: Path, tmp_path: Path) -> None:
-    words = "both device=cpu updates=2 evaluate.samples=32 tracker=wandb inference.samples=1"
+    args = "both device=cpu updates=2 evaluate.samples=32 tracker=wandb inference.samples=1"
     log = tmp_path / "log"
-    run("sh", "-c", f"{installed / 'bin' / 'accel-run'} {words} 2> {log}", cwd=tmp_path)
+    run("sh", "-c", f"{installed / 'bin' / 'accel-run'} {args} 2> {log}", cwd=tmp_path)
     assert log.read_text() == ""
 
 
 def files(folder: str, pattern: str) -> set[str]:
     """Return the files of the checkout below `folder`, as paths relative to the checkout."""
-    found = (path.relative_to(ROOT) for path in (ROOT / folder).rglob(pattern) if path.is_file())
-    return {path.as_posix() for path in found if "__pycache__" not in path.parts}
+    result = (path.relative_to(ROOT) for path in (ROOT / folder).rglob(pattern) if path.is_file())
+    return {path.as_posix() for path in result if "__pycache__" not in path.parts}
 
 
 def run(*argv: str | Path, cwd: Path) -> str:

@@ -29,17 +29,17 @@ def evaluations(folder: Path, phase: str, run: str = "mine") -> list[int]:
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("every", [10, 7, 20])
 def test_a_save_at_the_last_update_loses_no_row(every: int, server: ForkServer, tmp_path: Path) -> None:
-    words = [*BASE, f"checkpoint.every={every}"]
-    assert server.run(words, tmp_path).code == 0
+    args = [*BASE, f"checkpoint.every={every}"]
+    assert server.run(args, tmp_path).code == 0
     before = rows(tmp_path)
     assert evaluations(tmp_path, "one") == evaluations(tmp_path, "two") == [7, 14, 20]
-    assert server.run(words, tmp_path).code == 0
+    assert server.run(args, tmp_path).code == 0
     assert rows(tmp_path) == before
 
 
-def test_the_schedule_of_a_phase_starts_at_zero_whatever_was_skipped_before(server: ForkServer, tmp_path: Path) -> None:
-    words = [*BASE, "precision=fp16", "precision.init_scale=1e8", "scheduler.warmup=10", "log_every=1"]
-    done = server.run(words, tmp_path)
+def test_the_schedule_of_a_phase_starts_at_zero_after_skipped_updates(server: ForkServer, tmp_path: Path) -> None:
+    args = [*BASE, "precision=fp16", "precision.init_scale=1e8", "scheduler.warmup=10", "log_every=1"]
+    done = server.run(args, tmp_path)
     assert done.code == 0, done.err
     trained = [row for row in rows(tmp_path) if "lr" in row]
     skipped = max(row["precision/skipped_updates"] for row in trained if row["phase"] == "one")
@@ -50,9 +50,9 @@ def test_the_schedule_of_a_phase_starts_at_zero_whatever_was_skipped_before(serv
 
 
 def test_a_phase_in_which_every_update_is_skipped_is_an_error(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run([*BASE, "precision=fp16", "precision.init_scale=1e36", "precision.max_skips=30"], tmp_path)
-    assert ended.code == 82
-    assert "nothing was learned" in ended.err
+    result = server.run([*BASE, "precision=fp16", "precision.init_scale=1e36", "precision.max_skips=30"], tmp_path)
+    assert result.code == 82
+    assert "nothing was learned" in result.err
 
 
 def test_phases_can_be_run_one_by_one(server: ForkServer, tmp_path: Path) -> None:
@@ -72,8 +72,8 @@ def test_phases_can_be_run_one_by_one(server: ForkServer, tmp_path: Path) -> Non
 
 
 def test_a_phase_can_be_opened_to_measure_its_updates(tmp_path: Path) -> None:
-    words = ("run=opened", f"output_root={tmp_path}", "device=cpu", "monitor=off", "updates=3")
-    with open_phase(Request(words, TASK)) as phase:
+    args = ("run=opened", f"output_root={tmp_path}", "device=cpu", "monitor=off", "updates=3")
+    with open_phase(Request(args, TASK)) as phase:
         assert list(phase.updates()) == [1, 2, 3]
 
 
@@ -129,9 +129,9 @@ def test_a_batch_larger_than_the_data_is_reported(server: ForkServer, tmp_path: 
     assert "64" in done.out + done.err
 
 
-def test_the_best_checkpoints_are_kept_whatever_their_age(server: ForkServer, tmp_path: Path) -> None:
-    words = ["checkpoint.keep=2", "checkpoint.keep_best=2", "checkpoint.best_is=max", "checkpoint.every=1"]
-    done = server.run([*BASE, "phases=[one]", "evaluate.every=1", *words], tmp_path)
+def test_the_best_checkpoints_are_kept_regardless_of_age(server: ForkServer, tmp_path: Path) -> None:
+    args = ["checkpoint.keep=2", "checkpoint.keep_best=2", "checkpoint.best_is=max", "checkpoint.every=1"]
+    done = server.run([*BASE, "phases=[one]", "evaluate.every=1", *args], tmp_path)
     assert done.code == 0, done.err
     losses = [(row["val/loss"], row["update"]) for row in rows(tmp_path) if "val/loss" in row]
     highest = {update for _, update in sorted(losses, reverse=True)[:2]}

@@ -21,8 +21,8 @@ BASE = ["--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
 STATISTICS, PRETRAIN, ADAPTER, PATIENT = 4, 16, 25, 33
 
 
-def train(server: ForkServer, folder: Path, *words: str, env: dict[str, str] | None = None) -> Ended:
-    return server.run(["train", *BASE, *words], folder, env=env)
+def train(server: ForkServer, folder: Path, *args: str, env: dict[str, str] | None = None) -> Ended:
+    return server.run(["train", *BASE, *args], folder, env=env)
 
 
 def checkpoint(folder: Path, update: int) -> LoadedCheckpoint:
@@ -49,9 +49,9 @@ def run_json(folder: Path) -> dict[str, Any]:
 def whole(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
     """An uninterrupted run of all phases."""
     folder = tmp_path_factory.mktemp("whole")
-    ended = train(server, folder)
-    assert ended.code == 0, ended.err
-    return folder, ended
+    result = train(server, folder)
+    assert result.code == 0, result.err
+    return folder, result
 
 
 def test_statistics_are_of_every_sample_once(whole: tuple[Path, Ended]) -> None:
@@ -60,13 +60,13 @@ def test_statistics_are_of_every_sample_once(whole: tuple[Path, Ended]) -> None:
     samples = Samples(33)
     mean = torch.stack([samples[index][0].double() for index in range(33)]).mean(0)
     assert torch.allclose(weights(whole[0], STATISTICS)["mean"], mean, rtol=allowed(torch.float64, 33), atol=0)
-    found = [row for row in rows(whole[0]) if "fit/mean" in row]
-    assert [row["fit/mean"] for row in found] == [pytest.approx(float(mean.mean()))]
+    result = [row for row in rows(whole[0]) if "fit/mean" in row]
+    assert [row["fit/mean"] for row in result] == [pytest.approx(float(mean.mean()))]
     assert not any("train/loss" in row or "lr" in row for row in rows(whole[0]) if row["phase"] == "statistics")
 
 
 def test_only_what_a_phase_trains_changes(whole: tuple[Path, Ended]) -> None:
-    folder, ended = whole
+    folder, result = whole
     after = {number: weights(folder, number) for number in (STATISTICS, PRETRAIN, ADAPTER, PATIENT)}
     changed = {
         number: {name for name, weight in after[number].items() if not torch.equal(weight, after[before][name])}
@@ -76,7 +76,7 @@ def test_only_what_a_phase_trains_changes(whole: tuple[Path, Ended]) -> None:
     assert changed[PRETRAIN] == head | adapter | {"base.weight", "base.bias"}
     assert changed[ADAPTER] == head | adapter
     assert changed[PATIENT] <= head
-    assert "56 of 86" in ended.out
+    assert "56 of 86" in result.out
     names = {name.rpartition(".")[0] for name in checkpoint(folder, ADAPTER).tensors("optimizer")}
     assert names == head | adapter
 
@@ -148,10 +148,10 @@ def test_a_run_killed_in_any_phase_resumes_bit_for_bit(
     stop_at: str, wait_for: int, whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path
 ) -> None:
     place = tmp_path / "outputs" / "mine" / "checkpoints" / f"update-{wait_for:010d}"
-    words = [f"task.stop_at={stop_at}", f"task.wait_for={place}", "checkpoint.every=1"]
-    ended = train(server, tmp_path, *words)
-    assert ended.code == -signal.SIGKILL, ended.err
-    again = train(server, tmp_path, *words, env={"NO_KILL": "1"})
+    args = [f"task.stop_at={stop_at}", f"task.wait_for={place}", "checkpoint.every=1"]
+    result = train(server, tmp_path, *args)
+    assert result.code == -signal.SIGKILL, result.err
+    again = train(server, tmp_path, *args, env={"NO_KILL": "1"})
     assert again.code == 0, again.err
     assert rows(tmp_path) == rows(whole[0])
     mine, theirs = checkpoint(tmp_path, PATIENT), checkpoint(whole[0], PATIENT)
@@ -162,8 +162,8 @@ def test_a_run_killed_in_any_phase_resumes_bit_for_bit(
 
 def test_phases_run_one_by_one_give_the_same(whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path) -> None:
     for phase in ("statistics", "pretrain", "adapter", "patient"):
-        ended = train(server, tmp_path, f"phases=[{phase}]")
-        assert ended.code == 0, ended.err
+        result = train(server, tmp_path, f"phases=[{phase}]")
+        assert result.code == 0, result.err
     assert rows(tmp_path) == rows(whole[0])
     for name, weight in weights(whole[0], PATIENT).items():
         assert torch.equal(weight, weights(tmp_path, PATIENT)[name]), name
@@ -172,8 +172,8 @@ def test_phases_run_one_by_one_give_the_same(whole: tuple[Path, Ended], server: 
 
 def test_settings_of_a_finished_phase_may_change(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, "phases=[pretrain]", "updates=3", "optimizer.lr=0.3").code == 0
-    ended = train(server, tmp_path, "phases=[adapter]", "updates=2", "phase.adapter.optimizer=sgd")
-    assert ended.code == 0, ended.err
+    result = train(server, tmp_path, "phases=[adapter]", "updates=2", "phase.adapter.optimizer=sgd")
+    assert result.code == 0, result.err
     assert checkpoint(tmp_path, 5).state["optimizer"]["optimizer"] == "torch.SGD"
     changed = train(server, tmp_path, "phases=[adapter]", "updates=4", "phase.adapter.optimizer=sgd")
     assert changed.code == 88
@@ -186,24 +186,24 @@ def test_settings_of_a_finished_phase_may_change(server: ForkServer, tmp_path: P
 
 
 def test_a_phase_whose_prerequisite_is_missing_is_refused(server: ForkServer, tmp_path: Path) -> None:
-    ended = train(server, tmp_path, "phases=[adapter]")
-    assert ended.code == 66
-    assert "phases=[pretrain,adapter]" in ended.err
+    result = train(server, tmp_path, "phases=[adapter]")
+    assert result.code == 66
+    assert "phases=[pretrain,adapter]" in result.err
     assert "phases=[pretrain,adapter,patient]" in train(server, tmp_path, "phases=[patient]").err
     assert not (tmp_path / "outputs" / "mine" / "checkpoints").exists() or not newest_valid(
         tmp_path / "outputs" / "mine" / "checkpoints"
     )
     other = [word for word in BASE if word != "run=mine"]
     assert server.run(["train", *other, "run=first", "phases=[pretrain]"], tmp_path).code == 0
-    ended = train(server, tmp_path, "phases=[adapter]", "resume=first")
-    assert ended.code == 0, ended.err
+    result = train(server, tmp_path, "phases=[adapter]", "resume=first")
+    assert result.code == 0, result.err
     started = load(checkpoint_path(tmp_path / "outputs" / "first" / "checkpoints", 12)).tensors("model")
     assert torch.equal(started["base.weight"], weights(tmp_path, 21)["base.weight"])
 
 
 def test_epochs_0_runs_the_statistics_alone(server: ForkServer, tmp_path: Path) -> None:
-    ended = train(server, tmp_path, "epochs=0")
-    assert ended.code == 0, ended.err
+    result = train(server, tmp_path, "epochs=0")
+    assert result.code == 0, result.err
     assert list(run_json(tmp_path)["phases"]) == ["statistics"]
     later = train(server, tmp_path, "epochs=1", "phases=[pretrain]")
     assert later.code == 0, later.err
@@ -211,8 +211,8 @@ def test_epochs_0_runs_the_statistics_alone(server: ForkServer, tmp_path: Path) 
 
 
 def test_inference_is_the_phase_infer(server: ForkServer, tmp_path: Path) -> None:
-    ended = train(server, tmp_path, "updates=2", "phases=[statistics,pretrain,infer]")
-    assert ended.code == 0, ended.err
+    result = train(server, tmp_path, "updates=2", "phases=[statistics,pretrain,infer]")
+    assert result.code == 0, result.err
     run = tmp_path / "outputs" / "mine"
     assert (run / "predictions" / "0.txt").read_text().startswith("pretrain 2.00 ")
     assert (run / "predictions" / "1.bin").read_bytes() == b"\x00\x01"
@@ -228,7 +228,7 @@ def test_inference_is_the_phase_infer(server: ForkServer, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("words", "suggested"),
+    ("args", "suggested"),
     [
         (["phases=[adaptor]"], "patient"),
         (["phases=[]"], "phases"),
@@ -243,14 +243,14 @@ def test_inference_is_the_phase_infer(server: ForkServer, tmp_path: Path) -> Non
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
 def test_typos_are_found_before_training(
-    words: list[str],
+    args: list[str],
     suggested: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["train", *BASE, *words]) == 78
+    assert main(["train", *BASE, *args]) == 78
     assert suggested in capsys.readouterr().err
     assert never_trained(tmp_path)
 
@@ -263,10 +263,10 @@ def test_typos_are_found_before_training(
 def test_errors_of_the_task_are_found_before_training(
     word: str, named: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    ended = train(server, tmp_path, word)
-    assert ended.code == 70, ended.err
-    assert named in ended.err
-    assert "Traceback" not in ended.err
+    result = train(server, tmp_path, word)
+    assert result.code == 70, result.err
+    assert named in result.err
+    assert "Traceback" not in result.err
     assert never_trained(tmp_path)
 
 
@@ -280,15 +280,15 @@ def never_trained(folder: Path) -> bool:
 def test_statistics_do_not_depend_on_the_micro_batch(
     micro: int, whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path
 ) -> None:
-    ended = train(server, tmp_path, "phases=[statistics]", f"phase.statistics.micro_batch_size={micro}")
-    assert ended.code == 0, ended.err
+    result = train(server, tmp_path, "phases=[statistics]", f"phase.statistics.micro_batch_size={micro}")
+    assert result.code == 0, result.err
     wanted = weights(whole[0], STATISTICS)["mean"]
     assert torch.allclose(weights(tmp_path, STATISTICS)["mean"], wanted, rtol=allowed(torch.float64, 33), atol=0)
 
 
 def test_precision_is_the_same_in_each_phase(server: ForkServer, tmp_path: Path) -> None:
-    ended = train(server, tmp_path, "precision=fp16", "precision.init_scale=8", "updates=2")
-    assert ended.code == 0, ended.err
+    result = train(server, tmp_path, "precision=fp16", "precision.init_scale=8", "updates=2")
+    assert result.code == 0, result.err
     scaled = {row["phase"] for row in rows(tmp_path) if row.get("precision/loss_scale") == 8 and "lr" in row}
     assert scaled == {"pretrain", "adapter", "patient"}
 
@@ -307,10 +307,10 @@ STOPS = ["statistics:3", "statistics:eval", "pretrain:1", "pretrain:22", "pretra
 def test_a_run_stopped_in_any_phase_resumes_bit_for_bit(
     stop_at: str, whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path
 ) -> None:
-    words = [f"task.stop_at={stop_at}", "task.by=SIGTERM"]
-    ended = train(server, tmp_path, *words)
-    assert ended.code == 75, ended.err
-    again = train(server, tmp_path, *words, env={"NO_KILL": "1"})
+    args = [f"task.stop_at={stop_at}", "task.by=SIGTERM"]
+    result = train(server, tmp_path, *args)
+    assert result.code == 75, result.err
+    again = train(server, tmp_path, *args, env={"NO_KILL": "1"})
     assert again.code == 0, again.err
     assert rows(tmp_path) == rows(whole[0])
     for name, weight in weights(whole[0], PATIENT).items():
@@ -320,10 +320,10 @@ def test_a_run_stopped_in_any_phase_resumes_bit_for_bit(
 
 def test_an_extended_phase_is_unfinished_until_it_has_run(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, "phases=[pretrain]", "updates=3").code == 0
-    words = ["phases=[pretrain]", "updates=9", "resume_allow=[updates]"]
-    ended = train(server, tmp_path, *words, "task.stop_at=pretrain:3", "task.by=SIGTERM", "resume_allow=[updates,task]")
-    assert ended.code in (75, 88), ended.err
-    assert finished(tmp_path) == {"pretrain": ended.code == 88}
+    args = ["phases=[pretrain]", "updates=9", "resume_allow=[updates]"]
+    result = train(server, tmp_path, *args, "task.stop_at=pretrain:3", "task.by=SIGTERM", "resume_allow=[updates,task]")
+    assert result.code in (75, 88), result.err
+    assert finished(tmp_path) == {"pretrain": result.code == 88}
 
 
 def test_a_refused_attempt_changes_nothing(server: ForkServer, tmp_path: Path) -> None:
@@ -332,26 +332,26 @@ def test_a_refused_attempt_changes_nothing(server: ForkServer, tmp_path: Path) -
     kept = ("run.json", "config.yaml", "overrides.yaml", "plan.json", "metrics.jsonl")
     before = {name: (run / name).read_bytes() for name in kept}
     checkpoints = {path.name for path in (run / "checkpoints").iterdir()}
-    for words, code in (
+    for args, code in (
         (["phases=[pretrain]", "updates=7"], 88),
         (["phases=[patient]", "resume=fresh"], 66),
         (["phases=[adapter]", "phase.adapter.trains=[base]"], 88),
     ):
-        assert train(server, tmp_path, *words).code == code
-        assert before == {name: (run / name).read_bytes() for name in kept}, words
-        assert checkpoints == {path.name for path in (run / "checkpoints").iterdir()}, words
+        assert train(server, tmp_path, *args).code == code
+        assert before == {name: (run / name).read_bytes() for name in kept}, args
+        assert checkpoints == {path.name for path in (run / "checkpoints").iterdir()}, args
 
 
 def test_a_phase_that_stops_early_at_its_best_is_finished(server: ForkServer, tmp_path: Path) -> None:
-    words = [
+    args = [
         "phases=[pretrain,adapter]", "phase.pretrain.updates=2", "evaluate.every=2", "phase.adapter.updates=30",
         "phase.adapter.early_stopping.patience=2", "phase.adapter.early_stopping.min_delta=10",
     ]  # fmt: skip
-    ended = train(server, tmp_path, *words)
-    assert ended.code == 0, ended.err
+    result = train(server, tmp_path, *args)
+    assert result.code == 0, result.err
     assert run_json(tmp_path)["phases"]["adapter"]["updates"] == 6
     assert finished(tmp_path) == {"pretrain": True, "adapter": True}
-    again = train(server, tmp_path, *words)
+    again = train(server, tmp_path, *args)
     assert again.code == 0, again.err
     assert run_json(tmp_path)["phases"]["adapter"]["updates"] == 6
     assert train(server, tmp_path, "phases=[patient]", "updates=2").code == 0
@@ -359,24 +359,24 @@ def test_a_phase_that_stops_early_at_its_best_is_finished(server: ForkServer, tm
 
 def test_unfinished_phases_run_in_any_order_that_their_needs_allow(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, "phases=[pretrain]", "updates=2").code == 0
-    ended = train(server, tmp_path, "phases=[statistics,adapter]", "updates=2")
-    assert ended.code == 0, ended.err
+    result = train(server, tmp_path, "phases=[statistics,adapter]", "updates=2")
+    assert result.code == 0, result.err
     assert finished(tmp_path) == {"pretrain": True, "statistics": True, "adapter": True}
 
 
 def test_the_best_of_a_finished_phase_is_kept_and_another_run_may_start_from_it(
     server: ForkServer, tmp_path: Path
 ) -> None:
-    words = ["phases=[pretrain]", "optimizer.lr=10", "evaluate.every=1"]
-    assert train(server, tmp_path, *words).code == 0
+    args = ["phases=[pretrain]", "optimizer.lr=10", "evaluate.every=1"]
+    assert train(server, tmp_path, *args).code == 0
     losses = [row["val/loss"] for row in rows(tmp_path) if "val/loss" in row]
     best = 1 + losses.index(min(losses))
     assert best < 12, "a rate of 10 must not get better to the end, else this shows nothing"
     assert train(server, tmp_path, "phases=[adapter,patient]", "updates=6").code == 0
     place = checkpoint_path(tmp_path / "outputs" / "mine" / "checkpoints", best)
     other = [word for word in BASE if word != "run=mine"]
-    ended = server.run(["train", *other, "run=second", *words, f"resume={place}"], tmp_path)
-    assert ended.code == 0, ended.err
+    result = server.run(["train", *other, "run=second", *args, f"resume={place}"], tmp_path)
+    assert result.code == 0, result.err
     again = server.run(["train", *other, "run=third", "resume=mine", "phases=[adapter]", "updates=2"], tmp_path)
     assert again.code == 0, again.err  # mine has finished the phase; third runs it again
     third = json.loads((tmp_path / "outputs" / "third" / "run.json").read_text())
@@ -390,12 +390,12 @@ def test_a_folder_of_settings_may_set_those_of_a_phase(server: ForkServer, tmp_p
     folder.mkdir()
     text = (shipped_path("conf") / "config.yaml").read_text() + "phase:\n  pretrain:\n    updates: 3\n"
     (folder / "config.yaml").write_text(text)
-    words = ["--config-dir", str(folder), "phases=[pretrain,adapter]"]
-    ended = train(server, tmp_path, *words)
-    assert ended.code == 0, ended.err
+    args = ["--config-dir", str(folder), "phases=[pretrain,adapter]"]
+    result = train(server, tmp_path, *args)
+    assert result.code == 0, result.err
     assert [one["updates"] for one in run_json(tmp_path)["phases"].values()] == [3, 9]
-    told = server.run(["explain", "phase.pretrain.updates", *BASE, *words], tmp_path)
-    assert "phase.pretrain.updates = 3" in told.out, told.err
+    messages = server.run(["explain", "phase.pretrain.updates", *BASE, *args], tmp_path)
+    assert "phase.pretrain.updates = 3" in messages.out, messages.err
 
 
 @pytest.mark.parametrize(
@@ -419,15 +419,15 @@ def test_explain_names_the_override_that_reaches_a_phase(
 
 
 def test_a_parameter_that_gets_no_gradient_is_named(server: ForkServer, tmp_path: Path) -> None:
-    ended = train(server, tmp_path, "task.unused=true", "phases=[pretrain]", "updates=2")
-    assert ended.code == 0, ended.err
-    assert "head.extra" in ended.out + ended.err
+    result = train(server, tmp_path, "task.unused=true", "phases=[pretrain]", "updates=2")
+    assert result.code == 0, result.err
+    assert "head.extra" in result.out + result.err
 
 
 def test_overrides_of_one_phase_beat_those_of_all_which_beat_the_task(server: ForkServer, tmp_path: Path) -> None:
-    words = ["updates=3", "phase.adapter.updates=2", "optimizer.lr=0.05", "phases=[pretrain,adapter]"]
-    ended = train(server, tmp_path, *words)
-    assert ended.code == 0, ended.err
+    args = ["updates=3", "phase.adapter.updates=2", "optimizer.lr=0.05", "phases=[pretrain,adapter]"]
+    result = train(server, tmp_path, *args)
+    assert result.code == 0, result.err
     phases = run_json(tmp_path)["phases"]
     assert (phases["pretrain"]["updates"], phases["adapter"]["updates"]) == (3, 2)
     first = {row["phase"]: row["lr"] for row in reversed(rows(tmp_path)) if "lr" in row}

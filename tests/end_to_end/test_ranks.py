@@ -111,10 +111,10 @@ def losses(folder: Path, run: str = "r") -> dict[int, float]:
     return {row["update"]: row["train/loss"] for row in rows(folder, run) if "train/loss" in row}
 
 
-def well(ended: Ended) -> Ended:
-    assert ended.code == 0, ended.err
-    assert not re.search(r"\w+Warning\b|deprecat|\[W\d", ended.err), "of a library"
-    return ended
+def well(result: Ended) -> Ended:
+    assert result.code == 0, result.err
+    assert not re.search(r"\w+Warning\b|deprecat|\[W\d", result.err), "of a library"
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -137,7 +137,7 @@ PIPED, SHARDED = TWO.replace("ddp", "pipeline"), TWO.replace("ddp", "fsdp")
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         TWO, f"{TWO} parallelism.shares=[19,13] micro_batch_size=5", f"{TWO} parallelism.shares=speed",
         f"{TWO} dataloader.num_workers=1", SHARDED, f"{SHARDED} micro_batch_size=3", PIPED,
@@ -145,10 +145,10 @@ PIPED, SHARDED = TWO.replace("ddp", "pipeline"), TWO.replace("ddp", "fsdp")
     ],
 )  # fmt: skip
 def test_one_and_two_ranks_by_any_strategy_have_the_same_curve(
-    words: str, server: ForkServer, folder: Path, one_process: Path, expected: dict[int, float]
+    args: str, server: ForkServer, folder: Path, one_process: Path, expected: dict[int, float]
 ) -> None:
     assert len(expected) == 12
-    well(server.run(f"{BASE} {words}", folder))
+    well(server.run(f"{BASE} {args}", folder))
     assert losses(folder) == pytest.approx(expected, rel=SAME_CURVE)
     assert rows(folder)[-1]["val/loss"] == pytest.approx(rows(one_process)[-1]["val/loss"], rel=SAME_CURVE)
 
@@ -171,24 +171,24 @@ def test_checkpoints_in_parts_resume_on_any_number_of_ranks_by_any_strategy(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     again, parts = f"{BASE.replace('run=r', 'run=again')} resume_allow=[updates]", "parallelism.checkpoint=parts"
-    for updates, words in ((4, f"{SHARDED} {parts}"), (7, ""), (9, f"{SHARDED} {parts}"), (12, TWO)):
-        well(server.run(f"{again} {words}".replace("updates=12", f"updates={updates}"), folder))
+    for updates, args in ((4, f"{SHARDED} {parts}"), (7, ""), (9, f"{SHARDED} {parts}"), (12, TWO)):
+        well(server.run(f"{again} {args}".replace("updates=12", f"updates={updates}"), folder))
         newest = max((folder / "outputs" / "again" / "checkpoints").glob("update-*"))
-        assert (newest / "model-part00001.safetensors").exists() == (parts in words)
+        assert (newest / "model-part00001.safetensors").exists() == (parts in args)
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
 def test_ranks_resume_from_a_mirror_in_an_empty_folder(server: ForkServer, folder: Path) -> None:
-    words = f"{BASE} {SHARDED} parallelism.checkpoint=parts checkpoint.mirror=file://{folder}/mirror"
-    well(server.run(words.replace("updates=12", "updates=4"), folder))
+    args = f"{BASE} {SHARDED} parallelism.checkpoint=parts checkpoint.mirror=file://{folder}/mirror"
+    well(server.run(args.replace("updates=12", "updates=4"), folder))
     (folder / "outputs").rename(folder / "lost")
-    well(server.run(f"{words} resume_allow=[updates]", folder))
+    well(server.run(f"{args} resume_allow=[updates]", folder))
     assert [*losses(folder)] == [*range(1, 13)], "rows before the download are there too"
 
 
 def test_a_checkpoint_in_parts_is_exported_as_one_file(server: ForkServer, tmp_path: Path) -> None:
-    words = f"{GPT} {SHARDED} parallelism.checkpoint=parts".replace(f"updates={UPDATES}", "updates=2")
-    well(server.run(words, tmp_path))
+    args = f"{GPT} {SHARDED} parallelism.checkpoint=parts".replace(f"updates={UPDATES}", "updates=2")
+    well(server.run(args, tmp_path))
     well(server.run("export r format=safetensors", tmp_path))
     newest = max((tmp_path / "outputs" / "r" / "checkpoints").glob("update-*"))
     exported = load_file(next((tmp_path / "outputs" / "r" / "export").glob("*.safetensors")))
@@ -198,16 +198,16 @@ def test_a_checkpoint_in_parts_is_exported_as_one_file(server: ForkServer, tmp_p
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         "parallelism=ddp", "parallelism=ddp parallelism.shares=[19,13]", "parallelism=ddp parallelism.shares=speed",
         "parallelism=fsdp", "parallelism=pipeline", "parallelism=pipeline parallelism.schedule=interleaved",
     ],
 )  # fmt: skip
 def test_gpt_has_the_same_curve_on_any_number_of_ranks(
-    words: str, server: ForkServer, gpt_curve: dict[int, float], tmp_path: Path
+    args: str, server: ForkServer, gpt_curve: dict[int, float], tmp_path: Path
 ) -> None:
-    well(server.run(f"{GPT} {words}", tmp_path))
+    well(server.run(f"{GPT} {args}", tmp_path))
     assert losses(tmp_path) == pytest.approx(gpt_curve, rel=SAME_CURVE)
 
 
@@ -225,17 +225,17 @@ def gpt_curve(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> d
     """The losses of one process."""
     folder = tmp_path_factory.mktemp("gpt")
     well(server.run(GPT, folder))
-    found = losses(folder)
-    assert len(found) == UPDATES
-    return found
+    result = losses(folder)
+    assert len(result) == UPDATES
+    return result
 
 
 def test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit(server: ForkServer, folder: Path) -> None:
     """With dropout: every rank continues with its own random numbers."""
-    words = f"{BASE} {TWO} task.dropout=0.3"
-    well(server.run(words, folder))
+    args = f"{BASE} {TWO} task.dropout=0.3"
+    well(server.run(args, folder))
     expected = losses(folder)
-    again = words.replace("run=r", "run=again") + " checkpoint.every=5updates"
+    again = args.replace("run=r", "run=again") + " checkpoint.every=5updates"
     again += " task.fault=hang task.at=8"
     pid = server.start(again.split(), folder, {"ONCE": str(folder / "once")})
     wait_until((folder / "outputs/again/checkpoints/update-0000000005/MANIFEST.json").exists)
@@ -248,14 +248,14 @@ def test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit(server: ForkServer, 
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("words", ["", "parallelism.shares=[20,12]"])
+@pytest.mark.parametrize("args", ["", "parallelism.shares=[20,12]"])
 def test_a_killed_rank_is_named_and_the_others_resume(
-    server: ForkServer, folder: Path, words: str, expected: dict[int, float]
+    server: ForkServer, folder: Path, args: str, expected: dict[int, float]
 ) -> None:
-    again = f"{BASE} {TWO} {words} task.fault=kill task.at=7 checkpoint.every=3updates".replace("run=r", "run=again")
+    again = f"{BASE} {TWO} {args} task.fault=kill task.at=7 checkpoint.every=3updates".replace("run=r", "run=again")
     seen = folder / "seen"
-    ended = well(server.run(again.split(), folder, {"ONCE": str(folder / "once"), "SEEN": str(seen)}))
-    assert "SIGKILL" in ended.err
+    result = well(server.run(again.split(), folder, {"ONCE": str(folder / "once"), "SEEN": str(seen)}))
+    assert "SIGKILL" in result.err
     assert len(plan(folder, "again")["ranks"]) == 1
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
     assert sorted(samples_of_first_epoch(seen)) == list(range(90))
@@ -275,23 +275,23 @@ def samples_of_first_epoch(seen: Path) -> list[int]:
 
 
 def test_an_error_of_a_task_ends_the_run_with_its_own_message(server: ForkServer, folder: Path) -> None:
-    ended = server.run(f"{BASE} {TWO} task.fault=raise", folder)
-    assert ended.code == 70
-    assert "Traceback" not in ended.err
+    result = server.run(f"{BASE} {TWO} task.fault=raise", folder)
+    assert result.code == 70
+    assert "Traceback" not in result.err
     error = json.loads((folder / "outputs/r/error.json").read_text())
     assert "ValueError" in error["cause"]
     assert json.loads((folder / "outputs/r/run.json").read_text())["state"] == "failed"
 
 
 def test_a_loss_that_is_not_finite_ends_all_ranks_with_82(server: ForkServer, folder: Path) -> None:
-    ended = server.run(f"{BASE} {TWO} task.fault=infinite", folder)
-    assert ended.code == 82, ended.err
+    result = server.run(f"{BASE} {TWO} task.fault=infinite", folder)
+    assert result.code == 82, result.err
     assert json.loads((folder / "outputs/r/error.json").read_text())["exit_code"] == 82
 
 
 def test_a_rank_that_exits_during_training_is_lost(server: ForkServer, folder: Path) -> None:
-    ended = server.run(f"{BASE} {TWO} task.fault=exit", folder)
-    assert ended.code == 84, ended.err
+    result = server.run(f"{BASE} {TWO} task.fault=exit", folder)
+    assert result.code == 84, result.err
     assert not living(folder)
 
 
@@ -304,8 +304,8 @@ def test_a_stopped_run_saves_and_resumes(
     pid = server.start(again.split(), folder, {"ONCE": str(folder / "once")})
     wait_until((folder / "once").exists)
     os.kill(pid, number)
-    ended = server.wait()
-    assert ended.code == 75, ended.err
+    result = server.wait()
+    assert result.code == 75, result.err
     assert not living(folder)
     assert max(losses(folder, "again")) < 12
     well(server.run(again.split(), folder, {"ONCE": str(folder / "once")}))
@@ -315,13 +315,13 @@ def test_a_stopped_run_saves_and_resumes(
 def test_ranks_started_by_torchrun_train_the_same_run(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
-    words = f"{BASE} parallelism=ddp".replace("run=r", "run=again").split()
-    assert server.call(torchrun, words, folder) == {0: 0, 1: 0}
+    args = f"{BASE} parallelism=ddp".replace("run=r", "run=again").split()
+    assert server.call(torchrun, args, folder) == {0: 0, 1: 0}
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
     assert (folder / "out").read_text().count("12 of 12 updates") == 1, "one rank speaks"
 
 
-def torchrun(words: list[str], folder: Path) -> dict[int, int]:
+def torchrun(args: list[str], folder: Path) -> dict[int, int]:
     """Return the exit codes by rank; torchrun's agent starts the ranks, here by fork."""
     from torch.distributed.launcher.api import LaunchConfig, elastic_launch
 
@@ -330,7 +330,7 @@ def torchrun(words: list[str], folder: Path) -> dict[int, int]:
     config = LaunchConfig(
         1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", run_id="test", max_restarts=0, start_method="fork"
     )
-    return {rank: int(code) for rank, code in elastic_launch(config, main)(words).items()}
+    return {rank: int(code) for rank, code in elastic_launch(config, main)(args).items()}
 
 
 def test_a_model_trained_on_ranks_is_used_by_one_process(server: ForkServer, folder: Path) -> None:
@@ -341,23 +341,23 @@ def test_a_model_trained_on_ranks_is_used_by_one_process(server: ForkServer, fol
 
 def test_the_straggler_is_named(server: ForkServer, folder: Path) -> None:
     """One rank takes ten times as long, on an idle or busy machine."""
-    words = f"{BASE} {TWO} task.fault=slow".replace("updates=12", "updates=60").replace("size=32", "size=30")
-    well(server.run(words, folder))
-    (found,) = events(folder, "slow rank")
-    assert (found["rank"], found["part"]) == (1, "forward")
+    args = f"{BASE} {TWO} task.fault=slow".replace("updates=12", "updates=60").replace("size=32", "size=30")
+    well(server.run(args, folder))
+    (result,) = events(folder, "slow rank")
+    assert (result["rank"], result["part"]) == (1, "forward")
     assert any("rank1/forward_ms" in row for row in rows(folder))
-    well(server.run(f"{words} parallelism.shares=speed".replace("run=r", "run=again"), folder))
+    well(server.run(f"{args} parallelism.shares=speed".replace("run=r", "run=again"), folder))
     first = events(folder, "shares", "again")[0]["shares"]
     assert sum(first) == 30
     assert first[1] < 15
 
 
 def test_bad_samples_of_any_rank_are_listed(server: ForkServer, folder: Path) -> None:
-    words = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip".replace("updates=12", "epochs=1")
-    well(server.run(words, folder))
+    args = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip".replace("updates=12", "epochs=1")
+    well(server.run(args, folder))
     listed = [(event["update"], event["index"]) for event in events(folder, "bad sample")]
     assert sorted(index for _, index in listed) == [3, 40, 77]
-    well(server.run(words.replace(TWO, "").replace("run=r", "run=one"), folder))
+    well(server.run(args.replace(TWO, "").replace("run=r", "run=one"), folder))
     alone = [(event["update"], event["index"]) for event in events(folder, "bad sample", "one")]
     assert listed == alone, "with the update that they belong to"
 
@@ -367,37 +367,37 @@ def test_bad_samples_of_any_rank_are_listed(server: ForkServer, folder: Path) ->
 def test_phases_of_statistics_are_merged_over_ranks(strategy: str, server: ForkServer, tmp_path: Path) -> None:
     """With the task of tests/end_to_end/test_phases_as_data.py: a fit, and phases with different trained parameters."""
     task = Path(__file__).parent / "task_of_phases.py"
-    found = []
-    for run, words in (("one", ""), ("two", TWO.replace("ddp", strategy))):
-        well(server.run(f"train --task {task} run={run} monitor=off {words}", tmp_path))
+    result = []
+    for run, args in (("one", ""), ("two", TWO.replace("ddp", strategy))):
+        well(server.run(f"train --task {task} run={run} monitor=off {args}", tmp_path))
         record = json.loads((tmp_path / "outputs" / run / "run.json").read_text())
-        found.append({name: phase["metrics"] for name, phase in record["phases"].items()})
-    one, two = found
+        result.append({name: phase["metrics"] for name, phase in record["phases"].items()})
+    one, two = result
     assert two.keys() == one.keys()  # values of later phases differ: they use dropout, and each rank draws its own
     assert two["statistics"]["fit/mean"] == pytest.approx(one["statistics"]["fit/mean"], rel=1e-12)
     assert two["statistics"]["val/loss"] == pytest.approx(one["statistics"]["val/loss"], rel=SAME_CURVE)
 
 
-def test_a_second_signal_leaves_at_once_with_130(server: ForkServer, folder: Path) -> None:
+def test_a_second_signal_exits_immediately_with_130(server: ForkServer, folder: Path) -> None:
     pid = server.start(f"{BASE} {TWO} task.fault=deaf".split(), folder, {"ONCE": str(folder / "once")})
     wait_until((folder / "once").exists)
     os.kill(pid, signal.SIGINT)
     wait_until((folder / "asked").exists, "the first signal reaches the rank")
     os.kill(pid, signal.SIGINT)
-    ended = server.wait()
-    assert ended.code == 130, ended.err
-    assert "Traceback" not in ended.err
+    result = server.wait()
+    assert result.code == 130, result.err
+    assert "Traceback" not in result.err
     assert not living(folder)
 
 
 def test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting(server: ForkServer, folder: Path) -> None:
     well(server.run(BASE, folder))
     expected = losses(folder)
-    words = f"{BASE} {TWO} resume=fresh task.fault=kill task.at=9 checkpoint.every=3updates"
-    ended = well(server.run(words.split(), folder, {"ONCE": str(folder / "once")}))
+    args = f"{BASE} {TWO} resume=fresh task.fault=kill task.at=9 checkpoint.every=3updates"
+    result = well(server.run(args.split(), folder, {"ONCE": str(folder / "once")}))
     aside = list((folder / "outputs/r/checkpoints").glob("earlier-*"))
     assert len(aside) == 1, "those of the run before, and no others"
-    assert ended.code == 0
+    assert result.code == 0
     assert losses(folder) == pytest.approx(expected, rel=SAME_CURVE)
 
 
@@ -405,11 +405,11 @@ def test_a_pipeline_with_a_given_split_resumes_with_fewer_stages(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     three = "parallelism=pipeline parallelism.world_size=3 parallelism.split=[1,1,2]"
-    words = f"{BASE} {three} task.fault=kill task.rank=2 task.at=7 checkpoint.every=3updates".replace(
+    args = f"{BASE} {three} task.fault=kill task.rank=2 task.at=7 checkpoint.every=3updates".replace(
         "run=r", "run=again"
     )
-    ended = well(server.run(words.split(), folder, {"ONCE": str(folder / "once")}))
-    assert ended.code == 0
+    result = well(server.run(args.split(), folder, {"ONCE": str(folder / "once")}))
+    assert result.code == 0
     assert len(plan(folder, "again")["ranks"]) == 2
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
@@ -425,23 +425,23 @@ save_policy.time = Clock()
 
 
 def test_the_time_limit_saves_one_checkpoint_and_not_two(server: ForkServer, folder: Path) -> None:
-    words = f"{BASE} {TWO} checkpoint.every=0.2min checkpoint.keep=100".replace("updates=12", "updates=40")
-    words = words.replace("evaluate.every=6", "evaluate.every=0")
-    well(server.run(words.split(), folder, {"CLOCK": "1"}, CLOCK + ON_DISK_AT_ONCE))
+    args = f"{BASE} {TWO} checkpoint.every=0.2min checkpoint.keep=100".replace("updates=12", "updates=40")
+    args = args.replace("evaluate.every=6", "evaluate.every=0")
+    well(server.run(args.split(), folder, {"CLOCK": "1"}, CLOCK + ON_DISK_AT_ONCE))
     kept = sorted(int(path.name[-10:]) for path in (folder / "outputs/r/checkpoints").glob("update-*"))
     # due after 12 updates, on which the ranks agree one update later
     assert [later - earlier for earlier, later in pairwise(kept[:-1])] == [13, 13], kept
 
 
 def test_a_rank_with_only_bad_samples_continues_without_them(server: ForkServer, folder: Path) -> None:
-    words = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip parallelism.shares=[31,1]"
-    well(server.run(words.replace("updates=12", "epochs=30"), folder))
+    args = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip parallelism.shares=[31,1]"
+    well(server.run(args.replace("updates=12", "epochs=30"), folder))
     assert len(events(folder, "bad sample")) == 90
 
 
 def test_an_update_without_items_ends_the_run_before_it_is_saved(server: ForkServer, folder: Path) -> None:
-    ended = server.run(f"{BASE} {TWO} task.fault=nothing task.at=3 checkpoint.every=2updates log_every=100", folder)
-    assert ended.code == 70
+    result = server.run(f"{BASE} {TWO} task.fault=nothing task.at=3 checkpoint.every=2updates log_every=100", folder)
+    assert result.code == 70
     names = [path.name for path in (folder / "outputs/r/checkpoints").glob("update-*")]
     assert names == ["update-0000000002"]
 
@@ -459,12 +459,12 @@ def test_buffers_of_any_type_and_layout_start_equal(
 def test_a_fit_may_call_the_model(strategy: str, size: int, server: ForkServer, folder: Path) -> None:
     """In the last update one rank has no data; the others must not hang."""
     (folder / "fit.py").write_text(FIT)
-    found = []
-    for run, words in (("one", ""), ("two", TWO.replace("ddp", strategy))):
-        line = f"train --task fit.py run={run} task.samples={size} global_batch_size=8 monitor=off {words}"
+    result = []
+    for run, args in (("one", ""), ("two", TWO.replace("ddp", strategy))):
+        line = f"train --task fit.py run={run} task.samples={size} global_batch_size=8 monitor=off {args}"
         well(server.run(line, folder))
-        found.append(json.loads((folder / "outputs" / run / "run.json").read_text())["phases"]["fit"]["metrics"])
-    assert found[1]["fit/mean"] == pytest.approx(found[0]["fit/mean"], rel=allowed(torch.float32, size))
+        result.append(json.loads((folder / "outputs" / run / "run.json").read_text())["phases"]["fit"]["metrics"])
+    assert result[1]["fit/mean"] == pytest.approx(result[0]["fit/mean"], rel=allowed(torch.float32, size))
 
 
 FIT = """
@@ -494,8 +494,8 @@ def build(*, samples: int = 33) -> Task: return Small(samples)
 
 
 def test_no_process_is_left_when_the_launcher_is_killed(server: ForkServer, folder: Path) -> None:
-    words = f"{BASE} {TWO} dataloader.num_workers=1 task.fault=hang"
-    pid = server.start(words.split(), folder, {"ONCE": str(folder / "once")})
+    args = f"{BASE} {TWO} dataloader.num_workers=1 task.fault=hang"
+    pid = server.start(args.split(), folder, {"ONCE": str(folder / "once")})
     wait_until((folder / "once").exists)
     assert len(living(folder)) >= 5, "the launcher, two ranks and their data workers"
     os.kill(pid, signal.SIGKILL)
@@ -504,14 +504,14 @@ def test_no_process_is_left_when_the_launcher_is_killed(server: ForkServer, fold
 
 
 @pytest.mark.parametrize(
-    ("words", "where"),
+    ("args", "where"),
     [("parallelism.shares=[1,2,3]", "parallelism.shares"), ("global_batch_size=1", "global_batch_size")],
 )
 def test_impossible_configurations_are_reported_before_anything_starts(
-    words: str, where: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    args: str, where: str, folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(folder)
-    assert main(f"{BASE} {TWO} {words}".split()) == 78
+    assert main(f"{BASE} {TWO} {args}".split()) == 78
     assert where in capsys.readouterr().err
     assert not (folder / "outputs").exists()
 
@@ -527,8 +527,8 @@ def events(folder: Path, kind: str, run: str = "r") -> list[dict[str, Any]]:
 
 def living(folder: Path) -> list[int]:
     """Return the PIDs of live processes whose working directory is the folder, as for all processes of a run."""
-    found = []
+    result = []
     for process in psutil.process_iter(["cwd", "status"]):
         if process.info["cwd"] == str(folder) and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.append(process.pid)
-    return found
+            result.append(process.pid)
+    return result

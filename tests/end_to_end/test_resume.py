@@ -51,12 +51,12 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> St
     """Return a function from arguments to the folder of an uninterrupted run, cached for all tests."""
     known: dict[tuple[str, ...], Path] = {}
 
-    def of(*words: str) -> Path:
-        if words not in known:
-            known[words] = tmp_path_factory.mktemp("straight")
-            done = server.run([*BASE, *words], known[words])
+    def of(*args: str) -> Path:
+        if args not in known:
+            known[args] = tmp_path_factory.mktemp("straight")
+            done = server.run([*BASE, *args], known[args])
             assert done.code == 0, done.err
-        return known[words]
+        return known[args]
 
     return of
 
@@ -69,13 +69,13 @@ def test_37_updates_a_kill_and_63_more_equal_100(
     precision: str, accumulation: int, workers: int, server: ForkServer, straight: Straight, tmp_path: Path
 ) -> None:
     computed = [f"precision={precision}", f"micro_batch_size={12 // accumulation}"]
-    words = [*BASE, *computed, f"dataloader.num_workers={workers}"]
+    args = [*BASE, *computed, f"dataloader.num_workers={workers}"]
     killed = tmp_path
     at = 39 * accumulation  # after this checkpoint, before the next one
     checkpoint = killed / "outputs" / "mine" / "checkpoints" / "update-0000000037"
-    ended = server.run([*words, f"task.kill_at={at}", f"task.wait_for={checkpoint}"], killed)
-    assert ended.code == -signal.SIGKILL, ended.err
-    again = server.run([*words, f"task.kill_at={at}", f"task.wait_for={checkpoint}"], killed, env={"NO_KILL": "1"})
+    result = server.run([*args, f"task.kill_at={at}", f"task.wait_for={checkpoint}"], killed)
+    assert result.code == -signal.SIGKILL, result.err
+    again = server.run([*args, f"task.kill_at={at}", f"task.wait_for={checkpoint}"], killed, env={"NO_KILL": "1"})
     assert again.code == 0, again.err
     assert json.loads((killed / "outputs" / "mine" / "run.json").read_text())["state"] == "done"
     assert_equal_runs(straight(*computed), killed, 100)
@@ -87,16 +87,16 @@ def test_a_signal_saves_exits_75_and_the_same_command_resumes(
     number: signal.Signals, server: ForkServer, straight: Straight, tmp_path: Path
 ) -> None:
     stopped = tmp_path
-    words = [*BASE, "task.stop_at=20", f"task.held={stopped / 'held'}", "dataloader.num_workers=2"]
-    pid = server.start(words, stopped)
+    args = [*BASE, "task.stop_at=20", f"task.held={stopped / 'held'}", "dataloader.num_workers=2"]
+    pid = server.start(args, stopped)
     wait_until((stopped / "held").exists)
     os.killpg(pid, number)  # to the data workers too, like a terminal or a scheduler
-    ended = server.wait()
-    assert ended.code == 75, ended.err
-    assert "run=mine" in ended.out
+    result = server.wait()
+    assert result.code == 75, result.err
+    assert "run=mine" in result.out
     state = json.loads((stopped / "outputs" / "mine" / "run.json").read_text())["state"]
     assert state == "preempted"
-    again = server.run(words, stopped, env={"NO_KILL": "1"})
+    again = server.run(args, stopped, env={"NO_KILL": "1"})
     assert again.code == 0, again.err
     assert_equal_runs(straight(), stopped, 100)
 
@@ -140,11 +140,11 @@ def test_other_mathematics_is_refused_or_must_be_named(server: ForkServer, tmp_p
 
 def test_mechanics_may_change_on_resume(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
     changed = tmp_path
-    words = BASE
-    first = server.run([*words, "dataloader.num_workers=2", "updates=100", "task.fail_at=60"], changed)
+    args = BASE
+    first = server.run([*args, "dataloader.num_workers=2", "updates=100", "task.fail_at=60"], changed)
     assert first.code == 70
     resumed = server.run(
-        [*words, "dataloader=thread", "checkpoint.every=10", "task.fail_at=60"], changed, env={"NO_KILL": "1"}
+        [*args, "dataloader=thread", "checkpoint.every=10", "task.fail_at=60"], changed, env={"NO_KILL": "1"}
     )
     assert resumed.code == 0, resumed.err
     assert_equal_runs(straight(), changed, 100)

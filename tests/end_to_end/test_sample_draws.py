@@ -44,10 +44,10 @@ def base(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     return folder, outcome(server, folder)
 
 
-def outcome(server: ForkServer, folder: Path, *words: str) -> Outcome:
-    keys = {word.partition("=")[0] for word in words}
-    ended = server.run([*(word for word in COMMAND if word.partition("=")[0] not in keys), *words], folder)
-    assert ended.code == 0, ended.err
+def outcome(server: ForkServer, folder: Path, *args: str) -> Outcome:
+    keys = {word.partition("=")[0] for word in args}
+    result = server.run([*(word for word in COMMAND if word.partition("=")[0] not in keys), *args], folder)
+    assert result.code == 0, result.err
     run = folder / "outputs" / "mine"
     path = newest_valid(run / "checkpoints")
     assert path is not None
@@ -70,30 +70,30 @@ def test_readers_resumes_and_ranks_do_not_change_a_run_whose_samples_draw(
     cut: str, base: tuple[Path, Outcome], server: ForkServer, tmp_path: Path
 ) -> None:
     _, wanted = base
-    found = outcome(server, tmp_path, *CUTS[cut])
-    assert torch.allclose(found.fitted, wanted.fitted, rtol=TOLERANCE, atol=TOLERANCE)
-    assert found.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
-    assert np.allclose(found.evaluations, wanted.evaluations, rtol=TOLERANCE, atol=TOLERANCE)
-    assert found.predictions == wanted.predictions
+    result = outcome(server, tmp_path, *CUTS[cut])
+    assert torch.allclose(result.fitted, wanted.fitted, rtol=TOLERANCE, atol=TOLERANCE)
+    assert result.losses == pytest.approx(wanted.losses, rel=TOLERANCE)
+    assert np.allclose(result.evaluations, wanted.evaluations, rtol=TOLERANCE, atol=TOLERANCE)
+    assert result.predictions == wanted.predictions
 
 
 def test_evaluations_between_updates_change_no_draws_of_training(
     base: tuple[Path, Outcome], server: ForkServer, tmp_path: Path
 ) -> None:
     _, wanted = base
-    found = outcome(server, tmp_path, "evaluate.every=1")
-    assert len(found.evaluations) > len(wanted.evaluations)
-    assert found.losses == wanted.losses
+    result = outcome(server, tmp_path, "evaluate.every=1")
+    assert len(result.evaluations) > len(wanted.evaluations)
+    assert result.losses == wanted.losses
 
 
-def test_another_seed_draws_other_numbers_for_every_split(
+def test_another_seed_gives_different_random_numbers_for_every_split(
     base: tuple[Path, Outcome], server: ForkServer, tmp_path: Path
 ) -> None:
     _, wanted = base
-    found = outcome(server, tmp_path, "seed=1")
-    assert (found.fitted != wanted.fitted).all()
-    assert all(one != other for one, other in zip(found.evaluations[0], wanted.evaluations[0], strict=True))
-    assert all(evaluation == found.evaluations[0] for evaluation in found.evaluations)
+    result = outcome(server, tmp_path, "seed=1")
+    assert (result.fitted != wanted.fitted).all()
+    assert all(one != other for one, other in zip(result.evaluations[0], wanted.evaluations[0], strict=True))
+    assert all(evaluation == result.evaluations[0] for evaluation in result.evaluations)
 
 
 def test_predictions_depend_only_on_seed_and_index(base: tuple[Path, Outcome], server: ForkServer) -> None:

@@ -22,15 +22,13 @@ TWO = "parallelism=ddp parallelism.world_size=2 parallelism.shares=[5,3] dataloa
 KILL: dict[str, Any] = {"at": "update", "number": 6, "by": "SIGKILL"}
 
 
-def trained(
-    server: ForkServer, folder: Path, words: str, *faults: dict[str, Any]
-) -> tuple[dict[str, Any], list[float]]:
+def trained(server: ForkServer, folder: Path, args: str, *faults: dict[str, Any]) -> tuple[dict[str, Any], list[float]]:
     """Return the weights and losses of a run that is restarted after each fault."""
     folder.mkdir()
     for fault in (*faults, {}):
         env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
-        ended = server.run(f"{TRAIN} {words}", folder, env)
-        assert (ended.code == 0) is not bool(fault), ended.err
+        result = server.run(f"{TRAIN} {args}", folder, env)
+        assert (result.code == 0) is not bool(fault), result.err
     directory = folder / "outputs" / "mine"
     path = newest_valid(directory / "checkpoints")
     assert path is not None
@@ -41,12 +39,12 @@ def trained(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda words: words.split()[0])
 def test_a_kill_workers_and_ranks_do_not_change_the_run(sampler: str, server: ForkServer, tmp_path: Path) -> None:
-    words = f"sampler={sampler}"
-    weights, losses = trained(server, tmp_path / "alone", f"{words} dataloader.num_workers=0")
-    resumed, again = trained(server, tmp_path / "killed", f"{words} dataloader.num_workers=2", KILL)
+    args = f"sampler={sampler}"
+    weights, losses = trained(server, tmp_path / "alone", f"{args} dataloader.num_workers=0")
+    resumed, again = trained(server, tmp_path / "killed", f"{args} dataloader.num_workers=2", KILL)
     assert again == losses
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in weights.items())
-    shared, on_ranks = trained(server, tmp_path / "ranks", f"{words} {TWO}")
+    shared, on_ranks = trained(server, tmp_path / "ranks", f"{args} {TWO}")
     assert distance(losses, on_ranks) <= 14 * PROMISED[torch.float32]
     assert all(
         distance(tensor.tolist(), shared[name].tolist()) <= 14 * PROMISED[torch.float32]
@@ -63,13 +61,13 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "named"), WRONG, ids=[row[0] for row in WRONG])
+@pytest.mark.parametrize(("args", "code", "named"), WRONG, ids=[row[0] for row in WRONG])
 def test_an_invalid_sampler_ends_the_run_before_training(
-    words: str, code: int, named: str, server: ForkServer, tmp_path: Path
+    args: str, code: int, named: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    ended = server.run(f"{TRAIN} {words} dataloader.num_workers=0", tmp_path)
-    assert ended.code == code
-    assert named in ended.err
+    result = server.run(f"{TRAIN} {args} dataloader.num_workers=0", tmp_path)
+    assert result.code == code
+    assert named in result.err
 
 
 def test_a_resumed_run_keeps_its_sampler_and_sample_weights(server: ForkServer, tmp_path: Path) -> None:

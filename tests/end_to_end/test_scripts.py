@@ -88,9 +88,9 @@ class Checkout:
     def calls(self) -> list[str]:
         """Return and clear the log of the stub."""
         calls = self.stub / "calls"
-        said = calls.read_text().splitlines() if calls.exists() else []
+        messages = calls.read_text().splitlines() if calls.exists() else []
         calls.unlink(missing_ok=True)
-        return said
+        return messages
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def test_signals_reach_accel_run(checkout: Checkout) -> None:
 
 
 @pytest.mark.parametrize("answer", [str(MODES.index("inference") + 1), "inference"])
-def test_on_a_terminal_a_menu_asks(checkout: Checkout, answer: str) -> None:
+def test_on_a_terminal_a_menu_is_shown(checkout: Checkout, answer: str) -> None:
     shown, code = at_a_terminal(checkout, f"99\nnonsense\n\n{answer}\n")
     assert code == 0
     assert " 1  train " in shown

@@ -30,11 +30,11 @@ def trained(server: ForkServer, folder: Path, *lines: str) -> Result:
     """Return the weights and losses of a run started by each line in turn; all but the last are killed."""
     folder.mkdir()
     directory = folder / "outputs" / "mine"
-    for number, words in enumerate(lines, 1):
+    for number, args in enumerate(lines, 1):
         fault = KILL if number < len(lines) else {}
         env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
-        ended = server.run(f"{TRAIN} {words}", folder, env)
-        assert (ended.code == 0) is not bool(fault), ended.err
+        result = server.run(f"{TRAIN} {args}", folder, env)
+        assert (result.code == 0) is not bool(fault), result.err
         if fault:  # ranks end after the launcher that was killed, and hold the lock until then
             with (directory / ".lock").open() as lock:
                 fcntl.flock(lock, fcntl.LOCK_EX)
@@ -59,10 +59,10 @@ def test_a_kill_workers_and_ranks_do_not_change_the_run(
     kind: str, shards: str, way: str, server: ForkServer, tmp_path: Path
 ) -> None:
     length = "epochs=2" if "length" in kind else "updates=18"
-    words = f"task.kind={kind} {shards} {length}"
-    alone, ranks = f"{words} dataloader.num_workers=0", f"{words} {ON_RANKS[way]}"
+    args = f"task.kind={kind} {shards} {length}"
+    alone, ranks = f"{args} dataloader.num_workers=0", f"{args} {ON_RANKS[way]}"
     weights, losses = trained(server, tmp_path / "alone", alone)
-    resumed, again = trained(server, tmp_path / "killed", f"{words} dataloader.num_workers=2", alone)
+    resumed, again = trained(server, tmp_path / "killed", f"{args} dataloader.num_workers=2", alone)
     assert again == losses
     assert all(torch.equal(tensor, resumed[name]) for name, tensor in weights.items())
     assert_close((weights, losses), trained(server, tmp_path / "ranks", ranks))
@@ -82,25 +82,25 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("words", "code", "named"), WRONG, ids=[row[0] for row in WRONG])
+@pytest.mark.parametrize(("args", "code", "named"), WRONG, ids=[row[0] for row in WRONG])
 def test_settings_that_a_stream_excludes_are_refused(
-    words: str, code: int, named: str, server: ForkServer, tmp_path: Path
+    args: str, code: int, named: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    ended = server.run(f"{TRAIN} {words}", tmp_path)
-    assert ended.code == code, ended.err
-    assert named in ended.err
+    result = server.run(f"{TRAIN} {args}", tmp_path)
+    assert result.code == code, result.err
+    assert named in result.err
 
 
 def test_a_resumed_run_keeps_its_shards(server: ForkServer, tmp_path: Path) -> None:
     more = "updates=5 resume_allow=[updates]"
-    ended = [server.run(f"{TRAIN} {words}", tmp_path) for words in ("updates=3", f"{more} data.shards=2", more)]
-    assert [each.code for each in ended] == [0, 88, 0]
+    result = [server.run(f"{TRAIN} {args}", tmp_path) for args in ("updates=3", f"{more} data.shards=2", more)]
+    assert [each.code for each in result] == [0, 88, 0]
 
 
 def test_an_incorrect_stream_state_is_reported(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run(f"{TRAIN} task.kind=lying_state updates=3", tmp_path)
-    assert ended.code == 0
-    assert "load_state_dict" in ended.out + ended.err
+    result = server.run(f"{TRAIN} task.kind=lying_state updates=3", tmp_path)
+    assert result.code == 0
+    assert "load_state_dict" in result.out + result.err
 
 
 def test_a_trained_run_is_evaluated_on_its_stream(server: ForkServer, tmp_path: Path) -> None:

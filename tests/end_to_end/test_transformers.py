@@ -31,7 +31,7 @@ TASK = Path(__file__).parent / "task_of_transformers.py"
 def samples(kind: str) -> dict[str, list[dict[str, Any]]]:
     """Return padded texts of different lengths; for gpt2 the labels of padding are ignored."""
     generator = torch.Generator().manual_seed(0)
-    found: dict[str, list[dict[str, Any]]] = {}
+    result: dict[str, list[dict[str, Any]]] = {}
     for split, number in (("train", 96), ("validation", 40)):
         rows = []
         for _ in range(number):
@@ -44,8 +44,8 @@ def samples(kind: str) -> dict[str, list[dict[str, Any]]]:
                 label = torch.where(mask.bool(), tokens, -100).tolist()
             row = {"input_ids": tokens.tolist(), "attention_mask": mask.tolist(), "text": "unused"}
             rows.append({**row, "labels" if kind == "gpt2" else "label": label})
-        found[split] = rows
-    return found
+        result[split] = rows
+    return result
 
 
 def write(folder: Path, kind: str) -> None:
@@ -61,10 +61,10 @@ def model_of(kind: str) -> Any:
 
 
 def batch_of(kind: str, rows: list[int], split: str = "train") -> dict[str, Tensor]:
-    found = [samples(kind)[split][row] for row in rows]
+    result = [samples(kind)[split][row] for row in rows]
     label = "labels" if kind == "gpt2" else "label"
     columns = {"input_ids": "input_ids", "attention_mask": "attention_mask", "labels": label}
-    return {name: torch.tensor([row[column] for row in found]) for name, column in columns.items()}
+    return {name: torch.tensor([row[column] for row in result]) for name, column in columns.items()}
 
 
 @cache
@@ -83,13 +83,13 @@ def by_hand(kind: str) -> tuple[dict[str, Tensor], float]:
     return {name: tensor.detach() for name, tensor in model.state_dict().items()}, loss
 
 
-def trained(server: ForkServer, folder: Path, kind: str, words: str = "") -> tuple[dict[str, Tensor], dict[str, float]]:
+def trained(server: ForkServer, folder: Path, kind: str, args: str = "") -> tuple[dict[str, Tensor], dict[str, float]]:
     from runner.durable.checkpoint import load, newest_valid
 
     write(folder, kind)
     common = f"run=mine device=cpu monitor=off seed={SEED} max_grad_norm=null dataloader.num_workers=0"
-    ended = server.run(f"train --task {TASK} data.path=data task.kind={kind} {common} {words}", folder)
-    assert ended.code == 0, ended.err
+    result = server.run(f"train --task {TASK} data.path=data task.kind={kind} {common} {args}", folder)
+    assert result.code == 0, result.err
     path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
     assert path is not None
     return load(path).tensors("model"), json.loads((folder / "outputs" / "mine" / "run.json").read_text())["metrics"]
@@ -99,14 +99,14 @@ TWO = "parallelism=ddp parallelism.world_size=2"
 
 
 @pytest.mark.parametrize(
-    ("kind", "words"),
+    ("kind", "args"),
     [("gpt2", ""), ("gpt2", "micro_batch_size=8"), ("gpt2", f"{TWO} parallelism.shares=[19,13]"), ("bert", TWO)],
 )
-def test_a_model_trains_as_in_a_plain_loop(kind: str, words: str, server: ForkServer, tmp_path: Path) -> None:
+def test_a_model_trains_as_in_a_plain_loop(kind: str, args: str, server: ForkServer, tmp_path: Path) -> None:
     expected, loss = by_hand(kind)
-    weights, metrics = trained(server, tmp_path, kind, words)
-    found, wanted = ({name: each.tolist() for name, each in one.items()} for one in (weights, expected))
-    assert distance(wanted, found) <= PROMISED[torch.float32] * UPDATES
+    weights, metrics = trained(server, tmp_path, kind, args)
+    result, wanted = ({name: each.tolist() for name, each in one.items()} for one in (weights, expected))
+    assert distance(wanted, result) <= PROMISED[torch.float32] * UPDATES
     assert metrics["val/loss"] == pytest.approx(loss, rel=PROMISED[torch.float32] * UPDATES)
     assert ("val/metrics.accuracy" in metrics) == (kind == "bert")
 

@@ -66,13 +66,13 @@ def write(folder: Path, files: Mapping[str, str]) -> None:
 
 
 def record(folder: Path) -> dict[str, Any]:
-    found = json.loads((folder / "outputs" / "mine" / "run.json").read_text())
-    assert isinstance(found, dict)
-    return found
+    result = json.loads((folder / "outputs" / "mine" / "run.json").read_text())
+    assert isinstance(result, dict)
+    return result
 
 
-def resumed(server: ForkServer, folder: Path, words: str = "resume mine updates=40 resume_allow=[updates]") -> Ended:
-    return server.run(words, folder)
+def resumed(server: ForkServer, folder: Path, args: str = "resume mine updates=40 resume_allow=[updates]") -> Ended:
+    return server.run(args, folder)
 
 
 def files_of_run(folder: Path) -> Iterator[tuple[str, bytes]]:
@@ -83,14 +83,14 @@ def files_of_run(folder: Path) -> Iterator[tuple[str, bytes]]:
 @pytest.fixture(scope="module")
 def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     """Folders with a finished run, by how its data set draws random numbers."""
-    found = {}
+    actual = {}
     for name, draws in {"never": FILES["draws.py"], **DRAWS}.items():
         folder = tmp_path_factory.mktemp(name)
         write(folder, {**FILES, "draws.py": draws})
-        ended = server.run(WORDS, folder)
-        assert ended.code == 0, ended.err
-        found[name] = folder
-    return found
+        result = server.run(WORDS, folder)
+        assert result.code == 0, result.err
+        actual[name] = folder
+    return actual
 
 
 @pytest.fixture
@@ -116,9 +116,9 @@ def test_equal_code_and_data_are_not_reported(
 ) -> None:
     folder = of(trained[draws], tmp_path)
     write(folder, {"helpers/unused.py": "edited = 1"})
-    ended = resumed(server, folder)
-    assert ended.code == 0, ended.err
-    assert "changed" not in ended.err
+    result = resumed(server, folder)
+    assert result.code == 0, result.err
+    assert "changed" not in result.err
     assert changes(folder) == []
 
 
@@ -128,10 +128,10 @@ def test_a_data_set_of_another_length_is_refused_without_changing_the_run(
 ) -> None:
     write(copied, {"data.txt": "\n".join(str(0.01 * number) for number in range(lines))})
     before = dict(files_of_run(copied))
-    ended = resumed(server, copied)
-    assert ended.code == 88, ended.err
-    assert "101" in ended.err
-    assert str(lines) in ended.err
+    result = resumed(server, copied)
+    assert result.code == 88, result.err
+    assert "101" in result.err
+    assert str(lines) in result.err
     assert dict(files_of_run(copied)) == before
     assert json.loads((copied / "outputs" / "mine" / "error.json").read_text())["exit_code"] == 88
     used = server.run("inference mine", copied)
@@ -158,9 +158,9 @@ def test_changed_samples_are_named_and_recorded(
     lines = FILES["data.txt"].splitlines()
     lines[50] = "7.5"
     write(folder, {"data.txt": "\n".join(lines)})
-    ended = resumed(server, folder)
-    assert ended.code == 0, ended.err
-    assert "train sample 50" in ended.err
+    result = resumed(server, folder)
+    assert result.code == 0, result.err
+    assert "train sample 50" in result.err
     assert changes(folder) == [(30, [], ["train sample 50"])]
     again = resumed(server, folder, "resume mine updates=50 resume_allow=[updates]")
     assert again.code == 0, again.err
@@ -171,9 +171,9 @@ def test_changed_samples_are_named_and_recorded(
 
 def test_changed_code_and_its_imports_are_named_and_recorded(server: ForkServer, copied: Path) -> None:
     write(copied, {"helpers/unit.py": "UNIT = 2.0\n", "mine.py": TASK + "\n# edited\n"})
-    ended = resumed(server, copied)
-    assert ended.code == 0, ended.err
-    assert "helpers/unit.py" in ended.err
+    result = resumed(server, copied)
+    assert result.code == 0, result.err
+    assert "helpers/unit.py" in result.err
     assert [files for _, files, _ in changes(copied)] == [["helpers/unit.py", "mine.py"]]
     state = json.loads((copied / "outputs/mine/checkpoints/update-0000000040/state.json").read_text())
     assert sorted(state["code"]) == [
@@ -191,22 +191,22 @@ def test_code_is_recorded_as_it_was_when_the_run_began(server: ForkServer, tmp_p
     edits = "from pathlib import Path\ndef draw():\n    Path(__file__).write_text('def draw():\\n    return 0.0')\n"
     edits += "    return 0.0\n"
     write(tmp_path, {**FILES, "draws.py": edits})
-    ended = server.run(WORDS, tmp_path)
-    assert ended.code == 0, ended.err
-    ended = resumed(server, tmp_path)
-    assert ended.code == 0, ended.err
+    result = server.run(WORDS, tmp_path)
+    assert result.code == 0, result.err
+    result = resumed(server, tmp_path)
+    assert result.code == 0, result.err
     assert changes(tmp_path) == [(30, ["draws.py"], [])]
 
 
 def test_code_that_changes_between_two_phases_is_recorded(server: ForkServer, tmp_path: Path) -> None:
     phases = "PHASES = {'one': {'updates': 10}, 'two': {'updates': 10}}\n"
     write(tmp_path, {**FILES, "mine.py": TASK + phases})
-    words = WORDS.replace(" updates=30", "")
-    ended = server.run(f"{words} phases=[one]", tmp_path)
-    assert ended.code == 0, ended.err
+    args = WORDS.replace(" updates=30", "")
+    result = server.run(f"{args} phases=[one]", tmp_path)
+    assert result.code == 0, result.err
     write(tmp_path, {"mine.py": TASK + phases + "# edited"})
-    ended = server.run(words, tmp_path)
-    assert ended.code == 0, ended.err
+    result = server.run(args, tmp_path)
+    assert result.code == 0, result.err
     assert [(each["phase"], each["files"]) for each in record(tmp_path)["changes"]] == [("two", ["mine.py"])]
 
 
@@ -217,22 +217,22 @@ def test_checkpoints_without_these_records_are_resumed(server: ForkServer, copie
     folder = copied / "outputs" / "mine" / "checkpoints"
     for path in folder.iterdir():
         shutil.rmtree(path) if path.name != "update-0000000030" else None
-    found = checkpoints.load(folder / "update-0000000030")
-    state = {key: value for key, value in found.state.items() if key not in ("data", "code", "changes")}
+    actual = checkpoints.load(folder / "update-0000000030")
+    state = {key: value for key, value in actual.state.items() if key not in ("data", "code", "changes")}
     facts = {
         key: value
-        for key, value in found.manifest.items()
+        for key, value in actual.manifest.items()
         if key not in ("sha256", "format_version", "update", "files", "run_uid")
     }
-    snapshot = checkpoints.Snapshot(30, {stem: found.tensors(stem) for stem in found.stems}, state, facts)
-    shutil.rmtree(found.path)
+    snapshot = checkpoints.Snapshot(30, {stem: actual.tensors(stem) for stem in actual.stems}, state, facts)
+    shutil.rmtree(actual.path)
     checkpoints.save(folder, snapshot)
     run_json = copied / "outputs" / "mine" / "run.json"
     old = {key: value for key, value in record(copied).items() if key not in ("names", "changes", "uid", "adopted")}
     run_json.write_text(json.dumps(old))
     write(copied, {"mine.py": TASK + "\n# edited\n"})
-    ended = resumed(server, copied)
-    assert ended.code == 0, ended.err
+    result = resumed(server, copied)
+    assert result.code == 0, result.err
     assert changes(copied) == []
 
 
@@ -247,9 +247,9 @@ def test_a_checkpoint_of_another_run_is_skipped(server: ForkServer, copied: Path
     assert "update-0000000060" in used.err, used.err
     shown = server.run("status mine", copied)
     assert any("update-0000000060" in line and "other" in line for line in shown.out.splitlines())
-    ended = resumed(server, copied)
-    assert ended.code == 0, ended.err
-    assert "update-0000000060" in ended.err
+    result = resumed(server, copied)
+    assert result.code == 0, result.err
+    assert "update-0000000060" in result.err
     assert (mine / "foreign-update-0000000060-1").is_dir()
     assert (mine / "update-0000000040").is_dir()
 
@@ -267,16 +267,16 @@ def test_only_checkpoints_of_another_run_are_refused(server: ForkServer, copied:
 def test_a_run_that_was_renamed_is_resumed_twice(server: ForkServer, copied: Path) -> None:
     (copied / "outputs" / "mine").rename(copied / "outputs" / "renamed")
     for updates in (40, 50):
-        ended = resumed(server, copied, f"resume renamed updates={updates} resume_allow=[updates]")
-        assert ended.code == 0, ended.err
+        result = resumed(server, copied, f"resume renamed updates={updates} resume_allow=[updates]")
+        assert result.code == 0, result.err
         assert not list((copied / "outputs" / "renamed" / "checkpoints").glob("foreign-*"))
 
 
 @pytest.fixture
 def elsewhere(server: ForkServer, copied: Path) -> Path:
     """A later checkpoint of a run with the same name and settings in another output_root."""
-    ended = server.run(WORDS + " updates=60 output_root=others", copied)
-    assert ended.code == 0, ended.err
+    result = server.run(WORDS + " updates=60 output_root=others", copied)
+    assert result.code == 0, result.err
     return copied / "others" / "mine" / "checkpoints" / "update-0000000060"
 
 
@@ -287,10 +287,10 @@ def test_a_checkpoint_of_a_run_with_the_same_name_is_refused_without_changing_th
     shutil.copytree(elsewhere, there)
     before = dict(files_of_run(copied))
     for _ in range(2):
-        ended = resumed(server, copied, "resume mine")
-        assert ended.code == 88, ended.err
-        assert elsewhere.name in ended.err
-        assert "resume_allow=[run]" in ended.err
+        result = resumed(server, copied, "resume mine")
+        assert result.code == 88, result.err
+        assert elsewhere.name in result.err
+        assert "resume_allow=[run]" in result.err
         assert dict(files_of_run(copied)) == before
         assert there.is_dir()
     used = server.run("inference mine", copied)
@@ -306,43 +306,43 @@ def test_a_checkpoint_of_a_run_with_the_same_name_is_accepted_if_allowed(
 ) -> None:
     shutil.copytree(elsewhere, copied / "outputs" / "mine" / "checkpoints" / elsewhere.name)
     own = record(copied)["uid"]
-    ended = resumed(server, copied, "resume mine updates=70 resume_allow=[updates,run]")
-    assert ended.code == 0, ended.err
-    assert elsewhere.name in ended.err
-    assert "resumes at update 60" in ended.out
-    found = record(copied)
-    assert found["uid"] == own
-    (adopted,) = found["adopted"]
+    result = resumed(server, copied, "resume mine updates=70 resume_allow=[updates,run]")
+    assert result.code == 0, result.err
+    assert elsewhere.name in result.err
+    assert "resumes at update 60" in result.out
+    actual = record(copied)
+    assert actual["uid"] == own
+    (adopted,) = actual["adopted"]
     assert (adopted["uid"], adopted["checkpoint"]) == (uid_of(elsewhere), elsewhere.name)
     assert uid_of(copied / "outputs/mine/checkpoints/update-0000000070") == own
-    ended = server.run(WORDS + " updates=80 resume_allow=[updates]", copied)  # the adopted one is its own now
-    assert ended.code == 0, ended.err
+    result = server.run(WORDS + " updates=80 resume_allow=[updates]", copied)  # the adopted one is its own now
+    assert result.code == 0, result.err
     assert record(copied)["adopted"] == [adopted]
     assert uid_of(elsewhere) not in server.run("status mine", copied).out
 
 
 def uid_of(checkpoint: Path) -> str:
-    found = json.loads((checkpoint / "MANIFEST.json").read_text())["run_uid"]
-    assert isinstance(found, str)
-    return found
+    result = json.loads((checkpoint / "MANIFEST.json").read_text())["run_uid"]
+    assert isinstance(result, str)
+    return result
 
 
 def test_a_run_folder_that_was_moved_or_copied_is_resumed(server: ForkServer, copied: Path) -> None:
     shutil.copytree(copied / "outputs", copied / "copy")
     (copied / "outputs").rename(copied / "moved")
     for root in ("copy", "moved"):
-        ended = server.run(f"{WORDS} updates=40 resume_allow=[updates] output_root={root}", copied)
-        assert ended.code == 0, ended.err
-        assert "resumes at update 30" in ended.out
+        result = server.run(f"{WORDS} updates=40 resume_allow=[updates] output_root={root}", copied)
+        assert result.code == 0, result.err
+        assert "resumes at update 30" in result.out
 
 
 def test_checkpoints_that_were_moved_without_their_run_are_resumed(server: ForkServer, copied: Path) -> None:
     uid = record(copied)["uid"]
     (copied / "new" / "mine").mkdir(parents=True)
     shutil.move(copied / "outputs/mine/checkpoints", copied / "new" / "mine")
-    ended = server.run(f"{WORDS} updates=40 resume_allow=[updates] output_root=new", copied)
-    assert ended.code == 0, ended.err
-    assert "resumes at update 30" in ended.out
+    result = server.run(f"{WORDS} updates=40 resume_allow=[updates] output_root=new", copied)
+    assert result.code == 0, result.err
+    assert "resumes at update 30" in result.out
     assert json.loads((copied / "new/mine/run.json").read_text())["uid"] == uid
 
 
@@ -357,22 +357,24 @@ def _flipped(uid: str) -> str:
 def test_a_run_with_a_damaged_uid_adopts_that_of_its_checkpoints(
     server: ForkServer, copied: Path, damage: Callable[[str], Any]
 ) -> None:
-    found = record(copied)
+    actual = record(copied)
     path = copied / "outputs" / "mine" / "run.json"
-    path.write_text(json.dumps({**found, "uid": damage(found["uid"]), "adopted": damage(found["uid"])}))
+    path.write_text(json.dumps({**actual, "uid": damage(actual["uid"]), "adopted": damage(actual["uid"])}))
     assert "valid" in server.run("status mine", copied).out
-    ended = resumed(server, copied)
-    assert ended.code == 0, ended.err
-    assert record(copied)["uid"] == found["uid"]
+    result = resumed(server, copied)
+    assert result.code == 0, result.err
+    assert record(copied)["uid"] == actual["uid"]
 
 
 def test_a_run_started_from_another_or_fresh_is_a_new_one(server: ForkServer, copied: Path) -> None:
     uids = [record(copied)["uid"]]
-    ended = server.run(WORDS.replace("run=mine", "run=next") + " updates=40 resume=mine resume_allow=[updates]", copied)
-    assert ended.code == 0, ended.err
+    result = server.run(
+        WORDS.replace("run=mine", "run=next") + " updates=40 resume=mine resume_allow=[updates]", copied
+    )
+    assert result.code == 0, result.err
     uids.append(json.loads((copied / "outputs/next/run.json").read_text())["uid"])
     assert server.run(WORDS.replace("run=mine", "run=next") + " updates=40", copied).code == 0
-    ended = server.run(WORDS + " resume=fresh", copied)
-    assert ended.code == 0, ended.err
+    result = server.run(WORDS + " resume=fresh", copied)
+    assert result.code == 0, result.err
     uids.append(record(copied)["uid"])
     assert len(set(uids)) == 3

@@ -37,21 +37,21 @@ TOLERANCE = 1e-12  # float64
 LORA = ("adapter=lora", "adapter.target=[0]", "adapter.rank=2", "adapter.alpha=4")
 
 
-def request_of(folder: Path, *words: str) -> Request:
+def request_of(folder: Path, *args: str) -> Request:
     settings = (
         f"updates={UPDATES}", "device=cpu", "run=mine", "monitor=off", "backend.threads=1", "checkpoint=off",
         "optimizer=adam", "optimizer.lr=0.01", "optimizer.kernel=foreach", "max_grad_norm=null",
         f"output_root={folder}", "seed=7",
     )  # fmt: skip
-    return Request((*settings, *LORA, *words), TASK)
+    return Request((*settings, *LORA, *args), TASK)
 
 
 def saved(folder: Path, stem: str = "model", update: int = UPDATES) -> dict[str, Tensor]:
     return dict(checkpoint.load(checkpoint.checkpoint_path(folder / "mine" / "checkpoints", update)).tensors(stem))
 
 
-def trained(folder: Path, *words: str, world: World | None = None) -> None:
-    with open_phase(request_of(folder, *words), world) as phase:
+def trained(folder: Path, *args: str, world: World | None = None) -> None:
+    with open_phase(request_of(folder, *args), world) as phase:
         assert phase.run_updates() is None
 
 
@@ -94,13 +94,13 @@ def test_a_checkpoint_may_contain_the_complete_model(tmp_path: Path) -> None:
     assert_close(saved(tmp_path), dict(by_hand().state_dict()), TOLERANCE)
 
 
-@pytest.mark.parametrize(("words", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2)])
-def test_neither_accumulation_nor_ranks_change_it(words: str, world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("args", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2)])
+def test_neither_accumulation_nor_ranks_change_it(args: str, world_size: int, tmp_path: Path) -> None:
     if world_size == 1:
-        trained(tmp_path, words)
+        trained(tmp_path, args)
     else:
-        ranks = (f"parallelism={words}", f"parallelism.world_size={world_size}")
-        shares = ("parallelism.shares=[7,1]",) if words == "ddp" else ()
+        ranks = (f"parallelism={args}", f"parallelism.world_size={world_size}")
+        shares = ("parallelism.shares=[7,1]",) if args == "ddp" else ()
         run_ranks(lambda world: trained(tmp_path, *ranks, *shares, world=world), world_size)
     wanted = {name: weight.detach() for name, weight in by_hand().named_parameters() if weight.requires_grad}
     assert_close(saved(tmp_path), wanted, TOLERANCE)
@@ -108,10 +108,10 @@ def test_neither_accumulation_nor_ranks_change_it(words: str, world_size: int, t
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_resuming_does_not_change_a_bit(strategy: str, tmp_path: Path) -> None:
-    words = (f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
+    args = (f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
 
     def stopped(world: World | None) -> None:
-        with open_phase(request_of(tmp_path / "stopped", *words), world) as phase:
+        with open_phase(request_of(tmp_path / "stopped", *args), world) as phase:
             for update in phase.updates():
                 if update == 3:
                     break
@@ -119,9 +119,9 @@ def test_resuming_does_not_change_a_bit(strategy: str, tmp_path: Path) -> None:
             phase.hook(Checkpointing).save()
 
     for act in (
-        lambda world: trained(tmp_path / "straight", *words, world=world),
+        lambda world: trained(tmp_path / "straight", *args, world=world),
         stopped,
-        lambda world: trained(tmp_path / "stopped", *words, world=world),
+        lambda world: trained(tmp_path / "stopped", *args, world=world),
     ):
         act(None) if strategy == "single" else run_ranks(act, 2)
     for stem in ("model", "optimizer"):
@@ -143,18 +143,18 @@ def test_pretrained_weights_are_used_in_training_resuming_inference_and_export(
     from safetensors.torch import load_file
 
     merged = load_file(tmp_path / "outputs" / "mine" / "export" / "model.safetensors")
-    found = json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())["metrics"]["val/loss"]
+    result = json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())["metrics"]["val/loss"]
     task = task_of_averages.build()
     assert merged.keys() == task.model.state_dict().keys()
     task.model.load_state_dict(merged)
     total, items = task.loss(task.model, task.dataset("val").tensors)
-    assert float(total.detach()) / items == pytest.approx(found, rel=TOLERANCE)
+    assert float(total.detach()) / items == pytest.approx(result, rel=TOLERANCE)
     with ExitStack() as stack:
         request = Request(("run=mine", f"output_root={tmp_path / 'outputs'}", f"weights={tmp_path / 'outputs/base'}"))
         with pytest.raises(ConfigError):
             open_trained(request, Console(), stack)
     evaluated = server.run(["evaluate", "mine", "--json"], tmp_path)
-    assert json.loads(evaluated.out)["metrics"]["val/loss"] == pytest.approx(found, rel=TOLERANCE)
+    assert json.loads(evaluated.out)["metrics"]["val/loss"] == pytest.approx(result, rel=TOLERANCE)
     refused = server.run(["train", "--task", str(TASK), "run=next", "weights=mine", "device=cpu"], tmp_path)
     assert refused.code == 78, "an adapter alone is no model"
     assert not (tmp_path / "outputs" / "next").exists()
@@ -176,15 +176,15 @@ def test_other_frozen_weights_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "where"),
+    ("args", "where"),
     [
         (["adapter.target=[missing]"], "adapter.target"),
         (["adapter.target=[1]"], "adapter.target"),
         (["adapter.train=[head]"], "adapter.train"),
     ],
 )
-def test_a_name_that_the_model_lacks_is_refused(words: list[str], where: str, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError) as caught, open_phase(request_of(tmp_path, *words)):
+def test_a_name_that_the_model_lacks_is_refused(args: list[str], where: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError) as caught, open_phase(request_of(tmp_path, *args)):
         pass
     assert [problem.where for problem in caught.value.problems] == [where]
 

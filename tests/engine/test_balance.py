@@ -43,7 +43,7 @@ def run(shares: FixedShares, first: int, last: int, ahead: int) -> list[tuple[in
 
 
 @pytest.mark.parametrize("ahead", [1, 3, 8])
-def test_shares_follow_the_speed_of_the_ranks_whatever_the_prefetch(ahead: int) -> None:
+def test_shares_follow_the_speed_of_the_ranks_with_any_prefetch(ahead: int) -> None:
     dealt = run(make_shares("speed", ORDER), 0, 120, ahead)
     assert {sum(each) for each in dealt} == {TOTAL}
     assert dealt[0] == (16, 16)
@@ -52,10 +52,10 @@ def test_shares_follow_the_speed_of_the_ranks_whatever_the_prefetch(ahead: int) 
 
 
 def test_shares_are_restored_from_a_checkpoint() -> None:
-    straight = make_shares("speed", ORDER)
-    run(straight, 0, 120, 3)
+    uninterrupted = make_shares("speed", ORDER)
+    run(uninterrupted, 0, 120, 3)
     resumed = make_shares("speed", ORDER)
-    resumed.load(json.loads(json.dumps(straight.state())), 120)
+    resumed.load(json.loads(json.dumps(uninterrupted.state())), 120)
     assert run(resumed, 120, 160, 3) == [(8, 24)] * 40
 
 

@@ -33,24 +33,24 @@ def saver(policy: SavePolicy, save_cost: SaveCost | None = None, **known: Any) -
 
 @pytest.mark.parametrize(("best_is", "sign"), [("min", 1), ("max", -1)])
 def test_best_checkpoints_of_a_resumed_phase_are_restored(best_is: Any, sign: int) -> None:
-    found = saver(default(best_is=best_is, keep_best=2), bests=[(sign * 1.0, 4), (sign * 3.0, 2)])
-    assert not found.is_best(sign * 3.0)
-    assert not found.is_best(math.nan)
-    assert not found.is_best(sign * -math.inf)
-    assert found.is_best(sign * 2.0)
-    found.add_best(sign * 2.0, 6)
-    assert found.bests == [(sign * 1.0, 4), (sign * 2.0, 6)]
-    assert not found.is_best(sign * 2.5)
+    result = saver(default(best_is=best_is, keep_best=2), bests=[(sign * 1.0, 4), (sign * 3.0, 2)])
+    assert not result.is_best(sign * 3.0)
+    assert not result.is_best(math.nan)
+    assert not result.is_best(sign * -math.inf)
+    assert result.is_best(sign * 2.0)
+    result.add_best(sign * 2.0, 6)
+    assert result.bests == [(sign * 1.0, 4), (sign * 2.0, 6)]
+    assert not result.is_best(sign * 2.5)
 
 
 def test_the_number_of_best_checkpoints_is_the_number_kept() -> None:
-    found = saver(default(keep_best=3))
+    result = saver(default(keep_best=3))
     for number, value in enumerate([5.0, 9.0, 7.0, 9.5, 1.0], start=1):
-        is_best = found.is_best(value)
+        is_best = result.is_best(value)
         assert is_best == (number != 4)
         if is_best:
-            found.add_best(value, number)
-    assert found.bests == [(1.0, 5), (5.0, 1), (7.0, 3)]
+            result.add_best(value, number)
+    assert result.bests == [(1.0, 5), (5.0, 1), (7.0, 3)]
 
 
 def test_the_newest_checkpoint_of_a_resumed_phase_is_its_starting_point() -> None:
@@ -80,15 +80,15 @@ def test_a_slow_disk_is_reported_once_a_write_lasts_longer_than_the_interval(mon
     screen = cast(Any, SimpleNamespace(warn=printed.append, event=lambda kind, **facts: None))
     policy = default(every="1min")
     policy.restart_interval()
-    found = Saver(policy, writer, SaveCost(), (HostBuffer(), HostBuffer()), screen, on_disk=None)
+    result = Saver(policy, writer, SaveCost(), (HostBuffer(), HostBuffer()), screen, on_disk=None)
     now += 61.0
-    assert not found.is_late(), "the writer is busy"
+    assert not result.is_late(), "the writer is busy"
     assert not printed, "the write has just started, for example that of a best checkpoint: the disk is not slow"
     writer.busy_s = 61.0
-    assert not found.is_late()
+    assert not result.is_late()
     assert len(printed) == 1
     assert "61.0 s" in printed[0]
-    assert not found.is_late()
+    assert not result.is_late()
     assert len(printed) == 1
     writer.busy_s = None
-    assert found.is_late()
+    assert result.is_late()

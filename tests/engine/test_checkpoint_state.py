@@ -46,7 +46,7 @@ def test_a_field_that_is_missing_or_of_another_type_is_refused(start: LoadedChec
 
 
 @pytest.mark.parametrize(
-    ("change", "words"),
+    ("change", "args"),
     [
         (lambda state, _: state.update(phase="another"), "records"),
         (lambda state, _: state.update(phase_update=state["phase_update"] + 1), "sum"),
@@ -55,8 +55,8 @@ def test_a_field_that_is_missing_or_of_another_type_is_refused(start: LoadedChec
         (lambda _, manifest: manifest.pop("metrics_bytes"), "metrics_bytes"),
     ],
 )
-def test_fields_that_do_not_agree_are_refused(start: LoadedCheckpoint, change: Callable[..., Any], words: str) -> None:
-    with pytest.raises(DataError, match=words):
+def test_fields_that_do_not_agree_are_refused(start: LoadedCheckpoint, change: Callable[..., Any], args: str) -> None:
+    with pytest.raises(DataError, match=args):
         check_state(changed(start, change))
 
 

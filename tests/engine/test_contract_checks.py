@@ -62,9 +62,9 @@ def loss_of(task: Task) -> Any:
 def metrics_of(task: Task, world: World = WORLD, num_samples: int = 4, batch_size: int = 2) -> EvaluationResult:
     samples = [torch.tensor(float(number)) for number in range(num_samples)]
     loader = Loader(Fetcher(samples, task.collate, bad_samples="stop"))  # type: ignore[arg-type]
-    found = evaluate(parts_of(task, HERE, world), loader, list(range(num_samples)), BatchSizes(batch_size))
-    assert found is not None
-    return found
+    result = evaluate(parts_of(task, HERE, world), loader, list(range(num_samples)), BatchSizes(batch_size))
+    assert result is not None
+    return result
 
 
 def iterate_predictions(task: Task) -> list[Prediction]:
@@ -151,10 +151,10 @@ CASES = [(method, name) for method, (table, _) in TABLES.items() for name in tab
 def test_an_invalid_return_value_is_an_error_of_the_task_with_method_and_fix(method: str, name: str) -> None:
     table, use = TABLES[method]
     right = {"evaluate": lambda x: {"accuracy": (x.sum(), len(x))}}
-    with pytest.raises(TaskFault) as found:
+    with pytest.raises(TaskFault) as result:
         use(Wrong(**{**right, method: table[name]}))
-    (problem,) = found.value.problems
-    assert found.value.exit_code == Exit.SOFTWARE
+    (problem,) = result.value.problems
+    assert result.value.exit_code == Exit.SOFTWARE
     assert method in problem.what or "Prediction" in problem.what
     assert problem.fix
     line = getattr(Wrong, method).__code__.co_firstlineno
@@ -190,22 +190,22 @@ def test_valid_predictions_are_accepted() -> None:
 
 def test_a_metric_without_items_is_nan_and_is_named() -> None:
     answer = {"rare": (torch.tensor(0.0), 0), "odd": (torch.tensor(math.nan), 0), "often": (one, 2)}
-    found = metrics_of(Wrong(evaluate=lambda x: answer))
-    assert math.isnan(found.metrics["rare"])
-    assert set(found.empty) == {"rare", "odd"}
-    assert found.measured() == {"often": 0.5}
+    result = metrics_of(Wrong(evaluate=lambda x: answer))
+    assert math.isnan(result.metrics["rare"])
+    assert set(result.empty) == {"rare", "odd"}
+    assert result.measured() == {"often": 0.5}
 
 
 def test_a_metric_with_a_nan_sum_counts_as_measured() -> None:
-    found = metrics_of(Wrong(evaluate=lambda x: {"loss": (torch.tensor(math.nan), 2)}))
-    assert math.isnan(found.measured()["loss"])
+    result = metrics_of(Wrong(evaluate=lambda x: {"loss": (torch.tensor(math.nan), 2)}))
+    assert math.isnan(result.measured()["loss"])
 
 
 def test_a_metric_without_items_is_distinguished_from_a_nan_metric() -> None:
     answer = {"loss": (torch.tensor(math.nan), 2), "rare": (torch.tensor(0.0), 0)}
-    found = metrics_of(Wrong(evaluate=lambda x: answer))
-    assert found.empty == ("rare",)
-    assert set(found.measured()) == {"loss"}
+    result = metrics_of(Wrong(evaluate=lambda x: answer))
+    assert result.empty == ("rare",)
+    assert set(result.measured()) == {"loss"}
 
 
 def test_a_tracker_receives_the_rows_of_the_file() -> None:
@@ -221,8 +221,8 @@ def test_a_tracker_receives_the_rows_of_the_file() -> None:
 def test_items_of_one_rank_are_enough() -> None:
     def rank(world: World) -> list[Any]:
         count = 2 * world.rank
-        found = metrics_of(Wrong(evaluate=lambda x: {"rare": (torch.tensor(float(count)) / 4, count)}), world)
-        return [found.metrics, list(found.empty)]
+        result = metrics_of(Wrong(evaluate=lambda x: {"rare": (torch.tensor(float(count)) / 4, count)}), world)
+        return [result.metrics, list(result.empty)]
 
     assert run_ranks(rank, 2) == [[{"rare": 0.25}, []]] * 2
 
@@ -265,7 +265,7 @@ ON_CPU = "--task mine.py run=mine device=cpu monitor=off dataloader.num_workers=
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    ("words", "named"),
+    ("args", "named"),
     [
         ("train task.wrong=loss", 'reduction="sum"'),
         ("train task.wrong=evaluate", "evaluate"),
@@ -274,45 +274,45 @@ ON_CPU = "--task mine.py run=mine device=cpu monitor=off dataloader.num_workers=
         ("both task.wrong=predict updates=1", "predict"),
     ],
 )
-def test_no_error_of_a_task_is_reported_as_internal(words: str, named: str, server: ForkServer, tmp_path: Path) -> None:
+def test_no_error_of_a_task_is_reported_as_internal(args: str, named: str, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
-    ended = server.run(f"{words} {ON_CPU}", tmp_path)
-    assert ended.code == 70
-    assert named in ended.err
-    assert "of accel-run" not in ended.err
-    assert "Traceback" not in ended.err
+    result = server.run(f"{args} {ON_CPU}", tmp_path)
+    assert result.code == 70
+    assert named in result.err
+    assert "of accel-run" not in result.err
+    assert "Traceback" not in result.err
 
 
-def test_a_metric_without_items_is_shown_alike_everywhere(server: ForkServer, tmp_path: Path) -> None:
+def test_a_metric_without_items_is_shown_in_the_same_way_everywhere(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace('"rare"', '"rare_loss"').replace(', "loss": self.loss(', "} or {("))
-    shown = {words: server.run(words, tmp_path) for words in (f"train {ON_CPU}", "runs", "status mine", "report mine")}
+    shown = {args: server.run(args, tmp_path) for args in (f"train {ON_CPU}", "runs", "status mine", "report mine")}
     assert server.run(f"train {ON_CPU} run=other".replace("run=mine ", ""), tmp_path).code == 0
     shown["compared"] = server.run("report mine other out=compared.html", tmp_path)
-    assert {ended.code for ended in shown.values()} == {0}
-    texts = {words: ended.out for words, ended in shown.items() if not words.startswith(("report", "compared"))}
+    assert {result.code for result in shown.values()} == {0}
+    texts = {args: result.out for args, result in shown.items() if not args.startswith(("report", "compared"))}
     texts |= {
         page.name: page.read_text() for page in (tmp_path / "outputs/mine/report.html", tmp_path / "compared.html")
     }
     for where, text in texts.items():
-        words = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", text))
-        assert f"rare_loss {NOT_MEASURED}" in words, where
-        assert not {"nan", "None", "null"} & set(re.findall(r"\w+", words.partition("Configuration")[0])), where
-    told = json.loads(server.run("runs --json", tmp_path).out)
-    assert [row["metrics"] for row in told] == [{"val/rare_loss": None}] * 2
+        args = re.sub(r"\s+", " ", re.sub(r"<[^>]*>", " ", text))
+        assert f"rare_loss {NOT_MEASURED}" in args, where
+        assert not {"nan", "None", "null"} & set(re.findall(r"\w+", args.partition("Configuration")[0])), where
+    messages = json.loads(server.run("runs --json", tmp_path).out)
+    assert [row["metrics"] for row in messages] == [{"val/rare_loss": None}] * 2
 
 
 def test_a_metric_without_items_is_null_in_files_and_never_the_best(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK)
-    for words in ("", "updates=8 resume_allow=[updates]"):  # the second run reads it from the checkpoint
-        ended = server.run(f"train {ON_CPU} {words}", tmp_path)
-        assert ended.code == 0, ended.err
+    for args in ("", "updates=8 resume_allow=[updates]"):  # the second run reads it from the checkpoint
+        result = server.run(f"train {ON_CPU} {args}", tmp_path)
+        assert result.code == 0, result.err
     run = tmp_path / "outputs" / "mine"
 
     def refused(constant: str) -> None:
         raise AssertionError(f"{constant} is no JSON")
 
-    found = [json.loads(path.read_text(), parse_constant=refused) for path in run.rglob("*.json")]
-    assert found
+    actual = [json.loads(path.read_text(), parse_constant=refused) for path in run.rglob("*.json")]
+    assert actual
     rows = [json.loads(row, parse_constant=refused) for row in (run / "metrics.jsonl").read_text().splitlines()]
     assert {row["val/rare"] for row in rows if "val/rare" in row} == {None}
     record = json.loads((run / "run.json").read_text())

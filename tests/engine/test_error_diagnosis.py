@@ -44,9 +44,9 @@ def test_out_of_memory_is_not_a_broken_device(error: Exception, wanted: type[Acc
 def test_a_sample_that_exceeds_memory_is_named() -> None:
     error = DataError("sample 7 cannot be read: MemoryError")
     error.__cause__ = MemoryError()
-    found = explain(error, Path("mine.py"), "update 3", 4)
-    assert isinstance(found, HostMemoryError)
-    assert "sample 7" in str(found)
+    result = explain(error, Path("mine.py"), "update 3", 4)
+    assert isinstance(result, HostMemoryError)
+    assert "sample 7" in str(result)
 
 
 def _graph_used_twice() -> None:

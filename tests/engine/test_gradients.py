@@ -28,37 +28,37 @@ def norm_of(given: list[Tensor]) -> float:
 def test_the_result_is_the_unscaled_gradient_clipped_to_its_norm(
     correction: float | str | None, max_norm: float | None
 ) -> None:
-    found, factor = gradients(), 0.125 if correction == "tensor" else float(correction or 1.0)
+    result, factor = gradients(), 0.125 if correction == "tensor" else float(correction or 1.0)
     given = torch.tensor(factor, dtype=torch.float32) if correction == "tensor" else correction
-    norm = correct_and_clip(found, given, max_norm)  # type: ignore[arg-type]
+    norm = correct_and_clip(result, given, max_norm)  # type: ignore[arg-type]
     expected = factor * norm_of(gradients())
     scale = 1.0 if max_norm is None else min(1.0, max_norm / (expected + 1e-6))
     assert float(norm) == pytest.approx(expected, rel=ROUNDED)  # type: ignore[arg-type]
-    for one, before in zip(found, gradients(), strict=True):
+    for one, before in zip(result, gradients(), strict=True):
         torch.testing.assert_close(one, before * factor * scale, rtol=ROUNDED, atol=0.0)
 
 
 def test_the_norm_is_that_of_all_ranks() -> None:
-    found = gradients()
-    norm = correct_and_clip(found, 2.0, 1.0, over_ranks=lambda mine: mine * 3)
+    result = gradients()
+    norm = correct_and_clip(result, 2.0, 1.0, over_ranks=lambda mine: mine * 3)
     expected = 2.0 * 3 * norm_of(gradients())
     assert float(norm) == pytest.approx(expected, rel=ROUNDED)  # type: ignore[arg-type]
-    assert norm_of(found) == pytest.approx(2.0 * norm_of(gradients()) / expected, rel=1e-6)
+    assert norm_of(result) == pytest.approx(2.0 * norm_of(gradients()) / expected, rel=1e-6)
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_half_gradients_stay_half_and_no_gradients_have_no_norm(max_norm: float | None) -> None:
-    found = gradients(torch.bfloat16)
-    correct_and_clip(found, torch.tensor(0.5, dtype=torch.float64), max_norm)
-    assert {one.dtype for one in found} == {torch.bfloat16}
+    result = gradients(torch.bfloat16)
+    correct_and_clip(result, torch.tensor(0.5, dtype=torch.float64), max_norm)
+    assert {one.dtype for one in result} == {torch.bfloat16}
     assert correct_and_clip([], 2.0, max_norm) is None
 
 
 @pytest.mark.parametrize("max_norm", [None, 1.0])
 def test_a_non_finite_gradient_makes_the_norm_non_finite(max_norm: float | None) -> None:
-    found = gradients()
-    found[1][2] = math.nan
-    assert math.isnan(float(correct_and_clip(found, None, max_norm)))  # type: ignore[arg-type]
+    result = gradients()
+    result[1][2] = math.nan
+    assert math.isnan(float(correct_and_clip(result, None, max_norm)))  # type: ignore[arg-type]
 
 
 def test_cleared_gradients_are_released() -> None:

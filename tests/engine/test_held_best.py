@@ -87,8 +87,8 @@ class Training:
         """Return whether a checkpoint was written during this update; waits for its thread to end."""
         before = len(self.saved)
         self.saver.writer.close()  # type: ignore[union-attr]
-        found, self._seen = len(self.saved) > getattr(self, "_seen", 0), len(self.saved)
-        return found or before < len(self.saved)
+        result, self._seen = len(self.saved) > getattr(self, "_seen", 0), len(self.saved)
+        return result or before < len(self.saved)
 
     def evaluated(self, value: float) -> None:
         if not self.saver.is_best(value):
@@ -113,8 +113,8 @@ class Training:
 
     def on_disk(self) -> dict[int, float]:
         """Return the weights of each checkpoint; fails if one of them is not valid."""
-        found = [checkpoint.load(path) for path in sorted(self.folder.glob("update-*"))]
-        return {each.update: float(each.tensors("model")["weights"][0]) for each in found}
+        result = [checkpoint.load(path) for path in sorted(self.folder.glob("update-*"))]
+        return {each.update: float(each.tensors("model")["weights"][0]) for each in result}
 
 
 @pytest.fixture
@@ -251,7 +251,7 @@ def test_several_best_ones_are_all_kept(tmp_path: Path, clock: Clock) -> None:
     assert {5, 3, 2} <= set(training.on_disk())
 
 
-def test_a_held_checkpoint_is_written_after_ten_minutes_whatever_it_costs(tmp_path: Path, clock: Clock) -> None:
+def test_a_held_checkpoint_is_written_after_ten_minutes_at_any_cost(tmp_path: Path, clock: Clock) -> None:
     training = Training(tmp_path, clock, default(), copy_s=0.001, slowed_s=30.0)
     for _ in range(70):
         training.updated()
@@ -291,15 +291,15 @@ def bests_of(run: Path) -> tuple[list[str], list[Any]]:
 
 
 def rows(run: Path) -> dict[int, float]:
-    found = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return {row["update"]: row["val/loss"] for row in found if "val/loss" in row}
+    result = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return {row["update"]: row["val/loss"] for row in result if "val/loss" in row}
 
 
 @pytest.mark.parametrize("end", ["done", "failed"])
 def test_a_short_run_leaves_its_best_and_its_last_checkpoint(server: ForkServer, tmp_path: Path, end: str) -> None:
-    words = [*RUN, *(["task.fail_at=35"] if end == "failed" else [])]
-    ended = server.run(words, tmp_path)
-    assert ended.code == (0 if end == "done" else 70), ended.err
+    args = [*RUN, *(["task.fail_at=35"] if end == "failed" else [])]
+    result = server.run(args, tmp_path)
+    assert result.code == (0 if end == "done" else 70), result.err
     run = tmp_path / "outputs" / "mine"
     values = rows(run)
     best = min(values, key=lambda update: values[update])
@@ -307,7 +307,7 @@ def test_a_short_run_leaves_its_best_and_its_last_checkpoint(server: ForkServer,
     assert f"update-{best:010}" in names
     assert bests == [[values[best], best]]
     assert len(names) <= 2, "nothing was written on the way"
-    again = server.run([*words, "updates=60", "resume_allow=[updates]"], tmp_path, {"NO_KILL": "1"})
+    again = server.run([*args, "updates=60", "resume_allow=[updates]"], tmp_path, {"NO_KILL": "1"})
     assert again.code == 0, again.err
     values = rows(run)
     best = min(values, key=lambda update: values[update])
@@ -315,8 +315,8 @@ def test_a_short_run_leaves_its_best_and_its_last_checkpoint(server: ForkServer,
 
 
 def test_a_lost_best_checkpoint_is_not_compared_with(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run(RUN, tmp_path)
-    assert ended.code == 0, ended.err
+    result = server.run(RUN, tmp_path)
+    assert result.code == 0, result.err
     run = tmp_path / "outputs" / "mine"
     names, bests = bests_of(run)
     lost, best = bests[0][0], f"update-{bests[0][1]:010}"
@@ -352,5 +352,5 @@ def test_a_stop_with_time_for_one_save_writes_the_last_checkpoint(
         folder = phase.run.directory.checkpoints
     assert sorted(path.name for path in folder.glob("update-*")) == ["update-0000000001", "update-0000000003"]
     assert checkpoint.load(checkpoint_path(folder, 3)).state["bests"] == []
-    said = capfd.readouterr()
-    assert "update 2" in said.out + said.err
+    messages = capfd.readouterr()
+    assert "update 2" in messages.out + messages.err

@@ -106,20 +106,20 @@ def test_the_summary_separates_wall_clock_and_model_time(time: Time) -> None:
     with time_calls(model := Slow(time), CPU) as calls:
         for samples in (10, *[2] * 150):
             model(torch.zeros(samples, 1))
-    found = module.summarize_predictions(PredictionSummary(num=3, items=900, seconds=1000.0, calls=calls), "row", 7)
+    result = module.summarize_predictions(PredictionSummary(num=3, items=900, seconds=1000.0, calls=calls), "row", 7)
 
-    assert (found["seconds"], found["items_per_s"]) == (1000.0, 0.9)
-    assert found["model"] == {
+    assert (result["seconds"], result["items_per_s"]) == (1000.0, 0.9)
+    assert result["model"] == {
         "calls": 151, "seconds": 310.0, "samples_per_call": 310 / 151, "ms_per_sample": 1000.0, "first_call_ms": 1e4,
     }  # fmt: skip
-    assert found["latency_ms"] == {"mean": 2000.0, "median": 2000.0, "p95": 2000.0, "p99": 2000.0}
-    assert json.loads(json.dumps(found)) == found
+    assert result["latency_ms"] == {"mean": 2000.0, "median": 2000.0, "p95": 2000.0, "p99": 2000.0}
+    assert json.loads(json.dumps(result)) == result
 
 
 def test_latency_leaves_out_the_first_call_of_each_rank() -> None:
     calls = module.PredictCalls(seconds=[9.0, 5.0, 1.0, 3.0], samples=[1, 1, 1, 1], num_first=2)
-    found = module.summarize_predictions(PredictionSummary(4, 4, 1.0, calls), "row", 0)
-    assert (found["latency_ms"]["mean"], found["model"]["first_call_ms"]) == (2000.0, 9000.0)
+    result = module.summarize_predictions(PredictionSummary(4, 4, 1.0, calls), "row", 0)
+    assert (result["latency_ms"]["mean"], result["model"]["first_call_ms"]) == (2000.0, 9000.0)
 
 
 @pytest.mark.parametrize(("calls", "known"), [(0, 0), (1, 2), (20, 2), (21, 3), (100, 3), (101, 4)])
@@ -127,9 +127,9 @@ def test_a_percentile_is_reported_only_with_enough_values(time: Time, calls: int
     with time_calls(model := Slow(time), CPU) as made:
         for _ in range(calls):
             model(torch.zeros(1, 1))
-    found = module.summarize_predictions(PredictionSummary(calls, calls, 1.0, made), "row", 0)["latency_ms"]
+    result = module.summarize_predictions(PredictionSummary(calls, calls, 1.0, made), "row", 0)["latency_ms"]
 
-    assert sum(value is not None for value in found.values()) == known
+    assert sum(value is not None for value in result.values()) == known
 
 
 # ---------------------------------------------------------------- on disk
@@ -202,17 +202,17 @@ def test_completed_predictions_are_written_when_a_later_one_fails(run: RunDirect
 def test_a_text_is_shown_once_its_files_are_on_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OUTBOX_S", 0.0)
     shown = threading.Event()
-    found: list[tuple[str, bool]] = []
+    result: list[tuple[str, bool]] = []
 
     def show(text: str) -> None:
-        found.append((text, (run.predictions / "a.txt").exists()))
+        result.append((text, (run.predictions / "a.txt").exists()))
         shown.set()
 
     with Outbox(run, show) as outbox:
         outbox.put({"predictions/a.txt": b"x"}, "a")
         assert shown.wait(60)  # nothing else is queued or written
-        assert found == [("a", True)]
-    assert found == [("a", True)]
+        assert result == [("a", True)]
+    assert result == [("a", True)]
 
 
 def test_the_next_prediction_does_not_wait_for_a_late_write(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -315,23 +315,23 @@ def test_ranks_share_the_predictions_and_each_is_computed_once(server: ForkServe
     trained = server.run(["train", "--task", "mine.py", "run=first", "device=cpu", "monitor=off"], tmp_path)
     assert trained.code == 0, trained.err
     folder = tmp_path / "outputs" / "first" / "predictions"
-    found, summaries = [], []
-    for words in ([], ["parallelism=ddp", "parallelism.world_size=2"]):
-        ended = server.run(["inference", "first", *words], tmp_path)
-        assert ended.code == 0, ended.err
-        found.append({path.name: path.read_bytes() for path in folder.glob("*.npy")})
+    actual, summaries = [], []
+    for args in ([], ["parallelism=ddp", "parallelism.world_size=2"]):
+        result = server.run(["inference", "first", *args], tmp_path)
+        assert result.code == 0, result.err
+        actual.append({path.name: path.read_bytes() for path in folder.glob("*.npy")})
         summaries.append(json.loads((folder / "summary.json").read_text()))
         for path in folder.glob("*.npy"):
             path.unlink()
-    assert len(found[0]) == 9
-    assert found[0] == found[1]
+    assert len(actual[0]) == 9
+    assert actual[0] == actual[1]
     assert [summary["world_size"] for summary in summaries] == [1, 2]
     for summary in summaries:
         assert (summary["predictions"], summary["items"], summary["model"]["calls"]) == (9, 18, 9)
         assert summary["items_per_s"] == 18 / summary["seconds"]
-    twice = server.run(["inference", "first", "inference.same=true", *words], tmp_path)
+    twice = server.run(["inference", "first", "inference.same=true", *args], tmp_path)
     assert twice.code == 70
     assert "same.npy" in twice.err
-    part = server.run(["inference", "first", "inference.shard=1", "inference.num_shards=4", *words], tmp_path)
+    part = server.run(["inference", "first", "inference.shard=1", "inference.num_shards=4", *args], tmp_path)
     assert part.code == 0, part.err
     assert sorted(path.name for path in folder.glob("[0-9].npy")) == ["1.npy", "5.npy"]

@@ -117,9 +117,9 @@ def test_the_state_is_json_also_where_numbers_overflowed() -> None:
 
 @given(st.integers(1, 12), st.integers(1, 6), st.lists(st.integers(0, 12), max_size=3))
 def test_a_stopped_window_gives_the_same_row(total: int, every: int, stops: list[int]) -> None:
-    straight: list[Row] = []
+    uninterrupted: list[Row] = []
     stopped: list[Row] = []
-    whole, current = made(straight, every=every), made(stopped, every=every)
+    whole, current = made(uninterrupted, every=every), made(stopped, every=every)
     for update in range(1, total + 1):
         info = step(update, 1 / update, torch.tensor(update / 3) if update % 2 else update, norm=1 / (update + 1))
         whole(info)
@@ -130,7 +130,7 @@ def test_a_stopped_window_gives_the_same_row(total: int, every: int, stops: list
             current.load(state)
     whole.close_window()
     current.close_window()
-    assert [mathematics(row) for row in stopped] == [mathematics(row) for row in straight]
+    assert [mathematics(row) for row in stopped] == [mathematics(row) for row in uninterrupted]
     assert current.items_seen == whole.items_seen
     assert current.state() == whole.state()
 
@@ -225,13 +225,13 @@ def test_throughput_is_items_over_time_since_the_first_update(time: Time, every:
     began, items = time.now, 0
     for number in range(2, 12):
         update_of(meter, time, number, {"hooks": 0.25, "forward": 0.25 * number}, items=number)
-        ended, items = time.now, items + number
+        result, items = time.now, items + number
         with meter.stopwatch.during("evaluation"):
             time.now += 2.0  # work after the last update slows none of them down
     meter.close_window()
-    assert meter.timed.throughput == pytest.approx(items / (ended - began))
+    assert meter.timed.throughput == pytest.approx(items / (result - began))
     assert rows[-1]["perf/throughput"] == rows[-1]["perf/items_per_s"] == meter.timed.throughput
-    assert meter.timed.pace == pytest.approx(10 / (ended - began))
+    assert meter.timed.pace == pytest.approx(10 / (result - began))
 
 
 def test_throughput_is_unknown_before_a_second_update(time: Time) -> None:

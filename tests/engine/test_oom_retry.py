@@ -36,17 +36,17 @@ def begun(
 ) -> UpdateSnapshot:
     """Return the snapshot of update `update` (from 0); `change` is applied in each update from `since` on."""
     model = model or Model()
-    found = UpdateSnapshot(model, CPU)
+    result = UpdateSnapshot(model, CPU)
     for number in range(update + 1):
-        found.begin()
+        result.begin()
         if number >= since:
             change(model)
         if number < update:
-            found.check_weights()
+            result.check_weights()
             with torch.no_grad():
                 model.weight -= 0.5  # the step of the optimizer
-            found.finish()
-    return found
+            result.finish()
+    return result
 
 
 def replace(model: Model) -> None:
@@ -91,27 +91,27 @@ def bits(model: nn.Module) -> dict[str, bytes]:
 
 def of_numpy_generator() -> dict[str, Any]:
     """Return the key and the position in it: a draw changes only the position, until the key is used up."""
-    words = np.random.get_state(legacy=False)["state"]
-    return {"key": words["key"].tolist(), "pos": words["pos"]}
+    args = np.random.get_state(legacy=False)["state"]
+    return {"key": args["key"].tolist(), "pos": args["pos"]}
 
 
 @pytest.mark.parametrize("update", [0, 1, 3])
 @pytest.mark.parametrize("name", CHANGES)
 def test_state_changed_by_forward_passes_is_restored(name: str, update: int) -> None:
     model = Model()
-    found = begun(CHANGES[name], update=update, model=model)
-    found.restore()  # the change of this update
+    result = begun(CHANGES[name], update=update, model=model)
+    result.restore()  # the change of this update
     before, drawn = bits(model), (torch.get_rng_state(), of_numpy_generator(), random.getstate())
-    found.begin()
+    result.begin()
     CHANGES[name](model)
-    assert found.restore() == ""
+    assert result.restore() == ""
     assert bits(model) == before
     assert torch.equal(torch.get_rng_state(), drawn[0])
     assert (of_numpy_generator(), random.getstate()) == drawn[1:]
 
 
 @pytest.mark.parametrize(
-    ("change", "update", "since", "said"),
+    ("change", "update", "since", "messages"),
     [
         (lambda model: model.constant.add_(1), 2, 2, "a parameter, or a buffer that the first update did not change"),
         (replace, 2, 2, "a buffer, which the first update did not replace"),
@@ -127,10 +127,10 @@ def test_state_changed_by_forward_passes_is_restored(name: str, update: int) -> 
     ],
 )  # fmt: skip
 def test_state_that_cannot_be_restored_is_named(
-    change: Callable[[Model], object], update: int, since: int, said: str
+    change: Callable[[Model], object], update: int, since: int, messages: str
 ) -> None:
     """This includes weights that a momentum encoder updates through `.data`, where torch counts no change."""
-    assert begun(change, update=update, since=since).restore().startswith(said)
+    assert begun(change, update=update, since=since).restore().startswith(messages)
 
 
 @pytest.mark.parametrize("change", [replace, grow, add_one, drop, through_data, lambda _: None])
@@ -157,8 +157,8 @@ def odd() -> Model:
 @pytest.mark.filterwarnings("ignore:Sparse:UserWarning")
 @pytest.mark.parametrize("update", [0, 2])
 def test_buffers_may_be_of_any_kind(odd: Model, update: int) -> None:
-    found = begun(lambda model: model.norm(torch.randn(4, 3)), update=update, model=odd)
-    assert found.restore() == ""
+    result = begun(lambda model: model.norm(torch.randn(4, 3)), update=update, model=odd)
+    assert result.restore() == ""
 
 
 def test_earlier_non_finite_values_are_found_after_a_discarded_update() -> None:
@@ -230,13 +230,13 @@ def of_numpy(nbytes: int) -> BaseException:
     ids=lambda value: repr(value)[:40] if isinstance(value, BaseException) else "",
 )  # fmt: skip
 def test_errors_that_mean_out_of_memory(error: BaseException, wanted: tuple[str, int | None] | None) -> None:
-    found = find_oom_cause(error)
-    assert (found and (found.side, found.requested_bytes)) == wanted
+    result = find_oom_cause(error)
+    assert (result and (result.side, result.requested_bytes)) == wanted
 
 
 @pytest.mark.parametrize("wrapped", [lambda error: error, in_a_worker])
 def test_the_sample_that_exceeded_memory_is_named(wrapped: Callable[[BaseException], BaseException]) -> None:
-    found = find_oom_cause(wrapped(of_a_sample(MemoryError("of 7 EiB"))))
-    assert isinstance(found, OomCause)
-    assert "sample 7" in found.text
-    assert "of 7 EiB" in found.text
+    result = find_oom_cause(wrapped(of_a_sample(MemoryError("of 7 EiB"))))
+    assert isinstance(result, OomCause)
+    assert "sample 7" in result.text
+    assert "of 7 EiB" in result.text

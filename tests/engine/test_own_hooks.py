@@ -95,8 +95,8 @@ def write(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Pa
 
 
 def rows(folder: Path, column: str) -> list[Any]:
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row[column] for row in found if column in row]
+    result = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    return [row[column] for row in result if column in row]
 
 
 def final_weights(folder: Path) -> dict[str, torch.Tensor]:
@@ -121,16 +121,16 @@ def test_the_state_of_a_hook_resumes_bit_for_bit(write: Callable[[str], Path], t
     assert main([*train, "run=straight", "updates=8"]) == 0
     assert main([*train, "run=parts", "updates=4"]) == 0
     assert main([*train, "run=parts", "updates=8", "resume_allow=[updates]"]) == 0
-    straight, parts = tmp_path / "outputs" / "straight", tmp_path / "outputs" / "parts"
+    uninterrupted, parts = tmp_path / "outputs" / "straight", tmp_path / "outputs" / "parts"
     for column in ("drift/seen", "drift/sum", "train/loss"):
-        assert rows(straight, column) == rows(parts, column)
-    assert rows(straight, "drift/seen") == [*range(1, 9)]
-    assert len(rows(straight, "drift/evaluated")) == len(rows(straight, "val/loss")) > 1
-    for name, weight in final_weights(straight).items():
+        assert rows(uninterrupted, column) == rows(parts, column)
+    assert rows(uninterrupted, "drift/seen") == [*range(1, 9)]
+    assert len(rows(uninterrupted, "drift/evaluated")) == len(rows(uninterrupted, "val/loss")) > 1
+    for name, weight in final_weights(uninterrupted).items():
         assert torch.equal(weight, final_weights(parts)[name])
 
 
-def test_hooks_run_alike_on_one_and_two_ranks(write: Callable[[str], Path], tmp_path: Path) -> None:
+def test_hooks_run_identically_on_one_and_two_ranks(write: Callable[[str], Path], tmp_path: Path) -> None:
     train = ["train", "--task", str(write(TASK)), *WORDS, "updates=4"]
     two = ["parallelism=ddp", "parallelism.world_size=2", "parallelism.shares=[11,5]"]
     assert main([*train, "run=one"]) == 0
@@ -237,15 +237,15 @@ def test_images_text_and_histograms_reach_the_tracker(write: Callable[[str], Pat
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-    words = [word for word in WORDS if not word.startswith("tracker=")]
-    train = ["train", "--task", str(write(MEDIA)), *words, "tracker=tensorboard", "run=media", "updates=2"]
+    args = [word for word in WORDS if not word.startswith("tracker=")]
+    train = ["train", "--task", str(write(MEDIA)), *args, "tracker=tensorboard", "run=media", "updates=2"]
     assert main(train) == 0
-    found = EventAccumulator(str(tmp_path / "outputs" / "media" / "tensorboard"), {"histograms": 0})
-    found.Reload()
-    assert [(image.step, image.height, image.width) for image in found.Images("samples/1")] == [(1, 4, 5), (2, 4, 5)]
-    texts = [event.tensor_proto.string_val for event in found.Tensors("text/text_summary")]
+    result = EventAccumulator(str(tmp_path / "outputs" / "media" / "tensorboard"), {"histograms": 0})
+    result.Reload()
+    assert [(image.step, image.height, image.width) for image in result.Images("samples/1")] == [(1, 4, 5), (2, 4, 5)]
+    texts = [event.tensor_proto.string_val for event in result.Tensors("text/text_summary")]
     assert texts == [[b"update 1"], [b"update 2"]]
-    assert [event.histogram_value.num for event in found.Histograms("weights")] == [2.0, 2.0]
+    assert [event.histogram_value.num for event in result.Histograms("weights")] == [2.0, 2.0]
     assert not rows(tmp_path / "outputs" / "media", "samples")
 
 

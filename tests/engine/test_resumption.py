@@ -44,9 +44,9 @@ def without(name: str) -> dict[str, Tensor]:
 
 
 def test_weights_and_buffers_are_restored(tmp_path: Path) -> None:
-    given, found = changed(), model()
-    load_model(found, saved(given, tmp_path), PARALLEL)
-    assert all(torch.equal(tensor, given[name]) for name, tensor in found.state_dict().items())
+    given, result = changed(), model()
+    load_model(result, saved(given, tmp_path), PARALLEL)
+    assert all(torch.equal(tensor, given[name]) for name, tensor in result.state_dict().items())
 
 
 @pytest.mark.parametrize(
@@ -63,11 +63,11 @@ def test_weights_and_buffers_are_restored(tmp_path: Path) -> None:
 def test_a_mismatched_model_is_refused_and_not_changed(
     given: Callable[[], dict[str, Tensor]], name: str, tmp_path: Path
 ) -> None:
-    found = model()
-    before = {key: tensor.clone() for key, tensor in found.state_dict().items()}
+    result = model()
+    before = {key: tensor.clone() for key, tensor in result.state_dict().items()}
     with pytest.raises(IncompatibleResume, match=name):
-        load_model(found, saved(given(), tmp_path), PARALLEL)
-    assert all(torch.equal(tensor, before[key]) for key, tensor in found.state_dict().items())
+        load_model(result, saved(given(), tmp_path), PARALLEL)
+    assert all(torch.equal(tensor, before[key]) for key, tensor in result.state_dict().items())
 
 
 @pytest.mark.parametrize("key", ["optimizer.kernel", "dataloader.num_workers"])

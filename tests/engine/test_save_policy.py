@@ -184,7 +184,7 @@ def test_a_resumed_run_knows_the_duration_of_a_save() -> None:
 
 
 @pytest.mark.parametrize(
-    ("cost_s", "write_s", "update_s", "seconds", "said"),
+    ("cost_s", "write_s", "update_s", "seconds", "messages"),
     [
         (0.0, 0.0, 0.0, 60.0, ""),
         (0.5, 2.0, 0.1, 60.0, ""),
@@ -202,12 +202,12 @@ def test_a_resumed_run_knows_the_duration_of_a_save() -> None:
     ],
 )
 def test_the_time_between_saves_follows_from_their_cost(
-    cost_s: float, write_s: float, update_s: float, seconds: float, said: str
+    cost_s: float, write_s: float, update_s: float, seconds: float, messages: str
 ) -> None:
     policy = default()
     text = policy.adapt(cost_s, write_s, update_s)
     assert policy.seconds == pytest.approx(seconds)
-    assert re.match(f"{said}$", text)
+    assert re.match(f"{messages}$", text)
     if "at risk" not in text or text.startswith("checkpoint overhead"):
         assert policy.seconds is not None
         assert policy.seconds + write_s + update_s <= 600 + 1e-9, "at most 10 minutes of work at risk"

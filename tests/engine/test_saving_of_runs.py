@@ -39,23 +39,23 @@ class SlowDisk(System):
 
 
 @contextmanager
-def opened(folder: Path, *words: str) -> Iterator[Any]:
+def opened(folder: Path, *args: str) -> Iterator[Any]:
     settings = ("updates=1000", "global_batch_size=8", "device=cpu", "run=small", "monitor=off")
-    settings = (*settings, f"output_root={folder}", "log_every=1", "backend.threads=1", *words)
+    settings = (*settings, f"output_root={folder}", "log_every=1", "backend.threads=1", *args)
     with open_phase(Request(settings, TASK)) as phase:
         yield phase
 
 
 def saving_of(phase: Any) -> Checkpointing:
-    found: Checkpointing = phase.hook(Checkpointing)
-    return found
+    result: Checkpointing = phase.hook(Checkpointing)
+    return result
 
 
 def weights(phase: Any) -> dict[str, torch.Tensor]:
     return {name: tensor.clone() for name, tensor in phase.run.parts.bare.state_dict().items()}
 
 
-def test_a_checkpoint_has_the_state_of_its_update_however_slow_the_disk(tmp_path: Path) -> None:
+def test_on_a_slow_disk_a_checkpoint_still_has_the_state_of_its_update(tmp_path: Path) -> None:
     with opened(tmp_path, "checkpoint=off") as phase:
         updates = phase.updates()
         for _ in range(3):
@@ -168,8 +168,8 @@ def test_a_failed_save_is_repeated_soon(tmp_path: Path, monkeypatch: pytest.Monk
             saving_of(phase).save()
             with suppress(StorageError):
                 saving_of(phase).saver.writer.wait()
-        found = [(next(updates), saving_of(phase).saved_at) for _ in range(4)]
-    assert [saved_at for _, saved_at in found] == [2, 2, 2, 2], "once, and not at every update"
+        result = [(next(updates), saving_of(phase).saved_at) for _ in range(4)]
+    assert [saved_at for _, saved_at in result] == [2, 2, 2, 2], "once, and not at every update"
 
 
 def test_no_save_starts_without_enough_time(tmp_path: Path) -> None:
@@ -203,11 +203,11 @@ def test_a_checkpoint_of_this_very_update_counts(tmp_path: Path, capfd: pytest.C
         signal.raise_signal(signal.SIGUSR1)
         phase.close()
         assert (saving_of(phase).is_unsaved, saving_of(phase).newest_number) == (False, 2)
-    said = capfd.readouterr()
-    assert "not saved" not in said.out + said.err
+    messages = capfd.readouterr()
+    assert "not saved" not in messages.out + messages.err
 
 
-def test_the_writer_ends_before_the_run_is_closed_whatever_fails(
+def test_the_writer_ends_before_the_run_is_closed_even_after_a_failure(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail() -> None:
@@ -267,8 +267,8 @@ def test_rows_that_a_checkpoint_counts_are_synced_before_its_rename(tmp_path: Pa
     assert all(synced >= bytes_ for synced, bytes_ in zip(watched.at_rename, counted, strict=True))
 
 
-@pytest.mark.parametrize("words", ["checkpoint=off", "profiler=trace profiler.only=true"])
-def test_rows_that_come_after_the_last_save_are_synced_before_a_phase_ends(words: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("args", ["checkpoint=off", "profiler=trace profiler.only=true"])
+def test_rows_that_come_after_the_last_save_are_synced_before_a_phase_ends(args: str, tmp_path: Path) -> None:
     synced = []
 
     class Watched(System):
@@ -276,7 +276,7 @@ def test_rows_that_come_after_the_last_save_are_synced_before_a_phase_ends(words
             if os.path.samestat(os.fstat(descriptor), metrics.stat()):
                 synced.append(metrics.stat().st_size)
 
-    with opened(tmp_path, *words.split()) as phase:
+    with opened(tmp_path, *args.split()) as phase:
         metrics, saving = phase.run.directory.metrics, saving_of(phase)
         next(phase.updates())
         if not phase.run.observers.profiler.only:
@@ -289,7 +289,7 @@ def test_rows_that_come_after_the_last_save_are_synced_before_a_phase_ends(words
 
 
 def test_saves_faster_than_the_disk_are_reported_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    now, told = [1000.0], list[str]()
+    now, messages = [1000.0], list[str]()
     waits_s = itertools.cycle([0.7, 0.0])  # for the previous save, then when the next is handed over
 
     def pass_time() -> None:
@@ -301,11 +301,11 @@ def test_saves_faster_than_the_disk_are_reported_once(tmp_path: Path, monkeypatc
             checkpoint_saver, "time", SimpleNamespace(perf_counter=lambda: now[0], monotonic=lambda: now[0])
         )
         monkeypatch.setattr(writer, "wait", after(pass_time, writer.wait))
-        monkeypatch.setattr(phase.run.observers.screen, "warn", told.append)
+        monkeypatch.setattr(phase.run.observers.screen, "warn", messages.append)
         updates = phase.updates()
         for _ in range(5):
             next(updates)
-    (text,) = told
+    (text,) = messages
     assert "0.7 s" in text
     assert "checkpoint.every=auto" in text
 

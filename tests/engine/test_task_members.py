@@ -152,24 +152,24 @@ RETURNS: dict[str, tuple[str, str, str]] = {
 }
 
 
-def train(task: str, words: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
+def train(task: str, args: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -> int:
     """Train a task for two updates in this process; return the exit code."""
     name = f"{folder.name}.py"  # unique: tasks are imported by name
     (folder / name).write_text(task)
     monkeypatch.chdir(folder)
-    return main(["train", "--task", name, "device=cpu", "monitor=off", "updates=2", *words.split()])
+    return main(["train", "--task", name, "device=cpu", "monitor=off", "updates=2", *args.split()])
 
 
 @pytest.mark.parametrize("name", RETURNS)
 def test_what_a_member_returns_wrongly_is_a_fault_of_the_task(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    before, after, words = RETURNS[name]
+    before, after, args = RETURNS[name]
     assert before in TASK
-    assert train(TASK.replace(before, after), words, tmp_path, monkeypatch) == 70
-    told = capfd.readouterr().err
-    assert "please report" not in told
-    assert f"{tmp_path.name}.py" in told or "pipeline" in words
+    assert train(TASK.replace(before, after), args, tmp_path, monkeypatch) == 70
+    messages = capfd.readouterr().err
+    assert "please report" not in messages
+    assert f"{tmp_path.name}.py" in messages or "pipeline" in args
 
 
 def test_weights_of_samples_may_have_a_gradient(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

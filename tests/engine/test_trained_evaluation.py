@@ -27,18 +27,18 @@ EMA = ("averaging=ema", "averaging.decay=0.9")
 EPS = torch.finfo(torch.float64).eps
 
 
-def train(server: ForkServer, folder: Path, *words: str) -> dict[str, float]:
-    ended = server.run(["train", "--task", str(TASK), "run=mine", "updates=6", *ON_CPU, *words], folder)
-    assert ended.code == 0, ended.err
+def train(server: ForkServer, folder: Path, *args: str) -> dict[str, float]:
+    result = server.run(["train", "--task", str(TASK), "run=mine", "updates=6", *ON_CPU, *args], folder)
+    assert result.code == 0, result.err
     metrics = json.loads((folder / "outputs" / "mine" / "run.json").read_text())["metrics"]
     assert isinstance(metrics, dict)
     return metrics
 
 
-def evaluated(server: ForkServer, folder: Path, *words: str) -> dict[str, Any]:
-    ended = server.run(["evaluate", *words, "--json"], folder)
-    assert ended.code == 0, ended.err
-    record = json.loads(ended.out)
+def evaluated(server: ForkServer, folder: Path, *args: str) -> dict[str, Any]:
+    result = server.run(["evaluate", *args, "--json"], folder)
+    assert result.code == 0, result.err
+    record = json.loads(result.out)
     assert isinstance(record, dict)
     return record
 
@@ -57,11 +57,11 @@ def by_hand(folder: Path, update: int, split: str) -> float:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize("words", [(), TWO_RANKS, EMA, (*EMA, *TWO_RANKS), ("precision=bf16",)], ids=" ".join)
+@pytest.mark.parametrize("args", [(), TWO_RANKS, EMA, (*EMA, *TWO_RANKS), ("precision=bf16",)], ids=" ".join)
 def test_evaluate_equals_the_evaluation_inside_training_bit_for_bit(
-    words: tuple[str, ...], server: ForkServer, tmp_path: Path
+    args: tuple[str, ...], server: ForkServer, tmp_path: Path
 ) -> None:
-    metrics = train(server, tmp_path, *words)
+    metrics = train(server, tmp_path, *args)
     record = evaluated(server, tmp_path, "checkpoint=last")
     assert record["metrics"] == metrics
     assert record["update"] == 6
@@ -69,16 +69,16 @@ def test_evaluate_equals_the_evaluation_inside_training_bit_for_bit(
 
 def test_evaluate_of_a_resumed_run_equals_that_of_an_uninterrupted_one(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "resumed").mkdir()
-    straight = train(server, tmp_path, "scheduler=constant")
+    uninterrupted = train(server, tmp_path, "scheduler=constant")
     train(server, tmp_path / "resumed", "scheduler=constant", "updates=3")
     train(server, tmp_path / "resumed", "scheduler=constant", "resume_allow=[updates]")
     for folder in (tmp_path, tmp_path / "resumed"):
-        assert evaluated(server, folder, "mine", "checkpoint=last")["metrics"] == straight
+        assert evaluated(server, folder, "mine", "checkpoint=last")["metrics"] == uninterrupted
 
 
-@pytest.mark.parametrize("words", [(), TWO_RANKS], ids=["one", "two"])
-def test_every_sample_of_a_split_counts_once(words: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
-    train(server, tmp_path, *words)
+@pytest.mark.parametrize("args", [(), TWO_RANKS], ids=["one", "two"])
+def test_every_sample_of_a_split_counts_once(args: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
+    train(server, tmp_path, *args)
     record = evaluated(server, tmp_path, "split=test", "checkpoint=last")
     assert record["samples"] == 37
     assert record["metrics"]["test/loss"] == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
@@ -87,15 +87,15 @@ def test_every_sample_of_a_split_counts_once(words: tuple[str, ...], server: For
 
 
 def test_evaluate_uses_the_best_checkpoint_by_default(server: ForkServer, tmp_path: Path) -> None:
-    words = ("evaluate.every=1", "checkpoint.every=1updates", "checkpoint.keep=9", "checkpoint.best_is=max")
-    train(server, tmp_path, *words)
+    args = ("evaluate.every=1", "checkpoint.every=1updates", "checkpoint.keep=9", "checkpoint.best_is=max")
+    train(server, tmp_path, *args)
     rows = [json.loads(line) for line in (tmp_path / "outputs/mine/metrics.jsonl").read_text().splitlines()]
     losses = {row["update"]: row["val/loss"] for row in rows if "val/loss" in row}
     best = max(losses, key=lambda update: losses[update])
     assert best != 6, "the law needs a run whose last checkpoint is not its best"
-    found = evaluated(server, tmp_path)
-    assert (found["update"], found["marks"][0]) == (best, "best")
-    assert found["metrics"]["val/loss"] == losses[best]
+    result = evaluated(server, tmp_path)
+    assert (result["update"], result["marks"][0]) == (best, "best")
+    assert result["metrics"]["val/loss"] == losses[best]
     assert evaluated(server, tmp_path, "checkpoint=5")["metrics"]["val/loss"] == losses[5]
     assert evaluated(server, tmp_path, "checkpoint=last")["metrics"]["val/loss"] == losses[6]
 
@@ -116,27 +116,27 @@ def test_evaluate_needs_no_run_if_weights_are_given(server: ForkServer, tmp_path
     train(server, tmp_path)
     path = checkpoint.checkpoint_path(tmp_path / "outputs/mine/checkpoints", 6)
     save_file(checkpoint.load(path).tensors("model"), tmp_path / "w.safetensors")
-    words = ["--task", str(TASK), "weights=w.safetensors", "run=given", "split=test", *ON_CPU]
-    record = evaluated(server, tmp_path, *words)
+    args = ["--task", str(TASK), "weights=w.safetensors", "run=given", "split=test", *ON_CPU]
+    record = evaluated(server, tmp_path, *args)
     assert record["metrics"] == evaluated(server, tmp_path, "mine", "split=test", "checkpoint=last")["metrics"]
     assert (tmp_path / "outputs/given/evaluations/test-weights.json").is_file()
     assert refused(server, tmp_path, "mine", "weights=w.safetensors").code == 78, "its settings would not apply"
 
 
-@pytest.mark.parametrize("words", [(), TWO_RANKS], ids=["one", "two"])
-def test_output_of_a_task_is_not_in_the_json(words: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("args", [(), TWO_RANKS], ids=["one", "two"])
+def test_output_of_a_task_is_not_in_the_json(args: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
     text = TASK.read_text().replace("    return Regression", '    print("loading")\n    return Regression')
     (tmp_path / TASK.name).write_text(text)
-    train(server, tmp_path, "--task", TASK.name, *words)
-    ended = server.run(["evaluate", "--json"], tmp_path)
-    assert json.loads(ended.out)["split"] == "val"
-    assert "loading" in ended.err
+    train(server, tmp_path, "--task", TASK.name, *args)
+    result = server.run(["evaluate", "--json"], tmp_path)
+    assert json.loads(result.out)["split"] == "val"
+    assert "loading" in result.err
 
 
-def refused(server: ForkServer, folder: Path, *words: str) -> Ended:
-    ended = server.run(["evaluate", *words], folder)
-    assert "Traceback" not in ended.err
-    return ended
+def refused(server: ForkServer, folder: Path, *args: str) -> Ended:
+    result = server.run(["evaluate", *args], folder)
+    assert "Traceback" not in result.err
+    return result
 
 
 def test_a_misspelled_split_is_a_configuration_error(server: ForkServer, tmp_path: Path) -> None:
@@ -144,8 +144,8 @@ def test_a_misspelled_split_is_a_configuration_error(server: ForkServer, tmp_pat
     text = TASK.read_text().replace("def dataset(self, split):\n", f"def dataset(self, split):\n        {lacks}\n")
     own = tmp_path / "own.py"
     own.write_text(text.replace("import torch\n", "import torch\nfrom runner.base.errors import InputMissing\n", 1))
-    ended = server.run(["train", "--task", str(own), "run=mine", "updates=2", *ON_CPU], tmp_path)
-    assert ended.code == 0, ended.err
+    result = server.run(["train", "--task", str(own), "run=mine", "updates=2", *ON_CPU], tmp_path)
+    assert result.code == 0, result.err
     misspelled = refused(server, tmp_path, "split=vall")
     assert misspelled.code == 78
     assert "val?" in misspelled.err
@@ -185,6 +185,6 @@ def test_an_evaluation_starts_with_the_batch_size_an_earlier_one_was_reduced_to(
         sizes.write_text("")
         with RunDirectory.create_or_open(tmp_path / "outputs", "mine") as run:
             write_reductions(run, list(rows))
-        found = evaluated(server, tmp_path)["metrics"]["val/loss"]
+        result = evaluated(server, tmp_path)["metrics"]["val/loss"]
         assert max(map(int, sizes.read_text().split())) == largest
-        assert found == pytest.approx(before, rel=2 * 64 * EPS)
+        assert result == pytest.approx(before, rel=2 * 64 * EPS)

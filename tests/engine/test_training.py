@@ -24,7 +24,7 @@ def test_auto_evaluates_about_ten_times_and_at_most_once_per_update(updates: int
 def test_a_stopped_run_records_the_signal_and_the_update(server: ForkServer, tmp_path: Path) -> None:
     fault = {"at": "update", "number": 3, "by": "SIGTERM"}
     env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
-    words = f"train --task {TASK} run=mine device=cpu monitor=off dataloader.num_workers=0"
-    assert server.run(words, tmp_path, env).code == Exit.PREEMPTED
+    args = f"train --task {TASK} run=mine device=cpu monitor=off dataloader.num_workers=0"
+    assert server.run(args, tmp_path, env).code == Exit.PREEMPTED
     rows = [json.loads(line) for line in (tmp_path / "outputs/mine/events.jsonl").read_text().splitlines()]
     assert [(row["stopped_by"], row["update"]) for row in rows if row["kind"] == "end"] == [("SIGTERM", 4)]

@@ -64,12 +64,12 @@ def test_hashing_leaves_no_open_file_for_workers_to_share(tmp_path: Path, start_
     (tmp_path / "data").write_bytes(bytes(range(9)))
     opening = Opening(tmp_path / "data")
     fetchers = {"train": fetcher_of(opening), "val": fetcher_of([1, 2, 3], "val")}
-    found = fingerprint_data(fetchers, workers(fetchers["train"], start_method))
+    result = fingerprint_data(fetchers, workers(fetchers["train"], start_method))
     assert opening.opened < 0
     here = fingerprint_data(fetchers, Loader(fetchers["train"]))
     os.close(opening.opened)
-    assert found == here, "the hash does not depend on who reads"
-    assert {split: sorted(each["hashes"]) for split, each in found.items()} == {
+    assert result == here, "the hash does not depend on who reads"
+    assert {split: sorted(each["hashes"]) for split, each in result.items()} == {
         "train": ["0", "4", "8"],
         "val": ["0", "1", "2"],
     }

@@ -151,16 +151,16 @@ def folder(tmp_path: Path) -> Path:
 
 def family(word: str) -> set[int]:
     """Return the live processes whose command line contains `word`."""
-    found = set()
+    result = set()
     for process in psutil.process_iter(["cmdline", "status"]):
         if word in " ".join(process.info["cmdline"] or []) and process.info["status"] != psutil.STATUS_ZOMBIE:
-            found.add(process.pid)
-    return found
+            result.add(process.pid)
+    return result
 
 
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
-    ("fault", "words", "said", "at"),
+    ("fault", "args", "messages", "at"),
     [
         ("loss", "", "update 8 of phase train hangs", "in fail: time.sleep(FOR_EVER)"),
         ("begin", "", "update 7 of phase train hangs", "in fail: time.sleep(FOR_EVER)"),
@@ -174,57 +174,57 @@ def family(word: str) -> set[int]:
     ],
     ids=["loss", "begin_update", "lock", "pipe", "validation", "data", "worker", "disk", "disk beside training"],
 )
-def test_a_hang_is_named_with_its_place_and_leaves_no_process(
-    fault: str, words: str, said: str, at: str, server: ForkServer, folder: Path
+def test_a_hang_is_reported_with_its_location_and_leaves_no_process(
+    fault: str, args: str, messages: str, at: str, server: ForkServer, folder: Path
 ) -> None:
     run = f"h{os.getpid()}"
     line = f"{BASE} task.fault={fault}".replace("run=r", f"run={run}")
-    words = words if fault == "disk" else f"{words} {COUNTED}"
-    changed = {word.partition("=")[0] for word in words.split()}
-    line = " ".join([word for word in line.split() if word.partition("=")[0] not in changed] + words.split())
+    args = args if fault == "disk" else f"{args} {COUNTED}"
+    changed = {word.partition("=")[0] for word in args.split()}
+    line = " ".join([word for word in line.split() if word.partition("=")[0] not in changed] + args.split())
     before = "" if fault == "disk" else ON_DISK_AT_ONCE  # for "disk", training must continue during the save
     env = VIRTUAL | {"TMPDIR": str(folder / "tmp")}
-    if "num_workers" in words:  # the worker prefetches
+    if "num_workers" in args:  # the worker prefetches
         env["SAVED"] = str(folder / "outputs" / run / "checkpoints" / "update-0000000006" / "MANIFEST.json")
-    ended = server.run(line, folder, env, before)
-    assert ended.code == 83, ended.err
-    assert said in ended.err
-    assert at in ended.err
-    assert "Traceback" not in ended.err
+    result = server.run(line, folder, env, before)
+    assert result.code == 83, result.err
+    assert messages in result.err
+    assert at in result.err
+    assert "Traceback" not in result.err
     assert not family(f"run={run}")
     assert not list((folder / "tmp").iterdir())
     directory = folder / "outputs" / run
     if fault == "disk":  # nothing can be written to the folder anymore
-        assert re.search(r"last checkpoint: update \d+ ", ended.err), ended.err
-        assert ".py:" in ended.err, "stacks, which cannot be kept in a file"
+        assert re.search(r"last checkpoint: update \d+ ", result.err), result.err
+        assert ".py:" in result.err, "stacks, which cannot be kept in a file"
         return
     error = json.loads((directory / "error.json").read_text())
-    assert (error["exit_code"], said in error["cause"]) == (83, True)
+    assert (error["exit_code"], messages in error["cause"]) == (83, True)
     saved, made = (6, 12 if fault == "val" else 6 if fault == "data" else 7)
     again = {0: "nothing is", 1: "1 update is"}.get(made - saved, f"{made - saved} updates are")
-    assert f"\n           last checkpoint: update {saved} ({again} repeated)\n" in ended.err
+    assert f"\n           last checkpoint: update {saved} ({again} repeated)\n" in result.err
     assert (error["reached"], error["updates_repeated"]) == (made, made - saved)
     assert error["place"]["phase"] == "train"
     assert error["place"]["update"] in (made, made + 1)
-    assert "\n\n" not in ended.err
+    assert "\n\n" not in result.err
     assert json.loads((directory / "run.json").read_text())["state"] == "failed"
     assert "task.py" in (directory / "stacks.txt").read_text()
 
 
 def test_a_prediction_that_hangs_is_named(server: ForkServer, folder: Path) -> None:
     assert server.run(BASE, folder, VIRTUAL).code == 0
-    ended = server.run("inference run=r watchdog.first_update_s=3", folder, VIRTUAL)
-    assert ended.code == 83, ended.err
-    assert "prediction 1 hangs" in ended.err
+    result = server.run("inference run=r watchdog.first_update_s=3", folder, VIRTUAL)
+    assert result.code == 83, result.err
+    assert "prediction 1 hangs" in result.err
     assert "task.py" in (folder / "outputs/r/predictions/stacks.txt").read_text()
 
 
 def test_a_debugger_and_a_disabled_watchdog_have_no_time_limit(server: ForkServer, folder: Path) -> None:
-    ended = server.run([*BASE.split(), "task.fault=pdb"], folder, VIRTUAL)
-    assert ended.code == 0, ended.err
-    words = [word for word in BASE.split() if not word.startswith("watchdog")]
-    ended = server.run([*words, "task.fault=a while", "watchdog=off", "run=off"], folder, VIRTUAL)
-    assert ended.code == 0, ended.err
+    result = server.run([*BASE.split(), "task.fault=pdb"], folder, VIRTUAL)
+    assert result.code == 0, result.err
+    args = [word for word in BASE.split() if not word.startswith("watchdog")]
+    result = server.run([*args, "task.fault=a while", "watchdog=off", "run=off"], folder, VIRTUAL)
+    assert result.code == 0, result.err
 
 
 @pytest.mark.parametrize("is_there", [True, False], ids=["no room for anything", "no temporary folder"])
@@ -249,21 +249,21 @@ def test_a_hang_is_reported_also_if_nothing_can_be_written(is_there: bool, serve
             "watchdog._ExitOnHang._report = tell_after\n"
         )
     line = f"{BASE} task.fault=loss".replace("evaluate.every=6", "evaluate.every=0")
-    ended = server.run(line, folder, VIRTUAL | {"TMPDIR": str(gone)}, before)
-    assert ended.code == 83, ended.err
-    assert "time.sleep(FOR_EVER)" in ended.err
-    assert "no checkpoint yet" in ended.err
-    assert "(7 updates" in ended.err
-    assert "last checkpoint" not in ended.err
-    assert ("stacks.txt" in ended.err) == (not is_there)
+    result = server.run(line, folder, VIRTUAL | {"TMPDIR": str(gone)}, before)
+    assert result.code == 83, result.err
+    assert "time.sleep(FOR_EVER)" in result.err
+    assert "no checkpoint yet" in result.err
+    assert "(7 updates" in result.err
+    assert "last checkpoint" not in result.err
+    assert ("stacks.txt" in result.err) == (not is_there)
     assert (folder / "outputs/r/error.json").exists() == (not is_there)
 
 
 def test_a_slow_disk_that_makes_progress_is_not_a_hang(server: ForkServer, folder: Path) -> None:
     """A save takes at least three seconds, but each of its steps takes less than the limit."""
-    words = BASE.replace("watchdog.checkpoint_s=60", "watchdog.checkpoint_s=1.5 checkpoint.every=5updates")
-    ended = server.run([*words.split(), "task.fault=slow disk"], folder, VIRTUAL)
-    assert ended.code == 0, ended.err
+    args = BASE.replace("watchdog.checkpoint_s=60", "watchdog.checkpoint_s=1.5 checkpoint.every=5updates")
+    result = server.run([*args.split(), "task.fault=slow disk"], folder, VIRTUAL)
+    assert result.code == 0, result.err
     assert (folder / "outputs/r/checkpoints/update-0000000012").is_dir()
 
 
@@ -271,28 +271,26 @@ SOON_OVER = "import runner.engine.watchdog as watchdog; watchdog.MIN_TIMEOUT_S =
 
 
 def test_updates_that_are_slow_from_the_start_are_not_hangs(server: ForkServer, folder: Path) -> None:
-    words = " ".join(word for word in BASE.split() if not word.startswith("watchdog")).replace(
-        "updates=12", "updates=3"
-    )
+    args = " ".join(word for word in BASE.split() if not word.startswith("watchdog")).replace("updates=12", "updates=3")
     for fault in ("slow", "summary"):
-        line = f"{words.replace('run=r', f'run={fault}')} evaluate.every=2 task.fault={fault}"
-        ended = server.run(line, folder, VIRTUAL, SOON_OVER)
-        assert ended.code == 0, ended.err
-    ended = server.run("inference run=slow", folder, VIRTUAL, SOON_OVER)
-    assert ended.code == 0, ended.err
+        line = f"{args.replace('run=r', f'run={fault}')} evaluate.every=2 task.fault={fault}"
+        result = server.run(line, folder, VIRTUAL, SOON_OVER)
+        assert result.code == 0, result.err
+    result = server.run("inference run=slow", folder, VIRTUAL, SOON_OVER)
+    assert result.code == 0, result.err
 
 
 def test_the_search_for_non_finite_values_may_exceed_an_update(server: ForkServer, folder: Path) -> None:
-    words = BASE.replace("watchdog.data_s=3", "watchdog.data_s=60").replace("updates=12", "updates=4")
-    ended = server.run(f"{words} task.fault=search", folder, VIRTUAL)
-    assert ended.code == 82, ended.err
-    assert "at update 3" in ended.err
+    args = BASE.replace("watchdog.data_s=3", "watchdog.data_s=60").replace("updates=12", "updates=4")
+    result = server.run(f"{args} task.fault=search", folder, VIRTUAL)
+    assert result.code == 82, result.err
+    assert "at update 3" in result.err
 
 
 def test_a_process_suspended_beyond_the_limit_continues(server: ForkServer, folder: Path) -> None:
     """All clocks jump by hours between two checks, as they do for a stopped process or a suspended machine."""
-    ended = server.run([*BASE.split(), "task.fault=jump"], folder, VIRTUAL)
-    assert ended.code == 0, ended.err
+    result = server.run([*BASE.split(), "task.fault=jump"], folder, VIRTUAL)
+    assert result.code == 0, result.err
 
 
 @pytest.mark.sampled(1)
@@ -302,10 +300,10 @@ def test_no_process_outlives_a_killed_run_and_the_next_one_cleans_up(
 ) -> None:
     """The workers hang, so they cannot notice that their parent has died."""
     run, place = f"k{os.getpid()}", {"TMPDIR": str(short)}
-    words = f"{BASE} dataloader.num_workers=2 dataloader.start_method={start} task.fault=data watchdog=off"
-    words = " ".join(word for word in words.split() if not word.startswith("watchdog.")).replace("run=r", f"run={run}")
-    words = words.replace("updates=12", "updates=60").replace("evaluate.every=6", "evaluate.every=0")  # no saves
-    pid = server.start(words.split(), folder, place)
+    args = f"{BASE} dataloader.num_workers=2 dataloader.start_method={start} task.fault=data watchdog=off"
+    args = " ".join(word for word in args.split() if not word.startswith("watchdog.")).replace("run=r", f"run={run}")
+    args = args.replace("updates=12", "updates=60").replace("evaluate.every=6", "evaluate.every=0")  # no saves
+    pid = server.start(args.split(), folder, place)
     rows = folder / "outputs" / run / "metrics.jsonl"
     wait_until(lambda: rows.is_file() and rows.read_text().count("\n") > 3)
     wait_until(lambda: len(list(folder.glob("hangs-*"))) == 2, "both workers hang")
@@ -315,7 +313,7 @@ def test_no_process_outlives_a_killed_run_and_the_next_one_cleans_up(
     server.wait()
     wait_until(lambda: not [one for one in others if psutil.pid_exists(one)])
     assert list(short.iterdir()), "the folder of the killed run"
-    again = [word for word in words.split() if "fault" not in word]
+    again = [word for word in args.split() if "fault" not in word]
     assert server.run(again, folder, place).code == 0
     assert not list(short.iterdir())
 

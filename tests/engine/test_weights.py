@@ -103,11 +103,11 @@ def test_a_new_head_keeps_its_initialization(tmp_path: Path) -> None:
     for options in ({"only": ["backbone"]}, {"strict": False}):
         model = Net(classes=7)
         before = {name: tensor.clone() for name, tensor in model.head.state_dict(prefix="head.").items()}
-        told = begun(model, tmp_path / "w.safetensors", **options)
+        messages = begun(model, tmp_path / "w.safetensors", **options)
         assert_has(model, before)
         assert_has(model, {name: tensor for name, tensor in source().items() if name.startswith("backbone")})
-        assert "backbone (4)" in told
-        assert "head.weight" in told
+        assert "backbone (4)" in messages
+        assert "head.weight" in messages
     with pytest.raises(IncompatibleResume):
         begun(Net(classes=7), tmp_path / "w.safetensors")
 
@@ -127,9 +127,9 @@ def test_renamed_tensors_are_loaded_under_their_new_names(tmp_path: Path) -> Non
 def test_without_strict_missing_and_ignored_tensors_are_listed(tensors: dict[str, Tensor], tmp_path: Path) -> None:
     lacking = {name: tensor for name, tensor in source().items() if name != "head.bias"}
     save_file(lacking | tensors, tmp_path / "w.safetensors")
-    told = begun(Net(), tmp_path / "w.safetensors", strict=False)
-    assert "head.bias" in told
-    assert all(name in told for name in tensors)
+    messages = begun(Net(), tmp_path / "w.safetensors", strict=False)
+    assert "head.bias" in messages
+    assert all(name in messages for name in tensors)
 
 
 def refusal(model: nn.Module, path: Path, **options: object) -> AccelRunError:
@@ -182,30 +182,30 @@ def test_missing_duplicated_and_outside_shards_are_refused(tmp_path: Path) -> No
 
 
 def test_runs_and_checkpoints_are_sources_of_weights(server: ForkServer, tmp_path: Path) -> None:
-    words = ["train", "--task", str(TASK), "device=cpu", "monitor=off"]
-    assert server.run([*words, "updates=4", "averaging=ema", "run=first"], tmp_path).code == 0
+    args = ["train", "--task", str(TASK), "device=cpu", "monitor=off"]
+    assert server.run([*args, "updates=4", "averaging=ema", "run=first"], tmp_path).code == 0
     checkpoint = load(checkpoint_path(tmp_path / "outputs/first/checkpoints", 4))
     wanted = checkpoint.tensors("model") | checkpoint.tensors("averaging")
     frozen = ["updates=1", "optimizer.lr=1e-30", "optimizer.weight_decay=0"]
     for number, value in enumerate(("first", "outputs/first", str(checkpoint.path), "last")):
-        ended = server.run([*words, *frozen, f"weights={value}", f"run=begun-{number}"], tmp_path)
-        assert ended.code == 0, ended.err
-        found = load_file(checkpoint_path(tmp_path / f"outputs/begun-{number}/checkpoints", 1) / "model.safetensors")
-        assert all(torch.equal(found[name], tensor) for name, tensor in wanted.items()), value
+        result = server.run([*args, *frozen, f"weights={value}", f"run=begun-{number}"], tmp_path)
+        assert result.code == 0, result.err
+        actual = load_file(checkpoint_path(tmp_path / f"outputs/begun-{number}/checkpoints", 1) / "model.safetensors")
+        assert all(torch.equal(actual[name], tensor) for name, tensor in wanted.items()), value
 
 
 def test_a_name_that_the_weights_lack_leaves_no_run_folder(server: ForkServer, tmp_path: Path) -> None:
     save_file(source(), tmp_path / "w.safetensors")
-    words = ["train", "--task", str(TASK), "device=cpu", "run=mine", "weights=w.safetensors"]
-    ended = server.run([*words, "weights.rename={bakbone: body}"], tmp_path)
-    assert ended.code == 78
-    assert " backbone?" in ended.err
+    args = ["train", "--task", str(TASK), "device=cpu", "run=mine", "weights=w.safetensors"]
+    result = server.run([*args, "weights.rename={bakbone: body}"], tmp_path)
+    assert result.code == 78
+    assert " backbone?" in result.err
     assert not (tmp_path / "outputs").exists()
 
 
 def test_the_old_and_the_new_form_of_the_setting_are_equal(server: ForkServer, tmp_path: Path) -> None:
     missing = [server.run(f"train task=gpt {key}=nowhere", tmp_path) for key in ("weights", "weights.source")]
-    assert [ended.code for ended in missing] == [66, 66]
+    assert [result.code for result in missing] == [66, 66]
     assert missing[0].err == missing[1].err
 
 
@@ -219,9 +219,9 @@ def test_trials_of_a_sweep_start_from_a_run_by_its_name(server: ForkServer, tmp_
         assert "run first," in log
 
 
-def test_a_run_is_evaluated_also_if_the_source_of_its_weights_is_gone(tmp_path: Path) -> None:
-    words = ("weights=gone.safetensors", "device=cpu", "monitor=off", f"output_root={tmp_path}", "run=mine")
-    with open_phase(Request(words, TASK)) as phase:
+def test_a_run_is_evaluated_even_if_the_source_of_its_weights_was_deleted(tmp_path: Path) -> None:
+    args = ("weights=gone.safetensors", "device=cpu", "monitor=off", f"output_root={tmp_path}", "run=mine")
+    with open_phase(Request(args, TASK)) as phase:
         assert phase.planned.name == "train"
 
 

@@ -96,12 +96,12 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def evidence_of(server: ForkServer, folder: Path, words: str, env: Mapping[str, str] | None = None) -> Evidence:
-    ended = server.run(f"{BASE} {words}", folder, {**VIRTUAL, **(env or {})})
-    assert ended.code == 0, ended.err
-    found = read_record(folder / "outputs/r").evidence
-    assert found is not None
-    return found
+def evidence_of(server: ForkServer, folder: Path, args: str, env: Mapping[str, str] | None = None) -> Evidence:
+    result = server.run(f"{BASE} {args}", folder, {**VIRTUAL, **(env or {})})
+    assert result.code == 0, result.err
+    actual = read_record(folder / "outputs/r").evidence
+    assert actual is not None
+    return actual
 
 
 def rows_of(folder: Path) -> list[dict[str, Any]]:
@@ -112,21 +112,21 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
 @pytest.mark.parametrize("env", [VIRTUAL, {"IMPORT_FIRST": "tests.engine.device_on_host"}], ids=["host", "late device"])
 def test_parts_have_their_time_and_add_up_to_the_run(server: ForkServer, folder: Path, env: dict[str, str]) -> None:
     slept_ms = {"data": 6, "forward": 9, "backward": 12, "optimizer": 15, "hooks": 18, "evaluation": 20, "saving": 40}
-    words = " ".join(f"task.{part}={ms}" for part, ms in slept_ms.items())
-    found = evidence_of(server, folder, f"{words} evaluate.every=6 checkpoint=off", env)
-    assert found.updates == 11, "the first one is start-up"
-    assert found.num_evaluations == 2
-    assert found.num_saves == 1
+    args = " ".join(f"task.{part}={ms}" for part, ms in slept_ms.items())
+    result = evidence_of(server, folder, f"{args} evaluate.every=6 checkpoint=off", env)
+    assert result.updates == 11, "the first one is start-up"
+    assert result.num_evaluations == 2
+    assert result.num_saves == 1
     times = {"evaluation": 2 * NUM_EVALUATED, "saving": 1, "hooks": 12}  # hooks start before the first update
     for part, ms in slept_ms.items():
         expected = times.get(part, 11) * ms / 1e3
-        assert found.parts_s[part] == pytest.approx(expected, abs=TICKS_S), f"{part} is not what was slept in it"
-    assert found.parts_s["first_update"] == pytest.approx((6 + 9 + 12 + 15) / 1e3, abs=0.03)
-    assert found.seconds is not None
-    assert sum(found.parts_s.values()) == pytest.approx(found.seconds)
-    assert {"wait", "transfer"}.isdisjoint(found.parts_s), "there was no such thing"
-    assert found.transfer is None
-    (phase,) = found.phases
+        assert result.parts_s[part] == pytest.approx(expected, abs=TICKS_S), f"{part} is not what was slept in it"
+    assert result.parts_s["first_update"] == pytest.approx((6 + 9 + 12 + 15) / 1e3, abs=0.03)
+    assert result.seconds is not None
+    assert sum(result.parts_s.values()) == pytest.approx(result.seconds)
+    assert {"wait", "transfer"}.isdisjoint(result.parts_s), "there was no such thing"
+    assert result.transfer is None
+    (phase,) = result.phases
     assert phase.seconds is not None
     assert sum(phase.parts_s.values()) == pytest.approx(phase.seconds, abs=TICKS_S + LAG_S), "all of it has a part"
     for row in rows_of(folder):
@@ -137,27 +137,27 @@ def test_parts_have_their_time_and_add_up_to_the_run(server: ForkServer, folder:
 
 
 def test_the_end_summary_names_the_bottleneck(server: ForkServer, folder: Path) -> None:
-    ended = server.run(f"{BASE} task.data=60", folder, VIRTUAL)
-    assert ended.code == 0
-    (line,) = (line for line in ended.out.splitlines() if line.startswith("limited by"))
+    result = server.run(f"{BASE} task.data=60", folder, VIRTUAL)
+    assert result.code == 0
+    (line,) = (line for line in result.out.splitlines() if line.startswith("limited by"))
     assert line.split(maxsplit=2)[2].startswith("data: "), line
-    assert "\nmemory      host: peak " in ended.out
+    assert "\nmemory      host: peak " in result.out
 
 
 @pytest.mark.parametrize("loader", ["dataloader=thread", "dataloader.num_workers=1"])
 def test_loading_hidden_behind_computation_is_not_data_wait(server: ForkServer, folder: Path, loader: str) -> None:
     hidden = evidence_of(server, folder, f"{loader} task.data=10 task.forward=40", {"READ_MS": "10"})
     assert hidden.data_wait == pytest.approx(0.0, abs=1e-3)
-    words = f"{loader} task.data=60 task.forward=20 resume=fresh"
-    waited = evidence_of(server, folder, words, {"READ_MS": "60"})
+    args = f"{loader} task.data=60 task.forward=20 resume=fresh"
+    waited = evidence_of(server, folder, args, {"READ_MS": "60"})
     assert waited.data_wait == pytest.approx(40 / 60, abs=0.05), "60 ms of which 20 are hidden, more in the first"
 
 
 def test_the_data_wait_is_shown_before_the_first_row(server: ForkServer, folder: Path) -> None:
-    ended = server.run(f"{BASE} task.data=20 log_every=50", folder, VIRTUAL)
-    assert ended.code == 0
+    result = server.run(f"{BASE} task.data=20 log_every=50", folder, VIRTUAL)
+    assert result.code == 0
     lines = [
-        dict(word.split("=", 1) for word in line.split()) for line in ended.out.splitlines() if "it_per_s=" in line
+        dict(word.split("=", 1) for word in line.split()) for line in result.out.splitlines() if "it_per_s=" in line
     ]
     assert "data_wait" not in lines[0], "the first update is start-up"
     assert float(lines[1]["data_wait"]) > 0.5
@@ -166,12 +166,12 @@ def test_the_data_wait_is_shown_before_the_first_row(server: ForkServer, folder:
 
 def test_a_waiting_rank_is_reported(server: ForkServer, folder: Path) -> None:
     ranks = "parallelism=ddp parallelism.world_size=2 device=cpu"
-    found = evidence_of(server, folder, f"{ranks} task.forward=30 task.rank=1")
-    assert len(found.ranks_s) == 2
-    mine, other = found.ranks_s
+    result = evidence_of(server, folder, f"{ranks} task.forward=30 task.rank=1")
+    assert len(result.ranks_s) == 2
+    mine, other = result.ranks_s
     assert other["forward"] >= 10 * 0.03
     assert mine["wait"] == pytest.approx(other["forward"], abs=TICKS_S)
-    assert found.parts_s["wait"] == pytest.approx(11 * 0.03, abs=TICKS_S)
+    assert result.parts_s["wait"] == pytest.approx(11 * 0.03, abs=TICKS_S)
     row = rows_of(folder)[-1]
     assert row["rank1/forward_ms"] == pytest.approx(30, abs=0.1)
     assert row["perf/wait_ms"] == pytest.approx(30, abs=0.1)
@@ -180,10 +180,10 @@ def test_a_waiting_rank_is_reported(server: ForkServer, folder: Path) -> None:
 
 def test_the_first_update_is_excluded_from_the_parts_of_a_rank(server: ForkServer, folder: Path) -> None:
     ranks = "parallelism=ddp parallelism.world_size=2 device=cpu"
-    found = evidence_of(server, folder, f"{ranks} task.first=2000")
-    assert len(found.ranks_s) == 2
-    assert found.parts_s["first_update"] == pytest.approx(2.0, abs=TICKS_S)
-    assert all(sum(seconds.values()) < TICKS_S for seconds in found.ranks_s)
+    result = evidence_of(server, folder, f"{ranks} task.first=2000")
+    assert len(result.ranks_s) == 2
+    assert result.parts_s["first_update"] == pytest.approx(2.0, abs=TICKS_S)
+    assert all(sum(seconds.values()) < TICKS_S for seconds in result.ranks_s)
 
 
 def test_save_costs_are_counted_across_a_resume(server: ForkServer, folder: Path) -> None:
@@ -198,29 +198,29 @@ def test_save_costs_are_counted_across_a_resume(server: ForkServer, folder: Path
 
 @pytest.mark.parametrize("rank", ["", "parallelism=ddp parallelism.world_size=2 device=cpu"], ids=["alone", "of two"])
 def test_a_failed_run_keeps_its_measurements(server: ForkServer, folder: Path, rank: str) -> None:
-    ended = server.run(f"{BASE} task.forward=20 task.fails_at=7 checkpoint=off {rank}", folder, VIRTUAL)
-    assert ended.code not in (0, 75)
-    found = read_record(folder / "outputs/r").evidence
-    assert found is not None
-    assert found.unfinished
-    assert found.updates == 5, "six were made, and the first is start-up"
-    assert found.parts_s["forward"] == pytest.approx(5 * 0.02, abs=TICKS_S)
-    assert found.seconds == pytest.approx(sum(found.parts_s.values()))
-    (phase,) = found.phases
+    result = server.run(f"{BASE} task.forward=20 task.fails_at=7 checkpoint=off {rank}", folder, VIRTUAL)
+    assert result.code not in (0, 75)
+    actual = read_record(folder / "outputs/r").evidence
+    assert actual is not None
+    assert actual.unfinished
+    assert actual.updates == 5, "six were made, and the first is start-up"
+    assert actual.parts_s["forward"] == pytest.approx(5 * 0.02, abs=TICKS_S)
+    assert actual.seconds == pytest.approx(sum(actual.parts_s.values()))
+    (phase,) = actual.phases
     assert phase.updates == 6
 
 
 def test_a_run_that_fails_at_once_keeps_earlier_measurements(server: ForkServer, folder: Path) -> None:
     before = evidence_of(server, folder, "")
-    ended = server.run(f"{BASE} updates=24 resume_allow=[updates]", folder, {**VIRTUAL, "FAILS_AT": "1"})
-    assert ended.code not in (0, 75)
-    assert "as planned" in ended.err, "it was under way when it failed"
+    result = server.run(f"{BASE} updates=24 resume_allow=[updates]", folder, {**VIRTUAL, "FAILS_AT": "1"})
+    assert result.code not in (0, 75)
+    assert "as planned" in result.err, "it was under way when it failed"
     assert read_record(folder / "outputs/r").evidence == before
 
 
 def test_measurements_continue_across_a_stop(server: ForkServer, folder: Path) -> None:
-    ended = server.run(f"{BASE} task.forward=50 updates=100 log_every=1", folder, {**VIRTUAL, "STOP_AT": "5"})
-    assert ended.code == 75, ended.err
+    result = server.run(f"{BASE} task.forward=50 updates=100 log_every=1", folder, {**VIRTUAL, "STOP_AT": "5"})
+    assert result.code == 75, result.err
     first = read_record(folder / "outputs/r").evidence
     assert first is not None
     assert first.updates == first.phases[0].updates - 1
@@ -257,14 +257,14 @@ Slow.fits = property(lambda self: {"statistics": Mean()})
 Slow.losses = property(lambda self: {})
 """
     )
-    found = evidence_of(server, folder, "task.data=10")
-    fit, train = found.phases
+    result = evidence_of(server, folder, "task.data=10")
+    fit, train = result.phases
     assert fit.parts_s["forward"] == pytest.approx(0.02 * 7, abs=TICKS_S), "what is added is computed"
     assert fit.parts_s["data"] == pytest.approx(0.01 * 7, abs=TICKS_S)
     assert "first_update" in fit.parts_s
     assert "backward" not in fit.parts_s
     assert train.parts_s["backward"] > 0
-    assert found.parts_s["data"] == pytest.approx(fit.parts_s["data"] + train.parts_s["data"])
+    assert result.parts_s["data"] == pytest.approx(fit.parts_s["data"] + train.parts_s["data"])
 
 
 def test_a_difference_below_rounding_is_not_reported() -> None:

@@ -69,8 +69,8 @@ def of_shape(shape: str, dice: random.Random) -> tuple[str, list[str]]:
 
 def of_names(dice: random.Random) -> dict[str, str]:
     """Return a value for each name: in turn plain, with characters that output formats escape, and inside a URL."""
-    found = {}
+    result = {}
     for number, name in enumerate(NAMES):
         core = "canary" + "".join(dice.choices(PLAIN, k=22)) + "1a"
-        found[name] = (core, f'{core}"&é\\{core[::-1]}', f"scheme://host/{core}?x")[number % 3]
-    return found
+        result[name] = (core, f'{core}"&é\\{core[::-1]}', f"scheme://host/{core}?x")[number % 3]
+    return result

@@ -103,15 +103,15 @@ class Cell:
 
     def course(self) -> list[str]:
         """Return the overrides that define what is computed."""
-        words = ["phases=[statistics,body,head]"] if self["phases"] == "three" else []
+        args = ["phases=[statistics,body,head]"] if self["phases"] == "three" else []
         for axis in COURSE_AXES:
-            words += AXES[axis][self[axis]].split()
-        words += self.micro(int(self["accumulation"]))
+            args += AXES[axis][self[axis]].split()
+        args += self.micro(int(self["accumulation"]))
         if self["phases"] == "three":  # the task sets the lengths of phases
-            words = [word for word in words if not word.startswith(("updates=", "epochs="))]
+            args = [word for word in args if not word.startswith(("updates=", "epochs="))]
         if not self.is_exact:
-            words += ["task.dropout=0", "task.noise=0", "task.double=true"]
-        return words
+            args += ["task.dropout=0", "task.noise=0", "task.double=true"]
+        return args
 
     def micro(self, accumulation: int) -> list[str]:
         """Return the override for this number of micro-batches per update, on the rank with the largest share."""
@@ -127,17 +127,17 @@ class Cell:
             worker = readers[(attempt + self.number) % len(readers)]
         if self["change"] == "saves":
             save = saves[(attempt + self.number) % 3]
-        words = [*AXES["workers"][worker].split(), *AXES["saves"][save].split()]
+        args = [*AXES["workers"][worker].split(), *AXES["saves"][save].split()]
         if self["ranks"] != "one" and self["end"] == "rank":
-            words.append("parallelism.restarts=0")
-        return words
+            args.append("parallelism.restarts=0")
+        return args
 
     def changed(self) -> list[str]:
         """Return the overrides that change the micro-batches or ranks on resume; they replace those of the course."""
         if self["change"] == "micro":
             return self.micro(1 if self["accumulation"] == "2" else 2)
         if self["change"] == "ranks":
-            others = [words for name, words in AXES["ranks"].items() if name != self["ranks"]]
+            others = [args for name, args in AXES["ranks"].items() if name != self["ranks"]]
             return [*others[self.number % len(others)].split(), "micro_batch_size=4"]
         return []
 
@@ -186,9 +186,9 @@ def covering(rng: random.Random, count: int, num_courses: int) -> list[Cell]:
         return len(set(pairs(levels)) - seen) / COST[levels[1].partition(" ")[0]]
 
     def best(candidates: list[Levels]) -> Levels:
-        found = max(candidates, key=gain)
-        seen.update(pairs(found))
-        return found
+        result = max(candidates, key=gain)
+        seen.update(pairs(result))
+        return result
 
     width = len(COURSE_AXES)
     ranks = ranks_of(rng, num_courses)
@@ -222,7 +222,7 @@ def cells_whose_readers_change(rng: random.Random, count: int) -> list[Cell]:
         )
     ]  # fmt: skip
     kills = ["update", "boundary", "late", "evaluation", "save", "SIGTERM", "resuming", "recovery", "thrice"]
-    found = []
+    result = []
     for number in range(count):
         levels = courses[number % len(courses)] | {
             "workers": "spawn" if rng.random() < 0.01 else "0",
@@ -230,8 +230,8 @@ def cells_whose_readers_change(rng: random.Random, count: int) -> list[Cell]:
             "end": rng.choice(kills),
             "change": "workers",
         }
-        found.append(Cell(tuple(levels[axis] for axis in AXES), rng.randrange(1000)))
-    return found
+        result.append(Cell(tuple(levels[axis] for axis in AXES), rng.randrange(1000)))
+    return result
 
 
 COST = {"one": 1.0, "ddp": 1.5, "fsdp": 2.0, "pipeline": 3.0}  # approximate cost of a run, relative to one process
@@ -239,8 +239,8 @@ COST = {"one": 1.0, "ddp": 1.5, "fsdp": 2.0, "pipeline": 3.0}  # approximate cos
 
 def some(rng: random.Random, ranks: str) -> list[Levels]:
     """Return a few cells of these ranks at random."""
-    found: list[Levels] = []
-    while len(found) < 30:
+    result: list[Levels] = []
+    while len(result) < 30:
         levels = drawn(rng)
-        found += [levels] if levels[1] == ranks else []
-    return found
+        result += [levels] if levels[1] == ranks else []
+    return result

@@ -128,8 +128,8 @@ def states(
                     live.remove(index)
 
 
-def _new(found: Iterator[State], seen: set[tuple[object, ...]]) -> Iterator[State]:
-    for state in found:
+def _new(result: Iterator[State], seen: set[tuple[object, ...]]) -> Iterator[State]:
+    for state in result:
         if state.identity not in seen:
             seen.add(state.identity)
             yield state
@@ -226,15 +226,17 @@ STRICT_DATA = DATA | {"zeros": _zeros, "garbage": _garbage}
 
 def _extreme(index: int, disk: _Disk) -> Iterator[State]:
     """Yield states in which all uncertain changes are treated alike, or all but one name."""
-    for told, leaves in STRICT_DATA.items():
-        yield _strict(index, disk, Choice(f"all names, {told}", lambda _: True, leaves))
-        yield _strict(index, disk, Choice(f"no names, {told}", lambda _: False, leaves))
-    for told, leaves in DATA.items():
+    for messages, leaves in STRICT_DATA.items():
+        yield _strict(index, disk, Choice(f"all names, {messages}", lambda _: True, leaves))
+        yield _strict(index, disk, Choice(f"no names, {messages}", lambda _: False, leaves))
+    for messages, leaves in DATA.items():
         for one in range(disk.num_uncertain):
-            yield _strict(index, disk, Choice(f"only name {one}, {told}", partial(operator.eq, one), leaves))
-            yield _strict(index, disk, Choice(f"all names but {one}, {told}", partial(operator.ne, one), leaves))
+            yield _strict(index, disk, Choice(f"only name {one}, {messages}", partial(operator.eq, one), leaves))
+            yield _strict(index, disk, Choice(f"all names but {one}, {messages}", partial(operator.ne, one), leaves))
         for length in disk.lengths:
-            yield _ext4(index, disk, Choice(f"{length} of the journal, {told}", partial(operator.gt, length), leaves))
+            yield _ext4(
+                index, disk, Choice(f"{length} of the journal, {messages}", partial(operator.gt, length), leaves)
+            )
 
 
 def _drawn(index: int, disk: _Disk, chance: random.Random) -> Iterator[State]:
@@ -246,8 +248,8 @@ def _drawn(index: int, disk: _Disk, chance: random.Random) -> Iterator[State]:
         yield _strict(index, disk, Choice(f"draw {number}", names.__getitem__, _any(chance, ways)))
         length = chance.choice(disk.lengths)
         ways = [_none, _whole, _some_of_it(chance)]
-        told = f"draw {number}, {length} of the journal"
-        yield _ext4(index, disk, Choice(told, partial(operator.gt, length), _any(chance, ways)))
+        messages = f"draw {number}, {length} of the journal"
+        yield _ext4(index, disk, Choice(messages, partial(operator.gt, length), _any(chance, ways)))
 
 
 def _strict(index: int, disk: _Disk, choice: Choice) -> State:

@@ -98,18 +98,18 @@ def check_checkpoints(
     recovery = recover(directory)
     names = {f"update-{update:010}" for update in damaged}
     assert {name for name, _ in recovery.skipped} <= names, f"passed over: {recovery.skipped}"
-    found = recovery.checkpoint.update if recovery.checkpoint else 0
-    assert found >= acknowledged, f"update {found} was found, but {acknowledged} was acknowledged"
+    result = recovery.checkpoint.update if recovery.checkpoint else 0
+    assert result >= acknowledged, f"update {result} was found, but {acknowledged} was acknowledged"
     if recovery.checkpoint:
         check_loaded(recovery.checkpoint)
     assert not [name for name in files.list_names(directory) if name.startswith(files.TEMPORARY)], "not swept"
-    save(directory, snapshot(found + 1))
+    save(directory, snapshot(result + 1))
     retain(directory, 2)
     newest = recover(directory).checkpoint
     assert newest is not None
-    assert newest.update == found + 1, f"update {found + 1} was saved, but {newest.update} is found"
+    assert newest.update == result + 1, f"update {result + 1} was saved, but {newest.update} is found"
     check_loaded(newest)
-    return found
+    return result
 
 
 @contextmanager
@@ -210,9 +210,9 @@ def _save_over_damaged(root: Path, promise: Promise) -> None:
 def _recover_and_go_on(root: Path, promise: Promise) -> None:
     directory = _open_run(root)
     promise("update", 1)
-    found = recover(directory).checkpoint
-    assert found is not None
-    for update in range(found.update + 1, 4):
+    result = recover(directory).checkpoint
+    assert result is not None
+    for update in range(result.update + 1, 4):
         save(directory, snapshot(update))
         promise("update", update)
         retain(directory, 2)
@@ -254,8 +254,8 @@ def _sweep_and_go_on(root: Path, promise: Promise) -> None:
 
 def _recover_and_save(root: Path, promise: Promise, last: int) -> None:
     directory = _open_run(root)
-    found = recover(directory).checkpoint
-    for update in range(found.update + 1 if found else 1, last + 1):
+    result = recover(directory).checkpoint
+    for update in range(result.update + 1 if result else 1, last + 1):
         save(directory, snapshot(update))
         promise("update", update)
         retain(directory, 2)
@@ -281,8 +281,8 @@ def _check_afresh(root: Path, promised: Mapping[str, Any]) -> None:
     assert len(kept) == 3, f"nothing is thrown away, but there are {kept}"
     if not promised:
         return
-    found = recover(directory).checkpoint
-    assert found is None or found.update == 1, f"update {found and found.update} came back"
+    result = recover(directory).checkpoint
+    assert result is None or result.update == 1, f"update {result and result.update} came back"
     check_checkpoints(directory, promised.get("update", 0))
 
 
@@ -425,17 +425,17 @@ def _go_back_and_return(root: Path, promise: Promise) -> None:
 def _check_return(root: Path, promised: Mapping[str, Any]) -> None:
     """Every checkpoint and row still exists, possibly renamed; metrics.jsonl has the rows of the newest checkpoint."""
     directory, run = _checkpoints(root), root / "runs" / "one"
-    kept = {found[0] for name in files.list_names(directory) if (found := re.search(r"\d{10}", name))}
+    kept = {result[0] for name in files.list_names(directory) if (result := re.search(r"\d{10}", name))}
     assert kept == {f"{update:010}" for update in (1, 2, 3)}, f"a checkpoint is lost: {files.list_names(directory)}"
     rows = b"".join(ROWS[:3])
     logs = [path.read_bytes() for path in run.glob("metrics*.jsonl")]
     assert any(log == rows for log in logs), "rows are lost"
     newest = checkpoint.newest_valid(directory)
     assert newest is not None
-    found = checkpoint.load(newest)
-    check_loaded(found)
-    assert found.update in promised.get("between", (1, 2, 3))
-    counted = found.manifest["metrics_bytes"]
+    result = checkpoint.load(newest)
+    check_loaded(result)
+    assert result.update in promised.get("between", (1, 2, 3))
+    counted = result.manifest["metrics_bytes"]
     assert (run / "metrics.jsonl").read_bytes()[:counted] == rows[:counted]
 
 

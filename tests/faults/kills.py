@@ -48,12 +48,12 @@ def _kill_saves(folder: Path, count: int, seed: int) -> Campaign:
     update = saver.assert_recovers(root, saver.Told())
     for number in range(count):
         generator = random.Random(f"{seed} kill {number}")
-        told, how = _kill_once(root, update, generator)
+        messages, how = _kill_once(root, update, generator)
         campaign.kills += 1
         campaign.inside += how.startswith("operation")
-        campaign.saves += told.saved - update
+        campaign.saves += messages.saved - update
         try:
-            update = saver.assert_recovers(root, told)
+            update = saver.assert_recovers(root, messages)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
             campaign.bad.append(f"seed {seed}, kill {number} ({how}): {cause}")
@@ -83,23 +83,23 @@ def _kill_once(root: Path, update: int, generator: random.Random) -> tuple[saver
     return listener.told, how
 
 
-def kill_runs(folder: Path, count: int, seed: int, words: tuple[str, ...] = ()) -> Campaign:
+def kill_runs(folder: Path, count: int, seed: int, args: tuple[str, ...] = ()) -> Campaign:
     """Kill complete runs `count` times; the same command must resume each and reach the same end."""
     campaign = Campaign()
-    words = (*whole_runs.WORDS, *words)
-    straight = folder / "straight"
-    straight.mkdir()
-    reference = whole_runs.run(words, straight)
+    args = (*whole_runs.WORDS, *args)
+    uninterrupted = folder / "straight"
+    uninterrupted.mkdir()
+    reference = whole_runs.run(args, uninterrupted)
     assert reference.code == 0, reference.out
-    operations = whole_runs.num_operations(straight)
+    operations = whole_runs.num_operations(uninterrupted)
     number = 0
     while campaign.kills < count:
         number += 1
-        generator = random.Random(f"{seed} run {number} {words}")
+        generator = random.Random(f"{seed} run {number} {args}")
         with tempfile.TemporaryDirectory(dir=folder) as name:
             ends: list[str] = []
             try:
-                _kill_one_run(Path(name), straight, words, generator, operations, ends, campaign)
+                _kill_one_run(Path(name), uninterrupted, args, generator, operations, ends, campaign)
             except Exception as error:
                 cause = f"{type(error).__name__}: {error}"
                 campaign.bad.append(f"seed {seed}, run {number} ({'; '.join(ends)}): {cause}")
@@ -109,8 +109,8 @@ def kill_runs(folder: Path, count: int, seed: int, words: tuple[str, ...] = ()) 
 
 def _kill_one_run(
     folder: Path,
-    straight: Path,
-    words: tuple[str, ...],
+    uninterrupted: Path,
+    args: tuple[str, ...],
     generator: random.Random,
     operations: int,
     ends: list[str],
@@ -120,19 +120,19 @@ def _kill_one_run(
     for _ in range(generator.choice((1, 1, 2, 4))):
         how, end = whole_runs.random_end(generator, operations)
         ends.append(how)
-        ended = whole_runs.run(words, folder, end, before=acknowledged)
-        acknowledged = ended.acknowledged
-        assert ended.code in (0, -signal.SIGKILL), f"exit {ended.code}: {ended.out}"
-        campaign.kills += ended.code != 0
-        campaign.moments[how.split()[0]] += ended.code != 0
-        whole_runs.assert_gone(ended.pids)
-    last = whole_runs.run(words, folder, before=acknowledged)
+        result = whole_runs.run(args, folder, end, before=acknowledged)
+        acknowledged = result.acknowledged
+        assert result.code in (0, -signal.SIGKILL), f"exit {result.code}: {result.out}"
+        campaign.kills += result.code != 0
+        campaign.moments[how.split()[0]] += result.code != 0
+        whole_runs.assert_gone(result.pids)
+    last = whole_runs.run(args, folder, before=acknowledged)
     assert last.code == 0, f"exit {last.code}: {last.out}"
     assert "Traceback" not in last.out, last.out
     resumed = whole_runs.events(folder, "resume")
-    found = resumed[-1]["update"] if resumed and resumed[-1] == _last_start(folder) else 0
-    assert found >= acknowledged, f"update {acknowledged} was on disk, and it went on at {found}"
-    whole_runs.assert_same(straight, folder)
+    actual = resumed[-1]["update"] if resumed and resumed[-1] == _last_start(folder) else 0
+    assert actual >= acknowledged, f"update {acknowledged} was on disk, and it went on at {actual}"
+    whole_runs.assert_same(uninterrupted, folder)
     whole_runs.assert_tidy(folder)
 
 

@@ -95,15 +95,15 @@ def _cut_one_disk(disk: Disk, numbers: range, seed: int, system: str, campaign: 
         if len(campaign.lost) == num_lost:
             break
         generator = random.Random(f"{seed} cut {number}")
-        told, how = _cut_once(disk, update, generator, SYSTEMS[system]())
+        messages, how = _cut_once(disk, update, generator, SYSTEMS[system]())
         campaign.cuts += 1
         campaign.inside += how.startswith("operation")
-        campaign.saves += told.saved - update
+        campaign.saves += messages.saved - update
         disk.unmount()
         disk.mount()
         began = time.perf_counter()
         try:
-            update = saver.assert_recovers(disk.path, told, garbage="writeback" in options)
+            update = saver.assert_recovers(disk.path, messages, garbage="writeback" in options)
         except Exception as error:
             cause = f"{type(error).__name__}: {error}".splitlines()[0]
             campaign.lost.append(f"seed {seed}, cut {number} ({how}; mounted with {options!r}): {cause}")
@@ -162,11 +162,11 @@ def cut_runs(count: int, seed: int) -> Campaign:
         tempfile.TemporaryDirectory() as elsewhere,
         powered(Path(name)) as disk,
     ):
-        straight, output = Path(elsewhere) / "straight", Path(elsewhere) / "disk.out"
-        straight.mkdir()
-        reference = whole_runs.run(whole_runs.WORDS, straight)
+        uninterrupted, output = Path(elsewhere) / "straight", Path(elsewhere) / "disk.out"
+        uninterrupted.mkdir()
+        reference = whole_runs.run(whole_runs.WORDS, uninterrupted)
         assert reference.code == 0, reference.out
-        operations = whole_runs.num_operations(straight)
+        operations = whole_runs.num_operations(uninterrupted)
         for number in range(count):
             generator = random.Random(f"{seed} cut of a run {number}")
             options, block_size = generator.choice(DISKS)
@@ -174,7 +174,7 @@ def cut_runs(count: int, seed: int) -> Campaign:
             ends = [options]
             try:
                 _cut_one_run(disk, output, generator, operations, ends, campaign)
-                whole_runs.assert_same(straight, disk.path)
+                whole_runs.assert_same(uninterrupted, disk.path)
             except Exception as error:
                 campaign.lost.append(f"seed {seed}, run {number} ({'; '.join(ends)}): {type(error).__name__}: {error}")
     return campaign
@@ -194,17 +194,17 @@ def _cut_one_run(
         end = whole_runs.End(generator.randint(1, operations), generator.choice(saver.MOMENTS))
         end = end if kind else whole_runs.End(heard=generator.randint(0, operations))
         ends.append(str(end))
-        ended = whole_runs.run(whole_runs.WORDS, disk.path, end, disk.cut, acknowledged, output)
-        acknowledged = ended.acknowledged
-        campaign.cuts += ended.code != 0
-        campaign.inside += ended.code != 0 and kind
+        result = whole_runs.run(whole_runs.WORDS, disk.path, end, disk.cut, acknowledged, output)
+        acknowledged = result.acknowledged
+        campaign.cuts += result.code != 0
+        campaign.inside += result.code != 0 and kind
         disk.unmount()
         disk.mount()
     last = whole_runs.run(whole_runs.WORDS, disk.path, before=acknowledged, output=output)
     assert last.code == 0, f"exit {last.code}: {last.out}"
     assert "Traceback" not in last.out, last.out
-    found = whole_runs.events(disk.path, "resume")
-    update = found[-1]["update"] if found else 0
+    actual = whole_runs.events(disk.path, "resume")
+    update = actual[-1]["update"] if actual else 0
     assert update >= acknowledged, f"update {acknowledged} was on disk, and it went on at {update}"
 
 
@@ -226,14 +226,14 @@ def cut_saves_in_place(count: int, seed: int, write: Callable[[Path, bytes], Non
             _cut_and_kill(disk, pid, listener)
             os.waitpid(pid, 0)
             listener.close()
-            told = listener.told
+            messages = listener.told
             disk.unmount()
             disk.mount()
             campaign.cuts += 1
-            campaign.saves += told.saved
+            campaign.saves += messages.saved
             try:
-                found = int(torch.load(file, weights_only=True)["update"])
-                assert found >= told.saved, f"update {told.saved} was acknowledged, found was {found}"
+                result = int(torch.load(file, weights_only=True)["update"])
+                assert result >= messages.saved, f"update {messages.saved} was acknowledged, found was {result}"
             except Exception as error:
                 campaign.lost.append(f"cut {number}: {type(error).__name__}: {error}".splitlines()[0])
             disk.unmount()

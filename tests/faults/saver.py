@@ -158,7 +158,7 @@ class Listener:
         os.close(self._reading)
 
 
-def assert_recovers(root: Path, told: Told, *, garbage: bool = False) -> int:
+def assert_recovers(root: Path, messages: Told, *, garbage: bool = False) -> int:
     """Assert that recovery finds what was acknowledged, byte for byte, and that the next save works.
 
     Returns the update of that save, which is complete and on disk.
@@ -166,17 +166,17 @@ def assert_recovers(root: Path, told: Told, *, garbage: bool = False) -> int:
     """
     with RunDirectory.create_or_open(root, NAME) as directory:
         checkpoints = directory.checkpoints
-        found = recover(checkpoints)
-        assert found.skipped == (), f"passed over: {found.skipped}"
-        update = found.checkpoint.update if found.checkpoint else 0
-        assert update >= told.saved, f"update {told.saved} was acknowledged, recovered was {update}"
-        if found.checkpoint:
-            assert_is(found.checkpoint)
+        result = recover(checkpoints)
+        assert result.skipped == (), f"passed over: {result.skipped}"
+        update = result.checkpoint.update if result.checkpoint else 0
+        assert update >= messages.saved, f"update {messages.saved} was acknowledged, recovered was {update}"
+        if result.checkpoint:
+            assert_is(result.checkpoint)
         there = [name for name in files.list_names(checkpoints) if name.startswith("update-")]
-        assert len(there) >= min(KEEP, told.saved), f"only {there} are left"
+        assert len(there) >= min(KEEP, messages.saved), f"only {there} are left"
         assert all(not verify(checkpoints / name) for name in there), f"not all of {there} are valid"
-        _assert_rows(directory.metrics, told, update, garbage=garbage)
-        _assert_record(directory.run_json, told)
+        _assert_rows(directory.metrics, messages, update, garbage=garbage)
+        _assert_record(directory.run_json, messages)
         assert not list(directory.path.rglob(f"{files.TEMPORARY}*")), "temporaries are left"
         _assert_next_save(directory, update + 1)
     return update + 1
@@ -246,16 +246,16 @@ class Interrupted(System):
 MOMENTS = ("before", "half way", "after")
 
 
-def _assert_rows(path: Path, told: Told, update: int, *, garbage: bool) -> None:
+def _assert_rows(path: Path, messages: Told, update: int, *, garbage: bool) -> None:
     """Assert that synced rows exist, that all lines are complete, and that the run can resume after `update`."""
     with AppendLog(path) as metrics:
         content = path.read_bytes()
-        newest = max(told.rows, update)  # the last acknowledgment may not have been received
+        newest = max(messages.rows, update)  # the last acknowledgment may not have been received
         assert len(content) == metrics.length
         expected = "".join(row + "\n" for number in range(1, newest + 4) for row in rows(number)).encode()
         synced = num_metrics_bytes(newest)
         assert content[:synced] == expected[:synced], (
-            f"{synced} bytes of rows, up to update {newest}, were synced ({told}), but of the"
+            f"{synced} bytes of rows, up to update {newest}, were synced ({messages}), but of the"
             f" {len(content)} there only the first {_num_equal(content, expected)} are right"
         )
         assert not content or content.endswith(b"\n")
@@ -268,10 +268,12 @@ def _num_equal(left: bytes, right: bytes) -> int:
     return next((at for at, (one, other) in enumerate(zip(left, right, strict=False)) if one != other), len(left))
 
 
-def _assert_record(path: Path, told: Told) -> None:
+def _assert_record(path: Path, messages: Told) -> None:
     content = path.read_text() if path.exists() else ""
     update = int(json.loads(content)["update"]) if content else 0
-    assert update >= told.recorded, f"run.json of update {told.recorded} was acknowledged, but it is that of {update}"
+    assert update >= messages.recorded, (
+        f"run.json of update {messages.recorded} was acknowledged, but it is that of {update}"
+    )
     assert content == (record(update) if update else "")
 
 
@@ -283,10 +285,10 @@ def _assert_next_save(directory: RunDirectory, update: int) -> None:
     save(directory.checkpoints, snapshot(update))
     files.atomic_write(directory.run_json, record(update))
     retain(directory.checkpoints, KEEP)
-    found = recover(directory.checkpoints).checkpoint
-    assert found is not None
-    assert found.update == update, f"the next save was not found: {found.path.name}"
-    assert_is(found)
+    result = recover(directory.checkpoints).checkpoint
+    assert result is not None
+    assert result.update == update, f"the next save was not found: {result.path.name}"
+    assert_is(result)
 
 
 def _tell(writing: int, kind: str, update: int) -> None:

@@ -135,14 +135,14 @@ class Points(Task):
 
     def drawn(self):
         """Return a number from every generator that the runner restores, and from the task's own."""
-        found = torch.rand(()).item() + np.random.random() + random.random()
+        result = torch.rand(()).item() + np.random.random() + random.random()
         if self.own:
             shift, generator = self.model[0], torch.Generator()
             generator.set_state(shift.generator)
-            found += torch.rand((), generator=generator).item() + 0.001 * int(shift.seen)
+            result += torch.rand((), generator=generator).item() + 0.001 * int(shift.seen)
             shift.generator.copy_(generator.get_state())
             shift.seen += 1
-        return found
+        return result
 
     def evaluate(self, model, batch):
         if not self.in_evaluation:

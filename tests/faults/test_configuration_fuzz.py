@@ -69,8 +69,8 @@ class Case:
 @pytest.fixture(scope="module")
 def known() -> dict[str, str]:
     """Return every key of the default configuration, except groups, and its value as text."""
-    found = compose(Request()).flat()
-    return {key: format_value(value) for key, value in found.items() if key not in GROUPS}
+    result = compose(Request()).flat()
+    return {key: format_value(value) for key, value in result.items() if key not in GROUPS}
 
 
 # ---------------------------------------------------------------- cases
@@ -152,8 +152,8 @@ MISTAKES: dict[str, tuple[str, ...]] = {
 
 def _several(rng: random.Random, known: dict[str, str]) -> Case:
     kinds = rng.sample([*MISTAKES], rng.randint(2, 4))
-    words = [rng.choice(MISTAKES[kind]) for kind in kinds]
-    return Case("several mistakes", words, named=tuple(words))
+    args = [rng.choice(MISTAKES[kind]) for kind in kinds]
+    return Case("several mistakes", args, named=tuple(args))
 
 
 def _many(rng: random.Random, known: dict[str, str]) -> Case:
@@ -213,8 +213,8 @@ class Judge:
             yield from self._wrong_with(error, case)
         if case.meant and error is not None:
             self.slips[case.kind] += 1
-            said = {word.strip(".-") for problem in error.problems for word in re.findall(r"[\w.-]+", problem.fix)}
-            if not said & case.meant:
+            messages = {word.strip(".-") for problem in error.problems for word in re.findall(r"[\w.-]+", problem.fix)}
+            if not messages & case.meant:
                 yield f"a slip of one letter of {' or '.join(case.meant)} is answered with: {error.problems[0].fix}"
 
     def _written(self, files: dict[str, bytes]) -> Path | None:
@@ -225,12 +225,12 @@ class Judge:
             return place
         return None
 
-    def _used(self, found: Configuration) -> None:
-        found.flat()
-        to_yaml(found)
-        names_machine = any(item.get("kind") != "cpu" for item in found.hardware.get("devices") or ())
-        inventory = planning_inventory(found)[0] if names_machine else self.cpu
-        json.loads(make_plan(found, inventory).to_json())
+    def _used(self, result: Configuration) -> None:
+        result.flat()
+        to_yaml(result)
+        names_machine = any(item.get("kind") != "cpu" for item in result.hardware.get("devices") or ())
+        inventory = planning_inventory(result)[0] if names_machine else self.cpu
+        json.loads(make_plan(result, inventory).to_json())
 
     def _wrong_with(self, error: AccelRunError, case: Case) -> Iterator[str]:
         text = " ".join([*case.words, *(content.decode(errors="replace") for content in case.files.values())])
@@ -287,9 +287,9 @@ def test_every_configuration_is_valid_or_refused_with_a_message(
     assert len(judge.slips) == 3, f"no slip of some kind was tried: {judge.slips}"
 
 
-def refused(*words: str) -> None:
+def refused(*args: str) -> None:
     with contextlib.suppress(AccelRunError):
-        compose(Request(words))
+        compose(Request(args))
 
 
 @pytest.mark.sampled(2)
@@ -373,11 +373,11 @@ def test_the_command_answers_with_its_exit_code(
             [sys.executable, "-m", "runner", rng.choice(["train", "plan", "both"]), *line],
             cwd=tmp_path, capture_output=True, check=False, env={**os.environ, "PYTHONPATH": str(HERE)},
         )  # fmt: skip
-        said = done.stderr.decode(errors="replace")
-        assert done.returncode == Exit.CONFIG, f"{case}: {done.returncode}: {said}"
-        assert "Traceback" not in said, f"{case}: {said}"
-        assert said.startswith("accel-run: "), f"{case}: {said}"
-        assert count == 1 or f"{count} problems" in said, f"{case}: {said}"
+        messages = done.stderr.decode(errors="replace")
+        assert done.returncode == Exit.CONFIG, f"{case}: {done.returncode}: {messages}"
+        assert "Traceback" not in messages, f"{case}: {messages}"
+        assert messages.startswith("accel-run: "), f"{case}: {messages}"
+        assert count == 1 or f"{count} problems" in messages, f"{case}: {messages}"
         tally.tried += 1
         if tally.tried == wanted:
             return

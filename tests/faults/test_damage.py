@@ -35,11 +35,11 @@ def pair(memory: Path) -> Iterator[Pair]:
 
 def assert_passed_over(pair: Pair, damaged: damaging.Content, how: str) -> None:
     """Assert that the damaged newest checkpoint is moved aside and the previous one is loaded, byte for byte."""
-    found = recover(pair.directory)
-    assert found.checkpoint is not None, how
-    assert found.checkpoint.update == OLD, f"{how}: recovered was update {found.checkpoint.update}"
-    saver.assert_is(found.checkpoint)
-    assert [name for name, _ in found.skipped] == [name_of(NEW)], how
+    result = recover(pair.directory)
+    assert result.checkpoint is not None, how
+    assert result.checkpoint.update == OLD, f"{how}: recovered was update {result.checkpoint.update}"
+    saver.assert_is(result.checkpoint)
+    assert [name for name, _ in result.skipped] == [name_of(NEW)], how
     assert damaging.tree(pair.directory / f"damaged-{name_of(NEW)}-1") == damaged, how
     assert files.list_names(pair.directory) == [f"damaged-{name_of(NEW)}-1", name_of(OLD)], how
 
@@ -101,10 +101,10 @@ def test_renamed_checkpoints_are_detected(pair: Pair, tally: Tally) -> None:
             with pytest.raises(DataError):
                 recover(pair.directory)
         else:
-            found = recover(pair.directory).checkpoint
-            assert found is not None
-            assert found.update == expected, list(names)
-            saver.assert_is(found)
+            result = recover(pair.directory).checkpoint
+            assert result is not None
+            assert result.update == expected, list(names)
+            saver.assert_is(result)
         tally.tried += 1
 
 
@@ -116,9 +116,9 @@ def test_non_files_are_moved_aside_too(pair: Pair, amount: Amount, seed: int, ta
         what = damaging.make_odd(pair.directory / name_of(NEW) / name, generator)
         if not name and what == "a folder":
             continue  # an empty folder is a checkpoint without a manifest, tested above
-        found = recover(pair.directory)
-        assert found.checkpoint is not None
-        assert found.checkpoint.update == OLD, f"{name or 'the folder'} is {what}"
+        result = recover(pair.directory)
+        assert result.checkpoint is not None
+        assert result.checkpoint.update == OLD, f"{name or 'the folder'} is {what}"
         assert f"damaged-{name_of(NEW)}-1" in files.list_names(pair.directory)
         tally.tried += 1
 
@@ -146,8 +146,8 @@ def test_every_bit_and_every_length(
 def finished(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a finished run."""
     folder = tmp_path_factory.mktemp("finished")
-    ended = server.run(BASE, folder)
-    assert ended.code == 0, ended.err
+    result = server.run(BASE, folder)
+    assert result.code == 0, result.err
     return folder
 
 
@@ -195,10 +195,10 @@ LINES = (
 )  # fmt: skip
 
 
-def assert_said(ended: Ended, how: str, *codes: int) -> None:
+def assert_said(result: Ended, how: str, *codes: int) -> None:
     """Assert a documented exit code and no traceback."""
-    text = ended.out + ended.err
-    assert ended.code in codes, f"{how}: exit {ended.code}\n{text}"
+    text = result.out + result.err
+    assert result.code in codes, f"{how}: exit {result.code}\n{text}"
     assert "Traceback" not in text, f"{how}\n{text}"
 
 
@@ -211,9 +211,9 @@ def test_status_shows_a_damaged_run(
         shutil.rmtree(run, ignore_errors=True)
         shutil.copytree(finished / "outputs" / "mine", run)
         how = damage_a_file(run, random.Random(f"{seed} status {number}"))
-        ended = server.run(["status", "mine"], tmp_path)
-        assert_said(ended, f"seed {seed}, status {number}: {how}", 0)
-        assert f"{name_of(60)}: valid" in ended.out, how
+        result = server.run(["status", "mine"], tmp_path)
+        assert_said(result, f"seed {seed}, status {number}: {how}", 0)
+        assert f"{name_of(60)}: valid" in result.out, how
         tally.tried += 1
 
 
@@ -247,7 +247,7 @@ def metric_rows(run: Path) -> list[dict[str, object]]:
     return [{key: value for key, value in json.loads(line).items() if "perf/" not in key} for line in lines]
 
 
-def test_a_run_resumes_whatever_else_is_damaged(
+def test_a_run_resumes_even_if_other_files_are_damaged(
     finished: Path, tmp_path: Path, server: ForkServer, amount: Amount, seed: int, tally: Tally
 ) -> None:
     """The newest checkpoint is missing, too, so that there are updates to compute; damaged rows stay lost."""
@@ -259,9 +259,9 @@ def test_a_run_resumes_whatever_else_is_damaged(
         shutil.rmtree(checkpoint.checkpoint_path(run / "checkpoints", 60))
         generator = random.Random(f"{seed} resume {number}")
         how = f"seed {seed}, resume {number}: {damage_a_file(run, generator)}"
-        ended = server.run(BASE, tmp_path)
-        assert_said(ended, how, 0)
-        assert re.search(r"update \d+ from", ended.out), how
+        result = server.run(BASE, tmp_path)
+        assert_said(result, how, 0)
+        assert re.search(r"update \d+ from", result.out), how
         ours, theirs = weights(run), weights(whole)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs), how
         if "metrics.jsonl" not in how:

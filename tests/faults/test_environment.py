@@ -49,13 +49,13 @@ def reference(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> C
     """Return a function from task settings to the folder of an undisturbed run."""
     known: dict[str, Path] = {}
 
-    def of(words: str = "") -> Path:
-        if words not in known:
+    def of(args: str = "") -> Path:
+        if args not in known:
             folder = tmp_path_factory.mktemp("reference")
-            ended = server.run([*BASE, *words.split()], folder)
-            assert ended.code == 0, ended.err
-            known[words] = folder / "outputs" / "mine"
-        return known[words]
+            result = server.run([*BASE, *args.split()], folder)
+            assert result.code == 0, result.err
+            known[args] = folder / "outputs" / "mine"
+        return known[args]
 
     return of
 
@@ -63,15 +63,15 @@ def reference(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> C
 Reference = Callable[[str], Path]
 
 
-def must_be_told(ended: Ended, code: int, *causes: str) -> None:
+def must_be_told(result: Ended, code: int, *causes: str) -> None:
     """Assert the exit code, the causes in the message, and no traceback."""
-    assert ended.code == code, f"exit {ended.code}:\n{ended.err}\n{ended.out[-2000:]}"
-    assert "Traceback" not in ended.err + ended.out, ended.err
+    assert result.code == code, f"exit {result.code}:\n{result.err}\n{result.out[-2000:]}"
+    assert "Traceback" not in result.err + result.out, result.err
     for cause in causes:
-        assert cause in ended.err, f"{cause!r} is not in\n{ended.err}"
+        assert cause in result.err, f"{cause!r} is not in\n{result.err}"
     if code not in (0, 75):
-        assert sum(line.startswith("accel-run: ") for line in ended.err.splitlines()) == 1, ended.err
-        assert "\x1b" not in ended.err
+        assert sum(line.startswith("accel-run: ") for line in result.err.splitlines()) == 1, result.err
+        assert "\x1b" not in result.err
 
 
 def error_of(run: Path) -> dict[str, Any]:
@@ -107,11 +107,11 @@ def warnings_of(run: Path, text: str) -> list[str]:
 
 
 def must_go_on(
-    server: ForkServer, words: list[str], folder: Path, run: Path, reference: Path, *, env: dict[str, str] | None = None
+    server: ForkServer, args: list[str], folder: Path, run: Path, reference: Path, *, env: dict[str, str] | None = None
 ) -> None:
     """Assert that the same command, now undisturbed, ends like the reference."""
     before = newest_valid(run / "checkpoints") if run.is_dir() else None
-    again = server.run(words, folder, env)
+    again = server.run(args, folder, env)
     must_be_told(again, 0)
     if before is not None:
         assert f"from {before.name}" in again.out or "is finished" in again.out, again.out
@@ -178,25 +178,25 @@ def test_a_full_disk_loses_no_saved_update(
 ) -> None:
     case = DISKS[name]
     with disk(tmp_path) as place:
-        words = [*BASE, f"output_root={place}/runs", *case.words.split()]
+        args = [*BASE, f"output_root={place}/runs", *case.words.split()]
         run = place / "runs" / "mine"
         if case.left is not None:
             ballast(place, case.left)
         act, at = case.act
         wait = str(run / "checkpoints" / f"update-{case.saved:010}")
         env = {"DISK": str(place), "ACT": act, "AT": str(at), "WAIT": wait}
-        ended = server.run(words, tmp_path, env if act else None)
-        must_be_told(ended, case.code, case.cause)
+        result = server.run(args, tmp_path, env if act else None)
+        must_be_told(result, case.code, case.cause)
         saved = newest_valid(run / "checkpoints") if run.is_dir() else None
         assert (int(saved.name[-10:]) if saved else 0) == case.saved
         if case.saved:
-            assert f"last checkpoint: update {case.saved} (" in ended.err
+            assert f"last checkpoint: update {case.saved} (" in result.err
         if "saves in a row" in case.cause:
             assert len(warnings_of(run, "not saved")) == 3, "training went on twice, and said so"
         subprocess.run(["mount", "-o", "remount,rw,size=64m", str(place)], check=True)
         for path in place.glob("ballast*"):
             path.unlink()
-        must_go_on(server, words, tmp_path, run, reference(case.words))
+        must_go_on(server, args, tmp_path, run, reference(case.words))
     tally.tried += 1
 
 
@@ -206,12 +206,12 @@ def test_a_disk_that_is_freed_in_time_loses_nothing(
 ) -> None:
     with disk(tmp_path) as place:
         ballast(place, 40_000)
-        words = [*BASE, f"output_root={place}/runs"]
-        ended = server.run(words, tmp_path, {"DISK": str(place), "ACT": "empty", "AT": "25"})
-        must_be_told(ended, 0)
-        said = ended.out + ended.err
-        assert "not saved: " in said
-        assert said.count("kept in memory: ") == 1
+        args = [*BASE, f"output_root={place}/runs"]
+        result = server.run(args, tmp_path, {"DISK": str(place), "ACT": "empty", "AT": "25"})
+        must_be_told(result, 0)
+        messages = result.out + result.err
+        assert "not saved: " in messages
+        assert messages.count("kept in memory: ") == 1
         must_equal(place / "runs" / "mine", reference(""))
     tally.tried += 1
 
@@ -252,12 +252,12 @@ def test_a_randomly_failing_disk_loses_no_saved_update(
         before = FAILING.format(chance=chance, kind=kind, seed=dice.randrange(1 << 30), names=names)
         folder = tmp_path / str(number)
         folder.mkdir()
-        ended = server.run(BASE, folder, None, before)
+        result = server.run(BASE, folder, None, before)
         try:
-            assert ended.code in (0, 73, 74, 77), ended.err
-            assert "Traceback" not in ended.err, ended.err
+            assert result.code in (0, 73, 74, 77), result.err
+            assert "Traceback" not in result.err, result.err
             run = folder / "outputs" / "mine"
-            if ended.code == 0:
+            if result.code == 0:
                 for path in run.rglob(".tmp-*"):  # the next start removes temporary files that could not be removed
                     shutil.rmtree(path, ignore_errors=True) if path.is_dir() else path.unlink()
                 assert verify(run / "checkpoints" / f"update-{LAST:010}") == []
@@ -266,7 +266,7 @@ def test_a_randomly_failing_disk_loses_no_saved_update(
         except AssertionError as error:
             raise AssertionError(f"seed {seed}, number {number}:\n{before}\n{error}") from error
         shutil.rmtree(folder)
-        ends[ended.code] = ends.get(ended.code, 0) + 1
+        ends[result.code] = ends.get(result.code, 0) + 1
         tally.tried += 1
     tally.notes["ends"] = str(ends)
 
@@ -296,15 +296,15 @@ files._system = Once()
 def test_a_disk_that_fails_once_at_the_last_save_loses_nothing(
     kind: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
-    ended = server.run(BASE, tmp_path, None, ONCE.format(kind=kind, which=f"== {LAST}"))
-    must_be_told(ended, 0)
-    assert (ended.out + ended.err).count("is retried: ") == 1
+    result = server.run(BASE, tmp_path, None, ONCE.format(kind=kind, which=f"== {LAST}"))
+    must_be_told(result, 0)
+    assert (result.out + result.err).count("is retried: ") == 1
     must_equal(tmp_path / "outputs" / "mine", reference(""))
     stopped = tmp_path / "stopped"
     stopped.mkdir()
-    ended = server.run(BASE, stopped, {"ACT": "hang-up", "AT": "23"}, ONCE.format(kind=kind, which="> 20"))
-    must_be_told(ended, 75)
-    assert (ended.out + ended.err).count("is retried: ") == 1
+    result = server.run(BASE, stopped, {"ACT": "hang-up", "AT": "23"}, ONCE.format(kind=kind, which="> 20"))
+    must_be_told(result, 75)
+    assert (result.out + result.err).count("is retried: ") == 1
     path = newest_valid(stopped / "outputs" / "mine" / "checkpoints")
     assert path is not None
     assert path.name > "update-0000000020"
@@ -340,14 +340,14 @@ def test_a_system_limit_is_reported(
     name: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     limit = LIMITS[name]
-    words = [*BASE, *limit.words.split()]
+    args = [*BASE, *limit.words.split()]
     run = tmp_path / "outputs" / "mine"
     wait = str(run / "checkpoints" / "update-0000000020")
-    ended = server.run(words, tmp_path, {"ACT": limit.act, "AT": "23", "WAIT": wait})
-    must_be_told(ended, limit.code, limit.cause)
+    result = server.run(args, tmp_path, {"ACT": limit.act, "AT": "23", "WAIT": wait})
+    must_be_told(result, limit.code, limit.cause)
     if limit.act != "little-memory":  # out of memory, the message may omit the checkpoint
-        assert "last checkpoint: update 20 (" in ended.err
-    must_go_on(server, words, tmp_path, run, reference(""))
+        assert "last checkpoint: update 20 (" in result.err
+    must_go_on(server, args, tmp_path, run, reference(""))
     tally.tried += 1
 
 
@@ -366,10 +366,10 @@ assert libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size={}") == 0
 def test_full_shared_memory_is_reported_without_a_hang(
     size: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
-    words = [*BASE, "dataloader.num_workers=2", "dataloader.prefetch_factor=8"]
-    ended = server.run(words, tmp_path, None, SMALL_SHM.format(size))
-    must_be_told(ended, 71, "the shared memory for batches of data workers is full", "/dev/shm")
-    must_go_on(server, words, tmp_path, tmp_path / "outputs" / "mine", reference(""))
+    args = [*BASE, "dataloader.num_workers=2", "dataloader.prefetch_factor=8"]
+    result = server.run(args, tmp_path, None, SMALL_SHM.format(size))
+    must_be_told(result, 71, "the shared memory for batches of data workers is full", "/dev/shm")
+    must_go_on(server, args, tmp_path, tmp_path / "outputs" / "mine", reference(""))
     tally.tried += 1
 
 
@@ -390,8 +390,8 @@ SAMPLES = {
 @pytest.mark.parametrize("act", SAMPLES)
 def test_a_bad_sample_is_reported(act: str, workers: int, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     code, cause = SAMPLES[act]
-    ended = server.run([*BASE, f"dataloader.num_workers={workers}"], tmp_path, {"ACT": act})
-    must_be_told(ended, code, cause)
+    result = server.run([*BASE, f"dataloader.num_workers={workers}"], tmp_path, {"ACT": act})
+    must_be_told(result, code, cause)
     error = error_of(tmp_path / "outputs" / "mine")
     if "cannot be read" in cause:
         assert error["place"]["samples"] in ([17], [77])
@@ -400,8 +400,8 @@ def test_a_bad_sample_is_reported(act: str, workers: int, server: ForkServer, tm
 
 
 def test_a_bad_sample_is_skipped_and_listed_on_request(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
-    ended = server.run([*BASE, "dataloader.bad_samples=skip"], tmp_path, {"ACT": "sample-raises"})
-    must_be_told(ended, 0)
+    result = server.run([*BASE, "dataloader.bad_samples=skip"], tmp_path, {"ACT": "sample-raises"})
+    must_be_told(result, 0)
     events = [json.loads(line) for line in (tmp_path / "outputs/mine/events.jsonl").read_text().splitlines()]
     bad = [(row["index"], row["reason"]) for row in events if row["kind"] == "bad sample"]
     assert {index for index, _ in bad} == {17, 77}
@@ -425,10 +425,10 @@ def test_a_dead_data_worker_is_reported(
     act: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     code, cause = WORKERS[act]
-    words = [*BASE, "dataloader.num_workers=2"]
-    ended = server.run(words, tmp_path, {"ACT": act})
-    must_be_told(ended, code, cause)
-    must_go_on(server, words, tmp_path, tmp_path / "outputs" / "mine", reference(""))
+    args = [*BASE, "dataloader.num_workers=2"]
+    result = server.run(args, tmp_path, {"ACT": act})
+    must_be_told(result, code, cause)
+    must_go_on(server, args, tmp_path, tmp_path / "outputs" / "mine", reference(""))
     tally.tried += 1
 
 
@@ -450,8 +450,8 @@ def test_a_folder_without_write_permission_is_reported(
 ) -> None:
     (tmp_path / "closed").mkdir(mode=0o500)
     (tmp_path / "file").write_text("")
-    ended = server.run([*BASE, f"output_root={root}"], tmp_path, None, WITHOUT_RIGHTS)
-    must_be_told(ended, code, "the run directory cannot be created: ", "output_root")
+    result = server.run([*BASE, f"output_root={root}"], tmp_path, None, WITHOUT_RIGHTS)
+    must_be_told(result, code, "the run directory cannot be created: ", "output_root")
     (tmp_path / "closed").chmod(0o700)
     tally.tried += 1
 
@@ -472,15 +472,15 @@ def test_an_unwritable_compile_cache_is_reported_before_the_first_update(
 ) -> None:
     (tmp_path / "file").write_text("")
     ranks = ["parallelism=ddp", f"parallelism.world_size={num_ranks}"] if num_ranks > 1 else []
-    words = [*BASE, *ranks, "updates=1"]
+    args = [*BASE, *ranks, "updates=1"]
     for variable, compiles, code in (
         ("TORCHINDUCTOR_CACHE_DIR", "default", 73),
         ("TORCHINDUCTOR_CACHE_DIR", "off", 0),
         ("TRITON_CACHE_DIR", "off", 0),  # needed by GPUs only
     ):
-        ended = server.run([*words, f"compile={compiles}"], tmp_path, {variable: str(tmp_path / "file" / "cache")})
-        assert ended.code == code, ended
-        assert variable in ended.err
+        result = server.run([*args, f"compile={compiles}"], tmp_path, {variable: str(tmp_path / "file" / "cache")})
+        assert result.code == code, result
+        assert variable in result.err
         assert newest_valid(tmp_path / "outputs" / "mine" / "checkpoints") is None or not code
         shutil.rmtree(tmp_path / "outputs")
         tally.tried += 1
@@ -489,8 +489,8 @@ def test_an_unwritable_compile_cache_is_reported_before_the_first_update(
 def test_a_user_without_home_name_or_temporary_folder_can_train(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
-    ended = server.run([*BASE, "dataloader.num_workers=1"], tmp_path, {"TMPDIR": "/nowhere"}, NOBODY)
-    must_be_told(ended, 0)
+    result = server.run([*BASE, "dataloader.num_workers=1"], tmp_path, {"TMPDIR": "/nowhere"}, NOBODY)
+    must_be_told(result, 0)
     must_equal(tmp_path / "outputs" / "mine", reference(""))
     tally.tried += 1
 
@@ -501,16 +501,16 @@ def test_a_temporary_folder_with_a_long_name_serves_data_workers(
     """A socket path inside it would be too long for workers to send batches."""
     folder = tmp_path / ("l" * 100)
     folder.mkdir()
-    ended = server.run([*BASE, "dataloader.num_workers=1"], tmp_path, {"TMPDIR": str(folder)})
-    must_be_told(ended, 0)
+    result = server.run([*BASE, "dataloader.num_workers=1"], tmp_path, {"TMPDIR": str(folder)})
+    must_be_told(result, 0)
     must_equal(tmp_path / "outputs" / "mine", reference(""))
     assert list(folder.iterdir()) == []
     tally.tried += 1
 
 
-def test_files_of_a_run_are_private_whatever_the_umask(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
-    ended = server.run(BASE, tmp_path, None, "import os; os.umask(0)")
-    must_be_told(ended, 0)
+def test_files_of_a_run_are_private_with_any_umask(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+    result = server.run(BASE, tmp_path, None, "import os; os.umask(0)")
+    must_be_told(result, 0)
     run = tmp_path / "outputs" / "mine"
     open_to_all = [path for path in (run, *run.rglob("*")) if stat.S_IMODE(path.lstat().st_mode) & 0o077]
     assert open_to_all == []
@@ -533,23 +533,23 @@ def test_a_folder_of_any_name_can_have_runs(name: str, server: ForkServer, tmp_p
     (tmp_path / "a").mkdir()
     (tmp_path / "link").symlink_to("behind")
     escaped = place.replace("\\", "\\\\").replace('"', '\\"')
-    words = [*BASE, f'output_root="{escaped}"', "updates=10"]
+    args = [*BASE, f'output_root="{escaped}"', "updates=10"]
     env = {"HOME": str(tmp_path / "home")}
-    ended = server.run(words, tmp_path, env)
+    result = server.run(args, tmp_path, env)
     if name in ("newline", "escape"):  # they would end a line of a script, or control a terminal
-        assert ended.code == 78, ended.err
-        assert "output_root=" in ended.err
+        assert result.code == 78, result.err
+        assert "output_root=" in result.err
         return
     if name == "bytes":  # not UTF-8: the configuration might not be writable
-        assert ended.code in (0, 78), ended.err
-        assert "Traceback" not in ended.err
+        assert result.code in (0, 78), result.err
+        assert "Traceback" not in result.err
         return
-    must_be_told(ended, 0)
+    must_be_told(result, 0)
     run = Path(str(tmp_path / place).replace("~", "home", 1) if name == "home" else tmp_path / place) / "mine"
     assert json.loads((run / "run.json").read_text())["state"] == "done"
-    again = server.run(words, tmp_path, env)
+    again = server.run(args, tmp_path, env)
     assert "is finished" in again.out, again.err
-    shown = server.run(["status", "mine", words[-2]], tmp_path, env)
+    shown = server.run(["status", "mine", args[-2]], tmp_path, env)
     assert (shown.code, shown.err) == (0, "")
     assert "mine: done" in shown.out
     tally.tried += 1
@@ -562,10 +562,10 @@ def test_a_name_that_is_too_long_is_reported(server: ForkServer, tmp_path: Path,
         [*BASE, "output_root=" + 300 * "r"],
         [*BASE, "output_root=" + "/r" * 3000],
     ):
-        ended = server.run(arguments, tmp_path)
-        assert ended.code in (73, 78), ended.err
-        assert "unknown command" not in ended.err
-        assert "Traceback" not in ended.err
+        result = server.run(arguments, tmp_path)
+        assert result.code in (73, 78), result.err
+        assert "unknown command" not in result.err
+        assert "Traceback" not in result.err
         tally.tried += 1
 
 
@@ -587,8 +587,8 @@ STREAMS = {
 def test_unreadable_files_do_not_block_a_run(
     name: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
-    ended = server.run(BASE, tmp_path, None, f"import os; {STREAMS[name]}")
-    assert ended.code == 0, ended.err
+    result = server.run(BASE, tmp_path, None, f"import os; {STREAMS[name]}")
+    assert result.code == 0, result.err
     must_equal(tmp_path / "outputs" / "mine", reference(""))
     tally.tried += 1
 
@@ -596,8 +596,8 @@ def test_unreadable_files_do_not_block_a_run(
 def test_a_closed_terminal_makes_the_run_save(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
-    ended = server.run(BASE, tmp_path, {"ACT": "hang-up", "AT": "23"})
-    must_be_told(ended, 75)
+    result = server.run(BASE, tmp_path, {"ACT": "hang-up", "AT": "23"})
+    must_be_told(result, 75)
     must_go_on(server, BASE, tmp_path, tmp_path / "outputs" / "mine", reference(""))
     ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"  # as with nohup
     (tmp_path / "again").mkdir()
@@ -632,18 +632,18 @@ def test_of_two_simultaneous_starts_one_runs(
         env = {"GO": str(place / "go"), "HOLD": str(place / "hold"), "ACT": "hold", "AT": "3"}
         os.mkfifo(place / "go")
         for one, folder in zip((server, other), folders, strict=True):
-            words = [*BASE, f"output_root={place}/runs", "updates=5"]
-            one.start(words, folder, {**env, "READY": str(folder / "ready")}, TOGETHER)
+            args = [*BASE, f"output_root={place}/runs", "updates=5"]
+            one.start(args, folder, {**env, "READY": str(folder / "ready")}, TOGETHER)
         wait_until(lambda: all((folder / "ready").exists() for folder in folders))  # noqa: B023 - called here
         (place / "go").write_bytes(b"12")
         outputs = {one.answers: one for one in (server, other)}
         ready, _, _ = select.select(list(outputs), [], [])
         lost = outputs[ready[0]]  # the other one waits until this one has ended
-        ended = lost.wait()
+        result = lost.wait()
         (place / "hold").touch()
         won = (other if lost is server else server).wait()
-        assert (won.code, ended.code) == (0, 87), f"start {number}: {won}\n{ended}"
-        must_be_told(ended, 87, "the run directory is in use by ")
+        assert (won.code, result.code) == (0, 87), f"start {number}: {won}\n{result}"
+        must_be_told(result, 87, "the run directory is in use by ")
         run = place / "runs" / "mine"
         assert json.loads((run / "run.json").read_text())["state"] == "done"
         assert not (run / "error.json").exists()
@@ -667,9 +667,9 @@ assert libc.mount(b"tmpfs", b"/proc", b"tmpfs", 0, None) == 0
 
 @needs_root
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("words", [[], ["parallelism=ddp", "parallelism.world_size=2"]], ids=["one", "ranks"])
-def test_a_system_without_proc_is_reported(words: list[str], server: ForkServer, tmp_path: Path, tally: Tally) -> None:
-    must_be_told(server.run([*BASE, *words], tmp_path, before=NO_PROC), 71, "/proc")
+@pytest.mark.parametrize("args", [[], ["parallelism=ddp", "parallelism.world_size=2"]], ids=["one", "ranks"])
+def test_a_system_without_proc_is_reported(args: list[str], server: ForkServer, tmp_path: Path, tally: Tally) -> None:
+    must_be_told(server.run([*BASE, *args], tmp_path, before=NO_PROC), 71, "/proc")
     tally.tried += 1
 
 
@@ -677,8 +677,8 @@ def test_a_bare_environment_in_another_locale_is_enough(reference: Reference, tm
     """A new process: Python reads these variables at startup, too early for a fork."""
     env = {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "TMPDIR": "/nowhere"}
     env["OMP_NUM_THREADS"] = "1"
-    words = [sys.executable, "-m", "runner", *BASE, 'output_root="größe-日本"']
-    done = subprocess.run(words, cwd=tmp_path, env={**env, "PATH": os.defpath}, capture_output=True, check=False)
+    args = [sys.executable, "-m", "runner", *BASE, 'output_root="größe-日本"']
+    done = subprocess.run(args, cwd=tmp_path, env={**env, "PATH": os.defpath}, capture_output=True, check=False)
     out, err = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
     must_be_told(Ended(done.returncode, out, err), 0)
     must_equal(tmp_path / "größe-日本" / "mine", reference(""))
@@ -701,9 +701,9 @@ SOON_ALONE = "from runner.trackers import tracker; tracker.LOCAL_LINGER_S = 3.0"
 def tracked(server: ForkServer, folder: Path, env: dict[str, str], before: str = "") -> Ended:
     """Run with wandb and wait for the tracker processes to end."""
     mark = uuid.uuid4().hex
-    ended = server.run([*BASE, "tracker=wandb"], folder, {"HOME": str(folder), MARK: mark, **env}, before)
+    result = server.run([*BASE, "tracker=wandb"], folder, {"HOME": str(folder), MARK: mark, **env}, before)
     wait_until(lambda: not marked(mark), "the process behind the tracker ends by itself")
-    return ended
+    return result
 
 
 @pytest.mark.sampled(1)
@@ -714,12 +714,12 @@ def test_a_wandb_that_cannot_be_imported_loses_no_row(
     (tmp_path / "wandb").mkdir()
     (tmp_path / "wandb" / "__init__.py").write_text(NO_WANDB[how])
     stop = {"ACT": "hang-up", "AT": "23"} if how == "hangs" else {}
-    ended = tracked(server, tmp_path, {"PYTHONPATH": f"{tmp_path}:{ROOT}", **stop}, SOON_ALONE if stop else "")
-    must_be_told(ended, 75 if stop else 0)
+    result = tracked(server, tmp_path, {"PYTHONPATH": f"{tmp_path}:{ROOT}", **stop}, SOON_ALONE if stop else "")
+    must_be_told(result, 75 if stop else 0)
     if stop:
         assert server.run(BASE, tmp_path).code == 0
     must_equal(tmp_path / "outputs" / "mine", reference(""))
-    assert "metrics.jsonl" in ended.out
+    assert "metrics.jsonl" in result.out
     tally.tried += 1
 
 
@@ -733,14 +733,16 @@ def test_an_unresponsive_network_delays_no_start_and_loses_no_row(
         port = door.getsockname()[1]
         if how == "refused":
             door.close()
-        ended = tracked(server, tmp_path, {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": KEY})
-    must_be_told(ended, 0)
+        result = tracked(server, tmp_path, {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": KEY})
+    must_be_told(result, 0)
     run = tmp_path / "outputs" / "mine"
     must_equal(run, reference(""))
-    found = [int(row["update"]) for _, row in offline_rows(run)]
-    assert len(set(found)) == len(found), "no row twice"
-    missing = {row["update"] for row in rows_of(run)} - set(found)  # if the machine is too busy to import wandb in time
-    is_told = f"{len(missing)} rows" in ended.out or "every row" in ended.out
+    actual = [int(row["update"]) for _, row in offline_rows(run)]
+    assert len(set(actual)) == len(actual), "no row twice"
+    missing = {row["update"] for row in rows_of(run)} - set(
+        actual
+    )  # if the machine is too busy to import wandb in time
+    is_told = f"{len(missing)} rows" in result.out or "every row" in result.out
     assert not missing or is_told, "each row is there or counted"
     assert all(KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     tally.tried += 1

@@ -107,13 +107,13 @@ def test_messages_have_a_fix() -> None:
         has_fix = any(keyword.arg in ("fix", None) for keyword in call.keywords) or (is_problem and len(call.args) > 2)
         return has_fix or any(isinstance(word, ast.Starred) for word in call.args)
 
-    found = messages()
+    result = messages()
     silent = {
         ast.unparse(call): f"{file.relative_to(ROOT)}:{call.lineno}"
-        for file, call in found
+        for file, call in result
         if not advises(call) and not re.search(r"must|needs|leave|take|\buse\b", ast.unparse(call))
     }
-    assert len(found) > 350
+    assert len(result) > 350
     known = set().union(*WITHOUT_ADVICE.values())
     assert {call: place for call, place in silent.items() if call not in known} == {}
     assert known <= set(silent), "the table holds what is no more"
@@ -125,10 +125,10 @@ def test_exit_codes_are_reachable(name: str, server: ForkServer, tmp_path: Path,
     way = WAYS[name]
     if way.first:
         assert server.run(way.first, tmp_path).code == 0
-    ended = server.run(way.words, tmp_path, {"ACT": way.act, "AT": "23"} if way.act else None)
-    assert ended.code == way.code, ended.err
-    assert way.cause in ended.err
-    assert "Traceback" not in ended.err
+    result = server.run(way.words, tmp_path, {"ACT": way.act, "AT": "23"} if way.act else None)
+    assert result.code == way.code, result.err
+    assert way.cause in result.err
+    assert "Traceback" not in result.err
     tally.tried += 1
 
 
@@ -136,8 +136,8 @@ def test_a_run_directory_that_is_a_link_is_refused(server: ForkServer, tmp_path:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "mine").symlink_to(tmp_path / "elsewhere")
-    ended = server.run(BASE, tmp_path)
-    environment.must_be_told(ended, Exit.SECURITY, "must be in outputs, but is a link")
+    result = server.run(BASE, tmp_path)
+    environment.must_be_told(result, Exit.SECURITY, "must be in outputs, but is a link")
 
 
 def test_every_exit_code_is_reached_by_a_fault() -> None:
@@ -412,23 +412,23 @@ RAISED = {
 def test_errors_of_a_task_are_reported_with_its_own_lines(
     name: str, server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
-    told = RAISED[name]
-    changed = TASK.replace(told.old, told.new, 1)
+    reported = RAISED[name]
+    changed = TASK.replace(reported.old, reported.new, 1)
     assert changed != TASK
     (tmp_path / "mine.py").write_text(changed)
     (tmp_path / "helper.py").write_text("f(\n")
-    command, *more = told.words.split() if told.words.startswith("both") else ["train", *told.words.split()]
-    ended = server.run([command, "--task", "./mine.py", "run=mine", "device=cpu", "monitor=off", *more], tmp_path)
-    environment.must_be_told(ended, told.code, told.cause, *told.lines)
-    assert f"{ROOT}/runner" not in ended.err, "none of our lines"
-    assert "site-packages" not in ended.err, "none of torch's"
-    assert len(ended.err) < 8000
-    assert all(char == "\n" or char.isprintable() for char in ended.err)
+    command, *more = reported.words.split() if reported.words.startswith("both") else ["train", *reported.words.split()]
+    result = server.run([command, "--task", "./mine.py", "run=mine", "device=cpu", "monitor=off", *more], tmp_path)
+    environment.must_be_told(result, reported.code, reported.cause, *reported.lines)
+    assert f"{ROOT}/runner" not in result.err, "none of our lines"
+    assert "site-packages" not in result.err, "none of torch's"
+    assert len(result.err) < 8000
+    assert all(char == "\n" or char.isprintable() for char in result.err)
     if command == "train":
         error = json.loads((tmp_path / "outputs" / "mine" / "error.json").read_text())
-        assert error["exit_code"] == told.code
-        assert json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())["exit_code"] == told.code
-        assert "Traceback" in error["traceback"] or "world_size" in told.words
+        assert error["exit_code"] == reported.code
+        assert json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())["exit_code"] == reported.code
+        assert "Traceback" in error["traceback"] or "world_size" in reported.words
     tally.tried += 1
 
 
@@ -436,10 +436,10 @@ def test_errors_of_a_task_are_reported_with_its_own_lines(
 @pytest.mark.parametrize("call", ["os.abort()", "__import__('ctypes').string_at(0)"])
 def test_a_crash_in_c_reports_the_running_lines(call: str, server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text("import os\n" + TASK.replace("pass  # HERE", call))
-    ended = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
-    assert ended.code not in set(Exit)
-    assert "Fatal Python error: " in ended.err
-    assert re.search(r'mine.py", line \d+ in loss', ended.err), ended.err  # lint-tests: phrase: lines of a traceback
+    result = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
+    assert result.code not in set(Exit)
+    assert "Fatal Python error: " in result.err
+    assert re.search(r'mine.py", line \d+ in loss', result.err), result.err  # lint-tests: phrase: lines of a traceback
 
 
 def test_a_missing_tracker_package_is_reported_before_a_run_starts(server: ForkServer, tmp_path: Path) -> None:
@@ -450,8 +450,8 @@ u.find_spec = lambda name, *rest: None if name == 'tensorboard' else find(name, 
 """
     (tmp_path / "mine.py").write_text(TASK)
     words = "train --task ./mine.py run=mine device=cpu monitor=off tracker=tensorboard"
-    ended = server.run(words, tmp_path, {}, without)
-    environment.must_be_told(ended, 78, "needs the package tensorboard, which is not installed")
+    result = server.run(words, tmp_path, {}, without)
+    environment.must_be_told(result, 78, "needs the package tensorboard, which is not installed")
     assert not (tmp_path / "outputs").exists()
 
 
@@ -465,9 +465,9 @@ def test_the_place_is_in_error_json(server: ForkServer, tmp_path: Path) -> None:
 
 def test_an_error_before_training_does_not_mention_checkpoints(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("return Mine()", "return inner()"))
-    ended = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
-    environment.must_be_told(ended, 70, "build raised KeyError: 'inner'")
-    assert "checkpoint" not in ended.err
+    result = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
+    environment.must_be_told(result, 70, "build raised KeyError: 'inner'")
+    assert "checkpoint" not in result.err
 
 
 @environment.needs_root
@@ -475,6 +475,6 @@ def test_an_unreadable_config_folder_is_reported(server: ForkServer, tmp_path: P
     (tmp_path / "conf").mkdir()
     (tmp_path / "conf" / "config.yaml").write_text("seed: 1\n")
     (tmp_path / "conf").chmod(0o000)
-    ended = server.run(["plan", "--config-dir", "conf"], tmp_path, None, environment.WITHOUT_RIGHTS)
-    assert "Traceback" not in ended.err
-    assert ended.code in (66, 77, 78), ended.err
+    result = server.run(["plan", "--config-dir", "conf"], tmp_path, None, environment.WITHOUT_RIGHTS)
+    assert "Traceback" not in result.err
+    assert result.code in (66, 77, 78), result.err

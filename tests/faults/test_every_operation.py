@@ -69,7 +69,7 @@ class Attempt:
 def tried(history: History, at: Mapping[int, str], root: Path) -> Attempt:
     """Run the history with these failures, and assert that its promises hold."""
     attempt = Attempt(history, at, root)
-    told = f"{history.name}, {at}, {[attempt.faults.trace[number] for number in attempt.faults.met]}"
+    messages = f"{history.name}, {at}, {[attempt.faults.trace[number] for number in attempt.faults.met]}"
     try:
         if isinstance(attempt.ended, AccelRunError):
             assert attempt.ended.problems, "an error says what it is about"
@@ -77,7 +77,7 @@ def tried(history: History, at: Mapping[int, str], root: Path) -> Attempt:
         with files.use_system(Quick()):
             history.check(root, attempt.pending_length)
     except Exception as error:
-        raise AssertionError(f"{told}: {attempt.ended!r}\n{type(error).__name__}: {error}") from error
+        raise AssertionError(f"{messages}: {attempt.ended!r}\n{type(error).__name__}: {error}") from error
     finally:
         shutil.rmtree(root)
     return attempt
@@ -190,11 +190,11 @@ def test_a_log_is_truncated_between_lines(memory: Path) -> None:
 
 def _go_on(root: Path, promise: Callable[[str, Any], None]) -> None:
     with RunDirectory.create_or_open(root / "runs", "one") as run:
-        found = checkpoint.recover(run.checkpoints).checkpoint
-        num_saved = int(found is not None)
-        if found:
-            promise("update", found.update)  # a finished run saves nothing more
-        for update in range(found.update + 1 if found else 1, 4):
+        result = checkpoint.recover(run.checkpoints).checkpoint
+        num_saved = int(result is not None)
+        if result:
+            promise("update", result.update)  # a finished run saves nothing more
+        for update in range(result.update + 1 if result else 1, 4):
             with suppress(StorageError):  # training continues
                 checkpoint.save(run.checkpoints, snapshot(update))
                 promise("update", update)
@@ -273,13 +273,13 @@ def test_a_run_in_just_created_folders_survives_a_crash(
         monkeypatch.setattr(files, "sync_ancestors", lambda _: None)
     recording = history.record(memory / "run")
     places = [place + 1 for place, one in enumerate(recording.operations) if isinstance(one, Acknowledge)]
-    found = states(recording.start, recording.operations, 0, 0, points=places)
+    result = states(recording.start, recording.operations, 0, 0, points=places)
     if is_synced:
-        for state in found:
+        for state in result:
             check(history, state, memory / "state")
     else:
         with pytest.raises(AssertionError, match="update 0 was found, but 1 was acknowledged"):
-            for state in found:
+            for state in result:
                 check(history, state, memory / "state")
 
 
@@ -305,13 +305,13 @@ def test_a_log_with_a_failed_sync_makes_no_further_promise(
         monkeypatch.setattr(files.AppendLog, "_sync_error", property(lambda _: None, lambda *_: None), raising=False)
     with Faults({syncs[-2]: "EIO"}, recording).active():
         _sync_again(memory / "run", recording.acknowledge)
-    found = states(recording.start, recording.operations, 0, 0)
+    result = states(recording.start, recording.operations, 0, 0)
     if not is_forgotten:
-        for state in found:
+        for state in result:
             check(history, state, memory / "state")
     else:
         with pytest.raises(AssertionError, match="of the rows on disk"):
-            for state in found:
+            for state in result:
                 check(history, state, memory / "state")
 
 

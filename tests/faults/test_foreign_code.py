@@ -72,8 +72,8 @@ def test_the_name_of_the_current_folder_does_not_write_the_script_of_a_job(
 def test_no_run_can_name_code_below_the_output_root(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
 ) -> None:
-    words = f"train --task {TASK} device=cpu monitor=off updates=1 run=a"
-    assert server.run(words, tmp_path).code == 0
+    args = f"train --task {TASK} device=cpu monitor=off updates=1 run=a"
+    assert server.run(args, tmp_path).code == 0
     code = tmp_path / place
     code.parent.mkdir(exist_ok=True)
     evil = f"open({str(tmp_path / 'PWNED')!r}, 'w')\n{TASK.read_text()}"
@@ -85,8 +85,8 @@ def test_no_run_can_name_code_below_the_output_root(
     run_json = tmp_path / "outputs" / "a" / "run.json"
     for named in (str(code), place):
         run_json.write_text(json.dumps(json.loads(run_json.read_text()) | {"task_file": named}))
-        ended = server.run("inference run=a device=cpu", tmp_path)
-        assert ended.code == 89, ended
+        result = server.run("inference run=a device=cpu", tmp_path)
+        assert result.code == 89, result
         assert not (tmp_path / "PWNED").exists()
     shutil.rmtree(tmp_path / "outputs" / "b", ignore_errors=True)
     run_json.write_text(json.dumps(json.loads(run_json.read_text()) | {"task_file": str(TASK)}))
@@ -125,16 +125,16 @@ def test_completion_offers_shell_safe_names(tmp_path: Path, monkeypatch: pytest.
         (tmp_path / "outputs" / name / "run.json").write_text("{}")
     kinds = ", ".join(map(repr, (*HOSTILE, "good-1.0")))
     (tmp_path / "task.py").write_text(f"from typing import Literal\ndef build(*, kind: Literal[{kinds}] = 'x'): ...\n")
-    for words in (
+    for args in (
         ["train", "--config-dir", "conf", "optimizer="],
         ["train", "resume="],
         ["train", "--task", "task.py", "task.kind="],
         ["inference", "run="],
         ["status", ""],
     ):
-        offered = candidates(words)
-        assert any("good-1.0" in word for word in offered), words
+        offered = candidates(args)
+        assert any("good-1.0" in word for word in offered), args
         for word in offered:
-            assert not set(word) & set("$`;|&'\"\\\n\x1b* "), (words, word)
-            assert not word.startswith("-"), (words, word)
+            assert not set(word) & set("$`;|&'\"\\\n\x1b* "), (args, word)
+            assert not word.startswith("-"), (args, word)
             tally.tried += 1

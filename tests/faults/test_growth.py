@@ -40,9 +40,9 @@ def files() -> Iterator[tuple[str, str, int, str]]:
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("name", "content", "code", "told"), list(files()), ids=[name for name, *_ in files()])
+@pytest.mark.parametrize(("name", "content", "code", "messages"), list(files()), ids=[name for name, *_ in files()])
 def test_files_do_not_grow_without_bound(
-    tmp_path: Path, name: str, content: str, code: int, told: str, tally: Tally
+    tmp_path: Path, name: str, content: str, code: int, messages: str, tally: Tally
 ) -> None:
     (tmp_path / "hardware").mkdir()
     (tmp_path / "hardware" / "mine.yaml").write_text(content, encoding="utf-8")
@@ -56,10 +56,10 @@ def test_files_do_not_grow_without_bound(
             caught.append(error)
 
     calls(act, MAX_CALLS)  # raises if exceeded
-    said, ended = (str(caught[0]), caught[0].exit_code) if caught else ("", 0)
-    assert ended == code, said
-    assert told in said
-    assert len(said) < 10_000
+    output, result = (str(caught[0]), caught[0].exit_code) if caught else ("", 0)
+    assert result == code, output
+    assert messages in output
+    assert len(output) < 10_000
     tally.tried += 1
 
 
@@ -86,8 +86,8 @@ def test_a_command_line_value_is_not_a_reference(tmp_path: Path) -> None:
 def test_a_deeply_nested_task_file_is_reported(server: ForkServer, tmp_path: Path) -> None:
     for name, line in (("minus", f"x = {'-' * 100_000}1\n"), ("lists", f"x = {'[' * 5_000}{']' * 5_000}\n")):
         (tmp_path / "mine.py").write_text(TASK.read_text() + line)
-        ended = server.run("plan --task mine.py", tmp_path)
-        assert (ended.code, "Traceback" in ended.err) == (78, False), (name, ended.err)
+        result = server.run("plan --task mine.py", tmp_path)
+        assert (result.code, "Traceback" in result.err) == (78, False), (name, result.err)
 
 
 def test_status_shows_rows_with_numbers_of_any_size(server: ForkServer, tmp_path: Path) -> None:
@@ -95,5 +95,5 @@ def test_status_shows_rows_with_numbers_of_any_size(server: ForkServer, tmp_path
     run.mkdir(parents=True)
     (run / "run.json").write_text('{"state": "done"}')
     (run / "metrics.jsonl").write_text('{"phase": "train", "update": 1, "loss": 1' + "0" * 400 + "}\n")
-    ended = server.run("status a", tmp_path)
-    assert (ended.code, ended.err) == (0, "")
+    result = server.run("status a", tmp_path)
+    assert (result.code, result.err) == (0, "")

@@ -26,7 +26,7 @@ from runner.config.guarded_yaml import ENVIRONMENT, MAX_BYTES, read_guarded
 from runner.config.options import GROUPS
 from runner.config.request import Request
 from runner.config.schema import read_functions
-from tests.faults import enemy
+from tests.faults import attacks
 from tests.faults.tallies import IS_LONG, SEED, Tally
 from tests.forkserver import Ended, ForkServer
 
@@ -36,7 +36,7 @@ TARGETS = ("os.system", "subprocess.Popen", "builtins.eval", "builtins.exec", "p
            "torch.load", "importlib.import_module", "hydra.utils.instantiate", "runner.cli.main")  # fmt: skip
 
 REFUSED = (Exit.SECURITY, Exit.CONFIG)
-MANY = 400  # names per file; a configuration file may have at most 64 KiB
+NAMES_PER_FILE = 400  # names per file; a configuration file may have at most 64 KiB
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +47,7 @@ def watch() -> Iterator[list[tuple[str, str]]]:
 
 SEEN: list[tuple[str, str]] = []
 ARMED = [False]
-KINDS = ("exec", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen", "socket.connect",
+AUDITED_EVENTS = ("exec", "os.system", "os.exec", "os.posix_spawn", "os.fork", "os.forkpty", "subprocess.Popen", "socket.connect",
          "socket.bind", "ctypes.dlopen", "pickle.find_class", "marshal.loads", "os.remove", "os.rename", "os.chmod",
          "shutil.rmtree", "os.symlink", "os.link")  # fmt: skip
 
@@ -61,7 +61,7 @@ def _hook(event: str, arguments: tuple[Any, ...]) -> None:
         return
     if event in ("exec", "marshal.loads") and sys._getframe(1).f_code.co_filename.endswith(DEFINING):
         return  # defines a class or module of an installed package, or evaluates its annotations
-    if event in KINDS:
+    if event in AUDITED_EVENTS:
         SEEN.append((event, f"{arguments!r:.200} by {sys._getframe(1).f_code.co_filename}"))
     elif event == "open" and isinstance(arguments[2], int) and arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT):
         SEEN.append((event, repr(arguments[0])))
@@ -74,12 +74,12 @@ def _watching() -> Iterator[list[tuple[str, str]]]:
     ARMED[0] = False
 
 
-def attempt(words: tuple[str, ...], folder: Path | None = None, task: Path | None = None) -> AccelRunError | None:
+def attempt(args: tuple[str, ...], folder: Path | None = None, task: Path | None = None) -> AccelRunError | None:
     """Compose under the audit hook; return the error, or None if the input was accepted."""
     SEEN.clear()
     ARMED[0] = True
     try:
-        compose(Request(words, task, folder))
+        compose(Request(args, task, folder))
     except AccelRunError as error:
         return error
     finally:
@@ -87,7 +87,7 @@ def attempt(words: tuple[str, ...], folder: Path | None = None, task: Path | Non
     return None
 
 
-def hostile_words() -> Iterator[tuple[str, ...]]:
+def hostile_overrides() -> Iterator[tuple[str, ...]]:
     for target in TARGETS if IS_LONG else TARGETS[:4]:
         yield (f"+optimizer._target_={target}",)
         yield (f"optimizer={{_target_:{target}}}",)
@@ -111,15 +111,15 @@ def test_hostile_overrides_are_refused_and_nothing_is_called(
 ) -> None:
     from runner.durable.directory import check_run_name
 
-    for words in some(hostile_words(), amount(30, 10_000), seed):
-        if words[0].startswith("run="):
+    for args in sample_cases(hostile_overrides(), amount(30, 10_000), seed):
+        if args[0].startswith("run="):
             with pytest.raises(AccelRunError):
-                check_run_name(words[0].partition("=")[2])
+                check_run_name(args[0].partition("=")[2])
         else:
-            error = attempt(words)
-            assert error is not None, f"taken for data: {words}"
-            assert error.exit_code in REFUSED, (words, error)
-        assert not watch, (words, watch)
+            error = attempt(args)
+            assert error is not None, f"accepted as data: {args}"
+            assert error.exit_code in REFUSED, (args, error)
+        assert not watch, (args, watch)
         tally.tried += 1
 
 
@@ -130,7 +130,7 @@ def test_values_that_name_code_are_refused(watch: list[tuple[str, str]]) -> None
         assert error.exit_code == Exit.SECURITY
 
 
-LOL = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
+BILLION_LAUGHS = "a: &a [x,x,x,x,x,x,x,x,x,x]\n" + "".join(
     f"{new}: &{new} [*{old},*{old},*{old},*{old},*{old},*{old},*{old},*{old},*{old},*{old}]\n"
     for old, new in zip("abcdefgh", "bcdefghi", strict=True)
 )
@@ -160,7 +160,7 @@ def hostile_files() -> Iterator[tuple[str, str | bytes, int]]:
         yield f"package {package}", f"# @package {package}\n{head}", 89
     yield "hydra key", "# @package _global_\nhydra:\n  callbacks:\n    x: {_target_: os.system}\n", 89
     yield "searchpath", "# @package _global_\nhydra: {searchpath: ['file:///tmp']}\n", 89
-    yield "laughs", LOL, 78
+    yield "billion laughs", BILLION_LAUGHS, 78
     yield "a circle", "a: &a [*a]\n", 78
     yield "deep", "a: " + "[" * 5000 + "]" * 5000, 78
     yield "deep block", "".join(" " * depth + "a:\n" for depth in range(200)), 78
@@ -191,22 +191,22 @@ def hostile_files() -> Iterator[tuple[str, str | bytes, int]]:
     yield "address with password", f"{head}lr: https://me:hunter2hunter2@host/x\n", 78
 
 
-def some(every: Iterator[Any], count: int, seed: int) -> list[Any]:
+def sample_cases(cases: Iterator[Any], count: int, seed: int) -> list[Any]:
     """Return `count` random items."""
-    found = list(every)
-    return random.Random(f"{seed} hostile").sample(found, min(len(found), count))
+    every = list(cases)
+    return random.Random(f"{seed} hostile").sample(every, min(len(every), count))
 
 
 def test_hostile_files_are_refused_and_nothing_is_called(
     watch: list[tuple[str, str]], tmp_path: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    chosen = some(hostile_files(), amount(40, 1000), seed)
+    chosen = sample_cases(hostile_files(), amount(40, 1000), seed)
     (tmp_path / "optimizer").mkdir()
     for name, content, code in chosen:
         data = content.encode() if isinstance(content, str) else content
         (tmp_path / "optimizer" / "evil.yaml").write_bytes(data)
         error = attempt(("optimizer=evil",), tmp_path)
-        assert error is not None, f"{name}: taken for data"
+        assert error is not None, f"{name}: accepted as data"
         assert error.exit_code == (code or Exit.CONFIG), (name, error)
         assert "hunter2" not in str(error), name
         assert not watch, (name, watch)
@@ -216,7 +216,7 @@ def test_hostile_files_are_refused_and_nothing_is_called(
 def test_a_hostile_config_yaml_is_refused(
     watch: list[tuple[str, str]], tmp_path: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
-    for name, content, _ in some(hostile_files(), amount(30, 1000), seed + 1):
+    for name, content, _ in sample_cases(hostile_files(), amount(30, 1000), seed + 1):
         data = content.encode() if isinstance(content, str) else content
         (tmp_path / "config.yaml").write_bytes(data)
         error = attempt((), tmp_path)
@@ -257,11 +257,11 @@ def test_harmless_values_are_allowed(tmp_path: Path, monkeypatch: pytest.MonkeyP
         + "hardware:\n  title: mine\n  devices: []\n"
     )
     monkeypatch.delenv("SLURM_TMPDIR", raising=False)
-    found = compose(Request(("optimizer=mine", "hardware=mine"), None, tmp_path))
-    assert found.choices["optimizer"].options["lr"] == 0.25
-    assert found.settings.data.path == "/scratch/me/data"
-    assert found.settings.output_root == "here"
-    assert found.choices["precision"].name == "bf16"
+    result = compose(Request(("optimizer=mine", "hardware=mine"), None, tmp_path))
+    assert result.choices["optimizer"].options["lr"] == 0.25
+    assert result.settings.data.path == "/scratch/me/data"
+    assert result.settings.output_root == "here"
+    assert result.choices["precision"].name == "bf16"
 
 
 def test_no_allowed_environment_variable_is_a_secret() -> None:
@@ -302,9 +302,9 @@ def importable() -> Iterator[str]:
 
     for module in sorted(sys.stdlib_module_names):
         yield from (f"{module}.{name}" for name in ("main", "run", "open", "system", "call", "loads", "load"))
-    for found in pkgutil.iter_modules():
-        path = getattr(found.module_finder, "path", "")
-        files = [Path(path) / f"{found.name}.py", *sorted((Path(path) / found.name).glob("**/*.py"))]
+    for result in pkgutil.iter_modules():
+        path = getattr(result.module_finder, "path", "")
+        files = [Path(path) / f"{result.name}.py", *sorted((Path(path) / result.name).glob("**/*.py"))]
         for file in files:
             if file.is_file():
                 try:
@@ -320,11 +320,11 @@ def importable() -> Iterator[str]:
 @pytest.fixture(scope="module")
 def names() -> list[str]:
     """All importable callables in the long form, otherwise one name per module of the standard library."""
-    found = list(importable()) if IS_LONG else [
+    result = list(importable()) if IS_LONG else [
         f"{module}.main" for module in sorted(sys.stdlib_module_names)
     ]  # fmt: skip
-    random.Random(SEED).shuffle(found)
-    return found
+    random.Random(SEED).shuffle(result)
+    return result
 
 
 def test_no_importable_callable_passes_the_guard_of_files(
@@ -347,7 +347,7 @@ def test_no_importable_callable_passes_the_guard_of_files(
             except SecurityRefusal:
                 pass
             else:
-                pytest.fail(f"taken for data: {content}")
+                pytest.fail(f"accepted as data: {content}")
             finally:
                 ARMED[0] = False
             assert not watch, (name, watch)
@@ -379,15 +379,15 @@ def test_no_importable_callable_is_called_by_its_name(
         must_be_refused(f"option: {name}\n", f"option {name}")
         must_be_refused(f"option: adamw\nkernel: {name}\n", f"value {name}")
         must_be_refused(f"option: adamw\nlr: ${{{name}:1}}\n", f"resolver {name}")
-    for first in range(0, len(names), MANY):
-        many = names[first : first + MANY]
+    for first in range(0, len(names), NAMES_PER_FILE):
+        many = names[first : first + NAMES_PER_FILE]
         must_be_refused(f"option: adamw\nbetas: {json.dumps(many)}\n", f"{len(many)} from {many[0]}")
 
 
 # ---------------------------------------------------------------- checkpoints and run folders
 
 TASK = Path(__file__).with_name("task_to_attack.py")
-WORDS = [
+ARGUMENTS = [
     "--task",
     str(TASK),
     "device=cpu",
@@ -397,14 +397,14 @@ WORDS = [
     "checkpoint.every=3",
 ]
 COMMANDS = {
-    "status": ["status", "enemy"],
-    "train": ["train", *WORDS, "updates=9", "resume_allow=[updates]", "run=enemy"],
-    "inference": ["inference", "run=enemy", "device=cpu", "monitor=off", "--task", str(TASK)],
-    "resume": ["train", *WORDS, "updates=9", "resume_allow=[updates]", "run=new", "resume=outputs/enemy"],
-    "bare inference": ["inference", "run=enemy", "device=cpu", "monitor=off"],
-    "bare resume": ["resume", "enemy", "device=cpu", "monitor=off"],
-    "export": ["export", "enemy", "format=safetensors", "--task", str(TASK)],
-    "complete": ["complete", "--", "inference", "run=enemy", "inference."],
+    "status": ["status", "hostile"],
+    "train": ["train", *ARGUMENTS, "updates=9", "resume_allow=[updates]", "run=hostile"],
+    "inference": ["inference", "run=hostile", "device=cpu", "monitor=off", "--task", str(TASK)],
+    "resume": ["train", *ARGUMENTS, "updates=9", "resume_allow=[updates]", "run=new", "resume=outputs/hostile"],
+    "bare inference": ["inference", "run=hostile", "device=cpu", "monitor=off"],
+    "bare resume": ["resume", "hostile", "device=cpu", "monitor=off"],
+    "export": ["export", "hostile", "format=safetensors", "--task", str(TASK)],
+    "complete": ["complete", "--", "inference", "run=hostile", "inference."],
 }
 DOCUMENTED = {0, 65, 66, 73, 74, 77, 78, 87, 88, 89}
 
@@ -431,7 +431,7 @@ def watch(folder, report):
         return real.startswith((home + "/", "/dev/null", private, "/tmp/pymp-", "/dev/shm/", "/proc/")) or real == home
     def hook(event, arguments):
         bad = None
-        if event in NEVER and arguments[0] != "uname":  # asked by Python's `platform`
+        if event in NEVER and arguments[0] != "uname":  # called by Python's `platform`
             bad = arguments
         elif event == "exec":
             caller = sys._getframe(1).f_code.co_filename
@@ -461,13 +461,13 @@ class Watched:
     def __init__(self, server: ForkServer) -> None:
         self.server = server
 
-    def start(self, words: list[str], folder: Path, report: Path) -> int:
+    def start(self, args: list[str], folder: Path, report: Path) -> int:
         """Start a command that may change only files in `folder`."""
         before = f"{WATCH}\nwatch({str(folder)!r}, {str(report)!r})"
-        return self.server.start(words, folder, {"XDG_CACHE_HOME": str(folder / ".cache")}, before)
+        return self.server.start(args, folder, {"XDG_CACHE_HOME": str(folder / ".cache")}, before)
 
-    def run(self, words: list[str], folder: Path, report: Path) -> Ended:
-        self.start(words, folder, report)
+    def run(self, args: list[str], folder: Path, report: Path) -> Ended:
+        self.start(args, folder, report)
         return self.server.wait()
 
 
@@ -480,12 +480,12 @@ def watched(server: ForkServer) -> Watched:
 def trained(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 updates with two checkpoints. Tests attack copies of it."""
     folder = tmp_path_factory.mktemp("trained")
-    ended = watched.run(["train", *WORDS, "updates=6", "run=enemy"], folder, folder / "seen")
-    assert ended.code == 0, ended.err
+    result = watched.run(["train", *ARGUMENTS, "updates=6", "run=hostile"], folder, folder / "seen")
+    assert result.code == 0, result.err
     assert (folder / "seen").read_text() == "", "the hook reports what every run does"
     assert watched.run(COMMANDS["export"], folder, folder / "seen").code == 0
     assert (folder / "seen").read_text() == "", "the hook reports what every export does"
-    return folder / "outputs" / "enemy"
+    return folder / "outputs" / "hostile"
 
 
 def snapshot_of(folder: Path) -> list[tuple[str, int, bytes]]:
@@ -518,14 +518,14 @@ def test_a_hostile_run_ends_every_command_with_a_message(
     outside.mkdir()
     (outside / "canary").write_text("untouched\n")
     known = snapshot_of(outside)
-    every = [(name, attack, command) for name, attack in enemy.attacks(outside) for command in COMMANDS]
-    random.Random(seed).shuffle(every)
+    cases = [(name, attack, command) for name, attack in attacks.attacks(outside) for command in COMMANDS]
+    random.Random(seed).shuffle(cases)
     codes: dict[int, int] = {}
-    for name, attack, command in every[: amount(8, len(every))]:
+    for name, attack, command in cases[: amount(8, len(cases))]:
         folder = tmp_path / "work"
-        shutil.copytree(trained, folder / "outputs" / "enemy", symlinks=True)
+        shutil.copytree(trained, folder / "outputs" / "hostile", symlinks=True)
         try:
-            attack(folder / "outputs" / "enemy")
+            attack(folder / "outputs" / "hostile")
         except (PermissionError, FileNotFoundError) as error:
             tally.skip(str(error).split(":")[0])
             shutil.rmtree(folder)
@@ -534,19 +534,19 @@ def test_a_hostile_run_ends_every_command_with_a_message(
         pid = watched.start(COMMANDS[command], folder, report)
         alarm = threading.Timer(120.0, os.kill, (pid, 9))  # kills a command that hangs: its exit code fails the test
         alarm.start()
-        ended = watched.server.wait()
+        result = watched.server.wait()
         alarm.cancel()
-        told = f"{command}, {name}: exit {ended.code}\n{ended.out[-500:]}\n{ended.err[-3000:]}"
-        assert ended.code in DOCUMENTED, told
-        assert "Traceback" not in ended.err, told
-        assert ended.code != Exit.SOFTWARE, told
-        assert "overrides" not in name or "hunter2" not in ended.out + ended.err, told
-        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", ended.out + ended.err), told
-        assert report.read_text() == "", f"{told}\n{report.read_text()}"
-        assert snapshot_of(outside) == known, told
-        if ended.code:
-            assert ended.err.startswith("accel-run: ") or "\naccel-run: " in ended.err, told
-        codes[ended.code] = codes.get(ended.code, 0) + 1
+        messages = f"{command}, {name}: exit {result.code}\n{result.out[-500:]}\n{result.err[-3000:]}"
+        assert result.code in DOCUMENTED, messages
+        assert "Traceback" not in result.err, messages
+        assert result.code != Exit.SOFTWARE, messages
+        assert "overrides" not in name or "hunter2" not in result.out + result.err, messages
+        assert not re.search("[\x00-\x08\x0b-\x1f\x7f-\x9f]", result.out + result.err), messages
+        assert report.read_text() == "", f"{messages}\n{report.read_text()}"
+        assert snapshot_of(outside) == known, messages
+        if result.code:
+            assert result.err.startswith("accel-run: ") or "\naccel-run: " in result.err, messages
+        codes[result.code] = codes.get(result.code, 0) + 1
         shutil.rmtree(folder)
         tally.tried += 1
     tally.notes["codes"] = " ".join(f"{code}:{count}" for code, count in sorted(codes.items()))
@@ -561,26 +561,26 @@ def test_a_hostile_checkpoint_is_refused_or_equal(
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / "canary").write_text("untouched\n")
-    original = load(enemy.newest(trained))
-    every = [
+    original = load(attacks.newest(trained))
+    cases = [
         one
-        for one in enemy.attacks(outside)
+        for one in attacks.attacks(outside)
         if one[0].startswith(("manifest", "state", "model", "optimizer", "random"))
     ]
-    random.Random(seed).shuffle(every)
-    for name, attack in every[: amount(30, len(every))]:
+    random.Random(seed).shuffle(cases)
+    for name, attack in cases[: amount(30, len(cases))]:
         run = tmp_path / "run"
         shutil.copytree(trained, run)
         attack(run)
         refusal = None
         try:
-            found = check_state(load(enemy.newest(run)))
-            tensors = {stem: found.tensors(stem) for stem in found.stems}
+            result = check_state(load(attacks.newest(run)))
+            tensors = {stem: result.tensors(stem) for stem in result.stems}
         except AccelRunError as error:
             refusal = error
         if refusal is None:
-            assert tensors.keys() == set(found.stems), name
-            assert found.update == original.update, name
+            assert tensors.keys() == set(result.stems), name
+            assert result.update == original.update, name
         else:
             assert refusal.exit_code in (65, 74), (name, refusal)
         shutil.rmtree(run)

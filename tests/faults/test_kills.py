@@ -40,15 +40,15 @@ def test_torch_save_does_not_survive_a_kill(
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("words", "share"),
+    ("args", "share"),
     [((), 0.7), (("dataloader.num_workers=2", "dataloader.start_method=fork"), 0.3)],
     ids=["alone", "workers"],
 )
 def test_a_run_that_is_killed_again_and_again_ends_bit_identical(
-    words: tuple[str, ...], share: float, server: ForkServer, tmp_path: Path, amount: Amount, seed: int, tally: Tally
+    args: tuple[str, ...], share: float, server: ForkServer, tmp_path: Path, amount: Amount, seed: int, tally: Tally
 ) -> None:
     count = round(share * amount(4, 1000))
-    campaign = server.call(kills.kill_runs, tmp_path, count, seed, words)
+    campaign = server.call(kills.kill_runs, tmp_path, count, seed, args)
     tally.tried += campaign.kills
     tally.notes |= {"runs": campaign.runs, **{f"by {kind}": number for kind, number in campaign.moments.items()}}
     assert campaign.kills >= count

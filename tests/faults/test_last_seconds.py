@@ -48,8 +48,8 @@ def test_a_second_signal_after_the_last_save_keeps_the_exit_code(
 ) -> None:
     ranks = ["parallelism=ddp", "parallelism.world_size=2"] if num_ranks > 1 else []
     run = tmp_path / "outputs" / "mine"
-    words = [*BASE, *ranks, f"watchdog={watchdog}", "log_every=1", "updates=1000000"]
-    pid = server.start(words, tmp_path, before=SLOW_END)
+    args = [*BASE, *ranks, f"watchdog={watchdog}", "log_every=1", "updates=1000000"]
+    pid = server.start(args, tmp_path, before=SLOW_END)
     wait_until((run / "metrics.jsonl").exists)
     os.kill(pid, signal.SIGTERM)
     wait_until((tmp_path / "ending").exists)
@@ -68,7 +68,9 @@ def test_a_third_signal_ends_a_slow_shutdown(server: ForkServer, tmp_path: Path)
     assert server.wait().code == 130
 
 
-def test_a_signal_during_the_last_output_exits_at_once_with_the_exit_code(server: ForkServer, tmp_path: Path) -> None:
+def test_a_signal_during_the_last_output_exits_immediately_with_the_exit_code(
+    server: ForkServer, tmp_path: Path
+) -> None:
     pid = server.start([*BASE, "updates=3"], tmp_path, before=SLOW_OUTPUT)
     wait_until((tmp_path / "ending").exists)
     os.kill(pid, signal.SIGTERM)

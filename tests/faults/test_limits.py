@@ -88,21 +88,21 @@ def _grants(root: Path) -> bool:
         place.mkdir()
     except OSError:
         return False
-    found = (place / "pids.max").exists()
+    result = (place / "pids.max").exists()
     place.rmdir()
-    return found
+    return result
 
 
 def left_in(folder: Path) -> list[str]:
     """Return the processes with this working folder; ranks and workers lead their own sessions."""
-    found = []
+    result = []
     for process in psutil.process_iter():
         try:
             if process.cwd() == str(folder) and process.status() != psutil.STATUS_ZOMBIE:
-                found.append(f"{process.pid} {process.name()}")
+                result.append(f"{process.pid} {process.name()}")
         except psutil.Error:
             continue
-    return found
+    return result
 
 
 def plans(kind: Kind, seed: int, count: int) -> list[tuple[int, int, int]]:
@@ -124,14 +124,14 @@ def test_a_run_under_a_limit_works_or_ends_with_a_message(
         several = ["parallelism=ddp", f"parallelism.world_size={ranks}"] if ranks > 1 else []
         before = {"open files": NOFILE, "address space": SPACE}.get(name, PIDS)
         place = str(group(value)) if group else ""
-        words = [*BASE, f"dataloader.num_workers={workers}", *several]
-        pid = server.start(words, folder, before=ENDS + before.format(value=value, place=place))
+        args = [*BASE, f"dataloader.num_workers={workers}", *several]
+        pid = server.start(args, folder, before=ENDS + before.format(value=value, place=place))
         timer = threading.Timer(LIMIT_S, os.kill, (pid, signal.SIGKILL))
         timer.start()
-        ended = server.wait()
+        result = server.wait()
         timer.cancel()
         plan = f"{name} {value}, {ranks} ranks, {workers} workers, seed {seed}"
         wait_until(lambda: not left_in(folder), f"{plan}: no process outlives the run")  # noqa: B023 - called here
-        assert ended.code in (CODES_OF_RANKS if ranks > 1 else CODES), f"{plan}: exit {ended.code}\n{ended.err}"
-        assert ended.code == 0 or "accel-run: " in ended.err, f"{plan}: no message\n{ended.err}"
+        assert result.code in (CODES_OF_RANKS if ranks > 1 else CODES), f"{plan}: exit {result.code}\n{result.err}"
+        assert result.code == 0 or "accel-run: " in result.err, f"{plan}: no message\n{result.err}"
         tally.tried += 1

@@ -27,10 +27,10 @@ raise SystemExit(main())
 )
 def test_a_fresh_process_under_a_limit_ends_with_one_problem(name: str, value: int, tmp_path: Path) -> None:
     program = [sys.executable, "-c", LIMITED.format(name=name, value=value), *LINE]
-    ended = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
-    assert ended.returncode == Exit.SYSTEM, ended.stderr
-    assert "Traceback" not in ended.stderr
-    assert "ulimit" in ended.stderr
+    result = subprocess.run(program, cwd=tmp_path, capture_output=True, text=True, timeout=300, check=False)
+    assert result.returncode == Exit.SYSTEM, result.stderr
+    assert "Traceback" not in result.stderr
+    assert "ulimit" in result.stderr
 
 
 def chained(cause: BaseException) -> BaseException:

@@ -135,7 +135,7 @@ def attacked(path: Path, outside: Path, first: int, last: int, real: System) -> 
 
 def work(root: Path, times: int = 1) -> tuple[int, int]:
     """Perform the file operations of a run several times; return how many succeeded and how many were refused."""
-    done = told = 0
+    done = messages = 0
     for update in range(1, times + 1):
         try:
             with RunDirectory.create_or_open(root, "run") as run:
@@ -150,8 +150,8 @@ def work(root: Path, times: int = 1) -> tuple[int, int]:
                     recover(run.checkpoints)
             done += 1
         except AccelRunError:
-            told += 1
-    return done, told
+            messages += 1
+    return done, messages
 
 
 TARGETS = ("run", "run/checkpoints", "run/predictions")
@@ -192,10 +192,10 @@ def test_a_link_placed_before_an_operation_touches_nothing_outside(
     count = num_operations(root, outside, System())
     for first, last in attacks(count, amount(12, count), f"{seed} {target}"):
         with attacked(root / target, outside, first, last, System()):
-            _, told = work(root)
+            _, messages = work(root)
         assert seen_in(outside) == known, f"seed {seed}: a link is at {target} before operations {first} to {last}"
         tally.tried += 1
-        tally.notes[f"refused at {target}"] = int(tally.notes.get(f"refused at {target}", 0)) + told
+        tally.notes[f"refused at {target}"] = int(tally.notes.get(f"refused at {target}", 0)) + messages
 
 
 @pytest.mark.parametrize("target", TARGETS)
@@ -204,10 +204,10 @@ def test_racing_links_touch_nothing_outside(
 ) -> None:
     root, outside, known = prepared
     with flipping(root / target, outside, seed):
-        done, told = work(root, amount(20, 3000))
+        done, messages = work(root, amount(20, 3000))
     assert seen_in(outside) == known, f"seed {seed}"
-    tally.tried += done + told
-    tally.notes[f"refused at {target}"] = told
+    tally.tried += done + messages
+    tally.notes[f"refused at {target}"] = messages
     with RunDirectory.create_or_open(root, "run") as run:  # the next save works
         assert load(save(run.checkpoints, snapshot(10**6))).update == 10**6
 

@@ -107,24 +107,24 @@ def test_a_row_after_a_torn_one_is_a_separate_line(tmp_path: Path) -> None:
 def test_a_clock_that_jumps_changes_nothing_that_is_computed(
     step_s: int, tmp_path: Path, server: ForkServer, tally: Tally
 ) -> None:
-    words = [*CLOCKS, "checkpoint.every=30min"]
+    args = [*CLOCKS, "checkpoint.every=30min"]
     for name, clock in (("still", "0"), ("jumping", str(step_s))):
         folder = tmp_path / name
         folder.mkdir()
-        ended = server.run(words, folder, env={"CLOCK_S": clock})
-        assert ended.code == 0, ended.err
-        assert "Traceback" not in ended.out + ended.err
+        result = server.run(args, folder, env={"CLOCK_S": clock})
+        assert result.code == 0, result.err
+        assert "Traceback" not in result.out + result.err
         run = folder / "outputs" / "mine"
         # Save intervals use the monotonic clock, so only evaluations and the end of the run have saved.
-        again = server.run(words, folder, env={"CLOCK_S": str(-int(clock))})
+        again = server.run(args, folder, env={"CLOCK_S": str(-int(clock))})
         assert again.code == 0, again.err
         assert json.loads((run / "run.json").read_text())["state"] == "done"
         tally.tried += 2
     still, jumping = (tmp_path / name / "outputs" / "mine" for name in ("still", "jumping"))
     theirs, ours = (checkpoint.load(checkpoint.checkpoint_path(run / "checkpoints", 40)) for run in (still, jumping))
     for stem in theirs.stems:
-        expected, found = theirs.tensors(stem), ours.tensors(stem)
-        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items()), stem
+        expected, actual = theirs.tensors(stem), ours.tensors(stem)
+        assert all(torch.equal(actual[name], tensor) for name, tensor in expected.items()), stem
     assert sorted(path.name for path in (still / "checkpoints").iterdir()) == sorted(
         path.name for path in (jumping / "checkpoints").iterdir()
     )
@@ -160,7 +160,7 @@ def test_runs_of_any_time_are_found_and_ordered(tmp_path: Path) -> None:
         (tmp_path / name).mkdir()
         (tmp_path / name / "run.json").write_text("{}")
         os.utime(tmp_path / name / "run.json", (written, written))
-    found = [path.name for path in list_runs(tmp_path)]
-    assert sorted(found) == sorted(times)
-    assert found[:3] == ["future", "now", "past"]
+    result = [path.name for path in list_runs(tmp_path)]
+    assert sorted(result) == sorted(times)
+    assert result[:3] == ["future", "now", "past"]
     assert generate_run_name("gpt") != generate_run_name("gpt")  # unique within one second

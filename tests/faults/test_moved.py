@@ -19,8 +19,8 @@ TASK = Path(__file__).with_name("task_that_moves.py")
 WORDS = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
 
 
-def run(server: ForkServer, folder: Path, act: str, *words: str) -> Ended:
-    return server.run([*WORDS, *words], folder, {"ACT": act})
+def run(server: ForkServer, folder: Path, act: str, *args: str) -> Ended:
+    return server.run([*WORDS, *args], folder, {"ACT": act})
 
 
 def saved(run: Path) -> list[int]:
@@ -32,14 +32,14 @@ def saved(run: Path) -> list[int]:
 def test_a_run_whose_folder_is_moved_continues_in_the_moved_folder(
     server: ForkServer, tmp_path: Path, act: str
 ) -> None:
-    ended = run(server, tmp_path, act)
-    assert ended.code == 0, ended.err
+    result = run(server, tmp_path, act)
+    assert result.code == 0, result.err
     moved, old = tmp_path / "outputs" / "moved", tmp_path / "outputs" / "mine"
     assert saved(moved)[-1] == 60
     assert json.loads((moved / "run.json").read_text())["state"] == "done"
     rows = [json.loads(line)["update"] for line in (moved / "metrics.jsonl").read_text().splitlines()]
     assert max(rows) == 60
-    assert (ended.out + ended.err).count(str(moved)) == 1, "where it is now, once"
+    assert (result.out + result.err).count(str(moved)) == 1, "where it is now, once"
     assert [path.name for path in old.iterdir()] == ["kept"] if act == "replace" else not old.exists()
     again = server.run(["resume", "moved", "updates=70", "resume_allow=[updates]"], tmp_path)
     assert again.code == 0, again.err
@@ -47,24 +47,24 @@ def test_a_run_whose_folder_is_moved_continues_in_the_moved_folder(
 
 
 def test_a_run_whose_folder_is_deleted_ends_at_its_next_save(server: ForkServer, tmp_path: Path) -> None:
-    ended = run(server, tmp_path, "delete", "updates=1000000")
-    assert ended.code == 74, ended.err
-    assert "deleted" in ended.err
-    assert "Traceback" not in ended.err
+    result = run(server, tmp_path, "delete", "updates=1000000")
+    assert result.code == 74, result.err
+    assert "deleted" in result.err
+    assert "Traceback" not in result.err
     assert not (tmp_path / "outputs" / "mine").exists()
 
 
 def test_a_removed_lock_is_reacquired(server: ForkServer, tmp_path: Path) -> None:
-    ended = run(server, tmp_path, "unlock")
-    assert ended.code == 0, ended.err
+    result = run(server, tmp_path, "unlock")
+    assert result.code == 0, result.err
     assert saved(tmp_path / "outputs" / "mine")[-1] == 60
     assert (tmp_path / "outputs" / "mine" / ".lock").is_file()
-    assert (ended.out + ended.err).count(".lock") == 1, "said once"
+    assert (result.out + result.err).count(".lock") == 1, "said once"
 
 
 def test_a_run_taken_over_by_another_process_stops_writing(server: ForkServer, tmp_path: Path) -> None:
-    ended = run(server, tmp_path, "take", "updates=1000000")
-    assert ended.code == 87, ended.err
+    result = run(server, tmp_path, "take", "updates=1000000")
+    assert result.code == 87, result.err
     assert saved(tmp_path / "outputs" / "mine") == [10, 20]
 
 
@@ -79,8 +79,8 @@ def test_without_a_lock_a_running_run_is_not_started_twice(server: ForkServer, t
     started = datetime.now(UTC).isoformat()
     record |= {"state": "running", "pid": pid, "birth": birth, "host": socket.gethostname(), "started": started}
     (folder / "run.json").write_text(json.dumps(record))
-    ended = run(server, tmp_path, "none", "updates=70", "resume_allow=[updates]")
-    assert ended.code == (87 if is_alive else 0), ended.err
+    result = run(server, tmp_path, "none", "updates=70", "resume_allow=[updates]")
+    assert result.code == (87 if is_alive else 0), result.err
     assert saved(folder)[-1] == (60 if is_alive else 70)
     with (folder / ".lock").open() as lock:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the lock was released

@@ -69,8 +69,8 @@ class Judge:
     def finds(self, start: Mapping[int, Content], mutant: Mutant, count: int) -> bool:
         """Return whether one of `count` crash states of the mutant breaks a promise."""
         later = range(mutant.place, len(mutant.operations) + 1)
-        found = states(start, mutant.operations, count, 0, points=later)
-        return any(self.what_is_wrong(state) for state in found)
+        result = states(start, mutant.operations, count, 0, points=later)
+        return any(self.what_is_wrong(state) for state in result)
 
 
 # The mutants
@@ -82,14 +82,14 @@ def mutants(recording: Recording) -> Iterator[Mutant]:
     done = recording.operations
     for place, operation in enumerate(done):
         if isinstance(operation, Sync):
-            told = f"without {names.of(operation)}, operation {place}"
+            messages = f"without {names.of(operation)}, operation {place}"
             rest = [*done[:place], *done[place + 1 :]]
-            yield Mutant(told, place, rest, names.why_not_needed(place))
+            yield Mutant(messages, place, rest, names.why_not_needed(place))
     for place, (first, second) in enumerate(itertools.pairwise(done)):
         swapped = [*done[:place], second, first, *done[place + 2 :]]
         if can_be_done(recording.start, swapped):
-            told = f"{names.of(second)} before {names.of(first)}, operation {place}"
-            yield Mutant(told, place, swapped, names.why_either_order(place))
+            messages = f"{names.of(second)} before {names.of(first)}, operation {place}"
+            yield Mutant(messages, place, swapped, names.why_either_order(place))
 
 
 def can_be_done(start: Mapping[int, Content], operations: Sequence[Operation]) -> bool:

@@ -78,15 +78,15 @@ FAULTS = {
 }
 
 
-def run(server: ForkServer, folder: Path, words: str = "", **env: str) -> Ended:
-    return server.run([*BASE, *words.split()], folder, env)
+def run(server: ForkServer, folder: Path, args: str = "", **env: str) -> Ended:
+    return server.run([*BASE, *args.split()], folder, env)
 
 
-def checked(ended: Ended, run_dir: Path, fault: Fault) -> dict[str, Any]:
+def checked(result: Ended, run_dir: Path, fault: Fault) -> dict[str, Any]:
     """Check the exit code, the message, error.json, no traceback, and that checkpoints have finite values only."""
-    assert ended.code == fault.code, ended.err
-    assert fault.cause in ended.err
-    assert "Traceback" not in ended.err
+    assert result.code == fault.code, result.err
+    assert fault.cause in result.err
+    assert "Traceback" not in result.err
     error: dict[str, Any] = json.loads((run_dir / "error.json").read_text())
     assert fault.cause in error["cause"]
     assert error["fix"]
@@ -131,10 +131,10 @@ WITH_BAD_SAMPLES = ("missing labels", "mask in the batch")
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", BY_DESIGN)
 def test_intentional_infinities_are_not_reported(mode: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
-    words = [*BASE, f"task.mode={mode!r}"]
-    words[2] = str(TASK.with_name("task_of_masks.py"))
+    args = [*BASE, f"task.mode={mode!r}"]
+    args[2] = str(TASK.with_name("task_of_masks.py"))
     fault = Fault("", BY_DESIGN[mode], saved=5)
-    error = checked(server.run(words, tmp_path), tmp_path / "outputs" / "mine", fault)
+    error = checked(server.run(args, tmp_path), tmp_path / "outputs" / "mine", fault)
     assert error["place"]["update"] == 7
     assert error["place"]["samples"]
     assert ("samples that" in error["cause"]) == (mode in WITH_BAD_SAMPLES)
@@ -156,11 +156,11 @@ LATE_KERNELS = {
 
 
 @pytest.mark.parametrize("kernel", LATE_KERNELS)
-def test_an_update_applied_before_its_values_were_known_is_reported_so(
+def test_the_report_states_if_an_update_was_applied_before_its_values_were_known(
     kernel: str, server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
-    words = [*BASE, "task.fault=module", f"optimizer.kernel={kernel}"]
-    error = checked(server.run(words, tmp_path, {}, LATE), tmp_path / "outputs/mine", Fault("", LATE_KERNELS[kernel]))
+    args = [*BASE, "task.fault=module", f"optimizer.kernel={kernel}"]
+    error = checked(server.run(args, tmp_path, {}, LATE), tmp_path / "outputs/mine", Fault("", LATE_KERNELS[kernel]))
     assert error["place"]["update"] == 12
     assert ("optimizer.kernel=fused" in error["fix"]) == (kernel == "foreach")
     tally.tried += 1
@@ -172,10 +172,10 @@ def test_an_update_applied_before_its_values_were_known_is_reported_so(
 def test_an_update_that_is_skipped_leaves_no_trace_in_batch_normalization(
     server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
-    words = [*BASE, "precision=fp16", "log_every=1"]
-    words[2] = str(TASK.with_name("task_of_norms.py"))
-    ended = server.run(words, tmp_path)
-    assert ended.code == 0, ended.err
+    args = [*BASE, "precision=fp16", "log_every=1"]
+    args[2] = str(TASK.with_name("task_of_norms.py"))
+    result = server.run(args, tmp_path)
+    assert result.code == 0, result.err
     run_dir = tmp_path / "outputs" / "mine"
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert max(row.get("precision/skipped_updates", 0) for row in rows) >= 1, "the case is real"
@@ -186,10 +186,10 @@ def test_an_update_that_is_skipped_leaves_no_trace_in_batch_normalization(
 
 
 def test_statistics_that_stopped_being_finite_are_not_saved(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
-    words = [*BASE, "task.large=0", "task.breaks_at=12"]
-    words[2] = str(TASK.with_name("task_of_norms.py"))
+    args = [*BASE, "task.large=0", "task.breaks_at=12"]
+    args[2] = str(TASK.with_name("task_of_norms.py"))
     cause = "not finite, and therefore not saved: 1.running_var"
-    checked(server.run(words, tmp_path), tmp_path / "outputs" / "mine", Fault("", cause))
+    checked(server.run(args, tmp_path), tmp_path / "outputs" / "mine", Fault("", cause))
     tally.tried += 1
 
 
@@ -202,8 +202,8 @@ def test_the_same_command_succeeds_once_the_fault_is_fixed(server: ForkServer, t
         folder.mkdir()
     assert run(server, whole, "task.fault=module", MENDED="1").code == 0
     run(server, broken, "task.fault=module")
-    told = json.loads((broken / "outputs" / "mine" / "error.json").read_text())
-    assert (told["last_checkpoint"], told["updates_repeated"]) == ("update-0000000010", 1)
+    messages = json.loads((broken / "outputs" / "mine" / "error.json").read_text())
+    assert (messages["last_checkpoint"], messages["updates_repeated"]) == ("update-0000000010", 1)
     again = run(server, broken, "task.fault=module", MENDED="1")
     assert again.code == 0, again.err
     assert "resumes at update 10" in again.out
@@ -223,9 +223,9 @@ WITH_RANKS = [("module", "rank 0: first in the output of middle ("), ("samples",
 def test_ranks_stop_together_and_the_rank_is_named(
     strategy: str, fault: str, cause: str, server: ForkServer, tmp_path: Path, tally: Tally
 ) -> None:
-    words = f"task.fault={fault} parallelism={strategy} parallelism.world_size=2 parallelism.timeout_s=60"
-    ended = run(server, tmp_path, words)
-    error = checked(ended, tmp_path / "outputs" / "mine", Fault(words, cause, saved=-1))
+    args = f"task.fault={fault} parallelism={strategy} parallelism.world_size=2 parallelism.timeout_s=60"
+    result = run(server, tmp_path, args)
+    error = checked(result, tmp_path / "outputs" / "mine", Fault(args, cause, saved=-1))
     assert re.search(r"at update \d+: rank [01]: ", error["cause"]), error["cause"]
     tally.tried += 1
 
@@ -239,8 +239,8 @@ STAGES = {
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", STAGES)
 def test_the_samples_of_a_pipeline_are_searched(fault: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
-    words = f"task.fault={fault} parallelism=pipeline parallelism.world_size=2 parallelism.timeout_s=60"
-    checked(run(server, tmp_path, words), tmp_path / "outputs" / "mine", Fault(words, STAGES[fault], saved=-1))
+    args = f"task.fault={fault} parallelism=pipeline parallelism.world_size=2 parallelism.timeout_s=60"
+    checked(run(server, tmp_path, args), tmp_path / "outputs" / "mine", Fault(args, STAGES[fault], saved=-1))
     tally.tried += 1
 
 

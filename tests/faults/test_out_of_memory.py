@@ -67,18 +67,18 @@ class Course:
 
 
 @lru_cache(maxsize=64)
-def composed(words: tuple[str, ...]) -> Configuration:
+def composed(args: tuple[str, ...]) -> Configuration:
     for name in IMPORTED:  # once, before any fork
         importlib.import_module(name)
-    return compose(Request(words, TASK))
+    return compose(Request(args, TASK))
 
 
 def trained(
     course: Course, *shortages: Shortage, begins_with: tuple[ReducedMicroBatch, ...] = (), more: tuple[str, ...] = ()
 ) -> list[dict[str, Any]]:
     """Train, and return for each rank digests of its state, its rows, its messages and the reduced micro-batches."""
-    words = (*course.words(), *more)
-    configuration = composed(words)
+    args = (*course.words(), *more)
+    configuration = composed(args)
 
     with tempfile.TemporaryDirectory() as folder:
         run = Path(folder) / "outputs" / "mine"
@@ -93,7 +93,7 @@ def trained(
             with short(*shortages), warnings.catch_warnings():
                 warnings.filterwarnings("ignore", "The .grad attribute", UserWarning)  # dynamo reads this attribute
                 warnings.filterwarnings("ignore", "`torch.jit", DeprecationWarning)  # from an import of inductor
-                return _made(Request(words, TASK), world, run, shortages)
+                return _made(Request(args, TASK), world, run, shortages)
 
         return run_ranks(one, course.ranks, limit_s=120.0)
 
@@ -161,9 +161,9 @@ class Cell:
 
     def __str__(self) -> str:
         course, there = self.course, self.shortage
-        words = [there.place, f"above {there.limit}", f"at {there.at}", course.precision, f"x{course.accumulation}"]
-        words += [f"rank {there.rank} of {course.ranks}"] if course.ranks > 1 else []
-        return " ".join([*words, *(["compiled"] if course.is_compiled else []), *(["host"] if there.on_host else [])])
+        args = [there.place, f"above {there.limit}", f"at {there.at}", course.precision, f"x{course.accumulation}"]
+        args += [f"rank {there.rank} of {course.ranks}"] if course.ranks > 1 else []
+        return " ".join([*args, *(["compiled"] if course.is_compiled else []), *(["host"] if there.on_host else [])])
 
 
 def cells() -> Iterator[Cell]:
@@ -200,21 +200,21 @@ def chosen() -> list[Cell]:
 def test_the_update_equals_that_of_a_run_with_smaller_micro_batches(cell: Cell, tally: Tally) -> None:
     tally.tried += 1
     shortage = replace(cell.shortage, struck=[])
-    found = trained(cell.course, shortage)
-    struck = found[shortage.rank]["struck"][0]
-    assert struck, f"it was to strike; {found[shortage.rank]['error']}"
+    result = trained(cell.course, shortage)
+    struck = result[shortage.rank]["struck"][0]
+    assert struck, f"it was to strike; {result[shortage.rank]['error']}"
     size = until(shortage.limit, struck[0])  # on two ranks, the third update is smaller
     wanted = trained(cell.course, begins_with=began_so(cell.course, shortage, size))
-    for rank, (there, reference) in enumerate(zip(found, wanted, strict=True)):
+    for rank, (there, reference) in enumerate(zip(result, wanted, strict=True)):
         assert there["error"] is None, (rank, there["error"])
         assert there["state"] == reference["state"], rank
         assert there["rows"] == reference["rows"]
-    assert [update for update, _ in found[0]["rows"]] == [1, 2, 3, 4, 5], "each update once"
-    rows = [row for row in found[0]["remembered"] if row["use"] == "training"]  # an evaluation is compiled, too
+    assert [update for update, _ in result[0]["rows"]] == [1, 2, 3, 4, 5], "each update once"
+    rows = [row for row in result[0]["remembered"] if row["use"] == "training"]  # an evaluation is compiled, too
     (last,) = rows[-1:]
     assert (last["size"], last["update"], last["rank"]) == (size, shortage.at, shortage.rank)
-    assert found[0]["said"].count(f"in update {shortage.at + 1}") == len(rows)
-    assert found[0]["files"] == ["memory.txt" if cell.course.ranks == 1 else f"memory-rank{shortage.rank}.txt"]
+    assert result[0]["said"].count(f"in update {shortage.at + 1}") == len(rows)
+    assert result[0]["files"] == ["memory.txt" if cell.course.ranks == 1 else f"memory-rank{shortage.rank}.txt"]
 
 
 # ---------------------------------------------------------------- tests with one cell each
@@ -270,29 +270,29 @@ def usual() -> list[dict[str, Any]]:
 def test_a_failed_step_without_changes_is_repeated(kernel: str) -> None:
     """Memory is available again once caches are released: no rank reduces its micro-batches."""
     course = Course(2, more=(f"optimizer.kernel={kernel}",))
-    found = trained(course, Shortage("optimizer", 4, at=1, rank=1, times=1))
+    result = trained(course, Shortage("optimizer", 4, at=1, rank=1, times=1))
     wanted = trained(course)
-    assert [there["state"] for there in found] == [there["state"] for there in wanted]
-    assert found[1]["struck"] == [[MICRO]]
-    assert not found[0]["remembered"]
+    assert [there["state"] for there in result] == [there["state"] for there in wanted]
+    assert result[1]["struck"] == [[MICRO]]
+    assert not result[0]["remembered"]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_two_ranks_may_be_out_of_memory_in_one_update(where: str) -> None:
     course = Course(2, accumulation=4)
-    found = trained(course, Shortage(where, 4, rank=0), Shortage("forward", 2, rank=1))
+    result = trained(course, Shortage(where, 4, rank=0), Shortage("forward", 2, rank=1))
     rows = (ReducedMicroBatch("train", 0, 0, 4, MICRO, 2), ReducedMicroBatch("train", 0, 1, 2, MICRO, 2))
-    assert [there["state"] for there in found] == [there["state"] for there in trained(course, begins_with=rows)]
+    assert [there["state"] for there in result] == [there["state"] for there in trained(course, begins_with=rows)]
 
 
-def test_one_rank_may_be_out_of_memory_while_another_is_a_step_behind() -> None:
+def test_one_rank_may_run_out_of_memory_while_another_is_one_update_behind() -> None:
     """With unequal shares, too: micro-batches of 6 are halved to 3, those of 10 stay."""
     course = Course(2, micro=10, more=("parallelism.shares=[10,6]",))
-    found = trained(course, Shortage("backward", 4, at=3, rank=1), Shortage("optimizer", 4, at=2, rank=0, times=1))
+    result = trained(course, Shortage("backward", 4, at=3, rank=1), Shortage("optimizer", 4, at=2, rank=0, times=1))
     wanted = trained(course, begins_with=(ReducedMicroBatch("train", 3, 1, 3, 10, 2),))
-    assert [there["state"] for there in found] == [there["state"] for there in wanted]
-    assert [there["struck"] for there in found] == [[[], [8]], [[6], []]]
+    assert [there["state"] for there in result] == [there["state"] for there in wanted]
+    assert [there["struck"] for there in result] == [[[], [8]], [[6], []]]
 
 
 def test_ranks_in_lockstep_use_the_smallest_micro_batch() -> None:
@@ -303,25 +303,25 @@ def test_ranks_in_lockstep_use_the_smallest_micro_batch() -> None:
         ReducedMicroBatch("train", 0, 1, 4, MICRO, 2, "evaluation"),
     )
     of_all = tuple(replace(row, rank=None) for row in of_one)
-    found, wanted = trained(course, begins_with=of_one), trained(course, begins_with=of_all)
-    assert [there["error"] for there in found] == [None, None]
-    assert [there["state"] for there in found] == [there["state"] for there in wanted]
+    result, wanted = trained(course, begins_with=of_one), trained(course, begins_with=of_all)
+    assert [there["error"] for there in result] == [None, None]
+    assert [there["state"] for there in result] == [there["state"] for there in wanted]
 
 
 def test_a_model_with_constant_buffers_continues_too() -> None:
     """Like most models: after the first update has shown that buffers are constant, no copies are kept."""
     course, shortage = Course(more=("task.plain=true",)), Shortage("backward", 4, at=3)
-    (found,) = trained(course, shortage)
+    (result,) = trained(course, shortage)
     (wanted,) = trained(course, begins_with=began_so(course, shortage, 4))
-    assert (found["error"], found["state"]) == (None, wanted["state"])
+    assert (result["error"], result["state"]) == (None, wanted["state"])
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("library", "wanted"), [("torch", "8 GiB"), ("numpy", "16 GiB"), ("Python", "MemoryError")])
 def test_allocation_failures_are_recognized_by_their_messages(library: str, wanted: str) -> None:
-    (found,) = trained(Course(), Limited("backward", 4, at=2, library=library))
-    assert (found["error"], found["state"]) == (None, of_four()[0]["state"])
-    assert f"update 3 (backward): {wanted}" in found["said"]
+    (result,) = trained(Course(), Limited("backward", 4, at=2, library=library))
+    assert (result["error"], result["state"]) == (None, of_four()[0]["state"])
+    assert f"update 3 (backward): {wanted}" in result["said"]
 
 
 @lru_cache(maxsize=1)
@@ -335,27 +335,27 @@ def of_four() -> list[dict[str, Any]]:
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_compiled_code_has_the_same_update(ranks: int, where: str, at: int, tally: Tally) -> None:
     course, shortage = Course(ranks, is_compiled=True, backend="inductor"), Shortage(where, 4, at, ranks - 1)
-    found = trained(course, shortage)
-    size = until(4, found[ranks - 1]["struck"][0][0])  # on two ranks, the third update is smaller
+    result = trained(course, shortage)
+    size = until(4, result[ranks - 1]["struck"][0][0])  # on two ranks, the third update is smaller
     wanted = trained(course, begins_with=began_so(course, shortage, size))
     tally.tried += 1
-    assert [there["state"] for there in found] == [there["state"] for there in wanted]
+    assert [there["state"] for there in result] == [there["state"] for there in wanted]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_single_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks: int) -> None:
-    found = trained(Course(ranks), Shortage("backward", 0, at=1, rank=ranks - 1))
-    error = found[-1]["error"]
+    result = trained(Course(ranks), Shortage("backward", 0, at=1, rank=ranks - 1))
+    error = result[-1]["error"]
     assert error[:2] == ["DeviceMemoryError", 80]
-    for words in ("1.00 MiB requested", "for a micro-batch of 1 samples", "update 2 of phase train, backward", "1. "):
-        assert words.replace("1.00", "1") in error[2], error[2]
-    assert found[-1]["files"] == ["memory.txt" if ranks == 1 else "memory-rank1.txt"]
-    assert [there["update"] for there in found] == [1] * ranks
-    assert not found[-1]["remembered"], "smaller passes did not help: once it is mended it goes on as it began"
+    for args in ("1.00 MiB requested", "for a micro-batch of 1 samples", "update 2 of phase train, backward", "1. "):
+        assert args.replace("1.00", "1") in error[2], error[2]
+    assert result[-1]["files"] == ["memory.txt" if ranks == 1 else "memory-rank1.txt"]
+    assert [there["update"] for there in result] == [1] * ranks
+    assert not result[-1]["remembered"], "smaller passes did not help: once it is mended it goes on as it began"
     if ranks == 2:
-        assert found[0]["error"][0] == "RankLost"
-        assert "rank 1" in found[0]["error"][2]
+        assert result[0]["error"][0] == "RankLost"
+        assert "rank 1" in result[0]["error"][2]
 
 
 def test_the_time_of_a_retry_does_not_count_as_waiting_for_data() -> None:
@@ -370,39 +370,39 @@ def test_host_out_of_memory_is_exit_81() -> None:
 
 
 def test_on_oom_stop_ends_the_run() -> None:
-    found = trained(Course(more=("on_oom=stop",)), Shortage("forward", 4))
-    assert found[0]["error"][:2] == ["DeviceMemoryError", 80]
-    assert found[0]["struck"] == [[MICRO]]
-    assert "micro_batch_size=4" in found[0]["error"][2]
-    assert not found[0]["remembered"]
+    result = trained(Course(more=("on_oom=stop",)), Shortage("forward", 4))
+    assert result[0]["error"][:2] == ["DeviceMemoryError", 80]
+    assert result[0]["struck"] == [[MICRO]]
+    assert "micro_batch_size=4" in result[0]["error"][2]
+    assert not result[0]["remembered"]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("what", ["weight", "buffer"])
 def test_unrestorable_state_is_reported_and_the_run_returns_to_its_checkpoint(what: str) -> None:
     """A pass changes state that no earlier one changed: the update cannot be repeated in place."""
-    found = trained(Course(more=(f"task.changes={what}",)), Shortage("backward", 4, at=3))[0]
-    assert found["error"][:2] == ["DeviceMemoryError", 80]
-    assert "micro-batches of 4" in found["error"][2]
-    assert found["remembered"] == [vars(ReducedMicroBatch("train", 3, 0, 4, MICRO, 1, in_place=False))]
+    result = trained(Course(more=(f"task.changes={what}",)), Shortage("backward", 4, at=3))[0]
+    assert result["error"][:2] == ["DeviceMemoryError", 80]
+    assert "micro-batches of 4" in result["error"][2]
+    assert result["remembered"] == [vars(ReducedMicroBatch("train", 3, 0, 4, MICRO, 1, in_place=False))]
 
 
-def test_memory_that_cannot_be_made_up_for_names_the_line_of_the_task() -> None:
-    found = trained(Course(more=("task.changes=weight",)), Shortage("forward", 4, at=3))[0]
-    assert found["error"][:2] == ["DeviceMemoryError", 80]
-    assert "raise torch.OutOfMemoryError" in found["problem"]["fix"].splitlines()[-1]
+def test_an_unrecoverable_out_of_memory_error_names_the_line_of_the_task() -> None:
+    result = trained(Course(more=("task.changes=weight",)), Shortage("forward", 4, at=3))[0]
+    assert result["error"][:2] == ["DeviceMemoryError", 80]
+    assert "raise torch.OutOfMemoryError" in result["problem"]["fix"].splitlines()[-1]
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_an_evaluation_continues_with_smaller_batches(ranks: int) -> None:
-    found = trained(Course(ranks), Shortage("evaluation", 4, rank=ranks - 1))
+    result = trained(Course(ranks), Shortage("evaluation", 4, rank=ranks - 1))
     wanted = trained(Course(ranks))
-    assert [there["state"] for there in found] == [there["state"] for there in wanted]
-    assert found[0]["metrics"][0]["val/loss"] == pytest.approx(wanted[0]["metrics"][0]["val/loss"], rel=1e-6)
+    assert [there["state"] for there in result] == [there["state"] for there in wanted]
+    assert result[0]["metrics"][0]["val/loss"] == pytest.approx(wanted[0]["metrics"][0]["val/loss"], rel=1e-6)
     row = vars(ReducedMicroBatch("train", UPDATES, ranks - 1, 4, MICRO, ranks, "evaluation"))
-    assert found[0]["remembered"] == [row]
-    assert "4 samples instead of 8" in found[0]["said"]
+    assert result[0]["remembered"] == [row]
+    assert "4 samples instead of 8" in result[0]["said"]
 
 
 # ---------------------------------------------------------------- complete runs that resume from a checkpoint
@@ -419,11 +419,11 @@ there.kept.__enter__()
 
 
 def whole(
-    server: ForkServer, folder: Path, *words: str, before: Callable[[], str] = lambda: "", **fields: Any
+    server: ForkServer, folder: Path, *args: str, before: Callable[[], str] = lambda: "", **fields: Any
 ) -> tuple[int, str, str]:
     plant = PLANT.format(fields=fields) if fields else ""
-    ended = server.run([*WHOLE, *words], folder, before=plant + before())
-    return ended.code, ended.out, ended.err
+    result = server.run([*WHOLE, *args], folder, before=plant + before())
+    return result.code, result.out, result.err
 
 
 def learned(folder: Path) -> bytes:
@@ -460,10 +460,10 @@ def test_ranks_that_cannot_agree_restart_with_smaller_micro_batches(
 ) -> None:
     """Collectives run inside of forward passes, or other ranks have already applied the update."""
     place = "optimizer" if name == "the step of one rank" else "forward"
-    code, _, said = whole(server, tmp_path, *STRATEGIES[name], place=place, limit=4, at=3, rank=1)
-    assert code == 0, said
+    code, _, messages = whole(server, tmp_path, *STRATEGIES[name], place=place, limit=4, at=3, rank=1)
+    assert code == 0, messages
     assert kinds_in(tmp_path).count("resume") == 1
-    assert "8 MiB" in said or place == "optimizer"
+    assert "8 MiB" in messages or place == "optimizer"
     assert updates_in(tmp_path) == [1, 2, 3, 4, 5, 6]
     (row,) = oom_history.read_reductions(tmp_path / "outputs/mine")
     assert (row.size, row.update, row.rank) == (4, 3, 1 if place == "optimizer" else None)
@@ -479,15 +479,15 @@ def test_the_same_command_resumes_with_smaller_micro_batches_and_reports_it(
     kill += "def again(update):\n    begins(update)\n"
     kill += "    if any(each.struck for each in s.planted):\n        s.begins = begins\n"
     kill += f"        os.kill(os.getpid(), signal.{name})\ns.begins = again\n"
-    code, out, said = whole(
+    code, out, messages = whole(
         server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2, before=lambda: kill
     )
-    assert code == code_at_end, said
+    assert code == code_at_end, messages
     assert updates_in(tmp_path) == made
     known = oom_history.read_reductions(tmp_path / "outputs/mine")
     assert [row.size for row in known] == [4]
-    code, out, said = whole(server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2)
-    assert code == 0, said
+    code, out, messages = whole(server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2)
+    assert code == 0, messages
     assert "4 samples instead of 8" in out
     assert oom_history.read_reductions(tmp_path / "outputs/mine") == known, "memory ran out once more"
     other = tmp_path / "other"
@@ -498,23 +498,23 @@ def test_the_same_command_resumes_with_smaller_micro_batches_and_reports_it(
 
 def test_a_data_worker_that_runs_out_of_memory_gets_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
     fields = {"place": "reading", "limit": 4, "at": 0, "on_host": True}
-    code, out, said = whole(server, tmp_path, "micro_batch_size=8", "dataloader.num_workers=1", **fields)
-    assert code == 0, said
+    code, out, messages = whole(server, tmp_path, "micro_batch_size=8", "dataloader.num_workers=1", **fields)
+    assert code == 0, messages
     assert "update 1 (reading): " in out
     assert "4 micro-batches of 4" in out
     assert updates_in(tmp_path) == [1, 2, 3, 4, 5, 6]
 
 
 def test_a_fit_out_of_memory_is_repeated_with_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
-    code, _, said = whole(server, tmp_path, "micro_batch_size=8", "phases=[train,mean]", place="fit", limit=4, at=0)
-    assert code == 0, said
+    code, _, messages = whole(server, tmp_path, "micro_batch_size=8", "phases=[train,mean]", place="fit", limit=4, at=0)
+    assert code == 0, messages
     assert [row.phase for row in oom_history.read_reductions(tmp_path / "outputs/mine")] == ["mean"]
 
 
 def test_predictions_are_computed_in_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
     assert whole(server, tmp_path)[0] == 0
     plant = PLANT.format(fields={"place": "predict", "limit": 2})
-    ended = server.run("inference run=mine device=cpu monitor=off", tmp_path, before=plant)
-    assert ended.code == 0, ended.err
-    assert "batch_size=3" in ended.err
+    result = server.run("inference run=mine device=cpu monitor=off", tmp_path, before=plant)
+    assert result.code == 0, result.err
+    assert "batch_size=3" in result.err
     assert len(list((tmp_path / "outputs/mine/predictions").glob("[0-9].txt"))) == 6

@@ -84,8 +84,8 @@ def curves(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Call
         if (strategy, size) not in known:
             folder = tmp_path_factory.mktemp("curve")
             (folder / "task.py").write_text(TASK)
-            ended = server.run(line("whole", strategy, size), folder)
-            assert ended.code == 0, ended.err
+            result = server.run(line("whole", strategy, size), folder)
+            assert result.code == 0, result.err
             known[strategy, size] = rows(folder, "whole")
         return known[strategy, size]
 
@@ -97,11 +97,11 @@ def line(run: str, strategy: str, size: int) -> str:
 
 
 def rows(folder: Path, run: str) -> dict[str, float]:
-    found: dict[str, float] = {}
+    result: dict[str, float] = {}
     for text in (folder / "outputs" / run / "metrics.jsonl").read_text().splitlines():
         row = json.loads(text)
-        found |= {f"{row['update']} {name}": row[name] for name in ("train/loss", "val/loss") if name in row}
-    return found
+        result |= {f"{row['update']} {name}": row[name] for name in ("train/loss", "val/loss") if name in row}
+    return result
 
 
 def processes(word: str) -> list[int]:
@@ -132,61 +132,64 @@ def test_ranks(
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "task.py").write_text(TASK)
-        words = f"{line(f'{fault}{number}', strategy, size)} task.fault={fault} task.rank={rank} task.at={at}"
-        words += SHORT_LIMITS if fault in HANGS else ""
-        code = _one(fault, words, rank, size, at, folder, server, curves(strategy, size))
+        args = f"{line(f'{fault}{number}', strategy, size)} task.fault={fault} task.rank={rank} task.at={at}"
+        args += SHORT_LIMITS if fault in HANGS else ""
+        code = _one(fault, args, rank, size, at, folder, server, curves(strategy, size))
         tally.tried += 1
         tally.notes[f"ended_{code}"] = int(tally.notes.get(f"ended_{code}", 0)) + 1
 
 
 def _one(
-    fault: str, words: str, rank: int, size: int, at: int, folder: Path, server: ForkServer, whole: dict[str, float]
+    fault: str, args: str, rank: int, size: int, at: int, folder: Path, server: ForkServer, whole: dict[str, float]
 ) -> int:
     """Inject one fault, check the outcome, and return the exit code.
 
     tests/engine/test_watchdog.py tests with a virtual clock how soon a missing rank is noticed.
     """
-    run = next(word for word in words.split() if word.startswith("run=")).removeprefix("run=")
-    server.start(words.split(), folder, {"TMPDIR": str(folder)})
-    ended = server.wait()
-    told = f"{words}\n{ended.code}\n{ended.err}"
-    codes, said = FAULTS[fault]
-    assert ended.code in codes, told
-    _leaves_nothing(run, folder, told)
+    run = next(word for word in args.split() if word.startswith("run=")).removeprefix("run=")
+    server.start(args.split(), folder, {"TMPDIR": str(folder)})
+    result = server.wait()
+    messages = f"{args}\n{result.code}\n{result.err}"
+    codes, output = FAULTS[fault]
+    assert result.code in codes, messages
+    _leaves_nothing(run, folder, messages)
     if fault != "slow":
-        hangs = fault in HANGS and ended.code == 83
-        assert f"rank {rank} of {size}" in ended.err or fault in ("raise", "collective"), told
-        for text in said:
-            assert text.format(rank=rank, size=size) in ended.err, told
-        assert "Traceback" not in ended.err, told
-        assert len(ended.err.splitlines()) < 40, told
+        hangs = fault in HANGS and result.code == 83
+        assert f"rank {rank} of {size}" in result.err or fault in ("raise", "collective"), messages
+        for text in output:
+            assert text.format(rank=rank, size=size) in result.err, messages
+        assert "Traceback" not in result.err, messages
+        assert len(result.err.splitlines()) < 40, messages
         error = json.loads((folder / "outputs" / run / "error.json").read_text())
-        assert error["exit_code"] == ended.code, told
+        assert error["exit_code"] == result.code, messages
         if fault in ("kill", "exit", "stop"):
-            assert error["reached"] == at, told
-            assert error["place"]["rank"] == rank, told
+            assert error["reached"] == at, messages
+            assert error["place"]["rank"] == rank, messages
         if hangs:
-            _shows_the_stacks(folder / "outputs" / run / "stacks.txt", size, told)
-        _goes_on(server.run(words, folder), told)
-    found = rows(folder, run)
-    assert found == whole, (told, {key: (found.get(key), whole[key]) for key in whole if found.get(key) != whole[key]})
-    return ended.code
+            _shows_the_stacks(folder / "outputs" / run / "stacks.txt", size, messages)
+        _goes_on(server.run(args, folder), messages)
+    actual = rows(folder, run)
+    assert actual == whole, (
+        messages,
+        {key: (actual.get(key), whole[key]) for key in whole if actual.get(key) != whole[key]},
+    )
+    return result.code
 
 
-def _goes_on(ended: Ended, told: str) -> None:
-    assert ended.code == 0, (told, ended.err)
+def _goes_on(result: Ended, messages: str) -> None:
+    assert result.code == 0, (messages, result.err)
 
 
-def _leaves_nothing(run: str, folder: Path, told: str) -> None:
-    wait_until(lambda: not processes(f"run={run}"), f"no process is left of {told}")
+def _leaves_nothing(run: str, folder: Path, messages: str) -> None:
+    wait_until(lambda: not processes(f"run={run}"), f"no process is left of {messages}")
     allowed = {"task.py", "once", "outputs", ".out", ".err", "__pycache__"}  # __pycache__ is of task.py
-    assert {path.name for path in folder.iterdir()} <= allowed, told
+    assert {path.name for path in folder.iterdir()} <= allowed, messages
 
 
-def _shows_the_stacks(path: Path, size: int, told: str) -> None:
+def _shows_the_stacks(path: Path, size: int, messages: str) -> None:
     text = path.read_text()
     for rank in range(size):
-        assert f"==== rank {rank} of {size}" in text, told
+        assert f"==== rank {rank} of {size}" in text, messages
 
 
 @pytest.mark.long  # three new interpreters that import torch
@@ -200,17 +203,17 @@ def test_ranks_of_torchrun(tmp_path: Path, seed: int, amount: Callable[[int, int
         (folder / "task.py").write_text(
             TASK.replace('if self.fault == "stop": os.kill', "threading.Event().wait(); os.kill")
         )
-        words = f"{BASE}{SHORT_LIMITS} parallelism=ddp task.fault=stop task.rank={rank} task.at={at}"
-        words = words.replace("RUN", "r").split()
+        args = f"{BASE}{SHORT_LIMITS} parallelism=ddp task.fault=stop task.rank={rank} task.at={at}"
+        args = args.replace("RUN", "r").split()
         start = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner"]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
-            [sys.executable, "-m", *start, *words],
+            [sys.executable, "-m", *start, *args],
             cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
         )  # fmt: skip
-        told = f"{words}\n{done.stderr}"
-        assert f"accel-run: rank {rank} of 2: task.py:" in done.stderr, told
-        assert re.search(rf"rank +: {rank} .*\n +exitcode +: 83 ", done.stderr), told
+        messages = f"{args}\n{done.stderr}"
+        assert f"accel-run: rank {rank} of 2: task.py:" in done.stderr, messages
+        assert re.search(rf"rank +: {rank} .*\n +exitcode +: 83 ", done.stderr), messages
         name = f"stacks-rank{rank}.txt" if rank else "stacks.txt"
-        assert "begin_update" in (folder / "outputs/r" / name).read_text(), told
+        assert "begin_update" in (folder / "outputs/r" / name).read_text(), messages
         tally.tried += 1

@@ -77,8 +77,8 @@ class Matrix:
         words = (cell["phases"], *cell.course())
         if words not in self.references:
             folder = self.fresh()
-            ended = self.attempt(cell, folder, cell.course(), {})
-            assert ended.code == 0, f"the reference ended with {ended.code}: {ended.err}"
+            result = self.attempt(cell, folder, cell.course(), {})
+            assert result.code == 0, f"the reference ended with {result.code}: {result.err}"
             self.references[words] = result_of(folder)
         return self.references[words]
 
@@ -94,29 +94,29 @@ class Matrix:
         newest = ""
         for number, fault in enumerate(faults(cell, wanted.phases, rng) if ends is None else ends):
             num_events = len(events_of(folder))
-            ended = self.attempt(cell, folder, [*cell.course(), *cell.mechanics(number)], fault)
+            result = self.attempt(cell, folder, [*cell.course(), *cell.mechanics(number)], fault)
             newest = self.later(folder, newest, num_events)
-            if ended.code:
+            if result.code:
                 self.num_ended += 1
                 self.cells_ended.add(cell)
                 self.cells_gone_on |= {cell} if newest else set()
             else:
                 self.num_missed += 1
             codes = (0, EXIT_CODES[fault["by"]])
-            assert ended.code in codes, f"{fault}: ended with {ended.code}, not {codes}: {ended.err}"
+            assert result.code in codes, f"{fault}: ended with {result.code}, not {codes}: {result.err}"
             # Orphaned workers may print tracebacks before they notice that their process was killed.
-            assert fault["by"] in ("SIGKILL", "rank") or "Traceback" not in ended.err, f"{fault}: {ended.err}"
+            assert fault["by"] in ("SIGKILL", "rank") or "Traceback" not in result.err, f"{fault}: {result.err}"
         words = replaced([*cell.course(), *cell.mechanics(9)], cell.changed())
         num_events = len(events_of(folder))
-        ended = self.attempt(cell, folder, words, {"at": broken} if broken else {})
-        assert ended.code == 0, f"going on ended with {ended.code}: {ended.err}"
+        result = self.attempt(cell, folder, words, {"at": broken} if broken else {})
+        assert result.code == 0, f"going on ended with {result.code}: {result.err}"
         self.later(folder, newest, num_events)
-        found = result_of(folder)
+        actual = result_of(folder)
         if cell.is_exact:
-            differences = list(differs(found, wanted, keeps_best=cell.keeps_best))
+            differences = list(differs(actual, wanted, keeps_best=cell.keeps_best))
         else:
-            self.largest = max(self.largest, distance(found, wanted))
-            differences = [f"distance {distance(found, wanted):.2g}"] if distance(found, wanted) > TOLERANCE else []
+            self.largest = max(self.largest, distance(actual, wanted))
+            differences = [f"distance {distance(actual, wanted):.2g}"] if distance(actual, wanted) > TOLERANCE else []
         assert not differences, "; ".join(differences[: int(os.environ.get("ACCEL_RUN_SHOWN", "6"))])
 
     def later(self, folder: Path, newest: str, num_events: int) -> str:
@@ -129,21 +129,21 @@ class Matrix:
         """
         begun = [row for row in events_of(folder)[num_events:] if row["kind"] in ("start", "resume")]
         # A process that is killed early records nothing. Ranks may outlive their launcher and save another checkpoint.
-        told = begun[0].get("checkpoint", "update 0") if begun else newest
-        assert not newest or told >= newest, f"{newest} was on disk, but the run went on from {told}"
+        messages = begun[0].get("checkpoint", "update 0") if begun else newest
+        assert not newest or messages >= newest, f"{newest} was on disk, but the run went on from {messages}"
         path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
-        found = path.name if path else ""
-        assert found >= newest, f"{newest} was on disk, but {found or 'nothing'} is"
-        return found
+        result = path.name if path else ""
+        assert result >= newest, f"{newest} was on disk, but {result or 'nothing'} is"
+        return result
 
     def has_shown_enough(self, num_cells: int) -> None:
         """Assert that enough cells were interrupted, and that enough of them resumed from a checkpoint.
 
         If there are only a few cells, one is enough, because a fraction would depend on chance.
         """
-        ended, gone_on = len(self.cells_ended), len(self.cells_gone_on)
+        result, gone_on = len(self.cells_ended), len(self.cells_gone_on)
         least_ended, least_gone_on = (share * num_cells if num_cells >= MANY else 1 for share in SHARES)
-        assert ended >= least_ended, f"only {ended} of {num_cells} cells were ended on the way"
+        assert result >= least_ended, f"only {result} of {num_cells} cells were ended on the way"
         assert gone_on >= least_gone_on, f"only {gone_on} of {num_cells} cells went on from a checkpoint"
 
     def attempt(self, cell: Cell, folder: Path, words: list[str], fault: dict[str, Any]) -> Ended:
@@ -153,8 +153,8 @@ class Matrix:
 
         def free() -> Ended | None:
             self.num_runs += 1
-            ended = self.server.run(line, folder, env)
-            return ended if ended.code != Exit.IN_USE else None
+            result = self.server.run(line, folder, env)
+            return result if result.code != Exit.IN_USE else None
 
         return wait_until(free, "ranks of the run before let its directory go")  # type: ignore[return-value]
 
@@ -252,47 +252,47 @@ def events_of(folder: Path) -> list[dict[str, Any]]:
 
 def bad_samples(events: Path) -> list[tuple[str, int, int]]:
     """Return (phase, update, index) of each skipped sample. If an update was repeated, only the last time counts."""
-    found: list[tuple[str, int, int]] = []
+    result: list[tuple[str, int, int]] = []
     phase = ""
     for line in events.read_text().splitlines():
         event = json.loads(line)
         if event["kind"] == "start":
-            found.clear()
+            result.clear()
         elif event["kind"] == "phase":
             phase, update = event["phase"], event["update"]
-            found = [row for row in found if row[0] != phase or row[1] <= update]
+            result = [row for row in result if row[0] != phase or row[1] <= update]
         elif event["kind"] == "bad sample":
-            found.append((phase, event["update"], event["index"]))
-    return sorted(found)
+            result.append((phase, event["update"], event["index"]))
+    return sorted(result)
 
 
-def differs(found: Result, wanted: Result, *, keeps_best: bool = False) -> Iterator[str]:
+def differs(actual: Result, wanted: Result, *, keeps_best: bool = False) -> Iterator[str]:
     """Yield a description of each difference between two results that must be bitwise equal."""
-    if found.last.update != wanted.last.update:
-        yield f"ended at update {found.last.update}, not {wanted.last.update}"
-    if set(found.last.stems) != set(wanted.last.stems):
-        yield f"files {found.last.stems}, not {wanted.last.stems}"
+    if actual.last.update != wanted.last.update:
+        yield f"ended at update {actual.last.update}, not {wanted.last.update}"
+    if set(actual.last.stems) != set(wanted.last.stems):
+        yield f"files {actual.last.stems}, not {wanted.last.stems}"
         return
     for stem in wanted.last.stems:
-        mine, theirs = found.tensors[stem], wanted.tensors[stem]
+        mine, theirs = actual.tensors[stem], wanted.tensors[stem]
         if mine.keys() != theirs.keys():
             yield f"{stem} has {sorted(mine.keys() ^ theirs.keys())} on one side only"
             continue
         for name, tensor in theirs.items():
             if not torch.equal(mine[name], tensor):
                 yield f"{stem}/{name} differs"
-    mine_state, their_state = (comparable(result.last.state, keeps_best=keeps_best) for result in (found, wanted))
+    mine_state, their_state = (comparable(result.last.state, keeps_best=keeps_best) for result in (actual, wanted))
     for key in sorted(mine_state.keys() | their_state.keys()):
         if mine_state.get(key) != their_state.get(key):
             yield f"state {where_differs(key, mine_state.get(key), their_state.get(key))}"
-    if [*updates_of(found.rows)] != [*updates_of(wanted.rows)]:
-        yield f"rows of {[*updates_of(found.rows)]}, not {[*updates_of(wanted.rows)]}"
-    for mine_row, their_row in zip(found.rows, wanted.rows, strict=False):
+    if [*updates_of(actual.rows)] != [*updates_of(wanted.rows)]:
+        yield f"rows of {[*updates_of(actual.rows)]}, not {[*updates_of(wanted.rows)]}"
+    for mine_row, their_row in zip(actual.rows, wanted.rows, strict=False):
         for key in mine_row.keys() | their_row.keys():
             if mine_row.get(key) != their_row.get(key):
                 yield f"row of update {their_row['update']}: {key} {mine_row.get(key)}, not {their_row.get(key)}"
-    if found.bad != wanted.bad:
-        yield f"bad samples {found.bad}, not {wanted.bad}"
+    if actual.bad != wanted.bad:
+        yield f"bad samples {actual.bad}, not {wanted.bad}"
 
 
 def where_differs(name: str, mine: Any, theirs: Any) -> str:
@@ -330,16 +330,16 @@ def comparable(state: Any, *, keeps_best: bool = False) -> dict[str, Any]:
     return kept
 
 
-def distance(found: Result, wanted: Result) -> float:
+def distance(result: Result, wanted: Result) -> float:
     """Return the largest relative difference between two results, over all weights and metric values."""
-    far = 0.0 if found.last.update == wanted.last.update else math.inf
-    mine, theirs = found.tensors["model"], wanted.tensors["model"]
+    far = 0.0 if result.last.update == wanted.last.update else math.inf
+    mine, theirs = result.tensors["model"], wanted.tensors["model"]
     for name, tensor in theirs.items():
         scale = float(tensor.double().abs().max()) or 1.0
         far = max(far, float((mine[name].double() - tensor.double()).abs().max()) / scale)
-    if [*updates_of(found.rows)] != [*updates_of(wanted.rows)]:
+    if [*updates_of(result.rows)] != [*updates_of(wanted.rows)]:
         return math.inf
-    for mine_row, their_row in zip(found.rows, wanted.rows, strict=True):
+    for mine_row, their_row in zip(result.rows, wanted.rows, strict=True):
         for key, value in their_row.items():
             if isinstance(value, float):
                 far = max(far, abs(mine_row[key] - value) / max(abs(value), 1e-3))
@@ -430,14 +430,14 @@ def test_samples_draw_the_same_with_any_reader_and_on_any_ranks(
 
     def trained(cell: Cell, *words: str) -> Result:
         folder = matrix.fresh()
-        ended = matrix.attempt(cell, folder, [*cell.course(), *words], {})
-        assert ended.code == 0, ended.err
+        result = matrix.attempt(cell, folder, [*cell.course(), *words], {})
+        assert result.code == 0, result.err
         return result_of(folder)
 
     wanted = trained(plain(), "dataloader.num_workers=0")
     for name in readers:
-        found = trained(plain(), *READERS[name].split(), "prefetch=stream")
-        assert list(differs(found, wanted)) == [], name
+        actual = trained(plain(), *READERS[name].split(), "prefetch=stream")
+        assert list(differs(actual, wanted)) == [], name
     # Gradients are summed in a different order. The model must not use random numbers, because they depend on the rank.
     cell = plain(change="ranks")
     alone = trained(cell)

@@ -70,26 +70,26 @@ def drawn() -> tuple[float, float, float]:
 def test_a_new_rank_has_its_own_draws(server: ForkServer, memory: Path, tally: Tally) -> None:
     """A run saved by two ranks resumes with four: the first two continue their draws, and all four draw differently."""
     cell = plain(ranks="ddp 2", saves="1")
-    ended = Matrix(server, memory, tally).attempt(cell, memory, cell.course(), {})
-    assert ended.code == 0, ended.err
+    result = Matrix(server, memory, tally).attempt(cell, memory, cell.course(), {})
+    assert result.code == 0, result.err
     path = newest_valid(memory / "outputs/mine/checkpoints")
     assert path is not None
     start = load(path)
     before = drawn()
-    found = []
+    actual = []
     for rank in (0, 1, 2, 3, 2):
         restore_rank_random_state(World(CPU, rank, rank, 4, 4), start, 0)
-        found.append(drawn())
-    assert found[2] == found.pop()  # deterministic
-    assert before not in found
+        actual.append(drawn())
+    assert actual[2] == actual.pop()  # deterministic
+    assert before not in actual
     for kind in range(3):
-        assert len({numbers[kind] for numbers in found}) == 4
+        assert len({numbers[kind] for numbers in actual}) == 4
     # Expected states come from the files instead of the code under test.
     for rank, stem in ((0, "random"), (1, "random-rank00001")):
         assert stem in start.stems, start.stems
         generator = torch.Generator()
         generator.set_state(start.tensors(stem)["torch"])
-        assert torch.rand((), generator=generator).item() == found[rank][0]
+        assert torch.rand((), generator=generator).item() == actual[rank][0]
     tally.tried += 1
 
 
@@ -107,7 +107,7 @@ def without_times(state: dict[str, Any]) -> dict[str, Any]:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("words", "phase", "before", "update"),
+    ("args", "phase", "before", "update"),
     [
         # Stopped after an evaluation: the next checkpoint includes its result, the one after the result of the next
         # evaluation.
@@ -117,19 +117,19 @@ def without_times(state: dict[str, Any]) -> dict[str, Any]:
     ],
 )
 def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_one(
-    words: str, phase: str, before: int, update: int, server: ForkServer, memory: Path, tally: Tally
+    args: str, phase: str, before: int, update: int, server: ForkServer, memory: Path, tally: Tally
 ) -> None:
     """Every later checkpoint is compared, because an evaluation, a save or the end of a phase replaces state."""
     cell = {
         "three phases fp16": plain(precision="fp16 overflowing", phases="three", data="ragged"),
         "early stopping": plain(optimizer="adamw early stop"),
         "plateau": plain(optimizer="sgd plateau"),
-    }[words]
+    }[args]
     matrix = Matrix(server, memory, tally)
     course = [*cell.course(), "checkpoint.every=1", "checkpoint.keep=60", "checkpoint.keep_best=2"]
-    straight, stopped = matrix.fresh(), memory / "stopped"
+    uninterrupted, stopped = matrix.fresh(), memory / "stopped"
     stopped.mkdir()
-    assert matrix.attempt(cell, straight, course, {}).code == 0
+    assert matrix.attempt(cell, uninterrupted, course, {}).code == 0
     assert matrix.attempt(cell, stopped, course, killed_at(update, phase, before)).code < 0
     newest = newest_valid(stopped / "outputs/mine/checkpoints")
     assert newest is not None
@@ -144,16 +144,16 @@ def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_one(
     assert later
     assert (begun.state["phase"], begun.update, begun.state["evaluated_at"]) == (phase, before + update, update)
     for name in later:
-        found, wanted = (load(folder / "outputs/mine/checkpoints" / name) for folder in (stopped, straight))
-        mine, theirs = without_times(found.state), without_times(wanted.state)
+        result, wanted = (load(folder / "outputs/mine/checkpoints" / name) for folder in (stopped, uninterrupted))
+        mine, theirs = without_times(result.state), without_times(wanted.state)
         for key in theirs:
             assert mine[key] == theirs[key], f"{name}: {key}"
-        assert found.stems == wanted.stems
-        for stem in found.stems:
-            one, other = found.tensors(stem), wanted.tensors(stem)
+        assert result.stems == wanted.stems
+        for stem in result.stems:
+            one, other = result.tensors(stem), wanted.tensors(stem)
             assert all(torch.equal(one[key], other[key]) for key in other), f"{name}: {stem}"
         for key in ("epoch", "samples", "phase", "world_size", "precision", "config_hash", "run_id"):
-            assert found.manifest[key] == wanted.manifest[key], f"{name}: {key}"
+            assert result.manifest[key] == wanted.manifest[key], f"{name}: {key}"
     uids = [load(stopped / "outputs/mine/checkpoints" / name).manifest["run_uid"] for name in names]
     assert set(uids) == {begun.manifest["run_uid"]}
     first = load(stopped / "outputs/mine/checkpoints" / later[0])
@@ -174,12 +174,12 @@ def test_phases_run_one_by_one_equal_all_in_one_process(server: ForkServer, memo
     folder.mkdir()
     assert matrix.attempt(cell, at_once, [*cell.course(), *cell.mechanics(0)], {}).code == 0
     wanted = result_of(at_once)
-    words = [word for word in [*cell.course(), *cell.mechanics(0)] if not word.startswith("phases=")]
+    args = [word for word in [*cell.course(), *cell.mechanics(0)] if not word.startswith("phases=")]
     for phase in ("statistics", "body", "head"):
-        ended = matrix.attempt(cell, folder, [*words, f"phases=[{phase}]"], {})
-        assert ended.code == 0, ended.err
-    found = result_of(folder)
-    assert list(differs(found, wanted, keeps_best=True)) == []
+        result = matrix.attempt(cell, folder, [*args, f"phases=[{phase}]"], {})
+        assert result.code == 0, result.err
+    actual = result_of(folder)
+    assert list(differs(actual, wanted, keeps_best=True)) == []
     kept, expected = (
         sorted(path.name for path in (one / "outputs/mine/checkpoints").glob("update-*")) for one in (folder, at_once)
     )
@@ -192,18 +192,18 @@ def test_time_after_the_last_checkpoint_is_counted(server: ForkServer, memory: P
     """A failed run records its time in run.json; the resumed run continues from there."""
     cell = plain(saves="1")
     matrix = Matrix(server, memory, tally)
-    folder, words = matrix.fresh(), [*cell.course(), *cell.mechanics(0)]
-    assert matrix.attempt(cell, folder, words, {**killed_at(4), "by": "raise"}).code == 70
+    folder, args = matrix.fresh(), [*cell.course(), *cell.mechanics(0)]
+    assert matrix.attempt(cell, folder, args, {**killed_at(4), "by": "raise"}).code == 70
     path = folder / "outputs/mine/run.json"
     record = json.loads(path.read_text())
-    (told,) = record["evidence"]["phases"]
-    assert told["updates"] == 4
-    told["seconds"] += 1000.0  # more than any process takes, on any machine
-    told["parts_s"]["forward"] += 500.0
+    (messages,) = record["evidence"]["phases"]
+    assert messages["updates"] == 4
+    messages["seconds"] += 1000.0  # more than any process takes, on any machine
+    messages["parts_s"]["forward"] += 500.0
     path.write_text(json.dumps(record))
-    assert matrix.attempt(cell, folder, words, {}).code == 0
+    assert matrix.attempt(cell, folder, args, {}).code == 0
     (after,) = json.loads(path.read_text())["evidence"]["phases"]
-    assert after["seconds"] > told["seconds"]
+    assert after["seconds"] > messages["seconds"]
     assert after["parts_s"]["forward"] > 500.0  # lint-tests: measured: added to the file above
     tally.tried += 1
 
@@ -212,10 +212,10 @@ def test_measured_shares_are_restored(server: ForkServer, memory: Path, tally: T
     """Times of ranks are not reproducible: this only checks that a resumed run does not measure shares again."""
     matrix = Matrix(server, memory, tally)
     cell = plain(ranks="ddp 2", saves="1")
-    words = [word for word in cell.course() if not word.startswith("updates=")]
-    words += ["updates=24", "parallelism.shares=speed", "checkpoint.every=1", "checkpoint.keep=60"]
-    assert matrix.attempt(cell, memory, words, killed_at(20)).code < 0
-    assert matrix.attempt(cell, memory, words, {}).code == 0
+    args = [word for word in cell.course() if not word.startswith("updates=")]
+    args += ["updates=24", "parallelism.shares=speed", "checkpoint.every=1", "checkpoint.keep=60"]
+    assert matrix.attempt(cell, memory, args, killed_at(20)).code < 0
+    assert matrix.attempt(cell, memory, args, {}).code == 0
     for update in (20, 21):
         shares = load(checkpoint_path(memory / "outputs/mine/checkpoints", update)).state["shares"]
         assert (shares["total"], sum(shares["current"]), len(shares["ranks"])) == (8, 8, 2)

@@ -100,11 +100,11 @@ def texts() -> dict[str, list[str]]:
 @pytest.fixture(scope="module")
 def canaries(variables: dict[str, str], texts: dict[str, list[str]]) -> dict[str, str]:
     """The texts to search for in all files and output."""
-    found = {name: next(iter(CORE.findall(value))) for name, value in variables.items()}
-    found |= {part: part for parts in texts.values() for part in parts}
-    found |= {name: f"canary{secrets.token_hex(17)}" for name in ("netrc", "remote")}
-    assert len(found) > 200
-    return found
+    result = {name: next(iter(CORE.findall(value))) for name, value in variables.items()}
+    result |= {part: part for parts in texts.values() for part in parts}
+    result |= {name: f"canary{secrets.token_hex(17)}" for name in ("netrc", "remote")}
+    assert len(result) > 200
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -130,9 +130,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory, canaries: dict[str, str], t
     return made
 
 
-def families(pid: int, seen: dict[int, tuple[str, str]], ended: threading.Event) -> None:
+def families(pid: int, seen: dict[int, tuple[str, str]], result: threading.Event) -> None:
     """Record the command line and the environment of every process that the command starts."""
-    while not ended.is_set():
+    while not result.is_set():
         try:
             for child in psutil.Process(pid).children(recursive=True):
                 with child.oneshot():
@@ -164,22 +164,22 @@ def told(
 ) -> tuple[list[tuple[str, Ended]], dict[int, tuple[str, str]]]:
     """Run all commands with umask 0; return their outputs and the processes that they started."""
     env = {**variables, "HOME": str(home), "NETRC": str(home / ".netrc")}
-    found, seen = [], {}
+    actual, seen = [], {}
     left_out = () if IS_LONG else random.Random(f"{SEED} commands").sample(SLOW, len(SLOW) - 1)
-    chosen = [words for number, words in enumerate(COMMANDS) if number not in left_out]
+    chosen = [args for number, args in enumerate(COMMANDS) if number not in left_out]
     failing = "train --task mine.py run=c updates=4 tracker=none dataloader.num_workers=1"
-    for words, more in [*((words, {}) for words in chosen), (failing, {"FAIL": "1"}), ("status c", {})]:
-        on_cpu = ["device=cpu", "monitor=off"] if words.startswith(("train", "inference")) else []
-        pid = server.start([*words.split(), *on_cpu], folder, {**env, **more}, "import os; os.umask(0)")
-        ended = threading.Event()
-        watch = threading.Thread(target=families, args=(pid, seen, ended))
+    for args, more in [*((args, {}) for args in chosen), (failing, {"FAIL": "1"}), ("status c", {})]:
+        on_cpu = ["device=cpu", "monitor=off"] if args.startswith(("train", "inference")) else []
+        pid = server.start([*args.split(), *on_cpu], folder, {**env, **more}, "import os; os.umask(0)")
+        result = threading.Event()
+        watch = threading.Thread(target=families, args=(pid, seen, result))
         watch.start()
-        said = server.wait()
-        ended.set()
+        messages = server.wait()
+        result.set()
         watch.join()
-        assert said.code == (70 if more else 0), (words, said)
-        found.append((words, said))
-    return found, seen
+        assert messages.code == (70 if more else 0), (args, messages)
+        actual.append((args, messages))
+    return actual, seen
 
 
 def test_no_secret_is_in_files_and_output_of_a_run(
@@ -189,10 +189,10 @@ def test_no_secret_is_in_files_and_output_of_a_run(
     canaries: dict[str, str],
     tally: Tally,
 ) -> None:
-    said, _ = told
-    for words, ended in said:
+    messages, _ = told
+    for args, result in messages:
         for name, canary in canaries.items():
-            assert canary not in ended.out + ended.err, f"{name} in what {words} says"
+            assert canary not in result.out + result.err, f"{name} in what {args} says"
             tally.tried += 1
     num_files = 0
     for path in (*folder.rglob("*"), *home.rglob("*")):
@@ -206,7 +206,7 @@ def test_no_secret_is_in_files_and_output_of_a_run(
                 tally.tried += 1
     assert num_files > 50
     tally.notes["files"] = num_files
-    failed = next(ended for words, ended in said if "run=c" in words)
+    failed = next(result for args, result in messages if "run=c" in args)
     assert "401: (MY_PASSWORD)" in failed.err
     assert "(MY_PASSWORD)" in (folder / "outputs" / "c" / "error.json").read_text()
 
@@ -222,7 +222,7 @@ def test_subprocesses_get_only_needed_secrets(
         assert not [environment for environment in trackers if canary in environment], name
 
 
-def test_files_of_a_run_are_unreadable_for_others_whatever_the_umask(
+def test_files_of_a_run_are_unreadable_for_others_with_any_umask(
     told: tuple[list[tuple[str, Ended]], dict[int, tuple[str, str]]], folder: Path, tally: Tally
 ) -> None:
     kinds = set()
@@ -289,11 +289,11 @@ def test_a_secret_on_the_command_line_is_refused_and_not_repeated(
     server: ForkServer, tmp_path: Path, command: str, tally: Tally
 ) -> None:
     for typed in TYPED if command in ("train", "") else TYPED[:3]:
-        ended = server.run(f"{command} {typed}", tmp_path)
-        assert ended.code == 78, (typed, ended)
-        assert SECRET not in ended.out + ended.err, (typed, ended)
+        result = server.run(f"{command} {typed}", tmp_path)
+        assert result.code == 78, (typed, result)
+        assert SECRET not in result.out + result.err, (typed, result)
         if not typed.startswith("{"):
-            assert "like a secret" in ended.err, (typed, ended)
+            assert "like a secret" in result.err, (typed, result)
         tally.tried += 1
     left = [path for path in tmp_path.rglob("*") if path.name not in (".out", ".err")]
     assert left == []
@@ -302,9 +302,9 @@ def test_a_secret_on_the_command_line_is_refused_and_not_repeated(
 def test_a_refused_secret_has_a_message_with_a_fix(
     server: ForkServer, tmp_path: Path, screen: Callable[..., None]
 ) -> None:
-    ended = server.run(f"train +tracker.api_key={SECRET}", tmp_path)
-    assert ended.code == 78
-    screen(ended.err)
+    result = server.run(f"train +tracker.api_key={SECRET}", tmp_path)
+    assert result.code == 78
+    screen(result.err)
 
 
 def test_a_secret_in_the_settings_of_a_task_is_refused(server: ForkServer, tmp_path: Path) -> None:
@@ -314,43 +314,43 @@ def test_a_secret_in_the_settings_of_a_task_is_refused(server: ForkServer, tmp_p
         .replace("hidden: int = 8", "hidden: int = 8, api_key: str = ''")
     )
     (tmp_path / "mine.py").write_text(source)
-    ended = server.run("plan --task mine.py", tmp_path)
-    assert ended.code == 78
-    assert SECRET not in ended.out + ended.err
-    assert "task.api_key" in ended.err
+    result = server.run("plan --task mine.py", tmp_path)
+    assert result.code == 78
+    assert SECRET not in result.out + result.err
+    assert "task.api_key" in result.err
 
 
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("value", ["x", "hunter2", "3f9a8c", "0123456789abcdef0123456789abcdef01234567"])
 @pytest.mark.parametrize(
-    "words",
+    "args",
     ["train task.pwd=X", "train task.key=X", "train key=X", "train +dbpwd=X", "train --pwd X", "train --key=X", "train pin = X",
      "plan login= X", "plan mykey: X", "plan task={pwd:X}", "plan phase.train.pwd=X", "train -m task.pwd=X,1", "report pwd=X",
      "monitor key=X", "status pwd=X", "runs pwd=X", "doctor pwd=X", "tune pwd=X", "search seed=1,2 pwd=X"],
 )  # fmt: skip
 def test_the_value_of_an_unknown_key_that_may_be_a_secret_is_not_repeated(
-    words: str, value: str, server: ForkServer, tmp_path: Path
+    args: str, value: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    ended = server.run(words.replace("X", value), tmp_path)
-    assert ended.code == 78, ended
-    assert not re.search(rf"(?<!\w){value}(?!\w)", ended.out + ended.err), ended
+    result = server.run(args.replace("X", value), tmp_path)
+    assert result.code == 78, result
+    assert not re.search(rf"(?<!\w){value}(?!\w)", result.out + result.err), result
 
 
 def test_a_random_value_of_an_unknown_key_is_not_repeated(server: ForkServer, tmp_path: Path) -> None:
     value = "0123456789abcdef0123456789abcdef01234567"
     for key in ("task.seed_of_all", "nothing", "optimizer.foo"):
-        ended = server.run(f"plan {key}={value}", tmp_path)
-        assert ended.code == 78
-        assert key in ended.err
-        assert value not in ended.err
+        result = server.run(f"plan {key}={value}", tmp_path)
+        assert result.code == 78
+        assert key in result.err
+        assert value not in result.err
 
 
 def test_an_unknown_key_of_a_task_gets_its_keys(server: ForkServer, tmp_path: Path) -> None:
     for key in ("task.pwd", "task.hiden"):
-        ended = server.run(f"plan --task {TASK} {key}=x", tmp_path)
-        assert ended.code == 78
-        assert "task.hidden" in ended.err
-        assert "environment" in ended.err or key == "task.hiden"
+        result = server.run(f"plan --task {TASK} {key}=x", tmp_path)
+        assert result.code == 78
+        assert "task.hidden" in result.err
+        assert "environment" in result.err or key == "task.hiden"
 
 
 INNOCENT = (
@@ -457,10 +457,10 @@ def test_a_configuration_does_not_steer_the_terminal(server: ForkServer, tmp_pat
     (tmp_path / "conf" / "hardware" / "mine.yaml").write_text(
         '# @package _global_\ndata: {path: "\\e[2Jgone"}\nhardware: {title: "\\e]0;evil\\a", devices: []}\n'
     )
-    for words in ("plan", "explain data.path", "train data.train_samples=-1"):
-        ended = server.run(f"{words} --config-dir conf hardware=mine", tmp_path)
-        assert "\x1b" not in ended.out + ended.err, words
-        assert "\x07" not in ended.out + ended.err, words
+    for args in ("plan", "explain data.path", "train data.train_samples=-1"):
+        result = server.run(f"{args} --config-dir conf hardware=mine", tmp_path)
+        assert "\x1b" not in result.out + result.err, args
+        assert "\x07" not in result.out + result.err, args
 
 
 def test_numbers_and_booleans_in_files_are_not_secrets() -> None:
@@ -504,10 +504,10 @@ def test_a_secret_that_is_a_default_of_a_task_is_refused(server: ForkServer, tmp
     assert lead in TASK.read_text()
     (tmp_path / "mine.py").write_text(TASK.read_text().replace(lead, where.replace("SECRET", repr(SECRET))))
     for command in ("plan", "train"):
-        ended = server.run(f"{command} --task mine.py device=cpu updates=1 run=a", tmp_path)
-        assert ended.code == 78, ended
-        assert "like a secret" in ended.err
-        assert SECRET not in ended.out + ended.err
+        result = server.run(f"{command} --task mine.py device=cpu updates=1 run=a", tmp_path)
+        assert result.code == 78, result
+        assert "like a secret" in result.err
+        assert SECRET not in result.out + result.err
     assert not (tmp_path / "outputs").exists()
 
 
@@ -519,10 +519,10 @@ def test_the_name_of_a_metric_with_a_secret_reaches_no_file(method: str, server:
     source = TASK.read_text()
     assert source.count("    def loss(") == 1
     (tmp_path / "mine.py").write_text("import os\n" + source.replace("    def loss(", f"{body}    def loss("))
-    ended = server.run("train --task mine.py device=cpu updates=1 run=a", tmp_path, {"MY_PASSWORD": SECRET})
-    assert ended.code == 70, ended
-    assert "m_(MY_PASSWORD)" in ended.err
-    assert SECRET not in ended.out + ended.err
+    result = server.run("train --task mine.py device=cpu updates=1 run=a", tmp_path, {"MY_PASSWORD": SECRET})
+    assert result.code == 70, result
+    assert "m_(MY_PASSWORD)" in result.err
+    assert SECRET not in result.out + result.err
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
@@ -530,11 +530,11 @@ def test_a_secret_that_comes_by_reference_is_refused(server: ForkServer, tmp_pat
     (tmp_path / "conf" / "hardware").mkdir(parents=True)
     text = "# @package _global_\ndata: {path: '${oc.env:DATA}'}\nhardware: {title: x, devices: []}\n"
     (tmp_path / "conf" / "hardware" / "mine.yaml").write_text(text)
-    words = f"plan --task {TASK} --config-dir conf hardware=mine"
-    ended = server.run(words, tmp_path, {"DATA": f"https://me:{SECRET}@host/x"})
-    assert (ended.code, "data.path: " in ended.err) == (78, True), ended
-    assert SECRET not in ended.out + ended.err
-    assert server.run(words, tmp_path, {"DATA": "/data"}).code == 0
+    args = f"plan --task {TASK} --config-dir conf hardware=mine"
+    result = server.run(args, tmp_path, {"DATA": f"https://me:{SECRET}@host/x"})
+    assert (result.code, "data.path: " in result.err) == (78, True), result
+    assert SECRET not in result.out + result.err
+    assert server.run(args, tmp_path, {"DATA": "/data"}).code == 0
 
 
 def test_recognized_secrets_equal_redacted_ones() -> None:
@@ -543,9 +543,9 @@ def test_recognized_secrets_equal_redacted_ones() -> None:
     dice, num_found = random.Random(SEED), 0
     for _ in range(20_000):
         text = "".join(dice.choices(parts, k=dice.randint(1, 5)))
-        found = redact(text) != text
-        assert has_secret_shape(text) == found, text
-        num_found += found
+        result = redact(text) != text
+        assert has_secret_shape(text) == result, text
+        num_found += result
     assert num_found > 300
 
 
@@ -662,23 +662,23 @@ def test_an_option_or_a_choice_that_is_also_a_password_can_be_used(server: ForkS
     (tmp_path / "mine.py").write_text(source)
     env = {"DB_PASSWORD": choice, "MY_PASS": option}
     train = f"train --task mine.py run=a updates=2 device=cpu monitor=off +hardware={option} precision=fp32"
-    for words in (
+    for args in (
         f"{train} task.model={choice}",
         "resume a updates=3 resume_allow=[updates]",
         "inference a",
         "status a",
     ):
-        ended = server.run(words, tmp_path, env)
-        assert ended.code == 0, ended.err
-        assert choice not in ended.out + ended.err
+        result = server.run(args, tmp_path, env)
+        assert result.code == 0, result.err
+        assert choice not in result.out + result.err
     told = json.loads((tmp_path / "outputs" / "a" / "run.json").read_text())
     assert f"task.model={choice}" in told["overrides"]
     other = {"DB_PASSWORD": "vit_large_patch16_224"}
-    words = f"plan --task mine.py task.model={choice}"
-    assert server.run(words, tmp_path, other).code == 0
-    ended = server.run("plan --task mine.py data.path=vit_large_patch16_224", tmp_path, other)
-    assert ended.code == 78
-    assert "like a secret" in ended.err
+    args = f"plan --task mine.py task.model={choice}"
+    assert server.run(args, tmp_path, other).code == 0
+    result = server.run("plan --task mine.py data.path=vit_large_patch16_224", tmp_path, other)
+    assert result.code == 78
+    assert "like a secret" in result.err
 
 
 def test_a_secret_is_recognized_once_it_is_in_the_environment(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -750,14 +750,14 @@ def test_no_text_file_of_a_run_has_a_secret(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, texts: dict[str, list[str]]
 ) -> None:
     monkeypatch.setenv("MY_PASS", f"{SECRET}1")
-    said = "\n".join((f"{SECRET}1", *(text for text in texts if has_secret_shape(text))))
+    messages = "\n".join((f"{SECRET}1", *(text for text in texts if has_secret_shape(text))))
     with RunDirectory.create_or_open(tmp_path, "a") as directory:
         for name in ("memory.txt", "stacks.txt", "run.json", "report.html", "overrides.yaml"):
-            kept = directory.write(name, said).read_text()
+            kept = directory.write(name, messages).read_text()
             assert SECRET not in kept
             assert not has_secret_shape(kept)
         rows = files.AppendLog(directory.metrics)
-        rows.write(json.dumps({"update": 1, said: 2.0}))
+        rows.write(json.dumps({"update": 1, messages: 2.0}))
         rows.sync()
         rows.close()
         kept = directory.metrics.read_text()
@@ -773,8 +773,8 @@ def test_compiled_code_is_in_a_folder_closed_to_others(server: ForkServer, tmp_p
     )
     (tmp_path / "cache").mkdir(mode=0o700)
     environment = {"XDG_CACHE_HOME": str(tmp_path / "cache"), "TORCHINDUCTOR_CACHE_DIR": "", "TRITON_CACHE_DIR": ""}
-    ended = server.run("train --task mine.py updates=1 device=cpu monitor=off run=a", tmp_path, environment)
-    assert ended.code == 0, ended
-    places = [line.split()[2:] for line in ended.out.splitlines() if line.startswith("kept in")]
+    result = server.run("train --task mine.py updates=1 device=cpu monitor=off run=a", tmp_path, environment)
+    assert result.code == 0, result
+    places = [line.split()[2:] for line in result.out.splitlines() if line.startswith("kept in")]
     assert [len(line) for line in places] == [2]
     assert all(Path(place).is_relative_to(tmp_path / "cache") for line in places for place in line)

@@ -58,8 +58,8 @@ def straight(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Ca
     """Return a function of (number of ranks, overrides) that returns the final tensors of an uninterrupted run."""
     known: dict[tuple[str, ...], dict[str, torch.Tensor]] = {}
 
-    def of(count: int, *words: str) -> dict[str, torch.Tensor]:
-        key = (*ranks(count), *words)
+    def of(count: int, *args: str) -> dict[str, torch.Tensor]:
+        key = (*ranks(count), *args)
         if key not in known:
             folder = tmp_path_factory.mktemp("straight")
             done = server.run([*BASE, *key, "run=straight"], folder)
@@ -98,40 +98,40 @@ def is_alive(process: psutil.Process) -> bool:
 
 
 def stopped(
-    server: ForkServer, folder: Path, words: list[str], send: Callable[[int], None], at_update: int
+    server: ForkServer, folder: Path, args: list[str], send: Callable[[int], None], at_update: int
 ) -> tuple[Ended, int]:
     """Start a run, send it a signal after an update, and wait until all its processes have ended."""
     run = folder / "outputs" / "mine"
-    pid = server.start([*BASE, *words, "run=mine"], folder)
+    pid = server.start([*BASE, *args, "run=mine"], folder)
     wait_until(lambda: last_update(run) >= at_update, f"update {at_update} of {run}")
     processes = family(pid)
     reached = last_update(run)
     send(pid)
-    ended = server.wait()
+    result = server.wait()
     wait_until(lambda: not [each for each in processes if is_alive(each)], "no process outlives the run")
-    return ended, reached
+    return result, reached
 
 
-def assert_goes_on(server: ForkServer, folder: Path, words: list[str], expected: dict[str, torch.Tensor]) -> Ended:
+def assert_goes_on(server: ForkServer, folder: Path, args: list[str], expected: dict[str, torch.Tensor]) -> Ended:
     """Assert that the same command ends bitwise equal to a run that was never stopped."""
-    done = server.run([*BASE, *words, "run=mine"], folder)
+    done = server.run([*BASE, *args, "run=mine"], folder)
     assert done.code == 0, done.err
-    found = final_tensors(folder / "outputs" / "mine")
-    assert found.keys() == expected.keys()
+    result = final_tensors(folder / "outputs" / "mine")
+    assert result.keys() == expected.keys()
     # Every save averages batch norm statistics over the ranks, which rounds once more.
-    rounded = {name for name in found if "parallelism=ddp" in words and "running_" in name}
-    different = [name for name in found.keys() - rounded if not torch.equal(found[name], expected[name])]
-    different += [name for name in rounded if not torch.allclose(found[name], expected[name], rtol=1e-5, atol=1e-7)]
+    rounded = {name for name in result if "parallelism=ddp" in args and "running_" in name}
+    different = [name for name in result.keys() - rounded if not torch.equal(result[name], expected[name])]
+    different += [name for name in rounded if not torch.allclose(result[name], expected[name], rtol=1e-5, atol=1e-7)]
     assert not different, different
     rows = [json.loads(line) for line in (folder / "outputs" / "mine" / "metrics.jsonl").read_text().splitlines()]
     assert [row["update"] for row in rows if "train/loss" in row] == list(range(1, NUM_UPDATES + 1))
     return done
 
 
-def assert_tells(ended: Ended) -> None:
-    text = ended.out + ended.err
+def assert_tells(result: Ended) -> None:
+    text = result.out + result.err
     assert "Traceback" not in text, text
-    assert "Error" not in ended.err, text
+    assert "Error" not in result.err, text
 
 
 # target, signals, ranks, start method of data workers
@@ -158,7 +158,7 @@ PLANS: tuple[tuple[str, Send, tuple[signal.Signals, ...], int, str], ...] = (
 )
 
 
-def test_signals_to_whole_runs(
+def test_signals_sent_to_all_processes_of_a_run(
     server: ForkServer, tmp_path: Path, seed: int, amount: Any, tally: Tally, straight: Any
 ) -> None:
     generator = random.Random(seed)
@@ -175,16 +175,16 @@ def test_signals_to_whole_runs(
         folder = tmp_path / str(number)
         folder.mkdir()
         workers = ["dataloader.num_workers=1" if num_ranks > 1 else "dataloader.num_workers=2"]
-        words = [*ranks(num_ranks), *workers, f"dataloader.start_method={method}"]
+        args = [*ranks(num_ranks), *workers, f"dataloader.start_method={method}"]
 
         def send_all(pid: int, send: Send = send, signals: tuple[signal.Signals, ...] = signals) -> None:
             for one in signals:
                 send(pid, one)
 
         try:
-            ended, reached = stopped(server, folder, words, send_all, at_update)
-            assert ended.code == 75, (ended, "must be 75")
-            assert_tells(ended)
+            result, reached = stopped(server, folder, args, send_all, at_update)
+            assert result.code == 75, (result, "must be 75")
+            assert_tells(result)
             path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
             assert path is not None
             saved = int(path.name.removeprefix("update-"))
@@ -201,18 +201,18 @@ def test_signals_to_whole_runs(
 def test_the_suite_detects_a_worker_that_exits(server: ForkServer, tmp_path: Path, straight: Any) -> None:
     """If workers died from a stop signal, the run would end like this one, a worker of which is killed."""
 
-    words = ["dataloader.num_workers=2", "dataloader.start_method=fork"]
-    ended, _ = stopped(server, tmp_path, words, lambda pid: psutil.Process(pid).children()[0].kill(), 3)
-    assert ended.code == 85, ended
+    args = ["dataloader.num_workers=2", "dataloader.start_method=fork"]
+    result, _ = stopped(server, tmp_path, args, lambda pid: psutil.Process(pid).children()[0].kill(), 3)
+    assert result.code == 85, result
     assert_goes_on(server, tmp_path, [], straight(1))
 
 
 # Saves without enough time
 
 
-def interrupted(server: ForkServer, folder: Path, *words: str, at_update: int = 8) -> Ended:
+def interrupted(server: ForkServer, folder: Path, *args: str, at_update: int = 8) -> Ended:
     run = folder / "outputs" / "mine"
-    pid = server.start([*BASE, "run=mine", *words], folder)
+    pid = server.start([*BASE, "run=mine", *args], folder)
     wait_until(lambda: last_update(run) >= at_update, f"update {at_update} of {run}")
     os.kill(pid, signal.SIGTERM)
     return server.wait()
@@ -223,33 +223,33 @@ def interrupted(server: ForkServer, folder: Path, *words: str, at_update: int = 
 def test_a_save_that_cannot_finish_in_time_is_not_started(
     num_ranks: int, server: ForkServer, tmp_path: Path, straight: Any
 ) -> None:
-    words = [*ranks(num_ranks), "checkpoint.every=5"]
-    ended = interrupted(server, tmp_path, *words, LOW_GRACE, at_update=12)
-    assert ended.code == 75, ended
-    assert_tells(ended)
+    args = [*ranks(num_ranks), "checkpoint.every=5"]
+    result = interrupted(server, tmp_path, *args, LOW_GRACE, at_update=12)
+    assert result.code == 75, result
+    assert_tells(result)
     path = newest_valid(tmp_path / "outputs" / "mine" / "checkpoints")
     assert path is not None
     saved, reached = int(path.name.removeprefix("update-")), last_update(tmp_path / "outputs" / "mine")
     assert saved % 5 == 0
-    text = " ".join((ended.out + ended.err).split())
+    text = " ".join((result.out + result.err).split())
     if saved == reached:  # everything was saved when the signal came
         assert "not saved" not in text
     else:
         assert "not saved" in text
         assert "checkpoint.grace_s=0.0001" in text
         assert f"{path.name} remains, {reached - saved} updates" in text
-    assert_goes_on(server, tmp_path, words, straight(num_ranks, "checkpoint.every=5"))
+    assert_goes_on(server, tmp_path, args, straight(num_ranks, "checkpoint.every=5"))
 
 
 def test_a_save_of_unknown_duration_is_started(server: ForkServer, tmp_path: Path) -> None:
-    ended = interrupted(server, tmp_path, LOW_GRACE, "checkpoint=off")
-    assert ended.code == 75, ended
+    result = interrupted(server, tmp_path, LOW_GRACE, "checkpoint=off")
+    assert result.code == 75, result
     assert newest_valid(tmp_path / "outputs" / "mine" / "checkpoints") is not None
 
 
 def test_a_save_that_fits_the_time_is_written(server: ForkServer, tmp_path: Path, straight: Any) -> None:
-    ended = interrupted(server, tmp_path, "checkpoint.every=5", "checkpoint.grace_s=30", at_update=12)
-    assert ended.code == 75, ended
+    result = interrupted(server, tmp_path, "checkpoint.every=5", "checkpoint.grace_s=30", at_update=12)
+    assert result.code == 75, result
     path = newest_valid(tmp_path / "outputs" / "mine" / "checkpoints")
     assert path is not None
     assert int(path.name.removeprefix("update-")) == last_update(tmp_path / "outputs" / "mine")
@@ -257,22 +257,22 @@ def test_a_save_that_fits_the_time_is_written(server: ForkServer, tmp_path: Path
 
 
 def test_a_due_save_is_not_started_without_time(server: ForkServer, tmp_path: Path) -> None:
-    ended = interrupted(server, tmp_path, "checkpoint.every=1", LOW_GRACE)
-    assert ended.code == 75, ended
+    result = interrupted(server, tmp_path, "checkpoint.every=1", LOW_GRACE)
+    assert result.code == 75, result
     path = newest_valid(tmp_path / "outputs" / "mine" / "checkpoints")
     assert path is not None
     missing = last_update(tmp_path / "outputs" / "mine") - int(path.name.removeprefix("update-"))
     assert missing in (0, 1), "0 where its save was under way when the signal came"
-    assert ("not saved" in " ".join((ended.out + ended.err).split())) == (missing == 1)
+    assert ("not saved" in " ".join((result.out + result.err).split())) == (missing == 1)
 
 
 def test_without_a_checkpoint_the_exit_code_is_130(server: ForkServer, tmp_path: Path) -> None:
     first = interrupted(server, tmp_path, "checkpoint.every=5", at_update=12)  # measures the duration of a save
     assert first.code == 75
     (tmp_path / "outputs" / "mine").rename(tmp_path / "outputs" / "other")
-    ended = interrupted(server, tmp_path, "resume=other", "checkpoint=off", LOW_GRACE, at_update=20)
-    assert ended.code == 130, ended
-    assert_tells(ended)
+    result = interrupted(server, tmp_path, "resume=other", "checkpoint=off", LOW_GRACE, at_update=20)
+    assert result.code == 130, result
+    assert_tells(result)
     record = json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())
     assert (record["state"], record["exit_code"]) == ("interrupted", 130)
     assert not list((tmp_path / "outputs" / "mine" / "checkpoints").glob("*"))

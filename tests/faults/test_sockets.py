@@ -46,8 +46,8 @@ LOCAL = {
 }
 
 
-def watched(folder: Path, words: list[str]) -> dict[str, object]:
-    driver = [sys.executable, "-c", DRIVER, json.dumps(words)]
+def watched(folder: Path, args: list[str]) -> dict[str, object]:
+    driver = [sys.executable, "-c", DRIVER, json.dumps(args)]
     script = NETWORK + '"$@"'
     done = subprocess.run(
         ["unshare", "-n", "sh", "-c", script, "sh", *driver],
@@ -55,8 +55,8 @@ def watched(folder: Path, words: list[str]) -> dict[str, object]:
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
-    found: dict[str, object] = json.loads(done.stdout)
-    return found
+    result: dict[str, object] = json.loads(done.stdout)
+    return result
 
 
 def has_networks() -> bool:
@@ -68,8 +68,8 @@ def has_networks() -> bool:
     )
 
 
-def addresses(found: dict[str, object]) -> set[tuple[str, str]]:
-    seen = found["seen"]
+def addresses(result: dict[str, object]) -> set[tuple[str, str]]:
+    seen = result["seen"]
     assert isinstance(seen, list)
     return {(kind, address) for kind, address in seen}
 
@@ -89,7 +89,7 @@ def test_the_check_detects_listening_sockets(network: Tally, tmp_path: Path) -> 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         "dataloader.num_workers=2 tracker=wandb tracker.mode=offline parallelism=ddp parallelism.world_size=2",
         "dataloader.num_workers=2 tracker=wandb tracker.mode=offline",
@@ -98,12 +98,12 @@ def test_the_check_detects_listening_sockets(network: Tally, tmp_path: Path) -> 
     ],
     ids=["ddp", "one process", "fsdp", "pipeline"],
 )
-def test_a_run_has_no_socket_open_to_others(network: Tally, tmp_path: Path, words: str) -> None:
-    train = f"train --task {TASK} device=cpu updates=4 run=r {words}"
+def test_a_run_has_no_socket_open_to_others(network: Tally, tmp_path: Path, args: str) -> None:
+    train = f"train --task {TASK} device=cpu updates=4 run=r {args}"
     run = [sys.executable, "-m", "runner", *train.split()]
-    found = watched(tmp_path, run)
-    assert found["code"] == 0, found["out"]
-    assert addresses(found) <= LOCAL, found
-    if "world_size" in words:
-        assert addresses(found), "ranks that meet listen somewhere: the watch has missed it"
+    result = watched(tmp_path, run)
+    assert result["code"] == 0, result["out"]
+    assert addresses(result) <= LOCAL, result
+    if "world_size" in args:
+        assert addresses(result), "ranks that meet listen somewhere: the watch has missed it"
     network.tried += 1

@@ -67,10 +67,10 @@ def test_training_completes_while_output_is_stalled(
     server: ForkServer, tmp_path: Path, place: str, num_ranks: int, loader: str
 ) -> None:
     with PLACES[place](tmp_path) as path:
-        words = [*BASE, *ranks(num_ranks), loader, "updates=100", "evaluate.every=50"]
-        ended = server.run(words, tmp_path, before=TO.format(path=path))
+        args = [*BASE, *ranks(num_ranks), loader, "updates=100", "evaluate.every=50"]
+        result = server.run(args, tmp_path, before=TO.format(path=path))
     run = tmp_path / "outputs" / "mine"
-    assert ended.code == 0, json.loads((run / "error.json").read_text())["cause"]
+    assert result.code == 0, json.loads((run / "error.json").read_text())["cause"]
     assert updates(run) == list(range(1, 101))
     assert json.loads((run / "run.json").read_text())["state"] == "done"
 
@@ -83,13 +83,13 @@ def test_a_stop_signal_is_handled_while_output_is_stalled(
 ) -> None:
     run = tmp_path / "outputs" / "mine"
     with PLACES[place](tmp_path) as path:
-        words = [*BASE, *ranks(num_ranks), "dataloader.num_workers=1", "updates=1000000"]
-        pid = server.start(words, tmp_path, before=TO.format(path=path))
+        args = [*BASE, *ranks(num_ranks), "dataloader.num_workers=1", "updates=1000000"]
+        pid = server.start(args, tmp_path, before=TO.format(path=path))
         # the output so far exceeds the buffer of a pipe or a terminal
         wait_until(lambda: len(updates(run)) >= 60, "it goes on while nobody reads")
         os.kill(pid, signal.SIGTERM)
-        ended = server.wait()
-    assert ended.code == 75
+        result = server.wait()
+    assert result.code == 75
     saved = newest_valid(run / "checkpoints")
     assert saved is not None
     assert int(saved.name.removeprefix("update-")) == updates(run)[-1]
@@ -99,14 +99,14 @@ def test_a_stop_signal_is_handled_while_output_is_stalled(
 @pytest.mark.parametrize("place", PLACES)
 def test_a_second_signal_exits_at_once_while_output_is_stalled(server: ForkServer, tmp_path: Path, place: str) -> None:
     with PLACES[place](tmp_path) as path:
-        words = [*BASE, "dataloader.num_workers=0", "updates=1000000", "evaluate.every=0"]
-        pid = server.start(words, tmp_path, before=TO.format(path=path) + SLOW_TO_SAVE)
+        args = [*BASE, "dataloader.num_workers=0", "updates=1000000", "evaluate.every=0"]
+        pid = server.start(args, tmp_path, before=TO.format(path=path) + SLOW_TO_SAVE)
         wait_until(lambda: len(updates(tmp_path / "outputs" / "mine")) >= 60, "it goes on while nobody reads")
         os.kill(pid, signal.SIGTERM)
         wait_until((tmp_path / "saving").exists, "it saves")
         os.kill(pid, signal.SIGTERM)
-        ended = server.wait()
-    assert ended.code == 130
+        result = server.wait()
+    assert result.code == 130
 
 
 # The second signal must arrive before the run ends.
@@ -127,8 +127,8 @@ signals.StopRequest._handle = handle
 def test_an_error_is_recorded_while_output_is_stalled(server: ForkServer, tmp_path: Path) -> None:
     with unread_pipe(tmp_path) as path:
         before = TO.format(path=path) + FAILS_LATE
-        ended = server.run([*BASE, "dataloader.num_workers=0", "updates=200"], tmp_path, before=before)
-    assert ended.code == 70
+        result = server.run([*BASE, "dataloader.num_workers=0", "updates=200"], tmp_path, before=before)
+    assert result.code == 70
     assert json.loads((tmp_path / "outputs" / "mine" / "error.json").read_text())["exit_code"] == 70
 
 

@@ -80,7 +80,7 @@ def must_keep_every_row(folder: Path, dice: random.Random, mark: str, monkeypatc
 
 def kill_one(dice: random.Random, mark: str) -> None:
     """Kill a random process of the tracker: our subprocess beside the run, or one of wandb's."""
-    found = marked(mark)
-    if found:
+    result = marked(mark)
+    if result:
         with suppress(psutil.Error):
-            dice.choice(found).send_signal(signal.SIGKILL)
+            dice.choice(result).send_signal(signal.SIGKILL)

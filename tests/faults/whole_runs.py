@@ -55,8 +55,8 @@ class Acknowledging(System):
 
     def rename(self, source: Path, target: Path) -> None:
         super().rename(source, target)
-        found = re.fullmatch(r"update-(\d+)", Path(target).name)
-        self._renamed = int(found[1]) if found else self._renamed
+        result = re.fullmatch(r"update-(\d+)", Path(target).name)
+        self._renamed = int(result[1]) if result else self._renamed
 
     def fsync(self, descriptor: int) -> None:
         super().fsync(descriptor)
@@ -86,7 +86,7 @@ NEVER = End()
 
 
 def run(
-    words: tuple[str, ...],
+    args: tuple[str, ...],
     folder: Path,
     end: End = NEVER,
     cut: Callable[[], None] | None = None,
@@ -111,7 +111,7 @@ def run(
         system = saver.Interrupted(die, end.at, end.moment, real, is_told=end.heard is not None)
         system.tell = lambda number: tell("operations", number)
         with files.use_system(system):
-            code = _main(words, folder, output, end.environment or {})
+            code = _main(args, folder, output, end.environment or {})
         (output.with_suffix(".operations")).write_text(str(system.count))
         os._exit(code)
 
@@ -138,13 +138,13 @@ def run(
 
 def session_of(leader: int) -> list[int]:
     """Return the processes of the session that `leader` leads, including itself."""
-    found = []
+    result = []
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):
             state, _, _, session = (process / "stat").read_text().rpartition(")")[2].split()[:4]
             if int(session) == leader and state != "Z":
-                found.append(int(process.name))
-    return found
+                result.append(int(process.name))
+    return result
 
 
 def num_operations(folder: Path) -> int:
@@ -152,13 +152,13 @@ def num_operations(folder: Path) -> int:
     return int(Path(f"{folder}.operations").read_text())
 
 
-def assert_same(straight: Path, other: Path) -> None:
+def assert_same(uninterrupted: Path, other: Path) -> None:
     """Assert bitwise equal weights, optimizer state, random state and rows."""
-    ours, theirs = (_final(folder) for folder in (other, straight))
+    ours, theirs = (_final(folder) for folder in (other, uninterrupted))
     assert ours.keys() == theirs.keys()
     for name, tensor in theirs.items():
         assert torch.equal(ours[name], tensor), f"{name} is another one"
-    assert metric_rows(other) == metric_rows(straight), "metrics.jsonl has other rows"
+    assert metric_rows(other) == metric_rows(uninterrupted), "metrics.jsonl has other rows"
 
 
 def assert_tidy(folder: Path) -> None:
@@ -217,7 +217,7 @@ def _final(folder: Path) -> dict[str, torch.Tensor]:
     return {f"{stem}/{name}": tensor for stem in loaded.stems for name, tensor in loaded.tensors(stem).items()}
 
 
-def _main(words: tuple[str, ...], folder: Path, output: Path, environment: Mapping[str, str]) -> int:
+def _main(args: tuple[str, ...], folder: Path, output: Path, environment: Mapping[str, str]) -> int:
     """Run the command in a new session, with `output` as stdout and stderr."""
     import runner.cli
 
@@ -228,9 +228,9 @@ def _main(words: tuple[str, ...], folder: Path, output: Path, environment: Mappi
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.chdir(folder)
     os.environ.update(environment)
-    sys.argv = ["accel-run", *words]
+    sys.argv = ["accel-run", *args]
     try:
-        return runner.cli.main(list(words))
+        return runner.cli.main(list(args))
     except BaseException:
         traceback.print_exc()
         return 70

@@ -180,28 +180,28 @@ def script():
     del sys.modules[spec.name]
 
 
-def composed(*words: str, micro: int = 4, file: Path | None = None):
+def composed(*args: str, micro: int = 4, file: Path | None = None):
     sizes = (f"micro_batch_size={micro}", f"global_batch_size={2 * micro}")
-    return compose(Request((*sizes, *words, "device=cpu"), file))
+    return compose(Request((*sizes, *args, "device=cpu"), file))
 
 
 def test_a_budget_is_met_with_the_fewest_recomputed_blocks(script, tmp_path):
     file = tmp_path / "stacked.py"
     file.write_text(STACKED)
 
-    def traced(*words: str):
-        return forecast(composed(*words, file=file), script.HERE, [4])[0]
+    def traced(*args: str):
+        return forecast(composed(*args, file=file), script.HERE, [4])[0]
 
     beside = RankDevice.of(None, script.HERE).overhead_bytes  # memory of libraries
     most, least = traced("memory=none").peak.total, traced("memory=checkpoint").peak.total
     counts = []
     for limit in (most, (most + least) // 2, least):
-        found = traced("memory=budget", f"memory.limit_gib={(limit + beside) / 2**30!r}")
-        assert found.peak.total <= limit
-        counts.append(len(found.recompute))
+        result = traced("memory=budget", f"memory.limit_gib={(limit + beside) / 2**30!r}")
+        assert result.peak.total <= limit
+        counts.append(len(result.recompute))
         if limit not in (most, least):
-            again = traced("memory=budget", f"memory.recompute={[*found.recompute]}".replace(" ", ""))
-            assert again.peak == found.peak
+            again = traced("memory=budget", f"memory.recompute={[*result.recompute]}".replace(" ", ""))
+            assert again.peak == result.peak
     assert counts[0] == 0 < counts[1] < counts[2] <= 4
     ranks = traced("memory=budget", f"memory.limit_gib={(most + beside) / 2**30!r}", "parallelism=ddp")
     assert len(ranks.recompute) == 1, "buckets for the gradients have to have room too"
@@ -209,7 +209,7 @@ def test_a_budget_is_met_with_the_fewest_recomputed_blocks(script, tmp_path):
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         ("task=gpt", "precision=bf16", "memory=checkpoint"),
         ("task=nmt", "precision=fp32", "optimizer=sgd"),
@@ -217,8 +217,8 @@ def test_a_budget_is_met_with_the_fewest_recomputed_blocks(script, tmp_path):
     ],
     ids=" ".join,
 )
-def test_the_prediction_equals_the_count_of_the_real_run(script, words):
-    configuration = composed(*words)
+def test_the_prediction_equals_the_count_of_the_real_run(script, args):
+    configuration = composed(*args)
     (traced,) = forecast(configuration, script.HERE, [4])
     assert traced.is_exact
     assert {(traced.phase, 4): traced.peak.total} == run_in_subprocess(script.counted, configuration, [4])
@@ -278,7 +278,7 @@ def test_memory_that_depends_on_weights_is_measured_and_marked(script, tmp_path)
     assert many.peak.parameters == few.peak.parameters
 
 
-def test_a_task_that_keeps_tensors_is_marked(script, tmp_path):
+def test_the_forecast_of_a_task_that_retains_tensors_is_not_exact(script, tmp_path):
     file = tmp_path / "keeping.py"
     file.write_text(KEEPING)
     (traced,) = forecast(composed(file=file, micro=16), script.HERE, [16])
@@ -338,10 +338,10 @@ def test_a_norm_on_a_gpu_has_its_input_in_float32(script, tmp_path):
     file = tmp_path / "normed.py"
     file.write_text(NORMED)
     gpu = Device("cuda", 0, "a GPU", "GPU-0", 2**34, capability=(8, 0))
-    words = ("precision=bf16", "micro_batch_size=4", "global_batch_size=8", "prefetch=none")
+    args = ("precision=bf16", "micro_batch_size=4", "global_batch_size=8", "prefetch=none")
     with_gpu = replace(script.HERE, devices=(gpu,))
     on_gpu, on_cpu = (
-        run_in_subprocess(forecast, compose(Request((*words, f"device={device}"), file)), with_gpu, [4])
+        run_in_subprocess(forecast, compose(Request((*args, f"device={device}"), file)), with_gpu, [4])
         for device in ("cuda", "cpu")
     )
     more = sum(layer.activations for layer in on_gpu[0].layers) - sum(layer.activations for layer in on_cpu[0].layers)
@@ -430,8 +430,8 @@ def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micr
     file = tmp_path / "wide.py"
     file.write_text(WIDE)
     sizes = (f"micro_batch_size={micro}", f"global_batch_size={2 * micro * steps}", f"task.blocks={blocks}")
-    words = (*sizes, "device=cpu", *f"parallelism={strategy} parallelism.world_size=2".split())
-    configuration = compose(Request(words, file))
+    args = (*sizes, "device=cpu", *f"parallelism={strategy} parallelism.world_size=2".split())
+    configuration = compose(Request(args, file))
     plan = make_plan(configuration, script.HERE)
     demand = Demand.from_traces(run_in_subprocess(forecast, configuration, script.HERE, [micro]), AllocatorSettings())
     part = rank_part(plan.choices["parallelism"], plan.selected[0])
@@ -443,7 +443,7 @@ def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micr
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("micro", "steps", "words"),
+    ("micro", "steps", "args"),
     [
         (4, 4, ()),
         (4, 1, ()),  # fewer micro-batches than stages
@@ -451,18 +451,18 @@ def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micr
         (4, 4, ("parallelism.split=[5,1]", "precision=bf16")),
     ],
 )
-def test_a_pipeline_rank_holds_the_predicted_memory(script, tmp_path, micro, steps, words):
+def test_a_pipeline_rank_holds_the_predicted_memory(script, tmp_path, micro, steps, args):
     """Its weights, gradients and states, activations of the micro-batches in flight, and received tensors."""
     file = tmp_path / "piped.py"
     file.write_text(PIPED)
     sizes = (f"micro_batch_size={micro}", f"global_batch_size={micro * steps}", "device=cpu")
-    configuration = compose(Request((*sizes, "parallelism=pipeline", "parallelism.world_size=2", *words), file))
+    configuration = compose(Request((*sizes, "parallelism=pipeline", "parallelism.world_size=2", *args), file))
     plan = make_plan(configuration, script.HERE, needs=run_in_subprocess(predict_needs, configuration, script.HERE))
     assert all(each.is_exact for each in plan.memory)
     thought = [each.prediction.total - each.prediction.parts["libraries"] for each in plan.memory]
     counted = run_ranks(lambda world: most_of_rank(plan, world), 2)
     assert thought == [pytest.approx(most, rel=0.02) for most in counted]
-    if "parallelism.split=[5,1]" in words:
+    if "parallelism.split=[5,1]" in args:
         assert thought[0] > 2 * thought[1], "not an even part"
 
 
@@ -482,9 +482,9 @@ def test_operators_that_launch_kernels_are_counted_and_views_are_not(script, tmp
     """Four blocks of two linear layers and a GELU, a last layer, a square and two sums, on 3-dimensional batches."""
     file = tmp_path / "counted.py"
     file.write_text(STACKED)
-    words = ("micro_batch_size=4", "global_batch_size=8", "device=cpu", "optimizer.kernel=fused", "precision=fp32")
-    (traced,) = forecast(compose(Request(words, file)), script.HERE, [4])
-    (single,) = forecast(compose(Request((*words, "global_batch_size=4"), file)), script.HERE, [4])
+    args = ("micro_batch_size=4", "global_batch_size=8", "device=cpu", "optimizer.kernel=fused", "precision=fp32")
+    (traced,) = forecast(compose(Request(args, file)), script.HERE, [4])
+    (single,) = forecast(compose(Request((*args, "global_batch_size=4"), file)), script.HERE, [4])
     forward = 4 * 3 + 1 + 3
     assert 3 * forward - 9 <= traced.work.launches <= 4 * forward, (
         "two products in a linear layer's backward pass, and sums"
@@ -507,5 +507,5 @@ def test_peak_is_that_of_the_events(script):
 
 def _with_memory(configuration, inventory):
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    found = forecast(configuration, inventory, [1])
-    return found, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)
+    result = forecast(configuration, inventory, [1])
+    return result, 1024 * (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before)

@@ -76,7 +76,7 @@ def _tensors(value: object) -> list[Tensor]:
 
 def traced(operations: Operations, cached: bool) -> object:
     """Return metadata and shared storages of the results of three passes, and what the ledger recorded."""
-    ledger, found = AllocationLedger(), []
+    ledger, result = AllocationLedger(), []
     run = FakeRun(ledger, cached=cached)
     with run:
         with run.fake_parameters():
@@ -85,7 +85,7 @@ def traced(operations: Operations, cached: bool) -> object:
             ledger.stage = f"pass {number}"
             answers = _tensors(operations(weights, torch.linspace(-1, 1, 32).view(4, 8)))
             places = {id(answer.untyped_storage()): None for answer in answers}
-            found.append(
+            result.append(
                 [
                     (
                         run.is_fake(one),
@@ -103,7 +103,7 @@ def traced(operations: Operations, cached: bool) -> object:
             )
             del answers
     allocated = [event for event in ledger.events if event[1]]
-    return found, ledger.work, allocated, sorted(ledger.events)
+    return result, ledger.work, allocated, sorted(ledger.events)
 
 
 @pytest.mark.parametrize(

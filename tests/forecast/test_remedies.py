@@ -33,32 +33,30 @@ def tried(monkeypatch: pytest.MonkeyPatch, sample_gib: float, seconds: float) ->
 
 
 def test_untried_remedies_are_reported_and_free_ones_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, untried, traces = tried(monkeypatch, 0.1, 2 * remedies.MAX_CPU_S)
-    assert {change.overrides[0].partition("=")[0] for change in found} == {"micro_batch_size", "memory"}
+    result, untried, traces = tried(monkeypatch, 0.1, 2 * remedies.MAX_CPU_S)
+    assert {change.overrides[0].partition("=")[0] for change in result} == {"micro_batch_size", "memory"}
     assert (untried, traces) == ([remedies.BUDGET], 1)
     _, untried, traces = tried(monkeypatch, 0.1, 0.0)
     assert (untried, traces) == ([], 2)
 
 
 def test_no_block_is_chosen_if_all_would_not_suffice(monkeypatch: pytest.MonkeyPatch) -> None:
-    found, untried, traces = tried(monkeypatch, 0.5, 0.0)
-    assert [change.overrides[0].partition("=")[0] for change in found] == ["micro_batch_size"]
+    result, untried, traces = tried(monkeypatch, 0.5, 0.0)
+    assert [change.overrides[0].partition("=")[0] for change in result] == ["micro_batch_size"]
     assert (untried, traces) == ([], 1)
 
 
-@pytest.mark.parametrize(("samples", "said"), [(64, "micro_batch_size=16"), (61, "micro_batch_size=auto")])
-def test_every_remedy_is_a_valid_override(monkeypatch: pytest.MonkeyPatch, samples: int, said: str) -> None:
+@pytest.mark.parametrize(("samples", "messages"), [(64, "micro_batch_size=16"), (61, "micro_batch_size=auto")])
+def test_every_remedy_is_a_valid_override(monkeypatch: pytest.MonkeyPatch, samples: int, messages: str) -> None:
     """A single process refuses a size that does not divide the batch unless the plan has chosen it."""
-    words = (f"global_batch_size={samples}", f"micro_batch_size={samples}", "precision=fp32")
-    held = plan(
-        *words, "micro_batch_size=auto", needs=MemoryNeeds({"train": demand(1, samples)})
-    ).batch.micro_batch_size
+    args = (f"global_batch_size={samples}", f"micro_batch_size={samples}", "precision=fp32")
+    held = plan(*args, "micro_batch_size=auto", needs=MemoryNeeds({"train": demand(1, samples)})).batch.micro_batch_size
     needs = MemoryNeeds({"train": demand(1, held, samples)})
     monkeypatch.setattr(remedies, "predict_needs", lambda *_: needs)
-    found, _ = remedies.find_changes(composed(*words), HERE, plan(*words, needs=needs), needs, ())
-    assert (said,) in [change.overrides for change in found]
-    for change in found:
-        again = plan(*words, *change.overrides, needs=needs)
+    result, _ = remedies.find_changes(composed(*args), HERE, plan(*args, needs=needs), needs, ())
+    assert (messages,) in [change.overrides for change in result]
+    for change in result:
+        again = plan(*args, *change.overrides, needs=needs)
         assert again.memory[0].prediction.fits
         assert again.memory[0].prediction.total == change.bytes
 
@@ -69,8 +67,8 @@ def test_an_interpolated_size_is_traced_before_it_is_reported_to_fit(monkeypatch
     exact = dataclasses.replace(demand(1, 8, 64), points=(*demand(1, 8).points, wide, *demand(64).points))
     monkeypatch.setattr(remedies, "predict_needs", lambda *_: MemoryNeeds({"train": exact}))
     needs = MemoryNeeds({"train": demand(1, 64)})
-    found, _ = remedies.find_changes(composed(*WORDS), HERE, plan(*WORDS, needs=needs), needs, ())
-    assert ("micro_batch_size=8",) in [change.overrides for change in found]
+    result, _ = remedies.find_changes(composed(*WORDS), HERE, plan(*WORDS, needs=needs), needs, ())
+    assert ("micro_batch_size=8",) in [change.overrides for change in result]
 
 
 def test_fitting_micro_batches_are_traced_if_a_run_does_not_fit() -> None:
@@ -98,8 +96,8 @@ def test_an_unavailable_remedy_does_not_block_combinations_of_others(
         return MemoryNeeds({"train": demand(1, 64, model_gib=12.0, sample_gib=0.05)}) if is_small else large
 
     monkeypatch.setattr(remedies, "predict_needs", predict_needs)
-    found, _ = remedies.find_changes(composed(*WORDS), HERE, plan(*WORDS, needs=large), large, ())
-    (change,) = found
+    result, _ = remedies.find_changes(composed(*WORDS), HERE, plan(*WORDS, needs=large), large, ())
+    (change,) = result
     assert "memory=checkpoint" in change.overrides
     assert "optimizer=adamw8bit" not in change.overrides
 
@@ -111,17 +109,17 @@ def test_time_is_estimated_in_the_tried_format(monkeypatch: pytest.MonkeyPatch) 
     needs, half = (MemoryNeeds({"train": demand(1, 64, sample_gib=gib)}) for gib in (0.3, 0.1))
     monkeypatch.setattr(remedies, "predict_needs", lambda *_: half)
     made = plan(*WORDS, needs=needs)
-    found, _ = remedies.find_changes(composed(*WORDS), HERE, made, needs, profiles)
-    assert {change.overrides: change.factor for change in found}[("precision=fp16",)] == pytest.approx(0.25, rel=0.05)
-    assert [change.factor for change in found] == sorted(change.factor or 0.0 for change in found)
+    result, _ = remedies.find_changes(composed(*WORDS), HERE, made, needs, profiles)
+    assert {change.overrides: change.factor for change in result}[("precision=fp16",)] == pytest.approx(0.25, rel=0.05)
+    assert [change.factor for change in result] == sorted(change.factor or 0.0 for change in result)
 
 
 def test_limits_of_the_user_apply_to_tried_remedies(monkeypatch: pytest.MonkeyPatch) -> None:
     """memory=checkpoint is another option of the group of memory.fraction."""
     asked: list[Any] = []
     monkeypatch.setattr(remedies, "predict_needs", lambda *given: asked.append(given[0]) or needs)
-    words, needs = (*WORDS, "memory.fraction=0.5", "optimizer.lr=0.01"), MemoryNeeds({"train": demand(1, 64)})
-    remedies.find_changes(composed(*words), HERE, plan(*words, needs=needs), needs, ())
+    args, needs = (*WORDS, "memory.fraction=0.5", "optimizer.lr=0.01"), MemoryNeeds({"train": demand(1, 64)})
+    remedies.find_changes(composed(*args), HERE, plan(*args, needs=needs), needs, ())
     tried = [(each.choices["memory"].options["fraction"], each.choices["optimizer"].options["lr"]) for each in asked]
     assert tried
     assert set(tried) == {(0.5, 0.01)}

@@ -37,38 +37,38 @@ class Runs:
     folder: Path
     known: dict[str, Path]
 
-    def start(self, words: str | list[str], env: Mapping[str, str] | None = None) -> None:
+    def start(self, args: str | list[str], env: Mapping[str, str] | None = None) -> None:
         """Start a command; `self.server.wait()` returns its result."""
-        words, devices, before = words.split() if isinstance(words, str) else words, {}, ""
+        args, devices, before = args.split() if isinstance(args, str) else args, {}, ""
         if is_stand_in():
             devices, before = {VARIABLE: os.environ[VARIABLE]}, DESCRIBE
-        self.server.start(words, self.folder, {**devices, **(env or {})}, before)
+        self.server.start(args, self.folder, {**devices, **(env or {})}, before)
 
-    def end(self, words: str | list[str], env: Mapping[str, str] | None = None) -> Ended:
+    def end(self, args: str | list[str], env: Mapping[str, str] | None = None) -> Ended:
         """Run a command and return its result, with any exit code."""
-        self.start(words, env)
+        self.start(args, env)
         return self.server.wait()
 
-    def train(self, run: str, words: str, *, code: int = 0, env: Mapping[str, str] | None = None) -> Path:
+    def train(self, run: str, args: str, *, code: int = 0, env: Mapping[str, str] | None = None) -> Path:
         """Train the small task; return the folder of the run."""
-        given = words.split()
+        given = args.split()
         keys = {word.partition("=")[0] for word in given}
         common = [word for word in COMMON if word.partition("=")[0] not in keys]
-        ended = self.end(["train", "--task", str(TASK), f"run={run}", *common, *given], env)
-        assert ended.code == code, ended.out + ended.err
+        result = self.end(["train", "--task", str(TASK), f"run={run}", *common, *given], env)
+        assert result.code == code, result.out + result.err
         return self.folder / "outputs" / run
 
-    def straight(self, words: str) -> Path:
+    def straight(self, args: str) -> Path:
         """Return the folder of a reference run, cached for all tests."""
-        if words not in self.known:
+        if args not in self.known:
             kept = self.known["folder"] / str(len(self.known))
             kept.mkdir()
-            self.known[words] = dataclasses.replace(self, folder=kept).train("straight", words)
-        return self.known[words]
+            self.known[args] = dataclasses.replace(self, folder=kept).train("straight", args)
+        return self.known[args]
 
-    def curve(self, run: str, words: str) -> dict[int, float]:
+    def curve(self, run: str, args: str) -> dict[int, float]:
         """Train; return update -> loss."""
-        return losses(self.train(run, words))
+        return losses(self.train(run, args))
 
 
 def losses(folder: Path) -> dict[int, float]:

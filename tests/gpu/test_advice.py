@@ -14,18 +14,18 @@ PLANTED = Path(__file__).parents[1] / "measure" / "planted"
 
 
 @pytest.mark.parametrize(
-    ("task", "words", "rule"),
+    ("task", "args", "rule"),
     [
         ("lengths", ["backend=fast"], "varying shapes"),
         ("layers", ["task.width=4096", "global_batch_size=4096", "dataloader.pin_memory=false"], "unpinned"),
     ],
 )
 def test_a_bottleneck_of_a_gpu_is_found_and_its_fix_tried(
-    server: ForkServer, tmp_path: Path, task: str, words: list[str], rule: str
+    server: ForkServer, tmp_path: Path, task: str, args: list[str], rule: str
 ) -> None:
-    ended = server.run(["advise", "--task", str(PLANTED / f"{task}.py"), *words, "budget_s=90", "--json"], tmp_path)
+    result = server.run(["advise", "--task", str(PLANTED / f"{task}.py"), *args, "budget_s=90", "--json"], tmp_path)
 
-    assert ended.code == 0, ended.err
-    found = json.loads(ended.out)
-    assert rule in [finding["rule"] for finding in found["findings"]]
-    assert any(each["rule"] == rule and each["speedup"] for each in found["tried"])
+    assert result.code == 0, result.err
+    actual = json.loads(result.out)
+    assert rule in [finding["rule"] for finding in actual["findings"]]
+    assert any(each["rule"] == rule and each["speedup"] for each in actual["tried"])

@@ -86,10 +86,10 @@ def test_out_of_memory_is_detected_and_explained(device: torch.device) -> None:
     shortage = find_oom_cause(caught.value)
     assert shortage is not None
     assert shortage.side == "device"
-    found = measure_memory(shortage, device, "", 4, "")
+    result = measure_memory(shortage, device, "", 4, "")
     memory = get_accelerator(device).free_memory()
     assert memory is not None
-    assert found.total_bytes == memory.total
+    assert result.total_bytes == memory.total
 
 
 def test_names_are_those_of_the_driver() -> None:
@@ -165,8 +165,8 @@ def test_an_async_copy_has_the_values_at_its_call(device: torch.device) -> None:
 @pytest.mark.parametrize("prefetch", [none, stream])
 def test_a_batch_of_any_structure_is_copied_unchanged(prefetch: Any, device: torch.device) -> None:
     batches = [{"x": (torch.full((5,), number), ["name", 3]), "y": torch.tensor(number)} for number in range(4)]
-    found = list(prefetch(device)(iter([MicroBatch(batch, last=True) for batch in batches])))
-    for number, item in enumerate(found):
+    result = list(prefetch(device)(iter([MicroBatch(batch, last=True) for batch in batches])))
+    for number, item in enumerate(result):
         assert item.batch["x"][0].device == device
         assert item.batch["x"][0].tolist() == [number] * 5
         assert item.batch["x"][1] == ["name", 3]

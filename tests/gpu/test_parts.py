@@ -14,19 +14,19 @@ PLAIN = "precision=fp32 prefetch=none"
 
 
 @pytest.mark.parametrize(
-    "words", [PLAIN, "precision=fp32 prefetch=stream", f"{PLAIN} dataloader.num_workers=2", "precision=fp16"]
+    "args", [PLAIN, "precision=fp32 prefetch=stream", f"{PLAIN} dataloader.num_workers=2", "precision=fp16"]
 )
-def test_the_parts_of_a_run_add_up_to_it(words: str, runs: Runs) -> None:
-    found = read_record(runs.train("run", f"device=cuda:0 updates=12 evaluate.every=4 {words}")).evidence
-    assert found is not None
-    (phase,) = found.phases
+def test_the_parts_of_a_run_add_up_to_it(args: str, runs: Runs) -> None:
+    result = read_record(runs.train("run", f"device=cuda:0 updates=12 evaluate.every=4 {args}")).evidence
+    assert result is not None
+    (phase,) = result.phases
     assert phase.seconds is not None
     assert sum(phase.parts_s.values()) == pytest.approx(phase.seconds, rel=0.02)
     for part in ("transfer", "forward", "backward", "optimizer", "evaluation", "saving"):
-        assert found.parts_s[part] > 0, part
-    assert found.device_total_gib
-    assert found.device_peak_gib
-    assert found.num_alloc_retries == 0
+        assert result.parts_s[part] > 0, part
+    assert result.device_total_gib
+    assert result.device_peak_gib
+    assert result.num_alloc_retries == 0
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode")

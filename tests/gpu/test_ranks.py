@@ -18,16 +18,16 @@ PLAIN = "device=cuda:0 precision=fp32"
 
 @SEVERAL
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         "parallelism=ddp", "parallelism=ddp parallelism.shares=[11,5] micro_batch_size=auto",
         "parallelism=ddp parallelism.shares=speed micro_batch_size=auto",
         "parallelism=fsdp", "parallelism=pipeline micro_batch_size=4", "parallelism=auto micro_batch_size=auto",
     ],
 )  # fmt: skip
-def test_two_gpus_have_the_curve_of_one(words: str, runs: Runs) -> None:
+def test_two_gpus_have_the_curve_of_one(args: str, runs: Runs) -> None:
     one = losses(runs.straight(PLAIN))
-    assert runs.curve("two", f"precision=fp32 {words}") == pytest.approx(one, rel=1e-5)
+    assert runs.curve("two", f"precision=fp32 {args}") == pytest.approx(one, rel=1e-5)
 
 
 @SEVERAL
@@ -40,30 +40,30 @@ def test_two_gpus_learn_in_half_precision(strategy: str, runs: Runs) -> None:
 
 
 @SEVERAL
-def test_batch_norm_over_two_gpus_is_that_of_the_whole_batch(runs: Runs) -> None:
-    words = "precision=fp32 task.batch_norm=true"
-    one = runs.curve("one", f"device=cuda:0 micro_batch_size=16 {words}")
-    two = runs.curve("two", f"parallelism=ddp parallelism.batch_norm=sync {words}")
+def test_batch_norm_over_two_gpus_uses_the_complete_batch(runs: Runs) -> None:
+    args = "precision=fp32 task.batch_norm=true"
+    one = runs.curve("one", f"device=cuda:0 micro_batch_size=16 {args}")
+    two = runs.curve("two", f"parallelism=ddp parallelism.batch_norm=sync {args}")
     assert two == pytest.approx(one, rel=1e-4)
 
 
 @SEVERAL
 @pytest.mark.parametrize("rank", [0, 1])
 def test_one_rank_that_is_out_of_memory_is_repeated_by_all(rank: int, runs: Runs) -> None:
-    words = "parallelism=ddp precision=fp32"
-    whole = losses(runs.straight(words))
-    short = runs.curve("short", f"{words} task.short_in=forward task.rank={rank}")
+    args = "parallelism=ddp precision=fp32"
+    whole = losses(runs.straight(args))
+    short = runs.curve("short", f"{args} task.short_in=forward task.rank={rank}")
     assert short == pytest.approx(whole, rel=1e-5)
 
 
 @SEVERAL
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_stopped_and_resumed_ranks_have_the_same_curve(strategy: str, runs: Runs) -> None:
-    words = f"parallelism={strategy} precision=fp32 backend=deterministic"
-    straight = runs.straight(words)
-    stopped = runs.train("stopped", words, code=75, env={"STOP_AT": "3"})
+    args = f"parallelism={strategy} precision=fp32 backend=deterministic"
+    uninterrupted = runs.straight(args)
+    stopped = runs.train("stopped", args, code=75, env={"STOP_AT": "3"})
     assert runs.end("resume stopped").code == 0
-    assert losses(stopped) == losses(straight)
+    assert losses(stopped) == losses(uninterrupted)
 
 
 @SEVERAL
@@ -76,8 +76,8 @@ def test_each_rank_has_a_separate_gpu(runs: Runs) -> None:
 def test_a_run_of_two_gpus_resumes_with_one(runs: Runs) -> None:
     stopped = runs.train("run", "parallelism=ddp precision=fp32", code=75, env={"STOP_AT": "3"})
     half = weights(stopped)
-    ended = runs.end("resume run parallelism=single device=cuda:0 resume_allow=[parallelism]")
-    assert ended.code == 0, ended.err
+    result = runs.end("resume run parallelism=single device=cuda:0 resume_allow=[parallelism]")
+    assert result.code == 0, result.err
     assert half.keys() & weights(stopped).keys()
     assert max(losses(stopped)) == 6
 
@@ -85,17 +85,17 @@ def test_a_run_of_two_gpus_resumes_with_one(runs: Runs) -> None:
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline", "auto"])
 def test_one_gpu_is_a_world_of_size_one_of_every_strategy(strategy: str, runs: Runs) -> None:
     one = losses(runs.straight(PLAIN))
-    words = f"parallelism={strategy} precision=fp32" + (" parallelism.world_size=1" if strategy != "auto" else "")
+    args = f"parallelism={strategy} precision=fp32" + (" parallelism.world_size=1" if strategy != "auto" else "")
     env = {"CUDA_VISIBLE_DEVICES": "0"}
-    same = losses(runs.train("same", words, env=env))
+    same = losses(runs.train("same", args, env=env))
     assert same == pytest.approx(one, rel=1e-6)
 
 
 def test_two_ranks_on_one_gpu_with_unequal_shares_have_the_curve_of_one(runs: Runs) -> None:
     """Not with fsdp, whose collectives crash gloo on a GPU (torch 2.11)."""
     one = losses(runs.straight(PLAIN))
-    words = ["train", "--task", str(TASK), "run=two", *COMMON, "device=cuda", "precision=fp32"]
-    words += ["parallelism=ddp", "parallelism.shares=[11,5]"]
+    args = ["train", "--task", str(TASK), "run=two", *COMMON, "device=cuda", "precision=fp32"]
+    args += ["parallelism=ddp", "parallelism.shares=[11,5]"]
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = str(free.getsockname()[1])
@@ -106,7 +106,7 @@ def test_two_ranks_on_one_gpu_with_unequal_shares_have_the_curve_of_one(runs: Ru
     with runs.server.twin() as twin:
         servers = [runs.server, twin]
         for rank, server in enumerate(servers):
-            replace(runs, server=server).start(words, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
-        ended = [server.wait() for server in servers]
-    assert [each.code for each in ended] == [0, 0], ended
+            replace(runs, server=server).start(args, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
+        result = [server.wait() for server in servers]
+    assert [each.code for each in result] == [0, 0], result
     assert losses(runs.folder / "outputs/two") == pytest.approx(one, rel=1e-5)

@@ -37,15 +37,15 @@ def test_on_oom_stop_ends_the_run_and_reports_who_holds_memory(runs: Runs) -> No
 
 
 @pytest.mark.parametrize(
-    "words", ["precision=fp32", "precision=fp16", "task.dropout=0.5 prefetch=stream", "task.batch_norm=true"]
+    "args", ["precision=fp32", "precision=fp16", "task.dropout=0.5 prefetch=stream", "task.batch_norm=true"]
 )
-def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(words: str, runs: Runs) -> None:
-    words = f"device=cuda:0 backend=deterministic {words}"
-    straight = runs.straight(words)
-    stopped = runs.train("stopped", words, code=75, env={"STOP_AT": "3"})
+def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(args: str, runs: Runs) -> None:
+    args = f"device=cuda:0 backend=deterministic {args}"
+    uninterrupted = runs.straight(args)
+    stopped = runs.train("stopped", args, code=75, env={"STOP_AT": "3"})
     assert runs.end("resume stopped").code == 0
-    assert losses(stopped) == losses(straight)
-    mine, other = weights(stopped), weights(straight)
+    assert losses(stopped) == losses(uninterrupted)
+    mine, other = weights(stopped), weights(uninterrupted)
     assert mine.keys() == other.keys()
     for name, tensor in other.items():
         assert torch.equal(mine[name], tensor), name
@@ -53,18 +53,18 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(words: str, runs:
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_deterministic_run_has_the_same_bits_twice(precision: str, runs: Runs) -> None:
-    words = f"device=cuda:0 backend=deterministic precision={precision} task.dropout=0.5"
-    first, second = weights(runs.straight(words)), weights(runs.train("second", words))
+    args = f"device=cuda:0 backend=deterministic precision={precision} task.dropout=0.5"
+    first, second = weights(runs.straight(args)), weights(runs.train("second", args))
     for name, tensor in first.items():
         assert torch.equal(second[name], tensor), name
 
 
 @pytest.mark.parametrize(
-    "words", ["memory=checkpoint", "dataloader.num_workers=2", "micro_batch_size=4", "prefetch=none"]
+    "args", ["memory=checkpoint", "dataloader.num_workers=2", "micro_batch_size=4", "prefetch=none"]
 )
-def test_mechanics_do_not_change_the_curve(words: str, runs: Runs) -> None:
+def test_mechanics_do_not_change_the_curve(args: str, runs: Runs) -> None:
     plain = losses(runs.straight(PLAIN))
-    assert runs.curve("other", f"{PLAIN} {words}") == pytest.approx(plain, rel=1e-5)
+    assert runs.curve("other", f"{PLAIN} {args}") == pytest.approx(plain, rel=1e-5)
 
 
 def test_a_gpu_has_the_curve_of_the_cpu(runs: Runs) -> None:
@@ -77,8 +77,8 @@ def test_a_gpu_has_the_curve_of_the_cpu(runs: Runs) -> None:
 
 def test_the_chosen_format_is_native_to_the_capability(runs: Runs) -> None:
     capability = torch.cuda.get_device_capability(0)
-    found = plan_of(runs.train("auto", "device=cuda:0 precision=auto"))["choices"]["precision"]["function"]
-    assert found == ("bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32")
+    result = plan_of(runs.train("auto", "device=cuda:0 precision=auto"))["choices"]["precision"]["function"]
+    assert result == ("bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32")
 
 
 @SEVERAL
@@ -102,31 +102,31 @@ def test_an_absent_gpu_is_refused(runs: Runs) -> None:
 
 
 @pytest.mark.parametrize("option", ["default", "reduce-overhead", "max-autotune"])
-def test_a_compiled_model_learns_the_same_or_is_refused_before_it_starts(option: str, runs: Runs) -> None:
+def test_a_compiled_model_trains_identically_or_is_refused_at_the_start(option: str, runs: Runs) -> None:
     """With accumulation and evaluation, which have other shapes and modes than training."""
-    words = "device=cuda:0 precision=fp32 micro_batch_size=8 evaluate.every=2"
+    args = "device=cuda:0 precision=fp32 micro_batch_size=8 evaluate.every=2"
     if find_spec("triton") is None:
-        runs.train("compiled", f"{words} compile={option}", code=78)
+        runs.train("compiled", f"{args} compile={option}", code=78)
         return
-    plain = runs.curve("plain", words)
-    assert runs.curve("compiled", f"{words} compile={option}") == pytest.approx(plain, rel=1e-3)
+    plain = runs.curve("plain", args)
+    assert runs.curve("compiled", f"{args} compile={option}") == pytest.approx(plain, rel=1e-3)
 
 
 @pytest.mark.parametrize("option", ["default", "regional"])
 def test_a_traced_model_learns_the_same(option: str, runs: Runs) -> None:
     """With accumulation and evaluation, and without Triton: graphs of Dynamo and AOTAutograd, eager kernels."""
     plain = losses(runs.straight(f"{PLAIN} evaluate.every=2"))
-    words = f"{PLAIN} evaluate.every=2 compile={option} compile.backend=aot_eager"
-    assert runs.curve("traced", words) == pytest.approx(plain, rel=1e-5)
+    args = f"{PLAIN} evaluate.every=2 compile={option} compile.backend=aot_eager"
+    assert runs.curve("traced", args) == pytest.approx(plain, rel=1e-5)
 
 
 def test_an_8_bit_optimizer_learns_or_its_package_is_named(runs: Runs) -> None:
-    words = "device=cuda:0 precision=fp32 optimizer=adamw8bit task.width=128"
+    args = "device=cuda:0 precision=fp32 optimizer=adamw8bit task.width=128"
     if find_spec("bitsandbytes") is None and find_spec("torchao") is None:
-        runs.train("eight", words, code=78)
+        runs.train("eight", args, code=78)
         return
-    found = runs.curve("eight", words)
-    assert found[6] < found[1]
+    result = runs.curve("eight", args)
+    assert result[6] < result[1]
 
 
 # ---------------------------------------------------------------- export and inference
@@ -134,8 +134,8 @@ def test_an_8_bit_optimizer_learns_or_its_package_is_named(runs: Runs) -> None:
 
 def test_an_exported_program_computes_like_the_model(runs: Runs) -> None:
     folder = runs.train("run", "device=cuda:0 precision=fp32")
-    ended = runs.end("export run format=safetensors,program")
-    assert ended.code == 0, ended.err
+    result = runs.end("export run format=safetensors,program")
+    assert result.code == 0, result.err
     parity = json.loads((folder / "export/parity.json").read_text())
     assert parity
     trained = weights(folder)
@@ -148,7 +148,7 @@ def test_inference_predicts_the_same_on_every_device(device: str, runs: Runs) ->
     folder = runs.train("run", "device=cuda:0 precision=fp32")
     scores = []
     for chosen in ("cuda:0", device):
-        ended = runs.end(f"inference run device={chosen}")
-        assert ended.code == 0, ended.err
+        result = runs.end(f"inference run device={chosen}")
+        assert result.code == 0, result.err
         scores.append(np.load(folder / "predictions/scores.npy"))
     assert scores[1] == pytest.approx(scores[0], rel=1e-4, abs=1e-6)

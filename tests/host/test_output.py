@@ -36,13 +36,13 @@ class Pipe:
     def rest(self) -> bytes:
         """Return the data that can be read now."""
         os.set_blocking(self.reader, False)
-        found = b""
+        result = b""
         try:
             while data := os.read(self.reader, 1 << 20):
-                found += data
+                result += data
         except BlockingIOError:
             pass
-        return found
+        return result
 
     def close(self) -> None:
         os.close(self.reader)
@@ -205,9 +205,9 @@ def test_a_terminal_of_another_user_is_not_waited_for() -> None:
     status: list[int] = []
 
     def has_ended() -> bool:
-        found, code = os.waitpid(pid, os.WNOHANG)
-        status.extend([code] * (found == pid))
-        return found == pid
+        result, code = os.waitpid(pid, os.WNOHANG)
+        status.extend([code] * (result == pid))
+        return result == pid
 
     try:
         wait_until(has_ended, "the process that prints waits for a terminal that nobody reads")

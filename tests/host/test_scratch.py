@@ -130,7 +130,7 @@ def test_a_named_folder_is_refused_with_the_code_of_any_other_folder(
     assert refused.value.exit_code == Exit.PERMISSION
 
 
-def test_the_cache_is_closed_to_others_whatever_the_umask_is(home: Path) -> None:
+def test_the_cache_is_private_with_any_umask(home: Path) -> None:
     before = os.umask(0)
     try:
         folder = chosen()[0].parent

@@ -21,17 +21,17 @@ def late() -> None:
 
 def test_a_long_wait_is_reported_once() -> None:
     reading, writing = os.pipe()
-    with os.fdopen(reading, "rb") as told, os.fdopen(writing, "wb", buffering=0) as tell:
-        assert run_in_subprocess(told.read, 1, on_wait=lambda: tell.write(b"x"), notify_after_s=0.0) == b"x"
+    with os.fdopen(reading, "rb") as messages, os.fdopen(writing, "wb", buffering=0) as tell:
+        assert run_in_subprocess(messages.read, 1, on_wait=lambda: tell.write(b"x"), notify_after_s=0.0) == b"x"
         tell.close()
-        assert told.read() == b"", "told once"
+        assert messages.read() == b"", "told once"
 
 
 def test_a_short_wait_is_not_reported() -> None:
-    told: list[int] = []
+    messages: list[int] = []
 
-    assert run_in_subprocess(answer, 0.0, on_wait=lambda: told.append(1), notify_after_s=120.0) == 0.0
-    assert told == []
+    assert run_in_subprocess(answer, 0.0, on_wait=lambda: messages.append(1), notify_after_s=120.0) == 0.0
+    assert messages == []
 
 
 def test_the_error_of_the_function_is_raised() -> None:

@@ -66,23 +66,23 @@ def _forked(function: Callable[[], Any], place: Path, space: str | None) -> int:
     pid = os.fork()
     if pid:
         return pid
-    ended: dict[str, Any] = {"value": None, "code": 1, "error": ""}
+    result: dict[str, Any] = {"value": None, "code": 1, "error": ""}
     try:
         for number, suffix in ((1, ".out"), (2, ".err")):
             os.dup2(os.open(place.with_suffix(suffix), os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
         sys.stdout, sys.stderr = os.fdopen(1, "w", closefd=False), os.fdopen(2, "w", closefd=False)
         if space is not None:
             enter(space)
-        ended |= {"value": function(), "code": 0}
+        result |= {"value": function(), "code": 0}
     except AccelRunError as error:
-        ended |= {"code": int(error.exit_code), "error": str(error)}
+        result |= {"code": int(error.exit_code), "error": str(error)}
     except BaseException as error:
         traceback.print_exc()
-        ended["error"] = repr(error)
+        result["error"] = repr(error)
     finally:
         sys.stdout.flush()
         sys.stderr.flush()
-        place.with_suffix(".json").write_text(json.dumps(ended))
+        place.with_suffix(".json").write_text(json.dumps(result))
         os._exit(0)  # no exit handlers of pytest
 
 
@@ -95,7 +95,7 @@ def enter(space: str) -> None:
 
 
 def started_elsewhere(
-    words: Sequence[str], folder: Path, rank: int, num_ranks: int, address: str, num_local_ranks: int = 1
+    args: Sequence[str], folder: Path, rank: int, num_ranks: int, address: str, num_local_ranks: int = 1
 ) -> Callable[[], int]:
     """Return a function that runs accel-run as a rank started by torchrun or SLURM, in the folder of its machine.
 
@@ -112,7 +112,7 @@ def started_elsewhere(
         }  # fmt: skip
         folder.mkdir(exist_ok=True)
         os.chdir(folder)
-        sys.argv = ["accel-run", *words]
-        return main(list(words))
+        sys.argv = ["accel-run", *args]
+        return main(list(args))
 
     return run

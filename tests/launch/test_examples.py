@@ -102,7 +102,7 @@ def test_an_api_server_would_accept_the_manifest() -> None:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "messages"),
     [
         (lambda pod: pod.pop("restartPolicy"), "restartPolicy is missing"),
         (lambda pod: pod.update(restartPolicy="Always"), "must be one of"),
@@ -113,11 +113,11 @@ def test_an_api_server_would_accept_the_manifest() -> None:
         (lambda pod: pod["containers"][0]["resources"]["limits"].update(memory="128 GB"), "must match"),
     ],
 )
-def test_the_check_of_the_manifest_can_fail(change: Any, said: str) -> None:
+def test_an_invalid_kubernetes_manifest_is_detected(change: Any, messages: str) -> None:
     spoiled = yaml.safe_load((EXAMPLES / "kubernetes.yaml").read_text(encoding="utf-8"))
     change(spoiled["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"])
     (fault,) = faults(spoiled, JOBSET)
-    assert said in fault
+    assert messages in fault
 
 
 def test_the_numbers_of_the_manifest_agree() -> None:

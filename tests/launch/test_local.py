@@ -76,13 +76,13 @@ def _raise(text: str) -> None:
         (partial(_raise, "was ended by SIGKILL, exited early"), False),
     ],
 )
-def test_only_a_rank_that_was_killed_or_exited_without_an_error_is_external(
+def test_only_a_rank_that_was_killed_or_exited_without_an_error_failed_externally(
     act: Callable[[], object], is_external: bool
 ) -> None:
     """The text of a task's exception does not matter."""
-    said: list[RankNotice] = []
-    local.run_ranks(on_rank(1, act), 2, grace_s=0.1, on_notice=said.append)
-    assert [notice.is_external for notice in said] == [is_external]
+    messages: list[RankNotice] = []
+    local.run_ranks(on_rank(1, act), 2, grace_s=0.1, on_notice=messages.append)
+    assert [notice.is_external for notice in messages] == [is_external]
 
 
 def family() -> set[int]:
@@ -90,11 +90,11 @@ def family() -> set[int]:
 
 
 def run_ranks(main: Callable[[RankInfo], tuple[int, Any]], num_ranks: int = 2, *, grace_s: float = 0.5) -> LaunchResult:
-    said: list[RankNotice] = []
-    ending = local.run_ranks(main, num_ranks, grace_s=grace_s, on_notice=said.append)
-    assert len(said) == (ending.cause is not None), said  # one notice, or none
+    messages: list[RankNotice] = []
+    ending = local.run_ranks(main, num_ranks, grace_s=grace_s, on_notice=messages.append)
+    assert len(messages) == (ending.cause is not None), messages  # one notice, or none
     if ending.cause is not None:
-        assert said[0].text.startswith(f"rank {ending.cause.rank} of {num_ranks} {ending.cause.what}, after ")
+        assert messages[0].text.startswith(f"rank {ending.cause.rank} of {num_ranks} {ending.cause.what}, after ")
     return ending
 
 
@@ -143,9 +143,9 @@ def test_results_of_ranks_are_returned_in_order(tmp_path: Path) -> None:
 
     ending = run_ranks(main, 3)
     assert (ending.code, ending.cause, ending.failures, ending.killed, ending.stop) == (0, None, (), (), None)
-    for rank, told in enumerate(ending.results):
-        assert told.pop("store").startswith("file:///")
-        assert told == {
+    for rank, messages in enumerate(ending.results):
+        assert messages.pop("store").startswith("file:///")
+        assert messages == {
             "rank": rank, "local_rank": rank, "world_size": 3, "num_local_ranks": 3, "attempt": 0,
             "text": "é" * 100_000,
         }  # fmt: skip
@@ -369,7 +369,7 @@ def test_a_stopped_rank_does_not_delay_the_end(tmp_path: Path) -> None:
     assert (ending.cause.rank, ending.killed) == (1, (0,))
 
 
-def test_with_only_victims_the_silent_rank_is_named_too() -> None:
+def test_if_all_errors_are_consequences_the_silent_rank_is_also_named() -> None:
     def act(world: World) -> None:
         world.sum(torch.ones(1))
         if world.rank == 1:

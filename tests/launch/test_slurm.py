@@ -48,26 +48,26 @@ def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def launch(*words: str) -> int | None:
-    return submit(compose(Request(words)))
+def launch(*args: str) -> int | None:
+    return submit(compose(Request(args)))
 
 
 def options(cluster: Path) -> dict[str, str]:
     """Return the options of the submitted script."""
     lines = (cluster / "script").read_text().splitlines()
-    words = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")]
-    return {word.partition("=")[0]: word.partition("=")[2] for word in words}
+    args = [line.removeprefix("#SBATCH --") for line in lines if line.startswith("#SBATCH --")]
+    return {word.partition("=")[0]: word.partition("=")[2] for word in args}
 
 
 def run_script(cluster: Path, code: int, **environment: str) -> tuple[int, list[str]]:
     """Run the submitted script, whose ranks end with `code`; return its exit code and the arguments of srun."""
-    ended = subprocess.run(
+    result = subprocess.run(
         ["bash", str(cluster / "script")],
         env={**os.environ, "CODE": str(code), "SLURM_JOB_ID": "42", **environment},
         check=False,
         timeout=60,
     )
-    return ended.returncode, (cluster / "srun").read_text().splitlines()
+    return result.returncode, (cluster / "srun").read_text().splitlines()
 
 
 def test_the_local_launcher_trains_in_this_process() -> None:
@@ -78,8 +78,8 @@ def test_the_local_launcher_trains_in_this_process() -> None:
 def test_a_job_is_submitted_and_the_user_knows_how_to_follow_it(
     cluster: Path, capsys: pytest.CaptureFixture[str], screen: Callable[..., None]
 ) -> None:
-    words = ["launcher=slurm", "run=first", "parallelism=ddp", "launcher.nodes=2", "launcher.gpus_per_node=4"]
-    assert launch(*words, "launcher.cpus_per_task=8", "launcher.partition=long", "launcher.mem_gb=64") == 0
+    args = ["launcher=slurm", "run=first", "parallelism=ddp", "launcher.nodes=2", "launcher.gpus_per_node=4"]
+    assert launch(*args, "launcher.cpus_per_task=8", "launcher.partition=long", "launcher.mem_gb=64") == 0
     assert options(cluster) == {
         "cpus-per-task": "8",
         "gpus-per-node": "4",
@@ -104,8 +104,8 @@ def test_every_rank_runs_the_same_command_with_a_name_and_without_the_launcher(c
     assert {"--open-mode=append", "--kill-on-bad-exit=0", "--wait=120"} <= set(given)
     begin = given.index(sys.executable)
     assert given[begin + 1 : begin + 4] == ["-m", "runner", "train"]
-    *words, name, grace = given[begin + 4 :]
-    assert words == ["optimizer.lr=0.5", "task.size=tiny", "output_root=a b", "launcher=local"]
+    *args, name, grace = given[begin + 4 :]
+    assert args == ["optimizer.lr=0.5", "task.size=tiny", "output_root=a b", "launcher=local"]
     assert grace == "checkpoint.grace_s=120", "the warning comes so long before the end"
     assert name.startswith("run=gpt-"), "the job is queued again under the name it began with"
     assert (cluster / "a b" / name.removeprefix("run=") / "slurm").is_dir()

@@ -42,7 +42,7 @@ def build() -> Task: return Small()
 """
 
 
-def ranks(folder: Path, *words: Sequence[str], num_local_ranks: int = 1) -> list[Ended]:
+def ranks(folder: Path, *args: Sequence[str], num_local_ranks: int = 1) -> list[Ended]:
     """Run two ranks, each with its own arguments, as torchrun would; each machine has its own folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
@@ -50,7 +50,7 @@ def ranks(folder: Path, *words: Sequence[str], num_local_ranks: int = 1) -> list
     line = ["train", "parallelism=ddp", "updates=2", "run=r", "device=cpu", "monitor=off"]
     started = [
         started_elsewhere(
-            [*line, *words[rank]], folder / f"n{rank // num_local_ranks}", rank, 2, address, num_local_ranks
+            [*line, *args[rank]], folder / f"n{rank // num_local_ranks}", rank, 2, address, num_local_ranks
         )
         for rank in (0, 1)
     ]
@@ -65,22 +65,22 @@ def task(folder: Path, number: int, activation: str = "Tanh") -> list[str]:
 
 
 def test_machines_whose_task_files_differ_end_with_78(tmp_path: Path) -> None:
-    ended = ranks(tmp_path, task(tmp_path, 0), task(tmp_path, 1, "ReLU"))
-    assert [rank.value for rank in ended] == [Exit.CONFIG, Exit.CONFIG]
-    assert "task's file" in ended[0].err
-    assert ended[1].err == "", "what all know is said once"
+    result = ranks(tmp_path, task(tmp_path, 0), task(tmp_path, 1, "ReLU"))
+    assert [rank.value for rank in result] == [Exit.CONFIG, Exit.CONFIG]
+    assert "task's file" in result[0].err
+    assert result[1].err == "", "what all know is said once"
 
 
 def test_an_error_on_every_rank_is_reported_once(tmp_path: Path) -> None:
-    words = [*task(tmp_path, 0), "optimizer.lrr=1"]
-    ended = ranks(tmp_path, words, words, num_local_ranks=2)
-    assert [rank.value for rank in ended] == [Exit.CONFIG, Exit.CONFIG]
-    assert ["optimizer.lrr=1" in rank.err for rank in ended] == [True, False]
+    args = [*task(tmp_path, 0), "optimizer.lrr=1"]
+    result = ranks(tmp_path, args, args, num_local_ranks=2)
+    assert [rank.value for rank in result] == [Exit.CONFIG, Exit.CONFIG]
+    assert ["optimizer.lrr=1" in rank.err for rank in result] == [True, False]
 
 
 def test_an_error_on_another_machine_is_reported_there(tmp_path: Path) -> None:
     """Local rank 0 of each machine reports errors before the rendezvous, because rank 0 cannot know them."""
-    words = ["train", *task(tmp_path, 1), "parallelism=ddp", "optimizer.lrr=1"]
-    (second,) = forked([started_elsewhere(words, tmp_path / "n1", 1, 2, "127.0.0.1:29999")], tmp_path)
+    args = ["train", *task(tmp_path, 1), "parallelism=ddp", "optimizer.lrr=1"]
+    (second,) = forked([started_elsewhere(args, tmp_path / "n1", 1, 2, "127.0.0.1:29999")], tmp_path)
     assert second.value == Exit.CONFIG
     assert "optimizer.lrr=1" in second.err

@@ -51,8 +51,8 @@ def namespaces() -> Iterator[tuple[str, str]]:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True, check=False)
 
 
-def ip(*words: str) -> None:
-    subprocess.run(["ip", *words], check=True, capture_output=True)
+def ip(*args: str) -> None:
+    subprocess.run(["ip", *args], check=True, capture_output=True)
 
 
 def run_in(spaces: tuple[str, ...], function: Callable[[int], Any], folder: Path) -> list[Ended]:
@@ -70,16 +70,16 @@ def summed(rank: int) -> list[float]:
     member = RankInfo(rank, 0, 2, 1, f"tcp://{ADDRESSES[0]}:{PORT}")
     with join_process_group(member, CPU, timeout_s=120.0) as world:
         mine = torch.arange(5, dtype=torch.float64) * (rank + 1)
-        found: list[float] = world.sum(mine).tolist()
+        result: list[float] = world.sum(mine).tolist()
         assert world.gather(rank) == [0, 1]
         assert world.broadcast(rank) == 0
-        return found
+        return result
 
 
 def test_ranks_on_two_machines_add_their_tensors(namespaces: tuple[str, str], tmp_path: Path) -> None:
-    ended = run_in(namespaces, summed, tmp_path)
-    assert [one.error for one in ended] == ["", ""]
-    assert [one.value for one in ended] == [[0.0, 3.0, 6.0, 9.0, 12.0]] * 2
+    result = run_in(namespaces, summed, tmp_path)
+    assert [one.error for one in result] == ["", ""]
+    assert [one.value for one in result] == [[0.0, 3.0, 6.0, 9.0, 12.0]] * 2
 
 
 @pytest.mark.parametrize("given", ["", "other"])
@@ -116,15 +116,15 @@ def test_the_machines_share_only_the_network(namespaces: tuple[str, str], tmp_pa
     def interfaces(rank: int) -> list[str]:
         return sorted(name for _, name in socket.if_nameindex())
 
-    ended = run_in(namespaces, interfaces, tmp_path)
-    assert [one.value for one in ended] == [[CABLE, "lo"]] * 2
+    result = run_in(namespaces, interfaces, tmp_path)
+    assert [one.value for one in result] == [[CABLE, "lo"]] * 2
 
     def over_loopback(rank: int) -> None:
         os.environ["GLOO_SOCKET_IFNAME"] = "lo"
         join_as(RankInfo(rank, 0, 2, 1, f"tcp://127.0.0.1:{PORT}"))
 
-    ended = run_in(namespaces, over_loopback, tmp_path)
-    assert [one.code for one in ended] == [Exit.SYSTEM] * 2
+    result = run_in(namespaces, over_loopback, tmp_path)
+    assert [one.code for one in result] == [Exit.SYSTEM] * 2
 
 
 def test_a_machine_without_peers_times_out(namespaces: tuple[str, str], tmp_path: Path) -> None:
@@ -132,8 +132,8 @@ def test_a_machine_without_peers_times_out(namespaces: tuple[str, str], tmp_path
         os.environ["GLOO_SOCKET_IFNAME"] = CABLE
         join_as(RankInfo(rank, 0, 2, 1, f"tcp://{ADDRESSES[0]}:{PORT}"))
 
-    (ended,) = run_in(namespaces[:1], alone, tmp_path)
-    assert ended.code == Exit.SYSTEM
+    (result,) = run_in(namespaces[:1], alone, tmp_path)
+    assert result.code == Exit.SYSTEM
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -142,23 +142,23 @@ def test_a_rank_reports_a_port_used_by_another_program(rank: int, tmp_path: Path
         taken.bind(("127.0.0.1", 0))
         taken.listen()
         store = f"tcp://127.0.0.1:{taken.getsockname()[1]}"
-        (ended,) = forked([partial(join_as, RankInfo(rank, rank, 2, 2, store))], tmp_path)
-    assert ended.code == Exit.SYSTEM
-    assert store in ended.error
-    assert "MASTER_PORT" in ended.error
+        (result,) = forked([partial(join_as, RankInfo(rank, rank, 2, 2, store))], tmp_path)
+    assert result.code == Exit.SYSTEM
+    assert store in result.error
+    assert "MASTER_PORT" in result.error
 
 
 def test_two_machines_train_like_one_process(
     namespaces: tuple[str, str], server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", CABLE)
-    words = ["train", "device=cpu", "task.size=tiny", "updates=5", "log_every=1", "evaluate.every=0", "monitor=off"]
-    words += ["evaluate.samples=4", "micro_batch_size=4", f"output_root={tmp_path}"]
-    two = [*words, "run=two", "parallelism=ddp"]
+    args = ["train", "device=cpu", "task.size=tiny", "updates=5", "log_every=1", "evaluate.every=0", "monitor=off"]
+    args += ["evaluate.samples=4", "micro_batch_size=4", f"output_root={tmp_path}"]
+    two = [*args, "run=two", "parallelism=ddp"]
     ranks = [started_elsewhere(two, tmp_path, rank, 2, f"{ADDRESSES[0]}:{PORT}") for rank in (0, 1)]
-    ended = forked(ranks, tmp_path, namespaces)
-    assert [rank.value for rank in ended] == [0, 0], ended
-    alone = server.run([*words, "run=one"], tmp_path)
+    result = forked(ranks, tmp_path, namespaces)
+    assert [rank.value for rank in result] == [0, 0], result
+    alone = server.run([*args, "run=one"], tmp_path)
     assert alone.code == 0, alone.err
     assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
     assert len(losses(tmp_path / "two")) == 5

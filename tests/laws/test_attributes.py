@@ -60,18 +60,18 @@ UNUSED = {
 def test_an_attribute_used_by_later_passes_stops_the_run_with_a_fix(
     kept: str, body: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    ended = trained(kept, body, server, tmp_path)
-    assert ended.code == 70, ended.err
-    assert "1.kept" in ended.err
-    assert 'self.register_buffer("kept"' in ended.err
+    result = trained(kept, body, server, tmp_path)
+    assert result.code == 70, result.err
+    assert "1.kept" in result.err
+    assert 'self.register_buffer("kept"' in result.err
 
 
 @pytest.mark.parametrize(("kept", "body"), UNUSED.values(), ids=UNUSED)
 def test_an_attribute_that_no_later_pass_uses_is_ignored(
     kept: str, body: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    ended = trained(kept, body, server, tmp_path)
-    assert ended.code == 0, ended.err
+    result = trained(kept, body, server, tmp_path)
+    assert result.code == 0, result.err
 
 
 def trained(kept: str, body: str, server: ForkServer, folder: Path) -> Ended:

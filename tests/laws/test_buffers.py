@@ -36,11 +36,11 @@ STRATEGIES = {
 FAILS = {"at": "update", "number": 6, "by": "raise"}
 
 
-def trained(server: ForkServer, folder: Path, words: str, fault: dict[str, Any] | None = None) -> None:
+def trained(server: ForkServer, folder: Path, args: str, fault: dict[str, Any] | None = None) -> None:
     env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault or {})}
-    line = f"train --task {TASK} run=mine device=cpu monitor=off dataloader.num_workers=0 {words}"
-    ended = server.run(line, folder, env)
-    assert ended.code == (70 if fault else 0), ended.err
+    line = f"train --task {TASK} run=mine device=cpu monitor=off dataloader.num_workers=0 {args}"
+    completed = server.run(line, folder, env)
+    assert completed.code == (70 if fault else 0), completed.err
 
 
 def result(folder: Path) -> tuple[dict[str, Tensor], list[tuple[int, float]]]:
@@ -128,12 +128,12 @@ def test_buffers_of_all_ranks_are_those_of_rank_0_after_every_update() -> None:
         if rank == 1:
             model.constant = model.constant + 1
 
-    for found in after(3, change, updates=3):
-        assert found["mean"] == [4.5] * 3
-        assert found["seen"] == 3
-        assert found["is_set"] == [1, 0, 0]
-        assert found["low"] == [3] * 3
-        assert found["constant"] == [[0, 1, 2]] * 2
+    for actual in after(3, change, updates=3):
+        assert actual["mean"] == [4.5] * 3
+        assert actual["seen"] == 3
+        assert actual["is_set"] == [1, 0, 0]
+        assert actual["low"] == [3] * 3
+        assert actual["constant"] == [[0, 1, 2]] * 2
 
 
 def test_a_buffer_created_in_a_forward_pass_is_that_of_rank_0() -> None:
@@ -168,10 +168,10 @@ def test_statistics_of_norms_are_the_mean_over_the_ranks() -> None:
         if rank < 2:  # the third rank has no samples
             model.norm(torch.tensor([[1.0, 2.0], [3.0, 6.0]]) * (1 + rank))
 
-    found = after(3, change, updates=1)
-    assert found[0] == found[1] == found[2]
-    assert found[0]["norm.running_mean"] == pytest.approx([0.1 * (2 + 4 + 0) / 3, 0.1 * (4 + 8 + 0) / 3])
-    assert found[0]["norm.num_batches_tracked"] == 1
+    actual = after(3, change, updates=1)
+    assert actual[0] == actual[1] == actual[2]
+    assert actual[0]["norm.running_mean"] == pytest.approx([0.1 * (2 + 4 + 0) / 3, 0.1 * (4 + 8 + 0) / 3])
+    assert actual[0]["norm.num_batches_tracked"] == 1
 
 
 @pytest.mark.parametrize("is_seen_at_once", [True, False])
@@ -182,26 +182,26 @@ def test_a_change_without_version_counter_is_synchronized_or_refused(is_seen_at_
         if is_seen_at_once or update:
             model.mean.data.add_(rank + 1.0)
 
-    found = after(2, change)
+    actual = after(2, change)
     if is_seen_at_once:
-        assert found[0]["mean"] == found[1]["mean"] == [2.0] * 3
+        assert actual[0]["mean"] == actual[1]["mean"] == [2.0] * 3
     else:
-        assert all("mean" in told for told in found)
-        assert all(isinstance(told, str) for told in found)
+        assert all("mean" in messages for messages in actual)
+        assert all(isinstance(messages, str) for messages in actual)
 
 
 def test_a_persistent_buffer_that_grows_differently_is_refused_on_all_ranks() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
         model.mean = torch.zeros(3 + rank * update)
 
-    assert all(isinstance(told, str) and "mean" in told for told in after(2, change))
+    assert all(isinstance(messages, str) and "mean" in messages for messages in after(2, change))
 
 
-def test_a_persistent_buffer_that_grows_alike_is_that_of_rank_0() -> None:
+def test_a_persistent_buffer_that_grows_equally_is_that_of_rank_0() -> None:
     def change(model: Kept, rank: int, update: int) -> None:
         model.mean = torch.full((3 + update,), rank + 5.0)
 
-    assert [found["mean"] for found in after(2, change, updates=3)] == [[5.0] * 5] * 2
+    assert [actual["mean"] for actual in after(2, change, updates=3)] == [[5.0] * 5] * 2
 
 
 def test_unchanged_buffers_are_not_sent() -> None:

@@ -172,13 +172,13 @@ def by_hand(kind: type[Any], dtype: torch.dtype) -> dict[str, Any]:
 def test_ranks_shares_and_accumulation_equal_a_plain_loop(
     kind: type[Any], dtype: torch.dtype, shares: tuple[int, ...], micro: int
 ) -> None:
-    found = (
+    actual = (
         [trained(ALONE, kind, shares=shares, micro=micro, dtype=dtype)]
         if len(shares) == 1
         else run_ranks(lambda world: trained(world, kind, shares=shares, micro=micro, dtype=dtype), len(shares))
     )
     plain = by_hand(kind, dtype)
-    for one in found:
+    for one in actual:
         for key in ("losses", "norms", "weights"):
             assert distance(plain[key], one[key]) <= PROMISED[dtype], key
 
@@ -209,7 +209,7 @@ class Dropped(Clip):
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_micro_batch_without_readable_samples_changes_nothing(place: int) -> None:
     def weights(world: World) -> list[Any]:
-        found = []
+        actual = []
         for is_inserted in (False, True):
             order = Order(NUM_SAMPLES, GLOBAL, 8, seed=3, drop_last=True, shares=(16, 16), rank=world.rank)
             batches = list(itertools.islice(batches_of(order, torch.float64), 2))
@@ -217,8 +217,8 @@ def test_a_micro_batch_without_readable_samples_changes_nothing(place: int) -> N
                 batches.insert(place, MicroBatch(None, last=False, counts=False))
             run = training(Triplets(torch.float64), ddp(world))
             (step,) = train_updates(run, iter(batches), 1)
-            found.append([float(step.items), *(weight.tolist() for weight in run.parameters)])
-        return found
+            actual.append([float(step.items), *(weight.tolist() for weight in run.parameters)])
+        return actual
 
     for plain, inserted in run_ranks(weights, 2):
         assert plain == inserted
@@ -243,9 +243,9 @@ def test_a_repeated_forward_pass_has_the_same_draws_and_buffers(kind: type[Dropp
     task, seen = kind(torch.float64), []
 
     def embed(model: nn.Module, batch: Any) -> Any:
-        found = task.embed(model, batch)
-        seen.append((batch[0].clone(), [each.detach().clone() for each in found]))
-        return found
+        actual = task.embed(model, batch)
+        seen.append((batch[0].clone(), [each.detach().clone() for each in actual]))
+        return actual
 
     run = training(task, ddp(ALONE), embed=embed)
     order = Order(NUM_SAMPLES, GLOBAL, 8, seed=3, drop_last=True)
@@ -338,6 +338,6 @@ def test_an_incomplete_coupled_task_is_refused() -> None:
 
 
 def test_strategies_with_collectives_in_passes_are_refused() -> None:
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as actual:
         check_strategy(Replicated(World(CPU, 0, 0, 2), is_lockstep=True), Choice("ddp", "ddp", {"batch_norm": "sync"}))
-    assert found.value.exit_code == 78
+    assert actual.value.exit_code == 78

@@ -42,9 +42,9 @@ def measured(task: Sampling, batch_size: int, seed: int = 0, sizes: BatchSizes |
         return batches
 
     parts = parts_of(task, Path(__file__), WORLD, seed=seed, prefetch=as_it_is)
-    found = evaluate(parts, loader, list(range(11)), sizes or BatchSizes(batch_size))
-    assert found is not None
-    return found.metrics
+    result = evaluate(parts, loader, list(range(11)), sizes or BatchSizes(batch_size))
+    assert result is not None
+    return result.metrics
 
 
 ROUNDED = allowed(torch.float64, 11)

@@ -72,10 +72,10 @@ def measured(
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("shares", "micro"), [((32,), 8), ((32,), 5), ((19, 13), 4), ((31, 1), 8), ((11, 8, 13), 5)])
 def test_micro_batches_and_ranks_do_not_change_a_training_metric(shares: tuple[int, ...], micro: int) -> None:
-    found = run_ranks(lambda world: measured(world, shares, micro), len(shares))
+    result = run_ranks(lambda world: measured(world, shares, micro), len(shares))
     whole = measured(World(torch.device("cpu")), (32,), 32)
     assert all(value > 0 for (value,) in whole)
-    for one in found:
+    for one in result:
         assert distance(whole, one) <= PROMISED[torch.float64]
 
 
@@ -134,12 +134,12 @@ def test_rows_hold_the_mean_over_their_updates_also_after_a_resume(server: ForkS
         (tmp_path / name / "mine.py").write_text(FILE)
         for fault in faults:
             env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault or {})}
-            ended = server.run("train --task mine.py run=mine device=cpu monitor=off", tmp_path / name, env)
-            assert ended.code == (70 if fault else 0), ended.err
+            result = server.run("train --task mine.py run=mine device=cpu monitor=off", tmp_path / name, env)
+            assert result.code == (70 if fault else 0), result.err
         lines = (tmp_path / name / "outputs/mine/metrics.jsonl").read_text().splitlines()
-        found = [json.loads(line) for line in lines]
-        rows.append({row["update"]: [row["train/mean"], row["train/never"]] for row in found if "train/loss" in row})
-        assert {row["val/never"] for row in found if "val/never" in row} == {None}
+        actual = [json.loads(line) for line in lines]
+        rows.append({row["update"]: [row["train/mean"], row["train/never"]] for row in actual if "train/loss" in row})
+        assert {row["val/never"] for row in actual if "val/never" in row} == {None}
     whole, cut = rows
     assert whole == cut
     assert [*whole] == [3, 6]

@@ -211,9 +211,9 @@ def test_packed_samples_are_collated_again_as_halves(reduction: str) -> None:
         return F.cross_entropy(model(batch[0].view(-1, WIDTH)), batch[1], reduction=reduction), len(batch[1])
 
     first = MicroBatch(packed(samples), last=True, samples=BatchSamples(0, 0, range(SIZE), range(SIZE)))
-    told = said(loss, first=first, loader=Loader(Fetcher(samples, packed, bad_samples="stop")))
-    assert ("loss returns a mean" in told) == (reduction == "mean")
-    assert bool(told) == (reduction == "mean")
+    messages = said(loss, first=first, loader=Loader(Fetcher(samples, packed, bad_samples="stop")))
+    assert ("loss returns a mean" in messages) == (reduction == "mean")
+    assert bool(messages) == (reduction == "mean")
 
 
 def of_heavy_draws(model: nn.Module, batch: Any) -> Any:
@@ -320,8 +320,8 @@ def sizes(batch: Any) -> Any:
             return {key: shape(item) for key, item in value.items()}
         return [shape(item) for item in value] if isinstance(value, (tuple, list)) else value
 
-    found = split_in_halves(micro_of(batch, 5))
-    return found and [[shape(part.batch), list(part.samples.indices)] for part in found if part.samples]
+    result = split_in_halves(micro_of(batch, 5))
+    return result and [[shape(part.batch), list(part.samples.indices)] for part in result if part.samples]
 
 
 @pytest.mark.parametrize(
@@ -364,9 +364,9 @@ def test_a_mapping_is_split_into_mappings_of_its_type() -> None:
         def __getattr__(self, name: str) -> Tensor:
             return self.data[name]
 
-    found = split_in_halves(micro_of(Encoding(ids=torch.zeros(5, 2)), 5))
-    assert found is not None
-    assert [part.batch.ids.shape[0] for part in found] == [2, 3]
+    result = split_in_halves(micro_of(Encoding(ids=torch.zeros(5, 2)), 5))
+    assert result is not None
+    assert [part.batch.ids.shape[0] for part in result] == [2, 3]
 
 
 # ---------------------------------------------------------------- complete runs
@@ -377,14 +377,14 @@ OFF = "import runner.base.task\nrunner.base.task.Task.loss_is_additive = False"
 
 
 def trained(
-    server: ForkServer, folder: Path, words: str, before: str, task: Path = CHANGES
+    server: ForkServer, folder: Path, args: str, before: str, task: Path = CHANGES
 ) -> tuple[dict[str, Tensor], Sequence[Any]]:
     folder.mkdir()
     # Lists of two tensors, as batches of two, are collated again.
     size = "micro_batch_size=4" if task == CHANGES else "micro_batch_size=1"
-    line = f"train --task {task} {size} run=mine device=cpu monitor=off updates=5 evaluate.every=0 log_every=1 {words}"
-    ended = server.run(line, folder, before=before)
-    assert ended.code == 0, ended.err
+    line = f"train --task {task} {size} run=mine device=cpu monitor=off updates=5 evaluate.every=0 log_every=1 {args}"
+    result = server.run(line, folder, before=before)
+    assert result.code == 0, result.err
     path = newest_valid(folder / "outputs/mine/checkpoints")
     assert path is not None
     start = load(path)
@@ -395,7 +395,7 @@ def trained(
 
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
-    "words",
+    "args",
     [
         "parallelism=single",
         "parallelism=single dataloader=thread precision=fp16",
@@ -404,19 +404,19 @@ def trained(
         "parallelism=pipeline parallelism.world_size=2",
     ],
 )
-def test_the_check_changes_no_bit_of_the_training(words: str, server: ForkServer, tmp_path: Path) -> None:
-    with_check, losses = trained(server, tmp_path / "with", words, "")
-    without, other = trained(server, tmp_path / "without", words, OFF)
+def test_the_check_changes_no_bit_of_the_training(args: str, server: ForkServer, tmp_path: Path) -> None:
+    with_check, losses = trained(server, tmp_path / "with", args, "")
+    without, other = trained(server, tmp_path / "without", args, OFF)
     assert losses == other
     assert with_check.keys() == without.keys()
     assert [name for name, tensor in without.items() if not torch.equal(tensor, with_check[name])] == []
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("words", ["", "dataloader.num_workers=1", "parallelism=pipeline parallelism.world_size=2"])
-def test_reading_a_second_sample_changes_no_bit_of_the_training(words: str, server: ForkServer, tmp_path: Path) -> None:
-    with_check, losses = trained(server, tmp_path / "with", words, "", TASK)
-    without, other = trained(server, tmp_path / "without", words, OFF, TASK)
+@pytest.mark.parametrize("args", ["", "dataloader.num_workers=1", "parallelism=pipeline parallelism.world_size=2"])
+def test_reading_a_second_sample_changes_no_bit_of_the_training(args: str, server: ForkServer, tmp_path: Path) -> None:
+    with_check, losses = trained(server, tmp_path / "with", args, "", TASK)
+    without, other = trained(server, tmp_path / "without", args, OFF, TASK)
     assert losses == other
     assert [name for name, tensor in without.items() if not torch.equal(tensor, with_check[name])] == []
 
@@ -432,10 +432,10 @@ def test_the_check_costs_two_passes_without_gradient_before_the_first_update(
             "        if torch.is_grad_enabled():",
         )
     )
-    for run, words in (("first", "updates=4"), ("first", "updates=6 resume_allow=[updates]")):
-        line = f"train --task mine.py run={run} device=cpu monitor=off evaluate.every=100 {words}"
-        ended = server.run(line, tmp_path)
-        assert ended.code == 0, ended.err
+    for run, args in (("first", "updates=4"), ("first", "updates=6 resume_allow=[updates]")):
+        line = f"train --task mine.py run={run} device=cpu monitor=off evaluate.every=100 {args}"
+        result = server.run(line, tmp_path)
+        assert result.code == 0, result.err
     one, other = 4, 2
     evaluation = "e" * 2  # ten samples in batches of 8
     metrics = "eee" * 4  # metrics that depend on random draws are repeated

@@ -49,8 +49,8 @@ def checked(evaluate: Evaluate, *, additive: bool = True, metrics: Any = None) -
 
 
 def correct(model: nn.Module, batch: Any) -> Tensor:
-    found: Tensor = model(batch[0]).argmax(1) == batch[1]
-    return found
+    result: Tensor = model(batch[0]).argmax(1) == batch[1]
+    return result
 
 
 SUMS: dict[str, Evaluate] = {
@@ -93,9 +93,9 @@ def constant_count(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]
     ],
 )
 def test_a_mean_is_refused_with_the_call_to_change(evaluate: Evaluate, fix: str) -> None:
-    with pytest.raises(TaskFault) as found:
+    with pytest.raises(TaskFault) as result:
         checked(evaluate)
-    assert fix in str(found.value)
+    assert fix in str(result.value)
 
 
 def retrieval(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:
@@ -104,7 +104,7 @@ def retrieval(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:
     return {"pairs": ((codes @ codes.T).square().sum(), len(codes))}
 
 
-def test_a_metric_of_pairs_is_reported_unless_the_task_says_that_its_samples_belong_together() -> None:
+def test_a_metric_of_pairs_is_reported_unless_the_task_declares_coupled_samples() -> None:
     assert [*checked(retrieval).values()] == [["pairs"]]
     assert checked(retrieval, additive=False) == {}
 
@@ -146,12 +146,12 @@ class Points(Task):
 """
 
 
-@pytest.mark.parametrize("words", ["parallelism=single", "parallelism=ddp parallelism.world_size=2"])
-def test_a_run_with_a_mean_ends_before_its_first_update(server: ForkServer, tmp_path: Path, words: str) -> None:
+@pytest.mark.parametrize("args", ["parallelism=single", "parallelism=ddp parallelism.world_size=2"])
+def test_a_run_with_a_mean_ends_before_its_first_update(server: ForkServer, tmp_path: Path, args: str) -> None:
     (tmp_path / "mine.py").write_text(FILE)
-    ended = server.run(f"train --task mine.py run=mine device=cpu monitor=off {words}", tmp_path)
-    assert ended.code == 70
-    assert "mine.py:25" in ended.err
+    result = server.run(f"train --task mine.py run=mine device=cpu monitor=off {args}", tmp_path)
+    assert result.code == 70
+    assert "mine.py:25" in result.err
     assert (
         not (tmp_path / "outputs/mine/metrics.jsonl").exists()
         or not (tmp_path / "outputs/mine/metrics.jsonl").read_text()
@@ -179,7 +179,7 @@ def test_what_a_metric_does_not_accept_is_found_before_the_first_update() -> Non
         checked(lambda self, model, batch: {"mine": model(batch[0])}, metrics={"mine": metric})
 
 
-def test_a_metric_that_accepts_what_evaluate_returns_is_left_empty() -> None:
+def test_checking_a_valid_metric_does_not_update_it() -> None:
     metric = pytest.importorskip("torchmetrics").Accuracy(task="multiclass", num_classes=CLASSES)
     assert not checked(lambda self, model, batch: {"mine": (model(batch[0]), batch[1])}, metrics={"mine": metric})
     assert not metric.update_called

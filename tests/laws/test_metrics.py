@@ -114,16 +114,16 @@ def measured(world: World, task: Task, size: int, coupled: int = 16, number: int
     model = parallel.wrap(task.model, list, [])
     loader = Loader(Fetcher(list(zip(*data(), strict=True)), default_collate, bad_samples="stop"))
     parts = parts_of(task, HERE, world, model=model, parallel=parallel, prefetch=Prefetch(CPU))
-    found = evaluate(parts, loader, list(range(number)), BatchSizes(size, coupled=coupled))
-    assert isinstance(found, EvaluationResult)
-    return found.measured()
+    result = evaluate(parts, loader, list(range(number)), BatchSizes(size, coupled=coupled))
+    assert isinstance(result, EvaluationResult)
+    return result.measured()
 
 
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [37, 8, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
 def test_batches_and_ranks_do_not_change_a_metric(size: int, world_size: int) -> None:
-    found = run_ranks(lambda world: measured(world, Points(), size), world_size)
+    result = run_ranks(lambda world: measured(world, Points(), size), world_size)
     task = Points()
     with torch.no_grad():
         scores, labels = task.model(data()[0]).flatten(), data()[1]
@@ -131,21 +131,21 @@ def test_batches_and_ranks_do_not_change_a_metric(size: int, world_size: int) ->
         "auroc": auroc(scores, labels), "score.mean": scores.mean(), "score.median": scores.median(),
         "order": torch.arange(NUM_SAMPLES).double().cos() @ scores, "mean": scores.mean(),
     }  # fmt: skip
-    for one in found:
+    for one in result:
         assert one == pytest.approx({name: float(value) for name, value in whole.items()}, rel=PROMISED[torch.float64])
 
 
 @pytest.mark.parametrize(("size", "world_size"), [(16, 1), (5, 1), (5, 2), (3, 3)])
 def test_a_coupled_loss_is_evaluated_over_as_many_samples_as_an_update_has(size: int, world_size: int) -> None:
-    found = run_ranks(lambda world: measured(world, Contrast(), size), world_size)
+    result = run_ranks(lambda world: measured(world, Contrast(), size), world_size)
     task = Contrast()
     with torch.no_grad():
         losses = [task.loss(task.model, (part,)) for part in data()[0].split(16)]
     loss = sum(float(total) for total, _ in losses) / NUM_SAMPLES
-    assert [one["loss"] for one in found] == pytest.approx([loss] * world_size, rel=PROMISED[torch.float64])
+    assert [one["loss"] for one in result] == pytest.approx([loss] * world_size, rel=PROMISED[torch.float64])
 
 
-def test_a_rank_without_samples_takes_part() -> None:
+def test_a_rank_without_samples_participates() -> None:
     alone = measured(ALONE, Points(), 8, number=4)
     assert run_ranks(lambda world: measured(world, Points(), 8, number=4), 2) == [alone, alone]
 
@@ -228,8 +228,10 @@ def test_metrics_of_torchmetrics_are_merged(number: int, world_size: int) -> Non
     for name, metric in task.kept.items():
         for answer in answers:
             metric.update(*answer[name]) if isinstance(answer[name], tuple) else metric.update(answer[name])
-        found = metric.compute()
-        named = {f"{name}.{key}": value for key, value in found.items()} if isinstance(found, dict) else {name: found}
+        result = metric.compute()
+        named = (
+            {f"{name}.{key}": value for key, value in result.items()} if isinstance(result, dict) else {name: result}
+        )
         whole |= {key: float(value) for key, value in named.items()}
     assert first == pytest.approx(whole, rel=PROMISED[torch.float32])
     assert all(other == first for other in others)
@@ -242,8 +244,8 @@ class MeanOfClasses(torchmetrics.classification.MulticlassAveragePrecision):
         super().__init__(num_classes=2, average=None)
 
     def compute(self) -> Any:
-        found = super().compute()
-        return {"map": found.mean(), "map_per_class": found}
+        result = super().compute()
+        return {"map": result.mean(), "map_per_class": result}
 
 
 class SeveralNumbers(Points):
@@ -265,9 +267,9 @@ class SeveralNumbers(Points):
         x, y = batch
         chance = model(x).sigmoid()
         both = torch.cat([1 - chance, chance], 1)
-        words = [" ".join("abcdef"[int(3 + each)] for each in row.clamp(-3, 2).floor()) for row in x]
+        args = [" ".join("abcdef"[int(3 + each)] for each in row.clamp(-3, 2).floor()) for row in x]
         target = [[" ".join("abcdef"[int(3 + each)] for each in row.clamp(-2, 2).floor())] for row in x]
-        return {"confusion": (both, y), "precision": (both, y), "bleu": (words, target), "map": (both, y)}
+        return {"confusion": (both, y), "precision": (both, y), "bleu": (args, target), "map": (both, y)}
 
 
 @pytest.mark.sampled(1)
@@ -279,11 +281,11 @@ def test_a_metric_of_several_numbers_gives_each_a_name(world_size: int) -> None:
         answers = task.evaluate(task.model, data())
     for name, metric in task.kept.items():
         metric.update(*answers[name])
-    found = {name: metric.compute() for name, metric in task.kept.items()}
-    whole = {f"confusion.{i}.{j}": found["confusion"][i, j] for i in range(2) for j in range(2)}
-    whole |= {f"precision.{i}": found["precision"][i] for i in range(2)} | {"bleu": found["bleu"]}
-    whole |= {"map.map": found["map"]["map"]} | {
-        f"map.map_per_class.{i}": found["map"]["map_per_class"][i] for i in range(2)
+    result = {name: metric.compute() for name, metric in task.kept.items()}
+    whole = {f"confusion.{i}.{j}": result["confusion"][i, j] for i in range(2) for j in range(2)}
+    whole |= {f"precision.{i}": result["precision"][i] for i in range(2)} | {"bleu": result["bleu"]}
+    whole |= {"map.map": result["map"]["map"]} | {
+        f"map.map_per_class.{i}": result["map"]["map_per_class"][i] for i in range(2)
     }
     whole = {name: float(value) for name, value in whole.items()}
     assert first == pytest.approx(whole, rel=PROMISED[torch.float32])

@@ -34,14 +34,14 @@ class Runs:
     def __init__(self, server: ForkServer, folder: Path) -> None:
         self.server, self.folder = server, folder
 
-    def run(self, name: str, *words: str) -> Ended:
+    def run(self, name: str, *args: str) -> Ended:
         (self.folder / name).mkdir(exist_ok=True)
         always = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "precision=fp32"]
-        return self.server.run([*always, *words], self.folder / name)
+        return self.server.run([*always, *args], self.folder / name)
 
-    def done(self, name: str, *words: str) -> Runs:
-        ended = self.run(name, *words)
-        assert ended.code == 0, ended.err
+    def done(self, name: str, *args: str) -> Runs:
+        result = self.run(name, *args)
+        assert result.code == 0, result.err
         return self
 
     def weights(self, name: str) -> torch.Tensor:
@@ -54,12 +54,12 @@ class Runs:
 
     def rows(self, name: str) -> list[dict[str, Any]]:
         """Return losses and metrics by update; rows of repeated updates replace earlier ones."""
-        found: dict[int, dict[str, Any]] = {}
+        result: dict[int, dict[str, Any]] = {}
         for line in (self.folder / name / "outputs" / "mine" / "metrics.jsonl").read_text().splitlines():
             row = json.loads(line)
             mine = {key: value for key, value in row.items() if key in ("train/loss", "val/loss", "val/flips")}
-            found.setdefault(row["update"], {}).update(mine)
-        return [found[update] for update in sorted(found) if found[update]]
+            result.setdefault(row["update"], {}).update(mine)
+        return [result[update] for update in sorted(result) if result[update]]
 
 
 @pytest.fixture(scope="module")
@@ -94,12 +94,12 @@ def test_a_run_that_draws_is_the_same_with_any_mechanics(way: str, runs: Runs) -
 )
 def test_a_run_that_draws_is_the_same_after_a_stop(end: str, more: list[str], runs: Runs) -> None:
     name = f"{end}-{len(more)}"
-    words = [f"task.end={end}", "checkpoint.every=2", *more]
-    ended = runs.run(name, *words)
+    args = [f"task.end={end}", "checkpoint.every=2", *more]
+    result = runs.run(name, *args)
     assert (runs.folder / name / f"ended-{end}").exists()
-    if ended.code != 0 or "parallelism=ddp" not in more:  # the remaining ranks may have resumed by themselves
-        assert ended.code in {"SIGTERM": (75,), "SIGKILL": (-9, 137)}[end], ended.err
-        runs.done(name, *words)
+    if result.code != 0 or "parallelism=ddp" not in more:  # the remaining ranks may have resumed by themselves
+        assert result.code in {"SIGTERM": (75,), "SIGKILL": (-9, 137)}[end], result.err
+        runs.done(name, *args)
     check_same(runs, name)
 
 

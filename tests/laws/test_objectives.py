@@ -209,9 +209,9 @@ def by_hand(kind: type[Any], dtype: torch.dtype) -> dict[str, Any]:
 def test_ranks_shares_and_accumulation_equal_a_plain_loop(
     kind: type[Any], dtype: torch.dtype, shares: tuple[int, ...], micro: int
 ) -> None:
-    found = run_ranks(lambda world: trained(world, kind, shares=shares, micro=micro, dtype=dtype), len(shares))
+    result = run_ranks(lambda world: trained(world, kind, shares=shares, micro=micro, dtype=dtype), len(shares))
     plain = by_hand(kind, dtype)
-    for one in found:
+    for one in result:
         assert distance(plain["losses"], one["losses"]) <= PROMISED[dtype]
         assert distance(plain["weights"], one["weights"]) <= PROMISED[dtype]
 
@@ -266,17 +266,17 @@ WRONG: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("name", WRONG)
 def test_invalid_objectives_are_refused_with_exit_code_78(name: str) -> None:
     task = type("Wrong", (Adversarial,), {"declared": WRONG[name]})(torch.float32)
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as result:
         specs_of(task)
-    assert found.value.exit_code == 78
+    assert result.value.exit_code == 78
 
 
 def test_problems_of_all_objectives_are_reported_together() -> None:
     declared = {"first": ["disc"], "second": {"trains": ["disc"], "every": 0}, "third": {"trains": []}}
     task = type("Wrong", (Adversarial,), {"declared": declared})(torch.float32)
-    with pytest.raises(ConfigError) as found:
+    with pytest.raises(ConfigError) as result:
         specs_of(task)
-    assert {problem.where for problem in found.value.problems} == {f"OBJECTIVES[{name!r}]" for name in declared}
+    assert {problem.where for problem in result.value.problems} == {f"OBJECTIVES[{name!r}]" for name in declared}
 
 
 def test_objectives_may_share_parameters_that_each_of_them_declares() -> None:

@@ -62,13 +62,13 @@ def test_resuming_at_any_update_continues_the_order(order: Order, update: int) -
         return
 
     def indices(start: int, skip: int) -> list[Any]:
-        found, updates = [], 0
+        result, updates = [], 0
         for micro in order.from_update(start):
-            found.append((updates + start, micro))
+            result.append((updates + start, micro))
             updates += micro.last
             if updates + start > update + 3:
                 break
-        return [item for item in found if item[0] >= skip]
+        return [item for item in result if item[0] >= skip]
 
     assert indices(update, update) == indices(0, update)
 
@@ -111,10 +111,10 @@ def test_workers_do_not_change_the_batches(kind: str) -> None:
     order = Order(23, 8, 3, seed=4)
     expected = list(islice(loader("0", Noisy()).batches(order.from_update(2)), 20))
     reader = loader(kind, Noisy())
-    found = list(islice(reader.batches(order.from_update(2)), 20))
+    result = list(islice(reader.batches(order.from_update(2)), 20))
     reader.close()
-    assert [item.last for item in found] == [item.last for item in expected]
-    assert all(torch.equal(mine.batch, theirs.batch) for mine, theirs in zip(found, expected, strict=True))
+    assert [item.last for item in result] == [item.last for item in expected]
+    assert all(torch.equal(mine.batch, theirs.batch) for mine, theirs in zip(result, expected, strict=True))
 
 
 def test_reading_ahead_does_not_touch_the_global_generators() -> None:
@@ -206,8 +206,8 @@ def test_ranks_start_with_different_seeds() -> None:
 @pytest.mark.parametrize("sizes", [range(1, 300), [10**3, 2**12 - 1, 2**12, 2**12 + 1, 99_991]], ids=["small", "large"])
 def test_a_keyed_permutation_has_each_sample_once(sizes: Iterable[int]) -> None:
     for size in sizes:
-        found = KeyedPermutation(seed=size, epoch=1, num_samples=size)[:size]
-        assert np.array_equal(np.sort(found), np.arange(size))
+        result = KeyedPermutation(seed=size, epoch=1, num_samples=size)[:size]
+        assert np.array_equal(np.sort(result), np.arange(size))
 
 
 @given(st.integers(1, 10**10), st.integers(0, 2**40), st.integers(0, 200))
@@ -231,17 +231,17 @@ def surplus(counts: Any, categories: int) -> float:
 
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_every_permutation_of_a_few_samples_is_as_likely(size: int) -> None:
-    found = Counter(tuple(KeyedPermutation(seed, 0, size)[:size].tolist()) for seed in range(4000))
-    assert surplus(found.values(), math.factorial(size)) < 4  # false alarm: once in 30,000 choices of 4,000 seeds
+    result = Counter(tuple(KeyedPermutation(seed, 0, size)[:size].tolist()) for seed in range(4000))
+    assert surplus(result.values(), math.factorial(size)) < 4  # false alarm: once in 30,000 choices of 4,000 seeds
 
 
 @pytest.mark.parametrize("size", [2**24 + 1, 2**25 + 12345, 10**10])
 def test_places_and_steps_of_a_large_order_are_uniform(size: int) -> None:
     for epoch in (0, 1):
-        found = KeyedPermutation(7, epoch, size)[size // 3 : size // 3 + 100_000]
-        steps = np.diff(found) % size
-        assert surplus(np.bincount(found * 256 // size, minlength=256), 256) < 4
-        assert surplus(np.bincount(found % 251, minlength=251), 251) < 4
+        result = KeyedPermutation(7, epoch, size)[size // 3 : size // 3 + 100_000]
+        steps = np.diff(result) % size
+        assert surplus(np.bincount(result * 256 // size, minlength=256), 256) < 4
+        assert surplus(np.bincount(result % 251, minlength=251), 251) < 4
         assert surplus(np.bincount(steps * 256 // size, minlength=256), 256) < 4
     assert not np.array_equal(KeyedPermutation(7, 0, size)[:100], KeyedPermutation(7, 1, size)[:100])
     assert not np.array_equal(KeyedPermutation(7, 0, size)[:100], KeyedPermutation(8, 0, size)[:100])
@@ -279,7 +279,7 @@ def begun(folder: Path) -> list[Any]:
         return list(phase.order.micro_batches(2))
 
 
-def test_a_run_keeps_the_kind_of_order_it_began_with(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_keeps_its_kind_of_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also for a run of a version without keyed permutations, for any number of samples."""
     as_array = begun(tmp_path / "array")
     monkeypatch.setattr(module, "KEYED_ABOVE", 8)

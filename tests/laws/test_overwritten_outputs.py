@@ -52,18 +52,18 @@ def build(*, overwrites: bool = False) -> Task: return Small(overwrites)
 """
 
 
-@pytest.mark.parametrize("words", ["", "max_grad_norm=1 scheduler=plateau averaging=ema precision=bf16"])
+@pytest.mark.parametrize("args", ["", "max_grad_norm=1 scheduler=plateau averaging=ema precision=bf16"])
 def test_an_output_that_the_next_call_overwrites_changes_no_number(
-    words: str, server: ForkServer, tmp_path: Path
+    args: str, server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "task.py").write_text(TASK)
     base = "train --task task.py updates=6 global_batch_size=32 micro_batch_size=8 evaluate.every=2 log_every=1"
-    found = []
+    actual = []
     for run, overwrites in (("plain", "false"), ("overwritten", "true")):
-        line = f"{base} monitor=off device=cpu checkpoint=off run={run} task.overwrites={overwrites} {words}"
-        ended = server.run(line, tmp_path)
-        assert ended.code == 0, ended.err
+        line = f"{base} monitor=off device=cpu checkpoint=off run={run} task.overwrites={overwrites} {args}"
+        result = server.run(line, tmp_path)
+        assert result.code == 0, result.err
         rows = map(json.loads, (tmp_path / "outputs" / run / "metrics.jsonl").read_text().splitlines())
-        found.append([{name: row[name] for name in row if not name.startswith("perf/")} for row in rows])
-    assert any("val/accuracy" in row for row in found[0])
-    assert found[0] == found[1]
+        actual.append([{name: row[name] for name in row if not name.startswith("perf/")} for row in rows])
+    assert any("val/accuracy" in row for row in actual[0])
+    assert actual[0] == actual[1]

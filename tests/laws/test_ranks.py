@@ -196,14 +196,14 @@ def test_only_parameters_used_by_some_rank_have_a_gradient() -> None:
 
     alone = grads(ALONE)
     assert [gradient is None for gradient in alone] == [False] * 4 + [True] * 2
-    for found in run_ranks(grads, 2):
-        assert [gradient is None for gradient in found] == [gradient is None for gradient in alone]
-        for one, other in zip(alone[:4], found[:4], strict=True):
+    for result in run_ranks(grads, 2):
+        assert [gradient is None for gradient in result] == [gradient is None for gradient in alone]
+        for one, other in zip(alone[:4], result[:4], strict=True):
             np.testing.assert_allclose(one, other, rtol=PROMISED[torch.float64], atol=PROMISED[torch.float64])
 
 
 @pytest.mark.parametrize("reentrant", [False, True])
-def test_a_gradient_that_comes_in_parts_is_whole(reentrant: bool) -> None:
+def test_a_gradient_accumulated_in_several_parts_is_complete(reentrant: bool) -> None:
     """A block is applied three times with recomputation; reentrant checkpoints add to its gradient three times."""
 
     def gradient(world: World) -> list[float]:
@@ -227,5 +227,5 @@ def test_a_gradient_that_comes_in_parts_is_whole(reentrant: bool) -> None:
         return block.weight.grad.flatten().tolist()
 
     alone = gradient(ALONE)
-    for found in run_ranks(gradient, 2):
-        np.testing.assert_allclose(found, alone, rtol=PROMISED[torch.float64])
+    for result in run_ranks(gradient, 2):
+        np.testing.assert_allclose(result, alone, rtol=PROMISED[torch.float64])

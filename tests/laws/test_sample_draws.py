@@ -76,11 +76,11 @@ def read(loader: Loader, order: Order, *, start: int = 0, updates: int = 7) -> l
 
 
 def draws_of(batches: Sequence[MicroBatch]) -> Draws:
-    found: Draws = {}
+    result: Draws = {}
     for item in batches:
         for epoch, index, *numbers in item.batch.tolist() if item.batch is not None else ():
-            found[int(epoch), int(index)] = numbers
-    return found
+            result[int(epoch), int(index)] = numbers
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -101,18 +101,18 @@ def test_the_reader_does_not_change_the_draws_of_a_sample(kind: str, reference: 
 def test_resumes_and_ranks_do_not_change_the_draws_of_a_sample(
     micro: int, shares: tuple[int, ...], reference: Draws
 ) -> None:
-    found: Draws = {}
+    result: Draws = {}
     for rank in range(len(shares)):
         order = Order(SIZE, 8, micro, seed=4, shares=shares, rank=rank)
-        found |= draws_of(read(reader("0", Drawing()), order))
-    assert found == reference
+        result |= draws_of(read(reader("0", Drawing()), order))
+    assert result == reference
 
 
 @pytest.mark.parametrize("kind", ["0", "3"])
 def test_reading_from_any_update_on_gives_the_same_draws(kind: str, reference: Draws) -> None:
     for start in (1, 4):
-        found = draws_of(read(reader(kind, Drawing()), Order(SIZE, 8, 3, seed=4), start=start, updates=3))
-        assert found == {key: reference[key] for key in found}
+        result = draws_of(read(reader(kind, Drawing()), Order(SIZE, 8, 3, seed=4), start=start, updates=3))
+        assert result == {key: reference[key] for key in result}
 
 
 def test_seeds_epochs_samples_and_splits_draw_different_numbers() -> None:
@@ -158,8 +158,8 @@ def test_draws_of_the_model_and_of_samples_are_independent(reference: Draws) -> 
     constant = iter([MicroBatch(None, last=True)] * 14)
     expected, _ = of_model(constant)
     for when in (always, lambda epoch, index: epoch > 0, lambda epoch, index: False):
-        found, of_samples = of_model(reader("0", Drawing(when)).batches(order.from_update(0)))
-        assert found == expected
+        result, of_samples = of_model(reader("0", Drawing(when)).batches(order.from_update(0)))
+        assert result == expected
         assert all(numbers == (reference[key] if when(*key) else [0.0] * 4) for key, numbers in of_samples.items())
 
 
@@ -215,19 +215,19 @@ class Unreliable(Drawing):
     def __getitem__(self, index: int) -> Tensor:
         if index == 3:
             raise ValueError("before")
-        found = super().__getitem__(index)
-        if index == 7 or (index == 9 and found[2] < 0.5):
+        result = super().__getitem__(index)
+        if index == 7 or (index == 9 and result[2] < 0.5):
             raise ValueError("after")
-        return found
+        return result
 
 
 @pytest.mark.parametrize("kind", ["0", "3", "thread"])
 def test_bad_samples_do_not_change_the_draws_of_the_others(kind: str, reference: Draws) -> None:
     batches = read(reader(kind, Unreliable(always), bad_samples="skip"), Order(SIZE, 8, 4, seed=4))
-    found = draws_of(batches)
-    assert found == {key: reference[key] for key in found}
+    result = draws_of(batches)
+    assert result == {key: reference[key] for key in result}
     bad = {key for key in reference if key[1] in (3, 7) or (key[1] == 9 and reference[key][0] < 0.5)}
-    assert found.keys() == reference.keys() - bad
+    assert result.keys() == reference.keys() - bad
 
 
 def mixed(samples: list[Tensor]) -> Tensor:
@@ -303,8 +303,8 @@ def test_a_wrapper_that_reads_single_samples_has_draws_per_sample(
     for wrap in reversed(wrappers):
         dataset = wrap(dataset)
     order = Order(SIZE, 8, 3, seed=4)
-    found = draws_of(read(reader("0", dataset, first_of), order, updates=3))
-    assert found == {key: numbers for key, numbers in reference.items() if key[0] == 0}
+    result = draws_of(read(reader("0", dataset, first_of), order, updates=3))
+    assert result == {key: numbers for key, numbers in reference.items() if key[0] == 0}
 
 
 def test_a_wrapper_of_a_batch_reader_reads_batches() -> None:
@@ -343,15 +343,15 @@ def test_draws_from_the_generator_of_the_gpu_in_use_are_those_of_the_sample(monk
 
     def drawn_by(size: int, warm_up: int) -> Draws:
         fetcher = Fetcher(OnGpu(), torch.utils.data.default_collate, bad_samples="stop")
-        found: list[MicroBatch] = []
+        result: list[MicroBatch] = []
         indices = [0] * warm_up + list(range(16))
         for first in range(0, len(indices), size):
             in_use[0] = 6
             torch.rand(3, generator=generators[6])  # like dropout of the model
             before = [generator.get_state() for generator in generators.values()]
-            found.append(fetcher[MicroBatchKey(0, indices[first : first + size], last=True, seed=4)])
+            result.append(fetcher[MicroBatchKey(0, indices[first : first + size], last=True, seed=4)])
             assert all(map(torch.equal, before, [generator.get_state() for generator in generators.values()]))
-        return draws_of(found)
+        return draws_of(result)
 
     expected = drawn_by(1, 0)
     assert len({tuple(numbers) for numbers in expected.values()}) == 16
@@ -485,11 +485,11 @@ def test_random_streams_of_samples_and_of_the_order_are_distinct() -> None:
     big = 5 + 7 * 2**32
     keys = [(5, 0, 0), (5, 7, 0), (5, 0, 7), (big, 0, 0), (5, 7, 1), (big, 1, 0), (big, 0, 1), (5, 7 * 2**32, 1)]
     keys += [(5, 0, 7 * 2**32), (5, 7, 2**32), (5 + 2**64, 7, 0), (5 + 2**32, 0, 0), (0, 5, 0), (0, 0, 5)]
-    words = {key: sample_rng(*key).integers(2**63) for key in keys}
-    words |= {  # the stream of `permutation`
+    args = {key: sample_rng(*key).integers(2**63) for key in keys}
+    args |= {  # the stream of `permutation`
         (seed, epoch): np.random.Generator(np.random.Philox(np.random.SeedSequence([seed, epoch]))).integers(2**63)
         for seed in (0, 5)
         for epoch in (0, 7)
     }
-    assert len(set(words.values())) == len(words)
-    assert sample_rng(*keys[0]).integers(2**63) == words[keys[0]]
+    assert len(set(args.values())) == len(args)
+    assert sample_rng(*keys[0]).integers(2**63) == args[keys[0]]

@@ -203,9 +203,9 @@ def test_weighted_counts_equal_those_of_torch() -> None:
     drawn = [index % SIZE for epoch in range(epochs) for window in range(7) for index in sampler.draw(0, epoch, window)]
     generator = torch.Generator().manual_seed(0)
     reference = [*torch.utils.data.WeightedRandomSampler(WEIGHTS.tolist(), epochs * SIZE, generator=generator)]
-    for found in (drawn, reference):
-        assert len(found) == epochs * SIZE
-        assert outside(np.bincount(found, minlength=SIZE), epochs * SIZE, shares) == []
+    for result in (drawn, reference):
+        assert len(result) == epochs * SIZE
+        assert outside(np.bincount(result, minlength=SIZE), epochs * SIZE, shares) == []
     assert outside(np.bincount(drawn, minlength=SIZE), epochs * SIZE, np.full(SIZE, 1 / SIZE)) != []
 
 

@@ -32,21 +32,21 @@ UPDATES, SIZE, RHO = 6, 8, 0.1
 TOLERANCE = 1e-12  # float64, at the scale of the weights
 
 
-def request_of(folder: Path, *words: str, task: Path = TASK) -> Request:
+def request_of(folder: Path, *args: str, task: Path = TASK) -> Request:
     settings = (
         f"updates={UPDATES}", "device=cpu", "run=mine", "monitor=off", "backend.threads=1", "checkpoint=off",
         "log_every=1", "sharpness=sam", f"sharpness.rho={RHO}", "optimizer=sgd", "optimizer.kernel=foreach",
         f"output_root={folder}",
     )  # fmt: skip
-    return Request((*settings, *words), task)
+    return Request((*settings, *args), task)
 
 
 def saved(folder: Path, stem: str = "model") -> dict[str, Tensor]:
     return dict(checkpoint.load(checkpoint.checkpoint_path(folder / "mine" / "checkpoints", UPDATES)).tensors(stem))
 
 
-def trained(folder: Path, *words: str, world: World | None = None, task: Path = TASK) -> dict[str, Tensor]:
-    with open_phase(request_of(folder, *words, task=task), world) as phase:
+def trained(folder: Path, *args: str, world: World | None = None, task: Path = TASK) -> dict[str, Tensor]:
+    with open_phase(request_of(folder, *args, task=task), world) as phase:
         assert phase.run_updates() is None
     return saved(folder) if world is None or world.is_first else {}
 
@@ -62,11 +62,11 @@ def by_hand(folder: Path, *, adaptive: bool) -> tuple[dict[str, Tensor], list[fl
         task, model = phase.run.parts.task, phase.run.parts.bare
         x, y = task.dataset("train").tensors
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)
-        weights, found = list(model.parameters()), []
+        weights, result = list(model.parameters()), []
 
         def gradient(rows: list[int]) -> list[Tensor]:
             loss, items = task.loss(model, (x[rows], y[rows]))
-            found.append(float(loss.detach()) / items)
+            result.append(float(loss.detach()) / items)
             return list(torch.autograd.grad(loss / items, weights))
 
         for update in range(UPDATES):
@@ -85,7 +85,7 @@ def by_hand(folder: Path, *, adaptive: bool) -> tuple[dict[str, Tensor], list[fl
                 weight.grad = each
             nn.utils.clip_grad_norm_(weights, 1.0)
             optimizer.step()
-        return {name: weight.detach().clone() for name, weight in model.named_parameters()}, found[::2]
+        return {name: weight.detach().clone() for name, weight in model.named_parameters()}, result[::2]
 
 
 def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> None:
@@ -97,24 +97,24 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_an_update_equals_that_of_a_plain_loop(adaptive: bool, tmp_path: Path) -> None:
     expected, measured = by_hand(tmp_path / "hand", adaptive=adaptive)
-    found = trained(tmp_path / "run", f"sharpness.adaptive={str(adaptive).lower()}")
-    assert_close(found, expected, TOLERANCE)
+    result = trained(tmp_path / "run", f"sharpness.adaptive={str(adaptive).lower()}")
+    assert_close(result, expected, TOLERANCE)
     assert losses(tmp_path / "run") == pytest.approx(measured, rel=TOLERANCE), "the loss before the ascent is reported"
 
 
-@pytest.mark.parametrize(("words", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("ddp", 3)])
-def test_neither_accumulation_nor_ranks_change_an_update(words: str, world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("args", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("ddp", 3)])
+def test_neither_accumulation_nor_ranks_change_an_update(args: str, world_size: int, tmp_path: Path) -> None:
     expected = trained(tmp_path / "one", "micro_batch_size=8")
     shares = {2: "[7,1]", 3: "[4,3,1]"}
 
     def rank(world: World) -> None:
         ranks = (f"parallelism.world_size={world_size}", f"parallelism.shares={shares[world_size]}")
-        trained(tmp_path / "other", f"parallelism={words}", *ranks, "micro_batch_size=2", world=world)
+        trained(tmp_path / "other", f"parallelism={args}", *ranks, "micro_batch_size=2", world=world)
 
     if world_size > 1:
         run_ranks(rank, world_size)
     else:
-        trained(tmp_path / "other", words)
+        trained(tmp_path / "other", args)
     assert_close(saved(tmp_path / "other"), expected, TOLERANCE)
 
 
@@ -169,18 +169,18 @@ def test_sharded_weights_are_refused(strategy: str) -> None:
 def test_objectives_and_coupled_losses_are_perturbed_for_any_micro_batches(
     example: str, server: ForkServer, tmp_path: Path
 ) -> None:
-    words = "global_batch_size=32 updates=3 scheduler=constant sharpness=sam"
-    found = []
+    args = "global_batch_size=32 updates=3 scheduler=constant sharpness=sam"
+    result = []
     for size in (32, 8):
         (tmp_path / str(size)).mkdir()
-        found.append(train(server, tmp_path / str(size), example, f"{words} micro_batch_size={size}")[0])
-    for name, tensor in found[0].items():
-        assert distance(tensor.tolist(), found[1][name].tolist()) <= 3 * PROMISED[torch.float32], name
+        result.append(train(server, tmp_path / str(size), example, f"{args} micro_batch_size={size}")[0])
+    for name, tensor in result[0].items():
+        assert distance(tensor.tolist(), result[1][name].tolist()) <= 3 * PROMISED[torch.float32], name
 
 
 def test_an_overflow_skips_the_update(tmp_path: Path) -> None:
-    words = ("precision=fp16", "precision.init_scale=1.0e7", "updates=40", "evaluate.every=0")
-    with open_phase(request_of(tmp_path, *words, task=FLOAT32)) as phase:
+    args = ("precision=fp16", "precision.init_scale=1.0e7", "updates=40", "evaluate.every=0")
+    with open_phase(request_of(tmp_path, *args, task=FLOAT32)) as phase:
         assert phase.run_updates() is None
         assert 0 < phase.run.num_skipped < 40
         assert all(bool(weight.isfinite().all()) for weight in phase.run.parts.bare.parameters())

@@ -36,13 +36,13 @@ def _files_left_open() -> Iterator[None]:
 
 
 def files_of(folder: Path, write: Callable[[Path, list[int]], None], suffix: str) -> list[str]:
-    first, found = 0, []
+    first, result = 0, []
     for number, size in enumerate(SIZES):
         path = folder / f"part-{number}{suffix}"
         write(path, NUMBERS[first : first + size])
         first += size
-        found.append(str(path))
-    return found
+        result.append(str(path))
+    return result
 
 
 def lines(path: Path, numbers: list[int]) -> None:
@@ -61,17 +61,17 @@ def tar(path: Path, numbers: list[int]) -> None:
 def hugging_face(folder: Path, *, shuffle: bool) -> Any:
     datasets = pytest.importorskip("datasets", reason="datasets is not installed")
     files = files_of(folder, lines, ".jsonl")
-    found = datasets.load_dataset(
+    result = datasets.load_dataset(
         "json", data_files=files, split="train", streaming=True, cache_dir=str(folder / "cache")
     ).with_format("torch")
-    return found.shuffle(seed=1, buffer_size=6) if shuffle else found
+    return result.shuffle(seed=1, buffer_size=6) if shuffle else result
 
 
 def web_dataset(folder: Path, *, shuffle: bool) -> Any:
     webdataset = pytest.importorskip("webdataset", reason="webdataset is not installed")
-    found = webdataset.WebDataset(files_of(folder, tar, ".tar"), shardshuffle=False).decode()
-    found = found.shuffle(6, seed=1) if shuffle else found
-    return found.map(lambda sample: {"number": torch.tensor(sample["cls"])})
+    result = webdataset.WebDataset(files_of(folder, tar, ".tar"), shardshuffle=False).decode()
+    result = result.shuffle(6, seed=1) if shuffle else result
+    return result.map(lambda sample: {"number": torch.tensor(sample["cls"])})
 
 
 def nodes(folder: Path, *, shuffle: bool) -> Any:

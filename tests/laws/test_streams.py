@@ -52,16 +52,16 @@ def read(
     order: Order | None = None,
 ) -> list[list[MicroBatch]]:
     """Return the micro-batches of each update of a rank."""
-    fetcher, found = fetcher_of(source), [[]]
+    fetcher, result = fetcher_of(source), [[]]
     fetcher.dataset.start_from(marks or {})
     reader = default(fetcher, CPU, num_workers=workers, pin_memory=False)
     try:
         for micro in reader.batches((order or order_of(source)).from_update(start)):
-            found[-1].append(micro)
-            if micro.last and len(found) == updates:
-                return found
+            result[-1].append(micro)
+            if micro.last and len(result) == updates:
+                return result
             if micro.last:
-                found.append([])
+                result.append([])
     finally:
         reader.close()
     raise AssertionError("the order has no end")
@@ -74,8 +74,8 @@ def rows(updates: list[list[MicroBatch]]) -> list[torch.Tensor]:
 
 def marks_after(updates: list[list[MicroBatch]]) -> dict[int, ShardMark]:
     """Return the marks after these updates, as a checkpoint would store them."""
-    found = {shard: mark for update in updates for micro in update for shard, mark in micro.marks.items()}
-    return {shard: ShardMark(*json.loads(json.dumps([*mark]))) for shard, mark in found.items()}
+    result = {shard: mark for update in updates for micro in update for shard, mark in micro.marks.items()}
+    return {shard: ShardMark(*json.loads(json.dumps([*mark]))) for shard, mark in result.items()}
 
 
 kinds = pytest.mark.parametrize("kind", KINDS)
@@ -108,10 +108,10 @@ def test_every_sample_of_a_stream_is_in_one_update(
     drawn = [sampler.draw(0, 0, window) for window in range(sampler.updates_per_epoch)]
     counts = [0, *np.cumsum([len(each) for each in drawn]).tolist()]
     assert counts == [sampler.start(0, 0, window) for window in range(sampler.updates_per_epoch + 1)]
-    found = Counter(decode_index(code, len(lengths) * groups) for each in drawn for code in each)
+    result = Counter(decode_index(code, len(lengths) * groups) for each in drawn for code in each)
     expected = {(shard, item) for shard, length in enumerate(lengths * groups) for item in range(length)}
-    assert set(found.values()) <= {1}
-    assert found.keys() <= expected if drop_last else found.keys() == expected
+    assert set(result.values()) <= {1}
+    assert result.keys() <= expected if drop_last else result.keys() == expected
     small = sum(len(each) < batch for each in drawn)
     assert small == 0 if drop_last else small <= groups
 
@@ -124,9 +124,9 @@ def test_every_sample_of_a_stream_is_in_one_update(
 def test_each_sample_is_read_once_per_epoch(kind: str, num_shards: int, together: int) -> None:
     source = source_of(KINDS[kind], num_shards)
     order = order_of(source, together=together)
-    found = rows(read(source, 2 * order.updates_per_epoch, order=order))
+    result = rows(read(source, 2 * order.updates_per_epoch, order=order))
     for epoch in range(2):
-        part = torch.cat(found[epoch * order.updates_per_epoch : (epoch + 1) * order.updates_per_epoch])
+        part = torch.cat(result[epoch * order.updates_per_epoch : (epoch + 1) * order.updates_per_epoch])
         assert sorted(part[:, 0].tolist()) == NUMBERS
         assert set(part[:, 1].tolist()) == {float(epoch)}
 
@@ -186,8 +186,8 @@ def test_a_resumed_stream_continues(kind: str, num_shards: int, together: int, s
     before = [marks_after(read(source, start, order=order)) for order in ranks]
     merged = {shard: max(there.get(shard, mark) for there in before) for each in before for shard, mark in each.items()}
     order = order_of(source, together=together)
-    found = rows(read(source, 18 - start, start=start, marks=merged, order=order, workers=workers))
-    assert all(torch.equal(one, other) for one, other in zip(found, rows(whole)[start:], strict=True))
+    result = rows(read(source, 18 - start, start=start, marks=merged, order=order, workers=workers))
+    assert all(torch.equal(one, other) for one, other in zip(result, rows(whole)[start:], strict=True))
     marks = marks_after(whole[:start])
     parts = [rows(read(source, 18 - start, start=start, marks=marks, order=order)) for order in ranks]
     for number, whole_update in enumerate(rows(whole)[start:]):
@@ -238,8 +238,8 @@ def test_a_stream_does_not_touch_the_global_generators() -> None:
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_set_that_divides_itself_among_workers_is_divided_into_shards(num_shards: int, workers: int) -> None:
     source = StreamSource("train", num_shards, ByWorker())
-    found = torch.cat(rows(read(source, 8, workers=workers)))
-    assert len(set(found[:64, 0].tolist())) == 64
+    result = torch.cat(rows(read(source, 8, workers=workers)))
+    assert len(set(result[:64, 0].tolist())) == 64
 
 
 def test_a_limit_uses_the_first_samples_of_each_epoch() -> None:

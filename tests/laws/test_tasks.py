@@ -235,11 +235,11 @@ def fresh(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Task]:
             torch.manual_seed(0)
             built[make] = make(folder)
             built[make].model.double().train()
-        found = copy.deepcopy(built[make])
-        found.begin_phase(phase)
+        result = copy.deepcopy(built[make])
+        result.begin_phase(phase)
         with float64():
-            found.begin_update(Progress(phase, 0, 10, 0.0))
-        return found
+            result.begin_update(Progress(phase, 0, 10, 0.0))
+        return result
 
     return task
 

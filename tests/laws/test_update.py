@@ -185,7 +185,7 @@ def test_every_precision_learns(precision: Any) -> None:
     assert losses[-1] < 0.7 * losses[0]
 
 
-def test_losses_are_added_exactly_whatever_their_format() -> None:
+def test_losses_are_summed_exactly_in_any_format() -> None:
     """256 + 1 is 256 in bfloat16, and a sum over micro-batches must not stagnate there."""
 
     def one(model: nn.Module, batch: Any) -> tuple[Tensor, int]:

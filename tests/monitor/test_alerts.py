@@ -67,10 +67,10 @@ def test_an_increase_of_memory_errors_is_reported(screen: Callable[..., None]) -
 
 def test_an_xid_is_explained_and_reported_once() -> None:
     watch = watchful()
-    told = [notice for _ in range(3) for notice in watch.check({}, {}, [GpuEvent(T4, "xid", 79)])]
+    messages = [notice for _ in range(3) for notice in watch.check({}, {}, [GpuEvent(T4, "xid", 79)])]
 
-    assert [notice.text for notice in told] == [f"gpu0 (Tesla T4): XID 79, {XIDS[79].meaning}; {XIDS[79].advice}"]
-    assert told[0].facts == {"device": "gpu0", "uuid": "GPU-a", "xid": 79}
+    assert [notice.text for notice in messages] == [f"gpu0 (Tesla T4): XID 79, {XIDS[79].meaning}; {XIDS[79].advice}"]
+    assert messages[0].facts == {"device": "gpu0", "uuid": "GPU-a", "xid": 79}
 
 
 def test_an_xid_of_a_gpu_applies_to_its_instances() -> None:
@@ -93,11 +93,11 @@ def test_other_processes_on_a_gpu_are_listed_once_by_size(screen: Callable[..., 
     users = [GpuUser(pid, f"job{pid}", "alice", float(pid), is_ours=False) for pid in range(1, 6)]
     users.append(GpuUser(9, "python", "me", 3.0, is_ours=True))
     watch = watchful()
-    told = [notice for _ in range(3) for notice in watch.check({}, {0: users}, ())]
+    messages = [notice for _ in range(3) for notice in watch.check({}, {0: users}, ())]
 
-    assert len(told) == 1
-    screen(told[0].text)
-    assert told[0].facts["pids"] == [5, 4, 3, 2, 1]
+    assert len(messages) == 1
+    screen(messages[0].text)
+    assert messages[0].facts["pids"] == [5, 4, 3, 2, 1]
 
 
 def test_unknown_processes_are_not_reported() -> None:

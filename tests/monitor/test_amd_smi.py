@@ -79,9 +79,9 @@ def fake(**changes: Any) -> types.ModuleType:
 
 def opened(monkeypatch: pytest.MonkeyPatch, **changes: Any) -> AmdSmi:
     monkeypatch.setitem(sys.modules, "amdsmi", fake(**changes))
-    found = open_amd_smi()
-    assert found is not None
-    return found
+    result = open_amd_smi()
+    assert result is not None
+    return result
 
 
 def test_an_amd_gpu_has_the_same_readings_as_nvml(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,8 +118,8 @@ def test_a_missing_reading_is_none_and_never_0(answer: Any, monkeypatch: pytest.
 def test_the_largest_integer_of_a_type_is_not_a_reading(monkeypatch: pytest.MonkeyPatch) -> None:
     counts = {"correctable_count": 2**64 - 1, "uncorrectable_count": 0}
     with opened(monkeypatch, get_gpu_total_ecc_count=lambda card: counts) as smi:
-        found = smi.read(smi.gpus[0], ["ecc_corrected", "ecc_uncorrected"])
-    assert found == {"ecc_corrected": None, "ecc_uncorrected": 0}
+        result = smi.read(smi.gpus[0], ["ecc_corrected", "ecc_uncorrected"])
+    assert result == {"ecc_corrected": None, "ecc_uncorrected": 0}
 
 
 def test_a_gpu_without_an_edge_sensor_gives_the_temperature_of_its_hot_spot(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +186,8 @@ def test_monitor_reads_an_amd_gpu(
 def test_doctor_judges_an_amd_gpu(no_nvidia: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setitem(sys.modules, "amdsmi", fake())
     context = CheckContext(tmp_path, tmp_path)
-    found = [*gpu_checks.driver(context), *gpu_checks.processes(context)]
-    assert [(each.subject, each.state) for each in found] == [("", "ok"), ("GPU 0", "FAIL"), ("GPU 0", "warn")]
-    assert "3 errors" in found[1].seen
-    text = " ".join(f"{each.seen} {each.fix}" for each in found[:2])
+    result = [*gpu_checks.driver(context), *gpu_checks.processes(context)]
+    assert [(each.subject, each.state) for each in result] == [("", "ok"), ("GPU 0", "FAIL"), ("GPU 0", "warn")]
+    assert "3 errors" in result[1].seen
+    text = " ".join(f"{each.seen} {each.fix}" for each in result[:2])
     assert not re.search("nvidia|cuda|xid", text, re.IGNORECASE), "none of it exists beside an AMD GPU"

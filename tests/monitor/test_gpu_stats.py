@@ -79,13 +79,13 @@ def test_a_folder_that_cannot_be_written_is_a_warning_and_the_block_runs(tmp_pat
     with (
         pytest.warns(
             RuntimeWarning, match="cannot be written to: File exists; samples are kept in memory only"
-        ) as told,
+        ) as messages,
         GPUStats(tmp_path / "logs", 0.02) as stats,
     ):
         watch(stats)
 
-    assert len(told) == 1
-    assert told[0].filename == __file__, "the warning points at the user's own line"
+    assert len(messages) == 1
+    assert messages[0].filename == __file__, "the warning points at the user's own line"
     assert stats.get_summary()["whole"]["samples"] >= 2
 
 
@@ -145,7 +145,7 @@ def test_devices_are_chosen_by_number_or_uuid(nvml_stub: NvmlStub, devices: str,
 
 
 @pytest.mark.parametrize(
-    ("devices", "said"),
+    ("devices", "messages"),
     [
         ("[]", "devices: must name a GPU, but is empty"),
         ("[true]", "devices: no such GPU: True; available: 0"),
@@ -154,8 +154,8 @@ def test_devices_are_chosen_by_number_or_uuid(nvml_stub: NvmlStub, devices: str,
         ("-1", "devices: no such GPU: -1; available: 0"),
     ],
 )
-def test_invalid_devices_get_a_message(nvml_stub: NvmlStub, devices: str, said: str) -> None:
-    assert nvml_stub.run(AROUND, PAIR, DEVICES=devices, CUDA_DEVICE_ORDER="PCI_BUS_ID").startswith(said)
+def test_invalid_devices_get_a_message(nvml_stub: NvmlStub, devices: str, messages: str) -> None:
+    assert nvml_stub.run(AROUND, PAIR, DEVICES=devices, CUDA_DEVICE_ORDER="PCI_BUS_ID").startswith(messages)
 
 
 def test_a_numpy_number_is_accepted(nvml_stub: NvmlStub) -> None:
@@ -192,11 +192,11 @@ def test_plotting_without_samples_reports_what_to_do(tmp_path: Path) -> None:
 
 
 def test_a_missing_device_is_reported_with_the_existing_ones(nvml_stub: NvmlStub) -> None:
-    said = nvml_stub.run(AROUND, PAIR, DEVICES="[0, 7]", CUDA_DEVICE_ORDER="PCI_BUS_ID")
+    messages = nvml_stub.run(AROUND, PAIR, DEVICES="[0, 7]", CUDA_DEVICE_ORDER="PCI_BUS_ID")
 
-    assert said.startswith("devices: ")
-    assert " 7; " in said
-    assert " 0 (GPU-2080aaaa-1111-4000-8000-000000000000), 1 (" in said
+    assert messages.startswith("devices: ")
+    assert " 7; " in messages
+    assert " 0 (GPU-2080aaaa-1111-4000-8000-000000000000), 1 (" in messages
     assert "NVIDIA driver" in nvml_stub.run(AROUND, None, DEVICES="[0]")
 
 

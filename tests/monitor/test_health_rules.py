@@ -27,11 +27,11 @@ def summary_of(
     slowed: dict[str, dict[str, float]] | None = None, **metrics: float | tuple[float, float, float]
 ) -> Summary:
     """Return 60 s in which metrics such as gpu0_util had a constant value, or (minimum, mean, maximum)."""
-    found = {}
+    result = {}
     for name, value in metrics.items():
         low, mean, high = value if isinstance(value, tuple) else (value, value, value)
-        found[name.replace("_", "/", 1)] = Stat(mean, low, high, 60.0)
-    return Summary(SummaryPart(60.0, 60, found, {}, slowed or {}), {}, {"gpu0": SampledGpu("Tesla T4", "GPU-1")})
+        result[name.replace("_", "/", 1)] = Stat(mean, low, high, 60.0)
+    return Summary(SummaryPart(60.0, 60, result, {}, slowed or {}), {}, {"gpu0": SampledGpu("Tesla T4", "GPU-1")})
 
 
 def said(summary: Summary, *, of_run: bool = True) -> dict[str, str]:
@@ -120,18 +120,18 @@ def test_a_lost_gpu_comes_first_and_gets_no_other_advice() -> None:
         {"gpu0": {"power brake": 1.0}}, gpu0_util=50, gpu0_memory_gib=1, gpu0_memory_total_gib=10, ram_percent=99
     )
     why = "it has fallen off the bus"
-    found = assess_health(summary, [of_gpu0("lost", f"is lost: {why}")])
-    assert [verdict.subject for verdict in found] == ["GPU 0 lost", "RAM"]
-    assert (found[0].level, found[0].message) == ("high", why)
-    assert "GPU-1" in found[0].evidence
+    result = assess_health(summary, [of_gpu0("lost", f"is lost: {why}")])
+    assert [verdict.subject for verdict in result] == ["GPU 0 lost", "RAM"]
+    assert (result[0].level, result[0].message) == ("high", why)
+    assert "GPU-1" in result[0].evidence
 
 
 def test_a_driver_error_is_severe_and_reported_once() -> None:
     what = "XID 48, a memory error; reset it"
     xid = Alert("xid", f"gpu0 (Tesla T4): {what}", "warning", {"device": "gpu0"})
-    found = assess_health(summary_of(gpu0_util=90), [xid])
-    assert (found[0].subject, found[0].level) == ("GPU 0 error", "high")
-    assert found[0].message == what
+    result = assess_health(summary_of(gpu0_util=90), [xid])
+    assert (result[0].subject, result[0].level) == ("GPU 0 error", "high")
+    assert result[0].message == what
     ecc = of_gpu0("ecc", "had memory errors that could not be corrected", ecc="uncorrected")
     assert said(summary_of()) == {}
     assert [verdict.subject for verdict in assess_health(summary_of(), [ecc])] == ["GPU 0 memory errors"]
@@ -145,8 +145,8 @@ def test_a_cpu_run_gets_no_verdicts_about_gpus() -> None:
     summary = summary_of(
         gpu0_util=90, gpu0_memory_gib=1, gpu0_memory_total_gib=10, gpu0_other_processes=1, ram_percent=99
     )
-    found = assess_health(summary, on_gpu=False)
-    assert [(verdict.level, verdict.subject) for verdict in found] == [("high", "RAM"), ("note", "GPUs")]
+    result = assess_health(summary, on_gpu=False)
+    assert [(verdict.level, verdict.subject) for verdict in result] == [("high", "RAM"), ("note", "GPUs")]
     assert assess_health(summary_of(ram_percent=50), on_gpu=False) == []
 
 

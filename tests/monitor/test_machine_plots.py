@@ -65,9 +65,9 @@ def size_of(png: bytes) -> tuple[int, int]:
     [(0, {"machine.png"}), (1, {"gpu0.png", "machine.png"}), (2, {"gpu0.png", "gpu1.png", "gpus.png", "machine.png"})],
 )
 def test_plots_exist_per_gpu_for_all_gpus_and_for_the_machine(gpus: int, names: set[str]) -> None:
-    found = draw_png_files(samples_of(3, gpus))
-    assert set(found) == names
-    assert all(min(size_of(png)) >= 500 for png in found.values())
+    result = draw_png_files(samples_of(3, gpus))
+    assert set(result) == names
+    assert all(min(size_of(png)) >= 500 for png in result.values())
 
 
 def test_without_samples_there_is_no_plot() -> None:
@@ -80,13 +80,13 @@ def test_one_sample_is_a_visible_point(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_panel_has_a_title_a_unit_and_the_gpu_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
-    found = figures_of(samples_of(5), monkeypatch)
+    result = figures_of(samples_of(5), monkeypatch)
     for name, panels in {"gpu0.png": GPU_PANELS, "machine.png": MACHINE_PANELS}.items():
-        axes = found[name].axes
+        axes = result[name].axes
         assert [each.get_title(loc="left") for each in axes] == [panel.title for panel in panels]
         assert all(unit in each.get_ylabel() for each, unit in zip(axes, _UNITS[name], strict=True))
         assert axes[-1].get_xlabel().endswith("(s)")
-    assert found["gpu0.png"].get_suptitle() == "GPU 0: Card 0"
+    assert result["gpu0.png"].get_suptitle() == "GPU 0: Card 0"
 
 
 def test_lines_pass_through_the_readings(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -135,7 +135,7 @@ def test_phases_are_shaded_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"phase lora", "phase router"} <= set(words_of(figure))
     assert [text.get_text() for text in figure.axes[0].texts] == ["lora", "router"]
     nameless = figures_of(samples_of(20, phases=("",) * 20), monkeypatch)["gpu0.png"]
-    assert not any("phase" in words for words in words_of(nameless))
+    assert not any("phase" in args for args in words_of(nameless))
 
 
 def test_a_thousand_phase_changes_are_drawn_with_few_artists(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -167,14 +167,14 @@ def test_a_name_shared_by_all_gpus_is_shown_once(monkeypatch: pytest.MonkeyPatch
     samples = replace(samples_of(3, 2), devices={f"gpu{gpu}": SampledGpu("Tesla T4", str(gpu)) for gpu in range(2)})
     figure = figures_of(samples, monkeypatch)["gpus.png"]
     assert figure.get_suptitle() == "2 GPUs: Tesla T4"
-    assert [words for words in words_of(figure) if "GPU" in words] == ["GPU 0", "GPU 1"]
+    assert [args for args in words_of(figure) if "GPU" in args] == ["GPU 0", "GPU 1"]
 
 
 def test_eight_gpus_have_a_line_and_a_color_each(monkeypatch: pytest.MonkeyPatch) -> None:
     figure = figures_of(samples_of(100, 8), monkeypatch)["gpus.png"]
     for axes in figure.axes:
         assert len({line.get_color() for line in lines_in(axes)}) == 8
-    assert [words for words in words_of(figure) if words.startswith("GPU")] == [f"GPU {n}: Card {n}" for n in range(8)]
+    assert [args for args in words_of(figure) if args.startswith("GPU")] == [f"GPU {n}: Card {n}" for n in range(8)]
 
 
 def test_thinning_keeps_mean_extremes_and_gaps() -> None:

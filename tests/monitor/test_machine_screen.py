@@ -202,9 +202,9 @@ def test_a_pipe_and_a_dumb_terminal_get_lines(monkeypatch: pytest.MonkeyPatch) -
 def test_a_json_sample_has_every_reading_and_null_if_unknown() -> None:
     out = io.StringIO()
     make_display(out, io.StringIO(), as_json=True).sample(view_of(T4, users=USERS, runs=RUNS))
-    found = json.loads(out.getvalue())
-    assert found["readings"] == T4
-    assert found["gpus"] == [
+    result = json.loads(out.getvalue())
+    assert result["readings"] == T4
+    assert result["gpus"] == [
         {
             "name": "Tesla T4",
             "uuid": None,

@@ -147,7 +147,7 @@ def test_the_status_line_has_its_documented_form(screen: Callable[..., None]) ->
     assert format_line(sample, num_gpus=2).startswith("GPU0: "), "the other one is lost, and still counts"
 
 
-def test_samples_come_at_the_interval_without_drift(tmp_path: Path) -> None:
+def test_samples_are_taken_at_the_interval_without_drift(tmp_path: Path) -> None:
     path = tmp_path / "gpu.csv"
     with Monitor(path, 0.05):
         wait_until(lambda: path.exists() and len(rows_of(path.read_text())) >= 12)
@@ -195,9 +195,9 @@ def test_a_file_that_cannot_be_written_is_reported_once_and_monitoring_continues
     with Monitor(Path("/dev/full"), 0.01) as full, Monitor(tmp_path / "missing" / "gpu.csv", 0.01) as missing:
         wait_until(lambda: full.summary().whole.samples > 3 and missing.summary().whole.samples > 3)
 
-    (said,) = [note for note in full.notes if "/dev/full" in note]
-    screen(said)
-    assert full.lost == said
+    (messages,) = [note for note in full.notes if "/dev/full" in note]
+    screen(messages)
+    assert full.lost == messages
     assert "is not written" in missing.lost
     assert len([note for note in missing.notes if "is not written" in note]) == 1
 
@@ -282,7 +282,7 @@ def test_child_processes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
         wait_until(lambda: monitor.latest()["process/memory_gib"] < alone + 0.15)  # ended processes do not count
 
 
-def test_off_has_the_same_methods() -> None:
+def test_the_disabled_monitor_has_the_same_methods() -> None:
     monitor = MONITORS["off"](Path("gpu.csv"))
     with monitor:
         monitor.enter_phase("train")
@@ -513,10 +513,10 @@ def test_cpu_load_is_relative_to_the_cgroup_limit(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(QuotaCpuLoad, "now", staticmethod(lambda: next(clock)))
     host = Host(system=in_a_container(tmp_path, 10.0, 0.25))
     in_a_container(tmp_path, 11.5, 0.75)
-    found = host.sample()
+    result = host.sample()
 
-    assert found["cpu/percent"] == pytest.approx(75), "1.5 s of the 2 s that half a thread has in 4 s"
-    assert found["ram/percent"] == pytest.approx(75)
+    assert result["cpu/percent"] == pytest.approx(75), "1.5 s of the 2 s that half a thread has in 4 s"
+    assert result["ram/percent"] == pytest.approx(75)
 
 
 def test_cpu_load_is_relative_to_the_affinity_mask(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -605,7 +605,7 @@ os._exit(0)  # the driver sleeps on: the monitor has stopped without it
 """
 
 
-def test_a_hanging_driver_leaves_no_stale_readings_and_cpu_and_ram_continue(nvml_stub: NvmlStub) -> None:
+def test_with_a_hanging_driver_no_reading_is_stale_and_cpu_and_ram_continue(nvml_stub: NvmlStub) -> None:
     readings, line, news, has_users, table = nvml_stub.run(HANG, T4 | {"0.processes": ""})
     last = rows_of(table)[-1]
 
@@ -618,7 +618,7 @@ def test_a_hanging_driver_leaves_no_stale_readings_and_cpu_and_ram_continue(nvml
     assert float(last["ram_percent"]) > 0
 
 
-def test_a_driver_that_hangs_on_open_leaves_cpu_and_ram(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_with_a_driver_that_hangs_on_open_cpu_and_ram_are_still_monitored(monkeypatch: pytest.MonkeyPatch) -> None:
     release = threading.Event()
     monkeypatch.setattr(module, "OPEN_TIMEOUT_S", 0.1)
     monkeypatch.setattr(module, "STALE_S", 0.2)
@@ -645,14 +645,14 @@ def test_readings_of_a_stalled_sampler_are_absent_and_reported_once(monkeypatch:
         wait_until(monitor.latest)
         stuck.set()
         wait_until(lambda: not monitor.latest() and not monitor.row() and not monitor.line())
-        told: list[Any] = []
-        wait_until(lambda: told.extend(monitor.new_alerts()) or told)
+        messages: list[Any] = []
+        wait_until(lambda: messages.extend(monitor.new_alerts()) or messages)
         began = time.monotonic()
-        wait_until(lambda: told.extend(monitor.new_alerts()) or time.monotonic() > began + 15 * module.STALE_S)
+        wait_until(lambda: messages.extend(monitor.new_alerts()) or time.monotonic() > began + 15 * module.STALE_S)
         release.set()
         wait_until(monitor.latest)
 
-    assert len([notice for notice in told if "not been sampled" in notice.text]) == 1
+    assert len([notice for notice in messages if "not been sampled" in notice.text]) == 1
 
 
 def sampled(path: Path, samples: int = 3) -> Monitor:

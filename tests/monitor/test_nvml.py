@@ -81,7 +81,7 @@ def test_two_different_gpus_are_listed_in_bus_order_with_their_sizes(nvml_stub: 
 
 
 @pytest.mark.parametrize(
-    ("state", "words"),
+    ("state", "args"),
     [
         (None, "no NVIDIA driver is installed"),
         ({"err.init": 9}, "driver is not loaded"),
@@ -91,10 +91,10 @@ def test_two_different_gpus_are_listed_in_bus_order_with_their_sizes(nvml_stub: 
         ({"count": 0}, "reports no GPU"),
     ],
 )
-def test_without_nvml_there_is_a_reason_and_no_gpu(nvml_stub: NvmlStub, state: Any, words: str) -> None:
+def test_without_nvml_there_is_a_reason_and_no_gpu(nvml_stub: NvmlStub, state: Any, args: str) -> None:
     seen = nvml_stub.run(LOOK, state)
 
-    assert words in seen["why_not"]
+    assert args in seen["why_not"]
     assert seen["gpus"] == []
 
 

@@ -33,7 +33,7 @@ def test_a_mean_is_weighted_by_time() -> None:
     assert (stat.mean, stat.min, stat.max, stat.seconds) == (10.0, 0.0, 100.0, 10.0)
 
 
-def test_time_in_which_a_metric_was_not_read_does_not_count_in_its_mean() -> None:
+def test_time_without_readings_does_not_count_in_the_mean() -> None:
     tally = SampleTally()
     tally.add("train", 1.0, {"gpu0/util": 80.0, "cpu/percent": 1.0})
     tally.add("train", 5.0, {"cpu/percent": 1.0})
@@ -215,7 +215,7 @@ def test_invalid_files_get_a_message(tmp_path: Path) -> None:
         read_samples(tmp_path / "empty.csv")
 
 
-def test_an_endless_row_gets_a_message(tmp_path: Path) -> None:
+def test_a_row_of_unlimited_length_gets_a_message(tmp_path: Path) -> None:
     path = written(tmp_path / "gpu.csv", row(1))
     path.write_bytes(path.read_bytes() + b"9" * 200_000 + b"\n")
 

@@ -169,8 +169,8 @@ def test_hidden_gpus_are_neither_sampled_nor_reported(nvml_stub: NvmlStub, wante
     seen = examined(nvml_stub, PAIR | QUIET, {"0.err.all": 15} if len(uuids) == 1 else {}, CUDA_VISIBLE_DEVICES=wanted)
 
     assert kinds(seen) == []
-    found = [seen["readings"][0][f"gpu{at}/memory_total_gib"] for at in range(len(uuids))]
-    assert found == [totals[uuid] for uuid in uuids]
+    result = [seen["readings"][0][f"gpu{at}/memory_total_gib"] for at in range(len(uuids))]
+    assert result == [totals[uuid] for uuid in uuids]
     assert f"gpu{len(uuids)}/memory_total_gib" not in seen["readings"][0]
 
 

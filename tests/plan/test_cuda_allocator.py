@@ -138,7 +138,7 @@ def test_with_a_split_limit_large_blocks_are_released_first_without_a_retry() ->
 
 def test_settings_are_read_as_they_are_written() -> None:
     text = "expandable_segments:True,max_split_size_mb:256,roundup_power2_divisions:[256:8,512:4,>:1]"
-    found = AllocatorSettings.parse(text)
-    assert (found.expandable, found.max_split, found.divisions) == (True, 256 * MIB, 4)
-    assert found.round_size(5 * MIB + 1) == 6 * MIB, "steps of a quarter of 4 MiB"
+    result = AllocatorSettings.parse(text)
+    assert (result.expandable, result.max_split, result.divisions) == (True, 256 * MIB, 4)
+    assert result.round_size(5 * MIB + 1) == 6 * MIB, "steps of a quarter of 4 MiB"
     assert AllocatorSettings.parse(None) == AllocatorSettings()

@@ -86,21 +86,21 @@ def test_gpus_under_a_torch_without_cuda_are_listed_in_order_with_the_reason(nvm
 @needs_a_cpu_build
 def test_without_a_gpu_there_is_a_reason_and_a_cpu_from_a_few_files(nvml_stub: NvmlStub) -> None:
     answer = nvml_stub.run(TAKE, None)
-    (found,) = answer["taken"]
+    (result,) = answer["taken"]
 
-    assert found["devices"] == []
-    assert "no NVIDIA driver" in found["notes"][0]
-    assert found["cpu"]["logical_cores"] >= found["cpu"]["physical_cores"] >= 1
-    assert found["cpu"]["memory_bytes"] > GIB / 4
+    assert result["devices"] == []
+    assert "no NVIDIA driver" in result["notes"][0]
+    assert result["cpu"]["logical_cores"] >= result["cpu"]["physical_cores"] >= 1
+    assert result["cpu"]["memory_bytes"] > GIB / 4
     assert answer["opened"] < 200, "a few files of /proc and /sys: milliseconds, where torch itself takes a second"
     assert answer["started"] == 0, "no process is started for it"
 
 
 def test_an_inventory_survives_json() -> None:
     here = take_inventory()
-    told = replace(here, devices=match_devices(OtherNvml([SLOW, FAST]), torch_with(FAST), {})[0])
+    messages = replace(here, devices=match_devices(OtherNvml([SLOW, FAST]), torch_with(FAST), {})[0])
 
-    assert Inventory.from_json(told.to_json()) == told
+    assert Inventory.from_json(messages.to_json()) == messages
     assert Inventory.from_json(here.to_json()) == here
 
 
@@ -206,8 +206,8 @@ def test_a_mig_instance_is_matched_and_its_gpu_not_listed_beside_it() -> None:
     assert device.uuid == "MIG-77aa"
 
 
-@pytest.mark.parametrize(("wanted", "found"), [(None, 0), ("MIG-77bb", 1), ("MIG-GPU-a100/2/0", 1)])
-def test_a_mig_instance_with_the_uuid_of_its_gpu_has_its_own_free_memory(wanted: str | None, found: int) -> None:
+@pytest.mark.parametrize(("wanted", "result"), [(None, 0), ("MIG-77bb", 1), ("MIG-GPU-a100/2/0", 1)])
+def test_a_mig_instance_with_the_uuid_of_its_gpu_has_its_own_free_memory(wanted: str | None, result: int) -> None:
     """Before CUDA 12, cudaDeviceProp has the UUID of the whole GPU; CUDA shows one instance, by default the first."""
     instances = tuple(
         Gpu(0, f"MIG-77{name}", "NVIDIA A100 MIG 3g.40gb", 40 * GIB, mig_name=f"MIG-GPU-a100/{number}/0")
@@ -218,7 +218,7 @@ def test_a_mig_instance_with_the_uuid_of_its_gpu_has_its_own_free_memory(wanted:
     environ = {} if wanted is None else {"CUDA_VISIBLE_DEVICES": wanted}
     (device,), _ = match_devices(OtherNvml([parent]), seen, environ)
 
-    assert device.uuid == instances[found].uuid
+    assert device.uuid == instances[result].uuid
     assert device.usable
 
 

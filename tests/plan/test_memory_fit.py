@@ -62,12 +62,12 @@ def device(gib: float, **other: int) -> RankDevice:
 
 
 @cache
-def composed(*words: str) -> Configuration:
-    return compose(Request(words))
+def composed(*args: str) -> Configuration:
+    return compose(Request(args))
 
 
-def plan(*words: str, needs: MemoryNeeds | None, on: Inventory = HERE) -> Plan:
-    return make_plan(composed(*words), on, needs=needs)
+def plan(*args: str, needs: MemoryNeeds | None, on: Inventory = HERE) -> Plan:
+    return make_plan(composed(*args), on, needs=needs)
 
 
 @given(st.integers(1, 64), st.sampled_from([(8,), (2, 8), (1, 4, 16)]))
@@ -90,9 +90,9 @@ def test_the_largest_fitting_size_fits_and_one_more_sample_does_not(
 ) -> None:
     need, rank = demand(2, 8), device(gib, overhead_bytes=GIB // 2)
     part = RankPart(strategy, 1 if strategy == "single" else count)
-    found = largest_micro_batch(need, rank, most, part)
-    assert not found or predict_memory(need, found, rank, part).fits
-    assert found == most or not predict_memory(need, found + 1, rank, part).fits
+    result = largest_micro_batch(need, rank, most, part)
+    assert not result or predict_memory(need, result, rank, part).fits
+    assert result == most or not predict_memory(need, result + 1, rank, part).fits
 
 
 def test_each_strategy_adds_its_memory_to_that_of_libraries() -> None:
@@ -129,9 +129,9 @@ def test_ddp_buckets_exist_while_no_gradient_does() -> None:
     assert predict_memory(need, 4, device(16), RankPart("ddp", 2)).parts["gradients"] == 5 * MIB
 
 
-@pytest.mark.parametrize(("words", "in_flight"), [("1f1b", 1.0), ("gpipe", 4.0), ("interleaved", 1.5)])
-def test_a_stage_stores_the_micro_batches_in_flight(words: str, in_flight: float) -> None:
-    choice = composed("parallelism=pipeline", f"parallelism.schedule={words}").choices["parallelism"]
+@pytest.mark.parametrize(("args", "in_flight"), [("1f1b", 1.0), ("gpipe", 4.0), ("interleaved", 1.5)])
+def test_a_stage_stores_the_micro_batches_in_flight(args: str, in_flight: float) -> None:
+    choice = composed("parallelism=pipeline", f"parallelism.schedule={args}").choices["parallelism"]
     assert RankPart.from_choice(choice, 2, 64, 8).in_flight == in_flight
 
 
@@ -156,9 +156,9 @@ def test_a_share_is_split_into_few_micro_batches_of_one_shape(share: int, held: 
 
 
 def test_auto_uses_the_largest_fitting_micro_batch() -> None:
-    words = ("global_batch_size=64", "micro_batch_size=auto", "precision=fp16")
+    args = ("global_batch_size=64", "micro_batch_size=auto", "precision=fp16")
     needs = MemoryNeeds({"train": demand(4, 16)})
-    made = plan(*words, needs=needs)
+    made = plan(*args, needs=needs)
     size = made.batch.micro_batch_size
     held = largest_micro_batch(needs.demands["train"], made.ranks[0], 64)
     assert size <= held < 64
@@ -167,7 +167,7 @@ def test_auto_uses_the_largest_fitting_micro_batch() -> None:
     assert made.memory[0].samples == size
     assert all(each.prediction.fits for each in made.memory)
     assert Plan.from_json(made.to_json()) == made
-    small = plan("global_batch_size=8", *words[1:], needs=needs)
+    small = plan("global_batch_size=8", *args[1:], needs=needs)
     assert (small.batch.micro_batch_size, small.batch.accumulation_steps) == (8, 1)
     assert small.reason("micro_batch_size").startswith("auto: ")
     assert small.reason("micro_batch_size") != made.reason("micro_batch_size")
@@ -185,13 +185,13 @@ def test_a_cpu_computes_its_complete_share_at_once() -> None:
 
 def test_memory_of_other_processes_is_not_available() -> None:
     """Capacity is the free memory of a present device, limited by the fraction of this process."""
-    words, needs = ("global_batch_size=64", "micro_batch_size=auto"), MemoryNeeds({"train": demand(4, 16)})
-    whole = plan(*words, needs=needs).memory[0]
+    args, needs = ("global_batch_size=64", "micro_batch_size=auto"), MemoryNeeds({"train": demand(4, 16)})
+    whole = plan(*args, needs=needs).memory[0]
     busy = dataclasses.replace(HERE, devices=(dataclasses.replace(T4, free_bytes=5 * GIB),))
-    shared = plan(*words, needs=needs, on=busy).memory[0]
-    half = plan(*words, "memory.fraction=0.5", needs=needs).memory[0]
-    told = plan(*words, "memory.allocator='per_process_memory_fraction:0.5'", needs=needs).memory[0]
-    assert told == half, "torch's allocator keeps to it too"
+    shared = plan(*args, needs=needs, on=busy).memory[0]
+    half = plan(*args, "memory.fraction=0.5", needs=needs).memory[0]
+    messages = plan(*args, "memory.allocator='per_process_memory_fraction:0.5'", needs=needs).memory[0]
+    assert messages == half, "torch's allocator keeps to it too"
     assert (whole.prediction.capacity, shared.prediction.capacity) == (15 * GIB, 5 * GIB)
     assert half.prediction.capacity == 7.5 * GIB
     assert shared.samples < half.samples < whole.samples
@@ -216,17 +216,17 @@ def test_a_model_for_which_one_sample_does_not_fit_is_reported() -> None:
 
 def test_recomputed_blocks_are_those_chosen_by_the_trace() -> None:
     known = Demand.from_traces([dataclasses.replace(traced(4), recompute=(1, 2)), traced(16)], AllocatorSettings())
-    words = ("global_batch_size=4", "micro_batch_size=4", "device=cpu", "memory=budget")
-    made = plan(*words, needs=MemoryNeeds({"train": known}))
+    args = ("global_batch_size=4", "micro_batch_size=4", "device=cpu", "memory=budget")
+    made = plan(*args, needs=MemoryNeeds({"train": known}))
     assert made.choices["memory"].options["recompute"] == [1, 2]
     assert "2 blocks" in made.reason("memory.recompute")
-    asked = plan(*words, "memory.recompute=[0]", needs=MemoryNeeds({"train": known}))
+    asked = plan(*args, "memory.recompute=[0]", needs=MemoryNeeds({"train": known}))
     assert asked.choices["memory"].options["recompute"] == [0], "what was asked for is not changed"
     assert known.recompute_at(5) == (), "a trace of more samples did without"
 
 
 @pytest.mark.parametrize(
-    ("words", "device", "is_wanted"),
+    ("args", "device", "is_wanted"),
     [
         (("micro_batch_size=auto",), T4, True),
         (("micro_batch_size=8",), T4, False),
@@ -237,10 +237,10 @@ def test_recomputed_blocks_are_those_chosen_by_the_trace() -> None:
     ],
 )
 def test_a_run_is_traced_before_it_starts_only_if_its_plan_needs_it(
-    words: tuple[str, ...], device: Device | None, *, is_wanted: bool
+    args: tuple[str, ...], device: Device | None, *, is_wanted: bool
 ) -> None:
     here = dataclasses.replace(HERE, devices=(device,) if device else ())
-    assert should_trace_memory(compose(Request(words)), here) is is_wanted
+    assert should_trace_memory(compose(Request(args)), here) is is_wanted
 
 
 def test_library_memory_is_estimated_with_a_margin_and_unknown_gpus_use_the_maximum() -> None:
@@ -273,14 +273,14 @@ def test_an_update_is_at_least_as_long_as_its_kernel_launches(each: int, of_upda
     need = dataclasses.replace(need, points=points, step=dataclasses.replace(need.step, launches=of_update))
     for peaks in (DevicePeaks(1e15, 1e13), DevicePeaks(1e18, 1e16)):
         bare = estimate_update_time(need, [4] * passes, peaks)
-        found = estimate_update_time(need, [4] * passes, peaks, has_launch_cost=True)
+        result = estimate_update_time(need, [4] * passes, peaks, has_launch_cost=True)
         assert bare is not None
-        assert found is not None
+        assert result is not None
         number = each * passes + of_update
-        assert (found.low, found.high) == (
+        assert (result.low, result.high) == (
             max(bare.low, number * LAUNCH_S[0]), max(bare.high, number * LAUNCH_S[1]),
         )  # fmt: skip
-        assert (f"{number:,} kernel launches" in found.how) == (found != bare), "the reason names what it assumes"
+        assert (f"{number:,} kernel launches" in result.how) == (result != bare), "the reason names what it assumes"
 
 
 def test_the_sheet_counts_launches_on_gpus_that_run_operators_one_by_one() -> None:
@@ -291,11 +291,11 @@ def test_the_sheet_counts_launches_on_gpus_that_run_operators_one_by_one() -> No
     need = dataclasses.replace(need, points=points)
     needs, peaks = MemoryNeeds({"train": need}), {"Tesla T4": DevicePeaks(1e15, 1e13), "CPU": DevicePeaks(1e15, 1e13)}
     seconds = {}
-    for words in (("compile=off",), ("compile=default",), ("compile=off", "device=cpu")):
-        made = plan("micro_batch_size=2", "global_batch_size=2", *words, needs=needs)
+    for args in (("compile=off",), ("compile=default",), ("compile=off", "device=cpu")):
+        made = plan("micro_batch_size=2", "global_batch_size=2", *args, needs=needs)
         peaks |= {rank.name: DevicePeaks(1e15, 1e13) for rank in made.ranks}
-        seconds[words] = estimate_phase_time(made, made.selected[0], need, peaks)
-    eager, compiled, on_cpu = (found.low if found else None for found in seconds.values())
+        seconds[args] = estimate_phase_time(made, made.selected[0], need, peaks)
+    eager, compiled, on_cpu = (result.low if result else None for result in seconds.values())
     assert eager == 10**7 * LAUNCH_S[0]
     assert compiled == on_cpu
     assert compiled is not None
@@ -306,8 +306,8 @@ def test_the_sheet_counts_launches_on_gpus_that_run_operators_one_by_one() -> No
 def test_figures_that_are_bounds_are_marked_as_such(strategy: str, passes: int) -> None:
     needs = MemoryNeeds({"train": demand(2, 8)})
     gpus = tuple(dataclasses.replace(T4, index=number, uuid=f"GPU-{number}") for number in range(4))
-    words = (f"parallelism={strategy}", "micro_batch_size=2", f"global_batch_size={8 * passes}")
-    made = plan(*words, needs=needs, on=dataclasses.replace(HERE, devices=gpus))
+    args = (f"parallelism={strategy}", "micro_batch_size=2", f"global_batch_size={8 * passes}")
+    made = plan(*args, needs=needs, on=dataclasses.replace(HERE, devices=gpus))
     assert {each.prediction.bounds for each in made.memory} == {("parameters", "gradients")[: 2 * (strategy == "fsdp")]}
     table = {line.split()[0]: line for line in format_prediction(made, needs, {}) if line.strip()}
     assert ("up to" in table["gradients"]) == (strategy == "fsdp")
@@ -346,9 +346,9 @@ def test_every_line_fits_a_terminal_and_marks_estimates(count: int) -> None:
         Device("cuda", number, f"NVIDIA Long Name {number}", f"GPU-{number}", (8 + number) * GIB, capability=(8, 6))
         for number in range(count)
     )
-    words = ("global_batch_size=128", "micro_batch_size=16", f"parallelism={'ddp' if count > 1 else 'single'}")
+    args = ("global_batch_size=128", "micro_batch_size=16", f"parallelism={'ddp' if count > 1 else 'single'}")
     needs = MemoryNeeds({"train": demand(4, 16)}, why_not="an operation without a fake")
-    made = plan(*words, needs=needs, on=dataclasses.replace(HERE, devices=gpus))
+    made = plan(*args, needs=needs, on=dataclasses.replace(HERE, devices=gpus))
     changes = [
         FittingChange(("micro_batch_size=4", "optimizer=adamw8bit"), GIB, 1.5),
         FittingChange(("precision=bf16",), GIB, None),
@@ -365,12 +365,12 @@ def test_every_line_fits_a_terminal_and_marks_estimates(count: int) -> None:
     assert "Traced on fake" in text
     rough = MemoryNeeds({"train": dataclasses.replace(needs.demands["train"], is_exact=False, why_not="no")})
     marked = "\n".join(
-        format_prediction(plan(*words, needs=rough, on=dataclasses.replace(HERE, devices=gpus)), rough, {})
+        format_prediction(plan(*args, needs=rough, on=dataclasses.replace(HERE, devices=gpus)), rough, {})
     )
     assert "Traced on fake" not in marked
     assert not re.search(r" fits($|\s)", marked), "no figure without its mark"
     untold = format_prediction(
-        plan(*words, needs=MemoryNeeds({}, why_not="no"), on=dataclasses.replace(HERE, devices=gpus)), needs, {}
+        plan(*args, needs=MemoryNeeds({}, why_not="no"), on=dataclasses.replace(HERE, devices=gpus)), needs, {}
     )
     assert "not predicted" in untold[0]
 

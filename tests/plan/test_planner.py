@@ -55,17 +55,17 @@ def machine(*devices: Device, cores: int = 16) -> Inventory:
 
 
 @cache
-def configuration(*words: str) -> Configuration:
-    return compose(Request(words))
+def configuration(*args: str) -> Configuration:
+    return compose(Request(args))
 
 
-def plan(*words: str, on: Inventory | None = None) -> Plan:
-    return make_plan(configuration(*words), on or machine())
+def plan(*args: str, on: Inventory | None = None) -> Plan:
+    return make_plan(configuration(*args), on or machine())
 
 
-def refused(*words: str, on: Inventory | None = None) -> list[Problem]:
+def refused(*args: str, on: Inventory | None = None) -> list[Problem]:
     with pytest.raises(ConfigError) as caught:
-        plan(*words, on=on)
+        plan(*args, on=on)
     assert caught.value.exit_code == Exit.CONFIG
     return list(caught.value.problems)
 
@@ -112,10 +112,10 @@ def test_a_plan_is_frozen() -> None:
             setattr(part, dataclasses.fields(part)[0].name, "other")
 
 
-@pytest.mark.parametrize("words", [(), WORDS, ("hardware=t4", "task.size=tiny", "run='1'"), ("epochs=0.5",)])
+@pytest.mark.parametrize("args", [(), WORDS, ("hardware=t4", "task.size=tiny", "run='1'"), ("epochs=0.5",)])
 @pytest.mark.parametrize("devices", [(), (T4,), PAIR])
-def test_a_plan_survives_json(words: tuple[str, ...], devices: tuple[Device, ...]) -> None:
-    made = plan(*words, on=machine(*devices))
+def test_a_plan_survives_json(args: tuple[str, ...], devices: tuple[Device, ...]) -> None:
+    made = plan(*args, on=machine(*devices))
     again = Plan.from_json(made.to_json())
     assert again == made
     assert again.values() == made.values()
@@ -137,9 +137,9 @@ AUTO_IS_A_VALUE = {
 
 
 @pytest.mark.parametrize("devices", [(), (T4,), (A100,), (MPS,)])
-@pytest.mark.parametrize("words", [(), ("tracker=wandb", "optimizer=sgd"), ("dataloader=thread", "optimizer=adam")])
-def test_every_auto_is_resolved_and_has_its_reason(words: tuple[str, ...], devices: tuple[Device, ...]) -> None:
-    asked, made = configuration(*words), plan(*words, on=machine(*devices))
+@pytest.mark.parametrize("args", [(), ("tracker=wandb", "optimizer=sgd"), ("dataloader=thread", "optimizer=adam")])
+def test_every_auto_is_resolved_and_has_its_reason(args: tuple[str, ...], devices: tuple[Device, ...]) -> None:
+    asked, made = configuration(*args), plan(*args, on=machine(*devices))
     left = {key for key, value in made.values().items() if value == "auto"}
     assert left <= AUTO_IS_A_VALUE
     # The name of the profile.
@@ -313,8 +313,8 @@ def test_a_profile_runs_on_a_cpu_and_every_group_it_selected_falls_back() -> Non
     made = plan("hardware=t4", on=machine())
     selected = selected_options("hardware", "t4")
     assert selected.keys() == {"precision", "attention", "backend"}
-    found = {group: made.choices[group].name for group in selected}
-    assert found == {**{group: shipped_options()[group] for group in selected}, "precision": "fp32"}
+    result = {group: made.choices[group].name for group in selected}
+    assert result == {**{group: shipped_options()[group] for group in selected}, "precision": "fp32"}
     assert all("profile t4" not in made.reason(group) or "for its GPU" in made.reason(group) for group in selected)
     (note,) = made.notes
     assert note.startswith("profile t4 ")
@@ -406,11 +406,11 @@ def test_cached_samples_need_no_workers() -> None:
 
 
 def test_all_problems_are_reported_at_once() -> None:
-    words = ("precision=bf16", "attention=flash", "dataloader.cache=device", "dataloader.num_workers=2")
-    problems = refused(*words, on=machine(T4))
+    args = ("precision=bf16", "attention=flash", "dataloader.cache=device", "dataloader.num_workers=2")
+    problems = refused(*args, on=machine(T4))
     assert [problem.where for problem in problems] == ["precision=bf16", "dataloader.cache=device", "attention=flash"]
     with pytest.raises(ConfigError) as caught:
-        plan(*words, "global_batch_size=1", "parallelism=ddp", "parallelism.world_size=2", on=machine(T4, T4_TOO))
+        plan(*args, "global_batch_size=1", "parallelism=ddp", "parallelism.world_size=2", on=machine(T4, T4_TOO))
     assert len(caught.value.problems) == 4
 
 
@@ -419,21 +419,21 @@ def test_all_problems_are_reported_at_once() -> None:
 
 @given(st.integers(1, 400), st.integers(1, 40) | st.just("auto"))
 def test_a_batch_is_the_product_of_its_parts_or_dividing_sizes_are_named(total: int, micro: Any) -> None:
-    found = divide(total, micro, (total,))
-    if isinstance(found, Batch):
-        assert total == found.micro_batch_size * found.accumulation_steps == found.global_batch_size
-        assert micro in ("auto", found.micro_batch_size)
-        assert micro != "auto" or found.accumulation_steps == 1
+    result = divide(total, micro, (total,))
+    if isinstance(result, Batch):
+        assert total == result.micro_batch_size * result.accumulation_steps == result.global_batch_size
+        assert micro in ("auto", result.micro_batch_size)
+        assert micro != "auto" or result.accumulation_steps == 1
         return
     assert total % micro != 0
-    if found.fix.startswith("nearest: "):
-        near = [int(size) for size in found.fix.removeprefix("nearest: ").split(", ")]
+    if result.fix.startswith("nearest: "):
+        near = [int(size) for size in result.fix.removeprefix("nearest: ").split(", ")]
         assert [size for size in range(1, total + micro + 1) if size % micro == 0 and abs(size - total) < micro] == near
     else:
-        for key, size in re.findall(r"(\w+)=(\d+)", found.fix):
+        for key, size in re.findall(r"(\w+)=(\d+)", result.fix):
             changed = {"global_batch_size": total, "micro_batch_size": micro, key: int(size)}
             total_now = changed["global_batch_size"]
-            assert isinstance(divide(total_now, changed["micro_batch_size"], (total_now,)), Batch), found
+            assert isinstance(divide(total_now, changed["micro_batch_size"], (total_now,)), Batch), result
 
 
 @given(st.integers(1, 400), st.integers(1, 40) | st.just("auto"), st.integers(2, 9))
@@ -442,13 +442,13 @@ def test_shares_of_ranks_need_not_divide_the_batch(total: int, micro: Any, world
     if isinstance(shares, Problem):
         assert world_size > total
         return
-    found = divide(total, micro, shares, ragged=True)
-    if isinstance(found, Problem):
+    result = divide(total, micro, shares, ragged=True)
+    if isinstance(result, Problem):
         assert micro > max(shares)
         return
-    assert sum(found.shares) == total
-    assert (found.accumulation_steps - 1) * found.micro_batch_size < max(shares)
-    assert max(shares) <= found.accumulation_steps * found.micro_batch_size
+    assert sum(result.shares) == total
+    assert (result.accumulation_steps - 1) * result.micro_batch_size < max(shares)
+    assert max(shares) <= result.accumulation_steps * result.micro_batch_size
 
 
 @pytest.mark.parametrize(
@@ -462,13 +462,13 @@ def test_shares_of_ranks_need_not_divide_the_batch(total: int, micro: Any, world
 def test_a_batch_that_does_not_divide_is_reported_with_sizes_that_do(
     total: int, micro: Any, shares: tuple[int, ...], instead: str
 ) -> None:
-    found = divide(total, micro, shares)
-    assert isinstance(found, Problem)
-    assert found.fix.endswith(f" {instead}")
+    result = divide(total, micro, shares)
+    assert isinstance(result, Problem)
+    assert result.fix.endswith(f" {instead}")
 
 
 @pytest.mark.parametrize(
-    ("words", "on", "split_mib"),
+    ("args", "on", "split_mib"),
     [
         (("parallelism=ddp",), machine(T4, T4_TOO), 25),
         (("parallelism=ddp", "compile.split_mib=0"), machine(T4, T4_TOO), 0),
@@ -478,9 +478,9 @@ def test_a_batch_that_does_not_divide_is_reported_with_sizes_that_do(
     ids=["ranks", "by hand", "one rank", "shards"],
 )
 def test_a_compiled_graph_is_split_where_ranks_exchange_gradients(
-    words: tuple[str, ...], on: Inventory, split_mib: float
+    args: tuple[str, ...], on: Inventory, split_mib: float
 ) -> None:
-    assert plan("compile=default", *words, on=on).choices["compile"].options["split_mib"] == split_mib
+    assert plan("compile=default", *args, on=on).choices["compile"].options["split_mib"] == split_mib
 
 
 RANKS = ("parallelism=ddp", "parallelism.world_size=4")
@@ -497,7 +497,7 @@ PAIR_WORDS = ("parallelism=ddp", "global_batch_size=32", "precision=fp32")
 
 
 @pytest.mark.parametrize(
-    ("words", "shares", "identity"),
+    ("args", "shares", "identity"),
     [
         (("parallelism.shares=memory",), (19, 13), "19 (rank 0: 1 x 19) + 13 (rank 1: 1 x 13)"),
         (("parallelism.shares=[5,3]",), (20, 12), "20 (rank 0: 1 x 20) + 12 (rank 1: 1 x 12)"),
@@ -507,9 +507,9 @@ PAIR_WORDS = ("parallelism=ddp", "global_batch_size=32", "precision=fp32")
     ],
 )  # fmt: skip
 def test_unequal_gpus_split_an_update_as_requested(
-    words: tuple[str, ...], shares: tuple[int, ...], identity: str
+    args: tuple[str, ...], shares: tuple[int, ...], identity: str
 ) -> None:
-    made = plan(*PAIR_WORDS, *words, on=machine(*PAIR))
+    made = plan(*PAIR_WORDS, *args, on=machine(*PAIR))
     assert [rank.device for rank in made.ranks] == ["cuda:0", "cuda:1"]
     assert made.batch.shares == shares
     assert str(made.batch).endswith(f" = {identity}")
@@ -536,20 +536,20 @@ CANNOT = [
 ]
 
 
-@pytest.mark.parametrize("words", CANNOT)
-def test_unsupported_combinations_are_refused(words: tuple[str, ...]) -> None:
-    assert refused("global_batch_size=32", "precision=fp32", *words, on=machine(*PAIR))[0].where == words[-1]
+@pytest.mark.parametrize("args", CANNOT)
+def test_unsupported_combinations_are_refused(args: tuple[str, ...]) -> None:
+    assert refused("global_batch_size=32", "precision=fp32", *args, on=machine(*PAIR))[0].where == args[-1]
 
 
 @pytest.mark.parametrize(("version", "is_refused"), [("2.12.1+cu130", True), ("2.13.0a0+1", False), ("2.14.1", False)])
 def test_fsdp_over_several_ranks_needs_a_torch_whose_gradients_are_right(version: str, is_refused: bool) -> None:
-    words, here = ("global_batch_size=32", "parallelism=fsdp"), machine(T4, T4_TOO)
+    args, here = ("global_batch_size=32", "parallelism=fsdp"), machine(T4, T4_TOO)
     on = dataclasses.replace(here, torch_version=version)
     if is_refused:
-        assert refused(*words, on=on)[0].where == "parallelism=fsdp"
+        assert refused(*args, on=on)[0].where == "parallelism=fsdp"
     else:
-        assert plan(*words, on=on).world_size == 2
-    assert plan(*words, "parallelism.world_size=1", on=on).world_size == 1
+        assert plan(*args, on=on).world_size == 2
+    assert plan(*args, "parallelism.world_size=1", on=on).world_size == 1
 
 
 def test_problems_and_notes_of_a_plan_in_full(screen: Callable[..., None]) -> None:
@@ -558,9 +558,9 @@ def test_problems_and_notes_of_a_plan_in_full(screen: Callable[..., None]) -> No
         *(((word,), here) for word, here, _ in REFUSED),
         (("dataloader.cache=device", "dataloader.num_workers=2"), machine(A100)),
         *(((*PAIR_WORDS, word), pair) for word in ("parallelism.shares=[19,7,6]", "micro_batch_size=30")),
-        *(((*PAIR_WORDS[1:], *words), pair) for words in CANNOT),
+        *(((*PAIR_WORDS[1:], *args), pair) for args in CANNOT),
     ]
-    told = [f"{' '.join(words)}\n{problem}" for words, here in asked for problem in refused(*words, on=here)[:1]]
+    messages = [f"{' '.join(args)}\n{problem}" for args, here in asked for problem in refused(*args, on=here)[:1]]
     planned = [
         (("hardware=t4", "precision.init_scale=8"), machine()),
         (("hardware=t4",), machine(A100)),
@@ -568,8 +568,8 @@ def test_problems_and_notes_of_a_plan_in_full(screen: Callable[..., None]) -> No
         ((*PAIR_WORDS, "parallelism.shares=memory"), pair),
         *(((word,), machine()) for word in ("prefetch=stream", "precision=fp16", "compile=default")),
     ]
-    told += [f"{' '.join(words)}\n" + "\n".join(plan(*words, on=here).notes) for words, here in planned]
-    screen("\n\n".join(told))
+    messages += [f"{' '.join(args)}\n" + "\n".join(plan(*args, on=here).notes) for args, here in planned]
+    screen("\n\n".join(messages))
 
 
 def test_options_that_a_strategy_implies_are_chosen() -> None:
@@ -592,7 +592,7 @@ def test_the_length_is_updates_or_epochs() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "here", "waits"),
+    ("args", "here", "waits"),
     [
         (("precision=fp16",), machine(T4), False),
         (("precision=fp16", "optimizer.kernel=foreach"), machine(T4), True),
@@ -601,9 +601,9 @@ def test_the_length_is_updates_or_epochs() -> None:
     ],
 )
 def test_an_optimizer_that_makes_the_loss_scale_wait_for_the_gpu_is_named(
-    words: tuple[str, ...], here: Inventory, waits: bool
+    args: tuple[str, ...], here: Inventory, waits: bool
 ) -> None:
-    notes = [note for note in plan(*words, on=here).notes if suggested(note)[:1] == ["precision=fp16"]]
+    notes = [note for note in plan(*args, on=here).notes if suggested(note)[:1] == ["precision=fp16"]]
     assert bool(notes) == waits
 
 
@@ -631,13 +631,13 @@ def test_amd_gpus_of_two_architectures_share_a_format() -> None:
 
 def test_the_micro_batch_of_a_cpu_does_not_limit_that_of_a_gpu() -> None:
     """Memory is not predicted before a CPU run, so a large task limits its own micro-batches there."""
-    words = ("task=gpt", "task.size=124m")
-    on_cpu, on_gpu = plan(*words).batch, plan(*words, on=machine(T4)).batch
+    args = ("task=gpt", "task.size=124m")
+    on_cpu, on_gpu = plan(*args).batch, plan(*args, on=machine(T4)).batch
     assert (on_cpu.micro_batch_size, on_cpu.accumulation_steps) == (8, 60)
     assert on_gpu.in_one_pass, "until memory is traced, the whole share"
-    assert plan(*words, "micro_batch_size=16").batch.micro_batch_size == 16
-    assert plan(*words, "global_batch_size=4").batch.micro_batch_size == 4
-    assert plan(*words, "parallelism=ddp", "parallelism.world_size=3", "global_batch_size=50").batch.shares == (
+    assert plan(*args, "micro_batch_size=16").batch.micro_batch_size == 16
+    assert plan(*args, "global_batch_size=4").batch.micro_batch_size == 4
+    assert plan(*args, "parallelism=ddp", "parallelism.world_size=3", "global_batch_size=50").batch.shares == (
         17,
         17,
         16,
@@ -645,6 +645,6 @@ def test_the_micro_batch_of_a_cpu_does_not_limit_that_of_a_gpu() -> None:
 
 
 def test_copies_ahead_from_pageable_memory_are_reported() -> None:
-    words = ("prefetch=stream", "dataloader.pin_memory=false")
-    assert any("dataloader.pin_memory=true" in note for note in plan(*words, on=machine(T4)).notes)
+    args = ("prefetch=stream", "dataloader.pin_memory=false")
+    assert any("dataloader.pin_memory=true" in note for note in plan(*args, on=machine(T4)).notes)
     assert not any("pin_memory" in note for note in plan("prefetch=stream", on=machine(T4)).notes)

@@ -36,7 +36,7 @@ def needs(demand: Demand) -> MemoryNeeds:
 
 
 @pytest.mark.parametrize(
-    ("need", "there", "micro", "name", "options", "words"),
+    ("need", "there", "micro", "name", "options", "args"),
     [
         (model(4), devices(24), None, "single", {}, "one device"),
         (model(4), devices(16, 16), None, "ddp", {}, "fits each of 2 devices"),
@@ -58,19 +58,19 @@ def needs(demand: Demand) -> MemoryNeeds:
     ],
 )
 def test_the_simplest_fitting_strategy_is_chosen(
-    need: Demand, there: list[RankDevice], micro: int | None, name: str, options: dict[str, str], words: str
+    need: Demand, there: list[RankDevice], micro: int | None, name: str, options: dict[str, str], args: str
 ) -> None:
-    found = choose_strategy(needs(need), there, 32, micro)
-    assert found.fits
-    assert (found.name, found.options) == (name, options), found.reason
-    assert found.reason.startswith("auto: ")
-    assert words in found.reason
+    result = choose_strategy(needs(need), there, 32, micro)
+    assert result.fits
+    assert (result.name, result.options) == (name, options), result.reason
+    assert result.reason.startswith("auto: ")
+    assert args in result.reason
 
 
 @pytest.mark.parametrize(("layers", "name"), [(4, "pipeline"), (None, "ddp")])
 def test_without_sharding_a_pipeline_is_chosen_if_the_model_has_layers(layers: int | None, name: str) -> None:
-    found = choose_strategy(needs(model(20, layers=layers)), devices(16, 16), 32, None, can_shard=False)
-    assert (found.name, found.fits) == (name, name == "pipeline")
+    result = choose_strategy(needs(model(20, layers=layers)), devices(16, 16), 32, None, can_shard=False)
+    assert (result.name, result.fits) == (name, name == "pipeline")
 
 
 @pytest.mark.parametrize(("version", "name"), [("2.12.1", "pipeline"), ("2.13.0", "fsdp")])
@@ -80,17 +80,17 @@ def test_auto_shards_only_with_a_torch_whose_gradients_are_right(version: str, n
         for index in range(2)
     )
     here = Inventory(gpus, Cpu("a processor", 8, 16, 64 * GIB), torch_version=version)
-    words = ("parallelism=auto", "global_batch_size=32", "micro_batch_size=1")
-    made = make_plan(compose(Request(words)), here, needs=needs(model(20)))
+    args = ("parallelism=auto", "global_batch_size=32", "micro_batch_size=1")
+    made = make_plan(compose(Request(args)), here, needs=needs(model(20)))
     assert made.choices["parallelism"].function == name
 
 
-def test_a_model_that_fits_nowhere_is_reported_with_remedies() -> None:
-    found = choose_strategy(needs(model(40, layers=None)), devices(11, 8), 32, None)
-    assert (found.name, found.options, found.fits) == ("ddp", {"shares": "memory"}, False)
-    assert "1 sample needs 50" in found.reason
-    assert "11 GiB + 8 GiB" in found.reason
-    assert "layers()" in found.reason
+def test_a_model_that_fits_on_no_device_is_reported_with_remedies() -> None:
+    result = choose_strategy(needs(model(40, layers=None)), devices(11, 8), 32, None)
+    assert (result.name, result.options, result.fits) == ("ddp", {"shares": "memory"}, False)
+    assert "1 sample needs 50" in result.reason
+    assert "11 GiB + 8 GiB" in result.reason
+    assert "layers()" in result.reason
 
 
 def test_accumulated_smaller_micro_batches_fit() -> None:

@@ -13,8 +13,8 @@ def test_rows_have_fragmentation_and_allocation_retries() -> None:
         "reserved_bytes.all.current": 4 * GIB, "inactive_split_bytes.all.current": GIB,
         "num_alloc_retries": 5, "num_ooms": 1,
     }  # fmt: skip
-    found = allocator_metrics(stats)
-    assert found == {
+    result = allocator_metrics(stats)
+    assert result == {
         "memory/allocated_gib": 2, "memory/reserved_gib": 4, "memory/peak_gib": 3, "memory/fragmentation": 0.25,
         "memory/retries": 5, "memory/ooms": 1,
     }  # fmt: skip

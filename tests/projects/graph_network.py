@@ -29,13 +29,13 @@ class GraphNetwork(nn.Module):
 
 def graphs(number, seed):
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    result = []
     for _ in range(number):
         size = int(torch.randint(2, 9, (), generator=generator))
         edges = torch.randint(0, size, (2, 2 * size), generator=generator)
         nodes = torch.randn(size, 3, generator=generator)
-        found.append({"nodes": nodes, "edges": edges, "target": nodes[edges[0]].sum() / size})
-    return found
+        result.append({"nodes": nodes, "edges": edges, "target": nodes[edges[0]].sum() / size})
+    return result
 
 
 class Graphs(Task):

@@ -9,8 +9,8 @@ from runner.adapters.transformers import TransformersTask
 SETTINGS = {"updates": 4, "global_batch_size": 8, "optimizer.lr": 0.002, "scheduler": "linear", "max_grad_norm": 1.0}
 
 
-def accuracy(found):
-    predictions, labels = found
+def accuracy(result):
+    predictions, labels = result
     return {"accuracy": float((predictions.argmax(-1) == labels).mean())}
 
 
@@ -24,12 +24,12 @@ def padded(samples):
 
 def texts(number, seed):
     generator = torch.Generator().manual_seed(seed)
-    found = []
+    result = []
     for _ in range(number):
         length = int(torch.randint(4, 13, (), generator=generator))
         tokens = torch.randint(1, 32, (length,), generator=generator)
-        found.append({"input_ids": tokens.tolist(), "labels": int(tokens.sum()) % 3})
-    return found
+        result.append({"input_ids": tokens.tolist(), "labels": int(tokens.sum()) % 3})
+    return result
 
 
 def build(context, *, model: str = "bert") -> Task:

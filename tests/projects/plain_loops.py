@@ -89,8 +89,8 @@ def nano_gpt(loop: Loop) -> Metrics:
 def hf_gpt2(loop: Loop) -> Metrics:
     def loss_of(tokens: Tensor) -> Tensor:
         labels = tokens.masked_fill(tokens == 0, -100)
-        found: Tensor = loop.model(input_ids=tokens, attention_mask=(tokens != 0).long(), labels=labels).loss
-        return found
+        result: Tensor = loop.model(input_ids=tokens, attention_mask=(tokens != 0).long(), labels=labels).loss
+        return result
 
     optimizer = torch.optim.AdamW(decaying(loop.model, 0.1), lr=0.002, betas=(0.9, 0.95))
     minimize(loop, loss_of, optimizer, warmed(optimizer, line(loop.updates, 1), 1), 1.0)
@@ -102,9 +102,9 @@ def hf_bert(loop: Loop) -> Metrics:
     schedule = warmed(optimizer, line(loop.updates, 1), 1)
     minimize(loop, lambda batch: loop.model(**batch).loss, optimizer, schedule, 1.0)
     held = loop.held()
-    found = loop.model.eval()(**held)
-    right = (found.logits.argmax(1) == held["labels"]).double().mean()
-    return {"val/loss": found.loss.item(), "val/metrics.accuracy": right.item()}
+    result = loop.model.eval()(**held)
+    right = (result.logits.argmax(1) == held["labels"]).double().mean()
+    return {"val/loss": result.loss.item(), "val/metrics.accuracy": right.item()}
 
 
 def vit_mixup(loop: Loop) -> Metrics:
@@ -206,11 +206,11 @@ def triplets(loop: Loop) -> Metrics:
 
     def loss_of(batch: Any) -> Tensor:
         codes, labels = loop.model(batch[0]), batch[1]
-        found = []
+        result = []
         for code, label in zip(codes, labels, strict=True):
             distances = ((code - codes).square().sum(1) + 1e-12).sqrt()
-            found.append((distances[labels == label].max() - distances[labels != label].min() + 0.3).clamp(min=0))
-        return torch.stack(found).mean()
+            result.append((distances[labels == label].max() - distances[labels != label].min() + 0.3).clamp(min=0))
+        return torch.stack(result).mean()
 
     minimize(loop, loss_of, optimizer, schedule, 1.0)
     return {"val/loss": loss_of(loop.held()).item()}
@@ -292,8 +292,8 @@ def tabular(loop: Loop) -> Metrics:
     criterion = nn.BCEWithLogitsLoss(pos_weight=torch.tensor(3.0))
 
     def logits_of(batch: Any) -> Tensor:
-        found: Tensor = loop.model(batch["categories"], batch["numbers"])
-        return found
+        result: Tensor = loop.model(batch["categories"], batch["numbers"])
+        return result
 
     falling = line(loop.updates, 1)
     schedule = warmed(optimizer, lambda update: falling(update) ** 2, 1)

@@ -170,26 +170,26 @@ def by_hand(name: str, data: Path) -> tuple[dict[str, Tensor], dict[str, float]]
 
 
 def trained(
-    server: ForkServer, folder: Path, name: str, words: str = "", fault: dict[str, Any] | None = None
+    server: ForkServer, folder: Path, name: str, args: str = "", fault: dict[str, Any] | None = None
 ) -> tuple[dict[str, Tensor], dict[str, float], str]:
     """Train a project; return its weights, its metrics, and what the command printed."""
     env = {"IMPORT_FIRST": "tests.projects.in_float64 tests.faults.ending", "FAULT": json.dumps(fault or {})}
-    ended = server.run(f"train --task {HERE / name}.py {COMMON} data.path=data {words}", folder, env)
+    result = server.run(f"train --task {HERE / name}.py {COMMON} data.path=data {args}", folder, env)
     if fault:
-        assert ended.code == -9, ended.err
-        return {}, {}, ended.out
-    assert ended.code == 0, ended.err
+        assert result.code == -9, result.err
+        return {}, {}, result.out
+    assert result.code == 0, result.err
     directory = folder / "outputs" / "mine"
     path = newest_valid(directory / "checkpoints")
     assert path is not None
     metrics = json.loads((directory / "run.json").read_text())["metrics"]
-    return dict(load(path).tensors("model")), metrics, ended.out + ended.err
+    return dict(load(path).tensors("model")), metrics, result.out + result.err
 
 
-def assert_equal(found: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
+def assert_equal(result: dict[str, Tensor], wanted: dict[str, Tensor], tolerance: float) -> None:
     """Compare relative to the largest weight, because biases of attention keys have no gradient but noise."""
-    assert found.keys() <= wanted.keys()
-    one, other = ({name: tensors[name].tolist() for name in found} for tensors in (wanted, found))
+    assert result.keys() <= wanted.keys()
+    one, other = ({name: tensors[name].tolist() for name in result} for tensors in (wanted, result))
     assert distance(one, other) <= tolerance
 
 
@@ -211,16 +211,16 @@ def test_a_project_equals_its_plain_loop(
     monkeypatch.chdir(folders[0])
     tolerance = OF_FLOAT32.get(name, TOLERANCE)
     wanted, metrics = by_hand(name, folders[0] / "data")
-    whole, found, _ = trained(server, folders[0], name)
+    whole, result, _ = trained(server, folders[0], name)
     assert_equal(whole, wanted, tolerance)
-    assert {key: found[key] for key in metrics} == pytest.approx(metrics, rel=tolerance)
+    assert {key: result[key] for key in metrics} == pytest.approx(metrics, rel=tolerance)
 
     trained(server, folders[1], name, fault=KILLED)
     resumed, _, _ = trained(server, folders[1], name)
     assert_equal(resumed, whole, 0.0)
 
     size = module_of(name).SETTINGS["global_batch_size"]
-    words = OF_RANKS.get(name, "micro_batch_size=2")
-    on_ranks, found, _ = trained(server, folders[2], name, f"{TWO} parallelism.shares=[{size - 3},3] {words}")
+    args = OF_RANKS.get(name, "micro_batch_size=2")
+    on_ranks, result, _ = trained(server, folders[2], name, f"{TWO} parallelism.shares=[{size - 3},3] {args}")
     assert_equal(on_ranks, wanted, tolerance)
-    assert {key: found[key] for key in metrics} == pytest.approx(metrics, rel=tolerance)
+    assert {key: result[key] for key in metrics} == pytest.approx(metrics, rel=tolerance)

@@ -29,8 +29,8 @@ class Images(Task):
 
     def dataset(self, split):
         files = self.files[:-1] if split == "train" else self.files[-1:]
-        found = webdataset.WebDataset(files, shardshuffle=False, empty_check=False)
-        return found.decode().to_tuple("npy", "cls").map(augmented)
+        result = webdataset.WebDataset(files, shardshuffle=False, empty_check=False)
+        return result.decode().to_tuple("npy", "cls").map(augmented)
 
     def loss(self, model, batch):
         return F.cross_entropy(model(batch[0]), batch[1], reduction="sum"), len(batch[1])

@@ -40,10 +40,10 @@ def test_the_terminal_shows_its_level_and_the_file_everything(
 
 
 @pytest.mark.parametrize(
-    ("said", "level"), [("", "info"), ("warning", "warning"), ("WARNING", "warning"), ("debug", "debug")]
+    ("messages", "level"), [("", "info"), ("warning", "warning"), ("WARNING", "warning"), ("debug", "debug")]
 )
-def test_the_environment_sets_the_log_level(said: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCEL_RUN_LOG_LEVEL", said)
+def test_the_environment_sets_the_log_level(messages: str, level: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCEL_RUN_LOG_LEVEL", messages)
     assert terminal_log_level() == level
 
 

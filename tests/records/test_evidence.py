@@ -32,9 +32,9 @@ def test_evidence_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 def test_update_times_are_stored_once() -> None:
     """Fields shared by phases and runs are defined once, and their keys are compatible with earlier versions."""
-    said = [set(kind.__annotations__) for kind in (*Evidence.__mro__[:-1],)]
+    messages = [set(kind.__annotations__) for kind in (*Evidence.__mro__[:-1],)]
 
-    assert sum(map(len, said)) == len(set().union(*said))
+    assert sum(map(len, messages)) == len(set().union(*messages))
     assert {"updates", "parts_s", "epochs", "accumulation_steps"} <= encode(FULL).keys()
     assert {"updates", "parts_s", "epochs", "accumulation_steps"} <= encode(FULL)["phases"][0].keys()
 
@@ -45,15 +45,15 @@ def test_missing_evidence_is_none(tmp_path: Path) -> None:
 
 
 def test_missing_values_are_unknown_and_never_zero(tmp_path: Path) -> None:
-    found = left_by(tmp_path, {"evidence": {}})
-    assert found is not None
-    assert all(getattr(found, each.name) in (None, {}, ()) for each in fields(found))
+    result = left_by(tmp_path, {"evidence": {}})
+    assert result is not None
+    assert all(getattr(result, each.name) in (None, {}, ()) for each in fields(result))
 
 
 @pytest.mark.parametrize("wrong", ["many", True, [1], {"a": 1}, 0.5])
 def test_impossible_values_are_unknown(tmp_path: Path, wrong: Any) -> None:
-    found = left_by(tmp_path, {"evidence": {"updates": wrong, "parts_s": {"data": "long"}, "phases": [{"x": 1}]}})
-    assert found == Evidence()
+    result = left_by(tmp_path, {"evidence": {"updates": wrong, "parts_s": {"data": "long"}, "phases": [{"x": 1}]}})
+    assert result == Evidence()
 
 
 @pytest.mark.parametrize("updates", [None, 0, 3])

@@ -29,11 +29,11 @@ def test_progress_of_a_run_is_restored_from_its_checkpoint() -> None:
 
 
 def test_a_checkpoint_of_version_1_is_restored() -> None:
-    found = RunProgress.from_state(VERSION_1, is_own=True)
-    record = found.records["train"]
-    assert (found.updates_before, found.kept, found.metrics["val/loss"]) == (4, [2, 4], 1.5)
+    result = RunProgress.from_state(VERSION_1, is_own=True)
+    record = result.records["train"]
+    assert (result.updates_before, result.kept, result.metrics["val/loss"]) == (4, [2, 4], 1.5)
     assert (record.name, record.kind, record.updates, record.seconds) == ("train", "train", 3, 2.5)
-    assert math.isnan(found.metrics["val/pck"])
+    assert math.isnan(result.metrics["val/pck"])
 
 
 def test_the_checkpoints_of_another_run_are_not_kept() -> None:

@@ -23,22 +23,22 @@ def test_a_record_agrees_with_the_plan(tmp_path: Path) -> None:
         compose(Request(("device=cpu", "global_batch_size=8"))), Inventory((), Cpu("a processor", 4, 8, 0))
     )
     (tmp_path / "plan.json").write_text(plan.to_json())
-    found = read_plan(tmp_path)
-    assert found.wrong == ()
-    assert (found.device, found.device_name, found.updates) == (plan.device, plan.device_name, plan.updates)
-    assert (found.batch.shares, found.reasons) == (plan.batch.shares, plan.reasons)
-    assert {group: choice.name for group, choice in found.choices.items()} == {
+    result = read_plan(tmp_path)
+    assert result.wrong == ()
+    assert (result.device, result.device_name, result.updates) == (plan.device, plan.device_name, plan.updates)
+    assert (result.batch.shares, result.reasons) == (plan.batch.shares, plan.reasons)
+    assert {group: choice.name for group, choice in result.choices.items()} == {
         group: choice.name for group, choice in plan.choices.items()
     }
-    assert [(phase.name, phase.updates) for phase in found.phases] == [
+    assert [(phase.name, phase.updates) for phase in result.phases] == [
         (each.name, each.updates) for each in plan.phases
     ]
 
 
 def test_a_plan_of_version_1_is_read_completely() -> None:
-    found, plan = read_plan(OLD), Plan.from_json((OLD / "plan.json").read_text())
-    assert (found.wrong, found.is_known) == ((), True)
-    assert (found.device, found.updates, found.batch.micro_batch_size) == (plan.device, 6, 4)
+    result, plan = read_plan(OLD), Plan.from_json((OLD / "plan.json").read_text())
+    assert (result.wrong, result.is_known) == ((), True)
+    assert (result.device, result.updates, result.batch.micro_batch_size) == (plan.device, 6, 4)
 
 
 @pytest.mark.parametrize("content", ["", "{", "[1]", "null", "{}", '{"choices": 3, "ranks": [4], "batch": []}'])
@@ -51,6 +51,6 @@ def test_unreadable_values_are_unknown(tmp_path: Path, content: str) -> None:
 def test_an_invalid_value_does_not_affect_others(tmp_path: Path) -> None:
     content = json.loads((OLD / "plan.json").read_text())
     (tmp_path / "plan.json").write_text(json.dumps({**content, "reasons": 3}))
-    found = read_plan(tmp_path)
-    assert found.wrong == ("reasons",)
-    assert found.choices == read_plan(OLD).choices
+    result = read_plan(tmp_path)
+    assert result.wrong == ("reasons",)
+    assert result.choices == read_plan(OLD).choices

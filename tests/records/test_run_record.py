@@ -75,9 +75,9 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_record_is_read_back_as_it_was_written(tmp_path: Path) -> None:
-    found = left_by(tmp_path, to_json(FULL.to_json()))
-    assert found == FULL
-    assert (found.problem, found.wrong, found.version) == ("", (), VERSION)
+    result = left_by(tmp_path, to_json(FULL.to_json()))
+    assert result == FULL
+    assert (result.problem, result.wrong, result.version) == ("", (), VERSION)
 
 
 def test_an_error_is_read_back_as_it_was_written(tmp_path: Path) -> None:
@@ -88,10 +88,10 @@ def test_an_error_is_read_back_as_it_was_written(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("content", ["", "[1]", '{"state": ', "null"])
 def test_a_damaged_file_is_unknown_and_reported(tmp_path: Path, content: str) -> None:
-    found = left_by(tmp_path, content)
-    assert found == RunRecord()
-    assert found.problem
-    assert not found.is_known
+    result = left_by(tmp_path, content)
+    assert result == RunRecord()
+    assert result.problem
+    assert not result.is_known
 
 
 def test_a_missing_file_is_unknown_and_reported(tmp_path: Path) -> None:
@@ -103,28 +103,28 @@ def test_a_missing_file_is_unknown_and_reported(tmp_path: Path) -> None:
 @pytest.mark.parametrize("key", [each for each in FULL.to_json() if each != "version"])
 def test_an_invalid_value_does_not_affect_others(tmp_path: Path, key: str) -> None:
     content = FULL.to_json()
-    found = left_by(tmp_path, content | {key: 3 if isinstance(content[key], str) else "3"})
-    rest = found.to_json()
-    assert rest[key] == "3" or key in found.wrong  # for a key that is None, a string may be valid
-    assert bool(found.wrong) == bool(found.problem)
+    result = left_by(tmp_path, content | {key: 3 if isinstance(content[key], str) else "3"})
+    rest = result.to_json()
+    assert rest[key] == "3" or key in result.wrong  # for a key that is None, a string may be valid
+    assert bool(result.wrong) == bool(result.problem)
     assert {name: value for name, value in rest.items() if name != key} == {
         name: value for name, value in content.items() if name != key
     }
 
 
 def test_known_fields_of_a_newer_version_are_read(tmp_path: Path) -> None:
-    found = left_by(tmp_path, FULL.to_json() | {"version": VERSION + 1, "later": {"a": 1}})
-    assert dataclasses.replace(found, version=VERSION) == FULL
-    assert str(VERSION + 1) in found.problem
+    result = left_by(tmp_path, FULL.to_json() | {"version": VERSION + 1, "later": {"a": 1}})
+    assert dataclasses.replace(result, version=VERSION) == FULL
+    assert str(VERSION + 1) in result.problem
 
 
 def test_a_run_of_version_1_is_read_completely(root: Path) -> None:
-    found = read_record(root / "first")
+    result = read_record(root / "first")
     content = json.loads((OLD / "run.json").read_text())
-    assert (found.problem, found.wrong) == ("", ())
-    again = json.loads(to_json(found.to_json()))
+    assert (result.problem, result.wrong) == ("", ())
+    again = json.loads(to_json(result.to_json()))
     assert list(lost(content, again)) == []
-    assert derive_state(found).word == "finished"
+    assert derive_state(result).word == "finished"
 
 
 def test_commands_read_a_run_of_version_1(root: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -37,17 +37,17 @@ VERSION_1 = {
 
 
 def test_a_record_is_read_back_as_it_was_written() -> None:
-    found = decode(SweepRecord, json.loads(json.dumps(encode(FULL))))
-    assert (found.value, found.wrong) == (FULL, ())
+    result = decode(SweepRecord, json.loads(json.dumps(encode(FULL))))
+    assert (result.value, result.wrong) == (FULL, ())
 
 
 def test_a_sweep_of_version_1_is_read_completely(tmp_path: Path) -> None:
     (tmp_path / "sweep.json").write_text(json.dumps(VERSION_1))
-    found = Sweep.read(tmp_path)
-    assert found.is_intact
-    assert found.trials == [Trial(1, "mine-1", ("seed=0",)), Trial(2, "mine-2", ("seed=1",))]
-    assert found.codes == {1: 0}
-    again = encode(found.record)
+    result = Sweep.read(tmp_path)
+    assert result.is_intact
+    assert result.trials == [Trial(1, "mine-1", ("seed=0",)), Trial(2, "mine-2", ("seed=1",))]
+    assert result.codes == {1: 0}
+    again = encode(result.record)
     assert {name: again.get(name, VERSION_1[name]) for name in VERSION_1} == VERSION_1
 
 

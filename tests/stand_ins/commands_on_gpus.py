@@ -115,7 +115,7 @@ def run_commands(library: Path, folder: Path) -> dict[str, Reported]:
     os.chdir(folder)
     ctypes.CDLL(str(library))
     os.environ["NVML_STUB"] = str(folder / "state")
-    found = {}
+    result = {}
     for name, scenario in SCENARIOS.items():
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         os.environ.update({VARIABLE: encoded(MACHINES[scenario.machine]), **scenario.variables})
@@ -128,5 +128,5 @@ def run_commands(library: Path, folder: Path) -> dict[str, Reported]:
                 code = main(list(argv))
             assert code in (0, 69), f"{name}: {command} ended with {code}: {err.getvalue()}"
             printed[command] = out.getvalue()
-        found[name] = Reported(json.loads(printed["doctor"]), json.loads(printed["monitor"]), printed["plan"])
-    return found
+        result[name] = Reported(json.loads(printed["doctor"]), json.loads(printed["monitor"]), printed["plan"])
+    return result

@@ -36,7 +36,7 @@ class StandIn:
     def command(
         self,
         machine: str,
-        words: str,
+        args: str,
         folder: Path,
         counted: Path | None = None,
         env: Mapping[str, str] | None = None,
@@ -47,16 +47,16 @@ class StandIn:
         counted  folder to which each process writes its counts
         before   Python code that the process runs first
         """
-        return self.server.run(words, folder, {**_env(machine, counted), **(env or {})}, DESCRIBE + before)
+        return self.server.run(args, folder, {**_env(machine, counted), **(env or {})}, DESCRIBE + before)
 
     def program(
         self, machine: str, text: str, env: Mapping[str, str] | None = None, counted: Path | None = None
     ) -> str:
         """Run a program that must succeed; return its output."""
         with tempfile.TemporaryDirectory() as folder:
-            ended = self.server.run([], Path(folder), {**_env(machine, counted), **(env or {})}, DESCRIBE + text + END)
-        assert ended.code == 0, ended.out + ended.err
-        return ended.out
+            result = self.server.run([], Path(folder), {**_env(machine, counted), **(env or {})}, DESCRIBE + text + END)
+        assert result.code == 0, result.out + result.err
+        return result.out
 
 
 def _env(machine: str, counted: Path | None) -> dict[str, str]:

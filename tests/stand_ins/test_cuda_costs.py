@@ -26,9 +26,9 @@ Counted = dict[str, Any]
 
 def only(folder: Path, out: str) -> Counted:
     """Return the counts of the only process that ran an operator, and the number of its progress lines."""
-    (found,) = read(folder)
-    assert not found["misuses"]
-    return {**found, "drawn": sum(line.startswith("update=") for line in out.splitlines())}
+    (result,) = read(folder)
+    assert not result["misuses"]
+    return {**result, "drawn": sum(line.startswith("update=") for line in out.splitlines())}
 
 
 def of_updates(short: Counted, long: Counted, key: str) -> Counter[str]:
@@ -49,7 +49,7 @@ def plain(stand_in: StandIn, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 # settings -> kernels per update that accel-run launches in addition to those of a plain loop
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("words", "kernels"),
+    ("args", "kernels"),
     [
         ("prefetch=none precision=fp32", 17),
         ("prefetch=stream precision=bf16", 28),
@@ -57,19 +57,19 @@ def plain(stand_in: StandIn, tmp_path_factory: pytest.TempPathFactory) -> tuple[
     ],
 )
 def test_an_update_waits_for_nothing_and_launches_little_beyond_a_plain_loop(
-    words: str, kernels: int, plain: tuple[Counted, Counted], stand_in: StandIn, tmp_path: Path
+    args: str, kernels: int, plain: tuple[Counted, Counted], stand_in: StandIn, tmp_path: Path
 ) -> None:
     given = (
         f"train --task {TASK} task.rank=-1 run=r device=cuda global_batch_size=16 max_grad_norm=1 checkpoint=off"
-        f" evaluate.every=1000 log_every=1000 monitor=off {words}"
+        f" evaluate.every=1000 log_every=1000 monitor=off {args}"
     )
 
     def counted(number: int) -> Counted:
         folder = tmp_path / str(number)
         (folder / "counted").mkdir(parents=True)
-        ended = stand_in.command("a100", f"{given} updates={number}", folder, folder / "counted")
-        assert ended.code == 0, ended.out + ended.err
-        return only(folder / "counted", ended.out)
+        result = stand_in.command("a100", f"{given} updates={number}", folder, folder / "counted")
+        assert result.code == 0, result.out + result.err
+        return only(folder / "counted", result.out)
 
     short, long = counted(UPDATES), counted(2 * UPDATES)
     waits = of_updates(short, long, "host_waits")
@@ -81,23 +81,23 @@ def test_an_update_waits_for_nothing_and_launches_little_beyond_a_plain_loop(
     assert to_host <= UPDATES * BYTES_OF_AN_UPDATE + num_drawn * BYTES_OF_A_LINE
     copies = of_updates(short, long, "side_launches")
     assert copies.keys() <= {COPY}, "nothing else runs beside the default stream"
-    if "prefetch=stream" in words:
+    if "prefetch=stream" in args:
         kernels_of_update = of_updates(*plain, "launches").total() / UPDATES
         assert copies[COPY] == 2 * UPDATES, "inputs and targets of each batch are copied beside the computation"
         assert of_updates(short, long, "overlapped")[COPY] >= copies[COPY] * kernels_of_update, "of a whole update"
     else:
         assert not copies
     more = of_updates(short, long, "launches") - of_updates(*plain, "launches")
-    print(f"\n{words}: {more.total() / UPDATES:.2f} kernels an update beyond a plain loop: {dict(more)}")
+    print(f"\n{args}: {more.total() / UPDATES:.2f} kernels an update beyond a plain loop: {dict(more)}")
     assert more.total() <= kernels * UPDATES, more
 
 
 def test_gradients_are_exchanged_during_the_backward_pass(stand_in: StandIn, tmp_path: Path) -> None:
     """On NCCL's own stream: buckets are reduced while earlier layers still compute."""
     (tmp_path / "counted").mkdir()
-    words = "task=gpt evaluate.samples=16 precision=fp32 parallelism=ddp updates=2 micro_batch_size=4 checkpoint=off"
-    ended = stand_in.command("a100x2", f"train {words} run=r device=cuda monitor=off", tmp_path, tmp_path / "counted")
-    assert ended.code == 0, ended.out + ended.err
+    args = "task=gpt evaluate.samples=16 precision=fp32 parallelism=ddp updates=2 micro_batch_size=4 checkpoint=off"
+    result = stand_in.command("a100x2", f"train {args} run=r device=cuda monitor=off", tmp_path, tmp_path / "counted")
+    assert result.code == 0, result.out + result.err
     for rank in read(tmp_path / "counted"):
         assert not rank["misuses"]
         assert rank["side_launches"]["nccl::ALLREDUCE"] > 0

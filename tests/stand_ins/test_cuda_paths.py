@@ -90,17 +90,17 @@ FAILING = Path(__file__).with_name("task_that_fails.py")
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize(("words", "rank"), [("parallelism=ddp", 0), ("parallelism=fsdp", 1)])
+@pytest.mark.parametrize(("args", "rank"), [("parallelism=ddp", 0), ("parallelism=fsdp", 1)])
 def test_a_rank_that_fails_over_nccl_is_named_and_no_process_is_left(
-    words: str, rank: int, stand_in: StandIn, tmp_path: Path
+    args: str, rank: int, stand_in: StandIn, tmp_path: Path
 ) -> None:
     """Destroying an NCCL process group waits up to `timeout_s` for kernels that the failed rank never joins."""
-    task = f"train --task {FAILING} task.rank={rank} updates=6 global_batch_size=16 run=r device=cuda {words}"
-    ended = stand_in.command("a100x2", task, tmp_path)
-    assert ended.code == 70, ended.out + ended.err
+    task = f"train --task {FAILING} task.rank={rank} updates=6 global_batch_size=16 run=r device=cuda {args}"
+    result = stand_in.command("a100x2", task, tmp_path)
+    assert result.code == 70, result.out + result.err
     error = json.loads((tmp_path / "outputs/r/error.json").read_text())
     assert error["place"]["rank"] == rank
-    assert "planted" in ended.err
+    assert "planted" in result.err
 
 
 SMALL = f"--task {FAILING} task.rank=-1"
@@ -117,15 +117,15 @@ SMALL = f"--task {FAILING} task.rank=-1"
 def test_first_contact_compares_predictions_with_the_device_and_writes_a_page(
     task: str, stand_in: StandIn, tmp_path: Path
 ) -> None:
-    words = f"doctor first_contact {task} updates=4 global_batch_size=16 micro_batch_size=8"
-    ended = stand_in.command("t4", words, tmp_path)
-    assert ended.code == 0, ended.out + ended.err
+    args = f"doctor first_contact {task} updates=4 global_batch_size=16 micro_batch_size=8"
+    result = stand_in.command("t4", args, tmp_path)
+    assert result.code == 0, result.out + result.err
     content = json.loads((tmp_path / "outputs/first_contact.json").read_text())
-    found = {finding["subject"]: finding for finding in content["findings"]}
-    assert {"cuda:0", "cuda:0 waits", "cuda:0 math float16"} <= found.keys()
+    actual = {finding["subject"]: finding for finding in content["findings"]}
+    assert {"cuda:0", "cuda:0 waits", "cuda:0 math float16"} <= actual.keys()
     for subject in ("cuda:0 waits", "cuda:0 allocated memory", "cuda:0 reserved memory"):
-        assert found[subject]["state"] == "ok", found[subject]
-    assert found["cuda:0 allocated memory"]["figures"]["measured_mib"] > 0
+        assert actual[subject]["state"] == "ok", actual[subject]
+    assert actual["cuda:0 allocated memory"]["figures"]["measured_mib"] > 0
     assert content["is_stand_in"]
     assert "Tesla T4" in (tmp_path / "outputs/first_contact.md").read_text()
 
@@ -141,9 +141,9 @@ LEFT_OUT = 10  # tests of kernels that the stand-in lacks (flash, efficient, cud
 @pytest.mark.timeout(900)
 def test_all_tests_of_gpus_pass_on_the_stand_in(stand_in: StandIn) -> None:
     """Keeps them working on machines without a GPU. One case of each matrix runs, with --all every case."""
-    words = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "-m", "gpu and not long", "tests/gpu"]
+    args = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "-m", "gpu and not long", "tests/gpu"]
     with stand_in.server.twin_at() as pipes:
-        out = stand_in.program("a100x2", PYTEST.format(root=str(ROOT), words=words), {PIPES: " ".join(pipes)})
+        out = stand_in.program("a100x2", PYTEST.format(root=str(ROOT), words=args), {PIPES: " ".join(pipes)})
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|skipped)", out.splitlines()[-1])}
     assert counts.get("passed", 0) >= (90 if tallies.IS_LONG else 35)
     assert counts.get("skipped", 0) <= LEFT_OUT

@@ -23,7 +23,7 @@ Seen = Mapping[str, Mapping[str, Any]]
 @pytest.fixture(scope="module")
 def seen(stand_in: StandIn) -> Seen:
     lines = stand_in.program("a100x2", "from tests.stand_ins.planted import main; main()").splitlines()
-    return {found["name"]: found for found in map(json.loads, lines)}
+    return {result["name"]: result for result in map(json.loads, lines)}
 
 
 @pytest.mark.parametrize("name", [name for name, (kind, _) in PLANTED.items() if kind])

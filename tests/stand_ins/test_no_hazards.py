@@ -61,16 +61,16 @@ RUNS = [
 def test_a_run_on_gpus_has_no_race_and_one_context_for_each_process(
     number: int, stand_in: StandIn, tmp_path: Path
 ) -> None:
-    machine, words = RUNS[number]
-    contexts = [[0], [1]] if "parallelism=" in words else [[0]]
+    machine, args = RUNS[number]
+    contexts = [[0], [1]] if "parallelism=" in args else [[0]]
     (tmp_path / "counted").mkdir()
-    every = "" if "checkpoint.every" in words else "checkpoint.every=2"
-    ended = stand_in.command(
-        machine, f"train {words} {every} run=r updates=4 device=cuda", tmp_path, tmp_path / "counted"
+    every = "" if "checkpoint.every" in args else "checkpoint.every=2"
+    result = stand_in.command(
+        machine, f"train {args} {every} run=r updates=4 device=cuda", tmp_path, tmp_path / "counted"
     )
-    assert ended.code == 0, ended.out + ended.err
+    assert result.code == 0, result.out + result.err
     counted = read(tmp_path / "counted")
-    assert [each["misuses"] for each in counted] == [{}] * len(contexts), words
+    assert [each["misuses"] for each in counted] == [{}] * len(contexts), args
     assert sorted(each["contexts"] for each in counted) == contexts
     assert list((tmp_path / "outputs/r/checkpoints").iterdir())
 
@@ -90,8 +90,8 @@ REMOVED = {
 @pytest.mark.parametrize("kind", REMOVED)
 def test_a_wait_that_is_removed_from_a_run_is_missed(kind: str, stand_in: StandIn, tmp_path: Path) -> None:
     (tmp_path / "counted").mkdir()
-    words = f"{SMALL} run=r updates=4 device=cuda micro_batch_size=2 prefetch=stream task.width=256 monitor=off"
-    stand_in.command("a100", f"train {words}", tmp_path, tmp_path / "counted", before=f"\n{REMOVED[kind]}\n")
+    args = f"{SMALL} run=r updates=4 device=cuda micro_batch_size=2 prefetch=stream task.width=256 monitor=off"
+    stand_in.command("a100", f"train {args}", tmp_path, tmp_path / "counted", before=f"\n{REMOVED[kind]}\n")
     (counted,) = read(tmp_path / "counted")
     assert kind in {text.partition(":")[0] for text in counted["misuses"]}
 

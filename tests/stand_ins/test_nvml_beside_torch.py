@@ -90,11 +90,11 @@ def test_a_run_is_planned_and_monitored_on_the_gpu_that_it_trains_on(
     """
     library = f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
     env = {"NVML_STUB": str(nvml_stub.write(PAIR | {"0.throttle": 64, "event_types": 11, "events": "0:8:48"}))}
-    words = f"train --task {TASK} run=r device=cuda:1 updates=8 global_batch_size=16 micro_batch_size=8"
+    args = f"train --task {TASK} run=r device=cuda:1 updates=8 global_batch_size=16 micro_batch_size=8"
     waiting = env | {"WAIT_FOR_LINES": f"outputs/r/gpu.csv:{MIN_THROTTLED_SAMPLES + 4}"}
-    words += " monitor=on monitor.interval_s=0.05"
-    ended = stand_in.command("pair", words, tmp_path, env=waiting, before=library)
-    assert ended.code == 0, ended.out + ended.err
+    args += " monitor=on monitor.interval_s=0.05"
+    result = stand_in.command("pair", args, tmp_path, env=waiting, before=library)
+    assert result.code == 0, result.out + result.err
     run = tmp_path / "outputs/r"
     plan = json.loads((run / "plan.json").read_text())
     assert (plan["device"], plan["device_uuid"]) == ("cuda:1", UUIDS[1])
@@ -103,5 +103,5 @@ def test_a_run_is_planned_and_monitored_on_the_gpu_that_it_trains_on(
     assert {row["uuid"] for row in rows} == {UUIDS[1]}
     assert {float(row["util_percent"]) for row in rows} == {20.0}
     events = [json.loads(line) for line in (run / "events.jsonl").read_text().splitlines()]
-    said = {event["what"] for event in events if event["kind"] == "machine"}
-    assert {"xid", "slowed"} <= said
+    messages = {event["what"] for event in events if event["kind"] == "machine"}
+    assert {"xid", "slowed"} <= messages

@@ -47,19 +47,17 @@ class OnDevices:
 
     server: ForkServer
 
-    def start(self, words: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
-        given = [*(word for word in words if word != "device=cpu"), "device=cuda", EXACT]
-        if not any(word.startswith("micro_batch_size=") for word in words):
+    def start(self, args: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
+        given = [*(word for word in args if word != "device=cpu"), "device=cuda", EXACT]
+        if not any(word.startswith("micro_batch_size=") for word in args):
             given.append("micro_batch_size=2")  # skips tracing
         return self.server.start(given, folder, {**MACHINE, **(env or {})}, DESCRIBE + before)
 
     def wait(self) -> Ended:
         return self.server.wait()
 
-    def run(
-        self, words: str | list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = ""
-    ) -> Ended:
-        self.start(words.split() if isinstance(words, str) else words, folder, env, before)
+    def run(self, args: str | list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> Ended:
+        self.start(args.split() if isinstance(args, str) else args, folder, env, before)
         return self.wait()
 
 
@@ -97,7 +95,7 @@ test_an_exception = copied(whole_runs.test_an_error_of_a_task_ends_the_run_with_
 test_an_early_exit = copied(whole_runs.test_a_rank_that_exits_during_training_is_lost, LONG)
 test_a_loss_that_is_not_finite = copied(whole_runs.test_a_loss_that_is_not_finite_ends_all_ranks_with_82, LONG)
 test_a_signal = copied(whole_runs.test_a_stopped_run_saves_and_resumes, ONE)
-test_a_second_signal = copied(whole_runs.test_a_second_signal_leaves_at_once_with_130, LONG)
+test_a_second_signal = copied(whole_runs.test_a_second_signal_exits_immediately_with_130, LONG)
 test_a_killed_launcher = copied(whole_runs.test_no_process_is_left_when_the_launcher_is_killed, LONG)
 test_out_of_memory = copied(shortages.test_ranks_that_cannot_agree_restart_with_smaller_micro_batches, ONE)
 test_a_fresh_run = copied(whole_runs.test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting, LONG)
@@ -133,8 +131,8 @@ OTHERWISE = {
 
 
 def test_every_test_of_failing_ranks_runs_over_nccl_too() -> None:
-    found = {value for file in (whole_runs, faults) for name, value in vars(file).items() if name.startswith("test_")}
-    assert found == (COPIED & found) | NO_FAILURE | OTHERWISE
+    result = {value for file in (whole_runs, faults) for name, value in vars(file).items() if name.startswith("test_")}
+    assert result == (COPIED & result) | NO_FAILURE | OTHERWISE
 
 
 LAUNCHED = """
@@ -146,9 +144,9 @@ assert pytest.main({words}) == 0
 
 
 def test_launched_ranks_that_raise_or_are_killed_are_named_and_no_process_is_left(stand_in: StandIn) -> None:
-    words = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "tests/launch/test_local.py"]
-    words += ["-k", "test_a_killed_rank_is_named or test_a_raising_rank_is_named"]
-    out = stand_in.program("h100x8", LAUNCHED.format(root=str(ROOT), words=words))
+    args = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "tests/launch/test_local.py"]
+    args += ["-k", "test_a_killed_rank_is_named or test_a_raising_rank_is_named"]
+    out = stand_in.program("h100x8", LAUNCHED.format(root=str(ROOT), words=args))
     (passed,) = re.findall(r"(\d+) passed", out)
     assert int(passed) >= 2
     assert "failed" not in out

@@ -13,16 +13,16 @@ from runner.sweeps.sweep_syntax import MAX_TRIALS, SearchSpace, compose_all, exp
 
 
 @cache
-def problems(*words: str, search: bool = False) -> tuple[Problem, ...]:
+def problems(*args: str, search: bool = False) -> tuple[Problem, ...]:
     with pytest.raises(ConfigError) as raised:
-        (parse_search_space if search else expand_sweep)(Request(words))
+        (parse_search_space if search else expand_sweep)(Request(args))
     return raised.value.problems
 
 
 def told(lines: list[str], *, search: bool = False) -> str:
     """Return each line of overrides with its problems below it."""
-    found = [(words, problems(*words.split(), search=search)) for words in lines]
-    return "\n\n".join("\n  ".join([words, *(str(problem) for problem in each)]) for words, each in found)
+    result = [(args, problems(*args.split(), search=search)) for args in lines]
+    return "\n\n".join("\n  ".join([args, *(str(problem) for problem in each)]) for args, each in result)
 
 
 @pytest.mark.parametrize(
@@ -37,8 +37,8 @@ def told(lines: list[str], *, search: bool = False) -> str:
     ],
 )
 def test_an_override_expands_to_its_values_in_order(word: str, values: str) -> None:
-    found = [request.overrides[0].partition("=")[2] for request in expand_sweep(Request((word,)))]
-    assert found == values.split()
+    result = [request.overrides[0].partition("=")[2] for request in expand_sweep(Request((word,)))]
+    assert result == values.split()
 
 
 SWEEPS = [
@@ -64,10 +64,10 @@ def test_an_invalid_sweep_gets_a_suggestion(screen: Callable[..., None]) -> None
     screen(told(SWEEPS))
 
 
-@pytest.mark.parametrize("words", SWEEPS)
-def test_an_invalid_sweep_has_one_problem_with_its_key(words: str) -> None:
-    (found,) = problems(*words.split())
-    assert found.where.partition("=")[0] in {word.partition("=")[0] for word in words.split()}
+@pytest.mark.parametrize("args", SWEEPS)
+def test_an_invalid_sweep_has_one_problem_with_its_key(args: str) -> None:
+    (result,) = problems(*args.split())
+    assert result.where.partition("=")[0] in {word.partition("=")[0] for word in args.split()}
 
 
 def test_the_maximum_number_of_trials_is_accepted() -> None:
@@ -88,9 +88,9 @@ def test_the_maximum_number_of_trials_is_accepted() -> None:
     ],
 )
 def test_search_ranges_use_hydra_syntax_and_are_integers_for_integer_keys(word: str, axis: SearchSpace) -> None:
-    fixed, found = parse_search_space(Request(("seed=3", word)))
+    fixed, result = parse_search_space(Request(("seed=3", word)))
     assert fixed.overrides == ("seed=3",)
-    assert found == (axis,)
+    assert result == (axis,)
 
 
 SEARCHES = [
@@ -109,9 +109,9 @@ def test_an_invalid_search_gets_a_suggestion(screen: Callable[..., None]) -> Non
 
 
 def test_an_unknown_key_is_reported_once_with_a_suggestion() -> None:
-    (found,) = problems("optimizer.lrr=log(1e-4,1e-2)", search=True)
-    assert found.where == "optimizer.lrr=0.0001"
-    assert found.fix.endswith(" optimizer.lr?")
+    (result,) = problems("optimizer.lrr=log(1e-4,1e-2)", search=True)
+    assert result.where == "optimizer.lrr=0.0001"
+    assert result.fix.endswith(" optimizer.lr?")
 
 
 def test_shared_settings_compose_as_in_each_combination() -> None:

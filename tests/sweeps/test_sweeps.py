@@ -50,15 +50,15 @@ stand_in()
 """
 
 
-def start(server: ForkServer, words: Sequence[str], folder: Path, **more: str) -> int:
+def start(server: ForkServer, args: Sequence[str], folder: Path, **more: str) -> int:
     env = {"PYTHONPATH": f"{ROOT}:{os.environ.get('PYTHONPATH', '')}", **more}
-    return server.start(list(words), folder, env, BEFORE)
+    return server.start(list(args), folder, env, BEFORE)
 
 
-def run(server: ForkServer, words: Sequence[str], folder: Path, **more: str) -> tuple[int, str, str]:
-    start(server, words, folder, **more)
-    ended = server.wait()
-    return ended.code, ended.out, ended.err
+def run(server: ForkServer, args: Sequence[str], folder: Path, **more: str) -> tuple[int, str, str]:
+    start(server, args, folder, **more)
+    result = server.wait()
+    return result.code, result.out, result.err
 
 
 def rows(folder: Path, *, without: Sequence[str] = ("seconds",)) -> list[dict[str, str]]:
@@ -67,24 +67,24 @@ def rows(folder: Path, *, without: Sequence[str] = ("seconds",)) -> list[dict[st
 
 
 def record(folder: Path, number: int) -> dict[str, Any]:
-    found = json.loads((folder / "outputs" / "mine" / f"mine-{number}" / "run.json").read_text())
-    assert isinstance(found, dict)
-    return found
+    result = json.loads((folder / "outputs" / "mine" / f"mine-{number}" / "run.json").read_text())
+    assert isinstance(result, dict)
+    return result
 
 
-def killed_until_done(server: ForkServer, words: Sequence[str], folder: Path, dice: random.Random) -> int:
+def killed_until_done(server: ForkServer, args: Sequence[str], folder: Path, dice: random.Random) -> int:
     """Kill and resume the sweep at random moments after it started; return the number of kills before it finished."""
     file = folder / "outputs" / "mine" / "sweep.json"
     for kills in range(KILLS):
         before = file.stat().st_mtime_ns if file.exists() else 0
-        pid = start(server, words, folder)
+        pid = start(server, args, folder)
         wait_until(lambda before=before: file.exists() and file.stat().st_mtime_ns > before)
         time.sleep(dice.random() * 0.4)  # lint-tests: sleep: any moment is right
         with suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
         if server.wait().code >= 0:
             return kills
-    code, _, err = run(server, words, folder)
+    code, _, err = run(server, args, folder)
     assert code == 0, err
     return KILLS
 
@@ -94,17 +94,17 @@ def needs_optuna() -> None:
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("words", [GRID, SEARCH], ids=["sweep", "search"])
-def test_resuming_after_kills_gives_the_same_table(words: list[str], server: ForkServer, tmp_path: Path) -> None:
-    if words is SEARCH:
+@pytest.mark.parametrize("args", [GRID, SEARCH], ids=["sweep", "search"])
+def test_resuming_after_kills_gives_the_same_table(args: list[str], server: ForkServer, tmp_path: Path) -> None:
+    if args is SEARCH:
         needs_optuna()
     whole, cut = tmp_path / "whole", tmp_path / "cut"
     whole.mkdir()
     cut.mkdir()
-    code, _, err = run(server, words, whole)
+    code, _, err = run(server, args, whole)
     assert code == 0, err
     seed = SEED
-    kills = killed_until_done(server, words, cut, random.Random(seed))
+    kills = killed_until_done(server, args, cut, random.Random(seed))
     assert rows(cut) == rows(whole), f"seed {seed}, {kills} kills"
     for number in range(1, len(rows(cut)) + 1):  # finished trials are not repeated, and checkpoints are kept
         began = record(cut, number)["began"]
@@ -115,17 +115,17 @@ def test_resuming_after_kills_gives_the_same_table(words: list[str], server: For
 def test_a_stopped_sweep_leaves_a_table_and_a_second_one_on_its_folder_is_refused(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = [*GRID, "task.act=hang"]
-    pid = start(server, words, tmp_path)
+    args = [*GRID, "task.act=hang"]
+    pid = start(server, args, tmp_path)
     wait_until((tmp_path / "outputs/mine/mine-1/run.json").exists)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sweep, "check_plannable", lambda configurations: None)
-    assert main(words) == 87
+    assert main(args) == 87
     assert str(pid) in capsys.readouterr().err
     os.kill(pid, signal.SIGINT)
-    ended = server.wait()
-    assert ended.code == 75, ended.err
-    assert "run=mine" in ended.out, "how to go on"
+    result = server.wait()
+    assert result.code == 75, result.err
+    assert "run=mine" in result.out, "how to go on"
     assert [row["state"] for row in rows(tmp_path)] == ["stopped", "waiting", "waiting", "waiting"]
     assert Sweep.read(tmp_path / "outputs" / "mine").record.process.state == "preempted"
 
@@ -138,8 +138,8 @@ def test_a_trial_that_a_third_signal_kills_has_not_failed(server: ForkServer, tm
         os.kill(pid, signal.SIGTERM)
         if number < 3:
             wait_until(lambda n=number: all((trial / f"asked-{n}").exists() for trial in trials))
-    ended = server.wait()
-    assert ended.code == 130, ended.err
+    result = server.wait()
+    assert result.code == 130, result.err
     assert [row["state"] for row in rows(tmp_path)] == ["stopped", "stopped", "waiting", "waiting"]
 
 
@@ -155,15 +155,15 @@ def test_a_trial_with_a_missing_or_different_folder_is_run(server: ForkServer, t
 
 
 def test_trials_that_fail_in_every_way_do_not_stop_the_rest(server: ForkServer, tmp_path: Path) -> None:
-    words = ["train", "-m", "task.act=fail,killed,bad,other,good", *TASK]
-    code, _, err = run(server, words, tmp_path)
+    args = ["train", "-m", "task.act=fail,killed,bad,other,good", *TASK]
+    code, _, err = run(server, args, tmp_path)
     assert code == 70, err
     stored = {row["task.act"]: (row["state"], row["exit_code"], row["is_best"]) for row in rows(tmp_path)}
     assert stored == {
         "fail": ("failed", "70", "0"), "killed": ("failed", "137", "0"), "bad": ("done", "0", "0"),
         "other": ("done", "0", "0"), "good": ("done", "0", "1"),
     }  # fmt: skip
-    code, out, err = run(server, [*words, "retry=true"], tmp_path, MENDED="1")
+    code, out, err = run(server, [*args, "retry=true"], tmp_path, MENDED="1")
     assert [line[:5] for line in out.splitlines() if line.startswith("[")] == ["[1/5]", "[1/5]", "[2/5]", "[2/5]"], err
     assert record(tmp_path, 1)["began"] == [0, 1], "it goes on where it failed"
     assert [row["state"] for row in rows(tmp_path)][:2] == ["done", "failed"]
@@ -184,19 +184,19 @@ def test_a_metric_missing_in_the_first_trial_is_reported_at_its_end(server: Fork
 
 
 def test_resuming_waits_for_trials_of_a_killed_sweep_that_still_save(server: ForkServer, tmp_path: Path) -> None:
-    words, saved = [*GRID, "task.act=deaf"], tmp_path / "saved"
-    pid = start(server, words, tmp_path, SAVED=str(saved))
+    args, saved = [*GRID, "task.act=deaf"], tmp_path / "saved"
+    pid = start(server, args, tmp_path, SAVED=str(saved))
     wait_until((tmp_path / "outputs" / "mine" / "mine-1" / "run.json").exists)
     os.kill(pid, signal.SIGKILL)
     server.wait()
     saves = record(tmp_path, 1)["pid"]
-    assert run(server, [*words, "task.seconds=0.2"], tmp_path)[0] == 88, "another length is another sweep"
-    start(server, words, tmp_path, SAVED=str(saved))
+    assert run(server, [*args, "task.seconds=0.2"], tmp_path)[0] == 88, "another length is another sweep"
+    start(server, args, tmp_path, SAVED=str(saved))
     wait_until(lambda: str(saves) in (tmp_path / ".out").read_text(), "the word that it waits")
     saved.touch()
-    ended = server.wait()
-    assert ended.code == 0, ended.err
-    assert ended.out.count(str(saves)) == 1
+    result = server.wait()
+    assert result.code == 0, result.err
+    assert result.out.count(str(saves)) == 1
 
 
 def test_concurrent_trials_overlap_and_lines_name_their_trial(server: ForkServer, tmp_path: Path) -> None:
@@ -235,8 +235,8 @@ def test_a_search_can_be_extended_but_not_with_another_space_or_goal(server: For
 
 def test_failed_and_non_finite_trials_do_not_stop_a_search(server: ForkServer, tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
-    words = ["search", "task.act=fail,bad,good", "trials=8", "seed=1", "task.seconds=0.01", *TASK]
-    code, _, err = run(server, words, tmp_path)
+    args = ["search", "task.act=fail,bad,good", "trials=8", "seed=1", "task.seconds=0.01", *TASK]
+    code, _, err = run(server, args, tmp_path)
     assert code == 0, err
     journal = optuna.storages.journal.JournalFileBackend(str(tmp_path / "outputs/mine/optuna.journal"))
     study = optuna.load_study(study_name="search", storage=optuna.storages.JournalStorage(journal))
@@ -266,10 +266,10 @@ def test_without_optuna_the_install_command_is_shown(tmp_path: Path) -> None:
     (tmp_path / "optuna.py").write_text("raise ModuleNotFoundError('no optuna', name='optuna')")
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
     line = [sys.executable, "-m", "runner", *SEARCH]
-    ended = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert ended.returncode == 78
+    result = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 78
     line = 'pip install "accel-run[search]"'
-    assert line in ended.stderr
+    assert line in result.stderr
     assert not (tmp_path / "outputs").exists()
 
 
@@ -358,10 +358,10 @@ def test_arbitrary_sweep_files_get_a_message(tmp_path: Path) -> None:
             hostile += [stored | {"trials": [trial | {key: value}]} for key in trial for value in STRANGE]
             for record in hostile:
                 file.write_text(json.dumps(record))
-                found = Sweep.read(run.parent)
+                result = Sweep.read(run.parent)
                 saves = record.get("phases", made["phases"]) != made["phases"]
-                results = found.save(copy, "running") if saves else found.results()
-                assert "\x1b" not in "".join(format_trial_table(results, found.goal)), record
+                results = result.save(copy, "running") if saves else result.results()
+                assert "\x1b" not in "".join(format_trial_table(results, result.goal)), record
 
 
 @pytest.mark.parametrize(
@@ -392,17 +392,17 @@ def test_a_search_killed_between_two_values_of_a_trial_chooses_the_same_values(t
         SearchSpace("task.act", ("task.act=a", "task.act=b", "task.act=c")),
         SearchSpace("task.hidden", (), 8, 512, is_integer=True),
     )
-    found = Sweep(tmp_path, SweepRecord(kind="search"))
+    result = Sweep(tmp_path, SweepRecord(kind="search"))
 
     def of_two_trials(study: Study) -> list[Trial]:
         known = study.load_trials([])
         return [*known, *(study.ask() for _ in range(2 - len(known)))]
 
-    whole = of_two_trials(Study(found, axes, "mine", seed=3))
+    whole = of_two_trials(Study(result, axes, "mine", seed=3))
     file = tmp_path / JOURNAL
     lines = file.read_bytes().splitlines(keepends=True)
     file.write_bytes(b"".join(lines[: len(lines) - len(axes) + num_left]))  # the last values are those of trial 2
-    assert of_two_trials(Study(found, axes, "mine", seed=3)) == whole
+    assert of_two_trials(Study(result, axes, "mine", seed=3)) == whole
     assert len({trial.words for trial in whole}) == 2
 
 
@@ -414,13 +414,13 @@ def test_a_damaged_journal_ends_a_search_with_a_message(tmp_path: Path) -> None:
         SearchSpace("optimizer.lr", (), 1e-5, 1e-1, is_log=True),
         SearchSpace("task.act", ("task.act=a", "task.act=b")),
     )
-    found = Sweep(tmp_path, SweepRecord(kind="search"))
-    study = Study(found, axes, "mine", seed=0)
+    result = Sweep(tmp_path, SweepRecord(kind="search"))
+    study = Study(result, axes, "mine", seed=0)
     known = [study.ask(), study.ask()]
     study.report_value(known[0], 1.0)
     file = tmp_path / JOURNAL
     whole = file.read_bytes()
-    assert Study(found, axes, "mine", seed=0).load_trials(known) == known
+    assert Study(result, axes, "mine", seed=0).load_trials(known) == known
     lines = whole.splitlines(keepends=True)
     damaged = [b"", *(lines[0] + line for line in lines[1:2])]
     damaged += [
@@ -431,12 +431,12 @@ def test_a_damaged_journal_ends_a_search_with_a_message(tmp_path: Path) -> None:
     for content in damaged:
         file.write_bytes(content)
         with pytest.raises(DataError, match="is damaged"):
-            Study(found, axes, "mine", seed=0).load_trials(known)
+            Study(result, axes, "mine", seed=0).load_trials(known)
     file.write_bytes(whole + b'{"op_code": 4, "half')  # a partial line after a crash
-    assert Study(found, axes, "mine", seed=0).load_trials(known) == known
+    assert Study(result, axes, "mine", seed=0).load_trials(known) == known
     file.write_bytes(whole.replace(b"task.act", b"task.odd"))
     with pytest.raises(DataError, match="mine-1 differs from the trial in sweep"):
-        Study(found, axes, "mine", seed=0).load_trials(known)
+        Study(result, axes, "mine", seed=0).load_trials(known)
 
 
 # ---------------------------------------------------------------- sweeps of wandb
@@ -448,11 +448,13 @@ def test_arguments_that_wandb_sweeps_produce_are_settings() -> None:
 
     text = (ROOT / "docs" / "sweeps.md").read_text(encoding="utf-8")
     sweep = yaml.safe_load(text.partition("```yaml")[2].partition("```")[0])
-    chosen = {name: {"value": said.get("min") or said["values"][-1]} for name, said in sweep["parameters"].items()}
-    program, command, *words = sweep["command"]
-    assert (program, command, words[-1]) == ("accel-run", "train", "${args_no_hyphens}")
+    chosen = {
+        name: {"value": messages.get("min") or messages["values"][-1]} for name, messages in sweep["parameters"].items()
+    }
+    program, command, *args = sweep["command"]
+    assert (program, command, args[-1]) == ("accel-run", "train", "${args_no_hyphens}")
     made = create_sweep_command_args({"args": chosen})["args_no_hyphens"]
-    configuration = compose(parse_arguments([*words[:-1], *made]).request)
+    configuration = compose(parse_arguments([*args[:-1], *made]).request)
     assert configuration.flat()["optimizer.lr"] == 0.0001
     assert configuration.settings.global_batch_size == 64
     assert configuration.choices["scheduler"].name == "linear"
@@ -468,8 +470,8 @@ def test_lists_switches_and_null_as_wandb_writes_them_are_settings() -> None:
         "phases": ["train"],
     }
     made = create_sweep_command_args({"args": {key: {"value": value} for key, value in values.items()}})
-    found = compose(parse_arguments(made["args_no_hyphens"]).request).flat()
-    assert {key: found[key] for key in values} == {**values, "max_grad_norm": None}
+    result = compose(parse_arguments(made["args_no_hyphens"]).request).flat()
+    assert {key: result[key] for key in values} == {**values, "max_grad_norm": None}
 
 
 # ---------------------------------------------------------------- concurrent trials
@@ -499,9 +501,9 @@ def test_planning_a_sweep_does_not_import_torch(tmp_path: Path) -> None:
     main = "from runner.cli import main; from runner.sweeps import pool; from tests.sweeps.stand_in import TRIAL; "
     main += "import sys; pool.TRIAL_MAIN = TRIAL; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; "
     main += "sys.exit(code)"
-    words = ["train", "-m", "seed=0,1", "together=2", "device=cpu", "run=mine", "--task", str(task)]
+    args = ["train", "-m", "seed=0,1", "together=2", "device=cpu", "run=mine", "--task", str(task)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    line = [sys.executable, "-c", main, *words]
-    ended = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
-    assert ended.returncode == 0, ended.stderr
-    assert ended.stdout.startswith("2 trials at once, ")
+    line = [sys.executable, "-c", main, *args]
+    result = subprocess.run(line, cwd=tmp_path, env=env, capture_output=True, text=True, check=False)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.startswith("2 trials at once, ")

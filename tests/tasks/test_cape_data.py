@@ -167,7 +167,7 @@ def test_written_records_are_read_back(written: Path, few: Splits) -> None:
 # Episodes
 
 
-def test_a_batch_is_its_samples(written: Path) -> None:
+def test_a_batch_equals_its_stacked_samples(written: Path) -> None:
     for augmentation in (None, Augmentation()):
         data = episodes(written, augmentation=augmentation)
         batch = data.__getitems__([4, 0, 4])
@@ -218,8 +218,8 @@ def test_keypoints_stay_on_the_picture_when_it_is_augmented() -> None:
     made, moved, visible, sizes, pushed_out, redrawn = augment(options, rngs, images, xy, seen, size, [None] * 4)
     weight = made / made.sum(dim=(-1, -2), keepdim=True)
     middle = (torch.arange(64) + 0.5) / 64
-    found = torch.stack([(weight.sum(-2) * middle).sum(-1), (weight.sum(-1) * middle).sum(-1)], dim=-1)
-    torch.testing.assert_close(found, moved, atol=0.012, rtol=0)
+    result = torch.stack([(weight.sum(-2) * middle).sum(-1), (weight.sum(-1) * middle).sum(-1)], dim=-1)
+    torch.testing.assert_close(result, moved, atol=0.012, rtol=0)
     assert visible.all()
     assert (pushed_out == 0).all()
     assert (redrawn == 0).all()
@@ -282,9 +282,9 @@ def test_crops_keep_keypoints_on_their_pixels(crop: Any, tmp_path: Path) -> None
     picture = read_crop(annotation, crop, 40).float().mean(dim=0)
     weight = torch.where(picture > 140, picture - 128, 0.0)  # grey outside the picture
     middle = torch.arange(40) + 0.5
-    found = torch.stack([(weight.sum(0) * middle).sum(), (weight.sum(1) * middle).sum()]) / weight.sum()
+    result = torch.stack([(weight.sum(0) * middle).sum(), (weight.sum(1) * middle).sum()]) / weight.sum()
     expected = torch.tensor([130 - left, 70 - top]) / side * 40
-    torch.testing.assert_close(found.double(), expected.double(), atol=0.35, rtol=0)
+    torch.testing.assert_close(result.double(), expected.double(), atol=0.35, rtol=0)
 
 
 def test_copying_the_support_predicts_the_mean_for_hidden_keypoints() -> None:
@@ -301,8 +301,8 @@ def test_copying_the_support_predicts_the_mean_for_hidden_keypoints() -> None:
 
 
 def keypoints_of(content: Content, number: int = 0) -> list[float]:
-    found: list[float] = content["annotations"][number]["keypoints"]
-    return found
+    result: list[float] = content["annotations"][number]["keypoints"]
+    return result
 
 
 @pytest.mark.parametrize(

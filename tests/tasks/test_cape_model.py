@@ -268,9 +268,9 @@ def test_a_keypoint_after_the_end_is_not_a_hit() -> None:
     kinds = torch.full((1, 2, 5), COORDINATE)
     kinds[0, 0, 2] = kinds[0, 1, 2] = END  # the first query ends too early
     guess = Guess(xy[0], xy, F.one_hot(kinds, 2).float())
-    hits, distances, ended = score_guess(guess, batch)
+    hits, distances, result = score_guess(guess, batch)
     assert hits.sum(dim=-1).flatten().tolist() == [2, 2]
-    assert ended.flatten().tolist() == [False, True]
+    assert result.flatten().tolist() == [False, True]
     assert distances.sum() == 0
 
 
@@ -283,7 +283,7 @@ def test_pck_counts_what_is_within_a_fifth_of_the_longer_side() -> None:
     torch.testing.assert_close(distances.flatten(), torch.tensor([0.198, 0.202, 0.0]))
 
 
-def test_types_end_after_the_last_keypoint_whatever_is_visible() -> None:
+def test_types_end_after_the_last_keypoint_for_any_visibility() -> None:
     batch = make_batch((4, 2), queries=1, max_keypoints=4)
     types, counted = target_types(batch)
     assert (types == END).nonzero().tolist() == [[0, 4], [1, 2]]
@@ -359,7 +359,7 @@ def test_a_frozen_norm_is_batch_norm_in_eval_mode() -> None:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
-def test_it_overfits_one_episode(kind: str) -> None:
+def test_the_model_overfits_one_episode(kind: str) -> None:
     torch.manual_seed(0)
     model = PoseTransformer(replace(SMALL, attention=kind))  # type: ignore[arg-type]
     task, batch = make_task(model), make_batch((5,))
@@ -369,6 +369,6 @@ def test_it_overfits_one_episode(kind: str) -> None:
         optimizer.zero_grad()
         (loss / items).backward()
         optimizer.step()
-    hits, _, ended = score_guess(decode(model.eval(), batch), batch)
+    hits, _, result = score_guess(decode(model.eval(), batch), batch)
     assert hits.sum() >= 7  # of eight, since decoding continues from its own predictions
-    assert ended.all()
+    assert result.all()

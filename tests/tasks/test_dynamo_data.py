@@ -69,23 +69,23 @@ def folder(tmp_path: Path) -> Path:
 
 
 @pytest.mark.parametrize(
-    "words", ["def f(x, *, y=-1):\n    return 'a_b'", "Zürich — 東京\t\r\n  ²٣ x\u00a0y", "", "   "]
+    "args", ["def f(x, *, y=-1):\n    return 'a_b'", "Zürich — 東京\t\r\n  ²٣ x\u00a0y", "", "   "]
 )
-def test_tokenization_is_lossless(words: str, corpus: Corpus) -> None:
+def test_tokenization_is_lossless(args: str, corpus: Corpus) -> None:
     for tokenizer in (corpus.tokenizer, Tokenizer([])):
-        assert tokenizer.decode([*tokenizer.encode(words), END, 300]) == words
-        assert tokenizer.encode_with_offsets(words)[0] == tokenizer.encode(words)
+        assert tokenizer.decode([*tokenizer.encode(args), END, 300]) == args
+        assert tokenizer.encode_with_offsets(args)[0] == tokenizer.encode(args)
 
 
 def test_offsets_are_the_characters_of_a_token_without_the_space_before_it(corpus: Corpus) -> None:
-    for words in ("def  f(x = None, y='utf-8'):\n    pass", "über das Maß"):
-        tokens, offsets = corpus.tokenizer.encode_with_offsets(words)
+    for args in ("def  f(x = None, y='utf-8'):\n    pass", "über das Maß"):
+        tokens, offsets = corpus.tokenizer.encode_with_offsets(args)
         for token, (start, end) in zip(tokens, offsets, strict=True):
             piece = corpus.tokenizer.bytes[token]
             if piece.isascii():
-                assert words[start:end] == (piece.decode().removeprefix(" ") or " ")
+                assert args[start:end] == (piece.decode().removeprefix(" ") or " ")
             else:  # each byte of a character has the offsets of the character
-                assert piece in words[start:end].encode()
+                assert piece in args[start:end].encode()
                 assert end == start + 1
 
 
@@ -129,9 +129,9 @@ def test_a_request_identifies_its_task_only_by_its_content(corpus: Corpus) -> No
 
 def test_an_answer_is_the_default_of_the_requested_parameter() -> None:
     source = "class C:\n    def f(self, a, b=1, *,\n          c='x, y', d=None):\n        pass\n"
-    found = [record for task, record in extract_records(source) if task == "qa"]
-    assert [(record["question"], record["answer"]) for record in found] == [("b", "1"), ("c", "'x, y'"), ("d", "None")]
-    for record in found:
+    result = [record for task, record in extract_records(source) if task == "qa"]
+    assert [(record["question"], record["answer"]) for record in result] == [("b", "1"), ("c", "'x, y'"), ("d", "None")]
+    for record in result:
         assert record["context"][record["start"] :].startswith(record["answer"])
         assert re.search(rf"\b{record['question']}=$", record["context"][: record["start"]])
 
@@ -144,9 +144,9 @@ def test_answers_are_exactly_their_tokens(corpus: Corpus) -> None:
             if span[0] == IGNORED:
                 cut += 1
                 continue
-            words = source_text(record, "qa")
-            _, offsets = corpus.tokenizer.encode_with_offsets(words)
-            assert words[offsets[span[0] - 1][0] : offsets[span[1] - 1][1]] == record["answer"]
+            args = source_text(record, "qa")
+            _, offsets = corpus.tokenizer.encode_with_offsets(args)
+            assert args[offsets[span[0] - 1][0] : offsets[span[1] - 1][1]] == record["answer"]
         assert cut <= 0.05 * len(table.answer)
 
 
@@ -156,14 +156,14 @@ def test_a_character_position_is_not_a_token_position() -> None:
     assert token_span(offsets, 5, 11) == (2, 4)
 
 
-def test_classification_is_balanced_and_without_giveaways(corpus: Corpus) -> None:
+def test_classification_is_balanced_and_has_no_label_leakage(corpus: Corpus) -> None:
     for split in SPLITS:
         records = corpus.records(split, "classification")
         share = sum(record["label"] == "class" for record in records) / len(records)
         assert share == pytest.approx(0.5, abs=0.01)
         for record in records:
-            words = set(re.findall("[a-z]+", record["text"].split("\n", 1)[1].lower()))
-            assert not words & {"class", "function", "method", "instance", "object", "classes", "functions"}
+            args = set(re.findall("[a-z]+", record["text"].split("\n", 1)[1].lower()))
+            assert not args & {"class", "function", "method", "instance", "object", "classes", "functions"}
     text = remove_giveaways("A Foo is a class, not Food.", "Foo")
     assert text.split() == ["A", "it", "is", "a", "it,", "not", "Food."]
 
@@ -172,10 +172,10 @@ def test_classification_is_balanced_and_without_giveaways(corpus: Corpus) -> Non
     "expression", ["1 + 2 * 3", "(1 + 2) * 3 - 4 // 5", "-(7 - 2) ** 2", "2 ** 3 ** 1 % 5", "1 < 2"]
 )
 def test_postfix_has_the_value_of_the_expression(expression: str) -> None:
-    words = postfix(ast.parse(expression, mode="eval").body)
-    assert words is not None
+    args = postfix(ast.parse(expression, mode="eval").body)
+    assert args is not None
     stack: list[int] = []
-    for word in words:
+    for word in args:
         if word.isdigit():
             stack.append(int(word))
         elif word == "neg":
@@ -194,10 +194,10 @@ def test_postfix_refuses_tokens_that_are_not_names_numbers_or_operators(expressi
 def test_signature_and_summary_come_from_the_documented_function() -> None:
     summary = "Return the sum of all."
     source = f'def f(a: int, b=2, *c) -> int:\n    """{summary}\n\n    ' + "More words. " * 5 + '"""\n'
-    found = dict(extract_records(source))
-    assert found["code"]["target"] == "def f(a, b=2, *c):"
-    assert found["summary"]["target"] == summary
-    assert "Return the sum" not in found["summary"]["source"]
+    result = dict(extract_records(source))
+    assert result["code"]["target"] == "def f(a, b=2, *c):"
+    assert result["summary"]["target"] == summary
+    assert "Return the sum" not in result["summary"]["source"]
 
 
 # The user's files
@@ -217,7 +217,7 @@ def test_a_missing_file_is_named(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("task", "record", "words"),
+    ("task", "record", "args"),
     [
         ("qa", {"question": "x?", "context": "f(x=12)", "answer": "12", "start": 1}, "at character 1, but has '\\(x'"),
         ("qa", {"question": "x?", "context": "f(x=12)", "answer": "12", "start": "4"}, "start is missing or another"),
@@ -227,11 +227,11 @@ def test_a_missing_file_is_named(folder: Path, tmp_path: Path) -> None:
     ],
 )
 def test_a_bad_record_is_named_with_file_and_index(
-    task: str, record: Any, words: str, folder: Path, tmp_path: Path
+    task: str, record: Any, args: str, folder: Path, tmp_path: Path
 ) -> None:
     file = folder / task / "test.json"
     file.write_text(json.dumps([*json.loads(file.read_text()), record]))
-    with pytest.raises(DataError, match=words) as caught:
+    with pytest.raises(DataError, match=args) as caught:
         open_corpus(folder, tmp_path / "cache", **LIMITS)
     assert f"{file}, record 2" in str(caught.value)
 

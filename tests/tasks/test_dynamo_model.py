@@ -369,12 +369,12 @@ def test_full_has_the_sizes_of_the_original(task: DynamoTask) -> None:
 def test_the_documentation_has_the_numbers_of_the_code() -> None:
     text = (Path(__file__).parents[2] / "docs" / "tasks" / "dynamo.md").read_text(encoding="utf-8")
     text = " ".join(text.split())
-    for said in (
+    for messages in (
         f"files up to {LARGEST_FILE // 1000} kB",
         f"{HELD_OUT:.0%}".replace("%", " % each"),
         f"cut at {LONGEST_TEXT} characters",
         f"(tiny {SHAPES['tiny'].max_length} tokens, full {SHAPES['full'].max_length})",
     ):
-        assert said in text
+        assert messages in text
     assert "two wordings" in text
     assert {len(ways) for ways in WANTED.values()} == {2}

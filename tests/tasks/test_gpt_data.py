@@ -191,7 +191,7 @@ def test_files_in_subfolders_are_checked_and_the_folders_themselves_are_not(tmp_
 # The samples
 
 
-def test_a_batch_is_its_samples(corpus: Corpus) -> None:
+def test_a_batch_equals_its_stacked_samples(corpus: Corpus) -> None:
     windows = corpus.windows("train", 64)
     indices = [3, 0, len(windows) - 1, 3]
     x, y = windows.__getitems__(indices)

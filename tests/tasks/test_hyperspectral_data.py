@@ -160,7 +160,7 @@ def test_envi_is_read_in_any_interleave(tmp_path: Path, interleave: str, code: i
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "error", "words"),
+    ("name", "content", "error", "args"),
     [
         ("a.npy", b"not an array", DataError, r"a\.npy: is no array"),
         ("a.npy", None, DataError, r"a\.npy: must be a cube \(H, W, C\).*\(8, 9\)"),
@@ -175,13 +175,13 @@ def test_envi_is_read_in_any_interleave(tmp_path: Path, interleave: str, code: i
     ],
 )
 def test_an_invalid_file_is_reported_with_the_expected_format(
-    tmp_path: Path, name: str, content: bytes | None, error: type[Exception], words: str
+    tmp_path: Path, name: str, content: bytes | None, error: type[Exception], args: str
 ) -> None:
     if content is None:
         np.save(tmp_path / name, np.zeros((8, 9), dtype=np.float32))
     else:
         (tmp_path / name).write_bytes(content)
-    with pytest.raises(error, match=words):
+    with pytest.raises(error, match=args):
         envi.open_cube(tmp_path / name)
 
 
@@ -280,9 +280,9 @@ def test_the_batch_of_inference_changes_the_calls_and_not_the_scores(tmp_path: P
     for batch_size in (1, 2, 3, 9):
         calls.clear()
         with torch.no_grad():
-            found = list(task.predict(task.model, torch.Generator(), samples=count, batch_size=batch_size))
+            result = list(task.predict(task.model, torch.Generator(), samples=count, batch_size=batch_size))
         assert calls == [min(batch_size, count - at) for at in range(0, count, batch_size)]
-        for ours, theirs in zip(found, one_by_one, strict=True):
+        for ours, theirs in zip(result, one_by_one, strict=True):
             (name,) = [each for each in ours.files if each.endswith(".npy")]
             np.testing.assert_allclose(ours.files[name], theirs.files[name], rtol=1e-5, atol=1e-5)
             assert ours.items == theirs.items

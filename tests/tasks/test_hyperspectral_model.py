@@ -45,11 +45,11 @@ def gradients(task: AnomalyTask, batch: dict[str, Tensor]) -> dict[str, Tensor]:
     task.model.zero_grad()
     total, count = task.loss(task.model, batch)
     (total / count).backward()
-    found = {}
+    result = {}
     for name, weight in task.model.named_parameters():
         assert weight.grad is not None, name
-        found[name] = weight.grad.clone()
-    return found
+        result[name] = weight.grad.clone()
+    return result
 
 
 # Training
@@ -115,8 +115,8 @@ def test_training_beats_rx_on_held_out_cubes(make: Any) -> None:
     train(task, run_fit(task), 150)
     val = task.dataset("val")
     with torch.no_grad():
-        found = task.evaluate(task.model, val.__getitems__(list(range(len(val)))))
-    figures = {name: float(total) / float(count) for name, (total, count) in found.items()}
+        result = task.evaluate(task.model, val.__getitems__(list(range(len(val)))))
+    figures = {name: float(total) / float(count) for name, (total, count) in result.items()}
     baselines = task.baselines()
     assert figures["auroc"] > baselines["auroc"] + 0.05
     assert figures["iou"] > 1.5 * baselines["iou"]
@@ -129,9 +129,9 @@ def test_baselines_are_the_metrics_of_the_model_after_phase_1(make: Any) -> None
     run_fit(task)
     val = task.dataset("val")
     with torch.no_grad():
-        found = task.evaluate(task.model, val.__getitems__(list(range(len(val)))))
+        result = task.evaluate(task.model, val.__getitems__(list(range(len(val)))))
     for name, value in task.baselines().items():
-        assert float(found[name][0]) / float(found[name][1]) == pytest.approx(value, abs=1e-3)
+        assert float(result[name][0]) / float(result[name][1]) == pytest.approx(value, abs=1e-3)
 
 
 # The terms
@@ -139,11 +139,11 @@ def test_baselines_are_the_metrics_of_the_model_after_phase_1(make: Any) -> None
 
 def test_the_temperature_follows_the_progress(make: Any) -> None:
     task = make()
-    found = []
+    result = []
     for epoch in (0.0, 0.9, 1.0, 10.5, 37.0, 100.0):
         task.begin_update(Progress("train", 0, 1, epoch))
-        found.append(float(task.model.temperature))
-    assert found == pytest.approx([5.0, 5.0, 4.5, 5 * 0.9**10, 5 * 0.9**37, 0.1])
+        result.append(float(task.model.temperature))
+    assert result == pytest.approx([5.0, 5.0, 4.5, 5 * 0.9**10, 5 * 0.9**37, 0.1])
 
 
 def test_a_colder_selector_selects_more_and_changes_the_output(make: Any) -> None:

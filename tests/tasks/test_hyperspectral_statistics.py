@@ -92,9 +92,9 @@ def test_statistics_need_constant_memory(monkeypatch: pytest.MonkeyPatch) -> Non
 
     def watched(parts: Any, *more: Any, **options: Any) -> Tensor:
         nonlocal largest
-        found = join(parts, *more, **options)
-        largest = max(largest, len(found))
-        return found
+        result = join(parts, *more, **options)
+        largest = max(largest, len(result))
+        return result
 
     monkeypatch.setattr(torch, "cat", watched)
     sizes = set()
@@ -169,8 +169,8 @@ def test_rx_is_the_squared_mahalanobis_distance_of_numpy() -> None:
     pixels = batch["cube"].reshape(-1, CHANNELS).double().numpy()
     away = pixels - pixels.mean(0)
     expected = np.einsum("nc,cd,nd->n", away, np.linalg.inv(np.cov(pixels.T, bias=True)), away)
-    found = model.rx(batch["cube"]).reshape(-1).numpy()
-    np.testing.assert_allclose(found, expected, rtol=2e-3)
+    result = model.rx(batch["cube"]).reshape(-1).numpy()
+    np.testing.assert_allclose(result, expected, rtol=2e-3)
     assert expected.mean() == pytest.approx(CHANNELS)
     # with 1280 sampled pixels, the error of the standard deviation is about 3 %
     assert float(model.sigma) == pytest.approx(expected.std(), rel=0.1)
@@ -182,8 +182,8 @@ def test_after_phase_1_the_model_is_rx() -> None:
     model = fitted(TrainableRX(CHANNELS, 3), batch)
     logits, _ = model(batch["cube"])
     torch.testing.assert_close(logits, model.rx_logit(batch["cube"]), rtol=1e-3, atol=1e-3)
-    found = (logits > 0).float().mean().item()
-    assert 0 < found < 0.1
+    result = (logits > 0).float().mean().item()
+    assert 0 < result < 0.1
 
 
 def test_the_selector_starts_from_the_variances_and_pos_weight_from_the_masks() -> None:

@@ -39,8 +39,8 @@ Pairs = dict[str, list[tuple[str, str]]]
 
 @pytest.fixture(scope="module")
 def library() -> Pairs:
-    found: Pairs = library_pairs(standard_library())
-    return found
+    result: Pairs = library_pairs(standard_library())
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -179,7 +179,7 @@ def test_one_table_is_split_by_source(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("content", "words"),
+    ("content", "args"),
     [
         (b"a\tb\nonly one\n", r"train\.tsv, line 2: must be source<TAB>target.*1 columns: 'only one'"),
         (b"a\tb\nc\td\te\n", r"line 2: .*3 columns"),
@@ -188,10 +188,10 @@ def test_one_table_is_split_by_source(tmp_path: Path) -> None:
         (b"", r"line 1: must be source<TAB>target"),
     ],
 )
-def test_a_bad_line_is_named_with_its_number(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_bad_line_is_named_with_its_number(tmp_path: Path, content: bytes, args: str) -> None:
     make_folder(tmp_path / "mine")
     (tmp_path / "mine" / "train.tsv").write_bytes(content)
-    with pytest.raises(DataError, match=words):
+    with pytest.raises(DataError, match=args):
         open_pairs(tmp_path / "mine", tmp_path, vocab_size=300)
 
 
@@ -236,15 +236,15 @@ def some_pairs(count: int = 40) -> tuple[Sequences, Sequences]:
 
 def unpacked(batch: Batch) -> Counter[tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]]:
     """Return every pair of a batch as (source, target, labels)."""
-    found = []
+    result = []
     for row in range(len(batch.labels)):
         for segment in range(1, int(batch.source.segments[row].max()) + 1):
             source, target = batch.source.segments[row] == segment, batch.target.segments[row] == segment
             for rows, where in ((batch.source, source), (batch.target, target)):
                 assert rows.positions[row][where].tolist() == list(range(int(where.sum())))
             sides = (batch.source.tokens[row][source], batch.target.tokens[row][target], batch.labels[row][target])
-            found.append(tuple(tuple(side.tolist()) for side in sides))
-    return Counter(found)  # type: ignore[arg-type]
+            result.append(tuple(tuple(side.tolist()) for side in sides))
+    return Counter(result)  # type: ignore[arg-type]
 
 
 def test_targets_have_start_and_end_tokens_and_are_truncated() -> None:
@@ -326,14 +326,14 @@ def test_random_pairs_are_the_same_for_a_seed_and_have_the_published_shape() -> 
 
 
 def test_baselines_are_what_a_constant_answer_achieves(library: Pairs, corpus: Corpus) -> None:
-    found = baselines(corpus, 50, 20)
+    result = baselines(corpus, 50, 20)
     likeliest = Counter(target for _, target in library["train"]).most_common(1)[0][0]
-    assert found["exact_match"] == np.mean([target == likeliest for _, target in library["val"]])
+    assert result["exact_match"] == np.mean([target == likeliest for _, target in library["val"]])
     labels = corpus.data("val", 50, 20).__getitems__(range(len(library["val"]))).labels
     best = max(float((labels == token).sum() / (labels != PAD).sum()) for token in range(2000))
-    assert found["token_accuracy"] <= best + 1e-6
-    assert found["token_accuracy"] > 0.05
-    assert 3 < found["loss"] < np.log(2000)
+    assert result["token_accuracy"] <= best + 1e-6
+    assert result["token_accuracy"] > 0.05
+    assert 3 < result["loss"] < np.log(2000)
 
 
 def test_the_name_copying_rule_is_scored_like_exact_match(library: Pairs, corpus: Corpus) -> None:

@@ -135,9 +135,9 @@ def test_padding_does_not_change_the_output(task: Translation) -> None:
     assert (source.segments == 0).any()
     assert (target.segments == 0).any()
     expected = task.model(source, target)
-    found = task.model(change(source, source.segments == 0), change(target, target.segments == 0))
+    result = task.model(change(source, source.segments == 0), change(target, target.segments == 0))
     real = target.segments != 0
-    assert torch.equal(found[real], expected[real])
+    assert torch.equal(result[real], expected[real])
 
 
 def test_no_token_sees_a_later_one(task: Translation) -> None:
@@ -164,17 +164,17 @@ def test_pairs_in_a_row_do_not_attend_to_each_other() -> None:
 
 @pytest.mark.parametrize("count", [1, 5, 64])
 def test_packing_changes_neither_loss_nor_gradient(count: int) -> None:
-    found = []
+    result = []
     for packed in (False, True):
         task = make_task(packed=packed)
         loss, items = task.loss(task.model, batch_of(task, count))
         loss.backward()
-        found.append((loss / items, items, {name: weight.grad for name, weight in task.model.named_parameters()}))
-    assert found[0][1] == found[1][1]
-    torch.testing.assert_close(found[0][0], found[1][0], atol=1e-5, rtol=1e-5)
-    for name, gradient in found[0][2].items():
+        result.append((loss / items, items, {name: weight.grad for name, weight in task.model.named_parameters()}))
+    assert result[0][1] == result[1][1]
+    torch.testing.assert_close(result[0][0], result[1][0], atol=1e-5, rtol=1e-5)
+    for name, gradient in result[0][2].items():
         torch.testing.assert_close(
-            gradient, found[1][2][name], atol=1e-5 * float(gradient.abs().max()) + 1e-6, rtol=1e-4
+            gradient, result[1][2][name], atol=1e-5 * float(gradient.abs().max()) + 1e-6, rtol=1e-4
         )
 
 
@@ -183,14 +183,14 @@ def test_packed_and_padded_models_give_equal_outputs() -> None:
     for packed in (False, True):
         task = make_task(packed=packed)
         source, target, labels, _ = batch_of(task)
-        found = task.model(source, target)
+        result = task.model(source, target)
         whose = torch.stack([labels.flatten(), target.positions.flatten()], dim=1)  # sort keys that both layouts share
         real = labels.flatten() != PAD
         order = sorted(
             range(int(real.sum())),
-            key=lambda row: (*whose[real][row].tolist(), found.flatten(0, 1)[real][row].sum().item()),
+            key=lambda row: (*whose[real][row].tolist(), result.flatten(0, 1)[real][row].sum().item()),
         )
-        logits.append(found.flatten(0, 1)[real][order])
+        logits.append(result.flatten(0, 1)[real][order])
     torch.testing.assert_close(logits[0], logits[1], atol=1e-5, rtol=1e-5)
 
 
@@ -211,8 +211,8 @@ def test_dropout_acts_in_training_only(task: Translation, rates: dict[str, float
     source, target, _, places = batch_of(task)
 
     def logits() -> Tensor:
-        found: Tensor = task.model(source, target, noise=task.model.noise(places))
-        return found
+        result: Tensor = task.model(source, target, noise=task.model.noise(places))
+        return result
 
     assert not torch.equal(logits(), logits())
     with pytest.raises(ValueError, match="noise"):
@@ -230,9 +230,9 @@ def test_a_compiled_model_drops_the_same_elements_in_one_graph(compiled: Callabl
 
     def loss(task: Translation, epoch: int) -> tuple[Tensor, Tensor | None]:
         noise.start_pass(BatchSamples(0, epoch, range(20), range(20)))
-        found, _ = task.loss(task.model, batch_of(task, 20))
-        found.backward()
-        return found.detach(), task.model.embedding.weight.grad
+        result, _ = task.loss(task.model, batch_of(task, 20))
+        result.backward()
+        return result.detach(), task.model.embedding.weight.grad
 
     plain, task = (make_task(packed=True, dropout=0.2, attention_dropout=0.2) for _ in range(2))
     torch.compiler.reset()
@@ -245,26 +245,26 @@ def test_a_compiled_model_drops_the_same_elements_in_one_graph(compiled: Callabl
 
 @pytest.mark.parametrize("rates", [{"dropout": 0.3}, {"dropout": 0.1, "attention_dropout": 0.3}], ids=str)
 def test_packing_does_not_change_what_dropout_drops(rates: dict[str, float]) -> None:
-    found = []
+    result = []
     for packed in (False, True):
         task = make_task(packed=packed, **rates)
         task.model.double()
         noise.start_pass(BatchSamples(0, 0, range(20), range(20)))
         loss, _ = task.loss(task.model, batch_of(task, 20))
         loss.backward()
-        found.append((loss.detach(), [weight.grad for weight in task.model.parameters()]))
+        result.append((loss.detach(), [weight.grad for weight in task.model.parameters()]))
     # Position codes and the loss are computed in float32.
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(result[0], result[1], rtol=1e-4, atol=1e-4)
 
 
 def test_attention_dropout_uses_the_fused_kernel_if_nothing_is_dropped(task: Translation) -> None:
-    found = []
+    result = []
     for rate in (0.0, 1e-12):  # of the possible draws only 0 is below 1e-12, with a probability of 6e-8
         other = make_task(packed=task.packed, attention_dropout=rate)
         loss, _ = other.loss(other.model, batch_of(other, 20))
         loss.backward()
-        found.append((loss.detach(), [weight.grad for weight in other.model.parameters()]))
-    torch.testing.assert_close(found[0], found[1], rtol=1e-4, atol=1e-4)
+        result.append((loss.detach(), [weight.grad for weight in other.model.parameters()]))
+    torch.testing.assert_close(result[0], result[1], rtol=1e-4, atol=1e-4)
 
 
 # Decoding
@@ -279,8 +279,8 @@ def greedy_without_cache(task: Translation, source: Rows) -> Tensor:
         logits[:, [PAD, BEGIN]] = float("-inf")
         made[:, position] = logits.argmax(dim=-1)
         given = torch.cat([given, made[:, position : position + 1]], dim=1)
-    ended = (made == END).cumsum(dim=1) - (made == END).long() > 0
-    return made.masked_fill(ended, PAD)
+    result = (made == END).cumsum(dim=1) - (made == END).long() > 0
+    return made.masked_fill(result, PAD)
 
 
 def test_greedy_decoding_does_not_depend_on_the_cache(task: Translation) -> None:
@@ -298,9 +298,9 @@ def test_the_logits_of_cached_steps_are_those_of_one_pass(task: Translation) -> 
         step = step._replace(
             segments=torch.ones_like(step.segments), positions=torch.full_like(step.positions, position)
         )
-        found = task.model(source, step, cache)[:, 0]
+        result = task.model(source, step, cache)[:, 0]
         real = target.segments[:, position] != 0
-        torch.testing.assert_close(found[real], expected[real, position], atol=1e-5, rtol=1e-5)
+        torch.testing.assert_close(result[real], expected[real, position], atol=1e-5, rtol=1e-5)
 
 
 def score(task: Translation, source: Rows, made: Tensor) -> Tensor:
@@ -322,12 +322,12 @@ def test_a_beam_as_wide_as_the_vocabulary_finds_the_best_of_two_tokens(task: Tra
         [[END, PAD]] + [[first, second] for first in ordinary if first != END for second in ordinary]
     )
     with torch.no_grad():
-        found = translate(task.model, shape, source, beam=SMALL.vocab_size)
+        result = translate(task.model, shape, source, beam=SMALL.vocab_size)
         for row in range(6):
             one = Rows(*(field[row : row + 1].expand(len(all_targets), -1) for field in source))
             best = score(task, one, all_targets).max()
             alone = Rows(*(field[row : row + 1] for field in source))
-            torch.testing.assert_close(score(task, alone, found[row : row + 1])[0], best)
+            torch.testing.assert_close(score(task, alone, result[row : row + 1])[0], best)
 
 
 def test_a_beam_does_not_depend_on_other_sources(task: Translation) -> None:
@@ -420,7 +420,7 @@ def test_a_text_of_the_user_is_translated(task: Translation) -> None:
     assert str(made[0].files["translations.txt"]).startswith("source     5 6 7\noutput ")
 
 
-def test_the_task_is_built_at_both_data(tmp_path: Path) -> None:
+def test_the_task_is_built_for_both_kinds_of_data(tmp_path: Path) -> None:
     built: Any = build(Context(0, None, tmp_path), data="random", vocab_size=100)
     assert built.shape.vocab_size == 100
     assert len(built.blocks()) == 2 * built.shape.num_layers

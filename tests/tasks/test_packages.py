@@ -48,8 +48,8 @@ class Mine(Task):
 """
 
 
-def hidden(server: ForkServer, words: str, folder: Path, package: str) -> Ended:
-    server.start(words.split(), folder, {"HIDDEN": package, "ACCEL_RUN_CACHE": str(folder / "cache")}, HIDE)
+def hidden(server: ForkServer, args: str, folder: Path, package: str) -> Ended:
+    server.start(args.split(), folder, {"HIDDEN": package, "ACCEL_RUN_CACHE": str(folder / "cache")}, HIDE)
     return server.wait()
 
 
@@ -58,26 +58,26 @@ def prepared(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """A folder with a trained tractodiff run and its prepared data in the cache."""
     pytest.importorskip("dipy")
     folder = tmp_path_factory.mktemp("prepared")
-    ended = hidden(server, "train task=tractodiff device=cpu monitor=off updates=1 evaluate.samples=1", folder, "none")
-    assert ended.code == 0, ended.err
+    result = hidden(server, "train task=tractodiff device=cpu monitor=off updates=1 evaluate.samples=1", folder, "none")
+    assert result.code == 0, result.err
     return folder
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("words", "package"),
+    ("args", "package"),
     [
         ("both run=mine task=tractodiff device=cpu", "scipy"), ("both run=mine task=tractodiff device=cpu", "nibabel"),
         ("train run=mine task=tractodiff device=cpu", "scipy"), ("inference", "nibabel"),
     ],
 )  # fmt: skip
 def test_a_missing_package_stops_a_command_before_its_first_update(
-    server: ForkServer, prepared: Path, words: str, package: str
+    server: ForkServer, prepared: Path, args: str, package: str
 ) -> None:
-    ended = hidden(server, words, prepared, package)
-    assert ended.code == 78, ended.err
-    assert package in ended.err
-    assert "accel-run[tractodiff]" in ended.err
+    result = hidden(server, args, prepared, package)
+    assert result.code == 78, result.err
+    assert package in result.err
+    assert "accel-run[tractodiff]" in result.err
     assert not (prepared / "outputs" / "mine").exists(), "there is nothing to resume"
 
 
@@ -85,19 +85,19 @@ def test_a_missing_package_stops_a_command_before_its_first_update(
 def test_a_package_that_is_missing_while_the_task_is_built_names_the_extra(
     server: ForkServer, tmp_path: Path, task: str, package: str
 ) -> None:
-    ended = hidden(server, f"both run=mine task={task} device=cpu", tmp_path, package)
-    assert ended.code == 78, ended.err
-    assert f"accel-run[{task}]" in ended.err
+    result = hidden(server, f"both run=mine task={task} device=cpu", tmp_path, package)
+    assert result.code == 78, result.err
+    assert f"accel-run[{task}]" in result.err
     assert not (tmp_path / "outputs" / "mine").exists()
 
 
 def test_a_users_task_declares_its_late_imports(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(OWN)
-    words = "--task mine.py run=mine device=cpu monitor=off updates=2 global_batch_size=10"
-    stopped = hidden(server, f"both {words}", tmp_path, "none")
+    args = "--task mine.py run=mine device=cpu monitor=off updates=2 global_batch_size=10"
+    stopped = hidden(server, f"both {args}", tmp_path, "none")
     assert stopped.code == 78, stopped.err
     assert "some_package" in stopped.err
-    trained = hidden(server, f"train {words}", tmp_path, "none")
+    trained = hidden(server, f"train {args}", tmp_path, "none")
     assert trained.code == 0, trained.err
 
 

@@ -46,19 +46,19 @@ def test_a_resumed_task_equals_an_uninterrupted_one(task: str, server: ForkServe
     name, *options = task.split()
     if name in NEEDS:
         pytest.importorskip(NEEDS[name], reason=f"the extra {name} is not installed")
-    words = ["train", f"task={name}", *options, *WORDS[task], "run=mine", "device=cpu", "monitor=off"]
-    words += ["evaluate.samples=4", "evaluate.every=2", "log_every=1", "checkpoint.every=1"]
-    straight, stopped = tmp_path / "straight", tmp_path / "stopped"
-    straight.mkdir()
+    args = ["train", f"task={name}", *options, *WORDS[task], "run=mine", "device=cpu", "monitor=off"]
+    args += ["evaluate.samples=4", "evaluate.every=2", "log_every=1", "checkpoint.every=1"]
+    uninterrupted, stopped = tmp_path / "straight", tmp_path / "stopped"
+    uninterrupted.mkdir()
     stopped.mkdir()
-    done = server.run(words, straight)
+    done = server.run(args, uninterrupted)
     assert done.code == 0, done.err
-    ended = server.run(words, stopped, STOPPED)
-    assert ended.code == 75, ended.err
-    again = server.run(words, stopped)
+    result = server.run(args, stopped, STOPPED)
+    assert result.code == 75, result.err
+    again = server.run(args, stopped)
     assert again.code == 0, again.err
-    mine, theirs = last(stopped), last(straight)
+    mine, theirs = last(stopped), last(uninterrupted)
     assert mine.update == theirs.update
     for name, value in theirs.tensors("model").items():
         assert torch.equal(value, mine.tensors("model")[name]), name
-    assert evaluations(stopped) == evaluations(straight)
+    assert evaluations(stopped) == evaluations(uninterrupted)

@@ -36,8 +36,8 @@ M_PERTURB = -6  # of mallopt(3)
 def traced() -> Any:
     """The traced subject of dipy's volume."""
     with few_streamlines():
-        (found,) = sources.volume()
-    return found
+        (result,) = sources.volume()
+    return result
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +104,7 @@ def test_the_distance_of_a_shifted_line_is_the_shift() -> None:
     torch.testing.assert_close(mdf(line, line + torch.tensor([3.0, 0.0, 4.0])), torch.tensor([5.0]))
 
 
-def test_points_come_at_equal_steps() -> None:
+def test_points_are_evenly_spaced() -> None:
     line = np.array([[0.0, 0, 0], [1, 0, 0], [1, 3, 0], [1, 3, 0.5]])
     points = resample_by_step(line, 0.5)
     assert len(points) == 10
@@ -139,8 +139,8 @@ def test_values_between_voxels_are_those_of_grid_sample_for_every_subject() -> N
     points = 8 * torch.rand(500, 3, generator=torch.Generator().manual_seed(1)) - 1.5
     for subject in (0, 1):
         expected = sample_with_torch(fields.image(subject), points)
-        found = fields.sample(points, torch.full((500,), subject))
-        torch.testing.assert_close(found, expected, atol=1e-5, rtol=0)
+        result = fields.sample(points, torch.full((500,), subject))
+        torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
     assert fields.sample(torch.tensor([[-1e9, 0, 1e9]]), torch.tensor([1])).tolist() == [[0, 0, 0]]
 
 
@@ -175,7 +175,7 @@ def test_streamlines_are_inside_the_mask(volume: Path) -> None:
     assert (inside >= 0.5).float().mean() > 0.95  # the last points are where tracking stopped, just outside
 
 
-def test_the_field_points_where_the_streamlines_go(one_subject: Path, tmp_path: Path) -> None:
+def test_the_direction_field_follows_the_streamlines(one_subject: Path, tmp_path: Path) -> None:
     """Diffusion is fast along A, and so the signal is low there, for any orientation of the image."""
     from dipy.reconst.shm import real_sh_descoteaux
 
@@ -197,8 +197,8 @@ def digest_in_filled_memory() -> str:
     """Trace the volume while malloc fills new memory with a pattern."""
     assert ctypes.CDLL(None).mallopt(M_PERTURB, 165)
     with few_streamlines():
-        (found,) = sources.volume()
-    return digest_of(found)
+        (result,) = sources.volume()
+    return digest_of(result)
 
 
 def test_tracking_is_deterministic(traced: Any, server: ForkServer) -> None:

@@ -93,8 +93,8 @@ def test_a_step_back_has_the_moments_of_the_step_before() -> None:
 
 def test_sampling_with_an_oracle_recovers_the_data() -> None:
     x0 = torch.randn(5, 16, 3, generator=torch.Generator().manual_seed(0))
-    found = Schedule(50).sample(lambda *_: x0, lambda: torch.randn(5, 16, 3))
-    torch.testing.assert_close(found, x0, atol=1e-5, rtol=0)
+    result = Schedule(50).sample(lambda *_: x0, lambda: torch.randn(5, 16, 3))
+    torch.testing.assert_close(result, x0, atol=1e-5, rtol=0)
 
 
 def test_sampling_visits_all_steps_from_pure_noise() -> None:
@@ -257,7 +257,7 @@ def test_leaving_the_mask_costs_and_pulls_points_back(task: TractoDiff) -> None:
     assert edge.grad.abs().sum() > 0
 
 
-def test_it_learns(task: TractoDiff) -> None:
+def test_training_reduces_the_loss(task: TractoDiff) -> None:
     batch = task.train.spread(32)
     optimizer = torch.optim.Adam(task.model.parameters(), lr=1e-2)
     losses = []
@@ -298,14 +298,14 @@ def test_the_stronger_baseline_copies_the_nearest_training_piece(
     rows = [i for i in range(len(train)) if train.num_left[i] >= 16 and train.num_known[i] >= 1]
     train.num_remembered[:] = 8
     whole = train.__getitems__(rows)
-    found = train.nearest(batch)
+    result = train.nearest(batch)
     for i in range(20):
         place = [
             each["start"].double() - torch.tensor(np.array(middles))[each["subject"], :3] for each in (whole, batch)
         ]
         apart = (place[0] - place[1][i]).norm(dim=1)
         turned = (whole["condition"][:, -3:] - batch["condition"][i, -3:]).norm(dim=1)
-        copied = (whole["points"] - found[i]).abs().amax(dim=(1, 2)) < 1e-5
+        copied = (whole["points"] - result[i]).abs().amax(dim=(1, 2)) < 1e-5
         assert copied.any()
         cost = apart**2 + (8 * task.mean_step * turned) ** 2
         assert float(cost[copied].min()) <= float(cost.min()) * 1.05 + 1e-6
@@ -374,7 +374,7 @@ def test_streamlines_grow_in_both_directions_until_they_leave_the_mask() -> None
     assert [len(line) for line in short] == [11, 7, 11]
 
 
-def test_a_seed_from_which_nothing_grows_stays_one_point() -> None:
+def test_a_seed_that_cannot_grow_stays_a_single_point() -> None:
     def draw(tails: Tensor) -> Tensor:
         return tails[:, -1:] + torch.arange(1.0, 17)[:, None]
 
@@ -448,8 +448,8 @@ def test_shards_grow_the_same_streamlines_as_one_process(task: TractoDiff) -> No
     def grown(**options: Any) -> dict[str, bytes]:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
-            found = list(task.predict(task.model.eval(), generator, seeds=7, max_points=24, batch_size=2, **options))
-        return {name: content for each in found for name, content in each.files.items() if not name.endswith(".json")}
+            result = list(task.predict(task.model.eval(), generator, seeds=7, max_points=24, batch_size=2, **options))
+        return {name: content for each in result for name, content in each.files.items() if not name.endswith(".json")}
 
     whole = grown()
     assert len(whole) == 2 * 4
@@ -460,12 +460,12 @@ def test_figures_of_a_bundle_compare_the_voxels_of_both(task: TractoDiff) -> Non
     tracking = Tracking(task.tracts, "test", advance=8, max_points=24)
     real = [line.numpy() for line in task.tracts.streamlines("test", 0)]
     seeds = Seeds(0, torch.stack([torch.from_numpy(line[0]) for line in real]), list(range(len(real))), None)
-    found: Any = tracking.figures(seeds, real)["bundles"]["small_64D"]  # type: ignore[index]
-    assert (found["overlap"], found["overreach"], found["mdf_to_real_through_seed_mm"]) == (1, 0, 0)
+    result: Any = tracking.figures(seeds, real)["bundles"]["small_64D"]  # type: ignore[index]
+    assert (result["overlap"], result["overreach"], result["mdf_to_real_through_seed_mm"]) == (1, 0, 0)
     affine = task.tracts.affines[0]
     far = [line + affine[:3, :3] @ [100, 0, 0] for line in real]
-    found = tracking.figures(seeds, far)["bundles"]["small_64D"]  # type: ignore[index]
-    assert (found["overlap"], found["overreach"]) == (0, 1)
+    result = tracking.figures(seeds, far)["bundles"]["small_64D"]  # type: ignore[index]
+    assert (result["overlap"], result["overreach"]) == (0, 1)
 
 
 def test_another_program_reads_a_tck_file_unchanged(task: TractoDiff) -> None:

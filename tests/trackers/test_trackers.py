@@ -118,7 +118,7 @@ def test_the_mode_follows_setting_environment_and_key(
     assert trackers.choose_mode(mode, environ) == chosen
 
 
-def test_a_key_in_netrc_counts_for_its_own_server_only(tmp_path: Path) -> None:
+def test_a_key_in_netrc_is_used_for_its_own_server_only(tmp_path: Path) -> None:
     home = tmp_path / "home"
     (home / ".netrc").write_text(f"machine wandb.example login user password {KEY}\n")
     (home / ".netrc").chmod(0o600)
@@ -247,7 +247,7 @@ def test_online_rows_arrive_and_a_resumed_run_sends_each_once(tmp_path: Path, mo
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), f"the key is in {path}"
 
 
-def test_a_server_that_refuses_the_key_means_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_if_the_server_refuses_the_key_the_run_is_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Server(status=401) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
         monkeypatch.setenv("WANDB_API_KEY", KEY)
@@ -419,7 +419,9 @@ def test_a_wandb_that_fails_during_a_run_continues_offline(tmp_path: Path, fake:
 
 
 @pytest.mark.parametrize("does", ["raises in init", "dies in init"])
-def test_a_wandb_that_fails_both_ways_is_off_and_every_row_is_counted(tmp_path: Path, fake: Any, does: str) -> None:
+def test_if_wandb_fails_online_and_offline_it_is_off_and_every_row_is_counted(
+    tmp_path: Path, fake: Any, does: str
+) -> None:
     fake(online=does, offline=does)
     tracker = make(tmp_path)
     tracker.start()
@@ -600,7 +602,7 @@ def test_values_wandb_cannot_store_do_not_end_tracking(tmp_path: Path, fake: Any
     assert fake_rows(tmp_path, "online") == [0, 1]
 
 
-def test_a_machine_without_room_for_a_process_does_not_end_the_run(
+def test_a_tracker_process_that_cannot_start_does_not_end_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(sys, "executable", str(tmp_path / "no-python-here"))

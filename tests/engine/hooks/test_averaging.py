@@ -33,9 +33,9 @@ TOLERANCE = 1e-12  # float64: the rounding error of a sum of at most 6 updates o
 EMA = ("averaging=ema", f"averaging.decay={DECAY}")
 
 
-def request_of(folder: Path, *words: str) -> Request:
+def request_of(folder: Path, *args: str) -> Request:
     settings = (f"updates={UPDATES}", "device=cpu", "run=mine", "monitor=off", "backend.threads=1", "checkpoint=off")
-    return Request((*settings, f"output_root={folder}", *words), TASK)
+    return Request((*settings, f"output_root={folder}", *args), TASK)
 
 
 def weights_of(phase: Any) -> dict[str, Tensor]:
@@ -46,8 +46,8 @@ def saved(folder: Path, stem: str = "averaging", update: int = UPDATES) -> dict[
     return dict(checkpoint.load(checkpoint.checkpoint_path(folder / "mine" / "checkpoints", update)).tensors(stem))
 
 
-def trained(folder: Path, *words: str, world: World | None = None) -> dict[str, float]:
-    with open_phase(request_of(folder, *words), world) as phase:
+def trained(folder: Path, *args: str, world: World | None = None) -> dict[str, float]:
+    with open_phase(request_of(folder, *args), world) as phase:
         assert phase.run_updates() is None
         return dict(phase.run.progress.metrics)
 
@@ -66,9 +66,9 @@ def by_hand(seen: list[dict[str, Tensor]], option: str) -> dict[str, Tensor]:
     return average
 
 
-@pytest.mark.parametrize(("option", "words"), [("ema", EMA), ("swa", ("averaging=swa",))])
-def test_the_average_equals_that_of_a_plain_loop(option: str, words: tuple[str, ...], tmp_path: Path) -> None:
-    with open_phase(request_of(tmp_path, *words)) as phase:
+@pytest.mark.parametrize(("option", "args"), [("ema", EMA), ("swa", ("averaging=swa",))])
+def test_the_average_equals_that_of_a_plain_loop(option: str, args: tuple[str, ...], tmp_path: Path) -> None:
+    with open_phase(request_of(tmp_path, *args)) as phase:
         seen = [weights_of(phase) for _ in phase.updates()]
         phase.close()
     assert_close(saved(tmp_path), by_hand(seen, option))
@@ -85,10 +85,10 @@ def test_averaging_does_not_change_training(tmp_path: Path) -> None:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp", "pipeline"])
 def test_resuming_does_not_change_a_bit_of_the_average(strategy: str, tmp_path: Path) -> None:
-    words = (*EMA, f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
+    args = (*EMA, f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
 
     def stopped(world: World | None) -> None:
-        with open_phase(request_of(tmp_path / "stopped", *words), world) as phase:
+        with open_phase(request_of(tmp_path / "stopped", *args), world) as phase:
             for update in phase.updates():
                 if update == 3:
                     break
@@ -96,9 +96,9 @@ def test_resuming_does_not_change_a_bit_of_the_average(strategy: str, tmp_path: 
             phase.hook(Checkpointing).save()
 
     for act in (
-        lambda world: trained(tmp_path / "straight", *words, world=world),
+        lambda world: trained(tmp_path / "straight", *args, world=world),
         stopped,
-        lambda world: trained(tmp_path / "stopped", *words, world=world),
+        lambda world: trained(tmp_path / "stopped", *args, world=world),
     ):
         act(None) if strategy == "single" else run_ranks(act, 2)
     for stem in ("averaging", "model", "optimizer"):
@@ -106,16 +106,16 @@ def test_resuming_does_not_change_a_bit_of_the_average(strategy: str, tmp_path: 
 
 
 @pytest.mark.sampled(2)
-@pytest.mark.parametrize(("words", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2), ("pipeline", 2)])
-def test_neither_accumulation_nor_ranks_change_the_average(words: str, world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("args", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2), ("pipeline", 2)])
+def test_neither_accumulation_nor_ranks_change_the_average(args: str, world_size: int, tmp_path: Path) -> None:
     expected = trained(tmp_path / "straight", *EMA, "micro_batch_size=8")
     folder = tmp_path / "other"
 
     def rank(world: World) -> dict[str, float]:
-        return trained(folder, *EMA, f"parallelism={words}", f"parallelism.world_size={world_size}", world=world)
+        return trained(folder, *EMA, f"parallelism={args}", f"parallelism.world_size={world_size}", world=world)
 
-    found = run_ranks(rank, world_size) if world_size > 1 else [trained(folder, *EMA, words)]
-    assert all(of_rank["val/loss"] == pytest.approx(expected["val/loss"], rel=TOLERANCE) for of_rank in found)
+    result = run_ranks(rank, world_size) if world_size > 1 else [trained(folder, *EMA, args)]
+    assert all(of_rank["val/loss"] == pytest.approx(expected["val/loss"], rel=TOLERANCE) for of_rank in result)
     assert_close(saved(folder), saved(tmp_path / "straight"))
 
 
@@ -125,14 +125,14 @@ def test_evaluation_and_inference_use_the_average_on_request(
 ) -> None:
     request = request_of(tmp_path, *EMA, f"averaging.evaluate={str(is_evaluated).lower()}")
     assert server.run(["train", "--task", str(TASK), *request.overrides], tmp_path).code == 0
-    found = json.loads((tmp_path / "mine" / "run.json").read_text())["metrics"]
+    result = json.loads((tmp_path / "mine" / "run.json").read_text())["metrics"]
     used = saved(tmp_path, "averaging" if is_evaluated else "model")
     with ExitStack() as stack:
         parts = open_trained(Request(("run=mine", f"output_root={tmp_path}"), TASK), Console(), stack).parts
         assert_close(weights_of(SimpleNamespace(run=SimpleNamespace(parts=parts))), used, 0.0)
         with torch.no_grad():
             total, items = parts.task.loss(parts.bare, parts.task.dataset("val").tensors)
-        assert found["val/loss"] == pytest.approx(float(total) / items, rel=TOLERANCE)
+        assert result["val/loss"] == pytest.approx(float(total) / items, rel=TOLERANCE)
 
 
 def test_averaging_added_on_resume_must_be_allowed_by_name(tmp_path: Path) -> None:
@@ -152,9 +152,9 @@ def test_an_older_checkpoint_has_no_average(tmp_path: Path) -> None:
         plan = phase.run.plan
     values = {key: value for key, value in plan.values().items() if key not in ADDED_KEYS}
     start: Any = SimpleNamespace(state={"phase": "train", "phase_update": 1, "values": values})
-    told: list[str] = []
-    check_resume(plan, start, told.append)
-    assert not told
+    messages: list[str] = []
+    check_resume(plan, start, messages.append)
+    assert not messages
 
 
 def test_an_averaged_shared_weight_is_loaded_under_both_names() -> None:
@@ -162,7 +162,7 @@ def test_an_averaged_shared_weight_is_loaded_under_both_names() -> None:
     model = torch.nn.ModuleDict({"first": torch.nn.Linear(2, 2, bias=False), "last": torch.nn.Linear(2, 2, bias=False)})
     model["last"].weight = model["first"].weight
     average = torch.full((2, 2), 3.0)
-    found = expand_shared_names(model, {"first.weight": average, "foreign": average})
-    assert set(found) == {"first.weight", "last.weight", "foreign"}
-    model.load_state_dict({**model.state_dict(), **{name: found[name] for name in model.state_dict()}})
+    result = expand_shared_names(model, {"first.weight": average, "foreign": average})
+    assert set(result) == {"first.weight", "last.weight", "foreign"}
+    model.load_state_dict({**model.state_dict(), **{name: result[name] for name in model.state_dict()}})
     assert torch.equal(model["last"].weight, average)

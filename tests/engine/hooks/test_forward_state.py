@@ -45,8 +45,8 @@ def words(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 def trained(server: ForkServer, folder: Path, words: str, fault: dict[str, Any] | None = None) -> Any:
     folder.mkdir(exist_ok=True)
     env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault or {})}
-    ended = server.run(f"train {words}", folder, env)
-    assert (ended.code == 0) is (fault is None), ended.err
+    completed = server.run(f"train {words}", folder, env)
+    assert (completed.code == 0) is (fault is None), completed.err
     return json.loads((folder / "outputs/mine/run.json").read_text())["metrics"]
 
 
@@ -64,9 +64,9 @@ def test_a_resumed_run_has_the_state_that_forward_passes_changed(
     metrics = trained(server, tmp_path / "straight", words)
     trained(server, tmp_path / "resumed", words, ENDS[end])
     assert trained(server, tmp_path / "resumed", words) == metrics
-    (weights, losses), (found, found_losses) = result(tmp_path / "straight"), result(tmp_path / "resumed")
+    (weights, losses), (actual, found_losses) = result(tmp_path / "straight"), result(tmp_path / "resumed")
     assert found_losses == losses
-    assert [name for name, tensor in weights.items() if not torch.equal(tensor, found[name])] == []
+    assert [name for name, tensor in weights.items() if not torch.equal(tensor, actual[name])] == []
     kept, kept_found = (forward_state(tmp_path / name) for name in ("straight", "resumed"))
     assert kept.keys() == kept_found.keys()
     assert all(torch.equal(tensor, kept_found[name]) for name, tensor in kept.items())
@@ -76,9 +76,9 @@ def test_an_evaluation_of_a_checkpoint_uses_the_state_that_forward_passes_change
     words: str, server: ForkServer, tmp_path: Path
 ) -> None:
     metrics = trained(server, tmp_path, words)
-    ended = server.run("evaluate mine checkpoint=last --json", tmp_path, {"IMPORT_FIRST": "tests.faults.ending"})
-    assert ended.code == 0, ended.err
-    assert json.loads(ended.out)["metrics"] == metrics
+    completed = server.run("evaluate mine checkpoint=last --json", tmp_path, {"IMPORT_FIRST": "tests.faults.ending"})
+    assert completed.code == 0, completed.err
+    assert json.loads(completed.out)["metrics"] == metrics
 
 
 LATE = {

@@ -30,21 +30,21 @@ UPDATES, SIZE, WARMUP = 6, 8, 3
 TOLERANCE = 1e-12  # float64
 
 
-def request_of(folder: Path, *words: str) -> Request:
+def request_of(folder: Path, *args: str) -> Request:
     settings = (
         f"updates={UPDATES}", "device=cpu", "run=mine", "monitor=off", "backend.threads=1", "checkpoint=off",
         "optimizer=schedulefree", "optimizer.lr=0.05", "optimizer.weight_decay=0.02", "optimizer.decay_1d=true",
         f"scheduler.warmup={WARMUP}", "max_grad_norm=null", "evaluate.every=2", f"output_root={folder}",
     )  # fmt: skip
-    return Request((*settings, *words), TASK)
+    return Request((*settings, *args), TASK)
 
 
 def saved(folder: Path, stem: str = "optimizer_average", update: int = UPDATES) -> dict[str, Tensor]:
     return dict(checkpoint.load(checkpoint.checkpoint_path(folder / "mine" / "checkpoints", update)).tensors(stem))
 
 
-def trained(folder: Path, *words: str, world: World | None = None) -> None:
-    with open_phase(request_of(folder, *words), world) as phase:
+def trained(folder: Path, *args: str, world: World | None = None) -> None:
+    with open_phase(request_of(folder, *args), world) as phase:
         assert phase.run_updates() is None
 
 
@@ -61,7 +61,7 @@ def by_hand(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[fl
         optimizer = schedulefree.AdamWScheduleFree(
             model.parameters(), lr=0.05, betas=(0.9, 0.999), weight_decay=0.02, warmup_steps=WARMUP
         )
-        found = []
+        result = []
         optimizer.train()
         for update in range(UPDATES):
             epoch, number = divmod(update, len(x) // SIZE)
@@ -74,11 +74,11 @@ def by_hand(folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor], list[fl
                 kept = {name: weight.detach().clone() for name, weight in model.named_parameters()}
                 optimizer.eval()
                 total, items = task.loss(model, task.dataset("val").tensors)
-                found.append(float(total.detach()) / items)
+                result.append(float(total.detach()) / items)
                 averaged = {name: weight.detach().clone() for name, weight in model.named_parameters()}
                 optimizer.train()
                 model.load_state_dict(kept)
-        return kept, averaged, found
+        return kept, averaged, result
 
 
 def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: float) -> None:
@@ -104,10 +104,10 @@ def test_an_evaluation_does_not_change_training(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_resuming_does_not_change_a_bit(strategy: str, tmp_path: Path) -> None:
-    words = (f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
+    args = (f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
 
     def stopped(world: World | None) -> None:
-        with open_phase(request_of(tmp_path / "stopped", *words), world) as phase:
+        with open_phase(request_of(tmp_path / "stopped", *args), world) as phase:
             for update in phase.updates():
                 if update == 3:
                     break
@@ -115,30 +115,30 @@ def test_resuming_does_not_change_a_bit(strategy: str, tmp_path: Path) -> None:
             phase.hook(Checkpointing).save()
 
     for act in (
-        lambda world: trained(tmp_path / "straight", *words, world=world),
+        lambda world: trained(tmp_path / "straight", *args, world=world),
         stopped,
-        lambda world: trained(tmp_path / "stopped", *words, world=world),
+        lambda world: trained(tmp_path / "stopped", *args, world=world),
     ):
         act(None) if strategy == "single" else run_ranks(act, 2)
     for stem in ("optimizer_average", "model", "optimizer"):
         assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
 
 
-@pytest.mark.parametrize(("words", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2)])
-def test_neither_accumulation_nor_ranks_change_the_weights(words: str, world_size: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(("args", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2)])
+def test_neither_accumulation_nor_ranks_change_the_weights(args: str, world_size: int, tmp_path: Path) -> None:
     trained(tmp_path / "one", "micro_batch_size=8")
     if world_size == 1:
-        trained(tmp_path / "other", words)
+        trained(tmp_path / "other", args)
     else:
-        ranks = (f"parallelism={words}", f"parallelism.world_size={world_size}")
+        ranks = (f"parallelism={args}", f"parallelism.world_size={world_size}")
         run_ranks(lambda world: trained(tmp_path / "other", *ranks, world=world), world_size)
     for stem in ("model", "optimizer_average"):
         assert_close(saved(tmp_path / "other", stem), saved(tmp_path / "one", stem), TOLERANCE)
 
 
 def test_inference_and_initial_weights_equal_those_of_evaluation(server: ForkServer, tmp_path: Path) -> None:
-    words = [word for word in request_of(tmp_path).overrides if not word.startswith("output_root")]
-    assert server.run(["train", "--task", str(TASK), *words], tmp_path).code == 0
+    args = [word for word in request_of(tmp_path).overrides if not word.startswith("output_root")]
+    assert server.run(["train", "--task", str(TASK), *args], tmp_path).code == 0
     folder = tmp_path / "outputs"
     with ExitStack() as stack:
         parts = open_trained(Request(("run=mine", f"output_root={folder}"), TASK), Console(), stack).parts

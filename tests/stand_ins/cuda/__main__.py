@@ -10,11 +10,11 @@ from tests.stand_ins.cuda.devices import MACHINES
 from tests.stand_ins.cuda.environment import environment
 
 
-def main(words: list[str]) -> NoReturn:
-    if len(words) < 2 or words[0] not in MACHINES:
+def main(args: list[str]) -> NoReturn:
+    if len(args) < 2 or args[0] not in MACHINES:
         sys.stderr.write(f"usage: python -m tests.stand_ins.cuda {'|'.join(MACHINES)} COMMAND...\n")
         sys.exit(64)
-    machine, *command = words
+    machine, *command = args
     os.execvpe(command[0], command, environment(MACHINES[machine]))
 
 

@@ -42,9 +42,9 @@ def gather_stats_with_counts(
 
 def elemt(x: Any, weight: Any, bias: Any, mean: Any, inverse: Any, eps: float) -> Any:
     """Return the normalized values."""
-    found = (x - _over(mean, x)) * _over(inverse, x)
-    found = found if weight is None else found * _over(weight, x)
-    return (found if bias is None else found + _over(bias, x)).to(x.dtype)
+    result = (x - _over(mean, x)) * _over(inverse, x)
+    result = result if weight is None else result * _over(weight, x)
+    return (result if bias is None else result + _over(bias, x)).to(x.dtype)
 
 
 def backward_reduce(
@@ -63,8 +63,8 @@ def backward_elemt(
     total = counts.sum().to(mean.dtype)
     scale = inverse if weight is None else inverse * weight
     of_mean, of_variance = sum_of_grad / total, sum_of_products / total * inverse**2
-    found = (grad - _over(of_mean, x) - (x - _over(mean, x)) * _over(of_variance, x)) * _over(scale, x)
-    return found.to(x.dtype)
+    result = (grad - _over(of_mean, x) - (x - _over(mean, x)) * _over(of_variance, x)) * _over(scale, x)
+    return result.to(x.dtype)
 
 
 def _rows(x: Any) -> Any:

@@ -45,8 +45,8 @@ class CudaRuntime:
         return 0 if self._native.unregister_host_memory(pointer) else 1
 
     def cudaMemGetInfo(self, device: int) -> tuple[int, int]:  # noqa: N802
-        found: tuple[int, int] = self._native.free_and_total(device)
-        return found
+        result: tuple[int, int] = self._native.free_and_total(device)
+        return result
 
     def cudaGetErrorString(self, code: int) -> str:  # noqa: N802
         return {0: "no error", 2: "out of memory"}.get(code, "unknown error")
@@ -96,13 +96,13 @@ def _visible(devices: tuple[Device, ...]) -> tuple[Device, ...]:
         return devices[:1] if named is None else tuple(each for each in devices if each.mig_uuid == named)
     if named is None:
         return devices
-    found = []
+    result = []
     for word in filter(None, (word.strip() for word in named.split(","))):
         index = int(word) if word.lstrip("-").isdigit() else _index_of(word, devices)
         if not 0 <= index < len(devices):
             break
-        found.append(devices[index])
-    return tuple(found)
+        result.append(devices[index])
+    return tuple(result)
 
 
 def _index_of(uuid: str, devices: tuple[Device, ...]) -> int:
@@ -239,9 +239,9 @@ def _report_at_exit(native: Any, folder: Path) -> None:
     leave = os._exit
 
     def write() -> None:
-        found = native.counts()
-        if found["operations"]:
-            content = {**found, "contexts": native.contexts(), "misuses": native.misuses(), "pid": os.getpid()}
+        result = native.counts()
+        if result["operations"]:
+            content = {**result, "contexts": native.contexts(), "misuses": native.misuses(), "pid": os.getpid()}
             (folder / f"{os.getpid()}.json").write_text(json.dumps(content))
 
     def write_and_leave(code: int) -> None:

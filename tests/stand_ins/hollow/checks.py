@@ -66,19 +66,19 @@ def allocator(settings: str, limit_mib: str) -> Iterator[Result]:
                     fits = False
                     break
         statistics = torch.cuda.memory_stats()
-        found = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), statistics["num_alloc_retries"])
+        result = (torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved(), statistics["num_alloc_retries"])
         model = replay(events, AllocatorSettings.parse(settings), limit)
         expected = (model.allocated, model.reserved, model.retries)
         if not fits:  # torch counts the final failed retry, the model does not
-            found, expected = (*found[:2], 0), (*expected[:2], 0)
+            result, expected = (*result[:2], 0), (*expected[:2], 0)
         held.clear()
-        agree = found == expected and fits == model.fits
+        agree = result == expected and fits == model.fits
         if not agree:
-            wrong.append(f"seed {seed}: {(*found, fits)} instead of {(*expected, model.fits)}")
+            wrong.append(f"seed {seed}: {(*result, fits)} instead of {(*expected, model.fits)}")
     yield f"{SEQUENCES} sequences", not wrong, "; ".join(wrong) or "bytes allocated and reserved, and retries"
 
 
-def prediction(words: str) -> Iterator[Result]:
+def prediction(args: str) -> Iterator[Result]:
     """Compare the plan's predicted memory of a short run with torch's allocator, for the device's kernels."""
     from runner.axes.precision import ScaledHalf
     from runner.config.configuration import compose
@@ -91,7 +91,7 @@ def prediction(words: str) -> Iterator[Result]:
     # No kernel writes the loss scale: it would be 0, which ends the run.
     ScaledHalf.values = lambda self: {}  # type: ignore[method-assign]
     out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
-    own = f"device=cuda:0 updates=3 monitor=off checkpoint=off evaluate.samples=16 run=r output_root={out} {words}"
+    own = f"device=cuda:0 updates=3 monitor=off checkpoint=off evaluate.samples=16 run=r output_root={out} {args}"
     compose(Request(tuple(own.split())))
     context = CheckContext(out, out, inventory=take_inventory())
     expected = predict_run(Request(tuple(own.split())), context)
@@ -180,14 +180,14 @@ def waits() -> Iterator[Result]:
 # ---------------------------------------------------------------- processes
 
 
-def contexts(words: str) -> Iterator[Result]:
+def contexts(args: str) -> Iterator[Result]:
     """Check that each process has a context on its own GPU only."""
-    device = next(word.partition("=")[2] for word in words.split() if word.startswith("device="))
+    device = next(word.partition("=")[2] for word in args.split() if word.startswith("device="))
     out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
-    run(["train", "updates=1", "monitor=off", "evaluate.samples=16", "run=r", f"output_root={out}", *words.split()])
+    run(["train", "updates=1", "monitor=off", "evaluate.samples=16", "run=r", f"output_root={out}", *args.split()])
     library = ctypes.CDLL("libhollow.so")
-    found = [number for number in range(int(os.environ["HOLLOW_GPUS"])) if library.hollow_context(number)]
-    yield words, found == [int(device[-1])], f"contexts on {found}"
+    result = [number for number in range(int(os.environ["HOLLOW_GPUS"])) if library.hollow_context(number)]
+    yield args, result == [int(device[-1])], f"contexts on {result}"
 
 
 ROOM = """
@@ -232,11 +232,11 @@ def forks() -> Iterator[Result]:
     here = take_inventory()
     yield "inventory", len(here.usable) == 1, f"{[device.name for device in here.usable]}"
     yield "after the inventory", not torch.cuda.is_initialized(), f"initialized: {torch.cuda.is_initialized()}"
-    said = in_child()
-    yield "child after the inventory", said == "works", said
+    messages = in_child()
+    yield "child after the inventory", messages == "works", messages
     torch.zeros(1, device="cuda")
-    said = in_child()
-    yield "child of a process that used CUDA", "Cannot re-initialize CUDA in forked subprocess" in said, said
+    messages = in_child()
+    yield "child of a process that used CUDA", "Cannot re-initialize CUDA in forked subprocess" in messages, messages
 
 
 # ---------------------------------------------------------------- compilation
@@ -273,17 +273,17 @@ def compiled(capability: str) -> Iterator[Result]:
         yield name, agree, f"{len(made)} kernels for sm_{', sm_'.join(sorted(targets)) or 'none'}"
 
 
-def graphs(words: str) -> Iterator[Result]:
+def graphs(args: str) -> Iterator[Result]:
     """Run CUDA graphs with accumulation and evaluation: torch refuses outputs that a later replay has overwritten."""
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
     out = Path(os.environ["HOLLOW_SCRATCH"]) / "outputs"
     task = Path(__file__).parents[2] / "gpu" / "task_for_gpus.py"
     own = ["--task", str(task), "device=cuda:0", "run=r", f"output_root={out}", "monitor=off", "log_every=1"]
     size = ["updates=6", "global_batch_size=16", "evaluate.every=2", "evaluate.samples=16"]
-    run(["train", *own, *size, *words.split()])
+    run(["train", *own, *size, *args.split()])
     library = ctypes.CDLL("libhollow.so")
     captures, replays = library.hollow_captures(), library.hollow_replays()
-    yield words, 0 < captures < replays, f"6 updates, {captures} graphs captured, {replays} replays"
+    yield args, 0 < captures < replays, f"6 updates, {captures} graphs captured, {replays} replays"
 
 
 def _machine_code() -> list[Path]:
@@ -297,15 +297,15 @@ def _target(cubin: Path) -> str:
 # ---------------------------------------------------------------- running the checks
 
 
-def run(words: Sequence[str]) -> None:
+def run(args: Sequence[str]) -> None:
     """Run accel-run in this process; raise AssertionError with its output if it fails."""
     from runner.cli import main
 
-    sys.argv = ["accel-run", *words]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said), contextlib.redirect_stderr(said):
-        code = main(list(words))
-    assert code == 0, said.getvalue()
+    sys.argv = ["accel-run", *args]
+    messages = io.StringIO()
+    with contextlib.redirect_stdout(messages), contextlib.redirect_stderr(messages):
+        code = main(list(args))
+    assert code == 0, messages.getvalue()
 
 
 CHECKS: dict[str, Callable[..., Iterator[Result]]] = {
@@ -388,12 +388,12 @@ def main(folder: Path, only: str) -> int:
             done = subprocess.run(
                 line, env=env, stdout=subprocess.PIPE, stderr=errors, text=True, timeout=LIMIT_S, check=False
             )
-        found = [json.loads(text) for text in done.stdout.splitlines() if text.startswith("[")]
+        result = [json.loads(text) for text in done.stdout.splitlines() if text.startswith("[")]
         title = " ".join([name, *filter(None, (*arguments, changes.get("capability", "")))])
-        for what, agrees, figures in found:
+        for what, agrees, figures in result:
             differ += not agrees
             print(f"{'ok' if agrees else 'DIFFERS':<8}{title}: {what}: {figures}", flush=True)
-        if done.returncode or not found:
+        if done.returncode or not result:
             differ += 1
             last = [text for text in (scratch / "err").read_text().splitlines() if text.strip()][-1:]
             print(f"DIFFERS {title}: ended with {done.returncode}: {''.join(last)}", flush=True)

@@ -23,8 +23,8 @@ def environment(folder: Path, gpus: int = 1, mib: int = 8192, capability: str = 
     """Return os.environ with the variables of hollow GPUs."""
     described = {"HOLLOW_GPUS": str(gpus), "HOLLOW_MIB": str(mib), "HOLLOW_CAPABILITY": capability}
     preloaded = " ".join(str(folder / name) for name in ("libhollow.so", "libcuda.so.1"))
-    found = {"LD_PRELOAD": preloaded, "LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder)}
-    return {**os.environ, **described, **found}
+    result = {"LD_PRELOAD": preloaded, "LD_LIBRARY_PATH": str(folder), "TRITON_LIBCUDA_PATH": str(folder)}
+    return {**os.environ, **described, **result}
 
 
 def build(folder: Path) -> None:

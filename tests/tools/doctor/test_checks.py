@@ -72,7 +72,7 @@ def test_float32_that_is_computed_in_tf32_fails() -> None:
 
 
 def test_formats_are_those_of_the_device() -> None:
-    t4, h200 = (Device("cuda", 0, name, capability=found) for name, found in (("Tesla T4", (7, 5)), ("H200", (9, 0))))
+    t4, h200 = (Device("cuda", 0, name, capability=result) for name, result in (("Tesla T4", (7, 5)), ("H200", (9, 0))))
     there = {
         device.name: {
             each.name: (not each.why_not, each.is_native) for each in arithmetic.formats(device, Inventory((), CPU))
@@ -141,36 +141,36 @@ def test_the_absence_of_fused_kernels_is_reported_only_if_all_were_refused(
 def test_a_refused_kernel_has_torchs_reason() -> None:
     disabled = "Memory Efficient attention has been runtime disabled."
     too_old = "Flash attention only supports sm80 and above. This is a sm 7.5 gpu."
-    said = [
+    messages = [
         "Memory efficient kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:904.)",
         f"{disabled} (Triggered internally at /pytorch/sdp_utils_cpp.h:558.)",
         "Flash attention kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:906.)",
         f"{too_old} (Triggered internally at x:1.)",
         "cuDNN attention kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:908.)",
     ]
-    assert kernels.parse_refusal("flash", said) == too_old
-    assert kernels.parse_refusal("efficient", said) == disabled
-    assert kernels.parse_refusal("cudnn", said) == ""
+    assert kernels.parse_refusal("flash", messages) == too_old
+    assert kernels.parse_refusal("efficient", messages) == disabled
+    assert kernels.parse_refusal("cudnn", messages) == ""
 
 
 # ---------------------------------------------------------------- the machine
 
 
 def test_a_low_limit_of_open_files_is_reported_with_a_fix() -> None:
-    told = limits_under(
+    messages = limits_under(
         "resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"
     )["open files"]
-    assert (told["state"], told["figures"]) == ("warn", {"open_files": 300})
-    assert told["fix"].startswith("ulimit -n ")
+    assert (messages["state"], messages["figures"]) == ("warn", {"open_files": 300})
+    assert messages["fix"].startswith("ulimit -n ")
 
-    told = limits_under("resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))")["open files"]
-    assert (told["state"], "/etc/security/limits.conf" in told["fix"]) == ("FAIL", True)
+    messages = limits_under("resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))")["open files"]
+    assert (messages["state"], "/etc/security/limits.conf" in messages["fix"]) == ("FAIL", True)
 
 
 def test_a_low_limit_of_processes_is_reported() -> None:
-    told = limits_under("resource.setrlimit(resource.RLIMIT_NPROC, (20, 20)); os.setresuid(12345, 12345, 12345)")
-    assert told["processes"]["state"] == "warn"
-    assert "ulimit -u" in told["processes"]["seen"]
+    messages = limits_under("resource.setrlimit(resource.RLIMIT_NPROC, (20, 20)); os.setresuid(12345, 12345, 12345)")
+    assert messages["processes"]["state"] == "warn"
+    assert "ulimit -u" in messages["processes"]["seen"]
 
 
 def limits_under(before: str) -> dict[str, Any]:
@@ -199,8 +199,8 @@ def test_variables_that_slow_torch_down_are_reported(context: CheckContext, monk
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "0")
     assert [each.state for each in host_checks.environment(context)] == ["ok"]
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
-    (found,) = host_checks.environment(context)
-    assert (found.state, found.fix.split()) == ("warn", ["unset", "CUDA_LAUNCH_BLOCKING"])
+    (result,) = host_checks.environment(context)
+    assert (result.state, result.fix.split()) == ("warn", ["unset", "CUDA_LAUNCH_BLOCKING"])
 
 
 def test_a_thread_count_unequal_to_the_cores_is_reported(
@@ -221,26 +221,26 @@ def test_a_thread_count_unequal_to_the_cores_is_reported(
 
 
 def test_the_disk_check_writes_syncs_and_removes_its_file(context: CheckContext) -> None:
-    found = by_subject(storage.disk(context))
+    result = by_subject(storage.disk(context))
 
-    assert {each.state for each in found.values()} <= {"ok", "warn"}
-    assert {"room", "write", "replace", "lock"} <= set(found)
+    assert {each.state for each in result.values()} <= {"ok", "warn"}
+    assert {"room", "write", "replace", "lock"} <= set(result)
     assert not context.root.exists()
     assert list(context.root.parent.iterdir()) == []
 
 
 def test_a_folder_for_runs_that_is_a_file_fails(context: CheckContext) -> None:
     context.root.write_text("")
-    (found,) = storage.disk(context)
-    assert (found.state, " output_root=" in found.fix) == ("FAIL", True)
+    (result,) = storage.disk(context)
+    assert (result.state, " output_root=" in result.fix) == ("FAIL", True)
 
 
 def test_a_full_disk_fails_and_nothing_is_written(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     full = os.statvfs(context.scratch)
     usage = type("Usage", (), {"total": full.f_blocks, "used": full.f_blocks, "free": 1000})
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: usage)
-    (found,) = storage.disk(context)
-    assert found.state == "FAIL"
+    (result,) = storage.disk(context)
+    assert result.state == "FAIL"
     assert list(context.root.parent.iterdir()) == []
 
 
@@ -252,9 +252,9 @@ def test_a_corrupted_read_back_fails(context: CheckContext, monkeypatch: pytest.
 def test_little_shared_memory_is_reported(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
     usage = type("Usage", (), {"total": 64 * 2**20, "used": 0, "free": 1 * 2**20})
     monkeypatch.setattr(storage.shutil, "disk_usage", lambda path: usage)
-    (found,) = storage.shared_memory(context)
-    assert found.state == "warn"
-    assert "--shm-size" in found.fix
+    (result,) = storage.shared_memory(context)
+    assert result.state == "warn"
+    assert "--shm-size" in result.fix
 
 
 # ---------------------------------------------------------------- packages
@@ -286,9 +286,9 @@ def test_a_torch_that_cannot_be_imported_is_reported_with_its_fix(
 ) -> None:
     needing(monkeypatch, software.Package("torch", ">=2.11"))
     monkeypatch.setattr(software, "import_error", lambda module: "OSError: libcudart.so.13: cannot open it")
-    (found,) = software.torch(context)
-    assert isinstance(found, CheckResult)
-    assert (found.state, shlex.split(found.fix)) == ("FAIL", ["pip", "install", "--force-reinstall", "torch>=2.11"])
+    (result,) = software.torch(context)
+    assert isinstance(result, CheckResult)
+    assert (result.state, shlex.split(result.fix)) == ("FAIL", ["pip", "install", "--force-reinstall", "torch>=2.11"])
 
 
 def test_an_unsupported_version_is_reported(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -306,9 +306,9 @@ def test_required_packages_are_those_of_pyproject() -> None:
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     stated = {line.partition(">")[0].partition("<")[0] for line in project["dependencies"]}
-    found = software.required_packages()
+    result = software.required_packages()
 
-    assert {each.name for each in found} == stated
+    assert {each.name for each in result} == stated
     assert software.required_python().specifier == software.Requirement(f"x{project['requires-python']}").specifier
 
 

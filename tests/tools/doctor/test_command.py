@@ -56,17 +56,17 @@ checks.CHECKS["odd"] = DoctorCheck(lambda context: [warn("", "is odd", "look at 
 
 def test_a_complete_run_has_a_finding_of_every_check(server: ForkServer, tmp_path: Path) -> None:
     names = ",".join(CHECKS)
-    ended = server.run(["doctor", "--json", f"checks=[{names}]"], tmp_path, before=PATIENT)
-    told = json.loads(ended.out)
-    findings = [CheckResult.from_json(values) for values in told["findings"]]
+    result = server.run(["doctor", "--json", f"checks=[{names}]"], tmp_path, before=PATIENT)
+    messages = json.loads(result.out)
+    findings = [CheckResult.from_json(values) for values in messages["findings"]]
 
-    assert ended.err == ""
-    assert ended.code == told["exit_code"] == (69 if told["counts"]["FAIL"] else 0)
+    assert result.err == ""
+    assert result.code == messages["exit_code"] == (69 if messages["counts"]["FAIL"] else 0)
     assert {finding.check for finding in findings} == set(names.split(","))
     assert all(finding.why and finding.seen for finding in findings)
     assert all(finding.fix for finding in findings if finding.state in ("warn", "FAIL"))
-    assert sum(told["counts"].values()) == len(findings)
-    assert Inventory.from_json(json.dumps(told["hardware"])).cpu.logical_cores >= 1
+    assert sum(messages["counts"].values()) == len(findings)
+    assert Inventory.from_json(json.dumps(messages["hardware"])).cpu.logical_cores >= 1
     assert [finding.seen for finding in findings if finding.state == "FAIL"] == []
     assert {finding.subject for finding in findings if finding.check == "matmul"} >= {
         "cpu fp32",
@@ -76,20 +76,20 @@ def test_a_complete_run_has_a_finding_of_every_check(server: ForkServer, tmp_pat
     assert sorted(path.name for path in tmp_path.iterdir()) == [".err", ".out"]
 
 
-@pytest.mark.parametrize("words", ["checks=[]"])
-def test_no_requested_check_is_skipped_silently(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", *words.split()]) == 78
+@pytest.mark.parametrize("args", ["checks=[]"])
+def test_no_requested_check_is_skipped_silently(args: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", *args.split()]) == 78
     assert capsys.readouterr().err.startswith("accel-run: checks: ")
 
 
 def test_a_failure_is_exit_69_with_fixes_at_the_end(
     server: ForkServer, tmp_path: Path, screen: Callable[..., None]
 ) -> None:
-    ended = server.run("doctor checks=[odd,bad]", tmp_path, before=FAILING)
+    result = server.run("doctor checks=[odd,bad]", tmp_path, before=FAILING)
 
-    assert ended.code == 69
-    assert ended.err == ""
-    screen(ended.out, replace={r"in \d+\.\d s": "in N s", r"  \(\d+\.\d s\)": ""})
+    assert result.code == 69
+    assert result.err == ""
+    screen(result.out, replace={r"in \d+\.\d s": "in N s", r"  \(\d+\.\d s\)": ""})
 
 
 def test_warnings_are_exit_0(server: ForkServer, tmp_path: Path) -> None:
@@ -106,10 +106,10 @@ def test_an_interrupted_run_leaves_nothing(
     sleeper = int(made.name.partition("-")[2])
     assert is_running(sleeper)
     os.kill(pid, number)
-    ended = server.wait()
+    result = server.wait()
 
-    assert ended.code == (130 if number == signal.SIGINT else 128 + number)
-    assert ended.err == "\naccel-run: interrupted\n"
+    assert result.code == (130 if number == signal.SIGINT else 128 + number)
+    assert result.err == "\naccel-run: interrupted\n"
     assert sorted(path.name for path in tmp_path.rglob("*")) == [".err", ".out"]
     assert not list(short.iterdir())
     wait_until(lambda: not is_running(sleeper), "what the check started has ended")
@@ -118,12 +118,12 @@ def test_an_interrupted_run_leaves_nothing(
 def test_a_read_only_folder_fails_with_an_alternative(server: ForkServer, tmp_path: Path) -> None:
     if os.geteuid() != 0:
         pytest.skip("only root may become somebody else")
-    ended = server.run("doctor checks=[disk] --json", tmp_path, before="import os; os.setuid(65534)")
-    (found,) = json.loads(ended.out)["findings"]
+    result = server.run("doctor checks=[disk] --json", tmp_path, before="import os; os.setuid(65534)")
+    (actual,) = json.loads(result.out)["findings"]
 
-    assert (ended.code, found["state"]) == (69, "FAIL")
-    assert str(tmp_path) in found["seen"]
-    assert " output_root=" in found["fix"]
+    assert (result.code, actual["state"]) == (69, "FAIL")
+    assert str(tmp_path) in actual["seen"]
+    assert " output_root=" in actual["fix"]
 
 
 def test_gpus_that_torch_cannot_use_fail_with_the_reason(nvml_stub: NvmlStub, tmp_path: Path) -> None:
@@ -138,19 +138,19 @@ def test_gpus_that_torch_cannot_use_fail_with_the_reason(nvml_stub: NvmlStub, tm
         [sys.executable, "-m", "runner", "doctor", "--json", "checks=[gpus,driver,numbering,processes]"],
         env=nvml_stub.environment(PAIR), cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
-    told = json.loads(done.stdout)
-    gpus = [each for each in told["findings"] if each["check"] == "gpus"]
+    messages = json.loads(done.stdout)
+    gpus = [each for each in messages["findings"] if each["check"] == "gpus"]
 
     assert done.returncode == 69
     assert [each["state"] for each in gpus] == ["FAIL", "FAIL"]
     assert "pytorch.org" in gpus[0]["fix"]
-    assert [each["uuid"] for each in told["hardware"]["devices"]] == [PAIR["0.uuid"], PAIR["1.uuid"]]
+    assert [each["uuid"] for each in messages["hardware"]["devices"]] == [PAIR["0.uuid"], PAIR["1.uuid"]]
 
 
 def test_a_missing_device_fails(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run("doctor checks=[gpus] device=cuda:7", tmp_path)
-    assert ended.code == 69
-    assert "FAIL  gpus           cuda:7: " in ended.out
+    result = server.run("doctor checks=[gpus] device=cuda:7", tmp_path)
+    assert result.code == 69
+    assert "FAIL  gpus           cuda:7: " in result.out
 
 
 SLIPS = {
@@ -164,10 +164,10 @@ SLIPS = {
 }
 
 
-@pytest.mark.parametrize("words", SLIPS)
-def test_a_typo_gets_a_suggestion(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == 78
-    assert capsys.readouterr() == ("", SLIPS[words])
+@pytest.mark.parametrize("args", SLIPS)
+def test_a_typo_gets_a_suggestion(args: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args.split()) == 78
+    assert capsys.readouterr() == ("", SLIPS[args])
 
 
 def test_the_checks_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

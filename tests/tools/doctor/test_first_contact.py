@@ -40,17 +40,19 @@ def test_all_checks_together_take_at_most_five_minutes() -> None:
     [(A100, "bf16", 8.0, "ok"), (A100, "bf16", 1.0, "warn"), (T4, "bf16", 0.3, "ok"), (T4, "bf16", 4.0, "warn")],
 )
 def test_a_format_is_native_if_it_is_fast(device: Device, name: str, speedup: float, state: str) -> None:
-    found = compare_format(FormatUnderTest(device, name, 8, is_native=device.native_bf16), speedup)
-    assert found.state == state
-    assert found.figures["predicted_native"] == device.native_bf16
+    result = compare_format(FormatUnderTest(device, name, 8, is_native=device.native_bf16), speedup)
+    assert result.state == state
+    assert result.figures["predicted_native"] == device.native_bf16
 
 
 @pytest.mark.parametrize(
-    ("expected", "found", "state"),
+    ("expected", "result", "state"),
     [("", "", "ok"), ("too old", "too old", "ok"), ("too old", "", "warn"), ("", "no kernel image", "warn")],
 )
-def test_a_kernel_that_runs_or_refuses_against_the_rules_is_a_difference(expected: str, found: str, state: str) -> None:
-    assert compare_kernel("cuda:0 flash", expected, found).state == state
+def test_a_kernel_that_runs_or_refuses_against_the_rules_is_a_difference(
+    expected: str, result: str, state: str
+) -> None:
+    assert compare_kernel("cuda:0 flash", expected, result).state == state
 
 
 def test_the_error_of_a_failed_run_is_reported_and_not_a_note_before_it() -> None:
@@ -61,7 +63,7 @@ def test_the_error_of_a_failed_run_is_reported_and_not_a_note_before_it() -> Non
 
 
 @pytest.mark.parametrize(("measured", "state"), [(100, "ok"), (104, "ok"), (120, "warn"), (80, "warn")])
-def test_memory_may_differ_by_what_the_documentation_says(measured: int, state: str) -> None:
+def test_memory_may_deviate_by_the_documented_tolerance(measured: int, state: str) -> None:
     assert compare_memory("cuda:0 reserved memory", 100 * MIB, measured * MIB).state == state
 
 
@@ -69,9 +71,9 @@ def test_memory_may_differ_by_what_the_documentation_says(measured: int, state: 
     ("grown", "state"), [({}, "skip"), ({"GPU-1": 0.0, "GPU-2": 5.0 * MIB}, "ok"), ({"GPU-1": 400.0 * MIB}, "warn")]
 )
 def test_memory_taken_on_another_gpu_is_a_context_there(grown: dict[str, float], state: str) -> None:
-    found = compare_contexts("cuda:0 contexts", grown)
-    assert found.state == state
-    assert state != "warn" or "GPU-1" in found.seen
+    result = compare_contexts("cuda:0 contexts", grown)
+    assert result.state == state
+    assert state != "warn" or "GPU-1" in result.seen
 
 
 @pytest.mark.parametrize(
@@ -101,7 +103,7 @@ def test_the_page_has_every_difference_with_its_sentence() -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_the_absence_of_a_gpu_is_reported(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run(["doctor", "first_contact"], tmp_path)
-    assert ended.code == 69
-    assert "no GPU" in ended.err
+    result = server.run(["doctor", "first_contact"], tmp_path)
+    assert result.code == 69
+    assert "no GPU" in result.err
     assert not list(tmp_path.glob("outputs/*"))

@@ -48,17 +48,17 @@ def states(findings: list[dict[str, Any]]) -> list[tuple[str, str]]:
 def test_the_state_of_a_gpu_is_reported_and_a_power_limit_under_load_is_normal(
     nvml_stub: NvmlStub, screen: Callable[..., None]
 ) -> None:
-    found = told(nvml_stub, T4)["driver"]
+    result = told(nvml_stub, T4)["driver"]
 
-    assert [each["state"] for each in found] == ["ok", "ok"]
-    screen("\n".join(each["seen"] for each in found))
+    assert [each["state"] for each in result] == ["ok", "ok"]
+    screen("\n".join(each["seen"] for each in result))
 
 
-@pytest.mark.parametrize(("bits", "words"), [(64, "cooling"), (4 + 8, "power supply"), (128, "cables")])
-def test_a_throttled_gpu_is_reported_with_what_to_check(nvml_stub: NvmlStub, bits: int, words: str) -> None:
+@pytest.mark.parametrize(("bits", "args"), [(64, "cooling"), (4 + 8, "power supply"), (128, "cables")])
+def test_a_throttled_gpu_is_reported_with_what_to_check(nvml_stub: NvmlStub, bits: int, args: str) -> None:
     t4 = told(nvml_stub, T4 | {"0.throttle": bits})["driver"][1]
 
-    assert (t4["state"], words in t4["fix"]) == ("warn", True)
+    assert (t4["state"], args in t4["fix"]) == ("warn", True)
 
 
 def test_missing_readings_are_omitted(nvml_stub: NvmlStub) -> None:
@@ -95,8 +95,8 @@ def test_other_processes_are_listed_by_size_with_memory_if_known(
 def test_an_empty_process_list_does_not_mean_an_idle_gpu(nvml_stub: NvmlStub) -> None:
     def alone(**values: object) -> dict[str, Any]:
         state = {key: value for key, value in T4.items() if key not in ("0.memory_used", "0.util")}
-        (found,) = told(nvml_stub, state | gpu(0, processes="", **values))["processes"]
-        return found
+        (result,) = told(nvml_stub, state | gpu(0, processes="", **values))["processes"]
+        return result
 
     idle, full, busy = (
         alone(memory_used=100 * 2**20, util=0), alone(memory_used=8 * GIB, util=0), alone(memory_used=0, util=85)
@@ -138,7 +138,7 @@ def test_an_invalid_entry_of_cuda_visible_devices_is_reported(nvml_stub: NvmlStu
 
 
 @pytest.mark.parametrize(
-    ("built", "state", "words"),
+    ("built", "state", "args"),
     [
         ("13.0", "ok", "supports up to 13.0"),
         ("12.8", "ok", ""),
@@ -146,11 +146,11 @@ def test_an_invalid_entry_of_cuda_visible_devices_is_reported(nvml_stub: NvmlStu
         ("14.0", "FAIL", "supports CUDA 14.0"),
     ],
 )
-def test_the_driver_must_serve_the_cuda_of_the_build(nvml_stub: NvmlStub, built: str, state: str, words: str) -> None:
+def test_the_driver_must_serve_the_cuda_of_the_build(nvml_stub: NvmlStub, built: str, state: str, args: str) -> None:
     cuda, cudnn = told(nvml_stub, T4, BUILT=built)["versions"]
 
     assert cuda["state"] == state
-    assert words in cuda["seen"] + cuda["fix"] + cuda["why"]
+    assert args in cuda["seen"] + cuda["fix"] + cuda["why"]
     assert "http" not in cuda["fix"]
     assert (cudnn["state"], cudnn["seen"]) == ("ok", "9.10.2 (of torch 2.13.0)")
 
@@ -160,12 +160,12 @@ def test_a_machine_without_a_gpu_has_nothing_to_fix(nvml_stub: NvmlStub) -> None
         assert {each["state"] for each in findings} == {"skip"}
 
 
-@pytest.mark.parametrize(("error", "words"), [(9, "not loaded"), (4, "no permission"), (18, "different versions")])
-def test_an_installed_driver_that_does_not_respond_fails(nvml_stub: NvmlStub, error: int, words: str) -> None:
+@pytest.mark.parametrize(("error", "args"), [(9, "not loaded"), (4, "no permission"), (18, "different versions")])
+def test_an_installed_driver_that_does_not_respond_fails(nvml_stub: NvmlStub, error: int, args: str) -> None:
     (driver,) = told(nvml_stub, DRIVER | {"err.init": error})["driver"]
 
     assert driver["state"] == "FAIL"
-    assert words in driver["seen"]
+    assert args in driver["seen"]
     assert "modprobe" in driver["fix"]
 
 

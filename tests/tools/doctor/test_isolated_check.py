@@ -86,8 +86,8 @@ def hang() -> None:
 
 def with_a_child() -> None:
     """Leave a process in a separate session and one that ignores signals, and crash."""
-    for words in (["sleep", "600"], ["sh", "-c", "trap '' TERM INT; sleep 600"]):
-        subprocess.Popen(words, start_new_session=True, stdout=subprocess.DEVNULL)
+    for args in (["sleep", "600"], ["sh", "-c", "trap '' TERM INT; sleep 600"]):
+        subprocess.Popen(args, start_new_session=True, stdout=subprocess.DEVNULL)
     crash()
 
 
@@ -108,7 +108,7 @@ ENDS: dict[str, tuple[Callable[[], object], str]] = {
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ENDS)
 def test_a_check_that_exits_early_is_a_finding_and_the_rest_runs(name: str, tmp_path: Path) -> None:
-    end, words = ENDS[name]
+    end, args = ENDS[name]
     one, two, three = found(tmp_path, broken=breaking(end), after=fine)["broken"]
 
     assert [(each.subject, each.state) for each in (one, two, three)] == [
@@ -116,15 +116,15 @@ def test_a_check_that_exits_early_is_a_finding_and_the_rest_runs(name: str, tmp_
         ("two", "FAIL"),
         ("three", "ok"),
     ]
-    assert words in two.seen
+    assert args in two.seen
     assert two.fix
     assert two.why == "because"
 
 
 def test_a_check_that_ends_badly_does_not_end_the_others(tmp_path: Path) -> None:
-    told = found(tmp_path, crashes=breaking(crash), hangs=breaking(hang), after=fine)
+    messages = found(tmp_path, crashes=breaking(crash), hangs=breaking(hang), after=fine)
 
-    assert [each.state for each in told["after"]] == ["ok"]
+    assert [each.state for each in messages["after"]] == ["ok"]
 
 
 def test_a_hang_reports_check_duration_and_line(tmp_path: Path) -> None:

@@ -11,8 +11,8 @@ import pytest
 
 from runner.tools.measure import advisor, compare, fork_server, selection, suite, tuner
 from runner.tools.measure.suites import before_after, ladder
-from tests.tools.measure.nursery import Nurseries
 from tests.tools.measure.planted_time import Planted, Select
+from tests.tools.measure.virtual_fork_servers import VirtualForkServers
 
 TIMED = (advisor, before_after, suite, selection, ladder, compare, fork_server, tuner)
 
@@ -25,21 +25,21 @@ def few_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def nurseries() -> Iterator[Nurseries]:
-    made = Nurseries()
+def fork_servers() -> Iterator[VirtualForkServers]:
+    made = VirtualForkServers()
     yield made
     made.close()
 
 
 @pytest.fixture(scope="module", autouse=True)
-def planted(nurseries: Nurseries) -> Iterator[Planted]:
+def planted(fork_servers: VirtualForkServers) -> Iterator[Planted]:
     """Variants are forks of one process; they and the code that measures them use virtual time only."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fork_server, "subprocess", nurseries)
-        patch.setattr(fork_server, "select", Select(nurseries.time))
+        patch.setattr(fork_server, "subprocess", fork_servers)
+        patch.setattr(fork_server, "select", Select(fork_servers.time))
         for module in TIMED:
-            patch.setattr(module, "time", nurseries.time)
-        yield nurseries.time
+            patch.setattr(module, "time", fork_servers.time)
+        yield fork_servers.time
 
 
 @pytest.fixture

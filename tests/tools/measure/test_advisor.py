@@ -45,10 +45,10 @@ PLANTED = Path(__file__).parent / "planted"
 CPU = Cpu("a processor", 2, 2, 2**33)
 
 
-def tried(rule: str, words: str, gain: float, *, width: float = 0.02, differ: bool = False) -> TriedCandidate:
+def tried(rule: str, args: str, gain: float, *, width: float = 0.02, differ: bool = False) -> TriedCandidate:
     numerics = Numerics(0.5 if differ else 0.0, 0.0, 0.0, tolerance=0.001)
     outcome = TrialOutcome(Ratio(gain, gain - width, gain + width, 12), numerics)
-    return TriedCandidate(rule, Candidate(tuple(words.split())), outcome)
+    return TriedCandidate(rule, Candidate(tuple(args.split())), outcome)
 
 
 def advice(*trials: TriedCandidate, findings: tuple[RuleFinding, ...] = ()) -> Advice:
@@ -57,8 +57,8 @@ def advice(*trials: TriedCandidate, findings: tuple[RuleFinding, ...] = ()) -> A
     return Advice("gpt", "a processor", 31.2, (*seen, *findings), ordered)
 
 
-def first_of(found: Advice) -> str:
-    return found.entries[0].finding.rule
+def first_of(result: Advice) -> str:
+    return result.entries[0].finding.rule
 
 
 WORKERS = tried("data wait", "dataloader.num_workers=2", 1.34)
@@ -69,10 +69,10 @@ WRONG = tried("tiny micro-batches", "micro_batch_size=8", 3.0, differ=True)
 
 
 def test_only_clearly_faster_equivalent_settings_are_advised() -> None:
-    found = advice(WORKERS, MORE_WORKERS, THREADS, NOTHING, WRONG)
+    result = advice(WORKERS, MORE_WORKERS, THREADS, NOTHING, WRONG)
 
-    assert found.advised == [WORKERS, THREADS]
-    assert first_of(found) == "data wait"
+    assert result.advised == [WORKERS, THREADS]
+    assert first_of(result) == "data wait"
 
 
 def test_untried_settings_are_not_advised() -> None:
@@ -101,13 +101,13 @@ def test_advice_is_one_list_sorted_by_gain(shown: Callable[..., None]) -> None:
     large = RuleFinding("hidden device waits", "task.py:7 reads 1 number", by_hand="keep it a tensor", at_most=1.73)
     small = RuleFinding("slow hooks", "11 % of the time", by_hand="look at begin_update", at_most=1.05)
     unknown = RuleFinding("odd sizes", "a matrix of 50257", by_hand="round these sizes up")
-    found = advice(THREADS, NOTHING, findings=(unknown, small, large))
+    result = advice(THREADS, NOTHING, findings=(unknown, small, large))
 
-    shown("\n".join(format_advice(found)))
-    told = json.loads(json.dumps(as_json(found)))["advice"]
-    assert [each["rule"] for each in told] == ["hidden device waits", "too many threads", "slow hooks", "odd sizes"]
-    assert [each["gain"] for each in told] == [1.73, 1.1, 1.05, None]
-    assert [each["tried"] and each["tried"]["low"] for each in told] == [None, pytest.approx(1.08), None, None]
+    shown("\n".join(format_advice(result)))
+    messages = json.loads(json.dumps(as_json(result)))["advice"]
+    assert [each["rule"] for each in messages] == ["hidden device waits", "too many threads", "slow hooks", "odd sizes"]
+    assert [each["gain"] for each in messages] == [1.73, 1.1, 1.05, None]
+    assert [each["tried"] and each["tried"]["low"] for each in messages] == [None, pytest.approx(1.08), None, None]
 
 
 def test_manual_fixes_are_shown_if_no_setting_helps(shown: Callable[..., None]) -> None:
@@ -124,10 +124,10 @@ def test_the_screen_shows_the_gain_with_its_interval_and_what_was_not_advised(sh
 
 
 def test_advice_is_json() -> None:
-    found = json.loads(json.dumps(as_json(advice(WORKERS, NOTHING))))
+    result = json.loads(json.dumps(as_json(advice(WORKERS, NOTHING))))
 
-    assert [each["what"] for each in found["advice"]] == ["dataloader.num_workers=2"]
-    assert [(each["advised"], each["speedup"]) for each in found["tried"]] == [(True, 1.34), (False, 1.0)]
+    assert [each["what"] for each in result["advice"]] == ["dataloader.num_workers=2"]
+    assert [(each["advised"], each["speedup"]) for each in result["tried"]] == [(True, 1.34), (False, 1.0)]
 
 
 # ---------------------------------------------------------------- evidence
@@ -181,12 +181,12 @@ def measured(
 def test_rare_events_are_not_judged_by_short_blocks() -> None:
     """A trial without saves cannot contradict a run that spent a third of its time on saves."""
     saves = Candidate(("checkpoint.every=auto",))
-    found = ComparisonResult([measured("as it is", 20.0), measured(saves.name, 20.0, every=None)], "interleaved")
+    result = ComparisonResult([measured("as it is", 20.0), measured(saves.name, 20.0, every=None)], "interleaved")
     seen = ComparisonResult(
         [measured("as it is", 30.0, updates=200), measured(saves.name, 20.0, every=None)], "interleaved"
     )
 
-    blind = judge_candidate(found, "checkpoints too often", saves, 1.41)
+    blind = judge_candidate(result, "checkpoints too often", saves, 1.41)
 
     assert blind.outcome.ratio is None
     assert "20 updates" in blind.outcome.why_not
@@ -196,9 +196,9 @@ def test_rare_events_are_not_judged_by_short_blocks() -> None:
 
 def test_a_slower_start_must_be_amortized() -> None:
     cache = Candidate(("dataloader.cache=memory",))
-    found = ComparisonResult([measured("as it is", 30.0), measured(cache.name, 20.0, start_s=6.0)], "interleaved")
+    result = ComparisonResult([measured("as it is", 30.0), measured(cache.name, 20.0, start_s=6.0)], "interleaved")
 
-    outcome = judge_candidate(found, "data wait", cache).outcome
+    outcome = judge_candidate(result, "data wait", cache).outcome
 
     assert outcome.later_s == pytest.approx(5.0)
     assert outcome.pays_at == 500
@@ -233,7 +233,7 @@ def test_criteria_follow_the_thresholds_and_skip_unknown_values() -> None:
     assert rows["channels"] == (200.0, "GPU")
     assert rows["pixels of a side"] == (64.0, "CPU")
     assert rows["epochs"] == (20.0, "GPU")
-    assert [found for name, found in rows.items() if "loss" in name] == [(1, "either")]
+    assert [result for name, result in rows.items() if "loss" in name] == [(1, "either")]
     assert rows["parameters"] == (None, "unknown")
 
 
@@ -251,8 +251,8 @@ def test_monitor_readings_are_read_back(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- the profile
 
 
-def profile_of(words: str, evidence: str = "data wait: 40 % of the time") -> Profile:
-    return Profile(tuple(words.split()), "tuned for gpt", "tune", (evidence,))
+def profile_of(args: str, evidence: str = "data wait: 40 % of the time") -> Profile:
+    return Profile(tuple(args.split()), "tuned for gpt", "tune", (evidence,))
 
 
 def test_a_profile_composes_and_has_its_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -312,7 +312,7 @@ def test_a_profile_without_effect_is_not_written(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize(
-    ("words", "code", "told"),
+    ("args", "code", "messages"),
     [
         ("budget_s=0", 78, "must be a number of seconds above 0"),
         ("budget_s=soon", 78, "must be a number of seconds above 0"),
@@ -325,20 +325,20 @@ def test_typos_get_suggestions_before_anything_is_measured(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
-    words: str,
+    args: str,
     code: int,
-    told: str,
+    messages: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
 
-    assert main(["advise", *words.split()]) == code
-    assert told in capsys.readouterr().err
+    assert main(["advise", *args.split()]) == code
+    assert messages in capsys.readouterr().err
 
 
-def left_by(folder: Path, record: str, words: str = "", plan: str = "") -> RunDirectory:
+def left_by(folder: Path, record: str, args: str = "", plan: str = "") -> RunDirectory:
     """Return a run directory with these files."""
     folder.mkdir(exist_ok=True)
-    for name, text in (("run.json", record), ("overrides.yaml", words), ("plan.json", plan)):
+    for name, text in (("run.json", record), ("overrides.yaml", args), ("plan.json", plan)):
         (folder / name).write_text(text)
     return RunDirectory.join(folder)
 
@@ -373,13 +373,13 @@ def test_a_planted_wait_is_found_and_tried(
         "runner.tools.measure.advisor.CompareLimits", partial(CompareLimits, block_s=0.05, rounds=(4, 6))
     )
     task = str(PLANTED / "far_away.py")
-    words = ["--task", task, "task.pass_ms=4", "dataloader.num_workers=0", "backend.threads=1", "precision=fp32"]
+    args = ["--task", task, "task.pass_ms=4", "dataloader.num_workers=0", "backend.threads=1", "precision=fp32"]
 
-    assert run([*words, "budget_s=40", "--json"]) == 0
+    assert run([*args, "budget_s=40", "--json"]) == 0
 
-    found = json.loads(capsys.readouterr().out)
-    assert found["advice"][0]["rule"] == "data wait"
-    best = next(each for each in found["tried"] if each["advised"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["advice"][0]["rule"] == "data wait"
+    best = next(each for each in result["tried"] if each["advised"])
     assert best["rule"] == "data wait"
     assert best["speedup"] > 1.1  # lint-tests: measured: in planted time
     assert best["numerics_differ"] is False
@@ -393,18 +393,18 @@ def test_advice_without_time_for_trials_reports_the_needed_budget(
 
     assert run(["--task", str(PLANTED / "far_away.py"), "dataloader.num_workers=0", "budget_s=1", "--json"]) == 0
 
-    found = json.loads(capsys.readouterr().out)
-    assert found["tried"]
-    assert all(re.search(r"\bbudget_s=1 .*\bbudget_s=\d\d", each["why_not"]) for each in found["tried"])
-    assert not any(each["tried"] for each in found["advice"])
+    result = json.loads(capsys.readouterr().out)
+    assert result["tried"]
+    assert all(re.search(r"\bbudget_s=1 .*\bbudget_s=\d\d", each["why_not"]) for each in result["tried"])
+    assert not any(each["tried"] for each in result["advice"])
 
 
 def test_advice_uses_the_settings_of_a_run_without_changing_it(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = str(PLANTED / "layers.py")
-    words = ["updates=10", "task.pass_ms=1", "global_batch_size=16", "micro_batch_size=1", "backend.threads=1"]
-    assert server.run(["train", "--task", task, "run=first", *words], tmp_path).code == 0
+    args = ["updates=10", "task.pass_ms=1", "global_batch_size=16", "micro_batch_size=1", "backend.threads=1"]
+    assert server.run(["train", "--task", task, "run=first", *args], tmp_path).code == 0
     left = {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()}
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
@@ -413,7 +413,7 @@ def test_advice_uses_the_settings_of_a_run_without_changing_it(
 
     assert run(["run=last", "budget_s=40", "--json"]) == 0
 
-    found = json.loads(capsys.readouterr().out)
-    assert found["advice"][0]["rule"] == "tiny micro-batches"
-    assert next(each for each in found["tried"] if each["advised"])["overrides"] == ["micro_batch_size=16"]
+    result = json.loads(capsys.readouterr().out)
+    assert result["advice"][0]["rule"] == "tiny micro-batches"
+    assert next(each for each in result["tried"] if each["advised"])["overrides"] == ["micro_batch_size=16"]
     assert {path: path.read_bytes() for path in (tmp_path / "outputs" / "first").rglob("*") if path.is_file()} == left

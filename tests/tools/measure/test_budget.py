@@ -67,8 +67,8 @@ class FakeProcess(VariantProcess):
             answer = {"values": {}, "periods": {}, "readers": 0, "ahead": 0, "updates": 10**6}
         elif what == "run":
             seconds = self.order["updates"] * self.of("update_s") * (1 + self.of("noise") * self.random.random())
-            told = {"parts_s": {}, "updates_ms": [], "throttled": [], "joules": None}
-            answer = {"seconds": seconds, "run_queue_wait_s": 0.0, **told}
+            messages = {"parts_s": {}, "updates_ms": [], "throttled": [], "joules": None}
+            answer = {"seconds": seconds, "run_queue_wait_s": 0.0, **messages}
         elif what == "report":
             answer = {"peak_host_gib": 0.0, "losses": [1.0] * 8, "grad_norms": [1.0]}
         self.clock.now += min(seconds, timeout_s)
@@ -101,21 +101,23 @@ def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Comparison]:
     monkeypatch.setattr(compare, "IDLE_SAMPLE_S", 0.0)
     monkeypatch.setattr(comparison_result, "paired_ratio", interval)
 
-    def arena() -> Comparison:
+    def comparison() -> Comparison:
         clock = Clock()
         return Comparison(Request(), clock=clock, fork=lambda _, number, until: FakeProcess(number, clock, until))
 
-    return arena
+    return comparison
 
 
-def cell(name: str, start_s: float, update_s: float = 0.01, *, noise: float = 0.0, compiles: bool = False) -> Variant:
-    words = (f"start_s={start_s}", f"update_s={update_s}", f"noise={noise}")
-    return Variant(name, (*words, "compile=default") if compiles else words)
+def make_variant(
+    name: str, start_s: float, update_s: float = 0.01, *, noise: float = 0.0, compiles: bool = False
+) -> Variant:
+    args = (f"start_s={start_s}", f"update_s={update_s}", f"noise={noise}")
+    return Variant(name, (*args, "compile=default") if compiles else args)
 
 
-def measured(arena: Comparison, cells: Sequence[Variant], budget_s: float, **more: Any) -> ComparisonResult:
-    with arena:
-        return arena.compare(cells, dataclasses.replace(LIMITS, budget_s=budget_s, **more), lambda _: None)
+def measured(comparison: Comparison, variants: Sequence[Variant], budget_s: float, **more: Any) -> ComparisonResult:
+    with comparison:
+        return comparison.compare(variants, dataclasses.replace(LIMITS, budget_s=budget_s, **more), lambda _: None)
 
 
 def untried(trials: ComparisonResult) -> list[str]:
@@ -140,7 +142,7 @@ ON_FAKES = settings(max_examples=25, deadline=None, suppress_health_check=[Healt
 
 def planted(starts: list[float], update_s: float, noise: float, compiling: int) -> list[Variant]:
     return [
-        cell(f"cell {at}", start_s, update_s, noise=noise, compiles=0 < at <= compiling)
+        make_variant(f"variant {at}", start_s, update_s, noise=noise, compiles=0 < at <= compiling)
         for at, start_s in enumerate(starts)
     ]
 
@@ -168,17 +170,17 @@ def test_the_stated_budget_is_sufficient_and_a_third_is_not(
     fake: Callable[[], Comparison], costs: tuple[list[float], float, float, int, bool]
 ) -> None:
     starts, update_s, noise, compiling, together = costs
-    cells = planted(starts, update_s, noise, compiling)
-    found = measured(fake(), cells, 1.0, interleave=together)
-    while found.needs_more:  # compile times become known during the comparison
-        before = found.needs_s
-        found = measured(fake(), cells, before, interleave=together)
-        assert not untried(found) or found.needs_s > before
+    variants = planted(starts, update_s, noise, compiling)
+    result = measured(fake(), variants, 1.0, interleave=together)
+    while result.needs_more:  # compile times become known during the comparison
+        before = result.needs_s
+        result = measured(fake(), variants, before, interleave=together)
+        assert not untried(result) or result.needs_s > before
 
-    if untried(found):
-        enough = measured(fake(), cells, found.needs_s, interleave=together)
+    if untried(result):
+        enough = measured(fake(), variants, result.needs_s, interleave=together)
         assert (untried(enough), enough.needs_s) == ([], 0.0)
-        assert untried(measured(fake(), cells, found.needs_s / 3, interleave=together)) != []
+        assert untried(measured(fake(), variants, result.needs_s / 3, interleave=together)) != []
 
 
 @ON_FAKES
@@ -200,31 +202,36 @@ def test_following_the_stated_budgets_tries_everything_soon(
 def test_compiled_variants_start_last(fake: Callable[[], Comparison]) -> None:
     """The start of a compiled variant would use the time of many others."""
     begun: list[str] = []
-    cells = [cell("base", 1), cell("compiles", 1, compiles=True), cell("a", 1), cell("b", 1)]
+    variants = [
+        make_variant("base", 1),
+        make_variant("compiles", 1, compiles=True),
+        make_variant("a", 1),
+        make_variant("b", 1),
+    ]
 
-    with fake() as arena:
-        trials = arena.compare(cells, dataclasses.replace(LIMITS, budget_s=90.0), begun.append)
+    with fake() as comparison:
+        trials = comparison.compare(variants, dataclasses.replace(LIMITS, budget_s=90.0), begun.append)
 
     assert begun == ["starting a", "starting b", "starting compiles"]
-    assert [each.name for each in trials.variants] == [each.name for each in cells], "told in the order given"
+    assert [each.name for each in trials.variants] == [each.name for each in variants], "told in the order given"
     assert untried(trials) == []
 
 
 def test_spare_time_goes_to_waiting_variants(fake: Callable[[], Comparison]) -> None:
     """Half of the budget is reserved for rounds; if intervals become narrow early, waiting variants use the rest."""
-    cells = [cell(f"cell {at}", 5.0) for at in range(8)]
+    variants = [make_variant(f"variant {at}", 5.0) for at in range(8)]
 
-    assert untried(measured(fake(), cells, 80.0)) == []
-    restless = [cell(f"cell {at}", 5.0, 0.1, noise=0.5) for at in range(8)]
+    assert untried(measured(fake(), variants, 80.0)) == []
+    restless = [make_variant(f"variant {at}", 5.0, 0.1, noise=0.5) for at in range(8)]
     assert untried(measured(fake(), restless, 80.0, rounds=(6, 60))) != []
 
 
 def test_a_start_that_takes_too_long_is_ended_and_the_others_are_measured(
     fake: Callable[[], Comparison],
 ) -> None:
-    cells = [cell("base", 1.0), cell("slow", 1000.0), cell("quick", 1.0)]
+    variants = [make_variant("base", 1.0), make_variant("slow", 1000.0), make_variant("quick", 1.0)]
 
-    trials = measured(fake(), cells, 60.0)
+    trials = measured(fake(), variants, 60.0)
 
     assert trials.of("slow").why_not.startswith(f"{START_TIMED_OUT}: not ready after 2")
     assert trials.seconds < 60.0
@@ -233,20 +240,26 @@ def test_a_start_that_takes_too_long_is_ended_and_the_others_are_measured(
 
 
 def test_at_most_half_of_the_time_is_spent_on_restarts(fake: Callable[[], Comparison]) -> None:
-    arena = fake()
+    comparison = fake()
 
-    trials = measured(arena, [cell(name, 2.0, 0.1, noise=0.5) for name in ("base", "other")], 120.0, rounds=(6, 600))
+    trials = measured(
+        comparison, [make_variant(name, 2.0, 0.1, noise=0.5) for name in ("base", "other")], 120.0, rounds=(6, 600)
+    )
 
     assert 100 < trials.seconds <= 121
     assert all(4 <= len(set(processes_of(each))) <= 16 for each in trials.variants)
-    assert 8 <= arena.num_started <= 60 / 2.0 + 2
+    assert 8 <= comparison.num_started <= 60 / 2.0 + 2
 
 
 def test_variants_with_unequal_start_times_restart_together(fake: Callable[[], Comparison]) -> None:
     """Otherwise a change could not be attributed to one of them."""
-    cells = [cell("base", 2.0, 0.1, noise=0.5), cell("other", 2.7, 0.1, noise=0.5), cell("third", 3.0, 0.1, noise=0.5)]
+    variants = [
+        make_variant("base", 2.0, 0.1, noise=0.5),
+        make_variant("other", 2.7, 0.1, noise=0.5),
+        make_variant("third", 3.0, 0.1, noise=0.5),
+    ]
 
-    trials = measured(fake(), cells, 120.0, rounds=(6, 600))
+    trials = measured(fake(), variants, 120.0, rounds=(6, 600))
 
     lives = [processes_of(each) for each in trials.variants]
     changes = [[at for at in range(1, len(makers)) if makers[at] != makers[at - 1]] for makers in lives]
@@ -273,8 +286,8 @@ def test_variants_that_cannot_restart_are_compared_by_their_blocks(
 
         with monkeypatch.context() as patched:
             patched.setattr(Comparison, "start", fails_later)
-            cells = [cell(each, 2.0, 0.1, noise=0.5) for each in ("base", "other", "third")]
-            trials = measured(fake(), cells, 120.0, rounds=(6, 600))
+            variants = [make_variant(each, 2.0, 0.1, noise=0.5) for each in ("base", "other", "third")]
+            trials = measured(fake(), variants, 120.0, rounds=(6, 600))
 
         assert all(each.why_not == "" and len(each.blocks) >= 6 for each in trials.variants)
         assert trials.notes[0].startswith(f"{name} ")
@@ -298,10 +311,10 @@ def test_nothing_restarts_if_its_baseline_has_ended(
         return start(self, measured, until)
 
     monkeypatch.setattr(Comparison, "start", fails_later)
-    own = dataclasses.replace(cell("own", 2.0, 0.1, noise=0.5), against="rival")
-    cells = [cell("base", 2.0, 0.1, noise=0.5), cell("rival", 2.0, 0.1, noise=0.5), own]
+    own = dataclasses.replace(make_variant("own", 2.0, 0.1, noise=0.5), against="rival")
+    variants = [make_variant("base", 2.0, 0.1, noise=0.5), make_variant("rival", 2.0, 0.1, noise=0.5), own]
 
-    trials = measured(fake(), cells, 120.0, rounds=(6, 600))
+    trials = measured(fake(), variants, 120.0, rounds=(6, 600))
 
     assert begun["rival"] == 2
     assert trials.of("rival").why_not == ""
@@ -310,10 +323,10 @@ def test_nothing_restarts_if_its_baseline_has_ended(
 
 def test_suspended_variants_return(fake: Callable[[], Comparison]) -> None:
     """Their blocks agree but come from one process each; the spread between processes is measured after all starts."""
-    cells = [cell(f"cell {at}", 5.0, 0.1) for at in range(8)]
+    variants = [make_variant(f"variant {at}", 5.0, 0.1) for at in range(8)]
 
-    trials = measured(fake(), cells, 90.0, rounds=(6, 60))
-    longer = measured(fake(), cells, 400.0, rounds=(6, 60))
+    trials = measured(fake(), variants, 90.0, rounds=(6, 60))
+    longer = measured(fake(), variants, 400.0, rounds=(6, 60))
 
     assert untried(trials) == []
     assert all(8 <= len(each.blocks) <= 20 for each in trials.variants), "not 6, and the last one all the others"
@@ -322,9 +335,9 @@ def test_suspended_variants_return(fake: Callable[[], Comparison]) -> None:
 
 
 def test_time_too_short_for_waiting_variants_is_used_by_others(fake: Callable[[], Comparison]) -> None:
-    cells = [cell(f"cell {at}", 20.0, 0.1, noise=0.0) for at in range(6)]
+    variants = [make_variant(f"variant {at}", 20.0, 0.1, noise=0.0) for at in range(6)]
 
-    trials = measured(fake(), cells, 130.0, rounds=(6, 60))
+    trials = measured(fake(), variants, 130.0, rounds=(6, 60))
 
     assert untried(trials) != []
     assert trials.seconds > 120
@@ -342,9 +355,13 @@ def test_blocks_reported_by_a_lost_process_are_kept() -> None:
 
 
 def test_slow_starting_variants_continue_while_others_restart(fake: Callable[[], Comparison]) -> None:
-    cells = [cell("base", 1.0, 0.1, noise=0.5), cell("quick", 1.0, 0.1, noise=0.5), cell("long", 40.0, 0.1, noise=0.5)]
+    variants = [
+        make_variant("base", 1.0, 0.1, noise=0.5),
+        make_variant("quick", 1.0, 0.1, noise=0.5),
+        make_variant("long", 40.0, 0.1, noise=0.5),
+    ]
 
-    trials = measured(fake(), cells, 160.0, rounds=(6, 600))
+    trials = measured(fake(), variants, 160.0, rounds=(6, 600))
 
     lives = {each.name: len(set(processes_of(each))) for each in trials.variants}
     assert lives["long"] <= 2
@@ -355,24 +372,24 @@ def test_slow_starting_variants_continue_while_others_restart(fake: Callable[[],
 
 @pytest.mark.parametrize("budget_s", [20.0, 60.0])
 def test_the_budget_that_advice_names_is_enough(fake: Callable[[], Comparison], budget_s: float) -> None:
-    candidates = [cell(f"cell {at}", 10.0, 0.02, noise=0.3) for at in range(6)]
+    candidates = [make_variant(f"variant {at}", 10.0, 0.02, noise=0.3) for at in range(6)]
     wanted = [(each.name, Candidate((each.overrides[0], f"name={at}"))) for at, each in enumerate(candidates)]
 
     def tried(budget_s: float) -> list[str]:
-        arena = fake()
+        comparison = fake()
         opened = VariantResult(
             Variant("as it is"), startup=Startup(taken_s=11.5, warm_up_s=0.5, warm_up_updates=25), updates=25
         )
-        arena.clock.now = 12.0  # type: ignore[attr-defined]
-        with arena:
-            arena.request = Request(("start_s=10", "update_s=0.02", "noise=0.3"))
+        comparison.clock.now = 12.0  # type: ignore[attr-defined]
+        with comparison:
+            comparison.request = Request(("start_s=10", "update_s=0.02", "noise=0.3"))
             limits = CompareLimits(budget_s=budget_s)
-            trials = try_candidates(arena, limits, wanted, budget_s, opened, lambda _: None)
+            trials = try_candidates(comparison, limits, wanted, budget_s, opened, lambda _: None)
             return [each.why_not for each in trials.variants[1:]]
 
-    said = next(why_not for why_not in tried(budget_s) if why_not)
-    needed = re.search(r"about budget_s=(\d+) tries all", said)
-    assert needed is not None, said
+    messages = next(why_not for why_not in tried(budget_s) if why_not)
+    needed = re.search(r"about budget_s=(\d+) tries all", messages)
+    assert needed is not None, messages
     assert not any(tried(float(needed[1])))
     assert any("too short" in why_not for why_not in tried(float(needed[1]) / 3))
 
@@ -380,10 +397,10 @@ def test_the_budget_that_advice_names_is_enough(fake: Callable[[], Comparison], 
 @pytest.mark.parametrize("start_s", [25.0, 290.0])
 def test_a_baseline_that_starts_slowly_is_waited_for(start_s: float, fake: Callable[[], Comparison]) -> None:
     """Nothing can be compared without it: the limit for the start of a variant is not for the baseline."""
-    found = measured(fake(), [cell("baseline", start_s), cell("quick", 1.0)], 900.0, start_s=20.0)
-    assert all(len(each.blocks) >= MIN_ROUNDS for each in found.variants)
+    result = measured(fake(), [make_variant("baseline", start_s), make_variant("quick", 1.0)], 900.0, start_s=20.0)
+    assert all(len(each.blocks) >= MIN_ROUNDS for each in result.variants)
 
 
 def test_the_baseline_has_at_least_the_limit_of_other_variants(fake: Callable[[], Comparison]) -> None:
-    found = measured(fake(), [cell("baseline", 400.0), cell("other", 400.0)], 4000.0, start_s=500.0)
-    assert all(each.blocks for each in found.variants)
+    result = measured(fake(), [make_variant("baseline", 400.0), make_variant("other", 400.0)], 4000.0, start_s=500.0)
+    assert all(each.blocks for each in result.variants)

@@ -47,14 +47,14 @@ SETTINGS = ("updates=100", "global_batch_size=16", "device=cpu", "backend.thread
 
 
 @pytest.fixture(scope="module")
-def arena() -> Iterator[Comparison]:
+def comparison() -> Iterator[Comparison]:
     with Comparison(Request(SETTINGS, TASK)) as made:
         yield made
 
 
 @pytest.fixture(scope="module")
-def trials(arena: Comparison) -> ComparisonResult:
-    cells = [
+def trials(comparison: Comparison) -> ComparisonResult:
+    variants = [
         Variant("as it is"),
         Variant("quick", ("task.sleep_ms=0",)),
         Variant("wrong", ("task.scale=3.0",)),
@@ -62,7 +62,7 @@ def trials(arena: Comparison) -> ComparisonResult:
         Variant("dies", ("task.dies_at=4",)),
         Variant("raises", ("task.raises_at=4",)),
     ]
-    return arena.compare(cells, LIMITS, lambda _: None)
+    return comparison.compare(variants, LIMITS, lambda _: None)
 
 
 def test_a_faster_technique_is_found(trials: ComparisonResult) -> None:
@@ -103,13 +103,13 @@ OTHERS = {
 }
 
 
-def test_a_variant_with_different_weights_is_flagged_despite_equal_losses(arena: Comparison) -> None:
+def test_a_variant_with_different_weights_is_flagged_despite_equal_losses(comparison: Comparison) -> None:
     """The losses of the first updates of a warm-up do not show what the optimizer does."""
-    cells = [Variant("as it is"), *(Variant(name, words) for name, words in OTHERS.items())]
+    variants = [Variant("as it is"), *(Variant(name, args) for name, args in OTHERS.items())]
 
-    found = arena.compare(cells, LIMITS, lambda _: None)
+    actual = comparison.compare(variants, LIMITS, lambda _: None)
 
-    off = {name: found.numerics(found.of(name)) for name in OTHERS}
+    off = {name: actual.numerics(actual.of(name)) for name in OTHERS}
     assert {name for name, numerics in off.items() if numerics is not None and numerics.differ} == {*OTHERS} - {
         "as quick"
     }
@@ -122,10 +122,10 @@ def test_a_variant_with_different_weights_is_flagged_despite_equal_losses(arena:
 
 
 @pytest.mark.parametrize(
-    ("name", "words"), [("unknown", "nonsense=1: unknown key"), ("dies", "ended with 9"), ("raises", "as planned")]
+    ("name", "args"), [("unknown", "nonsense=1: unknown key"), ("dies", "ended with 9"), ("raises", "as planned")]
 )
-def test_a_failed_variant_has_a_reason_and_affects_no_other(trials: ComparisonResult, name: str, words: str) -> None:
-    assert words in trials.of(name).why_not
+def test_a_failed_variant_has_a_reason_and_affects_no_other(trials: ComparisonResult, name: str, args: str) -> None:
+    assert args in trials.of(name).why_not
     assert trials.ratio(trials.of("quick")) is not None
 
 
@@ -147,22 +147,22 @@ def test_a_variant_reports_what_it_used(trials: ComparisonResult) -> None:
     assert len(report["losses"]) == 8
 
 
-def test_a_comparison_leaves_no_process_and_no_file(trials: ComparisonResult, arena: Comparison) -> None:
-    nurseries = [nursery for server in psutil.Process().children() for nursery in server.children()]
-    assert nurseries
-    assert [child for nursery in nurseries for child in nursery.children()] == []
-    left = list(arena.folder.rglob("*.safetensors"))
+def test_a_comparison_leaves_no_process_and_no_file(trials: ComparisonResult, comparison: Comparison) -> None:
+    fork_servers = [fork_server for server in psutil.Process().children() for fork_server in server.children()]
+    assert fork_servers
+    assert [child for fork_server in fork_servers for child in fork_server.children()] == []
+    left = list(comparison.folder.rglob("*.safetensors"))
     assert left == []
     assert not Path("outputs").exists() or not list(Path("outputs").glob("variant*"))
 
 
 def test_the_updates_of_a_block_take_as_long_as_the_block(trials: ComparisonResult) -> None:
     """Each update is timed separately, and their sum is the time of the block."""
-    for cell in (trials.baseline, trials.of("quick")):
-        for block in cell.blocks.values():
-            assert len(block.updates_ms) == min(cell.updates, MAX_TIMED_UPDATES)
-            if len(block.updates_ms) == cell.updates:
-                lasted_ms = block.ms * cell.updates + 1e3 * block.run_queue_wait_s
+    for variant in (trials.baseline, trials.of("quick")):
+        for block in variant.blocks.values():
+            assert len(block.updates_ms) == min(variant.updates, MAX_TIMED_UPDATES)
+            if len(block.updates_ms) == variant.updates:
+                lasted_ms = block.ms * variant.updates + 1e3 * block.run_queue_wait_s
                 assert sum(block.updates_ms) == pytest.approx(lasted_ms, rel=0.02)
 
 
@@ -179,13 +179,13 @@ def test_disturbances_are_reported() -> None:
     assert "noisy" in next(describe_disturbances(ComparisonResult([uneven], "interleaved")))
 
 
-def test_every_variant_compiles_once_and_restarts_use_the_cache(arena: Comparison) -> None:
+def test_every_variant_compiles_once_and_restarts_use_the_cache(comparison: Comparison) -> None:
     names = [Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))]
-    arena.compare(names, CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, interleave=False), lambda _: None)
+    comparison.compare(names, CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, interleave=False), lambda _: None)
 
-    folders = [arena.compiled_folder(cell) for cell in (*names, *names)]
+    folders = [comparison.compiled_folder(variant) for variant in (*names, *names)]
     assert len(set(folders)) == 2
-    assert all(folder.parent == arena.folder for folder in folders)
+    assert all(folder.parent == comparison.folder for folder in folders)
 
 
 def test_results_can_be_written_as_json(trials: ComparisonResult) -> None:
@@ -196,50 +196,50 @@ def test_results_can_be_written_as_json(trials: ComparisonResult) -> None:
     assert rows[3]["median_ms"] is None
 
 
-def test_variants_that_do_not_fit_together_run_in_turn(arena: Comparison) -> None:
+def test_variants_that_do_not_fit_together_run_in_turn(comparison: Comparison) -> None:
     limits = CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, interleave=False)
 
-    found = arena.compare([Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))], limits, lambda _: None)
+    actual = comparison.compare([Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))], limits, lambda _: None)
 
-    assert found.mode == "restarted"
-    assert len(found.of("quick").blocks) == 3
-    ratio = found.ratio(found.of("quick"))
+    assert actual.mode == "restarted"
+    assert len(actual.of("quick").blocks) == 3
+    ratio = actual.ratio(actual.of("quick"))
     assert ratio is not None
     assert ratio.middle > 1.1
 
 
-def test_variants_restart_between_blocks(arena: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_variants_restart_between_blocks(comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     """This shows differences between processes that run the same code."""
     monkeypatch.setattr(compare, "leave_out", lambda *_, **__: None)
-    before, folders = arena.num_started, set(arena.folder.glob("variant-*"))
+    before, folders = comparison.num_started, set(comparison.folder.glob("variant-*"))
 
     limits = dataclasses.replace(LIMITS, rounds=(3, 40), block_s=0.1)
-    found = arena.compare([Variant("as it is"), Variant("wrong", ("task.scale=3.0",))], limits, lambda _: None)
+    actual = comparison.compare([Variant("as it is"), Variant("wrong", ("task.scale=3.0",))], limits, lambda _: None)
 
-    assert arena.num_started - before >= 4
-    for cell in found.variants:
-        order = [block.process for block in cell.blocks.values()]
+    assert comparison.num_started - before >= 4
+    for variant in actual.variants:
+        order = [block.process for block in variant.blocks.values()]
         assert order == sorted(order), "a process that has ended makes no more blocks"
         assert len(set(order)) >= 2
         assert all(order.count(process) >= 3 for process in set(order) - {order[-1]})
-    left = set(arena.folder.glob("variant-*")) - folders
+    left = set(comparison.folder.glob("variant-*")) - folders
     assert len(left) <= 2, "what processes have saved that others followed is gone"
-    assert found.spread.freedom > PRIOR_SPREAD.freedom
-    assert arena.prior_spread.freedom >= found.spread.freedom, "what was learnt is known in the next trials"
-    numerics = found.numerics(found.of("wrong"))
+    assert actual.spread.freedom > PRIOR_SPREAD.freedom
+    assert comparison.prior_spread.freedom >= actual.spread.freedom, "what was learnt is known in the next trials"
+    numerics = actual.numerics(actual.of("wrong"))
     assert numerics is not None
     assert numerics.differ
-    assert as_json(found)["between_processes"]["sigma"] == found.spread.sigma
+    assert as_json(actual)["between_processes"]["sigma"] == actual.spread.sigma
 
 
-def test_a_baseline_that_cannot_be_measured_is_an_error(arena: Comparison) -> None:
+def test_a_baseline_that_cannot_be_measured_is_an_error(comparison: Comparison) -> None:
     with pytest.raises(AccelRunError, match="as planned"):
-        arena.compare([Variant("as it is", ("task.raises_at=1",))], LIMITS, lambda _: None)
+        comparison.compare([Variant("as it is", ("task.raises_at=1",))], LIMITS, lambda _: None)
 
 
-def test_a_suspended_variant_computes_nothing(arena: Comparison) -> None:
+def test_a_suspended_variant_computes_nothing(comparison: Comparison) -> None:
     """Neither the variant nor its data workers run during the turn of the next one."""
-    with arena.open_variant(Variant("workers", ("dataloader.num_workers=1",)), LIMITS) as (ask, _):
+    with comparison.open_variant(Variant("workers", ("dataloader.num_workers=1",)), LIMITS) as (ask, _):
         process = ask.__self__  # type: ignore[attr-defined]
         process.pause()
         family = [psutil.Process(process.pid), *psutil.Process(process.pid).children(recursive=True)]
@@ -252,7 +252,7 @@ def test_a_suspended_variant_computes_nothing(arena: Comparison) -> None:
 @pytest.mark.usefixtures("real_time")
 def test_variants_exit_with_their_parent(tmp_path: Path) -> None:
     """The kernel ends them, because no handler runs in a killed process."""
-    ready, told = os.pipe()
+    ready, messages = os.pipe()
     pid = os.fork()
     if pid == 0:
         try:
@@ -261,32 +261,32 @@ def test_variants_exit_with_their_parent(tmp_path: Path) -> None:
                 Comparison(Request(SETTINGS, TASK)) as made,
                 made.open_variant(Variant("as it is"), LIMITS) as (ask, _),
             ):
-                os.write(told, f"{ask.__self__.pid}\n".encode())  # type: ignore[attr-defined]
+                os.write(messages, f"{ask.__self__.pid}\n".encode())  # type: ignore[attr-defined]
                 signal.pause()
         finally:
             os._exit(1)
-    os.close(told)
+    os.close(messages)
     with os.fdopen(ready) as pipe:
-        cell = int(pipe.readline())
+        variant = int(pipe.readline())
     os.kill(pid, 9)
     os.waitpid(pid, 0)
-    wait_until(lambda: not psutil.pid_exists(cell), "the cell has ended")
+    wait_until(lambda: not psutil.pid_exists(variant), "the variant has ended")
 
 
-def test_the_probe_names_the_lines_of_the_task(arena: Comparison) -> None:
+def test_the_probe_names_the_lines_of_the_task(comparison: Comparison) -> None:
     lines = TASK.read_text().splitlines()
     slow = next(number for number, line in enumerate(lines, 1) if "# slow line" in line)
-    cell = Variant("look", ("task.sleep_ms=0", "task.sample_ms=3.0", "task.items=50"))
+    variant = Variant("look", ("task.sleep_ms=0", "task.sample_ms=3.0", "task.items=50"))
 
-    with arena.open_variant(cell, LIMITS) as (ask, _):
-        found = ask({"do": "probe"})
+    with comparison.open_variant(variant, LIMITS) as (ask, _):
+        actual = ask({"do": "probe"})
 
-    assert found["slow_line"]["line"] == slow
-    assert found["sample_ms"] == pytest.approx(3.0, rel=0.5)
-    assert "waits" not in found, "nothing waits on a CPU"
-    assert found["same_when_read_again"]
-    assert found["num_shapes"] == 1
-    assert found["loss_terms"] == 2
+    assert actual["slow_line"]["line"] == slow
+    assert actual["sample_ms"] == pytest.approx(3.0, rel=0.5)
+    assert "waits" not in actual, "nothing waits on a CPU"
+    assert actual["same_when_read_again"]
+    assert actual["num_shapes"] == 1
+    assert actual["loss_terms"] == 2
 
 
 def test_blocks_of_all_variants_have_similar_duration(trials: ComparisonResult) -> None:
@@ -298,70 +298,74 @@ def test_blocks_of_all_variants_have_similar_duration(trials: ComparisonResult) 
 
 
 def test_batches_prefetched_while_suspended_do_not_count(
-    arena: Comparison, planted: Planted, monkeypatch: pytest.MonkeyPatch
+    comparison: Comparison, planted: Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Disk and network requests continue while a process is stopped, so the batches they fetched are not timed."""
     far = ("task.sample_ms=3.0", "global_batch_size=8")  # 24 ms of waiting, 4 ms of computing
-    cells = [Variant("as it is", far), Variant("a worker", (*far, "dataloader.num_workers=1"))]
+    variants = [Variant("as it is", far), Variant("a worker", (*far, "dataloader.num_workers=1"))]
 
     monkeypatch.setattr(planted, "workers", 1.0)
 
-    found = arena.compare(cells, CompareLimits(budget_s=600, rounds=(3, 3), block_s=0.03), lambda _: None)
+    actual = comparison.compare(variants, CompareLimits(budget_s=600, rounds=(3, 3), block_s=0.03), lambda _: None)
 
-    reader, ratio = found.of("a worker"), found.ratio(found.of("a worker"))
+    reader, ratio = actual.of("a worker"), actual.ratio(actual.of("a worker"))
     assert reader.untimed > reader.opened["ahead"] > 0
     assert reader.updates >= 4 * reader.opened["ahead"]
     assert ratio is not None
     assert ratio.middle < 28 / 24 * 1.1, "at most the computing is hidden"
 
 
-def test_a_block_includes_periodic_work_if_there_is_time(arena: Comparison) -> None:
+def test_a_block_includes_periodic_work_if_there_is_time(comparison: Comparison) -> None:
     rare = ("task.sleep_ms=1", "checkpoint.every=100")  # the period is fifty times as long as a block
     rarer = ("task.sleep_ms=1", "checkpoint.every=100000")
-    cells = [Variant("as it is", rare), Variant("rarer", rarer), Variant("by the clock", ("checkpoint.every=10min",))]
+    variants = [
+        Variant("as it is", rare),
+        Variant("rarer", rarer),
+        Variant("by the clock", ("checkpoint.every=10min",)),
+    ]
 
-    found = arena.compare(cells, CompareLimits(budget_s=20, rounds=(3, 3), block_s=0.01), lambda _: None)
+    actual = comparison.compare(variants, CompareLimits(budget_s=20, rounds=(3, 3), block_s=0.01), lambda _: None)
 
-    assert found.baseline.updates % 100 == 0
-    assert [cell.covers("checkpoint") for cell in found.variants] == [True, False, False]
+    assert actual.baseline.updates % 100 == 0
+    assert [variant.covers("checkpoint") for variant in actual.variants] == [True, False, False]
 
 
-def test_slow_updates_with_deep_prefetch_end_in_time_with_a_reason(arena: Comparison) -> None:
+def test_slow_updates_with_deep_prefetch_end_in_time_with_a_reason(comparison: Comparison) -> None:
     """A block of such updates would take longer than the budget, so none is started."""
     slow = ("task.sleep_ms=1000", "dataloader.num_workers=4")
     budget_s = 20.0
 
-    found = arena.compare(
+    actual = comparison.compare(
         [Variant("as it is", slow), Variant("other", (*slow, "seed=1"))], CompareLimits(budget_s), lambda _: None
     )
 
-    assert found.seconds < budget_s + 1.0
-    assert found.of("other").why_not == NO_TIME_LEFT
-    assert found.needs_s > found.baseline.turn_s > budget_s
+    assert actual.seconds < budget_s + 1.0
+    assert actual.of("other").why_not == NO_TIME_LEFT
+    assert actual.needs_s > actual.baseline.turn_s > budget_s
 
 
-def test_no_block_starts_that_would_miss_the_deadline(arena: Comparison) -> None:
-    cells = [Variant("as it is", ("task.sleep_ms=200",)), Variant("quick", ("task.sleep_ms=100",))]
+def test_no_block_starts_that_would_miss_the_deadline(comparison: Comparison) -> None:
+    variants = [Variant("as it is", ("task.sleep_ms=200",)), Variant("quick", ("task.sleep_ms=100",))]
     limits = CompareLimits(budget_s=15, rounds=(60, 60), block_s=0.5)
 
-    found = arena.compare(cells, limits, lambda _: None)
+    actual = comparison.compare(variants, limits, lambda _: None)
 
-    assert found.seconds < limits.budget_s + 0.2
-    assert found.of("quick").why_not == NO_TIME_LEFT or len(found.baseline.blocks) >= MIN_ROUNDS
+    assert actual.seconds < limits.budget_s + 0.2
+    assert actual.of("quick").why_not == NO_TIME_LEFT or len(actual.baseline.blocks) >= MIN_ROUNDS
 
 
-def test_a_variant_that_does_not_start_in_time_is_ended_and_reported(arena: Comparison) -> None:
-    cells = [Variant("as it is"), Variant("slow", ("task.start_s=60",))]
+def test_a_variant_that_does_not_start_in_time_is_ended_and_reported(comparison: Comparison) -> None:
+    variants = [Variant("as it is"), Variant("slow", ("task.start_s=60",))]
 
-    found = arena.compare(cells, CompareLimits(budget_s=5, rounds=(3, 3), block_s=0.05), lambda _: None)
+    actual = comparison.compare(variants, CompareLimits(budget_s=5, rounds=(3, 3), block_s=0.05), lambda _: None)
 
-    assert found.seconds <= 5
-    assert found.of("slow").why_not.startswith(START_TIMED_OUT)
-    assert len(found.baseline.blocks) == 3
+    assert actual.seconds <= 5
+    assert actual.of("slow").why_not.startswith(START_TIMED_OUT)
+    assert len(actual.baseline.blocks) == 3
 
 
 def test_available_cores_are_limited_by_affinity_and_cgroup(
-    arena: Comparison, trials: ComparisonResult, monkeypatch: pytest.MonkeyPatch
+    comparison: Comparison, trials: ComparisonResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In a container with little memory, variants that would fit on the machine are not started together."""
     assert 0 < trials.num_cores <= psutil.cpu_count()
@@ -369,10 +373,10 @@ def test_available_cores_are_limited_by_affinity_and_cgroup(
         host, "cgroup_memory_limit", lambda _: SimpleNamespace(amount=2.0**27, memory_bytes=lambda: 2**26)
     )
 
-    cells = [Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))]
-    found = arena.compare(cells, CompareLimits(budget_s=30, rounds=(1, 1), block_s=0.03), lambda _: None)
+    variants = [Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))]
+    actual = comparison.compare(variants, CompareLimits(budget_s=30, rounds=(1, 1), block_s=0.03), lambda _: None)
 
-    assert found.mode == "restarted"
+    assert actual.mode == "restarted"
     assert host.free_memory_bytes() == 2**26
     assert host.memory_bytes() == host.device_bytes(torch.device("cpu")) == 2**27
 
@@ -401,12 +405,12 @@ def test_compared_variants_run_until_the_result_is_known() -> None:
     trials = ComparisonResult([first, rival, second, other], "interleaved")
 
     leave_out(trials, 60)
-    assert [cell.is_out for cell in trials.variants] == [False, True, False, False]
+    assert [variant.is_out for variant in trials.variants] == [False, True, False, False]
     assert trials.ratio(other) == trials.ratio(other, second)
 
     other.blocks = blocks(even)
     leave_out(trials, 60)
-    assert [cell.is_out for cell in trials.variants] == [False, True, True, True]
+    assert [variant.is_out for variant in trials.variants] == [False, True, True, True]
 
     other.is_out, second.why_not = False, "the memory is used up"
     leave_out(trials, 60)

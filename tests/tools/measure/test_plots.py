@@ -93,13 +93,13 @@ def size_of(picture: bytes) -> tuple[int, int]:
 
 def bars(axes: Any) -> list[tuple[float, float]]:
     """Return (center of the row, length) of each bar, from the top."""
-    found = [(patch.get_y() + patch.get_height() / 2, patch.get_width()) for patch in axes.patches]
-    return sorted(found)
+    result = [(patch.get_y() + patch.get_height() / 2, patch.get_width()) for patch in axes.patches]
+    return sorted(result)
 
 
 def whiskers(axes: Any) -> dict[float, tuple[float, float]]:
     """Return row -> interval."""
-    segments = [segment for found in axes.collections for segment in found.get_segments()]
+    segments = [segment for result in axes.collections for segment in result.get_segments()]
     return {float(a[1]): (float(a[0]), float(b[0])) for a, b in segments}
 
 
@@ -217,8 +217,8 @@ def test_long_names_are_distinguishable(crowd: Results) -> None:
 
     for name in ("heatmap.png", "speedup.png"):
         assert len(set(labels(drawn[name].axes[0]))) == 20
-    words = [text.rpartition("\n")[0] or text for text in legend_of(drawn["steps.png"])]
-    assert len(set(words)) == 20
+    args = [text.rpartition("\n")[0] or text for text in legend_of(drawn["steps.png"])]
+    assert len(set(args)) == 20
 
 
 # ---------------------------------------------------------------- heat map
@@ -313,8 +313,8 @@ def test_without_measured_ratios_the_bars_are_those_of_medians(tmp_path: Path) -
 
     (axes,) = make_figures(bare)["speedup.png"].axes
 
-    found = dict(zip(labels(axes), (length for _, length in bars(axes)), strict=True))
-    assert found == {name: pytest.approx(100 / statistics.median(column)) for name, column in COLUMNS.items()}
+    result = dict(zip(labels(axes), (length for _, length in bars(axes)), strict=True))
+    assert result == {name: pytest.approx(100 / statistics.median(column)) for name, column in COLUMNS.items()}
     assert not whiskers(axes)
     assert "2.00 (no interval)" in values(axes)
 
@@ -331,7 +331,7 @@ def test_a_wide_interval_does_not_hide_the_bars(results: Results) -> None:
 # ---------------------------------------------------------------- outliers
 
 
-def test_one_technique_that_takes_ten_times_as_long_does_not_hide_the_others(tmp_path: Path) -> None:
+def test_a_technique_ten_times_as_slow_does_not_hide_the_others(tmp_path: Path) -> None:
     made = Results(tmp_path)
     columns = {BASELINE: [100.0, 110.0], "bf16": [60.0, 70.0], "fused": [90.0, 95.0], "fp16": [1000.0, 1100.0]}
     made.put({name: row(column) for name, column in columns.items()})
@@ -375,13 +375,13 @@ def test_texts_do_not_overlap_or_leave_the_plot(request: pytest.FixtureRequest, 
         pytest.skip("nothing to draw")
     size_of(render_png(of[name]))
 
-    found = list(boxes(of[name]))
+    result = list(boxes(of[name]))
 
     frame = of[name].bbox
-    for text, box in found:
+    for text, box in result:
         assert frame.x0 - 1 <= box.x0 <= box.x1 <= frame.x1 + 1, text
         assert frame.y0 - 1 <= box.y0 <= box.y1 <= frame.y1 + 1, text
-    for (first, a), (second, b) in combinations(found, 2):
+    for (first, a), (second, b) in combinations(result, 2):
         width, height = min(a.x1, b.x1) - max(a.x0, b.x0), min(a.y1, b.y1) - max(a.y0, b.y0)
         assert width < 1 or height < 1, f"{first!r} lies on {second!r}"
 

@@ -87,8 +87,8 @@ def test_every_value_of_a_row_is_read_back(results: Results) -> None:
 
     results.put({"up to bf16": row})
 
-    found = results.rows()["up to bf16"]
-    assert found == LadderRow(**{**vars(row), "session": 2, "date": found.date, "hardware": HARDWARE})
+    result = results.rows()["up to bf16"]
+    assert result == LadderRow(**{**vars(row), "session": 2, "date": result.date, "hardware": HARDWARE})
 
 
 def test_a_remeasured_technique_replaces_only_its_column(fresh: Any) -> None:
@@ -118,21 +118,21 @@ def test_each_technique_keeps_its_date_and_machine(results: Results, monkeypatch
     monkeypatch.setattr(module, "hardware", lambda: {"python": "4"})
     results.put(rows({"bf16": [5.0]}))
 
-    found = results.rows()
+    result = results.rows()
 
-    assert found["bf16"].hardware == {"python": "4"}
-    assert found["baseline"].hardware == HARDWARE
-    assert found["bf16"].date >= found["baseline"].date > ""
+    assert result["bf16"].hardware == {"python": "4"}
+    assert result["baseline"].hardware == HARDWARE
+    assert result["bf16"].date >= result["baseline"].date > ""
 
 
 def test_hardware_names_machine_and_versions(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
 
-    found = module.hardware()
+    result = module.hardware()
 
-    assert {"accel-run", "python", "platform", "git", "inventory"} == found.keys()
-    assert found["inventory"]["torch_version"]
-    assert json.loads(json.dumps(found)) == found
+    assert {"accel-run", "python", "platform", "git", "inventory"} == result.keys()
+    assert result["inventory"]["torch_version"]
+    assert json.loads(json.dumps(result)) == result
 
 
 def test_the_json_is_strict_for_infinite_intervals(results: Results) -> None:
@@ -227,9 +227,9 @@ def test_a_prefix_cannot_escape_the_folder(tmp_path: Path, prefix: str) -> None:
 
 
 def test_without_results_the_command_that_creates_them_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InputMissing, match="accel-run benchmark") as told:
+    with pytest.raises(InputMissing, match="accel-run benchmark") as messages:
         Results(tmp_path).rows()
-    assert told.value.exit_code == Exit.NO_INPUT
+    assert messages.value.exit_code == Exit.NO_INPUT
 
 
 EARLIER = b'{"techniques": {"bf16": {"mode": "isolated", "sha256": "0"}}}'
@@ -267,11 +267,11 @@ def test_any_json_is_read_or_refused(fresh: Any) -> None:
         results.init()
         results.json.write_text(json.dumps({"techniques": {"a": row}}))
         try:
-            found = results.rows()
+            result = results.rows()
         except DataError:
             return
         results.put({})
-        assert results.rows() == found
+        assert results.rows() == result
 
     law()
 
@@ -318,9 +318,9 @@ def test_a_disk_that_fails_leaves_the_old_column_or_the_new(
             is_full = "full" in str(error)
         assert is_full == failing.has_failed
 
-    found = columns(results)
-    assert found in (before, before | {"bf16": [3.0], "flash": [4.0]})
-    assert (results.rows()["bf16"].mode == "again") == (found != before)
+    result = columns(results)
+    assert result in (before, before | {"bf16": [3.0], "flash": [4.0]})
+    assert (results.rows()["bf16"].mode == "again") == (result != before)
     results.put(rows({"bf16": [3.0]}))
     assert columns(results)["baseline"] == COLUMNS["baseline"]
 

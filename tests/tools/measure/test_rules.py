@@ -129,22 +129,22 @@ CASES: Mapping[str, tuple[Facts, str, str]] = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_the_bottleneck_comes_first(case: str) -> None:
-    given, rule, words = CASES[case]
+    given, rule, args = CASES[case]
 
-    found = findings(given)
+    result = findings(given)
 
-    assert found, "nothing was seen"
+    assert result, "nothing was seen"
     place = 1 if rule == "slow transform" else 0  # the data wait is longer than the slow line in it
-    assert found[place].rule == rule, [finding.rule for finding in found]
-    proposed = [candidate.name for candidate in found[place].candidates]
-    assert any(words in text for text in (*proposed, found[place].by_hand)), proposed
+    assert result[place].rule == rule, [finding.rule for finding in result]
+    proposed = [candidate.name for candidate in result[place].candidates]
+    assert any(args in text for text in (*proposed, result[place].by_hand)), proposed
 
 
 @pytest.mark.parametrize(("busy", "is_known"), [(0.05, False), (0.9, True)])
 def test_the_gain_of_a_waiting_line_hidden_by_readers_is_unknown(busy: float, is_known: bool) -> None:
-    found = findings(facts({"data": 8.0}, probe={**SLOW_LINE, "sample_busy": busy}))
+    result = findings(facts({"data": 8.0}, probe={**SLOW_LINE, "sample_busy": busy}))
 
-    assert [finding.at_most is not None for finding in found if finding.rule == "slow transform"] == [is_known]
+    assert [finding.at_most is not None for finding in result if finding.rule == "slow transform"] == [is_known]
 
 
 def test_a_healthy_run_has_no_findings() -> None:
@@ -228,8 +228,8 @@ def test_samples_that_change_are_not_cached() -> None:
 def test_each_rule_is_named_after_its_findings() -> None:
     for given, _, _ in CASES.values():
         for name, rule in RULES.items():
-            found = rule(given)
-            assert found is None or name in {finding.rule for finding in findings(given)}
+            result = rule(given)
+            assert result is None or name in {finding.rule for finding in findings(given)}
 
 
 def test_the_parts_are_those_that_are_measured() -> None:
@@ -253,21 +253,21 @@ def test_saves_at_the_end_of_phases_are_not_a_finding() -> None:
     every = {"checkpoint.every": 100}
 
     assert findings(facts({"saving": 5.0}, every, num_saves=4, phases=phases)) == []
-    (found,) = findings(facts({"saving": 5.0}, every, num_saves=8, phases=phases))
+    (result,) = findings(facts({"saving": 5.0}, every, num_saves=8, phases=phases))
     share = 5.0 / (sum(PARTS.values()) - PARTS["saving"] + 5.0)
-    assert found.at_most == pytest.approx(1 / (1 - share / 2))
+    assert result.at_most == pytest.approx(1 / (1 - share / 2))
 
 
 def test_timed_saves_are_judged_by_measurements_of_the_run() -> None:
     every = {"checkpoint.every": "1min"}
 
-    (found,) = findings(facts({"saving": 5.0}, every, num_saves=10))
+    (result,) = findings(facts({"saving": 5.0}, every, num_saves=10))
 
-    assert "10 checkpoints of 0.5 s" in found.evidence
+    assert "10 checkpoints of 0.5 s" in result.evidence
     share = 5.0 / (sum(PARTS.values()) - PARTS["saving"] + 5.0)
-    assert found.at_most == pytest.approx(1 / ((1 - share) * (1 + 0.5 / 60))), "auto would save every 60 s"
-    assert not found.candidates
-    assert "checkpoint.every=auto" in found.by_hand
+    assert result.at_most == pytest.approx(1 / ((1 - share) * (1 + 0.5 / 60))), "auto would save every 60 s"
+    assert not result.candidates
+    assert "checkpoint.every=auto" in result.by_hand
     assert findings(facts({"saving": 5.0}, every)) == [], "how many there were is not known"
 
 
@@ -283,16 +283,16 @@ def test_given_save_intervals_are_kept() -> None:
 
 
 def test_missing_methods_of_a_task_are_not_proposed() -> None:
-    (found,) = findings(facts({"hooks": 5.0}, has_begin_update=False))
+    (result,) = findings(facts({"hooks": 5.0}, has_begin_update=False))
 
-    assert "begin_update" not in found.by_hand
+    assert "begin_update" not in result.by_hand
     assert findings(facts({"hooks": 5.0})) == [], "nobody knows whose it is"
 
 
 def test_one_worker_reads() -> None:
-    (found,) = findings(facts({"data": 8.0}, {"dataloader.num_workers": 1}))
+    (result,) = findings(facts({"data": 8.0}, {"dataloader.num_workers": 1}))
 
-    assert "1 worker reads, 8 cores" in found.evidence
+    assert "1 worker reads, 8 cores" in result.evidence
 
 
 @pytest.mark.parametrize(
@@ -304,8 +304,8 @@ def test_one_worker_reads() -> None:
 )
 def test_a_thread_without_a_cache_is_one_worker(values: Mapping[str, Any], absent: str) -> None:
     for cache, is_there in (("none", False), ("memory", True)):
-        (found,) = findings(facts({"data": 8.0}, {**values, "dataloader.cache": cache}))
-        assert (absent in {each.name for each in found.candidates}) is is_there, cache
+        (result,) = findings(facts({"data": 8.0}, {**values, "dataloader.cache": cache}))
+        assert (absent in {each.name for each in result.candidates}) is is_there, cache
 
 
 def test_samples_read_once_are_not_cached() -> None:
@@ -313,7 +313,7 @@ def test_samples_read_once_are_not_cached() -> None:
     same = {"same_when_read_again": True, "sample_bytes": 1024}
     once, twice = (facts({"data": 8.0}, probe=same, epochs=epochs) for epochs in (1.0, 2.0))
 
-    proposed = [[each.name for found in findings(given) for each in found.candidates] for given in (once, twice)]
+    proposed = [[each.name for result in findings(given) for each in result.candidates] for given in (once, twice)]
 
     assert ["dataloader.cache=memory" in names for names in proposed] == [False, True]
 
@@ -331,7 +331,7 @@ def test_the_likeliest_number_of_readers_is_tried_before_the_extremes(cores: int
 def test_no_other_micro_batch_is_proposed_for_batch_norms() -> None:
     small = facts(micro_batch_size=2, accumulation_steps=32, num_alloc_retries=7, probe={"has_batch_norm": True})
 
-    words = {word for finding in findings(small) for each in finding.candidates for word in each.overrides}
+    args = {word for finding in findings(small) for each in finding.candidates for word in each.overrides}
 
-    assert "memory.allocator=expandable_segments:True" in words
-    assert not any(word.startswith("micro_batch_size=") for word in words)
+    assert "memory.allocator=expandable_segments:True" in args
+    assert not any(word.startswith("micro_batch_size=") for word in args)

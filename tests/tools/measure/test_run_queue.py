@@ -58,11 +58,11 @@ def test_waits_outside_of_a_block_do_not_count(monkeypatch: pytest.MonkeyPatch, 
     monkeypatch.setattr(run_queue, "psutil", cores)
     monkeypatch.setattr(run_queue, "time", SimpleNamespace(thread_time=lambda: 0.0))
 
-    told = RunQueueWait()
-    before = told.sample(begins=True)
+    messages = RunQueueWait()
+    before = messages.sample(begins=True)
     waited[0] += block_s
 
-    assert told.wait_for_others_s(before, told.sample(begins=False)) == pytest.approx(block_s)
+    assert messages.wait_for_others_s(before, messages.sample(begins=False)) == pytest.approx(block_s)
 
 
 @contextmanager
@@ -98,13 +98,13 @@ def test_waits_for_another_job_on_the_core_are_counted() -> None:
     os.sched_setaffinity(0, {core})
     try:
         with other_job(core):
-            told = RunQueueWait()
-            sample = told.sample(begins=True)
+            messages = RunQueueWait()
+            sample = messages.sample(begins=True)
             compute_for(0.5)
-            over = told.sample(begins=False)
+            over = messages.sample(begins=False)
     finally:
         os.sched_setaffinity(0, before)
     assert sample is not None
     assert over is not None
     assert over.wait_s > sample.wait_s, "the system lets the other job run, too"
-    assert 0.0 <= told.wait_for_others_s(sample, over) <= over.wait_s - sample.wait_s
+    assert 0.0 <= messages.wait_for_others_s(sample, over) <= over.wait_s - sample.wait_s

@@ -9,7 +9,7 @@ from runner.tools.measure.compare import CompareLimits
 from runner.tools.measure.selection import select
 
 
-def test_a_variant_that_never_started_is_not_asked_whether_it_may_win() -> None:
+def test_a_variant_that_never_started_is_not_a_candidate() -> None:
     """Its process has reported no settings."""
     unstarted = SimpleNamespace(name="other", blocks={}, opened={})
     trials: Any = SimpleNamespace(needs_s=0.0, variants=[SimpleNamespace(name="base"), unstarted])
@@ -17,5 +17,5 @@ def test_a_variant_that_never_started_is_not_asked_whether_it_may_win() -> None:
     def may_win(each: Any) -> bool:
         return bool(each.opened["values"])
 
-    found = select(lambda *_: trials, [SimpleNamespace()] * 3, CompareLimits(), may_win=may_win)  # type: ignore[list-item]
-    assert found.leader == ""
+    result = select(lambda *_: trials, [SimpleNamespace()] * 3, CompareLimits(), may_win=may_win)  # type: ignore[list-item]
+    assert result.leader == ""

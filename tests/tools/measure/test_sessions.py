@@ -110,6 +110,6 @@ def test_a_baseline_is_removed_with_the_last_column_of_its_session(tmp_path: Pat
         rows = {BASELINE: LadderRow(updates_ms=(4.0 + number,)), "bf16": LadderRow(updates_ms=(2.0,))}
         results.put(rows, is_main=False)
 
-    found = columns_of(results.rows())
-    assert list(found) == [BASELINE, "bf16", session_baseline(3)]
-    assert (found[BASELINE], found[session_baseline(3)]) == ([4.0], [6.0])
+    result = columns_of(results.rows())
+    assert list(result) == [BASELINE, "bf16", session_baseline(3)]
+    assert (result[BASELINE], result[session_baseline(3)]) == ([4.0], [6.0])

@@ -43,9 +43,9 @@ def simulated(seed: int, num: int, gain: float, noise: Draw) -> Ratio:
 @pytest.mark.parametrize("noise", [quiet, spiky])
 @pytest.mark.parametrize("num", [6, 10, 20])
 def test_the_confidence_interval_has_its_coverage(num: int, noise: Draw) -> None:
-    found = [simulated(seed, num, 1.3, noise) for seed in range(400)]
+    result = [simulated(seed, num, 1.3, noise) for seed in range(400)]
 
-    share = np.mean([ratio.low <= 1.3 <= ratio.high for ratio in found])
+    share = np.mean([ratio.low <= 1.3 <= ratio.high for ratio in result])
 
     assert 0.90 <= share <= 0.98, f"{share} instead of {CONFIDENCE}"
 
@@ -55,10 +55,10 @@ def test_the_confidence_interval_has_its_coverage(num: int, noise: Draw) -> None
 @pytest.mark.parametrize("num", [3, 4, 5])
 def test_the_interval_of_few_rounds_is_wide(num: int, noise: Draw) -> None:
     """A trial that the budget ends early does not gain confidence; heavy tails may make it wider than necessary."""
-    found = [simulated(seed, num, 1.3, noise) for seed in range(400)]
+    result = [simulated(seed, num, 1.3, noise) for seed in range(400)]
 
-    assert np.mean([ratio.low <= 1.3 <= ratio.high for ratio in found]) >= 0.92
-    assert all(ratio.low <= ratio.middle <= ratio.high for ratio in found)
+    assert np.mean([ratio.low <= 1.3 <= ratio.high for ratio in result]) >= 0.92
+    assert all(ratio.low <= ratio.middle <= ratio.high for ratio in result)
 
 
 @pytest.mark.parametrize("noise", [quiet, spiky])
@@ -79,10 +79,10 @@ def test_drift_of_the_machine_does_not_widen_the_interval() -> None:
     rng = np.random.default_rng(0)
     speed = np.exp(np.cumsum(rng.normal(0.0, 0.3, 12)))
 
-    found = paired_ratio((13 * speed).tolist(), (10 * speed).tolist())
+    result = paired_ratio((13 * speed).tolist(), (10 * speed).tolist())
 
-    assert found.middle == pytest.approx(1.3)
-    assert found.high - found.low < 1e-9
+    assert result.middle == pytest.approx(1.3)
+    assert result.high - result.low < 1e-9
 
 
 def test_the_same_blocks_give_the_same_interval() -> None:
@@ -90,11 +90,11 @@ def test_the_same_blocks_give_the_same_interval() -> None:
 
 
 def test_two_blocks_give_no_spread() -> None:
-    found = paired_ratio([10.0, 10.0], [5.0, 5.0])
+    result = paired_ratio([10.0, 10.0], [5.0, 5.0])
 
-    assert found.middle == pytest.approx(2.0)
-    assert found.verdict == "no clear change"
-    assert not found.is_narrow
+    assert result.middle == pytest.approx(2.0)
+    assert result.verdict == "no clear change"
+    assert not result.is_narrow
 
 
 def test_rounds_end_by_the_width_of_the_interval_alone() -> None:
@@ -103,7 +103,7 @@ def test_rounds_end_by_the_width_of_the_interval_alone() -> None:
     assert Ratio(3.0, 2.85, 3.15, 9).is_narrow, "threefold need not be known to two percent"
 
 
-def test_a_change_that_is_sure_but_tiny_is_no_change() -> None:
+def test_a_significant_but_tiny_change_is_no_change() -> None:
     assert Ratio(1.005, 1.004, 1.006, 60).verdict == "no clear change"
 
 
@@ -139,13 +139,13 @@ def in_processes(seed: int, num_cells: int, lives: int, sigma: float, noise: Dra
 def test_the_interval_includes_the_spread_between_processes(
     sigma: float, lives: int, each: int, num_cells: int, noise: Draw
 ) -> None:
-    found = [
+    result = [
         trials.ratio(trials.variants[1])
         for trials in (in_processes(seed, num_cells, lives, sigma, noise, each) for seed in range(200))
     ]
 
-    assert np.mean([ratio.low <= 1 <= ratio.high for ratio in found if ratio]) >= 0.92
-    assert np.mean([ratio.verdict == "no clear change" for ratio in found if ratio]) >= 0.97
+    assert np.mean([ratio.low <= 1 <= ratio.high for ratio in result if ratio]) >= 0.92
+    assert np.mean([ratio.verdict == "no clear change" for ratio in result if ratio]) >= 0.97
 
 
 def test_without_the_spread_between_processes_the_interval_would_be_too_narrow() -> None:
@@ -153,9 +153,9 @@ def test_without_the_spread_between_processes_the_interval_would_be_too_narrow()
     for trials in made:
         for cell in trials.variants:
             cell.blocks = {number: Block(block.ms) for number, block in cell.blocks.items()}
-    found = [trials.ratio(trials.variants[1]) for trials in made]
+    result = [trials.ratio(trials.variants[1]) for trials in made]
 
-    assert np.mean([ratio.low <= 1 <= ratio.high for ratio in found if ratio]) < 0.8
+    assert np.mean([ratio.low <= 1 <= ratio.high for ratio in result if ratio]) < 0.8
 
 
 @pytest.mark.sampled(3)
@@ -163,12 +163,12 @@ def test_without_the_spread_between_processes_the_interval_would_be_too_narrow()
 @pytest.mark.parametrize("num_cells", [2, 3, 9])
 def test_the_spread_between_processes_is_found_as_it_was_planted(num_cells: int, lives: int) -> None:
     still: Draw = lambda rng, num: rng.normal(0.0, 1e-4, num)  # noqa: E731
-    found = [in_processes(seed, num_cells, lives, 0.02, still).measured_spread for seed in range(300)]
+    result = [in_processes(seed, num_cells, lives, 0.02, still).measured_spread for seed in range(300)]
 
-    total = ProcessSpread(sum(each.squares for each in found), sum(each.freedom for each in found))
+    total = ProcessSpread(sum(each.squares for each in result), sum(each.freedom for each in result))
     assert total.sigma == pytest.approx(0.02, rel=0.12)
-    variances = np.array([each.sigma**2 for each in found]) / total.sigma**2
-    assert 2 / np.var(variances) == pytest.approx(found[0].freedom, rel=0.5), "it is as sure of it as it says"
+    variances = np.array([each.sigma**2 for each in result]) / total.sigma**2
+    assert 2 / np.var(variances) == pytest.approx(result[0].freedom, rel=0.5), "it is as sure of it as it says"
 
 
 def test_variants_without_restarts_give_no_spread_between_processes() -> None:
@@ -196,7 +196,7 @@ def test_quantiles_are_those_of_the_tables(freedom: float, quantile: float) -> N
     assert student_quantile(freedom) == pytest.approx(quantile, rel=0.01)
 
 
-def test_a_round_cut_by_the_deadline_keeps_earlier_rounds() -> None:
+def test_a_round_interrupted_by_the_deadline_keeps_earlier_rounds() -> None:
     trials = in_processes(0, 3, 2, 0.02, quiet)
     whole = trials.measured_spread
     trials.variants[0].blocks[16] = Block(10.0, process=2)

@@ -52,7 +52,7 @@ BASE_MS, BLOCK_S, LOOK_EVERY = 20.0, 0.4, 20
 
 
 @dataclass
-class FakeArena:
+class FakeComparison:
     """A comparison of variants with known speeds on a virtual clock; it uses its budget like the real one.
 
     ms       milliseconds of an update with these overrides
@@ -77,21 +77,21 @@ class FakeArena:
     def clock(self) -> float:
         return self.now
 
-    def compare(self, cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
-        self.calls.append(list(cells))
+    def compare(self, variants: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
+        self.calls.append(list(variants))
         deadline, trials = self.now + limits.budget_s, ComparisonResult([], "interleaved")
-        for cell in cells:
+        for cell in variants:
             opened = {"values": {}, "periods": {}, "updates": self.updates}
             measured = VariantResult(cell, startup=Startup(self.startup_s), opened=opened)
             trials.variants.append(measured)
             if deadline - self.now < limits.budget_s / 2 + self.startup_s and len(trials.variants) > 2:
-                measured.why_not, trials.needs_s = NO_TIME_LEFT, 2 * self.startup_s * len(cells)
+                measured.why_not, trials.needs_s = NO_TIME_LEFT, 2 * self.startup_s * len(variants)
                 continue
             self.now += self.startup_s
             measured.why_not = next((self.fails[word] for word in cell.overrides if word in self.fails), "")
             loss = 2.0 if set(cell.overrides) & set(self.wrong) else 1.0
             measured.report = {"losses": [loss] * 8, "grad_norms": [loss]}
-            if measured.why_not and cell is cells[0]:
+            if measured.why_not and cell is variants[0]:
                 raise AccelRunError(measured.why_not)
         least, most = limits.rounds
         for number in range(most):
@@ -116,11 +116,11 @@ def _are_narrow(trials: ComparisonResult) -> bool:
 def speeds(**factors: float) -> Callable[[Overrides], float]:
     """Return a function from overrides to milliseconds, where each override multiplies the time by its factor."""
 
-    def ms(words: Overrides) -> float:
-        found = BASE_MS
-        for word in words:
-            found *= factors.get(word.replace("=", "_"), 1.0)
-        return found
+    def ms(args: Overrides) -> float:
+        result = BASE_MS
+        for word in args:
+            result *= factors.get(word.replace("=", "_"), 1.0)
+        return result
 
     return ms
 
@@ -133,21 +133,21 @@ def axis(name: str, *values: str, alone: bool = False) -> TuneAxis:
 THREE = [axis("a", "1", "2", "3", "4", "5"), axis("b", "1", "2"), axis("c", "1")]
 
 
-def searched(arena: FakeArena, axes: Sequence[TuneAxis], budget_s: float = 600.0) -> TuneResult:
-    return search(axes, arena.compare, budget_s, arena.startup_s, lambda _: None, arena.clock)
+def searched(comparison: FakeComparison, axes: Sequence[TuneAxis], budget_s: float = 600.0) -> TuneResult:
+    return search(axes, comparison.compare, budget_s, comparison.startup_s, lambda _: None, comparison.clock)
 
 
 def test_the_best_of_every_axis_is_found() -> None:
-    arena = FakeArena(speeds(a_2=0.9, a_4=0.7, a_5=0.8, b_1=1.5, b_2=0.95, c_1=1.2))
+    comparison = FakeComparison(speeds(a_2=0.9, a_4=0.7, a_5=0.8, b_1=1.5, b_2=0.95, c_1=1.2))
 
-    found = searched(arena, THREE)
+    result = searched(comparison, THREE)
 
-    assert found.overrides == ("a=4", "b=2")
-    assert found.proof is not None
-    assert found.proof.outcome.ratio is not None
-    assert found.proof.outcome.ratio.middle == pytest.approx(1 / (0.7 * 0.95))
-    assert [each.candidate.name for each in found.adopted] == ["a=4", "b=2"]
-    assert {each.candidate.name for each in found.tried} == {"a=1", "a=2", "a=3", "a=4", "a=5", "b=1", "b=2", "c=1"}
+    assert result.overrides == ("a=4", "b=2")
+    assert result.proof is not None
+    assert result.proof.outcome.ratio is not None
+    assert result.proof.outcome.ratio.middle == pytest.approx(1 / (0.7 * 0.95))
+    assert [each.candidate.name for each in result.adopted] == ["a=4", "b=2"]
+    assert {each.candidate.name for each in result.tried} == {"a=1", "a=2", "a=3", "a=4", "a=5", "b=1", "b=2", "c=1"}
 
 
 @settings(max_examples=40)
@@ -160,178 +160,181 @@ def test_without_noise_the_best_is_found(of_a: list[float], of_b: list[float], o
     named = {f"a_{n}": value for n, value in enumerate(of_a, 1)} | {f"b_{n}": value for n, value in enumerate(of_b, 1)}
     ms = speeds(**named, c_1=of_c)
 
-    found = searched(FakeArena(ms), THREE)
+    result = searched(FakeComparison(ms), THREE)
 
     best = BASE_MS * min(1.0, *of_a) * min(1.0, *of_b) * min(1.0, of_c)
-    assert ms(found.overrides) <= best * 1.011**3
-    assert ms(found.overrides) <= BASE_MS
+    assert ms(result.overrides) <= best * 1.011**3
+    assert ms(result.overrides) <= BASE_MS
 
 
 def test_on_a_noisy_machine_no_slowdown_is_chosen_and_gains_are_usually_found() -> None:
     helps, none = speeds(a_3=0.75, b_1=1.05), speeds(a_1=1.02, a_2=1.01, b_1=1.1)
     found_it = 0
     for seed in range(8):
-        found = searched(FakeArena(helps, noise=0.08, seed=seed), THREE)
-        assert helps(found.overrides) <= BASE_MS
-        found_it += "a=3" in found.overrides
-        assert none(searched(FakeArena(none, noise=0.08, seed=seed), THREE).overrides) <= BASE_MS
+        result = searched(FakeComparison(helps, noise=0.08, seed=seed), THREE)
+        assert helps(result.overrides) <= BASE_MS
+        found_it += "a=3" in result.overrides
+        assert none(searched(FakeComparison(none, noise=0.08, seed=seed), THREE).overrides) <= BASE_MS
     assert found_it >= 7
 
 
-def test_a_setting_that_harms_beside_the_best_is_not_chosen() -> None:
-    def ms(words: Overrides) -> float:
+def test_a_setting_that_slows_down_the_best_combination_is_not_chosen() -> None:
+    def ms(args: Overrides) -> float:
         alone = {"a=1": 0.7, "b=1": 0.8}
-        both = {"a=1", "b=1"} <= set(words)
-        return BASE_MS * (1.3 if both else min([1.0, *(alone.get(word, 1.0) for word in words)]))
+        both = {"a=1", "b=1"} <= set(args)
+        return BASE_MS * (1.3 if both else min([1.0, *(alone.get(word, 1.0) for word in args)]))
 
-    assert searched(FakeArena(ms), [axis("a", "1"), axis("b", "1")]).overrides == ("a=1",)
+    assert searched(FakeComparison(ms), [axis("a", "1"), axis("b", "1")]).overrides == ("a=1",)
 
 
-def test_a_setting_that_fails_the_proof_is_not_in_the_profile() -> None:
-    arena = FakeArena(lambda _: BASE_MS)
-    arena.ms = lambda words: BASE_MS * (0.5 if words and len(arena.calls) < 2 else 1.0)
+def test_a_setting_that_fails_verification_is_not_in_the_profile() -> None:
+    comparison = FakeComparison(lambda _: BASE_MS)
+    comparison.ms = lambda args: BASE_MS * (0.5 if args and len(comparison.calls) < 2 else 1.0)
 
-    found = searched(arena, [axis("a", "1")])
+    result = searched(comparison, [axis("a", "1")])
 
-    assert [each.candidate.name for each in found.adopted] == ["a=1"]
-    assert found.proof is not None
-    assert found.overrides == ()
-    assert "no clear change" in found.proof.outcome.reason
+    assert [each.candidate.name for each in result.adopted] == ["a=1"]
+    assert result.proof is not None
+    assert result.overrides == ()
+    assert "no clear change" in result.proof.outcome.reason
 
 
 def test_the_proof_uses_separate_rounds_against_current_settings() -> None:
-    arena = FakeArena(speeds(a_4=0.7, b_2=0.8))
+    comparison = FakeComparison(speeds(a_4=0.7, b_2=0.8))
 
-    searched(arena, THREE)
+    searched(comparison, THREE)
 
-    assert [(cell.name, cell.overrides) for cell in arena.calls[-1]] == [(AS_IT_IS, ()), ("a=4 b=2", ("a=4", "b=2"))]
+    assert [(cell.name, cell.overrides) for cell in comparison.calls[-1]] == [
+        (AS_IT_IS, ()),
+        ("a=4 b=2", ("a=4", "b=2")),
+    ]
 
 
 def test_the_best_of_an_axis_is_compared_again_with_the_best_known() -> None:
     """A candidate is adopted only if new rounds confirm it. A single candidate needs no second comparison."""
-    arena = FakeArena(speeds(a_4=0.7, a_5=0.8, b_2=0.8))
+    comparison = FakeComparison(speeds(a_4=0.7, a_5=0.8, b_2=0.8))
 
-    searched(arena, THREE)
+    searched(comparison, THREE)
 
-    assert [len(cells) - 1 for cells in arena.calls] == [5, 1, 2, 1, 1, 1]
-    assert [cells[0].overrides for cells in arena.calls] == [(), (), ("a=4",), ("a=4",), ("a=4", "b=2"), ()]
+    assert [len(variants) - 1 for variants in comparison.calls] == [5, 1, 2, 1, 1, 1]
+    assert [variants[0].overrides for variants in comparison.calls] == [(), (), ("a=4",), ("a=4",), ("a=4", "b=2"), ()]
 
 
 def test_failing_and_different_candidates_are_dropped_with_a_reason() -> None:
-    arena = FakeArena(
+    comparison = FakeComparison(
         speeds(a_1=0.2, a_2=0.3, a_3=0.9), fails={"a=1": "CUDA out of memory", "c=1": "ended with 9"}, wrong=["a=2"]
     )
 
-    found = searched(arena, THREE)
+    result = searched(comparison, THREE)
 
-    reasons = {each.candidate.name: each.outcome.reason for each in found.tried}
-    assert found.overrides == ("a=3",)
-    assert (reasons["a=1"], reasons["c=1"]) == tuple(arena.fails.values())
+    reasons = {each.candidate.name: each.outcome.reason for each in result.tried}
+    assert result.overrides == ("a=3",)
+    assert (reasons["a=1"], reasons["c=1"]) == tuple(comparison.fails.values())
     assert "numerical results differ" in reasons["a=2"]
 
 
 def test_a_setting_that_starts_too_slowly_is_not_chosen() -> None:
     """For example, a compiled model in a short training."""
-    arena = FakeArena(speeds(a_1=0.5), updates=100)
-    measure = arena.compare
+    comparison = FakeComparison(speeds(a_1=0.5), updates=100)
+    measure = comparison.compare
 
-    def slow_to_begin(cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
-        trials = measure(cells, limits)
+    def slow_to_begin(variants: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
+        trials = measure(variants, limits)
         for cell in trials.variants[1:]:
             cell.startup.start_s += 30.0
         return trials
 
-    arena.compare = slow_to_begin  # type: ignore[method-assign]
-    found = searched(arena, [axis("a", "1")])
+    comparison.compare = slow_to_begin  # type: ignore[method-assign]
+    result = searched(comparison, [axis("a", "1")])
 
-    assert found.overrides == ()
-    assert "100 updates" in found.tried[0].outcome.reason
+    assert result.overrides == ()
+    assert "100 updates" in result.tried[0].outcome.reason
 
 
 @pytest.mark.parametrize("startup_s", [0.1, 2.0, 10.0])
 @pytest.mark.parametrize("budget_s", [1.0, 20.0, 100.0, 600.0])
 def test_the_budget_is_kept_and_a_sufficient_one_is_reported(budget_s: float, startup_s: float) -> None:
     many = [axis(name, *map(str, range(7))) for name in "abcdefgh"]
-    arena = FakeArena(speeds(a_3=0.8, h_3=0.8), noise=0.05, startup_s=startup_s)
+    comparison = FakeComparison(speeds(a_3=0.8, h_3=0.8), noise=0.05, startup_s=startup_s)
 
-    found = searched(arena, many, budget_s)
+    result = searched(comparison, many, budget_s)
 
     one_turn_more = 3 * 8 * BLOCK_S  # at least three rounds are measured
-    assert arena.now <= budget_s + one_turn_more
-    untried = [each for each in found.tried if each.outcome.why_not == NO_TIME_LEFT]
-    assert bool(untried) == (found.needs_s > budget_s)
+    assert comparison.now <= budget_s + one_turn_more
+    untried = [each for each in result.tried if each.outcome.why_not == NO_TIME_LEFT]
+    assert bool(untried) == (result.needs_s > budget_s)
     if untried and budget_s == 600.0:
-        enough = FakeArena(speeds(a_3=0.8, h_3=0.8), noise=0.05, startup_s=startup_s)
+        enough = FakeComparison(speeds(a_3=0.8, h_3=0.8), noise=0.05, startup_s=startup_s)
         assert not [
-            each for each in searched(enough, many, found.needs_s).tried if each.outcome.why_not == NO_TIME_LEFT
+            each for each in searched(enough, many, result.needs_s).tried if each.outcome.why_not == NO_TIME_LEFT
         ]
 
 
 def test_spare_time_goes_to_untried_candidates() -> None:
     """Time reserved for the proof is released if there is nothing to prove, and suffices for the last axis."""
     many = [axis("a", *map(str, range(7))), *(axis(name, "0") for name in "bcdefgh")]
-    arena = FakeArena(speeds(h_0=0.6))
+    comparison = FakeComparison(speeds(h_0=0.6))
 
-    found = searched(arena, many, budget_s=70.0)
+    result = searched(comparison, many, budget_s=70.0)
 
-    assert found.overrides == ("h=0",)
-    assert arena.now <= 70.0
-    assert not [each for each in found.tried if each.outcome.is_untried]
-    assert found.needs_s == 0.0
-    assert len({each.candidate.name for each in found.tried}) == len(found.tried) == 14
+    assert result.overrides == ("h=0",)
+    assert comparison.now <= 70.0
+    assert not [each for each in result.tried if each.outcome.is_untried]
+    assert result.needs_s == 0.0
+    assert len({each.candidate.name for each in result.tried}) == len(result.tried) == 14
 
 
 def test_a_candidate_without_time_ends_the_search() -> None:
-    arena = FakeArena(speeds(), fails={"a=1": f"{START_TIMED_OUT}: not ready after 9 s"})
+    comparison = FakeComparison(speeds(), fails={"a=1": f"{START_TIMED_OUT}: not ready after 9 s"})
 
-    found = searched(arena, [axis("a", "1"), axis("b", "1")])
+    result = searched(comparison, [axis("a", "1"), axis("b", "1")])
 
-    assert [each.candidate.name for each in found.tried if each.outcome.is_untried] == ["a=1"]
-    assert len(arena.calls) <= 4
+    assert [each.candidate.name for each in result.tried if each.outcome.is_untried] == ["a=1"]
+    assert len(comparison.calls) <= 4
 
 
 def test_the_leader_at_the_deadline_is_still_proven() -> None:
     """The proof decides, not the number of rounds against its rival."""
-    arena = FakeArena(speeds(a_3=0.5))
-    measure = arena.compare
+    comparison = FakeComparison(speeds(a_3=0.5))
+    measure = comparison.compare
 
-    def long(cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
-        trials = measure(cells, limits)
-        arena.now += 0.9 * limits.budget_s if len(cells) > 2 else 0.0
+    def long(variants: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
+        trials = measure(variants, limits)
+        comparison.now += 0.9 * limits.budget_s if len(variants) > 2 else 0.0
         return trials
 
-    arena.compare = long  # type: ignore[method-assign]
-    found = searched(arena, [axis("a", "1", "2", "3")], budget_s=40.0)
+    comparison.compare = long  # type: ignore[method-assign]
+    result = searched(comparison, [axis("a", "1", "2", "3")], budget_s=40.0)
 
-    assert found.overrides == ("a=3",)
+    assert result.overrides == ("a=3",)
 
 
 def test_an_error_of_the_best_known_does_not_end_the_search() -> None:
-    arena = FakeArena(speeds(a_4=0.7, b_2=0.8))
-    measure, killed = arena.compare, "its process was killed"
+    comparison = FakeComparison(speeds(a_4=0.7, b_2=0.8))
+    measure, killed = comparison.compare, "its process was killed"
 
-    def once(cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
-        if cells[-1].name.startswith("b"):
+    def once(variants: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
+        if variants[-1].name.startswith("b"):
             raise AccelRunError(killed, fix="see to it")
-        return measure(cells, limits)
+        return measure(variants, limits)
 
-    arena.compare = once  # type: ignore[method-assign]
-    found = searched(arena, THREE)
+    comparison.compare = once  # type: ignore[method-assign]
+    result = searched(comparison, THREE)
 
-    assert found.overrides == ("a=4",)
-    assert {each.candidate.name: each.outcome.why_not for each in found.tried}["b=1"].startswith(killed)
+    assert result.overrides == ("a=4",)
+    assert {each.candidate.name: each.outcome.why_not for each in result.tried}["b=1"].startswith(killed)
 
 
 def test_variants_that_may_fill_memory_never_run_together() -> None:
-    arena, together = FakeArena(speeds(a_1=0.5)), []
-    measure = arena.compare
+    comparison, together = FakeComparison(speeds(a_1=0.5)), []
+    measure = comparison.compare
 
-    def watched(cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
+    def watched(variants: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
         together.append(limits.interleave)
-        return measure(cells, limits)
+        return measure(variants, limits)
 
-    arena.compare = watched  # type: ignore[method-assign]
-    searched(arena, [axis("b", "1"), axis("a", "1", alone=True)])
+    comparison.compare = watched  # type: ignore[method-assign]
+    searched(comparison, [axis("b", "1"), axis("a", "1", alone=True)])
 
     assert together == [True, False, False]
 
@@ -339,8 +342,8 @@ def test_variants_that_may_fill_memory_never_run_together() -> None:
 # ---------------------------------------------------------------- available candidates
 
 
-def place(*words: str, gpu: Device | None = None, task_file: Path | None = None, **evidence: object) -> TuneTarget:
-    request = Request(words, task_file)
+def place(*args: str, gpu: Device | None = None, task_file: Path | None = None, **evidence: object) -> TuneTarget:
+    request = Request(args, task_file)
     inventory = Inventory((gpu,) if gpu else (), CPU)
     plan = make_plan(compose(request), inventory)
     known = {
@@ -353,8 +356,8 @@ def place(*words: str, gpu: Device | None = None, task_file: Path | None = None,
     return TuneTarget(request, compose(request), inventory, facts, "train", attends=True)
 
 
-def offered(there: TuneTarget, words: Overrides = ()) -> dict[str, Offer]:
-    return {name: there.offers(name)(words) for name in AXES}
+def offered(there: TuneTarget, args: Overrides = ()) -> dict[str, Offer]:
+    return {name: there.offers(name)(args) for name in AXES}
 
 
 @pytest.mark.sampled(1)
@@ -377,7 +380,7 @@ def test_no_candidate_changes_the_mathematics(gpu: Device | None) -> None:
     assert bool(offers["copies"].candidates) == (gpu is not None)
 
 
-def test_mathematics_of_a_setting() -> None:
+def test_mechanics_are_distinguished_from_mathematics() -> None:
     kept = (
         "global_batch_size", "optimizer", "optimizer.lr", "phase.train.optimizer.lr", "epochs", "updates", "seed",
         "task.size", "dataloader.drop_last", "dataloader.bad_samples", "max_grad_norm", "scheduler", "parallelism",
@@ -438,10 +441,10 @@ def test_settings_of_a_task_are_searched_and_the_profile_applies(
         request = replace(
             there.request, overrides=(*there.request.overrides, "+hardware=mine"), config_dir=tmp_path / "conf"
         )
-        plain, found = compose(there.request).flat(), compose(request).flat()
+        plain, result = compose(there.request).flat(), compose(request).flat()
         key, _, value = wanted.partition("=")
-        assert {key for key in found if plain.get(key) != found[key]} == {"hardware", key}
-        assert found[key] == int(value)
+        assert {key for key in result if plain.get(key) != result[key]} == {"hardware", key}
+        assert result[key] == int(value)
 
 
 def test_micro_batches_are_not_changed_for_batch_norms() -> None:
@@ -492,9 +495,9 @@ def test_a_thread_without_a_cache_equals_one_worker() -> None:
 # ---------------------------------------------------------------- the profile
 
 
-def tried(name: str, words: str, gain: float, width: float = 0.02) -> TriedCandidate:
+def tried(name: str, args: str, gain: float, width: float = 0.02) -> TriedCandidate:
     return TriedCandidate(
-        name, Candidate(tuple(words.split())), TrialOutcome(Ratio(gain, gain - width, gain + width, 12))
+        name, Candidate(tuple(args.split())), TrialOutcome(Ratio(gain, gain - width, gain + width, 12))
     )
 
 
@@ -506,8 +509,8 @@ BOTH = tried(PROOF, "dataloader.num_workers=2 precision=bf16", 1.5)
 
 def tuned(proof: TriedCandidate | None) -> TuneReport:
     adopted = (WORKERS, FORMAT) if proof else ()
-    found = TuneResult((WORKERS, FORMAT, SLOWER), {"tf32": "no GPU"}, adopted, proof)
-    return TuneReport("gpt", "a processor", "train", 31.2, found)
+    result = TuneResult((WORKERS, FORMAT, SLOWER), {"tf32": "no GPU"}, adopted, proof)
+    return TuneReport("gpt", "a processor", "train", 31.2, result)
 
 
 def test_a_profile_composes_and_contains_exactly_the_winner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -521,16 +524,18 @@ def test_a_profile_composes_and_contains_exactly_the_winner(tmp_path: Path, monk
     changed = {key: value for key, value in composed.items() if plain.get(key) != value}
     assert changed == {"dataloader.num_workers": 2, "precision": "bf16", "precision.keep_fp32": [], "hardware": "mine"}
     text = file.read_text()
-    for words in (
+    for args in (
         "accel-run tune on 20",
         "a processor",
         "+50 % [48, 52], 12 interleaved blocks",
         "compile=default: worse: -50 %",
     ):
-        assert words in text
+        assert args in text
 
 
-def test_after_a_failed_proof_the_profile_is_empty_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_after_a_failed_verification_the_profile_is_empty_and_states_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     plain = compose(Request(("task=gpt",))).flat()
     for proof in (None, replace(BOTH, outcome=TrialOutcome(Ratio(1.1, 0.9, 1.3, 12)))):
@@ -550,8 +555,8 @@ def test_a_profile_in_use_is_extended(tmp_path: Path, monkeypatch: pytest.Monkey
 
     write_profile(make_profile(tuned(thread)), before, "second")
 
-    found = compose(Request(("+hardware=second",), config_dir=tmp_path / "conf")).flat()
-    assert (found["precision"], found["dataloader"], found["backend.threads"]) == ("bf16", "thread", 1)
+    result = compose(Request(("+hardware=second",), config_dir=tmp_path / "conf")).flat()
+    assert (result["precision"], result["dataloader"], result["backend.threads"]) == ("bf16", "thread", 1)
 
 
 def test_without_trials_no_profile_is_written_and_an_earlier_one_is_kept(
@@ -575,10 +580,10 @@ def test_without_trials_no_profile_is_written_and_an_earlier_one_is_kept(
 
 
 def test_results_are_json_and_ascii() -> None:
-    found = json.loads(json.dumps(as_json(tuned(BOTH))))
+    result = json.loads(json.dumps(as_json(tuned(BOTH))))
 
-    assert found["settings"] == ["dataloader.num_workers=2", "precision=bf16"]
-    assert found["proof"]["speedup"] == 1.5
+    assert result["settings"] == ["dataloader.num_workers=2", "precision=bf16"]
+    assert result["proof"]["speedup"] == 1.5
     assert as_json(tuned(None))["settings"] == []
     assert "\n".join(format_result(tuned(BOTH))).isascii()
 
@@ -587,7 +592,7 @@ def test_results_are_json_and_ascii() -> None:
 
 
 @pytest.mark.parametrize(
-    ("words", "told"),
+    ("args", "messages"),
     [
         ("budget_s=0", "must be a number of seconds above 0"),
         ("budget_s=soon", "must be a number of seconds above 0"),
@@ -599,7 +604,7 @@ def test_results_are_json_and_ascii() -> None:
     ],
 )
 def test_typos_get_suggestions_before_anything_is_measured(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, args: str, messages: str
 ) -> None:
     def measured(*_: object) -> None:
         raise AssertionError("measured")
@@ -609,12 +614,12 @@ def test_typos_get_suggestions_before_anything_is_measured(
     (tmp_path / "conf" / "hardware").mkdir(parents=True)
     (tmp_path / "conf" / "hardware" / "theirs.yaml").write_text("# @package _global_\n")
 
-    with pytest.raises(AccelRunError, match=told):
-        run(words.split())
+    with pytest.raises(AccelRunError, match=messages):
+        run(args.split())
 
 
 @pytest.mark.parametrize(
-    ("task", "axes", "words", "wins"),
+    ("task", "axes", "args", "wins"),
     [
         # without pass_ms, a block would have hundreds of micro-batches once there is no data wait
         ("far_away.py", ["readers"], ["micro_batch_size=16", "task.pass_ms=4"], "dataloader."),
@@ -624,7 +629,7 @@ def test_typos_get_suggestions_before_anything_is_measured(
 def test_planted_slowdowns_are_tuned_away_and_nothing_else_changes(
     task: str,
     axes: Sequence[str],
-    words: Sequence[str],
+    args: Sequence[str],
     wins: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -641,49 +646,49 @@ def test_planted_slowdowns_are_tuned_away_and_nothing_else_changes(
     monkeypatch.setattr(tuning, "PROOF_ROUNDS", (6, 8))
     monkeypatch.setattr(tuning, "CompareLimits", partial(CompareLimits, block_s=0.1))
     quiet = ["backend.threads=1", "log_every=10000", "checkpoint=off"]  # no rows and saves, which lengthen blocks
-    said = ["device=cpu", *quiet, *words]
+    messages = ["device=cpu", *quiet, *args]
 
-    assert run(["--task", str(PLANTED / task), *said, "budget_s=240", "profile=mine", "--json"]) == 0
+    assert run(["--task", str(PLANTED / task), *messages, "budget_s=240", "profile=mine", "--json"]) == 0
 
-    found = json.loads(capsys.readouterr().out)
+    result = json.loads(capsys.readouterr().out)
     plain, tuned_to = (
-        compose(Request((*said, *more), PLANTED / task, folder)).flat()
+        compose(Request((*messages, *more), PLANTED / task, folder)).flat()
         for more, folder in (((), None), (("+hardware=mine",), tmp_path / "conf"))
     )
     changed = [f"{key}={value}" for key, value in tuned_to.items() if plain.get(key) != value and key != "hardware"]
-    assert found["settings"], found
-    assert all(word.startswith(wins) for word in (*found["settings"], *changed)), found
+    assert result["settings"], result
+    assert all(word.startswith(wins) for word in (*result["settings"], *changed)), result
     assert changed
-    assert found["proof"]["low"] > 1.0
+    assert result["proof"]["low"] > 1.0
     assert not (tmp_path / "outputs").exists()
 
 
 def test_time_between_two_clock_readings_removes_no_candidate() -> None:
     """An axis with one candidate gets exactly the time that it needs."""
-    arena = FakeArena(speeds(a_1=0.5), startup_s=2.0)
+    comparison = FakeComparison(speeds(a_1=0.5), startup_s=2.0)
     looks = count()
 
-    found = search(
-        [axis("a", "1"), *(axis(name, "1") for name in "bcdefghi")], arena.compare, 60.0, arena.startup_s,
-        lambda _: None, lambda: arena.now + 1e-4 * next(looks),
+    result = search(
+        [axis("a", "1"), *(axis(name, "1") for name in "bcdefghi")], comparison.compare, 60.0, comparison.startup_s,
+        lambda _: None, lambda: comparison.now + 1e-4 * next(looks),
     )  # fmt: skip
 
-    assert found.overrides == ("a=1",)
+    assert result.overrides == ("a=1",)
 
 
 # ---------------------------------------------------------------- start-up times
 
 
 def test_every_trial_includes_the_first_evaluation() -> None:
-    arena, seen = FakeArena(speeds(a_1=0.5)), list[CompareLimits]()
+    comparison, seen = FakeComparison(speeds(a_1=0.5)), list[CompareLimits]()
 
-    def measure(cells: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
+    def measure(variants: Sequence[Variant], limits: CompareLimits) -> ComparisonResult:
         seen.append(limits)
-        return arena.compare(cells, limits)
+        return comparison.compare(variants, limits)
 
-    found = search([axis("a", "1")], measure, 600.0, arena.startup_s, lambda _: None, arena.clock)
+    result = search([axis("a", "1")], measure, 600.0, comparison.startup_s, lambda _: None, comparison.clock)
 
-    assert found.overrides == ("a=1",)
+    assert result.overrides == ("a=1",)
     assert len(seen) == 2
     assert all(limits.time_first_evaluation for limits in seen)
 
@@ -691,11 +696,11 @@ def test_every_trial_includes_the_first_evaluation() -> None:
 def test_recompilation_for_evaluation_counts_as_start_time() -> None:
     settings_ = ("updates=100", "global_batch_size=24", "device=cpu", "backend.threads=1")
     limits = CompareLimits(budget_s=60, rounds=(1, 1), block_s=0.02, time_first_evaluation=True)
-    with Comparison(Request(settings_, Path(__file__).parent / "task_of_sizes.py")) as arena:
-        words = ("compile=default", "compile.backend=eager", "task.first_ms=50")
-        found = arena.compare([Variant(AS_IT_IS), Variant("compiled", words)], limits, lambda _: None)
+    with Comparison(Request(settings_, Path(__file__).parent / "task_of_sizes.py")) as comparison:
+        args = ("compile=default", "compile.backend=eager", "task.first_ms=50")
+        result = comparison.compare([Variant(AS_IT_IS), Variant("compiled", args)], limits, lambda _: None)
 
-    before, compiled = found.variants
+    before, compiled = result.variants
     assert (before.startup.evaluation_s, compiled.why_not) == (0.0, "")
     assert compiled.startup.evaluation_s == pytest.approx(0.05)  # by the virtual clock
     assert compiled.startup_s > compiled.startup.start_s + compiled.startup.evaluation_s
@@ -704,12 +709,12 @@ def test_recompilation_for_evaluation_counts_as_start_time() -> None:
 def test_every_evaluated_batch_size_occurs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """256 samples in batches of 24: the last batch has 16. A new batch size takes 50 ms."""
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "")  # restored after the test: the variant sets it
-    words = [f"output_root={tmp_path}", "device=cpu", "global_batch_size=24", "tracker=none", "monitor=off"]
-    words.append("task.first_ms=50")
+    args = [f"output_root={tmp_path}", "device=cpu", "global_batch_size=24", "tracker=none", "monitor=off"]
+    args.append("task.first_ms=50")
     with ExitStack() as stack:
         cell = Live(stack)
         task = str(Path(__file__).parent / "task_of_sizes.py")
-        cell.begin(words, task, None, str(tmp_path / "compiled"), None, run_evaluations=False)
+        cell.begin(args, task, None, str(tmp_path / "compiled"), None, run_evaluations=False)
         more_s = cell.evaluate()["more_s"]
         sizes = cell.run.parts.task.evaluated  # type: ignore[attr-defined]
 

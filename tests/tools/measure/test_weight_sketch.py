@@ -41,11 +41,11 @@ def test_the_distance_of_sketches_is_that_of_the_weights(scale: float) -> None:
 
 def test_equal_values_do_not_cancel_and_chunking_has_no_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     ones = [torch.ones(50_000), torch.ones(1000, 3)]
-    found = sketch(ones)
+    result = sketch(ones)
     monkeypatch.setattr(module, "CHUNK", 4 * NUM_SUMS)
 
-    assert float(found.norm()) == pytest.approx(math.sqrt(53_000), rel=0.15)
-    assert torch.equal(sketch(ones), found)
+    assert float(result.norm()) == pytest.approx(math.sqrt(53_000), rel=0.15)
+    assert torch.equal(sketch(ones), result)
 
 
 def test_memory_layout_has_no_effect() -> None:

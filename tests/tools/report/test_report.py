@@ -93,20 +93,20 @@ def is_sound(page: Page) -> None:
 
 def labelled(page: Page) -> dict[str, str]:
     """Return the id of each chart -> its description for screen readers."""
-    found = {}
+    result = {}
     for attrs in page.all("svg"):
         title, described = str(attrs["aria-labelledby"]).split()
         assert attrs["role"] == "img"
         assert page.texts[title].strip()
-        found[str(attrs["id"])] = page.texts[described].strip()
-    assert all(found.values())
-    return found
+        result[str(attrs["id"])] = page.texts[described].strip()
+    assert all(result.values())
+    return result
 
 
-def report(folder: Path, *words: str) -> Page:
+def report(folder: Path, *args: str) -> Page:
     """Return the page that the command writes with these arguments."""
     out = folder / "page.html"
-    assert main(["report", *words, f"output_root={folder}", f"out={out}"]) == 0
+    assert main(["report", *args, f"output_root={folder}", f"out={out}"]) == 0
     page = Page(out.read_text())
     is_sound(page)
     return page
@@ -143,8 +143,8 @@ def test_settings_have_command_line_names_and_rates_no_exponent() -> None:
     ],
 )
 def test_the_clipping_norm_is_drawn_if_visible_and_reported_otherwise(limit: float, note: str, tmp_path: Path) -> None:
-    told = [{"update": update, "phase": "train", "train/grad_norm": norm} for update, norm in ((1, 0.5), (3, 1.0))]
-    make_run(tmp_path, "mine", metrics__jsonl=told, config__yaml=f"max_grad_norm: {limit}\n")
+    messages = [{"update": update, "phase": "train", "train/grad_norm": norm} for update, norm in ((1, 0.5), (3, 1.0))]
+    make_run(tmp_path, "mine", metrics__jsonl=messages, config__yaml=f"max_grad_norm: {limit}\n")
     drawn = gradient_norm(read_run_data(RunDirectory.find(tmp_path, "mine")))
     assert isinstance(drawn, Drawing)
     assert drawn.note == note
@@ -158,20 +158,20 @@ def test_the_clipping_norm_is_drawn_if_visible_and_reported_otherwise(limit: flo
 
 def test_a_page_shows_everything_in_a_run_folder(full: Page, screen: Callable[..., None]) -> None:
     page = full
-    told = labelled(page)
-    assert told.keys() == CHARTS
-    assert "compute 7.0 s" in told["time"]
-    screen("\n\n".join(f"{name}\n{text}" for name, text in told.items()))
-    assert "2.54 at update 10" in told["loss"]
-    assert "3 GiB of 16 GiB" in told["memory"]
-    assert "rank 1 waited 20%" in told["ranks"]
-    assert "1f1b, 4 micro-batches" in told["pipeline"]
-    assert "gpu1 utilization 50 %" in told["gpus"]
-    for words in (
+    messages = labelled(page)
+    assert messages.keys() == CHARTS
+    assert "compute 7.0 s" in messages["time"]
+    screen("\n\n".join(f"{name}\n{text}" for name, text in messages.items()))
+    assert "2.54 at update 10" in messages["loss"]
+    assert "3 GiB of 16 GiB" in messages["memory"]
+    assert "rank 1 waited 20%" in messages["ranks"]
+    assert "1f1b, 4 micro-batches" in messages["pipeline"]
+    assert "gpu1 utilization 50 %" in messages["gpus"]
+    for args in (
         "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched: not monitored (1 time)", "to be & not to be <b>", "rank 0 holds the others up",
         "damaged: MANIFEST.json is missing", "optimizer.lr", "auto: native", "sh ", "plots/broken.png", "Compute: 78% of the time after start-up (7.0 of 9.0 s)",
     ):  # fmt: skip
-        assert words in page.words, words
+        assert args in page.words, args
     (picture,) = page.all("img")
     assert "plots/maps.png" in str(picture["alt"])
 
@@ -185,9 +185,9 @@ def test_missing_parts_are_listed_with_the_reason(tmp_path: Path) -> None:
     page = report(tmp_path, "bare")
     assert not page.all("svg")
     missing = page.text[page.text.index('id="missing"') :]
-    for words in ("metrics.jsonl is missing", "gpu.csv: there is no such file", "plan.json is missing", "environment.json is missing", "config.yaml:",
+    for args in ("metrics.jsonl is missing", "gpu.csv: there is no such file", "plan.json is missing", "environment.json is missing", "config.yaml:",
                   "no checkpoints"):  # fmt: skip
-        assert words in missing, words
+        assert args in missing, args
     assert "(exit 70)" in page.words
     assert "mine.py:3" in page.words
     for name in ("bare", "bare-again"):
@@ -224,9 +224,9 @@ def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
     (path / "metrics.jsonl").write_text(
         "".join([*lines, '{"update": 100000, "phase": "train", "val/loss": 2, "val/f1": 1}\n'])
     )
-    told = labelled(report(tmp_path, "full"))
-    assert CHARTS - told.keys() == {"pipeline"}
-    parts = re.findall(r"(\w+): ([\d.]+ [KG]iB)", told["memory"])
+    messages = labelled(report(tmp_path, "full"))
+    assert CHARTS - messages.keys() == {"pipeline"}
+    parts = re.findall(r"(\w+): ([\d.]+ [KG]iB)", messages["memory"])
     assert {name: size for name, size in parts if name in ("weights", "gradients", "optimizer")} == {
         "weights": "3.91 KiB", "gradients": "3.12 KiB", "optimizer": "7.81 KiB",
     }  # fmt: skip
@@ -237,8 +237,8 @@ def test_untrusted_text_is_neither_markup_nor_a_secret(tmp_path: Path) -> None:
     token = "hf_" + "a1B2" * 10
     strange = plan("ddp") | {"device_name": evil, "reasons": {"optimizer.lr": token}}
     path = make_run(
-        tmp_path, "enemy",
-        run__json=record("enemy", command=f"{evil} {token}", task=evil, metrics={f"val/{evil}": 1.0}, phases={evil: {"kind": evil}}, api_key="hunter2hunter2"),
+        tmp_path, "hostile",
+        run__json=record("hostile", command=f"{evil} {token}", task=evil, metrics={f"val/{evil}": 1.0}, phases={evil: {"kind": evil}}, api_key="hunter2hunter2"),
         plan__json=strange, environment__json={"git": {"commit": evil, "db_password": "hunter2hunter2"}, "inventory": {"devices": [{"name": evil}]}},
         metrics__jsonl=[row | {f"val/{evil}": 1.0, "phase": f"{row['phase']}{evil}"} for row in rows(12)],
         events__jsonl=[{"time": evil, "kind": evil, "text": f"{evil} {token}"}],
@@ -246,7 +246,7 @@ def test_untrusted_text_is_neither_markup_nor_a_secret(tmp_path: Path) -> None:
     )  # fmt: skip
     (path / "predictions").mkdir()
     (path / "predictions" / "<script>x.txt").write_text(evil.replace("\udc80", "") + token)
-    page = report(tmp_path, "enemy")
+    page = report(tmp_path, "hostile")
     assert len(labelled(page)) >= 8
     assert "alert(1)" in page.words, "it is shown, as text"
     for secret in (token, "hunter2hunter2"):
@@ -428,9 +428,9 @@ def test_runs_are_compared_by_curves_figures_and_differing_settings(tmp_path: Pa
             config__yaml=f"run: {name}\nseed: 3\noptimizer:\n  lr: {lr}\n",
         )  # fmt: skip
     page = report(tmp_path, "one", "two")
-    told = labelled(page)
-    assert len(told) == 6
-    assert all("one ends at" in words and "two ends at" in words for words in told.values())
+    messages = labelled(page)
+    assert len(messages) == 6
+    assert all("one ends at" in args and "two ends at" in args for args in messages.values())
     differ = page.text[page.text.index('id="differences"') : page.text.index('id="charts"')]
     assert "<td>optimizer.lr</td><td>0.5</td><td>0.25</td>" in differ
     assert "seed" not in differ
@@ -458,9 +458,9 @@ def test_the_page_is_in_the_run_folder_and_overwrites_no_other_file(
     }  # fmt: skip
     for word, code in ways.items():
         assert main(["report", "mine", word, f"output_root={tmp_path}"]) == code, word
-        told = capsys.readouterr().err
-        assert "Traceback" not in told
-        assert ".tmp-" not in told, "the name of what is written first says nothing to anybody"
+        messages = capsys.readouterr().err
+        assert "Traceback" not in messages
+        assert ".tmp-" not in messages, "the name of what is written first says nothing to anybody"
     assert (tmp_path / "work.html").read_text() == "<p>mine"
 
 
@@ -526,16 +526,16 @@ def shown(text: str, folder: Path, *, dark: bool) -> tuple[list[dict[str, Any]],
     )
     (folder / "around.html").write_text(AROUND.replace("FRAMES", frames))
     picture = folder / "picture.png"
-    words = [
+    args = [
         str(CHROMIUM), "--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run", "--disable-background-networking",
         "--disable-component-update", "--disable-sync", "--enable-logging=stderr", "--hide-scrollbars",
         "--allow-file-access-from-files", f"--user-data-dir={folder / 'profile'}",
         f"--blink-settings=preferredColorScheme={0 if dark else 1}", f"--window-size={sum(WIDTHS)},2400", f"--screenshot={picture}", "--dump-dom",
         (folder / "around.html").as_uri(),
     ]  # fmt: skip
-    done = subprocess.run(words, capture_output=True, text=True, timeout=240, check=True)
-    (found,) = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout)
-    return json.loads(html.unescape(found)), re.findall(r"CONSOLE.*", done.stderr), picture
+    done = subprocess.run(args, capture_output=True, text=True, timeout=240, check=True)
+    (result,) = re.findall(r'<pre id="seen">(.*?)</pre>', done.stdout)
+    return json.loads(html.unescape(result)), re.findall(r"CONSOLE.*", done.stderr), picture
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")

@@ -23,17 +23,17 @@ def sweep_of(folder: Path, count: int, *, kind: str = "search") -> Path:
     trials = []
     for number in range(1, count + 1):
         name, loss = f"lr-{number}", 1 + abs(number - 7) / 10
-        words = [f"optimizer.lr={10 ** -(number % 5 + 1)}", f"optimizer={'adam' if number % 2 else 'sgd'}"]
-        trials.append({"number": number, "name": name, "words": words, "exit_code": 70 if number == 2 else 0})
+        args = [f"optimizer.lr={10 ** -(number % 5 + 1)}", f"optimizer={'adam' if number % 2 else 'sgd'}"]
+        trials.append({"number": number, "name": name, "words": args, "exit_code": 70 if number == 2 else 0})
         if number == count:
             trials[-1]["exit_code"] = None
             break
-        said = record(name, metrics={"val/loss": loss}, state="failed" if number == 2 else "done", overrides=words)
+        output = record(name, metrics={"val/loss": loss}, state="failed" if number == 2 else "done", overrides=args)
         metrics = [{**row, "val/loss": loss + 1 / row["update"]} if "val/loss" in row else row for row in rows(10)]
-        make_run(path, name, run__json=said, metrics__jsonl=metrics, config__yaml=f"optimizer:\n  lr: {number}\n")
-    told = {"kind": kind, "name": "lr", "state": "done", "task": "gpt", "goal": GOAL, "trials": trials}
-    told |= {"space": {"optimizer.lr": "1e-05 to 0.1 on a log scale"}, "command": "accel-run search ... run=lr"}
-    (path / "sweep.json").write_text(json.dumps(told))
+        make_run(path, name, run__json=output, metrics__jsonl=metrics, config__yaml=f"optimizer:\n  lr: {number}\n")
+    messages = {"kind": kind, "name": "lr", "state": "done", "task": "gpt", "goal": GOAL, "trials": trials}
+    messages |= {"space": {"optimizer.lr": "1e-05 to 0.1 on a log scale"}, "command": "accel-run search ... run=lr"}
+    (path / "sweep.json").write_text(json.dumps(messages))
     return path
 
 
@@ -54,9 +54,9 @@ def test_a_page_about_a_search_has_its_table_charts_and_the_best_compared(
     assert "<- best" in page.words
     assert re.search(r"lr-2 .*\(exit 70\)", page.words)
     assert "12 best" in page.words
-    told = labelled(page)
-    assert re.findall(r"[\d.]+", told["trials0"]) == ["18", "1", "1.6"]
-    assert re.findall(r"[\d.e-]+\b", told["trials1"])[:3] == ["1e-05", "0.1", "0.001"]
+    messages = labelled(page)
+    assert re.findall(r"[\d.]+", messages["trials0"]) == ["18", "1", "1.6"]
+    assert re.findall(r"[\d.e-]+\b", messages["trials1"])[:3] == ["1e-05", "0.1", "0.001"]
     assert main(["report", str(folder), "out=here.html"]) == 0
     assert Path("here.html").is_file()
 
@@ -76,9 +76,11 @@ def test_invalid_sweep_files_do_not_break_the_page(folder: Path) -> None:
     )
     (folder / "lr-4" / "metrics.jsonl").write_text('{"update": 1, "val/loss": 1e999}\n{"val/loss": "x"}\nnonsense')
     (folder / "lr-5" / "run.json").write_text(json.dumps(record("lr-5", metrics={"val/loss": math.nan}, overrides=[])))
-    told = json.loads((folder / "sweep.json").read_text())
-    told["together"] = told["command"] = told["trials"][0]["words"][0] = "<script>alert(1)</script>\x1b[31m=\x00"
-    (folder / "sweep.json").write_text(json.dumps(told))
+    messages = json.loads((folder / "sweep.json").read_text())
+    messages["together"] = messages["command"] = messages["trials"][0]["words"][0] = (
+        "<script>alert(1)</script>\x1b[31m=\x00"
+    )
+    (folder / "sweep.json").write_text(json.dumps(messages))
     assert main(["report", "lr"]) == 0
     page = Page((folder / "report.html").read_text())
     is_sound(page)

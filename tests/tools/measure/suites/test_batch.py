@@ -19,12 +19,12 @@ TASK = Path(__file__).parents[1] / "task_of_sizes.py"
 SETTINGS = ("updates=100", "device=cpu", "backend.threads=1", "global_batch_size=16")
 
 
-def report(tmp_path: Path, *words: str, **options: str) -> SuiteReport:
-    return run(asked("batch", tmp_path, TASK, *SETTINGS, *words, **options))
+def report(tmp_path: Path, *args: str, **options: str) -> SuiteReport:
+    return run(asked("batch", tmp_path, TASK, *SETTINGS, *args, **options))
 
 
-def rows(found: SuiteReport) -> dict[tuple[object, object], Mapping[str, object]]:
-    (table,) = found.tables
+def rows(result: SuiteReport) -> dict[tuple[object, object], Mapping[str, object]]:
+    (table,) = result.tables
     named = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     return {(row["of an update"], row["micro-batch"]): row for row in named}
 
@@ -32,49 +32,49 @@ def rows(found: SuiteReport) -> dict[tuple[object, object], Mapping[str, object]
 @pytest.mark.usefixtures("few_rounds")
 def test_the_fastest_size_that_fits_is_recommended(tmp_path: Path) -> None:
     """A micro-batch takes 6 ms whatever its size, and 16 samples do not fit."""
-    found = report(tmp_path, "micro_batch_size=2", "task.pass_ms=6", "task.most=8", micro="2,4,8,16,3,32")
+    result = report(tmp_path, "micro_batch_size=2", "task.pass_ms=6", "task.most=8", micro="2,4,8,16,3,32")
 
-    assert found.data["recommended_micro_batch_size"] == 8
-    assert "micro_batch_size=8" in found.headline
-    assert "micro 16" in found.skipped
-    assert "does not divide" in found.skipped["micro 3"]
-    assert "more than the 16" in found.skipped["micro 32"]
-    assert set(rows(found)) == {(16, 2), (16, 4), (16, 8)}
-    eight = rows(found)[16, 8]
+    assert result.data["recommended_micro_batch_size"] == 8
+    assert "micro_batch_size=8" in result.headline
+    assert "micro 16" in result.skipped
+    assert "does not divide" in result.skipped["micro 3"]
+    assert "more than the 16" in result.skipped["micro 32"]
+    assert set(rows(result)) == {(16, 2), (16, 4), (16, 8)}
+    eight = rows(result)[16, 8]
     assert eight["micro-batches"] == 2
     assert eight["samples/s"] == pytest.approx(16e3 / eight["update, ms"])  # type: ignore[operator]
-    (file,) = found.files
+    (file,) = result.files
     assert json.loads(file.read_text())["recommended_micro_batch_size"] == 8
-    assert found.headline in screen(found)
+    assert result.headline in screen(result)
 
 
 @pytest.mark.usefixtures("few_rounds")
 def test_settings_that_do_not_fit_are_measured_from_the_first_size_that_does(tmp_path: Path) -> None:
-    found = report(tmp_path, "task.pass_ms=4", "task.most=4", micro="8,4,2")
+    result = report(tmp_path, "task.pass_ms=4", "task.most=4", micro="8,4,2")
 
-    assert set(found.skipped) == {"as it is", "micro 8"}
-    assert found.data["recommended_micro_batch_size"] == 4
+    assert set(result.skipped) == {"as it is", "micro 8"}
+    assert result.data["recommended_micro_batch_size"] == 4
 
 
 @pytest.mark.usefixtures("few_rounds")
 def test_no_size_is_recommended_for_batch_norms(tmp_path: Path) -> None:
     """Their statistics depend on the micro-batch, so another size would change the results."""
-    found = report(tmp_path, "micro_batch_size=4", "task.pass_ms=6", "task.norm=true", micro="8")
+    result = report(tmp_path, "micro_batch_size=4", "task.pass_ms=6", "task.norm=true", micro="8")
 
-    assert float(str(rows(found)[16, 4]["samples/s"])) < float(str(rows(found)[16, 8]["samples/s"]))
-    assert found.data["recommended_micro_batch_size"] == 4
-    assert any("batch norms" in note for note in found.notes)
+    assert float(str(rows(result)[16, 4]["samples/s"])) < float(str(rows(result)[16, 8]["samples/s"]))
+    assert result.data["recommended_micro_batch_size"] == 4
+    assert any("batch norms" in note for note in result.notes)
 
 
 @pytest.mark.usefixtures("few_rounds")
 def test_another_training_is_measured_and_not_recommended(tmp_path: Path) -> None:
     """An update of twice the samples takes the same time, but changes the training."""
-    found = report(tmp_path, "task.pass_ms=8", **{"global": "16,32", "micro": "16,32"})
+    result = report(tmp_path, "task.pass_ms=8", **{"global": "16,32", "micro": "16,32"})
 
-    assert found.data["recommended_micro_batch_size"] == 16
-    twice = rows(found)[32, 32]
+    assert result.data["recommended_micro_batch_size"] == 16
+    twice = rows(result)[32, 32]
     assert twice["sure"] == "better"
-    assert any("another training" in note for note in found.notes)
+    assert any("another training" in note for note in result.notes)
 
 
 @pytest.mark.parametrize("key", ["micro", "global"])
@@ -98,6 +98,6 @@ def test_default_sizes_divide_the_update_evenly(samples: int, sizes: list[int]) 
 
 def test_a_budget_in_which_nothing_can_start_is_refused(server: ForkServer, tmp_path: Path) -> None:
     """Runs in real time; if the baseline does start within the budget, the table reports that no other variant did."""
-    ended = server.run(f"benchmark suite=batch --task {TASK} {' '.join(SETTINGS)} budget_s=0.01", tmp_path)
-    assert ended.code in (0, 78), ended.err
-    assert "budget_s" in (ended.err if ended.code else ended.out)
+    result = server.run(f"benchmark suite=batch --task {TASK} {' '.join(SETTINGS)} budget_s=0.01", tmp_path)
+    assert result.code in (0, 78), result.err
+    assert "budget_s" in (result.err if result.code else result.out)

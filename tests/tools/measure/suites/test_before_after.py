@@ -22,12 +22,12 @@ TASK = Path(__file__).parents[1] / "task_of_sizes.py"
 SETTINGS = ("updates=64", "device=cpu", "backend.threads=1", "global_batch_size=16")
 
 
-def report(tmp_path: Path, *words: str, **options: str) -> SuiteReport:
-    return run(asked("before_after", tmp_path, TASK, *SETTINGS, *words, **options))
+def report(tmp_path: Path, *args: str, **options: str) -> SuiteReport:
+    return run(asked("before_after", tmp_path, TASK, *SETTINGS, *args, **options))
 
 
-def rows(found: SuiteReport) -> dict[str, dict[str, Any]]:
-    table = found.tables[0]
+def rows(result: SuiteReport) -> dict[str, dict[str, Any]]:
+    table = result.tables[0]
     return {str(row[0]): dict(zip(table.columns, row, strict=True)) for row in table.rows}
 
 
@@ -42,39 +42,39 @@ def profile(folder: Path, *settings: str) -> Path:
 @pytest.mark.usefixtures("few_rounds")
 def test_faster_settings_are_reported_as_faster(tmp_path: Path) -> None:
     """Reading 16 samples takes 16 ms, and samples cached in memory are not read again. 256 samples are 16 updates."""
-    words = ("task.read_ms=1", "task.pass_ms=2", "task.most=32", "+hardware=mine")
-    wanted = asked("before_after", tmp_path, TASK, *SETTINGS, *words, biggest="64")
+    args = ("task.read_ms=1", "task.pass_ms=2", "task.most=32", "+hardware=mine")
+    wanted = asked("before_after", tmp_path, TASK, *SETTINGS, *args, biggest="64")
     folder = profile(tmp_path / "conf", "dataloader:", "  cache: memory")
-    found = run(dataclasses.replace(wanted, request=dataclasses.replace(wanted.request, config_dir=folder)))
+    result = run(dataclasses.replace(wanted, request=dataclasses.replace(wanted.request, config_dir=folder)))
 
-    told = rows(found)
-    epoch, speed = told["time per epoch, s"], told["updates per second"]
+    messages = rows(result)
+    epoch, speed = messages["time per epoch, s"], messages["updates per second"]
     assert epoch["sure"] == speed["sure"] == "better"
     assert epoch["before"] == pytest.approx(16 / speed["before"])
     assert epoch["after"] == pytest.approx(16 / speed["after"])
-    biggest = told["biggest batch, samples"]
+    biggest = messages["biggest batch, samples"]
     assert (biggest["before"], biggest["after"], biggest["sure"]) == (32, 32, "no clear change")
-    inference = told["inference, ms per row"]["before"]
+    inference = messages["inference, ms per row"]["before"]
     assert 1.9 < inference < 20, "each of 4 rows sleeps for 2 ms when it is predicted"
-    assert told["peak memory, GiB"]["after"] > 0.05
-    assert told["GPU busy, %"]["sure"] == "not measured"
-    assert "no GPU" in found.skipped["GPU busy"]
-    differ = {row[0]: row[1:] for row in found.tables[1].rows}
+    assert messages["peak memory, GiB"]["after"] > 0.05
+    assert messages["GPU busy, %"]["sure"] == "not measured"
+    assert "no GPU" in result.skipped["GPU busy"]
+    differ = {row[0]: row[1:] for row in result.tables[1].rows}
     assert differ["dataloader.cache"] == ("none", "memory")
-    assert json.loads(found.files[0].read_text())["biggest"]["after"]["size"] == 32
+    assert json.loads(result.files[0].read_text())["biggest"]["after"]["size"] == 32
 
 
 @pytest.mark.usefixtures("few_rounds")
 def test_plain_settings_against_plain_settings_are_no_clear_change(tmp_path: Path) -> None:
-    words = plain_overrides(compose(Request(SETTINGS, TASK)))
+    args = plain_overrides(compose(Request(SETTINGS, TASK)))
 
-    found = report(tmp_path, "task.pass_ms=20", *words, biggest="0")
+    result = report(tmp_path, "task.pass_ms=20", *args, biggest="0")
 
-    assert found.headline.startswith("no clear change")
-    assert rows(found)["time per epoch, s"]["sure"] == "no clear change"
-    assert rows(found)["biggest batch, samples"]["before"] is None
-    assert "none was tried" in found.skipped["biggest batch, before"]
-    assert not any("biggest batch" in note for note in found.notes)
+    assert result.headline.startswith("no clear change")
+    assert rows(result)["time per epoch, s"]["sure"] == "no clear change"
+    assert rows(result)["biggest batch, samples"]["before"] is None
+    assert "none was tried" in result.skipped["biggest batch, before"]
+    assert not any("biggest batch" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
@@ -130,18 +130,18 @@ KEYS = (
 def test_command_line_settings_apply_before_and_after(typed: str) -> None:
     request = Request(("device=cpu", *typed.replace("+", "").split()), TASK)
 
-    after, found = compose(request).flat(), before(request).flat()
+    after, result = compose(request).flat(), before(request).flat()
 
     for word in request.overrides:
         key = word.partition("=")[0]
-        assert found[key] == after[key], key
+        assert result[key] == after[key], key
 
 
-def test_other_settings_are_plain_before() -> None:
-    found = before(Request(("device=cpu", "backend.threads=1"), TASK)).flat()
+def test_settings_that_are_not_given_are_plain_in_before() -> None:
+    result = before(Request(("device=cpu", "backend.threads=1"), TASK)).flat()
 
     expected = {"precision": "fp32", "compile": "off", "attention": "math", "dataloader.num_workers": 0}
-    assert {key: found[key] for key in expected} == expected
+    assert {key: result[key] for key in expected} == expected
 
 
 def test_an_optimizer_without_kernels_is_unchanged() -> None:

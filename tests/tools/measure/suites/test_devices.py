@@ -23,7 +23,7 @@ FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6, 9), Ratio(0.5, 0.4, 0.6, 9), Ratio(1
 
 
 @pytest.mark.parametrize(
-    ("ratios", "told"),
+    ("ratios", "messages"),
     [
         ([SLOWER, SLOWER, FASTER, FASTER], "cuda:0 is faster from 8 samples, cpu up to 4"),
         ([FASTER, SLOWER, SLOWER, SLOWER], "cpu is faster from 4 samples, cuda:0 up to 2"),
@@ -36,9 +36,9 @@ FASTER, SLOWER, SAME = Ratio(1.5, 1.4, 1.6, 9), Ratio(0.5, 0.4, 0.6, 9), Ratio(1
         ([None, None, None, FASTER], "too few sizes were measured"),
     ],
 )
-def test_the_faster_device_is_reported_by_measured_sizes(ratios: list[Ratio | None], told: str) -> None:
+def test_the_faster_device_is_reported_by_measured_sizes(ratios: list[Ratio | None], messages: str) -> None:
     """There is no extrapolation: only clear ratios of measured sizes count."""
-    assert describe_crossover(NAMES, ratios, "samples", (2, 4, 8, 16)) == told
+    assert describe_crossover(NAMES, ratios, "samples", (2, 4, 8, 16)) == messages
 
 
 def test_a_gpu_by_two_names_is_one_device() -> None:
@@ -60,9 +60,9 @@ def slow_clock(planted: Planted) -> Iterator[None]:
 
 @pytest.mark.usefixtures("few_rounds", "slow_clock")
 def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
-    found = run(asked("devices", tmp_path, None, *SETTINGS, devices="cpu:1,cpu:2", batches="2,8", sides="16,8"))
+    result = run(asked("devices", tmp_path, None, *SETTINGS, devices="cpu:1,cpu:2", batches="2,8", sides="16,8"))
 
-    table, series, rules = found.tables
+    table, series, rules = result.tables
     assert [row[:2] for row in table.rows] == [
         ("statistics, small", 8), ("statistics, large", 16), ("gradients, small", 8), ("gradients, large", 16),
     ]  # fmt: skip
@@ -72,17 +72,17 @@ def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
             assert small > 0, phase  # type: ignore[operator]
             assert large > 0, phase  # type: ignore[operator]
     assert [row[:3] for row in series.rows] == [["batch", 2, 8], ["batch", 8, 8], ["size", 2, 8], ["size", 2, 16]]
-    told = {row[0]: row[2:] for row in rules.rows}
-    assert told["channels"] == [4, "CPU", 4, "CPU"]
-    assert told["pixels of a side"] == [8, "CPU", 16, "CPU"]
-    assert told["samples per update"] == [2, "CPU", 2, "CPU"]
-    assert found.headline.startswith("cpu:2 against cpu:1: ")
-    assert set(json.loads(found.files[0].read_text())["crossovers"]) == {"batch", "size"}
-    assert not found.skipped
+    messages = {row[0]: row[2:] for row in rules.rows}
+    assert messages["channels"] == [4, "CPU", 4, "CPU"]
+    assert messages["pixels of a side"] == [8, "CPU", 16, "CPU"]
+    assert messages["samples per update"] == [2, "CPU", 2, "CPU"]
+    assert result.headline.startswith("cpu:2 against cpu:1: ")
+    assert set(json.loads(result.files[0].read_text())["crossovers"]) == {"batch", "size"}
+    assert not result.skipped
 
 
 @pytest.mark.parametrize(
-    ("text", "words"),
+    ("text", "args"),
     [
         ("cpu,tpu", "tpu is not a device of this machine"),
         ("cpu,cuda:99", "cuda:99 is not a device of this machine"),
@@ -94,8 +94,8 @@ def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
         (f"cpu:1,cpu:{'9' * 5000}", "is not a device of this machine"),
     ],
 )
-def test_a_missing_device_is_refused(tmp_path: Path, text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=words):
+def test_a_missing_device_is_refused(tmp_path: Path, text: str, args: str) -> None:
+    with pytest.raises(ConfigError, match=args):
         run(asked("devices", tmp_path, None, *SETTINGS, devices=text))
 
 

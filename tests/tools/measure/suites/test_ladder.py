@@ -61,9 +61,9 @@ def config_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def wanted_in(folder: Path, config_dir: Path, *words: str, **options: str) -> SuiteRequest:
+def wanted_in(folder: Path, config_dir: Path, *args: str, **options: str) -> SuiteRequest:
     wanted = asked("ladder", folder, TASK, *SETTINGS, **({"steps": str(STEPS), "rounds": "8"} | options))
-    return replace(wanted, positional=words, request=replace(wanted.request, config_dir=config_dir), budget_s=120.0)
+    return replace(wanted, positional=args, request=replace(wanted.request, config_dir=config_dir), budget_s=120.0)
 
 
 @pytest.fixture(scope="module")
@@ -189,7 +189,7 @@ def test_the_baseline_is_measured_alone(tmp_path: Path, config_dir: Path) -> Non
     assert len(columns[BASELINE]) == 4
 
 
-def test_only_the_stack_is_measured_if_only_it_is_asked_for(tmp_path: Path, config_dir: Path) -> None:
+def test_only_the_stack_is_measured_if_only_the_stack_is_requested(tmp_path: Path, config_dir: Path) -> None:
     wanted = wanted_in(tmp_path, config_dir, techniques="[nothing,quick]", modes="cumulative", steps="4", rounds="4")
 
     report = run(wanted)
@@ -211,8 +211,8 @@ def test_float16_starts_after_the_others_on_a_cpu(tmp_path: Path, config_dir: Pa
         pass
 
     class Told:
-        def compare(self, cells: list[Variant], *_: object) -> None:
-            begun.extend(cell.name for cell in cells)
+        def compare(self, variants: list[Variant], *_: object) -> None:
+            begun.extend(variant.name for variant in variants)
             raise Begun
 
     for device in ("cpu", "cuda:0"):
@@ -230,8 +230,8 @@ def test_an_interrupted_benchmark_keeps_its_measurements(
     monkeypatch.setattr(suite, "BLOCK_S", 0.05)
     turn, made, handler = Comparison.run_block, [], signal.getsignal(signal.SIGTERM)
 
-    def stopped(arena: Comparison, trials: ComparisonResult, measured: VariantResult, number: int) -> None:
-        turn(arena, trials, measured, number)
+    def stopped(comparison: Comparison, trials: ComparisonResult, measured: VariantResult, number: int) -> None:
+        turn(comparison, trials, measured, number)
         made.append(number)
         if len(made) == 10:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -261,9 +261,7 @@ def test_a_slow_starting_technique_without_gain_is_not_stacked(tmp_path: Path, c
     assert "302 s" in climbing.skipped["up to slow"]
 
 
-def test_a_technique_measured_again_brings_its_own_baseline_and_leaves_other_columns_alone(
-    tmp_path: Path, config_dir: Path
-) -> None:
+def test_remeasuring_a_technique_adds_its_baseline_and_keeps_other_columns(tmp_path: Path, config_dir: Path) -> None:
     results = Results(tmp_path)
     times = {BASELINE: (1.0, 1.0), "bf16": (2.0,), "nothing": (3.0,)}
     results.put({name: LadderRow(updates_ms=ms) for name, ms in times.items()})
@@ -283,7 +281,7 @@ def test_a_technique_measured_again_brings_its_own_baseline_and_leaves_other_col
 
 
 @pytest.mark.parametrize(
-    ("words", "options", "said"),
+    ("args", "options", "messages"),
     [
         (("bf61",), {}, "must be a technique"),
         ((), {"techniques": "[nothing,bf61]"}, "must be a technique"),
@@ -300,10 +298,10 @@ def test_a_technique_measured_again_brings_its_own_baseline_and_leaves_other_col
     ],
 )
 def test_contradictory_arguments_are_a_clear_error(
-    tmp_path: Path, config_dir: Path, words: tuple[str, ...], options: dict[str, str], said: str
+    tmp_path: Path, config_dir: Path, args: tuple[str, ...], options: dict[str, str], messages: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
-        run(wanted_in(tmp_path, config_dir, *words, **options))
+    with pytest.raises(ConfigError, match=messages):
+        run(wanted_in(tmp_path, config_dir, *args, **options))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -420,13 +418,13 @@ def test_another_optimizer_keeps_the_mathematics() -> None:
     """A comparison of optimizers must not compare different learning rates by mistake."""
     given = ("task=nmt", "optimizer.weight_decay=0.03", "optimizer.lr_scales={encoder: 0.5}")
     configuration = compose(Request(given))
-    words = stack_overrides(
+    args = stack_overrides(
         [Technique("8bit", ("optimizer=adamw8bit",))],
         Technique(BASELINE, ("optimizer.kernel=for-loop",)),
         configuration,
     )
 
-    used = compose(Request(("task=nmt", *words))).choices["optimizer"]
+    used = compose(Request(("task=nmt", *args))).choices["optimizer"]
 
     assert used.name == "adamw8bit"
     before = configuration.choices["optimizer"].options

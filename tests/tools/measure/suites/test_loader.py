@@ -18,14 +18,14 @@ TASK = Path(__file__).parents[1] / "task_of_sizes.py"
 SETTINGS = ("updates=100", "device=cpu", "backend.threads=1", "global_batch_size=8", "dataloader.num_workers=0")
 
 
-def report(tmp_path: Path, *words: str, **options: str) -> SuiteReport:
-    return run(asked("loader", tmp_path, TASK, *SETTINGS, *words, **options))
+def report(tmp_path: Path, *args: str, **options: str) -> SuiteReport:
+    return run(asked("loader", tmp_path, TASK, *SETTINGS, *args, **options))
 
 
 @pytest.mark.usefixtures("few_rounds")
 def test_a_cache_wins_if_reading_is_slow(tmp_path: Path) -> None:
     """Reading a sample takes 3 ms and an update 6 ms, so 24 of 30 ms are data wait."""
-    found = report(
+    result = report(
         tmp_path,
         "task.read_ms=3",
         "task.pass_ms=6",
@@ -35,7 +35,7 @@ def test_a_cache_wins_if_reading_is_slow(tmp_path: Path) -> None:
         cache="none,memory,device",
     )
 
-    (table,) = found.tables
+    (table,) = result.tables
     named = [dict(zip(table.columns, row, strict=True)) for row in table.rows]
     assert [row["loader"] for row in named] == ["0 workers, cache memory", "as it is"]
     cached, now = named
@@ -43,40 +43,40 @@ def test_a_cache_wins_if_reading_is_slow(tmp_path: Path) -> None:
     assert cached["waits for data, %"] < 30  # type: ignore[operator]
     assert cached["starts later, s"] > 0.6, "256 samples of 3 ms were read before"  # type: ignore[operator]
     assert cached["sure"] == "better"
-    assert "dataloader.cache=memory" in found.headline
-    assert "dataloader.cache=memory" in found.data["recommended"]
-    assert json.loads(found.files[0].read_text())["is_clear"] is True
+    assert "dataloader.cache=memory" in result.headline
+    assert "dataloader.cache=memory" in result.data["recommended"]
+    assert json.loads(result.files[0].read_text())["is_clear"] is True
     left_out = LoaderVariant(0, 0, pin=True, cache="none"), LoaderVariant(0, 0, pin=False, cache="device")
-    assert set(map(str, left_out)) <= set(found.skipped)
+    assert set(map(str, left_out)) <= set(result.skipped)
 
 
 @pytest.mark.usefixtures("few_rounds")
 def test_a_loader_that_changes_nothing_is_no_clear_change(tmp_path: Path) -> None:
     """Reading is fast, so prefetching hides nothing. Without a cache, a thread counts as one worker process."""
-    found = report(tmp_path, "task.pass_ms=20", workers="0,thread,1", prefetch="2", cache="none")
+    result = report(tmp_path, "task.pass_ms=20", workers="0,thread,1", prefetch="2", cache="none")
 
-    assert found.headline.startswith("no clear change")
-    assert found.data["recommended"] == []
-    (table,) = found.tables
+    assert result.headline.startswith("no clear change")
+    assert result.data["recommended"] == []
+    (table,) = result.tables
     assert {row[0] for row in table.rows} == {"as it is", str(LoaderVariant(1, 2, pin=False, cache="none"))}
 
 
 @pytest.mark.usefixtures("few_rounds")
 def test_without_a_comparison_nothing_is_recommended(tmp_path: Path) -> None:
-    found = report(tmp_path, workers="0", prefetch="2", cache="none")
+    result = report(tmp_path, workers="0", prefetch="2", cache="none")
 
-    assert [len(table.rows) for table in found.tables] == [1]
-    assert found.data["is_clear"] is False
-    assert found.data["recommended"] == []
+    assert [len(table.rows) for table in result.tables] == [1]
+    assert result.data["is_clear"] is False
+    assert result.data["recommended"] == []
 
 
 def test_a_too_short_budget_is_reported_with_a_sufficient_one(tmp_path: Path) -> None:
     short = ComparisonResult([VariantResult(Variant("as it is"))], "interleaved", needs_s=35.0)
     place = SimpleNamespace(comparison=SimpleNamespace(compare=lambda *_: short))
 
-    found = compare_variants(place, [], asked("loader", tmp_path, TASK), 0.5)  # type: ignore[arg-type]
+    result = compare_variants(place, [], asked("loader", tmp_path, TASK), 0.5)  # type: ignore[arg-type]
 
-    (note,) = found.notes
+    (note,) = result.notes
     assert "budget_s=70" in note
 
 

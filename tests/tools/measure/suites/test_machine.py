@@ -49,10 +49,10 @@ def taking(*seconds: float) -> Callable[[], float]:
 # ---------------------------------------------------------------- interleaving
 
 
-@pytest.mark.parametrize(("words", "meant"), [("round=3", "rounds"), ("suite=machine disk_mb=3", "disk_mib")])
-def test_a_typo_may_refer_to_a_key_of_the_suite(words: str, meant: str) -> None:
+@pytest.mark.parametrize(("args", "meant"), [("round=3", "rounds"), ("suite=machine disk_mb=3", "disk_mib")])
+def test_a_typo_may_refer_to_a_key_of_the_suite(args: str, meant: str) -> None:
     with pytest.raises(ConfigError) as raised:
-        benchmark.run(words.split())
+        benchmark.run(args.split())
     (problem,) = raised.value.problems
     assert problem.fix == f"did you mean {meant}?"
 
@@ -160,11 +160,11 @@ def test_a_format_without_kernels_is_skipped_with_the_reason(
         return 1e-3
 
     monkeypatch.setattr(machine_rates, "time_product", refuses)
-    found = machine_rates.matmul(asked, 60.0)
+    result = machine_rates.matmul(asked, 60.0)
 
-    assert set(found.skipped) == {"cpu fp16 matmul"}
-    assert "'Half'" in found.skipped["cpu fp16 matmul"]
-    assert "fp16" not in {rate.name for rate in found.rates}
+    assert set(result.skipped) == {"cpu fp16 matmul"}
+    assert "'Half'" in result.skipped["cpu fp16 matmul"]
+    assert "fp16" not in {rate.name for rate in result.rates}
 
 
 @pytest.mark.usefixtures("quick")
@@ -203,10 +203,10 @@ def test_the_last_caches_of_all_cores_count_each_once(asked: MachineRequest, tmp
 def test_no_file_that_would_fill_the_disk_is_written(asked: MachineRequest, tmp_path: Path) -> None:
     free = shutil.disk_usage(tmp_path).free
 
-    found = machine_rates.disk(dataclasses.replace(asked, disk_bytes=free), 60.0)
+    result = machine_rates.disk(dataclasses.replace(asked, disk_bytes=free), 60.0)
 
-    assert "more than half" in found.skipped["disk"]
-    assert (found.rates, list(tmp_path.iterdir())) == ([], [])
+    assert "more than half" in result.skipped["disk"]
+    assert (result.rates, list(tmp_path.iterdir())) == ([], [])
 
 
 def test_the_disk_is_written_and_read_and_nothing_is_left(asked: MachineRequest, tmp_path: Path) -> None:
@@ -225,8 +225,8 @@ def test_without_a_gpu_all_that_needs_one_is_listed_with_the_reason() -> None:
     assert set(skipped.values()) == {f"{H100.name}: {broken.why_not}"}
     assert len(set(machine.skipped_without_gpu(["matmul"], Inventory((), CPU), "auto").values())) == 1
     assert machine.skipped_without_gpu(["matmul", "copies"], Inventory((H100,), CPU), "auto") == {}
-    said = machine.skipped_without_gpu(["matmul"], Inventory((H100,), CPU), "cpu")
-    assert all(why.startswith("device=cpu ") for why in said.values())
+    messages = machine.skipped_without_gpu(["matmul"], Inventory((H100,), CPU), "cpu")
+    assert all(why.startswith("device=cpu ") for why in messages.values())
 
 
 # ---------------------------------------------------------------- peaks
@@ -272,14 +272,14 @@ def test_an_unpublished_peak_is_not_guessed(
 # ---------------------------------------------------------------- the suite
 
 
-def wanted(folder: Path, *words: str, **options: str) -> SuiteRequest:
+def wanted(folder: Path, *args: str, **options: str) -> SuiteRequest:
     settings = ("updates=100", "global_batch_size=16", "device=cpu", "backend.threads=1", "task.sleep_ms=0")
     request = Request((*settings, f"output_root={folder / 'outputs'}"), TASK)
-    return SuiteRequest(request, words, {**SUITES["machine"].options, **options}, folder, "here-", 10.0, lambda _: None)
+    return SuiteRequest(request, args, {**SUITES["machine"].options, **options}, folder, "here-", 10.0, lambda _: None)
 
 
 @pytest.mark.parametrize(
-    ("words", "options", "said"),
+    ("args", "options", "messages"),
     [
         (("matmull",), {}, "did you mean matmul"),
         ((), {"rounds": "0"}, "must be an integer above 0"),
@@ -287,10 +287,10 @@ def wanted(folder: Path, *words: str, **options: str) -> SuiteRequest:
     ],
 )
 def test_typos_are_reported_before_anything_is_measured(
-    tmp_path: Path, words: tuple[str, ...], options: dict[str, str], said: str
+    tmp_path: Path, args: tuple[str, ...], options: dict[str, str], messages: str
 ) -> None:
-    with pytest.raises(ConfigError, match=said):
-        machine.run(wanted(tmp_path, *words, **options))
+    with pytest.raises(ConfigError, match=messages):
+        machine.run(wanted(tmp_path, *args, **options))
     assert list(tmp_path.iterdir()) == []
 
 
@@ -303,7 +303,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("small")
-def test_all_of_it_is_measured_and_kept(tmp_path: Path) -> None:
+def test_all_limits_are_measured_and_stored(tmp_path: Path) -> None:
     report = machine.run(wanted(tmp_path, rounds="3", disk_mib="1"))
 
     assert {table.title.split()[0] for table in report.tables} == {"products", "memory", "disk"}

@@ -24,43 +24,43 @@ SETTINGS = ("global_batch_size=32",)
 TICKS = 0.02  # relative tolerance: each reading of the clock takes 10 us
 
 
-def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *words: str, **options: str) -> SuiteReport:
+def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *args: str, **options: str) -> SuiteReport:
     monkeypatch.setattr(suite, "ROUNDS", (3, 4))
-    return run(asked("parallelism", tmp_path, TASK, *SETTINGS, *words, **options))
+    return run(asked("parallelism", tmp_path, TASK, *SETTINGS, *args, **options))
 
 
-def test_two_ranks_and_measured_shares_gain_what_was_planted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_and_measured_shares_reach_the_known_speedup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample takes 3 ms, and on the slow rank 9 ms.
 
     With a slow rank, an update takes 144 ms with equal shares of 16, and 72 ms with the best shares, 24 and 8.
     """
-    found = report(
+    result = report(
         tmp_path, monkeypatch, "task.sample_ms=3", forms="single,equal,shares,pipeline", slow="3", updates="3"
     )
 
-    ratios = found.data["ratios"]
+    ratios = result.data["ratios"]
     assert ratios["equal"]["verdict"] == "better"
     assert ratios["equal"]["middle"] == pytest.approx(2.0, rel=TICKS)
     assert ratios["shares, one slow"]["verdict"] == "better"
     assert ratios["shares, one slow"]["middle"] == pytest.approx(2.0, rel=TICKS)
-    assert "equal against single: +" in found.headline
-    assert "one slow: +" in found.headline
-    assert "layers" in found.skipped["pipeline"]
-    assert "pipeline, one slow" in found.skipped
-    assert set(json.loads(found.files[0].read_text())["ratios"]) == {"equal", "shares", "shares, one slow"}
+    assert "equal against single: +" in result.headline
+    assert "one slow: +" in result.headline
+    assert "layers" in result.skipped["pipeline"]
+    assert "pipeline, one slow" in result.skipped
+    assert set(json.loads(result.files[0].read_text())["ratios"]) == {"equal", "shares", "shares, one slow"}
 
 
 class Alone(Comparison):
     """Runs two updates of each variant, and returns fixed times."""
 
     def compare(self, variants: Sequence[Variant], limits: CompareLimits, log: LogFunction = print) -> ComparisonResult:
-        found = []
+        result = []
         for variant in variants:
             with self.open_variant(variant, limits) as (ask, measured):
                 assert ask({"do": "run", "updates": 2})["updates"] == 2
             measured.blocks = blocks([1.0] * 3)
-            found.append(measured)
-        return ComparisonResult(found, "interleaved")
+            result.append(measured)
+        return ComparisonResult(result, "interleaved")
 
 
 @pytest.mark.usefixtures("real_time")  # stages do not take part in the collectives that synchronize virtual clocks
@@ -69,14 +69,14 @@ def test_a_pipeline_of_two_ranks_has_enough_micro_batches(tmp_path: Path, monkey
     monkeypatch.setattr(suite, "BLOCK_S", 0.01)
     monkeypatch.setattr(parallelism, "Comparison", Alone)
 
-    found = run(asked("parallelism", tmp_path, LAYERS, forms="single,pipeline", slow="1", updates="2"))
+    result = run(asked("parallelism", tmp_path, LAYERS, forms="single,pipeline", slow="1", updates="2"))
 
-    rows = {row[0]: row for row in found.tables[0].rows}
-    assert not found.skipped
+    rows = {row[0]: row for row in result.tables[0].rows}
+    assert not result.skipped
     assert rows["pipeline"][1] == 2
     assert str(rows["pipeline"][2]).split() == ["parallelism=pipeline", "micro_batch_size=4"]
-    assert all(len(each["blocks"]) == 3 for each in found.data["variants"])
-    assert "pipeline against single: " in found.headline
+    assert all(len(each["blocks"]) == 3 for each in result.data["variants"])
+    assert "pipeline against single: " in result.headline
 
 
 @pytest.mark.usefixtures("real_time")
@@ -88,20 +88,20 @@ def test_a_budget_that_ends_before_the_first_block_is_an_error(tmp_path: Path) -
 
 
 def test_shares_that_change_nothing_are_no_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = report(tmp_path, monkeypatch, "task.sample_ms=1", forms="equal", slow="1", updates="5")
+    result = report(tmp_path, monkeypatch, "task.sample_ms=1", forms="equal", slow="1", updates="5")
 
-    assert [row[0] for row in found.tables[0].rows] == ["equal"]
-    assert found.data["ratios"] == {}
+    assert [row[0] for row in result.tables[0].rows] == ["equal"]
+    assert result.data["ratios"] == {}
 
 
 @pytest.mark.parametrize(
-    ("key", "text", "words"),
+    ("key", "text", "args"),
     [
         ("ranks", "1", "integers from 2 on"), ("ranks", "two", "integers"), ("updates", "0", "integers"),
         ("slow", "0.5", "from 1 to 100"), ("slow", "nan", "from 1 to 100"),
         ("forms", "fsdp2", "must be some of single"),
     ],
 )  # fmt: skip
-def test_impossible_requests_are_refused(tmp_path: Path, key: str, text: str, words: str) -> None:
-    with pytest.raises(ConfigError, match=f"{key}={text}.*{words}"):
+def test_impossible_requests_are_refused(tmp_path: Path, key: str, text: str, args: str) -> None:
+    with pytest.raises(ConfigError, match=f"{key}={text}.*{args}"):
         run(asked("parallelism", tmp_path, TASK, **{key: text}))

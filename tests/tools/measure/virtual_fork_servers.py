@@ -73,7 +73,7 @@ with socket.socket(fileno=int(sys.argv[1])) as line:
 """
 
 
-class Nurseries:
+class VirtualForkServers:
     """Replaces the module `subprocess` in the code that starts fork servers."""
 
     DEVNULL = subprocess.DEVNULL
@@ -82,12 +82,12 @@ class Nurseries:
         self.time = Planted(os.memfd_create("planted time"))
         self._process: subprocess.Popen[bytes] | None = None
 
-    def Popen(self, words: list[str], **given: Any) -> Any:  # noqa: N802 - the name of the replaced class
+    def Popen(self, args: list[str], **given: Any) -> Any:  # noqa: N802 - the name of the replaced class
         """Return a fork server, which can be killed and waited for."""
-        assert words[1:3] == ["-m", "runner.tools.measure.variant_process"]
+        assert args[1:3] == ["-m", "runner.tools.measure.variant_process"]
         if self._process is None or self._process.poll() is not None:  # a test may have signaled its whole group
             self._start()
-        order = {"cores": int(words[5]), "cwd": str(Path.cwd()), "environment": given["env"]}
+        order = {"cores": int(args[5]), "cwd": str(Path.cwd()), "environment": given["env"]}
         message, descriptors = json.dumps(order).encode(), [*given["pass_fds"], given["stderr"].fileno()]
         try:
             socket.send_fds(self._line, [message], descriptors)
@@ -106,7 +106,7 @@ class Nurseries:
 
     def answer(self) -> Any:
         content = self._line.recv(1 << 10)
-        assert content, "the process that makes nurseries died"
+        assert content, "the process that forks the servers died"
         return json.loads(content)
 
     def close(self) -> None:
@@ -129,12 +129,12 @@ class Nurseries:
 
 
 class _Forked:
-    def __init__(self, nurseries: Nurseries, pid: int) -> None:
-        self._nurseries, self._pid = nurseries, pid
+    def __init__(self, fork_servers: VirtualForkServers, pid: int) -> None:
+        self._fork_servers, self._pid = fork_servers, pid
 
     def kill(self) -> None:
         with suppress(ProcessLookupError):
             os.kill(self._pid, signal.SIGKILL)
 
     def wait(self) -> int:
-        return self._nurseries.wait(self._pid)
+        return self._fork_servers.wait(self._pid)

@@ -67,9 +67,9 @@ def test_an_internal_error_in_a_run_is_one_line_and_a_traceback_in_error_json(
     server: ForkServer, tmp_path: Path
 ) -> None:
     (tmp_path / "sabotage.py").write_text(SABOTAGE)
-    ended = server.run("train --task ./sabotage.py run=mine device=cpu monitor=off", tmp_path)
-    assert ended.code == 70
-    cause, report, saved = ended.err.splitlines()
+    result = server.run("train --task ./sabotage.py run=mine device=cpu monitor=off", tmp_path)
+    assert result.code == 70
+    cause, report, saved = result.err.splitlines()
     error = json.loads((tmp_path / "outputs" / "mine" / "error.json").read_text())
     assert error["cause"].startswith("TypeError: ")
     assert cause == f"accel-run: {error['cause']}"
@@ -80,9 +80,9 @@ def test_an_internal_error_in_a_run_is_one_line_and_a_traceback_in_error_json(
     assert "runner/engine/training.py" in error["traceback"]
 
 
-def accel_run(*words: str, folder: Path) -> subprocess.Popen[str]:
+def accel_run(*args: str, folder: Path) -> subprocess.Popen[str]:
     return subprocess.Popen(
-        [sys.executable, "-m", "runner", *words], cwd=folder, env=ENVIRONMENT, text=True,
+        [sys.executable, "-m", "runner", *args], cwd=folder, env=ENVIRONMENT, text=True,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
 
@@ -128,40 +128,38 @@ def test_a_closed_pipe_is_not_an_error(server: ForkServer, tmp_path: Path) -> No
     os.close(reader)
     (tmp_path / ".out").unlink()
     (tmp_path / ".out").write_text("")
-    ended = server.wait()
-    assert ended.code == 0
-    assert [line for line in ended.err.splitlines() if not line.startswith("plan: ")] == []  # slow steps are announced
+    result = server.wait()
+    assert result.code == 0
+    assert [line for line in result.err.splitlines() if not line.startswith("plan: ")] == []  # slow steps are announced
 
 
-@pytest.mark.parametrize(
-    "words", [["both", "run=mine"], ["train", "-m", "run=mine", "seed=1,2"]], ids=["both", "sweep"]
-)
-def test_training_continues_when_the_pipe_reader_exits(words: list[str], server: ForkServer, tmp_path: Path) -> None:
+@pytest.mark.parametrize("args", [["both", "run=mine"], ["train", "-m", "run=mine", "seed=1,2"]], ids=["both", "sweep"])
+def test_training_continues_when_the_pipe_reader_exits(args: list[str], server: ForkServer, tmp_path: Path) -> None:
     quiet = ROOT / "tests" / "end_to_end" / "task_with_everything.py"
     task = tmp_path / "task.py"
     task.write_text(quiet.read_text().replace("x, y = batch", "x, y = batch; print(len(x), flush=True)"))
     os.mkfifo(tmp_path / ".out")
     reader = os.open(tmp_path / ".out", os.O_RDONLY | os.O_NONBLOCK)
-    given = [*words, "--task", str(task), "device=cpu", "monitor=off", "updates=20"]
+    given = [*args, "--task", str(task), "device=cpu", "monitor=off", "updates=20"]
     server.start(given, tmp_path, {"IMPORT_FIRST": "tests.forked_trials"})
     select.select([reader], [], [], 60)  # until there is output
     os.close(reader)
     (tmp_path / ".out").unlink()
     (tmp_path / ".out").write_text("")
-    ended = server.wait()
-    assert (ended.code, ended.err) == (0, "")
+    result = server.wait()
+    assert (result.code, result.err) == (0, "")
     runs = sorted(path.parent for path in (tmp_path / "outputs").rglob("run.json"))
-    assert [run.name for run in runs] == (["mine"] if words[0] == "both" else ["mine-1", "mine-2"])
+    assert [run.name for run in runs] == (["mine"] if args[0] == "both" else ["mine-1", "mine-2"])
     assert {json.loads((run / "run.json").read_text())["state"] for run in runs} == {"done"}
-    assert (runs[0] / "predictions" / "summary.json").is_file() == (words[0] == "both")
+    assert (runs[0] / "predictions" / "summary.json").is_file() == (args[0] == "both")
 
 
 def test_a_training_needs_no_standard_streams(tmp_path: Path) -> None:
     """Uses a real process, since Python sets up its streams when it starts."""
     task = ROOT / "tests" / "faults" / "task_to_attack.py"
-    words = ["train", "--task", str(task), "device=cpu", "monitor=off", "updates=1", "run=mine"]
+    args = ["train", "--task", str(task), "device=cpu", "monitor=off", "updates=1", "run=mine"]
     line = 'exec "$0" -m runner "$@" <&- >&- 2>&-'
-    done = subprocess.run(["bash", "-c", line, sys.executable, *words], cwd=tmp_path, env=ENVIRONMENT, check=False)
+    done = subprocess.run(["bash", "-c", line, sys.executable, *args], cwd=tmp_path, env=ENVIRONMENT, check=False)
     assert done.returncode == 0
     assert json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())["state"] == "done"
     assert "done" in (tmp_path / "outputs" / "mine" / "console.log").read_text()

@@ -23,11 +23,11 @@ def test_status_shows_the_error_of_a_refused_attempt(server: ForkServer, tmp_pat
 
 
 def test_a_run_with_only_damaged_checkpoints_is_reported(server: ForkServer, tmp_path: Path) -> None:
-    words = f"train --task {TASK} device=cpu monitor=off tracker=none run=a resume_allow=[updates]"
-    assert server.run(f"{words} updates=2", tmp_path).code == 0
+    args = f"train --task {TASK} device=cpu monitor=off tracker=none run=a resume_allow=[updates]"
+    assert server.run(f"{args} updates=2", tmp_path).code == 0
     for file in (tmp_path / "outputs" / "a" / "checkpoints").rglob("*.safetensors"):
         file.write_bytes(b"damaged")
-    assert server.run(f"{words} updates=4", tmp_path).code == 65
+    assert server.run(f"{args} updates=4", tmp_path).code == 65
     assert "(exit 65)" in server.run("status a", tmp_path).out
 
 
@@ -35,11 +35,11 @@ def test_explain_names_the_file_of_a_profile_that_sets_a_key(server: ForkServer,
     (tmp_path / "conf" / "hardware").mkdir(parents=True)
     file = tmp_path / "conf" / "hardware" / "mine.yaml"
     file.write_text("# @package _global_\ndata: {path: /data}\nhardware: {title: x, devices: []}\n")
-    ended = server.run(f"explain data.path --task {TASK} --config-dir conf hardware=mine", tmp_path)
-    assert f"the profile mine ({file})" in ended.out, ended
+    result = server.run(f"explain data.path --task {TASK} --config-dir conf hardware=mine", tmp_path)
+    assert f"the profile mine ({file})" in result.out, result
 
 
 def test_a_lone_task_file_gets_the_task_flag_as_suggestion(server: ForkServer, tmp_path: Path) -> None:
-    ended = server.run("train my_task.py", tmp_path)
-    assert ended.code == 78
-    assert ended.err.split()[-2:] == ["--task", "my_task.py"]
+    result = server.run("train my_task.py", tmp_path)
+    assert result.code == 78
+    assert result.err.split()[-2:] == ["--task", "my_task.py"]

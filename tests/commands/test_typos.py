@@ -353,22 +353,21 @@ def answers(
     """The results of the command lines that the selected tests need: composing each takes a third of a second."""
     test = test_a_typo_gets_a_suggestion
     items = [item for item in request.session.items if getattr(item, "function", None) is test]
-    asked = {item.callspec.params["words"] for item in items}
+    asked = {item.callspec.params["args"] for item in items}
     folder = tmp_path_factory.mktemp("slips")
     (folder / "without_build.py").write_text("model = None\n")
     (folder / "broken.py").write_text("def build(\n")
     done = subprocess.run(
         [sys.executable, "-c", ASK],
         cwd=folder,
-        input=json.dumps([words for words in SLIPS if words in asked]),
+        input=json.dumps([args for args in SLIPS if args in asked]),
         capture_output=True,
         text=True,
         check=True,
     )
-    found = json.loads(done.stdout)
+    result = json.loads(done.stdout)
     return {
-        words: (code, out, err.replace(str(folder), "FOLDER"), torch)
-        for words, (code, out, err, torch) in found.items()
+        args: (code, out, err.replace(str(folder), "FOLDER"), torch) for args, (code, out, err, torch) in result.items()
     }
 
 
@@ -382,10 +381,10 @@ def with_all_options(answer: str) -> str:
 
 
 @pytest.mark.sampled(12)
-@pytest.mark.parametrize("words", SLIPS)
-def test_a_typo_gets_a_suggestion(words: str, answers: dict[str, tuple[int, str, str, bool]]) -> None:
-    code, out, err, torch_is_loaded = answers[words]
-    assert err == with_all_options(SLIPS[words])
+@pytest.mark.parametrize("args", SLIPS)
+def test_a_typo_gets_a_suggestion(args: str, answers: dict[str, tuple[int, str, str, bool]]) -> None:
+    code, out, err, torch_is_loaded = answers[args]
+    assert err == with_all_options(SLIPS[args])
     assert (code, out, torch_is_loaded) == (78, "", False)
 
 
@@ -394,9 +393,9 @@ def test_spaces_around_the_equals_sign_are_refused_and_the_key_is_named(capsys: 
     assert "optimizer.lr" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("words", ["--help plan", "help plan"])
-def test_help_may_come_first(words: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(words.split()) == 0
+@pytest.mark.parametrize("args", ["--help plan", "help plan"])
+def test_help_may_precede_the_command(args: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(args.split()) == 0
     assert capsys.readouterr().out.split()[:3] == ["usage:", "accel-run", "plan"]
 
 
@@ -409,8 +408,8 @@ def loaded_by(lines: list[str], folder: Path, *names: str) -> dict[str, list[str
         [sys.executable, "-c", LOADED, *names], cwd=folder, input=json.dumps(lines), capture_output=True, text=True,
         check=True,
     )  # fmt: skip
-    found: dict[str, list[str]] = json.loads(done.stdout)
-    return found
+    result: dict[str, list[str]] = json.loads(done.stdout)
+    return result
 
 
 LOADED = """
