@@ -1,7 +1,7 @@
 """Ends an accel-run command at the place in FAULT (environment, JSON); the fork server imports this module first.
 
 at      "update" (during it), "begin" (before one, also after the last), "evaluation", "build", "save", "recovery";
-        or how to break the product: "forgets", "begins anew", "takes an older one"
+        or how to break the product: "drops state", "restarts", "resumes older"
 number  update of the phase; evaluation of this process; file operation since the start of the save or of the process
 save    which save of this process
 phase   for "update" and "begin"
@@ -92,14 +92,14 @@ if FAULT.get("at") in ("save", "recovery"):
     _through.__enter__()
 
 
-def _forgets() -> None:
+def _drop_state() -> None:
     """Do not restore the state of the random number generators."""
     import runner.engine.phase
 
     runner.engine.phase.restore_rank_random_state = lambda *_: None
 
 
-def _loses(count: int | None) -> None:
+def _delete_checkpoints(count: int | None) -> None:
     """Delete the newest `count` checkpoints (None: all) before the run looks for one to resume from."""
     from runner.engine import opening
 
@@ -113,6 +113,10 @@ def _loses(count: int | None) -> None:
     opening.find_resume_point = find_resume_point
 
 
-BROKEN = {"forgets": _forgets, "begins anew": lambda: _loses(None), "takes an older one": lambda: _loses(1)}
+BROKEN = {
+    "drops state": _drop_state,
+    "restarts": lambda: _delete_checkpoints(None),
+    "resumes older": lambda: _delete_checkpoints(1),
+}
 if FAULT.get("at") in BROKEN:
     BROKEN[FAULT["at"]]()

@@ -36,7 +36,7 @@ TIMES = re.compile(r"perf/|rank\d+/|balance/|pipeline/|.*_ms$")
 TOLERANCE = 1e-11  # float64 sums in a different order: about 1e-12 per update, for about ten updates
 EXIT_CODES = {"SIGKILL": -9, "SIGTERM": 75, "raise": 70, "rank": 84}
 SHARES = (0.75, 0.5)  # minimum fractions of the cells: interrupted at all, and interrupted after a checkpoint was saved
-MANY = 20
+MIN_CELLS = 20  # with fewer cells, SHARES are not checked
 UPDATES_OF_EPOCH = {"whole": 3, "ragged": 4, "drop_last": 3, "bad": 4}
 
 
@@ -67,20 +67,20 @@ class Matrix:
 
     def __init__(self, server: ForkServer, folder: Path, tally: Tally) -> None:
         self.server, self.folder, self.tally = server, folder, tally
-        self.num_runs = self.num_ended = self.num_missed = self.num_folders = 0
-        self.cells_ended: set[Cell] = set()  # at least one of their processes was interrupted
-        self.cells_gone_on: set[Cell] = set()  # a process was interrupted after a checkpoint was saved
+        self.num_runs = self.num_interrupted = self.num_uninterrupted = self.num_folders = 0
+        self.cells_interrupted: set[Cell] = set()  # at least one of their processes was interrupted
+        self.cells_resumed: set[Cell] = set()  # a process was interrupted after a checkpoint was saved
         self.largest = 0.0
 
     def reference(self, cell: Cell) -> Result:
         """Return the result of an uninterrupted run of the cell's course."""
-        words = (cell["phases"], *cell.course())
-        if words not in self.references:
+        key = (cell["phases"], *cell.course())
+        if key not in self.references:
             folder = self.fresh()
             result = self.attempt(cell, folder, cell.course(), {})
             assert result.code == 0, f"the reference ended with {result.code}: {result.err}"
-            self.references[words] = result_of(folder)
-        return self.references[words]
+            self.references[key] = read_result(folder)
+        return self.references[key]
 
     def check(self, cell: Cell, ends: Sequence[dict[str, Any]] | None = None, *, broken: str = "") -> None:
         """Assert that the run of a cell equals its reference and always resumes from the newest checkpoint.
@@ -92,28 +92,28 @@ class Matrix:
         rng = random.Random(f"{SEED} {cell.number} {cell.levels}")
         folder = self.fresh()
         newest = ""
-        for number, fault in enumerate(faults(cell, wanted.phases, rng) if ends is None else ends):
+        for number, fault in enumerate(make_faults(cell, wanted.phases, rng) if ends is None else ends):
             num_events = len(events_of(folder))
             result = self.attempt(cell, folder, [*cell.course(), *cell.mechanics(number)], fault)
             newest = self.later(folder, newest, num_events)
             if result.code:
-                self.num_ended += 1
-                self.cells_ended.add(cell)
-                self.cells_gone_on |= {cell} if newest else set()
+                self.num_interrupted += 1
+                self.cells_interrupted.add(cell)
+                self.cells_resumed |= {cell} if newest else set()
             else:
-                self.num_missed += 1
+                self.num_uninterrupted += 1
             codes = (0, EXIT_CODES[fault["by"]])
             assert result.code in codes, f"{fault}: ended with {result.code}, not {codes}: {result.err}"
             # Orphaned workers may print tracebacks before they notice that their process was killed.
             assert fault["by"] in ("SIGKILL", "rank") or "Traceback" not in result.err, f"{fault}: {result.err}"
-        words = replaced([*cell.course(), *cell.mechanics(9)], cell.changed())
+        args = replace_groups([*cell.course(), *cell.mechanics(9)], cell.changed())
         num_events = len(events_of(folder))
-        result = self.attempt(cell, folder, words, {"at": broken} if broken else {})
-        assert result.code == 0, f"going on ended with {result.code}: {result.err}"
+        result = self.attempt(cell, folder, args, {"at": broken} if broken else {})
+        assert result.code == 0, f"the resumed run ended with {result.code}: {result.err}"
         self.later(folder, newest, num_events)
-        actual = result_of(folder)
+        actual = read_result(folder)
         if cell.is_exact:
-            differences = list(differs(actual, wanted, keeps_best=cell.keeps_best))
+            differences = list(find_differences(actual, wanted, keeps_best=cell.keeps_best))
         else:
             self.largest = max(self.largest, distance(actual, wanted))
             differences = [f"distance {distance(actual, wanted):.2g}"] if distance(actual, wanted) > TOLERANCE else []
@@ -129,26 +129,26 @@ class Matrix:
         """
         begun = [row for row in events_of(folder)[num_events:] if row["kind"] in ("start", "resume")]
         # A process that is killed early records nothing. Ranks may outlive their launcher and save another checkpoint.
-        messages = begun[0].get("checkpoint", "update 0") if begun else newest
-        assert not newest or messages >= newest, f"{newest} was on disk, but the run went on from {messages}"
+        start = begun[0].get("checkpoint", "update 0") if begun else newest
+        assert not newest or start >= newest, f"{newest} was on disk, but the run resumed from {start}"
         path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
         result = path.name if path else ""
-        assert result >= newest, f"{newest} was on disk, but {result or 'nothing'} is"
+        assert result >= newest, f"{newest} was on disk, but now the newest is {result or 'none'}"
         return result
 
-    def has_shown_enough(self, num_cells: int) -> None:
+    def assert_enough_interruptions(self, num_cells: int) -> None:
         """Assert that enough cells were interrupted, and that enough of them resumed from a checkpoint.
 
         If there are only a few cells, one is enough, because a fraction would depend on chance.
         """
-        result, gone_on = len(self.cells_ended), len(self.cells_gone_on)
-        least_ended, least_gone_on = (share * num_cells if num_cells >= MANY else 1 for share in SHARES)
-        assert result >= least_ended, f"only {result} of {num_cells} cells were ended on the way"
-        assert gone_on >= least_gone_on, f"only {gone_on} of {num_cells} cells went on from a checkpoint"
+        interrupted, resumed = len(self.cells_interrupted), len(self.cells_resumed)
+        min_interrupted, min_resumed = (share * num_cells if num_cells >= MIN_CELLS else 1 for share in SHARES)
+        assert interrupted >= min_interrupted, f"only {interrupted} of {num_cells} cells were interrupted"
+        assert resumed >= min_resumed, f"only {resumed} of {num_cells} cells resumed from a checkpoint"
 
-    def attempt(self, cell: Cell, folder: Path, words: list[str], fault: dict[str, Any]) -> Ended:
+    def attempt(self, cell: Cell, folder: Path, args: list[str], fault: dict[str, Any]) -> Ended:
         """Run the command; retry while ranks of the previous process still lock the run directory."""
-        line = ["train", "--task", str(TASKS[cell["phases"]]), "run=mine", "device=cpu", "monitor=off", *words]
+        line = ["train", "--task", str(TASKS[cell["phases"]]), "run=mine", "device=cpu", "monitor=off", *args]
         env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
 
         def free() -> Ended | None:
@@ -156,7 +156,7 @@ class Matrix:
             result = self.server.run(line, folder, env)
             return result if result.code != Exit.IN_USE else None
 
-        return wait_until(free, "ranks of the run before let its directory go")  # type: ignore[return-value]
+        return wait_until(free, "the ranks of the previous run have released its directory")  # type: ignore[return-value]
 
     def fresh(self) -> Path:
         """Return a new folder, and delete the previous one, even if a killed rank still writes there."""
@@ -167,7 +167,7 @@ class Matrix:
         return folder
 
 
-def faults(cell: Cell, phases: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
+def make_faults(cell: Cell, phases: dict[str, Any], rng: random.Random) -> list[dict[str, Any]]:
     """Return the interruptions of a cell, one per process before the last."""
     lengths = {name: int(phase["updates"]) for name, phase in phases.items()}
     has_saved_after = {"1": 2, "2": 3, "end": 99}[cell["saves"]]
@@ -205,7 +205,7 @@ def faults(cell: Cell, phases: dict[str, Any], rng: random.Random) -> list[dict[
     def rank() -> dict[str, Any]:
         return update("rank", "update")
 
-    made: dict[str, Callable[[], list[dict[str, Any]]]] = {
+    makers: dict[str, Callable[[], list[dict[str, Any]]]] = {
         "update": lambda: [update()],
         "boundary": lambda: [boundary()],
         "late": lambda: [late()],
@@ -220,16 +220,16 @@ def faults(cell: Cell, phases: dict[str, Any], rng: random.Random) -> list[dict[
         "recovery": lambda: [update(), recovery()],
         "thrice": lambda: [rng.choice([update, save, evaluation, late, recovery])() for _ in range(3)],
     }
-    return made[cell["end"]]()
+    return makers[cell["end"]]()
 
 
-def replaced(words: list[str], new: list[str]) -> list[str]:
+def replace_groups(args: list[str], new: list[str]) -> list[str]:
     """Return the arguments and those of `new`, without earlier arguments for the groups that `new` sets."""
     roots = {word.partition("=")[0].partition(".")[0] for word in new}
-    return [*(word for word in words if word.partition("=")[0].partition(".")[0] not in roots), *new]
+    return [*(arg for arg in args if arg.partition("=")[0].partition(".")[0] not in roots), *new]
 
 
-def result_of(folder: Path) -> Result:
+def read_result(folder: Path) -> Result:
     """Read the result of a finished run."""
     run = folder / "outputs" / "mine"
     record = json.loads((run / "run.json").read_text())
@@ -266,7 +266,7 @@ def bad_samples(events: Path) -> list[tuple[str, int, int]]:
     return sorted(result)
 
 
-def differs(actual: Result, wanted: Result, *, keeps_best: bool = False) -> Iterator[str]:
+def find_differences(actual: Result, wanted: Result, *, keeps_best: bool = False) -> Iterator[str]:
     """Yield a description of each difference between two results that must be bitwise equal."""
     if actual.last.update != wanted.last.update:
         yield f"ended at update {actual.last.update}, not {wanted.last.update}"
@@ -284,7 +284,7 @@ def differs(actual: Result, wanted: Result, *, keeps_best: bool = False) -> Iter
     mine_state, their_state = (comparable(result.last.state, keeps_best=keeps_best) for result in (actual, wanted))
     for key in sorted(mine_state.keys() | their_state.keys()):
         if mine_state.get(key) != their_state.get(key):
-            yield f"state {where_differs(key, mine_state.get(key), their_state.get(key))}"
+            yield f"state {describe_difference(key, mine_state.get(key), their_state.get(key))}"
     if [*updates_of(actual.rows)] != [*updates_of(wanted.rows)]:
         yield f"rows of {[*updates_of(actual.rows)]}, not {[*updates_of(wanted.rows)]}"
     for mine_row, their_row in zip(actual.rows, wanted.rows, strict=False):
@@ -295,14 +295,14 @@ def differs(actual: Result, wanted: Result, *, keeps_best: bool = False) -> Iter
         yield f"bad samples {actual.bad}, not {wanted.bad}"
 
 
-def where_differs(name: str, mine: Any, theirs: Any) -> str:
+def describe_difference(name: str, mine: Any, theirs: Any) -> str:
     """Describe the innermost difference of two JSON values."""
     if isinstance(mine, dict) and isinstance(theirs, dict) and mine.keys() == theirs.keys():
         key = next(key for key in mine if mine[key] != theirs[key])
-        return where_differs(f"{name}.{key}", mine[key], theirs[key])
+        return describe_difference(f"{name}.{key}", mine[key], theirs[key])
     if isinstance(mine, list) and isinstance(theirs, list) and len(mine) == len(theirs):
         index = next(index for index in range(len(mine)) if mine[index] != theirs[index])
-        return where_differs(f"{name}[{index}]", mine[index], theirs[index])
+        return describe_difference(f"{name}[{index}]", mine[index], theirs[index])
     return f"{name} is {mine!s:.80}, not {theirs!s:.80}"
 
 
@@ -346,7 +346,7 @@ def distance(result: Result, wanted: Result) -> float:
     return far
 
 
-def line_of(cell: Cell) -> str:
+def format_command(cell: Cell) -> str:
     """Return a shell command that reruns one cell."""
     named = shlex.quote(f"{cell.number}:{'|'.join(cell.levels)}")
     test = "tests/faults/test_resume_matrix.py::test_every_interrupted_run_equals_an_uninterrupted_one"
@@ -361,7 +361,7 @@ def cells(count: int, is_covering: bool) -> list[Cell]:
         return [Cell(tuple(levels.split("|")), int(number))]
     rng = random.Random(f"matrix {SEED}")
     if is_covering:
-        return covering(rng, count, num_courses=min(count, 12) if count >= MANY else 3)
+        return covering(rng, count, num_courses=min(count, 12) if count >= MIN_CELLS else 3)
     # sorted, so that cells with the same course are adjacent
     return sorted((Cell(drawn(rng), number) for number in range(count)), key=lambda cell: cell.course())
 
@@ -377,21 +377,21 @@ def test_every_interrupted_run_equals_an_uninterrupted_one(
         try:
             matrix.check(cell)
         except (AssertionError, OSError) as error:
-            bad.append(f"{line_of(cell)}\n    {error}")
+            bad.append(f"{format_command(cell)}\n    {error}")
         tally.tried += 1
     seen = {pair for cell in chosen for pair in pairs(cell.levels)}
     tally.notes["pairs of levels"] = len(seen)
     tally.notes["references"] = len(matrix.references)
     tally.notes["runs"] = matrix.num_runs
-    tally.notes["ended on the way"] = matrix.num_ended
-    tally.notes["ended before they could be"] = matrix.num_missed
-    tally.notes["cells ended"] = len(matrix.cells_ended)
-    tally.notes["cells that went on from a checkpoint"] = len(matrix.cells_gone_on)
+    tally.notes["interrupted"] = matrix.num_interrupted
+    tally.notes["finished before the interruption"] = matrix.num_uninterrupted
+    tally.notes["cells interrupted"] = len(matrix.cells_interrupted)
+    tally.notes["cells resumed from a checkpoint"] = len(matrix.cells_resumed)
     tally.notes["largest distance after other micro-batches or ranks"] = f"{matrix.largest:.1e}"
     tally.skip("precision=tf32: no GPU that has it", int(not torch.cuda.is_available()))
     assert not bad, f"{len(bad)} of {len(chosen)} cells differ:\n" + "\n".join(bad)
     if len(chosen) > 1:
-        matrix.has_shown_enough(len(chosen))
+        matrix.assert_enough_interruptions(len(chosen))
 
 
 def test_drawing_runs_are_the_same_with_any_reader_and_any_kills(
@@ -408,17 +408,17 @@ def test_drawing_runs_are_the_same_with_any_reader_and_any_kills(
         try:
             matrix.check(cell)
         except (AssertionError, OSError) as error:
-            bad.append(f"{line_of(cell)}\n    {error}")
+            bad.append(f"{format_command(cell)}\n    {error}")
         tally.tried += 1
     tally.notes["processes"] = matrix.num_runs
-    tally.notes["ended on the way"] = matrix.num_ended
+    tally.notes["interrupted"] = matrix.num_interrupted
     tally.notes["runs that differ"] = len(bad)
     assert not bad, f"{len(bad)} of {len(chosen)} runs differ:\n" + "\n".join(bad)
     if len(chosen) > 1:
-        matrix.has_shown_enough(len(chosen))
+        matrix.assert_enough_interruptions(len(chosen))
 
 
-READERS = {name: words for name, words in AXES["workers"].items() if name in ("1", "3", "thread")}
+READERS = {name: overrides for name, overrides in AXES["workers"].items() if name in ("1", "3", "thread")}
 
 
 def test_samples_draw_the_same_with_any_reader_and_on_any_ranks(
@@ -428,16 +428,16 @@ def test_samples_draw_the_same_with_any_reader_and_on_any_ranks(
     readers = dice.sample(list(READERS), min(amount(1, 3), 3))
     matrix = Matrix(server, fast_disk, tally)
 
-    def trained(cell: Cell, *words: str) -> Result:
+    def trained(cell: Cell, *args: str) -> Result:
         folder = matrix.fresh()
-        result = matrix.attempt(cell, folder, [*cell.course(), *words], {})
+        result = matrix.attempt(cell, folder, [*cell.course(), *args], {})
         assert result.code == 0, result.err
-        return result_of(folder)
+        return read_result(folder)
 
     wanted = trained(plain(), "dataloader.num_workers=0")
     for name in readers:
         actual = trained(plain(), *READERS[name].split(), "prefetch=stream")
-        assert list(differs(actual, wanted)) == [], name
+        assert list(find_differences(actual, wanted)) == [], name
     # Gradients are summed in a different order. The model must not use random numbers, because they depend on the rank.
     cell = plain(change="ranks")
     alone = trained(cell)
@@ -453,22 +453,22 @@ def plain(**levels: str) -> Cell:
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
-    ("broken", "words"),
+    ("broken", "message"),
     [
-        ("forgets", "differs"),
-        ("begins anew", "on disk, but the run went on from update 0"),
-        ("takes an older one", "on disk, but the run went on from update"),
+        ("drops state", "differs"),
+        ("restarts", "on disk, but the run resumed from update 0"),
+        ("resumes older", "on disk, but the run resumed from update"),
     ],
 )
 def test_an_incorrect_resume_is_caught(
-    broken: str, words: str, server: ForkServer, fast_disk: Path, tally: Tally
+    broken: str, message: str, server: ForkServer, fast_disk: Path, tally: Tally
 ) -> None:
     matrix = Matrix(server, fast_disk, tally)
     end = {"at": "update", "number": 6, "by": "SIGKILL", "wait": 6}
     matrix.check(plain(saves="1"), [end])
-    with pytest.raises(AssertionError, match=words):
+    with pytest.raises(AssertionError, match=message):
         matrix.check(plain(saves="1"), [end], broken=broken)
-    matrix.has_shown_enough(1)
+    matrix.assert_enough_interruptions(1)
     tally.tried += 1
 
 
@@ -477,15 +477,15 @@ def test_a_run_stopped_in_its_last_evaluation_is_saved_as_finished_once_it_is(
 ) -> None:
     matrix = Matrix(server, fast_disk, tally)
     matrix.check(plain(), [{"at": "evaluation", "number": 4, "by": "SIGTERM"}])
-    matrix.has_shown_enough(1)
+    matrix.assert_enough_interruptions(1)
     tally.tried += 1
 
 
 def test_a_matrix_without_interruptions_is_caught(server: ForkServer, fast_disk: Path, tally: Tally) -> None:
     matrix = Matrix(server, fast_disk, tally)
     matrix.check(plain(), [{"at": "nowhere", "by": "SIGKILL"}])
-    with pytest.raises(AssertionError, match="0 of 1 cells were ended"):
-        matrix.has_shown_enough(1)
+    with pytest.raises(AssertionError, match="0 of 1 cells were interrupted"):
+        matrix.assert_enough_interruptions(1)
     tally.tried += 1
 
 
@@ -502,5 +502,5 @@ def test_buffers_of_ranks_are_restored_exactly(
     matrix = Matrix(server, fast_disk, tally)
     end = {"at": "update", "number": 6, "by": "SIGTERM"}
     matrix.check(plain(ranks=ranks, keeps=keeps, saves="2"), [end])
-    matrix.has_shown_enough(1)
+    matrix.assert_enough_interruptions(1)
     tally.tried += 1

@@ -21,7 +21,7 @@ from runner.engine.phase import restore_rank_random_state
 from tests.distributed.ranks import CPU
 from tests.faults.cells import Cell
 from tests.faults.tallies import Tally
-from tests.faults.test_resume_matrix import Matrix, differs, plain, result_of
+from tests.faults.test_resume_matrix import Matrix, find_differences, plain, read_result
 from tests.forkserver import ForkServer
 
 
@@ -59,7 +59,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(held: str, server: ForkServer
     cell, ends = HELD[held]
     matrix = Matrix(server, memory, tally)
     matrix.check(cell, ends)
-    matrix.has_shown_enough(1)
+    matrix.assert_enough_interruptions(1)
     tally.tried += 1
 
 
@@ -173,13 +173,13 @@ def test_phases_run_one_by_one_equal_all_in_one_process(server: ForkServer, memo
     at_once, folder = matrix.fresh(), memory / "one-by-one"
     folder.mkdir()
     assert matrix.attempt(cell, at_once, [*cell.course(), *cell.mechanics(0)], {}).code == 0
-    wanted = result_of(at_once)
+    wanted = read_result(at_once)
     args = [word for word in [*cell.course(), *cell.mechanics(0)] if not word.startswith("phases=")]
     for phase in ("statistics", "body", "head"):
         result = matrix.attempt(cell, folder, [*args, f"phases=[{phase}]"], {})
         assert result.code == 0, result.err
-    actual = result_of(folder)
-    assert list(differs(actual, wanted, keeps_best=True)) == []
+    actual = read_result(folder)
+    assert list(find_differences(actual, wanted, keeps_best=True)) == []
     kept, expected = (
         sorted(path.name for path in (one / "outputs/mine/checkpoints").glob("update-*")) for one in (folder, at_once)
     )

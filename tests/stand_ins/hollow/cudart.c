@@ -1,8 +1,8 @@
-// A CUDA runtime without a GPU, under the CUDA build of torch: memory is the host's, kernels do nothing, results are
-// zeros. All of torch's own host code runs: allocator, contexts, fork rules, choice of kernels, autocast.
+// A CUDA runtime without a GPU, for the CUDA build of torch: device memory is host memory, kernels do nothing, and results
+// are zeros. All of torch's host code runs: allocator, contexts, fork rules, choice of kernels, autocast.
 //
 // HOLLOW_GPUS=2  HOLLOW_MIB=8192  HOLLOW_CAPABILITY=8.0  describe the devices.
-// Everything that is not here succeeds and does nothing (stubs.py).
+// All other functions succeed and do nothing (stubs.py).
 
 #define _GNU_SOURCE
 #include <cuda_runtime_api.h>
@@ -43,7 +43,7 @@ static cudaError_t ended(cudaError_t error) {
   return error;
 }
 
-// The first call of a process reads the environment; in a forked child every call fails.
+// The first call in a process reads the environment; in a forked child all calls fail.
 static cudaError_t begin(void) {
   if (is_forked) return ended(cudaErrorInitializationError);
   if (!is_ready) {
@@ -190,7 +190,7 @@ cudaError_t cudaMalloc(void **start, size_t size) {
   cudaError_t error = use_context();
   if (error) return error;
   if (used[current] + size > total) return ended(cudaErrorMemoryAllocation);
-  char *allocated = calloc(1, size + ALIGNMENT);  // pages that nobody writes take no memory of the host
+  char *allocated = calloc(1, size + ALIGNMENT);  // pages that are not written use no host memory
   if (!allocated) return ended(cudaErrorMemoryAllocation);
   *start = (void *)(((size_t)allocated + ALIGNMENT - 1) / ALIGNMENT * ALIGNMENT);
   used[current] += size;
@@ -262,11 +262,11 @@ cudaError_t cudaMemsetAsync(void *to, int value, size_t size, cudaStream_t s) { 
 static cudaStream_t captured;  // the one stream whose work is being captured
 static int is_capturing, is_invalid;
 static __thread int captures_here;
-static char graph[8];  // what is being captured: nobody looks inside
+static char graph[8];  // the graph being captured; its content is not read
 static unsigned long long num_captures;
 static long num_replays;
 
-// A host wait of the capturing thread or for the captured stream: CUDA refuses it, and the capture is invalid.
+// A host wait by the capturing thread or for the captured stream fails in CUDA, and invalidates the capture.
 static cudaError_t invalidate(int is_affected) {
   if (!is_capturing || !is_affected) return cudaSuccess;
   is_invalid = 1;
@@ -438,7 +438,7 @@ const char *cudaGetErrorString(cudaError_t error) {
 
 // ---------------------------------------------------------------- for driver.c and checks.py
 
-// Takes bytes of a device's memory, or gives them back; returns whether there is so much.
+// Reserves or releases bytes of a device's memory; returns whether enough memory was free.
 int hollow_take(int device, long size) {
   if (size > 0 && used[device] + size > total) return 0;
   used[device] += size;

@@ -1,4 +1,4 @@
-// The part of libcuda.so.1 whose answers matter to Triton and to torch; stubs.py adds every other function of cuda.h.
+// The functions of libcuda.so.1 whose results Triton and torch use; stubs.py adds all other functions of cuda.h.
 
 #define _GNU_SOURCE
 #include <cuda.h>
@@ -9,7 +9,7 @@
 #include <sys/mman.h>
 #undef cuGetProcAddress
 
-static char handle[64];  // of contexts, modules and functions: nobody looks inside
+static char handle[64];  // of contexts, modules and functions; its content is not read
 
 static int capability(int minor) {
   int numbers[2] = {8, 0};
@@ -61,7 +61,7 @@ CUresult cuFuncGetAttribute(int *value, CUfunction_attribute attribute, CUfuncti
   *value = attribute == CU_FUNC_ATTRIBUTE_MAX_THREADS_PER_BLOCK ? 1024 : attribute == CU_FUNC_ATTRIBUTE_NUM_REGS ? 32 : 0;
   return CUDA_SUCCESS;
 }
-// Virtual memory, of which expandable segments are made: a handle is its size, which has whole pages, and its device.
+// Virtual memory for expandable segments. A handle encodes the size, a multiple of the page size, and the device.
 
 extern int hollow_take(int device, long size);
 extern void hollow_reserve(void *start, size_t size);

@@ -1,4 +1,4 @@
-// Functions of NVIDIA's libraries whose answers torch reads; stubs.py adds every other one that torch calls.
+// Functions of NVIDIA's libraries whose results torch uses; stubs.py adds all others that torch calls.
 
 static char handle[4096];
 

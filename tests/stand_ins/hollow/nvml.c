@@ -1,5 +1,5 @@
-// The part of NVML that torch's allocator asks about NVLink fabric before it maps expandable segments: there is none.
-// pynvml does not start with it, so that accel-run sees no NVML (tests/nvml_stub.py has one).
+// The NVML functions with which torch's allocator queries NVLink fabric before it maps expandable segments: there is none.
+// pynvml cannot be initialized with it, so accel-run finds no NVML (tests/nvml_stub.py provides one).
 
 enum { NOT_SUPPORTED = 3 };
 

@@ -1,5 +1,5 @@
-// Preloaded before torch: a CPU build of torch names no accelerator and creates its CUDA hooks once. These two answers
-// come from the stand-in instead, as soon as it is loaded.
+// Preloaded before torch, because a CPU build of torch reports no accelerator and creates its CUDA hooks only once. These
+// two functions return those of the stand-in as soon as it is loaded.
 #include <dlfcn.h>
 
 #include <cstdint>

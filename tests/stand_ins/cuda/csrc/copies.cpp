@@ -1,7 +1,7 @@
 // Asynchronous copies between page-locked memory and a device.
 //
-// Kernels of the stand-in are complete when they are launched. Copies are not: one to the host writes its destination
-// when the host first waits for it, and one from the host must still find its source unchanged then.
+// Kernels of the stand-in are complete when they are launched, but copies are not. A copy to the host writes its
+// destination when the host first waits for it. A copy from the host requires its source to be unchanged until then.
 #include "state.h"
 
 #include <sys/mman.h>
@@ -38,8 +38,8 @@ std::deque<FromHost>& from_host() {
   return *all;
 }
 
-// Pages whose content has not arrived cannot be read: whoever touches them gets SIGSEGV, which is noted, and the page is
-// opened, so that the program goes on with the stale bytes that it would have read on a GPU.
+// Pages whose content has not arrived are inaccessible. An access raises SIGSEGV; the handler records it and opens the
+// page, so that the program continues with the stale bytes that it would have read on a GPU.
 constexpr size_t kMaxClosed = 4096;
 struct Pages {
   std::atomic<char*> begin{nullptr};
@@ -59,7 +59,7 @@ void open_if_touched(int signal, siginfo_t* info, void* context) {
     ++num_early_reads;
     return;
   }
-  ::sigaction(SIGSEGV, &next_handler, nullptr);  // not ours: the next attempt meets the handler that was there before
+  ::sigaction(SIGSEGV, &next_handler, nullptr);  // not one of these pages: the retried access gets the previous handler
   (void)signal, (void)context;
 }
 
@@ -73,7 +73,7 @@ void install_handler() {
   });
 }
 
-// Closes the pages that [to, to + size) has for itself.
+// Makes the pages that belong to [to, to + size) alone inaccessible.
 void close_pages(char* to, size_t size) {
   size_t page = ::sysconf(_SC_PAGESIZE);
   auto first = (reinterpret_cast<size_t>(to) + page - 1) / page * page;

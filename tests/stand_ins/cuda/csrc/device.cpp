@@ -1,4 +1,4 @@
-// The device type "cuda" as c10 and ATen see it: devices, streams, events, generators, hooks.
+// Implements the device type "cuda" for c10 and ATen: devices, streams, events, generators, hooks.
 #include "state.h"
 
 #include <ATen/CPUGeneratorImpl.h>
@@ -105,7 +105,7 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   }
 
  private:
-  // A query that answers "complete" lets the host see what is complete, without waiting.
+  // A query that returns "complete" synchronizes the host with the completed operations, without waiting.
   static void complete(const Clock& clock) {
     Lock lock(state().mutex);
     state().order.host_waits_for(clock);
@@ -113,8 +113,8 @@ struct DeviceGuard final : c10::impl::DeviceGuardImplInterface {
   }
 };
 
-// A generator of (seed, offset), as CUDA's Philox: each operation that draws takes the next offset. What it draws comes
-// from a CPU generator that is seeded with both.
+// A generator with a seed and an offset, like CUDA's Philox: each operation that draws random numbers takes the next
+// offset. The numbers come from a CPU generator that is seeded with both.
 class Generator final : public c10::GeneratorImpl {
  public:
   explicit Generator(int device, uint64_t seed = c10::detail::getNonDeterministicRandom() >> 11)
@@ -205,7 +205,7 @@ struct Hooks final : at::CUDAHooksInterface {
   void deviceSynchronize(c10::DeviceIndex device) const override { DeviceGuard().synchronizeDevice(device); }
 };
 
-// What torch.profiler uses of CUDA where it has no CUPTI: an event before and after each operator.
+// The CUDA functions that torch.profiler uses without CUPTI: an event before and after each operator.
 struct Profiling final : torch::profiler::impl::ProfilerStubs {
   using Mark = torch::profiler::impl::ProfilerVoidEventStub;
   void record(c10::DeviceIndex* device, Mark* mark, int64_t* cpu_ns) const override {
@@ -241,7 +241,7 @@ const at::CUDAHooksInterface* cuda_hooks() {
   return hooks;
 }
 
-// The CPU generator for one operation: of `generator`, or of the device's own.
+// Returns the CPU generator for one operation, derived from `generator` or from the device's default generator.
 at::Generator generator_of_operation(const std::optional<at::Generator>& generator, int device) {
   Lock lock(state().mutex);
   auto& used = generator ? *generator : default_generator(device);

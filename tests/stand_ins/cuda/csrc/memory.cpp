@@ -1,7 +1,7 @@
-// Memory of the devices, as torch's caching allocator hands it out, and page-locked memory of the host.
+// Device memory, with torch's caching allocator, and page-locked host memory.
 //
 // Sizes, pools and splitting follow c10/cuda/CUDACachingAllocator.cpp (torch 2.13) without expandable segments, so that
-// fragmentation, retries and the statistics are those of a GPU. Memory behind a segment is the host's, mapped lazily.
+// fragmentation, retries and statistics equal those of a GPU. Segments are host memory, mapped lazily.
 #include "state.h"
 
 #include <ATen/core/CachingHostAllocator.h>
@@ -18,10 +18,10 @@ namespace {
 
 constexpr size_t kMiB = 1 << 20;
 constexpr size_t kMinBlock = 512;
-constexpr size_t kSmallSize = kMiB;          // up to here: small pool, segments of 2 MiB
+constexpr size_t kSmallSize = kMiB;          // maximum of the small pool, which has segments of 2 MiB
 constexpr size_t kSmallSegment = 2 * kMiB;
 constexpr size_t kLargeSegment = 20 * kMiB;  // for 1 MiB to 10 MiB
-constexpr size_t kMinLarge = 10 * kMiB;      // from here: segments rounded to 2 MiB
+constexpr size_t kMinLarge = 10 * kMiB;      // minimum of segments with their own size, rounded to 2 MiB
 constexpr int kUninitialized = 0xff;         // NaN in every floating-point format
 
 size_t rounded(size_t size, size_t to) { return (size + to - 1) / to * to; }
@@ -72,8 +72,8 @@ std::string in_units(size_t bytes) {
   return text;
 }
 
-// Freed memory may be handed out again at once to the stream that it was allocated on. Whoever else used it must be
-// recorded on it (its allocation then stays until that use is complete), or be waited for before it is used again.
+// Freed memory may be reused at once on the stream on which it was allocated. Any other stream that used it must either be
+// recorded on the allocation, which then lives until that use is complete, or be synchronized with before the reuse.
 void keep_leftovers(char* pointer, const Usage& usage) {
   Leftover left{usage.size, {}};
   auto keep = [&](StreamKey stream, int64_t when) {
@@ -98,7 +98,7 @@ std::map<StreamKey, int64_t> take_leftovers(char* pointer, size_t size) {
   return uses;
 }
 
-// One device's memory.
+// The memory of one device.
 class Memory {
  public:
   size_t total = 0;
@@ -231,7 +231,7 @@ class Memory {
     free(block->is_large).insert(remaining);
   }
 
-  // Joins a free block with its free neighbors.
+  // Merges a free block with its free neighbors.
   Block* merged(Block* block) {
     for (Block* other : {block->before, block->after}) {
       if (!other || other->allocated) continue;
@@ -314,13 +314,13 @@ struct DeviceMemory final : c10::DeviceAllocator {
   }
 };
 
-// Page-locked memory, in whole pages, so that pages can be closed until a late copy arrives.
+// Page-locked memory, allocated in complete pages, so that they can be inaccessible until a pending copy arrives.
 struct PinnedMemory final : at::HostAllocator {
   static std::map<char*, size_t>& all() {
     static auto* found = new std::map<char*, size_t>;
     return *found;
   }
-  static std::map<char*, size_t>& requested() {  // without the rest of the last page
+  static std::map<char*, size_t>& requested() {  // requested sizes, without the padding of the last page
     static auto* found = new std::map<char*, size_t>;
     return *found;
   }

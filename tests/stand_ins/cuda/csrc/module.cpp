@@ -1,4 +1,4 @@
-// The Python module of the stand-in: what torch._C would have in a CUDA build, and what tests ask it.
+// The Python module of the stand-in: the functions that torch._C has in a CUDA build, and functions for tests.
 #include "state.h"
 
 #include <ATen/ATen.h>
@@ -52,8 +52,8 @@ std::vector<Tensors> aliases_on_cpu(const std::vector<Tensors>& lists) {
   return all;
 }
 
-// NCCL gives no error for a lost peer: its kernels spin until the watchdog ends the process, and destroying the
-// communicator waits for them.
+// NCCL does not report a lost peer: its kernels spin until the watchdog ends the process, and destroying the communicator
+// waits for them.
 class NcclWork final : public Work {
  public:
   NcclWork(int rank, c10d::OpType type, Tensors tensors, std::vector<c10::intrusive_ptr<Work>> parts, StreamKey stream,
@@ -68,7 +68,7 @@ class NcclWork final : public Work {
         c10::ListType::create(c10::TensorType::get()), std::vector<c10::Device>{});
   }
 
-  // The current stream waits; the host goes on as soon as the numbers are there.
+  // The current stream waits; the host continues as soon as the result is available.
   bool wait(milliseconds = kNoTimeout) override {
     finish();
     Lock lock(state().mutex);
@@ -93,7 +93,7 @@ class NcclWork final : public Work {
   }
   void abort() override {}
 
-  // Blocks until the peers have taken part. A peer that is lost is not noticed before the watchdog's limit.
+  // Blocks until all peers have participated. A lost peer is not detected before the watchdog's timeout.
   void finish() {
     for (auto& part : parts_) try {
         part->wait();
@@ -180,7 +180,7 @@ class ProcessGroupNCCL final : public Backend {
   }
   c10::intrusive_ptr<Work> _allgather_base(Tensor& output, Tensor& input, const c10d::AllgatherOptions& options) override {
     return launch(c10d::OpType::_ALLGATHER_BASE, {output}, {input}, [=, this] {
-      // NCCL counts elements; gloo cuts the output along its first dimension.
+      // NCCL splits by elements; gloo splits the output along its first dimension.
       auto to = alias_on_cpu(output).view({getSize(), -1}), from = alias_on_cpu(input).reshape({1, -1});
       return gloo_->_allgather_base(to, from, options);
     });
@@ -256,7 +256,7 @@ class ProcessGroupNCCL final : public Backend {
     return work;
   }
 
-  // Calls between the two run as one group: the work of the whole is complete when all parts are.
+  // Calls between the two form one group, whose work is complete when all its parts are.
   void startCoalescing() override { coalescing_ = true; }
   c10::intrusive_ptr<Work> endCoalescing() override {
     coalescing_ = false;
@@ -266,7 +266,7 @@ class ProcessGroupNCCL final : public Backend {
         rank_, c10d::OpType::COALESCED, std::move(tensors), std::move(parts), stream(), last_operation_, options_->timeout));
   }
 
-  // As ncclCommDestroy: waits for kernels that are running, and for every other rank to come here too.
+  // Like ncclCommDestroy: waits for running kernels, and for all other ranks to call it.
   void shutdown() override {
     for (auto& work : running_) work->finish();
     running_.clear();
@@ -300,7 +300,7 @@ class ProcessGroupNCCL final : public Backend {
     if (device_ < 0) device_ = current_device();
     if (stream_ < 0) {
       static int64_t num_groups = 0;
-      stream_ = (1 << 20) + num_groups++;  // outside of the numbers of streams that programs make
+      stream_ = (1 << 20) + num_groups++;  // outside of the range of stream numbers that programs create
     }
     return key_of(device_, stream_);
   }
@@ -408,7 +408,7 @@ py::dict counts() {
   return all;
 }
 
-// As at::native::resize_bytes_cuda; a CPU build refuses it for storages of another device.
+// Like at::native::resize_bytes_cuda; a CPU build of torch refuses to resize storages of other devices.
 void resize_storage(const Tensor& over, size_t size) {
   auto* storage = over.storage().unsafeGetStorageImpl();
   c10::DeviceGuard guard(over.device());
@@ -444,10 +444,10 @@ PYBIND11_MODULE(_stand_in, module) {
   module.def("sync_debug_mode", [] { return state().sync_debug_mode; });
   module.def("set_sync_debug_mode", [](int mode) { state().sync_debug_mode = mode; });
   module.def("default_generator", [](int device) { return default_generator(device); });
-  // Python's lazy initialization runs again at the next use, and refuses it.
+  // Python's lazy initialization runs again at the next use, and raises an error.
   module.def("after_fork_in_child", [] {
     torch::utils::set_requires_device_init(c10::kCUDA, true);
-    state().counters = {};  // a child counts for itself
+    state().counters = {};  // a child process has its own counters
     state().contexts.clear();
     state().launches.clear();
     state().side_launches.clear();
@@ -467,7 +467,7 @@ PYBIND11_MODULE(_stand_in, module) {
     state().planned_error = std::move(text);
   });
 
-  // Known to Python when torch was imported; found here by import, since pybind11 checks bases.
+  // Registered when torch was imported; imported here, because pybind11 requires registered base classes.
   py::module::import("torch._C._distributed_c10d");
   py::class_<Options, c10::intrusive_ptr<Options>>(module, "Options", py::module::import("torch._C._distributed_c10d").attr("Backend").attr("Options"))
       .def(py::init<bool>(), py::arg("is_high_priority_stream") = false)

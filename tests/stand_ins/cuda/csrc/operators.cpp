@@ -1,4 +1,4 @@
-// Operators on tensors of the stand-in: each runs the CPU's kernel on the same memory, and is recorded on its stream.
+// Operators on tensors of the stand-in: each runs the CPU kernel on the same memory, and is recorded on its stream.
 #include "state.h"
 
 #include <ATen/ATen.h>
@@ -143,7 +143,7 @@ class Call {
     return made;
   }
 
-  // Operators that draw take a generator of the CPU, made from the device's.
+  // Operators that draw random numbers get a CPU generator derived from the device's generator.
   void choose_generator(size_t first) {
     for (size_t i = 0; i < arguments_.size(); ++i) {
       const auto& type = schema_.arguments()[i].type();
@@ -179,7 +179,7 @@ class Call {
     return alias && !alias->isWrite();
   }
 
-  // Results whose size or value the host must know.
+  // Results whose size or value the host needs.
   bool waits_for_content() const {
     if (changes_size_with_content(name_)) return true;
     for (auto& returned : schema_.returns())
@@ -247,7 +247,7 @@ class Call {
 
 void run_on_cpu(const c10::OperatorHandle& op, torch::jit::Stack* stack) { Call(op, stack).run(); }
 
-// One kernel on a device; between the host and a device, as torch does it, one copy for each tensor.
+// One kernel on a device; between the host and a device one copy per tensor, like in torch.
 void foreach_copy(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
   size_t first = stack->size() - 3;
   auto to = (*stack)[first].toTensorVector(), from = (*stack)[first + 1].toTensorVector();
@@ -316,8 +316,8 @@ Tensor cpu_alias(const Tensor& tensor) {
 
 bool is_plain(const Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
 
-// Copies between the host and a device, and between devices. A blocking copy makes the host wait; a non-blocking one from or to
-// page-locked memory is complete only when the host has waited for it; one of pageable memory is staged, as CUDA does.
+// Copies between the host and a device, and between devices. The host waits for a blocking copy. A non-blocking copy from or
+// to page-locked memory is complete only after the host has synchronized; one of pageable memory is staged, as in CUDA.
 Tensor& copy(Tensor& to, const Tensor& from, bool non_blocking) {
   if (!to.numel()) return to;
   bool to_device = on_device(to), from_device = on_device(from);
@@ -376,7 +376,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, library) {
   library.impl("set_.source_Tensor", set_from_tensor);
   library.impl("record_stream", record_tensor_on_stream);
   library.impl("native_dropout", native_dropout);
-  // Composite implementations of these would run on the CPU's list of kernels one by one, which are fewer on a GPU.
+  // Composite implementations of these would run the separate kernels of the CPU; a GPU has fewer, fused kernels.
   library.impl("_foreach_norm.Scalar", torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
   library.impl("_foreach_copy_", torch::CppFunction::makeFromBoxedFunction<&foreach_copy>());
 }

@@ -1,4 +1,4 @@
-// The order of operations and the report of misuses.
+// Tracks the order of operations, and reports misuses.
 #include "state.h"
 
 #include <c10/util/Exception.h>
@@ -111,7 +111,7 @@ int64_t launch(StreamKey stream, const char* operation) {
   return number;
 }
 
-// Somebody waits for all that `clock` has: what ran beside these operations is known now.
+// Something waits for all operations in `clock`: the operations that ran concurrently with them are now known.
 static void note_overlap(const Clock& clock) {
   auto& all = state();
   std::erase_if(all.in_flight, [&](const InFlight& each) {

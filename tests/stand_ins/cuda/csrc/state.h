@@ -1,4 +1,4 @@
-// What the stand-in device keeps for one process: its devices, what each stream has done, and every misuse seen.
+// The state of the stand-in in one process: its devices, the operations of each stream, and all misuses.
 #pragma once
 
 #include <c10/core/Allocator.h>
@@ -26,8 +26,8 @@ using Clock = std::map<StreamKey, int64_t>;
 inline StreamKey key_of(int device, int64_t stream) { return (static_cast<int64_t>(device) << 32) | stream; }
 inline StreamKey key_of(const c10::Stream& stream) { return key_of(stream.device_index(), stream.id()); }
 
-// Happens-before between streams and the host, by vector clocks. An operation of a stream sees what the stream has
-// waited for; the host sees what it has synchronized with.
+// Happens-before relation between streams and the host, by vector clocks. The results of an operation are visible to a
+// stream that has waited for it, and to the host after a synchronization.
 class Order {
  public:
   // Starts an operation on a stream and returns its number. Whatever the host has waited for is visible to it.
@@ -48,7 +48,7 @@ class Order {
   std::map<StreamKey, Clock> streams_;
 };
 
-// One allocation that a tensor holds: who wrote and read it last, and on which streams it was recorded.
+// One allocation of a tensor: its last write and reads, and the streams on which it was recorded.
 struct Usage {
   size_t size = 0;
   int device = 0;
@@ -60,13 +60,13 @@ struct Usage {
   std::map<StreamKey, int64_t> previous;  // last uses of the memory before it was freed, by streams that were not recorded
 };
 
-// Uses of freed memory that the stream it was allocated on has not waited for.
+// Uses of freed memory for which the stream of the allocation has not waited.
 struct Leftover {
   size_t size = 0;
   std::map<StreamKey, int64_t> uses;
 };
 
-// An operation of a side stream that nobody has waited for yet.
+// An operation of a side stream for which no stream and no host has waited yet.
 struct InFlight {
   StreamKey stream;
   int64_t operation;
@@ -89,15 +89,15 @@ struct State {
   std::set<int> contexts;  // devices on which this process has a context
   std::map<char*, Usage> allocations;
   std::map<char*, Leftover> leftovers;
-  std::map<std::string, int64_t> misuses;  // "kind: detail", and how often each was seen
-  std::map<std::string, int64_t> launches;  // operations by name
-  std::map<std::string, int64_t> side_launches;  // those of other streams than the default one
-  // By name of the side stream's operation: operations of default streams that were launched before one waited for it.
+  std::map<std::string, int64_t> misuses;  // "kind: detail" -> number of occurrences
+  std::map<std::string, int64_t> launches;  // operation -> number of launches
+  std::map<std::string, int64_t> side_launches;  // those on streams other than the default one
+  // operation of a side stream -> operations that default streams launched before one waited for it
   std::map<std::string, int64_t> overlapped;
   std::vector<InFlight> in_flight;
-  std::map<std::string, int64_t> host_waits;  // times that the host waited for a device, by what made it
+  std::map<std::string, int64_t> host_waits;  // operation -> number of times that it made the host wait for a device
   int sync_debug_mode = 0;  // 0 off, 1 warn, 2 error: torch.cuda.set_sync_debug_mode
-  std::string device_error;  // raised at the next synchronization, and by everything after it
+  std::string device_error;  // raised at the next synchronization and by all later calls
   int64_t fails_after = -1;  // operations until `device_error` is set
   std::string planned_error;
 };
@@ -115,7 +115,7 @@ inline StreamKey current_key(int device) { return key_of(device, current_stream(
 // use-after-free
 void report_misuse(const char* kind, const std::string& detail);
 Usage* usage_of(const void* pointer);
-// Notes that an operation on `stream` reads or writes an allocation, and reports a race with another stream.
+// Records that an operation on `stream` reads or writes an allocation, and reports races with other streams.
 void note_use(const void* pointer, StreamKey stream, bool writes, const char* operation);
 // Starts an operation: counts it, opens a context, raises a pending device error.
 int64_t launch(StreamKey stream, const char* operation);
@@ -124,14 +124,14 @@ void stream_waits_for(StreamKey stream, const Clock& clock);
 void host_waits(const Clock& clock, const char* operation, bool flagged);
 void host_waits_for_device(int device);
 void raise_device_error();
-// A call of the runtime failed: CUDA keeps the error for this thread, and its next kernel raises it.
+// A runtime call failed: CUDA keeps the error for this thread, and the next kernel launch raises it.
 void leave_error(std::string text);
 
 // Memory of devices, and page-locked memory of the host (memory.cpp).
 c10::DeviceAllocator* device_allocator();
 c10::Allocator* pinned_allocator();
 bool is_pinned(const void* pointer);
-// Whether this is all that one allocation of page-locked memory was asked for; nobody else uses its pages then.
+// Returns whether this is one complete allocation of page-locked memory, whose pages are not shared with others.
 bool is_whole_pinned_allocation(const void* pointer, size_t size);
 void register_host_memory(void* pointer, size_t size);
 bool unregister_host_memory(void* pointer);
@@ -148,11 +148,11 @@ struct Segment {
 };
 std::vector<Segment> segments();
 
-// Copies between the host and a device that are not complete before somebody waits for them (copies.cpp).
+// Copies between the host and a device that are complete only after a synchronization (copies.cpp).
 void copy_arrives_late(StreamKey stream, int64_t operation, void* to, const void* from, size_t size);
 void copy_reads_late(StreamKey stream, int64_t operation, const void* from, size_t size);
 void complete_copies();
-// Page-locked memory is freed: torch's allocator keeps it until copies that use it are complete.
+// Called when page-locked memory is freed; torch's allocator keeps it until copies that use it are complete.
 void forget_copies(const void* pointer, size_t size);
 
 }  // namespace stand_in

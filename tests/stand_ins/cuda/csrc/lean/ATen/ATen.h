@@ -1,5 +1,5 @@
-// Instead of torch's header of the same name, which declares all 1,300 operators and takes a third of the compile time:
-// only what the stand-in and the headers that it includes call. With AT_PER_OPERATOR_HEADERS the others do the same.
+// Replaces torch's header of the same name, which declares all 1,300 operators and takes a third of the compile time. It
+// includes only what the stand-in and its headers call. AT_PER_OPERATOR_HEADERS does the same for the other headers.
 #pragma once
 
 #include <ATen/Context.h>
