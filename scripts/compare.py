@@ -1,4 +1,4 @@
-"""Whether two runs, or the same training at two commits, have the same losses, bit for bit.
+"""Compare the losses of two runs, or of the same training at two commits, bit for bit.
 
     python scripts/compare.py RUN_A RUN_B
     python scripts/compare.py --commits A B -- task=gpt task.size=tiny updates=20
@@ -36,8 +36,8 @@ from runner.host.scratch import private_folder
 ROOT = Path(__file__).resolve().parents[1]
 MATHEMATICS = ("train/", "val/", "fit/")
 OUTPUTS = Path("outputs")
-OURS = ("run", "output_root", "resume")  # settings that this script needs for itself
-USUAL = ("log_every=1", "tracker=none")  # unless overridden
+RESERVED = ("run", "output_root", "resume")  # settings that this script sets
+DEFAULTS = ("log_every=1", "tracker=none")  # unless overridden
 
 Update = tuple[str, int]  # phase, number
 Numbers = dict[str, float | None]  # null stands for a number that is not finite
@@ -45,7 +45,7 @@ Numbers = dict[str, float | None]  # null stands for a number that is not finite
 
 @dataclass(frozen=True)
 class Rows:
-    """What a run has told of its mathematics.
+    """The recorded mathematics of a run: losses, metrics and learning rates by update.
 
     updates   in the order of the file
     damaged   unreadable lines
@@ -67,20 +67,20 @@ class Difference:
 
     @property
     def relative(self) -> float:
-        """The difference in units of the larger one; infinite where one of them is not finite."""
+        """The difference relative to the larger value; infinite if one of them is not finite."""
         if self.ours is None or self.theirs is None:
             return math.inf
         largest = max(abs(self.ours), abs(self.theirs))
-        return abs(self.ours - self.theirs) / largest if largest else 0.0  # 0.0 and -0.0 have other bits
+        return abs(self.ours - self.theirs) / largest if largest else 0.0  # 0.0 and -0.0 differ in their bits
 
 
 @dataclass(frozen=True)
 class Comparison:
-    """What two runs have in common and what not.
+    """The common updates of two runs, and their differences.
 
-    num_common   updates that both have
-    differences  in the order of the first
-    lacking      in words, the updates and metrics that the first does not have, and those that the second does not
+    num_common   number of updates in both
+    differences  in the order of the first run
+    lacking      descriptions of the updates and metrics that are missing in the first run, and in the second
     """
 
     num_common: int
@@ -89,26 +89,30 @@ class Comparison:
 
     @property
     def is_identical(self) -> bool:
-        """True where each number of one is in the other too, with the same bits."""
+        """True if both have the same numbers, with the same bits."""
         return not self.differences and not any(self.lacking)
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Compare what the command line names; return the exit code."""
+    """Compare the runs or commits of the command line; return the exit code."""
     given = list(arguments)
     words = given[given.index("--") + 1 :] if "--" in given else []
     try:
         parsed = _parser().parse_args(given[: given.index("--")] if "--" in given else given)
         if words and not parsed.commits:
-            raise UsageError("settings are of a training, and runs are trained already", fix="use --commits A B")
+            raise UsageError(
+                "settings apply to --commits only, because runs are already trained", fix="use --commits A B"
+            )
         one, other = parsed.one, parsed.other
         if not parsed.commits:
-            return _shown(read(RunDirectory.find(OUTPUTS, one)), read(RunDirectory.find(OUTPUTS, other)))
-        for commit in (one, other):  # before one of them trains
-            _must_be_there(commit)
+            return _print_comparison(read(RunDirectory.find(OUTPUTS, one)), read(RunDirectory.find(OUTPUTS, other)))
+        for commit in (one, other):  # checks both before one trains
+            _check_commit(commit)
         with private_folder() as folder:
-            runs = [_trained(commit, folder / side, words) for side, commit in (("a", one), ("b", other))]
-            return _shown(*(read(run, f"commit {commit}") for run, commit in zip(runs, (one, other), strict=True)))
+            runs = [_train_at(commit, folder / side, words) for side, commit in (("a", one), ("b", other))]
+            return _print_comparison(
+                *(read(run, f"commit {commit}") for run, commit in zip(runs, (one, other), strict=True))
+            )
     except AccelRunError as error:
         print(format_error(error), file=sys.stderr)
         return int(error.exit_code)
@@ -118,12 +122,12 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def read(run: RunDirectory, name: str = "") -> Rows:
-    """Return what the run has told. Raises InputMissing where that is nothing."""
+    """Read the metrics of a run. Raises InputMissing if there are none."""
     updates: dict[Update, Numbers] = {}
     num_rows = 0
     for row in files.read_rows(run.metrics):
-        phase, update, numbers = row.get("phase"), row.get("update"), _numbers(row)
-        if not isinstance(phase, str) or type(update) is not int or not all(map(_is_said, numbers.values())):
+        phase, update, numbers = row.get("phase"), row.get("update"), _select_numbers(row)
+        if not isinstance(phase, str) or type(update) is not int or not all(map(_is_number, numbers.values())):
             continue  # damaged
         num_rows += 1
         if numbers:
@@ -135,7 +139,7 @@ def read(run: RunDirectory, name: str = "") -> Rows:
 
 
 def compare(one: Rows, other: Rows) -> Comparison:
-    """Return how the two differ, in the order of the first."""
+    """Return the differences of two runs, in the order of the first."""
     differences: list[Difference] = []
     lacks: tuple[list[str], list[str]] = ([], [])
     for update, ours in one.updates.items():
@@ -144,22 +148,22 @@ def compare(one: Rows, other: Rows) -> Comparison:
             continue
         for metric in (*ours, *(name for name in theirs if name not in ours)):
             if metric not in ours or metric not in theirs:
-                lacks[metric in ours].append(f"{metric} of {_named(update)}")
+                lacks[metric in ours].append(f"{metric} of {_format_update(update)}")
             elif _bits(ours[metric]) != _bits(theirs[metric]):
                 differences.append(Difference(update, metric, ours[metric], theirs[metric]))
-    lacks[0][:0] = _in_words([update for update in other.updates if update not in one.updates])
-    lacks[1][:0] = _in_words([update for update in one.updates if update not in other.updates])
+    lacks[0][:0] = _describe_updates([update for update in other.updates if update not in one.updates])
+    lacks[1][:0] = _describe_updates([update for update in one.updates if update not in other.updates])
     return Comparison(len(one.updates.keys() & other.updates.keys()), differences, lacks)
 
 
 # ---------------------------------------------------------------- rows
 
 
-def _numbers(row: Mapping[str, Any]) -> Numbers:
+def _select_numbers(row: Mapping[str, Any]) -> Numbers:
     return {key: value for key, value in row.items() if key == "lr" or key.startswith(MATHEMATICS)}
 
 
-def _is_said(value: Any) -> bool:
+def _is_number(value: Any) -> bool:
     return value is None or type(value) in (int, float)
 
 
@@ -171,18 +175,18 @@ def _bits(value: float | None) -> str:
     return "" if value is None else float(value).hex()
 
 
-def _named(update: Update) -> str:
+def _format_update(update: Update) -> str:
     phase, number = update
     return f"update {number:,} of {phase}"
 
 
-def _in_words(updates: Sequence[Update]) -> list[str]:
-    """Return the updates phase by phase: how many, and from which to which."""
+def _describe_updates(updates: Sequence[Update]) -> list[str]:
+    """Describe the updates of each phase: their number, the first and the last."""
     numbers: dict[str, list[int]] = {}
     for phase, number in updates:
         numbers.setdefault(phase, []).append(number)
     return [
-        _named((phase, those[0]))
+        _format_update((phase, those[0]))
         if len(those) == 1
         else f"{len(those):,} updates of {phase}, {min(those):,} to {max(those):,}"
         for phase, those in numbers.items()
@@ -192,21 +196,21 @@ def _in_words(updates: Sequence[Update]) -> list[str]:
 # ---------------------------------------------------------------- output
 
 
-def _shown(one: Rows, other: Rows) -> int:
-    """Print how the two compare; return the exit code."""
+def _print_comparison(one: Rows, other: Rows) -> int:
+    """Print the comparison; return the exit code."""
     found = compare(one, other)
     for side, rows in (("A", one), ("B", other)):
-        damaged = f", {rows.damaged:,} damaged lines left out" if rows.damaged else ""
+        damaged = f", {rows.damaged:,} damaged lines skipped" if rows.damaged else ""
         print(f"{side}           {rows.name}: {len(rows.updates):,} updates with numbers{damaged}")
     for side, lacking in zip("AB", found.lacking, strict=True):
-        for what in lacking[:MOST]:
+        for what in lacking[:MAX_LACKING]:
             print(f"{side} lacks     {what}")
-        if len(lacking) > MOST:
-            print(f"{side} lacks     {len(lacking) - MOST:,} more")
+        if len(lacking) > MAX_LACKING:
+            print(f"{side} lacks     {len(lacking) - MAX_LACKING:,} more")
     if found.differences:
         largest = max(found.differences, key=lambda difference: difference.relative)
-        print(f"first       {_difference(found.differences[0])}")
-        print(f"largest     {_difference(largest)}")
+        print(f"first       {_format_difference(found.differences[0])}")
+        print(f"largest     {_format_difference(largest)}")
         num = len({difference.update for difference in found.differences})
         print(f"different   in {num:,} of the {found.num_common:,} updates that both have")
     else:
@@ -215,44 +219,44 @@ def _shown(one: Rows, other: Rows) -> int:
     return 0 if found.is_identical else 1
 
 
-def _difference(difference: Difference) -> str:
+def _format_difference(difference: Difference) -> str:
     ours, theirs = ("not finite" if value is None else repr(value) for value in (difference.ours, difference.theirs))
-    where = f"{_named(difference.update)}: {difference.metric}"
+    where = f"{_format_update(difference.update)}: {difference.metric}"
     return f"{where} is {ours} in A, {theirs} in B ({difference.relative:.2g} relative)"
 
 
 # ---------------------------------------------------------------- commits
 
 
-def _trained(commit: str, folder: Path, words: Sequence[str]) -> RunDirectory:
+def _train_at(commit: str, folder: Path, words: Sequence[str]) -> RunDirectory:
     """Train at that commit; return the run. Raises AccelRunError with the exit code of a training that fails."""
     keys = {word.partition("=")[0].lstrip("+") for word in words}
-    taken = sorted(keys & set(OURS))
+    taken = sorted(keys & set(RESERVED))
     if taken:
-        raise UsageError(f"{', '.join(taken)} must be left to this script", fix="leave out what names the run")
-    usual = [word for word in USUAL if word.partition("=")[0] not in keys]
+        raise UsageError(f"{', '.join(taken)} cannot be set, because this script sets it", fix="leave it out")
+    usual = [word for word in DEFAULTS if word.partition("=")[0] not in keys]
     outputs = folder.with_name(f"{folder.name}-outputs")
-    with _checked_out(commit, folder):
-        # A safe path: neither the folder we are in nor that of a script comes before the commit's own code.
+    with _check_out(commit, folder):
+        # Safe path: the current folder and that of the script must not precede the code of the commit.
         environment = {**os.environ, "PYTHONPATH": str(folder), "PYTHONSAFEPATH": "1"}
-        _must_be_used(folder, environment)
-        print(f"trains at {commit}", file=sys.stderr, flush=True)
+        _check_import(folder, environment)
+        print(f"training at {commit}", file=sys.stderr, flush=True)
         line = [sys.executable, "-m", "runner", "train", *words, *usual, "run=compared", f"output_root={outputs}"]
         done = subprocess.run(line, env=environment, stdout=subprocess.DEVNULL, check=False)
         if done.returncode:
-            raise _failed(commit, done.returncode)
+            raise _training_error(commit, done.returncode)
     return RunDirectory.find(outputs, "compared")
 
 
-def _must_be_there(commit: str) -> None:
-    """Raise InputMissing where there is no such commit."""
+def _check_commit(commit: str) -> None:
+    """Raise InputMissing if there is no such commit."""
     if _git("rev-parse", "--quiet", "--verify", "--end-of-options", f"{commit}^{{commit}}").returncode:
         raise InputMissing(f"there is no commit {commit} in {ROOT}", fix="see git log")
 
 
 @contextmanager
-def _checked_out(commit: str, folder: Path) -> Iterator[None]:
-    """The folder holds the files of that commit, until the end of the block."""
+def _check_out(commit: str, folder: Path) -> Iterator[None]:
+    """Check out the commit in the folder, until the end of the block."""
     made = _git("worktree", "add", "--detach", str(folder), commit)
     if made.returncode:
         raise InputMissing(f"commit {commit} cannot be checked out: {made.stderr.strip()}", fix="see git worktree list")
@@ -262,16 +266,16 @@ def _checked_out(commit: str, folder: Path) -> Iterator[None]:
         _git("worktree", "remove", "--force", str(folder))
 
 
-def _must_be_used(folder: Path, environment: Mapping[str, str]) -> None:
-    """Raise AccelRunError where Python would take the runner from somewhere else than the folder."""
+def _check_import(folder: Path, environment: Mapping[str, str]) -> None:
+    """Raise AccelRunError if Python would import the runner from outside of the folder."""
     asked = [sys.executable, "-c", "import runner; print(runner.__file__)"]
     found = subprocess.run(asked, env=environment, capture_output=True, text=True, check=False).stdout.strip()
     if not Path(found).is_relative_to(folder):
-        what = f"the code of the commit must be what runs, but Python takes {found or 'none'}"
+        what = f"the code of the commit must be imported, but Python imports {found or 'none'}"
         raise AccelRunError(what, where=str(folder), fix="run this with the Python of scripts/setup.sh")
 
 
-def _failed(commit: str, code: int) -> AccelRunError:
+def _training_error(commit: str, code: int) -> AccelRunError:
     how = f"ended with {code}" if code > 0 else f"was killed by signal {-code}"
     error = AccelRunError(f"the training at {commit} {how}; its output is above", fix="fix the settings")
     error.exit_code = Exit(code) if code in set(Exit) else Exit.SOFTWARE
@@ -283,7 +287,7 @@ def _git(*words: str) -> subprocess.CompletedProcess[str]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Argparse with our exit code for an invalid command line."""
+    """An argument parser with the exit code of accel-run for an invalid command line."""
 
     def error(self, message: str) -> NoReturn:
         raise UsageError(message, fix="python scripts/compare.py --help")
@@ -291,13 +295,15 @@ class _Parser(argparse.ArgumentParser):
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commits", action="store_true", help="A and B are commits, to be trained with what follows")
+    parser.add_argument(
+        "--commits", action="store_true", help="A and B are commits; train each with the settings after --"
+    )
     parser.add_argument("one", metavar="A", help="a run, or a commit")
-    parser.add_argument("other", metavar="B", help="another one")
+    parser.add_argument("other", metavar="B", help="the other run or commit")
     return parser
 
 
-MOST = 5  # lines of what one of them lacks
+MAX_LACKING = 5  # lines about missing updates and metrics of a run
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The JSON schema of configuration files, from the signatures that define the settings, for editors."""
+"""Generate the JSON schema of configuration files for editors, from the signatures that define the settings."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _REFERENCE: Schema = {"type": "string", "pattern": r"\$\{"}  # ${KEY} may stand 
 
 
 def config_schema() -> Schema:
-    """Return the schema of a file with keys of the whole configuration; `definitions` has those of a group's files."""
+    """Return the schema of a file with keys of all groups; `definitions` has the schemas of the files of each group."""
     groups = {group: _group(group) for group in AXES}
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",

@@ -1,14 +1,13 @@
-"""Generate what would otherwise be stated twice.
+"""Generate files from the signatures of the settings and from the table of commands.
 
     python scripts/generate.py            # write
     python scripts/generate.py --check    # exit 1 if something is stale
 
-docs/settings.md, the reference of every setting, and conf/schema.json, with which editors check and complete
-configuration files, come from the signatures that define the settings; the commands in scripts/run.sh come from the
-table in runner/cli.py.
+docs/settings.md is the reference of all settings. Editors check and complete configuration files with conf/schema.json.
+The commands in scripts/run.sh are those of the table in runner/cli.py.
 
-The option files in conf/ are not generated: they are read by users, their comments are shorter than docstrings, and
-tests/axes/test_yaml_is_signature.py holds their keys and defaults to the signatures.
+The option files in conf/ are not generated: users read them, and their comments are shorter than docstrings.
+tests/axes/test_yaml_is_signature.py compares their keys and defaults with the signatures.
 """
 
 from __future__ import annotations
@@ -90,7 +89,7 @@ def _table(keys: Mapping[str, Key]) -> Iterator[str]:
 
 
 def _example(name: str, key: Key) -> str:
-    """Return an override that the key accepts: what its meaning names, else another value than the default."""
+    """Return an override that the key accepts: a value that its description names, or one other than the default."""
     named = re.search(r"(?:such as|e\.g\.) (\[[^\]]*\]|\{[^}]*\}|[^\s;,]+)", key.help)
     if named and (named[1][0] not in "[{" or not isinstance(key.default, (str, int, float))):
         return f"{name}={named[1]}"
@@ -100,7 +99,7 @@ def _example(name: str, key: Key) -> str:
 
 
 def _typed(value: Any) -> str:
-    """Return a value as it is typed on a command line."""
+    """Return a value as typed on a command line."""
     pairs = value.items() if isinstance(value, dict) else ()
     return f"{{{','.join(f'{key}:{item}' for key, item in pairs)}}}" if pairs else format_value(value)
 

@@ -12,7 +12,7 @@ layer        imports go down only; axes do not import each other; tasks import o
 cycle        modules do not import each other in a cycle, including imports for type checkers and inside functions
 name         names of modules and of public classes are unique, so that a search finds one thing
 
-NOT_YET lists the exceptions of today. It may only shrink: an entry that is no longer needed is a finding too.
+NOT_YET lists the current exceptions. It may only shrink: an entry that is no longer needed is also a finding.
 Exit 0: nothing found. 1: findings.
 """
 
@@ -32,7 +32,7 @@ MAX_LINES = 600
 MAX_METHODS = 30
 MAX_FIELDS = 14
 MAX_POSITIONAL = 6
-SETTINGS = "runner/config/settings.py"  # its dataclasses have a field per key, however many there are
+SETTINGS = "runner/config/settings.py"  # its dataclasses have a field per key
 # A package imports only packages with a smaller number.
 FLOORS = {
     "base": 0, "version": 0,
@@ -67,11 +67,11 @@ class Finding:
 
 @dataclass(frozen=True)
 class Module:
-    """What the rules need of a file. Trees are not kept: 300 of them slow down every garbage collection after."""
+    """What the rules need of a file, without its tree, because 300 trees slow down garbage collection."""
 
     path: str
     name: str
-    imports: frozenset[str]  # dotted names, wherever in the file; the last part may be a class or a function
+    imports: frozenset[str]  # dotted names, anywhere in the file; the last part may be a class or a function
     classes: tuple[str, ...]  # public ones, at the top level
     too_large: tuple[Finding, ...]
 
@@ -116,7 +116,7 @@ def parse(path: str, text: str) -> Module:
 
 
 def _statements(node: ast.AST) -> Iterator[ast.stmt]:
-    """Walk without expressions, which are most of a tree and hold nothing that the rules need: 5 times as fast."""
+    """Walk the tree without expressions, which the rules do not need: 5 times as fast."""
     for field in ("body", "orelse", "finalbody", "handlers", "cases"):
         for each in getattr(node, field, ()):
             if isinstance(each, ast.stmt):
@@ -125,7 +125,7 @@ def _statements(node: ast.AST) -> Iterator[ast.stmt]:
 
 
 def _imports(statements: Iterable[ast.stmt]) -> Iterator[str]:
-    """Yield what is imported: a module, or `module.name` for `from module import name`."""
+    """Yield each import: a module, or `module.name` for `from module import name`."""
     for node in statements:
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)

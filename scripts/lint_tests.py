@@ -1,17 +1,17 @@
-"""Check that tests read no clocks, order nothing by sleeping, and touch no private names.
+"""Check that tests do not depend on clocks, order events by sleeping, or use private names.
 
     python scripts/lint_tests.py [PATH ...]      # default: tests/
 
 Each finding is one line `path:line: rule: what`. Rules:
 
-sleep      time.sleep: events are ordered with pipes, barriers and `tests.waiting.wait_until`
-clock      an assertion about a value that came from a clock: costs are counted, durations belong to scripts/measure
+sleep      time.sleep: order events with pipes, barriers and `tests.waiting.wait_until`
+clock      an assertion about a value read from a clock: count costs instead; durations belong to scripts/measure
 measured   an assertion that a duration, rate or ratio of a report (by its key) is above or below a number
 timeout    a timeout below 30 s, which a busy machine exceeds
-private    a private name of another module: where a test needs one, the code lacks a seam
-phrase     an assertion with a sentence of a message: screens have snapshots, all else checks codes, keys and structure
+private    a private name of another module: if a test needs one, the code lacks an interface
+phrase     an assertion with a sentence of a message: use snapshots for screens; else check codes, keys and structure
 
-A line may say why it is an exception: `# lint-tests: RULE: reason`. Exit 0: nothing found. 1: findings.
+A line may state why it is an exception: `# lint-tests: RULE: reason`. Exit 0: nothing found. 1: findings.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def _is_private(name: str) -> bool:
 
 
 def _is_foreign(value: ast.expr) -> bool:
-    """Return whether the object is the test's own, or of a package that is not ours."""
+    """Return whether the object belongs to the test or to a third-party package."""
     root = value
     while isinstance(root, (ast.Attribute, ast.Subscript, ast.Call)):
         root = root.func if isinstance(root, ast.Call) else root.value
@@ -118,7 +118,7 @@ def _is_foreign(value: ast.expr) -> bool:
 
 
 def _clocks_compared(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
-    """Follow what clocks returned through assignments to the assertions of one function."""
+    """Trace values read from clocks through assignments to the assertions of a function."""
     tainted: set[str] = set()
 
     def reads_clock(node: ast.AST) -> bool:
@@ -145,7 +145,7 @@ def _clocks_compared(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterat
 
 
 def _measured(node: ast.Assert) -> Iterator[Finding]:
-    """Find an order between a number other than 0 and a figure of a report, which another machine changes."""
+    """Find a comparison of a figure of a report, which depends on the machine, with a number other than 0."""
     for each in ast.walk(node.test):
         if isinstance(each, ast.Compare) and any(isinstance(op, (ast.Lt, ast.LtE, ast.Gt, ast.GtE)) for op in each.ops):
             keys = [part.slice.value for part in ast.walk(each) if _is_keyed(part)]

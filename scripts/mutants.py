@@ -1,4 +1,4 @@
-"""Break the runner on purpose, one place at a time, and count the changes that the tests notice.
+"""Mutation testing: change the runner in one place at a time, and count the changes that the tests detect.
 
     python scripts/mutants.py collect              # once: which tests execute which statements, and how long they take
     python scripts/mutants.py run --count 140      # a seeded selection, and every restored field of a checkpoint
@@ -20,9 +20,9 @@ them is left out in turn, so a new field has its mutant without an edit here.
 A mutant that a test has killed is not run again while its file and that of the test are the same.
 The map of statements and the copy are kept in --cache (default ~/.cache/accel-run/mutants). Statements are found again
 by their text, so the map survives edits elsewhere in a file; `collect` runs only test files that changed since.
-Survivors that cannot be noticed are listed with their reason in scripts/mutants_equivalent.toml.
+Equivalent mutants, which no test can detect, are listed with a reason in scripts/mutants_equivalent.toml.
 
-Exit 0: at least --least percent of those that are not equivalent were killed. 1: fewer. 64: the command line.
+Exit 0: at least --least percent of those that are not equivalent were killed. 1: fewer. 64: invalid command line.
 """
 
 from __future__ import annotations
@@ -66,7 +66,8 @@ EQUIVALENT = Path(__file__).with_name("mutants_equivalent.toml")
 RESTORING = {
     "load", "load_state_dict", "import_state", "load_model", "restore_random_state", "restore_rank_random_state",
     "_restore_handlers", "_restore_generators", "_restore_progress", "_load_finished_phase", "_restore",
-    "_restore_buffer", "restore", "load_for_inference", "checkpoint.restore_moved", "coupled._restore_buffers",
+    "_restore_buffer", "restore", "set_state",
+    "load_for_inference", "checkpoint.restore_moved", "coupled._restore_buffers",
     "forward_state._load", "forward_state.ForwardState._convert_to_buffers",
     "metric_states.MetricStates.results", "metric_states._TorchMetricState.__init__",
     "oom_retry.OomRetry._restore_and_reduce", "resume_point.find_resume_point", "rewind._undo_rewind",
@@ -99,15 +100,15 @@ BY_HAND = (
     ("runner/durable/weight_source.py", "average=average", "average=None"),
     ("runner/engine/objective_phase.py", 'selected, saved["optimizer"])', '{}, saved["optimizer"])'),
 )  # fmt: skip
-# What a new run has for the fields of a checkpoint, in the dicts of SAVING.
+# The values that a new run has for the fields of a checkpoint, in the dicts of SAVING.
 SAVING = "Checkpointing.snapshot"
 FRESH = {
     "skipped_before": "0", "closed": "False", "bests": "[]", "changes": "[]", "code": "{}",
 }  # fmt: skip
 SIGNATURES = "tests/axes/test_yaml_is_signature.py::"
-RESUME_LAWS = ("tests/faults/test_resume_state.py::test_each_checkpoint",)  # sees most of what is not restored
+RESUME_LAWS = ("tests/faults/test_resume_state.py::test_each_checkpoint",)  # detects most fields that are not restored
 UNKNOWN_S = 120.0
-PROCESS_LIMIT_S = 45.0  # beyond four times the recorded time: a busy machine is no hang
+PROCESS_LIMIT_S = 45.0  # in addition to four times the recorded time, because a busy machine is not a hang
 WARM = (
     "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining",
     "torch.utils.data", "numpy", "numpy.testing", "safetensors.torch", "hydra", "omegaconf", "rich.live", "rich.table",

@@ -125,9 +125,9 @@ def test_non_finite_values_equal_only_themselves(run: Made, theirs: float | None
         (["a", "empty"], 66, "must have rows with losses"),
         (["a"], 64, "required"),
         (["a", "b", "c"], 64, "unrecognized"),
-        (["a", "a", "--", "updates=3"], 64, "trained already"),
+        (["a", "a", "--", "updates=3"], 64, "already trained"),
         (["--commits", "HEAD", "no-such-commit", "--", "updates=3"], 66, "there is no commit"),
-        (["--commits", "HEAD", "HEAD", "--", "run=mine"], 64, "run must be left to this script"),
+        (["--commits", "HEAD", "HEAD", "--", "run=mine"], 64, "run cannot be set"),
     ],
 )
 def test_bad_input_is_one_message_and_an_exit_code(
@@ -144,7 +144,7 @@ def test_bad_input_is_one_message_and_an_exit_code(
     assert compare.main(args) == code
     messages = capsys.readouterr().err
     assert output in messages
-    assert "trains at" not in messages, "what cannot be compared is not trained first"
+    assert "training at" not in messages, "nothing is trained if a commit is missing"
 
 
 # ---------------------------------------------------------------- commits

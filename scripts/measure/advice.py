@@ -1,17 +1,16 @@
-"""Whether advice is right: tasks with a bottleneck planted in them, what is advised first, and what it then brings.
+"""Test the first advice of `accel-run advise`, and its predicted gain, on tasks with a known bottleneck.
 
-For each case `accel-run advise --json` says what to do first and what that gains. Then the task is trained as it was
-and as advised, in turns, by plain `accel-run train`; what is for the user to do in the code is done by
-task.mended=true.
+For each case, `accel-run advise --json` reports the first advice and its gain. Then `accel-run train` trains the task
+alternately without and with the advised settings; advice that requires a code change is applied by task.fixed=true.
 
-right      the first advice is for what was planted
-predicted  times as fast, as the advice says
-applied    times as fast, by the blocks of the runs
-Exit 1 where fewer than nine in ten of the cases that could be measured are right, or are predicted within 20 % of what
-applying them brings.
-Two cases need a GPU (copies from memory that is not pinned, kernel search for shapes that vary): without one they are
-listed as not measured; tests/tools/measure/test_rules.py judges the rules on given evidence.
-Run on quiet cores: python scripts/measure/advice.py
+right      the first advice addresses the known bottleneck
+predicted  speedup reported by the advice
+applied    speedup measured in the runs
+Exit 1 if fewer than nine in ten of the measured cases are right, or fewer than nine in ten predictions are within 20 %
+of the applied gain.
+Some cases need a GPU; without one they are listed as not measured. tests/tools/measure/test_rules.py tests the rules on
+given evidence.
+Run on idle cores: python scripts/measure/advice.py
 """
 
 from __future__ import annotations
@@ -34,14 +33,14 @@ PLANTED = Path(__file__).resolve().parents[2] / "tests" / "tools" / "measure" / 
 
 @dataclass(frozen=True)
 class Case:
-    """What is planted: a task, the settings it is trained with, and the rules that see it.
+    """A task with a bottleneck, its settings, and the rules that detect it.
 
-    updates  of a run that measures what was gained
+    updates  length of a run that measures the applied gain
     """
 
     name: str
     task: str
-    words: tuple[str, ...]
+    settings: tuple[str, ...]
     rules: tuple[str, ...]
     updates: int = 200
     needs_gpu: bool = False
@@ -84,48 +83,53 @@ def command(*words: str) -> list[str]:
     return [sys.executable, "-m", "runner", *words]
 
 
-def advised(case: Case, budget_s: float) -> dict[str, Any]:
-    """Return what `accel-run advise` says."""
-    words = command("advise", "--task", str(PLANTED / f"{case.task}.py"), *case.words, f"budget_s={budget_s}", "--json")
-    done = subprocess.run(words, check=True, capture_output=True, text=True)
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+def run_advise(case: Case, budget_s: float) -> dict[str, Any]:
+    """Run `accel-run advise` and return its JSON output."""
+    line = command(
+        "advise", "--task", str(PLANTED / f"{case.task}.py"), *case.settings, f"budget_s={budget_s}", "--json"
+    )
+    done = subprocess.run(line, check=True, capture_output=True, text=True)
+    advice: dict[str, Any] = json.loads(done.stdout)
+    return advice
 
 
-def first_of(advice: dict[str, Any]) -> tuple[str, list[str], float]:
+def read_first(advice: dict[str, Any]) -> tuple[str, list[str], float]:
     """Return the rule of the first advice, the overrides that apply it, and its reported gain."""
     first = advice["advice"][0]
-    words = first["tried"]["overrides"] if first["tried"] else ["task.mended=true"]
+    words = first["tried"]["overrides"] if first["tried"] else ["task.fixed=true"]
     return first["rule"], list(words), math.nan if first["gain"] is None else float(first["gain"])
 
 
 def step_times(case: Case, words: Sequence[str], folder: Path, name: str) -> list[float]:
-    """Return the milliseconds per update of the rows of metrics of a run, without the first one."""
-    own = ("log_every=10", f"updates={case.updates}", f"run={name}", f"output_root={folder}", "evaluate.every=0")
-    given = [word for word in case.words if word.partition("=")[0] not in {word.partition("=")[0] for word in words}]
-    line = command("train", "--task", str(PLANTED / f"{case.task}.py"), *given, *words, *own)
+    """Train, and return the milliseconds per update of each row of metrics but the first."""
+    common = ("log_every=10", f"updates={case.updates}", f"run={name}", f"output_root={folder}", "evaluate.every=0")
+    given = [word for word in case.settings if word.partition("=")[0] not in {word.partition("=")[0] for word in words}]
+    line = command("train", "--task", str(PLANTED / f"{case.task}.py"), *given, *words, *common)
     subprocess.run(line, check=True, capture_output=True)
     rows = map(json.loads, (folder / name / "metrics.jsonl").read_text().splitlines())
     return [row["perf/step_time_ms"] for row in rows if "perf/step_time_ms" in row][1:]
 
 
-def applied(case: Case, words: Sequence[str], runs: int) -> float:
-    """Return how many times as fast runs are that do what was advised; they take turns with those that do not."""
+def measure_applied(case: Case, words: Sequence[str], runs: int) -> float:
+    """Return the speedup of runs with the advised settings over runs without them, measured alternately."""
     times: dict[bool, list[float]] = {False: [], True: []}
     with tempfile.TemporaryDirectory() as folder:
         for number in range(runs):
-            for does in (False, True) if number % 2 else (True, False):
-                times[does] += step_times(case, words if does else (), Path(folder), f"run-{number}-{does}")
+            for is_applied in (False, True) if number % 2 else (True, False):
+                overrides = words if is_applied else ()
+                times[is_applied] += step_times(case, overrides, Path(folder), f"run-{number}-{is_applied}")
     return statistics.median(times[False]) / statistics.median(times[True])
 
 
 def main() -> int:
-    """Print the table; exit 1 where fewer are right than wanted."""
+    """Print the table; exit 1 if too few cases are right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", help="names of cases")
     parser.add_argument("--budget", type=float, default=90.0, help="seconds for each advice")
     parser.add_argument("--runs", type=int, default=4)
-    parser.add_argument("--least", type=float, default=0.9, help="share of cases: exit 1 when fewer are right or close")
+    parser.add_argument(
+        "--least", type=float, default=0.9, help="minimum fraction of cases that are right and close; exit 1 below"
+    )
     arguments = parser.parse_args()
     import torch
 
@@ -140,13 +144,13 @@ def main() -> int:
             print(f"{case.name:<24}not measured: needs a GPU")
             continue
         num_measured += 1
-        advice = advised(case, arguments.budget)
+        advice = run_advise(case, arguments.budget)
         if not advice["advice"]:
             print(f"{case.name:<24}{'nothing':<24}{'no':<7}", flush=True)
             continue
-        rule, words, predicted = first_of(advice)
+        rule, words, predicted = read_first(advice)
         is_right = rule in case.rules
-        gain = applied(case, words, arguments.runs)
+        gain = measure_applied(case, words, arguments.runs)
         off = predicted / gain - 1
         num_right, num_close = num_right + is_right, num_close + (is_right and abs(off) <= 0.2)
         figures = f"{predicted:>9.2f}x{gain:>8.2f}x{off:>+7.0%}"

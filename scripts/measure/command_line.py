@@ -1,10 +1,10 @@
-"""CPU time of what users wait for at the prompt: help, completion, and the answer to a typo.
+"""Measure the CPU time of interactive commands: help, completion, and the message about a typo.
 
     python scripts/measure/command_line.py
 
-One line for each command: the least CPU time of six starts, and its bound. The tests count the modules that these
+Prints a line per command: the minimum CPU time of six starts, and its limit. The tests count the modules that these
 commands load instead (tests/commands/test_typos.py, test_completion.py), because times depend on the machine.
-Exit 0: all are below their bounds. 1: some are not.
+Exit 0: all are below their limits. 1: some are not.
 """
 
 from __future__ import annotations
@@ -28,24 +28,24 @@ TYPOS = ("train lrr=3", "train updates=0 seed=-1 optimizer.lr=-1 precsion=fp32")
 
 def main() -> int:
     """Print the figures; return the exit code."""
-    asked = [(["--help"], HELP_S)]
-    asked += [([name, "--help"], HELP_S) for name in COMMANDS if name != "complete"]
-    asked += [(["complete", "--", *line.split(" ")], COMPLETION_S) for line in COMPLETED]
-    asked += [(line.split(), ERROR_S) for line in TYPOS]
+    commands = [(["--help"], HELP_S)]
+    commands += [([name, "--help"], HELP_S) for name in COMMANDS if name != "complete"]
+    commands += [(["complete", "--", *line.split(" ")], COMPLETION_S) for line in COMPLETED]
+    commands += [(line.split(), ERROR_S) for line in TYPOS]
     num_over = 0
-    for words, bound_s in asked:
-        found_s = min(cpu_s(words) for _ in range(6))
-        num_over += found_s >= bound_s
-        print(f"{1e3 * found_s:6.0f} ms of {1e3 * bound_s:4.0f}  accel-run {' '.join(words)}")
+    for args, limit_s in commands:
+        spent_s = min(cpu_s(args) for _ in range(6))
+        num_over += spent_s >= limit_s
+        print(f"{1e3 * spent_s:6.0f} ms of {1e3 * limit_s:4.0f}  accel-run {' '.join(args)}")
     return int(num_over > 0)
 
 
-def cpu_s(words: list[str]) -> float:
+def cpu_s(args: list[str]) -> float:
     """Return the CPU time of one start, user and system."""
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     with tempfile.TemporaryDirectory() as folder:
-        line = [sys.executable, "-m", "runner", *words]
+        line = [sys.executable, "-m", "runner", *args]
         subprocess.run(line, cwd=folder, env=environment, capture_output=True, check=False)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     return after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime

@@ -1,16 +1,16 @@
-"""What it costs that the random numbers of samples follow from seed, epoch and index.
+"""Measure the overhead of deriving the random numbers of a sample from seed, epoch and index.
 
-Micro-batches of 32 samples are read by one process, with the streams of runner/base/sample_rng.py and without; both
-take turns, and the numbers are the least of all rounds, in time of the processor: other programs only add to it.
+One process reads micro-batches of 32 samples with and without the streams of runner/base/sample_rng.py, interleaved.
+The figures are minima of CPU time over all rounds, because other programs only increase it.
 
-rows       (64 numbers, label) from memory, by torch's default collate: draws nothing
-together   the same by `__getitems__`, one selection for the batch: draws nothing
-transform  rows to which a few operations are applied, as a light augmentation without draws would
-draws      rows, and one number from each of torch, NumPy and Python
+rows       (64 numbers, label) from memory, with torch's default collate; draws no random numbers
+together   the same with `__getitems__`, one selection per batch; draws no random numbers
+transform  rows with a few operations, like a light augmentation without random numbers
+draws      rows, and one random number from each of torch, NumPy and Python
 
-Before that, what single calls take.
+The script first prints the times of single calls.
 
-The share is that of an update as a user sees it: reading, forward and backward pass and a fused AdamW step of an MLP
+The share is relative to a complete update: reading, forward and backward pass, and a fused AdamW step of an MLP
 64-64-10. Run: python scripts/measure/draws.py
 """
 
@@ -55,38 +55,38 @@ class Rows:
 
 
 class Together(Rows):
-    """The same, a batch at once."""
+    """The same samples, read as a batch."""
 
     def __getitems__(self, indices: list[int]) -> tuple[Tensor, Tensor]:
         rows = torch.tensor(indices)
         return self.x.index_select(0, rows), self.y.index_select(0, rows)
 
 
-def as_it_is(x: Tensor) -> Tensor:
-    """Change nothing."""
+def identity(x: Tensor) -> Tensor:
+    """Return x."""
     return x
 
 
 def transform(x: Tensor) -> Tensor:
-    """Flip, scale and shift, as much as is always done."""
+    """Flip, scale and shift by fixed amounts."""
     return x.flip(0).mul(1.1).sub(x.mean()).clamp(-3, 3)
 
 
 def draws(x: Tensor) -> Tensor:
-    """Add numbers of all global generators."""
+    """Add random numbers from all global generators."""
     return x + (torch.rand(()) + np.random.random() + random.random())
 
 
 DATA: dict[str, Callable[[], Rows]] = {
-    "rows": lambda: Rows(as_it_is),
-    "together": lambda: Together(as_it_is),
+    "rows": lambda: Rows(identity),
+    "together": lambda: Together(identity),
     "transform": lambda: Rows(transform),
     "draws": lambda: Rows(draws),
 }
 
 
 def reader(dataset: Rows, *, streams: bool) -> Callable[[int], Any]:
-    """Return what reads micro-batch number n, warmed up until it is known from which generators the data set draws."""
+    """Return a function that reads micro-batch number n, warmed up until the generators in use have been detected."""
     fetcher = Fetcher(dataset, Task().collate, bad_samples="stop")
     if not streams:
         fetcher.streams = NoStreams()
@@ -101,7 +101,7 @@ def reader(dataset: Rows, *, streams: bool) -> Callable[[int], Any]:
 
 
 def update() -> Callable[[Any], None]:
-    """Return one update of a small model."""
+    """Return a function that runs an update of a small model."""
     model = nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 10))
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
 
@@ -113,8 +113,8 @@ def update() -> Callable[[Any], None]:
     return step
 
 
-def us(work: Callable[[int], object], block: int) -> float:
-    """Return microseconds of one call, of the processor: other programs may run meanwhile."""
+def cpu_us(work: Callable[[int], object], block: int) -> float:
+    """Return the CPU time of a call in microseconds."""
     began = time.thread_time()
     for number in range(block):
         work(number)
@@ -129,17 +129,17 @@ CALLS: dict[str, Callable[[], object]] = {
     **{
         f"{type(generator).__name__}.{name}": call
         for generator in global_generators()
-        for name, call in (("mark", generator.mark), ("seed", partial(generator.seed, b"12345678")))
+        for name, call in (("get_state", generator.get_state), ("seed", partial(generator.seed, b"12345678")))
     },
 }
 
 
 def main() -> int:
-    """Print the table; exit 1 where a data set that does not draw pays more than the limit."""
+    """Print the table; exit 1 if the overhead without draws is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=60)
     parser.add_argument("--block", type=int, default=100)
-    parser.add_argument("--limit", type=float, default=None, help="percent of an update")
+    parser.add_argument("--limit", type=float, default=None, help="maximum overhead in percent of an update")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     gc.disable()
@@ -147,7 +147,7 @@ def main() -> int:
         f"torch {torch.__version__}, 1 thread, {arguments.rounds} rounds of {arguments.block} micro-batches of {BATCH}"
     )
     for name, call in CALLS.items():
-        print(f"{name:26} {min(us(lambda _, call=call: call(), 1000) for _ in range(arguments.rounds)):7.2f} us")
+        print(f"{name:26} {min(cpu_us(lambda _, call=call: call(), 1000) for _ in range(arguments.rounds)):7.2f} us")
     print(f"{'':10} {'without':>9} {'with':>9} {'a batch':>9} {'a sample':>9} {'update':>9} {'share':>7}   in us")
     worst = 0.0
     for name, make in DATA.items():
@@ -158,7 +158,7 @@ def main() -> int:
         for round_ in range(arguments.rounds):
             turns = [("bare", bare), ("guarded", guarded), ("step", lambda _, step=step, batch=batch: step(batch))]
             for who, work in turns[round_ % 3 :] + turns[: round_ % 3]:
-                times[who].append(us(work, arguments.block))
+                times[who].append(cpu_us(work, arguments.block))
             gc.collect()
         without, with_, step_us = (min(times[who]) for who in ("bare", "guarded", "step"))
         cost = with_ - without

@@ -1,7 +1,7 @@
-"""What dropout drawn for each sample costs: forward and backward pass of gpt for one micro-batch.
+"""Measure the cost of per-sample dropout: forward and backward pass of gpt for one micro-batch.
 
-Variants take turns in one process on one thread; each number is the least of all rounds, in milliseconds of processor
-time. "device's generator" is task.dropout=0.1 with the draws of F.dropout.
+Variants are interleaved in one process on one thread; each figure is the minimum over all rounds, in milliseconds of
+CPU time. "device's generator" is task.dropout=0.1 with F.dropout.
 
 Run: python scripts/measure/dropout.py [--rounds 30] [--samples 16] [--block-size 64]
 """
@@ -41,31 +41,31 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=30)
     parser.add_argument("--samples", type=int, default=16)
     parser.add_argument("--block-size", type=int, default=SHAPES["tiny"].block_size)
-    given = parser.parse_args()
+    arguments = parser.parse_args()
     torch.set_num_threads(1)
-    shape = replace(SHAPES["tiny"], block_size=given.block_size)
+    shape = replace(SHAPES["tiny"], block_size=arguments.block_size)
     corpus = Corpus({}, np.uint8, Bytes(), None, Path())
     tasks = {name: GPT(corpus, shape, **rates) for name, rates in RATES.items()}
-    tokens = torch.randint(256, (given.samples, given.block_size + 1))
+    tokens = torch.randint(256, (arguments.samples, arguments.block_size + 1))
     batch = tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous()
-    least = dict.fromkeys(tasks, float("inf"))
-    for number in range(given.rounds):
+    minima = dict.fromkeys(tasks, float("inf"))
+    for number in range(arguments.rounds):
         for name, task in tasks.items():
-            noise.start_pass(BatchSamples(0, number, range(given.samples), range(given.samples)))
+            noise.start_pass(BatchSamples(0, number, range(arguments.samples), range(arguments.samples)))
             with global_draws(name == "device's generator"):
                 began = time.process_time()
                 loss, _ = task.loss(task.model, batch)
                 loss.backward()
-                least[name] = min(least[name], time.process_time() - began)
+                minima[name] = min(minima[name], time.process_time() - began)
             task.model.zero_grad()
-    for name, seconds in least.items():
-        print(f"{name:28}{seconds * 1e3:8.1f} ms{seconds / least['no dropout'] - 1:+8.0%}")
+    for name, seconds in minima.items():
+        print(f"{name:28}{seconds * 1e3:8.1f} ms{seconds / minima['no dropout'] - 1:+8.0%}")
     return 0
 
 
 @contextmanager
 def global_draws(wanted: bool) -> Iterator[None]:
-    """Inside, dropout draws from the global generator where `wanted`."""
+    """Replace per-sample dropout by F.dropout, which draws from the global generator, if `wanted`."""
     before = noise.SampleNoise.dropout
 
     def dropout(_: noise.SampleNoise, x: Tensor, p: float) -> Tensor:

@@ -1,11 +1,11 @@
-"""Whether the ladder is right while another job runs: techniques planted in a task, and how often each is judged right.
+"""Count how often `suite=ladder` classifies techniques with a known effect correctly while another job runs.
 
-nothing   does what the baseline does: `no clear change`, in at least 19 of 20 repetitions
-slow      sleeps for a tenth of the baseline's update besides: `worse`, each time
-wrong     has other gradients: flagged, each time
+nothing   same as the baseline: `no clear change` in at least 19 of 20 repetitions
+slow      also sleeps for a tenth of the baseline's update: always `worse`
+wrong     has different gradients: always flagged
 
-The task computes (tests/tools/measure/planted/layers.py); a second job keeps a core busy meanwhile. Prints one line per
-repetition and the counts. Exit 1 where they are fewer.
+A second job keeps a core busy while the task trains (tests/tools/measure/planted/layers.py). Prints a line per
+repetition and the counts. Exit 1 if a count is too low.
     python scripts/measure/ladder.py [--repetitions 20] [--budget-s 60]
 """
 
@@ -23,11 +23,11 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[2]
 TASK = ROOT / "tests" / "tools" / "measure" / "planted" / "gradients.py"
 SETTINGS = ("device=cpu", "backend.threads=1", "global_batch_size=64")
-SHARE = 0.1  # of the baseline's update, that `slow` sleeps
+SHARE = 0.1  # fraction of the baseline's update that `slow` sleeps
 
 
 def main() -> int:
-    """Repeat, count, compare."""
+    """Print the results; exit 1 if too few are right."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--repetitions", type=int, default=20)
     parser.add_argument("--budget-s", type=float, default=60.0)
@@ -37,17 +37,17 @@ def main() -> int:
     other.start()
     try:
         with tempfile.TemporaryDirectory() as folder:
-            _plant(Path(folder), 0.0)
-            plain_ms = _row(_measured(Path(folder), ["nothing"], arguments.budget_s), "baseline")["update_ms"]
-            _plant(Path(folder), SHARE * plain_ms)
+            _write_techniques(Path(folder), 0.0)
+            plain_ms = _row(_run_benchmark(Path(folder), ["nothing"], arguments.budget_s), "baseline")["update_ms"]
+            _write_techniques(Path(folder), SHARE * plain_ms)
             for number in range(arguments.repetitions):
-                data = _measured(Path(folder), list(counts), arguments.budget_s)
+                data = _run_benchmark(Path(folder), list(counts), arguments.budget_s)
                 rows = {name: _row(data, name) for name in counts}
                 counts["nothing"] += rows["nothing"]["verdict"] == "no clear change"
                 counts["slow"] += rows["slow"]["verdict"] == "worse"
                 counts["wrong"] += rows["wrong"]["is_wrong"] is True
-                told = ", ".join(f"{name}: {row['verdict']} {_interval(row)}" for name, row in rows.items())
-                print(f"{number + 1:>3}  {told}", flush=True)
+                summary = ", ".join(f"{name}: {row['verdict']} {_interval(row)}" for name, row in rows.items())
+                print(f"{number + 1:>3}  {summary}", flush=True)
     finally:
         other.kill()
     num = arguments.repetitions
@@ -56,24 +56,24 @@ def main() -> int:
     return 0 if is_right else 1
 
 
-def _plant(folder: Path, sleep_ms: float) -> None:
+def _write_techniques(folder: Path, sleep_ms: float) -> None:
     """Write the techniques into the folder."""
     techniques = folder / "benchmark" / "technique"
     techniques.mkdir(parents=True, exist_ok=True)
-    words = {"nothing": "task.sleep_ms=0.0", "slow": f"task.sleep_ms={sleep_ms}", "wrong": "task.gradient=3.0"}
-    for name, word in words.items():
-        (techniques / f"{name}.yaml").write_text(f"overrides: [{word}]\n")
+    overrides = {"nothing": "task.sleep_ms=0.0", "slow": f"task.sleep_ms={sleep_ms}", "wrong": "task.gradient=3.0"}
+    for name, override in overrides.items():
+        (techniques / f"{name}.yaml").write_text(f"overrides: [{override}]\n")
 
 
-def _measured(folder: Path, names: list[str], budget_s: float) -> dict[str, Any]:
-    """Return what `accel-run benchmark --json` reports for these techniques, each alone."""
-    words = [*names, "--task", str(TASK), "--config-dir", str(folder), *SETTINGS]
-    words += [f"budget_s={budget_s}", f"folder={folder / 'results'}", "--json"]
+def _run_benchmark(folder: Path, names: list[str], budget_s: float) -> dict[str, Any]:
+    """Measure each of these techniques alone; return the JSON output of `accel-run benchmark`."""
+    args = [*names, "--task", str(TASK), "--config-dir", str(folder), *SETTINGS]
+    args += [f"budget_s={budget_s}", f"folder={folder / 'results'}", "--json"]
     done = subprocess.run(
-        [sys.executable, "-m", "runner", "benchmark", *words], stdout=subprocess.PIPE, text=True, check=True
+        [sys.executable, "-m", "runner", "benchmark", *args], stdout=subprocess.PIPE, text=True, check=True
     )
-    found: dict[str, Any] = json.loads(done.stdout)
-    return found
+    results: dict[str, Any] = json.loads(done.stdout)
+    return results
 
 
 def _row(data: dict[str, Any], name: str) -> dict[str, Any]:

@@ -1,7 +1,7 @@
-"""Print how much of the held-out text of task gpt is in its training text, before and after known blocks are left out.
+"""Print how much held-out text of task gpt is also in its training text, before and after known blocks are removed.
 
-A block is five lines in a row that are not blank, without indentation. The figure does not depend on the machine, only
-on the Python whose standard library is read.
+A block is five consecutive non-blank lines, without their indentation. The figure depends only on the Python version,
+whose standard library is the text.
 Run: python scripts/measure/leakage.py [TEXT]
 """
 
@@ -27,7 +27,7 @@ def main() -> None:
         for split in SPLITS[1:]:
             before, after = leakage["of_documents"][split], leakage["of_text"][split]
             size = corpus.files[split].stat().st_size
-            print(f"{split:5} {before:8.3%} of the blocks are in training, {after:.3%} are left; {size:,} bytes")
+            print(f"{split:5} {before:8.3%} of the blocks are in training, {after:.3%} after removal; {size:,} bytes")
 
 
 if __name__ == "__main__":

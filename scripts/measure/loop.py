@@ -1,13 +1,13 @@
-"""Cost of the loop on a model so small that little else is left: accel-run against loops written by hand.
+"""Measure the overhead of the training loop with a very small model: accel-run against handwritten loops.
 
-Workload: MLP 64-64-10, batch 32, one thread, AdamW, clipping to 1.0, a linear schedule, the loss logged every 10.
+Workload: MLP 64-64-10, batch 32, one thread, AdamW, clipping to 1.0, a linear schedule, loss logged every 10 updates.
 
-hand    the loop a person types: DataLoader with its default collate, AdamW's defaults, clip_grad_norm_, LambdaLR
-tuned   the same with a fused optimizer, batched reading and a schedule by hand: what is possible in plain torch
-ours    accel-run's own Phase, with its meter, monitor, screen, evaluation and saving in place
+hand    a typical handwritten loop: DataLoader with default collate, AdamW's defaults, clip_grad_norm_, LambdaLR
+tuned   the same with a fused optimizer, batched reading and a handwritten schedule: the best that plain torch allows
+ours    the Phase of accel-run, including its meter, monitor, screen, evaluation and saving
 
-hand and ours read the same TensorDataset. All three are interleaved in one process; the ratios are those of the
-medians: of wall-clock time, and of the CPU time of the thread, which other processes disturb less.
+hand and ours read the same TensorDataset. All three are interleaved in one process. Ratios are ratios of medians, of
+wall-clock time and of the thread's CPU time, which is less sensitive to other processes.
 Run: python scripts/measure/loop.py
 """
 
@@ -58,7 +58,7 @@ def make_model() -> nn.Module:
 
 
 def by_hand(total: int) -> Iterator[None]:
-    """The loop a person types."""
+    """A typical handwritten loop."""
     dataset = torch.utils.data.TensorDataset(torch.randn(SAMPLES, FEATURES), torch.randint(0, CLASSES, (SAMPLES,)))
     loader = torch.utils.data.DataLoader(dataset, batch_size=BATCH, shuffle=True)
     model = make_model()
@@ -81,7 +81,7 @@ def by_hand(total: int) -> Iterator[None]:
 
 
 def tuned(total: int) -> Iterator[None]:
-    """The same work with what plain torch offers for speed."""
+    """The same work with the fastest functions of plain torch."""
     x_all, y_all = torch.randn(SAMPLES, FEATURES), torch.randint(0, CLASSES, (SAMPLES,))
     model = make_model()
     parameters = list(model.parameters())
@@ -105,7 +105,7 @@ def tuned(total: int) -> Iterator[None]:
 
 
 def ours(total: int, stack: ExitStack) -> Iterator[int]:
-    """accel-run, through the same door as the command line."""
+    """accel-run, opened as by the command line."""
     from runner.config.request import Request
     from runner.engine.opening import open_phase
 
@@ -114,20 +114,20 @@ def ours(total: int, stack: ExitStack) -> Iterator[int]:
     settings = (
         f"updates={total}", f"global_batch_size={BATCH}", "scheduler=linear", "scheduler.warmup=0", "backend.threads=1",
         "device=cpu", f"output_root={folder}", "run=tiny", "evaluate.every=0", "optimizer.lr=0.001",
-        # The mathematics of AdamW's own defaults, as in the other two.
+        # AdamW's defaults, as in the other two
         "optimizer.weight_decay=0.01", "optimizer.betas=[0.9,0.999]", "optimizer.decay_1d=true",
     )  # fmt: skip
     phase = stack.enter_context(open_phase(Request(settings, folder / "tiny_mlp.py")))
     return phase.updates()
 
 
-def measure(contestants: dict[str, Iterator[object]], block: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
-    """Return microseconds per update, wall-clock and CPU time, of each contestant, one per round; interleaved."""
-    times: dict[str, list[tuple[float, float]]] = {name: [] for name in contestants}
-    names = list(contestants)
+def measure(variants: dict[str, Iterator[object]], block: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+    """Return the wall-clock and CPU microseconds per update of each variant, one pair per round; interleaved."""
+    times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
+    names = list(variants)
     for round_ in range(rounds + 2):
         for name in names[round_ % len(names) :] + names[: round_ % len(names)]:
-            advance: Callable[[], object] = contestants[name].__next__
+            advance: Callable[[], object] = variants[name].__next__
             began = time.perf_counter(), time.thread_time()
             for _ in range(block):
                 advance()
@@ -139,25 +139,25 @@ def measure(contestants: dict[str, Iterator[object]], block: int, rounds: int) -
 
 
 def main() -> int:
-    """Print the table; exit 1 where the ratio is above the limit."""
+    """Print the table; exit 1 if the ratio is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--block", type=int, default=200)
-    parser.add_argument("--limit", type=float, default=None, help="exit 1 when ours / hand of CPU time is above this")
+    parser.add_argument("--limit", type=float, default=None, help="maximum of ours / hand in CPU time; exit 1 above")
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     total = (arguments.rounds + 3) * arguments.block
     with ExitStack() as stack:
         quiet = stack.enter_context(Path(os.devnull).open("w"))
         with redirect_stdout(quiet):
-            contestants = {
+            variants = {
                 "hand": by_hand(total),
                 "tuned": tuned(total),
                 "ours": ours(total, stack),
             }
-            times = measure(contestants, arguments.block, arguments.rounds)
+            times = measure(variants, arguments.block, arguments.rounds)
     print(f"torch {torch.__version__}, 1 thread, {arguments.rounds} rounds of {arguments.block} updates")
-    of_ours = 0.0
+    ours_ratio = 0.0
     for name, spent in times.items():
         columns = []
         for place, clock in enumerate(("wall-clock", "CPU")):
@@ -165,10 +165,10 @@ def main() -> int:
             low, middle, high = (ratios[int(share * (len(ratios) - 1))] for share in (0.1, 0.5, 0.9))
             median = statistics.median(pair[place] for pair in spent)
             columns.append(f"{clock} {median:7.1f} us, {middle:.2f} of hand ({low:.2f} to {high:.2f})")
-        of_ours = middle
+        ours_ratio = middle
         print(f"{name:<6} {';  '.join(columns)}")
-    print("an update; in parentheses 80 % of rounds")
-    return int(arguments.limit is not None and of_ours > arguments.limit)
+    print("per update; in parentheses the range of 80 % of the rounds")
+    return int(arguments.limit is not None and ours_ratio > arguments.limit)
 
 
 if __name__ == "__main__":

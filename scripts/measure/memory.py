@@ -1,11 +1,10 @@
-"""Compare the predicted peak of memory with a count of every byte of the real run on the CPU, and print the table.
+"""Compare the predicted peak memory with the counted memory of a real run on the CPU, and print a table.
 
     python scripts/measure/memory.py [--tasks gpt,nmt] [--precisions fp32,bf16] [--optimizers adamw,sgd,adamw8bit]
-                                     [--batches 4,8] [words of a configuration ...]
+                                     [--batches 4,8] [SETTING ...]
 
-The count is made apart from the prediction: a mode sees every operation of two real updates, adds the memory that
-their results take and takes it off when it is freed. It is the memory that operations hand out; what kernels take for
-themselves inside is seen by neither.
+The count is independent of the prediction: a dispatch mode intercepts every operation of two real updates, adds the
+memory of their results, and subtracts it when it is freed. Neither includes temporary memory inside kernels.
 """
 
 from __future__ import annotations
@@ -50,11 +49,11 @@ TASKS = ("gpt", "nmt", "cape", "dynamo", "hyperspectral", "tractodiff")
 
 
 class ByteCount(TorchDispatchMode):
-    """Adds the bytes of what operations hand out and takes them off when they are freed; `most` is the peak."""
+    """Counts the bytes of the results of operations until they are freed; `peak` is the maximum."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.now = self.most = 0
+        self.now = self.peak = 0
         self.known: dict[int, int] = {}
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -72,15 +71,15 @@ class ByteCount(TorchDispatchMode):
             self.known[key] = memory.nbytes()
             weakref.finalize(memory, self.freed, key)
             self.now += memory.nbytes()
-            self.most = max(self.most, self.now)
+            self.peak = max(self.peak, self.now)
 
     def freed(self, key: int) -> None:
-        """Take the memory off."""
+        """Subtract the memory."""
         self.now -= self.known.pop(key)
 
 
 def counted(configuration: Configuration, micros: Sequence[int]) -> dict[tuple[str, int], int]:
-    """Return (phase, micro-batch) -> bytes at the peak of two real updates of two passes, made in this process."""
+    """Run two updates of two micro-batches in this process; return (phase, micro-batch) -> peak bytes."""
     plan = make_plan(configuration, HERE)
     peaks = {}
     with ExitStack() as stack, warnings.catch_warnings():
@@ -119,11 +118,11 @@ def _count_of(parts: Parts, phase: PhasePlan) -> int:
             parts.task.begin_update(Progress(phase.name, position.update, 2, 0.0))
             next(train_updates(work.inputs, handed, position.update + 1))
     work.release()
-    return count.most
+    return count.peak
 
 
 def compared(words: Sequence[str], micros: Sequence[int]) -> list[tuple[Traced, int, float]]:
-    """Return for each phase and micro-batch the prediction, the count, and the seconds of the prediction."""
+    """Return the prediction, the count, and the duration of the prediction for each phase and micro-batch."""
     sizes = (f"micro_batch_size={max(micros)}", f"global_batch_size={2 * max(micros)}")
     configuration = compose(Request((*words, *sizes, "device=cpu")))
     began = time.perf_counter()

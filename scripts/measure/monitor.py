@@ -1,16 +1,16 @@
-"""What watching the machine costs: CPU seconds of the sampler's thread, the time of a training loop, and its rows.
+"""Measure the overhead of monitoring: CPU time of the monitor thread, time of a training loop, and number of rows.
 
-NVML is the tests' stub, which answers from memory and waits 20 ms for each PCIe query, as the driver does; a driver's
-own queries also take CPU time, so on a machine with a GPU use --real, which monitors the GPUs that are present.
+NVML is the stub of the tests, which returns stored values and waits 20 ms for each PCIe query, like the driver.
+Queries of a real driver also use CPU time: on a machine with a GPU, use --real, which monitors its GPUs.
 
 sampler   CPU seconds of the monitor's thread per second, at one sample a second, with 2 and with 8 GPUs
-loop      updates of accel-run's own loop with and without the monitor, in turns: median of the ratios of neighbours;
-          at one sample a second, and at fifty, of which a fiftieth is the cost of one: what a machine's own unrest
-          hides in the first shows in the second
-rows      rows per device in a run of that many seconds: at least that number minus two
+loop      updates of the training loop with and without the monitor, alternating: median of the ratios of neighboring
+          blocks, at one sample per second, and at fifty, whose overhead is divided by fifty: the noise of the machine
+          may hide the former but not the latter
+rows      rows per device in a run of d seconds: at least d - 2
 
-Exits with 1 where a target is missed, and names it: SAMPLER_SHARE of a core, LOOP_SHARE of the time of an update (the
-lower end of its interval lies above it, so that a busy machine alone does not fail it), or rows that are lacking.
+Exits with 1 if a target is missed, and names it: SAMPLER_SHARE of a core, LOOP_SHARE of the time of an update (if
+the lower end of the interval is above it, so that a busy machine alone does not fail), or missing rows.
 
 Run: python scripts/measure/monitor.py
 """
@@ -84,7 +84,7 @@ print(json.dumps(found))
 
 
 def run(code: str, environment: dict[str, str], *words: object) -> Any:
-    """Return what a fresh process printed."""
+    """Run the code in a new process; return its output as JSON."""
     done = subprocess.run(
         [sys.executable, "-c", code, *map(str, words)],
         env=environment,
@@ -99,10 +99,10 @@ def run(code: str, environment: dict[str, str], *words: object) -> Any:
 
 
 def environments(folder: Path, *, real: bool) -> dict[str, dict[str, str]]:
-    """Return name -> environment in which NVML shows this number of GPUs."""
+    """Return name -> environment in which NVML reports this number of GPUs."""
     here = {**os.environ, "PYTHONPATH": str(ROOT)}
     if real:
-        return {"the GPUs that are here": here}
+        return {"the GPUs of this machine": here}
     sys.path.insert(0, str(ROOT))
     from tests.nvml_stub import T4, NvmlStub, build_stub
 
@@ -120,7 +120,7 @@ def environments(folder: Path, *, real: bool) -> dict[str, dict[str, str]]:
 
 
 def show_loop(environment: dict[str, str], rounds: int, block_s: float, folder: Path, interval_s: float) -> float:
-    """Print what the monitor adds to an update at one sample a second; return the least that it surely adds."""
+    """Print the overhead per update at one sample per second; return the lower end of its interval."""
     found = run(LOOP, environment, rounds, block_s, folder, interval_s)
     ratios = sorted(on / off for on, off in zip(found["on"], found["off"], strict=True))
     same = sorted(later / earlier for earlier, later in itertools.pairwise(found["off"]))
@@ -128,9 +128,10 @@ def show_loop(environment: dict[str, str], rounds: int, block_s: float, folder: 
     low, high = interval(ratios)
     middle, shown = statistics.median(ratios), 1.0 / interval_s
     print(
-        f"loop     update {1e3 * statistics.median(found['off']):.2f} ms; {shown:.0f} samples a second: x {middle:.4f} "
-        f"[{low:.4f}, {high:.4f}], one a second {(middle - 1) / shown:+.2%} [{(low - 1) / shown:+.2%}, "
-        f"{(high - 1) / shown:+.2%}] ({rounds} pairs of {block_s:g} s; without it neighbours differ by "
+        f"loop     update {1e3 * statistics.median(found['off']):.2f} ms; {shown:.0f} samples per second: "
+        f"x {middle:.4f} "
+        f"[{low:.4f}, {high:.4f}], one per second {(middle - 1) / shown:+.2%} [{(low - 1) / shown:+.2%}, "
+        f"{(high - 1) / shown:+.2%}] ({rounds} pairs of {block_s:g} s; without it neighbors differ by "
         f"x {same[0]:.3f} to {same[-1]:.3f})",
         flush=True,
     )
@@ -138,11 +139,11 @@ def show_loop(environment: dict[str, str], rounds: int, block_s: float, folder: 
 
 
 def missed(sampler: dict[str, float], loop: dict[str, float], rows: dict[str, tuple[int, float]]) -> list[str]:
-    """Return a line for each target that is missed.
+    """Return a line for each missed target.
 
-    sampler  what was watched -> CPU seconds per second
-    loop     samples a second -> the least share of an update that one sample a second surely adds
-    rows     what was watched -> rows per device, seconds of the run
+    sampler  monitored GPUs -> CPU seconds per second
+    loop     samples per second -> lower end of the interval of the overhead of one sample per second
+    rows     monitored GPUs -> rows per device, seconds of the run
     """
     found = [
         f"the sampler takes {share:.3%} of a core with {what}: less than {SAMPLER_SHARE:.1%} is allowed"
@@ -162,7 +163,7 @@ def missed(sampler: dict[str, float], loop: dict[str, float], rows: dict[str, tu
 
 
 def interval(values: list[float]) -> tuple[float, float]:
-    """Return the order statistics around the median that hold it with at least 95 %."""
+    """Return the 95 % confidence interval of the median, by order statistics."""
     from math import comb
 
     n, out = len(values), 0
@@ -174,10 +175,10 @@ def interval(values: list[float]) -> tuple[float, float]:
 def main() -> int:
     """Print the figures."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--seconds", type=float, default=30.0, help="that the sampler is watched for")
+    parser.add_argument("--seconds", type=float, default=30.0, help="duration of the measurement of the sampler")
     parser.add_argument("--rounds", type=int, default=15, help="pairs of blocks of the loop")
     parser.add_argument("--block", type=float, default=4.0, help="seconds of a block")
-    parser.add_argument("--real", action="store_true", help="the driver's own NVML")
+    parser.add_argument("--real", action="store_true", help="use the NVML of the driver")
     arguments = parser.parse_args()
     print(f"{platform.machine()}, {len(os.sched_getaffinity(0))} cores, Python {platform.python_version()}, "
           f"load {os.getloadavg()[0]:.1f}", flush=True)  # fmt: skip
@@ -193,7 +194,7 @@ def main() -> int:
         for interval_s in (1.0, 0.02):
             first = next(iter(shown.values()))
             least = show_loop(first, arguments.rounds, arguments.block, folder, interval_s)
-            loop[f"{1 / interval_s:.0f} samples a second"] = least
+            loop[f"{1 / interval_s:.0f} samples per second"] = least
     failures = missed(sampler, loop, rows)
     for failure in failures:
         print(f"MISSED   {failure}")

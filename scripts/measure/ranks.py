@@ -1,4 +1,4 @@
-"""What several ranks cost and bring, on this machine: two ranks forked here, over gloo.
+"""Measure overhead and speedup of several ranks on this machine: two forked ranks over gloo.
 
 step      an update of gpt tiny on 2 equal ranks, against a loop with DistributedDataParallel written by hand
 start     from starting the process to the first update of 2 ranks, against torchrun and a bare script
@@ -37,7 +37,7 @@ from torch import nn
 ROOT = Path(__file__).parents[2]
 BATCH = 32
 SLOW_TASK = '''
-"""gpt tiny of which one rank is slower, in proportion to its samples, as a slower device would be."""
+"""gpt tiny with one rank that is slower in proportion to its samples, like a slower device."""
 import time
 import torch.distributed as dist
 from runner import Context, Task
@@ -59,7 +59,7 @@ def build(context: Context, *, factor: float = 1.0, ms_per_sample: float = 1.0, 
     return task
 '''
 DELAYED_TASK = '''
-"""A small model of which one part on one rank takes longer."""
+"""A small model of which one part takes longer on one rank."""
 import time
 import torch, torch.nn.functional as F
 import torch.distributed as dist
@@ -126,7 +126,7 @@ if dist.get_rank() == 0:
 
 
 def on_two_ranks(function: Callable[[Any], Any]) -> Any:
-    """Return what `function(world)` returned on rank 0 of two forked ranks."""
+    """Run `function(world)` on two forked ranks; return the result of rank 0."""
     from runner.tools.measure.forked_ranks import run_on_ranks
 
     return run_on_ranks(function, 2)
@@ -148,7 +148,7 @@ def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
 
 
 def measure_ms_per_update(updates: Iterator[Any], number: int) -> float:
-    """Make some updates; return their mean milliseconds."""
+    """Run some updates; return their mean milliseconds."""
     from runner.tools.measure.forked_ranks import measure_ms_per_update as timed
 
     return timed(updates, number)
@@ -212,12 +212,12 @@ def step(arguments: argparse.Namespace) -> float:
 
 
 def told(other: str, times: dict[str, list[float]]) -> float:
-    """Print the medians of two loops that took turns, and return the ratio."""
+    """Print the medians of two interleaved loops, and return the ratio."""
     first, second = times
     ratios = sorted(mine / theirs for mine, theirs in zip(times[second], times[first], strict=True))
     low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
     for name, spent in times.items():
-        print(f"{name:<9} {statistics.median(spent):.1f} ms an update")
+        print(f"{name:<9} {statistics.median(spent):.1f} ms per update")
     ratio = statistics.median(times[second]) / statistics.median(times[first])
     print(f"{second} / {first} ({other}): {ratio:.3f} (paired {statistics.median(ratios):.3f}, 80 % of rounds {low:.3f}"
           f" to {high:.3f})")  # fmt: skip
@@ -228,7 +228,7 @@ def told(other: str, times: dict[str, list[float]]) -> float:
 
 
 def start(arguments: argparse.Namespace) -> float:
-    """Print the seconds to the first update of 2 ranks, ours and torchrun's."""
+    """Print the seconds until the first update of two ranks, with accel-run and with torchrun."""
     from runner.base.paths import cache_folder
 
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
@@ -274,7 +274,7 @@ def start(arguments: argparse.Namespace) -> float:
 
 
 def per_sample_ms(world: Any) -> float:
-    """Return what a sample of gpt tiny takes on a rank while both are busy."""
+    """Return the milliseconds per sample of gpt tiny on a rank while both are busy."""
     with ExitStack() as stack:
         opened = phase(world, stack, "task.size=tiny", "updates=100", "precision=fp32")
         updates = opened.updates()
@@ -308,7 +308,7 @@ def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, 
 
 
 def optimum_ms(lines: list[list[float]]) -> float:
-    """Return the least milliseconds of an update that the fitted lines allow, exchange left out."""
+    """Return the minimum milliseconds per update for the fitted lines, without communication."""
     from runner.base.share_solver import RankTiming, fastest_shares, slowest_seconds
 
     known = [RankTiming(*line) for line in lines]
@@ -316,7 +316,7 @@ def optimum_ms(lines: list[list[float]]) -> float:
 
 
 def slow(arguments: argparse.Namespace) -> float:
-    """Print, for a rank 2 and 3 times slower, what shares bring."""
+    """Print the speedup by shares with a rank that is 2 and 3 times slower."""
     cost = on_two_ranks(per_sample_ms)
     print(f"a sample takes {cost:.2f} ms on each of two ranks")
     worst = 0.0
@@ -334,7 +334,7 @@ def slow(arguments: argparse.Namespace) -> float:
         print(f"rank 1 is {factor:g} times slower; best by the measured a and c: {best - exchange:.1f} ms, and"
               f" {exchange:.1f} ms of exchange")  # fmt: skip
         for name, result in found.items():
-            print(f"  {name:<13} {result['ms']:7.1f} ms an update, shares {result['shares']},"
+            print(f"  {name:<13} {result['ms']:7.1f} ms per update, shares {result['shares']},"
                   f" {found['equal']['ms'] / result['ms']:.2f} times as fast as equal,"
                   f" {result['ms'] / best:.3f} of the best")  # fmt: skip
         worst = max(worst, found["speed"]["ms"] / best)
@@ -342,7 +342,7 @@ def slow(arguments: argparse.Namespace) -> float:
 
 
 def flip(arguments: argparse.Namespace) -> float:
-    """Print what an update takes after the ranks changed places, three re-solves later."""
+    """Print the time of an update after the slow rank became the fast one, three solutions later."""
     cost = on_two_ranks(per_sample_ms)
     options = {"factor": 3.0, "ms_per_sample": round(cost, 3)}
     before = on_two_ranks(lambda world: settled(world, "speed", 80, **options))
@@ -356,7 +356,7 @@ def flip(arguments: argparse.Namespace) -> float:
 
 
 def alone(arguments: argparse.Namespace) -> float:
-    """Print what an update takes when one rank is 60 times slower, against the better rank alone."""
+    """Print the time of an update with a rank that is 60 times slower, and with the faster rank alone."""
     cost = on_two_ranks(per_sample_ms)
     folder = tempfile.mkdtemp()
     task = Path(folder) / "task_of_script.py"
@@ -386,7 +386,7 @@ def alone(arguments: argparse.Namespace) -> float:
 
 
 def name(arguments: argparse.Namespace) -> float:
-    """Print in how many seeded trials the slow rank and part were named."""
+    """Print in how many seeded trials the slow rank and part were named correctly."""
     right, wrong = 0, []
     for seed in range(arguments.rounds):
         drawn = random.Random(seed)
@@ -405,13 +405,13 @@ def name(arguments: argparse.Namespace) -> float:
         found = on_two_ranks(trial)
         right += found == [rank, part]
         wrong += [] if found == [rank, part] else [f"seed {seed}: {part} of rank {rank} was called {found}"]
-    print(f"{right} of {arguments.rounds} named right")
+    print(f"{right} of {arguments.rounds} named correctly")
     print("\n".join(wrong), end="\n" if wrong else "")
     return 1.0 - right / arguments.rounds
 
 
 def overhead(arguments: argparse.Namespace) -> float:
-    """Print the time of an update with measuring and without it, in turns."""
+    """Print the time of an update with and without timing, interleaved."""
 
     def both(world: Any) -> dict[str, list[float]]:
         times: dict[str, list[float]] = {"without": [], "with": []}
@@ -436,12 +436,12 @@ MEASUREMENTS = {
 
 
 def main() -> int:
-    """Print the measurement; exit 1 where its figure is above the limit."""
+    """Print the measurement; exit 1 if its figure is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("what", choices=MEASUREMENTS)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--block", type=int, default=10)
-    parser.add_argument("--limit", type=float, default=None, help="exit 1 when the figure is above this")
+    parser.add_argument("--limit", type=float, default=None, help="maximum of the figure; exit 1 above")
     parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))

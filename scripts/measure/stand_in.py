@@ -1,4 +1,4 @@
-"""Times of the stand-in for a GPU, each with the load of the machine.
+"""Measure times of the stand-in for a GPU, each with the load of the machine.
 
 build    compile the stand-in
 failure  a rank that is killed, raises or exits over the stand-in's NCCL: seconds until error.json names it and until
@@ -25,7 +25,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 
-from tests.faults.test_ranks import TASK, line, processes  # noqa: E402 - tests are no installed package
+from tests.faults.test_ranks import TASK, line, processes  # noqa: E402 - tests are not installed
 from tests.stand_ins.cuda.build import built  # noqa: E402
 from tests.stand_ins.forked import StandIn  # noqa: E402
 

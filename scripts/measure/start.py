@@ -1,4 +1,4 @@
-"""Time from starting the process to the first update: accel-run against a bare script with the same model and data.
+"""Measure the time from process start to the first update, against a plain script with the same model and data.
 
 bare   imports torch, builds gpt tiny, reads one batch from the prepared tokens, makes one AdamW update
 ours   accel-run train with wandb offline: composes, plans, locks the run directory, builds, makes one update
@@ -63,10 +63,10 @@ def start_ours(folder: Path, number: int, extra: list[str]) -> float:
 
 
 def main() -> int:
-    """Print the table; exit 1 where the ratio is above the limit."""
+    """Print the table; exit 1 if the ratio is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=10)
-    parser.add_argument("--limit", type=float, default=None, help="exit 1 when ours / bare is above this")
+    parser.add_argument("--limit", type=float, default=None, help="maximum of ours / bare; exit 1 above")
     arguments = parser.parse_args()
     root = Path(__file__).parents[2]
     sys.path.insert(0, str(root))

@@ -1,12 +1,12 @@
-"""Time of phase 1 of hyperspectral, one pass of statistics, against loops over pixels and against reading the data.
+"""Measure phase 1 of hyperspectral, the statistics pass, against loops over pixels and against reading the data.
 
-loop     Welford's update pixel by pixel in numpy, timed on some pixels and multiplied to all: it is linear in them
-memory   every value read once from memory: a float32 sum of each batch
-files    the same data as one .npy file per cube in the page cache, read as a run reads it, with that sum of each batch
-disk     the same files after the system has forgotten them: what a data set larger than memory costs
-pass     what phase 1 does with the same batches, from memory, files and disk
+loop     Welford's update pixel by pixel in numpy, timed on a subset of the pixels and extrapolated linearly
+memory   reads every value once from memory: a float32 sum of each batch
+files    the same data in the page cache, one .npy file per cube, read as in a run, with the same sum
+disk     the same files, removed from the page cache: the cost for a data set larger than memory
+pass     phase 1 with the same batches, from memory, files and disk
 
-Each round times all in turns within one process; ratios are medians over rounds.
+Each round times all variants in one process; ratios are medians over rounds.
 Run: python scripts/measure/statistics_pass.py
 """
 
@@ -30,7 +30,7 @@ Batches = Callable[[], Iterator[dict[str, torch.Tensor]]]
 
 
 def loop(pixels: np.ndarray[Any, Any]) -> None:
-    """Gather count, mean, co-moment and extremes as a loop over the pixels does."""
+    """Compute count, mean, co-moment and extremes in a loop over the pixels."""
     channels = pixels.shape[1]
     mean, comoment = np.zeros(channels), np.zeros((channels, channels))
     low, high = np.full(channels, np.inf), np.full(channels, -np.inf)
@@ -42,24 +42,24 @@ def loop(pixels: np.ndarray[Any, Any]) -> None:
 
 
 def seconds(work: Callable[[], object]) -> float:
-    """Return the time that something takes."""
+    """Return the seconds of a call."""
     began = time.perf_counter()
     work()
     return time.perf_counter() - began
 
 
 def forget(paths: list[Path]) -> None:
-    """Let the system drop the files from the page cache."""
+    """Drop the files from the page cache."""
     for path in paths:
         with path.open("rb") as file:
-            os.fsync(file.fileno())  # only what is on disk can be forgotten
+            os.fsync(file.fileno())  # only pages that are on disk can be dropped
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
 
 
 def measure(
     shape: tuple[int, int, int, int], rounds: int, loop_pixels: int, dtype: torch.dtype
 ) -> dict[str, list[float]]:
-    """Return seconds by name, one per round; the first round, which warms up, is left out."""
+    """Return the seconds by name, one per round, without the first round, which is the warm-up."""
     from runner.tasks.hyperspectral.data import Files
     from runner.tasks.hyperspectral.scenes import SyntheticScenes
     from runner.tasks.hyperspectral.statistics import PixelStatistics
@@ -124,11 +124,14 @@ def measure(
 
 
 def main() -> int:
-    """Print the table; exit 1 where a ratio misses its limit."""
+    """Print the table; exit 1 if a ratio misses its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--shape", type=int, nargs=4, default=(200, 128, 128, 50), metavar=tuple("NHWC"))
     parser.add_argument(
-        "--dtype", choices=["float32", "float64"], default="float32", help="of products, see task.statistics"
+        "--dtype",
+        choices=["float32", "float64"],
+        default="float32",
+        help="number format of products, see task.statistics",
     )
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--loop-pixels", type=int, default=20000, help="pixels on which the loop is timed")

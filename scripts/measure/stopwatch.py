@@ -1,7 +1,8 @@
-"""What it costs to tell the time of an update by part: host microseconds of an update's laps, by device.
+"""Measure the overhead of timing the parts of an update: host microseconds of the laps of an update, by device.
 
-An update with two micro-batches that are copied to the device: twelve laps and a stop. On a GPU each lap is a mark on
-its timeline, read when it is over; beside the laps runs a product, so that the GPU lags behind as it does in training.
+An update has two micro-batches that are copied to the device: twelve laps and a stop. On a GPU, each lap records an
+event, which is read after its completion. A matrix product runs between updates, so that the GPU lags behind the host
+as in training.
 Run: python scripts/measure/stopwatch.py
 """
 
@@ -20,8 +21,8 @@ LAPS = ("hooks", *("data", "transfer", "data", "forward", "backward") * 2, "opti
 
 
 def microseconds(stopwatch: Stopwatch, updates: int, rounds: int, work: torch.Tensor) -> list[float]:
-    """Return the host's microseconds of the laps of an update, one figure per round."""
-    found = []
+    """Return the host microseconds of the laps of an update, one figure per round."""
+    per_update = []
     number = 0
     for _ in range(rounds):
         spent = 0.0
@@ -33,9 +34,9 @@ def microseconds(stopwatch: Stopwatch, updates: int, rounds: int, work: torch.Te
                 stopwatch.lap(part)
             stopwatch.stop(number)
             spent += time.perf_counter() - began
-        stopwatch.bookmark()()  # as when a row is due
-        found.append(1e6 * spent / updates)
-    return found
+        stopwatch.bookmark()()  # as for a row of metrics
+        per_update.append(1e6 * spent / updates)
+    return per_update
 
 
 def main() -> int:
@@ -45,14 +46,14 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=30)
     arguments = parser.parse_args()
     devices = [torch.device("cpu"), *([torch.device("cuda", 0)] if torch.cuda.is_available() else [])]
-    print(f"torch {torch.__version__}, {len(LAPS)} laps an update, {arguments.rounds} rounds of {arguments.updates}")
+    print(f"torch {torch.__version__}, {len(LAPS)} laps per update, {arguments.rounds} rounds of {arguments.updates}")
     for device in devices:
         work = torch.randn(64 if device.type == "cpu" else 2048, 64 if device.type == "cpu" else 2048, device=device)
         times = sorted(microseconds(new_stopwatch(device), arguments.updates, arguments.rounds, work)[2:])
         low, high = times[len(times) // 10], times[-1 - len(times) // 10]
         name = torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu"
         median = statistics.median(times)
-        print(f"{name}: {median:.1f} us an update (80 % of rounds {low:.1f} to {high:.1f})")
+        print(f"{name}: {median:.1f} us per update (80 % of rounds {low:.1f} to {high:.1f})")
     return 0
 
 

@@ -1,9 +1,9 @@
-"""Train every task at its tiny size, and print what each reached beside a trivial model.
+"""Train every task at its tiny size, and print its metrics beside those of a trivial model.
 
     scripts/task_table [TASK...] [--seeds 0,1,2] [--root DIR]
 
-Each task is trained and used as a user would: `accel-run both task=NAME`, default settings, a new run. The table gives
-wall time, the metrics that have a baseline, and whether the metric meets the bound stated below. With several seeds, a
+Each task runs as for a user: `accel-run both task=NAME`, default settings, a new run. The table has the wall time, the
+metrics that have a baseline, and whether each metric meets the bound below. With several seeds, a
 figure is the mean and the standard deviation over them, and a bound must hold for each. Prepared data is kept between
 runs, as for a user; --cold prepares it from scratch. Exit code 1 if a bound is missed.
 """
@@ -32,7 +32,7 @@ Metrics = Mapping[str, float]
 
 @dataclass(frozen=True)
 class Bound:
-    """What a task must reach: a metric, the bound in words, and the test of (metrics, baselines, phases)."""
+    """A required result: a metric, a description of its bound, and the test of (metrics, baselines, phases)."""
 
     metric: str
     words: str
@@ -52,7 +52,7 @@ def below(metric: str, *, times: float = 1.0, of: str = "the trivial model") -> 
 
 
 STRAIGHT = below("mdf_mm", times=0.6, of="a straight line")
-# words of a run -> what it must reach
+# arguments of a run -> required results
 BOUNDS: Mapping[str, tuple[Bound, ...]] = {
     "gpt": (below("bits_per_byte", of="bigram"),),
     "tractodiff": (STRAIGHT,),
@@ -80,7 +80,7 @@ def main() -> int:
     parser.add_argument("--root", type=Path, help="folder for the runs; default: a temporary one, which is kept")
     parser.add_argument("--cold", action="store_true", help="prepare the tasks' data from scratch")
     parser.add_argument("--seeds", default="0", help="one training per seed: 0,1,2")
-    parser.add_argument("--busy", action="store_true", help="the machine does other work: times are shown, not judged")
+    parser.add_argument("--busy", action="store_true", help="the machine is busy: times are shown but not checked")
     given = parser.parse_args()
     unknown = [task for task in given.tasks if task not in {run.split()[0] for run in BOUNDS}]
     if unknown:

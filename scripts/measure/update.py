@@ -1,10 +1,10 @@
-"""Time and memory of an update of gpt: accel-run and the best handwritten loop with the same model.
+"""Measure time and memory of an update of gpt: accel-run and the best handwritten loop with the same model.
 
 hand   fused AdamW in two groups, batched reading, foreach clipping, a cosine schedule, the loss read every 10; on a GPU
        also page-locked batches that are copied without waiting
 half   the same, with the loss in the format of autocast: F.cross_entropy of bfloat16 logits has a log-softmax in
        bfloat16, which is faster; its probabilities are rounded to 8 bits. The others convert the logits to float32
-ours   accel-run's own Phase, with its meter, screen, evaluation and saving in place
+ours   the Phase of accel-run, including its meter, screen, evaluation and saving
 
 Time: both are interleaved in one process; the ratio is that of the medians. Memory: separate processes; the peak
 resident set, on a GPU the peak of allocated memory. On a GPU with a hardware profile also the model FLOP utilization:
@@ -97,7 +97,7 @@ def by_hand(case: Case, total: int, *, has_half_loss: bool = False) -> Iterator[
 
 
 def _loss(model: Any, x: Tensor, y: Tensor, *, has_half_loss: bool) -> Tensor:
-    """Return the mean loss; the logits are freed at its end, as far as the backward pass does not need them."""
+    """Return the mean loss; logits that the backward pass does not need are freed at its end."""
     logits = model(x) if has_half_loss else model(x).float()
     return F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1))
 
@@ -113,7 +113,7 @@ def _build(case: Case) -> Any:
 
 
 def ours(case: Case, total: int, stack: ExitStack) -> Iterator[int]:
-    """accel-run, through the same door as the command line."""
+    """accel-run, opened as by the command line."""
     from runner.config.request import Request
     from runner.engine.opening import open_phase
 
@@ -155,7 +155,7 @@ def _synchronize(case: Case) -> None:
 
 
 def peak_mib(case: Case, which: str, updates: int) -> float:
-    """Return the peak memory of a process that makes some updates."""
+    """Return the peak memory of a process that runs some updates."""
     done = subprocess.run(
         [sys.executable, __file__, "--alone", which, "--block", str(updates), *case.words()],
         capture_output=True,
@@ -166,7 +166,7 @@ def peak_mib(case: Case, which: str, updates: int) -> float:
 
 
 def alone(case: Case, which: str, updates: int) -> None:
-    """Make some updates and print the peak memory in MiB."""
+    """Run some updates and print the peak memory in MiB."""
     with ExitStack() as stack:
         stack.enter_context(redirect_stdout(stack.enter_context(Path(os.devnull).open("w"))))
         loop: Iterator[object] = by_hand(case, updates + 1) if which == "hand" else ours(case, updates + 1, stack)
@@ -209,7 +209,7 @@ def _print_memory(case: Case) -> None:
 
 
 def main() -> int:
-    """Print the table; exit 1 where a ratio is above its limit."""
+    """Print the table; exit 1 if a ratio is above its limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--block", type=int, default=10)
@@ -220,8 +220,8 @@ def main() -> int:
     parser.add_argument("--micro", type=int, default=None, help="default: the batch")
     parser.add_argument("--compile", action="store_true")
     parser.add_argument("--time-only", action="store_true", help="do not measure memory")
-    parser.add_argument("--limit", type=float, default=None, help="exit 1 when the ratio of the times is above this")
-    parser.add_argument("words", nargs="*", help="more settings of accel-run")
+    parser.add_argument("--limit", type=float, default=None, help="maximum ratio of the times; exit 1 above")
+    parser.add_argument("words", nargs="*", help="additional settings of accel-run")
     parser.add_argument("--alone", choices=["hand", "ours"], help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     sys.path.insert(0, str(Path(__file__).parents[2]))

@@ -13,13 +13,13 @@ SETTINGS = {"global_batch_size": 1024, "optimizer.lr": 0.001}
 WIDTH = 64
 
 
-def build(*, mended: bool = False) -> Task:
-    return Counted(mended)
+def build(*, fixed: bool = False) -> Task:
+    return Counted(fixed)
 
 
 class Counted(Task):
-    def __init__(self, mended: bool) -> None:
-        self.mended = mended
+    def __init__(self, fixed: bool) -> None:
+        self.fixed = fixed
         self.mean: Any = 0.0
         self.model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
 
@@ -31,7 +31,7 @@ class Counted(Task):
     def loss(self, model: nn.Module, batch: tuple[Tensor]) -> tuple[Tensor, int]:
         (rows,) = batch
         losses = (model(rows) - rows).square().mean(1)
-        if self.mended:
+        if self.fixed:
             self.mean = 0.99 * self.mean + 0.01 * losses.detach().mean()
         else:
             self.mean = 0.99 * self.mean + 0.01 * sum(loss.item() for loss in losses) / len(losses)

@@ -15,13 +15,13 @@ SETTINGS = {"global_batch_size": 32, "optimizer.lr": 0.001}
 WIDTH, WRITE_S = 256, 0.002
 
 
-def build(*, mended: bool = False) -> Task:
-    return Logged(mended)
+def build(*, fixed: bool = False) -> Task:
+    return Logged(fixed)
 
 
 class Logged(Task):
-    def __init__(self, mended: bool) -> None:
-        self.every = 100 if mended else 1
+    def __init__(self, fixed: bool) -> None:
+        self.every = 100 if fixed else 1
         self.model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(8)))
 
     def dataset(self, split: str) -> Any:
