@@ -1,1 +1,1 @@
-"""The tasks: each a model, its data, its loss and what it predicts."""
+"""Tasks: each defines a model, its data, its loss and its predictions."""

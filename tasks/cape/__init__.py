@@ -1,1 +1,1 @@
-"""Category-agnostic pose estimation: keypoints of any category, from one picture with its keypoints."""
+"""Category-agnostic pose estimation: finds keypoints of any category, given one image with its keypoints."""

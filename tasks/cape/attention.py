@@ -1,4 +1,4 @@
-"""Attention: to tokens, and to places of feature maps, dense or deformable."""
+"""Attention to tokens, and dense or deformable attention to feature maps."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ Kind = Literal["dense", "deformable"]
 
 @dataclass(frozen=True)
 class Maps:
-    """Feature maps of one or more levels, in a row.
+    """Flattened feature maps of one or more levels.
 
     tokens     (N, P, C), level by level, row by row
     shapes     height and width of each level
-    positions  (P, 2): x and y of each token in shares of the picture
+    positions  (P, 2): x and y of each token, relative to the image size
     """
 
     tokens: Tensor
@@ -37,7 +37,7 @@ class Maps:
 
 
 def cell_centers(shapes: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
-    """Return x and y (P, 2) of the middle of each cell, in shares of the picture."""
+    """Return x and y (P, 2) of the center of each cell, relative to the image size."""
     found = []
     for height, width in shapes:
         y, x = ((torch.arange(length, device=device) + 0.5) / length for length in (height, width))
@@ -46,9 +46,9 @@ def cell_centers(shapes: Sequence[tuple[int, int]], device: torch.device) -> Ten
 
 
 def sine_embedding(xy: Tensor, width: int) -> Tensor:
-    """Return waves (..., width) of places (..., 2), half for x and half for y; close places have similar ones.
+    """Return sinusoidal embeddings (..., width) of coordinates (..., 2), half for x and half for y.
 
-    Source: Vaswani et al., Attention Is All You Need, 2017, section 3.5, on two axes as in DETR.
+    Source: Vaswani et al., Attention Is All You Need, 2017, section 3.5, for two axes as in DETR.
     """
     quarter = width // 4
     frequencies = math.tau * 0.5 * 32 ** (torch.arange(quarter, device=xy.device) / quarter)
@@ -57,7 +57,7 @@ def sine_embedding(xy: Tensor, width: int) -> Tensor:
 
 
 def sample(maps: Sequence[Tensor], xy: Tensor) -> Tensor:
-    """Return the features (N, K, C) at places xy (N, K, 2), bilinear, the mean over the levels."""
+    """Return the features (N, K, C) at xy (N, K, 2): bilinear interpolation, averaged over the levels."""
     grid = (2 * xy - 1)[:, :, None]
     read = [
         F.grid_sample(level.float(), grid.float(), padding_mode="border", align_corners=False)[..., 0] for level in maps
@@ -92,7 +92,7 @@ class Attention(nn.Module):
 
 
 class DenseMapAttention(nn.Module):
-    """Attention of tokens at places to every token of the maps; with sine embeddings of the places."""
+    """Attention of tokens to all tokens of the maps, with sinusoidal position embeddings."""
 
     def __init__(self, width: int, num_heads: int, num_levels: int) -> None:
         super().__init__()
@@ -103,13 +103,13 @@ class DenseMapAttention(nn.Module):
         return self.attention.prepare(maps.tokens + sine_embedding(maps.positions, maps.tokens.shape[-1]), maps.tokens)
 
     def forward(self, x: Tensor, places: Tensor, prepared: tuple[Tensor, Tensor]) -> Tensor:
-        """Return (N, T, C) for tokens x (N, T, C) at places (N, T, 2)."""
+        """Return (N, T, C) for tokens x (N, T, C) with coordinates `places` (N, T, 2)."""
         attended: Tensor = self.attention(x + sine_embedding(places, x.shape[-1]), prepared)
         return attended
 
 
 class DeformableMapAttention(nn.Module):
-    """Attention of tokens to a few places of each map around their own, which they choose.
+    """Deformable attention of tokens to a few learned points of each map around their own position.
 
     Source: Zhu et al., Deformable DETR, ICLR 2021, section 4.1, with grid_sample instead of its kernel.
     """
@@ -122,8 +122,8 @@ class DeformableMapAttention(nn.Module):
         self.value, self.output = nn.Linear(width, width), nn.Linear(width, width)
         self.offsets = nn.Linear(width, num_heads * num_levels * self.num_points * 2)
         self.weights = nn.Linear(width, num_heads * num_levels * self.num_points)
-        # Each head starts with a different direction, and its points are placed along it; the weights are
-        # small, not zero as published, so that queries learn from the first update.
+        # Initially, the points of each head lie along a different direction. The weights are small, not zero as
+        # published, so that queries get gradients from the first update.
         nn.init.normal_(self.offsets.weight, std=0.01)
         nn.init.normal_(self.weights.weight, std=0.01)
         nn.init.zeros_(self.weights.bias)
@@ -141,7 +141,7 @@ class DeformableMapAttention(nn.Module):
         return tuple(level.reshape(-1, level.shape[1] // self.num_heads, *level.shape[2:]) for level in values)
 
     def forward(self, x: Tensor, places: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:
-        """Return (N, T, C) for tokens x (N, T, C) at places (N, T, 2)."""
+        """Return (N, T, C) for tokens x (N, T, C) with coordinates `places` (N, T, 2)."""
         N, T, C = x.shape
         H, L, P = self.num_heads, self.num_levels, self.num_points
         asking = x + sine_embedding(places, C)
@@ -152,7 +152,7 @@ class DeformableMapAttention(nn.Module):
             sides = places.new_tensor(level.shape[:1:-1])  # width and height: an offset of 1 is one cell
             at = places[:, :, None, None] + offsets[:, :, :, number] / sides
             grid = (2 * at - 1).transpose(1, 2).flatten(0, 1)
-            # in float32: the steps of a bfloat16 coordinate are a 256th of the picture
+            # in float32: bfloat16 coordinates have a resolution of 1/256 of the image
             read.append(F.grid_sample(level.float(), grid.float(), align_corners=False))
         mixed = (torch.cat(read, dim=-1) * weights).sum(dim=-1)  # (N H, C / H, T)
         attended: Tensor = self.output(mixed.view(N, C, T).transpose(1, 2))
@@ -167,6 +167,6 @@ class FeedForward(nn.Sequential):
 
 
 def map_attention(kind: Kind, width: int, num_heads: int, num_levels: int) -> Any:
-    """Return the attention to maps of that kind."""
+    """Return the attention module of this kind."""
     made = DenseMapAttention if kind == "dense" else DeformableMapAttention
     return made(width, num_heads, num_levels)

@@ -1,4 +1,4 @@
-"""Residual networks: with group normalization, or as torchvision names them, with frozen batch normalization.
+"""Residual networks with group normalization, or with frozen batch normalization and torchvision's names.
 
 Neither normalization mixes the samples of a batch.
 Sources: He et al., Deep Residual Learning, CVPR 2016, table 1; Wu and He, Group Normalization, ECCV 2018.
@@ -14,10 +14,10 @@ from torch import Tensor, nn
 
 
 class ResNet(nn.Module):
-    """Pictures (N, 3, S, S) from 0 to 1 to feature maps (N, C, h, w), one for each of the last `num_levels` stages.
+    """Map images (N, 3, S, S) from 0 to 1 to feature maps (N, C, h, w) of the last `num_levels` stages.
 
-    stem      channels after the first convolution, which halves the sides
-    stages    channels and blocks of each stage; each halves the sides, but the first where the stem pools
+    stem      channels after the first convolution, which halves the resolution
+    stages    channels and blocks of each stage; each halves the resolution, except the first if the stem has pooling
     published  the layout of ResNet-50: a stem of 7 x 7 with pooling, and bottleneck blocks
     """
 
@@ -53,7 +53,7 @@ class ResNet(nn.Module):
 
 
 class Basic(nn.Module):
-    """Two convolutions of 3 x 3 beside a shortcut."""
+    """Two 3 x 3 convolutions with a shortcut."""
 
     def __init__(self, width: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -71,7 +71,7 @@ class Basic(nn.Module):
 
 
 class Bottleneck(nn.Module):
-    """Convolutions of 1 x 1, 3 x 3 and 1 x 1, the inner ones of a quarter of the channels, beside a shortcut."""
+    """1 x 1, 3 x 3 and 1 x 1 convolutions with a quarter of the channels inside, and a shortcut."""
 
     def __init__(self, width: int, channels: int, stride: int) -> None:
         super().__init__()
@@ -113,9 +113,9 @@ class FrozenBatchNorm2d(nn.Module):
 
 
 class PretrainedResNet50(nn.Module):
-    """ResNet-50 without classifier, its tensors named as in torchvision, for weights trained on ImageNet.
+    """ResNet-50 without classifier, with torchvision's tensor names, for weights trained on ImageNet.
 
-    Pictures (N, 3, S, S) from 0 to 1 to the feature maps of the last `num_levels` stages.
+    Maps images (N, 3, S, S) from 0 to 1 to the feature maps of the last `num_levels` stages.
     """
 
     mean: Tensor
@@ -150,7 +150,7 @@ class PretrainedResNet50(nn.Module):
 
 
 class PretrainedBottleneck(nn.Module):
-    """Convolutions of 1 x 1, 3 x 3 (with the stride) and 1 x 1 beside a shortcut."""
+    """1 x 1, 3 x 3 (with the stride) and 1 x 1 convolutions with a shortcut."""
 
     def __init__(self, width: int, channels: int, stride: int) -> None:
         super().__init__()

@@ -1,6 +1,6 @@
-"""Episodes of pose estimation from COCO-keypoint files: one support picture and queries of the same category.
+"""Episodes of pose estimation from COCO-keypoint files: one support image and queries of the same category.
 
-A folder holds images/ and annotations/{train,val,test}.json, or mp100_split{fold}_{split}.json as MP-100 comes.
+A folder contains images/ and annotations/{train,val,test}.json, or mp100_split{fold}_{split}.json as in MP-100.
 """
 
 from __future__ import annotations
@@ -31,8 +31,10 @@ FORMAT = (
     "a folder with images/ and annotations/train.json, val.json (and test.json) in the COCO-keypoint format, "
     "or annotations/mp100_split1_train.json and so on; see docs/tasks/cape.md"
 )
-BOX_MARGIN = 1.25  # side of a crop per longer side of the box, as in Xu et al., Pose for Everything, ECCV 2022
-MAX_CACHE_BYTES = 2**29  # bytes of crops
+BOX_MARGIN = (
+    1.25  # side of a crop relative to the longer side of the box, as in Xu et al., Pose for Everything, ECCV 2022
+)
+MAX_CACHE_BYTES = 2**29  # maximum size of cached crops
 Array = np.ndarray[Any, Any]
 Crop = Literal["box", "image"]
 Batch = dict[str, Tensor]
@@ -40,7 +42,7 @@ Batch = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Category:
-    """Keypoints that belong together; `mirrored` says which keypoint each becomes in a mirror, None if unknown."""
+    """The keypoints of a category. `mirrored`: the keypoint that each becomes if mirrored; None if unknown."""
 
     id: int
     name: str
@@ -51,7 +53,7 @@ class Category:
 
 @dataclass(frozen=True)
 class Annotation:
-    """One object in one picture.
+    """One object in one image.
 
     box        x, y, width, height in pixels
     keypoints  (K, 2) in pixels, zeros where invisible
@@ -68,13 +70,13 @@ class Annotation:
     visible: Array
 
     def square(self, crop: Crop) -> tuple[float, float, float]:
-        """Return the square that is cut out: left, top and side in pixels."""
+        """Return the crop: left, top and side in pixels."""
         x, y, width, height = (0.0, 0.0, *map(float, self.image_size)) if crop == "image" else self.box
         side = max(width, height) * (BOX_MARGIN if crop == "box" else 1.0)
         return x + (width - side) / 2, y + (height - side) / 2, side
 
     def seen(self, crop: Crop) -> tuple[Array, Array]:
-        """Return the keypoints (K, 2) in shares of the square, and which of them (K,) are visible and within it."""
+        """Return the keypoints (K, 2) relative to the crop, and which of them (K,) are visible and inside it."""
         left, top, side = self.square(crop)
         shares = (self.keypoints - [left, top]) / side
         within = self.visible & (shares >= 0).all(axis=1) & (shares <= 1).all(axis=1)
@@ -85,7 +87,7 @@ class Annotation:
 class PoseSet:
     """The objects of a split; those without a visible keypoint are omitted and counted.
 
-    cut_off  visible keypoints outside the square that is cut out of the picture: there they count as invisible
+    cut_off  number of visible keypoints outside the crop, which count as invisible
     """
 
     path: Path
@@ -101,7 +103,7 @@ class PoseSet:
 
 @dataclass(frozen=True)
 class Augmentation:
-    """Augmentation of pictures: maximum angle in degrees, factor, share of the side, and probabilities."""
+    """Image augmentation: maximum angle in degrees, scale factor, shift relative to the side, and probabilities."""
 
     rotation: float = 30.0
     scale: float = 1.25
@@ -111,9 +113,9 @@ class Augmentation:
 
 
 def read_pose_set(folder: Path, split: str, *, fold: int = 1, crop: Crop = "image") -> PoseSet:
-    """Return a split of a folder. Raises InputMissing for missing files, DataError for invalid ones.
+    """Read a split of a folder. Raises InputMissing for missing files, DataError for invalid ones.
 
-    crop  the part that is cut out; if visible keypoints are outside, a warning has their number and the first
+    crop  region of the image to use; a warning reports visible keypoints outside of it
     """
     if not folder.is_dir():
         what = f"{folder} must be a folder" if folder.exists() else f"{folder} does not exist"
@@ -155,7 +157,7 @@ def check_disjoint(sets: Sequence[PoseSet]) -> None:
 
 
 def select_categories(poses: PoseSet, names: Sequence[str]) -> PoseSet:
-    """Return the set with these categories only. Raises ConfigError for an unknown name."""
+    """Return the set restricted to these categories. Raises ConfigError for an unknown name."""
     known = {category.name for category in poses.categories}
     if unknown := [name for name in names if name not in known]:
         what = f"{unknown[0]!r} is no category of {poses.path}"
@@ -166,15 +168,15 @@ def select_categories(poses: PoseSet, names: Sequence[str]) -> PoseSet:
 
 
 class Episodes:
-    """Sample i shows object i as the support and asks for the keypoints of others of its category.
+    """Sample i has object i as the support, and other objects of its category as queries.
 
-    A batch is a dict of tensors; images are float32 from 0 to 1, places are x, y in shares of the picture:
+    A batch is a dict of tensors; images are float32 from 0 to 1, coordinates are x, y relative to the image size:
     support_image (B, 3, S, S), support_xy (B, K, 2), support_visible (B, K), present (B, K): K is that of the largest
-    category, smaller ones are padded; query_image (B, Q, 3, S, S), query_xy (B, Q, K, 2), query_visible (B, Q, K),
+    category, others are padded; query_image (B, Q, 3, S, S), query_xy (B, Q, K, 2), query_visible (B, Q, K),
     query_size (B, Q): longer side of the object; object (B, 1 + Q): positions in the set's annotations;
-    pushed_out (B,) and redrawn (B,): keypoints that augmentation moved out of the picture, and poses it drew again.
+    pushed_out (B,) and redrawn (B,): numbers of keypoints moved out of the image, and of rejected poses.
 
-    With augmentation the queries and the changes of a picture depend on seed, epoch and index, else on the index.
+    With augmentation, queries and augmentation depend on seed, epoch and index; otherwise queries depend on the index.
     """
 
     def __init__(
@@ -237,7 +239,7 @@ class Episodes:
         return [index, *(others[number] for number in chosen)]
 
     def _keypoints(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return keypoints (B, 1 + Q, K, 2) in shares of the crop, which are seen in it, and the objects' sizes."""
+        """Return the keypoints (B, 1 + Q, K, 2) relative to the crop, which are visible in it, and the object sizes."""
         xy = np.zeros((len(rows), 1 + self.queries, self.max_keypoints, 2), dtype=np.float32)
         visible = np.zeros(xy.shape[:-1], dtype=np.bool_)
         size = np.zeros(xy.shape[:2], dtype=np.float32)
@@ -262,7 +264,7 @@ class Episodes:
         }
 
     def _picture(self, position: int) -> Tensor:
-        """Return the crop (3, S, S) as uint8; what lies outside the picture is grey."""
+        """Return the crop (3, S, S) as uint8; pixels outside the image are gray."""
         if (kept := self.pictures.get(position)) is not None:
             return kept
         picture = read_crop(self.poses.annotations[position], self.crop, self.image_size)
@@ -271,12 +273,12 @@ class Episodes:
         return picture
 
     def __getstate__(self) -> dict[str, Any]:
-        """Send no pictures to a worker process."""
+        """Do not send cached images to a worker process."""
         return {**self.__dict__, "pictures": {}}
 
 
 def read_crop(annotation: Annotation, crop: Crop, image_size: int) -> Tensor:
-    """Return the object's square (3, S, S) as uint8. Raises DataError for an invalid or differently sized file."""
+    """Return the crop of the object (3, S, S) as uint8. Raises DataError for an invalid or differently sized file."""
     pillow = require("PIL.Image", "cape")
     try:
         with pillow.open(annotation.image) as file:
@@ -289,7 +291,7 @@ def read_crop(annotation: Annotation, crop: Crop, image_size: int) -> Tensor:
     left, top, side = annotation.square(crop)
     if (left, top, side) != (0.0, 0.0, float(image_size)) or image.size != (image_size, image_size):
         scale = side / image_size
-        # Pillow's affine map reads single pixels, so a larger picture is downscaled first.
+        # Pillow's affine transform does not filter, so a larger image is downscaled first.
         if (shrink := int(scale)) > 1:
             image = image.reduce(shrink)
             left, top, scale = left / shrink, top / shrink, scale / shrink
@@ -313,15 +315,15 @@ def augment(
     size: Tensor,
     mirrored: Sequence[Sequence[int] | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Augment pictures (B, N, 3, S, S) with separate probabilities; return all arguments, and counts.
+    """Augment images (B, N, 3, S, S) independently; return all arguments, and counts.
 
-    A flip puts left keypoints where right ones were: only categories with left and right keypoints are flipped.
-    A pose that leaves less than half of the visible keypoints in the picture is drawn again, at most ten times; then
-    the picture stays as it is. Keypoints that are pushed out become invisible.
+    A flip exchanges left and right keypoints: only categories with left and right keypoints are flipped.
+    A pose with less than half of the visible keypoints inside the image is rejected and drawn again, at most ten times;
+    then the image is not changed. Keypoints that leave the image become invisible.
     """
     B, N = xy.shape[:2]
     xy, visible, size = xy.clone(), visible.clone(), size.clone()
-    back = torch.empty(B, N, 2, 3)  # from places in the new picture to places in the old one, both from -1 to 1
+    back = torch.empty(B, N, 2, 3)  # transforms coordinates in the new image to those in the old one, both from -1 to 1
     lights = torch.empty(B, N, 3, 1, 1)
     pushed_out, redrawn = (torch.zeros(B, dtype=torch.int64) for _ in range(2))
     for b, n in itertools.product(range(B), range(N)):
@@ -354,7 +356,7 @@ def augment(
 
 
 def copy_support(batch: Mapping[str, Tensor]) -> Tensor:
-    """Return the support's keypoints (B, Q, K, 2) as the guess for each query; unseen ones at the mean of the seen."""
+    """Return the support's keypoints (B, Q, K, 2) as predictions; invisible ones at the mean of the visible ones."""
     xy, visible = batch["support_xy"], batch["support_visible"][..., None]
     mean = (xy * visible).sum(dim=1, keepdim=True) / visible.sum(dim=1, keepdim=True).clamp(min=1)
     return torch.where(visible, xy, mean)[:, None].expand_as(batch["query_xy"])
@@ -369,7 +371,7 @@ def _affine(augmentation: Augmentation, rng: np.random.Generator, *, flip: bool)
 
 
 def mirrored_keypoints(names: Sequence[str]) -> tuple[int, ...] | None:
-    """Return the keypoint that each becomes in a mirror, from words such as left_eye and R_Knee; None without any."""
+    """Return the keypoint that each becomes if mirrored, from names such as left_eye and R_Knee, or None."""
     places = {name.lower(): index for index, name in enumerate(names)}
     order = [places.get(_other_side(name.lower()), index) for index, name in enumerate(names)]
     return tuple(order) if order != list(range(len(names))) else None
@@ -377,7 +379,7 @@ def mirrored_keypoints(names: Sequence[str]) -> tuple[int, ...] | None:
 
 def _other_side(name: str) -> str:
     exchange = {"left": "right", "right": "left", "l": "r", "r": "l"}
-    # Letters alone count only as separate words: L_Eye, eye.l
+    # Single letters count only as separate words: L_Eye, eye.l
     return re.sub(r"left|right|(?<![a-z])[lr](?![a-z])", lambda found: exchange[found[0]], name)
 
 
@@ -458,8 +460,8 @@ def _annotation(
 
 
 def _warn_about_cut_off(path: Path, annotations: Sequence[Annotation], within: Sequence[Array]) -> int:
-    """Return the number of visible keypoints that are not within the crop; a warning names the first."""
-    # An error would be too strict: occluded keypoints are marked outside the box of the visible part of an object.
+    """Return the number of visible keypoints outside the crop; a warning names the first."""
+    # Not an error: occluded keypoints may be annotated outside the box of the visible part of an object.
     lost = [
         (one, point)
         for one, seen in zip(annotations, within, strict=True)

@@ -1,8 +1,8 @@
-"""Glyphs as a set for pose estimation: the fonts that come with matplotlib, written in the COCO-keypoint format.
+"""Glyphs as pose estimation data: the fonts of matplotlib, written in the COCO-keypoint format.
 
-A letter is a category and each font draws it in another shape. Fonts whose outlines of a letter have equal path codes
-draw it with the same points, so point i of one is point i of the other: those are the keypoints. Every picture shows
-one letter in a random pose, colour and background.
+A letter is a category, and each font draws it in a different shape. If the outlines of a letter in two fonts have equal
+path codes, their points correspond: these are the keypoints. Every image shows one letter with a random pose, color
+and background.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from runner.tasks.gpt.data import prepared
 from runner.base.packages import require
 from runner.base.task import sample_rng
 
-VERSION = 4  # increase it when the pictures change
+VERSION = 4  # increase it when the images change
 FONTS = [
     f"DejaVu{family}{style}.ttf"
     for family, styles in {
@@ -35,28 +35,28 @@ FONTS = [
     }.items()
     for style in styles
 ]
-MIN_FONTS = 4  # that draw a letter with the same points
-KEYPOINTS = (5, 12)  # fewest and most of a letter; plain bars and blocks have fewer
-MIN_INSIDE = 0.75  # share of the keypoints in the picture, else another pose is drawn
-HELD_OUT = {"val": 0.2, "test": 0.1}  # share of the letters
-# Largest distance left by the best affine map, in shares of the letter, of what is alike: M and the Σ it is on its side
-# leave 0.074, Latin w and Cyrillic м, which differ in their angles, 0.089.
+MIN_FONTS = 4  # minimum number of fonts with corresponding points of a letter
+KEYPOINTS = (5, 12)  # minimum and maximum per letter; bars and blocks have fewer
+MIN_INSIDE = 0.75  # minimum fraction of the keypoints inside the image, else another pose is drawn
+HELD_OUT = {"val": 0.2, "test": 0.1}  # fraction of the letters
+# Maximum residual of the best affine map, relative to the letter size, of similar letters: M and a rotated Σ have
+# 0.074; Latin w and Cyrillic м, which differ in their angles, 0.089.
 LIKENESS = 0.08
-MAX_ORDERS = 500  # of an outline's points that are tried; one with more is tried from where it starts
+MAX_ORDERS = 500  # of the points of an outline that are tried; if it has more, only the original order
 FORMS = r"\b(CAPITAL|SMALL|LETTER|TURNED|REVERSED|INVERTED|SIDEWAYS|OPEN|LONG|SCRIPT)\b ?| WITH .*"  # of one letter
 MOVE, LINE, CURVE, END = 1, 2, 3, 79  # path codes of matplotlib
-SUPERSAMPLING = 2  # pixels drawn along each side of a pixel
+SUPERSAMPLING = 2  # drawn pixels per pixel and axis
 Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
 class Letter:
-    """A category: the letter's outline in each font that draws it with the same points.
+    """A category: the outlines of a letter in the fonts with corresponding points.
 
     codes      path codes (P,)
-    outlines   font -> points (P, 2), the centre of the box at 0 and its longer side 1, y upwards
-    keypoints  which of the points are keypoints, in the order of the outline
-    skeleton   pairs of keypoints that follow each other on the outline
+    outlines   font -> points (P, 2), centered at 0, with a longer side of 1, y upwards
+    keypoints  indices of the keypoints, in the order of the outline
+    skeleton   pairs of consecutive keypoints on the outline
     """
 
     name: str
@@ -68,12 +68,12 @@ class Letter:
 
 @dataclass(frozen=True)
 class Drawing:
-    """A letter in a picture.
+    """An image of a letter.
 
     picture    (S, S, 3) uint8
-    keypoints  (K, 3): x and y in pixels, visibility 2; all 0 outside the picture
+    keypoints  (K, 3): x and y in pixels, visibility 2; all 0 outside the image
     box        x, y, width and height in pixels
-    redrawn    poses that were refused before this one
+    redrawn    number of rejected poses
     """
 
     picture: Array
@@ -83,10 +83,10 @@ class Drawing:
 
 
 def write_glyphs(folder: Path, splits: Mapping[str, Sequence[Letter]], *, image_size: int, seed: int = 0) -> None:
-    """Fill `folder` with images/ and annotations/{train,val,test}.json: each letter once in each of its fonts.
+    """Write images/ and annotations/{train,val,test}.json to `folder`: each letter once in each of its fonts.
 
-    splits      the letters of each split, as of `letters_by_split`
-    image_size  side of the square pictures in pixels
+    splits      the letters of each split, as returned by `letters_by_split`
+    image_size  height and width of the images in pixels
     """
     pillow = require("PIL.Image", "cape")
     (folder / "images").mkdir(parents=True, exist_ok=True)
@@ -102,7 +102,7 @@ def write_glyphs(folder: Path, splits: Mapping[str, Sequence[Letter]], *, image_
                 images.append({"id": number, "file_name": file_name, "width": image_size, "height": image_size})
                 annotations.append({"id": number, "image_id": number, "category_id": category, **_coco(drawing)})
                 drawings.append(drawing)
-        # The file has the number of keypoints outside of the pictures.
+        # The file contains the number of keypoints outside of the images.
         info = {
             "description": f"letters of the DejaVu fonts, version {VERSION}",
             "keypoints_outside": sum(int((drawing.keypoints[:, 2] == 0).sum()) for drawing in drawings),
@@ -114,7 +114,7 @@ def write_glyphs(folder: Path, splits: Mapping[str, Sequence[Letter]], *, image_
 
 
 def prepare_glyphs(cache: Path, *, image_size: int, seed: int = 0) -> Path:
-    """Return a folder in `cache` that `write_glyphs` filled, now or earlier, atomically."""
+    """Return a folder in `cache` with the output of `write_glyphs`; it is created atomically if it does not exist."""
     folder: Path = prepared(
         cache / f"glyphs-v{VERSION}-{image_size}-{seed}",
         lambda draft: write_glyphs(draft, letters_by_split(), image_size=image_size, seed=seed),
@@ -123,11 +123,11 @@ def prepare_glyphs(cache: Path, *, image_size: int, seed: int = 0) -> Path:
 
 
 def letters_by_split() -> dict[str, list[Letter]]:
-    """Return the letters of train, val and test; no letter of val or test looks like one of train.
+    """Return the letters of train, val and test; no letter of val or test resembles one of train.
 
-    Kin are in the same split: letters that are forms of one letter by their Unicode names (case, small capitals,
-    turned, with a hook), share a contour, or are affine images of each other, such as the same letter in Latin, Greek
-    and Cyrillic. Letters of val and test that still resemble one of train, such as in a mirror, are left out.
+    Related letters are in the same split: forms of one letter by their Unicode names (case, small capitals, turned,
+    with a hook), letters with a common contour, and affine images of each other, such as the same letter in Latin,
+    Greek and Cyrillic. Letters of val and test that still resemble one of train, for example mirrored, are omitted.
     """
     letters = all_letters()
     kin = {letter.name: letter.name for letter in letters}
@@ -153,10 +153,9 @@ def letters_by_split() -> dict[str, list[Letter]]:
 
 
 def find_resembling(letters: Sequence[Letter], others: Sequence[Letter]) -> set[str]:
-    """Return the names of the letters of which a font draws an affine image, mirrored or not, of one of the others.
+    """Return the names of the letters that are an affine image, possibly mirrored, of one of the others in any font.
 
-    Keypoints are compared, and all corners, for all pairs of fonts, whichever way the outlines go and wherever they
-    start.
+    Compares keypoints and all corners, for all pairs of fonts, all directions and all starting points of the outlines.
     """
     found: set[str] = set()
     for chosen in (lambda letter: letter.keypoints, lambda letter: _corners(letter.codes)):
@@ -170,7 +169,7 @@ def find_resembling(letters: Sequence[Letter], others: Sequence[Letter]) -> set[
             if (targets := table.get(tuple(map(len, contours)))) is not None:
                 for outline in letter.outlines.values():
                     lifted = np.insert(outline[list(itertools.chain(*contours))], 2, 1.0, axis=1)
-                    # What no affine map of the points explains is what this projection leaves.
+                    # The residual of this projection is the part that no affine map of the points explains.
                     left = targets - lifted @ (np.linalg.pinv(lifted) @ targets)
                     if (left**2).sum(axis=2).max(axis=1).min() < LIKENESS**2:
                         found.add(letter.name)
@@ -178,7 +177,7 @@ def find_resembling(letters: Sequence[Letter], others: Sequence[Letter]) -> set[
 
 
 def all_letters() -> list[Letter]:
-    """Return the letters and digits that enough fonts draw with the same points, each shape once."""
+    """Return the letters and digits for which enough fonts have corresponding points, each shape once."""
     import matplotlib as mpl  # slow to import
     from matplotlib import ft2font
 
@@ -186,7 +185,7 @@ def all_letters() -> list[Letter]:
     drawn: dict[str, dict[str, tuple[tuple[int, ...], Array]]] = defaultdict(dict)
     for name in FONTS:
         font = ft2font.FT2Font(str(folder / name))
-        font.set_size(1000, 72)  # large, so that hinting, which moves points to whole pixels, does nothing visible
+        font.set_size(1000, 72)  # large, so that hinting, which rounds points to pixels, has no visible effect
         for code in sorted(font.get_charmap()):
             letter = chr(code)
             if letter.isalnum() and not unicodedata.decomposition(letter) and unicodedata.category(letter) != "Cn":
@@ -204,7 +203,7 @@ def all_letters() -> list[Letter]:
 
 
 def _letter(name: str, outlines: Mapping[str, tuple[tuple[int, ...], Array]]) -> Letter | None:
-    """Return the letter as drawn by the largest set of fonts that agree on its points, None if there is none."""
+    """Return the letter of the largest set of fonts with corresponding points, None if there is none."""
     fonts: dict[tuple[int, ...], list[str]] = defaultdict(list)
     for font, (codes, _) in outlines.items():
         fonts[codes].append(font)
@@ -213,8 +212,8 @@ def _letter(name: str, outlines: Mapping[str, tuple[tuple[int, ...], Array]]) ->
         return None
     shapes = {font: _center(outlines[font][1]) for font in fonts[codes]}
     reference = next(iter(shapes.values()))
-    # Equal codes may start at another corner: then the shapes are no affine images of each other, not even roughly, or
-    # they are, but turned, as with X and И.
+    # Outlines with equal codes may start at different corners. Then the shapes are not even roughly affine images of
+    # each other, or only rotated, as for X and И.
     shapes = {
         font: shape
         for font, shape in shapes.items()
@@ -241,14 +240,14 @@ def _center(points: Array) -> Array:
 
 
 def _misfit(one: Array, other: Array) -> float:
-    """Return the largest distance that is left between two outlines after the best affine map."""
+    """Return the maximum distance between two outlines after the best affine map."""
     lifted = np.concatenate([one, np.ones((len(one), 1))], axis=1)
     solution = np.linalg.lstsq(lifted, other, rcond=None)[0]
     return float(np.abs(lifted @ solution - other).max())
 
 
 def _corners(codes: Sequence[int]) -> list[int]:
-    """Return the points that lie on the outline; the control point of a curve comes before its end."""
+    """Return the points on the outline, without the control points of curves."""
     on_outline, curve = [], 0
     for index, code in enumerate(codes):
         curve = curve + 1 if code == CURVE else 0
@@ -258,9 +257,9 @@ def _corners(codes: Sequence[int]) -> list[int]:
 
 
 def _select_keypoints(codes: Sequence[int], shape: Array) -> tuple[int, ...]:
-    """Return up to twelve points of the outline that are far from each other, in the order of the outline.
+    """Return up to twelve distant points of the outline, in the order of the outline.
 
-    Farthest-point sampling; it ends where the next point would be closer than 0.12 of the letter to a chosen one.
+    Farthest-point sampling; it ends if the next point is closer than 0.12 of the letter size to a selected one.
     """
     corners = _corners(codes)
     places = shape[corners]
@@ -284,9 +283,9 @@ def _by_contour(codes: Sequence[int], points: Sequence[int]) -> list[list[int]]:
 
 
 def _orders(contours: Sequence[Sequence[int]]) -> Iterator[tuple[tuple[int, ...], Array]]:
-    """Yield the points in other orders (N, P): contours in any order, either direction, from any of their points.
+    """Yield the points in other orders (N, P): contours in any order, in both directions, from any starting point.
 
-    Each comes with how many points its contours have.
+    Each is accompanied by the number of points of its contours.
     """
     for order in itertools.permutations(contours) if len(contours) <= 3 else [tuple(contours)]:
         counts = tuple(map(len, order))
@@ -350,7 +349,7 @@ def _kin(letters: Sequence[Letter]) -> Iterator[tuple[str, str]]:
 
 
 def draw(letter: Letter, font: str, *, image_size: int, rng: np.random.Generator) -> Drawing:
-    """Return the letter of that font in a random pose, colour and background."""
+    """Draw the letter in this font with a random pose, color and background."""
     shape, chosen = letter.outlines[font], list(letter.keypoints)
     redrawn, pixels = 0, _random_pose(rng, shape, image_size)
     while (visible := _inside(pixels[chosen], image_size)).mean() < MIN_INSIDE:
@@ -362,7 +361,7 @@ def draw(letter: Letter, font: str, *, image_size: int, rng: np.random.Generator
 
 
 def _random_pose(rng: np.random.Generator, shape: Array, image_size: int) -> Array:
-    """Return the points in pixels, at a random angle, size, shear, stretch and place."""
+    """Return the points in pixels, with random rotation, scale, shear, stretch and position."""
     angle, shear = rng.uniform(-math.pi / 4, math.pi / 4), rng.uniform(-0.25, 0.25)
     stretch = math.exp(rng.uniform(-0.2, 0.2))
     size = image_size * rng.uniform(0.42, 0.8)
@@ -380,7 +379,7 @@ def _inside(points: Array, image_size: int) -> Array:
 
 
 def _paint(rng: np.random.Generator, codes: Sequence[int], pixels: Array, image_size: int) -> Array:
-    """Return the letter in one colour on soft blotches: (S, S, 3) uint8."""
+    """Draw the letter in one color on a background of smooth spots: (S, S, 3) uint8."""
     from matplotlib.path import Path as Outline
 
     images, draws = require("PIL.Image", "cape"), require("PIL.ImageDraw", "cape")
@@ -391,7 +390,9 @@ def _paint(rng: np.random.Generator, codes: Sequence[int], pixels: Array, image_
         draws.Draw(mask).polygon([tuple(point) for point in polygon.tolist()], fill=1)
         x, y = polygon[:-1].T
         area = float((x * np.roll(y, -1) - y * np.roll(x, -1)).sum())
-        winding += np.where(np.asarray(mask), 1 if area > 0 else -1, 0).astype(np.int8)  # holes go the other way round
+        winding += np.where(np.asarray(mask), 1 if area > 0 else -1, 0).astype(
+            np.int8
+        )  # holes have the opposite orientation
     cover = (winding != 0).reshape(image_size, SUPERSAMPLING, image_size, SUPERSAMPLING).mean(axis=(1, 3))[..., None]
     light = rng.uniform(0.0, 0.35, 3) if rng.random() < 0.5 else rng.uniform(0.65, 1.0, 3)
     dark = 1.0 - light + rng.uniform(-0.15, 0.15, 3)

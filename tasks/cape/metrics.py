@@ -1,4 +1,4 @@
-"""Metrics of predicted keypoints: PCK, distances, correct ends; and the baseline of copying the support.
+"""Metrics of predicted keypoints: PCK, distance, correct end tokens; and the baseline of copying the support.
 
 Source of PCK: Yang and Ramanan, Articulated Human Detection with Flexible Mixtures of Parts, PAMI 2013, section 6.
 """
@@ -14,13 +14,13 @@ from torch import Tensor
 from .data import Batch, Episodes, copy_support
 from .model import COORDINATE, END, Guess
 
-THRESHOLD = 0.2  # share of the object's longer side
+THRESHOLD = 0.2  # relative to the longer side of the object
 
 
 def target_types(batch: Batch) -> tuple[Tensor, Tensor]:
     """Return the true types (N, T) of the T = K + 1 tokens of each query, and which of them count.
 
-    Visible keypoints count, and the end of queries that show any; nothing after the end does.
+    Visible keypoints count, and the end token if a query has any; tokens after the end do not.
     """
     visible = batch["query_visible"]
     B, Q, K = visible.shape
@@ -32,9 +32,9 @@ def target_types(batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def score_keypoints(xy: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
-    """Return hits and distances (B, Q, K) of guessed places (B, Q, K, 2), in shares of the object's longer side.
+    """Return hits and distances (B, Q, K) of predicted keypoints (B, Q, K, 2), relative to the object's longer side.
 
-    An invisible keypoint is no hit, and its distance is 0.
+    An invisible keypoint is not a hit, and its distance is 0.
     """
     distances = (xy - batch["query_xy"]).norm(dim=-1) / batch["query_size"][..., None]
     distances = torch.where(batch["query_visible"], distances, 0.0)
@@ -42,9 +42,9 @@ def score_keypoints(xy: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
 
 
 def score_guess(guess: Guess, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
-    """Return hits and distances (B, Q, K), and which ends (B, Q) come right after the last keypoint.
+    """Return hits and distances (B, Q, K), and which queries (B, Q) end right after the last keypoint.
 
-    A keypoint after the predicted end is no hit.
+    A keypoint after the predicted end is not a hit.
     """
     hits, distances = score_keypoints(guess.xy[-1, :, :-1].float().view_as(batch["query_xy"]), batch)
     is_end = (guess.types[-1].argmax(dim=-1) == END).view(*hits.shape[:2], -1)

@@ -1,4 +1,4 @@
-"""Keypoints of a query picture, one after the other, as a support picture with its keypoints shows them."""
+"""A transformer that predicts the keypoints of a query image one by one, given a support image with keypoints."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ COORDINATE, END = 0, 1  # types of tokens
 class Shape:
     """The sizes of a model.
 
-    stages      channels and blocks of the backbone's stages; the last `num_levels` of them are read
-    published   the backbone is laid out as ResNet-50
-    grid        cells along each side of the table that embeds coordinates
-    pretrained  the backbone is torchvision's ResNet-50 with frozen batch norms; stem and stages do not count
+    stages      channels and blocks of the backbone's stages; the last `num_levels` are used
+    published   the backbone has the layout of ResNet-50
+    grid        cells per axis of the coordinate embedding table
+    pretrained  the backbone is torchvision's ResNet-50 with frozen batch norms; stem and stages are ignored
     """
 
     stem: int
@@ -44,8 +44,8 @@ class Shape:
 class Guess(NamedTuple):
     """Predictions for T = K + 1 tokens of N queries: K keypoints and an end token.
 
-    proposals  (N, T, 2) places by likeness of features alone
-    xy         (L, N, T, 2) places after each of the L layers, in shares of the picture
+    proposals  (N, T, 2) coordinates from feature similarity alone
+    xy         (L, N, T, 2) coordinates after each of the L layers, relative to the image size
     types      (L, N, T, 2) logits of COORDINATE and END
     """
 
@@ -55,12 +55,13 @@ class Guess(NamedTuple):
 
 
 class PoseTransformer(nn.Module):
-    """Support and query pictures to a Guess for each query.
+    """Map support and query images to a Guess for each query.
 
-    A residual network and a transformer encoder read all pictures alike. The features at the support's keypoints, with
-    their places and order, are the support tokens. Their likeness to the query's features gives a first place for
-    each keypoint; the decoder, which sees the keypoints before, the support tokens and the query, moves it layer by
-    layer. Sources: Xu et al., Pose for Everything, ECCV 2022; Shi et al., Matching Is Not Enough, CVPR 2023, section 3.
+    A residual network and a transformer encoder process all images. The features at the support's keypoints, with
+    their coordinates and order, are the support tokens. Their similarity to the query's features gives an initial
+    proposal for each keypoint. The decoder refines it layer by layer, from the previous keypoints, the support tokens
+    and the query.
+    Sources: Xu et al., Pose for Everything, ECCV 2022; Shi et al., Matching Is Not Enough, CVPR 2023, section 3.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -88,7 +89,7 @@ class PoseTransformer(nn.Module):
     def forward(self, batch: Mapping[str, Tensor], *, decode: bool = False) -> Guess:
         """Return the Guess for the N = B Q queries of a batch of episodes (see data.Episodes).
 
-        decode  False: each keypoint is guessed from the true ones before it; True: from the guesses before it
+        decode  False: predict each keypoint from the true previous ones; True: from the predicted ones
         """
         support, query = self.read(batch)
         tokens, present = self.support_tokens(batch, support)
@@ -98,7 +99,7 @@ class PoseTransformer(nn.Module):
         return self.guess(query, tokens, present, given, seen)
 
     def read(self, batch: Mapping[str, Tensor]) -> tuple[Maps, Maps]:
-        """Return the features of the support pictures (B, P, C) and of the query pictures (B Q, P, C)."""
+        """Return the features of the support images (B, P, C) and of the query images (B Q, P, C)."""
         images = torch.cat([batch["support_image"][:, None], batch["query_image"]], dim=1)
         B, N = images.shape[:2]
         features = self.backbone(images.flatten(0, 1))
@@ -114,7 +115,7 @@ class PoseTransformer(nn.Module):
         return Maps(tokens[:, 0], shapes, positions), Maps(tokens[:, 1:].flatten(0, 1), shapes, positions)
 
     def support_tokens(self, batch: Mapping[str, Tensor], support: Maps) -> tuple[Tensor, Tensor]:
-        """Return a token for each of the support's keypoints (B Q, K, C), and which are there (B Q, K)."""
+        """Return a token for each of the support's keypoints (B Q, K, C), and which exist (B Q, K)."""
         visible, present = batch["support_visible"][..., None], batch["present"]
         xy = torch.where(visible, batch["support_xy"], 0.5)
         looks = sample(support.levels(), xy) + self.coordinates(xy)
@@ -126,15 +127,15 @@ class PoseTransformer(nn.Module):
         return tokens, present.repeat_interleave(queries, dim=0)
 
     def guess(self, query: Maps, tokens: Tensor, present: Tensor, given: Tensor, seen: Tensor) -> Guess:
-        """Return the Guess where the keypoints before each are `given` (N, K, 2), unknown where not `seen` (N, K)."""
+        """Return the Guess with the previous keypoints `given` (N, K, 2), which are unknown unless `seen` (N, K)."""
         steps, proposals = self.steps(query, tokens, present)
         context = DecoderContext(tokens, present[:, None, None], query)
         return self._through_layers(steps + self.before(given, seen), proposals, context)
 
     def decode(self, query: Maps, tokens: Tensor, present: Tensor, *, cached: bool = True) -> Guess:
-        """Return the Guess where the keypoints before each are those guessed; all queries go forward together.
+        """Return the Guess with autoregressive decoding of all queries in parallel.
 
-        cached  keep the decoder's keys and values; without, every step reads all tokens again
+        cached  cache the keys and values of the decoder; otherwise every step recomputes all tokens
         """
         steps, proposals = self.steps(query, tokens, present)
         context = DecoderContext(tokens, present[:, None, None], query)
@@ -151,9 +152,9 @@ class PoseTransformer(nn.Module):
         return Guess(*(torch.cat(parts, dim=-2) for parts in zip(*guesses, strict=True)))
 
     def steps(self, query: Maps, tokens: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the query of each token (N, T, C), and its likely place (N, T, 2).
+        """Return the query vector of each token (N, T, C), and its proposed coordinates (N, T, 2).
 
-        Token t queries keypoint t, and tokens after the last keypoint query the end.
+        Token t is the query for keypoint t; tokens after the last keypoint are queries for the end.
         """
         asked = torch.where(present[..., None], tokens, self.end)
         asked = torch.cat([asked, self.end.expand(len(asked), 1, -1)], dim=1)
@@ -176,7 +177,7 @@ class PoseTransformer(nn.Module):
         places, types = [proposals], []
         kept: Sequence[DecoderCache | None] = caches or [None] * len(self.decoder)
         for layer, cache in zip(self.decoder, kept, strict=True):
-            # As in Deformable DETR, a layer learns to refine the given position, not to choose it.
+            # As in Deformable DETR, a layer learns to refine the given coordinates, not to predict them.
             x, moved, kinds = layer(x, places[-1].detach(), context, cache)
             places.append(moved)
             types.append(kinds)
@@ -188,9 +189,9 @@ class PoseTransformer(nn.Module):
 
 
 class CoordinateEmbedding(nn.Module):
-    """Places (N, K, 2) to (N, K, C): bilinear between the entries of a table that covers the picture.
+    """Map coordinates (N, K, 2) to (N, K, C): bilinear interpolation of a table that covers the image.
 
-    The table begins as waves, so that close places are alike before anything is learned.
+    The table is initialized with sinusoids, so that close points have similar embeddings before training.
     """
 
     def __init__(self, grid: int, width: int) -> None:
@@ -207,7 +208,7 @@ class CoordinateEmbedding(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Attention of a picture's features to each other, and a feed-forward."""
+    """Self-attention of the features of an image, and a feed-forward network."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -227,7 +228,7 @@ class EncoderLayer(nn.Module):
 
 
 class SupportLayer(nn.Module):
-    """Attention of the support's keypoints to each other, and a feed-forward; padding is masked."""
+    """Self-attention of the support's keypoints, and a feed-forward network; padding is masked."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -252,7 +253,7 @@ class DecoderContext(NamedTuple):
 
 
 class DecoderCache:
-    """Keys and values of a decoder layer that decodes one token at a time: of the surroundings, and of the past."""
+    """Keys and values of a decoder layer for decoding token by token: of support, query, and previous tokens."""
 
     def __init__(self) -> None:
         self.support: tuple[Tensor, Tensor] | None = None
@@ -260,7 +261,7 @@ class DecoderCache:
         self.past: tuple[Tensor, Tensor] | None = None
 
     def extend(self, prepared: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
-        """Append, and return all keys and values of tokens up to now."""
+        """Append keys and values; return all of them so far."""
         if self.past is not None:
             prepared = torch.cat([self.past[0], prepared[0]], dim=2), torch.cat([self.past[1], prepared[1]], dim=2)
         self.past = prepared
@@ -268,7 +269,7 @@ class DecoderCache:
 
 
 class DecoderLayer(nn.Module):
-    """Attention to the tokens before, to the support and to the query around a place; then the place is moved."""
+    """Attention to previous tokens, to the support, and to the query around a point; then refines the point."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -287,9 +288,9 @@ class DecoderLayer(nn.Module):
     def forward(
         self, x: Tensor, places: Tensor, context: DecoderContext, cache: DecoderCache | None
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the tokens (N, T, C), their moved places (N, T, 2) and the logits of their types (N, T, 2).
+        """Return the tokens (N, T, C), their refined coordinates (N, T, 2) and the logits of their types (N, T, 2).
 
-        cache  filled at the first token; x is then the one token after those in it
+        cache  filled at the first token; x is then the single next token
         """
         of_past, of_support, of_query, of_feed_forward, of_heads = self.norms
         support = cache.support if cache and cache.support else self.support.prepare(context.tokens, context.tokens)

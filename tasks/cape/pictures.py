@@ -1,4 +1,4 @@
-"""Output of inference: keypoints in the COCO results format, PCK per category, and pictures of episodes."""
+"""Output of inference: keypoints in the COCO results format, PCK per category, and plots of episodes."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ TRUE, HIT, MISS = "#2e9e5b", "#1f6fd1", "#d1342f"
 
 
 def coco_results(episodes: Episodes, objects: Sequence[int], xy: Tensor, scores: Tensor) -> list[dict[str, Any]]:
-    """Return a row of COCO results for each query of an episode, in pixels of its picture.
+    """Return a row of COCO results for each query of an episode, in pixels of its image.
 
-    objects     positions of the queries in the set's annotations
-    xy, scores  (Q, K, 2) in shares of the crop, (Q, K): how sure it is that there is such a keypoint
+    objects     indices of the queries in the annotations of the set
+    xy, scores  (Q, K, 2) relative to the crop, (Q, K): probability that the keypoint exists
     """
     rows = []
     for position, places, sure in zip(objects, xy.tolist(), scores.tolist(), strict=True):
@@ -42,7 +42,7 @@ def coco_results(episodes: Episodes, objects: Sequence[int], xy: Tensor, scores:
 
 
 def category_table(counts: Mapping[str, Sequence[float]]) -> str:
-    """Return a line per category, the worst first: PCK of the model and of copying, and the keypoints they are of.
+    """Return a line per category, the worst first: PCK of the model and of copying, and the number of keypoints.
 
     counts  name -> hits of the model, hits of copying, visible keypoints
     """
@@ -56,7 +56,7 @@ def category_table(counts: Mapping[str, Sequence[float]]) -> str:
 
 
 def episode_picture(batch: Batch, row: int, xy: Tensor, hits: Tensor, category: Category) -> bytes:
-    """Return a PNG: the support with its keypoints, and beside it each query with true and guessed ones.
+    """Return a PNG: the support with its keypoints, and each query with the true and the predicted ones.
 
     xy, hits  (Q, K, 2) and (Q, K) of this episode
     """

@@ -1,6 +1,6 @@
-"""Category-agnostic pose estimation: keypoints of categories not seen in training, defined by one picture.
+"""Category-agnostic pose estimation: keypoints of categories not seen in training, defined by one image.
 
-Items are visible keypoints. The metric is PCK@0.2 of keypoints decoded one after the other, on held-out categories; the
+Items are visible keypoints. The metric is PCK@0.2 of autoregressively decoded keypoints, on held-out categories; the
 baseline copies the keypoints of the support.
 """
 
@@ -111,7 +111,7 @@ def build(
 
 
 class CategoryAgnosticPose(Task):
-    """Keypoints as tokens, from a support picture of the same category."""
+    """Predicts keypoints as tokens, given a support image of the same category."""
 
     item = "visible keypoint"
 
@@ -149,15 +149,15 @@ class CategoryAgnosticPose(Task):
         return [*model.encoder, *model.support, *model.decoder]
 
     def loss(self, model: nn.Module, batch: Batch) -> Sum:
-        """Return the sum over the visible keypoints of cross-entropy of the type and 5 x L1 of the place.
+        """Return the sum over the visible keypoints of the cross-entropy of the type and 5 x the L1 error.
 
-        Each decoder layer has this loss; the first guess, by likeness alone, has the L1 as well, and the end of each
-        query the cross-entropy.
+        Each decoder layer has this loss. The L1 error is added for the proposals from feature similarity, and the
+        cross-entropy for the end of each query.
         """
         return self._loss(model(self._hide_keypoints(batch) if self.model.training else batch), batch)
 
     def _hide_keypoints(self, batch: Batch) -> Batch:
-        """Return the batch with a share `forget` of the query's keypoints hidden from the model."""
+        """Return the batch with a fraction `forget` of the query's keypoints hidden from the model."""
         visible = batch["query_visible"]
         hidden = per_sample_noise(batch).bernoulli(self.forget, *visible.shape[1:])
         return {**batch, "query_visible": visible & ~hidden}
@@ -175,11 +175,11 @@ class CategoryAgnosticPose(Task):
         return COORDINATE_WEIGHT * missed + (each * counted).sum(), visible.sum()
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Sum]:
-        """Return the loss, and of the keypoints decoded without the true ones: PCK, distance, and right ends.
+        """Return the loss, and the metrics of keypoints decoded autoregressively.
 
-        pck       share of the visible keypoints within 0.2 of the object's longer side; one missing counts as wrong
-        distance  mean distance in shares of that side
-        ended     share of the queries whose end comes right after the last keypoint
+        pck       fraction of the visible keypoints within 0.2 of the object's longer side; a missing one is wrong
+        distance  mean distance relative to that side
+        ended     fraction of the queries that end right after the last keypoint
         """
         guess = model(batch, decode=True)
         hits, distances, ended = score_guess(guess, batch)
@@ -210,9 +210,9 @@ class CategoryAgnosticPose(Task):
 
         split       held-out categories to choose from
         samples     number of episodes; null: all
-        category    name of the only category; null: all of the split
+        category    the only category to use; null: all of the split
         batch_size  episodes decoded at once
-        pictures    number of episodes that are drawn
+        pictures    number of episodes to plot
         """
         episodes = self.dataset(split)
         annotations = episodes.poses.annotations
@@ -246,7 +246,7 @@ class CategoryAgnosticPose(Task):
 def decode_episodes(
     model: nn.Module, episodes: Episodes, indices: Sequence[int], batch_size: int, device: torch.device
 ) -> Iterator[tuple[Batch, int, Tensor, Tensor, Tensor]]:
-    """Yield for each episode its batch and row, places (Q, K, 2), scores (Q, K) and hits (Q, K), all on the CPU."""
+    """Yield the batch and row of each episode, coordinates (Q, K, 2), scores (Q, K) and hits (Q, K), all on the CPU."""
     for start in range(0, len(indices), batch_size):
         batch = episodes.__getitems__(indices[start : start + batch_size])
         moved = {name: value.to(device) for name, value in batch.items()}

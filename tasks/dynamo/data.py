@@ -1,4 +1,4 @@
-"""Records of five tasks from JSON files, as tokens; rounds of one record of each task; texts with masked tokens."""
+"""Tokenized records of five tasks from JSON files; rounds of one record per task; texts with masked tokens."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ class Table:
     """The records of one task and split.
 
     source  (n, T) tokens, BEGIN first and END last, padded
-    answer  classification: (n,) number of the label; qa: (n, 2) first and last token of the answer, IGNORED where it
-            was cut off; else: (n, S) tokens with END, IGNORED behind it
+    answer  classification: (n,) label; qa: (n, 2) first and last token of the answer, IGNORED if it was truncated;
+            else: (n, S) tokens with END, followed by IGNORED
     """
 
     source: Array
@@ -61,16 +61,16 @@ class Corpus:
     max_length: int
 
     def records(self, split: str, task: str) -> list[Record]:
-        """Return the records as the file has them, in the order of the table."""
+        """Return the records of the file, in the order of the table."""
         return read_records(self.path / task / f"{SPLITS[split]}.json", task)
 
 
 def open_corpus(
     data_path: Path | None, cache: Path, *, vocab_size: int, max_length: int, max_target_length: int
 ) -> Corpus:
-    """Return the records of `data_path`, or of the standard library, as tokens; they are prepared once.
+    """Return the tokenized records of `data_path`, or of the standard library; they are prepared once.
 
-    Raises InputMissing if a file is not there, DataError if one is invalid.
+    Raises InputMissing if a file is missing, DataError if one is invalid.
     """
     if data_path is None:
         stamp = _fingerprint([document.path for document in standard_library()])
@@ -97,13 +97,13 @@ def open_corpus(
 
 
 def prepare_text(folder: Path) -> Path:
-    """Return `folder` with the standard library's records below data/, written if they were not there."""
+    """Return `folder` with the records of the standard library in data/; they are written if missing."""
     written: Path = prepared(folder, write_standard_library)
     return written
 
 
 def read_records(file: Path, task: str) -> list[Record]:
-    """Return the records of a file. Raises DataError, with file and index, if one is not as the format says."""
+    """Return the records of a file. Raises DataError, with file and index, if one is invalid."""
     expected = ", ".join(f"{name} ({kind.__name__})" for name, kind in FIELDS[task].items())
     try:
         records = json.loads(file.read_text(encoding="utf-8"))
@@ -137,7 +137,7 @@ def source_text(record: Record, task: str) -> str:
 
 
 def target_text(record: Record, task: str) -> str:
-    """Return the right output, as text."""
+    """Return the target text."""
     return str(record[{"classification": "label", "qa": "answer"}.get(task, "target")])
 
 
@@ -148,15 +148,15 @@ def token_span(offsets: Sequence[tuple[int, int]], start: int, end: int) -> tupl
 
 
 def encode_source(tokenizer: Tokenizer, text: str, max_length: int) -> list[int]:
-    """Return BEGIN, the tokens of the text, cut so that END fits into max_length, and END."""
+    """Return BEGIN, the tokens of the text, truncated to max_length, and END."""
     return [BEGIN, *tokenizer.encode(text)[: max_length - 2], END]
 
 
 class Rounds:
-    """Sample i is the i-th record of each task, so that every batch holds all tasks alike.
+    """Sample i is the i-th record of each task, so that every batch contains all tasks equally.
 
-    A batch: source (N, T) tokens, task after task in the order of TASKS; task (N,) their numbers; and the answers
-    under the name of each task, whose lengths say how many records of it there are.
+    A batch: source (N, T) tokens, grouped by task in the order of TASKS; task (N,) numbers of the tasks; and under the
+    name of each task the answers of its records.
 
     cycle  repeat shorter tasks until the longest one is complete, for training; else the last rounds lack them
     """
@@ -188,11 +188,11 @@ class Rounds:
 
 
 class MaskedTexts:
-    """Sample i is the text of one record, of whatever task, with some of its tokens hidden.
+    """Sample i is the text of a record of any task, with some tokens masked.
 
-    A batch: source (N, T) tokens; places (N, M) positions of the hidden ones; hidden (N, M) the original tokens,
+    A batch: source (N, T) tokens; places (N, M) positions of the masked ones; hidden (N, M) the original tokens,
     IGNORED if a text has fewer than M. 80 % of them are replaced by MASK, 10 % by another token, 10 % are kept.
-    Source: Devlin et al., BERT, NAACL 2019, section 3.1; more of them as in Wettig et al., EACL 2023.
+    Source: Devlin et al., BERT, NAACL 2019, section 3.1; with a higher masking rate as in Wettig et al., EACL 2023.
     """
 
     def __init__(self, tables: Mapping[str, Table], seed: int, num_tokens: int, *, fixed: bool) -> None:
@@ -230,12 +230,12 @@ class MaskedTexts:
         }
 
     def num_hidden(self, lengths: Array) -> Array:
-        """Return how many tokens of texts of these lengths are hidden: at least one."""
+        """Return the number of masked tokens for texts of these lengths, at least one."""
         return np.maximum(1, np.round(MASKED_SHARE * (lengths - 2))).astype(np.int64)
 
 
 def _trim_padding(source: Array) -> Array:
-    """Return the rows (N, T) as int64 without columns that are padding in all; T is a multiple of 8."""
+    """Return the rows (N, T) as int64 without columns that are padding in all rows; T is a multiple of 8."""
     longest = int((source != PAD).sum(axis=1).max())
     return source[:, : -(-longest // 8) * 8].astype(np.int64)
 
@@ -247,7 +247,7 @@ def _write_tokens(
     max_length: int,
     max_target_length: int,
 ) -> None:
-    """Write tokenizer.json, learned from the training records, and tokens.npz."""
+    """Write tokenizer.json, trained on the training records, and tokens.npz."""
     train = {task: records["train", task][1] for task in TASKS}
     texts = [
         text

@@ -1,6 +1,6 @@
 """A transformer encoder with LoRA adapters for several tasks, a head for each, and a router that mixes the adapters.
 
-Parts, by which a phase names what it trains: base, lm_head, adapters, heads, router.
+The parts that a phase can train: base, lm_head, adapters, heads, router.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ NUM_LOOKS = 4  # number of weighted means that the router computes
 
 @dataclass(frozen=True)
 class Shape:
-    """The sizes of a model; `width` is the residual stream's, lengths are in tokens.
+    """The sizes of a model; `width` is that of the residual stream, lengths are in tokens.
 
-    rank       of each adapter; its output is scaled by alpha / rank with alpha = 2 x rank
-    router     widths of the router's two hidden layers
+    rank       rank of each adapter; its output is scaled by alpha / rank with alpha = 2 x rank
+    router     widths of the two hidden layers of the router
     """
 
     num_layers: int
@@ -46,10 +46,10 @@ class Shape:
 
 
 class Dynamo(nn.Module):
-    """Tokens to answers of five tasks. See `forward` for what it returns.
+    """Map tokens to the outputs of five tasks, see `forward`.
 
-    dropout  share of the adapters' inputs that is dropped
-    hard     the router picks one adapter (Gumbel-softmax, straight-through, in training) instead of mixing all
+    dropout  dropout probability of the adapter inputs
+    hard     the router selects one adapter (Gumbel-softmax, straight-through, in training) instead of mixing all
     """
 
     def __init__(self, shape: Shape, *, dropout: float = 0.1, hard: bool = True) -> None:
@@ -79,15 +79,15 @@ class Dynamo(nn.Module):
         head: str | None = None,
         write: Collection[str] = (),
     ) -> dict[str, Tensor]:
-        """Return what the heads say, under the names of their tasks, and how the router weighs the tasks.
+        """Return the output of each head by task, and the output of the router.
 
-        batch    see Rounds, MaskedTexts for routing "base"; `source` alone where only the router is asked
-        routing  base: no adapters, "hidden" (N, M, V) are logits of the hidden tokens; true: the adapter of a record's
-                 task; router: what the router says; mixed: true for a share `teacher` of the records, else router;
-                 uniform: all adapters alike
-        head     only this head, on all records and without answers; a decoder then writes (N, S) tokens by itself
-        write    tasks whose decoders do so too, on their own records: (n, S) tokens under the name "written.<task>"
-        Returns router (N, E), logits over tasks, and temperature, a scalar, where the routing asks for them;
+        batch    see Rounds, MaskedTexts for routing "base"; `source` alone if only the router is needed
+        routing  base: no adapters, "hidden" (N, M, V) are logits of the masked tokens; true: the adapter of a record's
+                 task; router: selected by the router; mixed: true for a fraction `teacher` of the records, else router;
+                 uniform: all adapters with equal weights
+        head     run only this head, on all records and without answers; a decoder then generates (N, S) tokens
+        write    tasks whose decoders also generate, for their own records: (n, S) tokens, named "written.<task>"
+        Returns router (N, E), logits over tasks, and temperature, a scalar, if the routing uses them;
         classification (n, L), logits; qa (n, 2, T), logits of first and last token; summary, code, translation
         (n, S, V), log-probabilities.
         """
@@ -126,7 +126,7 @@ class Dynamo(nn.Module):
     ) -> Tensor:
         """Return the weights (N, E) of the adapters for each record.
 
-        noise  what choices are drawn from, for the N records: in training, and for routing "mixed"
+        noise  random numbers of the N records, for training and for routing "mixed"
         """
         true = F.one_hot(task, len(TASKS)).float()
         if routing == "true":
@@ -156,22 +156,22 @@ class Dynamo(nn.Module):
         memory = Memory(states, source, real, self.base.embedding.weight)
         if answer is None:
             return head.write(memory)
-        # What was written before each token: BEGIN and the answer shifted by one. Tokens after END are masked.
+        # The input of the decoder: BEGIN and the answer shifted by one. Tokens after END are masked.
         before = F.pad(answer[:, :-1].clamp_min(PAD), (1, 0), value=BEGIN)
         written: Tensor = head(before, memory)
         return written
 
     def _identified(self, states: Tensor, source: Tensor) -> Tensor:
-        """Return the states beside the embeddings of their tokens (N, T, 2 C).
+        """Return the states concatenated with the embeddings of their tokens (N, T, 2 C).
 
-        An encoder trained to fill gaps encodes which token is likely at a position, and hardly which one is there.
+        An encoder trained on masked tokens encodes the likely token of a position rather than the actual one.
         """
         embeddings = self.base.embedding(source)
         return torch.cat([states, F.layer_norm(embeddings, embeddings.shape[-1:]).to(states.dtype)], dim=-1)
 
 
 class Encoder(nn.Module):
-    """Tokens (N, T) to states (N, T, C): pre-norm blocks, rotary positions; padding is not attended to."""
+    """Map tokens (N, T) to states (N, T, C): pre-norm blocks, rotary positions; padding is masked."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
@@ -192,9 +192,9 @@ class Encoder(nn.Module):
         weights: Tensor | None = None,
         noise: SampleNoise | None = None,
     ) -> Tensor:
-        """Return the states; `adapters`, one mapping for each block, act with `weights` (N, E).
+        """Return the states; `adapters`, one mapping per block, are applied with `weights` (N, E).
 
-        noise  what dropout draws from, for the N rows; None: nothing is dropped
+        noise  random numbers for dropout in the N rows; None: no dropout
         """
         x = self.embedding(source)
         turn = rotation(source.shape[1], self.head_width, source.device)
@@ -207,7 +207,7 @@ class Encoder(nn.Module):
 
 
 class Block(nn.Module):
-    """Self-attention and a feed-forward of four times the width, each added to the residual stream."""
+    """Self-attention and a feed-forward network of four times the width, each added to the residual stream."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
@@ -245,10 +245,10 @@ class Block(nn.Module):
 
 
 class LoRA(nn.Module):
-    """Low-rank additions to a projection for E tasks at once, weighed for each record.
+    """Low-rank updates of a projection for E tasks, weighted for each record.
 
-    delta = 2 x sum over e of w[e] B[e] A[e] x, since alpha is 2 x rank; B starts at zero, so nothing is added at first.
-    All A are one matrix product, and so are all B: a batch may mix tasks, and weights may be soft.
+    delta = 2 x sum over e of w[e] B[e] A[e] x, since alpha is 2 x rank; B is initialized with zeros, so delta is 0.
+    All A are applied in one matrix product, and so are all B: a batch may mix tasks, and weights may be soft.
     Source: Hu et al., LoRA, ICLR 2022, section 4.1.
     """
 
@@ -261,7 +261,7 @@ class LoRA(nn.Module):
             nn.init.kaiming_uniform_(matrix, a=math.sqrt(5))  # as nn.Linear
 
     def forward(self, x: Tensor, weights: Tensor) -> Tensor:
-        """Return what is added to the projection of x (N, T, C), for weights (N, E)."""
+        """Return the update of the projection of x (N, T, C), for weights (N, E)."""
         tasks, rank, width = self.A.shape
         inner = F.linear(x, self.A.reshape(tasks * rank, width))
         inner = inner * (self.scale * weights).to(inner.dtype).repeat_interleave(rank, dim=1)[:, None, :]
@@ -269,10 +269,10 @@ class LoRA(nn.Module):
 
 
 class Router(nn.Module):
-    """States of `identified` tokens (N, T, 2 C) to logits over tasks (N, E), divided by a learned temperature.
+    """Map states of `identified` tokens (N, T, 2 C) to logits over tasks (N, E), divided by a learned temperature.
 
-    The temperature is at least 0.1. Often a single word identifies the task, which a mean over the text would hide, so
-    the router computes several weighted means.
+    The temperature is at least 0.1. Often a single word identifies the task, and a plain mean over the text would
+    dilute it, so the router computes several weighted means.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -303,7 +303,7 @@ class Router(nn.Module):
 
 
 class MaskedHead(nn.Module):
-    """States to logits of the tokens at `places`, with the embedding as the output projection."""
+    """Map states to logits of the tokens at `places`, with the embedding as the output projection."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -317,7 +317,7 @@ class MaskedHead(nn.Module):
 
 
 class Classifier(nn.Module):
-    """States (N, T, C) to logits of the labels (N, L), from their mean over the text."""
+    """Map states (N, T, C) to logits of the labels (N, L), from their mean over the text."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -333,9 +333,9 @@ class Classifier(nn.Module):
 
 
 class Spans(nn.Module):
-    """States of `identified` tokens (N, T, 2 C) to logits (N, 2, T) of an answer's first and last; none on padding.
+    """Map states of `identified` tokens (N, T, 2 C) to logits (N, 2, T) of the first and last token of an answer.
 
-    The query is a weighted mean over the text; it is compared with each token and its six neighbours.
+    The query is a weighted mean over the text; it is compared with each token and its six neighbors. Padding is masked.
     Source: Chen et al., Reading Wikipedia to Answer Open-Domain Questions, ACL 2017, section 3.2.
     """
 
@@ -356,7 +356,7 @@ class Spans(nn.Module):
 
 @dataclass(frozen=True)
 class Memory:
-    """What a decoder reads: states (N, T, C), the tokens they belong to (N, T), which are real, and the embedding."""
+    """The input of a decoder: states (N, T, C), their tokens (N, T), which are not padding, and the embedding."""
 
     states: Tensor
     source: Tensor
@@ -365,7 +365,7 @@ class Memory:
 
 
 class Decoder(nn.Module):
-    """Writes tokens one after the other, each from the vocabulary or copied from the source.
+    """Generates tokens autoregressively, each from the vocabulary or copied from the source.
 
     Source: See et al., Get To The Point, ACL 2017, section 2.2 (the pointer-generator); blocks as in the encoder, with
     attention to its states.
@@ -380,8 +380,8 @@ class Decoder(nn.Module):
         self.transform = nn.Linear(shape.width, shape.width)
         self.bias = nn.Parameter(torch.zeros(shape.vocab_size))
         self.pointer = nn.Linear(shape.width, shape.width)
-        # Each token is found by its state and by the token before it, which is what was just written when copying
-        # continues. A bias would move all scores alike.
+        # A source token is matched by its state and by the token before it, which has just been generated if copying
+        # continues. A bias would add the same to all scores.
         self.pointed = nn.Linear(2 * shape.width, shape.width, bias=False)
         self.gate = nn.Linear(shape.width, 1)
         self.apply(_init_weights)
@@ -403,7 +403,7 @@ class Decoder(nn.Module):
         return probabilities.clamp_min(1e-9).log()
 
     def write(self, memory: Memory) -> Tensor:
-        """Return the likeliest tokens (N, S), one chosen after the other; what comes behind END means nothing."""
+        """Generate tokens (N, S) greedily; those after END are arbitrary."""
         written = torch.full((len(memory.source), 1), BEGIN, device=memory.source.device)
         for _ in range(self.length):
             written = torch.cat([written, self(written, memory)[:, -1:].argmax(dim=-1)], dim=1)
@@ -411,7 +411,7 @@ class Decoder(nn.Module):
 
 
 class DecoderBlock(nn.Module):
-    """Causal self-attention, attention to the encoder's states and a feed-forward, each added to what came in."""
+    """Causal self-attention, attention to the encoder's states and a feed-forward network, each with a residual."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -454,16 +454,16 @@ class FeedForward(nn.Module):
 
 
 def record_noise(batch: Batch) -> SampleNoise:
-    """Return the random draws for the N records of a batch of training, whose samples are rounds of all tasks."""
+    """Return the random numbers of the N records of a training batch, whose samples are rounds of all tasks."""
     task = batch["task"]
     round_of = torch.arange(len(task), device=task.device) % max(1, len(task) // len(TASKS))
     return per_sample_noise(batch).rows(round_of, task)
 
 
 def gumbel_softmax(logits: Tensor, noise: SampleNoise) -> Tensor:
-    """Return one choice for each row of logits (N, E), one-hot, with the gradient of their softmax.
+    """Sample a one-hot choice for each row of logits (N, E), with the gradient of their softmax.
 
-    As F.gumbel_softmax with hard=True, which draws from the device's generator.
+    Like F.gumbel_softmax with hard=True, but with random numbers per record instead of the device's generator.
     Source: Jang et al., Categorical Reparameterization with Gumbel-Softmax, ICLR 2017, section 2.2.
     """
     uniform = noise.uniform(logits.shape[-1], dtype=logits.dtype).clamp_min(torch.finfo(logits.dtype).tiny)
@@ -473,7 +473,7 @@ def gumbel_softmax(logits: Tensor, noise: SampleNoise) -> Tensor:
 
 
 def rotation(length: int, width: int, device: torch.device) -> Tensor:
-    """Return the angles (T, D / 2) by which the pairs of a head of width D turn at each position, as cosine and sine.
+    """Return cosine and sine (T, D / 2) of the rotation angles of the pairs of a head of width D at each position.
 
     Source: Su et al., RoFormer, 2021, section 3.2.2.
     """
@@ -483,7 +483,7 @@ def rotation(length: int, width: int, device: torch.device) -> Tensor:
 
 
 def apply_rotation(x: Tensor, turn: Tensor) -> Tensor:
-    """Return x (N, H, T, D) with its pairs turned, so that products depend on distances."""
+    """Return x (N, H, T, D) with its pairs rotated, so that dot products depend on relative positions."""
     cosine, sine = turn.to(x.dtype)
     one, other = x.chunk(2, dim=-1)
     return torch.cat([one * cosine - other * sine, one * sine + other * cosine], dim=-1)

@@ -1,7 +1,7 @@
-"""Five text tasks with one frozen encoder: LoRA adapters, then a router that chooses among them, then all together.
+"""Five text tasks with one frozen encoder: LoRA adapters, then a router that selects among them, then joint training.
 
-Items are hidden tokens in the phase pretrain, records afterwards. A sample of those phases is a round: one record of
-each task.
+Items are masked tokens in the phase pretrain, and records in the others, whose samples are rounds: one record of each
+task.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ def build(
 
 
 class DynamoTask(Task):
-    """Masked tokens, then five tasks with the adapter of each, then with a router.
+    """Trains on masked tokens, then on five tasks with one adapter each, then with a router.
 
-    teacher  share of the records that the phase joint gives the adapter of the known task: 0.8 to 0.2 over the phase
+    teacher  fraction of the records that use the adapter of their true task in phase joint: from 0.8 to 0.2
     """
 
     phase = "pretrain"
@@ -170,7 +170,7 @@ class DynamoTask(Task):
         return Rounds(tables, cycle=split == "train")
 
     def begin_update(self, progress: Progress) -> None:
-        """Let the router take over in the phase joint."""
+        """Decrease the fraction of records with the true adapter in the phase joint."""
         self.teacher = FIRST_TEACHER + (LAST_TEACHER - FIRST_TEACHER) * progress.share
 
     # Losses
@@ -179,18 +179,18 @@ class DynamoTask(Task):
         return self.losses[self.phase](model, batch)
 
     def masked_loss(self, model: nn.Module, batch: Batch) -> Sum:
-        """Return the cross-entropy of the hidden tokens."""
+        """Return the cross-entropy of the masked tokens."""
         logits = model(batch, "base")["hidden"].float()
         hidden = batch["hidden"]
         loss = F.cross_entropy(logits.flatten(0, 1), hidden.flatten(), ignore_index=IGNORED, reduction="sum")
         return loss, (hidden != IGNORED).sum()
 
     def adapter_loss(self, model: nn.Module, batch: Batch) -> Sum:
-        """Return the tasks' loss with the adapter of each record's own task."""
+        """Return the loss of the tasks with the adapter of each record's task."""
         return tasks_loss(model(batch, "true"), batch), len(batch["task"])
 
     def routed_loss(self, model: nn.Module, batch: Batch, routing: Routing) -> Sum:
-        """Return the tasks' loss with the adapters that the router chooses, and the routing loss."""
+        """Return the loss of the tasks with the adapters selected by the router, plus the routing loss."""
         made = model(batch, routing, teacher=self.teacher)
         loss = tasks_loss(made, batch) + routing_loss(made["router"], batch["task"], made["temperature"])
         return loss, len(batch["task"])
@@ -198,9 +198,9 @@ class DynamoTask(Task):
     # Metrics
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Sum]:
-        """Return the tasks' metrics, comparable from phase to phase: lora knows the task, router and joint find it.
+        """Return the metrics of the tasks, comparable between phases: lora knows the task, the others route.
 
-        A record that is sent to another task counts as wrong, since another head answers.
+        A record that is routed to another task counts as wrong, because another head answers.
         """
         if self.phase == "pretrain":
             logits = model(batch, "base")["hidden"].float()
@@ -222,7 +222,7 @@ class DynamoTask(Task):
         return metrics
 
     def summarize(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
-        """Add `score`, the mean of the tasks' metrics; also with the task given, and with equal weights."""
+        """Add `score`, the mean of the metrics of the tasks; also with the true task, and with equal weights."""
         shown = {name: value for name, value in metrics.items() if "." not in name}
         for lead, name in (("", "score"), ("oracle.", "score_oracle"), ("uniform.", "score_uniform")):
             values = [metrics[lead + task] for task in TASKS if lead + task in metrics]
@@ -231,10 +231,10 @@ class DynamoTask(Task):
         return shown
 
     def baselines(self) -> Mapping[str, float]:
-        """Return baselines on the validation data that do not read the input.
+        """Return baselines on the validation data that ignore the input.
 
-        Always the most frequent token, label or answer of the training data; for generated text the most frequent token
-        of each position; for routing one task for all.
+        They predict the most frequent token, label or answer of the training data; for generated text the most frequent
+        token of each position; for routing a single task.
         """
         train, val = self.corpus.tables["train"], self.corpus.tables["val"]
         if self.phase == "pretrain":
@@ -267,12 +267,12 @@ class DynamoTask(Task):
         samples: PositiveInt = 5,
         text: str | None = None,
     ) -> Iterator[Prediction]:
-        """Yield, for each task, what held-out records are taken for and answered with; then how all were routed.
+        """Yield the routing and the outputs for held-out records of each task, then the routing matrix.
 
         A task's file is task-NAME.json: the runner writes its summary.json to the same folder.
 
         samples  test records of each task
-        text     a text instead of test records: the router chooses its task; null: the test records
+        text     a text instead of test records, whose task the router selects; null: the test records
         """
         if self.phase == "pretrain" or (self.phase == "lora" and text is not None):
             what = "answers need adapters" if self.phase == "pretrain" else "a text of your own needs the router"
@@ -297,7 +297,7 @@ class DynamoTask(Task):
     def _answers(
         self, model: nn.Module, texts: Sequence[str], known: str | None, device: torch.device
     ) -> list[dict[str, Any]]:
-        """Return for each text the chosen task, the confidence in it and the output; `known`: the task is given."""
+        """Return the selected task, its probability and the output for each text; `known`: the true task is given."""
         source = self._source(texts).to(device)
         if known is None:
             confidence, chosen = model({"source": source}, "router")["router"].softmax(dim=-1).max(dim=-1)
@@ -307,7 +307,7 @@ class DynamoTask(Task):
         for i, (number, share) in enumerate(zip(chosen.tolist(), confidence.tolist(), strict=True)):
             task, own = TASKS[number], source[i : i + 1]
             batch = {"source": own, "task": torch.tensor([number], device=device)}
-            # The router's weights are its choice when routing is hard, and its mixture when it is soft.
+            # The weights of the router are one-hot if routing is hard, and a mixture if it is soft.
             made = model(batch, "true" if known is not None else "router", head=task)[task]
             output = self._text(task, made, texts[i])
             found.append({"source": texts[i], "chosen": task, "confidence": round(share, 4), "output": output})
@@ -320,7 +320,7 @@ class DynamoTask(Task):
         if task == "qa":
             first, last = (int(token) - 1 for token in best_spans(made)[0])
             _, offsets = self.corpus.tokenizer.encode_with_offsets(text)
-            inside = offsets[max(0, first) : last + 1]  # BEGIN and END stand for no text
+            inside = offsets[max(0, first) : last + 1]  # BEGIN and END have no text
             return text[inside[0][0] : inside[-1][1]] if inside else ""
         return self.corpus.tokenizer.decode(made[0].tolist())
 
@@ -332,7 +332,7 @@ class DynamoTask(Task):
         return source
 
     def _routing(self, model: nn.Module, device: torch.device) -> Prediction:
-        """Return where the router sends the test records: rows are the tasks they belong to, columns those chosen."""
+        """Return the routing matrix of the test records: rows are true tasks, columns are selected ones."""
         matrix = np.zeros((len(TASKS), len(TASKS)), dtype=np.int64)
         for number, table in enumerate(self.corpus.tables["test"].values()):
             for rows in np.array_split(table.source[:MOST_ROUTED], -(-len(table.source[:MOST_ROUTED]) // 32)):
@@ -356,7 +356,7 @@ class DynamoTask(Task):
         counts = np.ones(self.shape.vocab_size)
         for table in self.corpus.tables["train"].values():
             counts += np.bincount(table.source.flatten(), minlength=len(counts))
-        counts[:4] = 1  # padding, BEGIN, END and MASK are never hidden
+        counts[:4] = 1  # padding, BEGIN, END and MASK are never masked
         val = MaskedTexts(self.corpus.tables["val"], self.seed, self.shape.vocab_size, fixed=True)
         hidden = val.__getitems__(range(len(val)))["hidden"].numpy()
         hidden = hidden[hidden != IGNORED]
@@ -367,8 +367,8 @@ class DynamoTask(Task):
 def tasks_loss(made: Mapping[str, Tensor], batch: Batch) -> Tensor:
     """Return the loss of each record summed over the records, in nats.
 
-    Of a label its cross-entropy; of an answer the mean for its first and last token; of generated text the mean over
-    its tokens. Padding and answers that were cut off count for nothing.
+    Cross-entropy of labels; mean over first and last token of answers; mean over the tokens of generated text. Padding
+    and truncated answers have no loss.
     """
     losses = []
     for task in TASKS:
@@ -387,12 +387,12 @@ def tasks_loss(made: Mapping[str, Tensor], batch: Batch) -> Tensor:
 
 
 def routing_loss(logits: Tensor, task: Tensor, temperature: Tensor) -> Tensor:
-    """Return what teaches the router, summed over records, from logits (N, E) and tasks (N,), which come in rounds.
+    """Return the routing loss, summed over records, from logits (N, E) and tasks (N,), in rounds.
 
-    2.0 x cross-entropy of the task + 0.1 x balance + 0.5 x shortfall of the lead of the first over the second choice
-    behind 0.2 + 0.01 x entropy + 0.01 x temperature, so that the router decides. The balance is that of a round, one
-    record of each task, whose shares should be equal in the mean; so it is a sum over samples like the rest, and does
-    not depend on how many are in a batch.
+    2.0 x cross-entropy of the task + 0.1 x balance + 0.5 x hinge on the margin between the first and the second choice
+    (0.2) + 0.01 x entropy + 0.01 x temperature, so that the router is decisive. The balance is computed per round, one
+    record of each task, whose mean weights should be equal. It is therefore a sum over samples like the other terms,
+    and does not depend on the batch size.
     """
     N, E = logits.shape
     shares = logits.softmax(dim=-1)
@@ -407,15 +407,15 @@ def routing_loss(logits: Tensor, task: Tensor, temperature: Tensor) -> Tensor:
 def measured(made: Mapping[str, Tensor], batch: Batch, right: Tensor | None) -> dict[str, Sum]:
     """Return the metrics of the tasks; records whose routing was not `right` (N,) count as wrong.
 
-    classification: accuracy; qa: F1 over tokens, and exact spans; summary, code, translation: accuracy of the next
-    token after the right ones; translation_exact: share that the decoder writes without a fault, by itself.
+    classification: accuracy; qa: F1 over tokens, and exact spans; summary, code, translation: next-token accuracy with
+    teacher forcing; translation_exact: fraction that the decoder generates exactly.
     """
     found: dict[str, Sum] = {}
     counts = [len(batch[task]) for task in TASKS]
     routed = [None] * len(TASKS) if right is None else list(torch.split(right, counts))
     for task, own in zip(TASKS, routed, strict=True):
         answer = batch[task]
-        if task not in made:  # a batch of validation may have no record of a task
+        if task not in made:  # a validation batch may have no record of a task
             zero = batch["task"].new_zeros(())
             names = {"qa": ("qa", "qa_exact"), "translation": ("translation", "translation_exact")}.get(task, (task,))
             found |= dict.fromkeys(names, (zero, 0))
@@ -439,7 +439,7 @@ def measured(made: Mapping[str, Tensor], batch: Batch, right: Tensor | None) -> 
 
 
 def best_spans(logits: Tensor) -> Tensor:
-    """Return first and last token (n, 2) of the likeliest span for logits (n, 2, T) of first and last."""
+    """Return first and last token (n, 2) of the most probable span for logits (n, 2, T) of first and last."""
     first, last = logits.float().unbind(dim=1)
     scores = first[:, :, None] + last[:, None, :]
     length = scores.shape[1]
@@ -456,7 +456,7 @@ def overlap(one: Tensor, other: Tensor) -> Tensor:
 
 
 def routing_picture(matrix: np.ndarray[Any, Any]) -> bytes:
-    """Return a picture of how many records of each task (rows) were sent to which (columns)."""
+    """Return a plot of the routing matrix: true task (rows) by selected task (columns)."""
     figure = new_figure(7.8, 5.6)
     figure.get_layout_engine().set(w_pad=0.15, h_pad=0.12)  # inches; else labels touch the edge
     axes = figure.add_subplot()

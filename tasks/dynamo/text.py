@@ -1,7 +1,7 @@
-"""Five tasks out of the sources of Python's standard library, written as the JSON files that the task reads.
+"""Generate JSON files with records of five tasks from the sources of Python's standard library.
 
-The files of the library are split by the hash of their name, so no text is both trained on and evaluated; what still
-occurs in both, such as a docstring that was copied, is left out of validation and test.
+The files of the library are split by the hash of their name, so that no text is in both training and evaluation data.
+Texts that still occur in both, such as a copied docstring, are removed from validation and test.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from runner.tasks.gpt.data import Document, standard_library
 
 Record = dict[str, Any]
 SPLITS = {"train": "train", "val": "validation", "test": "test"}  # split -> name of its file
-HELD_OUT = 0.12  # share of the files in each of val and test
-LARGEST_FILE = 60_000  # bytes; larger ones cost most of the time and are few
+HELD_OUT = 0.12  # fraction of the files in each of val and test
+LARGEST_FILE = 60_000  # bytes; the few larger files would take most of the time
 LONGEST_TEXT = 100  # characters of docstring or source in a record
 LONGEST_TARGET = 48  # characters
 MOST_RECORDS = {"train": 3000, "val": 150, "test": 150}  # of each task
 
-# A request is an opening, what is wanted and an ending. Openings and endings are the same for all tasks, so only what
-# is wanted distinguishes them. Which opening goes with which ending depends on the split.
+# A request consists of an opening, the instruction and an ending. Openings and endings are the same for all tasks, so
+# only the instruction distinguishes them. The pairs of opening and ending depend on the split.
 WANTED: Mapping[str, Sequence[str]] = {
     "classification": ("the kind, function or class", "the kind, class or function"),
     "qa": ("the default of `{name}`", "the default value of `{name}`"),
@@ -48,7 +48,7 @@ def write_standard_library(folder: Path) -> None:
 
 
 def standard_library_records() -> dict[str, dict[str, list[Record]]]:
-    """Return split -> task -> records, the same for the same Python."""
+    """Return split -> task -> records; they depend only on the Python version."""
     documents = [document for document in standard_library() if document.path.stat().st_size <= LARGEST_FILE]
     found: dict[str, dict[str, list[Record]]] = {split: {task: [] for task in TASKS} for split in SPLITS}
     for document in sorted(documents, key=lambda document: (document.hash, document.name)):
@@ -59,7 +59,7 @@ def standard_library_records() -> dict[str, dict[str, list[Record]]]:
 
 
 def extract_records(source: str) -> Iterator[tuple[str, Record]]:
-    """Yield (task, record) for all that a Python file holds, still without requests."""
+    """Yield (task, record) for the content of a Python file, without requests."""
     lines = source.splitlines(keepends=True)
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.FunctionDef | ast.ClassDef):
@@ -77,7 +77,7 @@ def extract_records(source: str) -> Iterator[tuple[str, Record]]:
 
 
 def postfix(node: ast.expr) -> list[str] | None:
-    """Return operands and operators in postfix order; None if there is more than names, numbers and operators.
+    """Return operands and operators in postfix order; None if it has anything but names, numbers and operators.
 
     A name may have dots: os.sep is one operand.
     """
@@ -101,7 +101,7 @@ def postfix(node: ast.expr) -> list[str] | None:
 
 
 def remove_giveaways(text: str, name: str) -> str:
-    """Return the text without the name of what it documents and without words that say which kind that is."""
+    """Return the text without the name of the documented object and without words that reveal its kind."""
     if name.strip("_"):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "it", text)
     return KIND_WORDS.sub("it", text)
@@ -140,17 +140,17 @@ def _of_defaults(node: ast.FunctionDef, lines: Sequence[str]) -> Iterator[tuple[
         answer = ast.unparse(default)
         if (
             context.startswith(answer, start) and len(answer) <= LONGEST_TARGET
-        ):  # written as it is unparsed, on one line
+        ):  # the source equals its unparsed form, on one line
             yield "qa", {"question": argument.arg, "context": context, "answer": answer, "start": start}
 
 
 def shortened(text: str) -> str:
-    """Return the text, cut behind the last word that fits into LONGEST_TEXT characters."""
+    """Return the text, truncated after the last word that fits into LONGEST_TEXT characters."""
     return text if len(text) <= LONGEST_TEXT else re.sub(r"\s+\S*$", "", text[: LONGEST_TEXT + 1])
 
 
 def _joined(operands: Sequence[ast.expr], operator: str) -> list[str] | None:
-    """Return the operands, with the operator behind each but the first."""
+    """Return the operands, with the operator after each but the first."""
     words: list[str] = []
     for i, operand in enumerate(operands):
         part = postfix(operand)
@@ -173,7 +173,7 @@ def _split(document: Document) -> str:
 
 
 def _select_records(task: str, split: str, found: Mapping[str, Mapping[str, Sequence[Record]]]) -> list[Record]:
-    """Return records of one task, each text once and none of the training data, shuffled and with requests."""
+    """Return records of one task, each text once and none from the training data, shuffled and with requests."""
     key = "context" if task == "qa" else "text" if task == "classification" else "source"
     seen = set() if split == "train" else {record[key] for record in found["train"][task]}
     records = []
@@ -184,20 +184,20 @@ def _select_records(task: str, split: str, found: Mapping[str, Mapping[str, Sequ
             records.append(record)
     generator = random.Random(f"{task} {split}")
     generator.shuffle(records)
-    if task == "classification":  # as many of each kind, so that the majority says nothing
+    if task == "classification":  # balanced, so that the majority class is no better than chance
         kinds = [[record for record in records if record["label"] == label] for label in ("class", "function")]
         records = [record for pair in zip(*kinds, strict=False) for record in pair]
     return [_asked(task, split, record, generator) for record in records[: MOST_RECORDS[split]]]
 
 
 def pairs_of(split: str) -> list[tuple[str, str]]:
-    """Return the openings and endings that go together in a split: each of both is in all splits, no pair in two."""
+    """Return the pairs of opening and ending in a split: all splits have all of both, but no pair is in two splits."""
     kept = {"val": (0,), "test": (1,), "train": (2, 3, 4, 5, 6)}[split]
     return [(o, e) for i, o in enumerate(OPENINGS) for j, e in enumerate(ENDINGS) if (i + j) % len(ENDINGS) in kept]
 
 
 def _asked(task: str, split: str, record: Record, generator: random.Random) -> Record:
-    """Return the record with a request that belongs to its split."""
+    """Return the record with a request of its split."""
     opening, ending = generator.choice(pairs_of(split))
     request = f"{opening}{generator.choice(WANTED[task])}{ending}"
     request = request[:1].upper() + request[1:]

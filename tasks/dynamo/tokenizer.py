@@ -13,9 +13,9 @@ NUM_SPECIAL = 4
 
 
 class Tokenizer:
-    """Words, digits and signs are cut greedily into the longest known pieces; single bytes are always known.
+    """Splits words, digits and punctuation greedily into the longest known pieces; all single bytes are known.
 
-    pieces  the pieces beyond single bytes; token 260 + i is pieces[i]
+    pieces  pieces other than single bytes; token 260 + i is pieces[i]
     """
 
     def __init__(self, pieces: Sequence[str]) -> None:
@@ -32,15 +32,15 @@ class Tokenizer:
         return [token for word in WORD.findall(text) for token in self._cut(word)]
 
     def encode_with_offsets(self, text: str) -> tuple[list[int], list[tuple[int, int]]]:
-        """Return the tokens, and for each the characters [start, end) it stands for, without the space before a word.
+        """Return the tokens and their character ranges [start, end), without the space before a word.
 
-        The bytes of one character all have its offsets.
+        All bytes of a character have its range.
         """
         tokens: list[int] = []
         offsets = []
         for match in WORD.finditer(text):
             word = match.group()
-            # byte -> character that it is part of, and one more for the end
+            # byte -> its character, plus one entry for the end
             owner = [match.start() + i for i, character in enumerate(word) for _ in character.encode()]
             position = 0
             for token in self._cut(word):
@@ -95,7 +95,7 @@ def learn_pieces(texts: Iterable[str], num_tokens: int) -> list[str]:
     while heap and len(pieces) < num_tokens - NUM_SPECIAL - 256:
         count, pair = heapq.heappop(heap)
         if -count != pairs[pair] or count == 0:
-            continue  # a stale count; the current one is in the heap too
+            continue  # a stale count; the current one is also in the heap
         pieces["".join(pair)] = None
         changed: set[tuple[str, str]] = set()
         for index in where.pop(pair):
@@ -126,5 +126,5 @@ def _merge(parts: list[str], pair: tuple[str, str]) -> list[str]:
     return merged
 
 
-# A line break with its indentation; letters, a digit or a sign, each with the space before it; other white space.
+# A line break with its indentation; letters, a digit or punctuation, each with the preceding space; other whitespace.
 WORD = re.compile(r"\n *| ?[^\W\d_]+| ?\d| ?[^\w\s]| ?_|\s")

@@ -1,4 +1,4 @@
-"""Attention calls of a training pass: arguments, the kernel that ran, and why the others could not."""
+"""Record the attention calls of a training pass: arguments, the kernel that ran, and why others could not."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .model import Rows
 class NamedCall:
     """An attention call and its place in the model, such as "decoder 1 cross".
 
-    flash_on_gpu  why the flash kernel would refuse it in bfloat16 on a GPU of capability 8.0, or empty
+    flash_on_gpu  why the flash kernel would reject it in bfloat16 on a GPU of capability 8.0, or empty
     """
 
     name: str
@@ -89,7 +89,7 @@ def picture(calls: Sequence[NamedCall], *, packed: bool) -> bytes:
 
 
 def _cells(each: NamedCall) -> list[tuple[str, str]]:
-    """Return text and colour of each column."""
+    """Return text and color of each column."""
     call = each.call
     mask = ("given", ORANGE) if call.masked else ("none", GREEN)
     on_gpu = (each.flash_on_gpu, ORANGE) if each.flash_on_gpu else ("can run", GREEN)
@@ -139,7 +139,7 @@ def _name(call: AttentionCall) -> str:
 WHITE, GREEN, ORANGE, GREY = "#ffffff", "#cdebd0", "#fbd5ae", "#ececec"
 KEY = "green: ran, can run, or no mask     orange: a mask is given, or flash refuses     grey: did not run, and why"
 KERNELS = ("flash", "efficient", "cudnn", "math")
-# title -> width; one is about 13 characters
+# title -> width; 1 is about 13 characters
 COLUMNS = {
     "call": 1.3,
     "batch x heads x queries x size": 1.5,

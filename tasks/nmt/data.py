@@ -1,4 +1,4 @@
-"""Pairs of texts as tokens: descriptions and signatures of the standard library, the user's pairs, or random numbers.
+"""Tokenized pairs of texts: descriptions and signatures of the standard library, the user's pairs, or random tokens.
 
 The standard library is split by file, so that held-out pairs come from modules that are not used in training.
 """
@@ -34,11 +34,11 @@ SPLITS = ("train", "val", "test")
 
 
 class Batch(NamedTuple):
-    """Rows of sources (R, S) and of targets (R, T) that hold N pairs.
+    """Rows of sources (R, S) and of targets (R, T) with N pairs.
 
     labels  (R, T): the token after each target token, 0 if none
-    places  (N, 2): of pair i its row minus i, and its number in that row, from 1. Relative, so that samples that were
-            read one by one are collated to a batch whose pair i is in row i
+    places  (N, 2): the row of pair i minus i, and its number in that row, from 1. Relative, so that samples read
+            separately are collated to a batch with pair i in row i
     """
 
     source: Rows
@@ -70,16 +70,16 @@ class Sequences:
         return np.diff(self.starts)
 
     def cut(self, longest: int) -> Sequences:
-        """Return the beginnings of the sequences, of at most `longest` tokens."""
+        """Return the sequences truncated to `longest` tokens."""
         lengths = np.minimum(self.lengths, longest)
         starts = np.concatenate([[0], np.cumsum(lengths)])
         return Sequences(self.tokens[_runs(self.starts[:-1], lengths)], starts)
 
 
 class PairData:
-    """Pairs as tokens, the source cut to S tokens, the target with its end to T; a batch has one pair per row.
+    """Tokenized pairs, the source truncated to S tokens, the target with its end to T; a batch has one pair per row.
 
-    sources, targets  uncut, the targets without an end
+    sources, targets  not truncated, the targets without an end
     """
 
     def __init__(self, sources: Sequences, targets: Sequences, source_length: int, target_length: int) -> None:
@@ -97,17 +97,17 @@ class PairData:
         return Batch(Rows(*(field[0] for field in source)), Rows(*(field[0] for field in target)), labels[0], places[0])
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Return the batch itself, one row for each pair: S and T are the longest lengths whatever is in it."""
+        """Return the batch itself, one row per pair; S and T are always the maximum lengths."""
         rows = np.arange(len(indices))
         places = Places(rows, np.zeros_like(rows), np.zeros_like(rows), np.ones_like(rows), len(rows))
         return _lay_out(self, np.asarray(indices), places, self.source_length, self.target_length)
 
 
 class PackedData(PairData):
-    """The same pairs with several in a row, so that little of a batch is padding; its number of rows varies.
+    """The same pairs packed into rows, to reduce padding; the number of rows varies.
 
-    A row has room for five pairs of average length: with as many as MOST_SEGMENTS it would be a bound of three at once,
-    and rows would stay emptier; and attention within a row grows with its length.
+    A row has space for five pairs of average length. With MOST_SEGMENTS pairs, three limits would apply at once, so
+    that rows would be emptier; and the cost of attention grows with the length of a row.
     """
 
     def __init__(self, sources: Sequences, targets: Sequences, source_length: int, target_length: int) -> None:
@@ -116,10 +116,10 @@ class PackedData(PairData):
         self.target_room = max(target_length, _multiple_of_8(5 * self.labels.lengths.mean()))
 
     def set_epoch(self, epoch: int) -> None:
-        """Do nothing; but rows belong to a batch, so samples cannot be kept by `dataloader.cache`, which asks this."""
+        """Do nothing. Its presence disables `dataloader.cache`, because rows depend on the batch."""
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
-        """Return the batch itself, in as few rows as fit."""
+        """Return the batch itself, packed into few rows."""
         pairs = np.asarray(indices)
         places = packed(
             self.sources.lengths[pairs], self.labels.lengths[pairs], self.source_room, self.target_room, MAX_SEGMENTS
@@ -139,8 +139,8 @@ class Places:
 
 
 def packed(sources: Array, targets: Array, source_room: int, target_room: int, most: int) -> Places:
-    """Return places for pairs of these lengths: the longest first, each in the first row that has room."""
-    filled = [(0, 0, 0)]  # of each row: tokens of sources, tokens of targets, pairs; the last row is empty
+    """Pack pairs of these lengths: the longest first, each into the first row with enough space."""
+    filled = [(0, 0, 0)]  # per row: source tokens, target tokens, pairs; the last row is empty
     places = np.empty((4, len(sources)), dtype=np.int64)
     for pair in np.argsort(-sources, kind="stable").tolist():
         source, target = int(sources[pair]), int(targets[pair])
@@ -158,7 +158,7 @@ def packed(sources: Array, targets: Array, source_room: int, target_room: int, m
 
 @dataclass(frozen=True)
 class Corpus:
-    """Pairs of each split as tokens, uncut and targets without an end, and the vocabulary that reads them."""
+    """Tokenized pairs of each split, not truncated and targets without an end, and their vocabulary."""
 
     sources: Mapping[str, Sequences]
     targets: Mapping[str, Sequences]
@@ -217,11 +217,11 @@ def open_pairs(data_path: Path | None, cache: Path, *, vocab_size: int) -> Corpu
 def random_pairs(seed: int, *, vocab_size: int, source_length: int, target_length: int) -> Corpus:
     """Return pairs of random tokens, to measure speed.
 
-    Lengths are drawn evenly from half of the longest one up to it, so a quarter of a padded batch is padding.
+    Lengths are uniform between half the maximum and the maximum, so a quarter of a padded batch is padding.
     """
     rng = np.random.Generator(np.random.Philox(seed))
     sides: list[dict[str, Sequences]] = []
-    for longest in (source_length, target_length - 1):  # a target is followed by its end
+    for longest in (source_length, target_length - 1):  # a target is followed by an end token
         side = {}
         for split, num_pairs in RANDOM_PAIRS.items():
             lengths = rng.integers((longest + 1) // 2, longest + 1, num_pairs)
@@ -234,7 +234,7 @@ def random_pairs(seed: int, *, vocab_size: int, source_length: int, target_lengt
 def standard_library() -> list[Path]:
     """Return the Python sources of the standard library without its tests: 537 files in Python 3.11.
 
-    Left out are installed packages, character tables (encodings), a second copy of the grammar tools (lib2to3) and
+    Excluded are installed packages, character tables (encodings), a second copy of the grammar tools (lib2to3) and
     files that depend on how Python was built. Raises InputMissing if Python was installed without sources.
     """
     root = _library_root()
@@ -249,7 +249,7 @@ def standard_library() -> list[Path]:
 
 
 def library_pairs(files: Sequence[Path]) -> dict[str, Texts]:
-    """Return the pairs of each split, by file; a held-out pair whose description is also in training is left out."""
+    """Return the pairs of each split, by file; a held-out pair whose description is also in training is removed."""
     root = _library_root()
     pairs: dict[str, Texts] = {split: [] for split in SPLITS}
     for file in files:
@@ -301,7 +301,7 @@ def user_files(path: Path) -> list[Path]:
 
 
 def user_pairs(path: Path, files: Sequence[Path]) -> dict[str, Texts]:
-    """Return the pairs of each split; those of a single file are split by their source, so that none is in two."""
+    """Return the pairs of each split; those of a single file are split by the hash of their source."""
     pairs: dict[str, Texts] = {split: [] for split in SPLITS}
     if path.is_file():
         for pair in _read_table(path):
@@ -391,7 +391,7 @@ def _lay_out(data: PairData, pairs: Array, places: Places, source_room: int, tar
 def _rows(
     sequences: Sequences, pairs: Array, places: Places, starts: Array, room: int, *, shifted: bool
 ) -> tuple[Rows, Tensor]:
-    """Return rows of sequences, and their tokens; `shifted`: the rows have the token before each, or the begin."""
+    """Return rows of sequences, and their tokens; `shifted`: the rows are shifted right, after a begin token."""
     lengths = sequences.lengths[pairs]
     where = _runs(places.rows * room + starts, lengths)
     within = _runs(np.zeros_like(lengths), lengths)
@@ -405,7 +405,7 @@ def _rows(
 
 
 def _runs(starts: Array, lengths: Array) -> Array:
-    """Return the numbers from each start on, as many as its length, one run after the other."""
+    """Return the concatenated ranges start, start + 1, ... of the given lengths."""
     ends = np.cumsum(lengths)
     runs: Array = np.arange(ends[-1] if len(ends) else 0) + np.repeat(starts - (ends - lengths), lengths)
     return runs
@@ -439,8 +439,8 @@ def check_no_data_path(data_path: Path | None) -> None:
 
 
 FORMAT_VERSION = 3  # of the prepared files; increase it when their content changes
-NAME = re.compile(r"(?:\w+\.)*(\w+): ")  # of a function, with those of its classes, before its description
-HELD_OUT = 0.1  # share of the files in each of val and test
+NAME = re.compile(r"(?:\w+\.)*(\w+): ")  # name of a function, with those of its classes, before its description
+HELD_OUT = 0.1  # fraction of the files in each of val and test
 RANDOM_PAIRS: Mapping[str, int] = {"train": 25600, "val": 1024, "test": 1024}
 FORMATS = (
     "data.path takes a .tsv file with source<TAB>target in each line, or a folder with train.tsv and val.tsv, "

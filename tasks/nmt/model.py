@@ -11,9 +11,7 @@ from torch import Tensor, nn
 
 from runner.base.noise import SampleNoise, per_sample_noise
 
-MAX_SEGMENTS = (
-    8  # pairs in a row: the same number of channels is appended to each head, and kernels like multiples of 8
-)
+MAX_SEGMENTS = 8  # pairs in a row: this number of channels is appended to each head, and kernels prefer multiples of 8
 
 
 @dataclass(frozen=True)
@@ -21,7 +19,7 @@ class Shape:
     """The sizes of a model.
 
     source_length, target_length  the longest sequences in tokens
-    initial_std                   standard deviation of the weights at the start
+    initial_std                   initial standard deviation of the weights
     """
 
     num_layers: int
@@ -35,11 +33,11 @@ class Shape:
 
 
 class Rows(NamedTuple):
-    """Sequences laid into rows, each of the three (R, L) and int64.
+    """Sequences packed into rows; all three are (R, L) and int64.
 
-    tokens     0 where there is nothing
-    segments   the number of the sequence in its row, from 1; 0 where there is nothing
-    positions  the place in its sequence, from 0
+    tokens     0 for padding
+    segments   the number of the sequence in its row, from 1; 0 for padding
+    positions  the position within its sequence, from 0
     """
 
     tokens: Tensor
@@ -48,9 +46,9 @@ class Rows(NamedTuple):
 
 
 class Fence(NamedTuple):
-    """Which keys a query may see: those of a mask, those whose code agrees with its own, or all (neither is given).
+    """The keys that a query may attend to: given by a mask or by codes; without either, all keys.
 
-    mask        (R, 1, 1, K), True where a key may be seen
+    mask        (R, 1, 1, K), True for visible keys
     query_code  (R, 1, Q, E): 1 in the channel of the query's segment, else 0
     key_code    (R, 1, K, E): 0 in the channel of the key's segment, else a large negative number
     """
@@ -64,10 +62,10 @@ OPEN = Fence()
 
 
 class DropoutRates(NamedTuple):
-    """Probabilities of dropout.
+    """Dropout probabilities.
 
-    residual   of the embeddings, inside of each feed-forward and of the output of each branch
-    attention  of attention weights
+    residual   for the embeddings, inside each feed-forward network, and for the output of each branch
+    attention  for the attention weights
     """
 
     residual: float = 0.0
@@ -75,9 +73,9 @@ class DropoutRates(NamedTuple):
 
 
 class PairNoise(NamedTuple):
-    """Random draws for N pairs, wherever they are in the rows.
+    """Random numbers of N pairs, independent of their position in the rows.
 
-    pairs   draws for the N pairs
+    pairs   random numbers of the N pairs
     places  (N, 2): see Batch
     """
 
@@ -85,11 +83,11 @@ class PairNoise(NamedTuple):
     places: Tensor
 
     def of_tokens(self, rows: Rows) -> SampleNoise:
-        """Return draws for the tokens (R, L), by pair and position."""
+        """Return random numbers for the tokens (R, L), by pair and position."""
         return self.pairs.rows(self._pair_of(rows), rows.positions)
 
     def of_weights(self, queries: Rows, keys: Rows) -> SampleNoise:
-        """Return draws for the attention weights (R, Q, K), by pair and both positions."""
+        """Return random numbers for the attention weights (R, Q, K), by pair and both positions."""
         positions = queries.positions[:, :, None] * _MOST_POSITIONS + keys.positions[:, None, :]
         return self.pairs.rows(self._pair_of(queries)[:, :, None], positions)
 
@@ -104,9 +102,9 @@ class PairNoise(NamedTuple):
 class Draws(NamedTuple):
     """Dropout noise of a layer; None: no dropout.
 
-    tokens  for each of its tokens (R, L)
-    own     for the weights of its self-attention (R, L, L)
-    across  for the weights of its attention to the source (R, T, S)
+    tokens  for the tokens (R, L)
+    own     for the weights of self-attention (R, L, L)
+    across  for the weights of attention to the source (R, T, S)
     """
 
     tokens: SampleNoise | None = None
@@ -122,7 +120,7 @@ NOTHING = Draws()
 
 
 def apply_dropout(x: Tensor, p: float, noise: SampleNoise | None) -> Tensor:
-    """Return x (R, L, ...) after dropout with probability p; without noise, x itself."""
+    """Return x (R, L, ...) after dropout with probability p, or x itself if `noise` is None."""
     return x if noise is None else noise.dropout(x, p)
 
 
@@ -136,14 +134,14 @@ def attend(
     dropout: float = 0.0,
     noise: SampleNoise | None = None,
 ) -> Tensor:
-    """Return the attention of queries (R, H, Q, D) to the keys that the fence lets them see, (R, H, Q, D).
+    """Return the attention (R, H, Q, D) of queries (R, H, Q, D) to the keys that the fence allows.
 
-    Codes are appended to queries and keys as channels. The product of a query and a key of the same segment gains
-    exactly 0; that with any other key, padding too, falls by FAR, and the exponential of it is exactly 0. So the result
-    equals that with a mask up to rounding, and every kernel accepts the call.
+    Codes are appended to queries and keys as channels. They add exactly 0 to the score of a query and a key of the same
+    segment, and subtract FAR from all other scores, including those of padding, whose exponential is then exactly 0. So
+    the result equals that with a mask up to rounding, and every kernel accepts the call.
 
-    noise  for the weights (R, Q, K), that dropout is drawn from. No fused kernel computes such a call: those draw from
-           the device's generator, so their draws depend on the micro-batch
+    noise  random numbers for dropout of the weights (R, Q, K). Fused kernels are not used with it: they draw from the
+           device's generator, so the result would depend on the micro-batch
     """
     size, heads = q.shape[-1], q.shape[1]
     scale = None
@@ -167,13 +165,13 @@ def attend(
 
 
 class Transformer(nn.Module):
-    """Source and target rows to the logits (R, T, V) of the token after each target token.
+    """Map source and target rows to the logits (R, T, V) of the token after each target token.
 
-    Pre-norm layers, learned positions, one embedding for both sides and the output. Weights are drawn from a
-    normal distribution, biases start at zero. Dropout is drawn for each pair, by the positions of its tokens.
+    Pre-norm layers, learned positions, one embedding for both sides and the output. Weights are initialized from
+    a normal distribution, biases with zero. Dropout is drawn per pair and position.
 
-    packed  keep segments and padding apart by codes, without masks; otherwise a row holds one pair, padding of the
-            source is masked, and that of the target needs nothing, because it comes last and attention is causal
+    packed  separate segments and padding by codes, without masks; otherwise a row has one pair, and only the padding of
+            the source is masked, because the padding of the target comes last and attention is causal
     Source: Vaswani et al., Attention Is All You Need, NIPS 2017; Press and Wolf, Using the Output Embedding, EACL 2017.
     """
 
@@ -196,16 +194,16 @@ class Transformer(nn.Module):
                 nn.init.zeros_(weight)
 
     def noise(self, places: Tensor) -> PairNoise | None:
-        """Return the draws of one forward pass over pairs in these places (N, 2); None without dropout."""
+        """Return the random numbers of one forward pass for pairs at these places (N, 2); None without dropout."""
         return PairNoise(per_sample_noise(places), places) if self.training and any(self.rates) else None
 
     def forward(self, source: Rows, target: Rows, cache: Cache | None = None, noise: PairNoise | None = None) -> Tensor:
         """Return the logits (R, T, V).
 
-        cache  of the target tokens before `target`, which then is the next one, (R, 1), of one pair per row; the
-               source is encoded at the first and only its segments are read at the others
+        cache  keys and values of the previous target tokens; `target` is then the next one, (R, 1), with one pair per
+               row. The source is encoded in the first call; later calls use only its segments
         noise  self.noise(batch.places)
-        Raises ValueError without noise where dropout needs it: rows do not say which samples they hold.
+        Raises ValueError if dropout needs noise, but there is none: rows do not identify their samples.
         """
         if noise is None and self.training and any(self.rates):
             raise ValueError("dropout needs the draws of the batch: model(source, target, noise=model.noise(places))")
@@ -234,7 +232,7 @@ class Transformer(nn.Module):
         return apply_dropout(self.embedding(rows.tokens) + positions(rows.positions), self.rates.residual, draws.tokens)
 
     def _draws(self, noise: PairNoise | None, name: str, tokens: Rows, *keys: Rows) -> Draws:
-        """Return what one side draws from: for its tokens, and for its attention to each of `keys`."""
+        """Return the noise of one side: for its tokens, and for its attention to each of `keys`."""
         if noise is None:
             return NOTHING
         weights = keys if self.rates.attention > 0 else ()
@@ -253,7 +251,7 @@ class Transformer(nn.Module):
 
 
 class EncoderLayer(nn.Module):
-    """Self-attention and a feed-forward, each added to the residual stream (R, S, C)."""
+    """Self-attention and a feed-forward network, each added to the residual stream (R, S, C)."""
 
     def __init__(self, shape: Shape, rates: DropoutRates) -> None:
         super().__init__()
@@ -271,7 +269,7 @@ class EncoderLayer(nn.Module):
 
 
 class DecoderLayer(nn.Module):
-    """Causal self-attention, attention to the encoded source, and a feed-forward, each added to (R, T, C)."""
+    """Causal self-attention, attention to the encoded source, and a feed-forward network, each added to (R, T, C)."""
 
     def __init__(self, shape: Shape, rates: DropoutRates) -> None:
         super().__init__()
@@ -302,7 +300,7 @@ class DecoderLayer(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """Attention of (R, T, C) to itself with one projection for queries, keys and values."""
+    """Self-attention of (R, T, C) with one projection for queries, keys and values."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
@@ -328,7 +326,7 @@ class SelfAttention(nn.Module):
 
 
 class CrossAttention(nn.Module):
-    """Attention of (R, T, C) to the encoded source (R, S, C), whose keys and values a cache keeps."""
+    """Attention of (R, T, C) to the encoded source (R, S, C), whose keys and values are cached."""
 
     def __init__(self, shape: Shape, dropout: float) -> None:
         super().__init__()
@@ -373,20 +371,20 @@ class FeedForward(nn.Module):
 
 
 class Cache:
-    """The keys and values of the `length` target tokens seen so far, and of the source, in every decoder layer."""
+    """Keys and values of the first `length` target tokens, and of the source, in every decoder layer."""
 
     def __init__(self, shape: Shape) -> None:
         self.length = 0
         self.layers = [LayerCache(shape.target_length) for _ in range(shape.num_layers)]
 
     def select(self, rows: Tensor) -> None:
-        """Continue with these rows, which must have the same sources as those they replace."""
+        """Select these rows; each must have the same source as the row that it replaces."""
         for layer in self.layers:
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
 
 class LayerCache:
-    """One layer's keys and values (R, H, T, D) of target tokens, in room for `capacity` of them, and of the source."""
+    """Keys and values (R, H, T, D) of one layer, for up to `capacity` target tokens, and for the source."""
 
     def __init__(self, capacity: int) -> None:
         self.capacity = capacity
@@ -396,7 +394,7 @@ class LayerCache:
         self.source: tuple[Tensor, Tensor]
 
     def extend(self, keys: Tensor, values: Tensor) -> tuple[Tensor, Tensor]:
-        """Append those of one token, and return all up to now."""
+        """Append the keys and values of one token; return all of them so far."""
         if self.length == 0:
             R, H, _, D = keys.shape
             self.keys = keys.new_empty(R, H, self.capacity, D)
@@ -413,7 +411,7 @@ def _heads(x: Tensor, count: int, num_heads: int) -> tuple[Tensor, ...]:
     return x.view(R, T, count, num_heads, C // count // num_heads).permute(2, 0, 3, 1, 4).unbind(0)
 
 
-# After division by the root of the head size, a thousand or more for heads of up to 100 channels: so much above
-# the differences of scores that its exponential is 0, and within the range of float16 and bfloat16.
+# After division by the square root of the head size, at least 1000 for heads of up to 100 channels: so much larger than
+# differences of scores that the exponential is 0, and within the range of float16 and bfloat16.
 FAR = 1e4
 _MOST_POSITIONS = 2**24  # more than in any sequence

@@ -1,7 +1,7 @@
 """An encoder-decoder transformer that writes a function's signature from its description.
 
-Items are target tokens. The metrics are token accuracy, with the true tokens before each, and exact match of what is
-decoded; the baselines predict what is most frequent.
+Items are target tokens. The metrics are token accuracy with teacher forcing, and exact match of the decoded targets;
+the baselines predict the most frequent token or target.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ def build(
 
 
 class Translation(Task):
-    """Target tokens from source tokens, on the pairs of a corpus."""
+    """Predicts target tokens from source tokens, on the pairs of a corpus."""
 
     item = "token"
 
@@ -109,19 +109,19 @@ class Translation(Task):
         self.items_per_sample = float(self._data("train").labels.lengths.mean())
 
     def dataset(self, split: str) -> PairData:
-        """Return the samples; those of training are packed if requested, others have one pair per row."""
+        """Return the samples; training samples are packed if requested, others have one pair per row."""
         return self._data(split, packed=self.packed and split == "train")
 
     def loss(self, model: nn.Module, batch: Batch) -> Sum:
-        """Return the cross-entropy in nats summed over the target tokens, in float32 whatever the model runs in."""
-        # Draws are created here and not in the model, so that torch.compile can make one graph of the model.
+        """Return the cross-entropy in nats summed over the target tokens, always in float32."""
+        # Random numbers are created outside of the model, so that torch.compile can capture it in one graph.
         logits = model(batch.source, batch.target, noise=self.model.noise(batch.places))
         return _cross_entropy(logits, batch.labels), (batch.labels != PAD).sum()
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Sum]:
-        """Return the loss and accuracy per token, and the share of targets that greedy decoding writes exactly.
+        """Return the loss and accuracy per token, and the fraction of targets that greedy decoding reproduces exactly.
 
-        A target that was cut has no end, and none of its decodings is exact.
+        A truncated target has no end, so it is never reproduced.
         """
         logits = model(batch.source, batch.target)
         real = batch.labels != PAD
@@ -135,7 +135,7 @@ class Translation(Task):
         }
 
     def baselines(self) -> Mapping[str, float]:
-        """Return what the most frequent token and target, counts of tokens, and the rule `name(self)` achieve."""
+        """Return the results of the most frequent token and target, token frequencies, and the rule `name(self)`."""
         return baselines(self.corpus, self.shape.source_length, self.shape.target_length)
 
     def blocks(self) -> Sequence[nn.Module]:
@@ -155,8 +155,8 @@ class Translation(Task):
         """Yield translations, then a report on the attention calls of training.
 
         source      text to translate; empty: held-out pairs
-        split       which pairs, where source is empty
-        samples     how many of them
+        split       split of the held-out pairs
+        samples     number of held-out pairs
         beam        candidates kept while decoding; 1: greedy
         batch_size  sources decoded at once
         """
@@ -188,7 +188,7 @@ class Translation(Task):
         yield self._attention_report(model, device, found)
 
     def _attention_report(self, model: nn.Module, device: torch.device, found: str) -> Prediction:
-        """Return the attention calls of training, and a text that describes them and the results so far."""
+        """Return the attention calls of training, and a description of them and of the results."""
         if self.model.rates.attention > 0:
             why = "attention in training: no kernel can be chosen, because task.attention_dropout is above 0"
             return Prediction({}, f"{found}\n{why}", items=0)
@@ -211,7 +211,7 @@ def _cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
     return F.cross_entropy(logits.float().flatten(0, 1), labels.flatten(), ignore_index=PAD, reduction="sum")
 
 
-OBSERVED_PAIRS = 64  # of the training data, in the report on attention
+OBSERVED_PAIRS = 64  # training pairs in the report on attention
 SHAPES: Mapping[str, Shape] = {
     "tiny": Shape(
         num_layers=3,

@@ -1,7 +1,7 @@
-"""Lossless tokenization: frequent pieces of words and punctuation, and bytes for everything else.
+"""Lossless tokenization: frequent pieces of words and punctuation, and bytes for the rest.
 
-A token is a word (a run of letters) or text (anything else). Between two consecutive words there is one space, which is
-not a token; so `key` is the same token in a description and in a signature, and a tied embedding learns it once.
+A token is a word (a run of letters) or text (anything else). The single space between two consecutive words is
+implicit. So `key` is the same token in a description and in a signature, with one shared embedding.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ FIRST_ORDINARY = 3
 
 
 class Vocabulary(Protocol):
-    """Tokens 0 to num_tokens - 1: padding, begin, end, and those that texts are made of."""
+    """Tokens 0 to num_tokens - 1: padding, begin, end, and the tokens of texts."""
 
     num_tokens: int
 
@@ -28,9 +28,9 @@ class Vocabulary(Protocol):
 
 
 class Pieces:
-    """Padding, begin, end, a joint that stands between two words without a space, 256 bytes, then the pieces.
+    """Padding, begin, end, a joint for two words without a space between them, 256 bytes, then the pieces.
 
-    pieces  strings as PIECE splits a text, the most frequent first
+    pieces  strings into which PIECE splits a text, the most frequent first
     Every text can be encoded, so there is no unknown token.
     """
 
@@ -43,9 +43,9 @@ class Pieces:
 
     @classmethod
     def learn(cls, texts: Iterable[str], size: int) -> Pieces:
-        """Return a vocabulary of at most `size` tokens: the pieces that occur most, and at least twice, in `texts`.
+        """Return a vocabulary of at most `size` tokens: the most frequent pieces of `texts` that occur at least twice.
 
-        Raises ConfigError if `size` leaves no room for a piece.
+        Raises ConfigError if `size` is too small for any piece.
         """
         if size <= LEAST_SIZE:
             what = f"must be more than {LEAST_SIZE} (bytes and special tokens), but is {size}"
@@ -69,7 +69,7 @@ class Pieces:
         return tokens
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Return the text of `tokens` without special ones; bytes that are no UTF-8 become a question mark."""
+        """Return the text of `tokens` without special ones; bytes that are not UTF-8 become question marks."""
         text, after_word = b"", False
         for token in tokens:
             if token < FIRST_ORDINARY:
@@ -84,12 +84,12 @@ class Pieces:
         return text.decode(errors="replace")
 
     def _tokenize_piece(self, piece: str) -> list[int]:
-        """Return a piece as one token, or as the longest pieces that begin it, else bytes."""
+        """Return a piece as one token, or as its longest known prefixes, else as bytes."""
         if piece not in self._known:
             tokens, rest = [], piece
             while rest:
                 length = next((end for end in range(len(rest), 0, -1) if rest[:end] in self._numbers), 0)
-                # A single letter inside a word is a byte: as a word it would need a joint on each side.
+                # A single letter inside a word is a byte; as a word it would need a joint on both sides.
                 if length > 1 or (length == 1 and (rest == piece or not rest[0].isascii())):
                     tokens.append(self._numbers[rest[:length]])
                 else:
@@ -129,5 +129,5 @@ JOINT = 3
 FIRST_BYTE = 4
 SPACE = FIRST_BYTE + ord(" ")
 LEAST_SIZE = FIRST_BYTE + 256
-# Words, split where camelCase turns; runs of underscores; punctuation with the spaces around it; anything else alone.
+# Words, split at camelCase boundaries; runs of underscores; punctuation with its spaces; other single characters.
 PIECE = re.compile(r"[A-Z]?[a-z]+|[A-Z]+(?![a-z])|_+| ?[^\w\s] ?|.", re.DOTALL)
