@@ -82,7 +82,7 @@ def wait_for_lines(file: str, num_lines: str) -> None:
     while time.monotonic() < until:
         if Path(file).exists() and Path(file).read_text().count("\n") >= int(num_lines):
             break
-        time.sleep(0.01)
+        time.sleep(0.01)  # lint-tests: sleep: polls for the lines of another thread
 
 
 def build(
