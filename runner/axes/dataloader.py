@@ -24,8 +24,9 @@ from torch import Tensor, nn
 from torch.utils.data._utils import signal_handling
 
 from runner.base.batch import BatchSamples, MicroBatch, are_equal, map_tensors
-from runner.base.dataset_access import batch_reader, tensor_row_reader
-from runner.base.errors import AccelRunError, DataError, Exit
+from runner.base.cached_dataset import CachedDataset, ComposedDataset, FixedPart, concatenate_batches
+from runner.base.dataset_access import batch_reader, has_fixed_part, tensor_row_reader
+from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, Problem
 from runner.base.oom_errors import find_oom_cause
 from runner.base.order import MicroBatchKey
 from runner.base.sample_rng import NoStreams, SampleStreams, seeded_generators
@@ -356,7 +357,7 @@ def thread(
     cache: Literal["none", "memory", "device"] = "none",
     bad_samples: Literal["stop", "skip"] = "stop",
 ) -> Loader:
-    """Prefetch cached samples in one thread; without a cache, in one worker process.
+    """Prefetch cached samples in one thread; without a cache, or with a random part, in one worker process.
 
     depth        batches read ahead
     pin_memory   copy batches to page-locked memory; auto: if there is a GPU
@@ -365,11 +366,12 @@ def thread(
     bad_samples  stop: end the run at a sample that cannot be read; skip: skip and list the sample
     """
     assert pin_memory != "auto", "the plan resolves it"
-    if cache == "none":
+    cached = cache_samples(fetcher, cache, device)
+    if cache == "none" or has_fixed_part(fetcher.dataset):
         # Random generators belong to a process: a data set in a thread would draw from those of the model trained
         # in parallel, and neither would be reproducible. See docs/decisions/0019.
-        return WorkerLoader(fetcher, num_workers=1, pin_memory=pin_memory, prefetch_factor=depth, start_method="fork")
-    return ThreadLoader(cache_samples(fetcher, cache, device), depth=depth, pin_memory=pin_memory and cache != "device")
+        return WorkerLoader(cached, num_workers=1, pin_memory=pin_memory, prefetch_factor=depth, start_method="fork")
+    return ThreadLoader(cached, depth=depth, pin_memory=pin_memory and cache != "device")
 
 
 class PinnedLoader(Loader):
@@ -380,14 +382,57 @@ class PinnedLoader(Loader):
 
 
 def cache_samples(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
-    """Read all samples once and return a fetcher that keeps them as one tensor per field."""
+    """Read all samples once and return a fetcher that keeps them as one tensor per field.
+
+    Of a data set with `load_fixed`, only that part is kept.
+    """
     if where == "none":
         return fetcher
+    if has_fixed_part(fetcher.dataset):
+        return _cache_fixed_part(fetcher, where)
     if fetcher.set_epoch is not None:
         raise _changing_samples("the data set has set_epoch", where)
+    parts = _read_twice(fetcher, len(fetcher), where)
+    if any(part.bad for part in parts):
+        bad = [index for part in parts for index, _ in part.bad]
+        fix = "use dataloader.cache=none, or remove them from the data set"
+        raise DataError(f"bad samples cannot be cached: {bad}", where=f"dataloader.cache={where}", fix=fix)
+    samples = _rows([part.batch for part in parts], len(fetcher), where)
+    kept = CachedDataset(
+        map_tensors(lambda tensor: tensor.to(device), samples) if where == "device" else samples, len(fetcher)
+    )
+    cached = Fetcher(kept, _identity, bad_samples="stop")
+    cached.streams = NoStreams()
+    return cached
+
+
+def _cache_fixed_part(fetcher: Fetcher, where: str) -> Fetcher:
+    """Return a fetcher that composes batches of cached rows. All samples are kept: a batch may need any of them."""
+    if where == "device":
+        raise ConfigError(
+            Problem(
+                "the batches of this data set are composed in host memory", f"dataloader.cache={where}", "use memory"
+            )
+        )
+    dataset: Any = fetcher.dataset
+    loader = Fetcher(FixedPart(dataset), _identity, bad_samples="stop")
+    parts = _read_twice(loader, len(dataset), where)
+    kept = CachedDataset(_rows([part.batch for part in parts], len(dataset), where), len(dataset))
+    return Fetcher(
+        ComposedDataset(dataset, kept),
+        fetcher.collate,
+        bad_samples="stop",  # all fixed parts have been read
+        num_samples=fetcher.num_samples,
+        model=fetcher.model,
+        split=fetcher.streams.split,
+    )
+
+
+def _read_twice(fetcher: Fetcher, num_samples: int, where: str) -> list[MicroBatch]:
+    """Return all samples in parts of 1024. Raises DataError if they use random numbers."""
     keys = [
-        MicroBatchKey(0, list(range(first, min(first + 1024, len(fetcher)))), last=False)
-        for first in range(0, len(fetcher), 1024)
+        MicroBatchKey(0, list(range(first, min(first + 1024, num_samples))), last=False)
+        for first in range(0, num_samples, 1024)
     ]
     parts = [fetcher[key] for key in keys]
     if fetcher.streams.has_drawn:
@@ -395,24 +440,22 @@ def cache_samples(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher
         for key, part in zip(keys, parts, strict=True):
             if not are_equal(part.batch, fetcher[key._replace(epoch=1)].batch):
                 raise _changing_samples("they use random numbers", where)
-    if any(part.bad for part in parts):
-        bad = [index for part in parts for index, _ in part.bad]
-        fix = "use dataloader.cache=none, or remove them from the data set"
-        raise DataError(f"bad samples cannot be cached: {bad}", where=f"dataloader.cache={where}", fix=fix)
+    return parts
+
+
+def _rows(batches: list[Any], num_samples: int, where: str) -> Any:
+    """Concatenate batches with a row per sample."""
+    place, fix = f"dataloader.cache={where}", "use dataloader.cache=none"
     try:
-        samples = _concatenate([part.batch for part in parts])
+        samples = concatenate_batches(batches)
     except (RuntimeError, TypeError) as error:
-        raise DataError(
-            f"the samples have no common shape: {error}",
-            where=f"dataloader.cache={where}",
-            fix="use dataloader.cache=none",
-        ) from error
-    kept = _CachedDataset(
-        map_tensors(lambda tensor: tensor.to(device), samples) if where == "device" else samples, len(fetcher)
-    )
-    cached = Fetcher(kept, _identity, bad_samples="stop")
-    cached.streams = NoStreams()
-    return cached
+        raise DataError(f"the samples have no common shape: {error}", where=place, fix=fix) from error
+    lengths: list[int] = []
+    map_tensors(lambda tensor: lengths.append(len(tensor) if tensor.dim() else 0), samples)
+    if set(lengths) != {num_samples}:
+        what = f"a batch must have one row per sample, but {num_samples} samples have {max(lengths)} rows"
+        raise DataError(what, where=place, fix=f"{fix}, or define load_fixed and compose in the data set")
+    return samples
 
 
 def _changing_samples(why: str, where: str) -> DataError:
@@ -462,24 +505,6 @@ def _unpickle(content: bytes) -> _InWorker:
     return _InWorker(ForkingPickler.loads(content))
 
 
-class _CachedDataset:
-    """All samples of a data set as tensors; a batch is one index selection of rows."""
-
-    def __init__(self, samples: Any, num_samples: int) -> None:
-        self.samples = samples
-        self.num_samples = num_samples
-
-    def __len__(self) -> int:
-        return self.num_samples
-
-    def __getitem__(self, index: int) -> Any:
-        return map_tensors(lambda tensor: tensor[index], self.samples)
-
-    def __getitems__(self, indices: list[int]) -> Any:
-        rows = torch.tensor(indices)
-        return map_tensors(lambda tensor: tensor.index_select(0, rows.to(tensor.device)), self.samples)
-
-
 class _Keys(Sequence[MicroBatchKey]):
     """The keys as an endless sampler, which DataLoader requires."""
 
@@ -494,18 +519,6 @@ class _Keys(Sequence[MicroBatchKey]):
 
     def __getitem__(self, index: Any) -> Any:
         raise TypeError("the keys are read in order")
-
-
-def _concatenate(batches: list[Any]) -> Any:
-    first = batches[0]
-    if isinstance(first, Tensor):
-        return torch.cat(batches)
-    if isinstance(first, Mapping):
-        return {key: _concatenate([batch[key] for batch in batches]) for key in first}
-    if isinstance(first, (tuple, list)):
-        columns = [_concatenate(list(column)) for column in zip(*batches, strict=True)]
-        return type(first)(*columns) if hasattr(first, "_fields") else type(first)(columns)
-    raise TypeError(f"a batch holds {type(first).__name__}, not tensors")
 
 
 def _batch_samples(key: MicroBatchKey, positions: Sequence[int]) -> BatchSamples:

@@ -35,6 +35,11 @@ def _is_plain(tensor: Tensor) -> bool:
     return type(tensor) is Tensor and tensor.layout is torch.strided and not tensor.requires_grad
 
 
+def has_fixed_part(dataset: Any) -> bool:
+    """Return whether a data set divides reading into `load_fixed`, which can be cached, and `compose`."""
+    return hasattr(dataset, "load_fixed") and hasattr(dataset, "compose")
+
+
 def batch_reader(dataset: Dataset) -> Callable[[list[int]], Any] | None:
     """Return the `__getitems__` of a data set; None if it would read sample by sample.
 

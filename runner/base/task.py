@@ -25,6 +25,10 @@ class Dataset(Protocol):
     the batch itself, of any other type, such as a tuple or dict of tensors (faster: no separate samples are created).
     Optionally defines `set_epoch(epoch: int)`, called before samples of that epoch are read: random augmentation should
     draw from `sample_rng(seed, epoch, index)`, so that a sample is the same in every worker.
+    Samples with a random part, or batches that are not one row per sample, are cached by `dataloader.cache` if the data
+    set divides `__getitems__` into two methods, which then is `self.compose(self.load_fixed, indices)`:
+    `load_fixed(indices)` returns a tensor, or a tuple or dict of tensors, with a row per index, always the same;
+    `compose(load, indices)` returns the batch, and calls `load` for any indices of the data set.
     """
 
     def __len__(self) -> int: ...
@@ -291,6 +295,23 @@ class Task:
         generator  seeded, on the model's device; the only source of randomness
         """
         raise NotImplementedError(f"{type(self).__name__} must define predict(...) to be used with `inference`")
+
+
+class FunctionLayer(nn.Module):
+    """A layer for `Task.layers` that calls a function.
+
+    function  from the output of the previous layer to that of this one; for the first layer, from the model's arguments
+    used      modules and parameters of the model that the function uses
+    """
+
+    def __init__(self, function: Callable[..., Any], *used: nn.Module | nn.Parameter) -> None:
+        super().__init__()
+        self.function = function
+        self.used_modules = nn.ModuleList(each for each in used if isinstance(each, nn.Module))
+        self.used_parameters = nn.ParameterList(each for each in used if isinstance(each, nn.Parameter))
+
+    def forward(self, *inputs: Any, **named: Any) -> Any:
+        return self.function(*inputs, **named)
 
 
 def repeated_blocks(model: nn.Module) -> list[nn.Module]:

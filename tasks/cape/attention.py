@@ -27,6 +27,13 @@ class Maps:
     shapes: tuple[tuple[int, int], ...]
     positions: Tensor
 
+    @classmethod
+    def of(cls, levels: Sequence[Tensor]) -> Maps:
+        """Return the tokens of maps (N, C, h, w)."""
+        shapes = tuple((level.shape[-2], level.shape[-1]) for level in levels)
+        tokens = torch.cat([level.flatten(2).transpose(1, 2) for level in levels], dim=1)
+        return cls(tokens, shapes, cell_centers(shapes, tokens.device))
+
     def levels(self, tokens: Tensor | None = None) -> list[Tensor]:
         """Return the tokens as maps (N, C, h, w)."""
         given = self.tokens if tokens is None else tokens

@@ -41,15 +41,18 @@ class ResNet(nn.Module):
             if isinstance(module, nn.Conv2d):
                 nn.init.kaiming_normal_(module.weight, mode="fan_out", nonlinearity="relu")
 
-    def forward(self, x: Tensor) -> list[Tensor]:
+    @property
+    def first_modules(self) -> tuple[nn.Module, ...]:
+        """Modules that `begin` uses."""
+        return self.stem, self.norm
+
+    def begin(self, x: Tensor) -> Tensor:
+        """Return the input of the first stage."""
         x = F.relu(self.norm(self.stem((x - 0.5) * 4)))
-        if self.pools:
-            x = F.max_pool2d(x, 3, stride=2, padding=1)
-        maps = []
-        for stage in self.stages:
-            x = stage(x)
-            maps.append(x)
-        return maps[-self.num_levels :]
+        return F.max_pool2d(x, 3, stride=2, padding=1) if self.pools else x
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        return _last_maps(self.begin(x), list(self.stages), self.num_levels)
 
 
 class Basic(nn.Module):
@@ -139,14 +142,22 @@ class PretrainedResNet50(nn.Module):
             width = channels
         self.widths = [channels for channels, _ in RESNET_50][-num_levels:]
 
-    def forward(self, images: Tensor) -> list[Tensor]:
+    @property
+    def first_modules(self) -> tuple[nn.Module, ...]:
+        """Modules that `begin` uses."""
+        return self.conv1, self.bn1
+
+    @property
+    def stages(self) -> list[nn.Sequential]:
+        return [getattr(self, f"layer{number}") for number in range(1, len(RESNET_50) + 1)]
+
+    def begin(self, images: Tensor) -> Tensor:
+        """Return the input of the first stage."""
         x = F.relu(self.bn1(self.conv1((images - self.mean) / self.std)))
-        x = F.max_pool2d(x, 3, stride=2, padding=1)
-        maps = []
-        for number in range(1, len(RESNET_50) + 1):
-            x = self.get_submodule(f"layer{number}")(x)
-            maps.append(x)
-        return maps[-self.num_levels :]
+        return F.max_pool2d(x, 3, stride=2, padding=1)
+
+    def forward(self, images: Tensor) -> list[Tensor]:
+        return _last_maps(self.begin(images), self.stages, self.num_levels)
 
 
 class PretrainedBottleneck(nn.Module):
@@ -169,6 +180,15 @@ class PretrainedBottleneck(nn.Module):
         y = F.relu(self.bn1(self.conv1(x)))
         y = F.relu(self.bn2(self.conv2(y)))
         return F.relu(self.bn3(self.conv3(y)) + self.downsample(x))
+
+
+def _last_maps(x: Tensor, stages: Sequence[nn.Module], count: int) -> list[Tensor]:
+    """Return the outputs of the last `count` stages."""
+    maps = []
+    for stage in stages:
+        x = stage(x)
+        maps.append(x)
+    return maps[-count:]
 
 
 RESNET_50 = ((256, 3), (512, 4), (1024, 6), (2048, 3))  # channels and blocks of each stage

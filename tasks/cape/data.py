@@ -12,7 +12,7 @@ import re
 import sys
 import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
@@ -209,13 +209,21 @@ class Episodes:
     def places(self, indices: Sequence[int]) -> Batch:
         """Return a batch without images and without augmentation."""
         rows = [self._objects(index, self._rng(index)) for index in indices]
-        return self._named(rows, *self._keypoints(rows))
+        return self._named(rows, *self._take(self._keypoints, rows))
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
+        return self.compose(self.load_fixed, indices)
+
+    def load_fixed(self, indices: Sequence[int]) -> tuple[Tensor, ...]:
+        """Return the crops (N, 3, S, S) of objects as uint8, and what `_keypoints` returns."""
+        return torch.stack([self._picture(position) for position in indices]), *self._keypoints(indices)
+
+    def compose(self, load: Callable[[Sequence[int]], Any], indices: Sequence[int]) -> Batch:
+        """Return a batch of loaded objects: the queries of each support are drawn, and pictures augmented."""
         rngs = [self._rng(index) for index in indices]
         rows = [self._objects(index, rng) for index, rng in zip(indices, rngs, strict=True)]
-        xy, visible, size = self._keypoints(rows)
-        images = torch.stack([torch.stack([self._picture(position) for position in row]) for row in rows]).float() / 255
+        pictures, xy, visible, size = self._take(load, rows)
+        images = pictures.float() / 255
         pushed_out = redrawn = torch.zeros(len(rows), dtype=torch.int64)
         if self.augmentation is not None:
             mirrored = [self.poses.annotations[row[0]].category.mirrored for row in rows]
@@ -230,6 +238,11 @@ class Episodes:
             "redrawn": redrawn,
         }
 
+    def _take(self, load: Callable[[Sequence[int]], Any], rows: Sequence[Sequence[int]]) -> tuple[Tensor, ...]:
+        """Load the objects (B, 1 + Q) of episodes; each tensor (B, 1 + Q, ...)."""
+        loaded = load([position for row in rows for position in row])
+        return tuple(values.unflatten(0, (len(rows), 1 + self.queries)) for values in loaded)
+
     def _rng(self, index: int) -> np.random.Generator:
         return sample_rng(self.seed, self.epoch, index) if self.augmentation else sample_rng(0, 0, index)
 
@@ -238,17 +251,17 @@ class Episodes:
         chosen = rng.choice(len(others), self.queries, replace=len(others) < self.queries)
         return [index, *(others[number] for number in chosen)]
 
-    def _keypoints(self, rows: Sequence[Sequence[int]]) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the keypoints (B, 1 + Q, K, 2) relative to the crop, which are visible in it, and the object sizes."""
-        xy = np.zeros((len(rows), 1 + self.queries, self.max_keypoints, 2), dtype=np.float32)
+    def _keypoints(self, positions: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+        """Return keypoints (N, K, 2) relative to the crop, which are visible in it (N, K), and object sizes (N,)."""
+        xy = np.zeros((len(positions), self.max_keypoints, 2), dtype=np.float32)
         visible = np.zeros(xy.shape[:-1], dtype=np.bool_)
-        size = np.zeros(xy.shape[:2], dtype=np.float32)
-        for place in np.ndindex(size.shape):
-            annotation = self.poses.annotations[rows[place[0]][place[1]]]
+        size = np.zeros(len(positions), dtype=np.float32)
+        for row, position in enumerate(positions):
+            annotation = self.poses.annotations[position]
             shares, seen = annotation.seen(self.crop)
-            visible[place][: len(seen)] = seen
-            xy[place][: len(seen)] = shares
-            size[place] = max(annotation.box[2:]) / annotation.square(self.crop)[2]
+            visible[row, : len(seen)] = seen
+            xy[row, : len(seen)] = shares
+            size[row] = max(annotation.box[2:]) / annotation.square(self.crop)[2]
         return torch.from_numpy(xy), torch.from_numpy(visible), torch.from_numpy(size)
 
     def _named(self, rows: Sequence[Sequence[int]], xy: Tensor, visible: Tensor, size: Tensor) -> Batch:

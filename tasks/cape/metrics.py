@@ -46,8 +46,8 @@ def score_guess(guess: Guess, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
 
     A keypoint after the predicted end is not a hit.
     """
-    hits, distances = score_keypoints(guess.xy[-1, :, :-1].float().view_as(batch["query_xy"]), batch)
-    is_end = (guess.types[-1].argmax(dim=-1) == END).view(*hits.shape[:2], -1)
+    hits, distances = score_keypoints(guess.xy[:, -1, :-1].float().view_as(batch["query_xy"]), batch)
+    is_end = (guess.types[:, -1].argmax(dim=-1) == END).view(*hits.shape[:2], -1)
     goes_on = is_end.cumsum(dim=-1) == 0
     ended = goes_on.sum(dim=-1) == batch["present"].sum(dim=1)[:, None]
     return hits & goes_on[..., :-1], distances, ended

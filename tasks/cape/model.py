@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from .attention import Attention, FeedForward, Kind, Maps, cell_centers, map_attention, sample, sine_embedding
+from .attention import Attention, FeedForward, Kind, Maps, map_attention, sample, sine_embedding
 from .backbone import PretrainedResNet50, ResNet
 
 COORDINATE, END = 0, 1  # types of tokens
@@ -45,8 +45,8 @@ class Guess(NamedTuple):
     """Predictions for T = K + 1 tokens of N queries: K keypoints and an end token.
 
     proposals  (N, T, 2) coordinates from feature similarity alone
-    xy         (L, N, T, 2) coordinates after each of the L layers, relative to the image size
-    types      (L, N, T, 2) logits of COORDINATE and END
+    xy         (N, L, T, 2) coordinates after each of the L layers, relative to the image size
+    types      (N, L, T, 2) logits of COORDINATE and END
     """
 
     proposals: Tensor
@@ -86,70 +86,64 @@ class PoseTransformer(nn.Module):
         self.likeness = nn.ModuleList(nn.Linear(C, C) for _ in range(2))
         self.decoder = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.decoder_layers))
 
-    def forward(self, batch: Mapping[str, Tensor], *, decode: bool = False) -> Guess:
+    def forward(self, batch: Mapping[str, Tensor], cache: Decoding | None = None) -> Guess:
         """Return the Guess for the N = B Q queries of a batch of episodes (see data.Episodes).
 
-        decode  False: predict each keypoint from the true previous ones; True: from the predicted ones
+        cache  None: predict each keypoint from the true previous ones; otherwise predict only the next token, from the
+               predictions in the cache
         """
-        support, query = self.read(batch)
-        tokens, present = self.support_tokens(batch, support)
-        if decode:
-            return self.decode(query, tokens, present)
-        given, seen = batch["query_xy"].flatten(0, 1), batch["query_visible"].flatten(0, 1)
-        return self.guess(query, tokens, present, given, seen)
+        if cache is not None:
+            return self._next(batch, cache)
+        query, tokens, present = self.read(batch)
+        steps, proposals = self.steps(query, tokens, present)
+        context = DecoderContext(tokens, present[:, None, None], query)
+        return self._through_layers(steps + self.previous(batch), proposals, context)
 
-    def read(self, batch: Mapping[str, Tensor]) -> tuple[Maps, Maps]:
-        """Return the features of the support images (B, P, C) and of the query images (B Q, P, C)."""
+    def _next(self, batch: Mapping[str, Tensor], cache: Decoding) -> Guess:
+        if cache.read is None:
+            query, tokens, present = self.read(batch)
+            context = DecoderContext(tokens, present[:, None, None], query)
+            cache.read = (*self.steps(query, tokens, present), context)
+            cache.layers = [DecoderCache() for _ in self.decoder]
+        steps, proposals, context = cache.read
+        done = len(cache.guessed)
+        now = slice(done, done + 1)
+        inputs = self.coordinates(cache.guessed[-1]) if done else self.begin.expand(len(steps), 1, -1)
+        return self._through_layers(steps[:, now] + inputs, proposals[:, now], context, cache.layers)
+
+    def read(self, batch: Mapping[str, Tensor]) -> tuple[Maps, Tensor, Tensor]:
+        """Return the features of the queries (N, P, C), the support tokens (N, K, C) and which exist (N, K)."""
         images = torch.cat([batch["support_image"][:, None], batch["query_image"]], dim=1)
-        B, N = images.shape[:2]
         features = self.backbone(images.flatten(0, 1))
-        maps = [layer(level) for layer, level in zip(self.inputs, features, strict=True)]
-        shapes = tuple((level.shape[-2], level.shape[-1]) for level in maps)
-        tokens = torch.cat(
-            [level.flatten(2).transpose(1, 2) + own for level, own in zip(maps, self.level, strict=True)], dim=1
-        )
-        positions = cell_centers(shapes, tokens.device)
+        maps = self.merge_levels([layer(level) for layer, level in zip(self.inputs, features, strict=True)])
         for layer in self.encoder:
-            tokens = layer(Maps(tokens, shapes, positions))
-        tokens = self.encoder_norm(tokens).unflatten(0, (B, N))
-        return Maps(tokens[:, 0], shapes, positions), Maps(tokens[:, 1:].flatten(0, 1), shapes, positions)
-
-    def support_tokens(self, batch: Mapping[str, Tensor], support: Maps) -> tuple[Tensor, Tensor]:
-        """Return a token for each of the support's keypoints (B Q, K, C), and which exist (B Q, K)."""
-        visible, present = batch["support_visible"][..., None], batch["present"]
-        xy = torch.where(visible, batch["support_xy"], 0.5)
-        looks = sample(support.levels(), xy) + self.coordinates(xy)
-        tokens = torch.where(visible, looks, self.invisible) + self._order(present.shape[1], looks)
+            maps = replace(maps, tokens=layer(maps))
+        support, query = self.divide(maps, len(images))
+        tokens, present = self.begin_support(batch, support), batch["present"]
         for layer in self.support:
             tokens = layer(tokens, present[:, None, None])
-        queries = batch["query_xy"].shape[1]
-        tokens = self.support_norm(tokens).repeat_interleave(queries, dim=0)
-        return tokens, present.repeat_interleave(queries, dim=0)
+        return query, *self.end_support(tokens, present, images.shape[1] - 1)
 
-    def guess(self, query: Maps, tokens: Tensor, present: Tensor, given: Tensor, seen: Tensor) -> Guess:
-        """Return the Guess with the previous keypoints `given` (N, K, 2), which are unknown unless `seen` (N, K)."""
-        steps, proposals = self.steps(query, tokens, present)
-        context = DecoderContext(tokens, present[:, None, None], query)
-        return self._through_layers(steps + self.before(given, seen), proposals, context)
+    def merge_levels(self, maps: Sequence[Tensor]) -> Maps:
+        """Return the maps (N, C, h, w) of all levels as tokens, each with the embedding of its level."""
+        return Maps.of([level + own[:, None, None] for level, own in zip(maps, self.level, strict=True)])
 
-    def decode(self, query: Maps, tokens: Tensor, present: Tensor, *, cached: bool = True) -> Guess:
-        """Return the Guess with autoregressive decoding of all queries in parallel.
+    def divide(self, maps: Maps, num_episodes: int) -> tuple[Maps, Maps]:
+        """Return the features of the support images (B, P, C) and of the query images (B Q, P, C)."""
+        tokens = self.encoder_norm(maps.tokens).unflatten(0, (num_episodes, -1))
+        return replace(maps, tokens=tokens[:, 0]), replace(maps, tokens=tokens[:, 1:].flatten(0, 1))
 
-        cached  cache the keys and values of the decoder; otherwise every step recomputes all tokens
-        """
-        steps, proposals = self.steps(query, tokens, present)
-        context = DecoderContext(tokens, present[:, None, None], query)
-        caches = [DecoderCache() for _ in self.decoder] if cached else None
-        inputs, guesses = self.begin.expand(len(steps), 1, -1), []
-        for step in range(steps.shape[1]):
-            now = slice(step if cached else 0, step + 1)
-            guess = self._through_layers(steps[:, now] + inputs, proposals[:, now], context, caches)
-            guesses.append(guess)
-            made = self.coordinates(guess.xy[-1, :, -1:])
-            inputs = made if cached else torch.cat([inputs, made], dim=1)
-        if not cached:
-            return guesses[-1]
-        return Guess(*(torch.cat(parts, dim=-2) for parts in zip(*guesses, strict=True)))
+    def begin_support(self, batch: Mapping[str, Tensor], support: Maps) -> Tensor:
+        """Return a token for each of the support's keypoints (B, K, C)."""
+        visible = batch["support_visible"][..., None]
+        xy = torch.where(visible, batch["support_xy"], 0.5)
+        looks = sample(support.levels(), xy) + self.coordinates(xy)
+        return torch.where(visible, looks, self.invisible) + order_embedding(visible.shape[1], looks)
+
+    def end_support(self, tokens: Tensor, present: Tensor, num_queries: int) -> tuple[Tensor, Tensor]:
+        """Return the support tokens of each query (B Q, K, C), and which of them exist (B Q, K)."""
+        tokens = self.support_norm(tokens).repeat_interleave(num_queries, dim=0)
+        return tokens, present.repeat_interleave(num_queries, dim=0)
 
     def steps(self, query: Maps, tokens: Tensor, present: Tensor) -> tuple[Tensor, Tensor]:
         """Return the query vector of each token (N, T, C), and its proposed coordinates (N, T, 2).
@@ -158,18 +152,23 @@ class PoseTransformer(nn.Module):
         """
         asked = torch.where(present[..., None], tokens, self.end)
         asked = torch.cat([asked, self.end.expand(len(asked), 1, -1)], dim=1)
-        asked = asked + self._order(asked.shape[1], asked)
+        asked = asked + order_embedding(asked.shape[1], asked)
         of_support, of_query = self.likeness
         likeness = of_support(asked) @ of_query(query.tokens).transpose(1, 2) / asked.shape[-1] ** 0.5
         proposals = likeness.float().softmax(dim=-1) @ query.positions.float()
         return asked, proposals
 
-    def before(self, given: Tensor, seen: Tensor) -> Tensor:
-        """Return the input of each of the T tokens (N, T, C): a start vector, then the previous keypoint."""
-        seen = seen[..., None]
-        tokens = self.coordinates(torch.where(seen, given, 0.5))
-        tokens = torch.where(seen, tokens, self.unknown)
-        return torch.cat([self.begin.expand(len(tokens), 1, -1), tokens], dim=1)
+    def previous(self, batch: Mapping[str, Tensor], cache: Decoding | None = None) -> Tensor:
+        """Return the input of each token (N, T, C): a start vector, then the previous keypoint.
+
+        Without a cache, that is the true keypoint, unknown if it is not visible; with one, the predicted keypoint.
+        """
+        start = self.begin.expand(batch["query_xy"].shape[:2].numel(), 1, -1)
+        if cache is not None:
+            return torch.cat([start, *map(self.coordinates, cache.guessed)], dim=1)
+        seen = batch["query_visible"].flatten(0, 1)[..., None]
+        tokens = self.coordinates(torch.where(seen, batch["query_xy"].flatten(0, 1), 0.5))
+        return torch.cat([start, torch.where(seen, tokens, self.unknown)], dim=1)
 
     def _through_layers(
         self, x: Tensor, proposals: Tensor, context: DecoderContext, caches: Sequence[DecoderCache] | None = None
@@ -181,11 +180,23 @@ class PoseTransformer(nn.Module):
             x, moved, kinds = layer(x, places[-1].detach(), context, cache)
             places.append(moved)
             types.append(kinds)
-        return Guess(proposals, torch.stack(places[1:]), torch.stack(types))
+        return Guess(proposals, torch.stack(places[1:], dim=1), torch.stack(types, dim=1))
 
-    def _order(self, count: int, like: Tensor) -> Tensor:
-        number = torch.arange(count, device=like.device) / 64
-        return sine_embedding(torch.stack([number, number], dim=-1), like.shape[-1])
+
+def decode(model: nn.Module, batch: Mapping[str, Tensor]) -> Guess:
+    """Return the Guess with autoregressive decoding of all queries in parallel."""
+    cache, guesses = Decoding(), []
+    for _ in range(batch["present"].shape[1] + 1):
+        guess = Guess(*(part[..., -1:, :] for part in model(batch, cache)))
+        cache.guessed.append(guess.xy[:, -1])
+        guesses.append(guess)
+    return Guess(*(torch.cat(parts, dim=-2) for parts in zip(*guesses, strict=True)))
+
+
+def order_embedding(count: int, like: Tensor) -> Tensor:
+    """Return the embedding (count, C) of the order of keypoints, for tokens like (..., C)."""
+    number = torch.arange(count, device=like.device) / 64
+    return sine_embedding(torch.stack([number, number], dim=-1), like.shape[-1])
 
 
 class CoordinateEmbedding(nn.Module):
@@ -266,6 +277,20 @@ class DecoderCache:
             prepared = torch.cat([self.past[0], prepared[0]], dim=2), torch.cat([self.past[1], prepared[1]], dim=2)
         self.past = prepared
         return prepared
+
+
+class Decoding:
+    """State of autoregressive decoding: the predictions so far, and what the next step reuses.
+
+    guessed  predicted coordinates (N, 1, 2) of each token
+    read     query vectors and proposals of all tokens, and the context of the decoder; None before the first step
+    layers   keys and values of the decoder layers
+    """
+
+    def __init__(self) -> None:
+        self.guessed: list[Tensor] = []
+        self.read: tuple[Tensor, Tensor, DecoderContext] | None = None
+        self.layers: list[DecoderCache] = []
 
 
 class DecoderLayer(nn.Module):

@@ -23,8 +23,9 @@ from runner.base.values import Count, Factor, Fraction, PositiveInt
 
 from .data import Augmentation, Batch, Episodes, PoseSet, check_disjoint, copy_support, read_pose_set, select_categories
 from .glyphs import prepare_glyphs
+from .layers import split_layers
 from .metrics import THRESHOLD, copy_baseline, score_guess, score_keypoints, target_types
-from .model import COORDINATE, Guess, PoseTransformer, Shape
+from .model import COORDINATE, Guess, PoseTransformer, Shape, decode
 from .pictures import category_table, coco_results, episode_picture
 
 SETTINGS = {
@@ -114,6 +115,7 @@ class CategoryAgnosticPose(Task):
     """Predicts keypoints as tokens, given a support image of the same category."""
 
     item = "visible keypoint"
+    model: PoseTransformer
 
     def __init__(
         self,
@@ -148,13 +150,17 @@ class CategoryAgnosticPose(Task):
         model: Any = self.model
         return [*model.encoder, *model.support, *model.decoder]
 
+    def layers(self) -> list[nn.Module]:
+        return split_layers(self.model)
+
     def loss(self, model: nn.Module, batch: Batch) -> Sum:
         """Return the sum over the visible keypoints of the cross-entropy of the type and 5 x the L1 error.
 
         Each decoder layer has this loss. The L1 error is added for the proposals from feature similarity, and the
         cross-entropy for the end of each query.
         """
-        return self._loss(model(self._hide_keypoints(batch) if self.model.training else batch), batch)
+        guess = model(self._hide_keypoints(batch) if self.model.training else batch)
+        return self._loss(Guess(*guess), batch)  # a pipeline returns a plain tuple
 
     def _hide_keypoints(self, batch: Batch) -> Batch:
         """Return the batch with a fraction `forget` of the query's keypoints hidden from the model."""
@@ -165,14 +171,13 @@ class CategoryAgnosticPose(Task):
     def _loss(self, guess: Guess, batch: Batch) -> Sum:
         visible = batch["query_visible"].flatten(0, 1)
         true = torch.where(visible[..., None], batch["query_xy"].flatten(0, 1), 0.0)
-        places = torch.cat([guess.proposals[None], guess.xy])[:, :, :-1].float()
-        missed = torch.where(visible[..., None], (places - true).abs(), 0.0).sum()
+        places = torch.cat([guess.proposals[:, None], guess.xy], dim=1)[:, :, :-1].float()
+        missed = torch.where(visible[:, None, :, None], (places - true[:, None]).abs(), 0.0).sum()
         types, counted = target_types(batch)
         logits = guess.types.float()
-        each = F.cross_entropy(
-            logits.flatten(0, 2), types.expand(logits.shape[:-1]).flatten(), reduction="none"
-        ).view(logits.shape[:-1])  # fmt: skip
-        return COORDINATE_WEIGHT * missed + (each * counted).sum(), visible.sum()
+        types = types[:, None].expand(logits.shape[:-1])
+        each = F.cross_entropy(logits.flatten(0, 2), types.flatten(), reduction="none").view(types.shape)
+        return COORDINATE_WEIGHT * missed + (each * counted[:, None]).sum(), visible.sum()
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Sum]:
         """Return the loss, and the metrics of keypoints decoded autoregressively.
@@ -181,7 +186,7 @@ class CategoryAgnosticPose(Task):
         distance  mean distance relative to that side
         ended     fraction of the queries that end right after the last keypoint
         """
-        guess = model(batch, decode=True)
+        guess = decode(model, batch)
         hits, distances, ended = score_guess(guess, batch)
         visible = batch["query_visible"]
         return {
@@ -250,10 +255,10 @@ def decode_episodes(
     for start in range(0, len(indices), batch_size):
         batch = episodes.__getitems__(indices[start : start + batch_size])
         moved = {name: value.to(device) for name, value in batch.items()}
-        guess = model(moved, decode=True)
+        guess = decode(model, moved)
         hits = score_guess(guess, moved)[0].cpu()
-        xy = guess.xy[-1, :, :-1].float().cpu().view_as(batch["query_xy"])
-        scores = guess.types[-1, :, :-1].float().softmax(dim=-1)[..., COORDINATE].cpu().view_as(hits)
+        xy = guess.xy[:, -1, :-1].float().cpu().view_as(batch["query_xy"])
+        scores = guess.types[:, -1, :-1].float().softmax(dim=-1)[..., COORDINATE].cpu().view_as(hits)
         for row in range(len(hits)):
             yield batch, row, xy[row], scores[row], hits[row]
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -172,17 +172,32 @@ class Rounds:
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the batch itself."""
+        return self.compose(self.load_fixed, indices)
+
+    def load_fixed(self, indices: Sequence[int]) -> dict[str, dict[str, Tensor]]:
+        """Return the records of each task, padded; a task that is too short starts again."""
         rounds = np.asarray(indices)
+        found = {}
+        for task, table in self.tables.items():
+            rows = rounds % len(table.source)
+            found[task] = {
+                "source": torch.from_numpy(table.source[rows]),
+                "answer": torch.from_numpy(table.answer[rows]),
+            }
+        return found
+
+    def compose(self, load: Callable[[Sequence[int]], Any], indices: Sequence[int]) -> Batch:
+        """Return a batch of loaded records without columns that are padding in all."""
+        rounds, loaded = torch.as_tensor(indices), load(indices)
         sources, batch, numbers = [], {}, []
         for number, (task, table) in enumerate(self.tables.items()):
-            size = len(table.source)
-            rows = rounds % size if self.cycle else rounds[rounds < size]
-            sources.append(table.source[rows])
-            answers = table.answer[rows]
+            exists = torch.ones_like(rounds, dtype=torch.bool) if self.cycle else rounds < len(table.source)
+            sources.append(loaded[task]["source"][exists].numpy())
+            answers = loaded[task]["answer"][exists]
             if task in GENERATION:
-                answers = answers[:, : max(1, int((answers != IGNORED).sum(axis=1).max(initial=0)))]
-            batch[task] = torch.from_numpy(answers.astype(np.int64))
-            numbers += [number] * len(rows)
+                answers = answers[:, : max([1, *(answers != IGNORED).sum(dim=1).tolist()])]
+            batch[task] = answers.long()
+            numbers += [number] * len(answers)
         source = _trim_padding(np.concatenate(sources))
         return {"source": torch.from_numpy(source), "task": torch.tensor(numbers), **batch}
 
@@ -212,7 +227,15 @@ class MaskedTexts:
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the batch itself."""
-        source = _trim_padding(self.source[indices])
+        return self.compose(self.load_fixed, indices)
+
+    def load_fixed(self, indices: Sequence[int]) -> Tensor:
+        """Return the texts (N, T), padded."""
+        return torch.from_numpy(self.source[indices])
+
+    def compose(self, load: Callable[[Sequence[int]], Any], indices: Sequence[int]) -> Batch:
+        """Return a batch of loaded texts with some of their tokens hidden."""
+        source = _trim_padding(load(indices).numpy())
         counts = self.num_hidden(self.lengths[indices])
         places = np.zeros((len(indices), counts.max()), dtype=np.int64)
         hidden = np.full_like(places, IGNORED)

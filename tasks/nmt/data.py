@@ -13,7 +13,7 @@ import platform
 import re
 import sysconfig
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -69,6 +69,19 @@ class Sequences:
     def lengths(self) -> Array:
         return np.diff(self.starts)
 
+    @classmethod
+    def of_padded(cls, rows: Tensor) -> Sequences:
+        """Return sequences from rows (N, L) that are padded with 0, which is no token of a text."""
+        lengths = (rows != 0).sum(dim=1).numpy()
+        return cls(rows[rows != 0].numpy(), np.concatenate([[0], np.cumsum(lengths)]))
+
+    def padded(self, numbers: Array, width: int) -> Tensor:
+        """Return the sequences with these numbers as rows (N, width), padded with 0."""
+        lengths = self.lengths[numbers]
+        rows = np.zeros(len(numbers) * width, dtype=np.int64)
+        rows[_runs(np.arange(len(numbers)) * width, lengths)] = self.tokens[_runs(self.starts[numbers], lengths)]
+        return torch.from_numpy(rows.reshape(-1, width))
+
     def cut(self, longest: int) -> Sequences:
         """Return the sequences truncated to `longest` tokens."""
         lengths = np.minimum(self.lengths, longest)
@@ -100,7 +113,7 @@ class PairData:
         """Return the batch itself, one row per pair; S and T are always the maximum lengths."""
         rows = np.arange(len(indices))
         places = Places(rows, np.zeros_like(rows), np.zeros_like(rows), np.ones_like(rows), len(rows))
-        return _lay_out(self, np.asarray(indices), places, self.source_length, self.target_length)
+        return _lay_out(self.sources, self.labels, np.asarray(indices), places, self.source_length, self.target_length)
 
 
 class PackedData(PairData):
@@ -115,16 +128,20 @@ class PackedData(PairData):
         self.source_room = max(source_length, _multiple_of_8(5 * self.sources.lengths.mean()))
         self.target_room = max(target_length, _multiple_of_8(5 * self.labels.lengths.mean()))
 
-    def set_epoch(self, epoch: int) -> None:
-        """Do nothing. Its presence disables `dataloader.cache`, because rows depend on the batch."""
-
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the batch itself, packed into few rows."""
+        return self.compose(self.load_fixed, indices)
+
+    def load_fixed(self, indices: Sequence[int]) -> tuple[Tensor, Tensor]:
+        """Return the tokens of sources (N, S) and of targets with their end (N, T), padded with 0."""
         pairs = np.asarray(indices)
-        places = packed(
-            self.sources.lengths[pairs], self.labels.lengths[pairs], self.source_room, self.target_room, MAX_SEGMENTS
-        )
-        return _lay_out(self, pairs, places, self.source_room, self.target_room)
+        return self.sources.padded(pairs, self.source_length), self.labels.padded(pairs, self.target_length)
+
+    def compose(self, load: Callable[[Sequence[int]], Any], indices: Sequence[int]) -> Batch:
+        """Return a batch of loaded pairs, packed into few rows."""
+        sources, labels = map(Sequences.of_padded, load(indices))
+        places = packed(sources.lengths, labels.lengths, self.source_room, self.target_room, MAX_SEGMENTS)
+        return _lay_out(sources, labels, np.arange(len(indices)), places, self.source_room, self.target_room)
 
 
 @dataclass(frozen=True)
@@ -380,10 +397,12 @@ def _shorten(line: str) -> str:
     return repr(line if len(line) <= 60 else f"{line[:57]}...")
 
 
-def _lay_out(data: PairData, pairs: Array, places: Places, source_room: int, target_room: int) -> Batch:
+def _lay_out(
+    sources: Sequences, targets: Sequences, pairs: Array, places: Places, source_room: int, target_room: int
+) -> Batch:
     """Return the batch with the pairs at these places."""
-    source, _ = _rows(data.sources, pairs, places, places.source_starts, source_room, shifted=False)
-    target, labels = _rows(data.labels, pairs, places, places.target_starts, target_room, shifted=True)
+    source, _ = _rows(sources, pairs, places, places.source_starts, source_room, shifted=False)
+    target, labels = _rows(targets, pairs, places, places.target_starts, target_room, shifted=True)
     relative = places.rows - np.arange(len(places.rows))
     return Batch(source, target, labels, torch.from_numpy(np.stack([relative, places.segments], axis=1)))
 

@@ -208,10 +208,10 @@ class Transformer(nn.Module):
         if noise is None and self.training and any(self.rates):
             raise ValueError("dropout needs the draws of the batch: model(source, target, noise=model.noise(places))")
         memory = self._encode(source, noise) if cache is None or cache.length == 0 else None
-        draws = self._draws(noise, "target", target, target, source)
-        x = self._embed(target, self.target_positions, draws)
-        own = self._fence(target, target) if self.packed and cache is None else OPEN
-        across = self._fence(target, source)
+        draws = target_draws(self.rates, noise, source, target)
+        x = embed(self.embedding, self.target_positions, target, self.rates.residual, draws)
+        own = make_fence(target, target, packed=self.packed) if self.packed and cache is None else OPEN
+        across = make_fence(target, source, packed=self.packed)
         for number, layer in enumerate(self.decoder):
             past = None if cache is None else cache.layers[number]
             x = layer(x, memory, own, across, past, draws.of_layer(number))
@@ -220,34 +220,49 @@ class Transformer(nn.Module):
         return F.linear(self.decoder_norm(x), self.embedding.weight)
 
     def _encode(self, source: Rows, noise: PairNoise | None) -> Tensor:
-        draws = self._draws(noise, "source", source, source)
-        x = self._embed(source, self.source_positions, draws)
-        fence = self._fence(source, source)
+        draws = source_draws(self.rates, noise, source)
+        x = embed(self.embedding, self.source_positions, source, self.rates.residual, draws)
+        fence = make_fence(source, source, packed=self.packed)
         for number, layer in enumerate(self.encoder):
             x = layer(x, fence, draws.of_layer(number))
         memory: Tensor = self.encoder_norm(x)
         return memory
 
-    def _embed(self, rows: Rows, positions: nn.Embedding, draws: Draws) -> Tensor:
-        return apply_dropout(self.embedding(rows.tokens) + positions(rows.positions), self.rates.residual, draws.tokens)
 
-    def _draws(self, noise: PairNoise | None, name: str, tokens: Rows, *keys: Rows) -> Draws:
-        """Return the noise of one side: for its tokens, and for its attention to each of `keys`."""
-        if noise is None:
-            return NOTHING
-        weights = keys if self.rates.attention > 0 else ()
-        return Draws(
-            noise.of_tokens(tokens).named(name),
-            *(noise.of_weights(tokens, each).named(f"{name} {number}") for number, each in enumerate(weights)),
-        )
+def embed(embedding: nn.Embedding, positions: nn.Embedding, rows: Rows, dropout: float, draws: Draws) -> Tensor:
+    """Return the embeddings (R, L, C) of tokens and positions."""
+    return apply_dropout(embedding(rows.tokens) + positions(rows.positions), dropout, draws.tokens)
 
-    def _fence(self, queries: Rows, keys: Rows) -> Fence:
-        if not self.packed:
-            return Fence(mask=(keys.segments != 0)[:, None, None])
-        numbers = torch.arange(1, MAX_SEGMENTS + 1, device=keys.segments.device)
-        own = queries.segments[:, None, :, None] == numbers
-        other = keys.segments[:, None, :, None] != numbers
-        return Fence(query_code=own.float(), key_code=other.float() * -FAR)
+
+def source_draws(rates: DropoutRates, noise: PairNoise | None, source: Rows) -> Draws:
+    """Return the draws of the encoder; those of its layers are derived from them."""
+    return _draws(rates, noise, "source", source, source)
+
+
+def target_draws(rates: DropoutRates, noise: PairNoise | None, source: Rows, target: Rows) -> Draws:
+    """Return the draws of the decoder; those of its layers are derived from them."""
+    return _draws(rates, noise, "target", target, target, source)
+
+
+def _draws(rates: DropoutRates, noise: PairNoise | None, name: str, tokens: Rows, *keys: Rows) -> Draws:
+    """Return the noise of one side: for its tokens, and for its attention to each of `keys`."""
+    if noise is None:
+        return NOTHING
+    weights = keys if rates.attention > 0 else ()
+    return Draws(
+        noise.of_tokens(tokens).named(name),
+        *(noise.of_weights(tokens, each).named(f"{name} {number}") for number, each in enumerate(weights)),
+    )
+
+
+def make_fence(queries: Rows, keys: Rows, *, packed: bool) -> Fence:
+    """Return the fence that separates segments by codes if rows are packed, otherwise padding by a mask."""
+    if not packed:
+        return Fence(mask=(keys.segments != 0)[:, None, None])
+    numbers = torch.arange(1, MAX_SEGMENTS + 1, device=keys.segments.device)
+    own = queries.segments[:, None, :, None] == numbers
+    other = keys.segments[:, None, :, None] != numbers
+    return Fence(query_code=own.float(), key_code=other.float() * -FAR)
 
 
 class EncoderLayer(nn.Module):
@@ -371,15 +386,27 @@ class FeedForward(nn.Module):
 
 
 class Cache:
-    """Keys and values of the first `length` target tokens, and of the source, in every decoder layer."""
+    """Keys and values of the first `length` target tokens, and of the source, in every decoder layer.
+
+    A model split into layers keeps no keys and values: it computes all target `rows` up to now at each step.
+    """
 
     def __init__(self, shape: Shape) -> None:
         self.length = 0
         self.layers = [LayerCache(shape.target_length) for _ in range(shape.num_layers)]
+        self.rows: Rows | None = None
+
+    def append(self, target: Rows) -> Rows:
+        """Append the next token of each row, and return all up to now."""
+        parts = [target] if self.rows is None else [self.rows, target]
+        self.rows = Rows(*(torch.cat(fields, dim=1) for fields in zip(*parts, strict=True)))
+        return self.rows
 
     def select(self, rows: Tensor) -> None:
         """Select these rows; each must have the same source as the row that it replaces."""
-        for layer in self.layers:
+        if self.rows is not None:
+            self.rows = Rows(*(field[rows] for field in self.rows))
+        for layer in self.layers if self.length else ():
             layer.keys, layer.values = layer.keys[rows], layer.values[rows]
 
 

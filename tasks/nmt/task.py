@@ -21,6 +21,7 @@ from runner.base.values import Factor, PositiveInt
 from .attention import format_summary, picture, record_training_calls, to_json
 from .data import Batch, Corpus, PairData, Sequences, baselines, check_no_data_path, open_pairs, random_pairs
 from .decoding import translate
+from .layers import split_layers
 from .model import Rows, Shape, Transformer
 from .vocabulary import END, PAD
 
@@ -140,6 +141,9 @@ class Translation(Task):
 
     def blocks(self) -> Sequence[nn.Module]:
         return [*self.model.encoder, *self.model.decoder]
+
+    def layers(self) -> list[nn.Module]:
+        return split_layers(self.model)
 
     def predict(  # type: ignore[override]  # options of the contract as named parameters
         self,

@@ -116,23 +116,36 @@ class Pieces:
 
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the batch itself."""
+        return self.compose(self.load_fixed, indices)
+
+    def load_fixed(self, indices: Sequence[int]) -> Batch:
+        """Return a batch with all values and points before each start that are known, instead of the condition."""
         at = torch.as_tensor(indices)
         start, sense, line = self._start[at], self._sense[at], self._line[at]
-        known = torch.minimum(self.num_known[at], self.num_remembered[at])
-        back = torch.minimum(torch.arange(NUM_DIRECTIONS, -1, -1)[None], known[:, None])
+        back = torch.minimum(torch.arange(NUM_DIRECTIONS, -1, -1)[None], self.num_known[at, None])
         points, subject = self.tracts.points, self.tracts.subject[line]
-        before = points[start[:, None] - back * sense[:, None]]
         left, ahead = self.num_left[at, None], torch.arange(1, NUM_POINTS + 1)
         end = start[:, None] + left * sense[:, None]
         beyond = (ahead - left).clamp(min=0)[..., None] * (points[end] - points[end - sense[:, None]])
         after = points[start[:, None] + torch.minimum(ahead, left) * sense[:, None]] + beyond
         origin = points[start]
         return {
-            "condition": self.tracts.fields.condition(origin, unit_steps(before), subject),
+            "values": self.tracts.fields.around(origin, subject),
+            "before": points[start[:, None] - back * sense[:, None]],
             "points": after - origin[:, None],
             "start": origin,
             "subject": subject,
         }
+
+    def compose(self, load: Callable[[Sequence[int]], Any], indices: Sequence[int]) -> Batch:
+        """Return a batch of loaded pieces that remember a part of their history."""
+        at = torch.as_tensor(indices)
+        loaded = dict(load(indices))
+        values, before = loaded.pop("values"), loaded.pop("before")
+        known = torch.minimum(self.num_known[at], self.num_remembered[at])
+        oldest = torch.maximum(torch.arange(NUM_DIRECTIONS + 1), NUM_DIRECTIONS - known[:, None])
+        before = before.gather(1, oldest[..., None].expand(-1, -1, 3))
+        return {"condition": torch.cat([values, unit_steps(before).flatten(1)], dim=1), **loaded}
 
     def nearest(self, batch: Batch) -> Tensor:
         """Return the points (B, 16, 3) after the place that is most like the start of each sample of a batch.

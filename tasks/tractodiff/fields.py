@@ -79,13 +79,16 @@ class Fields:
     def condition(self, points: Tensor, directions: Tensor, subject: Tensor) -> Tensor:
         """Return the input of the model (B, 346) about points (B, 3) that directions (B, 8, 3) led to.
 
-        The values at the point and at six neighbours, 1.5 voxels away along the axes R, A and S; then the directions,
-        unit vectors, the latest last; zero where none is known.
+        The values around the points, then the directions: unit vectors, the latest last; zero where none is known.
         """
+        return torch.cat([self.around(points, subject), directions.flatten(1)], dim=1)
+
+    def around(self, points: Tensor, subject: Tensor) -> Tensor:
+        """Return the values (B, 322) at points (B, 3) and six neighbours of each, 1.5 voxels away along R, A and S."""
         offsets = torch.cat([torch.zeros(1, 3), torch.eye(3), -torch.eye(3)]).to(points.device)
         around = points[:, None] + REACH * self.voxel_size[subject][:, None, None] * offsets
         values = self.sample(around.reshape(-1, 3), subject.repeat_interleave(NUM_NEIGHBOURS))
-        return torch.cat([values.view(len(points), -1), directions.reshape(len(points), -1)], dim=1)
+        return values.view(len(points), -1)
 
 
 CORNERS = [(x, y, z) for x in (0, 1) for y in (0, 1) for z in (0, 1)]

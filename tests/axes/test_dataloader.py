@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from runner.axes.dataloader import DATALOADERS, Fetcher, cache_samples, default, thread
-from runner.base.errors import DataError, Exit
+from runner.base.errors import ConfigError, DataError, Exit
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Task
 from runner.base.text import RemoteError
@@ -202,6 +203,66 @@ def test_bad_samples_anywhere_in_the_data_cannot_be_kept(bad: tuple[int, ...]) -
     fetcher = Fetcher(Squares(bad), default_collate, bad_samples="skip")
     with pytest.raises(DataError, match=str(bad[0])):
         cache_samples(fetcher, "memory", torch.device("cpu"))
+
+
+class Doubled(Squares):
+    """Reads batches with two rows per sample."""
+
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        return torch.tensor([*indices, *indices])
+
+
+def test_batches_without_a_row_per_sample_cannot_be_kept() -> None:
+    fetcher = Fetcher(Doubled(size=8), default_collate, bad_samples="stop")
+    with pytest.raises(DataError, match="one row per sample"):
+        cache_samples(fetcher, "memory", torch.device("cpu"))
+
+
+class Augmented(Squares):
+    """Adds noise to squares; the fixed part of a sample is its square, `draws` whether that is random."""
+
+    def __init__(self, size: int = 40, *, draws: bool = False) -> None:
+        super().__init__(size=size)
+        self.epoch, self.draws = 0, draws
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __getitems__(self, indices: list[int]) -> torch.Tensor:
+        return self.compose(self.load_fixed, indices)
+
+    def load_fixed(self, indices: list[int]) -> torch.Tensor:
+        squares = torch.tensor([float(index * index) for index in indices])
+        return squares + torch.rand(len(indices)) if self.draws else squares
+
+    def compose(self, load: Any, indices: list[int]) -> torch.Tensor:
+        neighbors = load([(index + 1) % len(self) for index in indices])
+        return load(indices) + neighbors + self.epoch + torch.rand(len(indices))
+
+
+@pytest.mark.parametrize("make", [partial(default, num_workers=0), partial(default, num_workers=2), thread])
+def test_only_the_fixed_part_of_samples_is_kept(make: Any) -> None:
+    """Draws and the epoch are as without a cache, in every loader."""
+    found = []
+    for cache in ("memory", "none"):
+        fetcher = Fetcher(Augmented(), default_collate, bad_samples="stop")
+        loader = make(fetcher, torch.device("cpu"), pin_memory=False, cache=cache)
+        keys = itertools.islice(Order(40, 8, 8, seed=0).from_update(0), 12)
+        found.append([batch.batch for batch in loader.batches(keys)])
+        loader.close()
+    assert all(map(torch.equal, *found))
+
+
+def test_a_random_fixed_part_is_refused() -> None:
+    fetcher = Fetcher(Augmented(draws=True), default_collate, bad_samples="stop")
+    with pytest.raises(DataError, match="random numbers"):
+        cache_samples(fetcher, "memory", torch.device("cpu"))
+
+
+def test_batches_composed_on_the_host_are_not_kept_on_a_device() -> None:
+    fetcher = Fetcher(Augmented(), default_collate, bad_samples="stop")
+    with pytest.raises(ConfigError, match="memory"):
+        cache_samples(fetcher, "device", torch.device("cpu"))
 
 
 def test_a_thread_that_finds_its_queue_full_loses_no_batch(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +22,14 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.axes.dataloader import Fetcher
+from runner import auto_parallelize
+from runner.axes.dataloader import Fetcher, cache_samples
 from runner.axes.optimizer import sgd
 from runner.axes.parallelism import ddp, fsdp
 from runner.axes.precision import fp32
 from runner.axes.scheduler import constant
 from runner.base import noise
-from runner.base.batch import MicroBatch, map_tensors
+from runner.base.batch import MicroBatch, are_equal, map_tensors
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Context, Progress, Task
 from runner.base.world import World
@@ -177,6 +179,13 @@ CASES: Mapping[str, tuple[Make, str]] = {
     "hyperspectral rx": (hyperspectral, "train"),
     "hyperspectral svdd": (svdd, "train"),
 }
+PIPELINED = (
+    *("tractodiff", "tractodiff unet", "cape", "gpt", "gpt, dropout", "gpt 350m, dropout"),
+    *("nmt packed", "nmt padded, dropout", "nmt packed, attention dropout"),
+)
+READ = (  # one for each data set
+    *("tractodiff", "cape", "nmt packed", "nmt padded", "gpt", "dynamo pretrain", "dynamo joint", "hyperspectral rx"),
+)
 DRAWS = (  # losses that draw random numbers
     *(
         "tractodiff",
@@ -270,6 +279,14 @@ def in_float64(function: Callable[..., Any]) -> Callable[..., Any]:
     return computed
 
 
+def in_context(context: Callable[[], Any], function: Callable[..., Any]) -> Callable[..., Any]:
+    def computed(*args: Any) -> Any:
+        with context():
+            return function(*args)
+
+    return computed
+
+
 def fetcher_of(task: Task, split: str = "train") -> Fetcher:
     return Fetcher(task.dataset(split), task.collate, bad_samples="stop")
 
@@ -302,6 +319,8 @@ def updated(
     keys = [part for key in order.micro_batches(0) for part in (cut(key, sizes) if sizes else [key])]
     before = {name: weight.detach().clone() for name, weight in task.model.named_parameters()}
     model = parallel.wrap(task.model, task.layers, list(task.blocks()))
+    for stage in getattr(parallel, "stages", ()):  # of a pipeline, which calls them outside of the loss
+        stage.compute = in_context(float64, stage.compute)
     named = parallel.owned_parameters(dict(model.named_parameters()))
     parallel.begin(list(named.values()))
     run = Training(
@@ -350,10 +369,60 @@ def test_sharding_the_model_does_not_change_the_update(case: str, fresh: Callabl
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("case", ["gpt", "gpt, dropout", "gpt 350m, dropout", "tractodiff", "tractodiff unet"])
+@pytest.mark.parametrize("case", PIPELINED)
 def test_splitting_the_model_into_stages_does_not_change_the_update(case: str, fresh: Callable[[str], Task]) -> None:
     whole = updated(World(CPU), fresh(case), (16,))
     run_ranks(lambda world: updated(world, fresh(case), (5, 11), strategy=Pipelined).check_is(whole), 2)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("case", ["cape", "nmt packed", "nmt padded", "tractodiff unet"])
+def test_metrics_of_a_pipeline_are_those_of_the_model(case: str, fresh: Callable[[str], Task]) -> None:
+    """Metrics that decode step by step too: each step is a pass through all stages."""
+
+    def measured(world: World, parallel: Any) -> dict[str, tuple[float, float]]:
+        task = fresh(case)
+        task.model.eval()
+        model = parallel.wrap(task.model, task.layers, [])
+        key = MicroBatchKey(noise.EVALUATION, list(range(4)), last=True, seed=SEED)
+        (micro,) = read(fetcher_of(task, "val"), [key])
+        with torch.no_grad():
+            metrics = in_float64(task.evaluate)(model, micro.batch)
+        return {name: (float(total), float(count)) for name, (total, count) in metrics.items()}
+
+    alone = measured(World(CPU), ddp(World(CPU)))
+    for of_rank in run_ranks(lambda world: measured(world, Pipelined(world)), 2):
+        for name, pair in alone.items():
+            assert of_rank[name] == pytest.approx(pair, rel=1e-6, abs=1e-6), name
+
+
+@pytest.mark.parametrize("case", ["tractodiff unet", "cape", "gpt", "nmt padded", "nmt packed"])
+def test_a_model_split_over_devices_of_one_process_is_the_same_model(case: str, fresh: Callable[[str], Task]) -> None:
+    task = fresh(case)
+    task.model.eval()
+    calls: list[tuple[Any, Any]] = []
+
+    def record(*inputs: Any, **named: Any) -> Any:
+        calls.append((inputs, named))
+        return task.model(*inputs, **named)
+
+    batch = next(read(fetcher_of(task), [MicroBatchKey(0, list(range(8)), last=True, seed=SEED)])).batch
+    in_float64(task.loss)(record, batch)
+    ((inputs, named),) = calls
+    num_bytes = 16 * sum(weight.numel() for weight in task.model.parameters())
+    with float64():
+        expected = task.model(*inputs, **named)
+        choice = auto_parallelize(
+            task.model, ["cpu", "cpu"], layers=task.layers(), capacities=[11 * num_bytes, 8 * num_bytes],
+            num_microbatches=2, say=lambda _: None,
+        )  # fmt: skip
+        assert choice.strategy == "pipeline"
+        found = choice.model(*inputs, **named)
+    tensors: tuple[list[Tensor], list[Tensor]] = ([], [])
+    map_tensors(tensors[0].append, found)
+    map_tensors(tensors[1].append, expected)
+    for one, other in zip(*tensors, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-9, atol=1e-9)
 
 
 @pytest.mark.parametrize("case", DRAWS)
@@ -366,6 +435,42 @@ def test_draws_of_a_task_change_the_loss(case: str, fresh: Callable[[str], Task]
             loss, _ = in_float64(task.losses.get(task.phase, task.loss))(task.model, micro.batch)
             losses.append(float(loss.detach()))
     assert losses[0] != pytest.approx(losses[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("split", ["train", "val"])
+@pytest.mark.parametrize("case", READ)
+def test_cached_batches_are_those_read_and_are_not_read_again(
+    case: str, split: str, fresh: Callable[[str], Task]
+) -> None:
+    task = fresh(case)
+    dataset: Any = task.dataset(split)
+    name = "load_fixed" if hasattr(dataset, "load_fixed") else "__getitems__"
+    load, calls = getattr(dataset, name), []
+
+    def counted(indices: Any) -> Any:
+        calls.append(len(indices))
+        return load(indices)
+
+    setattr(dataset, name, counted)
+    cached = cache_samples(Fetcher(dataset, task.collate, bad_samples="stop", split=split), "memory", CPU)
+    delattr(dataset, name)
+    num_samples = len(dataset)
+    assert sum(calls) == num_samples  # each sample once
+    keys = [
+        key
+        for epoch in (0, 1)
+        for key in islice(Order(num_samples, 8, 8, SEED).from_update(epoch * -(-num_samples // 8)), 4)
+    ]
+    setattr(dataset, name, counted)
+    found = [cached[key] for key in keys]
+    delattr(dataset, name)
+    assert sum(calls) == num_samples
+    plain = Fetcher(dataset, task.collate, bad_samples="stop", split=split)
+    for key, micro in zip(keys, found, strict=True):
+        expected = plain[key]
+        assert micro.samples == expected.samples
+        assert type(micro.batch) is type(expected.batch)
+        assert are_equal(micro.batch, expected.batch)
 
 
 @pytest.mark.sampled(7)

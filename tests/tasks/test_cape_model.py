@@ -5,14 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from runner.tasks.cape.attention import DeformableMapAttention, Maps, cell_centers, sample
 from runner.tasks.cape.backbone import FrozenBatchNorm2d, PretrainedResNet50
+from runner.tasks.cape.layers import split_layers
 from runner.tasks.cape.metrics import score_guess, score_keypoints, target_types
 from runner.tasks.cape.model import COORDINATE, END, CoordinateEmbedding, Guess, PoseTransformer, Shape
+from runner.tasks.cape.model import decode as decode_with_gradients
 from runner.tasks.cape.task import SHAPES, CategoryAgnosticPose
 from torch import Tensor, nn
 
@@ -33,9 +36,9 @@ KINDS = ["dense", "deformable"]
 Batch = dict[str, Tensor]
 
 
-def make_model(kind: str = "dense") -> PoseTransformer:
+def make_model(kind: str = "dense", *, pretrained: bool = False) -> PoseTransformer:
     torch.manual_seed(0)
-    model = PoseTransformer(replace(SMALL, attention=kind))  # type: ignore[arg-type]
+    model = PoseTransformer(replace(SMALL, attention=kind, pretrained=pretrained))  # type: ignore[arg-type]
     for weight in model.parameters():  # move away from the initial values, so that differences are visible
         with torch.no_grad():
             weight.add_(0.05 * torch.randn_like(weight))
@@ -69,10 +72,9 @@ def make_batch(counts: tuple[int, ...] = (5, 3), queries: int = 2, max_keypoints
     }
 
 
-def decode(model: nn.Module, batch: Mapping[str, Tensor]) -> Guess:
+def decode(model: Any, batch: Mapping[str, Tensor]) -> Guess:
     with torch.no_grad():
-        guess: Guess = model(batch, decode=True)
-    return guess
+        return decode_with_gradients(model, batch)
 
 
 def rows_of(batch: Batch, rows: slice) -> Batch:
@@ -87,15 +89,16 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
 def test_the_prediction_depends_on_the_support(kind: str, decoding: bool) -> None:
     model, batch = make_model(kind), make_batch()
     with torch.no_grad():
-        before = model(batch, decode=decoding)
+        guess = decode if decoding else lambda model, batch: model(batch)
+        before = guess(model, batch)
         for name, changed in {
             "support_image": 1 - batch["support_image"],
             "support_xy": 1 - batch["support_xy"],
             "support_visible": batch["present"],
         }.items():
-            after = model({**batch, name: changed}, decode=decoding)
+            after = guess(model, {**batch, name: changed})
             real = F.pad(batch["present"].repeat_interleave(2, 0), (0, 1))
-            assert ((after.xy[-1] - before.xy[-1]).abs().amax(-1)[real] > 1e-5).float().mean() > 0.9, name
+            assert ((after.xy[:, -1] - before.xy[:, -1]).abs().amax(-1)[real] > 1e-5).float().mean() > 0.9, name
 
 
 def test_every_prediction_depends_on_every_support_keypoint() -> None:
@@ -103,7 +106,7 @@ def test_every_prediction_depends_on_every_support_keypoint() -> None:
     xy = batch["support_xy"].requires_grad_()
     guess = model(batch)
     for point in range(5):
-        (gradient,) = torch.autograd.grad(guess.xy[-1, 0, point].sum(), xy, retain_graph=True)
+        (gradient,) = torch.autograd.grad(guess.xy[0, -1, point].sum(), xy, retain_graph=True)
         reached = gradient[0].abs().sum(dim=-1) > 0
         assert reached.tolist() == batch["support_visible"][0].tolist()
 
@@ -176,7 +179,7 @@ def test_the_loss_equals_a_computation_by_hand() -> None:
     batch["query_xy"] = torch.tensor([[[[0.2, 0.4], [0.5, 0.5], [0.0, 0.0]]]])
     batch["query_visible"] = torch.tensor([[[True, False, False]]])
     xy = torch.tensor([[[[0.3, 0.4], [0.9, 0.9], [0.1, 0.1], [0.5, 0.5]]]])
-    guess = Guess(xy[0], xy.repeat(2, 1, 1, 1), torch.zeros(2, 1, 4, 2))
+    guess = Guess(xy[0], xy.repeat(1, 2, 1, 1), torch.zeros(1, 2, 4, 2))
     loss, items = make_task(nn.Identity()).loss(lambda _: guess, batch)  # type: ignore[arg-type]
     # the L1 of one point in the proposals and two layers; the types of that point and of the end in two layers
     assert float(loss) == pytest.approx(3 * 5 * 0.1 + 2 * 2 * math.log(2))
@@ -199,6 +202,38 @@ def test_queries_without_a_visible_keypoint_are_excluded_from_the_loss() -> None
     assert int(both) == int(count)
 
 
+# Layers
+
+
+def composed(model: PoseTransformer) -> Any:
+    first, *rest = split_layers(model)
+
+    def call(*inputs: Any) -> Guess:
+        value = first(*inputs)
+        for layer in rest:
+            value = layer(value)
+        return value
+
+    return call
+
+
+@pytest.mark.parametrize("kind", [*KINDS, "pretrained"])
+def test_layers_compose_to_the_model(kind: str) -> None:
+    model = make_model("deformable" if kind == "pretrained" else kind, pretrained=kind == "pretrained")
+    batch = make_batch((5, 3, 4))
+    for one, other in zip(composed(model)(batch), model(batch), strict=True):
+        assert torch.equal(one, other)
+    held = {weight for layer in split_layers(model) for weight in layer.parameters()}
+    assert held == set(model.parameters())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_layers_decode_as_the_model_does(kind: str) -> None:
+    model, batch = make_model(kind), make_batch((5, 4))
+    for one, other in zip(decode(composed(model), batch), decode(model, batch), strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+
+
 # Decoding
 
 
@@ -208,23 +243,19 @@ def test_decoding_together_is_decoding_one_by_one(kind: str) -> None:
     together = decode(model, batch)
     for row in range(3):
         alone = decode(model, rows_of(batch, slice(row, row + 1)))
-        torch.testing.assert_close(alone.xy, together.xy[:, 2 * row : 2 * row + 2], atol=1e-5, rtol=0)
-        torch.testing.assert_close(alone.types, together.types[:, 2 * row : 2 * row + 2], atol=1e-5, rtol=0)
+        torch.testing.assert_close(alone.xy, together.xy[2 * row : 2 * row + 2], atol=1e-5, rtol=0)
+        torch.testing.assert_close(alone.types, together.types[2 * row : 2 * row + 2], atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_decoding_equals_training_on_its_own_predictions(kind: str) -> None:
     model, batch = make_model(kind), make_batch((5, 4))
+    decoded = decode(model, batch)
+    own = decoded.xy[:, -1, :-1].view_as(batch["query_xy"])
     with torch.no_grad():
-        support, query = model.read(batch)
-        tokens, present = model.support_tokens(batch, support)
-        decoded = model.decode(query, tokens, present)
-        without_cache = model.decode(query, tokens, present, cached=False)
-        own = decoded.xy[-1, :, :-1]
-        fed = model.guess(query, tokens, present, own, torch.ones(own.shape[:-1], dtype=torch.bool))
-    for other in (without_cache, fed):
-        for one, two in zip(decoded, other, strict=True):
-            torch.testing.assert_close(one, two, atol=1e-5, rtol=0)
+        fed = model({**batch, "query_xy": own, "query_visible": torch.ones(own.shape[:-1], dtype=torch.bool)})
+    for one, other in zip(decoded, fed, strict=True):
+        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
 
 
 def test_decoding_does_not_see_the_targets() -> None:
@@ -264,10 +295,10 @@ def test_keypoint_dropout_acts_in_training_only() -> None:
 def test_a_keypoint_after_the_end_is_not_a_hit() -> None:
     batch = make_batch((4, 2), queries=1, max_keypoints=4)
     batch["query_visible"] = batch["present"][:, None].clone()
-    xy = F.pad(batch["query_xy"].flatten(0, 1), (0, 0, 0, 1))[None]
-    kinds = torch.full((1, 2, 5), COORDINATE)
-    kinds[0, 0, 2] = kinds[0, 1, 2] = END  # the first query ends too early
-    guess = Guess(xy[0], xy, F.one_hot(kinds, 2).float())
+    xy = F.pad(batch["query_xy"].flatten(0, 1), (0, 0, 0, 1))[:, None]
+    kinds = torch.full((2, 1, 5), COORDINATE)
+    kinds[0, 0, 2] = kinds[1, 0, 2] = END  # the first query ends too early
+    guess = Guess(xy[:, 0], xy, F.one_hot(kinds, 2).float())
     hits, distances, result = score_guess(guess, batch)
     assert hits.sum(dim=-1).flatten().tolist() == [2, 2]
     assert result.flatten().tolist() == [False, True]

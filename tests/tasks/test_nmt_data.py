@@ -304,9 +304,12 @@ def test_positions_mark_each_pair(kind: type[PairData]) -> None:
             assert batch.labels[row][target].tolist() == pairs.labels[index].tolist()
 
 
-def test_packed_batches_are_not_cached_as_samples() -> None:
-    assert hasattr(PackedData, "set_epoch")
-    assert not hasattr(PairData, "set_epoch")
+def test_padded_sequences_are_read_back() -> None:
+    sequences = Sequences.of([[5, 6, 7], [], [8], [9, 3]])
+    rows = sequences.padded(np.array([3, 0, 1, 3]), 4)
+    assert rows.tolist() == [[9, 3, 0, 0], [5, 6, 7, 0], [0, 0, 0, 0], [9, 3, 0, 0]]
+    back = Sequences.of_padded(rows)
+    assert [back[number].tolist() for number in range(4)] == [[9, 3], [5, 6, 7], [], [9, 3]]
 
 
 def test_random_pairs_are_the_same_for_a_seed_and_have_the_published_shape() -> None:

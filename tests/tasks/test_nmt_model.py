@@ -267,6 +267,42 @@ def test_attention_dropout_uses_the_fused_kernel_if_nothing_is_dropped(task: Tra
     torch.testing.assert_close(result[0], result[1], rtol=1e-4, atol=1e-4)
 
 
+# Layers
+
+
+def composed(task: Translation) -> Callable[..., Tensor]:
+    first, *rest = task.layers()
+
+    def call(*inputs: Any, **named: Any) -> Tensor:
+        value = first(*inputs, **named)
+        for layer in rest:
+            value = layer(value)
+        return value
+
+    return call
+
+
+@pytest.mark.parametrize("rates", [{}, {"dropout": 0.3}, {"dropout": 0.1, "attention_dropout": 0.3}], ids=str)
+def test_layers_compose_to_the_model(task: Translation, rates: dict[str, float]) -> None:
+    task = make_task(packed=task.packed, **rates)
+    batch = batch_of(task, 20)
+    drawn = task.model.noise(batch.places)
+    assert (drawn is None) == (not rates)
+    whole = task.model(batch.source, batch.target, noise=drawn)
+    assert torch.equal(composed(task)(batch.source, batch.target, noise=drawn), whole)
+    held = {weight for layer in task.layers() for weight in layer.parameters()}
+    assert held == set(task.model.parameters())
+
+
+@pytest.mark.parametrize("beam", [1, 3])
+def test_layers_decode_as_the_model_does(task: Translation, beam: int) -> None:
+    source = batch_of(task, 40, "val").source
+    with torch.no_grad():
+        task.model.embedding.weight[END] *= 3  # so that some translations end early
+        expected = translate(task.model, SMALL, source, beam=beam)
+        assert torch.equal(translate(composed(task), SMALL, source, beam=beam), expected)  # type: ignore[arg-type]
+
+
 # Decoding
 
 
