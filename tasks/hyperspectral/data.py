@@ -1,4 +1,4 @@
-"""Hyperspectral cubes: scenes made here, or those of the user's folder, split by file."""
+"""Hyperspectral cubes: generated scenes, or those of a folder, split by file."""
 
 from __future__ import annotations
 
@@ -33,14 +33,14 @@ class Cubes(Protocol):
         """Return the batch itself: cube (B, H, W, C), mask (B, H, W), index (B,)."""
 
     def title(self, index: int) -> str:
-        """Return what a cube is called in a picture."""
+        """Return the title of a cube in plots."""
 
 
 class Files:
-    """The cubes of some files, which must all have `shape`.
+    """The cubes of several files, which must all have `shape`.
 
-    Raises DataError, naming the file and the expected shape, where a cube or mask has another; and, when it is read,
-    where a cube holds a value that is not finite as float32.
+    Raises DataError with the file and the expected shape if a cube or mask has another shape; and at reading, if a
+    value of a cube is not finite as float32.
     """
 
     def __init__(self, files: Sequence[Path], shape: tuple[int, int, int]) -> None:
@@ -62,7 +62,7 @@ class Files:
         masks = np.full((len(indices), *self.shape[:2]), UNKNOWN, dtype=np.uint8)
         for cube, mask, index in zip(cubes, masks, indices, strict=True):
             file = self.files[index]
-            with np.errstate(over="ignore"):  # what float32 cannot hold is found below
+            with np.errstate(over="ignore"):  # values that overflow float32 are reported below
                 cube[:] = open_cube(file)
             if not (finite := np.isfinite(cube)).all():
                 what = f"must hold finite numbers, but {np.count_nonzero(~finite)} of {cube.size} are not"
@@ -78,8 +78,8 @@ class Files:
 def open_folder(folder: Path, channels: int | None) -> dict[str, Files]:
     """Return the splits of a folder: its subfolders train, val and test, or a fifth each for val and test by name.
 
-    channels  what the cubes must have; None: what the first has
-    Raises InputMissing where the folder, its cubes or a split is missing, DataError where cubes differ in shape.
+    channels  required number of channels; None: that of the first cube
+    Raises InputMissing if the folder, its cubes or a split is missing, DataError if the shapes of cubes differ.
     """
     if not folder.is_dir():
         raise InputMissing(f"{folder} is not a folder", where="data.path", fix=FORMATS)
@@ -100,7 +100,7 @@ def open_folder(folder: Path, channels: int | None) -> dict[str, Files]:
 
 
 def mask_path(cube: Path) -> Path:
-    """Return where the mask of a cube lies, if it has one."""
+    """Return the path of the mask of a cube, which may not exist."""
     return cube.with_name(f"{cube.stem}_mask.npy")
 
 
@@ -110,7 +110,7 @@ def _cubes_in(folder: Path) -> list[Path]:
 
 
 def _split_by_name(files: Sequence[Path]) -> dict[str, list[Path]]:
-    """Return the files by split: the order of the hashes of their names decides, so that a new file moves few."""
+    """Return the files by split, ordered by the hashes of their names, so that a new file moves few others."""
     ordered = sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
     held_out = max(1, len(files) // 5)
     return {

@@ -1,4 +1,4 @@
-"""Cubes in files: `.npy` arrays, and ENVI headers with raw data beside them."""
+"""Cubes in files: `.npy` arrays, and ENVI headers with raw data files."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def open_mask(path: Path, shape: tuple[int, int]) -> Array:
 
 
 def open_array(path: Path) -> Array:
-    """Return the array of a .npy file, mapped into memory. Raises DataError if it is none."""
+    """Return the array of a .npy file, mapped into memory. Raises DataError if it is invalid."""
     try:
         array: Array = np.load(path, mmap_mode="r", allow_pickle=False)
     except (ValueError, EOFError) as error:
@@ -56,7 +56,7 @@ def open_envi(header: Path) -> Array:
     """Return the cube (H, W, C) that an ENVI header describes, mapped into memory.
 
     The data is in the folder of the header, with the same name and no suffix or one of RAW_SUFFIXES, in any interleave.
-    Raises DataError where the header is none or does not fit the data, InputMissing where the data is not there.
+    Raises DataError if the header is invalid or does not match the data, InputMissing if the data is missing.
     """
     fields = read_header(header)
     try:
@@ -83,7 +83,7 @@ def open_envi(header: Path) -> Array:
 
 
 def read_header(path: Path) -> Mapping[str, str]:
-    """Return the fields of an ENVI header, names in lower case. Raises DataError if the file is none."""
+    """Return the fields of an ENVI header, names in lower case. Raises DataError if the file is not a header."""
     text = path.read_text(encoding="latin-1")
     if not text.startswith("ENVI"):
         raise DataError('is no ENVI header: its first line must be "ENVI"', where=str(path), fix=FORMATS)

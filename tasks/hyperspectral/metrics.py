@@ -1,4 +1,4 @@
-"""How well scores find targets: IoU and F1 at logit 0 over all pixels, AUROC per cube."""
+"""Detection metrics: IoU and F1 at logit 0 over all pixels, AUROC per cube."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from torch import Tensor
 
 from runner.base.task import Sum
 
-UNKNOWN = 255  # in a mask: not to be learned from, not to be measured
+UNKNOWN = 255  # in a mask: excluded from loss and metrics
 
 
 def detection(logits: Tensor, mask: Tensor) -> dict[str, Sum]:
     """Return IoU, F1 and AUROC of logits (B, H, W) against masks (B, H, W) of 0, 1 and UNKNOWN, as sums and counts.
 
-    IoU = TP / (TP + FP + FN) and F1 = 2 TP / (2 TP + FP + FN) of the pixels of all cubes: they add up exactly.
-    AUROC compares pixels within a cube and is averaged over the cubes that hold both kinds: over all cubes at once
-    it would need every score at the same time.
+    IoU = TP / (TP + FP + FN) and F1 = 2 TP / (2 TP + FP + FN) are over the pixels of all cubes, whose counts are added
+    exactly. AUROC compares pixels within a cube, and is averaged over the cubes with both kinds; over all cubes it
+    would need all scores at once.
     """
     found, target, known = logits > 0, mask == 1, mask != UNKNOWN
     hits = (found & target).sum()
@@ -31,7 +31,7 @@ def detection(logits: Tensor, mask: Tensor) -> dict[str, Sum]:
 def auroc(scores: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
     """Return the area under the ROC curve of each row (B,), from scores and masks (B, N), and which rows have one.
 
-    It is the share of pairs of a target and a background pixel that are in order; ties count half (Mann-Whitney).
+    It is the fraction of correctly ordered pairs of a target and a background pixel; ties count half (Mann-Whitney).
     """
     target, background = mask == 1, mask == 0
     scores = scores.float().masked_fill(~(target | background), torch.inf)

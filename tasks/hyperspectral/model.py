@@ -13,19 +13,19 @@ from runner.base.task import Progress, State, Sum
 
 from .statistics import NEVER
 
-FLOOR = 1e-9  # smallest variance of a direction, as a share of the largest: what float32 can still whiten
+FLOOR = 1e-9  # minimum variance of a direction relative to the largest, so that float32 can whiten it
 FIRST_TEMPERATURE, LAST_TEMPERATURE, COOLING = 5.0, 0.1, 0.9
-NU = 0.05  # share of pixels that may lie outside the sphere
-PULL = 0.05  # share by which the centre moves at each update
-REFERENCE = 1024  # pixels that the centre is the mean of
+NU = 0.05  # fraction of pixels that may be outside the sphere
+PULL = 0.05  # weight of the new mean in the moving average of the center
+REFERENCE = 1024  # number of pixels whose mean is the center
 
 
 class Detector(nn.Module):
     """Statistics of the training pixels and the RX score; base class of both heads.
 
-    low, span          (C,) min-max normalisation: (x - low) / span
-    mean               (C,) of the normalised pixels
-    whitening          (C, C) makes the covariance of the normalised pixels the identity
+    low, span          (C,) min-max normalization: (x - low) / span
+    mean               (C,) of the normalized pixels
+    whitening          (C, C) makes the covariance of the normalized pixels the identity
     threshold, sigma   mean + 2 sigma of the RX score of the training pixels, and that sigma
     pos_weight         background pixels per target pixel
     temperature        of the selector
@@ -55,7 +55,7 @@ class Detector(nn.Module):
         self.register_buffer("temperature", torch.tensor(FIRST_TEMPERATURE))
 
     def center(self, cubes: Tensor) -> Tensor:
-        """Return the normalised cubes (..., C) less their mean over the training data."""
+        """Return the normalized cubes (..., C) minus the mean of the training data."""
         return (cubes.float() - self.low) / self.span - self.mean
 
     def whiten(self, cubes: Tensor) -> Tensor:
@@ -68,12 +68,12 @@ class Detector(nn.Module):
             return self.whiten(cubes).square().sum(-1)
 
     def rx_logit(self, cubes: Tensor) -> Tensor:
-        """Return the RX score less mean + 2 sigma, in units of sigma: positive means anomalous."""
+        """Return the RX score minus (mean + 2 sigma), in units of sigma: positive means anomalous."""
         return (self.rx(cubes) - self.threshold) / self.sigma
 
     @torch.no_grad()
     def set_statistics(self, state: State) -> Mapping[str, float]:
-        """Take over the statistics of the training pixels (see PixelStatistics), and return figures to show."""
+        """Set the statistics of the training pixels (see PixelStatistics); return figures to display."""
         span = state["high"] - state["low"]
         span = torch.where(span > 0, span, 1.0)
         covariance = state["comoment"] / state["count"] / torch.outer(span, span)
@@ -95,20 +95,20 @@ class Detector(nn.Module):
         }
 
     def set_head(self, covariance: Tensor, sample: Tensor) -> Mapping[str, float]:
-        """Start the head from the covariance (C, C) of the normalised pixels and a sample of pixels (n, C)."""
+        """Initialize the head from the covariance (C, C) of the normalized pixels and a sample of pixels (n, C)."""
         raise NotImplementedError
 
     def begin_update(self, progress: Progress) -> None:
-        """Cool the selector: 5, times 0.9 per epoch, not below 0.1."""
+        """Set the temperature of the selector: 5 x 0.9^epoch, at least 0.1."""
         self.temperature.fill_(max(LAST_TEMPERATURE, FIRST_TEMPERATURE * COOLING ** int(progress.epoch)))
 
 
 class TrainableRX(Detector):
-    """RX whose leading components learn: selector, principal components, and a quadratic with learned coefficients.
+    """RX with trainable leading components: selector, principal components, and a quadratic with learned coefficients.
 
-    The first phase makes it RX itself: the K leading components, squared and divided by their variance, and beside
-    them the whitened coordinates outside their span, which stay fixed. Then the components turn to what sets targets
-    apart.
+    After the first phase it equals RX: the K leading components, squared and divided by their variance, plus the
+    whitened coordinates outside their span, which stay fixed. Training then rotates the components towards directions
+    that distinguish targets.
 
     forward: cubes (B, H, W, C) -> logits (B, H, W), penalties (3,): orthogonality, entropy, concentration
     """
@@ -128,15 +128,15 @@ class TrainableRX(Detector):
         self.bias = nn.Parameter(torch.zeros(()))
 
     def selection(self) -> Tensor:
-        """Return the share (C,) of each channel, of sum one."""
+        """Return the weight (C,) of each channel; they sum to 1."""
         return (self.selector / self.temperature).softmax(0)
 
     def selected(self, cubes: Tensor) -> Tensor:
-        """Return the centred cubes (..., C) times the selector; a selector without preference changes nothing."""
+        """Return the centered cubes (..., C) times the selector; a uniform selector is the identity."""
         return self.center(cubes) * (self.channels * self.selection())
 
     def forward(self, cubes: Tensor) -> tuple[Tensor, Tensor]:
-        # Whitening multiplies small directions by hundreds: half precision would drown them in rounding.
+        # Whitening multiplies small directions by hundreds, so half precision would lose them to rounding.
         with torch.autocast(cubes.device.type, enabled=False):
             parts = (self.selected(cubes) @ self.components.T) * self.scale
             rest = (self.center(cubes) @ self.rest.T).square().sum(-1)
@@ -148,11 +148,11 @@ class TrainableRX(Detector):
         """Return penalties to minimize, each at least 0.
 
         orthogonality  squared distance of components^T components from the identity, per component
-        entropy        1 - entropy of the selection / log C: 0 where all channels count the same, 1 for a single one
-        concentration  variance of the selection over that of a single channel: from 0 to 1 as well
+        entropy        1 - entropy of the selection / log C: 0 for uniform weights, 1 for a single channel
+        concentration  variance of the selection relative to that of a single channel, from 0 to 1
 
-        The last two push against the falling temperature: channels survive which the loss pays for. Their sign
-        matters: what rewards variance or punishes entropy leaves one channel before anything was learned.
+        The last two counteract the falling temperature, so that the channels that reduce the loss are kept. Their sign
+        matters: rewarding variance or penalizing entropy would select a single channel before anything is learned.
         """
         weights = self.selection()
         gram = self.components @ self.components.T
@@ -165,11 +165,11 @@ class TrainableRX(Detector):
         )
 
     def log_selection(self) -> Tensor:
-        """Return the logarithm of the selection, finite also where it is 0."""
+        """Return the logarithm of the selection, finite even for weights of 0."""
         return (self.selector / self.temperature).log_softmax(0)
 
     def explained(self, cubes: Tensor) -> Sum:
-        """Return the squares of the selected pixels inside the span of the components, and all of them."""
+        """Return the squared norm of the selected pixels inside the span of the components, and the total."""
         with torch.autocast(cubes.device.type, enabled=False):
             selected = self.selected(cubes)
             basis = torch.linalg.qr(self.components.T).Q
@@ -191,14 +191,14 @@ class TrainableRX(Detector):
 
 
 class DeepSVDD(Detector):
-    """A network that maps normal spectra into a small sphere; what falls outside is anomalous.
+    """A network that maps normal spectra into a small sphere; spectra outside of it are anomalous.
 
     forward: cubes (B, H, W, C) -> logits (B, H, W), squared radius () in the same unit. The logit is the squared
-    distance to the centre less the squared radius, in units of its spread after the first phase.
+    distance to the center minus the squared radius, in units of its standard deviation after the first phase.
 
-    Four things keep it from the trivial answer, one point for all: no layer has a bias (a constant cannot be made),
-    the activation has no bounds, the spectra are not centred (else their mean could not reach the centre), and the
-    centre, which follows the features, keeps its distance from the origin (else it would shrink with the weights).
+    Four properties prevent collapse to a single point: no layer has a bias, which could produce a constant; the
+    activation is unbounded; the spectra are not centered, otherwise their mean could not reach the center; and the
+    center, which follows the features, keeps its norm, otherwise it would shrink with the weights.
     Source: Ruff et al., Deep One-Class Classification, ICML 2018, section 3 and propositions 1 to 3.
     """
 
@@ -221,22 +221,22 @@ class DeepSVDD(Detector):
         return self.distance(cubes) / self.spread - square, square
 
     def features(self, cubes: Tensor) -> Tensor:
-        """Return the features (..., 32) of spectra (..., C), whitened but not centred."""
+        """Return the features (..., 32) of spectra (..., C), whitened but not centered."""
         with torch.autocast(cubes.device.type, enabled=False):
             spectra = self.whiten(cubes) + self.whitening @ self.mean
         features: Tensor = self.network(spectra)
         return features.float()
 
     def distance(self, cubes: Tensor) -> Tensor:
-        """Return the squared distance (...) of the features of spectra (..., C) to the centre."""
+        """Return the squared distance (...) of the features of spectra (..., C) to the center."""
         return (self.features(cubes) - self.centre).square().sum(-1)
 
     @torch.no_grad()
     def begin_update(self, progress: Progress) -> None:
-        """Move the centre to the mean feature of the reference pixels by an exponential mean; keep its length.
+        """Move the center to the mean feature of the reference pixels by an exponential moving average; keep its norm.
 
-        The reference pixels are those of the first phase: so the centre follows from weights and buffers, whatever
-        the micro-batches. It moves once per update: a resume and inference repeat the current update.
+        The reference pixels are those of the first phase, so the center depends only on weights and buffers, not on
+        micro-batches. It moves once per update: resuming and inference call this again for the current update.
         """
         super().begin_update(progress)
         moved = self.centre.lerp(self.features(self.reference).mean(0), PULL)
@@ -246,7 +246,7 @@ class DeepSVDD(Detector):
         self.moved_at.fill_(progress.update)
 
     def set_head(self, covariance: Tensor, sample: Tensor) -> Mapping[str, float]:
-        # The sample is in the order of a hash, so its beginning is a sample too; repeated where it is small.
+        # The sample is ordered by a hash, so its first pixels are also a random sample; repeated if it is small.
         self.reference.copy_(sample[torch.arange(REFERENCE, device=sample.device) % len(sample)])
         self.centre.copy_(self.features(sample).mean(0))
         self.moved_at.fill_(-1)
@@ -257,10 +257,10 @@ class DeepSVDD(Detector):
 
 
 class Slow(nn.Linear):
-    """A linear map without bias that Adam changes at a hundredth of the learning rate, which suits the other head.
+    """A linear map without bias with a hundredth of the learning rate under Adam, whose rate suits the other head.
 
-    Its weights are kept a hundred times too large: a step of Adam does not depend on their scale. At the full rate it
-    learns within an epoch to map every deviation it has seen onto the centre, those of anomalies too.
+    Its weights are stored scaled by 100, because the step size of Adam does not depend on their scale. At the full
+    rate, it learns within an epoch to map all deviations to the center, including those of anomalies.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:
@@ -273,7 +273,7 @@ class Slow(nn.Linear):
 
 
 def principal(covariance: Tensor) -> tuple[Tensor, Tensor]:
-    """Return variances (C,), largest first and none below FLOOR of it, and directions (C, C), one per column."""
+    """Return descending variances (C,), at least FLOOR times the largest, and directions (C, C), one per column."""
     values, vectors = torch.linalg.eigh(covariance)
     values = values.flip(0)
     return values.clamp(min=max(float(values[0]) * FLOOR, 1e-30)), vectors.flip(1)
@@ -282,6 +282,6 @@ def principal(covariance: Tensor) -> tuple[Tensor, Tensor]:
 def sigma_of_rx(scores: Tensor, channels: int) -> Tensor:
     """Return the standard deviation of the RX score around its mean over all pixels, from the scores of a sample.
 
-    That mean needs no sample: the squared Mahalanobis distances to the data's own mean and covariance have mean C.
+    The mean is known: squared Mahalanobis distances to the mean and covariance of the same data have mean C.
     """
     return (scores.double() - channels).square().mean().sqrt()

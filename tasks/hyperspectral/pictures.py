@@ -1,4 +1,4 @@
-"""Pictures of score maps: one alone, and several beside the scene, the RX map and the mask."""
+"""Plots of score maps: a single map, or several beside the scene, the RX map and the mask."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from runner.base.picture import encode_png, new_figure
 from .metrics import UNKNOWN
 
 Array = np.ndarray[Any, Any]
-LIMIT = 8.0  # log-odds and sigmas beyond it look alike
+LIMIT = 8.0  # scores are clipped to this range
 
 
 @dataclass(frozen=True)
 class Map:
-    """Data of one cube: cube (H, W, C), RX and trained scores (H, W) above 0 where anomalous, mask (H, W)."""
+    """Data of one cube: cube (H, W, C), RX and trained scores (H, W), positive for anomalies, mask (H, W)."""
 
     title: str
     cube: Array
@@ -37,7 +37,7 @@ def score_picture(one: Map, unit: str) -> bytes:
 
 
 def maps_picture(maps: Sequence[Map], unit: str) -> bytes:
-    """Return the PNG of one row per cube: false colour, RX score, trained score, true mask with what was found."""
+    """Return the PNG of one row per cube: false color, RX score, trained score, mask with detections."""
     figure = new_figure(11.5, 2.75 * len(maps) + 0.5)
     grid = figure.subplots(len(maps), 4, squeeze=False)
     heads = ("False colour", "RX alone, sigmas above threshold", f"Trained, {unit}", "Mask and what was found")
@@ -64,7 +64,7 @@ def maps_picture(maps: Sequence[Map], unit: str) -> bytes:
 
 
 def false_colour(cube: Array) -> Array:
-    """Return a long, a middle and a short wavelength of cube (H, W, C) as red, green and blue (H, W, 3), stretched."""
+    """Return a long, a medium and a short wavelength of cube (H, W, C) as RGB (H, W, 3), with stretched contrast."""
     channels = cube.shape[2]
     chosen = cube[..., [round(share * (channels - 1)) for share in (0.75, 0.45, 0.15)]]
     low, high = np.percentile(chosen, (1, 99))
@@ -73,7 +73,7 @@ def false_colour(cube: Array) -> Array:
 
 
 def verdict(score: Array, mask: Array) -> Array:
-    """Return colours (H, W, 3) uint8: targets found, targets missed, false alarms, background, unknown."""
+    """Return colors (H, W, 3) uint8: targets found, targets missed, false alarms, background, unknown."""
     found = score > 0
     cases = [(mask == 1) & found, (mask == 1) & ~found, (mask == 0) & found, (mask == UNKNOWN) & found, mask == UNKNOWN]
     colours = [np.array(colour) for _, colour in (*VERDICTS[:3], VERDICTS[2], ("unknown", (120, 120, 120)))]

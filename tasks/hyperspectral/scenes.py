@@ -1,7 +1,7 @@
-"""Cubes made of planes: photographs through a bank of filters, or synthetic spectra, with implanted targets.
+"""Generated cubes with implanted targets: photographs through a filter bank, or synthetic spectra.
 
-A cube is planes (H, W, P) times filters (P, C), plus noise. Targets and decoys are ellipses in which a part of the
-light is absorbed: targets always at the same two wavelengths, decoys at others. So a decoy is as anomalous as a target.
+A cube is the product of planes (H, W, P) and filters (P, C), plus noise. Targets and decoys are ellipses with
+absorption lines: targets always at the same two wavelengths, decoys at others. So a decoy is as anomalous as a target.
 """
 
 from __future__ import annotations
@@ -28,13 +28,16 @@ PHOTOGRAPHS = {
     "val": ("chelsea.png", "ihc.png"),
     "test": ("motorcycle_left.png", "retina.jpg"),
 }
-BLURS = (0.0, 0.7, 1.4, 2.8)  # sigma in pixels; the wavelength chooses between them, as diffraction does
-LINES = ((0.33, 1.0), (0.62, 0.7))  # where a target absorbs, from 0 to 1 over the channels, and how much of its depth
+BLURS = (0.0, 0.7, 1.4, 2.8)  # sigma in pixels, by wavelength, like diffraction
+LINES = (
+    (0.33, 1.0),
+    (0.62, 0.7),
+)  # absorption lines of a target: position from 0 to 1 over the channels, and relative depth
 LINE_WIDTH = 0.035
-DEPTH = (0.06, 0.25)  # share of the light that is absorbed
+DEPTH = (0.06, 0.25)  # fraction of the light that is absorbed
 NOISE = 0.01
 ENDMEMBERS = 8
-SEED = 20250301  # of the data, which is the same in every run
+SEED = 20250301  # the data is the same in every run
 VERSION = 1  # of the planes in the cache
 
 
@@ -63,7 +66,7 @@ class Scenes:
         return {"cube": torch.from_numpy(cubes), "mask": torch.from_numpy(masks), "index": torch.tensor(indices)}
 
     def planes(self, index: int, rng: np.random.Generator) -> Array:
-        """Return the planes (H, W, P) that the cube is made of."""
+        """Return the planes (H, W, P) of the cube."""
         raise NotImplementedError
 
     def filters(self) -> Array:
@@ -71,7 +74,7 @@ class Scenes:
         raise NotImplementedError
 
     def title(self, index: int) -> str:
-        """Return what a cube is called in a picture."""
+        """Return the title of a cube in plots."""
         raise NotImplementedError
 
 
@@ -93,7 +96,7 @@ class PhotographScenes(Scenes):
         return crop
 
     def filters(self) -> Array:
-        """Return the bank: each channel sees colours near its wavelength, blurred the more the longer it is."""
+        """Return the filter bank: each channel responds to its wavelength; longer wavelengths are blurrier."""
         wavelength = np.linspace(0, 1, self.shape[2])
         colour = np.exp(-0.5 * ((wavelength - np.array([[0.75], [0.45], [0.15]])) / 0.22) ** 2)
         place = wavelength * (len(BLURS) - 1)
@@ -106,7 +109,7 @@ class PhotographScenes(Scenes):
 
 
 class SyntheticScenes(Scenes):
-    """Smooth mixtures of a few smooth spectra: generated, for measuring speed at any size."""
+    """Smooth mixtures of a few smooth spectra: for speed measurements at any size."""
 
     def planes(self, index: int, rng: np.random.Generator) -> Array:
         height, width, _ = self.shape
@@ -131,7 +134,7 @@ class SyntheticScenes(Scenes):
 
 
 def implant(cube: Array, mask: np.ndarray[Any, np.dtype[np.uint8]], rng: np.random.Generator) -> None:
-    """Put targets and as many decoys into cube (H, W, C), in place; mask (H, W) becomes 1 where a target is."""
+    """Implant targets and as many decoys in cube (H, W, C), in place; mask (H, W) becomes 1 at targets."""
     height, width, channels = cube.shape
     wavelength = np.linspace(0, 1, channels)
     drawn = []
@@ -139,7 +142,7 @@ def implant(cube: Array, mask: np.ndarray[Any, np.dtype[np.uint8]], rng: np.rand
         is_target = number % 2 == 1
         lines = LINES if is_target else draw_decoy_lines(rng)
         drawn.append((is_target, lines, _ellipse(height, width, rng), rng.uniform(*DEPTH)))
-    # Decoys first: one over a target would add its lines to pixels that the mask assigns to a target.
+    # Decoys first: a decoy on top of a target would add its lines to pixels that the mask assigns to the target.
     for is_target, lines, inside, depth in sorted(drawn, key=lambda each: each[0]):
         absorbed = sum(share * np.exp(-0.5 * ((wavelength - at) / LINE_WIDTH) ** 2) for at, share in lines)
         spectra = cube[inside]
@@ -150,7 +153,7 @@ def implant(cube: Array, mask: np.ndarray[Any, np.dtype[np.uint8]], rng: np.rand
 def photograph_scenes(cache: Path, split: str, num_cubes: int, height: int, width: int, channels: int) -> Scenes:
     """Return crops of the photographs of a split.
 
-    Raises InputMissing where scikit-image came without them, ConfigError where crops are larger than a photograph.
+    Raises InputMissing if scikit-image does not contain them, ConfigError if crops are larger than a photograph.
     """
     files = [_prepared(cache, name) for name in PHOTOGRAPHS[split]]
     smallest = np.min([np.load(file, mmap_mode="r").shape[:2] for file in files], axis=0)
@@ -165,11 +168,11 @@ def photograph_scenes(cache: Path, split: str, num_cubes: int, height: int, widt
 
 
 def _prepared(cache: Path, name: str) -> Path:
-    """Return the planes of a photograph as an array (H, W, 3 x blurs) float32 from 0 to 1, made once."""
+    """Return the planes of a photograph as an array (H, W, 3 x blurs) float32 from 0 to 1, created once."""
     prepared = cache / f"planes-v{VERSION}" / f"{Path(name).stem}.npy"
     if prepared.exists():
         return prepared
-    # Read from the package's own folder: skimage.data's functions would download what is missing there.
+    # Read from the folder of the package, because the functions of skimage.data download missing files.
     source = Path(require("skimage.data", "hyperspectral").__file__).parent / name
     if not source.is_file():
         what = f"{source} does not exist: this scikit-image came without its photographs"
@@ -189,7 +192,7 @@ def _prepared(cache: Path, name: str) -> Path:
 
 
 def _ellipse(height: int, width: int, rng: np.random.Generator) -> Any:
-    """Return which pixels (H, W) are inside an ellipse of random place, size and direction."""
+    """Return which pixels (H, W) are inside an ellipse of random position, size and orientation."""
     size = min(height, width)
     along, across = rng.uniform(0.03, 0.09, 2) * size
     angle = rng.uniform(0, math.pi)
@@ -200,7 +203,7 @@ def _ellipse(height: int, width: int, rng: np.random.Generator) -> Any:
 
 
 def draw_decoy_lines(rng: np.random.Generator) -> list[tuple[float, float]]:
-    """Return two lines that are not those of a target."""
+    """Return two absorption lines that differ from those of a target."""
     places: list[float] = []
     while len(places) < 2:
         at = float(rng.uniform(0.05, 0.95))
@@ -210,6 +213,6 @@ def draw_decoy_lines(rng: np.random.Generator) -> list[tuple[float, float]]:
 
 
 def _interpolation(fine: int, coarse: int) -> Array:
-    """Return the matrix (fine, coarse) that interpolates linearly between coarse points."""
+    """Return the matrix (fine, coarse) of linear interpolation between coarse points."""
     place = np.linspace(0, coarse - 1, fine)
     return np.asarray(np.clip(1 - np.abs(place[:, None] - np.arange(coarse)), 0, None), np.float32)

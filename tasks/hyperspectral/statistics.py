@@ -1,4 +1,4 @@
-"""Phase 1: moments, extremes and a fair sample of all pixels, in one pass of bounded memory that can be merged."""
+"""Phase 1: mergeable moments, extremes and a uniform sample of all pixels, in one pass with bounded memory."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from runner.base.task import Fit, State
 
 from .metrics import UNKNOWN
 
-SAMPLE_SIZE = 8192  # pixels kept; the sigma of a score is then known to about 2 %, see sigma_of_rx
-CANDIDATES = 128  # pixels of each cube that may enter the sample
-ROWS = {"cpu": 4096}  # pixels at once: 50 channels of them fit the second-level cache of two cores
+SAMPLE_SIZE = 8192  # pixels in the sample; determines the sigma of a score to about 2 %, see sigma_of_rx
+CANDIDATES = 128  # candidates per cube
+ROWS = {"cpu": 4096}  # pixels per block: 50 channels fit into the second-level cache of two cores
 ROWS_ELSEWHERE = 2**20
-NEVER = torch.iinfo(torch.int64).max  # key of an empty place of the sample
+NEVER = torch.iinfo(torch.int64).max  # key of an empty entry of the sample
 
 
 class PixelStatistics(Fit):
-    """Count, mean and co-moment of the spectra (Chan et al.), extremes per channel, share of targets, and a sample.
+    """Count, mean and co-moment of the spectra (Chan et al.), extremes per channel, fraction of targets, and a sample.
 
-    Sums are float64, so that the order in which parts are read and merged changes only the last digits.
+    Sums are float64, so that the order of reading and merging affects only the last digits.
 
-    The sample is what the spread of the RX score is measured with: that needs fourth moments of all channels, which
-    nothing of bounded size holds exactly. Each cube offers pixels at places that follow from its index, each with a
-    key that follows from index and place (a bijective hash, so no two are alike); the sample is the pixels of the
-    smallest keys. The smallest of a union are the smallest of the smallest, so any split and merge gives the same.
+    The sample serves to estimate the standard deviation of the RX score, which depends on fourth moments of all
+    channels and cannot be accumulated exactly in bounded memory. Each cube has candidate pixels at positions derived
+    from its index, with keys derived from index and position (a bijective hash, so that keys are unique); the sample is
+    the pixels with the smallest keys. It is therefore the same for any split and any order of merging.
 
     dtype  of the products within a block of pixels, see `moments`
     """
@@ -74,9 +74,9 @@ class PixelStatistics(Fit):
         }
 
     def finish(self, model: Any, state: State) -> Mapping[str, float]:
-        """Set normalisation, components, whitening, selector and threshold of the model; return what was found.
+        """Set normalization, components, whitening, selector and threshold of the model; return the figures.
 
-        Raises DataError where there are no more pixels than channels, or values that are no numbers.
+        Raises DataError if there are no more pixels than channels, or values are not finite.
         """
         pixels = int(state["count"])
         if pixels <= self.channels:
@@ -90,10 +90,10 @@ class PixelStatistics(Fit):
 def moments(cubes: Tensor, dtype: torch.dtype) -> State:
     """Return count, mean, co-moment, low and high of the pixels of cubes (B, N, C), float64.
 
-    dtype  of the differences from about the mean of the cube, and of their products in a block of rows
+    dtype  of the differences from the approximate mean of the cube, and of their products in a block of rows
 
-    The blocks and what is subtracted depend on the cube alone. So even float32, whose products have 7 digits, gives
-    the same whatever cubes are read together; from there on all is float64.
+    The blocks and the subtracted values depend only on the cube. So even float32, with 7 digits, gives the same result
+    for any batch; all later sums are float64.
     """
     num_cubes, num_pixels, channels = cubes.shape
     rows = min(ROWS.get(cubes.device.type, ROWS_ELSEWHERE), num_pixels)
@@ -107,14 +107,16 @@ def moments(cubes: Tensor, dtype: torch.dtype) -> State:
 
 
 def _cube_moments(pixels: Tensor, room: Tensor) -> State:
-    """Return mean, co-moment, low and high of pixels (N, C); `room` (rows, C) is written over."""
+    """Return mean, co-moment, low and high of pixels (N, C); `room` (rows, C) is a work buffer."""
     shift = pixels[:: max(1, len(pixels) // 256)].mean(0).to(room.dtype)
     total = torch.zeros(len(shift), dtype=torch.float64, device=pixels.device)
     products = torch.outer(total, total)
     lows, highs = [], []
     for part in torch.split(pixels, len(room)):
         away = torch.sub(part, shift, out=room[: len(part)])
-        fold = math.gcd(len(part), 64)  # few long rows: a reduction over many short ones takes four times as long
+        fold = math.gcd(
+            len(part), 64
+        )  # few long rows, because a reduction over many short ones takes four times as long
         total += away.view(-1, fold * len(shift)).sum(0).view(fold, -1).sum(0)
         products += gram(away)
         wide = part.view(-1, fold * len(shift))
@@ -129,7 +131,7 @@ def _cube_moments(pixels: Tensor, room: Tensor) -> State:
 
 
 def merge_moments(one: State, other: State, first: Tensor, second: Tensor) -> State:
-    """Return mean, co-moment, low and high of the pixels of both, of which there are `first` and `second`.
+    """Return the merged mean, co-moment, low and high; `first` and `second` are the numbers of pixels.
 
     Source: Chan, Golub, LeVeque, Updating Formulae and a Pairwise Algorithm for Computing Sample Variances, 1979.
     """
@@ -144,10 +146,10 @@ def merge_moments(one: State, other: State, first: Tensor, second: Tensor) -> St
 
 
 def gram(rows: Tensor) -> Tensor:
-    """Return rows^T rows (C, C) in the precision of the rows; on other devices than a CPU in float64.
+    """Return rows^T rows (C, C) in the precision of the rows on a CPU, else in float64.
 
-    There float32 could become TF32, and under autocast half precision anywhere: three digits. Not by numpy, though
-    its syrk is faster: its threads and torch's wait for each other, milliseconds at each block.
+    Otherwise float32 could become TF32 or, under autocast, half precision, with three digits. numpy's syrk would be
+    faster, but its threads and those of torch wait for each other, milliseconds per block.
     """
     with torch.autocast(rows.device.type, enabled=False):
         wide = rows if rows.device.type == "cpu" else rows.double()
@@ -155,7 +157,7 @@ def gram(rows: Tensor) -> Tensor:
 
 
 def candidates(pixels: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
-    """Return keys (n,) and spectra (n, C) of the pixels that cubes (B, HW, C) of these numbers (B,) offer."""
+    """Return keys (n,) and spectra (n, C) of the candidate pixels of cubes (B, HW, C) with indices (B,)."""
     turn = torch.arange(CANDIDATES, device=index.device)
     numbers = index.long()[:, None] * CANDIDATES + turn
     keys = hash_int64(numbers)
@@ -165,7 +167,7 @@ def candidates(pixels: Tensor, index: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def hash_int64(number: Tensor) -> Tensor:
-    """Return a bijective hash of int64, whose order is as good as random.
+    """Return a bijective hash of int64 with pseudorandom order.
 
     Source: splitmix64; Steele, Lea, Flood, Fast Splittable Pseudorandom Number Generators, OOPSLA 2014, figure 17.
     """

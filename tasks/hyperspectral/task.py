@@ -33,7 +33,7 @@ SETTINGS = {
     "optimizer": "adam",
     "optimizer.lr": 0.01,
     "scheduler.warmup": 0.02,
-    "phase.train.epochs": 40,  # 5 x 0.9^37 is where the selector's temperature reaches 0.1
+    "phase.train.epochs": 40,  # the temperature of the selector reaches 0.1 at 5 x 0.9^37
     "checkpoint.best": "val/iou",
     "checkpoint.best_is": "max",
 }
@@ -110,7 +110,7 @@ class AnomalyTask(Task):
     statistics: Literal["float32", "float64"]
 
     item = "pixel"
-    unit = ""  # of the score
+    unit = ""  # unit of the score
 
     def __post_init__(self) -> None:
         height, width, self.channels = self.splits["train"].shape
@@ -124,12 +124,12 @@ class AnomalyTask(Task):
         return {"fit": PixelStatistics(self.channels, getattr(torch, self.statistics))}
 
     def begin_update(self, progress: Progress) -> None:
-        """Cool the selector and move the center; not in phase `fit`, after which the model is plain RX."""
+        """Update the temperature of the selector and the center, but not in phase `fit`, whose result is plain RX."""
         if progress.phase == "train":
             self.model.begin_update(progress)
 
     def evaluate(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Sum]:
-        """Return IoU, F1 and AUROC where there are masks, and the loss where it can be had."""
+        """Return IoU, F1 and AUROC if there are masks, and the loss if it is defined."""
         if not self.splits["val"].has_masks:
             return {}
         logits, _ = model(batch["cube"])
@@ -167,7 +167,7 @@ class AnomalyTask(Task):
     ) -> Iterator[Prediction]:
         """Yield the score maps of test cubes.
 
-        samples     number of test cubes, at most as many as there are
+        samples     maximum number of test cubes
         batch_size  cubes in one call of the model
         rows        number of cubes in plots/maps.png
         """
@@ -204,7 +204,7 @@ class AnomalyTask(Task):
 
 @dataclass
 class Detection(AnomalyTask):
-    """Masks mark the targets; the logit is the logarithm of the odds that a pixel is a target.
+    """Trains on masks of targets; the logit is the log-odds that a pixel is a target.
 
     weights  of orthogonality, entropy and concentration, see TrainableRX.penalties
     """
@@ -213,7 +213,7 @@ class Detection(AnomalyTask):
     unit = "log-odds of a target"
 
     def begin_phase(self, phase: str) -> None:
-        """Raise InputMissing where the training data has no masks to learn from."""
+        """Raise InputMissing if the training data has no masks."""
         super().begin_phase(phase)
         if phase == "train" and not self.splits["train"].has_masks:
             what = "head=rx learns from masks, but the training cubes have none"
@@ -222,8 +222,9 @@ class Detection(AnomalyTask):
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Sum:
         """Return the weighted cross-entropy summed over known pixels, and the penalties once per pixel.
 
-        Targets weigh as much as the background in all (pos_weight), so the network learns the odds at equal shares;
-        adding log pos_weight before the loss leaves in the logit the odds at the true share, whose 0 is even chances.
+        Targets have the same total weight as the background (pos_weight), so the network would learn the odds for equal
+        frequencies. Adding log pos_weight before the loss makes the logit the odds at the true frequency, so that
+        0 means even odds.
         """
         logits, penalties = model(batch["cube"])
         known = (batch["mask"] != UNKNOWN).float()
@@ -237,7 +238,7 @@ class Detection(AnomalyTask):
         return losses + count * penalty, count
 
     def evaluate(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Mapping[str, Sum]:
-        """Return also the loss, and the variance explained: the share of the squares that the components keep."""
+        """Also return the loss, and the fraction of the variance that the components explain."""
         metrics = {**super().evaluate(model, batch), "explained_variance": self.explained(batch["cube"])}
         return {"loss": self.loss(model, batch), **metrics} if self.splits["val"].has_masks else metrics
 
@@ -248,12 +249,12 @@ class Detection(AnomalyTask):
 
 @dataclass
 class OneClass(AnomalyTask):
-    """What lies outside the sphere of normal pixels is anomalous; known targets are left out of training."""
+    """Detects pixels outside the sphere of normal pixels; known targets are excluded from training."""
 
     unit = "distance to the sphere, spreads"
 
     def loss(self, model: nn.Module, batch: Mapping[str, Tensor]) -> Sum:
-        """Return squared radius + max(0, squared distance - squared radius) / nu, summed over pixels but targets."""
+        """Return squared radius + max(0, squared distance - squared radius) / nu, summed over pixels except targets."""
         logits, square = model(batch["cube"])
         normal = (batch["mask"] != 1).float()
         count = normal.sum()

@@ -1,1 +1,1 @@
-"""Diffusion of streamline pieces: tractography that samples the continuation of a fibre."""
+"""Diffusion of streamline pieces: tractography that samples the continuation of a fiber."""

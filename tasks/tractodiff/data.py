@@ -1,6 +1,6 @@
-"""Pieces of streamlines with the condition at their start: dipy's own brains, or those of a folder.
+"""Pieces of streamlines with the condition at their start: the data of dipy, or a folder.
 
-Everything is prepared once: points every `step` mm in RAS, and a field of spherical harmonics and mask per subject.
+Data is prepared once: points every `step` mm in RAS, and per subject a field of spherical harmonics and mask.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ SPLITS = ("train", "val", "test")
 class Tracts:
     """Streamlines of several subjects, and their fields.
 
-    points    (N, 3) mm, all streamlines in a row; streamline i is points[ends[i - 1] : ends[i]]
+    points    (N, 3) mm, concatenated streamlines; streamline i is points[ends[i - 1] : ends[i]]
     subject   (M,) of each streamline
     split     (M,) of each streamline, a number of SPLITS
     bundle    (M,) of each streamline, a number of `bundles`
@@ -75,10 +75,10 @@ class Tracts:
 class Pieces:
     """Sample i is 16 consecutive points of a streamline, relative to the point before them, and the condition there.
 
-    Each place of a streamline gives two samples, one in each sense. For training, one sample in five forgets a random
-    part of its history, half of these all of it: so a seed, from which no step is known yet, is nothing new. And such
-    a piece may run over the end of its streamline, straight on: so what grows later finds its way out of the mask.
-    Held-out pieces are real in all their points, and always know a direction.
+    Each point of a streamline gives two samples, one per direction. In training, one sample in five lacks a random part
+    of its history, and half of these all of it, so that the model can start from a seed. Such a piece may also continue
+    straight beyond the end of its streamline, so that grown streamlines leave the mask. Held-out pieces have only real
+    points, and always have a known direction.
     """
 
     def __init__(self, folder: Path, split: str, seed: int = 0) -> None:
@@ -100,7 +100,7 @@ class Pieces:
         self.set_epoch(0)
 
     def set_epoch(self, epoch: int) -> None:
-        """Draw how much of its history each sample remembers."""
+        """Draw the length of the known history of each sample."""
         self.num_remembered = torch.full((len(self),), NUM_DIRECTIONS)
         if self.split == "train":
             rng = np.random.default_rng([self.seed, epoch])
@@ -148,10 +148,11 @@ class Pieces:
         return {"condition": torch.cat([values, unit_steps(before).flatten(1)], dim=1), **loaded}
 
     def nearest(self, batch: Batch) -> Tensor:
-        """Return the points (B, 16, 3) after the place that is most like the start of each sample of a batch.
+        """Return the points (B, 16, 3) after the training point that is most similar to the start of each sample.
 
-        Like is near in mm from the middle of the image, and of the same last direction; a difference of directions
-        counts as far as it leads apart over half a piece. Only places with a step before and 16 real points after.
+        The distance combines the position, in mm from the image center, and the last direction: a difference of
+        directions counts as the distance to which it leads over half a piece. Candidates have a step before them, and
+        16 real points after them.
         """
         places = ((self.num_left >= NUM_POINTS) & (self.num_known >= 1)).nonzero()[:, 0]
         start, sense, points = self._start[places], self._sense[places], self.tracts.points
@@ -168,7 +169,7 @@ class Pieces:
         return points[after] - points[start[found], None]
 
     def spread(self, count: int) -> Batch:
-        """Return at most `count` samples, spread evenly."""
+        """Return at most `count` samples, evenly spaced."""
         return self.__getitems__(np.linspace(0, len(self) - 1, min(count, len(self))).astype(int).tolist())
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -198,7 +199,7 @@ def prepare(data_path: Path | None, cache: Path, *, data: Literal["volume", "bun
 
 
 def write(subjects: Sequence[Subject], step: float, folder: Path) -> None:
-    """Write what `read` reads. Raises DataError where no streamline is long enough for a piece."""
+    """Write the prepared data. Raises DataError if no streamline is long enough for a piece."""
     lines, owner, split, bundle = [], [], [], []
     names = sorted({name for subject in subjects for name in subject.bundle})
     for number, subject in enumerate(subjects):

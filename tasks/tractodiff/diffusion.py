@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 
 class Schedule(nn.Module):
-    """Shares of signal and noise at each of T steps; step 0 has the least noise.
+    """Signal and noise at each of T steps; step 0 has the least noise.
 
-    signal  (T,) share of the variance that is signal, alpha-bar
+    signal  (T,) fraction of the variance that is signal, alpha-bar
     Source: Nichol and Dhariwal, Improved Denoising Diffusion Probabilistic Models, ICML 2021, section 3.2.
     """
 
@@ -54,7 +54,7 @@ class Schedule(nn.Module):
 
         predict    (x_t, step (B,)) -> x0
         draw       () -> noise (B, ...) of unit variance
-        num_steps  None: ancestral sampling in T steps; otherwise DDIM in that many, at most T, which draws once
+        num_steps  None: ancestral sampling in T steps; otherwise DDIM in that many steps, at most T, which draws once
         """
         return self._ancestral(predict, draw) if num_steps is None else self._ddim(predict, draw(), num_steps)
 

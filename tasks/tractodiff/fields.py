@@ -1,6 +1,6 @@
 """Image data at a point of a brain: spherical-harmonic coefficients and a mask, interpolated between voxels.
 
-Points are in millimetres, RAS, everywhere; only here they become voxels, with the affine of their subject.
+Points are in millimetres, RAS, everywhere; this module alone converts them to voxels, with the affine of the subject.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from torch import Tensor
 SH_ORDER = 8
 NUM_SH = 45  # coefficients of even order up to 8
 NUM_CHANNELS = NUM_SH + 1  # the last one is the mask
-NUM_NEIGHBOURS = 7  # the point itself and one on each side along each axis
-NUM_DIRECTIONS = 8  # steps that led to the point
+NUM_NEIGHBOURS = 7  # the point and its neighbors on both sides along each axis
+NUM_DIRECTIONS = 8  # steps before the point
 CONDITION_SIZE = NUM_NEIGHBOURS * NUM_CHANNELS + NUM_DIRECTIONS * 3  # 346
-REACH = 1.5  # voxels between a point and its neighbours
+REACH = 1.5  # voxels between a point and its neighbors
 
 
 @dataclass(frozen=True)
 class Fields:
-    """Values at the voxels of several subjects, whatever the shapes of their images.
+    """Values at the voxels of several subjects, with images of any shapes.
 
-    values    (V, C): the voxels of all subjects in a row, each in C order
+    values    (V, C): concatenated voxels of all subjects, each in C order
     shapes    (S, 3) int64
     to_voxel  (S, 4, 4) float32: from RAS mm to voxels
     """
@@ -56,7 +56,7 @@ class Fields:
     def sample(self, points: Tensor, subject: Tensor) -> Tensor:
         """Return the values (N, C), float32, at points (N, 3) of subjects (N,): trilinear, zero outside the image.
 
-        Has a gradient for the points, and unlike grid_sample a deterministic one on every device.
+        Differentiable with respect to the points, and unlike grid_sample with a deterministic gradient on all devices.
         """
         matrix = self.to_voxel[subject]
         voxel = (matrix[:, :3, :3] @ points[:, :, None])[:, :, 0] + matrix[:, :3, 3]
@@ -77,14 +77,14 @@ class Fields:
         return total
 
     def condition(self, points: Tensor, directions: Tensor, subject: Tensor) -> Tensor:
-        """Return the input of the model (B, 346) about points (B, 3) that directions (B, 8, 3) led to.
+        """Return the input of the model (B, 346) for points (B, 3) after steps in directions (B, 8, 3).
 
-        The values around the points, then the directions: unit vectors, the latest last; zero where none is known.
+        The values around the points, then the directions: unit vectors in temporal order, zero if unknown.
         """
         return torch.cat([self.around(points, subject), directions.flatten(1)], dim=1)
 
     def around(self, points: Tensor, subject: Tensor) -> Tensor:
-        """Return the values (B, 322) at points (B, 3) and six neighbours of each, 1.5 voxels away along R, A and S."""
+        """Return the values (B, 322) at points (B, 3) and six neighbors of each, 1.5 voxels away along R, A and S."""
         offsets = torch.cat([torch.zeros(1, 3), torch.eye(3), -torch.eye(3)]).to(points.device)
         around = points[:, None] + REACH * self.voxel_size[subject][:, None, None] * offsets
         values = self.sample(around.reshape(-1, 3), subject.repeat_interleave(NUM_NEIGHBOURS))

@@ -36,7 +36,7 @@ def pieces(
 class SegmentSampler:
     """Draw the next 16 points (B, 16, 3) after the last 9 ones (B, 9, 3), all in mm, and count the pieces.
 
-    Where fewer than 9 points are known the first of them is repeated: those directions are zero, as in training.
+    If fewer than 9 points are known, the first one is repeated, so that its directions are zero, as in training.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class SegmentSampler:
 def grow(
     draw: Draw, inside: Callable[[Tensor], Tensor], seeds: Tensor, *, advance: int, max_points: int
 ) -> list[Tensor]:
-    """Return a streamline (n, 3) through each seed (N, 3), n at least 1, all points of it inside.
+    """Return a streamline (n, 3) through each seed (N, 3), n at least 1; all points are inside.
 
     inside      points (M, 3) -> (M,) bool
-    advance     points that are kept of each piece of 16 before the next is drawn
+    advance     number of points to keep of each piece of 16 before the next one is drawn
     max_points  on each side of the seed
     """
     ahead = _one_way(draw, inside, seeds[:, None].expand(-1, NUM_DIRECTIONS + 1, -1), advance, max_points)
-    # Behind the seed, what lies ahead of it is the history.
+    # Backward from the seed, the forward points are the history.
     heads = [torch.cat([seed[None], line])[: NUM_DIRECTIONS + 1] for seed, line in zip(seeds, ahead, strict=True)]
     tails = [torch.cat([head[-1:].expand(NUM_DIRECTIONS + 1 - len(head), -1), head.flip(0)]) for head in heads]
     behind = _one_way(draw, inside, torch.stack(tails), advance, max_points)

@@ -16,7 +16,7 @@ Array = np.ndarray[Any, Any]
 
 
 def mdf(one: Tensor, other: Tensor) -> Tensor:
-    """Return the mean direct-flip distance (...) of lines (..., P, 3): mean distance of points, in the better sense.
+    """Return the mean direct-flip distance (...) of lines (..., P, 3): mean point distance in the better direction.
 
     Source: Garyfallidis et al., QuickBundles, Frontiers in Neuroscience 6:175, 2012, section 2.2.
     """
@@ -26,20 +26,20 @@ def mdf(one: Tensor, other: Tensor) -> Tensor:
 
 
 def unit_steps(points: Tensor) -> Tensor:
-    """Return the unit steps (..., K, 3) between points (..., K + 1, 3); zero where two points are the same."""
+    """Return the unit steps (..., K, 3) between points (..., K + 1, 3); zero if two points are equal."""
     steps = points.diff(dim=-2)
     unit: Tensor = steps / steps.norm(dim=-1, keepdim=True).clamp(min=1e-6)
     return unit
 
 
 def resample_by_step(line: Array, step: float) -> Array:
-    """Return points each `step` along a line (n, 3), from its first point on; the remainder is dropped."""
+    """Return points each `step` along a line (n, 3), from its first point; the remainder is dropped."""
     along = _along(line)
     return _between(line, along, np.arange(0, along[-1] + 1e-3 * step, step))
 
 
 def resample_by_count(line: Array, count: int) -> Array:
-    """Return `count` points spread evenly along a line (n, 3), both ends included."""
+    """Return `count` evenly spaced points along a line (n, 3), both ends included."""
     along = _along(line)
     return _between(line, along, np.linspace(0, along[-1], count))
 

@@ -1,4 +1,4 @@
-"""The network that says what a noisy piece of a streamline was: an encoder of the condition and a denoiser."""
+"""The network that predicts a piece of a streamline from a noisy one: an encoder of the condition and a denoiser."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ NUM_POINTS = 16
 class Shape:
     """Sizes of the network.
 
-    encoder   widths of the condition's encoder; the last is that of the encoded condition
+    encoder   widths of the encoder of the condition; the last one is that of its output
     time      width of the embedding of the diffusion step
     hidden    width of the GRU
     head      widths between the GRU's state and the three coordinates
     channels  of the U-Net at 16, 8 and 4 points
-    num_steps  of the diffusion, T, unless said otherwise
+    num_steps  default number of diffusion steps T
     """
 
     encoder: tuple[int, ...]
@@ -39,8 +39,8 @@ class Shape:
 class StreamlineDiffusion(nn.Module):
     """Predict the points x0 (B, 16, 3) from noisy ones, the step (B,) and the condition (B, 346).
 
-    Points are relative to the start and in units of `scale` mm. The condition is brought to mean 0 and variance 1 with
-    `center` and `spread`. All three come from the training data and travel with the weights.
+    Points are relative to the start and in units of `scale` mm. The condition is standardized with `center` and
+    `spread`. All three are computed from the training data and stored with the weights.
     """
 
     center: Tensor
@@ -83,7 +83,9 @@ class Begin(nn.Module):
     def __init__(self, whole: StreamlineDiffusion) -> None:
         super().__init__()
         self.time = whole.time
-        self._whole = [whole]  # in a list: it is not a submodule. Its buffers are read in each call: they may move
+        self._whole = [
+            whole
+        ]  # in a list, so that it is not a submodule; its buffers are read in each call, because they may be moved
 
     def forward(self, noisy: Tensor, step: Tensor, condition: Tensor) -> tuple[Tensor, ...]:
         (whole,) = self._whole
@@ -111,9 +113,9 @@ class Join(nn.Module):
 
 
 class GRUDenoiser(nn.Module):
-    """A GRU of 16 cells, one for each point: its first state is the condition, its input all noisy points at once.
+    """A GRU of 16 cells, one per point: the initial state is the condition, the input all noisy points.
 
-    What a cell says is the step to its point: a line is the sum of its steps, so it is smooth before it is learned.
+    A cell predicts the step to its point. A line is the cumulative sum of the steps, and therefore always smooth.
     """
 
     def __init__(self, shape: Shape, width: int) -> None:
@@ -134,7 +136,7 @@ class GRUDenoiser(nn.Module):
 
 
 class Unpacked(nn.Module):
-    """A module with several arguments, as a layer that gets them in a tuple."""
+    """A module with several arguments, as a layer that takes them as a tuple."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__()
@@ -210,7 +212,7 @@ class Conditioned(nn.Module):
 
 
 class Down(nn.Module):
-    """Keep the output of a stage for the way up, and halve the points."""
+    """Save the output of a stage as a skip connection, and halve the number of points."""
 
     def __init__(self, shorten: nn.Module) -> None:
         super().__init__()
@@ -222,7 +224,7 @@ class Down(nn.Module):
 
 
 class Up(nn.Module):
-    """Double the points, and append the output kept last."""
+    """Double the number of points, and append the last skip connection."""
 
     def __init__(self, lengthen: nn.Module) -> None:
         super().__init__()
@@ -259,7 +261,7 @@ class UNetStage(nn.Module):
 
 
 class FiLMBlock(nn.Module):
-    """Two convolutions with group normalisation; between them the channels are scaled and shifted by the condition."""
+    """Two convolutions with group normalization; between them the channels are scaled and shifted by the condition."""
 
     def __init__(self, channels_in: int, channels: int, width: int) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Streamlines in space, coloured by direction: red to the side, green to the front, blue upwards."""
+"""Plots of streamlines, colored by direction: red left-right, green front-back, blue up-down."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from runner.base.picture import encode_png, new_figure
 Array = np.ndarray[Any, Any]
 # name -> elevation and azimuth in degrees, magnification, and whether the upward axis is seen end on
 VIEWS = {"from the right and front": (20, 35, 0.9, False), "from above": (90, -90, 1.1, True)}
-MAX_LINES = 400  # streamlines in one view; more hide each other
+MAX_LINES = 400  # streamlines per view; more would occlude each other
 
 
 def draw_side_by_side(sets: Mapping[str, Sequence[Array]], title: str) -> bytes:
-    """Return a PNG: one column per set of lines (n, 3) in RAS mm, one row per view, all in the same box."""
+    """Return a PNG: one column per set of lines (n, 3) in RAS mm, one row per view, with the same axis limits."""
     from mpl_toolkits.mplot3d.art3d import Line3DCollection  # slow to import; registers the projection "3d"
 
     figure = new_figure(4.9 * len(sets), 9.0)
@@ -37,7 +37,7 @@ def draw_side_by_side(sets: Mapping[str, Sequence[Array]], title: str) -> bytes:
                 axis.set_pane_color((0.97, 0.97, 0.97))
                 axis.get_major_locator().set_params(nbins=4)
                 axis.set_tick_params(labelsize=8)
-            if end_on:  # its ticks would lie on each other
+            if end_on:  # its ticks would overlap
                 axes.set(zticks=[], zlabel="")
             axes.set_title(f"{len(lines)} {name}, {view}", fontsize=10)
     figure.suptitle(f"{title}\ndirections: red to the side, green to the front, blue upwards", fontsize=11)
@@ -45,7 +45,7 @@ def draw_side_by_side(sets: Mapping[str, Sequence[Array]], title: str) -> bytes:
 
 
 def _color_segments(lines: Sequence[Array]) -> tuple[Array, Array]:
-    """Return the segments (n, 2, 3) of at most 400 lines, spread evenly, and their colours (n, 3)."""
+    """Return the segments (n, 2, 3) of at most 400 evenly spaced lines, and their colors (n, 3)."""
     shown = [lines[i] for i in np.linspace(0, len(lines) - 1, min(MAX_LINES, len(lines))).astype(int)]
     segments = np.concatenate([np.stack([line[:-1], line[1:]], axis=1) for line in shown])
     steps = np.abs(segments[:, 1] - segments[:, 0])

@@ -42,11 +42,11 @@ class Subject:
 
 
 def volume() -> list[Subject]:
-    """Return the 10 x 10 x 10 voxels of 2 mm that lie inside dipy (small_64D), tracked from 64 seeds in each.
+    """Return the 10 x 10 x 10 voxels of 2 mm in dipy (small_64D), tracked from 64 seeds per voxel.
 
     EuDX follows the peaks of the tensors in steps of 0.5 mm until the fractional anisotropy is below 0.2. Streamlines
-    are held out by the voxel of their seed: those in training may pass nearby, so what is measured is how well this
-    volume is known, not another brain.
+    are held out by the voxel of their seed: training streamlines may pass nearby, so the metrics measure
+    generalization within this volume, not to another brain.
     Source: Garyfallidis, Towards an accurate brain tractography, thesis, University of Cambridge, 2012.
     """
     fnames = _dipy("data").get_fnames(name="small_64D")
@@ -101,7 +101,7 @@ def _field(data: Array, mask: Array, affine: Array, gradients: Any) -> Array:
 
 
 def _diffusion(image: Path, bvals: Path, bvecs: Path) -> tuple[Array, Array, Any]:
-    """Return the data (X, Y, Z, N), the affine and the gradients. Raises DataError that names the file at fault."""
+    """Return the data (X, Y, Z, N), the affine and the gradients. Raises DataError with the invalid file."""
     read = _dipy("io.gradients").read_bvals_bvecs
     with _readable(image):
         loaded = require("nibabel", "tractodiff").load(image)
@@ -113,7 +113,7 @@ def _diffusion(image: Path, bvals: Path, bvecs: Path) -> tuple[Array, Array, Any
     _check_finite(data, image)
     _check_finite(values, bvals)
     if values.ndim != 1 or len(values) != len(vectors):
-        # The one of the two that does not fit the image is wrong.
+        # The file that does not match the image is the invalid one.
         fits, shape = len(vectors) == data.shape[-1], values.shape
         what = f"must have one row of {len(vectors)} b-values, as many as there are directions, but has shape {shape}"
         if values.ndim == 1 and not fits:
@@ -136,9 +136,9 @@ def bundles() -> list[Subject]:
     """Return five subjects: three to train with, one for val and one for test.
 
     Each has 50 streamlines of the left arcuate fasciculus, the right corticospinal tract and the forceps major.
-    There is no image with them, so the field is an atlas: which directions the training subjects' streamlines have at
-    a place, in spherical harmonics, once the centres of all subjects lie on each other. A training subject's own
-    streamlines are not in the atlas that it sees.
+    There is no image, so the field is an atlas: the directions of the training subjects' streamlines at each point, in
+    spherical harmonics, after the centers of all subjects are aligned. The atlas for a training subject excludes its
+    own streamlines.
     Source: Dhollander et al., Track Orientation Density Imaging, NeuroImage 94, 2014.
     """
     subjects, labels = [], []
@@ -167,7 +167,7 @@ def bundles() -> list[Subject]:
 
 
 def _atlas(lines: Sequence[Array]) -> Array:
-    """Return mean harmonics of the steps near each voxel of a centred cube, and where there are any (X, Y, Z, 46)."""
+    """Return mean harmonics of the steps near each voxel of a centered cube, and the mask of steps (X, Y, Z, 46)."""
     lines = [resample_by_step(line, 1.0) for line in lines]
     steps = np.concatenate([np.diff(line, axis=0) for line in lines])
     middles = np.concatenate([(line[:-1] + line[1:]) / 2 for line in lines])
@@ -184,9 +184,9 @@ def _atlas(lines: Sequence[Array]) -> Array:
 def read_subjects(path: Path) -> list[Subject]:
     """Return the subjects of a folder, in order of their names.
 
-    The last tenth of the subjects, at least one, is held out; before it as many for test, where there are three. The
-    streamlines of a lone subject are split instead.
-    Raises DataError where a file is damaged or of the wrong shape, InputMissing where there is none.
+    The last tenth of the subjects, at least one, is validation data, and as many before it are test data if there are
+    at least three. The streamlines of a single subject are split instead.
+    Raises DataError if a file is damaged or has the wrong shape, InputMissing if there is none.
     """
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     if not folders:
@@ -232,7 +232,7 @@ def _subject(folder: Path, part: str, *, alone: bool) -> Subject:
 
 
 def _streamlines(file: Path, to_voxel: Array, shape: tuple[int, ...]) -> list[Array]:
-    """Return the streamlines of a file. Raises DataError where they are not in the space of the image."""
+    """Return the streamlines of a file. Raises DataError if they are not in the space of the image."""
     with _readable(file), np.errstate(invalid="ignore"):  # infinite coordinates are refused below
         lines = [np.asarray(line) for line in require("nibabel", "tractodiff").streamlines.load(file).streamlines]
     for number, line in enumerate(lines):
@@ -255,7 +255,7 @@ def _file(folder: Path, *names: str) -> Path:
 
 @contextmanager
 def _readable(file: Path) -> Iterator[None]:
-    """Turn what readers raise about a damaged file into DataError."""
+    """Convert exceptions about a damaged file to DataError."""
     nibabel = require("nibabel", "tractodiff")
     try:
         yield

@@ -1,7 +1,7 @@
-"""Tractography by diffusion: which 16 points follow on a streamline, given the brain around a point and the way there.
+"""Tractography by diffusion: predict the next 16 points of a streamline from local image data and previous steps.
 
-Items are pieces of streamlines. The metric is the mean direct-flip distance to what really follows; the baseline goes
-straight on.
+Items are pieces of streamlines. The metric is the mean direct-flip distance to the true points; the baseline continues
+straight.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def build(
 
 
 class TractoDiff(Task):
-    """Draw the next 16 points of a streamline."""
+    """Samples the next 16 points of a streamline."""
 
     item = "piece"
 
@@ -90,7 +90,7 @@ class TractoDiff(Task):
         self.mask = self.tracts.fields.mask
         seen = train.spread(4096)
         model.center.copy_(seen["condition"].mean(dim=0))
-        # Coefficients of high order hardly differ but for noise; no more is made of it than that.
+        # Coefficients of high order are mostly noise, which must not be amplified.
         model.spread.copy_(seen["condition"].std(dim=0).clamp(min=0.05))
         model.scale.copy_(seen["points"].square().mean().sqrt())
         self.mean_step = float(seen["points"].diff(dim=1).norm(dim=-1).mean())
@@ -105,9 +105,9 @@ class TractoDiff(Task):
     def loss(self, model: nn.Module, batch: Batch) -> Sum:
         """Return 20 MDF + 10 collision, summed over the pieces, MDF in units of the model's scale.
 
-        Every second piece of the epoch is shown once more, at the least noisy twentieth of the steps: there the model's
-        points are nearly those it will draw, and the collision is their share that leaves the mask where the real
-        points do not. Counted twice, it is that of all pieces.
+        Every second piece is evaluated again at the least noisy 5 % of the steps, where the prediction is close to a
+        sample. The collision is the fraction of its points outside the mask whose true points are inside. It is counted
+        twice, to represent all pieces.
         """
         schedule, points, condition = self.model.schedule, batch["points"] / self.model.scale, batch["condition"]
         noise, count = per_sample_noise(batch), len(points)
@@ -125,7 +125,7 @@ class TractoDiff(Task):
         return 20 * distance + 10 * collision, count
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Sum]:
-        """Return the loss, and of pieces drawn from noise the MDF in mm and the share of their points in the mask."""
+        """Return the loss, and for sampled pieces the MDF in mm and the fraction of their points in the mask."""
         noise, dtype = per_sample_noise(batch), batch["points"].dtype
         drawn = pieces(model, self.model, batch["condition"], lambda: noise.normal(NUM_POINTS, 3, dtype=dtype))
         return {"loss": self.loss(model, batch)} | self._measured(drawn, batch)
@@ -133,7 +133,7 @@ class TractoDiff(Task):
     def baselines(self) -> Mapping[str, float]:
         """Return the metrics of continuing straight: the last known direction, with the mean step of the training data.
 
-        And as `mdf_mm_nearest` what copying the training piece with the nearest start and last direction gives.
+        `mdf_mm_nearest` is the result of copying the training piece with the nearest start and last direction.
         """
         batch = self.dataset("val").spread(4096)
         direction = batch["condition"][:, -3:]
@@ -167,17 +167,17 @@ class TractoDiff(Task):
         shard: Count = 0,
         num_shards: PositiveInt = 1,
     ) -> Iterator[Prediction]:
-        """Yield the streamlines grown in each held-out subject, as .trk and .tck, with figures and a picture.
+        """Yield the streamlines grown in each held-out subject, as .trk and .tck, with figures and a plot.
 
-        split       test: streamlines that chose no checkpoint, or val where there are none; val: those that did
+        split       test, or val if there are no test streamlines: not used to choose the checkpoint; val: used for it
         seeds       streamlines per subject
-        seeds_from  streamlines: points of held-out streamlines, with which the grown ones are compared; mask: anywhere
-                    in the mask
-        steps       null: ancestral sampling in all diffusion steps; otherwise DDIM in that many
+        seeds_from  streamlines: points of held-out streamlines, which are compared with the grown ones; mask: random
+                    points in the mask
+        steps       null: ancestral sampling with all diffusion steps; otherwise DDIM with this number of steps
         batch_size  seeds grown together and written to separate files, which ranks share; null: all of a subject
-        advance     points kept of each piece of 16 before the next one is drawn
-        max_points  most points on each side of a seed
-        shard       which of the batches to grow: those whose number modulo num_shards is this
+        advance     points to keep of each piece of 16 before the next one is sampled
+        max_points  maximum number of points on each side of a seed
+        shard       grow the batches whose number modulo num_shards is this
         num_shards  ranks that share the batches
         """
         if advance > NUM_POINTS:
@@ -196,7 +196,7 @@ class TractoDiff(Task):
             for subject in self.tracts.subjects(split)
             for batch in _divided(self._seeds(split, subject, seeds, seeds_from, generator), batch_size or seeds)
         ]
-        # A generator for each batch: it draws the same on whatever rank it is grown.
+        # One generator per batch, so that the random numbers do not depend on the rank.
         drawn = torch.randint(2**63 - 1, (len(batches),), generator=generator, device=generator.device).tolist()
         for batch, seed in list(zip(batches, drawn, strict=True))[shard::num_shards]:
 
@@ -228,13 +228,13 @@ class TractoDiff(Task):
         }
 
     def inside(self, points: Tensor, batch: Batch) -> Tensor:
-        """Return how much points (B, P, 3), in mm from the start, are in the mask (B, P), from 0 to 1."""
+        """Return the interpolated mask (B, P), from 0 to 1, at points (B, P, 3) in mm from the start."""
         self.mask = self.mask.to(points.device)
         at = (points + batch["start"][:, None]).flatten(0, 1)
         return self.mask.sample(at, batch["subject"].repeat_interleave(points.shape[1])).view(points.shape[:2])
 
     def _in_mask(self, mask: Fields, subject: int, count: int, generator: torch.Generator) -> Tensor:
-        """Return points (N, 3) anywhere in voxels of the mask."""
+        """Return random points (N, 3) in voxels of the mask."""
         device = generator.device
         voxels = mask.image(subject)[..., 0].nonzero()
         chosen = voxels[torch.randint(len(voxels), (count,), generator=generator, device=device)]

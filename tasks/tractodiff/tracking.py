@@ -1,4 +1,4 @@
-"""Output of inference for the streamlines of a subject: tractograms, figures by bundle, and a picture."""
+"""Output of inference for the streamlines of a subject: tractograms, figures by bundle, and a plot."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .growing import SegmentSampler, grow
 from .lines import Array, length, mdf, resample_by_count, tck, trk, voxels
 from .pictures import draw_side_by_side
 
-NUM_COMPARED_POINTS = 12  # points at which whole streamlines are compared, as in QuickBundles
+NUM_COMPARED_POINTS = 12  # points for the comparison of complete streamlines, as in QuickBundles
 
 
 @dataclass(frozen=True)
@@ -25,8 +25,8 @@ class Seeds:
     """Seeds of one subject, grown together.
 
     start     (N, 3) mm
-    partners  for each seed the number of the held-out streamline on which it lies; None: seeds anywhere in the mask
-    number    of these seeds among the batches of their subject, or None if there is only one
+    partners  number of the held-out streamline of each seed; None: random seeds in the mask
+    number    number of this batch among those of its subject, None if there is only one
     """
 
     subject: int
@@ -36,7 +36,7 @@ class Seeds:
 
 
 class Tracking:
-    """Grow and describe streamlines, and compare them with the held-out ones of a split."""
+    """Grows streamlines, and compares them with the held-out ones of a split."""
 
     def __init__(self, tracts: Tracts, split: str, *, advance: int, max_points: int) -> None:
         self.tracts, self.split, self.advance, self.max_points = tracts, split, advance, max_points
@@ -55,7 +55,7 @@ class Tracking:
     def figures(self, seeds: Seeds, grown: list[Array]) -> dict[str, object]:
         """Return lengths, and by bundle the distance to the held-out streamlines and the voxels of both.
 
-        grown  a line (n, 3) for each seed, of one point where nothing grew
+        grown  a line (n, 3) per seed; a single point if it did not grow
         """
         real = self._real(seeds)
         lines = [line for line in grown if len(line) > 1]
@@ -79,8 +79,9 @@ class Tracking:
     ) -> dict[str, dict[str, float]]:
         """Return the figures of each bundle in which there are seeds.
 
-        overlap and overreach are the voxels that grown lines share with, and have beyond, the held-out lines of the
-        bundle, both as shares of the latter's. Source: Cote et al., Tractometer, Medical Image Analysis 17, 2013.
+        overlap and overreach are the numbers of voxels of grown lines inside and outside of the held-out lines of the
+        bundle, relative to the number of voxels of the held-out lines.
+        Source: Cote et al., Tractometer, Medical Image Analysis 17, 2013.
         """
         labels = self.tracts.bundles_of(self.split, seeds.subject)
         affine = self.tracts.affines[seeds.subject]
@@ -145,7 +146,7 @@ def _format_figures(figures: dict[str, object]) -> str:
 
 
 def _distances(pairs: Sequence[tuple[Array, Array]]) -> list[float]:
-    """Return the MDF of pairs of lines, without those where nothing grew."""
+    """Return the MDF of pairs of lines, without seeds that did not grow."""
     even = [
         tuple(torch.from_numpy(resample_by_count(line, NUM_COMPARED_POINTS)) for line in pair)
         for pair in pairs
@@ -155,5 +156,5 @@ def _distances(pairs: Sequence[tuple[Array, Array]]) -> list[float]:
 
 
 def _mean(values: list[float]) -> float:
-    """Return the mean, 0 of nothing."""
+    """Return the mean; 0 if there are no values."""
     return sum(values) / max(1, len(values))
