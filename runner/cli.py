@@ -72,7 +72,7 @@ def print_problems(error: AccelRunError) -> None:
 
 def overview() -> str:
     """Return what `accel-run --help` prints."""
-    rows = "\n".join(f"  {name:<11}{summary}" for name, (_, summary) in COMMANDS.items() if summary)
+    rows = "\n".join(f"  {name:<12}{summary}" for name, (_, summary) in COMMANDS.items() if summary)
     return f"""\
 accel-run {__version__}: train PyTorch models as fast as the machine allows, on one device or several.
 

@@ -188,7 +188,8 @@ def wrap_help(text: str, stream: IO[str] | None = None) -> str:
 def reflow(text: str, columns: int) -> str:
     """Rewrap the lines of each paragraph and table cell to this width.
 
-    A paragraph consists of consecutive lines at the left margin; the last cell of a row continues at its column.
+    A paragraph consists of consecutive lines at the left margin. The last cell of a row continues at its column, or
+    below the row if its column is in the right half of the line.
     """
     joined: list[str] = []
     cell = 0  # column of the last cell of the row
@@ -201,7 +202,18 @@ def reflow(text: str, columns: int) -> str:
             continue
         joined.append(line)
         cell = max((match.end() for match in re.finditer(r"\S {2,}(?=\S)", line)), default=0)
-    return "\n".join(part for line in joined for part in _wrap_line(line, columns, 0 if line[:1].isupper() else 2))
+    return "\n".join(part for line in joined for part in _wrap_help_line(line, columns))
+
+
+def _wrap_help_line(line: str, columns: int) -> list[str]:
+    cells = list(re.finditer(r"\S( {2,})(?=\S)", line))
+    if len(line) > columns and line.startswith(" ") and cells and cells[-1].end() > columns // 2:
+        indent = len(line) - len(line.lstrip()) + 4
+        description = " " * indent + line[cells[-1].end() :]
+        return [line[: cells[-1].start(1)], *_wrap_line(description, columns, 0)]
+    return _wrap_line(
+        line, columns, 2 if line.startswith(" ") else len("usage: ") + 2 if line.startswith("usage:") else 0
+    )
 
 
 def wrap(text: str, columns: int) -> str:

@@ -229,7 +229,7 @@ SETTINGS_HELP = """settings: key=value, in any order; accel-run plan lists all o
   updates=N or epochs=N        length of the training
   global_batch_size=N          samples per update; micro_batch_size=N: samples per forward and backward pass
   optimizer.lr=X, scheduler=NAME, max_grad_norm=X, seed=N
-  precision=auto|fp32|tf32|bf16|fp16    compile=off|default|...    device=auto|cpu|cuda:0
+  precision=auto|fp32|tf32|bf16|fp16, compile=off|default|..., device=auto|cpu|cuda:0
   phases=[NAME,...]            run only these phases of the task; phase.NAME.KEY=VALUE changes a setting of one phase
   run=NAME                     name of the run's folder in output_root (outputs); an existing name resumes
   --config-dir DIR             your own configuration files, searched before the built-in ones

@@ -113,6 +113,19 @@ def test_help_follows_the_width_of_the_terminal(text: str, columns: int) -> None
             assert len(line) + 1 + len(below.split()[0]) > columns or "accel-run" in line + below
 
 
+def test_a_description_in_the_right_half_of_a_narrow_terminal_is_below_its_term() -> None:
+    row = "  accel-run plan precision=bf16    show what would run, and why, without training"
+    assert reflow(row, 120) == row
+    term, *below = reflow(row, 50).split("\n")
+    assert term == "  accel-run plan precision=bf16"
+    assert len(below) > 1
+    assert all(line.startswith(" " * 6) and line[6] != " " and len(line) <= 50 for line in below)
+
+
+def test_continuation_lines_of_a_paragraph_are_not_indented() -> None:
+    assert reflow("first_contact compares predictions with measurements", 30).split("\n")[1][0] != " "
+
+
 @given(st.integers(0, 2**50))
 def test_every_size_is_shown_with_three_digits_and_no_exponent(size: int) -> None:
     shown = format_bytes(size)
