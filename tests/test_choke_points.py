@@ -125,7 +125,7 @@ def test_names_become_functions_at_the_named_places_only() -> None:
                 f"{place}: choose from a table (runner/config/option_table.py), or name the place here with its reason"
             )
             used.update(known)
-    assert set(PLACES) == used, f"named here but gone: {set(PLACES) - used}"
+    assert set(PLACES) == used, f"listed here, but no longer in the code: {set(PLACES) - used}"
 
 
 def test_nothing_unpickles_and_no_shell_is_started() -> None:

@@ -339,7 +339,9 @@ def check_line(args: list[str]) -> None:
         if path.name == "run.sh":
             understood(rest)
     else:
-        assert program in OTHER_PROGRAMS, f"{program}: no program of ours; mark the block as text, with why"
+        assert program in OTHER_PROGRAMS, (
+            f"{program}: not a program of accel-run; mark the block as text, with the reason"
+        )
         for extras in re.findall(r"accel-run\[([\w,-]+)\]", " ".join(rest)):
             assert set(extras.split(",")) <= set(PROJECT["optional-dependencies"])
 
@@ -360,7 +362,9 @@ def test_every_block_has_a_kind() -> None:
     for block in BLOCKS:
         assert block.language in ("", "sh", "python", "yaml", "text"), f"{block}: {block.language}"
         if block.language == "text":
-            assert block.rest in WHY_TEXT, f"{block}: after text stands why it is not to be typed: {WHY_TEXT}"
+            assert block.rest in WHY_TEXT, (
+                f"{block}: `text` must be followed by the reason why the block cannot be typed: {WHY_TEXT}"
+            )
 
 
 def is_to_be_typed(block: Block) -> bool:
@@ -384,7 +388,7 @@ def test_documented_commands_are_accepted(block: Block) -> None:
 def put(block: Block) -> list[str]:
     """Write a YAML block to the file named in its first line; return the command in that line, if any."""
     result = re.match(r"# (DIR/\S+\.yaml)(?: +(accel-run .+))?$", block.text.partition("\n")[0])
-    assert result, f"{block}: the first line says where it lies, as # DIR/optimizer/slow.yaml"
+    assert result, f"{block}: the first line must name its file, as in # DIR/optimizer/slow.yaml"
     path = Path(result[1])
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(block.text.partition("\n")[2])
@@ -403,7 +407,7 @@ def test_documented_files_are_accepted(block: Block) -> None:
         understood([*args, *(f"{key}={value}" for key, value in given.items())])
         return
     args = put(block)
-    assert args, f"{block}: behind the place stands a command that takes the file"
+    assert args, f"{block}: the file name must be followed by a command that uses it"
     understood(args)
 
 
@@ -522,7 +526,7 @@ def test_links_resolve(page: Path) -> None:
         path, _, anchor = str(target).partition("#")
         there = (page.parent / path).resolve() if path else page
         assert there.exists(), f"{page.name}:{line} {target}"
-        assert there.is_relative_to(ROOT), f"{page.name}:{line} {target} leads out of the project"
+        assert there.is_relative_to(ROOT), f"{page.name}:{line} {target} is outside of the project"
         assert not anchor or anchor in anchors(there), f"{page.name}:{line} {target}: no such heading"
 
 

@@ -326,7 +326,7 @@ def test_each_of_several_processes_takes_its_own_gpu(
     assert str(model.place) == expected
     assert f"{expected} has " in messages[0]
     chosen(model, ["cuda:1"])
-    assert str(model.place) == "cuda:1", "what is named is taken"
+    assert str(model.place) == "cuda:1", "a named module is used"
 
 
 def test_a_single_process_uses_all_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -179,7 +179,7 @@ def test_the_image_has_no_secret_and_only_required_files() -> None:
     ignored, *kept = [
         line for line in (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines() if line and line[0] != "#"
     ]
-    assert ignored == "*", "all that is not named stays out"
+    assert ignored == "*", "everything that is not listed is excluded"
     allowed = [line[1:] for line in kept if line.startswith("!")]
     sources = {source for word, rest in result if word == "COPY" for source in rest.split()[:-1]}
     assert sources == set(allowed)

@@ -216,7 +216,7 @@ def test_files_are_written_at_the_named_places_only() -> None:
         f"{sorted(result - PLACES.keys())}: write it with RunDirectory.write, files.atomic_write or files.AppendLog, take "
         "one away with files.remove; or name the place here with its reason"
     )
-    assert not PLACES.keys() - result, f"named here but gone: {sorted(PLACES.keys() - result)}"
+    assert not PLACES.keys() - result, f"listed here, but no longer in the code: {sorted(PLACES.keys() - result)}"
 
 
 @pytest.mark.parametrize(

@@ -213,7 +213,7 @@ def test_gradients_that_a_replay_overwrites_are_accumulated(option: str, monkeyp
         expected = batches.sum((0, 1)).unsqueeze(1).expand(4, 2)
         assert model.weight.grad is not None
         assert torch.equal(model.weight.grad, expected)
-        assert model.unused.grad is None, "the optimizer leaves it alone"
+        assert model.unused.grad is None, "the optimizer does not change it"
         model.weight.grad = None
 
 

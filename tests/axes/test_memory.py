@@ -255,7 +255,7 @@ def test_channels_last_changes_the_layout_of_convolutions_and_no_value() -> None
         assert parameter.is_contiguous(memory_format=torch.channels_last) == is_weight or parameter.dim() != 4, name
     image = torch.randn(1, 3, 8, 8)
     torch.testing.assert_close(model(image), plain(image))
-    assert none(model, [], CPU).channels_last_tensors == 0, "a second time there is nothing to change"
+    assert none(model, [], CPU).channels_last_tensors == 0, "the second call has no effect"
 
 
 def test_channels_last_can_be_disabled_and_auto_ignores_other_models() -> None:

@@ -55,7 +55,7 @@ def test_a_forward_pass_runs_in_the_format_of_the_name(name: str, dtype: torch.d
     for _ in range(2):  # the context is reentrant
         assert dtypes(precision, model) == (dtype, dtype)
     assert precision.dtype == dtype
-    assert model(torch.ones(3, 4)).dtype == torch.float32, "outside of it nothing is cast"
+    assert model(torch.ones(3, 4)).dtype == torch.float32, "no autocast outside of the context"
     assert all(weight.dtype == torch.float32 for weight in model.parameters())
 
 
@@ -124,7 +124,7 @@ def test_the_verbs_of_float32_are_those_of_torch() -> None:
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(model.parameters(), by_hand.parameters(), strict=True))
     assert (precision.num_skipped(), precision.values(), precision.state()) == (0, {}, {})
     precision.load({"scaler": {"scale": 2.0}, "skipped": 3})
-    assert (precision.num_skipped(), precision.state()) == (0, {}), "the state of another precision is not for it"
+    assert (precision.num_skipped(), precision.state()) == (0, {}), "the state of another precision is ignored"
 
 
 # ---------------------------------------------------------------- float16 with loss scaling
@@ -249,7 +249,7 @@ def test_switches_are_set_for_the_run_and_restored_also_after_an_error(
     torch.set_float32_matmul_precision(before[0])
     torch.backends.cudnn.allow_tf32 = before[1]
     made_here = precision()
-    assert switches() == before, "making it changes nothing"
+    assert switches() == before, "constructing it has no side effects"
     with made_here.flags:
         assert switches() == inside
     assert switches() == before

@@ -118,8 +118,8 @@ def test_the_source_of_a_copy_lives_until_the_copy_is_complete() -> None:
 
     ahead = Moving(CPU, Watching())(sources())
     for number, _ in enumerate(ahead):
-        assert alive[number]() is not None, "handed out, and its copy may still be under way"
-        assert number == 0 or alive[number - 1]() is None, "what was waited for is free again"
+        assert alive[number]() is not None, "returned, and its copy may be in progress"
+        assert number == 0 or alive[number - 1]() is None, "released after the wait"
     assert joined == [[0], [1], [2], [3]]
 
 

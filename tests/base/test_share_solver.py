@@ -396,7 +396,7 @@ def test_measurements_are_restored_from_a_checkpoint() -> None:
     state = json.loads(json.dumps(balance.state(), allow_nan=False))
     again = ShareSolver(64, 2)
     again.load(state)
-    assert all(again.ahead(num) == balance.current for num in range(10)), "it does not probe again"
+    assert all(again.ahead(num) == balance.current for num in range(10)), "no new probes"
     assert (again.shares, again.lines) == (balance.shares, balance.lines)
     assert json.loads(json.dumps(again.state())) == state
     ranks.lines.reverse()
@@ -426,7 +426,7 @@ def test_measurements_of_another_division_are_not_used(other: ShareSolver) -> No
     assert other.state() == before
     fresh = ShareSolver(64, 2)
     fresh.load(ShareSolver(64, 2).state())
-    assert fresh.ahead(2) != fresh.current, "nothing was known yet, so it probes"
+    assert fresh.ahead(2) != fresh.current, "no times are known yet, so it probes"
 
 
 def test_one_rank_has_nothing_to_balance() -> None:

@@ -46,7 +46,7 @@ class FakeEvent:
         self.line.reached = max(self.line.reached, self.at)
 
     def elapsed_time(self, later: FakeEvent) -> float:
-        assert later.query(), "torch raises for a mark that the device has not reached"
+        assert later.query(), "torch raises for an event that the device has not reached"
         return 1e3 * (later.at - self.at)
 
 
@@ -161,7 +161,7 @@ def test_another_phase_starts_at_zero(stopwatch: Stopwatch, line: Timeline) -> N
     stopwatch.stop(7)
     stopwatch.begin()
     line.reached = line.now
-    assert stopwatch.last is None, "update 7 was of the phase before"
+    assert stopwatch.last is None, "update 7 belongs to the previous phase"
     line.now += 0.5
     stopwatch.lap("forward")
     line.reached = line.now
@@ -219,4 +219,4 @@ def test_completed_events_are_reused(line: Timeline) -> None:
             device.lap(part)
         device.stop(update)
         line.reached = line.now
-    assert line.num_made < 4 * len(PARTS), "the memory of the marks does not grow with the run"
+    assert line.num_made < 4 * len(PARTS), "the memory for events does not grow with the run"

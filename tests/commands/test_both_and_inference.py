@@ -84,7 +84,7 @@ def test_a_failed_start_does_not_become_the_last_run(server: ForkServer, folder:
         result = server.run(command, folder)
         assert result.code == 0, result.err
         assert "second" in result.out + result.err, command
-        assert "failed" in result.out + result.err, f"{command}: what was skipped is said"
+        assert "failed" in result.out + result.err, f"{command}: the skipped part is reported"
     assert json.loads((folder / "outputs" / "failed" / "run.json").read_text())["state"] == "failed"
 
 
@@ -141,7 +141,7 @@ def test_the_summary_has_times_and_memory(server: ForkServer, folder: Path) -> N
     latency = result["latency_ms"]
     assert latency.keys() == {"mean", "median", "p95", "p99"}
     assert latency["median"] > 0
-    assert latency["p95"] is latency["p99"] is None, "6 calls after the first tell neither"
+    assert latency["p95"] is latency["p99"] is None, "6 calls after the first determine neither"
     model = result["model"]
     assert (model["calls"], model["samples_per_call"]) == (7, 1)
     assert 0 < model["seconds"] < result["seconds"]

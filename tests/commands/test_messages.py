@@ -17,7 +17,7 @@ def test_status_shows_the_error_of_a_refused_attempt(server: ForkServer, tmp_pat
     (run / "run.json").write_text(json.dumps({"state": "preempted"}))
     (run / "error.json").write_text(json.dumps({"cause": cause, "exit_code": 65, "fix": "train"}))
     os.utime(run / "run.json", (1e9, 1e9))
-    assert f"{cause} (exit 65) (" in server.run("status a", tmp_path).out, "of the attempt after that"
+    assert f"{cause} (exit 65) (" in server.run("status a", tmp_path).out, "it belongs to the later attempt"
     os.utime(run / "error.json", (9e8, 9e8))
     assert cause not in server.run("status a", tmp_path).out
 

@@ -84,7 +84,7 @@ def test_a_pipe_gets_a_line_per_sample_then_a_summary_and_files(monitor: Watch, 
     assert len(samples) >= 5
     assert lines[: len(samples)] == samples
     count = int(re.search(r"monitored for [\d.]+ s, (\d+) samples", done.out)[1])  # type: ignore[index]
-    assert len(samples) <= count, "several may come between two looks"
+    assert len(samples) <= count, "several samples may arrive between two frames"
     assert re.search(r"utilization +% +85 +85 +85\n", done.out)
     assert "good  GPU 0 utilization: " in done.out
     assert re.search(r"power limit.* 100 %.* 61 °C", done.out)
@@ -113,7 +113,7 @@ def test_incomplete_files_are_named_and_monitoring_exits_with_an_error(
     (made,) = (tmp_path / "mine").iterdir()
 
     assert done.code == 74, done.err
-    assert "monitored for" in done.out, "the figures are of all samples"
+    assert "monitored for" in done.out, "the figures include all samples"
     assert done.err.count("File too large") >= 1
     for name in ("gpu.csv", "monitor.json"):
         assert name in done.err
@@ -369,7 +369,7 @@ def test_processes_are_known_by_the_run_they_belong_to(tmp_path: Path) -> None:
         assert set(result.values()) == {"first"}
         child.kill()
         record("ranks", pid=child.pid, birth=None)
-    assert set(RunningRuns(tmp_path).by_pid().values()) == {"first"}, "who has ended owns no process"
+    assert set(RunningRuns(tmp_path).by_pid().values()) == {"first"}, "a finished run owns no process"
 
 
 def test_ranks_are_all_those_of_their_starter(tmp_path: Path) -> None:
@@ -422,7 +422,7 @@ def test_a_folder_that_cannot_be_created_is_an_error_that_names_its_key(
     (tmp_path / "gpu_logs").write_text("a file")
     assert main(["monitor", "log_dir=gpu_logs", "seconds=0.1"]) == 73
     assert "log_dir" in capsys.readouterr().err
-    assert main(["monitor", "seconds=0.1", "interval_s=0.05"]) == 0, "who only wants to look may look"
+    assert main(["monitor", "seconds=0.1", "interval_s=0.05"]) == 0, "viewing needs no write permission"
     shown = capsys.readouterr()
     assert "gpu_logs: " in shown.err
     assert "CPU: " in shown.out

@@ -148,7 +148,7 @@ def test_a_gpu_event_is_reported_once_and_training_continues(
 
     assert sorted(row["what"] for row in messages) == ["lost", "slowed", "xid"]
     assert {row["what"]: row["device"] for row in messages} == {"lost": "gpu1", "slowed": "gpu0", "xid": "gpu0"}
-    assert "busy" not in result.out, "the run is on the CPU: what the GPUs do is not its work"
+    assert "busy" not in result.out, "the run is on the CPU, so GPU activity does not belong to it"
     for row in messages:
         assert (result.out + result.err).count(f"warning: {row['text']}") == 1
     notes = json.loads((run / "monitor.json").read_text())["notes"]

@@ -57,7 +57,7 @@ def test_a_run_that_does_not_fit_is_reported_with_remedies(server: ForkServer, t
     actual = {word.partition("=")[0]: word for _, _, word in rows}
     assert {"micro_batch_size", "memory"} <= actual.keys(), result.out
     again = server.run(f"{args} {actual['micro_batch_size']}", tmp_path)
-    assert "DOES NOT FIT" not in again.out, "what is advised fits"
+    assert "DOES NOT FIT" not in again.out, "the advised size fits"
     assert again.code == 0
 
 
@@ -93,7 +93,7 @@ def test_the_profile_of_a_pair_splits_an_update_and_lists_remedies(server: ForkS
     assert messages.code == 0, messages.err
     assert re.search(r"^note: parallelism=auto: .* 400000 ", messages.out, re.M)
     assert "DOES NOT FIT" in messages.out
-    assert "layers  " not in messages.out, "that is of a pipeline, which is not chosen"
+    assert "layers  " not in messages.out, "applies to a pipeline, which is not selected"
     rows = re.findall(r"^ *[\d.]+ [GM]iB  +x [\d.]+  micro_batch_size=(\d+)$", messages.out, re.M)
     assert rows
     assert all(int(size) < 400000 for size in rows)

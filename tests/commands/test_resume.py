@@ -87,7 +87,7 @@ def test_a_moved_run_resumes_in_its_new_folder(server: ForkServer, begun: Path, 
     assert load(checkpoint_path(elsewhere / "kept" / "mine" / "checkpoints", 60)).update == 60
     begun.rename(begun.parent / "renamed")
     again = server.run(["resume", "mine", "output_root=kept"], elsewhere, ON)
-    assert str(begun) in again.err, "the folder where it was started is gone"
+    assert str(begun) in again.err, "the original working directory no longer exists"
     assert again.code == 0, again.err
 
 
@@ -107,7 +107,7 @@ def test_mechanics_may_differ_and_mathematics_only_by_name(server: ForkServer, b
 def test_completed_updates_cannot_be_undone(server: ForkServer, begun: Path) -> None:
     refused = server.run("resume updates=10", begun, ON)
     assert refused.code == 88
-    assert "updates=20" in refused.err, "the updates that the checkpoint has"
+    assert "updates=20" in refused.err, "the number of updates of the checkpoint"
     result = server.run("resume updates=10 resume_allow=[updates]", begun, ON)
     assert result.code == 0, result.err
     run = begun / "outputs" / "mine"

@@ -78,7 +78,7 @@ def test_finished_runs_are_listed_with_report_and_command(folder: Path, capsys: 
     for name in states:
         script = (folder / "outputs" / name / "command.sh").read_text()
         assert shlex.join(["train", "--task", str(TASK), *BASE[3:]]) in script
-        assert f"run={name}\n" in script, "to go on with it"
+        assert f"run={name}\n" in script, "to resume the run"
     pytest.importorskip("matplotlib")
     assert main(["report", "killed"]) == 0
     page = (folder / "outputs" / "killed" / "report.html").read_text()
@@ -101,7 +101,7 @@ def test_an_error_is_shown_until_the_run_succeeds(
 ) -> None:
     file = folder / "outputs" / "broken" / "run.json"
     file.write_text(json.dumps({**json.loads(file.read_text()), "state": "running", "pid": 0}))
-    assert not status(capsys, "broken")[-2].endswith("(exit 70)"), "the attempt after it was killed, and it is said"
+    assert not status(capsys, "broken")[-2].endswith("(exit 70)"), "the later attempt was killed, and this is shown"
     assert server.run([*BASE, "run=broken", "task.fail_at=50"], folder, env={"NO_KILL": "1"}).code == 0
     lines = status(capsys, "broken")
     assert lines[0].startswith("broken: done ")

@@ -127,7 +127,7 @@ def test_every_suggestion_is_accepted(args: str) -> None:
 
 def test_the_table_of_foreign_overrides_has_enough_rows() -> None:
     assert len(TABLE) + len(FIRST) >= 190
-    assert not set(FOREIGN_KEYS) & set(ABSENT), "a key has two answers"
+    assert not set(FOREIGN_KEYS) & set(ABSENT), "a key has two suggestions"
 
 
 STRANGE = (

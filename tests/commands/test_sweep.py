@@ -100,7 +100,7 @@ def test_a_trial_prints_only_problems(swept: Swept) -> None:
     own = [line for line in lines if re.match(r"\[\d/4\] ", line)]
     assert [line.split()[1] for line in own] == [f"mine-{n}" for n in (1, 1, 2, 2, 3, 3, 4, 4)]
     assert own[1].split("  ")[1] == "failed (70)"
-    assert lines[: len(own)] == own, "nothing between them"
+    assert lines[: len(own)] == own, "no output between them"
     for number in (1, 2, 3, 4):
         kept = (swept.folder / "outputs" / "mine" / f"mine-{number}" / "console.log").read_text()
         assert " updates, " in kept

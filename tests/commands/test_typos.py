@@ -374,7 +374,7 @@ def answers(
 def with_all_options(answer: str) -> str:
     """Return the answer with each list of a group's options extended to all installed options."""
     for group, listed in re.findall(r"unknown (\w+); must be one of (.*)", answer):
-        assert set(listed.split(", ")) <= set(list_options(group)), "the table names an option that is gone"
+        assert set(listed.split(", ")) <= set(list_options(group)), "the table names an option that no longer exists"
         answer = answer.replace(listed, ", ".join(list_options(group)))
     ours = ", ".join(SHIPPED_ORDER)
     return answer.replace(ours, ", ".join(find_files(None)))

@@ -236,7 +236,7 @@ def test_a_config_folder_that_shadows_a_file_is_reported(bare: Path, tmp_path: P
     assert configuration.flat()["optimizer.lr"] == 7
     (note,) = configuration.notes
     assert note.startswith(f"{folder}/optimizer/adamw.yaml ")
-    assert composed(task=bare).flat()["optimizer.lr"] != 7, "the next request without the folder forgets it"
+    assert composed(task=bare).flat()["optimizer.lr"] != 7, "the next request without the folder does not use it"
 
 
 @pytest.mark.parametrize(
@@ -331,7 +331,9 @@ def test_a_profile_is_stronger_than_the_task_and_weaker_than_the_command_line(tm
 
     result, own = configuration.flat(), ("phase.first.micro_batch_size", "phase.second.micro_batch_size")
     assert [result[key] for key in ("micro_batch_size", "dataloader.num_workers", *own)] == [8, 2, 16, 8]
-    assert result["phase.first.optimizer.kernel"] == "foreach", "what the profile leaves is the task's"
+    assert result["phase.first.optimizer.kernel"] == "foreach", (
+        "keys that the profile does not set are those of the task"
+    )
     assert {configuration.sources[key] for key in ("micro_batch_size", "dataloader.num_workers", *own)} == {
         "profile mine"
     }

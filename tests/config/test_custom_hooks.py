@@ -129,7 +129,7 @@ def test_explain_names_the_file_of_a_hook_and_the_meaning_of_its_key(
     assert main(["explain", "hook.log_images.every", "--task", str(file)]) == 0
     shown = capsys.readouterr().out
     assert f"the default ({file})" in shown
-    assert len(shown.splitlines()) == 3, "the value, its source, its meaning"
+    assert len(shown.splitlines()) == 3, "value, source and meaning"
 
 
 @pytest.mark.parametrize(

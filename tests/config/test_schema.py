@@ -189,7 +189,7 @@ def test_help_is_the_entry_of_the_docstring_also_if_continued(sample: Path) -> N
 def test_values_that_need_execution_are_kept_as_text(sample: Path) -> None:
     keys = read_functions(sample)["second"].keys
 
-    assert keys["own"].type is Any, "a type of the file's own may be anything"
+    assert keys["own"].type is Any, "a type that the file defines is not checked"
     assert keys["computed"].default == Expression("2 * SIZE")
     assert (keys["negative"].default, keys["pair"].default) == (-1.5, (1, 2))
 

@@ -838,7 +838,7 @@ def test_the_time_of_a_stage_is_that_of_its_layers(schedule: str) -> None:
 
     for seconds in run_ranks(run, 2):
         assert seconds["forward"] == pytest.approx(4 * 0.03, abs=0.02)
-        assert seconds["backward"] < 0.02, "looks at the clock"
+        assert seconds["backward"] < 0.02, "measured by the clock"
 
 
 @pytest.mark.sampled(1)

@@ -518,7 +518,7 @@ def test_rows_that_a_checkpoint_refers_to_are_on_disk_before_its_name(tmp_path: 
         log.write("another")
         del faults.trace[:]
         save(tmp_path / "checkpoints", snapshot(1), sync_first=log.sync)
-        assert ("fsync", str(tmp_path / "metrics")) in faults.trace, "also where the checkpoint is there already"
+        assert ("fsync", str(tmp_path / "metrics")) in faults.trace, "even if the checkpoint already exists"
     assert target.name == "update-0000000001"
 
 

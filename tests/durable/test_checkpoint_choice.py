@@ -41,7 +41,7 @@ def bests(run: RunDirectory, update: int) -> list[tuple[float, int]]:
 def test_a_late_best_checkpoint_is_known_to_later_ones(run: RunDirectory) -> None:
     assert bests(run, 20) == [(0.3, 15)]
     assert bests(run, 15) == [(0.3, 15)]
-    assert bests(run, 5) == [(0.9, 5)], "what comes later is not known yet"
+    assert bests(run, 5) == [(0.9, 5)], "later checkpoints are not known yet"
 
 
 @pytest.mark.parametrize(("wanted", "update"), [(None, 15), ("best", 15), ("last", 20), ("5", 5), ("update-15", 15)])

@@ -137,7 +137,7 @@ def test_last_skips_runs_without_an_update(tmp_path: Path, sign: str) -> None:
         (path / "metrics.jsonl").touch()
         os.utime(path / "metrics.jsonl", (0, 0))
         (path / "events.jsonl").write_text('{"kind": "start", "update": 0}\n')
-    assert RunDirectory.find(tmp_path).name == "failed-2", "there is no other"
+    assert RunDirectory.find(tmp_path).name == "failed-2", "there is no other run"
     if sign.startswith("checkpoints"):
         (trained / sign).mkdir()
     else:

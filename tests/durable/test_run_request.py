@@ -70,7 +70,7 @@ def test_a_foreign_run_folder_does_not_choose_the_code_that_runs(tmp_path: Path)
         load_run_request(inner, tmp_path / "outputs", Request())
     (run.path / "sweep.json").touch()
     assert load_run_request(inner, tmp_path / "outputs", Request()).task_file == task, (
-        "a trial of a sweep of ours is a run of ours"
+        "a trial of an own sweep is an own run"
     )
     (run.path / "away").symlink_to(left_by(tmp_path / "away", record).path)
     with pytest.raises(SecurityRefusal, match="never decides which code runs"):

@@ -68,7 +68,7 @@ def recipes() -> list[Recipe]:
                 continue
             first, _, text = token.content.partition("\n")
             place = re.fullmatch(r"# (\S+\.\w+)(?:: (above|in) ([A-Z]+|imports))?", first)
-            assert place, f"{last.title}: the first line of a block says where it goes, but is {first}"
+            assert place, f"{last.title}: the first line of a block must name its file, but is {first}"
             piece = (place[1], f"{place[2]} {place[3]}" if place[2] else "new", text)
             result.append(Recipe(last.title, (*last.pieces, piece), last.commands))
     return [recipe for recipe in result if recipe.pieces or recipe.commands]
@@ -81,7 +81,7 @@ def put(root: Path, file: str, place: str, text: str) -> None:
     """Insert a piece at the place named in its first line."""
     path = root / file
     if place == "new":
-        assert not path.exists(), f"{file} is there already"
+        assert not path.exists(), f"{file} already exists"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text, encoding="utf-8")
         return
@@ -94,7 +94,7 @@ def put(root: Path, file: str, place: str, text: str) -> None:
     side, table = place.split()
     before = path.read_text(encoding="utf-8")
     result = re.search(rf"^{table}\b.*[\[{{]\n", before, re.MULTILINE)
-    assert result, f"{file} has the table {table} in lines of its own"
+    assert result, f"{file} has the table {table} on separate lines"
     at, text = (result.start(), f"{text.rstrip()}\n\n\n") if side == "above" else (result.end(), text)
     path.write_text(before[:at] + text + before[at:], encoding="utf-8")
 

@@ -371,7 +371,7 @@ def test_the_best_of_a_finished_phase_is_kept_and_another_run_may_start_from_it(
     assert train(server, tmp_path, *args).code == 0
     losses = [row["val/loss"] for row in rows(tmp_path) if "val/loss" in row]
     best = 1 + losses.index(min(losses))
-    assert best < 12, "a rate of 10 must not get better to the end, else this shows nothing"
+    assert best < 12, "a rate of 10 must not improve until the end, else the test proves nothing"
     assert train(server, tmp_path, "phases=[adapter,patient]", "updates=6").code == 0
     place = checkpoint_path(tmp_path / "outputs" / "mine" / "checkpoints", best)
     other = [word for word in BASE if word != "run=mine"]

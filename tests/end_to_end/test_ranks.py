@@ -183,7 +183,7 @@ def test_ranks_resume_from_a_mirror_in_an_empty_folder(server: ForkServer, folde
     well(server.run(args.replace("updates=12", "updates=4"), folder))
     (folder / "outputs").rename(folder / "lost")
     well(server.run(f"{args} resume_allow=[updates]", folder))
-    assert [*losses(folder)] == [*range(1, 13)], "rows before the download are there too"
+    assert [*losses(folder)] == [*range(1, 13)], "rows before the download exist, too"
 
 
 def test_a_checkpoint_in_parts_is_exported_as_one_file(server: ForkServer, tmp_path: Path) -> None:
@@ -318,7 +318,7 @@ def test_ranks_started_by_torchrun_train_the_same_run(
     args = f"{BASE} parallelism=ddp".replace("run=r", "run=again").split()
     assert server.call(torchrun, args, folder) == {0: 0, 1: 0}
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
-    assert (folder / "out").read_text().count("12 of 12 updates") == 1, "one rank speaks"
+    assert (folder / "out").read_text().count("12 of 12 updates") == 1, "one rank prints"
 
 
 def torchrun(args: list[str], folder: Path) -> dict[int, int]:
@@ -359,7 +359,7 @@ def test_bad_samples_of_any_rank_are_listed(server: ForkServer, folder: Path) ->
     assert sorted(index for _, index in listed) == [3, 40, 77]
     well(server.run(args.replace(TWO, "").replace("run=r", "run=one"), folder))
     alone = [(event["update"], event["index"]) for event in events(folder, "bad sample", "one")]
-    assert listed == alone, "with the update that they belong to"
+    assert listed == alone, "with their update"
 
 
 @pytest.mark.sampled(1)
@@ -396,7 +396,7 @@ def test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting(server: For
     args = f"{BASE} {TWO} resume=fresh task.fault=kill task.at=9 checkpoint.every=3updates"
     result = well(server.run(args.split(), folder, {"ONCE": str(folder / "once")}))
     aside = list((folder / "outputs/r/checkpoints").glob("earlier-*"))
-    assert len(aside) == 1, "those of the run before, and no others"
+    assert len(aside) == 1, "only those of the previous run"
     assert result.code == 0
     assert losses(folder) == pytest.approx(expected, rel=SAME_CURVE)
 

@@ -112,7 +112,7 @@ def checkout(tmp_path: Path) -> Checkout:
 def test_the_environment_is_created_once_with_torch_first(checkout: Checkout) -> None:
     first = checkout.run("setup.sh", "dev")
     assert first.returncode == 0, first.stderr
-    assert first.stdout == "", "what the scripts print belongs to accel-run"
+    assert first.stdout == "", "the output of the scripts is that of accel-run"
     assert all(line.startswith("setup: ") for line in first.stderr.splitlines())
     assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}[dev]"]
     assert checkout.run("setup.sh", "dev").returncode == 0
@@ -221,7 +221,7 @@ def test_two_concurrent_calls_install_once(checkout: Checkout) -> None:
     second = checkout.start("setup.sh", stderr=subprocess.PIPE)
     assert second.stderr is not None
     with second.stderr:
-        assert second.stderr.readline(), "it says that it waits"
+        assert second.stderr.readline(), "it prints that it waits"
         (checkout.stub / "go").touch()
         assert [process.wait(timeout=60) for process in (first, second)] == [0, 0]
     assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}"]
@@ -303,7 +303,7 @@ def test_on_a_terminal_a_menu_is_shown(checkout: Checkout, answer: str) -> None:
     shown, code = at_a_terminal(checkout, f"99\nnonsense\n\n{answer}\n")
     assert code == 0
     assert " 1  train " in shown
-    assert shown.count("scripts/run.sh") == 1, "how to get there without the menu"
+    assert shown.count("scripts/run.sh") == 1, "the command without the menu"
     assert shown.splitlines()[-1] == "inference"
 
 

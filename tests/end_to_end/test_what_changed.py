@@ -135,7 +135,7 @@ def test_a_data_set_of_another_length_is_refused_without_changing_the_run(
     assert dict(files_of_run(copied)) == before
     assert json.loads((copied / "outputs" / "mine" / "error.json").read_text())["exit_code"] == 88
     used = server.run("inference mine", copied)
-    assert used.code != 88, "a run whose data has gone can still be used"
+    assert used.code != 88, "a run whose data was deleted can still be used"
     write(copied, {"data.txt": FILES["data.txt"]})
     assert resumed(server, copied).code == 0
 
@@ -147,7 +147,7 @@ def test_a_finished_run_whose_data_changed_stays_finished(server: ForkServer, co
     at_start = before.stat()
     assert resumed(server, copied, "resume mine").code == 0
     assert newest_valid(copied / "outputs/mine/checkpoints") == before
-    assert before.stat().st_ino == at_start.st_ino, "its last checkpoint is not written again"
+    assert before.stat().st_ino == at_start.st_ino, "the last checkpoint is not rewritten"
 
 
 @pytest.mark.parametrize("draws", ["never", "global"])
@@ -164,7 +164,7 @@ def test_changed_samples_are_named_and_recorded(
     assert changes(folder) == [(30, [], ["train sample 50"])]
     again = resumed(server, folder, "resume mine updates=50 resume_allow=[updates]")
     assert again.code == 0, again.err
-    assert changes(folder) == [(30, [], ["train sample 50"])], "the history stays, and the new data is the run's now"
+    assert changes(folder) == [(30, [], ["train sample 50"])], "the history is kept, and the run now has the new data"
     state = json.loads((folder / "outputs/mine/checkpoints/update-0000000050/state.json").read_text())
     assert [each["samples"] for each in state["changes"]] == [["train sample 50"]], "in checkpoints, too"
 
@@ -183,7 +183,7 @@ def test_changed_code_and_its_imports_are_named_and_recorded(server: ForkServer,
         "helpers/unit.py",
         "mine.py",
     ]
-    assert len(state["changes"]) == 1, "the checkpoint tells it too"
+    assert len(state["changes"]) == 1, "the checkpoint records it, too"
 
 
 def test_code_is_recorded_as_it_was_when_the_run_began(server: ForkServer, tmp_path: Path) -> None:
@@ -294,7 +294,7 @@ def test_a_checkpoint_of_a_run_with_the_same_name_is_refused_without_changing_th
         assert dict(files_of_run(copied)) == before
         assert there.is_dir()
     used = server.run("inference mine", copied)
-    assert elsewhere.name in used.err, "passed over, and said"
+    assert elsewhere.name in used.err, "skipped with a message"
     shown = server.run("status mine", copied)
     assert any(elsewhere.name in line and "another run" in line for line in shown.out.splitlines())
     there.rename(copied / "out-of-the-way")

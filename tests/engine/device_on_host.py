@@ -30,7 +30,7 @@ class LateEvent:
         sleep(max(0.0, self.at + LAG_S - time.perf_counter()))  # lint-tests: sleep: of virtual time
 
     def elapsed_time(self, later: LateEvent) -> float:
-        assert later.query(), "torch raises for a mark that the device has not reached"
+        assert later.query(), "torch raises for an event that the device has not reached"
         return 1e3 * (later.at - self.at)
 
 

@@ -156,7 +156,7 @@ def test_pretrained_weights_are_used_in_training_resuming_inference_and_export(
     evaluated = server.run(["evaluate", "mine", "--json"], tmp_path)
     assert json.loads(evaluated.out)["metrics"]["val/loss"] == pytest.approx(result, rel=TOLERANCE)
     refused = server.run(["train", "--task", str(TASK), "run=next", "weights=mine", "device=cpu"], tmp_path)
-    assert refused.code == 78, "an adapter alone is no model"
+    assert refused.code == 78, "an adapter alone is not a model"
     assert not (tmp_path / "outputs" / "next").exists()
 
 

@@ -191,10 +191,10 @@ def test_a_best_checkpoint_that_was_written_after_a_newer_one_is_known_on_resume
     shutil.rmtree(two.path)
     checkpoint.save(tmp_path, checkpoint.Snapshot(2, tensors, two.state, {"run_uid": generate_uid()}))
     assert find_best_checkpoints(newest, training.saver.policy.ranking) == bests[1:], (
-        "one of another run does not count"
+        "a checkpoint of another run is ignored"
     )
     shutil.rmtree(checkpoint_path(tmp_path, 2))
-    assert find_best_checkpoints(newest, training.saver.policy.ranking) == bests[1:], "one that is lost does not count"
+    assert find_best_checkpoints(newest, training.saver.policy.ranking) == bests[1:], "a lost checkpoint is ignored"
 
 
 def test_a_failed_save_keeps_the_held_checkpoint(tmp_path: Path, clock: Clock) -> None:
@@ -306,7 +306,7 @@ def test_a_short_run_leaves_its_best_and_its_last_checkpoint(server: ForkServer,
     names, bests = bests_of(run)
     assert f"update-{best:010}" in names
     assert bests == [[values[best], best]]
-    assert len(names) <= 2, "nothing was written on the way"
+    assert len(names) <= 2, "nothing was written during training"
     again = server.run([*args, "updates=60", "resume_allow=[updates]"], tmp_path, {"NO_KILL": "1"})
     assert again.code == 0, again.err
     values = rows(run)

@@ -147,7 +147,7 @@ def test_an_overflow_is_left_out_of_the_row() -> None:
         meter(step(number, math.nan, 5))
     meter(step(5, math.nan))
     assert [row["train/loss"] for row in rows] == [2.0, None]
-    assert meter.items_seen == 18, "they were read all the same"
+    assert meter.items_seen == 18, "they were read nevertheless"
     meter.state()
 
 
@@ -183,9 +183,9 @@ def test_the_parts_of_a_row_add_up_to_the_time_of_its_updates(time: Time) -> Non
         parts = [row[f"perf/{part}_ms"] for part in PARTS if f"perf/{part}_ms" in row]
         assert sum(parts) == pytest.approx(row["perf/step_time_ms"], abs=1e-3)
         assert row["perf/hooks_ms"] == 1000.0
-    assert "perf/wait_ms" not in rows[0], "what there was not is missing, and not 0"
+    assert "perf/wait_ms" not in rows[0], "parts that did not occur are missing, not 0"
     assert [row.get("perf/evaluation_ms") for row in rows] == [1000.0, 2000.0, 2000.0], (
-        "of those before its last update"
+        "of the samples before its last update"
     )
 
 
@@ -241,7 +241,7 @@ def test_throughput_is_unknown_before_a_second_update(time: Time) -> None:
     meter.restart_clock()
     meter.close_window()
     assert meter.timed.throughput is None
-    assert rows[0]["perf/step_time_ms"] is None, "the first update of a process is start-up, also in a row of its own"
+    assert rows[0]["perf/step_time_ms"] is None, "the first update of a process is start-up, even in a separate row"
 
 
 def test_every_second_of_a_process_has_its_part(time: Time) -> None:
@@ -292,7 +292,7 @@ def test_rows_are_written_in_order_once_their_values_arrive() -> None:
     meter = made(rows, every=1, send=late)
     meter(step(1, 1.0))
     meter(step(2, 2.0))
-    assert rows == [], "nobody waits"
+    assert rows == [], "no rank waits"
     late.arrived = True
     meter(step(3, 3.0))
     assert [row["update"] for row in rows] == [1, 2, 3]
@@ -308,7 +308,7 @@ def test_flushing_waits_for_pending_rows() -> None:
     assert ([row["update"] for row in rows], late.waited) == ([1, 2], 2)
     meter(step(3, 3.0))
     assert meter.state()["losses"] == []
-    assert [row["update"] for row in rows] == [1, 2, 3], "a checkpoint knows of no row that is not written"
+    assert [row["update"] for row in rows] == [1, 2, 3], "a checkpoint refers only to written rows"
 
 
 def test_a_resumed_meter_has_every_bit_of_the_gradient_norm() -> None:

@@ -98,7 +98,7 @@ def test_a_failed_save_is_retried_once_after_a_minute(every: Any, monkeypatch: p
         policy.restart_interval()
         policy.record_result(has_succeeded=False)
         now += 90.0
-        assert not policy.is_late(), "three in a row end the run: a disk that is away for minutes must not"
+        assert not policy.is_late(), "three in a row end the run; a disk that is unavailable for minutes must not"
         policy.restart_interval()
         policy.record_result(has_succeeded=True)
         now += 90.0
@@ -155,7 +155,7 @@ def test_the_cost_of_a_save_includes_pause_and_slowdown() -> None:
     assert save_cost.cost_s == pytest.approx(0.6)
     assert save_cost.expected_s() == pytest.approx(2.3)
     after(save_cost, 0.1, [0.4], saved(1.0))
-    assert save_cost.last.slowed_s == 0.0, "never less than nothing"
+    assert save_cost.last.slowed_s == 0.0, "never negative"
     assert (save_cost.num_saves, save_cost.held_s, save_cost.slowed_s) == (2, pytest.approx(0.4), pytest.approx(0.3))
     assert save_cost.expected_s() == pytest.approx(2.3), "the slowest of the last three"
 

@@ -92,7 +92,7 @@ def test_evaluate_uses_the_best_checkpoint_by_default(server: ForkServer, tmp_pa
     rows = [json.loads(line) for line in (tmp_path / "outputs/mine/metrics.jsonl").read_text().splitlines()]
     losses = {row["update"]: row["val/loss"] for row in rows if "val/loss" in row}
     best = max(losses, key=lambda update: losses[update])
-    assert best != 6, "the law needs a run whose last checkpoint is not its best"
+    assert best != 6, "the test needs a run whose last checkpoint is not its best"
     result = evaluated(server, tmp_path)
     assert (result["update"], result["marks"][0]) == (best, "best")
     assert result["metrics"]["val/loss"] == losses[best]

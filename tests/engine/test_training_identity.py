@@ -68,7 +68,7 @@ def test_hashing_leaves_no_open_file_for_workers_to_share(tmp_path: Path, start_
     assert opening.opened < 0
     here = fingerprint_data(fetchers, Loader(fetchers["train"]))
     os.close(opening.opened)
-    assert result == here, "the hash does not depend on who reads"
+    assert result == here, "the hash does not depend on the reading process"
     assert {split: sorted(each["hashes"]) for split, each in result.items()} == {
         "train": ["0", "4", "8"],
         "val": ["0", "1", "2"],

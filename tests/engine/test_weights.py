@@ -171,7 +171,7 @@ def test_missing_duplicated_and_outside_shards_are_refused(tmp_path: Path) -> No
     index.write_text(
         index.read_text().replace('"weight_map": {', '"weight_map": {"more": "model-00002-of-00002.safetensors", ')
     )
-    assert isinstance(refusal(Net(), tmp_path / "lacking"), DataError), "also where the model needs no more"
+    assert isinstance(refusal(Net(), tmp_path / "lacking"), DataError), "even if the model needs no more"
     write_shards(tmp_path / "outside", source())
     index = tmp_path / "outside" / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": {"x": "../w.safetensors"}}))

@@ -120,15 +120,17 @@ def test_parts_have_their_time_and_add_up_to_the_run(server: ForkServer, folder:
     times = {"evaluation": 2 * NUM_EVALUATED, "saving": 1, "hooks": 12}  # hooks start before the first update
     for part, ms in slept_ms.items():
         expected = times.get(part, 11) * ms / 1e3
-        assert result.parts_s[part] == pytest.approx(expected, abs=TICKS_S), f"{part} is not what was slept in it"
+        assert result.parts_s[part] == pytest.approx(expected, abs=TICKS_S), f"{part} is not the time slept in it"
     assert result.parts_s["first_update"] == pytest.approx((6 + 9 + 12 + 15) / 1e3, abs=0.03)
     assert result.seconds is not None
     assert sum(result.parts_s.values()) == pytest.approx(result.seconds)
-    assert {"wait", "transfer"}.isdisjoint(result.parts_s), "there was no such thing"
+    assert {"wait", "transfer"}.isdisjoint(result.parts_s), "this part did not occur"
     assert result.transfer is None
     (phase,) = result.phases
     assert phase.seconds is not None
-    assert sum(phase.parts_s.values()) == pytest.approx(phase.seconds, abs=TICKS_S + LAG_S), "all of it has a part"
+    assert sum(phase.parts_s.values()) == pytest.approx(phase.seconds, abs=TICKS_S + LAG_S), (
+        "all of the time has a part"
+    )
     for row in rows_of(folder):
         parts = [row.get(f"perf/{part}_ms", 0.0) for part in PARTS]
         assert sum(parts) == pytest.approx(row["perf/step_time_ms"], abs=1e-3)
@@ -203,7 +205,7 @@ def test_a_failed_run_keeps_its_measurements(server: ForkServer, folder: Path, r
     actual = read_record(folder / "outputs/r").evidence
     assert actual is not None
     assert actual.unfinished
-    assert actual.updates == 5, "six were made, and the first is start-up"
+    assert actual.updates == 5, "six updates were run, and the first is start-up"
     assert actual.parts_s["forward"] == pytest.approx(5 * 0.02, abs=TICKS_S)
     assert actual.seconds == pytest.approx(sum(actual.parts_s.values()))
     (phase,) = actual.phases
@@ -214,7 +216,7 @@ def test_a_run_that_fails_at_once_keeps_earlier_measurements(server: ForkServer,
     before = evidence_of(server, folder, "")
     result = server.run(f"{BASE} updates=24 resume_allow=[updates]", folder, {**VIRTUAL, "FAILS_AT": "1"})
     assert result.code not in (0, 75)
-    assert "as planned" in result.err, "it was under way when it failed"
+    assert "as planned" in result.err, "it was in progress at the failure"
     assert read_record(folder / "outputs/r").evidence == before
 
 
@@ -229,10 +231,10 @@ def test_measurements_continue_across_a_stop(server: ForkServer, folder: Path) -
     assert before.updates
     more = f"updates={before.updates + 4} resume_allow=[updates]"
     again = evidence_of(server, folder, f"task.forward=50 log_every=1 {more}")
-    assert again.updates == 3, "evidence is of the newest process,"
+    assert again.updates == 3, "the evidence is from the newest process,"
     (phase,) = again.phases
     made = 0.05 * (before.updates + 2)
-    assert phase.parts_s["forward"] == pytest.approx(made, abs=TICKS_S), "the record of the phase of all of them"
+    assert phase.parts_s["forward"] == pytest.approx(made, abs=TICKS_S), "and the record of the phase from all of them"
     assert phase.parts_s["first_update"] >= 0.1
 
 
@@ -259,7 +261,7 @@ Slow.losses = property(lambda self: {})
     )
     result = evidence_of(server, folder, "task.data=10")
     fit, train = result.phases
-    assert fit.parts_s["forward"] == pytest.approx(0.02 * 7, abs=TICKS_S), "what is added is computed"
+    assert fit.parts_s["forward"] == pytest.approx(0.02 * 7, abs=TICKS_S), "additions are computed"
     assert fit.parts_s["data"] == pytest.approx(0.01 * 7, abs=TICKS_S)
     assert "first_update" in fit.parts_s
     assert "backward" not in fit.parts_s

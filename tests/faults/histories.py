@@ -102,7 +102,7 @@ def check_checkpoints(
     assert result >= acknowledged, f"update {result} was found, but {acknowledged} was acknowledged"
     if recovery.checkpoint:
         check_loaded(recovery.checkpoint)
-    assert not [name for name in files.list_names(directory) if name.startswith(files.TEMPORARY)], "not swept"
+    assert not [name for name in files.list_names(directory) if name.startswith(files.TEMPORARY)], "not removed"
     save(directory, snapshot(result + 1))
     retain(directory, 2)
     newest = recover(directory).checkpoint
@@ -278,11 +278,11 @@ def _start_afresh(root: Path, promise: Promise) -> None:
 def _check_afresh(root: Path, promised: Mapping[str, Any]) -> None:
     directory = _checkpoints(root)
     kept = [name for name in files.list_names(directory) if re.search("update-000000000[789]", name)]
-    assert len(kept) == 3, f"nothing is thrown away, but there are {kept}"
+    assert len(kept) == 3, f"nothing is deleted, but there are {kept}"
     if not promised:
         return
     result = recover(directory).checkpoint
-    assert result is None or result.update == 1, f"update {result and result.update} came back"
+    assert result is None or result.update == 1, f"update {result and result.update} reappeared"
     check_checkpoints(directory, promised.get("update", 0))
 
 
@@ -308,7 +308,7 @@ def _check_small_files(root: Path, promised: Mapping[str, Any]) -> None:
         path, oldest = run / name, promised.get(name, -1)
         if oldest < 0 and not files.exists(path):
             continue
-        assert path.read_bytes() in [_small(number) for number in range(max(0, oldest), 4)], f"{name} is not whole"
+        assert path.read_bytes() in [_small(number) for number in range(max(0, oldest), 4)], f"{name} is incomplete"
         files.atomic_write(path, b"next")
         assert path.read_bytes() == b"next"
 
@@ -328,7 +328,7 @@ def _check_several(root: Path, promised: Mapping[str, Any]) -> None:
         path, oldest = root / "runs" / "one" / name, promised.get("several", -1)
         if oldest < 0 and not files.exists(path):
             continue
-        assert path.read_bytes() in [_small(number) for number in range(max(0, oldest), 3)], f"{name} is not whole"
+        assert path.read_bytes() in [_small(number) for number in range(max(0, oldest), 3)], f"{name} is incomplete"
 
 
 def _append_and_cut(root: Path, promise: Promise) -> None:
@@ -370,13 +370,13 @@ def _check_log(root: Path, promised: Mapping[str, Any]) -> None:
     with files.AppendLog(path) as log:
         content = path.read_bytes()
         assert log.length == len(content)
-        assert not content or content.endswith(b"\n"), f"the last line is torn: {content[-30:]!r}"
+        assert not content or content.endswith(b"\n"), f"the last line is incomplete: {content[-30:]!r}"
         rows = b"".join(ROWS[: promised.get("rows", 0)])
         assert content.startswith(rows), (
             f"of the rows on disk {len(rows)} bytes were promised, but there is {content!r}"
         )
         if promised.get("not"):
-            assert ROWS[2] not in content, "what was cut off is there again"
+            assert ROWS[2] not in content, "truncated rows reappeared"
         if promised.get("after the cut"):
             assert content == rows + ROWS[5] + ROWS[6], content
         log.write("next")

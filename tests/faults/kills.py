@@ -131,7 +131,7 @@ def _kill_one_run(
     assert "Traceback" not in last.out, last.out
     resumed = whole_runs.events(folder, "resume")
     actual = resumed[-1]["update"] if resumed and resumed[-1] == _last_start(folder) else 0
-    assert actual >= acknowledged, f"update {acknowledged} was on disk, and it went on at {actual}"
+    assert actual >= acknowledged, f"update {acknowledged} was on disk, but the run resumed at {actual}"
     whole_runs.assert_same(uninterrupted, folder)
     whole_runs.assert_tidy(folder)
 

@@ -205,7 +205,7 @@ def _cut_one_run(
     assert "Traceback" not in last.out, last.out
     actual = whole_runs.events(disk.path, "resume")
     update = actual[-1]["update"] if actual else 0
-    assert update >= acknowledged, f"update {acknowledged} was on disk, and it went on at {update}"
+    assert update >= acknowledged, f"update {acknowledged} was on disk, but the run resumed at {update}"
 
 
 def cut_saves_in_place(count: int, seed: int, write: Callable[[Path, bytes], None]) -> Campaign:

@@ -177,7 +177,7 @@ def assert_recovers(root: Path, messages: Told, *, garbage: bool = False) -> int
         assert all(not verify(checkpoints / name) for name in there), f"not all of {there} are valid"
         _assert_rows(directory.metrics, messages, update, garbage=garbage)
         _assert_record(directory.run_json, messages)
-        assert not list(directory.path.rglob(f"{files.TEMPORARY}*")), "temporaries are left"
+        assert not list(directory.path.rglob(f"{files.TEMPORARY}*")), "temporary files are left"
         _assert_next_save(directory, update + 1)
     return update + 1
 
@@ -260,7 +260,7 @@ def _assert_rows(path: Path, messages: Told, update: int, *, garbage: bool) -> N
         )
         assert not content or content.endswith(b"\n")
         if not garbage:
-            assert expected.startswith(content), f"there are other rows after byte {synced}"
+            assert expected.startswith(content), f"there are different rows after byte {synced}"
         metrics.cut(num_metrics_bytes(update))
 
 

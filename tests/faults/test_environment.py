@@ -37,7 +37,7 @@ TASK = Path(__file__).parent / "task_in_environment.py"
 BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "run=mine"]
 LAST = 60
 IS_ROOT = hasattr(os, "geteuid") and os.geteuid() == 0
-needs_root = pytest.mark.skipif(not IS_ROOT, reason="mounting and becoming somebody else takes root")
+needs_root = pytest.mark.skipif(not IS_ROOT, reason="mounting and changing the user need root")
 Amount = Callable[[int, int], int]
 
 
@@ -83,8 +83,8 @@ def must_equal(run: Path, reference: Path) -> None:
     """Assert that the run is done and bitwise equal to the undisturbed one."""
     record = json.loads((run / "run.json").read_text())
     assert (record["state"], record["exit_code"]) == ("done", 0)
-    assert not (run / "error.json").exists(), "an error beside a state that says done"
-    assert not list(run.rglob(".tmp-*")), "temporaries are left"
+    assert not (run / "error.json").exists(), "an error.json although the state is done"
+    assert not list(run.rglob(".tmp-*")), "temporary files are left"
     name = f"checkpoints/update-{LAST:010}"
     assert verify(run / name) == []
     for stem in ("model", "optimizer"):
@@ -192,7 +192,7 @@ def test_a_full_disk_loses_no_saved_update(
         if case.saved:
             assert f"last checkpoint: update {case.saved} (" in result.err
         if "saves in a row" in case.cause:
-            assert len(warnings_of(run, "not saved")) == 3, "training went on twice, and said so"
+            assert len(warnings_of(run, "not saved")) == 3, "training continued twice, with a message"
         subprocess.run(["mount", "-o", "remount,rw,size=64m", str(place)], check=True)
         for path in place.glob("ballast*"):
             path.unlink()
@@ -743,6 +743,6 @@ def test_an_unresponsive_network_delays_no_start_and_loses_no_row(
         actual
     )  # if the machine is too busy to import wandb in time
     is_told = f"{len(missing)} rows" in result.out or "every row" in result.out
-    assert not missing or is_told, "each row is there or counted"
+    assert not missing or is_told, "each row is stored or counted"
     assert all(KEY.encode() not in path.read_bytes() for path in tmp_path.rglob("*") if path.is_file())
     tally.tried += 1

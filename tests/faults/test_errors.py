@@ -116,7 +116,7 @@ def test_messages_have_a_fix() -> None:
     assert len(result) > 350
     known = set().union(*WITHOUT_ADVICE.values())
     assert {call: place for call, place in silent.items() if call not in known} == {}
-    assert known <= set(silent), "the table holds what is no more"
+    assert known <= set(silent), "the table lists a case that no longer exists"
 
 
 @pytest.mark.sampled(4)
@@ -420,8 +420,8 @@ def test_errors_of_a_task_are_reported_with_its_own_lines(
     command, *more = reported.words.split() if reported.words.startswith("both") else ["train", *reported.words.split()]
     result = server.run([command, "--task", "./mine.py", "run=mine", "device=cpu", "monitor=off", *more], tmp_path)
     environment.must_be_told(result, reported.code, reported.cause, *reported.lines)
-    assert f"{ROOT}/runner" not in result.err, "none of our lines"
-    assert "site-packages" not in result.err, "none of torch's"
+    assert f"{ROOT}/runner" not in result.err, "no lines of accel-run"
+    assert "site-packages" not in result.err, "no lines of torch"
     assert len(result.err) < 8000
     assert all(char == "\n" or char.isprintable() for char in result.err)
     if command == "train":

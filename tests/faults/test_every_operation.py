@@ -72,8 +72,8 @@ def tried(history: History, at: Mapping[int, str], root: Path) -> Attempt:
     messages = f"{history.name}, {at}, {[attempt.faults.trace[number] for number in attempt.faults.met]}"
     try:
         if isinstance(attempt.ended, AccelRunError):
-            assert attempt.ended.problems, "an error says what it is about"
-            assert attempt.ended.problems[0].where, "an error says where it happened"
+            assert attempt.ended.problems, "an error names the file"
+            assert attempt.ended.problems[0].where, "an error names its location"
         with files.use_system(Quick()):
             history.check(root, attempt.pending_length)
     except Exception as error:
@@ -86,7 +86,9 @@ def tried(history: History, at: Mapping[int, str], root: Path) -> Attempt:
 def test_every_system_call_can_be_recorded_and_can_fail() -> None:
     calls = {name for name in vars(System) if not name.startswith("_")}
     assert calls <= set(vars(Faults))
-    assert calls - set(vars(Recording)) == {"begin_write_back"}, "a call that changes what a crash leaves is recorded"
+    assert calls - set(vars(Recording)) == {"begin_write_back"}, (
+        "a call that changes the state after a crash is recorded"
+    )
 
 
 @pytest.mark.sampled(2)
@@ -106,7 +108,9 @@ def test_every_operation_fails_once(
         attempt = tried(history, {number: kind}, memory / "attempt")
         assert attempt.faults.met == [number]
         if attempt.ended is None:
-            assert attempt.pending_length == whole, f"{history.name}, {kind} at {trace[number]}: went on in silence"
+            assert attempt.pending_length == whole, (
+                f"{history.name}, {kind} at {trace[number]}: continued without a message"
+            )
         if kind == "short":
             assert attempt.ended is None, f"{history.name}: a short write is continued"
         tally.tried += 1

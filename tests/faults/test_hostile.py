@@ -482,9 +482,9 @@ def trained(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("trained")
     result = watched.run(["train", *ARGUMENTS, "updates=6", "run=hostile"], folder, folder / "seen")
     assert result.code == 0, result.err
-    assert (folder / "seen").read_text() == "", "the hook reports what every run does"
+    assert (folder / "seen").read_text() == "", "the hook reports events of every run"
     assert watched.run(COMMANDS["export"], folder, folder / "seen").code == 0
-    assert (folder / "seen").read_text() == "", "the hook reports what every export does"
+    assert (folder / "seen").read_text() == "", "the hook reports events of every export"
     return folder / "outputs" / "hostile"
 
 

@@ -39,7 +39,7 @@ def test_a_run_whose_folder_is_moved_continues_in_the_moved_folder(
     assert json.loads((moved / "run.json").read_text())["state"] == "done"
     rows = [json.loads(line)["update"] for line in (moved / "metrics.jsonl").read_text().splitlines()]
     assert max(rows) == 60
-    assert (result.out + result.err).count(str(moved)) == 1, "where it is now, once"
+    assert (result.out + result.err).count(str(moved)) == 1, "the new location, once"
     assert [path.name for path in old.iterdir()] == ["kept"] if act == "replace" else not old.exists()
     again = server.run(["resume", "moved", "updates=70", "resume_allow=[updates]"], tmp_path)
     assert again.code == 0, again.err
@@ -59,7 +59,7 @@ def test_a_removed_lock_is_reacquired(server: ForkServer, tmp_path: Path) -> Non
     assert result.code == 0, result.err
     assert saved(tmp_path / "outputs" / "mine")[-1] == 60
     assert (tmp_path / "outputs" / "mine" / ".lock").is_file()
-    assert (result.out + result.err).count(".lock") == 1, "said once"
+    assert (result.out + result.err).count(".lock") == 1, "reported once"
 
 
 def test_a_run_taken_over_by_another_process_stops_writing(server: ForkServer, tmp_path: Path) -> None:

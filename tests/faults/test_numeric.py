@@ -178,7 +178,7 @@ def test_an_update_that_is_skipped_leaves_no_trace_in_batch_normalization(
     assert result.code == 0, result.err
     run_dir = tmp_path / "outputs" / "mine"
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert max(row.get("precision/skipped_updates", 0) for row in rows) >= 1, "the case is real"
+    assert max(row.get("precision/skipped_updates", 0) for row in rows) >= 1, "the fault occurs"
     newest = newest_valid(run_dir / "checkpoints")
     assert newest is not None
     assert all(is_finite(tensor) for tensor in load_file(newest / "model.safetensors").values())
@@ -211,7 +211,7 @@ def test_the_same_command_succeeds_once_the_fault_is_fixed(server: ForkServer, t
     for stem in ("model", "optimizer"):
         first, second = (load_file(state / f"{stem}.safetensors") for state in states)
         assert all(torch.equal(first[name], second[name]) for name in first)
-    assert not (broken / "outputs" / "mine" / "error.json").exists(), "nothing is wrong any more"
+    assert not (broken / "outputs" / "mine" / "error.json").exists(), "the fault has been fixed"
 
 
 WITH_RANKS = [("module", "rank 0: first in the output of middle ("), ("samples", "samples that are not finite: ")]
@@ -334,7 +334,7 @@ def test_a_module_with_non_finite_input_is_not_blamed() -> None:
     assert first.endswith("(Siamese)")
     calls.begin()
     model(torch.ones(1, 2))
-    assert not calls.completed, "its hooks are gone"
+    assert not calls.completed, "its hooks have been removed"
 
 
 class Root(nn.Module):

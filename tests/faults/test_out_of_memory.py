@@ -202,7 +202,7 @@ def test_the_update_equals_that_of_a_run_with_smaller_micro_batches(cell: Cell, 
     shortage = replace(cell.shortage, struck=[])
     result = trained(cell.course, shortage)
     struck = result[shortage.rank]["struck"][0]
-    assert struck, f"it was to strike; {result[shortage.rank]['error']}"
+    assert struck, f"the fault did not occur; {result[shortage.rank]['error']}"
     size = until(shortage.limit, struck[0])  # on two ranks, the third update is smaller
     wanted = trained(cell.course, begins_with=began_so(cell.course, shortage, size))
     for rank, (there, reference) in enumerate(zip(result, wanted, strict=True)):
@@ -352,7 +352,9 @@ def test_a_single_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks: int)
         assert args.replace("1.00", "1") in error[2], error[2]
     assert result[-1]["files"] == ["memory.txt" if ranks == 1 else "memory-rank1.txt"]
     assert [there["update"] for there in result] == [1] * ranks
-    assert not result[-1]["remembered"], "smaller passes did not help: once it is mended it goes on as it began"
+    assert not result[-1]["remembered"], (
+        "smaller micro-batches did not help: once fixed, the run resumes with the original size"
+    )
     if ranks == 2:
         assert result[0]["error"][0] == "RankLost"
         assert "rank 1" in result[0]["error"][2]
@@ -489,7 +491,7 @@ def test_the_same_command_resumes_with_smaller_micro_batches_and_reports_it(
     code, out, messages = whole(server, tmp_path, "micro_batch_size=8", place="backward", limit=4, at=2)
     assert code == 0, messages
     assert "4 samples instead of 8" in out
-    assert oom_history.read_reductions(tmp_path / "outputs/mine") == known, "memory ran out once more"
+    assert oom_history.read_reductions(tmp_path / "outputs/mine") == known, "another out-of-memory error"
     other = tmp_path / "other"
     other.mkdir()
     assert whole(server, other, "micro_batch_size=8", place="backward", limit=4, at=2)[0] == 0

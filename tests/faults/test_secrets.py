@@ -243,7 +243,7 @@ def test_files_of_a_run_are_unreadable_for_others_with_any_umask(
         "wandb",
         "answer-0.npy",
     ):
-        assert name in kinds, f"{name} was not among the files looked at"
+        assert name in kinds, f"{name} was not among the searched files"
 
 
 def test_the_search_finds_a_canary(folder: Path, canaries: dict[str, str]) -> None:

@@ -262,7 +262,7 @@ def test_a_due_save_is_not_started_without_time(server: ForkServer, tmp_path: Pa
     path = newest_valid(tmp_path / "outputs" / "mine" / "checkpoints")
     assert path is not None
     missing = last_update(tmp_path / "outputs" / "mine") - int(path.name.removeprefix("update-"))
-    assert missing in (0, 1), "0 where its save was under way when the signal came"
+    assert missing in (0, 1), "0 if its save was in progress at the signal"
     assert ("not saved" in " ".join((result.out + result.err).split())) == (missing == 1)
 
 

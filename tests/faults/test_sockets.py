@@ -105,5 +105,5 @@ def test_a_run_has_no_socket_open_to_others(network: Tally, tmp_path: Path, args
     assert result["code"] == 0, result["out"]
     assert addresses(result) <= LOCAL, result
     if "world_size" in args:
-        assert addresses(result), "ranks that meet listen somewhere: the watch has missed it"
+        assert addresses(result), "ranks at the rendezvous listen on a socket, which was not recorded"
     network.tried += 1

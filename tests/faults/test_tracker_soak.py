@@ -71,10 +71,10 @@ def must_keep_every_row(folder: Path, dice: random.Random, mark: str, monkeypatc
         tracker.finish(5.0)
         sent = server.updates
     held = [step for step, _ in offline_rows(folder, "*run-*")]
-    assert len(set(held)) == len(held), f"a row twice in the folders: {held}"
-    assert len(set(sent)) == len(sent), f"a row twice at the server: {sent}"
+    assert len(set(held)) == len(held), f"duplicate rows in the folders: {held}"
+    assert len(set(sent)) == len(sent), f"duplicate rows at the server: {sent}"
     missing = set(range(NUM_ROWS)) - set(held) - set(sent)
-    assert len(missing) <= tracker.num_dropped, f"{sorted(missing)} are nowhere, {tracker.num_dropped} counted"
+    assert len(missing) <= tracker.num_dropped, f"{sorted(missing)} are missing, {tracker.num_dropped} counted"
     wait_until(lambda: not marked(mark), "the processes of the tracker end")
 
 

@@ -166,7 +166,7 @@ def assert_tidy(folder: Path) -> None:
     path = folder / "outputs" / NAME
     state = json.loads((path / "run.json").read_text())
     assert state["state"] == "done", state
-    assert not list(path.rglob(f"{files.TEMPORARY}*")), "temporaries are left"
+    assert not list(path.rglob(f"{files.TEMPORARY}*")), "temporary files are left"
     assert not list(path.rglob("damaged-*")), "a checkpoint was damaged"
     for name in ("events.jsonl", "metrics.jsonl"):
         for line in (path / name).read_text().splitlines():

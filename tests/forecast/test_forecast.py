@@ -204,7 +204,7 @@ def test_a_budget_is_met_with_the_fewest_recomputed_blocks(script, tmp_path):
             assert again.peak == result.peak
     assert counts[0] == 0 < counts[1] < counts[2] <= 4
     ranks = traced("memory=budget", f"memory.limit_gib={(most + beside) / 2**30!r}", "parallelism=ddp")
-    assert len(ranks.recompute) == 1, "buckets for the gradients have to have room too"
+    assert len(ranks.recompute) == 1, "buckets for the gradients need memory, too"
 
 
 @pytest.mark.sampled(1)
@@ -463,7 +463,7 @@ def test_a_pipeline_rank_holds_the_predicted_memory(script, tmp_path, micro, ste
     counted = run_ranks(lambda world: most_of_rank(plan, world), 2)
     assert thought == [pytest.approx(most, rel=0.02) for most in counted]
     if "parallelism.split=[5,1]" in args:
-        assert thought[0] > 2 * thought[1], "not an even part"
+        assert thought[0] > 2 * thought[1], "not an equal part"
 
 
 def test_memory_between_two_traced_sizes_is_at_most_predicted(script, tmp_path):

@@ -76,7 +76,7 @@ def test_usage_is_read_at_the_tightest_limit(tmp_path: Path) -> None:
     assert cpu is not None
     assert memory is not None
     assert (cpu.amount, cpu.cpu_seconds()) == (2, 1.5)
-    assert (memory.amount, memory.memory_bytes()) == (4 * GIB, 2 * GIB), "a cache of files is given up first"
+    assert (memory.amount, memory.memory_bytes()) == (4 * GIB, 2 * GIB), "the page cache is released first"
 
 
 @pytest.mark.parametrize("mount", ["cpu,cpuacct", "cpu"])

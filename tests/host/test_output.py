@@ -154,7 +154,7 @@ def test_other_writes_to_the_descriptor_do_not_block_either(pipe: Pipe, monkeypa
             os.write(pipe.writer, b"y" * 4096)
         got = bytearray()
         reader = read_slowly(pipe, got, 1 << 16)
-    assert not fcntl.fcntl(pipe.writer, fcntl.F_GETFL) & os.O_NONBLOCK, "it is the shell's too"
+    assert not fcntl.fcntl(pipe.writer, fcntl.F_GETFL) & os.O_NONBLOCK, "the shell also uses it"
     pipe.stream.close()
     reader.join(LIMIT_S)
     assert got.decode() == "x" * 200_000 + "\n"

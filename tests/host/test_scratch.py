@@ -91,7 +91,7 @@ def test_a_given_folder_without_write_permission_is_refused_with_its_variable(
     check_compile_cache(variable, is_needed=True)  # no folder is given
     monkeypatch.setenv(variable, str(tmp_path / "new" / "folder"))
     check_compile_cache(variable, is_needed=False)
-    assert not (tmp_path / "new").exists(), "it is not touched before something is compiled"
+    assert not (tmp_path / "new").exists(), "it is not created before something is compiled"
     check_compile_cache(variable, is_needed=True)
     assert list((tmp_path / "new" / "folder").iterdir()) == []
     (tmp_path / "file").write_text("")

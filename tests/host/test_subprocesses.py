@@ -24,7 +24,7 @@ def test_a_long_wait_is_reported_once() -> None:
     with os.fdopen(reading, "rb") as messages, os.fdopen(writing, "wb", buffering=0) as tell:
         assert run_in_subprocess(messages.read, 1, on_wait=lambda: tell.write(b"x"), notify_after_s=0.0) == b"x"
         tell.close()
-        assert messages.read() == b"", "told once"
+        assert messages.read() == b"", "reported once"
 
 
 def test_a_short_wait_is_not_reported() -> None:

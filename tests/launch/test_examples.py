@@ -142,7 +142,7 @@ def test_the_numbers_of_the_manifest_agree() -> None:
     assert rest[begin : begin + 3] == ["-m", "runner", "train"]
     settings = compose(Request(tuple(rest[begin + 3 :]))).settings
     assert settings.output_root in {mount["mountPath"] for mount in container["volumeMounts"]}
-    assert settings.run, "without a name the next start would not go on with this run"
+    assert settings.run, "without a name, the next start would not resume this run"
 
 
 def test_the_example_for_ray_uses_valid_arguments() -> None:

@@ -609,7 +609,7 @@ def saves_when_asked(folder: Path, *, deaf: bool = False, gate: str = "") -> Cal
             wait_until(lambda: rung.append(_read(bell)) or len(b"".join(rung)) > 2, "reminders while it saves")
             wait_until(lambda: not gate or (folder / gate).exists())
             signal.set_wakeup_fd(-1)
-        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, "nor do those kill it that come now"
+        assert signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN, "later signals do not kill it either"
         return 75, member.rank
 
     return main

@@ -106,8 +106,8 @@ def test_every_rank_runs_the_same_command_with_a_name_and_without_the_launcher(c
     assert given[begin + 1 : begin + 4] == ["-m", "runner", "train"]
     *args, name, grace = given[begin + 4 :]
     assert args == ["optimizer.lr=0.5", "task.size=tiny", "output_root=a b", "launcher=local"]
-    assert grace == "checkpoint.grace_s=120", "the warning comes so long before the end"
-    assert name.startswith("run=gpt-"), "the job is queued again under the name it began with"
+    assert grace == "checkpoint.grace_s=120", "the warning is sent this long before the end"
+    assert name.startswith("run=gpt-"), "the job is requeued under its original name"
     assert (cluster / "a b" / name.removeprefix("run=") / "slurm").is_dir()
 
 

@@ -68,7 +68,7 @@ def test_machines_whose_task_files_differ_end_with_78(tmp_path: Path) -> None:
     result = ranks(tmp_path, task(tmp_path, 0), task(tmp_path, 1, "ReLU"))
     assert [rank.value for rank in result] == [Exit.CONFIG, Exit.CONFIG]
     assert "task's file" in result[0].err
-    assert result[1].err == "", "what all know is said once"
+    assert result[1].err == "", "an error of all ranks is reported once"
 
 
 def test_an_error_on_every_rank_is_reported_once(tmp_path: Path) -> None:

@@ -57,7 +57,9 @@ def test_idle_and_missing_readings_are_not_throttling() -> None:
 def test_an_increase_of_memory_errors_is_reported(screen: Callable[..., None]) -> None:
     watch = watchful()
 
-    assert not looked(watch, {"gpu0/ecc_corrected": 7, "gpu0/ecc_uncorrected": 0}), "those of before are not this run's"
+    assert not looked(watch, {"gpu0/ecc_corrected": 7, "gpu0/ecc_uncorrected": 0}), (
+        "earlier errors do not belong to this run"
+    )
     (bad,) = looked(watch, {"gpu0/ecc_corrected": 7, "gpu0/ecc_uncorrected": 1})
     screen(bad.text)
     assert bad.level == "warning"

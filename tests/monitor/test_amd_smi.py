@@ -190,4 +190,4 @@ def test_doctor_judges_an_amd_gpu(no_nvidia: None, monkeypatch: pytest.MonkeyPat
     assert [(each.subject, each.state) for each in result] == [("", "ok"), ("GPU 0", "FAIL"), ("GPU 0", "warn")]
     assert "3 errors" in result[1].seen
     text = " ".join(f"{each.seen} {each.fix}" for each in result[:2])
-    assert not re.search("nvidia|cuda|xid", text, re.IGNORECASE), "none of it exists beside an AMD GPU"
+    assert not re.search("nvidia|cuda|xid", text, re.IGNORECASE), "no NVIDIA metrics on a machine with an AMD GPU"

@@ -85,7 +85,7 @@ def test_a_folder_that_cannot_be_written_is_a_warning_and_the_block_runs(tmp_pat
         watch(stats)
 
     assert len(messages) == 1
-    assert messages[0].filename == __file__, "the warning points at the user's own line"
+    assert messages[0].filename == __file__, "the warning points to the line of the user"
     assert stats.get_summary()["whole"]["samples"] >= 2
 
 
@@ -112,7 +112,7 @@ def test_a_child_that_is_forked_inside_does_not_sample_or_write(tmp_path: Path) 
         assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
         before = stats.get_summary()["whole"]["samples"]
         watch(stats, before + 2)
-    assert stats.get_summary()["whole"]["samples"] >= before + 2, "the parent's own goes on"
+    assert stats.get_summary()["whole"]["samples"] >= before + 2, "the monitor of the parent continues"
 
 
 AROUND = """

@@ -66,8 +66,8 @@ def test_missing_readings_cause_no_verdict() -> None:
     assert assess_health(Summary()) == []
     assert assess_health(summary_of(cpu_percent=50.0, ram_percent=50.0)) == []
     assert said(summary_of(gpu0_temperature_c=99.0, gpu0_power_w=300.0)) == {}
-    assert said(summary_of(gpu0_memory_gib=9.9)) == {}, "without the capacity nobody knows how full it is"
-    assert said(summary_of(cpu_percent=100.0)) == {}, "whether a GPU waits is not known"
+    assert said(summary_of(gpu0_memory_gib=9.9)) == {}, "without the capacity, the usage is unknown"
+    assert said(summary_of(cpu_percent=100.0)) == {}, "it is unknown whether a GPU waits"
 
 
 def test_an_idle_gpu_causes_no_advice() -> None:
@@ -136,7 +136,7 @@ def test_a_driver_error_is_severe_and_reported_once() -> None:
     assert said(summary_of()) == {}
     assert [verdict.subject for verdict in assess_health(summary_of(), [ecc])] == ["GPU 0 memory errors"]
     counted = assess_health(summary_of(gpu0_ecc_uncorrected=(0, 1, 2)), [ecc])
-    assert [verdict.subject for verdict in counted] == ["GPU 0 memory errors"], "the counter has said it"
+    assert [verdict.subject for verdict in counted] == ["GPU 0 memory errors"], "the counter has already reported it"
     corrected = of_gpu0("ecc", "had a memory error that was corrected", ecc="corrected")
     assert assess_health(summary_of(), [corrected]) == []
 

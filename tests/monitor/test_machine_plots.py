@@ -190,7 +190,7 @@ def test_thinning_keeps_mean_extremes_and_gaps() -> None:
     assert np.nanmean(line.mean) == pytest.approx(np.nanmean(y), rel=1e-3)
     missing = line.x[np.isnan(line.mean)]
     assert any(49_000 < moment < 51_000 for moment in missing), "the pause is still a break"
-    assert ((missing > 70_000) & (missing < 80_000)).sum() > 90, "what was not read is still missing"
+    assert ((missing > 70_000) & (missing < 80_000)).sum() > 90, "missing readings are still missing"
 
 
 @pytest.mark.parametrize("count", [1, 2, 3, 999, 1000, 1001])

@@ -196,7 +196,7 @@ def test_a_pipe_and_a_dumb_terminal_get_lines(monkeypatch: pytest.MonkeyPatch) -
         lines.sample(view)
     lines.draw(view)
     assert out.getvalue() == 2 * f"{format_line(T4)}\n"
-    assert aside.getvalue() == "no XID\n", "said once"
+    assert aside.getvalue() == "no XID\n", "shown once"
 
 
 def test_a_json_sample_has_every_reading_and_null_if_unknown() -> None:

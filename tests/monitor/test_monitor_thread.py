@@ -109,7 +109,7 @@ def test_a_mig_instance_is_monitored_by_either_name(nvml_stub: NvmlStub, name: s
 
     assert (row["device"], row["uuid"]) == ("gpu0", SLICED["0.mig.1.uuid"])
     assert row["memory_total_gib"] == "39.25"
-    assert row["util_percent"] == "", "an instance does not tell"
+    assert row["util_percent"] == "", "an instance does not report it"
 
 
 def test_a_missing_reading_is_an_empty_cell_and_never_0(nvml_stub: NvmlStub) -> None:
@@ -144,7 +144,7 @@ def test_the_status_line_has_its_documented_form(screen: Callable[..., None]) ->
 
     screen(format_line(sample))
     assert format_line(machine) == "CPU: 45.3% | RAM: 67.2%"
-    assert format_line(sample, num_gpus=2).startswith("GPU0: "), "the other one is lost, and still counts"
+    assert format_line(sample, num_gpus=2).startswith("GPU0: "), "the other one is lost, but still counted"
 
 
 def test_samples_are_taken_at_the_interval_without_drift(tmp_path: Path) -> None:
@@ -485,7 +485,7 @@ def test_processes_on_a_gpu_are_distinguished_from_this_run(nvml_stub: NvmlStub,
     assert len(by_pid) == 10
     assert by_pid[seen["mine"]][1:] == [3.0, True]
     assert by_pid[seen["parent"]][2] is False
-    assert by_pid[4000000][0] == "", "a process that /proc does not know has no name"
+    assert by_pid[4000000][0] == "", "a process that is not in /proc has no name"
     assert seen["latest"]["gpu0/other_processes"] == 9
     (note,) = seen["notes"]
     screen(note)
@@ -612,7 +612,7 @@ def test_with_a_hanging_driver_no_reading_is_stale_and_cpu_and_ram_continue(nvml
     assert not [name for name in readings if name.startswith("gpu")]
     assert readings["ram/percent"] > 0
     assert line.startswith("CPU: ")
-    assert len([text for text in news if "has not responded" in text]) == 1, "said once"
+    assert len([text for text in news if "has not responded" in text]) == 1, "reported once"
     assert not has_users
     assert (last["device"], last["util_percent"]) == ("gpu0", "")
     assert float(last["ram_percent"]) > 0

@@ -36,7 +36,7 @@ def test_a_t4_has_its_facts_readings_and_processes(nvml_stub: NvmlStub) -> None:
     assert facts["capability"] == [7, 5]
     assert facts["memory_bytes"] == 15360 * MIB
     assert facts["pci_bus_id"] == "00000000:00:04.0"
-    assert facts["mig"] is None, "a T4 does not know MIG"
+    assert facts["mig"] is None, "a T4 does not support MIG"
     assert reading == {
         "util_percent": 85,
         "memory_util_percent": 40,
@@ -64,7 +64,7 @@ def test_a_t4_has_its_facts_readings_and_processes(nvml_stub: NvmlStub) -> None:
 def test_an_older_driver_gives_the_same_readings_by_its_older_calls(nvml_stub: NvmlStub) -> None:
     new, old = nvml_stub.run(LOOK, T4), nvml_stub.run(LOOK, T4, driver="old")
 
-    assert old["readings"][0].pop("memory_used_bytes") == 8 * GIB + 400 * MIB, "it counts what it reserves as used"
+    assert old["readings"][0].pop("memory_used_bytes") == 8 * GIB + 400 * MIB, "it counts reserved memory as used"
     assert new["readings"][0].pop("memory_used_bytes") == 8 * GIB
     assert (old["readings"][0].pop("memory_reserved_bytes"), new["readings"][0].pop("memory_reserved_bytes")) == (
         None,

@@ -62,7 +62,7 @@ def test_energy_is_the_counter_increase_while_monitored() -> None:
     summary = tally.summary({})
 
     assert summary.whole.energy_j == {"gpu0": 300 + 100 + 10}, (
-        "not what was spent in the gap, nor a counter's new start"
+        "without the energy in the gap, and without a counter reset"
     )
     assert "gpu0/energy_j" not in summary.whole.metrics
 
@@ -124,7 +124,7 @@ def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
     path = written(tmp_path / "gpu.csv", *(row(second, util_percent=9) for second in (0, 1, 2, 500)), columns=columns)
     samples = read_samples(path)
 
-    assert samples.spans_s.tolist() == [0, 1, 1, 3], "a gap stands for no more than three samples"
+    assert samples.spans_s.tolist() == [0, 1, 1, 3], "a gap counts as at most three samples"
     assert Summary.from_samples(samples).whole.metrics["gpu0/util"].mean == 9.0
 
 
@@ -182,9 +182,7 @@ def test_a_clock_set_back_is_a_gap_and_time_stays_monotonic(tmp_path: Path, scre
 
     assert samples.gaps().tolist() == [False, False, True, False]
     assert samples.times_s.tolist() == sorted(samples.times_s.tolist())
-    assert Summary.from_samples(samples).whole.energy_j == {"gpu0": 2.0}, (
-        "what the counter gained meanwhile was not watched"
-    )
+    assert Summary.from_samples(samples).whole.energy_j == {"gpu0": 2.0}, "the counter was not sampled meanwhile"
     screen("\n".join(samples.notes))
 
 

@@ -73,7 +73,7 @@ def test_a_limit_is_enforced_and_refused_only_if_too_small(
     free, bound = replay(events, allocator), replay(events, allocator, limit_mib * MIB)
     assert bound.reserved <= limit_mib * MIB
     if free.reserved <= limit_mib * MIB:
-        assert bound == free, "a limit that is never reached changes nothing"
+        assert bound == free, "a limit that is never reached has no effect"
     if bound.fits:
         assert (bound.live, bound.allocated) == (free.live, free.allocated)
 
@@ -104,9 +104,9 @@ def test_a_trace_computed_by_hand() -> None:
     events = [(0, 30 * m), (0, 0), (1, 12 * m), (2, 15 * m), (3, 2 * m), (4, 31 * m), (1, 0), (2, 0), (5, 27 * m)]
     held = replay(events)
     assert held.reserved == (30 + 32) * m, "12 and 15 are neighbors, so together they hold 27"
-    assert held.allocated == (3 + 32 + 27) * m, "what is too small to be split off belongs to the block"
+    assert held.allocated == (3 + 32 + 27) * m, "a remainder that is too small to be split belongs to the block"
     unsplit = replay(events, AllocatorSettings(max_split=20 * m))
-    assert unsplit.reserved == (30 + 12 + 16 + 20 + 32) * m, "30 is not split for 12, but 27 may have all of it"
+    assert unsplit.reserved == (30 + 12 + 16 + 20 + 32) * m, "30 is not split for 12, but may serve 27 entirely"
 
 
 def test_a_segment_that_expands_grows_by_pages_at_its_end() -> None:
@@ -133,7 +133,7 @@ def test_with_a_split_limit_large_blocks_are_released_first_without_a_retry() ->
     held = replay(several, unsplit, limit=100 * m)
     assert (held.fits, held.retries, held.reserved) == (True, 0, 80 * m), "both are needed"
     too_small = [(0, 40 * m), (0, 0), (1, 70 * m)]
-    assert replay(too_small, unsplit, limit=80 * m).retries == 1, "the large ones do not suffice"
+    assert replay(too_small, unsplit, limit=80 * m).retries == 1, "the large ones are not sufficient"
 
 
 def test_settings_are_read_as_they_are_written() -> None:

@@ -66,7 +66,7 @@ def test_a_profile_states_facts_and_selects_options_and_nothing_else(name: str) 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_profile_selects_only_options_that_exist(name: str) -> None:
     for key, option in selected(name).items():
-        assert key.startswith("override /"), f"{key} would add a group, not choose in one"
+        assert key.startswith("override /"), f"{key} would add a group instead of selecting an option"
         group = key.removeprefix("override /")
         assert option in OPTIONS[group], f"{group}={option}"
         assert not (CONF / group).is_dir() or (CONF / group / f"{option}.yaml").is_file(), f"{group}={option}"

@@ -113,7 +113,7 @@ def test_torch_and_driver_order_are_matched_by_uuid() -> None:
     ]
     assert [each.torch_name for each in devices] == ["cuda:0", "cuda:1"]
     assert all(each.usable and each.free_bytes == GIB for each in devices)
-    assert notes == (), "by UUID the order is certain, so there is nothing to warn of"
+    assert notes == (), "with UUIDs the order is certain, so there is no warning"
 
 
 def test_a_hidden_gpu_is_listed_with_the_variable_that_hides_it() -> None:
@@ -242,7 +242,7 @@ def test_an_amd_gpu_computes_natively_what_its_architecture_does() -> None:
 def test_an_intel_gpu_is_listed_with_what_its_matrix_units_compute() -> None:
     intel = (TorchDevice("Intel Arc B580", "8680e20b", 12 * GIB, None, "XMX", 11 * GIB),)
     (device,), notes = match_devices(OtherNvml([]), TorchView("2.13.0+xpu", intel=intel), {})
-    assert not notes, "NVML is not missed"
+    assert not notes, "NVML is not needed"
     assert (device.torch_name, device.native_bf16, device.generation) == ("xpu:0", True, "XMX")
     assert Inventory.from_json(Inventory((device,), Cpu("a CPU", 1, 1, GIB)).to_json()).devices == (device,)
 

@@ -78,7 +78,9 @@ def test_traced_sizes_are_exact_and_memory_is_monotonic(samples: int, sizes: tup
         assert need.at(point.micro_batch_size) == point
     assert need.at(samples + 1).peak.total >= need.at(samples).peak.total
     assert need.at(samples).reserved >= need.at(samples).peak.total
-    assert need.at(samples).peak.optimizer == 2 * need.at(samples).peak.gradients, "weights do not follow the samples"
+    assert need.at(samples).peak.optimizer == 2 * need.at(samples).peak.gradients, (
+        "weights do not depend on the number of samples"
+    )
 
 
 @given(
@@ -105,20 +107,22 @@ def test_each_strategy_adds_its_memory_to_that_of_libraries() -> None:
     assert ddp.parts["libraries"] == 111
     assert ddp.parts["gradients"] == 2 * alone.parts["gradients"], "a bucket for each gradient"
     assert fsdp.parts["optimizer"] * 4 == alone.parts["optimizer"]
-    assert fsdp.parts["activations"] == alone.parts["activations"], "each rank has samples of its own"
+    assert fsdp.parts["activations"] == alone.parts["activations"], "each rank has different samples"
     several = predict_memory(need, 4, rank, RankPart("fsdp", 4, share=8))
-    assert several.parts["gradients"] >= alone.parts["gradients"], "not cut before the last pass of an update"
+    assert several.parts["gradients"] >= alone.parts["gradients"], (
+        "not sharded before the last micro-batch of an update"
+    )
     whole = dataclasses.replace(need, model=dataclasses.replace(need.model, block=0))
     assert predict_memory(whole, 4, rank, RankPart("fsdp", 4)).parts["parameters"] > alone.parts["parameters"], (
         "one block"
     )
     stages = predict_memory(need, 4, rank, RankPart("pipeline", 2, in_flight=2.0, passes=3))
     assert stages.parts["activations"] == 2 * alone.parts["activations"]
-    assert stages.parts["inputs"] == 3 * alone.parts["inputs"], "all of an update are read at once"
+    assert stages.parts["inputs"] == 3 * alone.parts["inputs"], "all samples of an update are read at once"
     on_cpu = predict_memory(need, 4, RankDevice("cpu", "CPU", "", 64 * GIB), RankPart("ddp", 4))
     assert on_cpu.parts["allocator"] == 0
     assert on_cpu.capacity == 16 * GIB, "ranks on a CPU share its memory"
-    assert predict_memory(need, 4, device(0)).fits, "what is not known is not said to be too small"
+    assert predict_memory(need, 4, device(0)).fits, "an unknown size is not reported as too small"
 
 
 def test_ddp_buckets_exist_while_no_gradient_does() -> None:
@@ -172,7 +176,7 @@ def test_auto_uses_the_largest_fitting_micro_batch() -> None:
     assert small.reason("micro_batch_size").startswith("auto: ")
     assert small.reason("micro_batch_size") != made.reason("micro_batch_size")
     asked = plan("global_batch_size=64", "micro_batch_size=32", needs=needs)
-    assert asked.batch.micro_batch_size == 32, "what was asked for is not changed"
+    assert asked.batch.micro_batch_size == 32, "requested values are not changed"
     assert not asked.memory[0].prediction.fits
 
 
@@ -191,7 +195,7 @@ def test_memory_of_other_processes_is_not_available() -> None:
     shared = plan(*args, needs=needs, on=busy).memory[0]
     half = plan(*args, "memory.fraction=0.5", needs=needs).memory[0]
     messages = plan(*args, "memory.allocator='per_process_memory_fraction:0.5'", needs=needs).memory[0]
-    assert messages == half, "torch's allocator keeps to it too"
+    assert messages == half, "torch's allocator also respects it"
     assert (whole.prediction.capacity, shared.prediction.capacity) == (15 * GIB, 5 * GIB)
     assert half.prediction.capacity == 7.5 * GIB
     assert shared.samples < half.samples < whole.samples
@@ -201,7 +205,7 @@ def test_no_fit_is_claimed_for_a_foreign_allocator() -> None:
     needs = MemoryNeeds({"train": demand(4, 16)})
     made = plan("micro_batch_size=4", "memory.allocator='backend:cudaMallocAsync'", needs=needs)
     lines = format_prediction(made, needs, {})
-    assert not [line for line in lines if re.search(r" fits($|\s)", line)], "no figure without its mark"
+    assert not [line for line in lines if re.search(r" fits($|\s)", line)], "every figure is marked"
     assert any("NOT EXACT" in line for line in lines)
 
 
@@ -221,8 +225,8 @@ def test_recomputed_blocks_are_those_chosen_by_the_trace() -> None:
     assert made.choices["memory"].options["recompute"] == [1, 2]
     assert "2 blocks" in made.reason("memory.recompute")
     asked = plan(*args, "memory.recompute=[0]", needs=MemoryNeeds({"train": known}))
-    assert asked.choices["memory"].options["recompute"] == [0], "what was asked for is not changed"
-    assert known.recompute_at(5) == (), "a trace of more samples did without"
+    assert asked.choices["memory"].options["recompute"] == [0], "requested values are not changed"
+    assert known.recompute_at(5) == (), "a trace with more samples did not need it"
 
 
 @pytest.mark.parametrize(
@@ -280,7 +284,7 @@ def test_an_update_is_at_least_as_long_as_its_kernel_launches(each: int, of_upda
         assert (result.low, result.high) == (
             max(bare.low, number * LAUNCH_S[0]), max(bare.high, number * LAUNCH_S[1]),
         )  # fmt: skip
-        assert (f"{number:,} kernel launches" in result.how) == (result != bare), "the reason names what it assumes"
+        assert (f"{number:,} kernel launches" in result.how) == (result != bare), "the reason names its assumption"
 
 
 def test_the_sheet_counts_launches_on_gpus_that_run_operators_one_by_one() -> None:
@@ -314,7 +318,9 @@ def test_figures_that_are_bounds_are_marked_as_such(strategy: str, passes: int) 
     of_all = needs.demands["train"].model.trained or needs.demands["train"].points[-1].peak.gradients
     if strategy == "fsdp":
         gradients = made.memory[0].prediction.parts["gradients"]
-        assert (gradients >= of_all) == (passes > 1), "whole between the passes of an update, an even part in one"
+        assert (gradients >= of_all) == (passes > 1), (
+            "complete between the micro-batches of an update, an equal part with one micro-batch"
+        )
     again = decode_valid(RankMemory, json.loads(json.dumps(encode(made.memory[0]))))
     assert again == made.memory[0]
 
@@ -368,7 +374,7 @@ def test_every_line_fits_a_terminal_and_marks_estimates(count: int) -> None:
         format_prediction(plan(*args, needs=rough, on=dataclasses.replace(HERE, devices=gpus)), rough, {})
     )
     assert "Traced on fake" not in marked
-    assert not re.search(r" fits($|\s)", marked), "no figure without its mark"
+    assert not re.search(r" fits($|\s)", marked), "every figure is marked"
     untold = format_prediction(
         plan(*args, needs=MemoryNeeds({}, why_not="no"), on=dataclasses.replace(HERE, devices=gpus)), needs, {}
     )

@@ -206,7 +206,7 @@ def test_the_gpu_with_most_free_memory_is_chosen() -> None:
     busy = dataclasses.replace(large, free_bytes=2 * GIB)
     full = dataclasses.replace(large, free_bytes=0)
     free = dataclasses.replace(small, free_bytes=7 * GIB)
-    assert plan(on=machine(large, small)).device == "cuda:0", "nobody tells what is free: the larger one"
+    assert plan(on=machine(large, small)).device == "cuda:0", "free memory is unknown: the larger one"
     assert plan(on=machine(busy, free)).device == "cuda:1"
     assert plan(on=machine(full, free)).device == "cuda:1"
     made = plan(on=machine(busy, free))
@@ -306,7 +306,7 @@ def test_a_value_of_the_task_reaches_the_option_that_replaces_auto(tmp_path: Pat
     asked = compose(Request(task_file=tmp_path / "mine.py"))
     for device in (T4, A100):
         assert make_plan(asked, machine(device)).choices["precision"].options["keep_fp32"] == ["head"]
-    assert make_plan(asked, machine()).choices["precision"].options == {}, "float32 keeps all of it"
+    assert make_plan(asked, machine()).choices["precision"].options == {}, "float32 applies to all"
 
 
 def test_a_profile_runs_on_a_cpu_and_every_group_it_selected_falls_back() -> None:
@@ -513,7 +513,7 @@ def test_unequal_gpus_split_an_update_as_requested(
     assert [rank.device for rank in made.ranks] == ["cuda:0", "cuda:1"]
     assert made.batch.shares == shares
     assert str(made.batch).endswith(f" = {identity}")
-    assert any(PAIR[0].name in note for note in made.notes), "it decides in which format all ranks compute"
+    assert any(PAIR[0].name in note for note in made.notes), "it determines the format of all ranks"
 
 
 @pytest.mark.parametrize(
@@ -626,7 +626,7 @@ def test_an_amd_gpu_trains_in_the_format_that_its_architecture_computes(device: 
 
 def test_amd_gpus_of_two_architectures_share_a_format() -> None:
     both = plan("precision=auto", "parallelism=ddp", on=machine(MI210, RX6800))
-    assert both.choices["precision"].function == "fp32", "ranks share a format: the one that all compute"
+    assert both.choices["precision"].function == "fp32", "ranks share a format that all support"
 
 
 def test_the_micro_batch_of_a_cpu_does_not_limit_that_of_a_gpu() -> None:

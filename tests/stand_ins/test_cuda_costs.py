@@ -73,7 +73,7 @@ def test_an_update_waits_for_nothing_and_launches_little_beyond_a_plain_loop(
 
     short, long = counted(UPDATES), counted(2 * UPDATES)
     waits = of_updates(short, long, "host_waits")
-    assert waits.pop("cudaEventSynchronize") <= UPDATES + 1, "for the update before the last, and no other"
+    assert waits.pop("cudaEventSynchronize") <= UPDATES + 1, "only for the update before the last"
     num_drawn = long["drawn"] - short["drawn"]  # progress lines; each reads the loss and the norm
     assert waits.total() <= 2 * num_drawn, f"the host waited for the device: {waits}"
     assert long["bytes_to_device"] - short["bytes_to_device"] == UPDATES * BYTES_OF_A_BATCH

@@ -125,7 +125,7 @@ def test_a_stopped_sweep_leaves_a_table_and_a_second_one_on_its_folder_is_refuse
     os.kill(pid, signal.SIGINT)
     result = server.wait()
     assert result.code == 75, result.err
-    assert "run=mine" in result.out, "how to go on"
+    assert "run=mine" in result.out, "how to resume"
     assert [row["state"] for row in rows(tmp_path)] == ["stopped", "waiting", "waiting", "waiting"]
     assert Sweep.read(tmp_path / "outputs" / "mine").record.process.state == "preempted"
 
@@ -151,7 +151,7 @@ def test_a_trial_with_a_missing_or_different_folder_is_run(server: ForkServer, t
     code, out, err = run(server, GRID, tmp_path)
     assert code == 0, err
     lines = [line[:5] for line in out.splitlines() if line.startswith("[")]
-    assert lines == ["[2/4]", "[2/4]", "[3/4]", "[3/4]"], "where it begins, and where it ends"
+    assert lines == ["[2/4]", "[2/4]", "[3/4]", "[3/4]"], "at its start and its end"
 
 
 def test_trials_that_fail_in_every_way_do_not_stop_the_rest(server: ForkServer, tmp_path: Path) -> None:
@@ -165,7 +165,7 @@ def test_trials_that_fail_in_every_way_do_not_stop_the_rest(server: ForkServer, 
     }  # fmt: skip
     code, out, err = run(server, [*args, "retry=true"], tmp_path, MENDED="1")
     assert [line[:5] for line in out.splitlines() if line.startswith("[")] == ["[1/5]", "[1/5]", "[2/5]", "[2/5]"], err
-    assert record(tmp_path, 1)["began"] == [0, 1], "it goes on where it failed"
+    assert record(tmp_path, 1)["began"] == [0, 1], "it resumes where it failed"
     assert [row["state"] for row in rows(tmp_path)][:2] == ["done", "failed"]
 
 
@@ -254,7 +254,7 @@ def test_a_metric_that_no_trial_has_ends_a_search_with_those_it_has(server: Fork
     assert "val/loss?" in err
     code, out, err = run(server, SEARCH, tmp_path)
     assert code == 0, err
-    assert "[1/5]" not in out, "the first trial is through, and is not repeated"
+    assert "[1/5]" not in out, "the first trial is complete, and is not repeated"
 
 
 def test_a_search_whose_trials_all_fail_exits_with_the_first_code(server: ForkServer, tmp_path: Path) -> None:
@@ -493,7 +493,7 @@ def test_trials_that_take_all_devices_run_alone() -> None:
         assign_slots(several, 2)
     assert [problem.where for problem in caught.value.problems] == ["together=2"]
     alone = [compose(Request(("hardware=pair_11gb_8gb", f"seed={seed}"))) for seed in (0, 1)]
-    assert len(assign_slots(alone, 2).slots) == 2, "auto is one device here"
+    assert len(assign_slots(alone, 2).slots) == 2, "auto selects one device here"
 
 
 def test_planning_a_sweep_does_not_import_torch(tmp_path: Path) -> None:

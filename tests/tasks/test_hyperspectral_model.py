@@ -125,7 +125,7 @@ def test_training_beats_rx_on_held_out_cubes(make: Any) -> None:
 
 def test_baselines_are_the_metrics_of_the_model_after_phase_1(make: Any) -> None:
     task = make()
-    assert task.baselines() == {}, "there is nothing to say before phase 1"
+    assert task.baselines() == {}, "there are no baselines before phase 1"
     run_fit(task)
     val = task.dataset("val")
     with torch.no_grad():
@@ -169,7 +169,7 @@ def test_entropy_and_diversity_terms_reward_entropy_and_diversity() -> None:
         penalties[name] = (entropy.item(), concentration.item())
         if name == "uneven":
             assert model.selector.grad is not None
-            assert model.selector.grad[5] > 0 > model.selector.grad[0], "descent takes from the largest"
+            assert model.selector.grad[5] > 0 > model.selector.grad[0], "gradient descent decreases the largest"
     assert penalties["even"] == pytest.approx((0, 0), abs=1e-6)
     assert penalties["one"] == pytest.approx((1, 1), abs=1e-6)
     assert all(0 < value < 1 for value in penalties["uneven"])

@@ -31,9 +31,9 @@ def cpu(context: CheckContext) -> Iterator[CheckResult]:
             "vectors", f"{found.name} has no AVX2", fix, "without wide vectors arithmetic is several times slower"
         )
     load, num_threads, share = os.getloadavg()[0], os.cpu_count() or 1, _measure_core_share()
-    seen = f"a busy loop got {share:.0%} of a core; {load:.1f} of {num_threads} threads were busy in the last minute"
+    seen = f"a busy loop got {share:.0%} of a core; load average {load:.1f} on {num_threads} threads"
     if load > num_threads + 0.5 or share < _MIN_CORE_SHARE:
-        fix = "find the processes with top, and measure after they have ended"
+        fix = "find the other processes with top; measure when they have ended"
         yield warn("load", seen, fix, _WHY_LOAD, {"load": load, "share": share})
     else:
         yield ok("load", seen, load=load, share=share)
@@ -171,7 +171,7 @@ def _processes(needed: int) -> CheckResult:
 
 
 _BUSY_S, _MIN_CORE_SHARE = 0.25, 0.8  # a quota is refilled every 0.1 s
-_WHY_LOAD = "torch slows down disproportionately on a busy processor, and measurements are not reliable now"
+_WHY_LOAD = "torch slows down disproportionately on a busy processor, and measurements are unreliable"
 _THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WHY_FILES = "each tensor from a data worker needs an open file on both sides; with too few, training ends with exit 71"
 # variable -> (harmless values, effect of other values)

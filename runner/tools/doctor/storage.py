@@ -104,14 +104,14 @@ def _check_saving(temporary: Path, context: CheckContext) -> Iterator[CheckResul
     if files.read(temporary / "data") != data:
         yield failed("write", f"a file read back differs from what was written, in {temporary.parent}", _FIX_SPACE)
     else:
-        yield ok("write", "a file is written, synced and read back")
+        yield ok("write", "a file was written, synced and read back")
     context.begin("replace")
     for content in ("old", "new"):
         files.atomic_write(temporary / "state", content)
-    yield ok("replace", "a file is replaced atomically")
+    yield ok("replace", "a file was replaced atomically")
     context.begin("lock")
     files.Lock(temporary / "lock", "doctor").release()
-    yield ok("lock", "a file can be locked against another process")
+    yield ok("lock", "a file was locked")
     skew_s = (temporary / "data").stat().st_mtime - time.time()
     if abs(skew_s) > _SKEW_S:
         why = "the newest run is found by the times of its files"
@@ -127,7 +127,7 @@ def _warn_low_space(subject: str, seen: str, **figures: float) -> CheckResult:
     return warn(subject, seen, _FIX_SPACE, "a checkpoint is written completely before an older one is removed", figures)
 
 
-_FIX_SPACE = "accel-run train output_root=/path/with/room"
+_FIX_SPACE = "accel-run train output_root=/path/with/space"
 _SKEW_S = 5.0
 _IMAGES, _IMAGES_BYTES = "32 images of 224 x 224", 32 * 3 * 224 * 224 * 4
 _BATCHES_PER_WORKER = 2  # torch's own prefetch_factor

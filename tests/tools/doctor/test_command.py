@@ -117,7 +117,7 @@ def test_an_interrupted_run_leaves_nothing(
 
 def test_a_read_only_folder_fails_with_an_alternative(server: ForkServer, tmp_path: Path) -> None:
     if os.geteuid() != 0:
-        pytest.skip("only root may become somebody else")
+        pytest.skip("only root may change the user")
     result = server.run("doctor checks=[disk] --json", tmp_path, before="import os; os.setuid(65534)")
     (actual,) = json.loads(result.out)["findings"]
 

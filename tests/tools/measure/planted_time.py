@@ -130,7 +130,7 @@ class Select:
     def select(self, readers: list[Any], writers: list[Any], others: list[Any], timeout_s: float) -> Any:
         until = self._time.now + timeout_s
         ready = real_select.select(readers, writers, others, 120.0)
-        assert any(ready), "a process that was asked did not answer"
+        assert any(ready), "a process did not reply"
         if self._time.now <= until:
             return ready
         self._time.advance(until - self._time.now)  # the wait has timed out by then

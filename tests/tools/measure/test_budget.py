@@ -213,7 +213,7 @@ def test_compiled_variants_start_last(fake: Callable[[], Comparison]) -> None:
         trials = comparison.compare(variants, dataclasses.replace(LIMITS, budget_s=90.0), begun.append)
 
     assert begun == ["starting a", "starting b", "starting compiles"]
-    assert [each.name for each in trials.variants] == [each.name for each in variants], "told in the order given"
+    assert [each.name for each in trials.variants] == [each.name for each in variants], "reported in the given order"
     assert untried(trials) == []
 
 
@@ -366,7 +366,7 @@ def test_slow_starting_variants_continue_while_others_restart(fake: Callable[[],
     lives = {each.name: len(set(processes_of(each))) for each in trials.variants}
     assert lives["long"] <= 2
     assert min(lives["base"], lives["quick"]) >= 4
-    assert trials.of("long").startup.taken_s > 40, "that is what its first start took"
+    assert trials.of("long").startup.taken_s > 40, "the duration of its first start"
     assert trials.seconds <= 161
 
 

@@ -219,13 +219,13 @@ def test_variants_restart_between_blocks(comparison: Comparison, monkeypatch: py
     assert comparison.num_started - before >= 4
     for variant in actual.variants:
         order = [block.process for block in variant.blocks.values()]
-        assert order == sorted(order), "a process that has ended makes no more blocks"
+        assert order == sorted(order), "a process that has ended runs no more blocks"
         assert len(set(order)) >= 2
         assert all(order.count(process) >= 3 for process in set(order) - {order[-1]})
     left = set(comparison.folder.glob("variant-*")) - folders
-    assert len(left) <= 2, "what processes have saved that others followed is gone"
+    assert len(left) <= 2, "files of replaced processes have been deleted"
     assert actual.spread.freedom > PRIOR_SPREAD.freedom
-    assert comparison.prior_spread.freedom >= actual.spread.freedom, "what was learnt is known in the next trials"
+    assert comparison.prior_spread.freedom >= actual.spread.freedom, "the estimate is used in the next comparison"
     numerics = actual.numerics(actual.of("wrong"))
     assert numerics is not None
     assert numerics.differ
@@ -283,7 +283,7 @@ def test_the_probe_names_the_lines_of_the_task(comparison: Comparison) -> None:
 
     assert actual["slow_line"]["line"] == slow
     assert actual["sample_ms"] == pytest.approx(3.0, rel=0.5)
-    assert "waits" not in actual, "nothing waits on a CPU"
+    assert "waits" not in actual, "there are no device waits on a CPU"
     assert actual["same_when_read_again"]
     assert actual["num_shapes"] == 1
     assert actual["loss_terms"] == 2
@@ -312,7 +312,7 @@ def test_batches_prefetched_while_suspended_do_not_count(
     assert reader.untimed > reader.opened["ahead"] > 0
     assert reader.updates >= 4 * reader.opened["ahead"]
     assert ratio is not None
-    assert ratio.middle < 28 / 24 * 1.1, "at most the computing is hidden"
+    assert ratio.middle < 28 / 24 * 1.1, "at most the computation is hidden"
 
 
 def test_a_block_includes_periodic_work_if_there_is_time(comparison: Comparison) -> None:

@@ -344,7 +344,7 @@ def test_a_technique_ten_times_as_slow_does_not_hide_the_others(tmp_path: Path) 
     assert low < 60
     assert high > 1100
     norm = drawn["heatmap.png"].axes[0].collections[0].norm
-    assert norm(110.0) - norm(60.0) > 0.2, "told apart, though the darkest is 1100"
+    assert norm(110.0) - norm(60.0) > 0.2, "distinguishable, although the maximum is 1100"
 
 
 # ---------------------------------------------------------------- readability

@@ -133,7 +133,7 @@ def test_the_bottleneck_comes_first(case: str) -> None:
 
     result = findings(given)
 
-    assert result, "nothing was seen"
+    assert result, "nothing was recorded"
     place = 1 if rule == "slow transform" else 0  # the data wait is longer than the slow line in it
     assert result[place].rule == rule, [finding.rule for finding in result]
     proposed = [candidate.name for candidate in result[place].candidates]
@@ -268,7 +268,7 @@ def test_timed_saves_are_judged_by_measurements_of_the_run() -> None:
     assert result.at_most == pytest.approx(1 / ((1 - share) * (1 + 0.5 / 60))), "auto would save every 60 s"
     assert not result.candidates
     assert "checkpoint.every=auto" in result.by_hand
-    assert findings(facts({"saving": 5.0}, every)) == [], "how many there were is not known"
+    assert findings(facts({"saving": 5.0}, every)) == [], "their number is unknown"
 
 
 def test_more_frequent_saves_are_never_proposed() -> None:
@@ -286,7 +286,7 @@ def test_missing_methods_of_a_task_are_not_proposed() -> None:
     (result,) = findings(facts({"hooks": 5.0}, has_begin_update=False))
 
     assert "begin_update" not in result.by_hand
-    assert findings(facts({"hooks": 5.0})) == [], "nobody knows whose it is"
+    assert findings(facts({"hooks": 5.0})) == [], "its cause is unknown"
 
 
 def test_one_worker_reads() -> None:

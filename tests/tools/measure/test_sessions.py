@@ -69,7 +69,7 @@ def test_every_column_has_the_baseline_of_its_session(given_runs: list[tuple[set
         rows = results.rows()
         columns, sessions = columns_of(rows), {name: row.session for name, row in rows.items()}
 
-        assert {name: run_of(columns[name]) for name in newest} == newest, "what was measured last is there"
+        assert {name: run_of(columns[name]) for name in newest} == newest, "the last measurement is stored"
         for name in newest:
             names = [BASELINE, session_baseline(sessions[name])]
             (own,) = [columns[each] for each in names if sessions.get(each) == sessions[name]]

@@ -99,8 +99,8 @@ def test_two_blocks_give_no_spread() -> None:
 
 def test_rounds_end_by_the_width_of_the_interval_alone() -> None:
     assert Ratio(1.0, 0.99, 1.01, 9).is_narrow
-    assert not Ratio(1.5, 1.2, 1.8, 9).is_narrow, "it leaves 1 out, and is wide"
-    assert Ratio(3.0, 2.85, 3.15, 9).is_narrow, "threefold need not be known to two percent"
+    assert not Ratio(1.5, 1.2, 1.8, 9).is_narrow, "it excludes 1, and is wide"
+    assert Ratio(3.0, 2.85, 3.15, 9).is_narrow, "a factor of three need not be known to two percent"
 
 
 def test_a_significant_but_tiny_change_is_no_change() -> None:
@@ -168,7 +168,7 @@ def test_the_spread_between_processes_is_found_as_it_was_planted(num_cells: int,
     total = ProcessSpread(sum(each.squares for each in result), sum(each.freedom for each in result))
     assert total.sigma == pytest.approx(0.02, rel=0.12)
     variances = np.array([each.sigma**2 for each in result]) / total.sigma**2
-    assert 2 / np.var(variances) == pytest.approx(result[0].freedom, rel=0.5), "it is as sure of it as it says"
+    assert 2 / np.var(variances) == pytest.approx(result[0].freedom, rel=0.5), "the coverage is as stated"
 
 
 def test_variants_without_restarts_give_no_spread_between_processes() -> None:

@@ -212,8 +212,8 @@ def test_a_running_run_and_damaged_lines_are_reported(tmp_path: Path) -> None:
     page = report(tmp_path, "mine")
     assert "running on elsewhere" in page.words
     assert "2 lines of" in page.words
-    assert "to 2.02 at update 200" in labelled(page)["loss"], "the last line is being written, and is no damage"
-    assert "2.1 s: compute 1.2 s" in labelled(page)["time"], "of a run without a summary, its rows tell where time goes"
+    assert "to 2.02 at update 200" in labelled(page)["loss"], "an incomplete last line is not damage"
+    assert "2.1 s: compute 1.2 s" in labelled(page)["time"], "without a summary, the rows show where the time goes"
 
 
 def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
@@ -460,7 +460,7 @@ def test_the_page_is_in_the_run_folder_and_overwrites_no_other_file(
         assert main(["report", "mine", word, f"output_root={tmp_path}"]) == code, word
         messages = capsys.readouterr().err
         assert "Traceback" not in messages
-        assert ".tmp-" not in messages, "the name of what is written first says nothing to anybody"
+        assert ".tmp-" not in messages, "the name of the first file is not informative"
     assert (tmp_path / "work.html").read_text() == "<p>mine"
 
 
@@ -554,10 +554,10 @@ def test_a_browser_shows_it_light_and_dark_narrow_and_wide_without_requests(
     seen, console, picture = shown(text, tmp_path, dark=dark)
     assert paths == []
     assert all("Content Security Policy" in line for line in console), console
-    assert bool(console) == dark, "what does not belong to it is refused, and that is the only thing said"
+    assert bool(console) == dark, "foreign arguments are refused with a single message"
     assert [frame["width"] for frame in seen] == list(WIDTHS)
     for frame in seen:
-        assert frame["needs"] <= frame["width"], "nothing hangs out of the window"
+        assert frame["needs"] <= frame["width"], "nothing overflows the window"
         assert frame["charts"] == len(CHARTS)
         assert frame["small"] == []
         lights = [sum(map(int, re.findall(r"\d+", frame[key])[:3])) / 3 for key in ("back", "ink")]

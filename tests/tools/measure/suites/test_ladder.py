@@ -246,7 +246,7 @@ def test_an_interrupted_benchmark_keeps_its_measurements(
     quick = Results(tmp_path).rows()["quick"]
     assert quick.outcome.ratio is not None
     assert quick.outcome.ratio.num == 3
-    assert (quick.usage.peak_gib or 0) > 0, "the block that was under way is not taken for the report"
+    assert (quick.usage.peak_gib or 0) > 0, "the interrupted block is not used in the report"
     assert signal.getsignal(signal.SIGTERM) == handler
 
 
@@ -273,7 +273,7 @@ def test_remeasuring_a_technique_adds_its_baseline_and_keeps_other_columns(tmp_p
     assert len(columns["nothing"]) == 4
     assert columns["nothing"] != [3.0]
     own, sessions = columns[session_baseline(2)], {name: row.session for name, row in results.rows().items()}
-    assert len(own) == 4, "and its own baseline is beside it"
+    assert len(own) == 4, "together with its baseline"
     assert sessions == {BASELINE: 1, "bf16": 1, "nothing": 2, session_baseline(2): 2}
 
 

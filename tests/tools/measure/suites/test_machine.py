@@ -90,7 +90,7 @@ def test_variants_are_interleaved_in_random_order() -> None:
     measure_interleaved([turn(lambda name=name: once(name), name) for name in names], rounds=6, seconds=60)  # type: ignore[misc]
 
     rounds = ["".join(played[start : start + len(names)]) for start in range(0, len(played), len(names))]
-    assert all(sorted(each) == list(names) for each in rounds), "each takes part in each round"
+    assert all(sorted(each) == list(names) for each in rounds), "each is part of each round"
     assert len(set(rounds)) > 1
 
 
