@@ -206,14 +206,17 @@ def reflow(text: str, columns: int) -> str:
 
 
 def _wrap_help_line(line: str, columns: int) -> list[str]:
+    if len(line) <= columns:
+        return [line]
+    text = line.lstrip()
+    indent = len(line) - len(text)
     cells = list(re.finditer(r"\S( {2,})(?=\S)", line))
-    if len(line) > columns and line.startswith(" ") and cells and cells[-1].end() > columns // 2:
-        indent = len(line) - len(line.lstrip()) + 4
-        description = " " * indent + line[cells[-1].end() :]
+    if indent and cells and cells[-1].end() > columns // 2:
+        description = " " * (indent + 4) + line[cells[-1].end() :]
         return [line[: cells[-1].start(1)], *_wrap_line(description, columns, 0)]
-    return _wrap_line(
-        line, columns, 2 if line.startswith(" ") else len("usage: ") + 2 if line.startswith("usage:") else 0
-    )
+    if indent > columns // 2:  # the description of the line above
+        return _wrap_line(" " * 6 + text, columns, 0)
+    return _wrap_line(line, columns, 2 if indent else len("usage: ") + 2 if text.startswith("usage:") else 0)
 
 
 def wrap(text: str, columns: int) -> str:
