@@ -114,16 +114,18 @@ def test_help_follows_the_width_of_the_terminal(text: str, columns: int) -> None
 
 
 def test_a_description_in_the_right_half_of_a_narrow_terminal_is_below_its_term() -> None:
-    row = "  accel-run plan precision=bf16    show what would run, and why, without training"
+    command = "  accel-run plan precision=bf16"
+    row = f"{command}    show what would run, and why, without training"
     assert reflow(row, 120) == row
     term, *below = reflow(row, 50).split("\n")
-    assert term == "  accel-run plan precision=bf16"
+    assert term == command
     assert len(below) > 1
     assert all(line.startswith(" " * 6) and line[6] != " " and len(line) <= 50 for line in below)
 
 
 def test_continuation_lines_of_a_paragraph_are_not_indented() -> None:
-    assert reflow("first_contact compares predictions with measurements", 30).split("\n")[1][0] != " "
+    paragraph = "first_contact compares predictions with measurements"
+    assert reflow(paragraph, 30).split("\n")[1][0] != " "
 
 
 @given(st.integers(0, 2**50))
