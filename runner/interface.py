@@ -115,7 +115,7 @@ class PipelineParallel(nn.Module):
     split      number of layers on each device; None: by `balance`
     balance    memory: equal fraction of each device's memory; time: minimize the time of the slowest device, which
                requires an example
-    example    inputs of one call with a whole batch, to measure the layers
+    example    inputs of one call with a complete batch, to measure the layers
     Raises ConfigError if there are fewer layers than devices, if they do not fit, or for time without an example.
     Source: Huang et al., GPipe, NeurIPS 2019.
     """
@@ -142,7 +142,7 @@ class PipelineParallel(nn.Module):
         self.bytes_per_parameter = bytes_per_parameter
         if balance == "time" and split is None and example is None:
             what = "must be the inputs of one call, by which layers are timed for balance='time', but is None"
-            raise ConfigError(Problem(what, "example", "use example=(x,) with a whole batch, or balance='memory'"))
+            raise ConfigError(Problem(what, "example", "use example=(x,) with a complete batch, or balance='memory'"))
         parts = _layers(model, layers)
         if parts is None:
             raise ConfigError(_unknown_layers(model))
@@ -285,9 +285,7 @@ def _concatenate(values: Sequence[Any], name: str = "the output") -> Any:
     if isinstance(first, Tensor):
         if not first.dim():
             what = f"{name} must have the samples along its first dimension, but is a single number"
-            fix = (
-                "let the last layer return a value for each sample, and sum or average those of the whole batch outside"
-            )
+            fix = "let the last layer return a value per sample, and sum or average over the batch outside of the model"
             raise ConfigError(Problem(what, "PipelineParallel", fix))
         return torch.cat(list(values))
     if isinstance(first, (tuple, list)):

@@ -100,7 +100,7 @@ def _call(request: Mapping[str, Any]) -> int:
 
 
 @dataclass(frozen=True)
-class Ended:
+class CompletedCommand:
     """How a command ended; `code` is negative for a signal."""
 
     code: int
@@ -181,7 +181,7 @@ class ForkServer:
         """Start a program and return its PID; `streams` are paths for standard output and error, such as pipes."""
         return self._start({"words": [], "env": dict(env), "before": program}, folder, streams)
 
-    def wait(self) -> Ended:
+    def wait(self) -> CompletedCommand:
         """Wait until the running command ends."""
         result = self._answer()
         code = int(result["code"])
@@ -189,9 +189,11 @@ class ForkServer:
         self.used_s += result["cpu_s"]
         self._running = None
         out, err = (path.read_text(errors="replace") for path in self._files) if self._files else ("", "")
-        return Ended(code, out, err)
+        return CompletedCommand(code, out, err)
 
-    def run(self, args: str | list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> Ended:
+    def run(
+        self, args: str | list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = ""
+    ) -> CompletedCommand:
         """Run a command to its end."""
         self.start(args.split() if isinstance(args, str) else args, folder, env, before)
         return self.wait()

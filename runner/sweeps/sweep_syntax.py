@@ -220,7 +220,7 @@ def _check_range(value: Any) -> tuple[str, str] | None:
         corrected = (
             f"range({value.stop:g},{value.start:g})" if value.start > value.stop else f"range({value.start + 1:g})"
         )
-        return "has no value", f"use {corrected}: the second number is the first one left out"
+        return "has no value", f"use {corrected}: the second number is excluded"
     if count > MAX_TRIALS:
         return f"has {count:,} values; a sweep has at most {MAX_TRIALS:,}", "use a larger step: range(a,b,step)"
     return None

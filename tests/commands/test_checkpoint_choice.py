@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.durable.checkpoint import checkpoint_path, load
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 
 TASK = Path(__file__).parents[1] / "engine" / "task_of_averages.py"
 EXPORT = "export mine format=safetensors"
@@ -47,7 +47,7 @@ def names(folder: Path) -> list[str]:
     return sorted(path.name for path in (folder / "outputs/mine/checkpoints").iterdir())
 
 
-def ran(server: ForkServer, folder: Path, args: str) -> Ended:
+def ran(server: ForkServer, folder: Path, args: str) -> CompletedCommand:
     result = server.run(args, folder)
     assert result.code == 0, result.err
     return result

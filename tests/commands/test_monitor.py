@@ -22,7 +22,7 @@ from runner.engine.run_screen import Screen
 from runner.host.process_identity import process_identity
 from runner.monitor.alerts import Alert
 from runner.monitor.samples import COLUMNS
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 from tests.nvml_stub import GIB, PAIR, T4, NvmlStub
 from tests.suggestions import suggested
 from tests.waiting import wait_until
@@ -42,14 +42,14 @@ sys.exit(main(["monitor", *sys.argv[2:]]))
 """
 
 
-Watch = Callable[..., Ended]
+Watch = Callable[..., CompletedCommand]
 
 
 @pytest.fixture
 def monitor(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> Watch:
     """Run the monitor on stub GPUs in a given state, or without GPUs if the state is None."""
 
-    def watch(state: Any, *args: str, **variables: str) -> Ended:
+    def watch(state: Any, *args: str, **variables: str) -> CompletedCommand:
         if state is None:  # a new process: the loader searches other folders for the driver
             run = f"import sys, {VIRTUAL}; from runner.cli import main; sys.exit(main(['monitor', *sys.argv[1:]]))"
             done = subprocess.run(
@@ -60,7 +60,7 @@ def monitor(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> Watch:
                 text=True,
                 check=False,
             )
-            return Ended(done.returncode, done.stdout, done.stderr)
+            return CompletedCommand(done.returncode, done.stdout, done.stderr)
         driver = f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
         environment = {"NVML_STUB": str(nvml_stub.write(state)), "IMPORT_FIRST": VIRTUAL, **variables}
         return server.run(["monitor", *args], tmp_path, environment, driver)
@@ -109,7 +109,7 @@ def test_incomplete_files_are_named_and_monitoring_exits_with_an_error(
     result = subprocess.run(
         command, env=nvml_stub.environment(T4), cwd=tmp_path, capture_output=True, text=True, check=False
     )
-    done = Ended(result.returncode, result.stdout, result.stderr)
+    done = CompletedCommand(result.returncode, result.stdout, result.stderr)
     (made,) = (tmp_path / "mine").iterdir()
 
     assert done.code == 74, done.err

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 from tests.nvml_stub import PAIR, T4, NvmlStub
 from tests.waiting import wait_until
 
@@ -19,7 +19,7 @@ TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
 KEY = "0123456789abcdef0123456789abcdef01234567"
 
 
-def train(server: ForkServer, folder: Path, *args: str, env: dict[str, str] | None = None) -> Ended:
+def train(server: ForkServer, folder: Path, *args: str, env: dict[str, str] | None = None) -> CompletedCommand:
     given = ["train", "--task", str(TASK), "run=mine", "device=cpu", *args]
     if not any(word.startswith("monitor") for word in args):
         given.append("monitor=off")
@@ -31,7 +31,7 @@ def rows(file: Path) -> list[dict[str, Any]]:
 
 
 @pytest.fixture(scope="module")
-def tracked(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+def tracked(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompletedCommand]:
     """A run tracked by wandb in offline mode, with an API key set."""
     pytest.importorskip("wandb")
     folder = tmp_path_factory.mktemp("tracked")
@@ -45,7 +45,7 @@ def tracked(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tup
     return run, result
 
 
-def test_wandb_offline_writes_its_folder_into_the_run(tracked: tuple[Path, Ended]) -> None:
+def test_wandb_offline_writes_its_folder_into_the_run(tracked: tuple[Path, CompletedCommand]) -> None:
     run, result = tracked
     assert result.code == 0, result.err
     (folder,) = (run / "wandb").glob("offline-run-*")
@@ -56,7 +56,7 @@ def test_wandb_offline_writes_its_folder_into_the_run(tracked: tuple[Path, Ended
     assert not [path for path in run.parents[1].iterdir() if path.name == "wandb"]
 
 
-def test_wandb_has_every_row_of_metrics_jsonl(tracked: tuple[Path, Ended]) -> None:
+def test_wandb_has_every_row_of_metrics_jsonl(tracked: tuple[Path, CompletedCommand]) -> None:
     run, _ = tracked
     (record,) = run.glob("wandb/offline-run-*/run-*.wandb")
     content = record.read_bytes()
@@ -66,7 +66,7 @@ def test_wandb_has_every_row_of_metrics_jsonl(tracked: tuple[Path, Ended]) -> No
                 assert repr(row[name]).encode() in content, (row["update"], name)
 
 
-def test_the_wandb_key_is_written_nowhere(tracked: tuple[Path, Ended]) -> None:
+def test_the_wandb_key_is_written_nowhere(tracked: tuple[Path, CompletedCommand]) -> None:
     run, result = tracked
     assert KEY not in result.out + result.err
     files = [path for path in run.parents[1].rglob("*") if path.is_file()]

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 from tests.suggestions import suggested
 
 TASK = Path(__file__).parent / "task_to_profile.py"
@@ -20,7 +20,7 @@ VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_time"}  # each sleep and each r
 TICKS_S = 1e-3  # per update: a tick is a microsecond, and an update reads the clock fewer than 1,000 times
 
 
-def profile(server: ForkServer, folder: Path, *args: str, updates: int = 2) -> Ended:
+def profile(server: ForkServer, folder: Path, *args: str, updates: int = 2) -> CompletedCommand:
     given = [
         "profile",
         "--task",
@@ -45,7 +45,7 @@ def line_of(args: str) -> int:
 
 
 @pytest.fixture(scope="module")
-def planted(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+def planted(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompletedCommand]:
     """A profile of the task with a module that is slow in both passes, and two lines that synchronize."""
     folder = tmp_path_factory.mktemp("planted")
     result = profile(
@@ -55,7 +55,7 @@ def planted(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tup
     return folder, result
 
 
-def test_a_slow_module_has_the_most_self_time_in_forward_and_backward(planted: tuple[Path, Ended]) -> None:
+def test_a_slow_module_has_the_most_self_time_in_forward_and_backward(planted: tuple[Path, CompletedCommand]) -> None:
     folder, result = planted
     rows = {row["module"]: row for row in found(folder, "modules.csv")}
     slow = rows["inner.1"]
@@ -66,7 +66,7 @@ def test_a_slow_module_has_the_most_self_time_in_forward_and_backward(planted: t
     assert " inner.1 (Sleeper)" in result.out
 
 
-def test_module_times_add_up_to_their_parents_and_to_the_update(planted: tuple[Path, Ended]) -> None:
+def test_module_times_add_up_to_their_parents_and_to_the_update(planted: tuple[Path, CompletedCommand]) -> None:
     summary = found(planted[0])
     rows = {row["path"]: row for row in summary["modules"]}
     inner = [rows[path] for path in ("inner", "inner.0", "inner.1", "inner.2")]
@@ -77,11 +77,11 @@ def test_module_times_add_up_to_their_parents_and_to_the_update(planted: tuple[P
     assert whole == pytest.approx(summary["update_ms"]["modules timed"] / 1e3, abs=TICKS_S)
 
 
-def test_a_cpu_has_no_lines_that_wait_for_the_device(planted: tuple[Path, Ended]) -> None:
+def test_a_cpu_has_no_lines_that_wait_for_the_device(planted: tuple[Path, CompletedCommand]) -> None:
     assert found(planted[0])["waits"] is None
 
 
-def test_the_trace_has_operators_and_shares_of_the_total(planted: tuple[Path, Ended]) -> None:
+def test_the_trace_has_operators_and_shares_of_the_total(planted: tuple[Path, CompletedCommand]) -> None:
     folder, result = planted
     content = (folder / "outputs" / "profiles" / "p" / "profile" / "trace.json.gz").read_bytes()
     names = [event.get("name") for event in json.loads(gzip.decompress(content))["traceEvents"]]
@@ -94,14 +94,14 @@ def test_the_trace_has_operators_and_shares_of_the_total(planted: tuple[Path, En
     assert "ui.perfetto.dev" in result.out
 
 
-def test_operators_are_named_with_the_line_that_calls_them(planted: tuple[Path, Ended]) -> None:
+def test_operators_are_named_with_the_line_that_calls_them(planted: tuple[Path, CompletedCommand]) -> None:
     folder, _ = planted
     rows = found(folder, "operators.csv")
     assert any(row["name"] == "aten::addmm" and "task_to_profile.py" in row["place"] for row in rows)
     assert len(found(folder)["operators"]) == 10
 
 
-def test_the_table_has_only_operators_whose_shares_add_up(planted: tuple[Path, Ended]) -> None:
+def test_the_table_has_only_operators_whose_shares_add_up(planted: tuple[Path, CompletedCommand]) -> None:
     rows = found(planted[0], "operators.csv")  # with_stack=true adds a row for each Python function in torch
     assert not [row["name"] for row in rows if ".py(" in row["name"] or row["name"].startswith("<built-in")]
     assert "aten::addmm" in {row["name"] for row in rows}
@@ -112,7 +112,7 @@ def test_the_table_has_only_operators_whose_shares_add_up(planted: tuple[Path, E
     assert max(map(float, shares)) <= 100
 
 
-def test_the_overhead_of_profiling_is_reported(planted: tuple[Path, Ended]) -> None:
+def test_the_overhead_of_profiling_is_reported(planted: tuple[Path, CompletedCommand]) -> None:
     folder, _ = planted
     times = found(folder)["update_ms"]
     assert list(times) == ["as it is", "operators recorded", "modules timed"]
@@ -120,7 +120,7 @@ def test_the_overhead_of_profiling_is_reported(planted: tuple[Path, Ended]) -> N
     assert all(milliseconds == planted_ms for milliseconds in times.values())
 
 
-def test_no_line_is_wider_than_the_screen(planted: tuple[Path, Ended]) -> None:
+def test_no_line_is_wider_than_the_screen(planted: tuple[Path, CompletedCommand]) -> None:
     text = (planted[0] / "outputs" / "profiles" / "p" / "profile" / "report.txt").read_text()
     assert text in planted[1].out
     assert max(map(len, text.splitlines())) <= 140

@@ -21,7 +21,7 @@ from runner.cli import main
 from runner.sweeps.pool import Pool
 from runner.sweeps.sweep import add_trials
 from runner.sweeps.trials import Sweep, Trial
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 from tests.suggestions import suggested
 from tests.waiting import wait_until
 
@@ -42,10 +42,10 @@ class Swept:
 
     folder: Path
     words: list[str]
-    first: Ended
+    first: CompletedCommand
     pids: list[int]
-    unasked: Ended
-    again: Ended
+    unasked: CompletedCommand
+    again: CompletedCommand
 
 
 @pytest.fixture(scope="module")

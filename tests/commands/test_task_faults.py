@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 from tests.suggestions import suggested
 
 TASK = """\
@@ -194,7 +194,7 @@ FAULTS = {
 }
 
 
-def run_with(fault: Fault, server: ForkServer, folder: Path) -> tuple[Ended, dict[str, Any]]:
+def run_with(fault: Fault, server: ForkServer, folder: Path) -> tuple[CompletedCommand, dict[str, Any]]:
     """Return how the run ended, and its error.json."""
     changed = TASK.replace(fault.old, fault.new, 1)
     assert changed != TASK

@@ -12,7 +12,7 @@ import torch
 
 from runner.cli import main
 from runner.durable.checkpoint import LoadedCheckpoint, checkpoint_path, load, newest_valid
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 from tests.rounding import allowed
 
 TASK = Path(__file__).with_name("task_of_phases.py")
@@ -21,7 +21,7 @@ BASE = ["--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
 STATISTICS, PRETRAIN, ADAPTER, PATIENT = 4, 16, 25, 33
 
 
-def train(server: ForkServer, folder: Path, *args: str, env: dict[str, str] | None = None) -> Ended:
+def train(server: ForkServer, folder: Path, *args: str, env: dict[str, str] | None = None) -> CompletedCommand:
     return server.run(["train", *BASE, *args], folder, env=env)
 
 
@@ -46,7 +46,7 @@ def run_json(folder: Path) -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def whole(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Ended]:
+def whole(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, CompletedCommand]:
     """An uninterrupted run of all phases."""
     folder = tmp_path_factory.mktemp("whole")
     result = train(server, folder)
@@ -54,7 +54,7 @@ def whole(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple
     return folder, result
 
 
-def test_statistics_are_of_every_sample_once(whole: tuple[Path, Ended]) -> None:
+def test_statistics_are_of_every_sample_once(whole: tuple[Path, CompletedCommand]) -> None:
     from tests.end_to_end.task_of_phases import Samples
 
     samples = Samples(33)
@@ -65,7 +65,7 @@ def test_statistics_are_of_every_sample_once(whole: tuple[Path, Ended]) -> None:
     assert not any("train/loss" in row or "lr" in row for row in rows(whole[0]) if row["phase"] == "statistics")
 
 
-def test_only_what_a_phase_trains_changes(whole: tuple[Path, Ended]) -> None:
+def test_only_what_a_phase_trains_changes(whole: tuple[Path, CompletedCommand]) -> None:
     folder, result = whole
     after = {number: weights(folder, number) for number in (STATISTICS, PRETRAIN, ADAPTER, PATIENT)}
     changed = {
@@ -81,7 +81,7 @@ def test_only_what_a_phase_trains_changes(whole: tuple[Path, Ended]) -> None:
     assert names == head | adapter
 
 
-def test_each_phase_has_its_optimizer_and_its_schedule(whole: tuple[Path, Ended]) -> None:
+def test_each_phase_has_its_optimizer_and_its_schedule(whole: tuple[Path, CompletedCommand]) -> None:
     rates = {phase: [row["lr"] for row in rows(whole[0]) if row["phase"] == phase and "lr" in row] for phase in
              ("pretrain", "adapter", "patient")}  # fmt: skip
     assert len(rates["pretrain"]) == 12
@@ -94,7 +94,7 @@ def test_each_phase_has_its_optimizer_and_its_schedule(whole: tuple[Path, Ended]
     assert checkpoint(whole[0], ADAPTER).state["optimizer"]["optimizer"] == "torch.Adam"
 
 
-def test_a_phase_that_stops_early_reports_it(whole: tuple[Path, Ended]) -> None:
+def test_a_phase_that_stops_early_reports_it(whole: tuple[Path, CompletedCommand]) -> None:
     folder, _ = whole
     assert run_json(folder)["phases"]["patient"]["updates"] == 8
     assert newest_valid(folder / "outputs" / "mine" / "checkpoints") == checkpoint_path(
@@ -103,7 +103,7 @@ def test_a_phase_that_stops_early_reports_it(whole: tuple[Path, Ended]) -> None:
 
 
 def test_time_and_memory_are_reported_by_phase(
-    whole: tuple[Path, Ended], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    whole: tuple[Path, CompletedCommand], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = whole
     phases = run_json(folder)["phases"]
@@ -121,12 +121,12 @@ def test_time_and_memory_are_reported_by_phase(
     assert "4 of 4" in status
 
 
-def test_evaluation_draws_the_same_numbers_each_time(whole: tuple[Path, Ended]) -> None:
+def test_evaluation_draws_the_same_numbers_each_time(whole: tuple[Path, CompletedCommand]) -> None:
     noise = {row["val/noise"] for row in rows(whole[0]) if "val/noise" in row}
     assert len(noise) == 1
 
 
-def test_checkpoints_at_the_end_of_phases_are_kept(whole: tuple[Path, Ended]) -> None:
+def test_checkpoints_at_the_end_of_phases_are_kept(whole: tuple[Path, CompletedCommand]) -> None:
     names = {path.name for path in (whole[0] / "outputs" / "mine" / "checkpoints").glob("update-*")}
     assert {f"update-{number:010d}" for number in (STATISTICS, PRETRAIN, ADAPTER, PATIENT)} <= names
 
@@ -145,7 +145,7 @@ def test_checkpoints_at_the_end_of_phases_are_kept(whole: tuple[Path, Ended]) ->
     ],
 )
 def test_a_run_killed_in_any_phase_resumes_bit_for_bit(
-    stop_at: str, wait_for: int, whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path
+    stop_at: str, wait_for: int, whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
 ) -> None:
     place = tmp_path / "outputs" / "mine" / "checkpoints" / f"update-{wait_for:010d}"
     args = [f"task.stop_at={stop_at}", f"task.wait_for={place}", "checkpoint.every=1"]
@@ -160,7 +160,9 @@ def test_a_run_killed_in_any_phase_resumes_bit_for_bit(
             assert torch.equal(tensor, mine.tensors(stem)[name]), f"{stem}/{name}"
 
 
-def test_phases_run_one_by_one_give_the_same(whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path) -> None:
+def test_phases_run_one_by_one_give_the_same(
+    whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
+) -> None:
     for phase in ("statistics", "pretrain", "adapter", "patient"):
         result = train(server, tmp_path, f"phases=[{phase}]")
         assert result.code == 0, result.err
@@ -278,7 +280,7 @@ def never_trained(folder: Path) -> bool:
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("micro", [1, 2, 10])
 def test_statistics_do_not_depend_on_the_micro_batch(
-    micro: int, whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path
+    micro: int, whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
 ) -> None:
     result = train(server, tmp_path, "phases=[statistics]", f"phase.statistics.micro_batch_size={micro}")
     assert result.code == 0, result.err
@@ -305,7 +307,7 @@ STOPS = ["statistics:3", "statistics:eval", "pretrain:1", "pretrain:22", "pretra
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop_at", STOPS)
 def test_a_run_stopped_in_any_phase_resumes_bit_for_bit(
-    stop_at: str, whole: tuple[Path, Ended], server: ForkServer, tmp_path: Path
+    stop_at: str, whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
 ) -> None:
     args = [f"task.stop_at={stop_at}", "task.by=SIGTERM"]
     result = train(server, tmp_path, *args)

@@ -18,7 +18,7 @@ from safetensors.torch import load_file
 from runner.cli import main
 from runner.durable.checkpoint import load
 from tests.faults.tallies import IS_LONG
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 from tests.rounding import allowed
 from tests.waiting import ON_DISK_AT_ONCE, wait_until
 
@@ -111,7 +111,7 @@ def losses(folder: Path, run: str = "r") -> dict[int, float]:
     return {row["update"]: row["train/loss"] for row in rows(folder, run) if "train/loss" in row}
 
 
-def well(result: Ended) -> Ended:
+def assert_success(result: CompletedCommand) -> CompletedCommand:
     assert result.code == 0, result.err
     assert not re.search(r"\w+Warning\b|deprecat|\[W\d", result.err), "of a library"
     return result
@@ -122,7 +122,7 @@ def one_process(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) ->
     """The folder of an uninterrupted run of one process."""
     made = tmp_path_factory.mktemp("one")
     (made / "task.py").write_text(TASK)
-    well(server.run(BASE, made))
+    assert_success(server.run(BASE, made))
     return made
 
 
@@ -148,7 +148,7 @@ def test_one_and_two_ranks_by_any_strategy_have_the_same_curve(
     args: str, server: ForkServer, folder: Path, one_process: Path, expected: dict[int, float]
 ) -> None:
     assert len(expected) == 12
-    well(server.run(f"{BASE} {args}", folder))
+    assert_success(server.run(f"{BASE} {args}", folder))
     assert losses(folder) == pytest.approx(expected, rel=SAME_CURVE)
     assert rows(folder)[-1]["val/loss"] == pytest.approx(rows(one_process)[-1]["val/loss"], rel=SAME_CURVE)
 
@@ -157,13 +157,13 @@ def test_a_run_of_two_ranks_resumes_with_one_rank_fsdp_and_a_pipeline(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
     again = BASE.replace("run=r", "run=again")
-    well(server.run(f"{again} {TWO}".replace("updates=12", "updates=4"), folder))
-    well(server.run(f"{again} resume_allow=[updates]".replace("updates=12", "updates=8"), folder))
+    assert_success(server.run(f"{again} {TWO}".replace("updates=12", "updates=4"), folder))
+    assert_success(server.run(f"{again} resume_allow=[updates]".replace("updates=12", "updates=8"), folder))
     sharded = TWO.replace("ddp", "fsdp")
     piped = TWO.replace("ddp", "pipeline")
-    well(server.run(f"{again} {sharded} resume_allow=[updates]".replace("updates=12", "updates=9"), folder))
-    well(server.run(f"{again} {piped} resume_allow=[updates]".replace("updates=12", "updates=10"), folder))
-    well(server.run(f"{again} {TWO} parallelism.shares=[20,12] resume_allow=[updates]", folder))
+    assert_success(server.run(f"{again} {sharded} resume_allow=[updates]".replace("updates=12", "updates=9"), folder))
+    assert_success(server.run(f"{again} {piped} resume_allow=[updates]".replace("updates=12", "updates=10"), folder))
+    assert_success(server.run(f"{again} {TWO} parallelism.shares=[20,12] resume_allow=[updates]", folder))
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
@@ -172,7 +172,7 @@ def test_checkpoints_in_parts_resume_on_any_number_of_ranks_by_any_strategy(
 ) -> None:
     again, parts = f"{BASE.replace('run=r', 'run=again')} resume_allow=[updates]", "parallelism.checkpoint=parts"
     for updates, args in ((4, f"{SHARDED} {parts}"), (7, ""), (9, f"{SHARDED} {parts}"), (12, TWO)):
-        well(server.run(f"{again} {args}".replace("updates=12", f"updates={updates}"), folder))
+        assert_success(server.run(f"{again} {args}".replace("updates=12", f"updates={updates}"), folder))
         newest = max((folder / "outputs" / "again" / "checkpoints").glob("update-*"))
         assert (newest / "model-part00001.safetensors").exists() == (parts in args)
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
@@ -180,16 +180,16 @@ def test_checkpoints_in_parts_resume_on_any_number_of_ranks_by_any_strategy(
 
 def test_ranks_resume_from_a_mirror_in_an_empty_folder(server: ForkServer, folder: Path) -> None:
     args = f"{BASE} {SHARDED} parallelism.checkpoint=parts checkpoint.mirror=file://{folder}/mirror"
-    well(server.run(args.replace("updates=12", "updates=4"), folder))
+    assert_success(server.run(args.replace("updates=12", "updates=4"), folder))
     (folder / "outputs").rename(folder / "lost")
-    well(server.run(f"{args} resume_allow=[updates]", folder))
+    assert_success(server.run(f"{args} resume_allow=[updates]", folder))
     assert [*losses(folder)] == [*range(1, 13)], "rows before the download exist, too"
 
 
 def test_a_checkpoint_in_parts_is_exported_as_one_file(server: ForkServer, tmp_path: Path) -> None:
     args = f"{GPT} {SHARDED} parallelism.checkpoint=parts".replace(f"updates={UPDATES}", "updates=2")
-    well(server.run(args, tmp_path))
-    well(server.run("export r format=safetensors", tmp_path))
+    assert_success(server.run(args, tmp_path))
+    assert_success(server.run("export r format=safetensors", tmp_path))
     newest = max((tmp_path / "outputs" / "r" / "checkpoints").glob("update-*"))
     exported = load_file(next((tmp_path / "outputs" / "r" / "export").glob("*.safetensors")))
     saved = load(newest).tensors("model")
@@ -207,7 +207,7 @@ def test_a_checkpoint_in_parts_is_exported_as_one_file(server: ForkServer, tmp_p
 def test_gpt_has_the_same_curve_on_any_number_of_ranks(
     args: str, server: ForkServer, gpt_curve: dict[int, float], tmp_path: Path
 ) -> None:
-    well(server.run(f"{GPT} {args}", tmp_path))
+    assert_success(server.run(f"{GPT} {args}", tmp_path))
     assert losses(tmp_path) == pytest.approx(gpt_curve, rel=SAME_CURVE)
 
 
@@ -224,7 +224,7 @@ GPT = (
 def gpt_curve(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
     """The losses of one process."""
     folder = tmp_path_factory.mktemp("gpt")
-    well(server.run(GPT, folder))
+    assert_success(server.run(GPT, folder))
     result = losses(folder)
     assert len(result) == UPDATES
     return result
@@ -233,7 +233,7 @@ def gpt_curve(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> d
 def test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit(server: ForkServer, folder: Path) -> None:
     """With dropout: every rank continues with its own random numbers."""
     args = f"{BASE} {TWO} task.dropout=0.3"
-    well(server.run(args, folder))
+    assert_success(server.run(args, folder))
     expected = losses(folder)
     again = args.replace("run=r", "run=again") + " checkpoint.every=5updates"
     again += " task.fault=hang task.at=8"
@@ -243,7 +243,7 @@ def test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit(server: ForkServer, 
     os.kill(pid, signal.SIGKILL)
     server.wait()
     wait_until(lambda: not living(folder))
-    well(server.run(again, folder, {"ONCE": str(folder / "once")}))
+    assert_success(server.run(again, folder, {"ONCE": str(folder / "once")}))
     assert losses(folder, "again") == expected
 
 
@@ -254,7 +254,7 @@ def test_a_killed_rank_is_named_and_the_others_resume(
 ) -> None:
     again = f"{BASE} {TWO} {args} task.fault=kill task.at=7 checkpoint.every=3updates".replace("run=r", "run=again")
     seen = folder / "seen"
-    result = well(server.run(again.split(), folder, {"ONCE": str(folder / "once"), "SEEN": str(seen)}))
+    result = assert_success(server.run(again.split(), folder, {"ONCE": str(folder / "once"), "SEEN": str(seen)}))
     assert "SIGKILL" in result.err
     assert len(plan(folder, "again")["ranks"]) == 1
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
@@ -308,7 +308,7 @@ def test_a_stopped_run_saves_and_resumes(
     assert result.code == 75, result.err
     assert not living(folder)
     assert max(losses(folder, "again")) < 12
-    well(server.run(again.split(), folder, {"ONCE": str(folder / "once")}))
+    assert_success(server.run(again.split(), folder, {"ONCE": str(folder / "once")}))
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
@@ -335,18 +335,18 @@ def torchrun(args: list[str], folder: Path) -> dict[int, int]:
 
 def test_a_model_trained_on_ranks_is_used_by_one_process(server: ForkServer, folder: Path) -> None:
     task = Path(__file__).with_name("task_with_everything.py")
-    well(server.run(f"both --task {task} run=r updates=2 inference.samples=1 monitor=off {TWO}", folder))
+    assert_success(server.run(f"both --task {task} run=r updates=2 inference.samples=1 monitor=off {TWO}", folder))
     assert (folder / "outputs/r/predictions/summary.json").is_file()
 
 
 def test_the_straggler_is_named(server: ForkServer, folder: Path) -> None:
     """One rank takes ten times as long, on an idle or busy machine."""
     args = f"{BASE} {TWO} task.fault=slow".replace("updates=12", "updates=60").replace("size=32", "size=30")
-    well(server.run(args, folder))
+    assert_success(server.run(args, folder))
     (result,) = events(folder, "slow rank")
     assert (result["rank"], result["part"]) == (1, "forward")
     assert any("rank1/forward_ms" in row for row in rows(folder))
-    well(server.run(f"{args} parallelism.shares=speed".replace("run=r", "run=again"), folder))
+    assert_success(server.run(f"{args} parallelism.shares=speed".replace("run=r", "run=again"), folder))
     first = events(folder, "shares", "again")[0]["shares"]
     assert sum(first) == 30
     assert first[1] < 15
@@ -354,10 +354,10 @@ def test_the_straggler_is_named(server: ForkServer, folder: Path) -> None:
 
 def test_bad_samples_of_any_rank_are_listed(server: ForkServer, folder: Path) -> None:
     args = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip".replace("updates=12", "epochs=1")
-    well(server.run(args, folder))
+    assert_success(server.run(args, folder))
     listed = [(event["update"], event["index"]) for event in events(folder, "bad sample")]
     assert sorted(index for _, index in listed) == [3, 40, 77]
-    well(server.run(args.replace(TWO, "").replace("run=r", "run=one"), folder))
+    assert_success(server.run(args.replace(TWO, "").replace("run=r", "run=one"), folder))
     alone = [(event["update"], event["index"]) for event in events(folder, "bad sample", "one")]
     assert listed == alone, "with their update"
 
@@ -369,7 +369,7 @@ def test_phases_of_statistics_are_merged_over_ranks(strategy: str, server: ForkS
     task = Path(__file__).parent / "task_of_phases.py"
     result = []
     for run, args in (("one", ""), ("two", TWO.replace("ddp", strategy))):
-        well(server.run(f"train --task {task} run={run} monitor=off {args}", tmp_path))
+        assert_success(server.run(f"train --task {task} run={run} monitor=off {args}", tmp_path))
         record = json.loads((tmp_path / "outputs" / run / "run.json").read_text())
         result.append({name: phase["metrics"] for name, phase in record["phases"].items()})
     one, two = result
@@ -391,10 +391,10 @@ def test_a_second_signal_exits_immediately_with_130(server: ForkServer, folder: 
 
 
 def test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting(server: ForkServer, folder: Path) -> None:
-    well(server.run(BASE, folder))
+    assert_success(server.run(BASE, folder))
     expected = losses(folder)
     args = f"{BASE} {TWO} resume=fresh task.fault=kill task.at=9 checkpoint.every=3updates"
-    result = well(server.run(args.split(), folder, {"ONCE": str(folder / "once")}))
+    result = assert_success(server.run(args.split(), folder, {"ONCE": str(folder / "once")}))
     aside = list((folder / "outputs/r/checkpoints").glob("earlier-*"))
     assert len(aside) == 1, "only those of the previous run"
     assert result.code == 0
@@ -408,7 +408,7 @@ def test_a_pipeline_with_a_given_split_resumes_with_fewer_stages(
     args = f"{BASE} {three} task.fault=kill task.rank=2 task.at=7 checkpoint.every=3updates".replace(
         "run=r", "run=again"
     )
-    result = well(server.run(args.split(), folder, {"ONCE": str(folder / "once")}))
+    result = assert_success(server.run(args.split(), folder, {"ONCE": str(folder / "once")}))
     assert result.code == 0
     assert len(plan(folder, "again")["ranks"]) == 2
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
@@ -427,7 +427,7 @@ save_policy.time = Clock()
 def test_the_time_limit_saves_one_checkpoint_and_not_two(server: ForkServer, folder: Path) -> None:
     args = f"{BASE} {TWO} checkpoint.every=0.2min checkpoint.keep=100".replace("updates=12", "updates=40")
     args = args.replace("evaluate.every=6", "evaluate.every=0")
-    well(server.run(args.split(), folder, {"CLOCK": "1"}, CLOCK + ON_DISK_AT_ONCE))
+    assert_success(server.run(args.split(), folder, {"CLOCK": "1"}, CLOCK + ON_DISK_AT_ONCE))
     kept = sorted(int(path.name[-10:]) for path in (folder / "outputs/r/checkpoints").glob("update-*"))
     # due after 12 updates, on which the ranks agree one update later
     assert [later - earlier for earlier, later in pairwise(kept[:-1])] == [13, 13], kept
@@ -435,7 +435,7 @@ def test_the_time_limit_saves_one_checkpoint_and_not_two(server: ForkServer, fol
 
 def test_a_rank_with_only_bad_samples_continues_without_them(server: ForkServer, folder: Path) -> None:
     args = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip parallelism.shares=[31,1]"
-    well(server.run(args.replace("updates=12", "epochs=30"), folder))
+    assert_success(server.run(args.replace("updates=12", "epochs=30"), folder))
     assert len(events(folder, "bad sample")) == 90
 
 
@@ -449,7 +449,7 @@ def test_an_update_without_items_ends_the_run_before_it_is_saved(server: ForkSer
 def test_buffers_of_any_type_and_layout_start_equal(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
-    well(server.run(f"{BASE} {TWO} task.odd=true".replace("run=r", "run=again"), folder))
+    assert_success(server.run(f"{BASE} {TWO} task.odd=true".replace("run=r", "run=again"), folder))
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
@@ -462,7 +462,7 @@ def test_a_fit_may_call_the_model(strategy: str, size: int, server: ForkServer, 
     result = []
     for run, args in (("one", ""), ("two", TWO.replace("ddp", strategy))):
         line = f"train --task fit.py run={run} task.samples={size} global_batch_size=8 monitor=off {args}"
-        well(server.run(line, folder))
+        assert_success(server.run(line, folder))
         result.append(json.loads((folder / "outputs" / run / "run.json").read_text())["phases"]["fit"]["metrics"])
     assert result[1]["fit/mean"] == pytest.approx(result[0]["fit/mean"], rel=allowed(torch.float32, size))
 

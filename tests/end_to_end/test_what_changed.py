@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from runner.durable.checkpoint import newest_valid
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 
 TASK = """
 import os
@@ -71,7 +71,9 @@ def record(folder: Path) -> dict[str, Any]:
     return result
 
 
-def resumed(server: ForkServer, folder: Path, args: str = "resume mine updates=40 resume_allow=[updates]") -> Ended:
+def resumed(
+    server: ForkServer, folder: Path, args: str = "resume mine updates=40 resume_allow=[updates]"
+) -> CompletedCommand:
     return server.run(args, folder)
 
 

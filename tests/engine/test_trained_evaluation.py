@@ -18,7 +18,7 @@ from runner.durable import checkpoint
 from runner.durable.directory import RunDirectory
 from runner.engine import trained_evaluation
 from runner.engine.oom_history import ReducedMicroBatch, write_reductions
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 
 TASK = Path(__file__).with_name("task_of_averages.py")
 ON_CPU = ("device=cpu", "monitor=off", "backend.threads=1", "evaluate.every=2")
@@ -133,7 +133,7 @@ def test_output_of_a_task_is_not_in_the_json(args: tuple[str, ...], server: Fork
     assert "loading" in result.err
 
 
-def refused(server: ForkServer, folder: Path, *args: str) -> Ended:
+def refused(server: ForkServer, folder: Path, *args: str) -> CompletedCommand:
     result = server.run(["evaluate", *args], folder)
     assert "Traceback" not in result.err
     return result

@@ -20,7 +20,7 @@ from tests.faults import damaging, saver
 from tests.faults.damaging import NEW, OLD, Pair, name_of
 from tests.faults.power_cuts import CarelessOfAll
 from tests.faults.tallies import IS_LONG, Tally
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 
 Amount = Callable[[int, int], int]
 TASK = Path(__file__).with_name("task_of_faults.py")
@@ -195,7 +195,7 @@ LINES = (
 )  # fmt: skip
 
 
-def assert_said(result: Ended, how: str, *codes: int) -> None:
+def assert_exit_code(result: CompletedCommand, how: str, *codes: int) -> None:
     """Assert a documented exit code and no traceback."""
     text = result.out + result.err
     assert result.code in codes, f"{how}: exit {result.code}\n{text}"
@@ -212,7 +212,7 @@ def test_status_shows_a_damaged_run(
         shutil.copytree(finished / "outputs" / "mine", run)
         how = damage_a_file(run, random.Random(f"{seed} status {number}"))
         result = server.run(["status", "mine"], tmp_path)
-        assert_said(result, f"seed {seed}, status {number}: {how}", 0)
+        assert_exit_code(result, f"seed {seed}, status {number}: {how}", 0)
         assert f"{name_of(60)}: valid" in result.out, how
         tally.tried += 1
 
@@ -260,7 +260,7 @@ def test_a_run_resumes_even_if_other_files_are_damaged(
         generator = random.Random(f"{seed} resume {number}")
         how = f"seed {seed}, resume {number}: {damage_a_file(run, generator)}"
         result = server.run(BASE, tmp_path)
-        assert_said(result, how, 0)
+        assert_exit_code(result, how, 0)
         assert re.search(r"update \d+ from", result.out), how
         ours, theirs = weights(run), weights(whole)
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs), how
@@ -281,6 +281,6 @@ def test_non_files_in_place_of_files_are_refused_with_a_message(
         generator = random.Random(f"{seed} odd {number}")
         name = generator.choice((*NAMES, "checkpoints"))
         how = f"seed {seed}, odd {number}: {name} is {damaging.make_odd(run / name, generator)}"
-        assert_said(server.run(["status", "mine"], tmp_path), how, 0)
-        assert_said(server.run(BASE, tmp_path), how, 0, 65, 73, 74, 89)
+        assert_exit_code(server.run(["status", "mine"], tmp_path), how, 0)
+        assert_exit_code(server.run(BASE, tmp_path), how, 0, 65, 73, 74, 89)
         tally.tried += 1

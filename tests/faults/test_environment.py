@@ -28,7 +28,7 @@ from safetensors.torch import load_file
 
 from runner.durable.checkpoint import newest_valid, verify
 from tests.faults.tallies import Tally
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 from tests.waiting import wait_until
 from tests.wandb_server import MARK, marked, offline_rows
 
@@ -63,7 +63,7 @@ def reference(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> C
 Reference = Callable[[str], Path]
 
 
-def must_be_told(result: Ended, code: int, *causes: str) -> None:
+def assert_error(result: CompletedCommand, code: int, *causes: str) -> None:
     """Assert the exit code, the causes in the message, and no traceback."""
     assert result.code == code, f"exit {result.code}:\n{result.err}\n{result.out[-2000:]}"
     assert "Traceback" not in result.err + result.out, result.err
@@ -112,7 +112,7 @@ def must_go_on(
     """Assert that the same command, now undisturbed, ends like the reference."""
     before = newest_valid(run / "checkpoints") if run.is_dir() else None
     again = server.run(args, folder, env)
-    must_be_told(again, 0)
+    assert_error(again, 0)
     if before is not None:
         assert f"from {before.name}" in again.out or "is finished" in again.out, again.out
     must_equal(run, reference)
@@ -186,7 +186,7 @@ def test_a_full_disk_loses_no_saved_update(
         wait = str(run / "checkpoints" / f"update-{case.saved:010}")
         env = {"DISK": str(place), "ACT": act, "AT": str(at), "WAIT": wait}
         result = server.run(args, tmp_path, env if act else None)
-        must_be_told(result, case.code, case.cause)
+        assert_error(result, case.code, case.cause)
         saved = newest_valid(run / "checkpoints") if run.is_dir() else None
         assert (int(saved.name[-10:]) if saved else 0) == case.saved
         if case.saved:
@@ -208,7 +208,7 @@ def test_a_disk_that_is_freed_in_time_loses_nothing(
         ballast(place, 40_000)
         args = [*BASE, f"output_root={place}/runs"]
         result = server.run(args, tmp_path, {"DISK": str(place), "ACT": "empty", "AT": "25"})
-        must_be_told(result, 0)
+        assert_error(result, 0)
         messages = result.out + result.err
         assert "not saved: " in messages
         assert messages.count("kept in memory: ") == 1
@@ -297,13 +297,13 @@ def test_a_disk_that_fails_once_at_the_last_save_loses_nothing(
     kind: str, server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     result = server.run(BASE, tmp_path, None, ONCE.format(kind=kind, which=f"== {LAST}"))
-    must_be_told(result, 0)
+    assert_error(result, 0)
     assert (result.out + result.err).count("is retried: ") == 1
     must_equal(tmp_path / "outputs" / "mine", reference(""))
     stopped = tmp_path / "stopped"
     stopped.mkdir()
     result = server.run(BASE, stopped, {"ACT": "hang-up", "AT": "23"}, ONCE.format(kind=kind, which="> 20"))
-    must_be_told(result, 75)
+    assert_error(result, 75)
     assert (result.out + result.err).count("is retried: ") == 1
     path = newest_valid(stopped / "outputs" / "mine" / "checkpoints")
     assert path is not None
@@ -344,7 +344,7 @@ def test_a_system_limit_is_reported(
     run = tmp_path / "outputs" / "mine"
     wait = str(run / "checkpoints" / "update-0000000020")
     result = server.run(args, tmp_path, {"ACT": limit.act, "AT": "23", "WAIT": wait})
-    must_be_told(result, limit.code, limit.cause)
+    assert_error(result, limit.code, limit.cause)
     if limit.act != "little-memory":  # out of memory, the message may omit the checkpoint
         assert "last checkpoint: update 20 (" in result.err
     must_go_on(server, args, tmp_path, run, reference(""))
@@ -368,7 +368,7 @@ def test_full_shared_memory_is_reported_without_a_hang(
 ) -> None:
     args = [*BASE, "dataloader.num_workers=2", "dataloader.prefetch_factor=8"]
     result = server.run(args, tmp_path, None, SMALL_SHM.format(size))
-    must_be_told(result, 71, "the shared memory for batches of data workers is full", "/dev/shm")
+    assert_error(result, 71, "the shared memory for batches of data workers is full", "/dev/shm")
     must_go_on(server, args, tmp_path, tmp_path / "outputs" / "mine", reference(""))
     tally.tried += 1
 
@@ -391,7 +391,7 @@ SAMPLES = {
 def test_a_bad_sample_is_reported(act: str, workers: int, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     code, cause = SAMPLES[act]
     result = server.run([*BASE, f"dataloader.num_workers={workers}"], tmp_path, {"ACT": act})
-    must_be_told(result, code, cause)
+    assert_error(result, code, cause)
     error = error_of(tmp_path / "outputs" / "mine")
     if "cannot be read" in cause:
         assert error["place"]["samples"] in ([17], [77])
@@ -401,7 +401,7 @@ def test_a_bad_sample_is_reported(act: str, workers: int, server: ForkServer, tm
 
 def test_a_bad_sample_is_skipped_and_listed_on_request(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     result = server.run([*BASE, "dataloader.bad_samples=skip"], tmp_path, {"ACT": "sample-raises"})
-    must_be_told(result, 0)
+    assert_error(result, 0)
     events = [json.loads(line) for line in (tmp_path / "outputs/mine/events.jsonl").read_text().splitlines()]
     bad = [(row["index"], row["reason"]) for row in events if row["kind"] == "bad sample"]
     assert {index for index, _ in bad} == {17, 77}
@@ -427,7 +427,7 @@ def test_a_dead_data_worker_is_reported(
     code, cause = WORKERS[act]
     args = [*BASE, "dataloader.num_workers=2"]
     result = server.run(args, tmp_path, {"ACT": act})
-    must_be_told(result, code, cause)
+    assert_error(result, code, cause)
     must_go_on(server, args, tmp_path, tmp_path / "outputs" / "mine", reference(""))
     tally.tried += 1
 
@@ -451,7 +451,7 @@ def test_a_folder_without_write_permission_is_reported(
     (tmp_path / "closed").mkdir(mode=0o500)
     (tmp_path / "file").write_text("")
     result = server.run([*BASE, f"output_root={root}"], tmp_path, None, WITHOUT_RIGHTS)
-    must_be_told(result, code, "the run directory cannot be created: ", "output_root")
+    assert_error(result, code, "the run directory cannot be created: ", "output_root")
     (tmp_path / "closed").chmod(0o700)
     tally.tried += 1
 
@@ -490,7 +490,7 @@ def test_a_user_without_home_name_or_temporary_folder_can_train(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     result = server.run([*BASE, "dataloader.num_workers=1"], tmp_path, {"TMPDIR": "/nowhere"}, NOBODY)
-    must_be_told(result, 0)
+    assert_error(result, 0)
     must_equal(tmp_path / "outputs" / "mine", reference(""))
     tally.tried += 1
 
@@ -502,7 +502,7 @@ def test_a_temporary_folder_with_a_long_name_serves_data_workers(
     folder = tmp_path / ("l" * 100)
     folder.mkdir()
     result = server.run([*BASE, "dataloader.num_workers=1"], tmp_path, {"TMPDIR": str(folder)})
-    must_be_told(result, 0)
+    assert_error(result, 0)
     must_equal(tmp_path / "outputs" / "mine", reference(""))
     assert list(folder.iterdir()) == []
     tally.tried += 1
@@ -510,7 +510,7 @@ def test_a_temporary_folder_with_a_long_name_serves_data_workers(
 
 def test_files_of_a_run_are_private_with_any_umask(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     result = server.run(BASE, tmp_path, None, "import os; os.umask(0)")
-    must_be_told(result, 0)
+    assert_error(result, 0)
     run = tmp_path / "outputs" / "mine"
     open_to_all = [path for path in (run, *run.rglob("*")) if stat.S_IMODE(path.lstat().st_mode) & 0o077]
     assert open_to_all == []
@@ -544,7 +544,7 @@ def test_a_folder_of_any_name_can_have_runs(name: str, server: ForkServer, tmp_p
         assert result.code in (0, 78), result.err
         assert "Traceback" not in result.err
         return
-    must_be_told(result, 0)
+    assert_error(result, 0)
     run = Path(str(tmp_path / place).replace("~", "home", 1) if name == "home" else tmp_path / place) / "mine"
     assert json.loads((run / "run.json").read_text())["state"] == "done"
     again = server.run(args, tmp_path, env)
@@ -597,11 +597,11 @@ def test_a_closed_terminal_makes_the_run_save(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
     result = server.run(BASE, tmp_path, {"ACT": "hang-up", "AT": "23"})
-    must_be_told(result, 75)
+    assert_error(result, 75)
     must_go_on(server, BASE, tmp_path, tmp_path / "outputs" / "mine", reference(""))
     ignoring = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"  # as with nohup
     (tmp_path / "again").mkdir()
-    must_be_told(server.run(BASE, tmp_path / "again", {"ACT": "hang-up", "AT": "23"}, ignoring), 0)
+    assert_error(server.run(BASE, tmp_path / "again", {"ACT": "hang-up", "AT": "23"}, ignoring), 0)
     tally.tried += 2
 
 
@@ -643,7 +643,7 @@ def test_of_two_simultaneous_starts_one_runs(
         (place / "hold").touch()
         won = (other if lost is server else server).wait()
         assert (won.code, result.code) == (0, 87), f"start {number}: {won}\n{result}"
-        must_be_told(result, 87, "the run directory is in use by ")
+        assert_error(result, 87, "the run directory is in use by ")
         run = place / "runs" / "mine"
         assert json.loads((run / "run.json").read_text())["state"] == "done"
         assert not (run / "error.json").exists()
@@ -669,7 +669,7 @@ assert libc.mount(b"tmpfs", b"/proc", b"tmpfs", 0, None) == 0
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("args", [[], ["parallelism=ddp", "parallelism.world_size=2"]], ids=["one", "ranks"])
 def test_a_system_without_proc_is_reported(args: list[str], server: ForkServer, tmp_path: Path, tally: Tally) -> None:
-    must_be_told(server.run([*BASE, *args], tmp_path, before=NO_PROC), 71, "/proc")
+    assert_error(server.run([*BASE, *args], tmp_path, before=NO_PROC), 71, "/proc")
     tally.tried += 1
 
 
@@ -680,7 +680,7 @@ def test_a_bare_environment_in_another_locale_is_enough(reference: Reference, tm
     args = [sys.executable, "-m", "runner", *BASE, 'output_root="größe-日本"']
     done = subprocess.run(args, cwd=tmp_path, env={**env, "PATH": os.defpath}, capture_output=True, check=False)
     out, err = (text.decode(errors="replace") for text in (done.stdout, done.stderr))
-    must_be_told(Ended(done.returncode, out, err), 0)
+    assert_error(CompletedCommand(done.returncode, out, err), 0)
     must_equal(tmp_path / "größe-日本" / "mine", reference(""))
     tally.tried += 1
 
@@ -698,7 +698,7 @@ NO_WANDB = {
 SOON_ALONE = "from runner.trackers import tracker; tracker.LOCAL_LINGER_S = 3.0"  # instead of 60, to end soon
 
 
-def tracked(server: ForkServer, folder: Path, env: dict[str, str], before: str = "") -> Ended:
+def tracked(server: ForkServer, folder: Path, env: dict[str, str], before: str = "") -> CompletedCommand:
     """Run with wandb and wait for the tracker processes to end."""
     mark = uuid.uuid4().hex
     result = server.run([*BASE, "tracker=wandb"], folder, {"HOME": str(folder), MARK: mark, **env}, before)
@@ -715,7 +715,7 @@ def test_a_wandb_that_cannot_be_imported_loses_no_row(
     (tmp_path / "wandb" / "__init__.py").write_text(NO_WANDB[how])
     stop = {"ACT": "hang-up", "AT": "23"} if how == "hangs" else {}
     result = tracked(server, tmp_path, {"PYTHONPATH": f"{tmp_path}:{ROOT}", **stop}, SOON_ALONE if stop else "")
-    must_be_told(result, 75 if stop else 0)
+    assert_error(result, 75 if stop else 0)
     if stop:
         assert server.run(BASE, tmp_path).code == 0
     must_equal(tmp_path / "outputs" / "mine", reference(""))
@@ -734,7 +734,7 @@ def test_an_unresponsive_network_delays_no_start_and_loses_no_row(
         if how == "refused":
             door.close()
         result = tracked(server, tmp_path, {"WANDB_BASE_URL": f"http://127.0.0.1:{port}", "WANDB_API_KEY": KEY})
-    must_be_told(result, 0)
+    assert_error(result, 0)
     run = tmp_path / "outputs" / "mine"
     must_equal(run, reference(""))
     actual = [int(row["update"]) for _, row in offline_rows(run)]

@@ -137,7 +137,7 @@ def test_a_run_directory_that_is_a_link_is_refused(server: ForkServer, tmp_path:
     (tmp_path / "outputs").mkdir()
     (tmp_path / "outputs" / "mine").symlink_to(tmp_path / "elsewhere")
     result = server.run(BASE, tmp_path)
-    environment.must_be_told(result, Exit.SECURITY, "must be in outputs, but is a link")
+    environment.assert_error(result, Exit.SECURITY, "must be in outputs, but is a link")
 
 
 def test_every_exit_code_is_reached_by_a_fault() -> None:
@@ -150,7 +150,7 @@ def test_every_exit_code_is_reached_by_a_fault() -> None:
     apart = {Exit.PERMISSION, Exit.IN_USE, Exit.SECURITY}  # reached by tests without a table
     source = Path(environment.__file__).read_text() + Path(__file__).read_text()
     for code in apart:
-        pattern = rf'must_be_told\(ended, ({int(code)}|Exit\.{code.name})\b|runs", {int(code)}\)'
+        pattern = rf'assert_error\(result, ({int(code)}|Exit\.{code.name})\b|runs", {int(code)}\)'
         assert re.search(pattern, source), code
     apart.add(Exit.HANG)
     assert reached | {int(code) for code in apart} == {int(code) for code in Exit}
@@ -419,7 +419,7 @@ def test_errors_of_a_task_are_reported_with_its_own_lines(
     (tmp_path / "helper.py").write_text("f(\n")
     command, *more = reported.words.split() if reported.words.startswith("both") else ["train", *reported.words.split()]
     result = server.run([command, "--task", "./mine.py", "run=mine", "device=cpu", "monitor=off", *more], tmp_path)
-    environment.must_be_told(result, reported.code, reported.cause, *reported.lines)
+    environment.assert_error(result, reported.code, reported.cause, *reported.lines)
     assert f"{ROOT}/runner" not in result.err, "no lines of accel-run"
     assert "site-packages" not in result.err, "no lines of torch"
     assert len(result.err) < 8000
@@ -451,7 +451,7 @@ u.find_spec = lambda name, *rest: None if name == 'tensorboard' else find(name, 
     (tmp_path / "mine.py").write_text(TASK)
     words = "train --task ./mine.py run=mine device=cpu monitor=off tracker=tensorboard"
     result = server.run(words, tmp_path, {}, without)
-    environment.must_be_told(result, 78, "needs the package tensorboard, which is not installed")
+    environment.assert_error(result, 78, "needs the package tensorboard, which is not installed")
     assert not (tmp_path / "outputs").exists()
 
 
@@ -466,7 +466,7 @@ def test_the_place_is_in_error_json(server: ForkServer, tmp_path: Path) -> None:
 def test_an_error_before_training_does_not_mention_checkpoints(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace("return Mine()", "return inner()"))
     result = server.run("train --task ./mine.py run=mine device=cpu monitor=off", tmp_path)
-    environment.must_be_told(result, 70, "build raised KeyError: 'inner'")
+    environment.assert_error(result, 70, "build raised KeyError: 'inner'")
     assert "checkpoint" not in result.err
 
 

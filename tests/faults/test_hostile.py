@@ -28,7 +28,7 @@ from runner.config.request import Request
 from runner.config.schema import read_functions
 from tests.faults import attacks
 from tests.faults.tallies import IS_LONG, SEED, Tally
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 
 # ruff: noqa: E501 - tables of attacks
 
@@ -466,7 +466,7 @@ class Watched:
         before = f"{WATCH}\nwatch({str(folder)!r}, {str(report)!r})"
         return self.server.start(args, folder, {"XDG_CACHE_HOME": str(folder / ".cache")}, before)
 
-    def run(self, args: list[str], folder: Path, report: Path) -> Ended:
+    def run(self, args: list[str], folder: Path, report: Path) -> CompletedCommand:
         self.start(args, folder, report)
         return self.server.wait()
 

@@ -13,13 +13,13 @@ import pytest
 
 from runner.durable import checkpoint
 from runner.host.process_identity import process_identity
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 
 TASK = Path(__file__).with_name("task_that_moves.py")
 WORDS = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off"]
 
 
-def run(server: ForkServer, folder: Path, act: str, *args: str) -> Ended:
+def run(server: ForkServer, folder: Path, act: str, *args: str) -> CompletedCommand:
     return server.run([*WORDS, *args], folder, {"ACT": act})
 
 

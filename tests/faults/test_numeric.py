@@ -22,7 +22,7 @@ from runner.base.world import World
 from runner.durable.checkpoint import newest_valid, verify
 from runner.engine.non_finite import check_finite, is_finite, record_calls
 from tests.faults.tallies import Tally
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 
 TASK = Path(__file__).parent / "task_of_numbers.py"
 BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "run=mine"]
@@ -78,11 +78,11 @@ FAULTS = {
 }
 
 
-def run(server: ForkServer, folder: Path, args: str = "", **env: str) -> Ended:
+def run(server: ForkServer, folder: Path, args: str = "", **env: str) -> CompletedCommand:
     return server.run([*BASE, *args.split()], folder, env)
 
 
-def checked(result: Ended, run_dir: Path, fault: Fault) -> dict[str, Any]:
+def checked(result: CompletedCommand, run_dir: Path, fault: Fault) -> dict[str, Any]:
     """Check the exit code, the message, error.json, no traceback, and that checkpoints have finite values only."""
     assert result.code == fault.code, result.err
     assert fault.cause in result.err

@@ -18,7 +18,7 @@ import psutil
 import pytest
 
 from tests.faults.tallies import Tally
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 from tests.waiting import wait_until
 
 pytestmark = pytest.mark.timeout(0)
@@ -167,7 +167,7 @@ def _one(
             assert error["place"]["rank"] == rank, messages
         if hangs:
             _shows_the_stacks(folder / "outputs" / run / "stacks.txt", size, messages)
-        _goes_on(server.run(args, folder), messages)
+        _assert_success(server.run(args, folder), messages)
     actual = rows(folder, run)
     assert actual == whole, (
         messages,
@@ -176,7 +176,7 @@ def _one(
     return result.code
 
 
-def _goes_on(result: Ended, messages: str) -> None:
+def _assert_success(result: CompletedCommand, messages: str) -> None:
     assert result.code == 0, (messages, result.err)
 
 

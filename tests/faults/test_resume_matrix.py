@@ -27,7 +27,7 @@ from runner.base.errors import Exit
 from runner.durable.checkpoint import LoadedCheckpoint, load, newest_valid
 from tests.faults.cells import AXES, Cell, cells_whose_readers_change, covering, drawn, pairs
 from tests.faults.tallies import SEED, Tally
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 from tests.waiting import wait_until
 
 HERE = Path(__file__).parent
@@ -146,12 +146,12 @@ class Matrix:
         assert interrupted >= min_interrupted, f"only {interrupted} of {num_cells} cells were interrupted"
         assert resumed >= min_resumed, f"only {resumed} of {num_cells} cells resumed from a checkpoint"
 
-    def attempt(self, cell: Cell, folder: Path, args: list[str], fault: dict[str, Any]) -> Ended:
+    def attempt(self, cell: Cell, folder: Path, args: list[str], fault: dict[str, Any]) -> CompletedCommand:
         """Run the command; retry while ranks of the previous process still lock the run directory."""
         line = ["train", "--task", str(TASKS[cell["phases"]]), "run=mine", "device=cpu", "monitor=off", *args]
         env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
 
-        def free() -> Ended | None:
+        def free() -> CompletedCommand | None:
             self.num_runs += 1
             result = self.server.run(line, folder, env)
             return result if result.code != Exit.IN_USE else None

@@ -37,7 +37,7 @@ from runner.durable import files
 from runner.durable.directory import RunDirectory
 from tests.faults.canaries import NAMES, SHAPES, of_names, of_shape
 from tests.faults.tallies import IS_LONG, SEED, Tally
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 
 # ruff: noqa: E501 - exact texts are compared
 
@@ -161,7 +161,7 @@ SLOW = (1, 7, 8)  # two of them, by seed, are left out in the short form
 @pytest.fixture(scope="module")
 def told(
     server: ForkServer, folder: Path, home: Path, variables: dict[str, str]
-) -> tuple[list[tuple[str, Ended]], dict[int, tuple[str, str]]]:
+) -> tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]]:
     """Run all commands with umask 0; return their outputs and the processes that they started."""
     env = {**variables, "HOME": str(home), "NETRC": str(home / ".netrc")}
     actual, seen = [], {}
@@ -183,7 +183,7 @@ def told(
 
 
 def test_no_secret_is_in_files_and_output_of_a_run(
-    told: tuple[list[tuple[str, Ended]], dict[int, tuple[str, str]]],
+    told: tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]],
     folder: Path,
     home: Path,
     canaries: dict[str, str],
@@ -212,7 +212,7 @@ def test_no_secret_is_in_files_and_output_of_a_run(
 
 
 def test_subprocesses_get_only_needed_secrets(
-    told: tuple[list[tuple[str, Ended]], dict[int, tuple[str, str]]], canaries: dict[str, str]
+    told: tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]], canaries: dict[str, str]
 ) -> None:
     _, seen = told
     trackers = [environment for command, environment in seen.values() if "tracker_process.py" in command]
@@ -223,7 +223,7 @@ def test_subprocesses_get_only_needed_secrets(
 
 
 def test_files_of_a_run_are_unreadable_for_others_with_any_umask(
-    told: tuple[list[tuple[str, Ended]], dict[int, tuple[str, str]]], folder: Path, tally: Tally
+    told: tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]], folder: Path, tally: Tally
 ) -> None:
     kinds = set()
     for path in [folder / "outputs", *(folder / "outputs").rglob("*")]:

@@ -21,7 +21,7 @@ import torch
 
 from runner.durable.checkpoint import load, newest_valid
 from tests.faults.tallies import IS_LONG, Tally
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 from tests.waiting import wait_until
 
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
@@ -99,7 +99,7 @@ def is_alive(process: psutil.Process) -> bool:
 
 def stopped(
     server: ForkServer, folder: Path, args: list[str], send: Callable[[int], None], at_update: int
-) -> tuple[Ended, int]:
+) -> tuple[CompletedCommand, int]:
     """Start a run, send it a signal after an update, and wait until all its processes have ended."""
     run = folder / "outputs" / "mine"
     pid = server.start([*BASE, *args, "run=mine"], folder)
@@ -112,7 +112,9 @@ def stopped(
     return result, reached
 
 
-def assert_goes_on(server: ForkServer, folder: Path, args: list[str], expected: dict[str, torch.Tensor]) -> Ended:
+def assert_resumes(
+    server: ForkServer, folder: Path, args: list[str], expected: dict[str, torch.Tensor]
+) -> CompletedCommand:
     """Assert that the same command ends bitwise equal to a run that was never stopped."""
     done = server.run([*BASE, *args, "run=mine"], folder)
     assert done.code == 0, done.err
@@ -128,7 +130,7 @@ def assert_goes_on(server: ForkServer, folder: Path, args: list[str], expected: 
     return done
 
 
-def assert_tells(result: Ended) -> None:
+def assert_no_error(result: CompletedCommand) -> None:
     text = result.out + result.err
     assert "Traceback" not in text, text
     assert "Error" not in result.err, text
@@ -184,14 +186,14 @@ def test_signals_sent_to_all_processes_of_a_run(
         try:
             result, reached = stopped(server, folder, args, send_all, at_update)
             assert result.code == 75, (result, "must be 75")
-            assert_tells(result)
+            assert_no_error(result)
             path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
             assert path is not None
             saved = int(path.name.removeprefix("update-"))
             assert saved >= reached, (saved, reached)
             assert saved == last_update(folder / "outputs" / "mine"), "the last finished update is saved"
             assert json.loads((folder / "outputs" / "mine" / "run.json").read_text())["state"] == "preempted"
-            assert_goes_on(server, folder, ranks(num_ranks), straight(num_ranks))
+            assert_resumes(server, folder, ranks(num_ranks), straight(num_ranks))
         except AssertionError as error:
             raise AssertionError(f"{plan}: {error}") from error
         tally.tried += 1
@@ -204,13 +206,13 @@ def test_the_suite_detects_a_worker_that_exits(server: ForkServer, tmp_path: Pat
     args = ["dataloader.num_workers=2", "dataloader.start_method=fork"]
     result, _ = stopped(server, tmp_path, args, lambda pid: psutil.Process(pid).children()[0].kill(), 3)
     assert result.code == 85, result
-    assert_goes_on(server, tmp_path, [], straight(1))
+    assert_resumes(server, tmp_path, [], straight(1))
 
 
 # Saves without enough time
 
 
-def interrupted(server: ForkServer, folder: Path, *args: str, at_update: int = 8) -> Ended:
+def interrupted(server: ForkServer, folder: Path, *args: str, at_update: int = 8) -> CompletedCommand:
     run = folder / "outputs" / "mine"
     pid = server.start([*BASE, "run=mine", *args], folder)
     wait_until(lambda: last_update(run) >= at_update, f"update {at_update} of {run}")
@@ -226,7 +228,7 @@ def test_a_save_that_cannot_finish_in_time_is_not_started(
     args = [*ranks(num_ranks), "checkpoint.every=5"]
     result = interrupted(server, tmp_path, *args, LOW_GRACE, at_update=12)
     assert result.code == 75, result
-    assert_tells(result)
+    assert_no_error(result)
     path = newest_valid(tmp_path / "outputs" / "mine" / "checkpoints")
     assert path is not None
     saved, reached = int(path.name.removeprefix("update-")), last_update(tmp_path / "outputs" / "mine")
@@ -238,7 +240,7 @@ def test_a_save_that_cannot_finish_in_time_is_not_started(
         assert "not saved" in text
         assert "checkpoint.grace_s=0.0001" in text
         assert f"{path.name} remains, {reached - saved} updates" in text
-    assert_goes_on(server, tmp_path, args, straight(num_ranks, "checkpoint.every=5"))
+    assert_resumes(server, tmp_path, args, straight(num_ranks, "checkpoint.every=5"))
 
 
 def test_a_save_of_unknown_duration_is_started(server: ForkServer, tmp_path: Path) -> None:
@@ -253,7 +255,7 @@ def test_a_save_that_fits_the_time_is_written(server: ForkServer, tmp_path: Path
     path = newest_valid(tmp_path / "outputs" / "mine" / "checkpoints")
     assert path is not None
     assert int(path.name.removeprefix("update-")) == last_update(tmp_path / "outputs" / "mine")
-    assert_goes_on(server, tmp_path, ["checkpoint.every=5"], straight(1, "checkpoint.every=5"))
+    assert_resumes(server, tmp_path, ["checkpoint.every=5"], straight(1, "checkpoint.every=5"))
 
 
 def test_a_due_save_is_not_started_without_time(server: ForkServer, tmp_path: Path) -> None:
@@ -272,7 +274,7 @@ def test_without_a_checkpoint_the_exit_code_is_130(server: ForkServer, tmp_path:
     (tmp_path / "outputs" / "mine").rename(tmp_path / "outputs" / "other")
     result = interrupted(server, tmp_path, "resume=other", "checkpoint=off", LOW_GRACE, at_update=20)
     assert result.code == 130, result
-    assert_tells(result)
+    assert_no_error(result)
     record = json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())
     assert (record["state"], record["exit_code"]) == ("interrupted", 130)
     assert not list((tmp_path / "outputs" / "mine" / "checkpoints").glob("*"))

@@ -33,7 +33,7 @@ UPDATES = 60
 
 
 @dataclass(frozen=True)
-class Ended:
+class KilledCommand:
     """How a command ended; `code` is negative for a signal.
 
     acknowledged  the last checkpoint that was on disk
@@ -92,7 +92,7 @@ def run(
     cut: Callable[[], None] | None = None,
     before: int = 0,
     output: Path | None = None,
-) -> Ended:
+) -> KilledCommand:
     """Run a command in `folder` to its end, or until `end`: SIGKILL, or `cut` and SIGKILL.
 
     output  file for its output, if not beside the folder
@@ -133,7 +133,7 @@ def run(
     listener.close()
     text = output.read_text(errors="replace") if output.exists() else ""
     code = os.waitstatus_to_exitcode(status)
-    return Ended(code, text, listener.told.saved, pids)
+    return KilledCommand(code, text, listener.told.saved, pids)
 
 
 def session_of(leader: int) -> list[int]:

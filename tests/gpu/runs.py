@@ -14,7 +14,7 @@ import torch
 
 from runner.base.accelerator import is_stand_in
 from runner.durable.checkpoint import load_newest
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 from tests.stand_ins.cuda.devices import VARIABLE
 
 DESCRIBE = "from tests.stand_ins.cuda.install import describe; describe()\n"  # CUDA_VISIBLE_DEVICES may differ
@@ -44,7 +44,7 @@ class Runs:
             devices, before = {VARIABLE: os.environ[VARIABLE]}, DESCRIBE
         self.server.start(args, self.folder, {**devices, **(env or {})}, before)
 
-    def end(self, args: str | list[str], env: Mapping[str, str] | None = None) -> Ended:
+    def end(self, args: str | list[str], env: Mapping[str, str] | None = None) -> CompletedCommand:
         """Run a command and return its result, with any exit code."""
         self.start(args, env)
         return self.server.wait()

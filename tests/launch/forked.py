@@ -22,7 +22,7 @@ NEW_NETWORK = 0x40000000  # CLONE_NEWNET
 
 
 @dataclass(frozen=True)
-class Ended:
+class CompletedFork:
     """The end of a rank: its return value, or its exit code and error, and its output."""
 
     value: Any
@@ -32,7 +32,7 @@ class Ended:
     err: str
 
 
-def forked(functions: Sequence[Callable[[], Any]], folder: Path, spaces: Sequence[str] = ()) -> list[Ended]:
+def forked(functions: Sequence[Callable[[], Any]], folder: Path, spaces: Sequence[str] = ()) -> list[CompletedFork]:
     """Return how each function ended in a fork of this process, after all have ended.
 
     spaces  names of the network namespaces, one per function; if empty, that of this process
@@ -54,12 +54,12 @@ def forked(functions: Sequence[Callable[[], Any]], folder: Path, spaces: Sequenc
         for pid in living:
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
-    return [_ended(folder / str(number)) for number in range(len(pids))]
+    return [_read_result(folder / str(number)) for number in range(len(pids))]
 
 
-def _ended(place: Path) -> Ended:
+def _read_result(place: Path) -> CompletedFork:
     out, err = (place.with_suffix(suffix).read_text() for suffix in (".out", ".err"))
-    return Ended(**json.loads(place.with_suffix(".json").read_text()), out=out, err=err)
+    return CompletedFork(**json.loads(place.with_suffix(".json").read_text()), out=out, err=err)
 
 
 def _forked(function: Callable[[], Any], place: Path, space: str | None) -> int:

@@ -10,7 +10,7 @@ import pytest
 
 from runner.base.errors import ConfigError, Exit
 from runner.launch.on_ranks import check_agreement
-from tests.launch.forked import Ended, forked, started_elsewhere
+from tests.launch.forked import CompletedFork, forked, started_elsewhere
 
 SAME = {"accel-run": "0.1.0", "torch": "2.13.0", "task": "gpt"}
 
@@ -42,7 +42,7 @@ def build() -> Task: return Small()
 """
 
 
-def ranks(folder: Path, *args: Sequence[str], num_local_ranks: int = 1) -> list[Ended]:
+def ranks(folder: Path, *args: Sequence[str], num_local_ranks: int = 1) -> list[CompletedFork]:
     """Run two ranks, each with its own arguments, as torchrun would; each machine has its own folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

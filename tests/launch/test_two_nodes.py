@@ -20,7 +20,7 @@ from runner.base.rank_env import RankInfo
 from runner.distributed.join import join_process_group
 from runner.distributed.network_interface import choose_interface, find_interface
 from tests.forkserver import ForkServer
-from tests.launch.forked import Ended, forked, started_elsewhere
+from tests.launch.forked import CompletedFork, forked, started_elsewhere
 
 CPU = torch.device("cpu")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -55,7 +55,7 @@ def ip(*args: str) -> None:
     subprocess.run(["ip", *args], check=True, capture_output=True)
 
 
-def run_in(spaces: tuple[str, ...], function: Callable[[int], Any], folder: Path) -> list[Ended]:
+def run_in(spaces: tuple[str, ...], function: Callable[[int], Any], folder: Path) -> list[CompletedFork]:
     """Return how `function(rank)` ended in a forked process in each network namespace."""
     return forked([partial(function, rank) for rank in range(len(spaces))], folder, spaces)
 

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 
 TASK = """
 import torch
@@ -74,6 +74,6 @@ def test_an_attribute_that_no_later_pass_uses_is_ignored(
     assert result.code == 0, result.err
 
 
-def trained(kept: str, body: str, server: ForkServer, folder: Path) -> Ended:
+def trained(kept: str, body: str, server: ForkServer, folder: Path) -> CompletedCommand:
     (folder / "mine.py").write_text(TASK.replace("KEPT", kept).replace("BODY", body))
     return server.run("train --task mine.py run=mine device=cpu monitor=off dataloader.num_workers=0", folder)

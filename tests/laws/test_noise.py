@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from runner.durable.checkpoint import load, newest_valid
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 
 TASK = Path(__file__).with_name("task_of_noise.py")
 RANKS = "parallelism.world_size=2"
@@ -34,7 +34,7 @@ class Runs:
     def __init__(self, server: ForkServer, folder: Path) -> None:
         self.server, self.folder = server, folder
 
-    def run(self, name: str, *args: str) -> Ended:
+    def run(self, name: str, *args: str) -> CompletedCommand:
         (self.folder / name).mkdir(exist_ok=True)
         always = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "precision=fp32"]
         return self.server.run([*always, *args], self.folder / name)

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 from tests.stand_ins.cuda.devices import MACHINES, VARIABLE, encoded
 from tests.stand_ins.cuda.environment import environment
 from tests.stand_ins.cuda.install import REPORT
@@ -41,7 +41,7 @@ class StandIn:
         counted: Path | None = None,
         env: Mapping[str, str] | None = None,
         before: str = "",
-    ) -> Ended:
+    ) -> CompletedCommand:
         """Run accel-run in a folder.
 
         counted  folder to which each process writes its counts

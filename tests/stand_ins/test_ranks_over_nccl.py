@@ -25,7 +25,7 @@ from tests.faults import test_out_of_memory as shortages
 from tests.faults import test_ranks as faults
 from tests.faults.conftest import amount, seed, tally
 from tests.faults.test_ranks import curves
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 from tests.stand_ins.cuda.build import why_not
 from tests.stand_ins.cuda.devices import MACHINES, VARIABLE, encoded
 from tests.stand_ins.cuda.environment import ROOT
@@ -53,10 +53,12 @@ class OnDevices:
             given.append("micro_batch_size=2")  # skips tracing
         return self.server.start(given, folder, {**MACHINE, **(env or {})}, DESCRIBE + before)
 
-    def wait(self) -> Ended:
+    def wait(self) -> CompletedCommand:
         return self.server.wait()
 
-    def run(self, args: str | list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> Ended:
+    def run(
+        self, args: str | list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = ""
+    ) -> CompletedCommand:
         self.start(args.split() if isinstance(args, str) else args, folder, env, before)
         return self.wait()
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.forkserver import Ended, ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 
 ROOT = Path(__file__).parents[2]
 HIDE = """
@@ -48,7 +48,7 @@ class Mine(Task):
 """
 
 
-def hidden(server: ForkServer, args: str, folder: Path, package: str) -> Ended:
+def hidden(server: ForkServer, args: str, folder: Path, package: str) -> CompletedCommand:
     server.start(args.split(), folder, {"HIDDEN": package, "ACCEL_RUN_CACHE": str(folder / "cache")}, HIDE)
     return server.wait()
 

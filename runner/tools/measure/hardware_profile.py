@@ -70,7 +70,7 @@ def check_profile(request: Request, name: str) -> Path:
         check_run_name(name)
     except ConfigError as error:
         what = "must consist of letters, digits, '.', '_' and '-', and begin with a letter or digit; 'last' is reserved"
-        raise ConfigError(Problem(what, f"profile={name}", "choose another name, as profile=mine")) from error
+        raise ConfigError(Problem(what, f"profile={name}", "choose another name, such as profile=mine")) from error
     folder = request.config_dir or Path.cwd() / "conf"
     file = folder / "hardware" / f"{name}.yaml"
     if file.exists() and HEADER not in file.read_text(encoding="utf-8", errors="replace"):
