@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -41,6 +40,7 @@ from runner.config.options import AXES, collect_option_names, custom_option_note
 from runner.config.overrides import parse_overrides, split_overrides
 from runner.config.phases import PHASE_GROUPS
 from runner.config.request import Request
+from runner.config.schema import settings_types
 from runner.config.settings import EarlyStoppingSettings, EvaluateSettings, Settings
 from runner.config.task_file import read_task
 from runner.config.value_checks import check_values, find_contradictions
@@ -300,7 +300,7 @@ def _only_phase(settings: Settings, choices: Mapping[str, Choice]) -> PhaseSetti
 
 
 def _build_settings(kind: type, tree: Mapping[str, Any], prefix: str = "") -> Any:
-    hints = typing.get_type_hints(kind)
+    hints = settings_types(kind)
     return kind(
         **{
             field.name: _build_settings(hints[field.name], tree, f"{prefix}{field.name}.")

@@ -42,14 +42,18 @@ FOREIGN_METHODS: Mapping[str, str] = {
 
 def find_foreign_methods(tree: ast.Module, source: Path) -> Iterator[Problem]:
     """Yield a problem for each such method of a class that derives from Task, unless the file itself uses it."""
-    used_names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)}
-    for node in tree.body:
-        if not isinstance(node, ast.ClassDef) or not any(_is_task(base) for base in node.bases):
-            continue
-        for member in node.body:
-            if isinstance(member, ast.FunctionDef) and member.name in FOREIGN_METHODS and member.name not in used_names:
-                what = f"{node.name}.{member.name} is a method of another framework, and is never called here"
-                yield Problem(what, f"{source}:{member.lineno}", FOREIGN_METHODS[member.name])
+    found = [
+        (node, member)
+        for node in tree.body
+        if isinstance(node, ast.ClassDef) and any(_is_task(base) for base in node.bases)
+        for member in node.body
+        if isinstance(member, ast.FunctionDef) and member.name in FOREIGN_METHODS
+    ]
+    used_names = {node.attr for node in ast.walk(tree) if isinstance(node, ast.Attribute)} if found else set()
+    for node, member in found:
+        if member.name not in used_names:
+            what = f"{node.name}.{member.name} is a method of another framework, and is never called here"
+            yield Problem(what, f"{source}:{member.lineno}", FOREIGN_METHODS[member.name])
 
 
 def _is_task(base: ast.expr) -> bool:

@@ -10,6 +10,7 @@ import os
 import re
 import stat
 from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -38,8 +39,14 @@ def read_guarded(file: Path, root: Path) -> str:
 
     Raises SecurityRefusal if it would run code or leave the folder, ConfigError for everything else.
     """
-    where = str(file)
     text = _read_text(file, root)
+    _check_text(text, str(file))
+    return text
+
+
+@lru_cache(maxsize=256)
+def _check_text(text: str, where: str) -> None:
+    """Check the content of a file, once per process; it is read several times while a configuration is composed."""
     tree = _parse(text, where)
     for key, value in _iterate_leaves(tree):
         refuse_calls(key, value, f"{where}: {key}")
@@ -47,7 +54,6 @@ def read_guarded(file: Path, root: Path) -> str:
     problems = secret_problems(tree, where)
     if problems:
         raise ConfigError(problems)
-    return text
 
 
 def refuse_calls(key: str, value: Any, where: str) -> None:

@@ -89,8 +89,10 @@ class Schema:
 
     def canonical_key(self, key: str) -> str:
         """Return the key to which `key` belongs: itself, the main key of its group, or the mapping that has it."""
-        key = MAIN_KEYS.get(key, key)
-        return max((name for name in self.keys if key == name or key.startswith(f"{name}.")), key=len, default=key)
+        name = key = MAIN_KEYS.get(key, key)
+        while name and name not in self.keys:
+            name = name.rpartition(".")[0]
+        return name or key
 
 
 def find_functions(

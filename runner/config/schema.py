@@ -94,9 +94,15 @@ def read_docstring(node: ast.ClassDef) -> tuple[str, Mapping[str, str]]:
     return docstring.split("\n", 1)[0], _help_lines(docstring)
 
 
+@cache
+def settings_types(settings: type) -> Mapping[str, Any]:
+    """Return the type of each field of a settings dataclass."""
+    return typing.get_type_hints(settings, include_extras=True)
+
+
 def settings_keys(settings: type, prefix: str = "") -> dict[str, Key]:
     """Return the keys of a settings dataclass, nested ones with dots."""
-    hints = typing.get_type_hints(settings, include_extras=True)
+    hints = settings_types(settings)
     help_lines = _help_lines(inspect.cleandoc(settings.__doc__ or ""))
     keys: dict[str, Key] = {}
     for field in dataclasses.fields(settings):

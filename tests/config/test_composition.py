@@ -1,0 +1,113 @@
+"""Composing the files of options gives what Hydra alone gives, and each file is parsed once in a process."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from omegaconf import OmegaConf
+
+from runner.base.errors import AccelRunError
+from runner.base.paths import shipped_path
+from runner.config.composition import compose_groups
+from runner.config.config_files import parse_config
+from runner.config.configuration import compose, to_yaml
+from runner.config.options import GROUPS, list_options
+from runner.config.request import Request
+from tests.faults.tallies import IS_LONG, SEED
+from tests.faults.test_configuration_fuzz import Case, cases
+
+CONF = shipped_path("conf")
+NUM_CASES = 100 if IS_LONG else 5
+KNOWN = {"optimizer.lr": "0.001", "updates": "300", "checkpoint.keep": "1", "scheduler.warmup": "0"}  # to be misspelled
+
+
+def composed_by_hydra(groups: dict[str, str]) -> dict[str, Any]:
+    """Return the composed tree of Hydra with its own reader of files and all of its own settings."""
+    GlobalHydra.instance().clear()
+    with initialize_config_dir(str(CONF), version_base="1.3"):
+        composed = hydra_compose("config", overrides=[f"{group}={option}" for group, option in groups.items()])
+    tree = OmegaConf.to_container(composed, resolve=False)
+    assert isinstance(tree, dict)
+    return {str(key): value for key, value in tree.items()}
+
+
+@pytest.mark.parametrize("number", range(NUM_CASES))
+def test_options_are_composed_as_hydra_alone_composes_them(number: int, tmp_path: Path) -> None:
+    rng = random.Random(f"composition {SEED} {number}")
+    groups = {group: rng.choice(list_options(group)) for group in rng.sample(GROUPS, rng.randint(0, len(GROUPS)))}
+    composed = compose_groups(groups, Request(config_dir=tmp_path), [])
+    choices = composed.pop("hydra_choices")
+    assert repr(composed) == repr(composed_by_hydra(groups)), f"ACCEL_RUN_SEED={SEED}: {groups}"  # types and order too
+    assert {group: choices[group] for group in groups} == groups
+    assert set(choices) == set(GROUPS)
+
+
+def test_libyaml_parses_the_shipped_files_as_omegaconf_does() -> None:
+    for file in sorted(CONF.rglob("*.yaml")):
+        parsed = OmegaConf.to_container(parse_config(file.read_text(), str(file)))
+        assert repr(parsed) == repr(OmegaConf.to_container(OmegaConf.load(file))), file
+
+
+def test_invalid_yaml_in_a_shipped_file_has_the_message_of_other_files(tmp_path: Path) -> None:
+    for text in ("a: [1,\nb: 2\n", "a: 1\na: 2\n", "\t- x", "a: *b\n"):
+        messages = []
+        for file in (CONF / "x.yaml", tmp_path / "x.yaml"):
+            with pytest.raises(yaml.YAMLError) as error:
+                parse_config(text, str(file))
+            messages.append(str(error.value).replace(str(file), "x.yaml"))
+        assert messages[0] == messages[1]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "optimizer").mkdir()
+    (tmp_path / "optimizer" / "mine.yaml").write_text("defaults:\n  - adamw\nlr: 0.5\n")
+    return tmp_path
+
+
+def outcome(case: Case, folder: Path) -> str:
+    """Return the configuration, or the problems; the place of a case's files is the same each time."""
+    for name, content in case.files.items():
+        (folder / name).parent.mkdir(exist_ok=True)
+        (folder / name).write_bytes(content)
+    try:
+        configuration = compose(Request(tuple(case.words), None, folder))
+    except AccelRunError as error:
+        return "\n".join(map(repr, error.problems))
+    return f"{configuration.flat()!r}\n{to_yaml(configuration)}"
+
+
+def test_files_that_were_parsed_before_change_no_configuration_and_no_message(tmp_path: Path) -> None:
+    for number, case in enumerate(cases(KNOWN, 30 * NUM_CASES if IS_LONG else NUM_CASES)):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        parse_config.cache_clear()
+        first = outcome(case, folder)
+        assert outcome(case, folder) == first, f"ACCEL_RUN_SEED={SEED}: {case}"
+
+
+def test_each_file_is_parsed_once_in_a_process(folder: Path) -> None:
+    def num_parsed(*words: str) -> int:
+        """Return the number of files that composing has parsed."""
+        before = parse_config.cache_info().misses
+        compose(Request(words, config_dir=folder))
+        return parse_config.cache_info().misses - before
+
+    parse_config.cache_clear()
+    assert num_parsed("optimizer=mine") >= len(GROUPS)
+    assert num_parsed("optimizer=mine", "updates=7") == 0
+    assert num_parsed("optimizer=mine", "updates=7", "precision=fp16") == 1
+
+
+def test_a_file_that_changes_is_parsed_again(folder: Path) -> None:
+    request = Request(("optimizer=mine",), config_dir=folder)
+    assert compose(request).flat()["optimizer.lr"] == 0.5
+    (folder / "optimizer" / "mine.yaml").write_text("defaults:\n  - adamw\nlr: 0.7\n")
+    assert compose(request).flat()["optimizer.lr"] == 0.7
