@@ -183,13 +183,21 @@ def fingerprint_code(source: Path) -> Hashes:
 
 def _find_loaded_modules(folder: Path) -> list[tuple[Path, str]]:
     """Return file and package of loaded local modules in this folder, sorted by name."""
-    packages = {}
     prefix = f"{folder}{os.sep}"
-    for module in list(sys.modules.values()):  # thousands: a Path for each would take a tenth of a short start
-        name = getattr(module, "__file__", None)
-        if isinstance(name, str) and name.startswith(prefix) and _is_local(Path(name)):
-            packages[Path(name)] = getattr(module, "__package__", None) or ""
-    return sorted(packages.items())
+    packages = {Path(name): package for name, package in _loaded_files() if name.startswith(prefix)}
+    return sorted((file, package) for file, package in packages.items() if _is_local(file))
+
+
+def _loaded_files() -> Iterator[tuple[str, str]]:
+    """Yield the file and the package of each loaded module.
+
+    There are thousands. Their attributes are not queried, because modules of torch search for missing ones.
+    """
+    for module in list(sys.modules.values()):
+        attributes = getattr(module, "__dict__", {})
+        name = attributes.get("__file__")
+        if isinstance(name, str):
+            yield name, attributes.get("__package__") or ""
 
 
 def describe_changes(files: Sequence[str], samples: Sequence[str]) -> str:
@@ -201,9 +209,7 @@ def describe_changes(files: Sequence[str], samples: Sequence[str]) -> str:
 
 def _find_package(source: Path) -> str:
     paths = (str(source), os.path.realpath(source))
-    loaded = list(sys.modules.values())
-    module = next((module for module in loaded if getattr(module, "__file__", None) in paths), None)
-    return getattr(module, "__package__", None) or ""
+    return next((package for name, package in _loaded_files() if name in paths), "")
 
 
 def _imported_names(tree: ast.AST, package: str) -> Iterator[str]:

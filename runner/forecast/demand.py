@@ -13,7 +13,6 @@ from runner.config.configuration import Configuration
 from runner.config.options import task_source
 from runner.engine.task_loading import task_errors
 from runner.forecast.memory_forecast import Forecast, min_batch_size
-from runner.forecast.stage_memory import StagePrediction
 from runner.plan.cuda_allocator import AllocatorSettings
 from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import Demand, MemoryNeeds
@@ -91,6 +90,8 @@ def _trace_pipeline(
     fit. If a stage cannot be traced, only the assignment is returned.
     Raises ConfigError if there is no split, and TaskFault if the task does not define its layers.
     """
+    from runner.forecast.stage_memory import StagePrediction  # imports torch's pipelines, which is slow
+
     allocator = AllocatorSettings.parse(plan.choices["memory"].options.get("allocator"))
     traces: dict[str, list[list[Traced]]] = {}  # phase -> rank -> sizes
     traced_sizes: set[int] = set()
