@@ -11,6 +11,7 @@ import io
 import os
 import queue
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -32,7 +33,7 @@ from runner.base.order import MicroBatchKey
 from runner.base.sample_rng import NoStreams, SampleStreams, seeded_generators
 from runner.base.task import Dataset, Task
 from runner.base.text import RemoteError, abbreviate, describe_exception, error_line, error_message
-from runner.base.values import Count, PositiveInt
+from runner.base.values import Count, NonNegative, PositiveInt
 from runner.host.loader_processes import (
     PicklerWithoutModel,
     init_worker,
@@ -52,7 +53,11 @@ class Fetcher:
 
     model  model of the task that `collate` belongs to; it is not sent to spawned processes
     split  split of the samples; each split draws separate random numbers
+
+    is_sequential  a later sample is reached by reading the ones before it, so that one process reads them all
     """
+
+    is_sequential = False
 
     def __init__(
         self,
@@ -167,6 +172,7 @@ class Loader:
 
     num_workers = 0
     max_prefetched = 0  # maximum number of prefetched batches
+    decision = ""  # whether workers read, if that was measured, and why
 
     def __init__(self, fetcher: Fetcher) -> None:
         self.fetcher = fetcher
@@ -191,9 +197,17 @@ class WorkerLoader(Loader):
     """
 
     def __init__(
-        self, fetcher: Fetcher, *, num_workers: int, pin_memory: bool, prefetch_factor: int, start_method: str
+        self,
+        fetcher: Fetcher,
+        *,
+        num_workers: int,
+        pin_memory: bool,
+        prefetch_factor: int,
+        start_method: str,
+        timeout_s: float = 0.0,
     ) -> None:
         super().__init__(fetcher)
+        self.timeout_s = timeout_s  # for a batch; 0: without a limit
         self.num_workers = num_workers
         self.pin_memory = pin_memory
         self.prefetch_factor = prefetch_factor
@@ -217,6 +231,7 @@ class WorkerLoader(Loader):
                 num_workers=self.num_workers,
                 pin_memory=self.pin_memory,
                 prefetch_factor=self.prefetch_factor,
+                timeout=self.timeout_s,
                 multiprocessing_context=worker_context(self.start_method),
                 worker_init_fn=partial(init_worker, os.getpid()),
                 # A private generator, because a new iterator must not draw from the model's. It seeds the workers'
@@ -240,12 +255,13 @@ class WorkerLoader(Loader):
                 raise OSError(errno.EMFILE, "a data worker: too many open files") from error
             raise
 
-    def close(self) -> None:
+    def close(self, grace_s: float = 2.0) -> None:
+        """Stop the workers; kill those that need more than `grace_s` seconds, because their results are not needed."""
         for iterator in self._open:
             if iterator._worker_pids_set:  # else torch raises for a worker killed here
                 signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
                 iterator._worker_pids_set = False
-            kill_timer = threading.Timer(_SHUTDOWN_TIMEOUT_S, kill_workers, [iterator._workers])
+            kill_timer = threading.Timer(grace_s, kill_workers, [iterator._workers])
             try:
                 kill_timer.start()
             except RuntimeError:  # thread creation failed; the workers' results are not needed
@@ -256,6 +272,80 @@ class WorkerLoader(Loader):
                 kill_timer.cancel()
                 kill_workers(iterator._workers)
         self._open.clear()
+
+
+class AutoLoader(Loader):
+    """Read in workers if one needs at least `limit_s` for a batch, otherwise in this process.
+
+    Receiving a batch from a worker costs this process time, too: it maps the tensors, and page-locks them in a thread
+    that takes the interpreter lock from the training.
+
+    A worker measures, because a data set may open a file at its first sample: workers forked afterwards would share its
+    position. The samples of the second batch are far from those of the first one in the data set, so that the first
+    read does not bring them into the page cache.
+    """
+
+    def __init__(self, workers: WorkerLoader, inline: Loader, *, limit_s: float) -> None:
+        super().__init__(workers.fetcher)
+        self._workers, self._inline, self._limit_s = workers, inline, limit_s
+        self._chosen: Loader | None = None
+        self.num_workers, self.max_prefetched = workers.num_workers, workers.max_prefetched
+
+    def batches(self, keys: Keys) -> Iterator[MicroBatch]:
+        keys = iter(keys)
+        first = list(islice(keys, 1))
+        if self._chosen is None:
+            self._choose(first)
+        assert self._chosen is not None
+        return self._chosen.batches(chain(first, keys))
+
+    def _choose(self, first: Sequence[MicroBatchKey]) -> None:
+        seconds = self._measure(first[0]) if first and first[0].indices else None
+        is_fast = seconds is not None and seconds < self._limit_s
+        self._chosen = self._inline if is_fast else self._workers
+        self.num_workers, self.max_prefetched = self._chosen.num_workers, self._chosen.max_prefetched
+        if seconds is not None:
+            readers = f"{self.num_workers} data workers" if self.num_workers else "no data workers"
+            self.decision = f"{readers}: reading a batch takes {1e3 * seconds:.2g} ms"
+
+    def _measure(self, key: MicroBatchKey) -> float | None:
+        """Return the seconds that a worker needs for the second of two batches; None if it is slow or fails."""
+        size = len(self.fetcher)
+        distant = key._replace(indices=[(index + size // 2) % size for index in key.indices])
+        reader = WorkerLoader(
+            _TimingFetcher(self.fetcher),
+            num_workers=1,
+            pin_memory=False,
+            prefetch_factor=1,
+            start_method=self._workers.start_method,
+            timeout_s=MAX_MEASUREMENT_S,
+        )
+        seconds: list[float] = []
+        try:
+            with suppress(Exception):  # training reports an error of the data set itself
+                seconds = [item.batch for item in reader.batches([key, distant])]
+        finally:
+            reader.close(grace_s=0.0)
+        return seconds[-1] if seconds else None
+
+    def new_like(self, fetcher: Fetcher) -> Loader:
+        return (self._chosen or self._workers).new_like(fetcher)
+
+    def close(self) -> None:
+        self._workers.close()
+
+
+class _TimingFetcher(Fetcher):
+    """Fetcher that returns how many seconds another one needs for the batch of a key."""
+
+    def __init__(self, timed: Fetcher) -> None:
+        super().__init__(timed.dataset, timed.collate, bad_samples="stop", model=timed.model)
+        self.timed = timed
+
+    def __getitem__(self, key: MicroBatchKey) -> MicroBatch:
+        start = time.perf_counter()
+        self.timed[key]
+        return MicroBatch(time.perf_counter() - start, key.last)
 
 
 class ThreadLoader(Loader):
@@ -315,6 +405,7 @@ def default(
     device: torch.device,
     *,
     num_workers: Count | Literal["auto"] = "auto",
+    workers_above_ms: NonNegative | Literal["auto"] = "auto",
     pin_memory: bool | Literal["auto"] = "auto",
     prefetch_factor: PositiveInt = 2,
     start_method: Literal["fork", "spawn"] = "fork",
@@ -324,27 +415,33 @@ def default(
 ) -> Loader:
     """Load in worker processes, or in this process if there are none.
 
-    num_workers      worker processes; 0 reads in this process; auto: by device and cores
-    pin_memory       copy batches to page-locked memory, from which copies to a GPU can overlap; auto: with a GPU
-    prefetch_factor  batches each worker reads ahead
-    start_method     how workers start; fork: fast, shares the dataset's memory; spawn: slow, imports all modules again
-                     and copies the dataset; for libraries that do not support fork
-    drop_last        drop the last, smaller update of each epoch (training only)
-    cache            memory: read every sample once and keep it in host memory; device: keep it in device memory
-    bad_samples      stop: end the run at a sample that cannot be read; skip: skip and list the sample
+    num_workers       worker processes; 0 reads in this process; auto: by device and cores
+    workers_above_ms  start workers only if reading a batch takes longer, in ms, measured at the start; 0: always start
+                      them; auto: 1 with num_workers=auto, else 0
+    pin_memory        copy batches to page-locked memory, from which copies to a GPU can overlap; auto: with a GPU
+    prefetch_factor   batches each worker reads ahead
+    start_method      how workers start; fork: fast, shares the dataset's memory; spawn: slow, imports all modules again
+                      and copies the dataset; for libraries that do not support fork
+    drop_last         drop the last, smaller update of each epoch (training only)
+    cache             memory: read every sample once and keep it in host memory; device: keep it in device memory
+    bad_samples       stop: end the run at a sample that cannot be read; skip: skip and list the sample
     """
     assert num_workers != "auto", "the plan resolves it"
     assert pin_memory != "auto", "the plan resolves it"
     fetcher = cache_samples(fetcher, cache, device)
+    inline = PinnedLoader(fetcher) if pin_memory and cache != "device" else Loader(fetcher)
     if num_workers == 0:
-        return PinnedLoader(fetcher) if pin_memory and cache != "device" else Loader(fetcher)
-    return WorkerLoader(
+        return inline
+    workers = WorkerLoader(
         fetcher,
         num_workers=num_workers,
         pin_memory=pin_memory,
         prefetch_factor=prefetch_factor,
         start_method=start_method,
     )
+    if workers_above_ms in (0, "auto") or fetcher.is_sequential:  # the plan resolves auto if it chose num_workers
+        return workers
+    return AutoLoader(workers, inline, limit_s=float(workers_above_ms) / 1e3)
 
 
 def thread(
@@ -548,5 +645,5 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
-_SHUTDOWN_TIMEOUT_S = 2.0  # s for a worker to exit; its results are not needed
+MAX_MEASUREMENT_S = 0.5  # for each of two batches; training waits for it
 DATALOADERS: Mapping[str, Callable[..., Loader]] = {"default": default, "thread": thread}

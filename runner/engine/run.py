@@ -157,6 +157,7 @@ class Tally:
 
     timed          items and seconds of the updates after the first one
     step_times_ms  of the newest rows
+    num_workers    data workers that were started; None before the first update
     batch_shapes   of the first tensor of each batch
     ranks_s        for each rank: part of updates -> seconds
     last_row       newest row of metrics.jsonl
@@ -170,6 +171,7 @@ class Tally:
     num_rows: int = 0
     items_per_update: float | None = None
     step_times_ms: list[float] = field(default_factory=list)
+    num_workers: int | None = None
     batch_shapes: set[object] = field(default_factory=set)
     ranks_s: list[dict[str, float]] = field(default_factory=list)
     last_row: Row = field(default_factory=dict)

@@ -37,7 +37,7 @@ def collect_evidence(run: TrainingRun, inventory: Inventory) -> Evidence:
         world_size=plan.world_size,
         num_cores=inventory.cpu.logical_cores,
         num_threads=torch.get_num_threads(),
-        num_workers=plan.num_workers,
+        num_workers=plan.num_workers if tally.num_workers is None else tally.num_workers,
         num_parameters=sum(weight.numel() for weight in weights),
         num_trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
         **(vars(phases[-1].samples) if phases else {}),

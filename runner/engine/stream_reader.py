@@ -249,6 +249,7 @@ class StreamFetcher(Fetcher):
     """Loads the batches of a stream."""
 
     dataset: StreamSamples
+    is_sequential = True
 
     def __init__(self, samples: StreamSamples, collate: Collate, *, model: nn.Module | None = None) -> None:
         super().__init__(samples, collate, bad_samples="stop", model=model, split=samples.source.split)

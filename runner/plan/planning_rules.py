@@ -6,6 +6,7 @@ from runner.base.errors import Problem
 from runner.plan.decisions import Decisions
 from runner.plan.inventory import Device
 
+READ_MS = 1.0
 SPLIT_MIB = 25  # the size of a bucket of gradients
 
 
@@ -68,6 +69,13 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
     local_uuids = {device.uuid for device in planner.inventory.usable}
     num_ranks = max(1, sum(rank.uuid in local_uuids for rank in planner.ranks))
     workers = options.get("num_workers", 0)  # dataloader=thread has at most one
+    if options.get("workers_above_ms") == "auto":
+        limit, why = (
+            (READ_MS, "auto: about what receiving a batch from a worker costs the main process")
+            if workers == "auto" and options["start_method"] == "fork"
+            else (0.0, "auto: num_workers is set" if workers != "auto" else "auto: spawned workers start slowly")
+        )
+        planner.set("dataloader", "workers_above_ms", limit, why)
     if workers == "auto":
         if options["cache"] != "none":
             workers, why = 0, f"auto: nothing to read, samples are cached in {options['cache']}"

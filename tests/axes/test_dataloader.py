@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import multiprocessing
 import os
 import queue
 import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from contextlib import closing
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
@@ -18,7 +20,8 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from runner.axes.dataloader import DATALOADERS, Fetcher, cache_samples, default, thread
+from runner.axes import dataloader
+from runner.axes.dataloader import DATALOADERS, Fetcher, Loader, cache_samples, default, thread
 from runner.base.errors import ConfigError, DataError, Exit
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Task
@@ -26,7 +29,7 @@ from runner.base.text import RemoteError
 from runner.config.configuration import compose
 from runner.config.option_table import call_option
 from runner.config.request import Request
-from runner.plan.inventory import GIB, Cpu, Inventory
+from runner.plan.inventory import GIB, Cpu, Device, Inventory
 from runner.plan.planner import make_plan
 from tests.axes.worker_data import Owner
 from tests.operations import Operations
@@ -387,3 +390,98 @@ def test_a_batch_of_tensors_is_one_operation_for_each_tensor() -> None:
 def test_a_sample_that_a_subset_does_not_have_is_named() -> None:
     with pytest.raises(DataError, match="sample 1 cannot be read"):
         fetcher(Subset(make_tensors(), [0, 99, 1]))[MicroBatchKey(0, [0, 1], last=True)]
+
+
+class Waiting:
+    """Samples that wait until a file exists, read from a file that stays open."""
+
+    def __init__(self, text: Path, awaited: Path | None = None, fails: bool = False) -> None:
+        self.text, self.awaited, self.fails = text, awaited, fails
+        self.file: int | None = None
+
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        if self.awaited:
+            wait_until(self.awaited.exists)
+        if self.fails:
+            raise ValueError("planted")
+        self.file = self.file or os.open(self.text, os.O_RDONLY)
+        return torch.tensor(int(os.pread(self.file, 3, 4 * index)))
+
+
+@pytest.fixture
+def numbers(tmp_path: Path) -> Path:
+    path = tmp_path / "numbers.txt"
+    path.write_text("".join(f"{index:03}\n" for index in range(64)))
+    return path
+
+
+CPU = torch.device("cpu")
+KEYS = [MicroBatchKey(0, [index, index + 1], last=True) for index in range(0, 12, 2)]
+
+
+def auto(dataset: Any, limit_ms: float) -> Loader:
+    kept = Fetcher(dataset, default_collate, bad_samples="stop")
+    return default(kept, CPU, num_workers=2, workers_above_ms=limit_ms, pin_memory=False)
+
+
+@pytest.mark.parametrize(("limit_ms", "num_workers"), [(600_000.0, 0), (1e-6, 2)])
+def test_workers_are_started_if_one_takes_longer_than_the_limit(
+    numbers: Path, limit_ms: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(dataloader, "MAX_MEASUREMENT_S", 600.0)  # a busy machine may need longer than usual
+    dataset = Waiting(numbers)
+    loader = auto(dataset, limit_ms)
+    assert loader.num_workers == 2
+    with closing(loader):
+        assert [item.batch.tolist() for item in loader.batches(iter(KEYS))] == [key.indices for key in KEYS]
+        assert loader.num_workers == num_workers
+        assert loader.max_prefetched == 2 * num_workers
+        assert str(num_workers or "no") in loader.decision
+        assert (dataset.file is None) == bool(num_workers)  # no file of this process is shared with workers
+    if dataset.file is not None:
+        os.close(dataset.file)
+
+
+def test_workers_are_started_without_waiting_for_a_slow_measurement(numbers: Path, tmp_path: Path) -> None:
+    dataset = Waiting(numbers, awaited=tmp_path / "ready")
+    with closing(auto(dataset, 600_000.0)) as loader:
+        found = loader.batches(iter(KEYS))  # returns, although no sample can be read yet
+        assert (loader.num_workers, loader.decision) == (2, "")
+        dataset.awaited.touch()  # type: ignore[union-attr]
+        assert [item.batch.tolist() for item in found] == [key.indices for key in KEYS]
+    assert multiprocessing.active_children() == []
+
+
+def test_without_a_sample_in_the_first_update_workers_read(numbers: Path) -> None:
+    """A rank may have no sample in an update, which says nothing about the time of reading one."""
+    with closing(auto(Waiting(numbers), 600_000.0)) as loader:
+        keys = [MicroBatchKey(0, [], last=True), *KEYS]
+        assert [item.batch is not None for item in loader.batches(iter(keys))] == [False] + [True] * len(KEYS)
+        assert loader.num_workers == 2
+
+
+def test_an_error_of_the_data_set_is_raised_by_the_loader_that_trains(numbers: Path) -> None:
+    with closing(auto(Waiting(numbers, fails=True), 600_000.0)) as loader:
+        with pytest.raises(DataError, match="planted"):
+            list(loader.batches(iter(KEYS)))
+        assert loader.num_workers == 2
+
+
+def test_streams_are_read_by_workers_without_a_measurement() -> None:
+    kept = fetcher(make_tensors())
+    kept.is_sequential = True
+    workers = default(kept, CPU, num_workers=2, workers_above_ms=600_000.0, pin_memory=False)
+    assert type(workers) is type(default(kept, CPU, num_workers=2, workers_above_ms=0, pin_memory=False))
+
+
+@pytest.mark.parametrize(
+    ("words", "limit_ms"),
+    [((), 1.0), (("dataloader.num_workers=3",), 0.0), (("dataloader.start_method=spawn",), 0.0)],
+)
+def test_reading_is_measured_unless_the_number_of_workers_is_set(words: tuple[str, ...], limit_ms: float) -> None:
+    gpu = Device("cuda", 0, "Tesla T4", "GPU-0", 15 * GIB, capability=(7, 5))
+    plan = make_plan(compose(Request(words)), Inventory((gpu,), Cpu("a processor", 8, 16, 64 * GIB)))
+    assert plan.choices["dataloader"].options["workers_above_ms"] == limit_ms

@@ -60,7 +60,11 @@ def test_a_deterministic_run_has_the_same_bits_twice(precision: str, runs: Runs)
 
 
 @pytest.mark.parametrize(
-    "args", ["memory=checkpoint", "dataloader.num_workers=2", "micro_batch_size=4", "prefetch=none"]
+    "args",
+    [
+        *("memory=checkpoint", "dataloader.num_workers=2", "micro_batch_size=4", "prefetch=none"),
+        *("dataloader.num_workers=auto", "dataloader.num_workers=2 dataloader.workers_above_ms=1000"),
+    ],
 )
 def test_mechanics_do_not_change_the_curve(args: str, runs: Runs) -> None:
     plain = losses(runs.straight(PLAIN))

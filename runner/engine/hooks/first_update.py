@@ -98,6 +98,9 @@ class FirstUpdate(Hook):
         phase.hook(Timekeeping).until_first_update = phase.stopwatch.bookmark()
         seconds = time.perf_counter() - self._start
         run.observers.screen.show_first_update(step.update, seconds, run.parts.attention, phase.work.attention)
+        run.tally.num_workers = phase.loader.num_workers
+        if phase.loader.decision:
+            run.observers.screen.info(phase.loader.decision)
         compiled = run.plan.choices["compile"]
         if compiled.function != "off" and nothing_was_compiled():
             why = "call the model itself in loss, as in model(x): torch.compile compiles that call"

@@ -72,7 +72,7 @@ def data_wait(facts: Facts) -> RuleFinding | None:
     share, cores, values = facts.share("data"), facts.cpu.logical_cores, facts.values
     if share is None or share < MIN_DATA_WAIT:
         return None
-    loader, workers = values.get("dataloader"), values.get("dataloader.num_workers")
+    loader, workers = values.get("dataloader"), _count_workers(facts)
     counts = suggest_worker_counts(cores, is_io_bound=facts.probe.get("sample_busy", 1.0) < CPU_BOUND_SHARE)
     is_cached = values.get("dataloader.cache") != "none"
     if loader == "thread":  # without a cache it is one worker process
@@ -90,6 +90,12 @@ def data_wait(facts: Facts) -> RuleFinding | None:
     caches, size = cache_override(facts)
     evidence = f"{describe_share('data', share)}; {readers}, {_format_cores(cores)}{size}"
     return _make_finding(evidence, *caches, *tries, at_most=_speedup_without(share))
+
+
+def _count_workers(facts: Facts) -> Any:
+    """Return the number of data workers; 0 if reading was too fast to start them."""
+    workers = facts.values.get("dataloader.num_workers")
+    return 0 if workers and facts.evidence.num_workers == 0 else workers
 
 
 def slow_transform(facts: Facts) -> RuleFinding | None:
@@ -111,7 +117,7 @@ def slow_transform(facts: Facts) -> RuleFinding | None:
 
 def too_many_workers(facts: Facts) -> RuleFinding | None:
     """There are more data workers than cores."""
-    workers, cores = facts.values.get("dataloader.num_workers"), facts.cpu.logical_cores
+    workers, cores = _count_workers(facts), facts.cpu.logical_cores
     if not isinstance(workers, int) or workers <= cores:
         return None
     fewer = sorted({max(1, cores - 1), max(1, cores // 2)}, reverse=True)
