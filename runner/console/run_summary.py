@@ -76,6 +76,7 @@ class TimeSpent:
     updates       number of updates whose time is in parts_s
     busy_percent  GPU -> percent of the time in which it computed
     num_updates   updates of all phases that this process ran; None: all updates of the run
+    other_load    CPU use of other processes; empty if there was hardly any
     """
 
     total_s: float
@@ -83,6 +84,7 @@ class TimeSpent:
     updates: int = 0
     busy_percent: Mapping[str, float] = field(default_factory=dict)
     num_updates: int | None = None
+    other_load: str = ""
 
 
 @dataclass(frozen=True)
@@ -158,7 +160,7 @@ def format_end(end: EndOfRun, *, ascii_only: bool = False) -> str:
             "validation", (_format_metric(name, value, learned.baselines) for name, value in learned.metrics.items())
         ),
         *_label_rows("time", bottleneck.format_time_table(times.parts_s, times.total_s, times.updates)),
-        ("limited by", bottleneck.describe_bottleneck(times.parts_s, times.total_s, times.busy_percent)),
+        ("limited by", _describe_limits(times)),
         *_label_rows("memory", (f"{device}: {memory}" for device, memory in end.memory.items() if str(memory))),
         *((what, path) for what, path in end.places.items()),
         *_label_rows("note", end.notes),
@@ -204,6 +206,11 @@ def _format_count(number: int) -> str:
         if number >= size:
             return f"{number / size:.1f} {unit} ({number:,})"
     return str(number)
+
+
+def _describe_limits(times: TimeSpent) -> str:
+    limit = bottleneck.describe_bottleneck(times.parts_s, times.total_s, times.busy_percent)
+    return f"{limit}; {times.other_load}" if times.other_load else limit
 
 
 def _label_rows(name: str, values: Iterable[str]) -> list[tuple[str, str]]:

@@ -15,12 +15,13 @@ from torch import nn
 from runner.axes.attention import ATTENTIONS, Attention
 from runner.axes.backend import BACKENDS
 from runner.axes.compile import COMPILES
-from runner.axes.dataloader import DATALOADERS, Fetcher, Loader
+from runner.axes.dataloader import DATALOADERS, Loader
 from runner.axes.memory import MEMORIES
 from runner.axes.parallelism import PARALLELISMS
 from runner.axes.precision import PRECISIONS, Precision
 from runner.axes.prefetch import PREFETCHES, Prefetch
 from runner.base.errors import CannotCreate, ConfigError, DataError, Problem, TaskFault
+from runner.base.fetcher import Fetcher
 from runner.base.global_rng import seed_everything
 from runner.base.order import rank_seed
 from runner.base.sample_rng import seeded_generators

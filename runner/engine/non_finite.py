@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.axes.dataloader import Fetcher
 from runner.axes.precision import NotFinite
 from runner.base import noise
 from runner.base.batch import map_tensors
 from runner.base.errors import AccelRunError, NumericError, TaskFault
+from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
 from runner.base.text import abbreviate, error_line
 from runner.engine.assemble import Parts

@@ -6,6 +6,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +33,8 @@ from runner.engine.resume_point import find_resume_point
 from runner.engine.run import Observers, Provenance, Tally, TrainingRun, silent_observers
 from runner.engine.run_screen import Screen, warnings_on
 from runner.engine.weights import load_initial_weights
+from runner.host.other_load import OtherLoad
+from runner.host.run_queue import process_tree_cpu_s
 from runner.monitor.monitor_thread import MONITORS, NoMonitor, monitored_gpus
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan
@@ -78,7 +81,15 @@ def open_first_rank(
         )
     resumed = tracker.id if resumes else None
     origin = Provenance(attempt.record.uid, resumed)
-    return TrainingRun(plan, parts, directory, observers, stop, provenance=origin, tally=Tally(clock)), start
+    return TrainingRun(
+        plan,
+        parts,
+        directory,
+        observers,
+        stop,
+        provenance=origin,
+        tally=Tally(clock, OtherLoad(partial(process_tree_cpu_s, _local_root(world)))),
+    ), start
 
 
 def open_other_rank(job: Job, world: World, stack: ExitStack) -> tuple[TrainingRun, LoadedCheckpoint | None]:
@@ -142,11 +153,16 @@ def _open_run(request: Request, world: World | None, stack: ExitStack) -> tuple[
     return open_other_rank(job, world, stack)
 
 
+def _local_root(world: World) -> int | None:
+    """Return the process from which the ranks of this machine descend; None: this one."""
+    return os.getppid() if world.num_local_ranks > 1 else None
+
+
 def _make_monitor(plan: Plan, world: World, path: Path) -> NoMonitor:
     """Return the monitor of this machine, which watches the GPUs of the local ranks in their order."""
     first, choice = world.rank - world.local_rank, plan.choices["monitor"]
     uuids = [rank.uuid for rank in plan.ranks[first : first + world.num_local_ranks] if rank.uuid]
-    root = os.getppid() if world.num_local_ranks > 1 else None  # the launcher of the ranks here
+    root = _local_root(world)
     gpus = monitored_gpus(uuids, world.device.type)
     monitor: NoMonitor = call_option(MONITORS, choice.function, path, gpus, root, **choice.options)
     return monitor

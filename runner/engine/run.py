@@ -23,6 +23,7 @@ from runner.engine.save_policy import SaveCost
 from runner.engine.task_loading import task_errors
 from runner.engine.training_identity import Hashes
 from runner.engine.watchdog import ProgressMark
+from runner.host.other_load import OtherLoad
 from runner.monitor.monitor_thread import NoMonitor
 from runner.plan.run_plan import Plan
 from runner.profiling.profiler import Profiler
@@ -155,6 +156,7 @@ class Provenance:
 class Tally:
     """Measurements of this process, which end up in the evidence of the run.
 
+    load           CPU use of other processes since the start
     timed          items and seconds of the updates after the first one
     step_times_ms  of the newest rows
     num_workers    data workers that were started; None before the first update
@@ -165,6 +167,7 @@ class Tally:
     """
 
     clock: UpdateClock = field(default_factory=UpdateClock)
+    load: OtherLoad = field(default_factory=OtherLoad)
     timed: TimedUpdate = field(default_factory=TimedUpdate)
     num_saves: int = 0
     num_evaluations: int = 0

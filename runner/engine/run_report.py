@@ -103,7 +103,12 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
             update=outcome.update,
             total_updates=last.total,
             time=TimeSpent(
-                total, evidence.parts_s, evidence.updates or 0, _busy_percent(run), run.tally.clock.num_updates
+                total,
+                evidence.parts_s,
+                evidence.updates or 0,
+                _busy_percent(run),
+                run.tally.clock.num_updates,
+                run.tally.load.describe(),
             ),
             learned=LearnedMetrics(run.tally.last_row.get("train/loss"), outcome.metrics, baselines),
             items_per_s=evidence.items_per_s,

@@ -7,9 +7,10 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
-from runner.axes.dataloader import Fetcher, Loader
+from runner.axes.dataloader import Loader
 from runner.base.batch import MicroBatch
 from runner.base.errors import DataError
+from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
 from runner.engine.stream_reader import RESTORE_ERROR, ShardReader, StreamFetcher
 from runner.engine.training_identity import hash_content

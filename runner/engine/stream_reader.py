@@ -13,16 +13,15 @@ from typing import Any
 
 from torch import nn
 
-from runner.axes.dataloader import Collate, Fetcher
 from runner.base.batch import MicroBatch, ShardMark
 from runner.base.errors import AccelRunError, DataError
+from runner.base.fetcher import Collate, Fetcher, traceback_line
 from runner.base.order import MicroBatchKey
 from runner.base.sample_rng import EverySample, keyed_generators
 from runner.base.stream_order import ENDLESS, decode_index, encode_index
 from runner.base.text import describe_exception, error_line
 from runner.engine.stream_source import OpenShard, StreamSource
 from runner.engine.training_identity import hash_content
-from runner.host.loader_processes import traceback_line
 
 Seed = Callable[[str, int, list[int]], None]  # (what, epoch, indices): derive the global generators
 

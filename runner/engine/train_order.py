@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from runner.axes.dataloader import Fetcher
 from runner.axes.sampler import SAMPLERS, TrainingSamples, shuffle
 from runner.base.errors import ConfigError, DataError, Problem, TaskFault
+from runner.base.fetcher import Fetcher
 from runner.base.order import KEYED, Order, Sampler
 from runner.base.stream_order import StreamSampler
 from runner.base.task import Task

@@ -8,8 +8,9 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from runner.axes.dataloader import Fetcher, Loader
+from runner.axes.dataloader import Loader
 from runner.base.errors import ConfigError, Exit, InputMissing, Problem, TaskFault
+from runner.base.fetcher import Fetcher
 from runner.base.json_values import replace_nonfinite
 from runner.base.oom_errors import find_oom_cause, halve
 from runner.base.order import spread_evenly

@@ -22,9 +22,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.axes.dataloader import Fetcher, Loader
+from runner.axes.dataloader import Loader
 from runner.base.batch import MicroBatch
 from runner.base.errors import IncompatibleResume, Problem
+from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
 from runner.base.paths import PACKAGE, shipped_path
 from runner.base.sample_rng import seeded_generators

@@ -15,7 +15,6 @@ from multiprocessing import active_children, get_context, parent_process, queues
 from multiprocessing.context import BaseContext
 from multiprocessing.process import BaseProcess
 from multiprocessing.reduction import ForkingPickler
-from pathlib import Path
 from types import TracebackType
 from typing import Any
 
@@ -23,7 +22,7 @@ from torch import nn
 from torch.utils.data.dataloader import _MultiProcessingDataLoaderIter
 
 from runner.base.errors import Exit
-from runner.base.text import ExceptionInfo, RemoteError, describe_exception
+from runner.base.text import RemoteError, describe_exception
 from runner.host.output import make_streams_nonblocking
 from runner.host.parent_death import die_with_parent
 from runner.host.scratch import shared_folder
@@ -157,17 +156,6 @@ def _print_unexpected_error(kind: type[BaseException], error: BaseException, tra
         os._exit(Exit.SYSTEM)  # the thread that passes descriptors: the run would wait for a batch forever
     if not isinstance(error, (EOFError, ConnectionError)):
         sys.__excepthook__(kind, error, trace)
-
-
-def traceback_line(error: ExceptionInfo) -> str:
-    """Return file:line of the data set's own code: the last line outside of installed packages and Python."""
-    python = str(Path(os.__file__).parent)
-    frames = [
-        frame
-        for frame in error.frames
-        if frame.file != __file__ and not frame.file.startswith(("<", python)) and "site-packages/" not in frame.file
-    ]
-    return f"{frames[-1].file}:{frames[-1].line}" if frames else ""
 
 
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)  # as in durable/signals.py

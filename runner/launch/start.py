@@ -23,6 +23,7 @@ from runner.engine.attempt import record_failure
 from runner.engine.job import Job, SessionEnd, choose_run_name
 from runner.engine.oom_history import num_restarts
 from runner.engine.session import run_rank
+from runner.host.other_load import OtherLoad, choose_wait_policy
 from runner.host.output import nonblocking_streams
 from runner.host.scratch import private_folder
 from runner.launch.launcher import submit
@@ -55,6 +56,8 @@ def train(request: Request, *, then_infer: bool = False) -> Exit:
 
 
 def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Exit:
+    # Ranks of another launcher start at the same time, and would count each other as other processes.
+    load = OtherLoad() if "torch" not in sys.modules and member is None else None
     configuration = compose(request)
     terminal_log_level()  # reports an invalid level before a run directory exists
     phases = configuration.settings.phases
@@ -72,7 +75,10 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
     require_installed(configuration.choices["tracker"].function)
     name = choose_run_name(configuration)
     if "torch" not in sys.modules and (member is None or member.rank == 0):  # importing takes seconds
-        Console(level=terminal_log_level()).info(f"starting run {name}: loading PyTorch")
+        console = Console(level=terminal_log_level())
+        console.info(f"starting run {name}: loading PyTorch")
+        if load is not None and (reason := choose_wait_policy(load)):
+            console.info(reason)
     if member is None and configuration.settings.weights.source and not (configuration.settings.root / name).exists():
         from runner.durable.weight_source import find_weights
         from runner.engine.weights import check_names

@@ -12,7 +12,7 @@ import os
 import sys
 import time
 
-from runner.tools.measure.run_queue import RunQueueWait
+from runner.host.run_queue import RunQueueWait
 
 MIN_SHARE = 0.5
 

@@ -21,8 +21,9 @@ import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
 from runner.axes import dataloader
-from runner.axes.dataloader import DATALOADERS, Fetcher, Loader, cache_samples, default, thread
+from runner.axes.dataloader import DATALOADERS, Loader, cache_samples, default, thread
 from runner.base.errors import ConfigError, DataError, Exit
+from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Task
 from runner.base.text import RemoteError
@@ -40,7 +41,8 @@ SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 PARENT = """
 import os, signal, sys
 import torch
-from runner.axes.dataloader import Fetcher, default
+from runner.axes.dataloader import default
+from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
 from tests.axes.worker_data import Numbers
 

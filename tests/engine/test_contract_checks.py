@@ -15,9 +15,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.axes.dataloader import Fetcher, Loader
+from runner.axes.dataloader import Loader
 from runner.axes.precision import fp32
 from runner.base.errors import Exit, TaskFault
+from runner.base.fetcher import Fetcher
 from runner.base.task import Prediction, Task
 from runner.base.text import NOT_MEASURED
 from runner.base.world import World

@@ -14,7 +14,8 @@ import numpy as np
 import pytest
 import torch
 
-from runner.axes.dataloader import Fetcher, Loader, WorkerLoader
+from runner.axes.dataloader import Loader, WorkerLoader
+from runner.base.fetcher import Fetcher
 from runner.engine.training_identity import changed_files, changed_samples, fingerprint_code, fingerprint_data
 
 

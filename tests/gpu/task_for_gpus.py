@@ -2,7 +2,6 @@
 
 import os
 import signal
-import time
 from pathlib import Path
 
 import torch
@@ -13,6 +12,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import TensorDataset
 
 from runner import Prediction, Task
+from tests.waiting import wait_until
 
 TOO_MUCH = 1 << 44  # bytes
 
@@ -43,7 +43,8 @@ class Small(Task):
         if str(progress.update) == os.environ.get("STOP_AT"):
             os.kill(os.getpid(), signal.SIGTERM)
         if progress.update == 2 and (awaited := os.environ.get("WAIT_FOR_LINES")):
-            wait_for_lines(*awaited.split(":"))
+            file, num_lines = awaited.split(":")
+            wait_until(lambda: has_lines(Path(file), int(num_lines)), awaited)
 
     def dataset(self, split):
         generator = torch.Generator().manual_seed(0)
@@ -76,13 +77,8 @@ class Small(Task):
         yield Prediction({"scores.npy": model(inputs).float().cpu().numpy()}, items=samples)
 
 
-def wait_for_lines(file: str, num_lines: str) -> None:
-    """Wait until another thread has written so many lines to the file, at most 60 s."""
-    until = time.monotonic() + 60
-    while time.monotonic() < until:
-        if Path(file).exists() and Path(file).read_text().count("\n") >= int(num_lines):
-            break
-        time.sleep(0.01)  # lint-tests: sleep: polls for the lines of another thread
+def has_lines(file: Path, num_lines: int) -> bool:
+    return file.exists() and file.read_text().count("\n") >= num_lines
 
 
 def build(

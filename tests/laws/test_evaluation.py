@@ -9,8 +9,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.axes.dataloader import Fetcher, Loader
+from runner.axes.dataloader import Loader
 from runner.base.batch import MicroBatch
+from runner.base.fetcher import Fetcher
 from runner.base.task import Sum, Task
 from runner.base.world import World
 from runner.engine.evaluate import BatchSizes, evaluate

@@ -16,11 +16,12 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from runner import per_sample_noise
-from runner.axes.dataloader import Fetcher, Loader
+from runner.axes.dataloader import Loader
 from runner.axes.precision import bf16, fp32
 from runner.axes.prefetch import Prefetch
 from runner.base.batch import BatchSamples, MicroBatch
 from runner.base.errors import TaskFault
+from runner.base.fetcher import Fetcher
 from runner.base.task import Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel

@@ -14,10 +14,11 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from runner import per_sample_noise
-from runner.axes.dataloader import Fetcher, Loader
+from runner.axes.dataloader import Loader
 from runner.axes.precision import fp32
 from runner.axes.prefetch import Prefetch
 from runner.base.errors import TaskFault
+from runner.base.fetcher import Fetcher
 from runner.base.task import Gather, Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel

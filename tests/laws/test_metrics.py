@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from runner import Gather
-from runner.axes.dataloader import Fetcher, Loader
+from runner.axes.dataloader import Loader
 from runner.axes.parallelism import ddp
 from runner.axes.prefetch import Prefetch
 from runner.base.errors import TaskFault
+from runner.base.fetcher import Fetcher
 from runner.base.task import Task
 from runner.base.world import World
 from runner.engine.evaluate import BatchSizes, EvaluationResult, evaluate

@@ -17,9 +17,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.axes import dataloader
-from runner.axes.dataloader import Fetcher
 from runner.base import order as module
 from runner.base.errors import DataError
+from runner.base.fetcher import Fetcher
 from runner.base.order import KEYED, KEYED_ABOVE, KeyedPermutation, Order, rank_seed, spread_evenly
 from runner.base.task import sample_rng
 from runner.engine.hooks.checkpointing import Checkpointing

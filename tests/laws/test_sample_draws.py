@@ -14,9 +14,10 @@ import torch
 from torch import Tensor
 
 from runner.axes import dataloader
-from runner.axes.dataloader import Fetcher, Loader
+from runner.axes.dataloader import Loader
 from runner.base.batch import MicroBatch
 from runner.base.errors import DataError
+from runner.base.fetcher import Fetcher
 from runner.base.global_rng import seed_everything
 from runner.base.order import MicroBatchKey, Order, permutation, rank_seed
 from runner.base.task import sample_rng

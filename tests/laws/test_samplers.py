@@ -15,7 +15,6 @@ from hypothesis import strategies as st
 from scipy.stats import binom
 
 from runner.axes import dataloader
-from runner.axes.dataloader import Fetcher
 from runner.axes.sampler import (
     SAMPLERS,
     TrainingSamples,
@@ -27,6 +26,7 @@ from runner.axes.sampler import (
     weighted,
 )
 from runner.base.errors import AccelRunError, ConfigError, DataError
+from runner.base.fetcher import Fetcher
 from runner.base.order import Order, Sampler
 
 CPU = torch.device("cpu")

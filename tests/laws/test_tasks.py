@@ -23,13 +23,14 @@ import torch
 from torch import Tensor
 
 from runner import auto_parallelize
-from runner.axes.dataloader import Fetcher, cache_samples
+from runner.axes.dataloader import cache_samples
 from runner.axes.optimizer import sgd
 from runner.axes.parallelism import ddp, fsdp
 from runner.axes.precision import fp32
 from runner.axes.scheduler import constant
 from runner.base import noise
 from runner.base.batch import MicroBatch, are_equal, map_tensors
+from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Context, Progress, Task
 from runner.base.world import World

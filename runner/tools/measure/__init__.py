@@ -5,7 +5,7 @@ All of them compare variants of one training by `Comparison.compare` and read a 
 comparing     compare (rounds, restarts, budget), comparison_result (results, outcomes, notes), statistics (ratios and
               intervals), selection (the best of several variants, measured twice)
 processes     fork_server (starts and stops variants), variant_process (the training in a variant), forked_ranks
-              (variants with ranks), run_queue (waits for other jobs), weight_sketch (compares weights)
+              (variants with ranks), weight_sketch (compares weights)
 suites        suites (declarations, and a module each), suite (request, tables, JSON), measuring_place (where a request
               is measured), results and plots (table of the ladder), technique (its YAML files), machine_rates
 tune          tuner (search and proof), tune_axes (what may change)

@@ -17,8 +17,8 @@ from typing import Any
 
 from torch import Tensor
 
-from runner.axes.dataloader import Fetcher
 from runner.base.batch import are_equal, map_tensors
+from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
 from runner.base.task import Task
 from runner.engine.error_diagnosis import is_task_file

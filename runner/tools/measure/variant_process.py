@@ -53,6 +53,7 @@ from runner.engine.phase_kinds import GradientPhase
 from runner.engine.run import TrainingRun
 from runner.host.parent_death import die_with_parent
 from runner.host.resources import affinity
+from runner.host.run_queue import RunQueueWait
 from runner.host.stacks import dump_on_signal
 from runner.monitor.gpu_driver import open_driver
 from runner.monitor.nvml import Gpu, Nvml, decode_throttle_reasons
@@ -60,7 +61,6 @@ from runner.plan.run_plan import PhasePlan
 from runner.profiling.peak_memory import host_peak_gib
 from runner.tools.measure.forked_ranks import error_reply, send_reply, serve_ranks
 from runner.tools.measure.probe import inspect_batch, probe
-from runner.tools.measure.run_queue import RunQueueWait
 from runner.tools.measure.weight_sketch import sketch
 
 UNLIMITED_UPDATES = 10**12

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Set
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +27,7 @@ class QueueSample:
 
     wait_s        time that this thread spent in the run queue; 0 if the kernel does not count it
     busy_s        CPU time of all cores that this process may use
-    tree_cpu_s    CPU time of this process and its children
+    tree_cpu_s    CPU time of a process and its descendants, including those that have ended
     thread_cpu_s  CPU time of this thread
     """
 
@@ -41,9 +42,8 @@ class RunQueueWait:
 
     def __init__(self) -> None:
         self._cores = affinity()
-        grant = cgroup_cpu_limit()
         # Under a CPU quota, the wait includes throttling, which is not caused by other processes.
-        self._is_usable = grant is None or grant.amount >= len(self._cores)
+        self._is_usable = not has_cpu_quota(self._cores)
 
     def sample(self, *, begins: bool) -> QueueSample | None:
         """Sample the counters; None if they are not usable.
@@ -53,9 +53,7 @@ class RunQueueWait:
         """
         if not self._is_usable:
             return None
-        wait_s, busy_s = read_wait_s(), 0.0
-        for core, times in enumerate(psutil.cpu_times(percpu=True)):
-            busy_s += times.user + times.nice + times.system if core in self._cores else 0.0
+        wait_s, busy_s = read_wait_s(), read_busy_s(self._cores)
         tree_cpu_s, thread_cpu_s = process_tree_cpu_s(), time.thread_time()
         return QueueSample(read_wait_s() if begins else wait_s, busy_s, tree_cpu_s, thread_cpu_s)
 
@@ -80,11 +78,34 @@ def read_wait_s() -> float:
         return 0.0
 
 
-def process_tree_cpu_s() -> float:
-    """Return the CPU seconds of this process and its children."""
-    seconds = time.process_time()
-    for child in psutil.Process(os.getpid()).children(recursive=True):
-        with suppress(psutil.Error):  # the child has exited
-            used = child.cpu_times()
-            seconds += used.user + used.system
+def has_cpu_quota(cores: Set[int]) -> bool:
+    """Return whether the cgroup of this process grants less than these cores."""
+    grant = cgroup_cpu_limit()
+    return grant is not None and grant.amount < len(cores)
+
+
+def read_busy_s(cores: Set[int]) -> float:
+    """Return the CPU seconds of all processes on these cores."""
+    times_by_core = enumerate(psutil.cpu_times(percpu=True))
+    return sum(times.user + times.nice + times.system for core, times in times_by_core if core in cores)
+
+
+def own_cpu_s() -> float:
+    """Return the CPU seconds of this process and of its children that have ended."""
+    times = os.times()
+    return time.process_time() + times.children_user + times.children_system
+
+
+def process_tree_cpu_s(root: int | None = None) -> float:
+    """Return the CPU seconds of a process, None: this one, and its descendants, including those that have ended.
+
+    Takes milliseconds, because all processes of the machine are searched.
+    """
+    seconds = own_cpu_s() if root is None else 0.0
+    with suppress(psutil.Error):
+        parent = psutil.Process(root)
+        for process in [*([parent] if root is not None else []), *parent.children(recursive=True)]:
+            with suppress(psutil.Error):  # it has ended
+                used = process.cpu_times()
+                seconds += used.user + used.system + used.children_user + used.children_system
     return seconds

@@ -13,9 +13,9 @@ from types import SimpleNamespace
 
 import pytest
 
+from runner.host import run_queue
 from runner.host.cgroup import CgroupLimit
-from runner.tools.measure import run_queue
-from runner.tools.measure.run_queue import QueueSample, RunQueueWait
+from runner.host.run_queue import QueueSample, RunQueueWait
 
 NOTHING = QueueSample(0.0, 0.0, 0.0, 0.0)
 
