@@ -87,7 +87,7 @@ def has_cpu_quota(cores: Set[int]) -> bool:
 def read_busy_s(cores: Set[int]) -> float:
     """Return the CPU seconds of all processes on these cores."""
     times_by_core = enumerate(psutil.cpu_times(percpu=True))
-    return sum(times.user + times.nice + times.system for core, times in times_by_core if core in cores)
+    return float(sum(times.user + times.nice + times.system for core, times in times_by_core if core in cores))
 
 
 def own_cpu_s() -> float:
