@@ -58,11 +58,11 @@ class OtherLoad:
         return min(max(0.0, (self._others_s() - self._before) / seconds), float(self.num_cores))
 
     def describe(self) -> str:
-        """Return the number of cores in words; empty if other processes hardly use any."""
+        """Describe the number of cores; empty if other processes hardly used any."""
         cores = self.cores()
         if cores is None or cores < MIN_OTHER_CORES:
             return ""
-        return f"other processes use {cores:.1f} of {self.num_cores} cores"
+        return f"other processes used {cores:.1f} of {self.num_cores} cores"
 
 
 def choose_wait_policy(load: OtherLoad) -> str:

@@ -123,6 +123,10 @@ class PretrainedResNet50(nn.Module):
 
     mean: Tensor
     std: Tensor
+    layer1: nn.Sequential
+    layer2: nn.Sequential
+    layer3: nn.Sequential
+    layer4: nn.Sequential
 
     def __init__(self, num_levels: int) -> None:
         super().__init__()
@@ -149,7 +153,7 @@ class PretrainedResNet50(nn.Module):
 
     @property
     def stages(self) -> list[nn.Sequential]:
-        return [getattr(self, f"layer{number}") for number in range(1, len(RESNET_50) + 1)]
+        return [self.layer1, self.layer2, self.layer3, self.layer4]
 
     def begin(self, images: Tensor) -> Tensor:
         """Return the input of the first stage."""
