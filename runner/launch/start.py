@@ -70,15 +70,14 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
     code = submit(configuration)
     if code is not None:  # submitted to a scheduler
         return Exit(code)
+    if load is not None and (reason := choose_wait_policy(load)):
+        Console(level=terminal_log_level()).info(reason)
     if phases is not None and set(phases) == {INFERENCE}:
         return _infer(request, None)
     require_installed(configuration.choices["tracker"].function)
     name = choose_run_name(configuration)
     if "torch" not in sys.modules and (member is None or member.rank == 0):  # importing takes seconds
-        console = Console(level=terminal_log_level())
-        console.info(f"starting run {name}: loading PyTorch")
-        if load is not None and (reason := choose_wait_policy(load)):
-            console.info(reason)
+        Console(level=terminal_log_level()).info(f"starting run {name}: loading PyTorch")
     if member is None and configuration.settings.weights.source and not (configuration.settings.root / name).exists():
         from runner.durable.weight_source import find_weights
         from runner.engine.weights import check_names
