@@ -218,7 +218,10 @@ class ShareSolver:
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
-        """Restore the state; start from scratch if it has another total, number of ranks or caps."""
+        """Restore the state of an earlier process, before the first `observe`.
+
+        Starts from scratch if it has another total, number of ranks or caps.
+        """
         current = tuple(state["current"])
         fits = state["total"] == self.total and len(current) == len(self.ranks) and _fits_caps(current, self.caps)
         if not fits or not state["known"]:
@@ -228,7 +231,7 @@ class ShareSolver:
             rank.load(known)
         self._confirmations, self._until_trial = state["verdicts"], state["until_trial"]
         self._is_unconfirmed_gain, self._is_reported = state["gained"], state["said"]
-        self._trials, self._block, self._warm_up_left = [], [], self.warm_up
+        self._trials = []
 
     def _is_due(self) -> bool:
         """Return whether the block is complete: all probes, or `every` updates."""
@@ -372,7 +375,6 @@ class _Rank:
         return {"timings": flat, "noises": self._noises}
 
     def load(self, state: Mapping[str, Any]) -> None:
-        self._timings = {}
         for samples, seconds, num, noise in state["timings"]:
             self._timings.setdefault(samples, []).append(CountTiming(samples, seconds, num, noise))
         self._noises = list(state["noises"])

@@ -94,7 +94,7 @@ class MetricStates:
                 yield fault
 
     def results(self) -> dict[str, float]:
-        """Return name -> value over all ranks, NaN without samples; collective. Empties the states."""
+        """Return name -> value over all ranks, NaN without samples; collective."""
         with torch.no_grad():
             results: dict[str, float] = {}
             for state in self.states.values():
@@ -107,7 +107,6 @@ class MetricStates:
                 results |= values
         coupled = self.states.get("loss") if self.is_coupled else None
         self.nonfinite = {"loss"} if isinstance(coupled, _CoupledState) and coupled.is_nonfinite else set()
-        self.states = {}
         return {name: float(value) for name, value in self.world.broadcast(results).items()}
 
     def _make_state(self, name: str, metric: Any) -> MetricState:

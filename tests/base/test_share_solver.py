@@ -416,6 +416,24 @@ def test_each_field_of_a_checkpoint_is_restored(changes: dict[str, bool | int]) 
     assert again.state() == state
 
 
+@pytest.mark.parametrize("blocks", [0, 1, 5, 12])
+def test_a_resumed_solver_decides_like_an_uninterrupted_one(blocks: int) -> None:
+    """Saved at the end of a block; times of an incomplete one are not saved, and the first updates warm up again."""
+    probes, every = 3 * len(probe_splits(64, (32, 32))), 20
+
+    straight = ShareSolver(64, 2, every=every, warm_up=0)
+    ranks = Ranks([RankTiming(0.001, 0.001), RankTiming(0.002, 0.002)], 0.05)
+    run(straight, ranks, probes + every * blocks)
+    resumed = ShareSolver(64, 2, every=every, warm_up=0)
+    resumed.load(json.loads(json.dumps(straight.state())))
+    for _ in range(30 * every):
+        assert resumed.shares == straight.shares
+        ranks.lines[0] = RankTiming(0.001, ranks.lines[0].per_sample_s * 1.003)  # it becomes slower and slower
+        seconds = ranks.take(straight.shares)
+        assert resumed.observe(seconds) == straight.observe(seconds)
+    assert resumed.state() == straight.state()
+
+
 @pytest.mark.parametrize("other", [ShareSolver(65, 2), ShareSolver(64, 3), ShareSolver(64, 2, caps=(40, 40))])
 def test_measurements_of_another_division_are_not_used(other: ShareSolver) -> None:
     balance = ShareSolver(64, 2)
