@@ -46,6 +46,11 @@ class World:
         return self.rank == 0
 
     @property
+    def machine_name(self) -> str:
+        """`rank8` if rank 8 is the first rank of a machine without rank 0; empty on all other ranks."""
+        return f"rank{self.rank}" if self.local_rank == 0 and not self.is_first else ""
+
+    @property
     def widest(self) -> torch.dtype:
         """float64, or float32 if the device lacks it: the dtype for sums and counts."""
         return widest_dtype(self.device)

@@ -98,17 +98,16 @@ def open_other_rank(job: Job, world: World, stack: ExitStack) -> tuple[TrainingR
     path = world.broadcast(None)
     start = check_state(load(Path(path))) if path else None
     directory = RunDirectory.join(job.folder)
-    machine = f"rank{world.rank}" if world.local_rank == 0 else ""  # the first rank of another machine
-    screen = stack.enter_context(Screen(directory, speaks=False, machine=machine))
+    screen = stack.enter_context(Screen(directory, speaks=False, machine=world.machine_name))
     stack.enter_context(warnings_on(screen))
     parts = assemble(job.plan, stack, world)
     if start is None and job.plan.settings.weights.source:
         load_initial_weights(job.plan.settings, parts.bare, parts.parallel, make_adapter(job.plan.choices["adapter"]))
     choice = job.plan.choices["profiler"]
     observers = silent_observers(screen, call_option(PROFILERS, choice.function, None, **choice.options))
-    if machine:
-        observers.monitor = _make_monitor(job.plan, world, directory.path / f"gpu-{machine}.csv")
-        stack.callback(_close_monitor, observers.monitor, directory, screen, f"monitor-{machine}.json")
+    if world.machine_name:
+        observers.monitor = _make_monitor(job.plan, world, directory.path / f"gpu-{world.machine_name}.csv")
+        stack.callback(_close_monitor, observers.monitor, directory, screen, f"monitor-{world.machine_name}.json")
     return TrainingRun(job.plan, parts, directory, observers, stop), start
 
 

@@ -36,6 +36,12 @@ def test_collectives_of_a_single_process_return_their_input() -> None:
     assert collectives(World(CPU)) == [[{"rank": 0, "text": ""}], ["first", 0], [1.0, 10.0], [1.0, 10.0], False, False]
 
 
+def test_the_first_rank_of_each_other_machine_names_it() -> None:
+    """Two machines with three ranks each."""
+    ranks = [World(CPU, rank, rank % 3, 6, 3) for rank in range(6)]
+    assert [rank.machine_name for rank in ranks] == ["", "", "", "rank3", "", ""]
+
+
 def test_an_error_of_a_rank_is_distinguished_from_its_consequences() -> None:
     def broken(world: World) -> None:
         if world.rank == 1:
