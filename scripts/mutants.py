@@ -884,6 +884,7 @@ class WarmProcess:
 
 
 NOT_REPLACED = 99
+NONE_LEFT = 5  # pytest: all tests were deselected
 
 
 def replace_function(tree: Path, path: str, name: str, source: str) -> bool:
@@ -1046,6 +1047,8 @@ class Judge:
         while left:
             most_s = min(self.budget_s - spent, 60.0 if result.num_tests else 10.0)
             stage, stage_s = [], 0.0
+            if self.chosen:  # all of them, whatever their time
+                stage, left = left, []
             while left and (stage_s + self.seconds_of(left[0]) <= most_s or not result.num_tests + len(stage)):
                 stage_s += self.seconds_of(left[0])
                 stage.append(left.pop(0))
@@ -1065,8 +1068,11 @@ class Judge:
                 stage = [test for test in stage if test != by]  # it fails by chance: it says nothing
 
     def seconds_of(self, test: str) -> float:
-        """Return the recorded time of a test, and a large one for a test or file that was chosen and has none."""
-        return self.known.seconds.get(test, UNKNOWN_S)
+        """Return the recorded time of a test or of those in a file, and a large one if there is none."""
+        if test in self.known.seconds:
+            return self.known.seconds[test]
+        inside = (f"{test}::", f"{test}[")
+        return sum(s for name, s in self.known.seconds.items() if name.startswith(inside)) or UNKNOWN_S
 
     def _is_sound(self, test: str, path: str, source: bytes, changed: bytes) -> bool:
         """Return whether a test that failed fails again, and passes without the mutant; tried once for each test."""
@@ -1097,19 +1103,21 @@ class Judge:
         told, log = self.cache / "failed", self.cache / "run.log"
         told.unlink(missing_ok=True)
         expected_s = sum(map(self.seconds_of, tests))
+        unsound = [f"--deselect={test}" for test, is_sound in self.sound.items() if not is_sound]
+        arguments = [*unsound, *tests]  # `tests` may be files, which contain unsound tests
 
         def run() -> int:
-            return run_pytest(self.tree, ["-x", *tests], [Ordered(tests, told).hooks()])
+            return run_pytest(self.tree, ["-x", *arguments], [Ordered(tests, told).hooks()])
 
         limit_s = PROCESS_LIMIT_S + 4 * expected_s
         code: int | None = NOT_REPLACED
         if self.now is not None:
-            code = self.warm.run(tests, told, limit_s, *self.now)
+            code = self.warm.run(arguments, told, limit_s, *self.now)
             if code and not told.exists():  # the function cannot be replaced, or no test could be run
                 code = NOT_REPLACED
         if code == NOT_REPLACED:
             code, _ = in_fork(run, log, limit_s)
-        if code == 0:
+        if code in (0, NONE_LEFT):
             return None
         if told.exists():
             return told.read_text(), False
