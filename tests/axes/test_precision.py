@@ -187,6 +187,15 @@ def test_the_scaler_resumes_from_its_state() -> None:
     assert uninterrupted[0].num_skipped() == 2
 
 
+def test_a_restored_scale_replaces_the_one_that_was_read() -> None:
+    precision, model, optimizer = made(init_scale=1024.0)
+    saved = precision.state()
+    update(precision, model, optimizer, float("inf"))
+    assert precision.values()["precision/loss_scale"] == 512.0
+    precision.load(saved)
+    assert precision.values() == {"precision/loss_scale": 1024.0, "precision/skipped_updates": 0.0}
+
+
 def test_consecutive_skipped_updates_are_counted_across_a_resume() -> None:
     precision, model, optimizer = made(max_skips=3)
     for _ in range(2):

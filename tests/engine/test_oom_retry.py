@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import random
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -11,12 +13,16 @@ import pytest
 import torch
 from torch import nn
 
-from runner.axes.precision import NotFinite, Precision
+from runner.axes.precision import NotFinite, Precision, fp16
+from runner.base.accelerator import Accelerator
 from runner.base.errors import DataError
 from runner.base.oom_errors import OomCause, find_oom_cause
 from runner.base.text import RemoteError, describe_exception
 from runner.base.world import World
-from runner.engine.oom_retry import UpdateSnapshot
+from runner.distributed.parallel import Discarded
+from runner.engine import oom_retry
+from runner.engine.loop import StepInfo
+from runner.engine.oom_retry import OomRetry, UpdateSnapshot
 
 CPU = torch.device("cpu")
 
@@ -110,6 +116,32 @@ def test_state_changed_by_forward_passes_is_restored(name: str, update: int) -> 
     assert (of_numpy_generator(), random.getstate()) == drawn[1:]
 
 
+class Device(Accelerator):
+    """A device with a generator."""
+
+    def __init__(self) -> None:
+        super().__init__(CPU)
+        self.generator = torch.Generator()
+
+    def generator_state(self) -> torch.Tensor:
+        return self.generator.get_state()
+
+    def set_generator_state(self, state: torch.Tensor) -> None:
+        self.generator.set_state(state)
+
+
+@pytest.mark.parametrize("update", [0, 2])
+def test_the_generator_of_the_device_is_restored(update: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    device = Device()
+    monkeypatch.setattr(oom_retry, "get_accelerator", lambda _: device)
+    found = begun(lambda _: torch.rand(1, generator=device.generator), update=update)
+    assert found.restore() == ""
+    before = device.generator.get_state()
+    torch.rand(1, generator=device.generator)
+    assert found.restore() == ""
+    assert torch.equal(device.generator.get_state(), before)
+
+
 @pytest.mark.parametrize(
     ("change", "update", "since", "messages"),
     [
@@ -183,6 +215,130 @@ def test_a_failed_step_leaves_no_value() -> None:
         precision.step(optimizer, torch.tensor(float("nan")), torch.tensor(1.0))
     precision.discard()
     assert precision.num_skipped() == 0
+
+
+# ---------------------------------------------------------------- the retry of an update
+
+
+class Policy:
+    """Notes what the retry asks for."""
+
+    def __init__(self) -> None:
+        self.reduced: list[tuple[OomCause | None, str]] = []
+
+    def record_usage(self, shortage: OomCause, error: Exception) -> None:
+        pass
+
+    def reduce(self, shortage: OomCause | None, obstacle: str) -> None:
+        self.reduced.append((shortage, obstacle))
+
+    def report_step_retry(self, shortage: OomCause) -> None:
+        pass
+
+
+STEP = StepInfo(1, None, 0, None, None, ())
+OUT_OF_MEMORY = "CUDA out of memory. Tried to allocate 2.00 GiB."
+
+
+def retry_of(model: nn.Module, precision: Precision, policy: Policy, optimizer: torch.optim.Optimizer) -> OomRetry:
+    return OomRetry(model, [*model.parameters()], optimizer, precision, CPU, policy, has_one_rank=True)
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError(OUT_OF_MEMORY), Discarded()], ids=["this rank", "another"])
+def test_each_attempt_starts_like_the_first(error: Exception) -> None:
+    """Whichever rank ran out of memory: no gradients are left, generators draw again, and the policy is asked once."""
+    model, policy, drawn = Model(), Policy(), []
+    retry = retry_of(model, Precision(World(CPU)), policy, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def update() -> StepInfo:
+        assert all(parameter.grad is None for parameter in model.parameters())
+        drawn.append(torch.rand(1).item())
+        (model.weight.sum() * drawn[-1]).backward()
+        if len(drawn) < 3:
+            raise error
+        return STEP
+
+    assert retry.run(update) is STEP
+    assert drawn == [drawn[0]] * 3
+    causes = [None if shortage is None else shortage.requested_bytes for shortage, _ in policy.reduced]
+    assert causes == [None if isinstance(error, Discarded) else 2 << 30] * 2
+    assert {obstacle for _, obstacle in policy.reduced} == {""}
+
+
+def test_a_step_that_ran_out_of_memory_twice_is_unscaled_again_in_the_next_attempt() -> None:
+    model, policy = nn.Linear(2, 1), Policy()
+    optimizer, failures = torch.optim.SGD(model.parameters(), lr=0.1), 2
+    precision, apply = fp16(World(CPU), model), optimizer.step
+    retry = retry_of(model, precision, policy, optimizer)
+
+    def step(*args: Any, **kwargs: Any) -> Any:
+        nonlocal failures
+        if failures:
+            failures -= 1
+            raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+        return apply(*args, **kwargs)
+
+    optimizer.step = step  # type: ignore[method-assign]
+
+    def update() -> StepInfo:
+        precision.scale_loss(model(torch.ones(1, 2)).sum()).backward()
+        precision.unscale(optimizer)
+        retry.apply(lambda: precision.step(optimizer))
+        return STEP
+
+    before = model.weight.detach().clone()
+    assert retry.run(update) is STEP
+    assert len(policy.reduced) == 1
+    assert torch.allclose(model.weight, before - 0.1)
+
+
+def test_memory_in_reference_cycles_is_freed_before_the_next_attempt() -> None:
+    model, policy, kept = Model(), Policy(), []
+    retry = retry_of(model, Precision(World(CPU)), policy, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def update() -> StepInfo:
+        assert all(reference() is None for reference in kept)
+        if kept:
+            return STEP
+        activations = nn.Module()
+        activations.me = [activations]  # type: ignore[assignment]
+        kept.append(weakref.ref(activations))
+        raise torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    gc.disable()
+    try:
+        retry.run(update)
+    finally:
+        gc.enable()
+
+
+def test_compiled_code_is_freed_before_the_next_attempt() -> None:
+    """It belongs to the larger micro-batches."""
+    model, policy, num_compiled = Model(), Policy(), 0
+    retry = retry_of(model, Precision(World(CPU)), policy, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def backend(module: torch.fx.GraphModule, _: object) -> Callable[..., Any]:
+        nonlocal num_compiled
+        num_compiled += 1
+        return module.forward
+
+    @torch.compile(backend=backend)
+    def double(values: torch.Tensor) -> torch.Tensor:
+        return 2 * values
+
+    attempts = iter([torch.OutOfMemoryError(OUT_OF_MEMORY), None])
+
+    def update() -> StepInfo:
+        double(torch.ones(4))
+        if error := next(attempts):
+            raise error
+        return STEP
+
+    retry.run(update)
+    assert num_compiled == 2
+
+
+# ---------------------------------------------------------------- errors that mean out of memory
 
 
 def in_a_worker(error: BaseException) -> RemoteError:

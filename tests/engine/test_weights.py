@@ -94,8 +94,9 @@ def test_links_of_a_hugging_face_cache_are_followed(tmp_path: Path) -> None:
 def test_a_tied_weight_stored_once_is_not_missing(tmp_path: Path) -> None:
     tensors = {name: tensor for name, tensor in source().items() if name.startswith("backbone")}
     save_file(tensors, tmp_path / "w.safetensors")
-    begun(model := Net(tied=True), tmp_path / "w.safetensors")
+    told = begun(model := Net(tied=True), tmp_path / "w.safetensors")
     assert_has(model, tensors | {"head.weight": tensors["backbone.0.weight"]})
+    assert f" {len(model.state_dict())} tensors of " in told
 
 
 def test_a_new_head_keeps_its_initialization(tmp_path: Path) -> None:
