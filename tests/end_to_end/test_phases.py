@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,31 @@ def test_a_refused_attempt_does_not_change_the_run(server: ForkServer, tmp_path:
     assert json.loads((run / "error.json").read_text())["exit_code"] == 88
 
 
+STALE = '{"update": 999, "phase": "one"}\n'  # a row that no checkpoint counts
+
+
+def test_refused_phases_change_neither_rows_nor_checkpoints(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(TASK.read_text().replace('"two": {}', '"two": {"needs": ["one"]}'))
+    base = [arg if arg != str(TASK) else "task.py" for arg in BASE]
+    assert server.run(base, tmp_path).code == 0
+    metrics, checkpoints = (tmp_path / "outputs" / "mine" / name for name in ("metrics.jsonl", "checkpoints"))
+    expected = rows(tmp_path)
+    with metrics.open("a") as file:
+        file.write(STALE)
+
+    def refused(*args: str) -> None:
+        before = metrics.read_bytes(), sorted(checkpoints.rglob("*"))
+        assert server.run([*base, *args], tmp_path).code in (66, 88)
+        assert (metrics.read_bytes(), sorted(checkpoints.rglob("*"))) == before
+
+    refused("phases=[two]", "resume=fresh")
+    refused("phases=[one]")
+    shutil.rmtree(checkpoints)
+    refused("phases=[two]")
+    assert server.run(base, tmp_path).code == 0
+    assert rows(tmp_path) == expected, "rows of an attempt without a checkpoint are removed"
+
+
 def test_a_run_with_lost_rows_can_be_resumed(server: ForkServer, tmp_path: Path) -> None:
     assert server.run(BASE, tmp_path).code == 0
     metrics = tmp_path / "outputs" / "mine" / "metrics.jsonl"
@@ -99,11 +125,14 @@ def test_a_run_with_lost_rows_can_be_resumed(server: ForkServer, tmp_path: Path)
 def test_a_run_may_start_from_another(server: ForkServer, tmp_path: Path) -> None:
     assert server.run([*BASE, "phases=[one]"], tmp_path).code == 0
     other = [word if word != "run=mine" else "run=other" for word in BASE]
+    assert server.run([*other, "resume=mine", "optimizer.lr=0.5"], tmp_path).code == 88
+    (tmp_path / "outputs" / "other" / "metrics.jsonl").write_text(STALE)
     done = server.run([*other, "resume=mine"], tmp_path)
     assert done.code == 0, done.err
     checkpoint = newest_valid(tmp_path / "outputs" / "other" / "checkpoints")
     assert checkpoint is not None
     assert checkpoint.name == "update-0000000040"
+    assert 999 not in [row["update"] for row in rows(tmp_path, "other")]
     finished = [word if word != "run=mine" else "run=copy" for word in BASE]
     assert server.run([*finished, "resume=other"], tmp_path).code == 0
     assert newest_valid(tmp_path / "outputs" / "copy" / "checkpoints") is not None

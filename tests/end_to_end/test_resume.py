@@ -14,6 +14,8 @@ import pytest
 import torch
 
 from runner.durable.checkpoint import checkpoint_path, load
+from runner.durable.directory import RunDirectory
+from runner.engine import oom_history
 from tests.forkserver import ForkServer
 from tests.waiting import wait_until
 
@@ -152,9 +154,12 @@ def test_mechanics_may_change_on_resume(server: ForkServer, straight: Straight, 
 
 def test_fresh_starts_from_scratch_and_keeps_the_old_files(server: ForkServer, tmp_path: Path) -> None:
     assert server.run([*BASE, "updates=40"], tmp_path).code == 0
+    run = tmp_path / "outputs" / "mine"
+    with RunDirectory.create_or_open(run.parent, "mine") as directory:
+        oom_history.write_reductions(directory, [oom_history.ReducedMicroBatch("train", 2, None, 4, 8, 1)])
     again = server.run([*BASE, "updates=40", "seed=3", "resume=fresh"], tmp_path)
     assert again.code == 0, again.err
-    run = tmp_path / "outputs" / "mine"
+    assert oom_history.read_reductions(run) == []
     assert list((run / "checkpoints").glob("earlier-*"))
     assert (run / "metrics-earlier-1.jsonl").is_file()
     assert rows(tmp_path)[-1]["update"] == 40
