@@ -14,7 +14,6 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
 from functools import partial
 from itertools import chain, islice
 from multiprocessing.reduction import ForkingPickler
@@ -134,13 +133,12 @@ class WorkerLoader(Loader):
                 raise OSError(errno.EMFILE, "a data worker: too many open files") from error
             raise
 
-    def close(self, grace_s: float = 2.0) -> None:
-        """Stop the workers; kill those that need more than `grace_s` seconds, because their results are not needed."""
+    def close(self) -> None:
         for iterator in self._open:
             if iterator._worker_pids_set:  # else torch raises for a worker killed here
                 signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
                 iterator._worker_pids_set = False
-            kill_timer = threading.Timer(grace_s, kill_workers, [iterator._workers])
+            kill_timer = threading.Timer(_SHUTDOWN_TIMEOUT_S, kill_workers, [iterator._workers])
             try:
                 kill_timer.start()
             except RuntimeError:  # thread creation failed; the workers' results are not needed
@@ -168,6 +166,7 @@ class AutoLoader(Loader):
         super().__init__(workers.fetcher)
         self._workers, self._inline, self._limit_s = workers, inline, limit_s
         self._chosen: Loader | None = None
+        self._measuring: Loader | None = None
         self.num_workers, self.max_prefetched = workers.num_workers, workers.max_prefetched
 
     def batches(self, keys: Keys) -> Iterator[MicroBatch]:
@@ -199,18 +198,22 @@ class AutoLoader(Loader):
             start_method=self._workers.start_method,
             timeout_s=MAX_MEASUREMENT_S,
         )
-        seconds: list[float] = []
+        self._measuring = reader
         try:
-            with suppress(Exception):  # training reports an error of the data set itself
-                seconds = [item.batch for item in reader.batches([key, distant])]
-        finally:
-            reader.close(grace_s=0.0)
-        return seconds[-1] if seconds else None
+            seconds = [item.batch for item in reader.batches([key, distant])]
+        except Exception:
+            # Training reports errors of the data set itself. A slow worker lives until the loader is closed: if it were
+            # killed, a file that the data set is writing would stay incomplete.
+            return None
+        reader.close()
+        return float(seconds[-1])
 
     def new_like(self, fetcher: Fetcher) -> Loader:
         return (self._chosen or self._workers).new_like(fetcher)
 
     def close(self) -> None:
+        if self._measuring is not None:
+            self._measuring.close()
         self._workers.close()
 
 
@@ -507,5 +510,6 @@ def _identity(batch: Any) -> Any:
     return batch
 
 
+_SHUTDOWN_TIMEOUT_S = 2.0  # s for a worker to exit; its results are not needed
 MAX_MEASUREMENT_S = 0.5  # for each of two batches; training waits for it
 DATALOADERS: Mapping[str, Callable[..., Loader]] = {"default": default, "thread": thread}

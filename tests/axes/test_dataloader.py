@@ -452,6 +452,7 @@ def test_workers_are_started_without_waiting_for_a_slow_measurement(numbers: Pat
     with closing(auto(dataset, 600_000.0)) as loader:
         found = loader.batches(iter(KEYS))  # returns, although no sample can be read yet
         assert (loader.num_workers, loader.decision) == (2, "")
+        assert len(multiprocessing.active_children()) == 3  # the slow one may be writing a file of the data set
         dataset.awaited.touch()  # type: ignore[union-attr]
         assert [item.batch.tolist() for item in found] == [key.indices for key in KEYS]
     assert multiprocessing.active_children() == []
