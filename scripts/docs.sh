@@ -4,7 +4,7 @@
 #   scripts/docs.sh              build/site/index.html is the first page
 #   scripts/docs.sh serve        serve the site on http://127.0.0.1:8000
 #
-# The pages keep their places relative to each other, so links work in the repository and on the site alike. The
+# The pages keep their relative paths, so that links work both in the repository and on the site. The
 # navigation is the table in docs/README.md.
 set -euo pipefail
 # shellcheck source=scripts/setup.sh

@@ -2,7 +2,7 @@
 # Inject faults until the target counts are reached, and print the counts.
 #
 #   scripts/faults.sh                        as in scripts/test.sh: minutes
-#   scripts/faults.sh --long                 the long column: hours
+#   scripts/faults.sh --long                 the long form: hours
 #   scripts/faults.sh --long crash_states    one suite (a pytest -k expression)
 #   --seed N    random seed        --count N    number of injections per suite
 #   --tally FILE    append the counts as JSON lines

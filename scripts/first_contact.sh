@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Check without a GPU what accel-run assumes of the CUDA build of torch.
+# Check the assumptions of accel-run about the CUDA build of torch, without a GPU.
 #
 #   scripts/first_contact.sh hollow [CHECK]     CHECK: allocator, attention, waits, contexts, host_buffer, forks,
 #                                               prediction, compiled or graphs; all without it
 #
-# Runs torch's own host code on a hollow GPU (tests/stand_ins/hollow): a CUDA runtime whose memory is the host's and
-# whose kernels do nothing. Prints ok or DIFFERS for each check and exits with 1 if anything differs. The first call
+# Runs torch's host code on a hollow GPU (tests/stand_ins/hollow): a CUDA runtime with host memory, and kernels that do
+# nothing. Prints ok or DIFFERS for each check and exits with 1 if anything differs. The first call
 # installs the CUDA build of torch (6 GB, 5 minutes) outside of the checkout. On a machine with a GPU use
 # `accel-run doctor first_contact`.
 #
@@ -46,7 +46,7 @@ if [[ ! -r $folder/.stamp || $(<"$folder/.stamp") != "$wanted" ]]; then
         tail -n 20 -- "$folder/install.log" >&2
         exit $EXIT_SYSTEM
     fi
-    # The headers that those of the runtime include, of the same version.
+    # The headers that the headers of the runtime include, in the same version.
     runtime=$("$venv/bin/python" -c 'from importlib.metadata import version; print(version("nvidia-cuda-runtime"))')
     "${install[@]}" --no-deps "nvidia-cuda-crt==${runtime%.*}.*" >>"$folder/install.log" 2>&1
     printf '%s\n' "$wanted" >"$folder/.stamp"

@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
-# Repeat the tests under different loads, to show that none depends on time or on how many cores are free.
+# Repeat the tests under different loads, to show that none depends on time or on the number of free cores.
 #
 #   scripts/prove_tests.sh [N [ARGUMENT...]]   run scripts/test.sh N times (default 10) with these arguments
 #
-# The first half runs on an idle machine, the rest beside two busy loops and one disk writer, the last one on a single
-# core. Prints exit code, duration and failed tests of each run. Exit code 1: some run failed; its log is kept.
+# The first half runs on an idle machine, the others with two busy loops and a disk writer in the background, and the last
+# one on a single core. Prints exit code, duration and failed tests of each run. Exit code 1: a run failed; its log is kept.
 set -euo pipefail
 cd -- "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/.."
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then

@@ -54,7 +54,7 @@ _install() {
         find "$venv" -mindepth 1 -maxdepth 1 ! -name .lock ! -name setup.log -exec rm -rf -- {} +
         "$python" -m venv "$venv" >>"$venv/setup.log" 2>&1 || _stop "$python could not make an environment in $venv"
     fi
-    # torch alone first: the largest download by far, which must not be lost because something small fails after it.
+    # torch first and alone: by far the largest download, which must not be lost if a later package fails.
     _say "installing torch $(sed -n 's/^torch==//p' "$root/scripts/constraints.txt") (the download may be several GB)"
     _pip_install torch
     _say "installing accel-run from $root${extras:+ with ${extras//$'\n'/, }}"
@@ -75,12 +75,12 @@ _is_ready() {
     done
 }
 
-# The place belongs to it: an environment whose checkout was moved must be reinstalled.
+# Includes the path, because an environment must be reinstalled if its checkout was moved.
 _fingerprint() {
     { printf '%s\n' "$root" && cat -- "$root/pyproject.toml" "$root/scripts/constraints.txt"; } | sha256sum
 }
 
-# pip only warns about an extra that does not exist.
+# pip only warns about unknown extras.
 _know_extras() {
     local extra known
     known=$(awk '/^\[/ { inside = /^\[project\.optional-dependencies\]/ } inside && /^[A-Za-z0-9_-]+ *=/ { print $1 }' \

@@ -2,7 +2,7 @@
 # Run the tests with three workers, because most tests wait more than they compute.
 #
 #   scripts/test.sh              laws, commands, faults in their short form, end-to-end runs: 5 minutes on two cores
-#   scripts/test.sh --all        also every case of sampled matrices, the long column of faults, SLURM, the browser: hours
+#   scripts/test.sh --all        also all cases of sampled tests, the long fault tests, SLURM, the browser: hours
 #   scripts/test.sh ARGUMENT...  passed to pytest, in one process (paths are relative to the checkout)
 #
 # Random choices follow ACCEL_RUN_SEED (default 1); a failing case names the seed. Without a GPU, tests marked gpu are

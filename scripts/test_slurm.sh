@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Try the runner on a real SLURM: two virtual nodes on this machine, started here and taken down at the end.
+# Test the runner on a real SLURM: two virtual nodes on this machine, which are stopped at the end.
 #
-#   scripts/test_slurm.sh [--keep]      --keep: leave the folder with all logs, and say where it is
+#   scripts/test_slurm.sh [--keep]      --keep: keep the folder with all logs, and print its path
 #
-# Needs slurm-wlm and munge: as root on Debian or Ubuntu they are installed, otherwise, where they are missing, nothing is
-# tested and the exit code is 0. Nothing of a SLURM that is already here is touched: configuration, key, sockets and logs
-# are in a separate folder, and the ports are 17000 to 17002.
+# Needs slurm-wlm and munge. As root on Debian or Ubuntu, they are installed; otherwise, if they are missing, nothing is
+# tested and the exit code is 0. An existing SLURM is not affected: configuration, key, sockets and logs are in a separate
+# folder, and the ports are 17000 to 17002.
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
@@ -85,7 +85,7 @@ END
 
 both_idle() { [[ $(sinfo --noheader --format=%D --states=idle 2>/dev/null) == 2 ]]; }
 
-# wait_for SECONDS COMMAND...: true once the command is, false when the time is up
+# wait_for SECONDS COMMAND...: repeat the command until it succeeds; fail after the timeout
 wait_for() {
     local limit=$((SECONDS + $1))
     shift
@@ -115,7 +115,7 @@ tear_down() {
     fi
 }
 
-# check NAME COMMAND...: prints whether the command succeeded, and its output if it failed
+# check NAME COMMAND...: print whether the command succeeded, and its output if it failed
 check() {
     local name=$1 started=$SECONDS
     shift
@@ -150,7 +150,7 @@ cd -- "$folder"
 export MASTER_ADDR=127.0.0.1 # the names of virtual nodes lead nowhere
 export OMP_NUM_THREADS=1
 python=$venv/bin/python
-# A task whose samples take a fixed time, whatever the machine: 50 ms an update on one rank.
+# A task whose samples take a fixed time on any machine: 50 ms per update on one rank.
 cat >slow.py <<'END'
 import time
 import torch
@@ -189,13 +189,13 @@ words=(train --task "$PWD/slow.py" device=cpu dataloader.num_workers=0 checkpoin
 run=("$venv/bin/accel-run" "${words[@]}")
 rank=("$python" -m runner "${words[@]}" parallelism=ddp)
 
-# state_of JOB: PENDING, RUNNING, COMPLETED, ... as the controller knows it
+# state_of JOB: PENDING, RUNNING, COMPLETED, ... according to the controller
 state_of() { scontrol show job "$1" | sed -n 's/.*JobState=\([A-Z_]*\).*/\1/p'; }
 restarts_of() { scontrol show job "$1" | sed -n 's/.*Restarts=\([0-9]*\).*/\1/p'; }
 has_ended() { [[ $(state_of "$1") =~ ^(COMPLETED|FAILED|CANCELLED|TIMEOUT|NODE_FAIL)$ ]]; }
 has_saved() { compgen -G "outputs/$1/checkpoints/update-*" >/dev/null; }
 
-# submit WORDS...: train with launcher=slurm; the number of the job is in $job
+# submit ARGUMENTS...: train with launcher=slurm; set $job to the job id
 submit() {
     "${run[@]}" launcher=slurm "$@" >submitted || return 1
     cat submitted
@@ -228,7 +228,7 @@ in_a_batch_script() {
     sbatch --wait --nodes=2 --ntasks=2 --output=batch.out batch.sh >/dev/null && cat batch.out
 }
 
-# finished NAME UPDATES: the run is done, and each update is in its records exactly once
+# finished NAME UPDATES: check that the run is done, and has exactly one row per update
 finished() {
     "$python" - "outputs/$1" "$2" <<'END'
 import json, sys
@@ -355,7 +355,7 @@ time.sleep(300)" &
     [[ $code == 71 ]] && grep -q "MASTER_PORT" port.out && ((SECONDS - started < 180))
 }
 
-# The script that docs/scale.md shows, for this cluster and this task.
+# The script from docs/scale.md, for this cluster and this task.
 the_script_of_the_page_saves_and_is_queued_again() {
     local words
     words=$(printf '%q ' "${rank[@]}" run=page updates=600)
@@ -371,7 +371,7 @@ the_script_of_the_page_saves_and_is_queued_again() {
     [[ $(state_of "$job") == COMPLETED && $(restarts_of "$job") == 1 ]] && finished page 600
 }
 
-# The process of a rank is found by the variables that srun gave it.
+# The process of a rank is identified by the environment variables set by srun.
 srun_kills_rank() {
     local pid
     for pid in $(pgrep -f -- "run=$2"); do
