@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from tests.faults import tallies
+from tests.forkserver import ForkServer
 from tests.gpu.runs import PIPES, TASK
 from tests.stand_ins.cuda.build import why_not
 from tests.stand_ins.cuda.environment import ROOT
@@ -106,10 +109,22 @@ def test_a_rank_that_fails_over_nccl_is_named_and_no_process_is_left(
 SMALL = f"--task {FAILING} task.rank=-1"
 
 
+def test_first_contact_without_a_gpu_runs_on_the_stand_in_and_says_so(server: ForkServer, tmp_path: Path) -> None:
+    """Started without the stand-in, in a folder that has its own `tests`."""
+    (tmp_path / "tests").mkdir()
+    (tmp_path / "tests/__init__.py").touch()
+    args = f"doctor first_contact --json {SMALL} updates=4 global_batch_size=16 micro_batch_size=8"
+    result = server.run(args, tmp_path)
+    assert result.code == 0, result.out + result.err
+    content = json.loads(result.out)
+    assert content == json.loads((tmp_path / "outputs/first_contact.json").read_text())
+    _check_contact(content)
+    assert "Tesla T4 (simulated)" in (tmp_path / "outputs/first_contact.md").read_text()
+
+
 @pytest.mark.parametrize(
     "task",
     [
-        SMALL,
         pytest.param(f"{SMALL} precision=fp16", marks=pytest.mark.long),
         pytest.param("task=gpt precision=fp16", marks=pytest.mark.long),
     ],
@@ -120,20 +135,23 @@ def test_first_contact_compares_predictions_with_the_device_and_writes_a_page(
     args = f"doctor first_contact {task} updates=4 global_batch_size=16 micro_batch_size=8"
     result = stand_in.command("t4", args, tmp_path)
     assert result.code == 0, result.out + result.err
-    content = json.loads((tmp_path / "outputs/first_contact.json").read_text())
+    _check_contact(json.loads((tmp_path / "outputs/first_contact.json").read_text()))
+    assert "Tesla T4 (simulated)" in (tmp_path / "outputs/first_contact.md").read_text()
+
+
+def _check_contact(content: Mapping[str, Any]) -> None:
     actual = {finding["subject"]: finding for finding in content["findings"]}
     assert {"cuda:0", "cuda:0 waits", "cuda:0 math float16"} <= actual.keys()
     for subject in ("cuda:0 waits", "cuda:0 allocated memory", "cuda:0 reserved memory"):
         assert actual[subject]["state"] == "ok", actual[subject]
     assert actual["cuda:0 allocated memory"]["figures"]["measured_mib"] > 0
     assert content["is_stand_in"]
-    assert "Tesla T4" in (tmp_path / "outputs/first_contact.md").read_text()
 
 
 PYTEST = """
 import os, pytest
 os.chdir({root!r})
-assert pytest.main({words}) == 0
+assert pytest.main({args}) == 0
 """
 LEFT_OUT = 10  # tests of kernels that the stand-in lacks (flash, efficient, cudnn), and of recorded kernels
 
@@ -143,7 +161,7 @@ def test_all_tests_of_gpus_pass_on_the_stand_in(stand_in: StandIn) -> None:
     """Keeps them working on machines without a GPU. One case of each matrix runs, with --all every case."""
     args = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "-m", "gpu and not long", "tests/gpu"]
     with stand_in.server.twin_at() as pipes:
-        out = stand_in.program("a100x2", PYTEST.format(root=str(ROOT), words=args), {PIPES: " ".join(pipes)})
+        out = stand_in.program("a100x2", PYTEST.format(root=str(ROOT), args=args), {PIPES: " ".join(pipes)})
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|skipped)", out.splitlines()[-1])}
     assert counts.get("passed", 0) >= (90 if tallies.IS_LONG else 35)
     assert counts.get("skipped", 0) <= LEFT_OUT

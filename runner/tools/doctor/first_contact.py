@@ -43,6 +43,7 @@ SEGMENT_BYTES = 2 * MIB  # the smallest allocation of torch's allocator from the
 MIN_CONTEXT_BYTES = 100 * MIB  # a context needs 300 to 500 MiB
 SAMPLE_INTERVAL_S = 0.5
 MAX_WAITS = 2.0  # per update: loss and norm for a line of progress (docs/gpu-costs.md)
+SIMULATED = "This GPU is simulated: a rehearsal of the command on the CPU. It says nothing about a real GPU."
 NOT_TIMED = "the stand-in computes on the CPU: its times are not compared"
 
 
@@ -437,10 +438,10 @@ def format_page(content: Mapping[str, Any]) -> str:
         f"torch {hardware['torch_version']}, CUDA {hardware['cuda_version']}, driver {hardware['driver_version']}"
     )
     lines = [
-        f"# First contact: {', '.join(names)}",
+        f"# First contact: {', '.join(names)}" + (" (simulated)" if content["is_stand_in"] else ""),
         "",
         f"accel-run {content['version']}, {versions}, {content['date']}",
-        *(["", "On a stand-in for a GPU, which computes on the CPU: a rehearsal."] if content["is_stand_in"] else []),
+        *(["", SIMULATED] if content["is_stand_in"] else []),
         "",
         "| what | predicted | measured | |",
         "|---|---|---|---|",

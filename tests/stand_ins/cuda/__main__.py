@@ -1,4 +1,8 @@
-"""Run a command on the stand-in: `python -m tests.stand_ins.cuda t4 accel-run train device=cuda`."""
+"""Run a command on the stand-in: `python -m tests.stand_ins.cuda t4 accel-run train device=cuda`.
+
+`python -m tests.stand_ins.cuda build` only compiles it. Exit code 69: it cannot be compiled here.
+`accel-run doctor first_contact` uses both (runner/tools/doctor/rehearsal.py).
+"""
 
 from __future__ import annotations
 
@@ -6,16 +10,24 @@ import os
 import sys
 from typing import NoReturn
 
+from tests.stand_ins.cuda.build import CannotBuildError, built
 from tests.stand_ins.cuda.devices import MACHINES
 from tests.stand_ins.cuda.environment import environment
 
 
 def main(args: list[str]) -> NoReturn:
-    if len(args) < 2 or args[0] not in MACHINES:
-        sys.stderr.write(f"usage: python -m tests.stand_ins.cuda {'|'.join(MACHINES)} COMMAND...\n")
-        sys.exit(64)
-    machine, *command = args
-    os.execvpe(command[0], command, environment(MACHINES[machine]))
+    try:
+        if args == ["build"]:
+            built()
+            sys.exit(0)
+        if len(args) < 2 or args[0] not in MACHINES:
+            sys.stderr.write(f"usage: python -m tests.stand_ins.cuda build | {'|'.join(MACHINES)} COMMAND...\n")
+            sys.exit(64)
+        machine, *command = args
+        os.execvpe(command[0], command, environment(MACHINES[machine]))
+    except CannotBuildError as reason:
+        sys.stderr.write(f"{reason}\n")
+        sys.exit(69)
 
 
 if __name__ == "__main__":

@@ -7,6 +7,7 @@ import hashlib
 import os
 import shutil
 import subprocess
+import sys
 import sysconfig
 import tempfile
 from pathlib import Path
@@ -24,6 +25,8 @@ def why_not() -> str:
     """Return why the stand-in cannot be built here, or an empty text."""
     import torch
 
+    if sys.platform != "linux":
+        return "the stand-in is preloaded into torch, as only Linux can"
     if torch.version.cuda or torch.version.hip:
         return "this torch has a device of its own: the stand-in needs a CPU build"
     if not shutil.which("g++"):
