@@ -23,6 +23,9 @@ from runner.base.values import Auto, NonNegative
 # torch itself caches compiled code on disk between runs, in the folder of host/scratch.keep_compiled_code_private.
 
 
+# What a run calls at the start of each forward pass; None: nothing.
+BeginForward = Callable[[], None]
+
 _FIRST_PART_BYTES = 1 << 20  # as in DistributedDataParallel: communication starts early
 
 
@@ -63,7 +66,7 @@ def reduce_overhead(
     *,
     dynamic: bool | None = None,
     fullgraph: bool = False,
-) -> None:
+) -> BeginForward | None:
     """Compile the whole model and replay it as CUDA graphs: less launch overhead, more memory.
 
     dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
@@ -76,8 +79,7 @@ def reduce_overhead(
     if device.type != "cuda":
         warnings.warn(f"compile=reduce-overhead has no effect beyond compile=default on {device.type}", stacklevel=2)
     _compile(model, mode="reduce-overhead", dynamic=dynamic, fullgraph=fullgraph)
-    if device.type == "cuda":
-        _copy_gradients_before_replay(model)
+    return _use_cuda_graphs(model) if device.type == "cuda" else None
 
 
 def max_autotune(
@@ -88,7 +90,7 @@ def max_autotune(
     cuda_graphs: bool = True,
     dynamic: bool | None = None,
     fullgraph: bool = False,
-) -> None:
+) -> BeginForward | None:
     """Compile the whole model and benchmark several kernels per matrix product: minutes at the first update.
 
     cuda_graphs  also use CUDA graphs
@@ -101,8 +103,7 @@ def max_autotune(
     _check_compiler(device, "inductor")
     mode = "max-autotune" if cuda_graphs else "max-autotune-no-cudagraphs"
     _compile(model, mode=mode, dynamic=dynamic, fullgraph=fullgraph)
-    if cuda_graphs and device.type == "cuda":
-        _copy_gradients_before_replay(model)
+    return _use_cuda_graphs(model) if cuda_graphs and device.type == "cuda" else None
 
 
 def regional(
@@ -153,6 +154,17 @@ def _compile(module: nn.Module, **options: Any) -> None:
         module.compile(**options)
     finally:
         del module._call_impl
+
+
+def _use_cuda_graphs(module: nn.Module) -> BeginForward:
+    """Return the function that starts an iteration of CUDA graphs, whose outputs overwrite those of the last one.
+
+    Without it, torch starts one at each call of the model while no backward pass is pending: in an evaluation, the
+    second call for a batch would overwrite the output of the first. Once it was called, torch starts no others.
+    Source: torch.compiler.cudagraph_mark_step_begin; GenerationTracker in cudagraph_trees.py of torch 2.13.
+    """
+    _copy_gradients_before_replay(module)
+    return torch.compiler.cudagraph_mark_step_begin
 
 
 def _copy_gradients_before_replay(module: nn.Module) -> None:
@@ -240,7 +252,7 @@ def _python_header() -> Path:
     return Path(sysconfig.get_paths()["include"]) / "Python.h"
 
 
-COMPILES: Mapping[str, Callable[..., None]] = {
+COMPILES: Mapping[str, Callable[..., BeginForward | None]] = {
     "off": off,
     "default": default,
     "reduce-overhead": reduce_overhead,

@@ -31,6 +31,20 @@ class NotFinite(NumericError):
         self.late = late
 
 
+class _Preceded:
+    """A context that calls a function before it is entered."""
+
+    def __init__(self, begin: Callable[[], None], context: AbstractContextManager[Any]) -> None:
+        self._begin, self._context = begin, context
+
+    def __enter__(self) -> Any:
+        self._begin()
+        return self._context.__enter__()
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._context.__exit__(*error)
+
+
 def _local_flag(flag: Tensor) -> Tensor:
     return flag
 
@@ -60,6 +74,10 @@ class Precision:
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context for a forward pass."""
         return self._forward
+
+    def before_forward(self, begin: Callable[[], None]) -> None:
+        """Call `begin` at the start of each forward pass."""
+        self._forward = _Preceded(begin, self._forward)
 
     def backward(self, loss: Tensor) -> None:
         """Accumulate the gradients of `loss`, scaled if the format needs it."""

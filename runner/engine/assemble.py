@@ -167,7 +167,8 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
     _check_state(task.model, source)
     parallel = _make(PARALLELISMS, choices["parallelism"], world)
-    if any(phase.kind == "train" and is_coupled(task, phase.name) for phase in plan.selected):
+    is_any_coupled = any(phase.kind == "train" and is_coupled(task, phase.name) for phase in plan.selected)
+    if is_any_coupled:
         check_strategy(parallel, choices["parallelism"])
     for phase in plan.selected:
         if phase.kind == "train" and parse_objectives(task, phase) and not parallel.supports_groups:
@@ -184,7 +185,9 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
         notes = list(_make(MEMORIES, choices["memory"], bare, blocks, world.device).lines)
         precision = _make(PRECISIONS, choices["precision"], world, bare)
         stack.enter_context(precision.flags)
-        _make(COMPILES, choices["compile"], bare, blocks, world.device)
+        begin_forward = _make(COMPILES, choices["compile"], bare, blocks, world.device)
+    if begin_forward and not is_any_coupled:  # there, other forward passes run before the backward pass of one
+        precision.before_forward(begin_forward)
     notes += [str(warning.message) for warning in caught if str(warning.message) not in notes]
     notes += find_odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
     prefetch = _make(PREFETCHES, choices["prefetch"], world.device)

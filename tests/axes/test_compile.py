@@ -156,9 +156,12 @@ def test_the_modes_reach_torch(calls: list[Any], monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(axis, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
     model, cuda = stack(), torch.device("cuda")
-    reduce_overhead(model, [], cuda)
-    max_autotune(model, [], cuda)
-    max_autotune(model, [], cuda, cuda_graphs=False)
+    begin = [
+        reduce_overhead(model, [], cuda),
+        max_autotune(model, [], cuda),
+        max_autotune(model, [], cuda, cuda_graphs=False),
+    ]
+    assert begin == [torch.compiler.cudagraph_mark_step_begin] * 2 + [None]
     modes = [options["mode"] for _, options in calls]
     assert modes == ["reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"]
     assert set(modes) <= set(torch._inductor.list_mode_options())
@@ -166,7 +169,7 @@ def test_the_modes_reach_torch(calls: list[Any], monkeypatch: pytest.MonkeyPatch
 
 def test_cuda_graphs_without_cuda_are_reported_as_having_no_effect(calls: list[Any]) -> None:
     with pytest.warns(UserWarning, match="no effect beyond compile=default on cpu"):
-        reduce_overhead(stack(), [], CPU)
+        assert reduce_overhead(stack(), [], CPU) is None
     assert len(calls) == 1
 
 

@@ -197,6 +197,45 @@ def test_losses_are_summed_exactly_in_any_format() -> None:
     assert float(step.loss_sum) == step.items == 300  # type: ignore[arg-type]
 
 
+class InMemory(torch.autograd.Function):
+    """Writes a value to given memory, as the outputs of a CUDA graph are always in the same memory."""
+
+    @staticmethod
+    def forward(ctx: Any, value: Tensor, memory: list[Tensor]) -> Tensor:
+        memory[0].copy_(value)
+        return memory[0].detach()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:  # type: ignore[override]
+        return gradient, None
+
+
+def test_losses_and_counts_that_the_next_forward_pass_overwrites_are_kept() -> None:
+    """An iteration of CUDA graphs starts with each forward pass, and takes the memory of the previous one."""
+    loss_memory, count_memory, num_begun = torch.zeros((), dtype=torch.float64), torch.zeros(()), 0
+
+    def begin() -> None:
+        nonlocal num_begun
+        num_begun += 1
+        loss_memory.fill_(torch.nan)
+        count_memory.fill_(torch.nan)
+
+    def in_memory(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+        loss, count = sample_loss(model, batch)
+        return InMemory.apply(loss, [loss_memory]), count_memory.fill_(count)
+
+    micros = [micro for x, y in data(5, ignored=False) for micro in cut(x, y, [20, 7, 5])]
+    overwritten = training(make_model(), in_memory)
+    overwritten.precision.before_forward(begin)
+    found = list(train_updates(overwritten, iter(micros), 5))
+    assert num_begun == len(micros)
+    for step, plain in zip(found, train_updates(training(make_model(), sample_loss), iter(micros), 5), strict=True):
+        assert step.loss_sum is not None
+        assert plain.loss_sum is not None
+        assert torch.equal(step.loss_sum, plain.loss_sum)
+        assert step.items == plain.items
+
+
 @pytest.mark.parametrize(
     ("epochs", "updates_per_epoch", "updates"),
     [(1.1, 100, 110), (0.7, 10, 7), (1.001, 1000, 1001), (2.5, 3, 8), (3, 7, 21), (0.001, 10, 1), (1e-5, 10**6, 10)],

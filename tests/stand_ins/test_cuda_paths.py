@@ -148,6 +148,37 @@ def _check_contact(content: Mapping[str, Any]) -> None:
     assert content["is_stand_in"]
 
 
+GRAPHS = """
+import os, torch
+os.chdir({folder!r})
+from runner.axes import compile
+events = []
+torch.compiler.cudagraph_mark_step_begin = lambda: events.append("iteration")
+def compiled(function, **options):  # without Triton
+    def call(*args, **kwargs):
+        events.append("call")
+        return function(*args, **kwargs)
+    return call
+torch.compile = compiled
+compile._check_compiler = lambda device, backend: None
+from runner.cli import main
+words = "train --task {task} run=r device=cuda precision=fp32 compile={option} updates=3 global_batch_size=16 "
+words += "micro_batch_size=4 evaluate.samples=8 evaluate.every=3 checkpoint=off monitor=off dataloader.num_workers=0"
+assert main(words.split()) == 0
+print("events", *events)
+"""
+
+
+@pytest.mark.parametrize("option", ["reduce-overhead", "off"])
+def test_each_forward_pass_starts_an_iteration_of_cuda_graphs(option: str, stand_in: StandIn, tmp_path: Path) -> None:
+    """Of training and of evaluation. The stand-in has no graphs, so calls are recorded."""
+    out = stand_in.program("a100", GRAPHS.format(folder=str(tmp_path), task=TASK, option=option))
+    (line,) = [line for line in out.splitlines() if line.startswith("events")]
+    events = line.split()[1:]
+    assert events == ["iteration", "call"] * (len(events) // 2)
+    assert len(events) // 2 >= 3 * 4 + 2 or (option == "off" and not events)
+
+
 PYTEST = """
 import os, pytest
 os.chdir({root!r})
