@@ -114,6 +114,63 @@ def test_memory_is_allocated_in_segments_that_split_and_are_released_before_an_e
     stand_in.program("rtx3050ti", FRAGMENTS.replace("rest + 30", "rest + 37"))
 
 
+STREAMS = """
+import torch
+MiB = 2**20
+device, side = torch.device("cuda", 1), torch.cuda.Stream(1)
+torch.cuda.set_device(device)
+
+def block():
+    return torch.empty(12 * MiB, dtype=torch.uint8, device=device)
+
+def read(name):
+    return torch.cuda.memory_stats(device)[name] // (12 * MiB if "bytes" in name else 1)
+
+def counts():
+    names = ("allocated_bytes.all", "active_bytes.all", "reserved_bytes.all", "segment.large_pool")
+    return tuple(read(f"{name}.current") for name in names)
+
+first = block()
+address = first.data_ptr()
+del first
+assert counts() == (0, 0, 1, 1)
+with torch.cuda.stream(side):
+    other = block()
+assert other.data_ptr() != address, "a stream has no access to the free memory of another one"
+assert counts() == (1, 1, 2, 2)
+assert {each["stream"] for each in torch.cuda.memory_snapshot()} == {0, side.stream_id}
+again = block()
+assert again.data_ptr() == address
+assert counts() == (2, 2, 2, 2)
+
+side.wait_stream(torch.cuda.current_stream())
+with torch.cuda.stream(side):
+    again.add_(1)
+again.record_stream(side)
+del again
+assert counts() == (1, 2, 2, 2), "it is not allocated, but active until the other stream is done"
+torch.cuda.current_stream().wait_stream(side)
+new = block()
+assert new.data_ptr() != address, "a wait of the device does not make it free"
+assert counts() == (2, 3, 3, 3)
+done = side.record_event()
+done.synchronize()
+assert block().data_ptr() == address
+assert counts() == (2, 2, 3, 3)
+new.record_stream(side)
+with torch.cuda.stream(side):
+    new.add_(1)
+del new, other
+torch.cuda.empty_cache()
+assert counts() == (0, 0, 0, 0), "it waits for the other stream"
+assert torch.cuda.memory_reserved(0) == torch.cuda.max_memory_reserved(0) == 0
+"""
+
+
+def test_each_stream_of_each_device_has_its_own_memory_and_waits_for_others_that_use_it(stand_in: StandIn) -> None:
+    stand_in.program("a100x2", STREAMS)
+
+
 GENERATORS = """
 import torch
 torch.manual_seed(1)

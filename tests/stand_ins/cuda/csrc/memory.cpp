@@ -34,8 +34,11 @@ struct Block {
   size_t requested = 0;
   bool is_large;
   bool allocated = false;
+  std::map<StreamKey, int64_t> awaited;  // freed, but not reused before the host knows that these operations are complete
   Block* before = nullptr;
   Block* after = nullptr;
+
+  bool is_active() const { return allocated || !awaited.empty(); }
 };
 
 struct BySize {
@@ -107,6 +110,7 @@ class Memory {
   Statistics statistics;
 
   Block* allocate(int device, StreamKey stream, size_t requested) {
+    free_completed();
     size_t size = rounded(std::max<size_t>(requested, 1), kMinBlock);
     bool is_large = size > kSmallSize;
     Block* block = take_free(stream, size, is_large);
@@ -114,13 +118,52 @@ class Memory {
     split(block, size);
     block->allocated = true;
     block->requested = requested;
-    count(*block, 1);
+    count_allocated(*block, 1);
+    count_active(*block, 1);
     return block;
   }
 
-  void release(Block* block) {
-    count(*block, -1);
+  // awaited: last operations of the other streams that the memory was recorded on
+  void release(Block* block, std::map<StreamKey, int64_t> awaited) {
+    count_allocated(*block, -1);
     block->allocated = false;
+    block->awaited = std::move(awaited);
+    if (block->awaited.empty())
+      make_free(block);
+    else
+      waiting_.push_back(block);
+  }
+
+  void empty_cache() {
+    for (auto* block : waiting_) state().order.host_waits_for(block->awaited);
+    free_completed();
+    release_segments();
+  }
+
+  size_t reserved() { return statistics.reserved_bytes[0].current; }
+  size_t allocated() { return statistics.allocated_bytes[0].current; }
+  size_t limit() { return static_cast<size_t>(static_cast<double>(total) * fraction); }
+  const std::map<char*, std::pair<size_t, Block*>>& all_segments() { return segments_; }
+
+ private:
+  std::set<Block*, BySize> free_[2];
+  std::vector<Block*> waiting_;
+  std::map<char*, std::pair<size_t, Block*>> segments_;
+
+  std::set<Block*, BySize>& free(bool is_large) { return free_[is_large]; }
+
+  void free_completed() {
+    std::erase_if(waiting_, [&](Block* block) {
+      for (auto& [stream, operation] : block->awaited)
+        if (!state().order.host_has_seen(stream, operation)) return false;
+      block->awaited.clear();
+      make_free(block);
+      return true;
+    });
+  }
+
+  void make_free(Block* block) {
+    count_active(*block, -1);
     block = merged(block);
     if (block->before || block->after) {
       add(statistics.inactive_split, *block, 1);
@@ -129,7 +172,7 @@ class Memory {
     free(block->is_large).insert(block);
   }
 
-  void empty_cache() {
+  void release_segments() {
     for (bool is_large : {false, true}) {
       auto& blocks = free(is_large);
       for (auto next = blocks.begin(); next != blocks.end();) {
@@ -149,17 +192,6 @@ class Memory {
       }
     }
   }
-
-  size_t reserved() { return statistics.reserved_bytes[0].current; }
-  size_t allocated() { return statistics.allocated_bytes[0].current; }
-  size_t limit() { return static_cast<size_t>(static_cast<double>(total) * fraction); }
-  const std::map<char*, std::pair<size_t, Block*>>& all_segments() { return segments_; }
-
- private:
-  std::set<Block*, BySize> free_[2];
-  std::map<char*, std::pair<size_t, Block*>> segments_;
-
-  std::set<Block*, BySize>& free(bool is_large) { return free_[is_large]; }
 
   Block* take_free(StreamKey stream, size_t size, bool is_large) {
     Block key{0, stream, nullptr, size, 0, is_large};
@@ -234,7 +266,7 @@ class Memory {
   // Merges a free block with its free neighbors.
   Block* merged(Block* block) {
     for (Block* other : {block->before, block->after}) {
-      if (!other || other->allocated) continue;
+      if (!other || other->is_active()) continue;
       free(other->is_large).erase(other);
       add(statistics.inactive_split, *other, -1);
       add(statistics.inactive_split_bytes, *other, -static_cast<int64_t>(other->size));
@@ -249,12 +281,14 @@ class Memory {
     return block;
   }
 
-  void count(const Block& block, int sign) {
-    auto size = sign * static_cast<int64_t>(block.size);
+  void count_allocated(const Block& block, int sign) {
     add(statistics.allocation, block, sign);
+    add(statistics.allocated_bytes, block, sign * static_cast<int64_t>(block.size));
+  }
+
+  void count_active(const Block& block, int sign) {
     add(statistics.active, block, sign);
-    add(statistics.allocated_bytes, block, size);
-    add(statistics.active_bytes, block, size);
+    add(statistics.active_bytes, block, sign * static_cast<int64_t>(block.size));
     add(statistics.requested_bytes, block, sign * static_cast<int64_t>(block.requested));
   }
 };
@@ -267,12 +301,15 @@ std::array<Memory, kMaxDevices>& memories() {
 void free_block(void* context) {
   auto* block = static_cast<Block*>(context);
   Lock lock(state().mutex);
+  std::map<StreamKey, int64_t> awaited;
   auto found = state().allocations.find(block->pointer);
   if (found != state().allocations.end()) {
+    for (auto stream : found->second.recorded)
+      if (stream != block->stream) awaited[stream] = state().order.last(stream);
     keep_leftovers(found->first, found->second);
     state().allocations.erase(found);
   }
-  memories()[block->device].release(block);
+  memories()[block->device].release(block, std::move(awaited));
 }
 
 struct DeviceMemory final : c10::DeviceAllocator {
