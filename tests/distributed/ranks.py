@@ -1,5 +1,7 @@
 """Runs a function on several ranks in forked processes: real gloo process groups, about 0.1 s for two ranks.
 
+With RANKS_OVER=nccl, in a process with the stand-in for GPUs (tests/stand_ins), each rank has a GPU and uses its NCCL.
+
 The parent must not have started OpenMP threads before it forks: tests call `run_ranks` before any heavy computation,
 with OMP_NUM_THREADS=1 or torch.set_num_threads(1).
 """
@@ -24,6 +26,7 @@ from runner.distributed.join import join_process_group
 from tests.waiting import wait_until
 
 CPU = torch.device("cpu")
+IS_OVER_NCCL = os.environ.get("RANKS_OVER") == "nccl"
 
 
 def run_ranks(function: Callable[[World], Any], world_size: int, *, limit_s: float = 120.0) -> list[Any]:
@@ -52,7 +55,7 @@ def _forked(function: Callable[[World], Any], rank: int, world_size: int, folder
     code = 1
     try:
         member = RankInfo(rank, rank, world_size, world_size, f"file://{folder}/store")
-        with join_process_group(member, CPU, timeout_s=60.0) as world:
+        with join_process_group(member, torch.device("cuda", rank) if IS_OVER_NCCL else CPU, timeout_s=60.0) as world:
             result = function(world)
         (folder / f"result-{rank}").write_text(json.dumps(result))
         code = 0

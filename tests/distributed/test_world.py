@@ -46,7 +46,7 @@ def test_an_error_of_a_rank_is_distinguished_from_its_consequences() -> None:
     def broken(world: World) -> None:
         if world.rank == 1:
             raise ValueError("this one")
-        world.sum(torch.zeros(1))
+        world.sum(torch.zeros(1, device=world.device))
 
     with pytest.raises(AssertionError, match="this one"):
         run_ranks(broken, 2)

@@ -111,12 +111,14 @@ def on_rank(chosen: int, act: Callable[[], Any], other: Callable[[RankInfo], Any
     return main
 
 
-def in_world(act: Callable[[World], Any], *, timeout_s: float = 30.0) -> Callable[[RankInfo], tuple[int, Any]]:
+def in_world(
+    act: Callable[[World], Any], *, timeout_s: float = 600.0 if IS_OVER_NCCL else 30.0
+) -> Callable[[RankInfo], tuple[int, Any]]:
     """Return a main function that joins the process group over gloo, or NCCL of the stand-in (tests/stand_ins)."""
 
     def main(member: RankInfo) -> tuple[int, Any]:
         device = torch.device("cuda", member.rank) if IS_OVER_NCCL else torch.device("cpu")
-        with join_process_group(member, device, timeout_s=600.0 if IS_OVER_NCCL else timeout_s) as world:
+        with join_process_group(member, device, timeout_s=timeout_s) as world:
             return 0, act(world)
 
     return main
