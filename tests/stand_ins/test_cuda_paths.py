@@ -179,6 +179,18 @@ def test_each_forward_pass_starts_an_iteration_of_cuda_graphs(option: str, stand
     assert len(events) // 2 >= 3 * 4 + 2 or (option == "off" and not events)
 
 
+@pytest.mark.long
+def test_a_ladder_is_measured_on_a_gpu(stand_in: StandIn, tmp_path: Path) -> None:
+    """Variants are forked before they use CUDA, paused by SIGSTOP, and fork data workers after they used it."""
+    args = f"benchmark --task {TASK} device=cuda dataloader.num_workers=2 techniques=[prefetch] steps=8 rounds=3"
+    result = stand_in.command("a100", f"{args} budget_s=240 --json", tmp_path)
+    assert result.code == 0, result.out + result.err
+    rows = {row["variant"]: row for row in json.loads(result.out)["rows"]}
+    assert len(rows) >= 2
+    assert all(row["update_ms"] for row in rows.values()), result.out
+    assert "NVIDIA A100" in (tmp_path / "benchmarks/results.json").read_text()
+
+
 PYTEST = """
 import os, pytest
 os.chdir({root!r})
