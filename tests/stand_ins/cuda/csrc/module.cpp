@@ -13,6 +13,7 @@
 #include <chrono>
 #include <condition_variable>
 #include <cstdio>
+#include <functional>
 #include <list>
 #include <thread>
 
@@ -28,6 +29,7 @@ namespace stand_in {
 
 const at::CUDAHooksInterface* cuda_hooks();
 const at::Generator& default_generator(int device);
+at::Tensor cpu_alias(const at::Tensor& tensor);
 
 namespace {
 
@@ -37,10 +39,7 @@ using c10d::Work;
 using Tensors = std::vector<Tensor>;
 using milliseconds = std::chrono::milliseconds;
 
-Tensor alias_on_cpu(const Tensor& tensor) {
-  static auto op = c10::Dispatcher::singleton().findSchemaOrThrow("stand_in::cpu_alias", "").typed<Tensor(const Tensor&)>();
-  return tensor.device().is_cuda() ? op.call(tensor.detach()) : tensor;
-}
+Tensor alias_on_cpu(const Tensor& tensor) { return tensor.device().is_cuda() ? cpu_alias(tensor) : tensor; }
 Tensors aliases_on_cpu(const Tensors& tensors) {
   Tensors all;
   for (auto& tensor : tensors) all.push_back(alias_on_cpu(tensor));
@@ -305,8 +304,9 @@ class ProcessGroupNCCL final : public Backend {
     return key_of(device_, stream_);
   }
 
-  template <class Call>
-  c10::intrusive_ptr<Work> launch(c10d::OpType type, const Tensors& written, const Tensors& read, Call call) {
+  c10::intrusive_ptr<Work> launch(
+      c10d::OpType type, const Tensors& written, const Tensors& read,
+      const std::function<c10::intrusive_ptr<Work>()>& call) {
     ++sequence_;
     Tensors tensors = written;
     tensors.insert(tensors.end(), read.begin(), read.end());
@@ -424,28 +424,29 @@ PYBIND11_MODULE(_stand_in, module) {
   if (&stand_in_cuda_hooks) stand_in_cuda_hooks = const_cast<void*>(static_cast<const void*>(cuda_hooks()));
   module.attr("is_preloaded") = static_cast<bool>(&stand_in_cuda_hooks);
 
-  module.def("set_num_devices", [](int count) { state().num_devices = count; });
+  // Lambdas are converted to pointers, so that those of the same type share the code of pybind11.
+  module.def("set_num_devices", +[](int count) { state().num_devices = count; });
   module.def("set_device_memory", &set_device_memory, py::arg("device"), py::arg("total"), py::arg("context"));
-  module.def("set_memory_fraction", [](double fraction, int device) { set_memory_fraction(device, fraction); });
+  module.def("set_memory_fraction", +[](double fraction, int device) { set_memory_fraction(device, fraction); });
   module.def("free_and_total", &free_and_total);
   module.def("memory_statistics", &memory_statistics);
   module.def("memory_segments", &memory_segments);
-  module.def("reset_peaks", [](int device) { device_allocator()->resetPeakStats(static_cast<c10::DeviceIndex>(device)); });
-  module.def("reset_accumulated", [](int device) { device_allocator()->resetAccumulatedStats(static_cast<c10::DeviceIndex>(device)); });
+  module.def("reset_peaks", +[](int device) { device_allocator()->resetPeakStats(static_cast<c10::DeviceIndex>(device)); });
+  module.def("reset_accumulated", +[](int device) { device_allocator()->resetAccumulatedStats(static_cast<c10::DeviceIndex>(device)); });
   module.def("resize_storage", &resize_storage);
   module.def("empty_cache", &empty_cache);
-  module.def("register_host_memory", [](size_t address, size_t size) {
+  module.def("register_host_memory", +[](size_t address, size_t size) {
     state().contexts.insert(current_device());
     register_host_memory(reinterpret_cast<void*>(address), size);
   });
-  module.def("unregister_host_memory", [](size_t address) { return unregister_host_memory(reinterpret_cast<void*>(address)); });
-  module.def("synchronize", [](int device) { Lock lock(state().mutex); host_waits_for_device(device); },
+  module.def("unregister_host_memory", +[](size_t address) { return unregister_host_memory(reinterpret_cast<void*>(address)); });
+  module.def("synchronize", +[](int device) { Lock lock(state().mutex); host_waits_for_device(device); },
              py::call_guard<py::gil_scoped_release>());
-  module.def("sync_debug_mode", [] { return state().sync_debug_mode; });
-  module.def("set_sync_debug_mode", [](int mode) { state().sync_debug_mode = mode; });
-  module.def("default_generator", [](int device) { return default_generator(device); });
+  module.def("sync_debug_mode", +[] { return state().sync_debug_mode; });
+  module.def("set_sync_debug_mode", +[](int mode) { state().sync_debug_mode = mode; });
+  module.def("default_generator", +[](int device) { return default_generator(device); });
   // Python's lazy initialization runs again at the next use, and raises an error.
-  module.def("after_fork_in_child", [] {
+  module.def("after_fork_in_child", +[] {
     torch::utils::set_requires_device_init(c10::kCUDA, true);
     state().counters = {};  // a child process has its own counters
     state().contexts.clear();
@@ -455,13 +456,13 @@ PYBIND11_MODULE(_stand_in, module) {
     state().in_flight.clear();
     state().misuses.clear();
   });
-  module.def("contexts", [] { Lock lock(state().mutex); return std::vector<int>(state().contexts.begin(), state().contexts.end()); });
-  module.def("misuses", [] { Lock lock(state().mutex); complete_copies(); return state().misuses; });
-  module.def("clear_misuses", [] { Lock lock(state().mutex); state().misuses.clear(); });
+  module.def("contexts", +[] { Lock lock(state().mutex); return std::vector<int>(state().contexts.begin(), state().contexts.end()); });
+  module.def("misuses", +[] { Lock lock(state().mutex); complete_copies(); return state().misuses; });
+  module.def("clear_misuses", +[] { Lock lock(state().mutex); state().misuses.clear(); });
   module.def("counts", &counts);
-  module.def("launches", [] { Lock lock(state().mutex); return state().launches; });
+  module.def("launches", +[] { Lock lock(state().mutex); return state().launches; });
   module.def("leave_error", &leave_error);
-  module.def("fail_after", [](int64_t operations, std::string text) {
+  module.def("fail_after", +[](int64_t operations, std::string text) {
     Lock lock(state().mutex);
     state().fails_after = operations;
     state().planned_error = std::move(text);

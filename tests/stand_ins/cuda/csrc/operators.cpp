@@ -3,11 +3,12 @@
 
 #include <ATen/ATen.h>
 #include <ATen/EmptyTensor.h>
-#include <ATen/core/op_registration/op_registration.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/native/DispatchStub.h>
 #include <ATen/native/transformers/attention.h>
 #include <c10/core/DeviceGuard.h>
-#include <torch/library.h>
+#include <c10/core/CompileTimeFunctionPointer.h>
 
 #include <cstring>
 #include <unordered_map>
@@ -52,6 +53,10 @@ Storage device_storage_from(const Storage& cpu, int device) {
   auto data = device_allocator()->allocate(cpu.nbytes());
   if (cpu.nbytes()) std::memcpy(data.get(), cpu.data(), cpu.nbytes());
   return Storage(Storage::use_byte_size_t(), cpu.nbytes(), std::move(data), device_allocator(), true);
+}
+
+Tensor alias_of(const Tensor& tensor) {
+  return tensor_over(cpu_storage_over(tensor.storage().unsafeGetStorageImpl()), kOnCPU, tensor);
 }
 
 bool changes_size_with_content(const std::string& name) {
@@ -310,10 +315,6 @@ void record_tensor_on_stream(Tensor& tensor, c10::Stream stream) {
   record_stream(tensor.storage().data(), key_of(stream));
 }
 
-Tensor cpu_alias(const Tensor& tensor) {
-  return tensor_over(cpu_storage_over(tensor.storage().unsafeGetStorageImpl()), kOnCPU, tensor);
-}
-
 bool is_plain(const Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
 
 // Copies between the host and a device, and between devices. The host waits for a blocking copy. A non-blocking copy from or
@@ -328,8 +329,8 @@ Tensor& copy(Tensor& to, const Tensor& from, bool non_blocking) {
   int64_t operation = launch(stream, "aten::copy_");
   if (from_device) note_use(from.storage().data(), stream, false, "aten::copy_");
   if (to_device) note_use(to.storage().data(), stream, true, "aten::copy_");
-  Tensor source = from_device ? cpu_alias(from) : from;
-  Tensor target = to_device ? cpu_alias(to) : to.detach();
+  Tensor source = from_device ? alias_of(from) : from;
+  Tensor target = to_device ? alias_of(to) : to.detach();
   at::NoGradGuard no_grad;
   at::AutoDispatchBelowADInplaceOrView below;
   if (to_device == from_device) {
@@ -365,26 +366,43 @@ int64_t math_attention(
   return 0;  // SDPBackend::math
 }
 
-TORCH_LIBRARY_IMPL(_, CUDA, library) { library.fallback(torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>()); }
+// As TORCH_LIBRARY_IMPL does, whose header takes longer to compile than the dispatcher's.
+struct Registration {
+  std::vector<c10::RegistrationHandleRAII> handles;
 
-TORCH_LIBRARY_IMPL(aten, CUDA, library) {
-  library.impl("empty.memory_format", empty);
-  library.impl("empty_strided", empty_strided);
-  library.impl("copy_", copy);
-  library.impl("set_.source_Storage_storage_offset", set_storage);
-  library.impl("set_.source_Storage", set_whole_storage);
-  library.impl("set_.source_Tensor", set_from_tensor);
-  library.impl("record_stream", record_tensor_on_stream);
-  library.impl("native_dropout", native_dropout);
-  // Composite implementations of these would run the separate kernels of the CPU; a GPU has fewer, fused kernels.
-  library.impl("_foreach_norm.Scalar", torch::CppFunction::makeFromBoxedFunction<&run_on_cpu>());
-  library.impl("_foreach_copy_", torch::CppFunction::makeFromBoxedFunction<&foreach_copy>());
-}
+  Registration() {
+    auto on_cpu = c10::KernelFunction::makeFromBoxedFunction<&run_on_cpu>();
+    handles.push_back(c10::Dispatcher::singleton().registerFallback(DispatchKey::CUDA, on_cpu, "stand-in"));
+    add("empty", "memory_format", unboxed(TORCH_FN(empty)));
+    add("empty_strided", "", unboxed(TORCH_FN(empty_strided)));
+    add("copy_", "", unboxed(TORCH_FN(copy)));
+    add("set_", "source_Storage_storage_offset", unboxed(TORCH_FN(set_storage)));
+    add("set_", "source_Storage", unboxed(TORCH_FN(set_whole_storage)));
+    add("set_", "source_Tensor", unboxed(TORCH_FN(set_from_tensor)));
+    add("record_stream", "", unboxed(TORCH_FN(record_tensor_on_stream)));
+    add("native_dropout", "", unboxed(TORCH_FN(native_dropout)));
+    // Composite implementations of these would run the separate kernels of the CPU; a GPU has fewer, fused kernels.
+    add("_foreach_norm", "Scalar", on_cpu);
+    add("_foreach_copy_", "", c10::KernelFunction::makeFromBoxedFunction<&foreach_copy>());
+  }
 
-TORCH_LIBRARY(stand_in, library) { library.def("cpu_alias(Tensor tensor) -> Tensor"); }
-TORCH_LIBRARY_IMPL(stand_in, CUDA, library) { library.impl("cpu_alias", cpu_alias); }
+  template <class Function>
+  static c10::KernelFunction unboxed(Function function) {
+    return c10::KernelFunction::makeFromUnboxedFunction(function);
+  }
+
+  void add(const char* name, const char* overload, c10::KernelFunction kernel) {
+    handles.push_back(c10::Dispatcher::singleton().registerImpl(
+        {std::string("aten::") + name, overload}, DispatchKey::CUDA, std::move(kernel), std::nullopt, nullptr, "stand-in"));
+  }
+};
+
+const auto* registration = new Registration;  // never destroyed: tensors may outlive static objects
 
 }  // namespace
+
+Tensor cpu_alias(const Tensor& tensor) { return alias_of(tensor); }
+
 }  // namespace stand_in
 
 namespace at::native {
