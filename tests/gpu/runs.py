@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import os
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +66,10 @@ class Runs:
             kept.mkdir()
             self.known[args] = dataclasses.replace(self, folder=kept).train("straight", args)
         return self.known[args]
+
+    def copy_of_straight(self, args: str) -> Path:
+        """Return the folder of a copy of a reference run, `straight`, which commands of this test may change."""
+        return Path(shutil.copytree(self.straight(args), self.folder / "outputs" / "straight"))
 
     def curve(self, run: str, args: str) -> dict[int, float]:
         """Train; return update -> loss."""

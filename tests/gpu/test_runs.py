@@ -15,6 +15,7 @@ from tests.gpu.runs import Runs, losses, plan_of, weights
 
 pytestmark = pytest.mark.gpu
 PLAIN = "device=cuda:0 precision=fp32"
+RANDOM = "task.dropout=0.5"
 SEVERAL = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
 
 
@@ -37,7 +38,8 @@ def test_on_oom_stop_ends_the_run_and_reports_who_holds_memory(runs: Runs) -> No
 
 
 @pytest.mark.parametrize(
-    "args", ["precision=fp32", "precision=fp16", "task.dropout=0.5 prefetch=stream", "task.batch_norm=true"]
+    "args",
+    [f"{RANDOM} precision=fp32", f"{RANDOM} precision=fp16", f"{RANDOM} prefetch=stream", "task.batch_norm=true"],
 )
 def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(args: str, runs: Runs) -> None:
     args = f"device=cuda:0 backend=deterministic {args}"
@@ -53,7 +55,7 @@ def test_a_stopped_and_resumed_run_equals_an_uninterrupted_one(args: str, runs: 
 
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_a_deterministic_run_has_the_same_bits_twice(precision: str, runs: Runs) -> None:
-    args = f"device=cuda:0 backend=deterministic precision={precision} task.dropout=0.5"
+    args = f"device=cuda:0 backend=deterministic {RANDOM} precision={precision}"
     first, second = weights(runs.straight(args)), weights(runs.train("second", args))
     for name, tensor in first.items():
         assert torch.equal(second[name], tensor), name
@@ -137,8 +139,8 @@ def test_an_8_bit_optimizer_learns_or_its_package_is_named(runs: Runs) -> None:
 
 
 def test_an_exported_program_computes_like_the_model(runs: Runs) -> None:
-    folder = runs.train("run", "device=cuda:0 precision=fp32")
-    result = runs.end("export run format=safetensors,program")
+    folder = runs.copy_of_straight(PLAIN)
+    result = runs.end("export straight format=safetensors,program")
     assert result.code == 0, result.err
     parity = json.loads((folder / "export/parity.json").read_text())
     assert parity
@@ -147,12 +149,11 @@ def test_an_exported_program_computes_like_the_model(runs: Runs) -> None:
         assert torch.equal(tensor, trained[f"model/{name}"])
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda:0", pytest.param("cuda:1", marks=SEVERAL)])
-def test_inference_predicts_the_same_on_every_device(device: str, runs: Runs) -> None:
-    folder = runs.train("run", "device=cuda:0 precision=fp32")
-    scores = []
-    for chosen in ("cuda:0", device):
-        result = runs.end(f"inference run device={chosen}")
+def test_inference_predicts_the_same_on_every_device(runs: Runs) -> None:
+    folder, scores = runs.copy_of_straight(PLAIN), []
+    for device in ("cpu", "cuda:0", "cuda:1")[: 1 + torch.cuda.device_count()]:
+        result = runs.end(f"inference straight device={device}")
         assert result.code == 0, result.err
         scores.append(np.load(folder / "predictions/scores.npy"))
-    assert scores[1] == pytest.approx(scores[0], rel=1e-4, abs=1e-6)
+    for other in scores[1:]:
+        assert other == pytest.approx(scores[0], rel=1e-4, abs=1e-6)
