@@ -45,6 +45,7 @@ def fsdp(
     reshard_after_forward: bool = True,
     communicate: Literal["float32", "bfloat16", "float16"] = "float32",
     checkpoint: Literal["whole", "parts"] = "whole",
+    init: Literal["auto", "full", "meta"] = "auto",
     restarts: Count = 3,
     timeout_s: Positive = 600.0,
 ) -> Parallel:
@@ -58,6 +59,8 @@ def fsdp(
     reshard_after_forward  free gathered parameters after each block's forward pass: less memory, more communication
     communicate            communication format of parameters; a 16-bit format must match precision
     checkpoint             whole: rank 0 gathers and writes checkpoints; parts: each rank writes its shards
+    init                   full: each rank builds the whole model, then shards it; meta: without memory, and each rank
+                           initializes its shards, to the same values; auto: meta if the task allows it
     restarts               how often a run resumes on the remaining ranks after a rank was killed
     timeout_s              seconds after which a rank that does not respond is considered lost
     Source: torch.distributed.fsdp.fully_shard; Zhao et al., PyTorch FSDP, VLDB 2023.
@@ -67,7 +70,9 @@ def fsdp(
     from runner.distributed.sharded import Sharded  # imports torch's compiler, which is slow
 
     parts = checkpoint == "parts"
-    return Sharded(world, reshard_after_forward=reshard_after_forward, communicate=communicate, saves_parts=parts)
+    return Sharded(
+        world, reshard_after_forward=reshard_after_forward, communicate=communicate, saves_parts=parts, init=init
+    )
 
 
 def pipeline(
@@ -100,9 +105,18 @@ def pipeline(
     return Pipelined(world, schedule=schedule, split=split, balance=balance, chunks=chunks)
 
 
+def auto(world: World, *, world_size: PositiveInt | Auto = "auto") -> Parallel:
+    """Let the plan choose: single on one device; else ddp, fsdp or pipeline, by the memory of model and devices.
+
+    world_size  number of ranks; auto: one per GPU
+    """
+    raise AssertionError("the plan replaces this option")
+
+
 PARALLELISMS: Mapping[str, Callable[..., Parallel]] = {
     "single": single,
     "ddp": ddp,
     "fsdp": fsdp,
     "pipeline": pipeline,
+    "auto": auto,
 }

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.base.errors import IncompatibleResume
+from runner.base.stored_tensor import Saved, StoredTensor, in_memory
 from runner.base.text import abbreviate
 
 
@@ -105,7 +106,7 @@ def export_state(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any
     return tensors, {"optimizer": _optimizer_kind(optimizer), "numbers": numbers}
 
 
-def import_state(optimizer: Optimizer, tensors: Mapping[str, Tensor], rest: Mapping[str, Any]) -> None:
+def import_state(optimizer: Optimizer, tensors: Saved, rest: Mapping[str, Any]) -> None:
     """Restore, bit for bit, the state returned by `export_state`.
 
     Memory layout and device follow the parameters of this optimizer, so kernels may differ from those it was saved
@@ -189,7 +190,7 @@ def _flatten_state(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 def _state_like_saved(
-    slot: _Slot, names: Collection[str], tensors: Mapping[str, Tensor], numbers: Mapping[str, float]
+    slot: _Slot, names: Collection[str], tensors: Saved, numbers: Mapping[str, float]
 ) -> dict[str, Any]:
     """Return a zero state with the saved names and shapes, for an optimizer defined by the task.
 
@@ -206,12 +207,12 @@ def _state_like_saved(
         elif tensors[name].shape == slot.parameter.shape:
             state[key] = torch.zeros_like(slot.parameter, dtype=tensors[name].dtype, requires_grad=False)
         else:
-            device = slot.parameter.device if tensors[name].dim() else "cpu"
-            state[key] = torch.zeros_like(tensors[name], device=device)
+            device = slot.parameter.device if tensors[name].shape else "cpu"
+            state[key] = torch.zeros(tensors[name].shape, dtype=tensors[name].dtype, device=device)
     return state
 
 
-def _differences(name: str, part: Tensor, saved: Tensor | None) -> list[str]:
+def _differences(name: str, part: Tensor, saved: Tensor | StoredTensor | None) -> list[str]:
     if saved is None:
         return [f"{name} is missing"]
     return [
@@ -225,18 +226,29 @@ def _format_value(value: object) -> str:
     return str(value).removeprefix("torch.")
 
 
-def copy_values(part: Tensor, saved: Tensor) -> None:
-    """Copy the values of a full tensor into one that may be sharded.
+def copy_values(part: Tensor, saved: Tensor | StoredTensor) -> None:
+    """Copy the values of a full tensor into one that may be sharded; of a stored one, only the shard's rows are read.
 
     Never the layout: fused kernels read raw memory, so the state must have the layout of its parameter.
     """
     mesh = getattr(part, "device_mesh", None)
     with torch.no_grad():
-        if mesh is not None and not hasattr(saved, "device_mesh"):
+        if isinstance(saved, StoredTensor) and mesh is not None and _is_split_by_rows(part):
+            local: Tensor = part.to_local()  # type: ignore[attr-defined]
+            start = min(-(-part.shape[0] // mesh.size()) * mesh.get_local_rank(), part.shape[0])
+            local.copy_(saved.read(start, start + local.shape[0]))
+            return
+        full = in_memory(saved)
+        if mesh is not None and not hasattr(full, "device_mesh"):
             from torch.distributed.tensor import distribute_tensor  # noqa: TID251 - a tensor type, no communication
 
-            saved = distribute_tensor(saved.to(part.device), mesh, part.placements, src_data_rank=None)  # type: ignore[attr-defined]
-        part.copy_(saved)
+            full = distribute_tensor(full.to(part.device), mesh, part.placements, src_data_rank=None)  # type: ignore[attr-defined]
+        part.copy_(full)
+
+
+def _is_split_by_rows(tensor: Any) -> bool:
+    """Return whether each rank holds some rows of a DTensor, in the order of the ranks."""
+    return len(tensor.placements) == 1 and bool(tensor.placements[0].is_shard(0))
 
 
 # Initial state of a parameter at its first step; the optimizer is not modified.

@@ -9,7 +9,7 @@ HELP = f"""usage: accel-run export [last|NAME|DIR] [format=FORMAT,...] [checkpoi
 Exports the model of a run to export/ in the run's folder. Each file is verified to give the model's outputs, for a full
 batch and for one sample.
 
-  safetensors   only the weights
+  safetensors   only the weights; those of a checkpoint in parts are copied and compared without loading the model
   program       a graph that torch.export.load runs without the model's code
   onnx          a graph for ONNX runtimes; requires the extra onnx
 

@@ -14,10 +14,11 @@ from runner.base.world import World
 
 
 def broadcast_model(model: nn.Module) -> None:
-    """Copy the parameters and buffers of rank 0 to every rank."""
+    """Copy the parameters and buffers of rank 0 to every rank; tensors on the meta device have no values."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
-            _copy_from_rank_0(tensor)
+            if not tensor.is_meta:
+                _copy_from_rank_0(tensor)
 
 
 def merge_states(merge: Callable[[State, State], State], state: State, world: World) -> State:

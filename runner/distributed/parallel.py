@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,10 +16,15 @@ from torch import Tensor, nn
 from runner.base.batch import MicroBatch
 from runner.base.errors import TaskFault
 from runner.base.stopwatch import Stopwatch, new_stopwatch
+from runner.base.stored_tensor import Saved, read_in_groups
 from runner.base.task import State, Sum
 from runner.base.world import World
 
+if TYPE_CHECKING:  # DTensors are slow to import
+    from runner.distributed.shard_init import DeferredModel
+
 Copy = Callable[[Tensor], Tensor]
+ModelInit = Literal["auto", "full", "meta"]
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:
@@ -83,6 +88,8 @@ class Parallel:
     supports_groups  `set_groups` is implemented
     saves_parts   each rank writes its shards of a checkpoint, which `checkpoint_tensors` returns
     places_model  `wrap` moves this rank's part to the device; the whole model may not fit
+    init          full: each rank builds the whole model; meta: without its large tensors, which `wrap` initializes from
+                  `deferred`; auto: meta, or full if the task does not allow it
 
     If micro-batches fail on some rank, all ranks discard the update, unless they are in step: a failure inside a
     collective leaves the other ranks blocked in it, and the ranks must be restarted.
@@ -93,6 +100,8 @@ class Parallel:
     places_model = False
     saves_parts = False
     supports_groups = True
+    init: ModelInit = "full"
+    deferred: DeferredModel | None = None
 
     def __init__(self, world: World) -> None:
         self.world = world
@@ -221,9 +230,10 @@ class Parallel:
         """Return the size of what `checkpoint_tensors` returns."""
         return sum(tensor.nbytes for tensor in tensors)
 
-    def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-        """Load full tensors into the model, all or some; names, shapes and dtypes were checked."""
-        model.load_state_dict(saved, strict=False)
+    def load(self, model: nn.Module, saved: Saved) -> None:
+        """Load full tensors into the model, all or some; names and shapes were checked. Dtypes are converted."""
+        for tensors in read_in_groups(saved, _MAX_READ_BYTES):
+            model.load_state_dict(tensors, strict=False)
 
     def merge_state(self, merge: Callable[[State, State], State], state: State) -> State:
         """Return the merged statistics of the data of all ranks; `merge` combines two states."""
@@ -242,3 +252,6 @@ class Parallel:
     def evaluation_batches(self, keys: Sequence[Any]) -> list[Any]:
         """Return the batches of an evaluation that this rank computes."""
         return list(keys)
+
+
+_MAX_READ_BYTES = 64 << 20  # tensors of a checkpoint that are held at once, besides the largest one

@@ -25,6 +25,7 @@ from runner.base.errors import AccelRunError, RankLost, TaskFault
 from runner.base.global_rng import seed_everything
 from runner.base.module_buffers import restore_buffers
 from runner.base.order import MicroBatchKey
+from runner.base.stored_tensor import Saved, in_memory
 from runner.base.task import State
 from runner.base.world import World
 from runner.distributed import p2p_messages
@@ -257,12 +258,12 @@ class Pipelined(Parallel):
         order = dict.fromkeys([*tensors, *source])
         return {name: result[name] for name in order if name in result}
 
-    def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    def load(self, model: nn.Module, saved: Saved) -> None:
         """Load this rank's tensors into the model."""
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
                 if not tensor.is_meta and name in saved:
-                    tensor.copy_(saved[name])
+                    tensor.copy_(in_memory(saved[name]))
 
     def merge_state(self, merge: Callable[[State, State], State], state: State) -> State:
         """Return rank 0's state: all ranks see all data, but only rank 0 has the state from before a resume."""

@@ -17,18 +17,20 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
+from runner.base.optimizer_state import copy_values
 from runner.base.order import MicroBatchKey
+from runner.base.stored_tensor import Saved
 from runner.base.task import State, Sum
 from runner.base.text import abbreviate
 from runner.base.world import World
 from runner.distributed.agreement import broadcast_model, merge_states
 from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.dummy_pass import without_side_effects
-from runner.distributed.parallel import Copy, ForwardPasses, Parallel, Sums, copy_to_host
+from runner.distributed.parallel import Copy, ForwardPasses, ModelInit, Parallel, Sums, copy_to_host
 
 CommunicationDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -42,6 +44,7 @@ class Sharded(Parallel):
                            parameters' format if wider). A 16-bit format requires a precision of that format:
                            it is also that of activations between blocks. Outputs of the model are float32
     saves_parts            each rank writes its shards of a checkpoint; False: rank 0 gathers and writes all
+    init                   how the model is built, see Parallel
     """
 
     is_lockstep = True
@@ -54,9 +57,11 @@ class Sharded(Parallel):
         reshard_after_forward: bool = True,
         communicate: CommunicationDtype = "float32",
         saves_parts: bool = False,
+        init: ModelInit = "auto",
     ) -> None:
         super().__init__(world)
         self.saves_parts = saves_parts
+        self.init = init
         self.reshard_after_forward = reshard_after_forward
         self.communicate = communicate
         self._root: FSDPModule | None = None
@@ -79,6 +84,7 @@ class Sharded(Parallel):
         """
         units = [block for block in dict.fromkeys(blocks) if block is not model]
         _check_shardable(model, units, self.communicate)
+        shards = self.deferred.prepare(model, self.world.device) if self.deferred else None
         broadcast_model(model)
         mesh = init_device_mesh(self.world.device.type, (self.world.world_size,))
         scalars = {weight for weight in model.parameters() if weight.dim() == 0}
@@ -87,6 +93,8 @@ class Sharded(Parallel):
         # the root's own parameters are used first and last, and stay gathered between the two passes
         half = {} if self.communicate == "float32" else {"output_dtype": torch.float32}
         self._shard(model, mesh, scalars, False, half)
+        if shards:
+            shards.materialize(model, self.world)
         assert isinstance(model, FSDPModule)
         for part in _parts(model):
             part.set_gradient_divide_factor(1.0)
@@ -272,17 +280,11 @@ class Sharded(Parallel):
             tensor.to_local().nbytes if _is_row_sharded(tensor) else is_first * tensor.nbytes for tensor in tensors
         )
 
-    def load(self, model: nn.Module, saved: Mapping[str, Tensor]) -> None:
-        """Load this rank's shards of the full tensors."""
-        with torch.no_grad():
-            for name, tensor in model.state_dict().items():
-                if name not in saved:
-                    continue
-                if isinstance(tensor, DTensor):
-                    full = saved[name].to(tensor.device)
-                    tensor.copy_(distribute_tensor(full, tensor.device_mesh, tensor.placements, src_data_rank=None))
-                else:
-                    tensor.copy_(saved[name])
+    def load(self, model: nn.Module, saved: Saved) -> None:
+        """Load this rank's shards of the full tensors; of stored ones, only its rows are read."""
+        for name, tensor in model.state_dict().items():
+            if name in saved:
+                copy_values(tensor, saved[name])
 
     def merge_state(self, merge: Callable[[State, State], State], state: State) -> State:
         return merge_states(merge, state, self.world)

@@ -8,7 +8,6 @@ its own hash and those of all other files. There is no pointer to the latest che
 
 from __future__ import annotations
 
-import hashlib
 import json
 import re
 import secrets
@@ -26,6 +25,8 @@ from runner.durable.run_identity import RunIdentity, manifest_uid
 
 if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
     from torch import Tensor
+
+    from runner.base.stored_tensor import StoredTensor
 
 FORMAT_VERSION = 1
 FORMAT_OF_PARTS = 2  # written by several ranks; earlier versions of accel-run would not find its tensors
@@ -65,41 +66,38 @@ class LoadedCheckpoint:
     @property
     def stems(self) -> tuple[str, ...]:
         """Valid arguments of `tensors`: "model", "optimizer", "random", ..."""
-        names = (entry["name"] for entry in self.manifest["files"])
-        stems = (
-            checkpoint_parts.strip_part_number(name.removesuffix(_SUFFIX)) for name in names if name.endswith(_SUFFIX)
-        )
-        return tuple(dict.fromkeys(stems))
+        stems = (checkpoint_parts.file_stem(entry["name"]) for entry in self.manifest["files"])
+        return tuple(dict.fromkeys(stem for stem in stems if stem))
 
     def tensors(self, stem: str) -> dict[str, Tensor]:
-        """Return the CPU tensors of one file by name, verified against their hash.
+        """Return the CPU tensors of one file by name; see `stored`."""
+        return {name: tensor.read() for name, tensor in self.stored(stem).items()}
+
+    def stored(self, stem: str) -> dict[str, StoredTensor]:
+        """Return the tensors of one file by name, verified against its hash; their values are read when needed.
 
         Raises DataError if there is no such file, or if it has changed since the verification.
         """
-        names = (entry["name"].removesuffix(_SUFFIX) for entry in self.manifest["files"])
-        parts = sorted(name for name in names if name != stem and checkpoint_parts.strip_part_number(name) == stem)
-        if parts:
-            return checkpoint_parts.join_parts([self._file(part) for part in parts], self.path)
-        return self._file(stem)
+        paths = self.file_paths(stem)
+        hashes = {entry["name"]: entry["sha256"] for entry in self.manifest["files"]}
+        for path in paths:
+            if files.file_sha256(path) != hashes[path.name]:
+                what = f"{path.name} has changed since it was verified"
+                raise DataError(what, where=str(self.path), fix="do not modify checkpoints")
+        return checkpoint_parts.open_files(paths)
 
-    def _file(self, stem: str) -> dict[str, Tensor]:
-        from safetensors.torch import load as load_tensors
+    def names(self, stem: str) -> frozenset[str]:
+        """Return the names of the tensors of one file."""
+        return frozenset(checkpoint_parts.open_files(self.file_paths(stem)))
 
-        name = stem + _SUFFIX
-        entries = {entry["name"]: entry for entry in self.manifest["files"]}
-        if name not in entries:
-            what = f"the checkpoint has no {name}; it has {', '.join(self.stems)}"
+    def file_paths(self, stem: str) -> tuple[Path, ...]:
+        """Return the path of one file, or those of its parts. Raises DataError if it is missing."""
+        names = (entry["name"] for entry in self.manifest["files"])
+        paths = sorted(self.path / name for name in names if checkpoint_parts.file_stem(name) == stem)
+        if not paths:
+            what = f"the checkpoint has no {stem}{_SUFFIX}; it has {', '.join(self.stems)}"
             raise DataError(what, where=str(self.path), fix=FIX_ANOTHER)
-        content = files.read(self.path / name)
-        if hashlib.sha256(content).hexdigest() != entries[name]["sha256"]:
-            raise DataError(
-                f"{name} has changed since it was verified", where=str(self.path), fix="do not modify checkpoints"
-            )
-        try:
-            return load_tensors(content)
-        except Exception as error:  # valid hashes, but untrusted content; the reader may raise anything
-            what = f"{name} is not in the safetensors format: {error}"
-            raise DataError(what, where=str(self.path), fix=FIX_ANOTHER) from error
+        return tuple(paths)
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from runner.base.errors import DataError, StorageError
 from runner.durable import files
 
 if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
-    from torch import Tensor
+    from runner.base.stored_tensor import StoredTensor
 
 Entry = dict[str, Any]  # name, size and sha256 of a file
 
@@ -48,9 +48,9 @@ def part_stem(stem: str, rank: int) -> str:
     return f"{stem}-part{rank:05}"
 
 
-def strip_part_number(stem: str) -> str:
-    """Return the stem without the number of a part."""
-    return _PART.sub("", stem)
+def file_stem(name: str) -> str:
+    """Return the stem of a tensor file, without the number of a part; empty for other files."""
+    return _PART.sub("", name.removesuffix(_SUFFIX)) if name.endswith(_SUFFIX) else ""
 
 
 def is_part_stem(stem: str) -> bool:
@@ -108,20 +108,21 @@ def collect_parts(temporary: Path, part: CheckpointPart, timeout_s: float = 600.
     return entries
 
 
-def join_parts(parts: list[dict[str, Tensor]], where: Path) -> dict[str, Tensor]:
-    """Join the tensors of all parts, and empty `parts`. Raises DataError if they are inconsistent."""
-    import torch
+def open_files(paths: Sequence[Path]) -> dict[str, StoredTensor]:
+    """Return the tensors of a file, or of all parts, by name; only headers are read.
 
-    tensors: dict[str, Tensor] = {}
-    for name in dict.fromkeys(name for part in parts for name in part):
-        pieces = [part.pop(name) for part in parts if name in part]
+    Raises DataError if a file is not in the safetensors format, or if the parts are inconsistent.
+    """
+    from runner.durable.stored_tensors import InvalidFormat, join_parts, open_tensors
+
+    parts = []
+    for path in paths:
         try:
-            if len(pieces) not in (1, len(parts)):
-                raise ValueError(f"it is in {len(pieces)} of {len(parts)} parts")
-            tensors[name] = pieces[0] if len(pieces) == 1 else torch.cat(pieces)
-        except (RuntimeError, ValueError) as error:
-            raise DataError(f"cannot join the parts of {name}: {error}", where=str(where)) from error
-    return tensors
+            parts.append(open_tensors(path))
+        except InvalidFormat as error:  # valid hashes, but untrusted content
+            what = f"{path.name} is not in the safetensors format: {error}"
+            raise DataError(what, where=str(path.parent), fix="name another checkpoint of the run") from error
+    return join_parts(parts, paths[0].parent)
 
 
 def _report_name(rank: int) -> str:
@@ -129,4 +130,5 @@ def _report_name(rank: int) -> str:
 
 
 _PART = re.compile(r"-part\d{5}$", re.ASCII)
+_SUFFIX = ".safetensors"
 _POLL_S = 0.02

@@ -121,7 +121,7 @@ def write_new(
         return size, hash_thread.hexdigest()
 
 
-def write_stream(path: Path, chunks: Iterable[bytes]) -> None:
+def write_stream(path: Path, chunks: Iterable[bytes | memoryview]) -> None:
     """Create the file `path` with the content of `chunks` and sync it, like `write_new` for what is not in memory."""
     with _create_file(path) as descriptor:
         for chunk in chunks:
@@ -264,7 +264,7 @@ def file_size(path: Path) -> int:
 
 def read(path: Path, *, at_most: int | None = None) -> bytes:
     """Return the content of the regular file `path`. Raises StorageError if it exceeds `at_most` bytes."""
-    with storage_errors("read", path), open(_open_regular(path), "rb") as file:
+    with storage_errors("read", path), open(open_regular(path), "rb") as file:
         if at_most is None:
             return file.read()
         content = file.read(at_most + 1)
@@ -275,7 +275,7 @@ def read(path: Path, *, at_most: int | None = None) -> bytes:
 
 def file_sha256(path: Path) -> str:
     """Return the SHA-256 of the regular file `path` as hexadecimal digits."""
-    with storage_errors("read", path), open(_open_regular(path), "rb") as file:
+    with storage_errors("read", path), open(open_regular(path), "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
@@ -300,7 +300,7 @@ def read_lines(path: Path) -> Iterator[dict[str, Any] | None]:
 
     The last line may be incomplete while a run is writing it.
     """
-    with suppress(OSError), open(_open_regular(path), "rb") as file:
+    with suppress(OSError), open(open_regular(path), "rb") as file:
         while line := file.readline(_MAX_LINE_BYTES):
             row = parse_object(line)
             if row is not None or line.endswith(b"\n"):
@@ -312,7 +312,7 @@ def read_last_row(path: Path, key: str | None = None) -> dict[str, Any]:
 
     key  required key with a value other than null
     """
-    with suppress(OSError), open(_open_regular(path), "rb") as file:
+    with suppress(OSError), open(open_regular(path), "rb") as file:
         file.seek(-min(_MAX_LINE_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
         objects = (parse_object(line) for line in reversed(file.read(_MAX_LINE_BYTES).splitlines()))
         rows = (row for row in objects if row is not None)
@@ -556,8 +556,8 @@ def _list_names(path: Path) -> list[str]:
             os.close(descriptor)
 
 
-def _open_regular(path: Path) -> int:
-    # O_NONBLOCK: opening a named pipe would otherwise block forever without a writer.
+def open_regular(path: Path) -> int:
+    """Return a descriptor for reading a regular file. Raises OSError for another type, without blocking on a pipe."""
     with open_parent(path) as (folder, name):
         descriptor = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=folder)
     return _require_regular(descriptor)

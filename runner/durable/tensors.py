@@ -10,15 +10,18 @@ import json
 import mmap
 import threading
 import weakref
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import suppress
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from runner.base.accelerator import get_accelerator, page_unlock
+from runner.base.stored_tensor import StoredTensor
+
+Value = TypeVar("Value", bound=Tensor | StoredTensor)
 
 
 class HostBuffer:
@@ -99,25 +102,49 @@ def serialize_tensors(tensors: Mapping[str, Tensor]) -> list[bytes | memoryview]
 
     Contiguous tensors are not copied, and must not change until they are written.
     """
-    sorted_tensors = sorted(tensors.items(), key=lambda item: (_DTYPE_ORDER[_dtype_name(item[1])], item[0].encode()))
-    header: dict[str, Any] = {}
-    data: list[memoryview] = []
-    end = 0
-    for name, tensor in sorted_tensors:
+    data: list[bytes | memoryview] = [serialize_header(tensors)]
+    for _, tensor in _in_file_order(tensors):
         # The memory of a conjugated view is not conjugated, and safetensors 0.8 writes it unchanged.
         dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        size = dense.numel() * dense.element_size()
+        if dense.numel():
+            data.append(view_bytes(dense))
+    return data
+
+
+def serialize_header(tensors: Mapping[str, Tensor | StoredTensor], metadata: Mapping[str, str] | None = None) -> bytes:
+    """Return the first part of a safetensors file, before the tensors in the order of `stream_tensors`."""
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    end = 0
+    for name, tensor in _in_file_order(tensors):
+        size = tensor.shape.numel() * tensor.dtype.itemsize
         header[name] = {
             "dtype": DTYPES[_dtype_name(tensor)],
             "shape": list(tensor.shape),
             "data_offsets": [end, end + size],
         }
         end += size
-        if size:
-            data.append(memoryview(dense.reshape(-1).view(torch.uint8).numpy()))  # type: ignore[arg-type]
     text = json.dumps(header, ensure_ascii=False, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return [len(text).to_bytes(8, "little") + text, *data]
+    return len(text).to_bytes(8, "little") + text
+
+
+def stream_tensors(tensors: Mapping[str, StoredTensor], max_bytes: int = 64 << 20) -> Iterator[tuple[str, int, Tensor]]:
+    """Yield (name, first row, rows) of all tensors in the order of a file, some rows of about `max_bytes` at a time."""
+    for name, tensor in _in_file_order(tensors):
+        num_rows = tensor.shape[0] if tensor.shape else 1
+        rows = max(1, max_bytes * num_rows // max(1, tensor.nbytes))
+        for start in range(0, num_rows, rows):
+            yield name, start, tensor.read(start, start + rows)
+
+
+def view_bytes(tensor: Tensor) -> memoryview:
+    """Return the memory of a contiguous CPU tensor."""
+    return memoryview(tensor.reshape(-1).view(torch.uint8).numpy())  # type: ignore[arg-type]
+
+
+def _in_file_order(tensors: Mapping[str, Value]) -> list[tuple[str, Value]]:
+    """Return the tensors in safetensors' order: by dtype, then by name."""
+    return sorted(tensors.items(), key=lambda item: (_DTYPE_ORDER[_dtype_name(item[1])], item[0].encode()))
 
 
 def unsupported_reason(tensor: Tensor) -> str | None:
@@ -127,7 +154,7 @@ def unsupported_reason(tensor: Tensor) -> str | None:
     return None
 
 
-def _dtype_name(tensor: Tensor) -> str:
+def _dtype_name(tensor: Tensor | StoredTensor) -> str:
     return str(tensor.dtype).removeprefix("torch.")
 
 

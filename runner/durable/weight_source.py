@@ -23,16 +23,18 @@ from runner.durable.directory import LAST, RunDirectory, is_run, is_run_name
 class WeightSource:
     """Source of tensors.
 
-    shown    its name in messages
-    files    safetensors files; several for shards
-    index    tensor name -> file name, for shards with an index
-    average  file of averaged weights that replace those of the same name, as evaluation does; None: none
+    shown      its name in messages
+    files      safetensors files; several for shards
+    index      tensor name -> file name, for shards with an index
+    average    files of averaged weights that replace those of the same name, as evaluation does
+    is_joined  the files are the parts of a checkpoint: each has some rows of each tensor
     """
 
     shown: str
     files: tuple[Path, ...]
     index: Mapping[str, str] | None = None
-    average: Path | None = None
+    average: tuple[Path, ...] = ()
+    is_joined: bool = False
 
 
 def find_weights(value: str, root: Path, warn: Callable[[str], None] = lambda _: None) -> WeightSource:
@@ -91,15 +93,17 @@ def _find_in_checkpoint(checkpoint: LoadedCheckpoint, shown: str) -> WeightSourc
         what = "holds an adapter without the weights of its model"
         fix = "export them together: accel-run export RUN format=safetensors, then weights=RUN/export/model.safetensors"
         raise ConfigError(Problem(what, shown, fix))
-    if checkpoint.manifest["format_version"] == FORMAT_OF_PARTS:
-        what, fix = "is stored in parts, one per rank", "accel-run export RUN format=safetensors"
-        raise ConfigError(
-            Problem(what, shown, f"convert it to one file: {fix}, then weights=RUN/export/model.safetensors")
-        )
+    stem = averaged_stem(checkpoint)
+    is_joined = checkpoint.manifest["format_version"] == FORMAT_OF_PARTS
+    average = checkpoint.file_paths(stem) if stem else ()
+    return WeightSource(shown, checkpoint.file_paths("model"), average=average, is_joined=is_joined)
+
+
+def averaged_stem(checkpoint: LoadedCheckpoint) -> str | None:
+    """Return the stem of the averaged weights that evaluation uses, if the checkpoint has some."""
+    values = as_dict(checkpoint.state.get("values"))
     averages = {"averaging": values.get("averaging.evaluate") is True, "optimizer_average": True}
-    stem = next((stem for stem, is_used in averages.items() if is_used and stem in checkpoint.stems), None)
-    average = checkpoint.path / f"{stem}.safetensors" if stem else None
-    return WeightSource(shown, (checkpoint.path / "model.safetensors",), average=average)
+    return next((stem for stem, is_used in averages.items() if is_used and stem in checkpoint.stems), None)
 
 
 def _find_in_folder(path: Path, where: str) -> WeightSource:

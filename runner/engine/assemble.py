@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from contextlib import ExitStack
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -35,11 +35,12 @@ from runner.distributed.parallel import Parallel
 from runner.engine.advice import find_odd_sizes
 from runner.engine.contract_checks import check_length, validate_modules
 from runner.engine.coupled import check_strategy, is_coupled
+from runner.engine.deferred_build import build_task
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.objectives import parse_objectives, unsupported_error
 from runner.engine.stream_reader import StreamFetcher, StreamSamples, read_all_samples
 from runner.engine.stream_source import StreamSource, is_exhaustible, is_stream
-from runner.engine.task_loading import load_task, task_errors
+from runner.engine.task_loading import task_errors
 from runner.host.scratch import check_compile_cache, keep_compiled_code_private
 from runner.plan.run_plan import Plan
 
@@ -146,10 +147,13 @@ class Parts:
         return call_option(DATALOADERS, choice.function, fetcher, self.world.device, **choice.options)
 
 
-def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
+def assemble(
+    plan: Plan, stack: ExitStack, world: World | None = None, *, loaded: Collection[str] = frozenset()
+) -> Parts:
     """Build everything a run needs; torch's global settings are restored when `stack` closes.
 
-    world  the ranks that train together; None: only this process, on the device of rank 0
+    world   the ranks that train together; None: only this process, on the device of rank 0
+    loaded  names of the model's tensors that a checkpoint will replace, so they need no initial values
     """
     choices = plan.choices
     uses_inductor = (
@@ -162,39 +166,39 @@ def assemble(plan: Plan, stack: ExitStack, world: World | None = None) -> Parts:
     stack.enter_context(_make(BACKENDS, choices["backend"], world.num_local_ranks))
     attention: Attention = _make(ATTENTIONS, choices["attention"], world.device)
     stack.enter_context(attention.context())  # for the whole run: checkpointing recomputes forward passes in backward
-    seed_everything(plan.settings.seed)
-    task = load_task(plan)
+    parallel: Parallel = _make(PARALLELISMS, choices["parallelism"], world)
+    task, build_notes = build_task(plan, parallel, world, loaded)
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
     _check_state(task.model, source)
-    parallel = _make(PARALLELISMS, choices["parallelism"], world)
     is_any_coupled = any(phase.kind == "train" and is_coupled(task, phase.name) for phase in plan.selected)
     if is_any_coupled:
         check_strategy(parallel, choices["parallelism"])
     for phase in plan.selected:
         if phase.kind == "train" and parse_objectives(task, phase) and not parallel.supports_groups:
             raise unsupported_error(choices["parallelism"].name)
-    with task_errors(source, f"moving the model to {world.device}"):
-        is_placed = parallel.places_model or _is_on_device(world.device, task.model)
-        bare = task.model if is_placed else task.model.to(world.device)
-    if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
-        bare = synchronize_batch_norms(bare, world)
-    with task_errors(source, "blocks"):
-        blocks = validate_modules(task.blocks(), task.blocks, source)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        notes = list(_make(MEMORIES, choices["memory"], bare, blocks, world.device).lines)
-        precision = _make(PRECISIONS, choices["precision"], world, bare)
-        stack.enter_context(precision.flags)
-        begin_forward = _make(COMPILES, choices["compile"], bare, blocks, world.device)
-    if begin_forward and not is_any_coupled:  # there, other forward passes run before the backward pass of one
-        precision.before_forward(begin_forward)
-    notes += [str(warning.message) for warning in caught if str(warning.message) not in notes]
-    notes += find_odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
+    with parallel.deferred.recording if parallel.deferred else nullcontext():
+        with task_errors(source, f"moving the model to {world.device}"):
+            is_placed = parallel.places_model or parallel.deferred or _is_on_device(world.device, task.model)
+            bare = task.model if is_placed else task.model.to(world.device)
+        if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
+            bare = synchronize_batch_norms(bare, world)
+        with task_errors(source, "blocks"):
+            blocks = validate_modules(task.blocks(), task.blocks, source)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            notes = list(_make(MEMORIES, choices["memory"], bare, blocks, world.device).lines)
+            precision = _make(PRECISIONS, choices["precision"], world, bare)
+            stack.enter_context(precision.flags)
+            begin_forward = _make(COMPILES, choices["compile"], bare, blocks, world.device)
+        if begin_forward and not is_any_coupled:  # there, other forward passes run before the backward pass of one
+            precision.before_forward(begin_forward)
+        notes += [str(warning.message) for warning in caught if str(warning.message) not in notes]
+        notes += find_odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
     prefetch = _make(PREFETCHES, choices["prefetch"], world.device)
     parallel.expect_inputs(task.example, plan.batch.micro_batch_size, plan.batch.accumulation_steps)
     with task_errors(source, "distributing the model"):
         model = parallel.wrap(bare, lambda: validate_modules(task.layers(), task.layers, source), blocks)
-    notes += parallel.describe_placement()
+    notes += build_notes + parallel.describe_placement()
     if not world.is_first:  # every rank initialized the same weights; later random draws differ by rank
         seed_everything(rank_seed(plan.settings.seed, world.rank))
     return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))

@@ -21,11 +21,15 @@ from runner.base.packages import require
 from runner.base.task import Task
 from runner.config.request import Request
 from runner.config.schema import did_you_mean
+from runner.durable.checkpoint import LoadedCheckpoint
+from runner.durable.directory import RunDirectory
 from runner.durable.files import exists, remove, rename
 from runner.engine.adapter import merge
 from runner.engine.evaluate import eval_mode
+from runner.engine.export_stream import export_weights, find_streamable
 from runner.engine.task_loading import task_errors
-from runner.engine.trained_run import TrainedModel, open_trained
+from runner.engine.trained_run import ModelSource, TrainedModel, find_source, open_source
+from runner.plan.planner import plan_this_process
 from runner.records.events import Console
 
 TOLERANCE = 1e-4  # maximum output difference relative to the largest output; float32 kernels differ by less
@@ -67,10 +71,14 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
     if problems:
         raise ConfigError(problems)
     console = Console()
+    source = find_source(request, console, checkpoint)
+    in_parts = find_streamable(source) if [*formats] == ["safetensors"] else None
+    if in_parts is not None and source.run is not None:
+        return _export_weights(source, source.run, in_parts, console)
     parities: dict[str, Parity] = {}
     failures: list[Problem] = []
     with ExitStack() as stack:
-        trained = open_trained(request, console, stack, checkpoint)
+        trained = open_source(source, plan_this_process(source.configuration)[0], console, stack)
         task = trained.parts.task
         if type(task).example is Task.example:
             what = f"task {trained.plan.choices['task'].name} cannot be exported: it defines no example()"
@@ -121,6 +129,22 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
             where=str(folder),
             fix=fix,
         )
+    return Exit.DONE
+
+
+def _export_weights(source: ModelSource, run: RunDirectory, checkpoint: LoadedCheckpoint, console: Console) -> Exit:
+    """Write the weights of a checkpoint in parts, which may not fit into memory together."""
+    folder = run.subfolder("export")
+    file = export_weights(source, checkpoint, folder, f"model.{FORMATS['safetensors'].suffix}")
+    content = {
+        "checkpoint_update": checkpoint.update,
+        "safetensors": asdict(Parity(file.name, file.stat().st_size, (), 0.0)),
+    }
+    run.write("export/parity.json", json.dumps(content, indent=2) + "\n")
+    console.info(
+        f"{'safetensors':<12} {run.shown / folder.name / file.name}  {file.stat().st_size / 2**20:.1f} MiB "
+        " equal to the checkpoint, bit for bit; the model was not run, because a checkpoint in parts may exceed memory"
+    )
     return Exit.DONE
 
 

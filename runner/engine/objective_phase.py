@@ -124,7 +124,7 @@ class ObjectivesPhase(GradientPhase):
         return {"optimizer": self.parts.parallel.checkpoint_tensors(tensors, copy)}, {"objectives": state}
 
     def load(self, start: LoadedCheckpoint) -> None:
-        tensors, state = start.tensors("optimizer"), start.state["objectives"]
+        tensors, state = start.stored("optimizer"), start.state["objectives"]
         for spec, training in self.objectives.parts:
             prefix, saved = f"{spec.name}/", state[spec.name]
             selected = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}

@@ -72,7 +72,7 @@ def open_first_rank(
     world.broadcast(str(start.path) if start else None)
     monitor = _make_monitor(plan, world, directory.gpu_csv)
     stack.callback(_close_monitor, monitor, directory, screen)
-    parts = assemble(plan, stack, world)
+    parts = assemble(plan, stack, world, loaded=start.names("model") if start else frozenset())
     profiler = make_option(PROFILERS, "profiler", lambda name, data: directory.write(f"profile/{name}", data))
     observers = Observers(metrics, tracker, monitor, profiler, screen)
     if start is None and plan.settings.weights.source:
@@ -100,7 +100,7 @@ def open_other_rank(job: Job, world: World, stack: ExitStack) -> tuple[TrainingR
     directory = RunDirectory.join(job.folder)
     screen = stack.enter_context(Screen(directory, speaks=False, machine=world.machine_name))
     stack.enter_context(warnings_on(screen))
-    parts = assemble(job.plan, stack, world)
+    parts = assemble(job.plan, stack, world, loaded=start.names("model") if start else frozenset())
     if start is None and job.plan.settings.weights.source:
         load_initial_weights(job.plan.settings, parts.bare, parts.parallel, make_adapter(job.plan.choices["adapter"]))
     choice = job.plan.choices["profiler"]

@@ -209,7 +209,7 @@ class GradientPhase(PhaseKind):
 
         saved = start.state["optimizer"]
         saved = {**saved, "numbers": select_owned(saved["numbers"])}
-        import_state(self.training.optimizer, select_owned(start.tensors("optimizer")), saved)
+        import_state(self.training.optimizer, select_owned(start.stored("optimizer")), saved)
         self.training.schedule.load(start.state["schedule"])
 
     def release(self) -> None:

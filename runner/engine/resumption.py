@@ -90,7 +90,7 @@ def load_model(
 
     omitted  names that the checkpoint does not contain, because they are frozen
     """
-    saved = checkpoint.tensors("model")
+    saved = checkpoint.stored("model")
     current = {name: tensor for name, tensor in model.state_dict().items() if name not in omitted}
     mismatches = [f"{name} is missing" for name in current if name not in saved]
     mismatches += [f"{name} is not in the model" for name in saved if name not in current]

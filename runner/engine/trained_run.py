@@ -94,11 +94,11 @@ def open_source(
 
     world  the ranks that use the model together; None: this process alone
     """
-    parts = assemble(plan, stack, world)
+    checkpoint = check_state(load(source.checkpoint)) if source.run and source.checkpoint else None
+    parts = assemble(plan, stack, world, loaded=checkpoint.names("model") if checkpoint else frozenset())
     gc.enable()  # disabled during imports and construction, see cli.py
-    if source.run is None or source.checkpoint is None:
+    if source.run is None or source.checkpoint is None or checkpoint is None:
         return _open_weights(source, plan, parts, console, stack)
-    checkpoint = check_state(load(source.checkpoint))
     load_weights(parts, checkpoint)
     for hook in HOOKS:
         hook.load_for_inference(parts, checkpoint)

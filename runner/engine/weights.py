@@ -2,22 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from torch import Tensor, nn
 
-from runner.base.errors import ConfigError, DataError, IncompatibleResume, Problem, SecurityRefusal
+from runner.base.errors import ConfigError, DataError, IncompatibleResume, Problem, SecurityRefusal, StorageError
+from runner.base.stored_tensor import StoredTensor
 from runner.base.text import abbreviate
 from runner.config.schema import did_you_mean
 from runner.config.settings import Settings, WeightsSettings
 from runner.distributed.parallel import Parallel
 from runner.durable import files
+from runner.durable.stored_tensors import InvalidFormat, join_parts, open_tensors, read_at
 from runner.durable.weight_source import WeightSource, find_weights
 from runner.engine.adapter import Adapter
 
 NO_ADAPTER = Adapter()
+Value = TypeVar("Value")
 
 
 @dataclass
@@ -32,7 +36,7 @@ class WeightMatch:
     num_cast   number of tensors in another precision
     """
 
-    matched: dict[str, Tensor] = field(default_factory=dict)
+    matched: dict[str, StoredTensor] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     ignored: list[str] = field(default_factory=list)
     different: list[str] = field(default_factory=list)
@@ -76,12 +80,12 @@ def load_initial_weights(
             fix="use the task options they were trained with; to load those that match: weights.strict=false, "
             "weights.only=[MODULE] or weights.rename={OLD: NEW}",
         )
-    parallel.load(model, {names[name]: tensor.to(model_tensors[name].dtype) for name, tensor in result.matched.items()})
+    parallel.load(model, {names[name]: tensor for name, tensor in result.matched.items()})
     return _format_table(result, source.shown)
 
 
 def match_weights(
-    tensors: dict[str, Tensor],
+    tensors: dict[str, StoredTensor],
     model: nn.Module,
     model_tensors: Mapping[str, Tensor],
     options: WeightsSettings,
@@ -126,37 +130,49 @@ def _add_tied(result: WeightMatch, model: nn.Module, adapter: Adapter) -> None:
                 result.matched[name] = result.matched[str(stored)]
 
 
-def read_tensors(source: WeightSource, where: str) -> dict[str, Tensor]:
-    """Return all tensors of the source. Raises DataError if shards lack a tensor, or have it twice."""
-    tensors: dict[str, Tensor] = {}
-    for file in source.files:
-        for name, tensor in read_weights(file, where if len(source.files) == 1 else f"{where}: {file.name}").items():
-            if name in tensors:
-                raise DataError(
-                    f"two shards have the tensor {name}", where=where, fix="keep the files of one model in a folder"
-                )
-            tensors[name] = tensor
+def read_tensors(source: WeightSource, where: str) -> dict[str, StoredTensor]:
+    """Return all tensors of the source; their values are read when needed.
+
+    Raises DataError if shards lack a tensor, or have it twice.
+    """
+    average = _read_files(source.average, where, is_joined=source.is_joined) if source.average else {}
+    tensors = _read_files(source.files, where, is_joined=source.is_joined)
     missing = [name for name in source.index or () if name not in tensors]
     if missing:
         what = f"the shards lack {len(missing)} tensors of their index: {abbreviate(missing, _MAX_NAMES)}"
         raise DataError(what, where=where, fix="download the folder again, with all its files")
-    return tensors | (read_weights(source.average, where) if source.average else {})
+    return tensors | average
 
 
-def read_weights(file: Path, where: str = "") -> dict[str, Tensor]:
-    """Return the tensors of a safetensors file.
+def _read_files(paths: Sequence[Path], where: str, *, is_joined: bool) -> dict[str, StoredTensor]:
+    """Return the tensors of several files.
+
+    is_joined  each file has some rows of each tensor; False: each file has other tensors
+    """
+    shards = [read_weights(file, where if len(paths) == 1 else f"{where}: {file.name}") for file in paths]
+    if is_joined:
+        return join_parts(shards, paths[0].parent)
+    tensors: dict[str, StoredTensor] = {}
+    for shard in shards:
+        for name in shard.keys() & tensors.keys():
+            raise DataError(
+                f"two shards have the tensor {name}", where=where, fix="keep the files of one model in a folder"
+            )
+        tensors |= shard
+    return tensors
+
+
+def read_weights(file: Path, where: str = "") -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file; only its header is read.
 
     where  the setting to name in errors; empty: the file
     """
-    from safetensors.torch import load
-
-    content = files.read(file)
     try:
-        return load(content)
-    except Exception as error:  # the reader does not document its exceptions
+        return open_tensors(file)
+    except InvalidFormat as error:
         where = where or str(file)
         # Checked only after a failure: a valid file with a header of 640 bytes starts like a pickle.
-        if content.startswith(_PICKLE_PREFIXES):
+        if read_at(file, 0, min(4, files.file_size(file))).startswith(_PICKLE_PREFIXES):
             raise SecurityRefusal(
                 "is a pickle, which may run code when it is read",
                 where=where,
@@ -166,7 +182,7 @@ def read_weights(file: Path, where: str = "") -> dict[str, Tensor]:
         raise DataError(f"is not in the safetensors format: {error}", where=where, fix=fix) from error
 
 
-def strip_prefixes(tensors: dict[str, Tensor], names: Collection[str]) -> tuple[dict[str, Tensor], str]:
+def strip_prefixes(tensors: dict[str, Value], names: Collection[str]) -> tuple[dict[str, Value], str]:
     """Return the tensors without the prefix of a wrapper, and that prefix.
 
     names  of the tensors of the model
@@ -188,12 +204,12 @@ def _is_common(prefix: str, names: Collection[str]) -> bool:
     return bool(names) and all(name.startswith(prefix) for name in names)
 
 
-def _apply_renames(tensors: dict[str, Tensor], setting: Mapping[str, str]) -> dict[str, Tensor]:
+def _apply_renames(tensors: dict[str, StoredTensor], setting: Mapping[str, str]) -> dict[str, StoredTensor]:
     """Return the tensors with `weights.rename` applied: {old: new} for modules and tensors, the longest old first."""
     rename = {str(old): str(new) for old, new in setting.items()}
     if problems := _find_unmatched(rename, tensors):
         raise ConfigError(problems)
-    renamed: dict[str, Tensor] = {}
+    renamed: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
         old = max((old for old in rename if _is_under(name, [old])), key=len, default=None)
         new = name if old is None else f"{rename[old]}{name.removeprefix(old)}".removeprefix(".")
@@ -209,14 +225,11 @@ def check_names(source: WeightSource, options: WeightsSettings) -> None:
 
     A file that is not in the safetensors format is reported when it is loaded.
     """
-    from safetensors import SafetensorError, safe_open
-
     names: set[str] = set()
     for file in source.files if options.rename else ():
         try:
-            with safe_open(str(file), framework="pt") as opened:
-                names.update(opened.keys())
-        except (SafetensorError, OSError):
+            names.update(open_tensors(file))
+        except (InvalidFormat, StorageError):
             return
     if problems := _find_unmatched([str(old) for old in options.rename], names):
         raise ConfigError(problems)
@@ -296,7 +309,7 @@ def _count_by_module(names: Iterable[str]) -> list[str]:
     return [f"{top} ({count})" for top, count in counts.items()]
 
 
-def _describe_tensor(tensor: Tensor) -> str:
+def _describe_tensor(tensor: Tensor | StoredTensor) -> str:
     return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
 
 

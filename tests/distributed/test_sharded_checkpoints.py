@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -9,8 +10,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from runner.base.optimizer_state import export_state
+from runner.base.stored_tensor import StoredTensor
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import Snapshot, checkpoint_path, load, save, save_part
@@ -80,19 +83,40 @@ def test_parts_are_bit_for_bit_what_rank_0_would_gather(num_ranks: int, tmp_path
 
 
 def read(folder: str, world: World) -> list[Any]:
+    """Load the model; return the bytes that were read and those of this rank's part."""
     run = trained(world)
-    saved = load(checkpoint_path(Path(folder), 3)).tensors("model")
+    checkpoint = load(checkpoint_path(Path(folder), 3))
+    num_read = 0
+
+    def counting(tensor: StoredTensor) -> StoredTensor:
+        def fill(start: int, rows: Tensor) -> None:
+            nonlocal num_read
+            num_read += rows.nbytes
+            tensor.fill(start, rows)
+
+        return replace(tensor, fill=fill)
+
     with torch.no_grad():
         for tensor in run.model.state_dict().values():
             tensor.zero_()
-    run.parallel.load(run.model, saved)
+    stored = {name: counting(tensor) for name, tensor in checkpoint.stored("model").items()}
+    run.parallel.load(run.model, stored)
+    held = sum(local(tensor).nbytes for tensor in run.model.state_dict().values())
+    saved = checkpoint.tensors("model")
     again: dict[str, Tensor] = run.parallel.gather_full(run.model.state_dict())
     assert all(torch.equal(again[name], saved[name]) for name in again)
-    return [len(again)]
+    return [len(again), num_read, held]
+
+
+def local(tensor: Tensor) -> Tensor:
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("readers", [1, 2, 4])
 def test_parts_are_loaded_by_any_number_of_ranks(readers: int, tmp_path: Path) -> None:
     run_ranks(partial(write, str(tmp_path)), 3)
-    assert run_ranks(partial(read, str(tmp_path)), readers)[0][0] > 10
+    results = run_ranks(partial(read, str(tmp_path)), readers)
+    assert results[0][0] > 10
+    for _, num_read, held in results:
+        assert num_read == held, "a rank reads its own rows only"

@@ -9,12 +9,13 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 from torch import Tensor
 
 from runner.base.errors import DataError, StorageError
 from runner.durable import checkpoint_parts, files
 from runner.durable.checkpoint import Snapshot, checkpoint_path, load, load_newest, recover, save, save_part, verify
-from runner.durable.checkpoint_parts import CheckpointPart, join_parts
+from runner.durable.checkpoint_parts import CheckpointPart, open_files
 from runner.durable.checkpoint_writer import CheckpointWriter, PartWriter
 from tests.durable.parts import RANKS, parts_of
 from tests.faults.saver import snapshot
@@ -141,11 +142,15 @@ def _piece(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
         [{"a": _piece(1)}, {"a": _piece(1)}, {}],
         [{"a": _piece(1, 2)}, {"a": _piece(1, 3)}],
         [{"a": _piece()}, {"a": _piece()}],
+        [{"a": _piece(1)}, {"a": _piece(1, dtype=torch.int32)}],
     ],
 )
 def test_parts_that_do_not_fit_together_are_damaged(parts: Sequence[dict[str, Tensor]], tmp_path: Path) -> None:
+    paths = [tmp_path / f"{number}.safetensors" for number in range(len(parts))]
+    for path, tensors in zip(paths, parts, strict=True):
+        save_file(tensors, path)
     with pytest.raises(DataError):
-        join_parts([*parts], tmp_path)
+        open_files(paths)
 
 
 def test_a_late_part_is_removed_at_the_next_start(tmp_path: Path) -> None:

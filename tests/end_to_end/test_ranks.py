@@ -14,7 +14,9 @@ import psutil
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
+from runner.base.stored_tensor import StoredTensor
 from runner.cli import main
 from runner.durable.checkpoint import load
 from tests.faults.tallies import IS_LONG
@@ -186,14 +188,45 @@ def test_ranks_resume_from_a_mirror_in_an_empty_folder(server: ForkServer, folde
     assert [*losses(folder)] == [*range(1, 13)], "rows before the download exist, too"
 
 
-def test_a_checkpoint_in_parts_is_exported_as_one_file(server: ForkServer, tmp_path: Path) -> None:
+def test_a_checkpoint_in_parts_is_exported_tensor_by_tensor_and_used_as_weights(
+    server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     args = f"{GPT} {SHARDED} parallelism.checkpoint=parts".replace(f"updates={UPDATES}", "updates=2")
     assert_success(server.run(args, tmp_path))
-    assert_success(server.run("export r format=safetensors", tmp_path))
     newest = max((tmp_path / "outputs" / "r" / "checkpoints").glob("update-*"))
-    exported = load_file(next((tmp_path / "outputs" / "r" / "export").glob("*.safetensors")))
     saved = load(newest).tensors("model")
+    sizes: list[int] = []
+
+    def read(tensor: StoredTensor, *rows: int) -> Tensor:
+        result = original(tensor, *rows)
+        sizes.append(result.nbytes)
+        return result
+
+    original = StoredTensor.read
+    monkeypatch.setattr(StoredTensor, "read", read)
+    monkeypatch.chdir(tmp_path)
+    assert main(["export", "r", "format=safetensors"]) == 0
+    assert max(sizes) == max(tensor.nbytes for tensor in saved.values())
+    exported = load_file(next((tmp_path / "outputs" / "r" / "export").glob("*.safetensors")))
     assert all(torch.equal(tensor, saved[name]) for name, tensor in exported.items())
+    assert exported.keys() == saved.keys(), "this model has no shared weights under two names"
+    started = args.replace("run=r", "run=started").replace("updates=2", "updates=1")
+    assert_success(server.run(f"{started.replace('0.0003', '1e-30')} weights=r", tmp_path))
+    newest = max((tmp_path / "outputs" / "started" / "checkpoints").glob("update-*"))
+    for name, tensor in load(newest).tensors("model").items():
+        assert torch.allclose(tensor, saved[name], rtol=0.0, atol=1e-12), name
+
+
+def test_a_task_that_needs_the_memory_of_its_weights_is_built_in_full(server: ForkServer, folder: Path) -> None:
+    text = (folder / "task.py").read_text()
+    (folder / "task.py").write_text(
+        text.replace("self.fault, self.at", "self.bias = torch.zeros(9000).numpy()\n        self.fault, self.at")
+    )
+    args = BASE.replace("updates=12", "updates=1")
+    assert server.run(f"{args} {SHARDED} parallelism.init=meta", folder).code == 78
+    for run, more in (("whole", f"{SHARDED} parallelism.init=auto"), ("alone", "")):
+        assert_success(server.run(f"{args.replace('run=r', f'run={run}')} {more}", folder))
+    assert losses(folder, "whole") == pytest.approx(losses(folder, "alone"), rel=SAME_CURVE)
 
 
 @pytest.mark.sampled(1)

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
 from runner.base.optimizer_state import copy_values
+from runner.base.stored_tensor import StoredTensor
 from runner.base.values import Factor
 from runner.config.option_table import call_option
 from runner.durable.checkpoint import LoadedCheckpoint
@@ -71,8 +72,8 @@ class Averaging(Hook):
     @staticmethod
     def load_for_inference(parts: Parts, checkpoint: LoadedCheckpoint) -> None:
         if _evaluates_average(parts.plan.choices[Averaging.name].options) and Averaging.name in checkpoint.stems:
-            averaged = expand_shared_names(parts.bare, checkpoint.tensors(Averaging.name))
-            parts.parallel.load(parts.bare, {**checkpoint.tensors("model"), **averaged})
+            averaged = expand_shared_names(parts.bare, checkpoint.stored(Averaging.name))
+            parts.parallel.load(parts.bare, {**checkpoint.stored("model"), **averaged})
 
     def _weights(self) -> dict[str, Tensor]:
         return {name: weight.detach() for name, weight in self.phase.work.owned.items()}
@@ -87,7 +88,7 @@ class Averaging(Hook):
                 average.copy_(before)
 
 
-def expand_shared_names(model: nn.Module, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def expand_shared_names(model: nn.Module, tensors: Mapping[str, StoredTensor]) -> dict[str, StoredTensor]:
     """Add each tensor under all names of a shared parameter: of several names, the last one that is loaded counts."""
     names_by_parameter = defaultdict(list)
     for name, parameter in model.named_parameters(remove_duplicate=False):

@@ -45,8 +45,8 @@ class OptimizerAverage(Hook):
     @staticmethod
     def load_for_inference(parts: Parts, checkpoint: LoadedCheckpoint) -> None:
         if OptimizerAverage.name in checkpoint.stems:
-            averaged = expand_shared_names(parts.bare, checkpoint.tensors(OptimizerAverage.name))
-            parts.parallel.load(parts.bare, {**checkpoint.tensors("model"), **averaged})
+            averaged = expand_shared_names(parts.bare, checkpoint.stored(OptimizerAverage.name))
+            parts.parallel.load(parts.bare, {**checkpoint.stored("model"), **averaged})
 
     def _averaging_optimizers(self) -> list[Any]:
         work = self.phase.work

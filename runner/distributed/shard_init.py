@@ -1,0 +1,91 @@
+"""Allocate the shards of a model that was built with deferred initialization, and compute their values."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from runner.base.world import World
+from runner.distributed.deferred_init import DeferredInit, TensorRef
+
+
+@dataclass(frozen=True)
+class DeferredModel:
+    """A model without its large tensors.
+
+    recording  of its construction, which computes them
+    loaded     names of tensors that a checkpoint will replace, so they need no values
+    """
+
+    recording: DeferredInit
+    loaded: Collection[str] = ()
+
+    def prepare(self, model: nn.Module, device: torch.device) -> DeferredShards:
+        """Initialize what is not sharded: buffers and scalars. Must be called before parameters are replaced."""
+        model._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))  # type: ignore[no-untyped-call]
+        whole: dict[int, Tensor] = {}
+        for module in model.modules():
+            for key, buffer in module._buffers.items():
+                if buffer is not None and self.recording.is_deferred(buffer):
+                    if id(buffer) not in whole:
+                        whole[id(buffer)] = self.recording.value(buffer).to(device)
+                    module._buffers[key] = whole[id(buffer)]
+            for key, weight in module._parameters.items():
+                if weight is not None and not weight.dim() and self.recording.is_deferred(weight):
+                    if id(weight) not in whole:
+                        value = self.recording.value(weight).to(device)
+                        whole[id(weight)] = nn.Parameter(value, requires_grad=weight.requires_grad)
+                    module._parameters[key] = whole[id(weight)]  # type: ignore[assignment]
+        refs = {
+            name: self.recording.ref(weight)
+            for name, weight in model.named_parameters(remove_duplicate=False)
+            if self.recording.is_deferred(weight)
+        }
+        return DeferredShards(self, refs, device)
+
+
+@dataclass(frozen=True)
+class DeferredShards:
+    """The sharded parameters of a model that have no memory yet, by name."""
+
+    model: DeferredModel
+    refs: dict[str, TensorRef]
+    device: torch.device
+
+    def materialize(self, model: nn.Module, world: World) -> None:
+        """Allocate this rank's shards and initialize them; host memory holds one full parameter at a time."""
+        shards: dict[int, nn.Parameter] = {}
+        for name, module, key in _places(model):
+            weight: Any = module._parameters[key]
+            if not isinstance(weight, DTensor) or not weight.is_meta:
+                continue
+            if id(weight) not in shards:
+                shards[id(weight)] = self._shard(name, weight, world)
+            module._parameters[key] = shards[id(weight)]
+
+    def _shard(self, name: str, weight: DTensor, world: World) -> nn.Parameter:
+        shape = weight.to_local().shape
+        if name in self.model.loaded:
+            local = torch.empty(shape, dtype=weight.dtype, device=self.device)
+        else:
+            rows = -(-weight.shape[0] // world.world_size)
+            value = self.model.recording.value(self.refs[name])
+            mine = value[min(rows * world.rank, len(value)) :][: shape[0]]
+            local = torch.empty(shape, dtype=weight.dtype, device=self.device).copy_(mine)
+        dtensor = DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+        return nn.Parameter(dtensor, requires_grad=weight.requires_grad)
+
+
+def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:
+    """Yield the name, module and key of each parameter; tied ones several times."""
+    for path, module in model.named_modules():
+        for key, weight in module._parameters.items():
+            if weight is not None:
+                yield f"{path}.{key}" if path else key, module, key

@@ -1,0 +1,134 @@
+"""Read safetensors files in bounded memory: only the header at first, then tensors or rows of them.
+
+safetensors' own reader maps the file into memory: a file that is truncated meanwhile would kill the process (SIGBUS),
+and all pages that were read count as memory of the process until the file is closed.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from runner.base.errors import DataError
+from runner.base.stored_tensor import StoredTensor
+from runner.durable import files
+from runner.durable.system_errors import storage_errors
+from runner.durable.tensors import DTYPES, view_bytes
+
+
+class InvalidFormat(Exception):
+    """A file that is not in the safetensors format."""
+
+
+def open_tensors(path: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file by name, in the order of the file; reads only the header.
+
+    Raises InvalidFormat if the header is invalid, StorageError if the file cannot be read.
+    """
+    size = files.file_size(path)
+    length = int.from_bytes(read_at(path, 0, min(8, size)), "little")
+    if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
+        raise InvalidFormat(f"its header would have {length} bytes, but the file has {size}")
+    text = read_at(path, 8, length)
+    try:
+        header = json.loads(text)
+        header.pop("__metadata__", None)
+        spans = sorted((*entry["data_offsets"], name) for name, entry in header.items())
+        tensors: dict[str, StoredTensor] = {}
+        end = 0
+        for start, stop, name in spans:
+            tensor = _describe(path, header[name], 8 + length + start)
+            if start != end or stop - start != tensor.nbytes:
+                raise InvalidFormat(f"{name} has {tensor.nbytes} bytes, but is stored from {start} to {stop}")
+            tensors[name], end = tensor, stop
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
+        raise InvalidFormat(f"its header is invalid: {type(error).__name__}: {error}") from error
+    if 8 + length + end != size:
+        raise InvalidFormat(f"its tensors have {end} bytes, but the file has {size - 8 - length} after the header")
+    return tensors
+
+
+def _describe(path: Path, entry: dict[str, Any], offset: int) -> StoredTensor:
+    shape = entry["shape"]
+    if not all(type(length) is int and 0 <= length < 1 << 63 for length in shape):
+        raise ValueError(f"invalid shape {shape}")
+    dtype = _TORCH_DTYPES[entry["dtype"]]
+    row_bytes = math.prod(shape[1:]) * dtype.itemsize
+    return StoredTensor(torch.Size(shape), dtype, partial(_fill, path, offset, row_bytes))
+
+
+def _fill(path: Path, offset: int, row_bytes: int, start: int, rows: Tensor) -> None:
+    _read_into(path, offset + start * row_bytes, view_bytes(rows))
+
+
+def read_at(path: Path, position: int, size: int) -> bytes:
+    """Return `size` bytes of a file. Raises DataError if it is shorter, StorageError if it cannot be read."""
+    content = bytearray(size)
+    _read_into(path, position, memoryview(content))
+    return bytes(content)
+
+
+def _read_into(path: Path, position: int, view: memoryview) -> None:
+    with storage_errors("read", path):
+        descriptor = files.open_regular(path)
+        try:
+            while view:
+                count = os.preadv(descriptor, [view], position)
+                if not count:
+                    raise DataError("is shorter than it was when it was opened", where=str(path))
+                view, position = view[count:], position + count
+        finally:
+            os.close(descriptor)
+
+
+def join_parts(parts: Sequence[dict[str, StoredTensor]], where: Path) -> dict[str, StoredTensor]:
+    """Return the tensors of all parts, joined along the rows. Raises DataError if they are inconsistent."""
+    tensors: dict[str, StoredTensor] = {}
+    for name in dict.fromkeys(name for part in parts for name in part):
+        pieces = [part[name] for part in parts if name in part]
+        problem = ""
+        if len(pieces) not in (1, len(parts)):
+            problem = f"it is in {len(pieces)} of {len(parts)} parts"
+        elif len({(piece.dtype, piece.shape[1:], len(piece.shape)) for piece in pieces}) > 1:
+            problem = "they have different shapes or dtypes"
+        elif len(pieces) > 1 and not pieces[0].shape:
+            problem = "it is a scalar in several parts"
+        if problem:
+            raise DataError(f"cannot join the parts of {name}: {problem}", where=str(where))
+        tensors[name] = _join(pieces)
+    return tensors
+
+
+def _join(pieces: Sequence[StoredTensor]) -> StoredTensor:
+    if len(pieces) == 1:
+        return pieces[0]
+    num_rows = sum(piece.shape[0] for piece in pieces)
+
+    def fill(start: int, rows: Tensor) -> None:
+        begin = 0
+        for piece in pieces:
+            first, last = max(start, begin), min(start + len(rows), begin + piece.shape[0])
+            if first < last and rows.numel():
+                piece.fill(first - begin, rows[first - start : last - start])
+            begin += piece.shape[0]
+
+    return StoredTensor(torch.Size((num_rows, *pieces[0].shape[1:])), pieces[0].dtype, fill)
+
+
+_TORCH_DTYPES = {
+    DTYPES[str(dtype).removeprefix("torch.")]: dtype
+    for dtype in (
+        torch.uint64, torch.int64, torch.float64, torch.complex64, torch.float32, torch.uint32, torch.int32,
+        torch.bfloat16, torch.float16, torch.uint16, torch.int16, torch.float8_e4m3fn, torch.float8_e5m2, torch.int8,
+        torch.uint8, torch.bool,
+    )
+}  # fmt: skip
+_MAX_HEADER_BYTES = 100 << 20  # the limit of safetensors

@@ -1,0 +1,239 @@
+"""A model that is built without memory gets, shard by shard, the values of an ordinary construction, bit for bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from runner.tasks.gpt.model import Shape, Transformer
+from torch import Tensor, nn
+from torch.nn.utils import parametrizations
+
+from runner.axes.optimizer import sgd
+from runner.base.world import World
+from runner.distributed.deferred_init import DeferredInit
+from runner.distributed.parallel import Parallel
+from runner.distributed.shard_init import DeferredModel
+from runner.distributed.sharded import Sharded
+from runner.plan.planning_rules import why_no_fsdp
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_sharded import ALONE, CLASSES, TOKENS, WIDTH, Run, listed, token_loss
+from tests.rounding import PROMISED, distance
+
+
+class Tied(nn.Module):
+    """Tied weights, buffers that are computed from other tensors, and a custom initialization of whole and part."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Linear(WIDTH, 8)
+        self.blocks = nn.ModuleList(nn.TransformerEncoderLayer(8, 2, 12, dropout=0.0, batch_first=True) for _ in "ab")
+        self.up, self.down = nn.Linear(8, 8, bias=False), nn.Linear(8, 8, bias=False)
+        self.down.weight = self.up.weight
+        self.head = nn.Linear(8, CLASSES)
+        self.scale = nn.Parameter(torch.tensor(1.1))
+        self.register_buffer("mask", torch.triu(torch.full((TOKENS, TOKENS), -1e9), 1))
+        self.register_buffer("angles", torch.outer(torch.arange(TOKENS), 1.0 / torch.arange(1, 9)), persistent=False)
+        self.apply(self.reset)
+
+    def reset(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.5)
+            with torch.no_grad():
+                module.weight[1:3] = 2 * module.weight[:2] - module.weight.mean()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.angles.cos()
+        for block in self.blocks:
+            x = block(x, src_mask=self.mask)
+        logits: Tensor = self.head(self.down(torch.tanh(self.up(x)))) * self.scale
+        return logits
+
+
+class Normed(nn.Module):
+    """Batch norms, weight norm, an orthogonal initialization, copied layers, and rates that are read as numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layer = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.ReLU())
+        nn.init.orthogonal_(layer[0].weight)
+        self.layers = nn.TransformerEncoder(
+            nn.TransformerEncoderLayer(WIDTH, 2, 9, dropout=0.0, batch_first=True), 2, enable_nested_tensor=False
+        )
+        self.norm, self.first = nn.BatchNorm1d(WIDTH), layer
+        self.last = parametrizations.weight_norm(nn.Linear(WIDTH, CLASSES))
+        self.rates = [rate.item() for rate in torch.linspace(0.1, 0.3, 5)] + torch.rand(2).tolist()
+        self.order = torch.randperm(WIDTH)  # neither a parameter nor a buffer
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layers(x[..., self.order]) * sum(self.rates)
+        x = self.first(self.norm(x.transpose(1, 2)).transpose(1, 2))
+        logits: Tensor = self.last(x)
+        return logits
+
+
+def gpt() -> nn.Module:
+    return Transformer(Shape(num_layers=2, num_heads=2, width=16, block_size=TOKENS, vocab_size=CLASSES))
+
+
+def next_token_loss(model: nn.Module, batch: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:
+    _, y = batch
+    return F.cross_entropy(model(y.clamp(min=0)).transpose(1, 2), y, reduction="sum", ignore_index=-1), (y >= 0).sum()
+
+
+MODELS: dict[str, tuple[Callable[[], nn.Module], Any]] = {
+    "gpt": (gpt, next_token_loss),
+    "tied": (Tied, token_loss),
+    "normed": (Normed, token_loss),
+}
+
+
+def built(make: Callable[[], nn.Module]) -> nn.Module:
+    torch.manual_seed(11)
+    return make()
+
+
+def deferred(make: Callable[[], nn.Module], min_bytes: int = 0) -> tuple[nn.Module, DeferredInit]:
+    with DeferredInit(min_bytes) as recording:
+        model = built(make)
+    recording.replace_leaked(model)
+    return model, recording
+
+
+def values(model: nn.Module, recording: DeferredInit | None = None) -> Iterator[tuple[str, Tensor]]:
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield name, recording.value(tensor) if recording and recording.is_deferred(tensor) else tensor.detach()
+
+
+@pytest.mark.parametrize("min_bytes", [0, 300])
+@pytest.mark.parametrize("name", MODELS)
+def test_values_and_later_random_numbers_are_those_of_an_ordinary_construction(name: str, min_bytes: int) -> None:
+    make, _ = MODELS[name]
+    ordinary = built(make)
+    state = torch.get_rng_state()
+    model, recording = deferred(make, min_bytes)
+    assert torch.equal(torch.get_rng_state(), state)
+    for (one, expected), (other, value) in zip(values(ordinary), values(model, recording), strict=True):
+        assert one == other
+        assert expected.dtype == value.dtype
+        assert torch.equal(expected, value), one
+    assert torch.equal(torch.get_rng_state(), state), "computing values draws no random numbers"
+    if isinstance(model, Normed) and isinstance(ordinary, Normed):
+        assert model.rates == ordinary.rates
+        assert torch.equal(model.order, ordinary.order)
+
+
+def test_values_can_be_computed_in_any_order_and_twice() -> None:
+    model, recording = deferred(Tied)
+    forward, backward = dict(values(model, recording)), dict(reversed([*values(model, recording)]))
+    assert all(torch.equal(forward[name], backward[name]) for name in forward)
+
+
+def test_recordings_of_equal_constructions_have_equal_digests() -> None:
+    _, one = deferred(Tied)
+    _, same = deferred(Tied)
+    with DeferredInit(0) as other:
+        torch.manual_seed(12)
+        Tied()
+    assert one.digest() == same.digest() != other.digest()
+
+
+def test_an_explicit_generator_and_captured_numbers_are_replayed() -> None:
+    def make() -> nn.Module:
+        layer = nn.Linear(9, 9)
+        numbers = torch.tensor([[float(n) for n in range(9)]] * 9)
+        with torch.no_grad():
+            layer.weight.copy_(numbers).add_(torch.rand(9, 9, generator=torch.Generator().manual_seed(4)))
+        numbers.zero_()
+        return layer
+
+    model, recording = deferred(make)
+    assert torch.equal(recording.value(model.weight), built(make).weight)
+
+
+@pytest.mark.parametrize(
+    "use",
+    [
+        lambda tensor: tensor.numpy(),
+        lambda tensor: tensor.data_ptr(),
+        lambda tensor: tensor.resize_(20).zero_(),
+        lambda tensor: torch._foreach_zero_([tensor, torch.tensor([1.0, 2.0])]),
+    ],
+)
+def test_what_cannot_be_recorded_is_an_error(use: Callable[[Tensor], object]) -> None:
+    with DeferredInit(0), pytest.raises((RuntimeError, TypeError)):
+        use(torch.zeros(10))
+
+
+def shards(world: World, recording: DeferredInit, **options: Any) -> Parallel:
+    parallel = Sharded(world)
+    parallel.deferred = DeferredModel(recording, **options)
+    return parallel
+
+
+def run_of(name: str, world: World) -> Run:
+    make, loss = MODELS[name]
+    count = world.world_size
+    shares = tuple(32 // count + (rank < 32 % count) for rank in range(count))
+    options: dict[str, Any] = {"shares": shares, "dtype": torch.float32, "loss": loss, "optimizer": sgd}
+    if count == 1:
+        return Run(world, model=built(make), **options)
+    model, recording = deferred(make)
+    assert any(weight.is_meta for weight in model.parameters())
+    return Run(world, model=model, strategy=partial(shards, recording=recording), **options)
+
+
+def begun_and_trained(names: list[str], world: World) -> list[Any]:
+    """Return the model's tensors before and after three updates, by model.
+
+    With SGD: Adam divides gradients that are zero but for rounding, as of the biases of keys, by themselves.
+    """
+    results = []
+    for name in names:
+        run = run_of(name, world)
+        first = listed(run.parallel.gather_full(run.model.state_dict()))
+        run.advance(3)
+        results.append([first, listed(run.parallel.gather_full(run.model.state_dict()))])
+    return results
+
+
+@pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
+@pytest.mark.parametrize("num_ranks", [2, 3])
+def test_ranks_start_from_the_weights_of_one_process_and_train_alike(num_ranks: int) -> None:
+    names = ["gpt", "tied"]
+    alone = begun_and_trained(names, ALONE)
+    together = run_ranks(partial(begun_and_trained, names), num_ranks)[0]
+    for name, expected, found in zip(names, alone, together, strict=True):
+        assert expected[0] == found[0], f"{name}: bit for bit"
+        assert distance(expected[1], found[1]) <= PROMISED[torch.float32], name
+
+
+def first_weights(world: World) -> Any:
+    run = run_of("normed", world)
+    return listed(run.parallel.gather_full(run.model.state_dict()))
+
+
+@pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
+def test_a_model_with_batch_norms_starts_from_the_weights_of_one_process() -> None:
+    assert run_ranks(first_weights, 3)[0] == first_weights(ALONE)
+
+
+def uninitialized(world: World) -> list[bool]:
+    """Return for each loaded name whether its initial value was computed."""
+    computed: list[Any] = []
+    model, recording = deferred(Tied)
+    names = frozenset({"up.weight", "blocks.0.linear1.weight"})
+    refs = {recording.ref(weight): name for name, weight in model.named_parameters() if weight.is_meta}
+    value = recording.value
+    recording.value = lambda tensor: computed.append(refs.get(tensor)) or value(tensor)  # type: ignore[method-assign]
+    shards(world, recording, loaded=names).wrap(model, list, list(model.blocks))  # type: ignore[arg-type]
+    return [name in computed for name in sorted(names)] + ["head.weight" in computed]
+
+
+@pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
+def test_parameters_that_a_checkpoint_replaces_are_not_initialized() -> None:
+    assert run_ranks(uninitialized, 2) == [[False, False, True]] * 2
