@@ -25,6 +25,7 @@ from runner.config.layers import (
     file_settings,
     find_unused_keys,
     group_settings,
+    implied_groups,
     merge,
     merge_phases,
     select_for_hydra,
@@ -151,6 +152,7 @@ def compose(request: Request) -> Configuration:
     resolve_size = partial(task_size, command_line, before_task["task"], before_task["hardware"], request)
     problems += table_problems(request.task_file)
     task = read_task(before_task["task"], request, resolve_size, problems)
+    groups += implied_groups(command_line, merge(groups))
     chosen = merge([*groups, *task_group_settings(task, request, problems)])
 
     composed = compose_groups(select_for_hydra(chosen, request.task_file), request, problems)

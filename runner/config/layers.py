@@ -132,6 +132,13 @@ def group_settings(command_line: Mapping[str, str], request: Request) -> Iterato
         yield Setting(group, option, Rank.COMMAND_LINE, COMMAND_LINE)
 
 
+def implied_groups(command_line: Iterable[Setting], chosen: Merged) -> Iterator[Setting]:
+    """Yield parallelism=auto if the command line gives a number of ranks, and nothing chooses how they train."""
+    if chosen["parallelism"].rank == Rank.DEFAULT:
+        sizes = [setting for setting in command_line if setting.key == "parallelism.world_size"]
+        yield from (Setting("parallelism", "auto", Rank.COMMAND_LINE, COMMAND_LINE, size.where) for size in sizes[:1])
+
+
 def task_group_settings(task: TaskFile, request: Request, problems: list[Problem]) -> Iterator[Setting]:
     """Yield the options that the task's file selects."""
     for group in GROUPS:

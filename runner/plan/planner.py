@@ -110,11 +110,17 @@ def should_trace_memory(configuration: Configuration, inventory: Inventory) -> b
     return is_auto and has_gpu and settings.device.partition(":")[0] in ("auto", "cuda")
 
 
-def _available_devices(chosen: Device | None, inventory: Inventory) -> list[RankDevice]:
-    """Return the devices that ranks could use: all usable CUDA GPUs, or else one other device, such as the CPU."""
-    if chosen is None or chosen.kind != "cuda":
+def _available_devices(
+    chosen: Device | None, inventory: Inventory, world_size: int | Literal["auto"] = "auto"
+) -> list[RankDevice]:
+    """Return the devices that ranks could use: all usable CUDA GPUs, or else one other device, such as the CPU.
+
+    world_size  number of ranks that the user requests
+    Raises DeviceMissing if there are not enough GPUs.
+    """
+    if world_size == "auto" and (chosen is None or chosen.kind != "cuda"):
         return [RankDevice.of(chosen, inventory)]
-    gpus, _ = assign_gpus(chosen, "auto", inventory)
+    gpus, _ = assign_gpus(chosen, world_size, inventory)
     return [RankDevice.of(gpu, inventory) for gpu in gpus]
 
 
@@ -178,7 +184,8 @@ class _Planner(Decisions):
         if ranks is None and device.startswith("cuda:"):
             self.choose("parallelism", "single", f"auto: device={device} selects one device")
             return
-        devices = self._limit_memory(ranks or _available_devices(chosen, self.inventory))
+        world_size = self.choices["parallelism"].options.get("world_size", "auto")
+        devices = self._limit_memory(ranks or _available_devices(chosen, self.inventory, world_size))
         if self.needs is None or len(devices) == 1:
             name = "single" if len(devices) == 1 else "ddp"
             reason = f"auto: one device ({devices[0].name})" if len(devices) == 1 else "auto: several devices"

@@ -370,8 +370,9 @@ def test_an_absent_machine_can_be_planned_for(profile: str) -> None:
     assert made.choices["precision"].name == selected_options("hardware", profile)["precision"]
 
 
-def test_more_gpus_than_a_profile_describes_can_be_planned_for() -> None:
-    asked = configuration("hardware=h100", "parallelism=ddp", "parallelism.world_size=8", "global_batch_size=64")
+@pytest.mark.parametrize("words", [("parallelism=ddp",), ("parallelism=auto",), ()])
+def test_more_gpus_than_a_profile_describes_can_be_planned_for(words: tuple[str, ...]) -> None:
+    asked = configuration("hardware=h100", *words, "parallelism.world_size=8", "global_batch_size=64")
     here, _ = planning_inventory(asked)
     made = make_plan(asked, here)
     assert [rank.device for rank in made.ranks] == [f"cuda:{index}" for index in range(8)]
@@ -379,6 +380,16 @@ def test_more_gpus_than_a_profile_describes_can_be_planned_for() -> None:
     mixed = configuration("hardware=pair_11gb_8gb", "parallelism=ddp", "parallelism.world_size=3")
     with pytest.raises(DeviceMissing):
         make_plan(mixed, planning_inventory(mixed)[0])
+
+
+def test_a_number_of_ranks_alone_lets_the_plan_choose_the_strategy() -> None:
+    assert plan("parallelism.world_size=2", on=machine(T4, T4_TOO)).choices["parallelism"].function == "ddp"
+    assert plan("parallelism.world_size=3", on=machine()).world_size == 3
+    assert plan("parallelism.world_size=1", on=machine(T4, T4_TOO)).choices["parallelism"].function == "single"
+    with pytest.raises(DeviceMissing):
+        plan("parallelism.world_size=3", on=machine(T4, T4_TOO))
+    with pytest.raises(ConfigError):
+        plan("parallelism=single", "parallelism.world_size=2", on=machine(T4, T4_TOO))
 
 
 @pytest.mark.parametrize(
