@@ -49,6 +49,14 @@ def length(line: Array) -> float:
     return float(_along(line)[-1])
 
 
+def connects(line: Array, others: Sequence[Array], reach: float) -> bool:
+    """Return whether both ends of a line (n, 3) are within `reach` of those of one of the others, in either sense."""
+    ends = line[[0, -1]]
+    known = np.stack([other[[0, -1]] for other in others])
+    senses = np.stack([known, known[:, ::-1]])  # (2, lines, ends, 3)
+    return bool((np.linalg.norm(senses - ends, axis=-1).max(axis=-1) <= reach).any())
+
+
 def trk(lines: Sequence[Array], affine: Array, shape: Sequence[int]) -> bytes:
     """Return a TrackVis file of lines (n, 3) in RAS mm, in the space of an image with this affine and shape."""
     nibabel = require("nibabel", "tractodiff")

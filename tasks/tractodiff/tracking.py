@@ -14,7 +14,7 @@ from runner.base.task import Content, Prediction
 
 from .data import Tracts
 from .growing import SegmentSampler, grow
-from .lines import Array, length, mdf, resample_by_count, tck, trk, voxels
+from .lines import Array, connects, length, mdf, resample_by_count, tck, trk, voxels
 from .pictures import draw_side_by_side
 
 NUM_COMPARED_POINTS = 12  # points for the comparison of complete streamlines, as in QuickBundles
@@ -80,9 +80,11 @@ class Tracking:
         """Return the figures of each bundle in which there are seeds.
 
         overlap and overreach are the numbers of voxels of grown lines inside and outside of the held-out lines of the
-        bundle, relative to the number of voxels of the held-out lines.
-        Source: Cote et al., Tractometer, Medical Image Analysis 17, 2013.
+        bundle, relative to the number of voxels of the held-out lines. valid_connections is the share of the seeds
+        whose lines end within two voxels of both ends of a held-out line of the bundle.
+        Source: Cote et al., Tractometer, Medical Image Analysis 17, 2013, which draws end regions by hand.
         """
+        reach = 2 * float(self.tracts.fields.voxel_size[seeds.subject])
         labels = self.tracts.bundles_of(self.split, seeds.subject)
         affine = self.tracts.affines[seeds.subject]
         found = {}
@@ -92,13 +94,17 @@ class Tracking:
                 for line, partner in zip(grown, partners, strict=True)
                 if labels[partner] == bundle
             ]
-            truth = voxels([line for line, label in zip(real, labels, strict=True) if label == bundle], affine)
+            held_out = [line for line, label in zip(real, labels, strict=True) if label == bundle]
+            truth = voxels(held_out, affine)
             seen = voxels([line for line, _ in pairs], affine)
             found[bundle] = {
                 "seeds": len(pairs),
                 "mdf_to_real_through_seed_mm": _mean(_distances(pairs)),
                 "overlap": len(seen & truth) / len(truth),
                 "overreach": len(seen - truth) / len(truth),
+                "valid_connections": _mean(
+                    [float(len(line) > 1 and connects(line, held_out, reach)) for line, _ in pairs]
+                ),
             }
         return found
 
@@ -138,7 +144,8 @@ def _format_figures(figures: dict[str, object]) -> str:
     bundles = figures.get("bundles")
     if isinstance(bundles, dict):
         parts = [
-            f"{name}: overlap {found['overlap']:.0%}, overreach {found['overreach']:.0%}"
+            f"{name}: overlap {found['overlap']:.0%}, overreach {found['overreach']:.0%},"
+            f" valid connections {found['valid_connections']:.0%}"
             for name, found in bundles.items()
         ]
         text += "\n" + "; ".join(parts)

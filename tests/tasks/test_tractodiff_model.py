@@ -15,7 +15,7 @@ from runner.tasks.tractodiff import task as module
 from runner.tasks.tractodiff.diffusion import Schedule
 from runner.tasks.tractodiff.fields import CONDITION_SIZE
 from runner.tasks.tractodiff.growing import grow
-from runner.tasks.tractodiff.lines import mdf, trk, unit_steps
+from runner.tasks.tractodiff.lines import connects, mdf, trk, unit_steps
 from runner.tasks.tractodiff.model import Shape, StreamlineDiffusion
 from runner.tasks.tractodiff.task import SHAPES, TractoDiff, build
 from runner.tasks.tractodiff.tracking import Seeds, Tracking
@@ -249,12 +249,17 @@ def test_leaving_the_mask_costs_and_pulls_points_back(task: TractoDiff) -> None:
     assert expected > 8
     distance = 20 * float(mdf(away(x0, x0, x0), x0).sum().detach())
     assert (float(loss.detach()) - distance) / int(items) == pytest.approx(expected, rel=1e-3)
-    # points at the edge get a gradient from the collision term
+    # points at the edge are pulled back: a small step against the gradient of the collision term is further inside
     edge = torch.nn.Parameter(batch["points"].clone() * 1.5)
-    outside = (1 - task.inside(edge, batch)).sum()
-    outside.backward()
+    before = task.inside(edge, batch)
+    (1 - before).sum().backward()
     assert edge.grad is not None
-    assert edge.grad.abs().sum() > 0
+    pulled = edge.grad.norm(dim=-1) > 1e-3
+    assert pulled.sum() >= 10
+    step = 1e-3 * torch.nn.functional.normalize(edge.grad, dim=-1)  # mm, much less than a voxel
+    with torch.no_grad():
+        assert (task.inside(edge - step, batch) > before)[pulled].all()
+        assert (task.inside(edge + step, batch) < before)[pulled].all()
 
 
 def test_training_reduces_the_loss(task: TractoDiff) -> None:
@@ -460,12 +465,27 @@ def test_figures_of_a_bundle_compare_the_voxels_of_both(task: TractoDiff) -> Non
     tracking = Tracking(task.tracts, "test", advance=8, max_points=24)
     real = [line.numpy() for line in task.tracts.streamlines("test", 0)]
     seeds = Seeds(0, torch.stack([torch.from_numpy(line[0]) for line in real]), list(range(len(real))), None)
-    result: Any = tracking.figures(seeds, real)["bundles"]["small_64D"]  # type: ignore[index]
-    assert (result["overlap"], result["overreach"], result["mdf_to_real_through_seed_mm"]) == (1, 0, 0)
+    found: Any = tracking.figures(seeds, real)["bundles"]["small_64D"]  # type: ignore[index]
+    assert (found["overlap"], found["overreach"], found["mdf_to_real_through_seed_mm"]) == (1, 0, 0)
+    assert found["valid_connections"] == 1
     affine = task.tracts.affines[0]
     far = [line + affine[:3, :3] @ [100, 0, 0] for line in real]
-    result = tracking.figures(seeds, far)["bundles"]["small_64D"]  # type: ignore[index]
-    assert (result["overlap"], result["overreach"]) == (0, 1)
+    found = tracking.figures(seeds, far)["bundles"]["small_64D"]  # type: ignore[index]
+    assert (found["overlap"], found["overreach"], found["valid_connections"]) == (0, 1, 0)
+    half = [line if number % 2 else line[:1] for number, line in enumerate(real)]  # nothing grew from every other seed
+    found = tracking.figures(seeds, half)["bundles"]["small_64D"]  # type: ignore[index]
+    assert found["valid_connections"] == (len(real) // 2) / len(real)
+
+
+def test_a_line_connects_if_both_ends_are_near_those_of_one_line() -> None:
+    one, other = (np.array([[0.0, y, 0], [5, 9, 9], [10, y, 0]]) for y in (0, 20))
+    line = np.array([[1.0, 0, 0], [4, 4, 4], [10, 1, 0]])
+    assert connects(line, [one], 1.0)
+    assert connects(line[::-1], [other, one], 1.0)
+    assert not connects(line, [one], 0.99)
+    assert not connects(line[:2], [one], 1.0)  # the second end is elsewhere
+    crossing = np.array([[0.0, 0, 0], [10, 20, 0]])  # the end of one, and the end of another
+    assert not connects(crossing, [one, other], 1.0)
 
 
 def test_another_program_reads_a_tck_file_unchanged(task: TractoDiff) -> None:
