@@ -321,11 +321,15 @@ def test_a_run_stopped_in_any_phase_resumes_bit_for_bit(
 
 
 def test_an_extended_phase_is_unfinished_until_it_has_run(server: ForkServer, tmp_path: Path) -> None:
-    assert train(server, tmp_path, "phases=[pretrain]", "updates=3").code == 0
-    args = ["phases=[pretrain]", "updates=9", "resume_allow=[updates]"]
-    result = train(server, tmp_path, *args, "task.stop_at=pretrain:3", "task.by=SIGTERM", "resume_allow=[updates,task]")
-    assert result.code in (75, 88), result.err
-    assert finished(tmp_path) == {"pretrain": result.code == 88}
+    args = ["phases=[pretrain]", "task.stop_at=pretrain:5", "task.by=SIGTERM"]
+    assert train(server, tmp_path, *args, "updates=3", env={"NO_KILL": "1"}).code == 0
+    assert finished(tmp_path) == {"pretrain": True}
+    extended = [*args, "updates=9", "resume_allow=[updates]"]
+    result = train(server, tmp_path, *extended)
+    assert result.code == 75, result.err
+    assert finished(tmp_path) == {"pretrain": False}
+    assert train(server, tmp_path, *extended, env={"NO_KILL": "1"}).code == 0
+    assert finished(tmp_path) == {"pretrain": True}
 
 
 def test_a_refused_attempt_changes_nothing(server: ForkServer, tmp_path: Path) -> None:

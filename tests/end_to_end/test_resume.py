@@ -118,12 +118,15 @@ def test_a_damaged_checkpoint_is_skipped(server: ForkServer, straight: Straight,
 
 def test_a_finished_run_is_not_changed(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
     shutil.copytree(straight(), tmp_path, dirs_exist_ok=True)
-    before = {
-        path: path.read_bytes() for path in (tmp_path / "outputs" / "mine" / "checkpoints").rglob("*") if path.is_file()
-    }
+    checkpoints = tmp_path / "outputs" / "mine" / "checkpoints"
+
+    def content() -> dict[Path, bytes]:
+        return {path: path.read_bytes() if path.is_file() else b"" for path in checkpoints.rglob("*")}
+
+    before = content()
     again = server.run(BASE, tmp_path)
     assert again.code == 0, again.err
-    assert before == {path: path.read_bytes() for path in before}
+    assert content() == before  # the same files, no others
 
 
 def test_other_mathematics_is_refused_or_must_be_named(server: ForkServer, tmp_path: Path) -> None:

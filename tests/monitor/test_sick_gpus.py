@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from tests.nvml_stub import GIB, MIB, PAIR, SLICED, T4, NvmlStub, State, gpu
 # Samples the GPUs twice, applying THEN in between, as the monitor does; then runs the other reports.
 EXAMINE = """
 import json, os, pathlib
+from runner.monitor import machine_sample
 from runner.monitor.alerts import AlertMonitor
 from runner.monitor.health_rules import assess_health
 from runner.monitor.machine_sample import Gpus, ProcessTree
@@ -25,10 +27,13 @@ from tests.nvml_stub import change
 
 alerts, readings, tally = [], [], SampleTally()
 Gpus.SELDOM_S = Gpus.TURN_S = 0.0
+if "IN_CONTAINER" in os.environ:
+    machine_sample.pids_are_of_host = lambda: False
 with open_nvml() as nvml:
     chosen = visible(nvml.gpus).gpus
     nvml.watch_events(chosen)
-    gpus, watching = Gpus(nvml, chosen, ProcessTree(os.getpid())), AlertMonitor(nvml, chosen)
+    tree = ProcessTree(int(os.environ.get("ROOT", os.getpid())))
+    gpus, watching = Gpus(nvml, chosen, tree), AlertMonitor(nvml, chosen)
     for changed in ({}, json.loads(os.environ["THEN"])):
         change(changed)
         readings.append(gpus.sample())
@@ -174,10 +179,27 @@ def test_hidden_gpus_are_neither_sampled_nor_reported(nvml_stub: NvmlStub, wante
     assert f"gpu{len(uuids)}/memory_total_gib" not in seen["readings"][0]
 
 
-def test_other_processes_are_an_alert_and_a_verdict(nvml_stub: NvmlStub) -> None:
-    seen = examined(nvml_stub, PAIR | QUIET | gpu(1, processes=f"1:{GIB}"), **BY_BUS)
-    shared = [("shared", "gpu1")] if ["high", "GPU 1 processes"] in [each[:2] for each in seen["verdicts"]] else []
+def test_processes_of_others_are_an_alert_and_a_verdict(nvml_stub: NvmlStub) -> None:
+    """A process of the run among those that NVML lists shows that both number processes alike."""
+    own = os.getpid()
+    users = gpu(0, processes=f"{own}:{GIB}") | gpu(1, processes=f"{PARENT}:{GIB}")
+    seen = examined(nvml_stub, PAIR | QUIET | users, ROOT=str(own), **BY_BUS)
 
-    assert kinds(seen) == shared
-    (process,) = [each for each in seen["doctor"]["processes"] if each["subject"] == "GPU 1"]
-    assert process["state"] == "warn"
+    assert kinds(seen) == [("shared", "gpu1")]
+    assert [subject for level, subject, _ in seen["verdicts"] if level == "high"] == ["GPU 1 processes"]
+    assert [each["gpu1/other_processes"] for each in seen["readings"]] == [1, 1]
+    assert [each["gpu0/other_processes"] for each in seen["readings"]] == [0, 0]
+    states = {each["subject"]: each["state"] for each in seen["doctor"]["processes"]}
+    assert states["GPU 1"] == "warn"
+
+
+def test_processes_of_unknown_owners_are_neither_an_alert_nor_a_verdict(nvml_stub: NvmlStub) -> None:
+    """In a container, NVML lists processes by numbers of the host, which may be those of the run."""
+    seen = examined(nvml_stub, PAIR | QUIET | gpu(1, processes=f"{PARENT}:{GIB}"), IN_CONTAINER="1", **BY_BUS)
+
+    assert kinds(seen) == []
+    assert "GPU 1 processes" not in [subject for _, subject, _ in seen["verdicts"]]
+    assert "gpu1/other_processes" not in seen["readings"][0]
+
+
+PARENT = os.getppid()  # exists, and is not of the run
