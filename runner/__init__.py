@@ -13,6 +13,7 @@ from runner.version import __version__
 __all__ = [
     "Context",
     "Fit",
+    "FunctionLayer",
     "GPUStats",
     "Gather",
     "Hook",
@@ -35,7 +36,7 @@ __all__ = [
 if TYPE_CHECKING:
     from runner.api import Run, evaluate, open_run, train
     from runner.base.noise import SampleNoise, per_sample_noise
-    from runner.base.task import Context, Fit, Gather, Prediction, Progress, Task, sample_rng
+    from runner.base.task import Context, Fit, FunctionLayer, Gather, Prediction, Progress, Task, sample_rng
     from runner.engine.hooks.hook import Hook, Wants
     from runner.interface import PipelineParallel, auto_parallelize
     from runner.monitor.gpu_stats import GPUStats
@@ -47,7 +48,7 @@ if not (Path(__file__).parent / "conf").is_dir():
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("Context", "Fit", "Gather", "Prediction", "Progress", "Task", "sample_rng"):
+    if name in ("Context", "Fit", "FunctionLayer", "Gather", "Prediction", "Progress", "Task", "sample_rng"):
         from runner.base import task
 
         return getattr(task, name)
