@@ -5,8 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.values import MAX_THREADS
@@ -34,43 +36,75 @@ from runner.tools.measure.suite import (
 )
 
 Devices = Mapping[str, tuple[str, ...]]  # name -> overrides
-Point = tuple[int, int]  # samples per update, side in pixels
+Replied = Mapping[str, Replies | str]  # variant -> replies, or why there are none
+
+
+class Point(NamedTuple):
+    """Samples per update and side of a cube in pixels; None: the task has no such setting."""
+
+    batch: int
+    side: int | None = None
+
+
+@dataclass(frozen=True)
+class Points:
+    """The sizes that are measured.
+
+    series    what varies, "batch" or "size" -> sizes
+    extremes  "small" and "large" -> size at which each phase is measured
+    """
+
+    series: Mapping[str, Sequence[Point]]
+    extremes: Mapping[str, Point]
+
+    @property
+    def all(self) -> list[Point]:
+        """All sizes, without duplicates."""
+        return list(dict.fromkeys(chain(*self.series.values(), self.extremes.values())))
 
 
 def run(suite_request: SuiteRequest) -> SuiteReport:
-    """Compare two devices in both phases of `hyperspectral`.
+    """Compare two devices, or numbers of threads, by batch; for a task with cubes, also by their size.
 
-    Raises ConfigError for an unknown device, invalid numbers, and another task.
+    A task with a phase of statistics is measured in both phases.
+    Raises ConfigError for an unknown device and invalid numbers.
     """
     batches, sides = (tuple(sorted(suite_request.parse_numbers(key))) for key in ("batches", "sides"))
     kinds = suite_request.parse_choices("by", tuple(UNITS))
-    suite_request = _apply_task(suite_request)
+    suite_request = _apply_default_task(suite_request)
     with open_suite_context(suite_request) as context:
         devices = parse_devices(suite_request.options["devices"], context.inventory)
-        series: dict[str, list[Point]] = {
-            "batch": [(batch, sides[0]) for batch in batches], "size": [(batches[0], side) for side in sides],
-        }  # fmt: skip
-        series = {kind: series[kind] for kind in kinds}
-        extremes = {"small": (batches[0], sides[0])}
-        extremes |= {"large": (batches[0], sides[-1])} if len(sides) > 1 else {}
-        points = dict.fromkeys([*(point for of_kind in series.values() for point in of_kind), *extremes.values()])
-        result = compare_variants(
-            context, [each for point in points for each in _make_pair(devices, point)], suite_request, SHARE
-        )
-        budget_s = (1 - SHARE) * suite_request.budget_s / len(extremes)
-        passes, rules = {}, {}
-        for size, point in extremes.items():
+        task = context.plan.choices["task"]
+        if {"height", "width"} <= set(task.options):
+            points = _cube_points(batches, sides, kinds)
+        elif kinds == ("size",):
+            what = f"is not supported for task={task.name}, which has no settings height and width"
+            raise ConfigError(Problem(what, "by=size", "use by=batch"))
+        else:
+            points = _batch_points(batches)
+        has_statistics = context.plan.phases[0].kind == "fit"
+        share = SHARE if has_statistics else 1.0
+        variants = [each for point in points.all for each in _make_pair(devices, point)]
+        result = compare_variants(context, variants, suite_request, share)
+        budget_s = (1 - share) * suite_request.budget_s / len(points.extremes)
+        passes: dict[str, Replied] = {}
+        rules = {}
+        for size, point in points.extremes.items():
             pair = _make_pair(devices, point)
-            passes[size] = call_interleaved(context, pair, suite_request, {"do": "fit"}, budget_s)
+            if has_statistics:
+                passes[size] = call_interleaved(context, pair, suite_request, {"do": "fit"}, budget_s)
             rules[size] = _evaluate_criteria(context, pair)
     first, second = devices
-    rows = _make_phase_rows(devices, result, extremes, passes)
+    series = points.series
+    rows = _make_phase_rows(devices, result, points, passes)
     faster = {kind: describe_crossover(devices, [_ratio(result, devices, point) for point in of_kind], UNITS[kind],
-                              [point[0] if kind == "batch" else point[1] for point in of_kind])
+                              [point.side or point.batch if kind == "size" else point.batch for point in of_kind])
               for kind, of_kind in series.items()}  # fmt: skip
-    columns = ("phase", "side, pixels", f"{first}, ms", f"{second}, ms", f"{second} against {first}", "sure")
+    unit = "side, pixels" if "size" in series or points.extremes["small"].side else "samples"
+    columns = ("phase", unit, f"{first}, ms", f"{second}, ms", f"{second} against {first}", "sure")
+    measured = "one statistics pass, one gradient update" if passes else "one gradient update"
     tables = [
-        SuiteTable(f"{second} against {first}: one statistics pass, one gradient update", columns, rows),
+        SuiteTable(f"{second} against {first}: {measured}", columns, rows),
         _make_series_table(devices, result, series),
         _make_rules_table(rules),
     ]
@@ -83,15 +117,30 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
     return save_report(suite_request, "devices", report, result)
 
 
-def _apply_task(suite_request: SuiteRequest) -> SuiteRequest:
-    """Return the request for the task with both phases. Raises ConfigError for another task."""
+def _apply_default_task(suite_request: SuiteRequest) -> SuiteRequest:
+    """Return the request, for a task with both phases unless it names one."""
     request = suite_request.request
-    other = [word for word in request.overrides if word.startswith("task=") and word != f"task={TASK}"]
-    if request.task_file or other:
-        what = f"is not supported by this suite, which measures the phases of {TASK}"
-        raise ConfigError(Problem(what, other[0] if other else "--task", f"use task={TASK}"))
+    named = [word for word in request.overrides if word.startswith("task=")]
+    if request.task_file or (named and named[-1] != f"task={TASK}"):
+        return suite_request
     own = merge_overrides((f"task={TASK}", "task.data=synthetic"), request.overrides)
     return dataclasses.replace(suite_request, request=dataclasses.replace(request, overrides=own))
+
+
+def _cube_points(batches: Sequence[int], sides: Sequence[int], kinds: Sequence[str]) -> Points:
+    """Return the sizes for a task with cubes: batches of the smallest cubes, and cubes in the smallest batch."""
+    series = {
+        "batch": [Point(batch, sides[0]) for batch in batches], "size": [Point(batches[0], side) for side in sides],
+    }  # fmt: skip
+    extremes = {"small": Point(batches[0], sides[0])}
+    extremes |= {"large": Point(batches[0], sides[-1])} if len(sides) > 1 else {}
+    return Points({kind: series[kind] for kind in kinds}, extremes)
+
+
+def _batch_points(batches: Sequence[int]) -> Points:
+    """Return the sizes for a task whose samples have one size."""
+    extremes = {"small": Point(batches[0])} | ({"large": Point(batches[-1])} if len(batches) > 1 else {})
+    return Points({"batch": [Point(batch) for batch in batches]}, extremes)
 
 
 def parse_devices(text: str, inventory: Inventory) -> Devices:
@@ -126,13 +175,15 @@ def _device_overrides(name: str, gpus: Sequence[str], text: str) -> tuple[str, .
 def _make_pair(devices: Devices, point: Point) -> list[Variant]:
     """Return the variants of both devices; the second is compared with the first."""
     batch, side = point
-    sizes = (f"global_batch_size={batch}", f"micro_batch_size={batch}", f"task.height={side}", f"task.width={side}")
+    sizes: tuple[str, ...] = (f"global_batch_size={batch}", f"micro_batch_size={batch}")
+    if side is not None:
+        sizes += (f"task.height={side}", f"task.width={side}")
     first, second = (Variant(_variant_name(device, point), (*words, *sizes)) for device, words in devices.items())
     return [first, dataclasses.replace(second, against=first.name)]
 
 
 def _variant_name(device: str, point: Point) -> str:
-    return f"{device}, batch {point[0]}, side {point[1]}"
+    return f"{device}, batch {point.batch}" + (f", side {point.side}" if point.side else "")
 
 
 # ---------------------------------------------------------------- results
@@ -171,25 +222,26 @@ def describe_crossover(
 def _make_phase_rows(
     devices: Devices,
     result: ComparisonResult,
-    extremes: Mapping[str, Point],
-    passes: Mapping[str, Mapping[str, Replies | str]],
+    points: Points,
+    passes: Mapping[str, Replied],
 ) -> list[tuple[Value, ...]]:
-    """Return the table rows of both phases, for small and large samples."""
+    """Return the table rows of each phase, for the small and the large size."""
     rows: list[tuple[Value, ...]] = []
-    for size, point in extremes.items():
+    for size in passes:
+        point = points.extremes[size]
         found = [passes[size].get(_variant_name(device, point), "") for device in devices]
         times = [[] if isinstance(each, str) else [1e3 * sum(a["seconds"].values()) for a in each] for each in found]
         num = min(map(len, times))
         ratio = paired_ratio(times[0][:num], times[1][:num], half_width=PRIOR_HALF_WIDTH) if num else None
         ms = [median(each) if num else None for each in times]
         sure: str = ratio.verdict if ratio else "not measured"
-        rows.append((f"statistics, {size}", point[1], *ms, str(ratio or ""), sure))
-    for size, point in extremes.items():
+        rows.append((f"statistics, {size}", point.side or point.batch, *ms, str(ratio or ""), sure))
+    for size, point in points.extremes.items():
         one, two = (result.of(_variant_name(device, point)) for device in devices)
         ratio = result.ratio(two)
         ms = [each.median_ms if each.blocks else None for each in (one, two)]
         sure = format_verdict(result, two) if ratio else "not measured"
-        rows.append((f"gradients, {size}", point[1], *ms, str(ratio or ""), sure))
+        rows.append((f"gradients, {size}", point.side or point.batch, *ms, str(ratio or ""), sure))
     return rows
 
 

@@ -105,6 +105,43 @@ def test_invalid_numbers_are_refused(tmp_path: Path, key: str, text: str) -> Non
         run(asked("devices", tmp_path, None, **{key: text}))
 
 
-def test_another_task_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="task=gpt: is not supported by this suite"):
-        run(asked("devices", tmp_path, None, "task=gpt"))
+@pytest.mark.usefixtures("few_rounds", "slow_clock")
+def test_any_task_is_compared_by_batch(tmp_path: Path) -> None:
+    """It has no statistics pass, and its samples have one size."""
+    task = tmp_path / "plain.py"
+    task.write_text(PLAIN)
+    found = run(asked("devices", tmp_path, task, devices="cpu:1,cpu:2", batches="8,2"))
+
+    table, series, rules = found.tables
+    assert [row[:2] for row in table.rows] == [("gradients, small", 2), ("gradients, large", 8)]
+    assert table.columns[1] == "samples"
+    assert [row[:3] for row in series.rows] == [["batch", 2, None], ["batch", 8, None]]
+    assert {row[0]: row[2] for row in rules.rows}["samples per update"] == 2
+    assert set(json.loads(found.files[0].read_text())["crossovers"]) == {"batch"}
+    assert not found.skipped
+
+
+def test_sizes_of_samples_are_refused_for_a_task_without_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="by=size: is not supported for task=gpt"):
+        run(asked("devices", tmp_path, None, "task=gpt", devices="cpu:1,cpu:2", by="size"))
+
+
+PLAIN = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from runner import Task
+
+class Plain(Task):
+    def __init__(self):
+        self.model = nn.Linear(4, 1)
+
+    def dataset(self, split):
+        return TensorDataset(torch.ones(32, 4))
+
+    def loss(self, model, batch):
+        return model(batch[0]).square().sum(), len(batch[0])
+
+def build():
+    return Plain()
+"""
