@@ -20,6 +20,14 @@ def default(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto"
     return _set_flags(num_local_ranks, threads)
 
 
+def auto(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
+    """Use `fast` with a GPU and a model with convolutions whose shapes repeat, else `default`; the plan chooses.
+
+    threads  CPU threads per rank; auto: PyTorch's default, divided by the number of ranks on this machine
+    """
+    return default(num_local_ranks, threads=threads)
+
+
 def fast(num_local_ranks: int, *, threads: Literal["auto"] | Threads = "auto") -> AbstractContextManager[None]:
     """Let cuDNN benchmark its convolution kernels for each new input shape and use the fastest.
 
@@ -97,6 +105,7 @@ _REPRODUCIBLE_WORKSPACES = (":4096:8", ":16:8")  # from NVIDIA's cuBLAS guide, s
 
 BACKENDS: Mapping[str, Callable[..., AbstractContextManager[None]]] = {
     "default": default,
+    "auto": auto,
     "fast": fast,
     "deterministic": deterministic,
 }

@@ -72,6 +72,7 @@ class AllocationLedger:
     work: dict[str, ComputeCost] = field(default_factory=dict)
     layers: list[str] = field(default_factory=lambda: [""])
     layer_flops: dict[str, int] = field(default_factory=dict)  # layer -> operations of forward passes
+    convolved: set[tuple[str, tuple[int, ...]]] = field(default_factory=set)  # layer, shape of a sample
     _in_use: dict[int, tuple[StorageBlock, Any]] = field(default_factory=dict)  # storage address -> block
     _ignored: set[int] = field(default_factory=set)
 
@@ -267,13 +268,18 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return cost
 
 
+CONVOLUTIONS = tuple(getattr(nn, f"Conv{way}{dims}d") for way in ("", "Transpose") for dims in (1, 2, 3))
+
+
 @contextmanager
 def record_layers(ledger: AllocationLedger, model: nn.Module) -> Iterator[None]:
     """Record the running module of the model in the ledger."""
     names = {module: name for name, module in model.named_modules()}
 
-    def enter(module: nn.Module, _: Any) -> None:
+    def enter(module: nn.Module, inputs: Any) -> None:
         ledger.layers.append(names.get(module, ledger.layers[-1]))
+        if isinstance(module, CONVOLUTIONS):
+            ledger.convolved.add((ledger.layers[-1], tuple(inputs[0].shape[1:])))
         if isinstance(module, nn.LSTM) and any(isinstance(weight, FakeTensor) for weight in module.parameters()):
             raise NotTraceable("an LSTM uses another kernel with fake weights")
 

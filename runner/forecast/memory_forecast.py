@@ -33,7 +33,14 @@ from runner.engine.loop import Position, train_updates
 from runner.engine.objective_phase import make_phase_kind
 from runner.engine.phase_kinds import GradientPhase
 from runner.engine.train_order import make_order
-from runner.forecast.fake_mode import AllocationLedger, FakeRun, NotTraceable, StorageBlock, record_layers
+from runner.forecast.fake_mode import (
+    CONVOLUTIONS,
+    AllocationLedger,
+    FakeRun,
+    NotTraceable,
+    StorageBlock,
+    record_layers,
+)
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.memory_fit import tensor_capacity
 from runner.plan.memory_trace import Bytes, ComputeCost, Event, Layer, ModelSizes, Traced
@@ -213,6 +220,7 @@ class PhaseTracer:
         self.trained: list[nn.Parameter] = []
         self.kept_bytes: list[int] = []  # of tensors created in passes that are alive after each update
         self.batches: list[int] = []  # bytes of each batch
+        self.convolved: list[set[tuple[str, tuple[int, ...]]]] = []  # layers with the shapes they convolve, by update
 
     def trace(self) -> Traced:
         """Trace two updates and return their demand."""
@@ -258,11 +266,13 @@ class PhaseTracer:
             for _ in range(NUM_UPDATES):
                 ledger.work.clear()
                 ledger.layer_flops.clear()
+                ledger.convolved.clear()
                 ledger.stage = "forward"
                 parts.task.begin_update(Progress(phase.name, position.update, NUM_UPDATES, 0.0))
                 next(train_updates(training, batches, position.update + 1))
                 for tensor in (tensor for optimizer in training.optimizers for tensor in state_tensors(optimizer)):
                     ledger.record_tensor(tensor, "optimizer")
+                self.convolved.append(set(ledger.convolved))
                 self.after_update()
             # The task caught the exception, so it took a path that a real run would not take.
             if self.fake_run.untraceable:
@@ -355,7 +365,10 @@ class PhaseTracer:
             blocks=tuple(_sum_submodules(name, layers) for name in units),
             work=ComputeCost(passes.flops // steps, passes.moved_bytes // steps, passes.launches // steps),
             step=ledger.work["update"],
-            model=_measure_model(self.parts.bare, list(units.values()), self.trained, num_layers),
+            model=dataclasses.replace(
+                _measure_model(self.parts.bare, list(units.values()), self.trained, num_layers),
+                shapes_repeat=all(shapes == self.convolved[0] for shapes in self.convolved),
+            ),
             without_gradients_bytes=find_peak(others, ledger.blocks).total,
             is_exact=not why_not,
             why_not=why_not,
@@ -387,6 +400,7 @@ def _measure_model(
         trained=sum(weight.nbytes for weight in trained),
         widest=max((weight.nbytes for weight in trained), default=0),
         num_layers=num_layers,
+        num_convolutions=sum(isinstance(module, CONVOLUTIONS) for module in model.modules()),
     )
 
 

@@ -69,11 +69,13 @@ class ComputeCost:
 class ModelSizes:
     """Sizes of a model that do not depend on the batch, in bytes.
 
-    block       parameters of the largest of the task's blocks, which fsdp gathers at once
-    outside     parameters outside of blocks, which fsdp gathers for the whole pass
-    row         one row of each parameter: the maximum imbalance of shards, which are split by rows
-    trained     gradients of all trained parameters; `widest`: the largest gradient
-    num_layers  layers between which a pipeline may split; None if the task does not define them
+    block             parameters of the largest of the task's blocks, which fsdp gathers at once
+    outside           parameters outside of blocks, which fsdp gathers for the whole pass
+    row               one row of each parameter: the maximum imbalance of shards, which are split by rows
+    trained           gradients of all trained parameters; `widest`: the largest gradient
+    num_layers        layers between which a pipeline may split; None if the task does not define them
+    num_convolutions  modules that convolve; `shapes_repeat`: whether their inputs have the same shapes in each update,
+                      None if unknown
     """
 
     block: int = 0
@@ -82,6 +84,8 @@ class ModelSizes:
     trained: int = 0
     widest: int = 0
     num_layers: int | None = None
+    num_convolutions: int = 0
+    shapes_repeat: bool | None = None
 
 
 @dataclass(frozen=True)

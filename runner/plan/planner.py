@@ -98,11 +98,12 @@ def apply_allocator_settings(configuration: Configuration) -> None:
 def should_trace_memory(configuration: Configuration, inventory: Inventory) -> bool:
     """Return whether the plan needs a memory trace.
 
-    It does to choose which blocks to recompute and, on a GPU, to choose a strategy or a micro-batch size. Otherwise
-    nothing is traced, so that the run starts sooner.
+    It does to choose which blocks to recompute and, on a GPU, to choose a strategy, a micro-batch size or a backend.
+    Otherwise nothing is traced, so that the run starts sooner.
     """
     parallelism, settings = configuration.choices["parallelism"], configuration.settings
-    is_auto = parallelism.function == "auto" or any(phase.micro_batch_size == "auto" for phase in configuration.phases)
+    functions = (parallelism.function, configuration.choices["backend"].function)
+    is_auto = "auto" in functions or any(phase.micro_batch_size == "auto" for phase in configuration.phases)
     memory = configuration.choices["memory"]
     if memory.function == "budget" and memory.options["recompute"] == "auto":
         return True

@@ -131,6 +131,26 @@ def _attention(planner: Decisions, gpu: Device | None) -> None:
         planner.reject_or_replace("attention", "has kernels for GPUs only", "auto", "no CPU kernel")
 
 
+def _backend(planner: Decisions, gpu: Device | None) -> None:
+    if planner.choices["backend"].function == "auto":
+        planner.choose("backend", *_choose_backend(planner, gpu))
+
+
+def _choose_backend(planner: Decisions, gpu: Device | None) -> tuple[str, str]:
+    """Return the backend for the traced model, with the reason."""
+    if not _is_cuda(gpu):
+        return "default", "auto: only GPUs have several kernels for a convolution"
+    models = [demand.model for demand in planner.needs.demands.values()] if planner.needs else []
+    count = max((model.num_convolutions for model in models), default=0)
+    if models and not count:
+        return "default", "auto: the model has no convolutions"
+    if not models or any(model.shapes_repeat is None for model in models):
+        return "default", "auto: the model was not traced"
+    if not all(model.shapes_repeat for model in models):
+        return "default", f"auto: the shapes of {count} convolutions vary, and each would cost a search"
+    return "fast", f"auto: the fastest kernels of {count} convolutions, whose shapes repeat"
+
+
 def _compile(planner: Decisions, gpu: Device | None) -> None:
     if planner.choices["compile"].function != "off" and not gpu:
         slow = "compile on a CPU has been slower than eager mode in every measurement so far"
@@ -207,6 +227,7 @@ RULES = (
     _pin_memory,
     _prefetch,
     _attention,
+    _backend,
     _compile,
     _parallelism,
     _sharpness,

@@ -170,6 +170,34 @@ UNEVEN = UNTRACEABLE.replace("out[out > out.mean().item()]", "out").replace(
 DATA_DEPENDENT = UNTRACEABLE.replace("out[out > out.mean().item()]", "out[x[:, 0] > x.mean().item()]")
 
 
+CONVOLVING = """
+import torch
+from torch import nn
+from runner import Task
+
+class Waves:
+    lengths = LENGTHS
+    def __len__(self):
+        return len(self.lengths)
+    def __getitem__(self, index):
+        return torch.ones(1, self.lengths[index])
+
+class Convolving(Task):
+    def __init__(self):
+        self.model = nn.Sequential(nn.Conv1d(1, 4, 3), nn.ReLU(), nn.ConvTranspose1d(4, 1, 3))
+    def dataset(self, split):
+        return Waves()
+    def collate(self, samples):
+        longest = max(sample.shape[1] for sample in samples)
+        return torch.stack([nn.functional.pad(sample, (0, longest - sample.shape[1])) for sample in samples])
+    def loss(self, model, batch):
+        return model(batch).square().sum(), len(batch)
+
+def build():
+    return Convolving()
+"""
+
+
 @pytest.fixture(scope="module")
 def script():
     """Return scripts/measure/memory.py, which counts the memory of real runs independently of the prediction."""
@@ -293,6 +321,14 @@ def test_batches_of_different_length_are_marked(script, tmp_path):
     (traced,) = forecast(composed(file=file, micro=4), script.HERE, [4])
     assert not traced.is_exact
     assert traced.why_not.startswith("batches of 4 have ")
+
+
+@pytest.mark.parametrize(("name", "lengths", "repeat"), [("same", "[8] * 16", True), ("other", "range(8, 24)", False)])
+def test_convolutions_and_whether_their_shapes_repeat_are_known(script, tmp_path, name, lengths, repeat):
+    file = tmp_path / f"convolving_{name}_lengths.py"
+    file.write_text(CONVOLVING.replace("LENGTHS", lengths))
+    (traced,) = forecast(composed(file=file, micro=2), script.HERE, [2])
+    assert (traced.model.num_convolutions, traced.model.shapes_repeat) == (2, repeat)
 
 
 @pytest.mark.parametrize(

@@ -20,10 +20,12 @@ from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
 from runner.base.shares import equal_shares
 from runner.config.config_files import selected_options, shipped_options
-from runner.config.configuration import Configuration, compose
+from runner.config.configuration import Choice, Configuration, compose
 from runner.config.request import Request
 from runner.plan.inventory import GIB, Cpu, Device, Inventory, inventory_from_profile
-from runner.plan.planner import make_plan, planning_inventory
+from runner.plan.memory_fit import Demand, MemoryNeeds, TracedPoint
+from runner.plan.memory_trace import Bytes, ModelSizes
+from runner.plan.planner import make_plan, planning_inventory, should_trace_memory
 from runner.plan.run_plan import Plan
 from tests.suggestions import suggested
 
@@ -137,7 +139,9 @@ AUTO_IS_A_VALUE = {
 
 
 @pytest.mark.parametrize("devices", [(), (T4,), (A100,), (MPS,)])
-@pytest.mark.parametrize("args", [(), ("tracker=wandb", "optimizer=sgd"), ("dataloader=thread", "optimizer=adam")])
+@pytest.mark.parametrize(
+    "args", [("backend=auto",), ("tracker=wandb", "optimizer=sgd"), ("dataloader=thread", "optimizer=adam")]
+)
 def test_every_auto_is_resolved_and_has_its_reason(args: tuple[str, ...], devices: tuple[Device, ...]) -> None:
     asked, made = configuration(*args), plan(*args, on=machine(*devices))
     left = {key for key, value in made.values().items() if value == "auto"}
@@ -407,6 +411,45 @@ def test_options_without_effect_here_are_reported_once(word: str, value: Any) ->
     (note,) = made.notes
     assert note.startswith((f"{word} ", f"{word.partition('=')[0]} "))
     assert made.values()[word.partition("=")[0]] == value
+
+
+def traced(*models: ModelSizes) -> MemoryNeeds:
+    point = TracedPoint(1, Bytes(), 0)
+    return MemoryNeeds({str(number): Demand(str(number), (point,), model=model) for number, model in enumerate(models)})
+
+
+NONE = ModelSizes(shapes_repeat=True)
+REPEATED, VARIED = (ModelSizes(num_convolutions=7, shapes_repeat=repeat) for repeat in (True, False))
+
+
+@pytest.mark.parametrize(
+    ("here", "needs", "name", "named"),
+    [
+        (A100, traced(REPEATED), "fast", "7 convolutions"),
+        (MI300, traced(NONE, REPEATED), "fast", "7 convolutions"),
+        (A100, traced(REPEATED, VARIED), "default", "vary"),
+        (A100, traced(NONE), "default", "no convolutions"),
+        (A100, traced(ModelSizes(num_convolutions=7)), "default", "not traced"),
+        (A100, None, "default", "not traced"),
+        (MPS, traced(REPEATED), "default", "only GPUs"),
+        (None, traced(REPEATED), "default", "only GPUs"),
+    ],
+)
+def test_kernels_are_searched_for_convolutions_whose_shapes_repeat(
+    here: Device | None, needs: MemoryNeeds | None, name: str, named: str
+) -> None:
+    given = configuration("backend=auto", "backend.threads=3")
+    planned = make_plan(given, machine(*[here] if here else []), needs=needs)
+    assert planned.choices["backend"] == Choice(name, name, {"threads": 3})
+    assert planned.reason("backend").startswith("auto: ")
+    assert named in planned.reason("backend")
+
+
+@pytest.mark.parametrize(("word", "expected"), [("backend=auto", True), ("backend=fast", False)])
+def test_a_model_is_traced_to_choose_a_backend_on_a_gpu(word: str, expected: bool) -> None:
+    given = configuration(word, "micro_batch_size=8")
+    assert should_trace_memory(given, machine(A100)) is expected
+    assert not should_trace_memory(given, machine())
 
 
 def test_cached_samples_need_no_workers() -> None:
