@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import os
 import random
 import tempfile
 import threading
@@ -20,6 +19,7 @@ pytest.register_assert_rewrite("tests.screens")  # so that its assertion shows a
 
 from runner.base import noise
 from tests.composed import composed, folder_for_all
+from tests.cpu_time import used_cpu_s
 from tests.faults import tallies
 from tests.forkserver import ForkServer
 from tests.nvml_stub import NvmlStub, build_stub
@@ -47,6 +47,7 @@ LONGEST = (
 
 MANY = 10  # number of tests from which it pays to import everything up front
 THREAD_ENDS_S = 30  # for a thread that is still exiting when its test ends
+YOUNG_OBJECTS = 20_000  # number of new objects from which garbage is collected; with 700, it takes 2 % of the time
 FILE_BUDGET_S = 10  # of CPU time; reported, never asserted
 
 
@@ -152,6 +153,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         import_all()
     gc.collect()
     gc.freeze()
+    gc.set_threshold(YOUNG_OBJECTS)
 
 
 @pytest.fixture(scope="session")
@@ -203,16 +205,28 @@ def short() -> Iterator[Path]:
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_protocol(item: pytest.Item) -> Iterator[None]:
-    """Measure the CPU time of each test, in this process and in the children that it waited for."""
-    item.stash[_CPU_AT_START] = _cpu_s()
+    """Measure the CPU time of each test, in this process and in its children."""
+    item.session.stash[_SHARED_CPU] = 0.0
+    item.stash[_CPU_AT_START] = used_cpu_s() + ForkServer.cpu_s
     yield
+
+
+@pytest.hookimpl(hookwrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any], request: pytest.FixtureRequest) -> Iterator[None]:
+    """Measure the setup of fixtures of the session, which is not part of the test that happens to be the first."""
+    before = used_cpu_s() if fixturedef.scope == "session" else 0.0
+    yield
+    if fixturedef.scope == "session":
+        request.session.stash[_SHARED_CPU] += used_cpu_s() - before
 
 
 @pytest.hookimpl(hookwrapper=True)
 def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) -> Iterator[None]:
     """Attach the CPU time to the last report of a test, which workers send to the session."""
     if call.when == "teardown":
-        item.user_properties.append(("cpu_s", _cpu_s() - item.stash[_CPU_AT_START]))
+        shared = item.session.stash[_SHARED_CPU]
+        total = used_cpu_s() + ForkServer.cpu_s - item.stash[_CPU_AT_START]
+        item.user_properties += [("cpu_s", total - shared), ("shared_cpu_s", shared)]
     yield
 
 
@@ -222,21 +236,22 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
         terminalreporter.section("faults injected")
         tallies.show(terminalreporter.write_line)
     cpu_s: dict[str, float] = defaultdict(float)
+    shared_s = 0.0
     for reports in terminalreporter.stats.values():
         for report in reports:
             if isinstance(report, pytest.TestReport) and report.when == "teardown":
-                cpu_s[report.nodeid.partition("::")[0]] += float(str(dict(report.user_properties).get("cpu_s", 0.0)))
+                used = {str(name): float(str(value)) for name, value in report.user_properties if "cpu_s" in str(name)}
+                cpu_s[report.nodeid.partition("::")[0]] += used.get("cpu_s", 0.0)
+                shared_s += used.get("shared_cpu_s", 0.0)
     over = sorted((total, name) for name, total in cpu_s.items() if total > FILE_BUDGET_S)
     if over:
         terminalreporter.section(f"files over their budget of {FILE_BUDGET_S} s of CPU time")
         for total, name in reversed(over):
             terminalreporter.write_line(f"{total:6.0f} s  {name}")
-    terminalreporter.write_line(f"{sum(cpu_s.values()):.0f} s of CPU time in {len(cpu_s)} files")
+    terminalreporter.write_line(
+        f"{sum(cpu_s.values()):.0f} s of CPU time in {len(cpu_s)} files, {shared_s:.0f} s in fixtures of the session"
+    )
 
 
 _CPU_AT_START: pytest.StashKey[float] = pytest.StashKey()
-
-
-def _cpu_s() -> float:
-    used = os.times()
-    return used.user + used.system + used.children_user + used.children_system + ForkServer.cpu_s
+_SHARED_CPU: pytest.StashKey[float] = pytest.StashKey()

@@ -111,13 +111,12 @@ class CompletedCommand:
 class ForkServer:
     """Runs accel-run commands one at a time."""
 
-    cpu_s = 0.0  # of all finished commands of all servers of this process
+    cpu_s = 0.0  # of all finished commands of servers that are not children of this process
 
-    def __init__(self, requests: TextIO, answers: TextIO) -> None:
-        self.requests, self.answers = requests, answers
+    def __init__(self, requests: TextIO, answers: TextIO, *, is_child: bool = False) -> None:
+        self.requests, self.answers, self._is_child = requests, answers, is_child
         self._files: tuple[Path, ...] = ()
         self._running: int | None = None
-        self.used_s = 0.0
 
     @classmethod
     @contextmanager
@@ -132,14 +131,13 @@ class ForkServer:
         ) as process:
             assert process.stdin is not None
             assert process.stdout is not None
-            made = cls(process.stdin, process.stdout)
+            made = cls(process.stdin, process.stdout, is_child=True)
             try:
                 yield made
             finally:
                 made.clear()
                 process.stdin.close()
                 process.wait(timeout=30)
-                ForkServer.cpu_s -= made.used_s  # from here on os.times() counts it, among the children of this process
 
     @contextmanager
     def twin(self) -> Iterator[ForkServer]:
@@ -185,8 +183,7 @@ class ForkServer:
         """Wait until the running command ends."""
         result = self._answer()
         code = int(result["code"])
-        ForkServer.cpu_s += result["cpu_s"]
-        self.used_s += result["cpu_s"]
+        ForkServer.cpu_s += 0.0 if self._is_child else result["cpu_s"]
         self._running = None
         out, err = (path.read_text(errors="replace") for path in self._files) if self._files else ("", "")
         return CompletedCommand(code, out, err)

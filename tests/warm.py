@@ -18,7 +18,7 @@ def warm() -> None:
 
     torch.set_num_threads(1)
     composed()
-    compose(Request(("updates=3", "device=cpu")))  # Hydra's parser initializes its grammar at first use: 0.1 s
+    compose(Request(TYPICAL))  # Hydra's parser learns its grammar from what it parses: 0.1 s
     gc.collect()
     gc.freeze()  # else the first garbage collection of each fork writes to, and so copies, the shared pages
 
@@ -27,19 +27,27 @@ def import_all() -> None:
     """Import everything that a run imports, for this process and its forks."""
     for name in IMPORTED:
         importlib.import_module(name)
-    for name in ("matplotlib.backends.backend_agg", "torch.profiler._cupti_monitor"):
+    for name in ("matplotlib.backends.backend_agg", "matplotlib.figure", "torch.profiler._cupti_monitor"):
         with suppress(ImportError):  # an optional dependency, and a module that torch 2.11 does not have
             importlib.import_module(name)
 
+
+TYPICAL = (
+    "updates=3", "device=cpu", "optimizer.lr=1e-3", "max_grad_norm=0.5", "run=some-name_1", "task.size=tiny",
+    "checkpoint.every=5min", "checkpoint.keep=2", "evaluate.samples=null", "phases=[train]",
+    "resume_allow=[optimizer.lr,seed]", "data.path=/some-path/file_1.x", "weights.strict=true",
+    "output_root='out puts'", "optimizer.lr_scales={head: 0.1}", "++seed=1",
+)  # fmt: skip
 
 IMPORTED = (
     "hydra", "numpy.testing", "rich.live", "runner.cli", "runner.commands.explain", "runner.commands.inference",
     "runner.commands.plan", "runner.commands.runs", "runner.commands.status", "runner.commands.train",
     "runner.distributed.join", "runner.distributed.pipelined", "runner.engine.assemble", "runner.engine.infer",
-    "runner.engine.opening", "runner.engine.run_screen", "runner.engine.session", "runner.engine.training",
+    "runner.config.yaml_text", "runner.engine.opening", "runner.engine.run_report", "runner.engine.run_screen",
+    "runner.engine.session", "runner.engine.training",
     "runner.engine.pickle_import", "runner.engine.weights",
     "runner.forecast.demand", "runner.forecast.memory_forecast", "runner.forecast.stage_memory",
     "runner.launch.hangs", "runner.launch.local", "runner.launch.rank_process", "runner.launch.start",
     "runner.plan.planner", "runner.sweeps.sweep", "runner.tools.measure.facts",
-    "safetensors.torch", "tests.waiting", "torch._dynamo",
+    "safetensors.torch", "tests.waiting", "torch._dynamo", "torch.export._trace",
 )  # fmt: skip
