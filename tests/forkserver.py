@@ -113,8 +113,9 @@ class ForkServer:
 
     cpu_s = 0.0  # of all finished commands of servers that are not children of this process
 
-    def __init__(self, requests: TextIO, answers: TextIO, *, is_child: bool = False) -> None:
-        self.requests, self.answers, self._is_child = requests, answers, is_child
+    def __init__(self, requests: TextIO, answers: TextIO, ancestor: int | None = None) -> None:
+        self.requests, self.answers = requests, answers
+        self._ancestor = ancestor  # PID of a process whose CPU time includes that of the server
         self._files: tuple[Path, ...] = ()
         self._running: int | None = None
 
@@ -131,7 +132,7 @@ class ForkServer:
         ) as process:
             assert process.stdin is not None
             assert process.stdout is not None
-            made = cls(process.stdin, process.stdout, is_child=True)
+            made = cls(process.stdin, process.stdout, os.getpid())
             try:
                 yield made
             finally:
@@ -142,7 +143,7 @@ class ForkServer:
     @contextmanager
     def twin(self) -> Iterator[ForkServer]:
         """Start another server, a fork of this one, so that two commands run at the same time."""
-        with self.twin_at() as pipes, ForkServer.connected(pipes) as made:
+        with self.twin_at() as pipes, ForkServer.connected(pipes, self._ancestor) as made:
             yield made
 
     @contextmanager
@@ -159,10 +160,10 @@ class ForkServer:
 
     @classmethod
     @contextmanager
-    def connected(cls, pipes: Sequence[str]) -> Iterator[ForkServer]:
+    def connected(cls, pipes: Sequence[str], ancestor: int | None = None) -> Iterator[ForkServer]:
         """Connect to the server at these pipes."""
         with open(pipes[0], "w") as requests, open(pipes[1]) as answers:  # noqa: PTH123 - as the twin opens them
-            made = cls(requests, answers)
+            made = cls(requests, answers, ancestor)
             try:
                 yield made
             finally:
@@ -183,7 +184,7 @@ class ForkServer:
         """Wait until the running command ends."""
         result = self._answer()
         code = int(result["code"])
-        ForkServer.cpu_s += 0.0 if self._is_child else result["cpu_s"]
+        ForkServer.cpu_s += 0.0 if os.getpid() == self._ancestor else result["cpu_s"]
         self._running = None
         out, err = (path.read_text(errors="replace") for path in self._files) if self._files else ("", "")
         return CompletedCommand(code, out, err)

@@ -1,19 +1,23 @@
 """Imported first in a process: replaces the clock of the watchdog by one that ticks only when a task passes time.
 
 So an update that a busy machine delays never exceeds a limit of a few seconds, and no test waits for a limit.
-After a task has called `hang`, ticks pass on their own.
+After a task has called `hang`, ticks pass on their own. The supervisor of ranks checks them in the same time, which
+also passes after a rank has stopped itself, when the other ranks must not seem to hang.
 """
 
 from __future__ import annotations
 
+import functools
 import threading
 from pathlib import Path
 from types import SimpleNamespace
 
 from runner.engine import watchdog
+from runner.launch import hangs, local
 
 POLL_S = 0.01
 HANGS = Path("hangs")  # a file in the working directory, because another process may hang
+STOPS = Path("stops")
 
 
 class Ticks:
@@ -69,4 +73,16 @@ def hang() -> None:
     HANGS.touch()
 
 
+class SupervisorClock:
+    """A clock for which a check is due each time it is read, once a rank hangs or has stopped itself."""
+
+    now = 0.0
+
+    def __call__(self) -> float:
+        self.now += hangs.TICK_S if HANGS.exists() or STOPS.exists() else 0.0
+        return self.now
+
+
+local.HangDetector = functools.partial(hangs.HangDetector, clock=SupervisorClock())  # type: ignore[assignment,misc]
+local.TICK_S = POLL_S  # type: ignore[misc]
 watchdog.threading = SimpleNamespace(**{**vars(threading), "Event": TickEvent})  # type: ignore[assignment]

@@ -35,6 +35,9 @@ class Small(Task):
         self.model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Dropout(0.1), nn.Linear(16, 3))
         self.fault, self.at, self.rank = fault, at, rank
     def begin_update(self, progress):
+        if "IMPORT_FIRST" in os.environ:
+            from tests.engine.virtual_watchdog import pass_time
+            pass_time(0.5)
         if not self.fault or not dist.is_initialized(): return  # memory is traced in a process without ranks
         if dist.get_rank() != self.rank or progress.update < self.at: return
         if self.fault == "slow": torch.linalg.svd(torch.ones(400, 400))
@@ -45,6 +48,7 @@ class Small(Task):
         if self.fault == "exit": os._exit(0)
         if self.fault == "stop": os.kill(os.getpid(), signal.SIGSTOP)
         if self.fault == "collective":
+            open("hangs", "w").close()
             if self.at % 2: dist.all_reduce(torch.ones(3, device=self.model[0].weight.device))
             dist.barrier()
     def dataset(self, split):
@@ -60,9 +64,10 @@ BASE = (
     f"train --task task.py run=RUN updates={UPDATES} global_batch_size=32 log_every=1 evaluate.every={EVALUATED}"
     " monitor=off checkpoint.every=3updates"
 )
-# Only for faults that hang: without one, an update may exceed such limits on a busy machine.
-SHORT_LIMITS = " watchdog.update_s=2 watchdog.data_s=2 watchdog.checkpoint_s=4"
-HANGS = ("stop", "collective")
+LIMITS = " watchdog.update_s=30 watchdog.data_s=30 watchdog.checkpoint_s=60"  # for faults that hang
+HANGING = ("stop", "collective")
+HANGS, STOPS = "hangs", "stops"  # files from which on its time passes
+VIRTUAL = {"IMPORT_FIRST": "tests.engine.virtual_watchdog"}  # time passes only after the fault
 # fault -> exit codes, and text of the message about the rank
 FAULTS = {
     "kill": ({84}, ("rank {rank} of {size} was ended by SIGKILL",)),
@@ -128,12 +133,12 @@ def test_ranks(
         strategy = chance.choice(["ddp", "fsdp", "pipeline"])
         size = chance.choice([2, 3])
         # The watchdog allows minutes for the first update, so hangs start later.
-        rank, at = chance.randrange(size), chance.randrange(2 if fault in HANGS else 0, UPDATES)
+        rank, at = chance.randrange(size), chance.randrange(2 if fault in HANGING else 0, UPDATES)
         folder = tmp_path / str(number)
         folder.mkdir()
         (folder / "task.py").write_text(TASK)
         args = f"{line(f'{fault}{number}', strategy, size)} task.fault={fault} task.rank={rank} task.at={at}"
-        args += SHORT_LIMITS if fault in HANGS else ""
+        args += LIMITS if fault in HANGING else ""
         code = _one(fault, args, rank, size, at, folder, server, curves(strategy, size))
         tally.tried += 1
         tally.notes[f"ended_{code}"] = int(tally.notes.get(f"ended_{code}", 0)) + 1
@@ -147,14 +152,17 @@ def _one(
     tests/engine/test_watchdog.py tests with a virtual clock how soon a missing rank is noticed.
     """
     run = next(word for word in args.split() if word.startswith("run=")).removeprefix("run=")
-    server.start(args.split(), folder, {"TMPDIR": str(folder)})
+    pid = server.start(args.split(), folder, {"TMPDIR": str(folder), **(VIRTUAL if fault in HANGING else {})})
+    if fault == "stop":
+        wait_until(lambda: _has_stopped(pid), "a stopped rank")
+        (folder / STOPS).touch()
     result = server.wait()
     messages = f"{args}\n{result.code}\n{result.err}"
     codes, output = FAULTS[fault]
     assert result.code in codes, messages
     _leaves_nothing(run, folder, messages)
     if fault != "slow":
-        hangs = fault in HANGS and result.code == 83
+        hangs = fault in HANGING and result.code == 83
         assert f"rank {rank} of {size}" in result.err or fault in ("raise", "collective"), messages
         for text in output:
             assert text.format(rank=rank, size=size) in result.err, messages
@@ -176,13 +184,17 @@ def _one(
     return result.code
 
 
+def _has_stopped(pid: int) -> bool:
+    return any(process.status() == psutil.STATUS_STOPPED for process in psutil.Process(pid).children(recursive=True))
+
+
 def _assert_success(result: CompletedCommand, messages: str) -> None:
     assert result.code == 0, (messages, result.err)
 
 
 def _leaves_nothing(run: str, folder: Path, messages: str) -> None:
     wait_until(lambda: not processes(f"run={run}"), f"no process is left of {messages}")
-    allowed = {"task.py", "once", "outputs", ".out", ".err", "__pycache__"}  # __pycache__ is of task.py
+    allowed = {"task.py", "once", STOPS, HANGS, "outputs", ".out", ".err", "__pycache__"}
     assert {path.name for path in folder.iterdir()} <= allowed, messages
 
 
@@ -203,13 +215,13 @@ def test_ranks_of_torchrun(tmp_path: Path, seed: int, amount: Callable[[int, int
         (folder / "task.py").write_text(
             TASK.replace('if self.fault == "stop": os.kill', "threading.Event().wait(); os.kill")
         )
-        args = f"{BASE}{SHORT_LIMITS} parallelism=ddp task.fault=stop task.rank={rank} task.at={at}"
+        args = f"{BASE}{LIMITS} parallelism=ddp task.fault=stop task.rank={rank} task.at={at}"
         args = args.replace("RUN", "r").split()
         start = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m", "runner"]
         environment = {**os.environ, "PYTHONPATH": str(Path(__file__).parents[2]), "OMP_NUM_THREADS": "1"}
         done = subprocess.run(
             [sys.executable, "-m", *start, *args],
-            cwd=folder, env=environment, capture_output=True, text=True, timeout=120, check=False,
+            cwd=folder, env=environment, capture_output=True, text=True, timeout=600, check=False,
         )  # fmt: skip
         messages = f"{args}\n{done.stderr}"
         assert f"accel-run: rank {rank} of 2: task.py:" in done.stderr, messages

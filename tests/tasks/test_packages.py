@@ -23,6 +23,14 @@ for name in [name for name in sys.modules if name.partition(".")[0] == os.enviro
     del sys.modules[name]
 sys.meta_path.insert(0, Hidden())
 """
+FEW = (
+    HIDE
+    + """
+from tests.tasks.few_streamlines import few_streamlines
+few = few_streamlines()
+few.__enter__()
+"""
+)
 # Packages that are imported while the task is built, and only if the prepared data is not in the cache.
 WHILE_BUILDING = {("tractodiff", "dipy"), ("hyperspectral", "skimage")}
 CORE = {"matplotlib", "mpl_toolkits", "PIL"}  # matplotlib needs PIL
@@ -48,8 +56,8 @@ class Mine(Task):
 """
 
 
-def hidden(server: ForkServer, args: str, folder: Path, package: str) -> CompletedCommand:
-    server.start(args.split(), folder, {"HIDDEN": package, "ACCEL_RUN_CACHE": str(folder / "cache")}, HIDE)
+def hidden(server: ForkServer, args: str, folder: Path, package: str, before: str = HIDE) -> CompletedCommand:
+    server.start(args.split(), folder, {"HIDDEN": package, "ACCEL_RUN_CACHE": str(folder / "cache")}, before)
     return server.wait()
 
 
@@ -58,7 +66,8 @@ def prepared(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Pa
     """A folder with a trained tractodiff run and its prepared data in the cache."""
     pytest.importorskip("dipy")
     folder = tmp_path_factory.mktemp("prepared")
-    result = hidden(server, "train task=tractodiff device=cpu monitor=off updates=1 evaluate.samples=1", folder, "none")
+    args = "train task=tractodiff device=cpu monitor=off updates=1 evaluate.samples=1"
+    result = hidden(server, args, folder, "none", FEW)
     assert result.code == 0, result.err
     return folder
 

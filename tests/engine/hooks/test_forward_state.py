@@ -28,8 +28,8 @@ EXPANDED = {
 KINDS = {"frozen parameter": ("task.frozen=true", {}), "buffer": ("", {}), "new tensor for a view": ("", EXPANDED)}
 
 
-@pytest.fixture(params=KINDS)
-def words(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+@pytest.fixture(params=KINDS, scope="module")
+def words(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return the arguments for a task whose loss depends on frozen state or on state outside of the state dict."""
     settings, changes = KINDS[request.param]
     text, called = TEXT, 'reached("evaluation", self.update)'
@@ -37,7 +37,7 @@ def words(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     for old, new in ({ANSWER: measured} | changes).items():
         assert old in text
         text = text.replace(old, new)
-    path = tmp_path / "task_of_buffers.py"
+    path = tmp_path_factory.mktemp("task") / "task_of_buffers.py"
     path.write_text(text)
     return f"--task {path} device=cpu monitor=off dataloader.num_workers=0 checkpoint.every=3 run=mine {settings}"
 
@@ -50,6 +50,13 @@ def trained(server: ForkServer, folder: Path, words: str, fault: dict[str, Any] 
     return json.loads((folder / "outputs/mine/run.json").read_text())["metrics"]
 
 
+@pytest.fixture(scope="module")
+def straight(words: str, server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Return the folder and the metrics of an uninterrupted run."""
+    folder = tmp_path_factory.mktemp("straight")
+    return folder, trained(server, folder, words)
+
+
 def forward_state(folder: Path) -> dict[str, Tensor]:
     """Return the tensors that the last checkpoint has in addition to the state dict."""
     path = newest_valid(folder / "outputs/mine/checkpoints")
@@ -57,26 +64,27 @@ def forward_state(folder: Path) -> dict[str, Tensor]:
     return load(path).tensors("forward_state")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("end", ENDS)
 def test_a_resumed_run_has_the_state_that_forward_passes_changed(
-    end: str, words: str, server: ForkServer, tmp_path: Path
+    end: str, words: str, straight: tuple[Path, Any], server: ForkServer, tmp_path: Path
 ) -> None:
-    metrics = trained(server, tmp_path / "straight", words)
-    trained(server, tmp_path / "resumed", words, ENDS[end])
-    assert trained(server, tmp_path / "resumed", words) == metrics
-    (weights, losses), (actual, found_losses) = result(tmp_path / "straight"), result(tmp_path / "resumed")
+    folder, metrics = straight
+    trained(server, tmp_path, words, ENDS[end])
+    assert trained(server, tmp_path, words) == metrics
+    (weights, losses), (actual, found_losses) = result(folder), result(tmp_path)
     assert found_losses == losses
     assert [name for name, tensor in weights.items() if not torch.equal(tensor, actual[name])] == []
-    kept, kept_found = (forward_state(tmp_path / name) for name in ("straight", "resumed"))
+    kept, kept_found = forward_state(folder), forward_state(tmp_path)
     assert kept.keys() == kept_found.keys()
     assert all(torch.equal(tensor, kept_found[name]) for name, tensor in kept.items())
 
 
 def test_an_evaluation_of_a_checkpoint_uses_the_state_that_forward_passes_changed(
-    words: str, server: ForkServer, tmp_path: Path
+    straight: tuple[Path, Any], server: ForkServer
 ) -> None:
-    metrics = trained(server, tmp_path, words)
-    completed = server.run("evaluate mine checkpoint=last --json", tmp_path, {"IMPORT_FIRST": "tests.faults.ending"})
+    folder, metrics = straight
+    completed = server.run("evaluate mine checkpoint=last --json", folder, {"IMPORT_FIRST": "tests.faults.ending"})
     assert completed.code == 0, completed.err
     assert json.loads(completed.out)["metrics"] == metrics
 

@@ -194,6 +194,7 @@ def test_missing_parts_are_listed_with_the_reason(tmp_path: Path) -> None:
         assert f"sh {tmp_path / 'bare' / 'command.sh'} run={name}\n" in f"{page.words}\n".replace("\n\n", "\n")
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_metric_missing_from_the_last_evaluation_is_not_an_earlier_one(tmp_path: Path) -> None:
     last = {"val/loss": 2.1, "val/accuracy": None, "val/rare": None}
     for name in ("one", "other"):
@@ -203,6 +204,7 @@ def test_a_metric_missing_from_the_last_evaluation_is_not_an_earlier_one(tmp_pat
             assert f"{metric}{NOT_MEASURED}" in page.words.replace(f"{metric}\n", metric)
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_running_run_and_damaged_lines_are_reported(tmp_path: Path) -> None:
     path = make_run(
         tmp_path, "mine", run__json=record("mine", state="running", host="elsewhere", evidence=None, metrics=None)
@@ -375,6 +377,7 @@ def test_a_page_reloads_only_while_it_is_watched(full: Page) -> None:
     assert reloads(render_html(PageContent(), 2.5)) == ["2.5"]
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_watching_a_finished_run_writes_its_page_once_and_returns(
     tmp_path: Path,
 ) -> None:
@@ -399,6 +402,7 @@ def test_long_contents_are_shortened_and_the_first_chart_is_kept(tmp_path: Path)
     assert "chart0" in labelled(report(tmp_path, "one", "two"))
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
     path = make_run(tmp_path, "mine", run__json=record("mine"))
     (tmp_path / "private").mkdir()
@@ -421,6 +425,7 @@ def test_many_runs_have_a_row_each_and_one_legend(tmp_path: Path) -> None:
     assert page.words.count("first chart") == len(page.all("svg")) - 1
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_runs_are_compared_by_curves_figures_and_differing_settings(tmp_path: Path) -> None:
     for name, lr in (("one", "0.5"), ("two", "0.25")):
         make_run(
@@ -436,6 +441,7 @@ def test_runs_are_compared_by_curves_figures_and_differing_settings(tmp_path: Pa
     assert "seed" not in differ
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_the_page_is_in_the_run_folder_and_overwrites_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
