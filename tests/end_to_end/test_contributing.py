@@ -18,20 +18,29 @@ from markdown_it import MarkdownIt
 ROOT = Path(__file__).parents[2]
 
 # Runs the commands one after another in one process, which imports torch once, and then the tests that check names,
-# keys and floors against each other. A technique is not measured: only two of its updates run.
+# keys and floors against each other. A technique is not measured: only two of its updates run. Variants of a suite run
+# two blocks of about one update; the budget is out of reach on any machine.
 DRIVER = """
 import json, sys
 import pytest
 from runner.cli import main
 from runner.commands.benchmark import parse_benchmark_arguments
+from runner.tools.measure import suite
+from runner.tools.measure.compare import Comparison
 from runner.tools.measure.technique import load_techniques
 
+suite.ROUNDS, suite.BLOCK_S = (2, 2), 0.001
+Comparison.block_s = property(lambda comparison: suite.BLOCK_S, lambda comparison, seconds: None)
+
 def run(words):
+    words = [word.replace("budget_s=30", "budget_s=3600") for word in words]
     if words[0] == "benchmark":
         suite, wanted, _ = parse_benchmark_arguments(words[1:])
         if suite == "ladder":
             overrides = [word for name in wanted.positional for word in load_techniques(None)[name].overrides]
             words = ["train", *overrides, "updates=2"]
+        else:
+            words.append("threads=1")  # two threads wait for each other actively, which takes minutes on a busy machine
     return main([*words, "device=cpu", "monitor=off", "evaluate.samples=4", "run=new", "resume=fresh"])
 
 codes = [run(words) for words in json.loads(sys.argv[1])]
@@ -107,8 +116,8 @@ def environment() -> dict[str, str]:
 def copy(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A copy of the project with all recipes applied."""
     root = tmp_path_factory.mktemp("followed")
-    for folder in ("conf", "runner", "scripts", "tasks", "tests"):
-        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("__pycache__"))
+    for folder in ("conf", "runner", "scripts", "tasks", "tests"):  # with compiled modules, but not those of pytest
+        shutil.copytree(ROOT / folder, root / folder, ignore=shutil.ignore_patterns("*-pytest-*"))
     shutil.copy(ROOT / "pyproject.toml", root)
     for recipe in RECIPES:
         for piece in recipe.pieces:
