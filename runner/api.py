@@ -10,6 +10,17 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
 from runner.base.json_values import none_to_nan
+from runner.base.picture import COLORS, notebook_figure
+from runner.commands.arguments import parse_arguments, parse_run_request
+from runner.config.configuration import compose
+from runner.config.request import format_override
+from runner.durable.checkpoint_choice import is_choice
+from runner.durable.directory import generate_run_name
+from runner.durable.files import read_rows
+from runner.durable.record_files import read_record
+from runner.durable.run_request import find_run
+from runner.durable.run_state import derive_state
+from runner.host.command_process import run_command
 
 if TYPE_CHECKING:
     from torch import nn
@@ -30,12 +41,6 @@ def train(*arguments: str, **settings: Any) -> Run:
     Raises:
         AccelRunError: with the message and the exit code of the command.
     """
-    from runner.commands.arguments import parse_arguments
-    from runner.config.configuration import compose
-    from runner.config.request import format_override
-    from runner.durable.directory import generate_run_name
-    from runner.host.command_process import run_command
-
     argv = build_argv(arguments, settings)
     if {"-m", "--multirun"} & set(argv):
         fix = "call train in a loop, or in the objective of a search"
@@ -56,8 +61,6 @@ def evaluate(*arguments: str, **settings: Any) -> dict[str, float]:
 
     A metric without items is NaN. Raises as `train` does.
     """
-    from runner.host.command_process import run_command
-
     result = run_command(["evaluate", *build_argv(arguments, settings), "--json"], relay_output=False)
     _raise_on_failure(result.code, "evaluate", allowed=(Exit.DONE,))
     return none_to_nan(json.loads(result.out)["metrics"])
@@ -81,9 +84,6 @@ class Run:
     """A run: its metrics, its models and its directory. Each access reads the files of the run again."""
 
     def __init__(self, arguments: list[str]) -> None:
-        from runner.commands.arguments import parse_run_request
-        from runner.durable.run_request import find_run
-
         self._request = parse_run_request(arguments)
         self._directory: RunDirectory = find_run(self._request, lambda _: None)[0]
         self.name, self.path = self._directory.name, self._directory.path.absolute()
@@ -91,9 +91,6 @@ class Run:
     @property
     def state(self) -> str:
         """State of the run: running, finished, preempted, interrupted, failed, killed or unknown."""
-        from runner.durable.record_files import read_record
-        from runner.durable.run_state import derive_state
-
         return derive_state(read_record(self.path)).word
 
     @property
@@ -104,8 +101,6 @@ class Run:
 
     def history(self) -> list[dict[str, Any]]:
         """Return the rows of metrics.jsonl, oldest first; values that were not measured are NaN."""
-        from runner.durable.files import read_rows
-
         return [
             {key: math.nan if value is None else value for key, value in row.items()}
             for row in read_rows(self._directory.metrics)
@@ -123,7 +118,6 @@ class Run:
             InputMissing: if there is no such checkpoint.
             DataError: if it is damaged.
         """
-        from runner.durable.checkpoint_choice import is_choice
         from runner.engine.trained_run import load_trained_model
 
         choice = None if checkpoint is None else str(checkpoint)
@@ -138,8 +132,6 @@ class Run:
         Args:
             names: columns of `history`, such as "val/loss"; none: all losses.
         """
-        from runner.base.picture import COLORS, notebook_figure
-
         rows = self.history()
         metrics = list(dict.fromkeys(key for row in rows for key in row if "/" in key))
         selected = names or [name for name in metrics if name.endswith("loss")]
@@ -167,8 +159,6 @@ def build_argv(arguments: tuple[str, ...], settings: Mapping[str, Any]) -> list[
 
 def _format_value(value: Any) -> str:
     """Format a value for the command line; strings are quoted, so that they are not parsed as other types."""
-    from runner.config.request import format_override
-
     if value is None or isinstance(value, bool):
         return "null" if value is None else str(value).lower()
     if isinstance(value, str | Path):

@@ -20,8 +20,7 @@ from runner.base.accelerator import current_device, device_count
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Problem
 from runner.distributed.layer_costs import ADAMW_BYTES, LayerCost, estimate_costs, measure_costs
-from runner.distributed.layer_placement import check_layers
-from runner.host.resources import device_bytes
+from runner.distributed.layer_placement import check_layers, device_bytes
 
 Place = str | torch.device
 Strategy = Literal["single", "replicated", "pipeline"]

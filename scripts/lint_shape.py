@@ -11,6 +11,7 @@ function     a function has at most 6 positional parameters; settings after `*` 
 layer        imports go down only; axes do not import each other; tasks import only the task contract
 cycle        modules do not import each other in a cycle, including imports for type checkers and inside functions
 name         names of modules and of public classes are unique, so that a search finds one thing
+late         imports inside functions do not become more; commands/ and cli.py, whose start they keep fast, do not count
 
 NOT_YET lists the current exceptions. It may only shrink: an entry that is no longer needed is also a finding.
 Exit 0: nothing found. 1: findings.
@@ -33,6 +34,9 @@ MAX_METHODS = 30
 MAX_FIELDS = 14
 MAX_POSITIONAL = 6
 SETTINGS = "runner/config/settings.py"  # its dataclasses have a field per key
+# Imports inside functions, for modules that must be importable without torch, Hydra or numpy. Lower it, never raise it.
+MAX_LATE = 59
+MAY_IMPORT_LATE = ("runner/commands/", "runner/cli.py")
 # A package imports only packages with a smaller number.
 FLOORS = {
     "base": 0, "version": 0,
@@ -73,12 +77,14 @@ class Module:
     name: str
     imports: frozenset[str]  # dotted names, anywhere in the file; the last part may be a class or a function
     classes: tuple[str, ...]  # public ones, at the top level
+    num_late: int  # imports inside functions
     too_large: tuple[Finding, ...]
 
 
 def main() -> int:
     """Print each finding; return the exit code."""
-    found = {finding.key: finding for finding in findings(parse_all())}
+    modules = parse_all()
+    found = {finding.key: finding for finding in (*findings(modules), *late_imports(modules))}
     for key, finding in sorted(found.items()):
         if key not in NOT_YET:
             print(f"{finding.rule}: {finding.subject}: {finding.detail}")
@@ -111,6 +117,7 @@ def parse(path: str, text: str) -> Module:
         ".".join(Path(path).with_suffix("").parts).removesuffix(".__init__"),
         frozenset(_imports(statements)),
         classes,
+        _count_late_imports(statements),
         tuple(_too_large(path, len(text.splitlines()), statements)),
     )
 
@@ -131,6 +138,12 @@ def _imports(statements: Iterable[ast.stmt]) -> Iterator[str]:
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def _count_late_imports(statements: Iterable[ast.stmt]) -> int:
+    functions = [node for node in statements if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef))]
+    inner = (node for function in functions for node in _statements(function))
+    return len({node.lineno for node in inner if isinstance(node, (ast.Import, ast.ImportFrom))})
 
 
 def findings(modules: Iterable[Module]) -> Iterator[Finding]:
@@ -250,6 +263,22 @@ def names(modules: Iterable[Module]) -> Iterator[Finding]:
     for name, paths in places.items():
         if len(paths) > 1:
             yield Finding("name", name, f"in {', '.join(paths)}")
+
+
+def late_imports(modules: Iterable[Module]) -> Iterator[Finding]:
+    """Yield a finding if the number of imports inside functions is not MAX_LATE."""
+    counts = {
+        module.path: module.num_late
+        for module in modules
+        if module.path.startswith("runner/") and not module.path.startswith(MAY_IMPORT_LATE)
+    }
+    total = sum(counts.values())
+    if total > MAX_LATE:
+        most = sorted(counts, key=lambda path: -counts[path])[:5]
+        detail = f"{total} inside functions, at most {MAX_LATE}: move them to the top; most are in {', '.join(most)}"
+        yield Finding("late", "imports", detail)
+    elif total < MAX_LATE:
+        yield Finding("late", "imports", f"{total} inside functions; lower MAX_LATE, which is {MAX_LATE}")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.lint_shape import findings, parse
+from scripts.lint_shape import MAX_LATE, findings, late_imports, parse
 
 METHODS = "".join(f"    def f{number}(self): ...\n" for number in range(31))
 FIELDS = "".join(f"    f{number}: int\n" for number in range(15))
@@ -59,3 +59,14 @@ def test_settings_after_the_star_fields_of_a_class_and_lines_up_to_the_limit_are
         "tasks/mine/task.py": "from runner.base.task import Task\nfrom runner.tasks.gpt.data import prepared",
     }
     assert list(findings([parse(path, text) for path, text in texts.items()])) == []
+
+
+def test_imports_inside_functions_are_counted_outside_of_commands() -> None:
+    late = "def f():\n    import a\n    def g():\n        from b import c, d\n"
+    modules = [parse("runner/base/a.py", late * MAX_LATE), parse("runner/commands/b.py", late)]
+    (found,) = late_imports(modules)
+    assert found.rule == "late"
+    assert str(2 * MAX_LATE) in found.detail
+    exact = "def f():\n" + "    import a\n" * MAX_LATE + "import b\n"
+    assert list(late_imports([parse("runner/base/a.py", exact)])) == []
+    assert [each.rule for each in late_imports([parse("runner/base/a.py", "")])] == ["late"]

@@ -17,8 +17,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from runner.base.accelerator import amd_formats, cuda_is_available, get_accelerator
+from runner.base.accelerator import cuda_is_available, get_accelerator
 from runner.base.errors import ConfigError, Problem
+from runner.base.gpu_facts import amd_formats
 
 _NULL_CONTEXT: AbstractContextManager[None] = nullcontext()
 

@@ -3,24 +3,23 @@
 from __future__ import annotations
 
 import os
-import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from types import MethodType
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
+
+import torch
+from torch import nn
+from torch.utils.checkpoint import checkpoint as checkpoint_activations
+from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from runner.base.accelerator import get_accelerator
 from runner.base.errors import ConfigError, Problem
 from runner.base.values import Auto, Fraction, Positive, PositiveInt
-from runner.config.schema import did_you_mean
-
-# torch is imported inside the functions: allocator_environment must be usable before torch is loaded.
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
+from runner.config.allocator_settings import ALLOCATOR_VARIABLE, allocator_environment
 
 
 @dataclass(frozen=True)
@@ -103,8 +102,6 @@ def selective(
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022;
             torch.utils.checkpoint.create_selective_checkpoint_contexts.
     """
-    from torch.utils.checkpoint import create_selective_checkpoint_contexts
-
     contexts = partial(create_selective_checkpoint_contexts, _saved_operations(save))
     for block in dict.fromkeys(blocks):
         _checkpoint_forward(block, context_fn=contexts)
@@ -170,39 +167,6 @@ def recompute_blocks(blocks: Iterable[nn.Module]) -> Iterator[None]:
                 vars(block)["forward"] = forward
 
 
-def allocator_environment(text: str | None) -> dict[str, str]:
-    """Return the environment variables for these allocator settings; set them before torch is loaded.
-
-    text  comma-separated name:value, such as "expandable_segments:True,max_split_size_mb:256"; None: no settings
-    Raises ConfigError with all settings that torch does not know and all values of a wrong type.
-    Source: https://docs.pytorch.org/docs/stable/notes/cuda.html#optimizing-memory-usage-with-pytorch-alloc-conf
-    """
-    if not text:
-        return {}
-    problems, settings = [], []
-    for part in re.split(r",(?![^\[]*\])", text):  # not the commas inside [256:1,512:2]
-        name, _, value = (piece.strip() for piece in part.partition(":"))
-        kind = _ALLOCATOR_SETTINGS.get(name)
-        if kind is None:
-            problems.append(
-                Problem(
-                    f"torch's allocator has no setting {name or 'without a name'}",
-                    "memory.allocator",
-                    did_you_mean(name, _ALLOCATOR_SETTINGS) or f"it has {', '.join(_ALLOCATOR_SETTINGS)}",
-                )
-            )
-        elif not re.fullmatch(kind.pattern, value):
-            problems.append(
-                Problem(f"{name} must be {kind.description}, but is {value or 'empty'}", "memory.allocator")
-            )
-        else:
-            # torch accepts only this spelling of True and False
-            settings.append(f"{name}:{value.capitalize() if kind is _FLAG else value.replace(' ', '')}")
-    if problems:
-        raise ConfigError(problems)
-    return {_ALLOCATOR_VARIABLE: ",".join(settings)}
-
-
 # Activation checkpointing
 
 
@@ -212,13 +176,10 @@ def _checkpoint_forward(block: nn.Module, **options: Any) -> None:
     inner: Callable[..., Any] = partial(_drop_self, replaced) if replaced else type(block).forward
 
     def forward(self: nn.Module, *inputs: Any, **named: Any) -> Any:
-        import torch
-        from torch.utils.checkpoint import checkpoint as recompute
-
         if not torch.is_grad_enabled():
             return inner(self, *inputs, **named)
         compute = partial(inner, self)  # Dynamo can trace a partial, but not the creation of a bound method
-        return recompute(compute, *inputs, use_reentrant=False, **options, **named)
+        return checkpoint_activations(compute, *inputs, use_reentrant=False, **options, **named)
 
     # Unlike a closure over the block, a bound method follows the block into a deep copy.
     vars(block)["forward"] = MethodType(forward, block)
@@ -230,8 +191,6 @@ def _drop_self(function: Callable[..., Any], _: nn.Module, *inputs: Any, **named
 
 def _saved_operations(save: str) -> list[Any]:
     """Return the operations whose results are kept, on every device."""
-    import torch
-
     attention = [
         getattr(torch.ops.aten, name).default for name in _ATTENTION_OPERATIONS if hasattr(torch.ops.aten, name)
     ]
@@ -271,8 +230,6 @@ def _report(
 
 def _to_channels_last(model: nn.Module, device: torch.device, channels_last: Literal["auto"] | bool) -> int:
     """Convert the weights of 2-D convolutions to NHWC; return how many had another layout."""
-    import torch
-
     if channels_last is False or (channels_last == "auto" and device.type not in ("cuda", "cpu")):
         return 0
     # Other 4-D parameters, such as position embeddings, gain nothing from it.
@@ -302,54 +259,18 @@ def _limit_memory(device: torch.device, fraction: float | None) -> list[str]:
 
 def _report_allocator(device: torch.device, allocator: str | None) -> list[str]:
     """Report the allocator's settings, which torch read from the environment when it was imported."""
-    requested = allocator_environment(allocator).get(_ALLOCATOR_VARIABLE, "")
-    actual = os.environ.get(_ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
+    requested = allocator_environment(allocator).get(ALLOCATOR_VARIABLE, "")
+    actual = os.environ.get(ALLOCATOR_VARIABLE) or os.environ.get("PYTORCH_CUDA_ALLOC_CONF", "")
     if requested and device.type != "cuda":
         warnings.warn(f"memory.allocator has no effect on {device.type}", stacklevel=4)
         return [f"memory.allocator: no effect on {device.type}"]
     if requested and requested != actual:
         warnings.warn(
-            f"memory.allocator has no effect: {_ALLOCATOR_VARIABLE} is {actual or 'not set'} in this process",
+            f"memory.allocator has no effect: {ALLOCATOR_VARIABLE} is {actual or 'not set'} in this process",
             stacklevel=4,
         )
     return [f"memory.allocator: {actual}"] if actual else []
 
-
-@dataclass(frozen=True)
-class _Kind:
-    description: str
-    pattern: str
-
-
-_FLAG = _Kind("True or False", "(?i:true|false)")
-_INTEGER = _Kind("an integer", r"\d+")
-_FRACTION = _Kind("a number above 0 and below 1", r"0?\.\d*[1-9]\d*")
-_POWER = "(1|2|4|8|16|32|64)"
-_DIVISIONS = _Kind(
-    "a power of 2 or a list of them such as [256:1,512:2,>:4]",
-    rf"{_POWER}|\[\s*(\d+|>)\s*:\s*{_POWER}\s*(,\s*(\d+|>)\s*:\s*{_POWER}\s*)*\]",
-)
-
-_ALLOCATOR_VARIABLE = "PYTORCH_ALLOC_CONF"  # torch >= 2.9; it has priority over PYTORCH_CUDA_ALLOC_CONF
-_ALLOCATOR_SETTINGS: Mapping[str, _Kind] = {
-    "backend": _Kind("native or cudaMallocAsync", "native|cudaMallocAsync"),
-    "expandable_segments": _FLAG,
-    "garbage_collection_threshold": _FRACTION,
-    "graph_capture_record_stream_reuse": _FLAG,
-    "large_segment_size_mb": _INTEGER,
-    "max_non_split_rounding_mb": _INTEGER,
-    "max_split_size_mb": _Kind("an integer of at least 20", r"[2-9]\d|[1-9]\d{2,}"),
-    "per_process_memory_fraction": _Kind("a number above 0 and at most 1", rf"1(\.0*)?|{_FRACTION.pattern}"),
-    "pinned_max_cached_size_mb": _INTEGER,
-    "pinned_max_round_threshold_mb": _INTEGER,
-    "pinned_num_register_threads": _INTEGER,
-    "pinned_reserve_segment_size_mb": _INTEGER,
-    "pinned_use_background_threads": _FLAG,
-    "pinned_use_cuda_host_register": _FLAG,
-    "release_lock_on_cudamalloc": _FLAG,
-    "roundup_power2_divisions": _DIVISIONS,
-    "throw_on_cudamalloc_oom": _FLAG,
-}
 
 _PRODUCT_OPERATIONS = ("mm", "addmm", "bmm", "baddbmm", "convolution")
 _ATTENTION_OPERATIONS = (

@@ -1,21 +1,19 @@
-"""Device access beyond tensors: memory, generators, streams, names and native formats.
+"""Device access beyond tensors: memory, generators, streams and names.
 
 One class per vendor. This is the only file that calls `torch.cuda` and `torch.xpu` (checked by tests/test_layers.py).
-An operation that a device does not support is a no-op; a value that it does not report is None, never 0. Importing this
-file does not import torch.
+An operation that a device does not support is a no-op; a value that it does not report is None, never 0.
 """
 
 from __future__ import annotations
 
-import re
-import sys
+import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
-if TYPE_CHECKING:
-    import torch
+import torch
+
+from runner.base.gpu_facts import TorchDevice, TorchView
 
 # ---------------------------------------------------------------- device properties
 
@@ -36,79 +34,6 @@ class DeviceMemory(NamedTuple):
 
     allocated: int
     reserved: int
-
-
-@dataclass(frozen=True)
-class TorchDevice:
-    """A GPU as torch enumerates and describes it.
-
-    capability    NVIDIA compute capability; None for other vendors, whose numbers have another meaning
-    architecture  AMD architecture name, such as gfx90a; on Intel XMX if it has matrix units; else empty
-    uuid          identity by which the driver's interface knows it: a UUID without prefix, on AMD the PCI address
-    free_bytes    free memory, set only if NVML does not know the device and torch was queried; else None
-    """
-
-    name: str
-    uuid: str
-    memory_bytes: int
-    capability: tuple[int, int] | None
-    architecture: str = ""
-    free_bytes: int | None = None
-
-
-@dataclass(frozen=True)
-class Formats:
-    """Formats that the matrix units of a device compute natively; torch emulates the others.
-
-    flash  whether torch's flash attention kernel runs
-    """
-
-    bf16: bool = False
-    tf32: bool = False
-    fp16: bool = False
-    flash: bool = False
-
-
-def nvidia_formats(capability: tuple[int, int] | None, name: str = "") -> Formats:
-    """Return the native formats of the tensor cores. The GTX 16 series reports capability 7.5 but has no tensor cores.
-
-    Source: NVIDIA CUDA C++ Programming Guide, Compute Capabilities; sdp_utils.cpp for flash attention.
-    torch's `is_bf16_supported()` is not used: it returns True for a T4, which only emulates bfloat16.
-    """
-    if capability is None:
-        return Formats()
-    ampere = capability >= (8, 0)
-    has_cores = capability >= (7, 0) and not re.search(r"\bGTX 16\d\d\b", name)
-    return Formats(bf16=ampere, tf32=ampere, fp16=has_cores, flash=ampere)
-
-
-def amd_formats(architecture: str) -> Formats:
-    """Return the native formats of AMD matrix cores (CDNA) and WMMA units (RDNA 3 and later) for an architecture name.
-
-    TF32 is omitted: hipBLASLt has it on gfx942 only, and only if an environment variable enables it.
-    Source: AMD Instinct MI200 and MI300 and RDNA3 instruction set references; AOTriton's targets for flash attention.
-    """
-    if architecture == "gfx908":  # MI100: bfloat16 at half the rate of float16
-        return Formats(fp16=True)
-    if architecture in _CDNA:
-        return Formats(bf16=True, fp16=True, flash=True)
-    if architecture.startswith(("gfx11", "gfx12")):
-        return Formats(bf16=True, fp16=True)
-    return Formats()
-
-
-_CDNA = ("gfx90a", "gfx942", "gfx950")  # MI200, MI300, MI350
-
-
-def intel_formats(architecture: str) -> Formats:
-    """Return the native formats of Intel's matrix units (XMX), which Arc and Data Center GPUs have.
-
-    `torch.xpu.is_bf16_supported()` is not used: like that of CUDA, it returns True for emulation. TF32 is omitted:
-    torch enables it for XPU by another switch (`torch.backends.mkldnn.allow_tf32`) than `runner/base/tf32.py`.
-    Source: torch.xpu.get_device_capability, `has_subgroup_matrix_multiply_accumulate`.
-    """
-    has_units = architecture == "XMX"
-    return Formats(bf16=has_units, fp16=has_units)
 
 
 # ---------------------------------------------------------------- devices
@@ -209,8 +134,6 @@ class Metal(Accelerator):
     """An Apple GPU. It shares the host's memory, and torch records no peak usage for it."""
 
     def __init__(self, device: torch.device) -> None:
-        import torch
-
         super().__init__(device)
         self._torch = torch.mps
 
@@ -228,8 +151,6 @@ class Cuda(Accelerator):
     """An NVIDIA GPU."""
 
     def __init__(self, device: torch.device) -> None:
-        import torch
-
         super().__init__(device)
         self._torch = torch.cuda
 
@@ -277,8 +198,6 @@ class Cuda(Accelerator):
         return self._torch.current_stream(self.device)
 
     def page_lock(self, address: int, nbytes: int) -> bool:
-        import torch
-
         runtime = self._torch.cudart()  # type: ignore[no-untyped-call]
         if runtime.cudaHostRegister(address, nbytes, 0) == runtime.cudaError.success:
             return True
@@ -314,8 +233,6 @@ class Xpu(Cuda):
     """An Intel GPU: `torch.xpu` has the functions of `torch.cuda`, except for those below."""
 
     def __init__(self, device: torch.device) -> None:
-        import torch
-
         super().__init__(device)
         self._torch: Any = torch.xpu
 
@@ -352,52 +269,39 @@ def get_accelerator(device: torch.device) -> Accelerator:
 
 def widest_dtype(device: torch.device) -> torch.dtype:
     """Return the dtype for sums and counts: float64, or float32 on devices that lack it (Metal, many Intel GPUs)."""
-    import torch
-
     return torch.float32 if device.type in ("mps", "xpu") else torch.float64
 
 
 # ---------------------------------------------------------------- this process
 
 
-def cuda_is_initialized() -> bool:
-    """Return whether this process has initialized CUDA, HIP or XPU and must not be forked; never imports torch."""
-    torch: Any = sys.modules.get("torch")
-    return torch is not None and bool(torch.cuda.is_initialized() or torch.xpu.is_initialized())
+def is_initialized() -> bool:
+    """Return whether this process has initialized CUDA, HIP or XPU."""
+    return bool(torch.cuda.is_initialized() or torch.xpu.is_initialized())  # type: ignore[no-untyped-call]
 
 
 def cuda_is_available() -> bool:
     """Return whether torch sees a GPU of device type `cuda`."""
-    import torch
-
     return torch.cuda.is_available()
 
 
 def device_count() -> int:
     """Return the number of GPUs of device type `cuda`."""
-    import torch
-
     return torch.cuda.device_count()
 
 
 def current_device() -> torch.device:
     """Return this thread's current GPU, with its index."""
-    import torch
-
     return torch.device("cuda", torch.cuda.current_device())
 
 
 def default_generator(index: int) -> torch.Generator:
     """Return the default random generator of a GPU."""
-    import torch
-
     return torch.cuda.default_generators[index]
 
 
 def torch_devices() -> Iterator[TorchDevice]:
     """Yield torch's GPUs in order. Raises RuntimeError or AssertionError if the driver cannot be initialized."""
-    import torch
-
     is_rocm = _is_rocm()
     for index in range(torch.cuda.device_count() if cuda_is_available() else 0):
         properties = torch.cuda.get_device_properties(index)
@@ -413,8 +317,6 @@ def torch_devices() -> Iterator[TorchDevice]:
 
 def intel_devices() -> Iterator[TorchDevice]:
     """Yield torch's Intel GPUs in order."""
-    import torch
-
     for index in range(torch.xpu.device_count() if torch.xpu.is_available() else 0):
         device = Xpu(torch.device("xpu", index))
         free = device.free_memory()
@@ -428,42 +330,67 @@ def intel_devices() -> Iterator[TorchDevice]:
         )
 
 
-def torch_uuids() -> list[str] | None:
-    """Return the UUIDs of torch's GPUs without prefix, in order; None if CUDA is not initialized or reports none."""
-    torch: Any = sys.modules.get("torch")
-    if not cuda_is_initialized():
-        return None
-    properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
-    uuids = [_device_id(gpu) for gpu in properties]
-    return uuids if all(uuids) else None
+def device_uuids() -> list[str]:
+    """Return the UUIDs of torch's GPUs of device type `cuda` without prefix, in order."""
+    return [_device_id(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
 
 
-def compiled_architectures() -> tuple[str, ...]:
-    """Return the architectures that torch's kernels were compiled for: sm_75, compute_120, gfx90a, ..."""
-    import torch
+def torch_version() -> TorchView:
+    """Return torch's version and CPU capability, without querying devices."""
+    return TorchView(torch.__version__, cpu_capability=torch.backends.cpu.get_cpu_capability())
 
-    return tuple(torch.cuda.get_arch_list())
+
+def is_gpu_build() -> bool:
+    """Return whether torch was built for GPUs of any vendor but Apple."""
+    return bool(torch.version.cuda or torch.version.hip or torch.version.xpu)
+
+
+def query_torch() -> TorchView:
+    """Query torch; its warnings and errors about CUDA become `cuda_error`."""
+    cudnn = cast("Any", torch.backends.cudnn)
+    devices: list[TorchDevice] = []
+    errors: list[str] = []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            devices.extend(torch_devices())
+        except (RuntimeError, AssertionError) as error:  # torch raises both if CUDA cannot be initialized
+            errors.append(str(error))
+        try:
+            cudnn_version = cudnn.version() if torch.version.cuda else None
+        except RuntimeError as error:  # a cuDNN on the library path that is older than the one torch was built with
+            cudnn_version = None
+            errors.append(str(error))
+    errors += [str(warning.message) for warning in caught]
+    metal = torch.backends.mps.is_available()
+    intel = tuple(intel_devices())
+    return TorchView(
+        version=torch.__version__,
+        cuda_version=torch.version.cuda,
+        cudnn_version=cudnn_version,
+        rocm=torch.version.hip is not None,
+        architectures=tuple(torch.cuda.get_arch_list()) if devices else (),
+        devices=tuple(devices),
+        intel=intel,
+        cuda_error=errors[0].splitlines()[0] if errors else "",
+        mps_bytes=torch.mps.recommended_max_memory() if metal else None,
+        cpu_capability=torch.backends.cpu.get_cpu_capability(),
+    )
 
 
 def nccl_version() -> tuple[int, ...]:
     """Return the version of the NCCL (RCCL on AMD) library that ships with torch."""
-    import torch
-
     return tuple(torch.cuda.nccl.version())  # type: ignore[no-untyped-call]
 
 
 def page_unlock(address: int) -> None:
     """Undo `page_lock`."""
-    import torch
-
     torch.cuda.cudart().cudaHostUnregister(address)  # type: ignore[no-untyped-call]
 
 
 @contextmanager
 def warn_on_synchronization() -> Iterator[None]:
     """Make torch warn at each point where the host synchronizes with a GPU."""
-    import torch
-
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("warn")
     try:
@@ -472,14 +399,7 @@ def warn_on_synchronization() -> Iterator[None]:
         torch.cuda.set_sync_debug_mode(before)
 
 
-def is_stand_in() -> bool:
-    """Return whether tests/stand_ins emulates the GPU: results are real, timings are those of the CPU."""
-    return "_stand_in" in sys.modules
-
-
 def _is_rocm() -> bool:
-    import torch
-
     return torch.version.hip is not None
 
 

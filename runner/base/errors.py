@@ -160,6 +160,10 @@ def _redact_value(problem: Problem) -> Problem:
     return Problem(problem.what, problem.where[:end], f"{problem.fix}\n{fix}" if problem.fix else fix)
 
 
+class SharedConfigError(ConfigError):
+    """A ConfigError that every rank raises, and that is reported once."""
+
+
 class UsageError(AccelRunError):
     """The command line cannot be parsed."""
 

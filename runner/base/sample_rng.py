@@ -20,7 +20,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 import torch
 
-from runner.base.accelerator import cuda_is_initialized, current_device, default_generator
+from runner.base.accelerator import current_device, default_generator, is_initialized
 
 Key = TypeVar("Key")
 Read = TypeVar("Read")
@@ -176,7 +176,7 @@ def seeded_generators(seed: int, *what: object) -> Iterator[None]:
 
 def global_generators() -> Sequence[GlobalGenerator]:
     """Return the global generators of this process: torch's, NumPy's, Python's, and the current GPU's, if any."""
-    if cuda_is_initialized():  # not in forked workers: no CUDA there
+    if is_initialized():  # not in forked workers: no CUDA there
         return _host_and_gpu_generators(current_device().index)
     return _HOST_GENERATORS
 

@@ -111,7 +111,7 @@ def _run_first_contact(argv: list[str]) -> int:
 
 def _rehearse_or_refuse(argv: list[str], device: str, *, has_gpu: bool) -> NoReturn:
     """Restart the command on a simulated GPU. Raises DeviceMissing if there is a GPU, or no simulation."""
-    from runner.base.accelerator import is_stand_in
+    from runner.base.loaded_torch import is_stand_in
     from runner.tools.doctor import rehearsal
 
     fix = "accel-run doctor shows why"

@@ -38,13 +38,14 @@ examples
 
 def run(argv: list[str]) -> int:
     """Print the plan."""
-    from runner.launch.traced_demand import trace_memory_needs
     from runner.plan.planner import SEE_PLAN, make_plan, planning_inventory
     from runner.plan.run_plan import format_rank_table
 
     configuration = compose(parse_arguments(argv).request)
     inventory, machine = planning_inventory(configuration)
     make_plan(configuration, inventory)  # report invalid settings before importing torch for the trace
+    from runner.launch.traced_demand import trace_memory_needs
+
     print_progress = progress_printer("plan")
     on_wait = cache(lambda: print_progress("tracing the model on fake tensors; a large model takes up to a minute"))
     demand = trace_memory_needs(configuration, inventory, alternatives=True, on_wait=on_wait)

@@ -13,17 +13,33 @@ from pathlib import Path
 from types import NoneType
 from typing import Any
 
+import hydra
+import yaml  # type: ignore[import-untyped]
+from hydra import compose as hydra_compose
+from hydra import initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
+from hydra.conf import HydraConf
+from hydra.core.config_search_path import ConfigSearchPath
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.errors import HydraException
+from hydra.plugins.config_source import ConfigResult, ConfigSource
+from hydra.plugins.search_path_plugin import SearchPathPlugin
+from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
 from runner.base.errors import ConfigError, Problem
 from runner.base.paths import shipped_path
 from runner.base.secret_refusal import secret_problems
 from runner.base.text import first_line
-from runner.config.config_files import GLOBAL, cached_config, find_config_file, parse_config, read_config_text
+from runner.config.config_files import GLOBAL, cached_config, find_config_file, read_config_text
 from runner.config.guarded_yaml import refuse_growth
 from runner.config.options import GROUPS, list_options
 from runner.config.request import Request
 from runner.config.schema import (
     did_you_mean,
 )
+from runner.config.yaml_text import parse_config
 
 
 def compose_groups(groups: Mapping[str, str], request: Request, problems: list[Problem]) -> dict[str, Any]:
@@ -33,14 +49,6 @@ def compose_groups(groups: Mapping[str, str], request: Request, problems: list[P
 
 
 def _compose_with_hydra(groups: Mapping[str, str], request: Request, problems: list[Problem]) -> dict[str, Any]:
-    import yaml  # type: ignore[import-untyped]
-    from hydra import compose as hydra_compose
-    from hydra import initialize_config_dir
-    from hydra.core.global_hydra import GlobalHydra
-    from hydra.errors import HydraException
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     # an option of a task file or a package has no file: Hydra composes without the group
     without_file = {
         group: option for group, option in groups.items() if find_config_file(group, option, request.config_dir) is None
@@ -133,16 +141,12 @@ def _composition_problem(error: Exception, groups: Mapping[str, str], config_dir
 
 def _version_base() -> dict[str, Any]:
     """Return arguments for Hydra: 1.3 warns if version_base is missing, 1.4 if it is given."""
-    import hydra
-
     return {"version_base": "1.3"} if tuple(map(int, hydra.__version__.split(".")[:2])) < (1, 4) else {}
 
 
 @cache
 def _hydra_groups() -> tuple[str, ...]:
     """Return the groups of Hydra's own settings: its output folder, launcher, logging."""
-    from hydra.conf import HydraConf
-
     defaults = [entry for entry in HydraConf().defaults if isinstance(entry, dict)]
     return tuple(group for entry in defaults for group, option in entry.items() if option is not None)
 
@@ -165,11 +169,6 @@ def _search_config_files(config_dir: Path | None) -> Iterator[None]:
 @cache
 def _register_source() -> None:
     """Register the plugins that find and read the files of `_folders`, once in a process."""
-    from hydra._internal.core_plugins.file_config_source import FileConfigSource
-    from hydra.core.config_search_path import ConfigSearchPath
-    from hydra.core.plugins import Plugins
-    from hydra.plugins.config_source import ConfigResult, ConfigSource
-    from hydra.plugins.search_path_plugin import SearchPathPlugin
 
     class OptionSource(FileConfigSource):
         """Files of options. Those of the user are checked by `read_guarded` before they are parsed."""
@@ -204,9 +203,6 @@ def resolve_references(
 
     Raises ConfigError if a value is a secret then.
     """
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
-
     values = composed
     try:
         if _has_reference(composed):

@@ -3,19 +3,15 @@
 from __future__ import annotations
 
 import copy
-import io
 from collections.abc import Callable, Container, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from functools import cache, lru_cache, partial
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner.base.paths import shipped_path
 from runner.config.guarded_yaml import read_guarded
 from runner.config.options import GROUPS, find_signature, list_options
-
-if TYPE_CHECKING:
-    from omegaconf import DictConfig, ListConfig
 
 GLOBAL = "# @package _global_"  # Hydra: the keys of this file are those of the whole configuration
 
@@ -123,17 +119,11 @@ def load_file(group: str, option: str, config_dir: Path | None) -> dict[str, Any
 
 
 def _load_uncached(group: str, option: str, config_dir: Path | None) -> dict[str, Any]:
-    import yaml  # type: ignore[import-untyped]
-    from omegaconf import OmegaConf
-    from omegaconf.errors import OmegaConfBaseException
+    from runner.config.yaml_text import read_mapping  # OmegaConf is slow to import
 
     file = find_config_file(group, option, config_dir)
     text = read_config_text(file, config_dir) if file else ""
-    try:
-        content = OmegaConf.to_container(parse_config(text, str(file)), resolve=False) if text else None
-    except (yaml.YAMLError, OmegaConfBaseException, ValueError, AssertionError, RecursionError):
-        content = None  # Hydra reports it when it composes the file
-    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+    return read_mapping(text, str(file)) if text else {}  # Hydra reports what cannot be read
 
 
 def find_config_file(group: str, option: str, config_dir: Path | None) -> Path | None:
@@ -142,50 +132,6 @@ def find_config_file(group: str, option: str, config_dir: Path | None) -> Path |
         return None
     files = [folder / group / f"{option}.yaml" for folder in (config_dir, shipped_path("conf")) if folder]
     return next((file for file in files if file.is_file()), None)
-
-
-class NamedText(io.StringIO):
-    """A text stream with a name, so that YAML's messages contain its file."""
-
-    def __init__(self, text: str, *parts: str) -> None:
-        super().__init__(text)
-        self.name = str(Path(*parts))
-
-
-@lru_cache(maxsize=256)
-def parse_config(text: str, file: str) -> DictConfig | ListConfig:
-    """Parse the text of a file as OmegaConf does, once per process. The result must not be changed."""
-    import yaml
-    from omegaconf import OmegaConf
-
-    if Path(file).is_relative_to(shipped_path("conf")):
-        try:
-            return OmegaConf.create(_libyaml_loader()(NamedText(text, file)).get_single_data() or {})
-        except yaml.YAMLError:
-            pass  # the message below is the same with and without libyaml
-    return OmegaConf.load(NamedText(text, file))
-
-
-@cache
-def _libyaml_loader() -> Any:
-    """Return OmegaConf's loader on top of libyaml, which is seven times faster but accepts slightly different files.
-
-    Only for the shipped files, for which a test compares both.
-    """
-    import yaml
-    from omegaconf._utils import get_yaml_loader
-
-    python_loader = get_yaml_loader()
-    if not yaml.__with_libyaml__:
-        return python_loader
-
-    class Loader(yaml.cyaml.CParser, python_loader):  # type: ignore[misc,valid-type]
-        def __init__(self, stream: io.StringIO) -> None:
-            yaml.cyaml.CParser.__init__(self, stream)
-            yaml.constructor.SafeConstructor.__init__(self)
-            yaml.resolver.Resolver.__init__(self)
-
-    return Loader
 
 
 def read_config_text(file: Path, config_dir: Path | None) -> str:

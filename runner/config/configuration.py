@@ -11,7 +11,6 @@ from typing import Any, Literal
 
 from runner.base.errors import ConfigError, InputMissing
 from runner.base.secret_refusal import refuse_secrets
-from runner.config.composition import compose_groups
 from runner.config.config_files import flatten, shadowing_notes
 from runner.config.custom_options import find_custom_hooks, table_problems
 from runner.config.custom_tables import HOOK
@@ -154,6 +153,8 @@ def compose(request: Request) -> Configuration:
     task = read_task(before_task["task"], request, resolve_size, problems)
     groups += implied_groups(command_line, merge(groups))
     chosen = merge([*groups, *task_group_settings(task, request, problems)])
+
+    from runner.config.composition import compose_groups  # Hydra is slow to import
 
     composed = compose_groups(select_for_hydra(chosen, request.task_file), request, problems)
     choices = composed.pop("hydra_choices")

@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import Problem
-from runner.config.composition import resolve_references
 from runner.config.config_files import (
     file_keys,
     find_config_file,
@@ -193,6 +192,8 @@ def file_settings(
 
     def origin(key: str) -> Setting:
         return origins.get(key) or origins.get(schema.canonical_key(key)) or Setting(key, None)
+
+    from runner.config.composition import resolve_references  # Hydra is slow to import
 
     given = resolve_references(composed, lambda key: origin(key).file, problems)
     values = dict(flatten({key: value for key, value in given.items() if key != "hardware"}, stop=schema.keys))

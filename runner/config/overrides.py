@@ -17,7 +17,6 @@ from runner.config.suggestions import (
     MAX_HINTS,
     is_valid_override,
     make_valid_override,
-    parse_override,
     suggest_for_deletion,
     suggest_override,
     translate_key,
@@ -35,10 +34,8 @@ MAX_PARSE_PROBLEMS = 200  # number of problems after which the remaining argumen
 
 def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Override], list[Problem]]:
     """Parse each argument with Hydra's grammar; an invalid one becomes a problem with a suggestion."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
+    from runner.config.override_grammar import INVALID, parse_override  # Hydra is slow to import
 
-    parser = OverridesParser.create()
     parsed: list[Override] = []
     problems: list[Problem] = []
     for argument in _read_assignments(request, problems):
@@ -52,8 +49,8 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
             problems.append(Problem(f"{what}, but has {len(argument):,}", argument, "put long text into a file"))
             continue
         try:
-            override = parse_override(parser, argument)
-        except (HydraException, RecursionError, ValueError) as error:  # ValueError: a number of 5,000 digits
+            override = parse_override(argument)
+        except INVALID as error:
             what = f"cannot be parsed: {_explain_syntax_error(argument, error)}"
             problems.append(Problem(what, argument, _suggest_syntax(argument)))
             continue

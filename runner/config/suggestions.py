@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner.base.errors import to_one_line
 from runner.config.aliases import equivalent_keys, suggestion_for_key, suggestion_for_option, suggestion_for_value
@@ -17,7 +17,7 @@ from runner.config.options import (
     list_options,
     option_with_key,
 )
-from runner.config.request import format_override, format_value
+from runner.config.request import format_value
 from runner.config.schema import (
     MAX_SHOWN,
     REQUIRED,
@@ -27,25 +27,10 @@ from runner.config.schema import (
 )
 from runner.config.settings import MAIN_KEYS
 
-if TYPE_CHECKING:
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.core.override_parser.types import Override
-
-
 LIST_KEYS_HINT = "accel-run plan shows every key"
 
 
 MAX_HINTS = 50  # maximum number of unknown keys to find similar ones for; more have another cause
-
-
-def parse_override(parser: OverridesParser, argument: str) -> Override:
-    """Parse an override. Non-ASCII letters, as in a path, need no quotes, which Hydra's grammar requires."""
-    key, _, value = argument.partition("=")
-    if value.isascii() or set(value) & set("'\"[]{}(),$"):
-        return parser.parse_override(argument)
-    override = parser.parse_override(format_override(key, value))
-    override.input_line = argument
-    return override
 
 
 def suggest_override(key: str, value: str, command_keys: tuple[str, ...] = ()) -> str:
@@ -151,13 +136,12 @@ def make_valid_override(key: str, value: str) -> str:
 
 def is_valid_override(argument: str) -> bool:
     """Return whether an override can be parsed and its value is valid for its key in any option."""
-    from hydra.core.override_parser.overrides_parser import OverridesParser
-    from hydra.errors import HydraException
+    from runner.config.override_grammar import INVALID, parse_override  # Hydra is slow to import
 
     try:
-        override = parse_override(OverridesParser.create(), argument)
+        override = parse_override(argument)
         is_sweep = override.is_sweep_override()
-    except (HydraException, RecursionError, ValueError):
+    except INVALID:
         return False
     key = override.key_or_group
     if is_sweep or (key not in GROUPS and key not in all_keys()):

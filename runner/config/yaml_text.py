@@ -1,15 +1,69 @@
-"""Write YAML as OmegaConf does, in a tenth of the time: by libyaml, and without a container for each value."""
+"""Read and write YAML as OmegaConf does, faster: by libyaml, and writing without a container for each value."""
 
 from __future__ import annotations
 
+import io
 from collections.abc import Mapping
-from functools import partial
+from functools import cache, lru_cache, partial
+from pathlib import Path
 from typing import Any
 
 import yaml  # type: ignore[import-untyped]
+from omegaconf import DictConfig, ListConfig, OmegaConf
+from omegaconf._utils import get_yaml_loader
+from omegaconf.errors import OmegaConfBaseException
+
+from runner.base.paths import shipped_path
 
 _Dumper: Any = type("_Dumper", (getattr(yaml, "CSafeDumper", yaml.SafeDumper),), {})  # libyaml, where it is built in
 _PythonDumper: Any = type("_PythonDumper", (yaml.SafeDumper,), {})
+
+
+def read_mapping(text: str, file: str) -> dict[str, Any]:
+    """Return the mapping in a file, with unresolved ${...}; empty if it cannot be read or is not a mapping."""
+    try:
+        content = OmegaConf.to_container(parse_config(text, file), resolve=False)
+    except (yaml.YAMLError, OmegaConfBaseException, ValueError, AssertionError, RecursionError):
+        return {}
+    return {str(key): value for key, value in content.items()} if isinstance(content, dict) else {}
+
+
+class NamedText(io.StringIO):
+    """A text stream with a name, so that YAML's messages contain its file."""
+
+    def __init__(self, text: str, *parts: str) -> None:
+        super().__init__(text)
+        self.name = str(Path(*parts))
+
+
+@lru_cache(maxsize=256)
+def parse_config(text: str, file: str) -> DictConfig | ListConfig:
+    """Parse the text of a file as OmegaConf does, once per process. The result must not be changed."""
+    if Path(file).is_relative_to(shipped_path("conf")):
+        try:
+            return OmegaConf.create(_libyaml_loader()(NamedText(text, file)).get_single_data() or {})
+        except yaml.YAMLError:
+            pass  # the message below is the same with and without libyaml
+    return OmegaConf.load(NamedText(text, file))
+
+
+@cache
+def _libyaml_loader() -> Any:
+    """Return OmegaConf's loader on top of libyaml, which is seven times faster but accepts slightly different files.
+
+    Only for the shipped files, for which a test compares both.
+    """
+    python_loader = get_yaml_loader()
+    if not yaml.__with_libyaml__:
+        return python_loader
+
+    class Loader(yaml.cyaml.CParser, python_loader):  # type: ignore[misc,valid-type]
+        def __init__(self, stream: io.StringIO) -> None:
+            yaml.cyaml.CParser.__init__(self, stream)
+            yaml.constructor.SafeConstructor.__init__(self)
+            yaml.resolver.Resolver.__init__(self)
+
+    return Loader
 
 
 def yaml_text(tree: Mapping[str, Any]) -> str:

@@ -12,12 +12,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.base import partition
+from runner.base.accelerator import get_accelerator
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.world import World
 from runner.distributed.fault_sync import catch_exception, raise_on_all_ranks
 from runner.distributed.layer_costs import ADAMW_BYTES, LayerCost, estimate_costs, measure_costs, parameter_names
-from runner.host.resources import device_bytes
+from runner.host.resources import memory_bytes
 
 Example = Callable[[], Sequence[Tensor]]
 
@@ -245,3 +246,9 @@ def _speed(first: float, seconds: float) -> float:
     """Return the speed relative to rank 0; differences up to 10 % are treated as noise."""
     speed = first / seconds if seconds > 0 and first > 0 else 1.0
     return 1.0 if 1 / 1.1 < speed < 1.1 else speed
+
+
+def device_bytes(device: torch.device) -> int:
+    """Return the memory of a torch device in bytes; host memory for the CPU."""
+    found = get_accelerator(device).free_memory()
+    return memory_bytes() if found is None else found.total

@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import replace
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from runner.base.errors import AccelRunError, Exit, Hang, RunInUse, checkpoint_update, resume_note
 from runner.base.json_values import to_json
@@ -24,6 +24,7 @@ from runner.base.text import error_line
 from runner.config.configuration import to_yaml
 from runner.config.request import Request
 from runner.durable import files
+from runner.durable.checkpoint import LoadedCheckpoint, newest_name, newest_valid
 from runner.durable.directory import RunDirectory
 from runner.durable.record_files import ERROR, RUN, read_error, read_record
 from runner.durable.run_identity import RunIdentity, generate_uid, manifest_uid
@@ -33,9 +34,6 @@ from runner.engine.job import Job
 from runner.host.process_identity import process_identity
 from runner.plan.environment import collect_environment
 from runner.records.run_record import AdoptedCheckpoint, ErrorRecord, ProcessRecord, RunOrigin, RunRecord
-
-if TYPE_CHECKING:
-    from runner.durable.checkpoint import LoadedCheckpoint
 
 
 class RunAttempt:
@@ -226,8 +224,6 @@ def _format_command(request: Request, name: str) -> bytes:
 
 def _last_checkpoint(error: BaseException, directory: RunDirectory) -> str | None:
     """Return the name of the newest valid checkpoint; of the newest one if it cannot be checked now."""
-    from runner.durable.checkpoint import newest_name, newest_valid
-
     if isinstance(error, Hang):  # skip verification: a checkpoint gets its name only once it is complete
         return newest_name(directory.checkpoints)
     try:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import logging
 import math
@@ -14,6 +15,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
+from safetensors.torch import load_model, save_model
 from torch import Tensor, nn
 
 from runner.base.errors import AccelRunError, ConfigError, Exit, MissingPackage, Problem
@@ -196,10 +198,6 @@ def _flatten(output: Any) -> Outputs:
 
 def _write_safetensors(model: nn.Module, inputs: Outputs, file: Path) -> Run:
     """Write only the weights; they are verified in a copy of the model."""
-    import copy
-
-    from safetensors.torch import load_model, save_model
-
     save_model(model, str(file))
     copied = copy.deepcopy(model)
     for value in copied.state_dict().values():

@@ -12,33 +12,38 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
+import torch
+from torch import nn
 
 from runner.base.accelerator import get_accelerator
+from runner.base.batch import first_shape
 from runner.base.errors import AccelRunError, DeviceMemoryError, Exit, HostMemoryError, StorageError, TaskFault
+from runner.base.oom_errors import halve
+from runner.base.sample_rng import seeded_generators
 from runner.base.stopwatch import Lap, new_stopwatch
+from runner.base.task import Content, Prediction
 from runner.base.text import format_rate
+from runner.base.world import World
 from runner.config.option_table import call_option
 from runner.config.phases import INFERENCE
-from runner.durable.directory import INFERENCE_FILES
+from runner.durable.directory import INFERENCE_FILES, RunDirectory
+from runner.engine.assemble import Parts
+from runner.engine.contract_checks import describe_value, validate_prediction
+from runner.engine.error_diagnosis import locate_definition
+from runner.engine.evaluate import eval_mode
+from runner.engine.oom_retry import release
+from runner.engine.task_loading import check_packages, task_errors
+from runner.engine.trained_run import ModelSource, open_source
+from runner.engine.watchdog import PREDICTION, HangTraces, run_watchdog
 from runner.host.output import nonblocking_streams
 from runner.monitor.monitor_thread import MONITORS, monitored_gpus
+from runner.plan.run_plan import Plan
+from runner.profiling.module_times import wrap_compiled_call
 from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 from runner.records.events import Console
-
-if TYPE_CHECKING:
-    import torch
-    from torch import nn
-
-    from runner.base.task import Content, Prediction
-    from runner.base.world import World
-    from runner.durable.directory import RunDirectory
-    from runner.engine.assemble import Parts
-    from runner.engine.trained_run import ModelSource
-    from runner.plan.run_plan import Plan
-
 
 _END = object()
 
@@ -51,11 +56,6 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     Raises TaskFault if predict yields nothing, or if two ranks write the same file.
     """
     console = Console(is_enabled=world.is_first)  # a broken pipe, as in `| head`, is no error
-
-    from runner.engine.oom_retry import release
-    from runner.engine.task_loading import check_packages
-    from runner.engine.trained_run import open_source
-    from runner.engine.watchdog import PREDICTION, HangTraces, run_watchdog
 
     suffix = f"-rank{world.rank}" if world.rank else ""
     if world.world_size > 1:
@@ -183,9 +183,6 @@ def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]
     Nested calls count as part of the outer call. A compiled model is timed around its graph, because torch.compile
     would trace module hooks with the model.
     """
-    from runner.base.batch import first_shape
-    from runner.profiling.module_times import wrap_compiled_call
-
     calls, depth = PredictCalls(), 0
 
     def on_lap(lap: Lap) -> None:
@@ -306,13 +303,6 @@ def iterate_predictions(
 
     on_next  called before each prediction
     """
-    import torch
-
-    from runner.base.sample_rng import seeded_generators
-    from runner.engine.contract_checks import validate_prediction
-    from runner.engine.evaluate import eval_mode
-    from runner.engine.task_loading import task_errors
-
     options = {key: value for key, value in plan.inference.items() if key != "seed"}
     seed = int(plan.inference["seed"])
     generator = torch.Generator(parts.world.device).manual_seed(seed)
@@ -332,9 +322,6 @@ def iterate_predictions(
 
 def _get_iterator(result: Any, parts: Parts) -> Iterator[Any]:
     """Return an iterator over the result of `predict`. Raises TaskFault if it is not iterable."""
-    from runner.engine.contract_checks import describe_value
-    from runner.engine.error_diagnosis import locate_definition
-
     if isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping):
         return iter(result)
     raise TaskFault(
@@ -346,8 +333,6 @@ def _get_iterator(result: Any, parts: Parts) -> Iterator[Any]:
 
 def _halve_batch_size(plan: Plan, error: AccelRunError, console: Console) -> Plan:
     """Return the plan with half the batch size. Raises `error` if the batch size cannot be halved."""
-    from runner.base.oom_errors import halve
-
     size = plan.inference.get("batch_size")
     halved_size = halve(size) if isinstance(size, int) else None
     if halved_size is None or plan.settings.on_oom == "stop":

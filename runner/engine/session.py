@@ -7,22 +7,29 @@ from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from runner.base.errors import AccelRunError, IncompatibleResume, MissingPackage, find_system_limit
 from runner.base.text import error_line
+from runner.base.world import World
 from runner.config.options import task_source
 from runner.config.phases import INFERENCE
 from runner.durable.directory import RunDirectory
 from runner.engine.attempt import RunAttempt, read_start_files, require_single_writer
+from runner.engine.error_diagnosis import explain, make_task_fault
 from runner.engine.job import Job, SessionEnd
+from runner.engine.mirroring import download_checkpoints, finish_mirroring, start_mirroring, wait_for_download
+from runner.engine.opening import open_first_rank, open_other_rank
+from runner.engine.run import TrainingRun
+from runner.engine.run_evidence import collect_evidence
+from runner.engine.run_report import report_end, report_start
+from runner.engine.run_screen import Screen, warnings_on
+from runner.engine.task_loading import check_packages
+from runner.engine.training import train
+from runner.engine.watchdog import END, HangTraces, run_watchdog
 from runner.plan.run_plan import Plan
+from runner.records.evidence import choose_evidence
 from runner.records.run_record import RunResult
-
-if TYPE_CHECKING:
-    from runner.base.world import World
-    from runner.engine.run import TrainingRun
-    from runner.engine.run_screen import Screen
+from runner.trackers.tracker import FINISH_S
 
 
 def run_rank(job: Job, world: World) -> SessionEnd:
@@ -36,7 +43,6 @@ def run_rank(job: Job, world: World) -> SessionEnd:
 def _run_first_rank(job: Job, world: World) -> SessionEnd:
     """Train as rank 0, which writes the files of the run and prints."""
     # Imported here, because the import of torch must not delay reports of invalid settings.
-    from runner.engine.run_screen import Screen, warnings_on
 
     directory = RunDirectory.create_or_open(job.folder.parent, job.name)
     with (
@@ -76,11 +82,6 @@ def _run_first_rank(job: Job, world: World) -> SessionEnd:
 
 def _run_other_rank(job: Job, world: World) -> SessionEnd:
     """Train as a rank other than 0, without output."""
-    from runner.engine.mirroring import wait_for_download
-    from runner.engine.opening import open_other_rank
-    from runner.engine.training import train
-    from runner.engine.watchdog import HangTraces, run_watchdog
-
     directory = RunDirectory.join(job.folder)
     with ExitStack() as stack:
         name = f"stacks-rank{world.rank}.txt"
@@ -107,15 +108,6 @@ def _reserve_descriptors() -> Iterator[ExitStack]:
 
 def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> SessionEnd:
     """Open the run, train, and print the report."""
-    from runner.engine.mirroring import download_checkpoints, finish_mirroring, start_mirroring
-    from runner.engine.opening import open_first_rank
-    from runner.engine.run_evidence import collect_evidence
-    from runner.engine.run_report import report_end, report_start
-    from runner.engine.task_loading import check_packages
-    from runner.engine.training import train
-    from runner.engine.watchdog import END, HangTraces, run_watchdog
-    from runner.records.evidence import choose_evidence
-    from runner.trackers.tracker import FINISH_S
 
     def record_error(error: AccelRunError) -> None:
         if opened:
@@ -174,8 +166,6 @@ def _expected_errors(plan: Plan) -> Iterator[None]:
     try:
         yield
     except BaseException as error:  # a task may raise any exception
-        from runner.engine.error_diagnosis import explain
-
         source = task_source(plan.choices["task"].name, Path(plan.task_file) if plan.task_file else None)
         if isinstance(error, SystemExit):
             raise _exit_fault(error, source) from error
@@ -196,8 +186,6 @@ def _internal_error(error: BaseException, directory: RunDirectory) -> AccelRunEr
 
 def _exit_fault(error: SystemExit, source: Path) -> AccelRunError:
     """Return an error for a task that called sys.exit, which would otherwise end the run without a message."""
-    from runner.engine.error_diagnosis import make_task_fault
-
     return make_task_fault(error, source, "the task") or AccelRunError(
         f"the task called sys.exit({error.code})", fix="return from the task, or raise an exception"
     )

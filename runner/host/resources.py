@@ -1,22 +1,14 @@
-"""CPU threads and memory available to this process, within CPU affinity and control groups.
-
-Does not import torch, except for the memory of a device.
-"""
+"""CPU threads and memory available to this process, within CPU affinity and control groups."""
 
 from __future__ import annotations
 
 import os
 from collections.abc import Set
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import psutil  # type: ignore[import-untyped]
 
-from runner.base.accelerator import get_accelerator
 from runner.host.cgroup import cgroup_memory_limit
-
-if TYPE_CHECKING:
-    import torch
 
 ROOT = Path("/")  # holds /proc and /sys
 
@@ -39,9 +31,3 @@ def free_memory_bytes(root: Path = ROOT) -> int:
     """Return the available memory in bytes; the full cgroup limit if its use is not accounted."""
     limit, free = cgroup_memory_limit(root), int(psutil.virtual_memory().available)
     return free if limit is None else min(free, max(0, int(limit.amount) - (limit.memory_bytes() or 0)))
-
-
-def device_bytes(device: torch.device) -> int:
-    """Return the memory of a torch device in bytes; host memory for the CPU."""
-    found = get_accelerator(device).free_memory()
-    return memory_bytes() if found is None else found.total

@@ -12,8 +12,8 @@ from multiprocessing import get_context
 from multiprocessing.connection import Connection
 from typing import Any, TypeVar
 
-from runner.base.accelerator import cuda_is_initialized
 from runner.base.errors import SystemLimit
+from runner.base.loaded_torch import cuda_is_initialized
 from runner.host import output
 from runner.host.parent_death import die_with_parent
 

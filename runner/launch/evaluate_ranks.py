@@ -6,11 +6,13 @@ import os
 from functools import partial
 from typing import Any
 
-from runner.base.errors import ConfigError, Exit
+from runner.base.errors import ConfigError, Exit, SharedConfigError
 from runner.base.rank_env import detect_rank
 from runner.config.request import Request
+from runner.engine.trained_evaluation import evaluate_run
+from runner.engine.trained_run import find_source
 from runner.host.output import nonblocking_streams
-from runner.launch.on_ranks import SharedConfigError, run_on_ranks
+from runner.launch.on_ranks import run_on_ranks
 from runner.records.events import Console, Level
 
 
@@ -24,9 +26,6 @@ def evaluate(
     level       least important messages to print; None: that of $ACCEL_RUN_LOG_LEVEL
     The record is None after a signal, and on ranks of torchrun or srun that do not print.
     """
-    from runner.engine.trained_evaluation import evaluate_run
-    from runner.engine.trained_run import find_source
-
     member = detect_rank(os.environ)
     is_first = member is None or member.rank == 0
     try:

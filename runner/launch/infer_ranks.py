@@ -4,22 +4,23 @@ from __future__ import annotations
 
 import os
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
+
+import torch
 
 from runner.base.errors import Exit
 from runner.base.rank_env import detect_rank
+from runner.base.world import World
 from runner.config.configuration import Configuration
 from runner.config.request import Request
+from runner.engine.infer import infer as infer_here
+from runner.engine.trained_run import ModelSource, find_source
 from runner.host.output import nonblocking_streams
 from runner.launch.on_ranks import run_on_ranks
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan, plan_this_process
 from runner.plan.run_plan import Plan
 from runner.records.events import Console
-
-if TYPE_CHECKING:
-    from runner.base.world import World
-    from runner.engine.trained_run import ModelSource
 
 
 @nonblocking_streams()
@@ -32,12 +33,6 @@ def infer(request: Request, checkpoint: str | None = None) -> Exit:
     checkpoint  best, last or the number of an update; None: the best one if there is one, else the last one
     Raises InputMissing if there is no such run or checkpoint, DataError if it is damaged.
     """
-    import torch
-
-    from runner.base.world import World
-    from runner.engine.infer import infer as infer_here
-    from runner.engine.trained_run import find_source
-
     source = find_source(request, Console(), checkpoint)
     configuration = source.configuration
     member = detect_rank(os.environ)
@@ -56,7 +51,5 @@ def _is_sharded(configuration: Configuration) -> bool:
 
 
 def _infer_shard(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
-    from runner.engine.infer import infer as infer_here
-
     rank_plan = make_plan(source.configuration, take_inventory(), [plan.ranks[world.rank]])
     return infer_here(source, rank_plan, world)

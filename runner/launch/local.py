@@ -15,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-from runner.base.accelerator import cuda_is_initialized
 from runner.base.errors import AccelRunError, Exit, Hang, Problem, RankLost, SystemLimit, rebuild_error
+from runner.base.loaded_torch import cuda_is_initialized
 from runner.base.rank_env import RankInfo
 from runner.base.text import abbreviate
 from runner.host import output, stacks

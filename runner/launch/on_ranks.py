@@ -10,25 +10,29 @@ from contextlib import contextmanager
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any, TypeVar
 
-from runner.base.errors import ConfigError, Exit, Problem
+import torch
+
+from runner.base.errors import ConfigError, Exit, Problem, SharedConfigError
 from runner.base.json_converter import decode_valid, encode
 from runner.base.rank_env import RankInfo, detect_rank
+from runner.base.world import World
 from runner.config.configuration import Configuration, to_yaml
 from runner.config.options import task_source
+from runner.distributed.join import join_process_group
 from runner.host.scratch import private_folder
+from runner.launch.local import run_ranks, to_error
 from runner.launch.traced_demand import trace_memory_needs
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.memory_fit import MemoryNeeds
 from runner.plan.planner import apply_allocator_settings, make_plan, should_trace_memory
 from runner.plan.rank_devices import RankDevice
 from runner.plan.run_plan import Plan
+from runner.version import __version__
 
-if TYPE_CHECKING:
-    from runner.base.world import World
-
-RankFunction = Callable[[Plan, "World"], tuple[Exit, Any]]  # -> exit code and a JSON-serializable result
+Result = TypeVar("Result")
+RankFunction = Callable[[Plan, World], tuple[Exit, Any]]  # -> exit code and a JSON-serializable result
 
 
 def run_on_ranks(configuration: Configuration, task_file: Path | None, function: RankFunction) -> tuple[Exit, Any]:
@@ -46,7 +50,7 @@ def run_on_ranks(configuration: Configuration, task_file: Path | None, function:
     if plan.world_size > 1:
         return _run_forked(plan, function)
     with private_folder():
-        return _run_rank(plan, function, RankInfo())
+        return run_as_rank(plan, RankInfo(), partial(function, plan))
 
 
 def prepare_inventory(configuration: Configuration) -> Inventory:
@@ -56,9 +60,7 @@ def prepare_inventory(configuration: Configuration) -> Inventory:
 
 
 def import_before_fork(plan: Plan) -> None:
-    """Import the modules that every rank needs once, before the ranks are forked."""
-    import runner.engine.training  # noqa: F401
-
+    """Import the strategy once, before the ranks are forked."""
     strategy = {"fsdp": "sharded", "pipeline": "pipelined"}.get(plan.choices["parallelism"].function, "replicated")
     import_module(f"runner.distributed.{strategy}")
 
@@ -71,11 +73,6 @@ def join_as_member(
 
     Raises SharedConfigError if they differ in anything that affects results.
     """
-    import torch
-
-    from runner.distributed.join import join_process_group
-    from runner.version import __version__
-
     inventory = prepare_inventory(configuration)
     gpus = [gpu for gpu in inventory.usable if gpu.kind == "cuda"]
     wants_gpu = gpus and configuration.settings.device != "cpu"
@@ -105,10 +102,6 @@ def join_as_member(
         yield world, Plan.from_json(world.broadcast(plan.to_json())), inventory
 
 
-class SharedConfigError(ConfigError):
-    """A ConfigError that every rank raises, and that is reported once."""
-
-
 def check_agreement(descriptions: list[Mapping[str, str]]) -> None:
     """Raise SharedConfigError if ranks differ in anything that affects results."""
     problems = []
@@ -122,8 +115,6 @@ def check_agreement(descriptions: list[Mapping[str, str]]) -> None:
 
 
 def _run_forked(plan: Plan, function: RankFunction) -> tuple[Exit, Any]:
-    from runner.launch.local import run_ranks, to_error
-
     import_before_fork(plan)
     ending = run_ranks(partial(_rank_main, plan, function), plan.world_size)
     if ending.cause is not None:
@@ -132,15 +123,12 @@ def _run_forked(plan: Plan, function: RankFunction) -> tuple[Exit, Any]:
 
 
 def _rank_main(plan: Plan, function: RankFunction, member: RankInfo) -> tuple[int, Any]:
-    code, result = _run_rank(plan, function, member)
+    code, result = run_as_rank(plan, member, partial(function, plan))
     return int(code), result
 
 
-def _run_rank(plan: Plan, function: RankFunction, member: RankInfo) -> tuple[Exit, Any]:
-    import torch
-
-    from runner.distributed.join import join_process_group
-
+def run_as_rank(plan: Plan, member: RankInfo, function: Callable[[World], Result]) -> Result:
+    """Join the other ranks, and call the function in this process."""
     timeout_s = float(plan.choices["parallelism"].options.get("timeout_s", 600.0))
     with join_process_group(member, torch.device(plan.ranks[member.rank].device), timeout_s=timeout_s) as world:
-        return function(plan, world)
+        return function(world)

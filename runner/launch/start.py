@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
-import faulthandler
-import gc
 import os
 import sys
-import time
-from contextlib import suppress
-from functools import partial
-from typing import TYPE_CHECKING, Any
 
-from runner.base.accelerator import cuda_is_initialized, get_accelerator
-from runner.base.errors import ConfigError, DeviceMemoryError, Exit, HostMemoryError, Problem
-from runner.base.rank_env import RankInfo, detect_rank, launcher_id
-from runner.config.configuration import Configuration, compose
+from runner.base.errors import ConfigError, Exit, Problem, SharedConfigError
+from runner.base.rank_env import RankInfo, detect_rank
+from runner.config.configuration import compose
 from runner.config.phases import INFERENCE
 from runner.config.request import Request, merge_overrides, override_key
-from runner.durable.record_files import read_record
-from runner.engine.attempt import record_failure
-from runner.engine.job import Job, SessionEnd, choose_run_name
-from runner.engine.oom_history import num_restarts
-from runner.engine.session import run_rank
+from runner.engine.job import choose_run_name
 from runner.host.other_load import OtherLoad, choose_wait_policy
 from runner.host.output import nonblocking_streams
-from runner.host.scratch import private_folder
 from runner.launch.launcher import submit
-from runner.launch.on_ranks import SharedConfigError, import_before_fork, join_as_member, prepare_inventory
-from runner.launch.traced_demand import trace_memory_needs
-from runner.plan.planner import make_plan, should_trace_memory
+from runner.plan.planner import apply_allocator_settings
 from runner.records.events import Console, terminal_log_level
 from runner.trackers.tracker import require_installed
-
-if TYPE_CHECKING:
-    from runner.launch.local import LaunchResult, RankNotice
 
 
 @nonblocking_streams()
@@ -78,18 +61,15 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
     name = choose_run_name(configuration)
     if "torch" not in sys.modules and (member is None or member.rank == 0):  # importing takes seconds
         Console(level=terminal_log_level()).info(f"starting run {name}: loading PyTorch")
-    if member is None and configuration.settings.weights.source and not (configuration.settings.root / name).exists():
-        from runner.durable.weight_source import find_weights
-        from runner.engine.weights import check_names
+    apply_allocator_settings(configuration)
+    from runner.launch.training_ranks import train_as_member, train_here  # invalid settings are reported without torch
 
-        weights = configuration.settings.weights
-        check_names(find_weights(str(weights.source), configuration.settings.root), weights)
     if member is not None:
-        end, job = _train_as_member(request, configuration, name, member, runs_inference=runs_inference)
+        end, job = train_as_member(request, configuration, name, member, runs_inference=runs_inference)
         if member.rank:
             return end.code
     else:
-        end, job = _train_here(request, configuration, name, runs_inference=runs_inference)
+        end, job = train_here(request, configuration, name, runs_inference=runs_inference)
     if end.code == Exit.DONE and runs_inference:
         if end.is_stop_requested:  # during the last update: the same command continues with the prediction
             return Exit.PREEMPTED
@@ -109,174 +89,3 @@ def _infer(request: Request, name: str | None) -> Exit:
             (override for override in overrides if override not in weight_overrides), [f"run={name}"]
         )
     return infer(dataclasses.replace(request, overrides=overrides))
-
-
-# ---------------------------------------------------------------- ranks that are started here
-
-
-def _train_here(
-    request: Request, configuration: Configuration, name: str, *, runs_inference: bool
-) -> tuple[SessionEnd, Job]:
-    """Train in this process, or start and supervise the ranks of the plan."""
-    inventory = prepare_inventory(configuration)
-    needs = trace_memory_needs(configuration, inventory) if should_trace_memory(configuration, inventory) else None
-    job = Job(
-        request, configuration, make_plan(configuration, inventory, needs=needs), inventory, name, needs, runs_inference
-    )
-    if job.plan.world_size > 1:
-        return _train_on_ranks(job)
-    _enable_crash_reports()
-    while True:
-        restarts_before, start_time = num_restarts(job.folder), time.time()
-        try:
-            with private_folder():
-                return _train_as_rank(job, RankInfo()), job
-        except (DeviceMemoryError, HostMemoryError) as error:
-            if num_restarts(job.folder) <= restarts_before:
-                raise
-            Console().warning(str(error.problems[0]))
-        _release_memory()
-        job = _resume_with_smaller_micro_batches(job, start_time)
-
-
-def _release_memory() -> None:
-    """Release the memory of a failed run, including objects that `gc.freeze` has exempted from collection."""
-    import torch
-
-    gc.unfreeze()
-    gc.collect()
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-    if cuda_is_initialized():
-        get_accelerator(torch.device("cuda")).empty_cache()
-
-
-def _resume_with_smaller_micro_batches(job: Job, start_time: float) -> Job:
-    """Return the job that resumes after the run has reduced its micro-batch size."""
-    settings = job.plan.settings
-    if settings.resume == "fresh" or _has_checkpoint_since(job, start_time):  # an earlier run has already been renamed
-        settings = dataclasses.replace(settings, resume="auto")
-    Console().info("resuming from the last checkpoint with smaller micro-batches")
-    configuration = dataclasses.replace(job.configuration, settings=settings)
-    return dataclasses.replace(job, configuration=configuration, plan=dataclasses.replace(job.plan, settings=settings))
-
-
-def _enable_crash_reports() -> None:
-    """Print the stacks of all threads to standard error if the process crashes in C code."""
-    if not faulthandler.is_enabled():
-        with suppress(OSError, ValueError, RuntimeError, AttributeError):  # there is no standard error
-            faulthandler.enable(all_threads=True)
-
-
-def _train_as_rank(job: Job, member: RankInfo) -> SessionEnd:
-    import torch
-
-    from runner.distributed.join import join_process_group
-
-    device = torch.device(job.plan.ranks[member.rank].device)
-    timeout_s = float(job.plan.choices["parallelism"].options.get("timeout_s", 600.0))
-    with join_process_group(member, device, timeout_s=timeout_s) as world:
-        return run_rank(job, world)
-
-
-def _train_on_ranks(job: Job) -> tuple[SessionEnd, Job]:
-    """Start the ranks; restart from the last checkpoint without ranks that were killed or slow the run down."""
-    from runner.launch.local import run_ranks, to_error
-
-    import_before_fork(job.plan)
-    restarts = int(job.plan.choices["parallelism"].options.get("restarts", 0))
-    attempt, start_time = 0, time.time()
-    while True:
-        restarts_before = num_restarts(job.folder)
-        result = run_ranks(partial(_rank_main, job), job.plan.world_size, attempt=attempt, on_notice=_report_exit)
-        attempt += 1
-        if result.cause is None:
-            results = [returned for returned in result.results if returned is not None]  # killed ranks have no result
-            dropped = tuple(results[0][1]) if results else ()
-            if not dropped or result.stop or result.code != Exit.PREEMPTED:
-                return SessionEnd(Exit(result.code), bool(result.stop) or any(stopped for stopped, _ in results)), job
-            job = _drop_ranks(job, dropped, start_time)
-            continue
-        error = to_error(result)
-        # No restart after a hang: it would recur, and its cause needs an investigation.
-        has_stacks = error.exit_code == Exit.HANG or result.cause.signal is not None
-        record_failure(job, error, start_time, result.cause.traceback if has_stacks else "", result.num_updates)
-        if result.stop is None and num_restarts(job.folder) > restarts_before:
-            Console().warning(str(error.problems[0]))
-            job = _resume_with_smaller_micro_batches(job, start_time)
-            continue
-        if not restarts or not _may_restart(result):
-            raise error
-        restarts -= 1
-        job = _drop_ranks(job, (result.cause.rank,), start_time)
-
-
-def _report_exit(notice: RankNotice) -> None:
-    """Report a killed or exited rank at once; errors raised by a rank are reported when all have ended."""
-    if notice.is_external:
-        Console().warning(notice.text)
-
-
-def _rank_main(job: Job, member: RankInfo) -> tuple[int, Any]:
-    """Run as a rank; return its exit code, whether a stop was requested, and the ranks to drop."""
-    end = _train_as_rank(job, member)
-    return int(end.code), (end.is_stop_requested, end.dropped)
-
-
-def _may_restart(result: LaunchResult) -> bool:
-    """Return whether a rank was killed by SIGKILL, which a restart may avoid; an error would recur."""
-    return result.stop is None and result.cause is not None and result.cause.signal == "SIGKILL"
-
-
-def _drop_ranks(job: Job, lost: tuple[int, ...], start_time: float) -> Job:
-    """Return the job without these ranks (at least one remains), resuming if this start has written a checkpoint."""
-    kept = [rank for rank in range(job.plan.world_size) if rank not in lost] or [0]
-    left = [job.plan.ranks[rank] for rank in kept]
-    parallelism = job.configuration.choices["parallelism"]
-    options = dict(parallelism.options)
-    if isinstance(options.get("shares"), list) and len(options["shares"]) == job.plan.world_size:
-        options["shares"] = [options["shares"][rank] for rank in kept]
-    if options.get("split"):
-        options["split"] = None  # applies to another number of stages
-    choices = {**job.configuration.choices, "parallelism": dataclasses.replace(parallelism, options=options)}
-    settings = job.configuration.settings
-    if _has_checkpoint_since(job, start_time):
-        settings = dataclasses.replace(settings, resume="auto")
-    configuration = dataclasses.replace(job.configuration, choices=choices, settings=settings)
-    plan = make_plan(configuration, job.inventory, left, job.needs)
-    Console().info(f"resuming from the last checkpoint with {len(left)} rank{'s' * (len(left) > 1)}: {plan.batch}")
-    return dataclasses.replace(job, configuration=configuration, plan=plan)
-
-
-def _has_checkpoint_since(job: Job, start_time: float) -> bool:
-    """Return whether this start of the run has written a checkpoint, whatever `resume` requested."""
-    from runner.durable.checkpoint import newest_valid
-
-    return (
-        read_record(job.folder).process.started_since(start_time)
-        and newest_valid(job.folder / "checkpoints") is not None
-    )
-
-
-# ---------------------------------------------------------------- ranks started by torchrun or srun
-
-
-def _train_as_member(
-    request: Request, configuration: Configuration, name: str, member: RankInfo, *, runs_inference: bool
-) -> tuple[SessionEnd, Job]:
-    """Train as a rank started by torchrun or srun; rank 0 decides which run is used."""
-    with join_as_member(configuration, request.task_file, member) as (world, planned, inventory):
-        plan = planned
-        if world.broadcast(member.attempt > 0 and _has_earlier_checkpoint(configuration, name)):
-            plan = dataclasses.replace(plan, settings=dataclasses.replace(plan.settings, resume="auto"))
-        job = Job(request, configuration, plan, inventory, world.broadcast(name), runs_inference=runs_inference)
-        return run_rank(job, world), job
-
-
-def _has_earlier_checkpoint(configuration: Configuration, name: str) -> bool:
-    """Return whether an earlier attempt of the same launcher wrote a checkpoint."""
-    from runner.durable.checkpoint import newest_valid
-
-    folder = configuration.settings.root / name
-    is_ours = read_record(folder).process.started_by == launcher_id()
-    return is_ours and newest_valid(folder / "checkpoints") is not None

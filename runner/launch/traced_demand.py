@@ -4,14 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures.process import BrokenProcessPool
-from typing import TYPE_CHECKING
 
+import runner.forecast.demand  # before the fork, so that subprocesses share it
+from runner.config.configuration import Configuration
 from runner.host.subprocesses import run_in_subprocess
-
-if TYPE_CHECKING:
-    from runner.config.configuration import Configuration
-    from runner.plan.inventory import Inventory
-    from runner.plan.memory_fit import MemoryNeeds
+from runner.plan.inventory import Inventory
+from runner.plan.memory_fit import MemoryNeeds
 
 
 def trace_memory_needs(
@@ -27,9 +25,6 @@ def trace_memory_needs(
     on_wait       called once if it takes longer than NOTIFY_AFTER_S of runner.host.subprocesses
     Raises the exceptions of the task.
     """
-    import runner.forecast.demand  # before the fork, so that subprocesses share it
-    from runner.plan.memory_fit import MemoryNeeds
-
     try:
         return run_in_subprocess(
             runner.forecast.demand.predict_needs, configuration, inventory, alternatives, on_wait=on_wait

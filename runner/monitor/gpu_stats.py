@@ -20,8 +20,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from runner.base.accelerator import torch_uuids
 from runner.base.errors import ConfigError, InputMissing, Problem
+from runner.base.loaded_torch import torch_uuids
 from runner.monitor.gpu_driver import open_driver
 from runner.monitor.monitor_thread import MachineSamples, Monitor, read_samples
 from runner.monitor.nvml import Nvml, strip_uuid_prefix, visible

@@ -7,26 +7,26 @@ import json
 import os
 import platform
 import re
-import warnings
-from collections.abc import Iterator, Mapping, Sequence
+import resource
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
-from runner.base.accelerator import (
+import psutil  # type: ignore[import-untyped]
+
+from runner.base.errors import ConfigError, Problem, SystemLimit
+from runner.base.gpu_facts import (
     Formats,
     TorchDevice,
+    TorchView,
     amd_formats,
-    compiled_architectures,
-    cuda_is_initialized,
-    intel_devices,
     intel_formats,
     nvidia_formats,
-    torch_devices,
 )
-from runner.base.errors import ConfigError, Problem, SystemLimit
 from runner.base.json_converter import decode_valid, encode
+from runner.base.loaded_torch import cuda_is_initialized
 from runner.host.cgroup import cgroup_limits
 from runner.host.resources import affinity
 from runner.host.subprocesses import run_in_subprocess
@@ -49,7 +49,7 @@ class Device:
     why_not       why it cannot be used; empty if it can
     architecture  AMD's name of the architecture, such as gfx90a; on Intel its matrix units; empty for other devices
 
-    Native formats follow from capability or architecture, not from what torch emulates: runner/base/accelerator.py.
+    Native formats follow from capability or architecture, not from what torch emulates: runner/base/gpu_facts.py.
     """
 
     kind: Kind
@@ -194,23 +194,20 @@ def take_inventory() -> Inventory:
 
 def _query_gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]:
     """Query torch and NVML about GPUs, in a subprocess if the query would initialize CUDA."""
-    import torch
+    from runner.base import accelerator  # reading a plan from a file must not import torch
 
-    if (torch.version.cuda or torch.version.hip or torch.version.xpu) and not cuda_is_initialized():
+    if accelerator.is_gpu_build() and not cuda_is_initialized():
         try:
-            return run_in_subprocess(_query_gpus_here)
+            return run_in_subprocess(_query_gpus_here, accelerator.query_torch)
         except BrokenProcessPool:
             note = "the process that queried the GPUs crashed: the CUDA driver or a CUDA library is broken"
-            return (
-                TorchView(torch.__version__, cpu_capability=torch.backends.cpu.get_cpu_capability()),
-                (),
-                (note,),
-                None,
-            )
-    return _query_gpus_here()
+            return accelerator.torch_version(), (), (note,), None
+    return _query_gpus_here(accelerator.query_torch)
 
 
-def _query_gpus_here() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]:
+def _query_gpus_here(
+    query_torch: Callable[[], TorchView],
+) -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]:
     torch_view = query_torch()
     with open_driver() as nvml:
         devices, notes = match_devices(nvml, torch_view, os.environ)
@@ -235,63 +232,6 @@ def inventory_from_profile(
         return Inventory(devices, Cpu("unknown CPU", 1, 1, 0), notes=(f"planned for: {title}",))
     note = f"planned for {title}; CPU, memory and versions are those of this machine"
     return dataclasses.replace(this_machine, devices=devices, driver_version=None, notes=(note,))
-
-
-@dataclass(frozen=True)
-class TorchView:
-    """torch's version, build and devices.
-
-    architectures  targets of its CUDA kernels: sm_75, compute_120, ...
-    intel          its Intel GPUs
-    cuda_error     torch's message about why it finds no CUDA device; empty if there is none
-    mps_bytes      memory that Metal recommends to use; None without Metal
-    """
-
-    version: str
-    cuda_version: str | None = None
-    cudnn_version: int | None = None
-    rocm: bool = False
-    architectures: tuple[str, ...] = ()
-    devices: tuple[TorchDevice, ...] = ()
-    intel: tuple[TorchDevice, ...] = ()
-    cuda_error: str = ""
-    mps_bytes: int | None = None
-    cpu_capability: str = ""
-
-
-def query_torch() -> TorchView:
-    """Query torch; its warnings and errors about CUDA become `cuda_error`."""
-    import torch  # imported here, because reading a plan from a file must not import torch
-
-    cudnn = cast("Any", torch.backends.cudnn)
-    devices: list[TorchDevice] = []
-    errors: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        try:
-            devices.extend(torch_devices())
-        except (RuntimeError, AssertionError) as error:  # torch raises both if CUDA cannot be initialized
-            errors.append(str(error))
-        try:
-            cudnn_version = cudnn.version() if torch.version.cuda else None
-        except RuntimeError as error:  # a cuDNN on the library path that is older than the one torch was built with
-            cudnn_version = None
-            errors.append(str(error))
-    errors += [str(warning.message) for warning in caught]
-    metal = torch.backends.mps.is_available()
-    intel = tuple(intel_devices())
-    return TorchView(
-        version=torch.__version__,
-        cuda_version=torch.version.cuda,
-        cudnn_version=cudnn_version,
-        rocm=torch.version.hip is not None,
-        architectures=compiled_architectures() if devices else (),
-        devices=tuple(devices),
-        intel=intel,
-        cuda_error=errors[0].splitlines()[0] if errors else "",
-        mps_bytes=torch.mps.recommended_max_memory() if metal else None,
-        cpu_capability=torch.backends.cpu.get_cpu_capability(),
-    )
 
 
 def match_devices(
@@ -319,8 +259,6 @@ def match_devices(
 
 def read_cpu(capability: str = "", *, root: Path = Path("/")) -> tuple[Cpu, tuple[str, ...]]:
     """Return the CPU as far as this process may use it, and notes about limits. `root` contains /proc and /sys."""
-    import psutil  # type: ignore[import-untyped]
-
     allowed = len(affinity())
     present, memory = os.cpu_count() or 1, int(psutil.virtual_memory().total)
     quota, memory_limit = cgroup_limits(root)
@@ -500,8 +438,6 @@ def _shared_memory_bytes() -> int | None:
 
 
 def _open_files_limit() -> int | None:
-    import resource
-
     limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
     return None if limit == resource.RLIM_INFINITY else limit
 

@@ -11,10 +11,10 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
-from runner.axes.memory import allocator_environment
 from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Problem
 from runner.base.text import format_bytes
+from runner.config.allocator_settings import allocator_environment
 from runner.config.config_files import shipped_options, user_profile_file
 from runner.config.configuration import Configuration, PhaseSettings
 from runner.config.custom_tables import ENABLED

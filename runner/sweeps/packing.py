@@ -11,6 +11,8 @@ from runner.base.errors import ConfigError, Problem
 from runner.config.configuration import Configuration
 from runner.host.resources import affinity
 from runner.host.subprocesses import run_in_subprocess
+from runner.plan.inventory import take_inventory
+from runner.plan.planner import make_plan
 from runner.sweeps.pool import ALONE, Slot
 
 
@@ -54,9 +56,6 @@ def divide_resources(devices: Sequence[str], cores: int, count: int) -> Packing:
 
 def _devices(configurations: Sequence[Configuration]) -> list[str] | str:
     """Return CUDA_VISIBLE_DEVICES for the trials, "" for no choice; or a strategy that uses several. Loads torch."""
-    from runner.plan.inventory import take_inventory
-    from runner.plan.planner import make_plan
-
     inventory = take_inventory()
     plans = [make_plan(configuration, inventory) for configuration in configurations]
     if strategies := {plan.choices["parallelism"].name for plan in plans} - {"single"}:

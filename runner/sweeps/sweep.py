@@ -44,6 +44,7 @@ from runner.sweeps.trials import (
     format_summary,
     format_trial_table,
 )
+from runner.trackers.tracker import require_installed
 
 
 @dataclass(frozen=True)
@@ -336,7 +337,6 @@ def _check_packages(plan: Plan) -> None:
     import torch
 
     from runner.axes.optimizer import check_library as require_optimizer_library
-    from runner.trackers.tracker import require_installed
 
     require_installed(plan.choices["tracker"].function)
     for phase in plan.selected:

@@ -18,7 +18,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runner.axes.memory import (
     MEMORIES,
     MemoryReport,
-    allocator_environment,
     budget,
     checkpoint,
     none,
@@ -26,6 +25,7 @@ from runner.axes.memory import (
     selective,
 )
 from runner.base.errors import ConfigError
+from runner.config.allocator_settings import allocator_environment
 
 CPU = torch.device("cpu")
 
@@ -350,7 +350,7 @@ def test_all_invalid_allocator_settings_are_reported_at_once() -> None:
 
 def test_allocator_settings_can_be_read_before_torch_is_loaded() -> None:
     code = (
-        "import sys; from runner.axes.memory import allocator_environment as read; "
+        "import sys; from runner.config.allocator_settings import allocator_environment as read; "
         "read('expandable_segments:True'); sys.exit('torch' in sys.modules)"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

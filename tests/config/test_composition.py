@@ -16,10 +16,10 @@ from omegaconf import OmegaConf
 from runner.base.errors import AccelRunError
 from runner.base.paths import shipped_path
 from runner.config.composition import compose_groups
-from runner.config.config_files import parse_config
 from runner.config.configuration import compose, to_yaml
 from runner.config.options import GROUPS, list_options
 from runner.config.request import Request
+from runner.config.yaml_text import parse_config
 from tests.faults.tallies import IS_LONG, SEED
 from tests.faults.test_configuration_fuzz import Case, cases
 

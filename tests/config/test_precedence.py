@@ -11,6 +11,7 @@ import pytest
 from runner.base.errors import ConfigError
 from runner.base.paths import shipped_path
 from runner.cli import main
+from runner.config import composition
 from runner.config.configuration import compose
 from runner.config.layers import Rank, Setting, merge
 from runner.config.request import Request
@@ -65,7 +66,7 @@ def composed(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
         calls.append(overrides)
         return real(*args, overrides=overrides, **options)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(hydra, "compose", counted)
+    monkeypatch.setattr(composition, "hydra_compose", counted)
     return calls
 
 

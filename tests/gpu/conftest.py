@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.accelerator import is_stand_in
+from runner.base.loaded_torch import is_stand_in
 from tests.forkserver import ROOT, ForkServer
 from tests.gpu.runs import PIPES, Runs
 

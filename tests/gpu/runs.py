@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from runner.base.accelerator import is_stand_in
+from runner.base.loaded_torch import is_stand_in
 from runner.durable.checkpoint import load_newest
 from tests.forkserver import CompletedCommand, ForkServer
 from tests.stand_ins.cuda.devices import VARIABLE

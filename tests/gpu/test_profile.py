@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.accelerator import is_stand_in
+from runner.base.loaded_torch import is_stand_in
 from tests.commands.test_profile import TASK, line_of
 from tests.forkserver import ForkServer
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from runner.base.accelerator import is_stand_in
+from runner.base.loaded_torch import is_stand_in
 from tests.gpu.runs import COMMON, TASK, Runs, losses, plan_of, weights
 
 pytestmark = pytest.mark.gpu

@@ -11,13 +11,13 @@ from typing import Any
 
 import pytest
 
-from runner.base.accelerator import TorchDevice
+from runner.base.gpu_facts import TorchDevice, TorchView
 from runner.cli import main
 from runner.monitor import gpu_driver
 from runner.monitor.amd_smi import AmdSmi, open_amd_smi
 from runner.monitor.gpu_driver import open_driver
 from runner.monitor.nvml import METRICS, GpuProcess, Nvml
-from runner.plan.inventory import TorchView, match_devices
+from runner.plan.inventory import match_devices
 from runner.tools.doctor import gpu_checks
 from runner.tools.doctor.findings import CheckContext
 

@@ -19,7 +19,8 @@ from runner.monitor.health_rules import assess_health
 from runner.monitor.machine_sample import Gpus, ProcessTree
 from runner.monitor.nvml import open_nvml, visible
 from runner.monitor.samples import SampledGpu, SampleTally
-from runner.plan.inventory import Cpu, Inventory, TorchView, match_devices
+from runner.plan.inventory import Cpu, Inventory, match_devices
+from runner.base.gpu_facts import TorchView
 from runner.tools.doctor import gpu_checks
 from runner.tools.doctor.findings import CheckContext
 

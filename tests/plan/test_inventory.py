@@ -10,18 +10,17 @@ from typing import Any
 import pytest
 import torch
 
-from runner.base.accelerator import TorchDevice
+from runner.base.accelerator import query_torch
 from runner.base.errors import ConfigError
+from runner.base.gpu_facts import TorchDevice, TorchView
 from runner.monitor.nvml import Gpu, Nvml
 from runner.plan.inventory import (
     GIB,
     Cpu,
     Device,
     Inventory,
-    TorchView,
     inventory_from_profile,
     match_devices,
-    query_torch,
     read_cpu,
     take_inventory,
 )

@@ -8,14 +8,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+
+import torch
 
 from runner.base.text import first_line
+from runner.base.tf32 import float32_matmul
 from runner.plan.inventory import Device, Inventory
 from runner.tools.doctor.findings import CheckContext, CheckResult, failed, ok, skip
-
-if TYPE_CHECKING:
-    import torch
 
 Product = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]
 SIDE, MAX_TIMED_SIDE = 256, 8192  # side of the matrices that are compared, and of the largest ones that are timed
@@ -89,8 +88,6 @@ def check_format(number_format: FormatUnderTest, product: Product | None = None)
 
 def measure_error(number_format: FormatUnderTest, product: Product | None = None) -> float:
     """Return the largest difference from float64, relative to the RMS of the result."""
-    import torch
-
     left, right = (factor.to(get_dtype(number_format)) for factor in random_matrices(SIDE, torch.device("cpu")))
     expected = torch.from_numpy(left.double().numpy() @ right.double().numpy())  # NumPy, to be independent of torch
     device = torch.device(number_format.device.torch_name)
@@ -114,8 +111,6 @@ def allowed_error(number_format: FormatUnderTest) -> float:
 
 def random_matrices(size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """Return two square random matrices, the same for each call."""
-    import torch
-
     generator = torch.Generator(device).manual_seed(0)
     left, right = (torch.randn(size, size, generator=generator, device=device) for _ in range(2))
     return left, right
@@ -128,15 +123,11 @@ def flops(size: int) -> float:
 
 def get_dtype(number_format: FormatUnderTest) -> torch.dtype:
     """Return the torch dtype of the format; float32 for TF32, which is a mode of float32 products."""
-    import torch
-
     return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp64": torch.float64}.get(number_format.name, torch.float32)
 
 
 def float32_mode(number_format: FormatUnderTest) -> AbstractContextManager[None]:
     """Return a context manager in which float32 products use exactly this format."""
-    from runner.base.tf32 import float32_matmul
-
     if number_format.name not in ("fp32", "tf32"):
         return nullcontext()
     return float32_matmul("high" if number_format.name == "tf32" else "highest", cudnn=number_format.name == "tf32")
@@ -144,8 +135,6 @@ def float32_mode(number_format: FormatUnderTest) -> AbstractContextManager[None]
 
 def time_product(number_format: FormatUnderTest, size: int) -> float:
     """Return the seconds of one product of square matrices."""
-    import torch
-
     device = torch.device(number_format.device.torch_name)
     with torch.inference_mode(), float32_mode(number_format):
         left, right = (factor.to(get_dtype(number_format)) for factor in random_matrices(size, device))
@@ -165,7 +154,6 @@ def flops_per_second(number_format: FormatUnderTest) -> float:
 
 def time_call(call: Callable[[], object], device: torch.device) -> float:
     """Return the seconds of a call: the best of several, after a warm-up."""
-    import torch
 
     def wait() -> None:
         if device.type != "cpu":

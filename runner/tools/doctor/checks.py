@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from runner.tools.doctor import arithmetic, gpu_checks, host_checks, kernels, software, storage
+from runner.tools.doctor import gpu_checks, host_checks, software, storage, torch_checks
 from runner.tools.doctor.findings import DoctorCheck
 
 CHECKS: Mapping[str, DoctorCheck] = {
@@ -32,8 +32,8 @@ CHECKS: Mapping[str, DoctorCheck] = {
     "threads": DoctorCheck(
         host_checks.threads, "too many threads compete for cores, too few leave cores idle", needs="gpus"
     ),
-    "matmul": DoctorCheck(arithmetic.matmul, "most of the computation in training", limit_s=60.0, needs="gpus"),
+    "matmul": DoctorCheck(torch_checks.matmul, "most of the computation in training", limit_s=60.0, needs="gpus"),
     "attention": DoctorCheck(
-        kernels.attention, "attention=auto uses the first kernel that runs", limit_s=60.0, needs="gpus"
+        torch_checks.attention, "attention=auto uses the first kernel that runs", limit_s=60.0, needs="gpus"
     ),
 }

@@ -69,6 +69,20 @@ def skip(subject: str, seen: str, fix: str = "") -> CheckResult:
     return CheckResult("skip", subject, seen, fix)
 
 
+NOT_TIMED = "the stand-in computes on the CPU: its times are not compared"
+
+
+def compare(subject: str, unit: str, pair: tuple[float, float], seen: str, difference: str = "") -> CheckResult:
+    """Return the result of a comparison of (predicted, measured).
+
+    difference  consequence of the difference; empty: they agree
+    """
+    figures = {f"predicted_{unit}": pair[0], f"measured_{unit}": pair[1]}
+    if not difference:
+        return dataclasses.replace(ok(subject, seen), figures=figures)
+    return warn(subject, f"{seen}: {difference}", "send first_contact.json", figures=figures)
+
+
 class SharedResult(str):
     """A value for later checks, yielded among the findings."""
 
@@ -108,6 +122,11 @@ class CheckContext:
     def gpus(self) -> tuple[Device, ...]:
         """The usable GPUs that device= selects."""
         return tuple(device for device in self.required_inventory.usable if self._wants(device))
+
+    @property
+    def cuda_gpus(self) -> tuple[Device, ...]:
+        """The usable GPUs of device type `cuda` that device= selects."""
+        return tuple(device for device in self.gpus if device.kind == "cuda")
 
     @property
     def devices(self) -> tuple[Device, ...]:

@@ -6,7 +6,8 @@ import os
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
-from runner.base.accelerator import nccl_version
+import psutil  # type: ignore[import-untyped]
+
 from runner.base.secret import sanitize
 from runner.monitor.alerts import THROTTLE_ADVICE
 from runner.monitor.gpu_driver import open_driver
@@ -78,6 +79,8 @@ def versions(context: CheckContext) -> Iterator[CheckResult]:
     else:
         yield _check_minimum("cuDNN", _parse_cudnn_version(here.cudnn_version), here)
     if here.usable:
+        from runner.base.accelerator import nccl_version
+
         yield ok("NCCL", ".".join(map(str, nccl_version())))
 
 
@@ -191,8 +194,6 @@ def _judge_unlisted_processes(name: str, gpu: Gpu, nvml: Nvml) -> CheckResult:
 
 def _format_process(process: GpuProcess, is_host: bool) -> str:
     """Format a process: PID, name if the PIDs are those of the host, and memory."""
-    import psutil  # type: ignore[import-untyped]
-
     name = ""
     with suppress(psutil.Error):
         name = f" {sanitize(psutil.Process(process.pid).name())}" if is_host else ""

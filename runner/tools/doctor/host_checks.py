@@ -7,6 +7,8 @@ import resource
 import time
 from collections.abc import Iterator, Mapping
 
+import psutil  # type: ignore[import-untyped]
+
 from runner.host.cgroup import cgroup_process_limit
 from runner.host.resources import free_memory_bytes, memory_bytes
 from runner.plan.inventory import GIB, read_cpu
@@ -63,8 +65,6 @@ def threads(context: CheckContext) -> Iterator[CheckResult]:
 
 def memory(context: CheckContext) -> Iterator[CheckResult]:
     """Free memory, cgroup limits."""
-    import psutil  # type: ignore[import-untyped]
-
     physical, total, free = psutil.virtual_memory().total, memory_bytes(), free_memory_bytes()
     limited = f" (limited by the cgroup; the machine has {physical / GIB:.1f})" if total < physical else ""
     seen = f"{free / GIB:.1f} of {total / GIB:.1f} GiB are free{limited}"
@@ -145,8 +145,6 @@ def _count_openable(count: int) -> tuple[int, str]:
 
 def _processes(needed: int) -> CheckResult:
     """Check how many processes and threads this user and this cgroup may still start."""
-    import psutil
-
     soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
     left: dict[str, int] = {}
     cgroup = cgroup_process_limit()

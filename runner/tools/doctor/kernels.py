@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING
 
+import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from runner.axes.attention import count_kernels, refusal_reason
 from runner.base.text import first_line
 from runner.plan.inventory import Device
 from runner.tools.doctor.findings import CheckContext, CheckResult, failed, ok, skip, warn
-
-if TYPE_CHECKING:
-    import torch
 
 _HEADLINES = {"efficient": "memory efficient"}
 KERNELS = ("flash", "efficient", "cudnn", "math")
@@ -50,10 +51,6 @@ def parse_refusal(kernel: str, caught: Sequence[str]) -> str:
 
 def check_kernel(device: Device, kernel: str) -> CheckResult:
     """Check one kernel, without fallback."""
-    import torch
-
-    from runner.axes.attention import count_kernels, refusal_reason
-
     name, where = f"{device.torch_name} {kernel}", torch.device(device.torch_name)
     half = torch.bfloat16 if device.native_bf16 else torch.float16
     dtype = half if device.kind == "cuda" else torch.float32
@@ -80,9 +77,6 @@ def check_kernel(device: Device, kernel: str) -> CheckResult:
 
 
 def _forward(kernel: str, inputs: list[torch.Tensor]) -> torch.Tensor:
-    from torch.nn import functional
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
     backend = {
         "flash": SDPBackend.FLASH_ATTENTION,
         "efficient": SDPBackend.EFFICIENT_ATTENTION,
@@ -96,8 +90,6 @@ def _forward(kernel: str, inputs: list[torch.Tensor]) -> torch.Tensor:
 
 def output_and_gradients(kernel: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
     """Return the output, and the gradients of its sum of squares with respect to the inputs."""
-    import torch
-
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     output = _forward(kernel, leaves)
     return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
@@ -121,8 +113,6 @@ def measure_error(kernel: str, inputs: list[torch.Tensor]) -> float:
 
 def allowed_error(dtype: torch.dtype) -> float:
     """Return the error that rounding explains: inputs, scores, weights and results, and float32 sums over the keys."""
-    import torch
-
     return _MARGIN * (torch.finfo(dtype).eps + 4 * math.sqrt(128) * 2.0**-24)
 
 

@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+
+import torch
 
 from runner.base.accelerator import get_accelerator
 from runner.base.errors import AccelRunError
@@ -27,9 +28,6 @@ from runner.tools.doctor.arithmetic import FormatUnderTest, time_product
 from runner.tools.doctor.findings import CheckContext
 from runner.tools.doctor.storage import nearest_existing
 from runner.tools.measure.comparison_result import NOISY_SPREAD
-
-if TYPE_CHECKING:
-    import torch
 
 
 @dataclass(frozen=True)
@@ -178,8 +176,6 @@ def fastest_sizes(rates: Sequence[Rate]) -> list[Rate]:
 
 
 def matmul(request: MachineRequest, seconds: float) -> MachineResults:
-    import torch
-
     results, operations = MachineResults(threads=torch.get_num_threads()), list[MachineOperation]()
     context = request.context
     for precision in chain.from_iterable(arithmetic.formats(device, request.inventory) for device in context.devices):
@@ -212,8 +208,6 @@ def _choose_sizes(precision: FormatUnderTest) -> list[int]:
 
 
 def copies(request: MachineRequest, seconds: float) -> MachineResults:
-    import torch
-
     results, operations = MachineResults(threads=torch.get_num_threads()), list[MachineOperation]()
     for device in request.context.devices:
         if device.kind == "cuda":
@@ -233,8 +227,6 @@ def triad(device: Device) -> MachineOperation:
     As in STREAM, two reads and one write are counted.
     Source: McCalpin, STREAM: Sustainable Memory Bandwidth in High Performance Computers.
     """
-    import torch
-
     torch_device = torch.device(device.torch_name)
     free = device.free_bytes or device.memory_bytes or GIB
     size = min(max(MIN_ARRAY_BYTES, CACHE_FACTOR * cache_bytes(torch_device)), free // 8) // 8
@@ -248,8 +240,6 @@ def triad(device: Device) -> MachineOperation:
 
 def _gpu_copies(device: Device) -> Iterator[MachineOperation]:
     """Yield copies to, from and within a GPU; a copy within a GPU counts twice, because it reads and writes."""
-    import torch
-
     torch_device, host = torch.device(device.torch_name), torch.device("cpu")
 
     def copy_seconds(source: torch.device, target: torch.device, pinned: bool) -> float:

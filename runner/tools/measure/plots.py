@@ -12,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from matplotlib import colors, ticker
+from matplotlib.patches import Patch
 
 from runner.base.errors import InputMissing
 from runner.base.picture import COLORS, encode_png, new_figure
@@ -181,8 +183,6 @@ def _heatmap_height(rows: Rows) -> float:
 
 def _draw_heatmap(figure: Any, rows: Rows, session: str) -> None:
     """Draw one row per variant and one cell per group of consecutive steps; darker is slower."""
-    from matplotlib import colors
-
     num = max(len(row.updates_ms) for row in rows.values())
     size = math.ceil(num / _MAX_GROUPS)
     starts = range(0, num, size)
@@ -225,8 +225,6 @@ def _draw_heatmap(figure: Any, rows: Rows, session: str) -> None:
 
 def _draw_speedup(rows: Rows) -> Any | None:
     """Draw one bar per variant with its confidence interval, fastest first; None if no variant has a ratio."""
-    from matplotlib.patches import Patch
-
     ratios = compute_ratios(rows)
     if not ratios:
         return None
@@ -291,15 +289,11 @@ def _set_title(figure: Any, axes: Any, title: str, notes: Sequence[str], room: f
 
 
 def _use_integer_ticks(axes: Any) -> None:
-    from matplotlib import ticker
-
     axes.xaxis.set_major_locator(ticker.MaxNLocator(integer=True, steps=[1, 2, 5, 10], min_n_ticks=1))
 
 
 def _use_plain_numbers(axis: Any) -> None:
     """Label a logarithmic axis with plain numbers such as 200, 500 and 1000."""
-    from matplotlib import ticker
-
     axis.set_major_locator(ticker.LogLocator(subs=(1.0, 2.0, 5.0), numticks=12))
     axis.set_major_formatter(ticker.FuncFormatter(lambda value, _: f"{value:g}"))
     axis.set_minor_locator(ticker.NullLocator())

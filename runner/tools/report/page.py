@@ -8,6 +8,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import TypeVar
 
+import jinja2
+
 from runner.monitor.health_rules import HealthVerdict
 from runner.tools.report.chart_parts import Chart, MissingPart
 from runner.tools.report.run_data import truncate
@@ -167,8 +169,6 @@ def _count_letters(table: PageTable) -> int:
 
 
 def _render(page: Page, refresh_s: float | None) -> str:
-    import jinja2
-
     folder = Path(__file__).parent
     environment = jinja2.Environment(
         autoescape=True,

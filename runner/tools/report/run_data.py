@@ -14,6 +14,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import yaml  # type: ignore[import-untyped]
+
 from runner.base.errors import AccelRunError
 from runner.base.json_values import is_number
 from runner.base.secret import is_secret, sanitize
@@ -282,8 +284,6 @@ def _read_curves(directory: RunDirectory, missing: dict[str, str]) -> Curves:
 
 def _read_config(directory: RunDirectory, missing: dict[str, str]) -> dict[str, Any]:
     """Return the resolved configuration of the run, flat."""
-    import yaml  # type: ignore[import-untyped]
-
     try:
         tree = yaml.safe_load(read_guarded(directory.config, directory.path))
     except AccelRunError as error:
@@ -311,8 +311,6 @@ def _read_defaults(record: RunRecord, missing: dict[str, str]) -> dict[str, Any]
 
 @functools.cache
 def _compose_defaults(overrides: tuple[str, ...], file: Path | None) -> dict[str, Any]:
-    import yaml
-
     return dict(flatten(yaml.safe_load(to_yaml(compose(Request(overrides, file))))))
 
 

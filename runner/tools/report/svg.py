@@ -10,6 +10,8 @@ from contextlib import contextmanager
 from typing import Any
 from xml.etree import ElementTree as Tree
 
+import matplotlib as mpl  # slow to import
+
 from runner.base.picture import COLORS
 from runner.tools.report.chart_parts import Drawing
 from runner.tools.report.hover import SVG_NAMESPACE, add_hover_bands
@@ -20,8 +22,6 @@ _LINK = "{http://www.w3.org/1999/xlink}href"
 @contextmanager
 def page_style() -> Iterator[None]:
     """Apply matplotlib settings for figures of the page: text stays text, and "$" does not start a formula."""
-    import matplotlib as mpl  # slow to import
-
     with mpl.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield

@@ -85,8 +85,9 @@ def prediction(args: str) -> Iterator[Result]:
     from runner.config.request import Request
     from runner.plan.inventory import take_inventory
     from runner.plan.overhead import cublas_workspace
+    from runner.tools.doctor.contact_checks import RunPrediction, predict_run
     from runner.tools.doctor.findings import CheckContext
-    from runner.tools.doctor.first_contact import MEMORY_TOLERANCE, RunPrediction, predict_run
+    from runner.tools.doctor.first_contact import MEMORY_TOLERANCE
 
     # No kernel writes the loss scale: it would be 0, which ends the run.
     ScaledHalf.values = lambda self: {}  # type: ignore[method-assign]

@@ -12,11 +12,10 @@ from runner.config.request import Request
 from runner.plan.estimate import TimeEstimate
 from runner.plan.inventory import Cpu, Device, Inventory
 from runner.tools.doctor.arithmetic import FormatUnderTest
+from runner.tools.doctor.contact_checks import compare_format, compare_kernel
 from runner.tools.doctor.first_contact import (
     MIB,
     compare_contexts,
-    compare_format,
-    compare_kernel,
     compare_memory,
     compare_time,
     contact_checks,

@@ -20,6 +20,7 @@ import torch
 
 from runner.base.errors import AccelRunError
 from runner.config.request import Request
+from runner.distributed.layer_placement import device_bytes
 from runner.host import resources as host
 from runner.host import stacks
 from runner.tools.measure import compare
@@ -378,7 +379,7 @@ def test_available_cores_are_limited_by_affinity_and_cgroup(
 
     assert actual.mode == "restarted"
     assert host.free_memory_bytes() == 2**26
-    assert host.memory_bytes() == host.device_bytes(torch.device("cpu")) == 2**27
+    assert host.memory_bytes() == device_bytes(torch.device("cpu")) == 2**27
 
 
 def test_a_variant_has_only_its_share_of_the_cores() -> None:

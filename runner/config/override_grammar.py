@@ -1,0 +1,22 @@
+"""Parse single overrides with Hydra's grammar; importing this loads Hydra."""
+
+from __future__ import annotations
+
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override
+from hydra.errors import HydraException
+
+from runner.config.request import format_override
+
+INVALID = (HydraException, RecursionError, ValueError)  # ValueError: a number of 5,000 digits
+_PARSER = OverridesParser.create()
+
+
+def parse_override(argument: str) -> Override:
+    """Parse an override. Non-ASCII letters, as in a path, need no quotes, unlike in Hydra. Raises one of INVALID."""
+    key, _, value = argument.partition("=")
+    if value.isascii() or set(value) & set("'\"[]{}(),$"):
+        return _PARSER.parse_override(argument)
+    override = _PARSER.parse_override(format_override(key, value))
+    override.input_line = argument
+    return override

@@ -1,0 +1,185 @@
+"""The checks of `accel-run doctor first_contact` that compute in this process; importing them loads torch."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from runner.axes.attention import refusal_reason
+from runner.base.accelerator import get_accelerator
+from runner.base.loaded_torch import is_stand_in
+from runner.base.text import first_line, format_bytes
+from runner.config.config_files import profile_facts
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.forecast.demand import predict_needs
+from runner.monitor.gpu_driver import open_driver
+from runner.plan.estimate import TimeEstimate
+from runner.plan.memory_fit import predict_memory
+from runner.plan.overhead import get_overhead
+from runner.plan.planner import make_plan
+from runner.plan.prediction_text import estimate_phase_time, find_rank_peaks
+from runner.tools.doctor import arithmetic, kernels
+from runner.tools.doctor.findings import NOT_TIMED, CheckContext, CheckResult, compare, skip
+
+MIB = 2**20
+NATIVE_SPEEDUP = 1.5  # over float32; matrix units are at least twice as fast, emulation is slower
+
+
+def formats(context: CheckContext) -> Iterator[CheckResult]:
+    """Formats: exactly those that the rules call native are faster than float32."""
+    numbers = [
+        number_format
+        for device in context.cuda_gpus
+        for number_format in arithmetic.formats(device, context.required_inventory)
+    ]
+    wanted = [number_format for number_format in numbers if number_format.name != "fp64" and not number_format.why_not]
+    rates = {finding.subject: 1e9 * finding.figures.get("gflop_per_s", 0.0) for finding in context.earlier_results}
+    for number_format in context.pending(wanted, lambda number_format: number_format.subject):
+        found = arithmetic.check_format(number_format)
+        if found.state != "ok":
+            yield found
+            continue
+        rate = rates[number_format.subject] = arithmetic.flops_per_second(number_format)
+        float32 = rates.get(f"{number_format.device.torch_name} fp32", 0.0)
+        if number_format.name == "fp32":
+            yield dataclasses.replace(found, figures={**found.figures, "gflop_per_s": rate / 1e9})
+        elif is_stand_in() or not float32:
+            yield skip(
+                number_format.subject, NOT_TIMED if is_stand_in() else "there is no rate of fp32 to compare with"
+            )
+        else:
+            yield compare_format(number_format, rate / float32)
+
+
+def compare_format(number_format: arithmetic.FormatUnderTest, speedup: float) -> CheckResult:
+    """Compare the prediction that a format is native with its speed relative to float32."""
+    is_native = speedup >= NATIVE_SPEEDUP
+    seen = f"{speedup:.1f} times the rate of fp32, predicted {'native' if number_format.is_native else 'emulated'}"
+    difference = ""
+    if number_format.is_native and not is_native:
+        difference = (
+            f"precision={number_format.name} gains little here; the rule in runner/base/gpu_facts.py calls it native"
+        )
+    elif is_native and not number_format.is_native:
+        difference = (
+            f"the rule in runner/base/gpu_facts.py leaves out precision={number_format.name}, which is fast here"
+        )
+    return compare(
+        number_format.subject, "native", (float(number_format.is_native), float(is_native)), seen, difference
+    )
+
+
+def attention(context: CheckContext) -> Iterator[CheckResult]:
+    """Attention kernels: each runs or refuses as the rules predict, by kernel and format."""
+    dtypes = (torch.float16, torch.bfloat16, torch.float32)
+    wanted = [
+        (f"{device.torch_name} {kernel} {str(dtype).removeprefix('torch.')}", device, kernel, dtype)
+        for device in context.cuda_gpus
+        for kernel in kernels.KERNELS
+        for dtype in dtypes
+    ]
+    for subject, device, kernel, dtype in context.pending(wanted, lambda each: each[0]):
+        if is_stand_in() and kernel != "math":
+            yield skip(subject, "the stand-in has no such kernel")
+            continue
+        where = torch.device(device.torch_name)
+        yield compare_kernel(
+            subject, refusal_reason(kernel, kernels.SHAPE, dtype, where), _find_refusal(kernel, dtype, where)
+        )
+
+
+def _find_refusal(kernel: str, dtype: Any, where: Any) -> str:
+    """Run the kernel forward and backward; return why torch refuses it, empty if it runs."""
+    inputs = [torch.randn(1, 12, 64, 64, device=where).to(dtype) for _ in range(3)]
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        try:
+            kernels.output_and_gradients(kernel, inputs)
+        except RuntimeError as error:
+            return kernels.parse_refusal(kernel, [str(each.message) for each in caught]) or first_line(str(error))
+    return ""
+
+
+def compare_kernel(subject: str, expected: str, found: str) -> CheckResult:
+    """Compare the expected and the actual reason why a kernel does not run; empty: it runs."""
+    pair = float(not expected), float(not found)
+    seen = "runs, as predicted" if not found else f"refused, as predicted: {found}"
+    if expected and not found:
+        return compare(subject, "runs", pair, "runs", f"predicted to refuse, because {expected}")
+    if found and not expected:
+        return compare(subject, "runs", pair, f"refused ({found})", "predicted to run")
+    return compare(subject, "runs", pair, seen)
+
+
+# ---------------------------------------------------------------- memory of a context
+
+
+def context_memory(context: CheckContext) -> Iterator[CheckResult]:
+    """Context: GPU memory of a process without tensors, after kernels and libraries are loaded."""
+    for device in context.pending(context.cuda_gpus, lambda device: device.torch_name):
+        with open_driver() as nvml:
+            gpu = nvml.find(device.uuid) if device.uuid else None
+            before = (nvml.read(gpu, ["memory_used_bytes"])["memory_used_bytes"] if gpu else None) or 0
+        where = torch.device(device.torch_name)
+        matrix = torch.randn(512, 512, device=where, requires_grad=True)
+        image, kernel = (matrix @ matrix)[None, None], torch.ones(1, 1, 3, 3, device=where)
+        torch.autograd.backward(torch.nn.functional.conv2d(image, kernel).sum())
+        torch.accelerator.synchronize(where)
+        accelerator = get_accelerator(where)
+        del matrix, image, kernel
+        accelerator.empty_cache()
+        memory = accelerator.free_memory()
+        assert memory is not None
+        predicted, measured = (
+            get_overhead(device.kind, device.capability).libraries,
+            memory.total - memory.free - before,
+        )
+        difference = ""
+        if measured > predicted:
+            difference = "runs predicted to fit may be out of memory; raise the value in runner/plan/overhead.yaml"
+        elif measured < predicted / 2:
+            difference = "larger runs would fit than predicted; lower the value in runner/plan/overhead.yaml"
+        seen = f"predicted at most {format_bytes(predicted)}, measured {format_bytes(int(measured))}"
+        yield compare(device.torch_name, "mib", (predicted / MIB, measured / MIB), seen, difference)
+
+
+# ---------------------------------------------------------------- a prediction of the short run
+
+
+@dataclasses.dataclass(frozen=True)
+class RunPrediction:
+    """The predictions for the run.
+
+    allocated  peak bytes in tensors
+    reserved   peak bytes that torch's allocator reserves, without the margin for kernels that a trace does not see
+    launches   number of kernels of an update
+    seconds    time of an update; None if no hardware profile describes the device
+    """
+
+    allocated: int
+    reserved: int
+    launches: int
+    seconds: TimeEstimate | None
+
+
+def predict_run(request: Request, context: CheckContext) -> RunPrediction | str:
+    """Predict the run; return the reason if that is not possible."""
+    configuration = compose(request)
+    needs = predict_needs(configuration, context.required_inventory)
+    plan = make_plan(configuration, context.required_inventory, needs=needs)
+    phase = next((planned for planned in plan.phases if planned.name in needs.demands), None)
+    if phase is None:
+        return needs.why_not or "there is no training phase"
+    demand, rank = needs.demands[phase.name], dataclasses.replace(plan.ranks[0], unseen=0.0)
+    parts = predict_memory(demand, phase.batch.micro_batch_size, rank).parts
+    allocated = sum(size for part, size in parts.items() if part not in ("libraries", "allocator"))
+    of_pass, passes = demand.at(phase.batch.micro_batch_size).work.launches, phase.batch.accumulation_steps
+    seconds = estimate_phase_time(plan, phase, demand, find_rank_peaks(plan, list(profile_facts().values())))
+    return RunPrediction(
+        allocated, allocated + parts.get("allocator", 0), demand.step.launches + of_pass * passes, seconds
+    )
