@@ -79,21 +79,18 @@ def pipeline(
     world: World,
     *,
     world_size: PositiveInt | Auto = "auto",
-    schedule: Literal["1f1b", "gpipe", "interleaved"] = "1f1b",
+    schedule: Literal["1f1b", "gpipe"] = "1f1b",
     split: list[PositiveInt] | None = None,
     balance: Literal["memory", "time"] = "memory",
-    chunks: PositiveInt = 2,
     restarts: Count = 3,
     timeout_s: Positive = 600.0,
 ) -> Parallel:
     """Give each rank some layers of the model; micro-batches pass through the ranks and back.
 
     world_size  number of ranks; auto: one per GPU
-    schedule    1f1b: backward as early as possible; gpipe: all forward passes first; interleaved: chunks stages per
-                rank
+    schedule    1f1b: backward as early as possible; gpipe: all forward passes first
     split       number of layers of each stage; null: by balance
     balance     memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
-    chunks      stages per rank with schedule=interleaved
     restarts    how often a run resumes on the remaining ranks after a rank was killed
     timeout_s   seconds after which a rank that does not respond is considered lost
     Source: torch.distributed.pipelining; Narayanan et al., Efficient Large-Scale Language Model Training, SC 2021.
@@ -102,7 +99,7 @@ def pipeline(
         return Parallel(world)
     from runner.distributed.pipelined import Pipelined  # imports torch's compiler, which is slow
 
-    return Pipelined(world, schedule=schedule, split=split, balance=balance, chunks=chunks)
+    return Pipelined(world, schedule=schedule, split=split, balance=balance)
 
 
 def auto(world: World, *, world_size: PositiveInt | Auto = "auto") -> Parallel:

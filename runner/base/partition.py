@@ -14,7 +14,7 @@ from runner.base.errors import Problem
 from runner.base.text import format_table
 
 Balance = Literal["memory", "time"]
-Schedule = Literal["1f1b", "gpipe", "interleaved"]
+Schedule = Literal["1f1b", "gpipe"]
 
 
 class DeviceLike(Protocol):
@@ -40,7 +40,7 @@ class Bubble(NamedTuple):
     """Fractions of an update during which devices were idle (pipeline bubble).
 
     measured   by clocks, including waiting for messages
-    ideal      for stages of equal speed: (S - 1) / (v M + S - 1)
+    ideal      for stages of equal speed: (S - 1) / (M + S - 1)
     simulated  for the measured seconds of the stages, without communication
     """
 
@@ -141,18 +141,10 @@ def split_from_sizes(
     return _build_split([sum(sizes[: stage + 1]) for stage in range(len(sizes))], layers)
 
 
-def max_in_flight(
-    schedule: Schedule, num_devices: int, num_microbatches: int | None, chunks: int = 1
-) -> tuple[int, ...]:
+def max_in_flight(schedule: Schedule, num_stages: int, num_microbatches: int | None) -> tuple[int, ...]:
     """Return the maximum number of micro-batches in flight per stage; the limit for many if their number is unknown."""
-    many = num_microbatches or 4 * num_devices
-    maxima = [0] * (num_devices * chunks)
-    for row in orders(schedule, num_devices, many, chunks):
-        in_flight = [0] * len(maxima)
-        for kind, stage, _ in row:
-            in_flight[stage] += 1 if kind == "F" else -1
-            maxima[stage] = max(maxima[stage], in_flight[stage])
-    return tuple(maxima)
+    many = num_microbatches or 4 * num_stages
+    return tuple(many if schedule == "gpipe" else min(many, num_stages - stage) for stage in range(num_stages))
 
 
 def format_split(
@@ -185,24 +177,19 @@ def format_mib(size: int) -> str:
 # ---------------------------------------------------------------- simulation
 
 
-def ideal_bubble(num_stages: int, num_microbatches: int, chunks: int = 1) -> float:
-    """Return the idle fraction for stages of equal speed: (S - 1) / (v M + S - 1) for S devices.
+def ideal_bubble(num_stages: int, num_microbatches: int) -> float:
+    """Return the idle fraction for S stages of equal speed: (S - 1) / (M + S - 1).
 
-    chunks  v: stages per device. The same for GPipe and 1F1B, which differ in memory.
+    The same for GPipe and 1F1B, which differ in memory.
     Source: Narayanan et al., Efficient Large-Scale Language Model Training on GPU Clusters, SC 2021, section 2.2.
     """
-    return (num_stages - 1) / (chunks * num_microbatches + num_stages - 1)
+    return (num_stages - 1) / (num_microbatches + num_stages - 1)
 
 
-def orders(
-    schedule: Schedule, num_devices: int, num_microbatches: int, chunks: int = 1
-) -> list[list[tuple[str, int, int]]]:
-    """Return each device's operations: ("F" or "B", stage, micro-batch). Stage s is on device s mod devices."""
-    if schedule == "interleaved" and chunks > 1:
-        return [_interleaved(device, num_devices, num_microbatches, chunks) for device in range(num_devices)]
+def orders(schedule: Schedule, num_stages: int, num_microbatches: int) -> list[list[tuple[str, int, int]]]:
+    """Return the operations of each stage: ("F" or "B", stage, micro-batch)."""
     rows: list[list[tuple[str, int, int]]] = []
-    for stage in range(num_devices):
-        ahead = num_microbatches if schedule == "gpipe" else min(num_microbatches, num_devices - stage)
+    for stage, ahead in enumerate(max_in_flight(schedule, num_stages, num_microbatches)):
         row = [("F", stage, number) for number in range(ahead)]
         for number in range(num_microbatches):
             row.append(("B", stage, number))
@@ -213,15 +200,14 @@ def orders(
 
 
 def timeline(
-    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int, chunks: int = 1
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int
 ) -> list[list[tuple[str, int, int, float, float]]]:
-    """Return the schedule of each device: ("F" or "B", stage, micro-batch, start in seconds, end in seconds).
+    """Return the schedule of each stage: ("F" or "B", stage, micro-batch, start in seconds, end in seconds).
 
     The stages take `forward` and `backward` seconds per micro-batch; communication takes no time.
-    There are len(forward) / chunks devices.
     """
     num_stages = len(forward)
-    queues = orders(schedule, num_stages // chunks, num_microbatches, chunks)
+    queues = orders(schedule, num_stages, num_microbatches)
     ends: dict[tuple[str, int, int], float] = {}
     rows: list[list[tuple[str, int, int, float, float]]] = [[] for _ in queues]
     while any(len(row) < len(queue) for row, queue in zip(rows, queues, strict=True)):
@@ -236,50 +222,31 @@ def timeline(
                 ends[work] = start + (forward if kind == "F" else backward)[stage]
                 row.append((*work, start, ends[work]))
                 progressed = True
-        assert progressed, "the schedules of the devices are in a deadlock"
+        assert progressed, "the schedules of the stages are in a deadlock"
     return rows
 
 
 def simulated_seconds(
-    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int, chunks: int = 1
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int
 ) -> float:
     """Return the seconds of an update according to `timeline`."""
-    rows = timeline(schedule, forward, backward, num_microbatches, chunks)
+    rows = timeline(schedule, forward, backward, num_microbatches)
     return max((row[-1][-1] for row in rows if row), default=0.0)
 
 
 def simulated_bubble(
-    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int, chunks: int = 1
+    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int
 ) -> float:
     """Return the idle fraction of the devices for stages of these seconds."""
-    seconds = simulated_seconds(schedule, forward, backward, num_microbatches, chunks)
+    seconds = simulated_seconds(schedule, forward, backward, num_microbatches)
     busy = num_microbatches * (math.fsum(forward) + math.fsum(backward))
-    return 1.0 - busy / (len(forward) // chunks * seconds) if seconds else 0.0
+    return 1.0 - busy / (len(forward) * seconds) if seconds else 0.0
 
 
 def _dependency(kind: str, stage: int, number: int, num_stages: int) -> tuple[str, int, int] | None:
     if kind == "F":
         return ("F", stage - 1, number) if stage else None
     return ("B", stage + 1, number) if stage < num_stages - 1 else ("F", stage, number)
-
-
-def _interleaved(device: int, num_devices: int, num_microbatches: int, chunks: int) -> list[tuple[str, int, int]]:
-    """Return the order of Narayanan et al., section 2.2, with rounds that divide the micro-batches evenly."""
-    rounds = max(1, num_microbatches // num_devices)
-    of_round = num_microbatches // rounds
-    total = chunks * num_microbatches
-
-    def work(kind: str, step: int) -> tuple[str, int, int]:
-        number, rest = divmod(step, of_round * chunks)
-        chunk, inside = divmod(rest, of_round)
-        chunk = chunk if kind == "F" else chunks - 1 - chunk
-        return kind, chunk * num_devices + device, number * of_round + inside
-
-    ahead = min(total, (chunks - 1) * of_round + 2 * (num_devices - 1 - device))
-    row = [work("F", step) for step in range(ahead)]
-    for step in range(total - ahead):
-        row += [work("F", ahead + step), work("B", step)]
-    return row + [work("B", step) for step in range(total - ahead, total)]
 
 
 # ---------------------------------------------------------------- optimization

@@ -34,7 +34,6 @@ class PlacementRequest:
     num_microbatches: int | None = None
     split: Sequence[int] | None = None
     balance: partition.Balance = "memory"
-    chunks: int = 1
     memory_bytes: Sequence[int] | None = None
     bytes_per_parameter: float = ADAMW_BYTES
     samples: int | None = None
@@ -42,7 +41,7 @@ class PlacementRequest:
 
 @dataclass(frozen=True)
 class Placement:
-    """Assignment of layers to stages; stage s is on rank s modulo the number of ranks.
+    """Assignment of layers to stages; stage s is on rank s.
 
     devices  device of each stage
     """
@@ -83,17 +82,17 @@ def place_layers(
     costs = [LayerCost(**cost) for cost in per_rank[0]["costs"]]
     devices = [
         partition.StageDevice(
-            of_rank["memory"] // request.chunks,  # the stages of a rank share its device equally
+            of_rank["memory"],
             _speed(per_rank[0]["seconds"], of_rank["seconds"]),
             f"rank {rank} ({of_rank['device']})",
         )
         for rank, of_rank in enumerate(per_rank)
-    ] * request.chunks
-    return plan_placement(costs, devices, request, world.world_size)
+    ]
+    return plan_placement(costs, devices, request)
 
 
 def plan_placement(
-    costs: Sequence[LayerCost], devices: Sequence[partition.StageDevice], request: PlacementRequest, world_size: int
+    costs: Sequence[LayerCost], devices: Sequence[partition.StageDevice], request: PlacementRequest
 ) -> Placement:
     """Return the placement of layers with these costs on the devices of all stages. Raises ConfigError if none fits."""
     options: dict[str, Any] = {
@@ -101,7 +100,7 @@ def plan_placement(
         "memory_bytes": [cost.state_bytes(request.bytes_per_parameter) for cost in costs],
         "devices": devices,
         "activation_bytes": [cost.activation_bytes for cost in costs],
-        "in_flight": partition.max_in_flight(request.schedule, world_size, request.num_microbatches, request.chunks),
+        "in_flight": partition.max_in_flight(request.schedule, len(devices), request.num_microbatches),
     }
     if request.split is not None:
         split = partition.split_from_sizes(request.split, **options)
@@ -135,7 +134,7 @@ def shared_parameters(world: World, model: nn.Module, layers: Sequence[nn.Module
     for number, stage in enumerate(split.ranges):
         for layer in stage:
             for name in parameter_names(model, layers[layer]):
-                holders.setdefault(name, set()).add(number % world.world_size)
+                holders.setdefault(name, set()).add(number)
     groups: dict[tuple[int, ...], Any] = {}
     ties = []
     for name in sorted(name for name, ranks in holders.items() if len(ranks) > 1):
@@ -155,7 +154,7 @@ def shared_modules(
     for number, stage in enumerate(split.ranges):
         for layer in stage:
             for module in layers[layer].modules():
-                holders.setdefault(module, set()).add(number % world.world_size)
+                holders.setdefault(module, set()).add(number)
     return [module for module in model.modules() if len(holders.get(module, ())) > 1]
 
 
@@ -220,7 +219,7 @@ def _costs(
 ) -> list[LayerCost]:
     """Measure the layers if possible, else estimate costs from their parameters."""
     place = next(iter(model.parameters())).device
-    if example is None or place != world.device or len(layers) < world.world_size * request.chunks:
+    if example is None or place != world.device or len(layers) < world.world_size:
         return estimate_costs(model, layers)
     try:
         inputs = map_tensors(lambda tensor: tensor.to(place), tuple(example()))

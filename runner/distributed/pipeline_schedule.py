@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe, ScheduleInterleaved1F1B
+from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
 from runner.base import partition
 from runner.base.stopwatch import Stopwatch
@@ -20,19 +20,13 @@ from runner.distributed.stages import Shapes, Stage, TimedStage
 class PipelineSchedule:
     """Order the forward and backward passes of the micro-batches of an update.
 
-    kind    see `Pipelined`
-    chunks  stages per rank
+    kind  see `Pipelined`
     """
 
-    def __init__(self, world: World, kind: partition.Schedule, chunks: int) -> None:
-        self.world, self.kind, self.chunks = world, kind, chunks
+    def __init__(self, world: World, kind: partition.Schedule) -> None:
+        self.world, self.kind, self.num_stages = world, kind, world.world_size
         self._steps: OrderedDict[tuple[int, int], Any] = OrderedDict()
         self._counts: list[int] = []  # micro-batches of each step of the update
-
-    @property
-    def num_stages(self) -> int:
-        """Number of stages over all ranks; stage s is on rank s modulo the world size."""
-        return self.world.world_size * self.chunks
 
     def clear(self) -> None:
         """Forget the steps: another phase may have another loss."""
@@ -42,44 +36,32 @@ class PipelineSchedule:
         """Count the steps of a new update."""
         self._counts = []
 
-    def sizes(self, count: int) -> list[int]:
-        """Return the numbers of equally shaped micro-batches per step: all, or full rounds and the remainder."""
-        world_size = self.world.world_size
-        if self.kind != "interleaved" or count % max(1, count // world_size) == 0:
-            return [count]
-        return [count // world_size * world_size, count % world_size]
-
-    def step(self, stages: Sequence[Stage], count: int, key: int, shapes: Sequence[Shapes]) -> Any:
+    def step(self, stage: Stage, count: int, key: int, shapes: Sequence[Shapes]) -> Any:
         """Return torch's schedule for `count` micro-batches; `key` identifies their shapes."""
         if (count, key) not in self._steps:
-            self._steps[count, key] = self._build_step(stages, count, shapes)
+            self._steps[count, key] = self._build_step(stage, count, shapes)
             while len(self._steps) > KEPT_STEPS:
                 self._steps.popitem(last=False)
         self._steps.move_to_end((count, key))
         self._counts.append(count)
         return self._steps[count, key]
 
-    def _build_step(self, stages: Sequence[Stage], count: int, shapes: Sequence[Shapes]) -> Any:
-        timed = [
-            TimedStage(
-                stage,
-                stage.number,
-                self.num_stages,
-                self.world.device,
-                input_args=shapes[stage.number].meta_tensors(),
-                output_args=self._output_shapes(shapes, stage.number),
-            )
-            for stage in stages
-        ]
+    def _build_step(self, stage: Stage, count: int, shapes: Sequence[Shapes]) -> Any:
+        timed = TimedStage(
+            stage,
+            stage.number,
+            self.num_stages,
+            self.world.device,
+            input_args=shapes[stage.number].meta_tensors(),
+            output_args=self._output_shapes(shapes, stage.number),
+        )
 
         def loss(output: Tensor, _: Any) -> Tensor:
             return output  # computed by the last stage
 
-        if self.kind == "interleaved":
-            return ScheduleInterleaved1F1B(timed, count, loss_fn=loss, scale_grads=False)  # type: ignore[arg-type]
         all_forward_first = self.kind == "gpipe" or count < self.num_stages
         schedule = ScheduleGPipe if all_forward_first else Schedule1F1B
-        return schedule(timed[0], count, loss_fn=loss, scale_grads=False)
+        return schedule(timed, count, loss_fn=loss, scale_grads=False)
 
     def _output_shapes(self, shapes: Sequence[Shapes], number: int) -> tuple[Tensor, ...]:
         if number == self.num_stages - 1:
@@ -101,19 +83,15 @@ class PipelineSchedule:
         if not busy:
             return None
         spent = max(sum(parts) for parts in per_rank)
-        forward = self._by_stage([row[0] / num_micro_batches for row in per_rank])
-        backward = self._by_stage([row[1] / num_micro_batches for row in per_rank])
+        forward = [seconds / num_micro_batches for seconds, _, _ in per_rank]
+        backward = [seconds / num_micro_batches for _, seconds, _ in per_rank]
         simulated = ideal = 0.0  # seconds, summed over steps
         for count in self._counts:
             seconds = math.fsum([*forward, *backward]) * count / self.world.world_size
-            ideal += seconds / (1 - partition.ideal_bubble(self.world.world_size, count, self.chunks))
-            simulated += partition.simulated_seconds(self.kind, forward, backward, count, self.chunks)
+            ideal += seconds / (1 - partition.ideal_bubble(self.world.world_size, count))
+            simulated += partition.simulated_seconds(self.kind, forward, backward, count)
         work = busy / self.world.world_size
         return partition.Bubble(1 - work / spent, 1 - work / ideal, 1 - work / simulated)
-
-    def _by_stage(self, seconds: Sequence[float]) -> list[float]:
-        """Return the seconds of each stage; stages of a rank are assumed equal."""
-        return [seconds[stage % self.world.world_size] / self.chunks for stage in range(self.num_stages)]
 
 
 _BUSY = ("forward", "backward", "wait")

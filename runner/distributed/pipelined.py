@@ -58,19 +58,18 @@ from runner.distributed.stages import (
     StageWork,
     hash_shapes,
     micro_batch_seed,
-    run_stages,
+    run_stage,
 )
 
 
 class Pipelined(Parallel):
-    """Contiguous stages of layers, one per rank, or several with schedule="interleaved".
+    """Contiguous stages of layers, one per rank.
 
     schedule             1f1b: backward passes as early as possible; gpipe: all forward passes first, which
-                         keeps the activations of all micro-batches; interleaved: 1f1b with several stages per rank
+                         keeps the activations of all micro-batches
     num_microbatches     per update, to estimate activation memory; None: as passed to `expect_inputs`, else many
     split                number of layers of each stage; None: by `balance`
     balance              memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
-    chunks               stages per rank with schedule="interleaved"
     memory_bytes         memory limit per rank's device; None: all of it
     bytes_per_parameter  per trained parameter: value, gradient and optimizer state
     """
@@ -88,20 +87,16 @@ class Pipelined(Parallel):
         num_microbatches: int | None = None,
         split: Sequence[int] | None = None,
         balance: partition.Balance = "memory",
-        chunks: int = 2,
         memory_bytes: Sequence[int] | None = None,
         bytes_per_parameter: float = ADAMW_BYTES,
     ) -> None:
         super().__init__(world)
-        chunks = chunks if schedule == "interleaved" else 1
-        self.schedule = PipelineSchedule(world, schedule, chunks)
+        self.schedule = PipelineSchedule(world, schedule)
         self.num_stages = self.schedule.num_stages
-        self.request = PlacementRequest(
-            schedule, num_microbatches, split, balance, chunks, memory_bytes, bytes_per_parameter
-        )
+        self.request = PlacementRequest(schedule, num_microbatches, split, balance, memory_bytes, bytes_per_parameter)
         self._example: Example | None = None
         self.placement: Placement
-        self._stages: list[Stage] = []
+        self._stage: Stage
         self._parameters: set[nn.Parameter] = set()
         self._tied: list[Tie] = []
         self._shared_modules: list[nn.Module] = []
@@ -112,9 +107,9 @@ class Pipelined(Parallel):
         self._buffers: BufferSync
 
     @property
-    def stages(self) -> Sequence[Stage]:
-        """Stages of this rank."""
-        return self._stages
+    def stage(self) -> Stage:
+        """The stage of this rank."""
+        return self._stage
 
     # ------------------------------------------------------------ the model
 
@@ -135,32 +130,29 @@ class Pipelined(Parallel):
         if not self.world.is_simulated:
             broadcast_model(model)
         self.placement = place_layers(self.world, model, all_layers, self.request, self._example)
-        for number in range(self.world.rank, self.num_stages, self.world.world_size):
-            modules = [all_layers[layer] for layer in self.placement.split.ranges[number]]
-            self._stages.append(Stage(number, self.num_stages, modules, model, self.world, self.stopwatch))
-        own_modules = {module for stage in self._stages for layer in stage.layers for module in layer.modules()}
-        self._parameters = {weight for stage in self._stages for weight in stage.parameters()}
+        own_layers = [all_layers[layer] for layer in self.placement.split.ranges[self.world.rank]]
+        self._stage = Stage(self.world.rank, self.num_stages, own_layers, model, self.world, self.stopwatch)
+        own_modules = {module for layer in own_layers for module in layer.modules()}
+        self._parameters = set(self._stage.parameters())
         self._tied = shared_parameters(self.world, model, all_layers, self.placement.split)
         self._shared_modules = shared_modules(self.world, model, all_layers, self.placement.split)
         layer_modules = {module for layer in all_layers for module in layer.modules()}
         free_layers(model, own_modules, self._parameters, layer_modules)
         move_buffers(model, layer_modules, self.world.device)
         # Modules outside of the layers that the loss changes are changed on the rank that computes it.
-        last = (self.num_stages - 1) % self.world.world_size
-        self._buffers = BufferSync(model, self.world, last, others=layer_modules)
-        for stage in self._stages:
-            tensors = (*stage.parameters(), *stage.buffers())
-            if any(tensor.device != self.world.device for tensor in tensors):  # fake tensors cannot be moved
-                stage.to(self.world.device)
+        self._buffers = BufferSync(model, self.world, self.num_stages - 1, others=layer_modules)
+        tensors = (*self._stage.parameters(), *self._stage.buffers())
+        if any(tensor.device != self.world.device for tensor in tensors):  # fake tensors cannot be moved
+            self._stage.to(self.world.device)
         model.forward = self._dispatch
         return model
 
     def set_shapes(self, shapes: Sequence[Shapes]) -> int:
         """Set the input shapes of each stage in advance; return the bytes that this rank receives per micro-batch."""
         self._known_shapes = shapes
-        inputs = [stage.number for stage in self._stages if stage.number]
-        gradients = [stage.number + 1 for stage in self._stages if not stage.is_last]
-        return sum(tensor.nbytes for number in (*inputs, *gradients) for tensor in shapes[number].meta_tensors())
+        stage = self._stage
+        received = [number for number in (stage.number, stage.number + 1) if 0 < number < self.num_stages]
+        return sum(tensor.nbytes for number in received for tensor in shapes[number].meta_tensors())
 
     def describe_placement(self) -> list[str]:
         return str(self.placement).splitlines()
@@ -193,7 +185,7 @@ class Pipelined(Parallel):
         self.stopwatch.lap("data")
         seed = int(torch.randint(2**62, ()))
         inputs: list[Call] = []
-        if failure is None and self._owns_stage(0):
+        if failure is None and self.world.is_first:
             failure = catch_exception(lambda: inputs.extend(self._model_calls(passes, micros, seed)))
         keys = self._agree(failure, len(micros), seed, inputs)
         tally = StageSums(self.world.zeros(), self.world.zeros())
@@ -201,11 +193,10 @@ class Pipelined(Parallel):
         first = 0
         for key, group in groupby(keys.keys):
             count = len(list(group))
-            for size in self.schedule.sizes(count):
-                part = slice(first, first + size)
-                work = StageWork(passes, micros[part], inputs[part], keys.seed + first, tally)
-                self._run(work, key, size)
-                first += size
+            part = slice(first, first + count)
+            work = StageWork(passes, micros[part], inputs[part], keys.seed + first, tally)
+            self._run(work, key, count)
+            first += count
         if self._placeholder is not None:
             (self._placeholder * 0).sum().backward()  # type: ignore[no-untyped-call]
         return Sums(tally.loss_sum, tally.items, bad if self.world.is_first else ())  # all ranks read the same batches
@@ -290,9 +281,6 @@ class Pipelined(Parallel):
 
     # ------------------------------------------------------------ inside an update
 
-    def _owns_stage(self, stage: int) -> bool:
-        return stage % self.world.world_size == self.world.rank
-
     def _model_calls(self, passes: ForwardPasses, micros: Sequence[MicroBatch], seed: int) -> Iterator[Call]:
         """Yield the arguments with which the loss calls the model."""
 
@@ -312,7 +300,7 @@ class Pipelined(Parallel):
 
     def _agree(self, failure: Exception | None, count: int, seed: int, inputs: Sequence[Call]) -> _Keys:
         """Return rank 0's description of the micro-batches; raises on all ranks if one of them failed."""
-        first = self._owns_stage(0)
+        first = self.world.is_first
         message = torch.tensor([int(failure is not None), count, -count, seed if first else -1])
         failed, most, least, seed = self.world.max(message).tolist()
         if failed or most != -least:
@@ -328,21 +316,18 @@ class Pipelined(Parallel):
         """Run the micro-batches of one shape."""
         if key not in self._shapes:
             self._shapes[key] = [*self._known_shapes] or self._infer_shapes(work)
-        step = self.schedule.step(self._stages, count, key, self._shapes[key])
-        for stage in self._stages:
-            stage.begin(work, self._shapes[key], self._handle_calls)
-        numbers = [torch.arange(count)] if self._owns_stage(0) else []
-        target = torch.arange(count) if self._owns_stage(self.num_stages - 1) else None
+        step = self.schedule.step(self._stage, count, key, self._shapes[key])
+        self._stage.begin(work, self._shapes[key], self._handle_calls)
+        numbers = [torch.arange(count)] if self.world.is_first else []
+        target = torch.arange(count) if self._stage.is_last else None
         try:
             step.step(*numbers, target=target, return_outputs=False)
         except Exception:
-            for stage in self._stages:
-                if stage.failure is not None:
-                    raise stage.failure from None  # torch wraps it in an error with all shapes
+            if self._stage.failure is not None:
+                raise self._stage.failure from None  # torch wraps it in an error with all shapes
             raise
         finally:
-            for stage in self._stages:
-                stage.end()
+            self._stage.end()
         self.stopwatch.lap("wait")
 
     def _infer_shapes(self, work: StageWork) -> list[Shapes]:
@@ -350,7 +335,7 @@ class Pipelined(Parallel):
 
         Errors in layers and loss are found here, while no rank waits for another one.
         """
-        modules = {module for stage in self._stages for module in stage.modules()} | {*self._buffers.modules}
+        modules = {*self._stage.modules(), *self._buffers.modules}
         call = work.inputs[0] if work.inputs else Call((), {})
 
         def checked(output: Any) -> None:
@@ -361,11 +346,9 @@ class Pipelined(Parallel):
 
         noise.switch_pass(work.micros[0].samples)
         with torch.no_grad(), restore_buffers(modules):
-            outcome = run_stages(self._stages, self.world, call, work.passes.forward, checked)
+            outcome = run_stage(self._stage, self.world, call, work.passes.forward, checked)
         raise_on_all_ranks(outcome.failure, self.world, WHERE)
-        gathered = self.world.gather({str(number): shapes for number, shapes in outcome.shapes.items()})
-        by_stage = {int(number): shapes for of_rank in gathered for number, shapes in of_rank.items()}
-        return [Shapes.from_description(by_stage[number]) for number in range(self.num_stages)]
+        return [Shapes.from_description(shapes) for shapes in self.world.gather(outcome.shapes)]
 
     # ------------------------------------------------------------ one pass through all stages
 
@@ -378,15 +361,14 @@ class Pipelined(Parallel):
                 fix="call it under torch.no_grad()",
             )
         outputs: list[Any] = []
-        outcome = run_stages(self._stages, self.world, Call(inputs, named), nullcontext, outputs.append)
-        last = (self.num_stages - 1) % self.world.world_size
+        outcome = run_stage(self._stage, self.world, Call(inputs, named), nullcontext, outputs.append)
         text = None if outcome.failure is None else format_error_line(outcome.failure)
         failure = outcome.failure or (
             catch_exception(lambda: p2p_messages.check_sendable(outputs[0])) if outputs else None
         )
         text = text or (None if failure is None else format_error_line(failure))
         shared = p2p_messages.SendFailed(text) if text is not None else (outputs[0] if outputs else None)
-        output = p2p_messages.broadcast(shared, last, self.world)
+        output = p2p_messages.broadcast(shared, self.num_stages - 1, self.world)
         if failure is not None:
             raise failure
         if isinstance(output, p2p_messages.SendFailed):

@@ -203,48 +203,43 @@ class ReplayedCall:
 
 
 class PassOutcome(NamedTuple):
-    """Result of a pass on this rank, with the inputs of its stages."""
+    """Result of a pass on this rank, with the description of the stage's input."""
 
     failure: Exception | None
-    shapes: Mapping[int, Any]
+    shapes: list[Any]
 
 
-def run_stages(
-    stages: Sequence[Stage],
+def run_stage(
+    stage: Stage,
     world: World,
     call: Call,
     forward: Callable[[], AbstractContextManager[Any]],
     finish: Callable[[Any], None],
 ) -> PassOutcome:
-    """Run one call through all stages, from rank to rank; `finish` receives the output on the last one.
+    """Run one call through this rank's stage, between those of its neighbors; `finish` receives the model's output.
 
     A failure is forwarded the same way, so that no rank blocks; its rank has the exception, later ones its text.
     """
     failure: Exception | None = None
-    shapes: dict[int, Any] = {}
-    for stage in stages:
-        value: Any = None
-        if stage.number:
-            value = p2p_messages.receive((stage.number - 1) % world.world_size, world.device)
-            if isinstance(value, p2p_messages.SendFailed):
-                failure = failure or RankLost(value.text, where="parallelism=pipeline")
+    value: Any = ()
+    if stage.number:
+        value = p2p_messages.receive(stage.number - 1, world.device)
+        if isinstance(value, p2p_messages.SendFailed):
+            failure, value = RankLost(value.text, where="parallelism=pipeline"), ()
+    shapes = Shapes.describe(value)
+    if failure is None:
+        try:
+            with forward():
+                value = stage.compute(call, value)
+            if stage.is_last:
+                finish(value)
             else:
-                shapes[stage.number] = Shapes.describe(value)
-        else:
-            shapes[0] = Shapes.describe(())
-        if failure is None:
-            try:
-                with forward():
-                    value = stage.compute(call, value)
-                if stage.is_last:
-                    finish(value)
-                else:
-                    check_stage_output(value, stage.number)
-            except Exception as error:  # of any type: the other ranks must be informed
-                failure = error
-        if not stage.is_last:
-            sent = value if failure is None else p2p_messages.SendFailed(format_error_line(failure))
-            p2p_messages.send(sent, (stage.number + 1) % world.world_size, world.device)
+                check_stage_output(value, stage.number)
+        except Exception as error:  # of any type: the other ranks must be informed
+            failure = error
+    if not stage.is_last:
+        sent = value if failure is None else p2p_messages.SendFailed(format_error_line(failure))
+        p2p_messages.send(sent, stage.number + 1, world.device)
     return PassOutcome(failure, shapes)
 
 

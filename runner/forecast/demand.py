@@ -126,8 +126,6 @@ def _trace_pipeline(
                 if not is_free or size == 1:
                     raise
                 size //= 2
-        if not staged.is_traceable:
-            return make_needs(layout)
         try:
             trace({size})
             if (is_free or alternatives) and not _fits(make_plan(configuration, inventory, needs=make_needs(layout))):

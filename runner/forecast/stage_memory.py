@@ -43,9 +43,7 @@ class StagePrediction:
     def __init__(self, plan: Plan) -> None:
         choice = plan.choices["parallelism"]
         self.full_plan, self.options, self.count = plan, choice.options, plan.world_size
-        self.chunks = int(self.options["chunks"]) if self.options["schedule"] == "interleaved" else 1
         self.phases = [phase for phase in plan.selected if phase.kind == "train"]
-        self.is_traceable = self.chunks == 1  # with several stages on a rank, torch queries the other ranks more often
         self.prefetches = plan.choices["prefetch"].function == "stream"
         is_gpu = plan.device.startswith("cuda")
         self.autocast: Callable[[], AbstractContextManager[Any]] = CudaAutocastMode if is_gpu else nullcontext
@@ -78,17 +76,13 @@ class StagePrediction:
             for cost in self.costs
         ]
         devices = [
-            partition.StageDevice(
-                (rank.memory_bytes or UNKNOWN_DEVICE_BYTES) // self.chunks, 1.0, f"rank {number} ({rank.device})"
-            )
+            partition.StageDevice(rank.memory_bytes or UNKNOWN_DEVICE_BYTES, 1.0, f"rank {number} ({rank.device})")
             for number, rank in enumerate(self.full_plan.ranks)
         ]
         options = self.options
         number = -(-total // size)
-        request = PlacementRequest(
-            options["schedule"], number, options["split"], options["balance"], self.chunks, samples=size
-        )
-        return plan_placement(costs, devices * self.chunks, request, self.count)
+        request = PlacementRequest(options["schedule"], number, options["split"], options["balance"], samples=size)
+        return plan_placement(costs, devices, request)
 
     def trace(self, phase: PhasePlan, size: int) -> list[Traced]:
         """Return the demand of each rank in this phase and micro-batch size. Raises ConfigError without a split."""
@@ -149,7 +143,7 @@ class StagePrediction:
             world = stack.enter_context(simulated_world(rank, self.count))
             with fake_run, fake_run.fake_parameters():
                 parts = assemble(self.plan, stack, world)
-                parallel = Pipelined(world, schedule=self.options["schedule"], split=split.sizes, chunks=self.chunks)
+                parallel = Pipelined(world, schedule=self.options["schedule"], split=split.sizes)
                 model = parallel.wrap(parts.bare, parts.task.layers, [])
             parts = dataclasses.replace(parts, parallel=parallel, model=model)
             nbytes = parallel.set_shapes(shapes)
@@ -161,12 +155,12 @@ class StagePrediction:
 
 
 class StageTracer(PhaseTracer):
-    """Trace the rank of one or more stages."""
+    """Trace the rank of a stage."""
 
     def trace(self) -> Traced:
         assert isinstance(self.parts.parallel, Pipelined)
-        for stage in self.parts.parallel.stages:
-            stage.forward = self._wrap_forward(stage.forward)  # type: ignore[method-assign]
+        stage = self.parts.parallel.stage
+        stage.forward = self._wrap_forward(stage.forward)  # type: ignore[method-assign]
         return super().trace()
 
     def after_update(self) -> None:

@@ -263,9 +263,8 @@ class RankPart:
         """Return the part of a rank with this choice of parallelism."""
         options, in_flight = choice.options, 1.0
         if choice.function == "pipeline" and count > 1:
-            chunks = int(options["chunks"]) if options["schedule"] == "interleaved" else 1
-            counts = max_in_flight(options["schedule"], count, min(passes, MAX_TRACED_MICRO_BATCHES), chunks)
-            in_flight = max(sum(counts[rank::count]) for rank in range(count)) / len(counts)
+            counts = max_in_flight(options["schedule"], count, min(passes, MAX_TRACED_MICRO_BATCHES))
+            in_flight = max(counts) / count
             in_flight *= passes / min(passes, MAX_TRACED_MICRO_BATCHES) if options["schedule"] == "gpipe" else 1
         reshards = bool(options.get("reshard_after_forward", True))
         return RankPart(choice.function, count, share, reshards, in_flight, passes)

@@ -234,7 +234,7 @@ def test_a_task_that_needs_the_memory_of_its_weights_is_built_in_full(server: Fo
     "args",
     [
         "parallelism=ddp", "parallelism=ddp parallelism.shares=[19,13]", "parallelism=ddp parallelism.shares=speed",
-        "parallelism=fsdp", "parallelism=pipeline", "parallelism=pipeline parallelism.schedule=interleaved",
+        "parallelism=fsdp", "parallelism=pipeline", "parallelism=pipeline parallelism.schedule=gpipe",
     ],
 )  # fmt: skip
 def test_gpt_has_the_same_curve_on_any_number_of_ranks(

@@ -133,7 +133,7 @@ def test_ddp_buckets_exist_while_no_gradient_does() -> None:
     assert predict_memory(need, 4, device(16), RankPart("ddp", 2)).parts["gradients"] == 5 * MIB
 
 
-@pytest.mark.parametrize(("args", "in_flight"), [("1f1b", 1.0), ("gpipe", 4.0), ("interleaved", 1.5)])
+@pytest.mark.parametrize(("args", "in_flight"), [("1f1b", 1.0), ("gpipe", 4.0)])
 def test_a_stage_stores_the_micro_batches_in_flight(args: str, in_flight: float) -> None:
     choice = composed("parallelism=pipeline", f"parallelism.schedule={args}").choices["parallelism"]
     assert RankPart.from_choice(choice, 2, 64, 8).in_flight == in_flight

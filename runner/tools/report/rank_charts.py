@@ -74,26 +74,21 @@ def pipeline(run: RunData) -> Drawing | str:
     rows = rows or _mean_rank_times(run)
     batch, options = run.plan.batch, choice.options
     schedule = options.get("schedule", "1f1b")
-    try:
-        chunks = int(options.get("chunks", 1)) if schedule == "interleaved" else 1
-    except (TypeError, ValueError):
-        chunks = 0
     if not batch.global_batch_size or not batch.micro_batch_size:
         return "plan.json does not contain the micro-batches of an update"
     count = -(-batch.global_batch_size // batch.micro_batch_size)
     if len(rows) < 2 or not all(row.get("forward") for row in rows):
         return "the stages reported no times"
-    if count < 1 or not 1 <= chunks <= _MAX_MICRO_BATCHES:
+    if count < 1:
         return "plan.json does not contain the micro-batches of an update"
     if count > _MAX_MICRO_BATCHES:
         return f"{count} micro-batches are too many to draw"
     updates = (run.evidence.updates if run.evidence is not None else None) or 1
-    each_ms = 1e3 / (updates * count * chunks) if run.evidence and run.evidence.ranks_s else 1.0 / (count * chunks)
-    stages = [rows[stage % len(rows)] for stage in range(len(rows) * chunks)]
-    forward = [each_ms * row.get("forward", 0.0) for row in stages]
-    backward = [each_ms * row.get("backward", 0.0) for row in stages]
+    each_ms = 1e3 / (updates * count) if run.evidence and run.evidence.ranks_s else 1.0 / count
+    forward = [each_ms * row.get("forward", 0.0) for row in rows]
+    backward = [each_ms * row.get("backward", 0.0) for row in rows]
     try:
-        timeline = partition.timeline(schedule, forward, backward, count, chunks)
+        timeline = partition.timeline(schedule, forward, backward, count)
     except (AssertionError, IndexError, ValueError):
         return f"unknown schedule {make_printable(str(schedule))}"
     figure = new_figure(10.0, 1.1 + 0.5 * len(timeline))
@@ -124,7 +119,7 @@ def pipeline(run: RunData) -> Drawing | str:
     axes.set_ylim(len(timeline) - 0.4, -0.6)
     axes.set_xlabel("ms per update")
     figure.legend(loc="outside upper right", ncols=2, fontsize=8)
-    idle = partition.simulated_bubble(schedule, forward, backward, count, chunks)
+    idle = partition.simulated_bubble(schedule, forward, backward, count)
     measured = run.curves.last("pipeline/measured")
     description = f"{schedule}, {count} micro-batches: devices idle {idle:.0%} of an update with these times"
     description += f", {measured:.0%} measured, including transfers between devices" if measured is not None else ""

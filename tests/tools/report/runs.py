@@ -59,7 +59,7 @@ def plan(parallelism: str = "pipeline") -> dict[str, Any]:
     """Return the part of a plan.json that the report reads."""
     names = {"precision": "bf16", "optimizer": "adamw", "parallelism": parallelism, "task": "gpt"}
     choices = {group: {"name": name, "function": name, "options": {}} for group, name in names.items()}
-    choices["parallelism"]["options"] = {"schedule": "1f1b", "chunks": 2}
+    choices["parallelism"]["options"] = {"schedule": "1f1b"}
     return {
         "device": "cuda:0", "device_name": "Card", "updates": 300, "choices": choices, "reasons": {"precision": "auto: native"},
         "ranks": [{"device": "cuda:0"}, {"device": "cuda:1"}],
