@@ -11,9 +11,9 @@ from runner.commands.arguments import parse_arguments
 
 HELP = """usage: accel-run import FILE [NEW.safetensors] [key=ENTRY]
 
-Converts a file written by torch.save to safetensors. The file is read in a subprocess without network access that can
-start no process and create only tensors and plain data. A file that requests anything else is refused, with the name of
-what it requested.
+Converts a file written by torch.save to safetensors. torch.load reads it with weights_only=True, which creates only
+tensors and plain data, in a subprocess with limited memory. A file that requests anything else is refused, with the
+name of what it requested.
 
   NEW.safetensors   the new file (default: FILE with that extension); existing files are not overwritten
   key=ENTRY         the entry that holds the weights, for example key=ema.model; common entries are found automatically
@@ -65,8 +65,6 @@ def run(argv: list[str]) -> int:
     entry = f" of {result.entry}" if result.entry else ""
     skipped = f"; {result.num_skipped} entries that are not tensors were skipped" if result.num_skipped else ""
     print(f"wrote {target}: {result.num_tensors} tensors{entry}, {result.num_bytes / 2**20:.1f} MiB{skipped}")
-    if result.had_network:
-        print("warning: this system does not allow network isolation; the file was read with network access")
     print(f"start from it: accel-run train weights={target}")
     return 0
 
