@@ -15,6 +15,7 @@ from runner.base.text import format_table
 
 Balance = Literal["memory", "time"]
 Schedule = Literal["1f1b", "gpipe"]
+Work = tuple[str, int, int, float, float]  # "F" or "B", stage, micro-batch, start and end in seconds
 
 
 class DeviceLike(Protocol):
@@ -201,15 +202,15 @@ def orders(schedule: Schedule, num_stages: int, num_microbatches: int) -> list[l
 
 def timeline(
     schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int
-) -> list[list[tuple[str, int, int, float, float]]]:
-    """Return the schedule of each stage: ("F" or "B", stage, micro-batch, start in seconds, end in seconds).
+) -> list[list[Work]]:
+    """Return the schedule of each stage.
 
     The stages take `forward` and `backward` seconds per micro-batch; communication takes no time.
     """
     num_stages = len(forward)
     queues = orders(schedule, num_stages, num_microbatches)
     ends: dict[tuple[str, int, int], float] = {}
-    rows: list[list[tuple[str, int, int, float, float]]] = [[] for _ in queues]
+    rows: list[list[Work]] = [[] for _ in queues]
     while any(len(row) < len(queue) for row, queue in zip(rows, queues, strict=True)):
         progressed = False
         for row, queue in zip(rows, queues, strict=True):

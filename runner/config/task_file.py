@@ -53,23 +53,11 @@ def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], p
         return TaskFile(source, label)  # Hydra reports it
     try:
         functions, tree = read_functions(source), read_module(source)
-    except SyntaxError as error:
-        problems.append(Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source), "fix that line"))
-        return TaskFile(source, label)
-    except (RecursionError, MemoryError):  # raised as MemoryError: the parser's stack is exhausted
-        problems.append(Problem("is nested too deeply for Python's parser", str(source), "simplify its expressions"))
-        return TaskFile(source, label)
-    except (UnicodeDecodeError, ValueError) as error:
-        problems.append(Problem(f"is not a Python file: {error}", str(source), "use --task FILE.py"))
-        return TaskFile(source, label)
-    except OSError as error:  # an option of the user's folder without a task
-        available = [folder.name for folder in shipped_tasks()]
-        what = f"there is no task of that name; must be one of {', '.join(available)} ({source}: {error.strerror})"
-        problems.append(Problem(what, f"task={name}", "use --task FILE for a task of your own"))
+    except (SyntaxError, RecursionError, MemoryError, ValueError, OSError) as error:
+        problems.append(_explain_unreadable(error, name, source))
         return TaskFile(source, label)
     if "build" not in functions:
-        what, fix = "has no function build()", "an example: accel-run new my_task.py"
-        problems.append(Problem(what, str(source), fix))
+        problems.append(Problem("has no function build()", str(source), "an example: accel-run new my_task.py"))
         return TaskFile(source, label)
     problems += find_foreign_methods(tree, source)
     build = functions["build"].keys
@@ -111,6 +99,18 @@ def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], p
             problems.append(Problem("PHASES has no such phase", f"SETTINGS[{setting!r}]", did_you_mean(phase, names)))
     run_settings = {key: value for key, value in settings.items() if key not in phase_settings}
     return TaskFile(source, label, build, predict, run_settings, declared_phases, read_objectives(source))
+
+
+def _explain_unreadable(error: Exception, name: str, source: Path) -> Problem:
+    if isinstance(error, SyntaxError):
+        return Problem(f"is not valid Python, line {error.lineno}: {error.msg}", str(source), "fix that line")
+    if isinstance(error, (RecursionError, MemoryError)):  # MemoryError: the parser's stack is exhausted
+        return Problem("is nested too deeply for Python's parser", str(source), "simplify its expressions")
+    if isinstance(error, OSError):  # an option of the user's folder without a task
+        available = ", ".join(folder.name for folder in shipped_tasks())
+        what = f"there is no task of that name; must be one of {available} ({source}: {error.strerror})"
+        return Problem(what, f"task={name}", "use --task FILE for a task of your own")
+    return Problem(f"is not a Python file: {error}", str(source), "use --task FILE.py")
 
 
 def read_objectives(file: Path) -> Mapping[str, Any]:

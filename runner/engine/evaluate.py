@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -128,7 +128,17 @@ def evaluate(
     sizes.by_rank = [(old, new) for _, _, (old, new) in gathered]
     if any(is_stopped for is_stopped, _, _ in gathered):
         return None
-    sums_by_rank = [sums for _, sums, _ in gathered]
+    return _summarize([sums for _, sums, _ in gathered], states, parts)
+
+
+def _summarize(
+    sums_by_rank: Sequence[Mapping[str, list[float]]], states: MetricStates, parts: Parts
+) -> EvaluationResult:
+    """Return the metrics of all ranks: sums divided once by their counts, then metrics that are not sums.
+
+    sums_by_rank  metric -> sum, count and smallest count
+    """
+    task, source = parts.task, parts.source
     metrics_by_name: dict[str, float] = {}
     non_finite: set[str] = set()  # metrics whose sum is not finite: their NaN is a result, not a lack of items
     for name in dict.fromkeys(name for sums in sums_by_rank for name in sums):

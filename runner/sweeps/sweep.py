@@ -190,12 +190,7 @@ def run_trials(
                     time.sleep(1.0)
                     start(trial)
                 continue
-            if pool.is_stopped and code > Exit.INTERRUPTED:  # ended by our signals: not the trial's own failure
-                has_started = code != 128 + signal.SIGUSR1  # the first trial, before it had anything to save
-                code = int(Exit.INTERRUPTED if has_started else Exit.PREEMPTED)
-            sweep.codes[trial.number] = code
-            if code in STOPPED:
-                pool.stop()
+            _record_end(trial, code, sweep, pool)
             sweep.save(directory, "running")
             result = sweep.result(trial)
             info(f"[{trial.number}/{source.total}] {trial.name}  {format_result(result, sweep.goal)}")
@@ -203,6 +198,23 @@ def run_trials(
                 console.warn_once(explain_missing_metric([result], sweep.goal))
             source.ended(result)
         is_stopped = pool.is_stopped
+    return _finish(directory, sweep, source, info, is_stopped=is_stopped)
+
+
+def _record_end(trial: Trial, code: int, sweep: Sweep, pool: Pool) -> None:
+    """Record the exit code of a trial, and stop the others if it was stopped."""
+    if pool.is_stopped and code > Exit.INTERRUPTED:  # ended by our signals: not the trial's own failure
+        has_started = code != 128 + signal.SIGUSR1  # the first trial, before it had anything to save
+        code = int(Exit.INTERRUPTED if has_started else Exit.PREEMPTED)
+    sweep.codes[trial.number] = code
+    if code in STOPPED:
+        pool.stop()
+
+
+def _finish(
+    directory: RunDirectory, sweep: Sweep, source: Source, info: Callable[[str], None], *, is_stopped: bool
+) -> int:
+    """Save the state of the sweep, print its table, and return its exit code."""
     results = sweep.results()
     info(
         "\n".join(

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+from matplotlib.figure import Figure
 
 from runner.base import partition
 from runner.base.picture import COLORS, new_figure
@@ -91,6 +94,16 @@ def pipeline(run: RunData) -> Drawing | str:
         timeline = partition.timeline(schedule, forward, backward, count)
     except (AssertionError, IndexError, ValueError):
         return f"unknown schedule {make_printable(str(schedule))}"
+    figure = _draw_timeline(timeline, is_numbered=count <= _MAX_NUMBERED)
+    idle = partition.simulated_bubble(schedule, forward, backward, count)
+    measured = run.curves.last("pipeline/measured")
+    description = f"{schedule}, {count} micro-batches: devices idle {idle:.0%} of an update with these times"
+    description += f", {measured:.0%} measured, including transfers between devices" if measured is not None else ""
+    return Drawing(figure, description, description)
+
+
+def _draw_timeline(timeline: Sequence[Sequence[partition.Work]], *, is_numbered: bool) -> Figure:
+    """Draw a row per device, with the number of the micro-batch in each forward and backward pass."""
     figure = new_figure(10.0, 1.1 + 0.5 * len(timeline))
     axes = figure.subplots()
     for device, works in enumerate(timeline):
@@ -104,7 +117,7 @@ def pipeline(run: RunData) -> Drawing | str:
                 linewidth=0.8,
                 label=label if device == 0 else None,
             )
-        if count <= _MAX_NUMBERED:
+        if is_numbered:
             for kind, _, number, begin, end in works:
                 axes.text(
                     (begin + end) / 2,
@@ -119,11 +132,7 @@ def pipeline(run: RunData) -> Drawing | str:
     axes.set_ylim(len(timeline) - 0.4, -0.6)
     axes.set_xlabel("ms per update")
     figure.legend(loc="outside upper right", ncols=2, fontsize=8)
-    idle = partition.simulated_bubble(schedule, forward, backward, count)
-    measured = run.curves.last("pipeline/measured")
-    description = f"{schedule}, {count} micro-batches: devices idle {idle:.0%} of an update with these times"
-    description += f", {measured:.0%} measured, including transfers between devices" if measured is not None else ""
-    return Drawing(figure, description, description)
+    return figure
 
 
 def _mean_rank_times(run: RunData) -> list[dict[str, float]]:
