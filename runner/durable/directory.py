@@ -56,6 +56,21 @@ class RunDirectory:
         self.writable = writable
         self.is_new = is_new
         self._lock = lock
+        self.config = self.path / "config.yaml"  # composed configuration
+        self.overrides = self.path / "overrides.yaml"  # of the command line
+        self.command = self.path / "command.sh"  # reproduces the run
+        self.plan = self.path / "plan.json"  # derived values with their reasons
+        self.environment = self.path / "environment.json"  # hardware and versions
+        self.run_json = self.path / "run.json"  # identity and state of the run
+        self.metrics = self.path / "metrics.jsonl"  # a line per logged update: the source of displays and trackers
+        self.gpu_csv = self.path / "gpu.csv"  # samples of the device monitor
+        self.events = self.path / "events.jsonl"  # starts, saves, stops, errors
+        self.console = self.path / "console.log"  # terminal output
+        self.error = self.path / "error.json"  # the error that ended the run, if any
+        self.report = self.path / "report.html"
+        self.checkpoints = self.path / "checkpoints"
+        self.predictions = self.path / "predictions"  # results of inference
+        self.plots = self.path / "plots"
 
     @classmethod
     def create_or_open(cls, root: Path, name: str, *, for_sweep: bool = False) -> RunDirectory:
@@ -234,81 +249,6 @@ class RunDirectory:
 
     def __exit__(self, *_: object) -> None:
         self.release()
-
-    @property
-    def config(self) -> Path:
-        """Path of the composed configuration."""
-        return self.path / "config.yaml"
-
-    @property
-    def overrides(self) -> Path:
-        """Path of the command-line overrides."""
-        return self.path / "overrides.yaml"
-
-    @property
-    def command(self) -> Path:
-        """Path of the command that reproduces the run."""
-        return self.path / "command.sh"
-
-    @property
-    def plan(self) -> Path:
-        """Path of the plan: derived values with their reasons."""
-        return self.path / "plan.json"
-
-    @property
-    def environment(self) -> Path:
-        """Path of the record of hardware and versions."""
-        return self.path / "environment.json"
-
-    @property
-    def run_json(self) -> Path:
-        """Path of the run's identity and state."""
-        return self.path / "run.json"
-
-    @property
-    def metrics(self) -> Path:
-        """Path of the metrics, one line per logged update; the source of all displays and trackers."""
-        return self.path / "metrics.jsonl"
-
-    @property
-    def gpu_csv(self) -> Path:
-        """Path of the device monitor's samples."""
-        return self.path / "gpu.csv"
-
-    @property
-    def events(self) -> Path:
-        """Path of the events: starts, saves, stops, errors."""
-        return self.path / "events.jsonl"
-
-    @property
-    def console(self) -> Path:
-        """Path of the terminal output."""
-        return self.path / "console.log"
-
-    @property
-    def error(self) -> Path:
-        """Path of the error that ended the run, if any."""
-        return self.path / "error.json"
-
-    @property
-    def report(self) -> Path:
-        """Path of the HTML report."""
-        return self.path / "report.html"
-
-    @property
-    def checkpoints(self) -> Path:
-        """Folder of the checkpoints."""
-        return self.path / "checkpoints"
-
-    @property
-    def predictions(self) -> Path:
-        """Folder of the results of inference."""
-        return self.path / "predictions"
-
-    @property
-    def plots(self) -> Path:
-        """Folder of the plots."""
-        return self.path / "plots"
 
 
 def generate_run_name(task: str) -> str:
