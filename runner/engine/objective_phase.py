@@ -9,9 +9,6 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from runner.axes.optimizer import build_optimizer
-from runner.axes.precision import Precision
-from runner.axes.scheduler import build_schedule
 from runner.base.errors import TaskFault
 from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 from runner.base.order import Order
@@ -20,13 +17,18 @@ from runner.base.text import abbreviate
 from runner.distributed.parallel import Copy
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.assemble import Parts
-from runner.engine.extra_metrics import ExtraMetrics
 from runner.engine.gradient_source import GradientSource
-from runner.engine.loop import Position, Training, UpdateWrapper
-from runner.engine.objectives import ObjectivePosition, Objectives, ObjectiveSpec, parse_objectives
-from runner.engine.oom_retry import OomRetry, RetryPolicy
-from runner.engine.phase_kinds import GradientPhase, PhaseKind, StatisticsPhase, Tensors, count_updates
-from runner.engine.sharpness import with_sharpness
+from runner.engine.loop import Position, Training
+from runner.engine.objectives import ObjectivePosition, Objectives, parse_objectives
+from runner.engine.oom_retry import RetryPolicy
+from runner.engine.phase_kinds import (
+    GradientPhase,
+    PhaseKind,
+    StatisticsPhase,
+    Tensors,
+    count_updates,
+    weight_per_item,
+)
 from runner.engine.task_loading import CheckedLoss
 from runner.engine.task_members import check_arguments
 from runner.plan.run_plan import PhasePlan
@@ -52,47 +54,20 @@ class ObjectivesPhase(GradientPhase):
         parts.parallel.begin(list(self.owned.values()))
         parts.parallel.set_groups([list(weights.values()) for weights in parameters.values()])
         records_attention = parts.plan.choices["compile"].name == "off"
-        size = min(phase.batch.global_batch_size, order.num_samples)
-        per_item = 1.0 / (size * parts.task.items_per_sample)
+        self.per_item, self.retry_policy = weight_per_item(phase, parts, order), retry_policy
         trainings = []
         for index, spec in enumerate(specs):
             precision = parts.precision if index == 0 else parts.precision.fork(parts.bare)
             loss = CheckedLoss(self.losses[spec.name], parts.source, records_attention=records_attention)
-            training = self._make_training(spec, loss, parameters[spec.name], per_item, precision, retry_policy)
+            training = self._make_training(
+                spec, loss, parameters[spec.name],
+                ObjectivePosition(position, spec.every, keeps_precision=index == 0), precision,
+                total=-(-self.total // spec.every), gradients=GradientSource(),
+            )  # fmt: skip
             trainings.append((spec, training))
             if index == 0:
                 self.loss = loss
         self.objectives = Objectives(position, parts.model, parts.parallel, trainings)
-
-    def _make_training(
-        self, spec: ObjectiveSpec, loss: CheckedLoss, weights: Mapping[str, nn.Parameter], per_item: float,
-        precision: Precision, retry_policy: RetryPolicy | None,
-    ) -> Training:  # fmt: skip
-        parts, parameters, extra = self.parts, list(weights.values()), ExtraMetrics()
-        loss.observe = extra.add
-        optimizer = build_optimizer(spec.optimizer.function, [*weights.items()], spec.optimizer.options)
-        wrapper = UpdateWrapper()
-        if retry_policy is not None:
-            has_one_rank, device = parts.world.world_size == 1, parts.world.device
-            wrapper = OomRetry(
-                parts.bare, parameters, optimizer, precision, device, retry_policy, has_one_rank=has_one_rank
-            )
-        total = -(-self.total // spec.every)
-        return Training(
-            position=ObjectivePosition(self.position, spec.every, keeps_precision=precision is parts.precision),
-            model=parts.model,
-            loss=loss,
-            parameters=parameters,
-            optimizer=optimizer,
-            schedule=build_schedule(spec.scheduler.function, total, spec.scheduler.options),
-            precision=precision,
-            parallel=parts.parallel,
-            per_item=per_item,
-            max_grad_norm=spec.max_grad_norm,
-            gradients=with_sharpness(parts.plan.choices["sharpness"], GradientSource(), parameters, extra),
-            extra=extra,
-            update_wrapper=wrapper,
-        )
 
     @property
     def training(self) -> Training:  # type: ignore[override]

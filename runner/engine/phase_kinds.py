@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.axes.optimizer import build_optimizer, is_under, module_prefixes
+from runner.axes.precision import Precision
 from runner.axes.scheduler import build_schedule
 from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
@@ -27,6 +28,7 @@ from runner.engine.error_diagnosis import locate_definition
 from runner.engine.extra_metrics import ExtraMetrics
 from runner.engine.gradient_source import GradientSource
 from runner.engine.loop import Position, StepInfo, Training, UpdateInputs, UpdateWrapper, train_updates
+from runner.engine.objectives import ObjectiveSpec
 from runner.engine.oom_retry import OomRetry, RetryPolicy
 from runner.engine.sharpness import with_sharpness
 from runner.engine.task_loading import CheckedLoss
@@ -105,8 +107,6 @@ class GradientPhase(PhaseKind):
         self.loss = CheckedLoss(loss, parts.source, records_attention=records_attention)
         checked_loss = self.loss
         gradients = GradientSource()
-        extra = ExtraMetrics()
-        self.loss.observe = extra.add
         self.is_additive = parts.task.loss_is_additive
         if is_coupled(parts.task, phase.name):
             self.is_additive = False
@@ -120,25 +120,43 @@ class GradientPhase(PhaseKind):
         self.prefixes = phase.trains
         self._train_only(self.trained)
         parts.parallel.begin(list(self.owned.values()))
-        parameters = list(self.owned.values())
-        optimizer = build_optimizer(phase.optimizer.function, [*self.owned.items()], phase.optimizer.options)
+        self.per_item, self.retry_policy = weight_per_item(phase, parts, order), retry_policy
+        self.training = self._make_training(
+            phase, checked_loss, self.owned, position, parts.precision, total=self.total, gradients=gradients
+        )
+
+    def _make_training(
+        self,
+        chosen: PhasePlan | ObjectiveSpec,
+        loss: CheckedLoss,
+        weights: Mapping[str, nn.Parameter],
+        position: Position,
+        precision: Precision,
+        *,
+        total: int,
+        gradients: GradientSource,
+    ) -> Training:
+        """Return the training of these weights, with the optimizer and the schedule of a phase or an objective."""
+        parts, parameters, extra = self.parts, list(weights.values()), ExtraMetrics()
+        loss.observe = extra.add
+        optimizer = build_optimizer(chosen.optimizer.function, [*weights.items()], chosen.optimizer.options)
         wrapper = UpdateWrapper()
-        if retry_policy is not None:
+        if self.retry_policy is not None:
             has_one_rank, device = parts.world.world_size == 1, parts.world.device
             wrapper = OomRetry(
-                parts.bare, parameters, optimizer, parts.precision, device, retry_policy, has_one_rank=has_one_rank
+                parts.bare, parameters, optimizer, precision, device, self.retry_policy, has_one_rank=has_one_rank
             )
-        self.training = Training(
+        return Training(
             position=position,
             model=parts.model,
-            loss=checked_loss,
+            loss=loss,
             parameters=parameters,
             optimizer=optimizer,
-            schedule=build_schedule(phase.scheduler.function, self.total, phase.scheduler.options),
-            precision=parts.precision,
+            schedule=build_schedule(chosen.scheduler.function, total, chosen.scheduler.options),
+            precision=precision,
             parallel=parts.parallel,
-            per_item=1.0 / (min(phase.batch.global_batch_size, order.num_samples) * parts.task.items_per_sample),
-            max_grad_norm=phase.max_grad_norm,
+            per_item=self.per_item,
+            max_grad_norm=chosen.max_grad_norm,
             gradients=with_sharpness(parts.plan.choices["sharpness"], gradients, parameters, extra),
             extra=extra,
             update_wrapper=wrapper,
@@ -322,6 +340,11 @@ class StatisticsPhase(PhaseKind):
 
     def _merge_ranks(self) -> State:
         return self.parts.parallel.merge_state(self.fit.merge, self.gathered)
+
+
+def weight_per_item(phase: PhasePlan, parts: Parts, order: Order) -> float:
+    """Return the factor of a loss sum before its backward pass: about one over the items of an update."""
+    return 1.0 / (min(phase.batch.global_batch_size, order.num_samples) * parts.task.items_per_sample)
 
 
 def count_updates(epochs: float, updates_per_epoch: int) -> int:
