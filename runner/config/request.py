@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -52,4 +52,6 @@ def format_value(value: Any) -> str:
         return "null"
     if isinstance(value, bool):
         return str(value).lower()
+    if isinstance(value, Mapping):
+        return f"{{{','.join(f'{key}:{format_value(item)}' for key, item in value.items())}}}"
     return f"[{','.join(format_value(item) for item in value)}]" if isinstance(value, (list, tuple)) else str(value)

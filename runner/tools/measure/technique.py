@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.paths import shipped_path
 from runner.config.configuration import Choice, Configuration, PhaseSettings
 from runner.config.guarded_yaml import read_guarded
 from runner.config.options import find_signature
-from runner.config.request import merge_overrides
+from runner.config.request import format_value, merge_overrides
 from runner.config.schema import did_you_mean
 
 BASELINE = "baseline"
@@ -119,19 +118,10 @@ def _carry_over_keys(before: Choice, option: str, overrides: Iterable[str], grou
     if signature is None or option == before.name:
         return []
     return [f"{group}={option}"] * (group != "optimizer") + [
-        f"{group}.{key}={_format_value(value)}"
+        f"{group}.{key}={format_value(value)}"
         for key, value in before.options.items()
         if key in signature.keys and f"optimizer.{key}" not in keys and f"{group}.{key}" not in keys
     ]
-
-
-def _format_value(value: Any) -> str:
-    """Format a value for `key=value` on the command line."""
-    if isinstance(value, Mapping):
-        return f"{{{','.join(f'{key}:{_format_value(item)}' for key, item in value.items())}}}"
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(_format_value, value))}]"
-    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _read_technique(file: Path, root: Path) -> Technique:
