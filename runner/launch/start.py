@@ -53,14 +53,17 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
     code = submit(configuration)
     if code is not None:  # submitted to a scheduler
         return Exit(code)
-    if load is not None and (reason := choose_wait_policy(load)):
-        Console(level=terminal_log_level()).info(reason)
+    console, wait_policy = Console(level=terminal_log_level()), choose_wait_policy(load) if load is not None else ""
     if phases is not None and set(phases) == {INFERENCE}:
+        if wait_policy:
+            console.info(wait_policy)
         return _infer(request, None)
     require_installed(configuration.choices["tracker"].function)
     name = choose_run_name(configuration)
     if "torch" not in sys.modules and (member is None or member.rank == 0):  # importing takes seconds
-        Console(level=terminal_log_level()).info(f"starting run {name}: loading PyTorch")
+        console.info(f"starting run {name}: loading PyTorch")
+        if wait_policy:
+            console.info(wait_policy)
     apply_allocator_settings(configuration)
     from runner.launch.training_ranks import train_as_member, train_here  # invalid settings are reported without torch
 
