@@ -268,7 +268,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return cost
 
 
-CONVOLUTIONS = tuple(getattr(nn, f"Conv{way}{dims}d") for way in ("", "Transpose") for dims in (1, 2, 3))
+CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTranspose2d, nn.ConvTranspose3d)
 
 
 @contextmanager
