@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import os
 import random
 import tempfile
 import threading
@@ -15,6 +16,8 @@ from typing import Any
 import hypothesis
 import pytest
 
+# Most tests run beside others. Otherwise a command would choose by the load, and announce it.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 pytest.register_assert_rewrite("tests.screens")  # so that its assertion shows a diff
 
 from runner.base import noise

@@ -129,6 +129,15 @@ def test_the_calling_process_is_left_unchanged(tmp_path: Path, capfd: pytest.Cap
     assert not err
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A background job of a shell ignores SIGINT."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 def test_an_interrupt_saves_the_run_and_is_raised(tmp_path: Path) -> None:
     args = (*WORDS, "updates=1000000", "evaluate.every=0", "log_every=1", "run=stopped", f"output_root={tmp_path}")
     args = tuple(word for word in args if word != "updates=6")

@@ -83,7 +83,11 @@ def _read_into(path: Path, position: int, view: memoryview) -> None:
             while view:
                 count = os.preadv(descriptor, [view], position)
                 if not count:
-                    raise DataError("is shorter than it was when it was opened", where=str(path))
+                    raise DataError(
+                        "became shorter while it was read",
+                        where=str(path),
+                        fix="run the command again while no other process changes the file",
+                    )
                 view, position = view[count:], position + count
         finally:
             os.close(descriptor)
@@ -102,7 +106,11 @@ def join_parts(parts: Sequence[dict[str, StoredTensor]], where: Path) -> dict[st
         elif len(pieces) > 1 and not pieces[0].shape:
             problem = "it is a scalar in several parts"
         if problem:
-            raise DataError(f"cannot join the parts of {name}: {problem}", where=str(where))
+            raise DataError(
+                f"cannot join the parts of {name}: {problem}",
+                where=str(where),
+                fix="use another checkpoint, or copy this one again with all its parts",
+            )
         tensors[name] = _join(pieces)
     return tensors
 

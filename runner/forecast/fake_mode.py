@@ -9,6 +9,7 @@ Source: torch._subclasses.fake_tensor, private in torch 2.13; used only here.
 
 from __future__ import annotations
 
+import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -198,7 +199,9 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return a fake tensor like this one; its memory is counted as that of the original."""
         if isinstance(tensor, FakeTensor):
             return tensor
-        fake = self.fakes.from_tensor(tensor)
+        with warnings.catch_warnings():
+            warnings.filterwarnings("ignore", "The .grad attribute")  # torch reads it, also of tensors that are no leaf
+            fake = self.fakes.from_tensor(tensor)
         self.ledger.ignore(fake)
         return fake
 

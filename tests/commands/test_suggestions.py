@@ -225,7 +225,7 @@ def test_every_setting_that_a_message_of_the_code_suggests_is_one() -> None:
 OF_COMMANDS = {
     word
     for line in (
-        "checks suite steps batch batches micro global workers pin cache forms devices budget_s trials goal",
+        "checks suite steps batch batches by micro global workers pin cache forms devices budget_s trials goal",
         "seconds prefix format key apply techniques technique out title pip reduction start_method requires_grad",
         "use_reentrant max_split_size_mb sparse size batch_size disk_mib slow",
     )

@@ -66,6 +66,7 @@ WITHOUT_ADVICE = {
         "Problem(f'{what}, but is {self._environment.get(name)}', name)", "Problem(what, 'parallelism.memory_bytes')",
         "Problem(what, 'capacities')", "Problem(what, 'launcher.signal_s')", "IncompatibleResume(str(problems[0]))",
     },
+    "problems that have their own advice": {"SharedConfigError(problems)", "SharedConfigError(error.problems)"},
     "of another rank, whose own words are what is told": {
         "RankLost(f'rank {rank} failed: {text}', where=where)", "RankLost(output.text, where=WHERE)",
         "RankLost(value.text, where='parallelism=pipeline')", "AccelRunError(differs)",
@@ -76,7 +77,6 @@ WITHOUT_ADVICE = {
         "DataError(f'its {MANIFEST} is damaged', where=str(path))",
         "DataError(f'its {MANIFEST} is damaged', where=where)",
         """DataError(f"{entry['name']} is missing or has another size", where=self.store.shown)""",
-        "DataError(f'cannot join the parts of {name}: {error}', where=str(where))",
         """StorageError(f"rank {rank} cannot write its part: {report.get('error')}", where=str(temporary))""",
         """StorageError(f"{entry['name']} does not have the size that its rank reported", where=str(temporary))""",
         "StorageError(f'rank {min(missing)} has not written its part', where=str(temporary))",
