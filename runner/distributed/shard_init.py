@@ -58,29 +58,36 @@ class DeferredShards:
     device: torch.device
 
     def materialize(self, model: nn.Module, world: World) -> None:
-        """Allocate this rank's shards and initialize them; host memory holds one full parameter at a time."""
+        """Allocate this rank's shards and initialize them; host memory holds one full parameter at a time.
+
+        All shards are allocated first: if each took the place of the full parameter before it, malloc could not use
+        that place for the next one.
+        """
         shards: dict[int, nn.Parameter] = {}
+        names: dict[str, int] = {}
         for name, module, key in _places(model):
             weight: Any = module._parameters[key]
             if not isinstance(weight, DTensor) or not weight.is_meta:
                 continue
             if id(weight) not in shards:
-                shards[id(weight)] = self._shard(name, weight, world)
+                shards[id(weight)], names[name] = self._allocate(weight), id(weight)
             module._parameters[key] = shards[id(weight)]
+        for name, number in names.items():
+            if name not in self.model.loaded:
+                self._initialize(name, shards[number], world)
 
-    def _shard(self, name: str, weight: DTensor, world: World) -> nn.Parameter:
-        shape = weight.to_local().shape
-        if name in self.model.loaded:
-            local = torch.empty(shape, dtype=weight.dtype, device=self.device)
-        else:
-            rows = -(-weight.shape[0] // world.world_size)
-            value = self.model.recording.value(self.refs[name])
-            mine = value[min(rows * world.rank, len(value)) :][: shape[0]]
-            local = torch.empty(shape, dtype=weight.dtype, device=self.device).copy_(mine)
+    def _allocate(self, weight: DTensor) -> nn.Parameter:
+        local = torch.empty(weight.to_local().shape, dtype=weight.dtype, device=self.device)
         dtensor = DTensor.from_local(
             local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
         )
         return nn.Parameter(dtensor, requires_grad=weight.requires_grad)
+
+    def _initialize(self, name: str, shard: Any, world: World) -> None:
+        local, rows = shard.to_local(), -(-shard.shape[0] // world.world_size)
+        value = self.model.recording.value(self.refs[name])
+        with torch.no_grad():
+            local.copy_(value[min(rows * world.rank, len(value)) :][: len(local)])
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -31,6 +31,7 @@ from runner.distributed.agreement import broadcast_model, merge_states
 from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.dummy_pass import without_side_effects
 from runner.distributed.parallel import Copy, ForwardPasses, ModelInit, Parallel, Sums, copy_to_host
+from runner.host.resources import release_free_memory
 
 CommunicationDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -130,6 +131,7 @@ class Sharded(Parallel):
                 if gathered is not sharded[name] and gathered.requires_grad:
                     gathered.register_hook(self._use_recorder(sharded[name]))  # type: ignore[no-untyped-call]
             part.reshard()
+            release_free_memory()  # the gathered parameters: hooks allocated after them keep malloc from returning it
 
     def _replicate_scalars(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Replicate scalar parameters, which cannot be sharded, on every rank; optimizers see DTensors."""

@@ -142,6 +142,14 @@ def test_recordings_of_equal_constructions_have_equal_digests() -> None:
     assert one.digest() == same.digest() != other.digest()
 
 
+def test_random_numbers_that_are_drawn_and_discarded_share_their_memory() -> None:
+    """The states of the generator between them would keep malloc from returning it."""
+    with torch.profiler.profile(profile_memory=True) as profiler, DeferredInit():
+        layers = [nn.Linear(256, 256, bias=False) for _ in range(20)]
+    allocated = sum(max(0, event.self_cpu_memory_usage) for event in profiler.events() or ())
+    assert layers[0].weight.nbytes <= allocated < 2 * layers[0].weight.nbytes
+
+
 def test_an_explicit_generator_and_captured_numbers_are_replayed() -> None:
     def make() -> nn.Module:
         layer = nn.Linear(9, 9)
