@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.base.errors import IncompatibleResume
-from runner.base.stored_tensor import Saved, StoredTensor, in_memory
+from runner.base.stored_tensor import Saved, StoredTensor, first_row, in_memory
 from runner.base.text import abbreviate
 
 
@@ -235,7 +235,7 @@ def copy_values(part: Tensor, saved: Tensor | StoredTensor) -> None:
     with torch.no_grad():
         if isinstance(saved, StoredTensor) and mesh is not None and _is_split_by_rows(part):
             local: Tensor = part.to_local()  # type: ignore[attr-defined]
-            start = min(-(-part.shape[0] // mesh.size()) * mesh.get_local_rank(), part.shape[0])
+            start = first_row(part.shape[0], mesh.size(), mesh.get_local_rank())
             local.copy_(saved.read(start, start + local.shape[0]))
             return
         full = in_memory(saved)

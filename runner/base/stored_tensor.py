@@ -44,6 +44,11 @@ class StoredTensor:
 Saved = Mapping[str, Tensor | StoredTensor]  # tensors of a checkpoint by name
 
 
+def first_row(num_rows: int, num_ranks: int, rank: int) -> int:
+    """Return the first row of a rank's shard: as many rows for each rank as torch's Shard(0) gives the first one."""
+    return min(-(-num_rows // num_ranks) * rank, num_rows)
+
+
 def in_memory(tensor: Tensor | StoredTensor) -> Tensor:
     """Return the tensor, read if it is in a file."""
     return tensor.read() if isinstance(tensor, StoredTensor) else tensor

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from runner.base.stored_tensor import first_row
 from runner.base.world import World
 from runner.distributed.deferred_init import DeferredInit, TensorRef
 
@@ -84,10 +85,10 @@ class DeferredShards:
         return nn.Parameter(dtensor, requires_grad=weight.requires_grad)
 
     def _initialize(self, name: str, shard: Any, world: World) -> None:
-        local, rows = shard.to_local(), -(-shard.shape[0] // world.world_size)
-        value = self.model.recording.value(self.refs[name])
+        local, value = shard.to_local(), self.model.recording.value(self.refs[name])
+        start = first_row(len(value), world.world_size, world.rank)
         with torch.no_grad():
-            local.copy_(value[min(rows * world.rank, len(value)) :][: len(local)])
+            local.copy_(value[start : start + len(local)])
 
 
 def _places(model: nn.Module) -> Iterator[tuple[str, nn.Module, str]]:

@@ -200,7 +200,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if isinstance(tensor, FakeTensor):
             return tensor
         with warnings.catch_warnings():
-            warnings.filterwarnings("ignore", "The .grad attribute")  # torch reads it, also of tensors that are no leaf
+            warnings.filterwarnings("ignore", "The .grad attribute")  # torch reads it even if the tensor is not a leaf
             fake = self.fakes.from_tensor(tensor)
         self.ledger.ignore(fake)
         return fake

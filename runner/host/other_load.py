@@ -60,8 +60,10 @@ class OtherLoad:
     def describe(self) -> str:
         """Describe the number of cores; empty if other processes hardly used any."""
         cores = self.cores()
-        if cores is None or cores < MIN_OTHER_CORES:
-            return ""
+        return "" if cores is None or cores < MIN_OTHER_CORES else self.format(cores)
+
+    def format(self, cores: float) -> str:
+        """Describe a number of cores that other processes used."""
         return f"other processes used {cores:.1f} of {self.num_cores} cores"
 
 
@@ -76,7 +78,7 @@ def choose_wait_policy(load: OtherLoad) -> str:
     if load.num_cores - cores >= _num_threads(load.num_cores):
         return ""
     os.environ["OMP_WAIT_POLICY"] = "passive"
-    return f"{load.describe()}: idle threads sleep instead of spinning (OMP_WAIT_POLICY=passive)"
+    return f"{load.format(cores)}: idle threads sleep instead of spinning (OMP_WAIT_POLICY=passive)"
 
 
 def _num_threads(num_cores: int) -> int:

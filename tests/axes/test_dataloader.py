@@ -14,6 +14,7 @@ from contextlib import closing
 from functools import partial
 from multiprocessing.util import Finalize
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -413,6 +414,19 @@ class Waiting:
         return torch.tensor(int(os.pread(self.file, 3, 4 * index)))
 
 
+class Logged(Waiting):
+    """Samples whose indices are written to a file when they are read."""
+
+    def __init__(self, text: Path, log: Path) -> None:
+        super().__init__(text)
+        self.log = log
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        with self.log.open("a") as log:
+            log.write(f"{index}\n")
+        return super().__getitem__(index)
+
+
 @pytest.fixture
 def numbers(tmp_path: Path) -> Path:
     path = tmp_path / "numbers.txt"
@@ -445,6 +459,18 @@ def test_workers_are_started_if_one_takes_longer_than_the_limit(
         assert (dataset.file is None) == bool(num_workers)  # no file of this process is shared with workers
     if dataset.file is not None:
         os.close(dataset.file)
+
+
+def test_the_second_of_two_batches_decides(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The first one may open files; the samples of the second are not beside those of the first."""
+    clock = iter([0.0, 100.0, 100.0, 100.001])  # in the worker, which is forked
+    monkeypatch.setattr(dataloader, "MAX_MEASUREMENT_S", 600.0)
+    monkeypatch.setattr(dataloader, "time", SimpleNamespace(perf_counter=clock.__next__))
+    log = numbers.with_name("read.txt")
+    with closing(auto(Logged(numbers, log), 2.0)) as loader:
+        loader.batches(iter(KEYS))
+        assert loader.num_workers == 0
+    assert log.read_text().split() == ["0", "1", "32", "33"]
 
 
 def test_workers_are_started_without_waiting_for_a_slow_measurement(numbers: Path, tmp_path: Path) -> None:

@@ -113,3 +113,9 @@ def test_a_resumed_process_reports_its_updates_with_its_time() -> None:
 )
 def test_the_encoding_of_the_stream_determines_the_tick_marks(encoding: str, only_ascii: bool) -> None:
     assert prints_only_ascii(io.TextIOWrapper(io.BytesIO(), encoding=encoding)) is only_ascii
+
+
+def test_the_cores_of_other_processes_are_part_of_the_limit() -> None:
+    time = TimeSpent(10.0, {"forward": 9.0}, other_load="other processes used 1.0 of 2 cores")
+    (line,) = [line for line in format_end(dataclasses.replace(END, time=time)).splitlines() if "limited by" in line]
+    assert line.endswith("; other processes used 1.0 of 2 cores")
