@@ -391,8 +391,9 @@ def test_a_batch_of_tensors_is_one_operation_for_each_tensor() -> None:
 
 
 def test_a_sample_that_a_subset_does_not_have_is_named() -> None:
-    with pytest.raises(DataError, match="sample 1 cannot be read"):
+    with pytest.raises(DataError, match="sample 1 cannot be read") as raised:
         fetcher(Subset(make_tensors(), [0, 99, 1]))[MicroBatchKey(0, [0, 1], last=True)]
+    assert raised.value.problems[0].where == "", "no line of the runner, if the data set has none"
 
 
 class Waiting:

@@ -30,6 +30,13 @@ class Torch:
 
 sys.meta_path.insert(0, Torch())
 """
+BUSY = """
+import time
+from runner.host import other_load
+other_load.read_busy_s = lambda cores: 1000 * time.monotonic()
+other_load.has_cpu_quota = lambda cores: False
+"""
+POLICY = "OMP_WAIT_POLICY"
 RANK = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}
 
 
@@ -59,3 +66,18 @@ def test_the_first_line_is_printed_before_torch_is_imported(
     assert (last, done.stderr) == (IMPORTED, "")
     assert len(lines) == num_lines
     assert all("mine" in line for line in lines)
+
+
+@pytest.mark.parametrize("is_busy", [True, False])
+def test_beside_other_processes_threads_sleep_before_torch_is_imported(is_busy: bool, tmp_path: Path) -> None:
+    reports_policy = CUSTOMIZED.replace(f'b"{IMPORTED}\\n"', f'os.environ.get("{POLICY}", "unset").encode()')
+    idle = BUSY.replace("1000 * time.monotonic()", "0.0")
+    (tmp_path / "sitecustomize.py").write_text(reports_policy + (BUSY if is_busy else idle))
+    environment = {name: value for name, value in os.environ.items() if name != POLICY}
+    environment |= {"PYTHONPATH": os.pathsep.join([str(tmp_path), str(ROOT)]), "OMP_NUM_THREADS": "64"}
+    done = subprocess.run(
+        [sys.executable, "-m", "runner", "train", "run=mine"], cwd=tmp_path, check=False, capture_output=True,
+        text=True, timeout=LIMIT_S, env=environment,
+    )  # fmt: skip
+    *lines, policy = done.stdout.splitlines()
+    assert (policy, len(lines)) == (("passive", 2) if is_busy else ("unset", 1))

@@ -139,10 +139,12 @@ def test_parts_have_their_time_and_add_up_to_the_run(server: ForkServer, folder:
 
 
 def test_the_end_summary_names_the_bottleneck(server: ForkServer, folder: Path) -> None:
-    result = server.run(f"{BASE} task.data=60", folder, VIRTUAL)
+    is_busy = "from runner.host.other_load import OtherLoad\nOtherLoad.describe = lambda self: 'planted'\n"
+    result = server.run(f"{BASE} task.data=60", folder, VIRTUAL, is_busy)
     assert result.code == 0
     (line,) = (line for line in result.out.splitlines() if line.startswith("limited by"))
     assert line.split(maxsplit=2)[2].startswith("data: "), line
+    assert line.endswith("planted")
     assert "\nmemory      host: peak " in result.out
 
 
