@@ -37,8 +37,8 @@ def _backbone_layers(model: PoseTransformer) -> list[nn.Module]:
         places = (batch["support_xy"], batch["support_visible"].float(), batch["present"].float())
         return backbone.begin(images), *places, model.previous(batch, cache)
 
-    def convolve(block: nn.Module, project: nn.Module | None, given: Values) -> Values:
-        x, *rest = given
+    def convolve(block: nn.Module, project: nn.Module | None, values: Values) -> Values:
+        x, *rest = values
         x = block(x)
         return (x, *rest) if project is None else (x, *rest, project(x))
 
@@ -58,13 +58,13 @@ def _backbone_layers(model: PoseTransformer) -> list[nn.Module]:
 def _encoder_layers(model: PoseTransformer) -> list[nn.Module]:
     """Return layers that encode the maps."""
 
-    def merge(given: Values) -> Values:
-        _, *places, inputs = given[:5]
-        return *places, inputs, *model.merge_levels(given[5:]).levels()
+    def merge(values: Values) -> Values:
+        _, *places, inputs = values[:5]
+        return *places, inputs, *model.merge_levels(values[5:]).levels()
 
-    def encode(layer: nn.Module, given: Values) -> Values:
-        maps = Maps.of(given[4:])
-        return *given[:4], *maps.levels(layer(maps))
+    def encode(layer: nn.Module, values: Values) -> Values:
+        maps = Maps.of(values[4:])
+        return *values[:4], *maps.levels(layer(maps))
 
     return [
         FunctionLayer(merge, model.level),
@@ -75,18 +75,18 @@ def _encoder_layers(model: PoseTransformer) -> list[nn.Module]:
 def _support_layers(model: PoseTransformer) -> list[nn.Module]:
     """Return layers to the decoder's (tokens, support tokens, presence, *maps, proposals)."""
 
-    def begin(given: Values) -> Values:
-        xy, visible, present, inputs, *levels = given
+    def begin(values: Values) -> Values:
+        xy, visible, present, inputs, *levels = values
         support, query = model.divide(Maps.of(levels), len(xy))
         batch = {"support_xy": xy, "support_visible": visible > 0}
         return model.begin_support(batch, support), present, inputs, *query.levels()
 
-    def attend(layer: nn.Module, given: Values) -> Values:
-        tokens, present, *rest = given
+    def attend(layer: nn.Module, values: Values) -> Values:
+        tokens, present, *rest = values
         return layer(tokens, present[:, None, None] > 0), present, *rest
 
-    def end(given: Values) -> Values:
-        tokens, present, inputs, *levels = given
+    def end(values: Values) -> Values:
+        tokens, present, inputs, *levels = values
         tokens, present = model.end_support(tokens, present, len(inputs) // len(present))
         steps, proposals = model.steps(Maps.of(levels), tokens, present > 0)
         count = inputs.shape[1]
@@ -103,16 +103,16 @@ def _decoder_layers(model: PoseTransformer) -> list[nn.Module]:
     """Return layers that append coordinates and types to the proposals, and one that returns the values of a Guess."""
     first = 3 + len(model.inputs)  # number of the values before the proposals
 
-    def decode(layer: nn.Module, given: Values) -> Values:
-        x, tokens, present, *levels = given[:first]
-        results: Sequence[Tensor] = given[first:]
+    def decode(layer: nn.Module, values: Values) -> Values:
+        x, tokens, present, *levels = values[:first]
+        results: Sequence[Tensor] = values[first:]
         places = results[-2] if len(results) > 1 else results[0]
         context = DecoderContext(tokens, present[:, None, None] > 0, Maps.of(levels))
         x, moved, kinds = layer(x, places.detach(), context, None)
-        return x, *given[1:], moved, kinds
+        return x, *values[1:], moved, kinds
 
-    def end(given: Values) -> Values:
-        proposals, *results = given[first:]
+    def end(values: Values) -> Values:
+        proposals, *results = values[first:]
         return proposals, torch.stack(results[::2], dim=1), torch.stack(results[1::2], dim=1)
 
     return [*(FunctionLayer(partial(decode, layer), layer) for layer in model.decoder), FunctionLayer(end)]

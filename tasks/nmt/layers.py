@@ -1,7 +1,7 @@
 """The model as a sequence of layers, for a pipeline.
 
 The layers pass the state of both sides, the segments and positions of their tokens and, with dropout, the keys of its
-draws. All are floating-point tensors: whole numbers below 2**24 are exact in float32.
+draws. All are floating-point tensors: integers below 2**24 are exact in float32.
 """
 
 from __future__ import annotations
@@ -33,26 +33,26 @@ def split_layers(model: Transformer) -> list[nn.Module]:
         passed = () if noise is None else (_pack_keys(noise.pairs.keys), noise.places.float())
         return x, y, _pack_rows(source), _pack_rows(target), *passed
 
-    def encode(number: int, given: Values) -> Values:
-        x, y, *rest = given
+    def encode(number: int, values: Values) -> Values:
+        x, y, *rest = values
         source, _, noise = _unpack(rest)
         draws = source_draws(rates, noise, source).of_layer(number)
         return model.encoder[number](x, make_fence(source, source, packed=packed), draws), y, *rest
 
-    def end_source(given: Values) -> Values:
-        x, *rest = given
+    def end_source(values: Values) -> Values:
+        x, *rest = values
         return model.encoder_norm(x), *rest
 
-    def decode(number: int, given: Values) -> Values:
-        memory, y, *rest = given
+    def decode(number: int, values: Values) -> Values:
+        memory, y, *rest = values
         source, target, noise = _unpack(rest)
         own = make_fence(target, target, packed=True) if packed else OPEN
         draws = target_draws(rates, noise, source, target).of_layer(number)
         y = model.decoder[number](y, memory, own, make_fence(target, source, packed=packed), None, draws)
         return memory, y, *rest
 
-    def end(given: Values) -> Tensor:
-        return F.linear(model.decoder_norm(given[1]), model.embedding.weight)
+    def end(values: Values) -> Tensor:
+        return F.linear(model.decoder_norm(values[1]), model.embedding.weight)
 
     return [
         FunctionLayer(begin, model.embedding, model.source_positions, model.target_positions),
