@@ -480,6 +480,7 @@ def watched(server: ForkServer) -> Watched:
 def trained(watched: Watched, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A run of 6 updates with two checkpoints. Tests attack copies of it."""
     folder = tmp_path_factory.mktemp("trained")
+    compose(Request(tuple(ARGUMENTS[2:]), TASK))  # stored for all tests, which a watched command may not do
     result = watched.run(["train", *ARGUMENTS, "updates=6", "run=hostile"], folder, folder / "seen")
     assert result.code == 0, result.err
     assert (folder / "seen").read_text() == "", "the hook reports events of every run"
