@@ -223,7 +223,8 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             hook.remove()
 
     def _trace(self, func: Any, args: Any, kwargs: Any, tensors: Sequence[Tensor]) -> Any:
-        real = {id(fake): tensor for tensor in tensors if (fake := self.to_fake(tensor)) is not tensor}
+        fakes = [self.to_fake(tensor) for tensor in tensors]  # alive until the end: to_fake then returns them again
+        real = {id(fake): tensor for fake, tensor in zip(fakes, tensors, strict=True) if fake is not tensor}
         if func in _INDEXING:  # the number of elements of a real mask is known, that of a fake one is not
             args = (args[0], [index for tensors in args[1] for index in self._mask_to_indices(tensors)], *args[2:])
         elif func is _aten.masked_select.default and not self.is_fake(args[1]):

@@ -125,3 +125,14 @@ def test_device_queries_are_not_counted_as_operations() -> None:
         ledger.work.clear()
         assert layer.weight.device == torch.device("cpu")
     assert not ledger.work
+
+
+def test_only_the_tensor_that_is_written_loses_its_values() -> None:
+    run = FakeRun(AllocationLedger())
+    with run:
+        with run.fake_parameters():
+            weights = nn.ParameterList([nn.Parameter(torch.ones(4, 8))])
+        written, read, both = torch.zeros(4, 8), torch.ones(4, 8), torch.ones(4, 8)
+        with torch.no_grad():
+            written.addcmul_(weights[0], read).addcmul_(weights[0], both)
+        assert [run.is_fake(tensor) for tensor in (written, read, both)] == [True, False, False]
