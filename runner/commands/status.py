@@ -64,10 +64,10 @@ def _print_sweep(folder: Path) -> int:
     sweep = Sweep.read(folder)
     results = sweep.results()
     state = process_state_name(sweep.record.process)
-    resume_hint = (
-        f"; to resume, run the same command with run={folder.name}" if state in ("preempted", "killed") else ""
-    )
-    _print(f"{folder.name}: {'stopped' if resume_hint else state}{resume_hint}   ({folder})")
+    same_command = f"run the same command with run={folder.name}"
+    hints = dict.fromkeys(("preempted", "killed"), f"stopped; to resume, {same_command}")
+    hints["submitted"] = f"submitted; to follow the jobs, {same_command}"
+    _print(f"{folder.name}: {hints.get(state, state)}   ({folder})")
     _print(f"  {sweep.record.kind:<10}  {sweep.record.task}: {format_summary(results, sweep.goal)}")
     _print(f"  command     {sweep.record.command or 'unknown'}")
     _print("\n".join(["", *format_trial_table(results, sweep.goal, terminal_width())]))

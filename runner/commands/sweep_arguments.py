@@ -11,10 +11,10 @@ if TYPE_CHECKING:
     from runner.sweeps.sweep import SweepOptions
 
 # key -> default value
-TRIAL_KEYS = {"together": "1", "metric": "", "goal": ""}
+TRIAL_KEYS = {"together": "", "metric": "", "goal": ""}
 SWEEP_KEYS = {**TRIAL_KEYS, "retry": "false"}
 TOGETHER_HELP = """\
-  together=1                   number of concurrent trials
+  together=2                   number of concurrent trials (default: 1; jobs of a sweep with launcher=slurm: no limit)
   metric=NAME, goal=min|max    how trials are compared, at their last evaluation (default: as for early_stopping)"""
 
 
@@ -24,7 +24,7 @@ def parse_sweep_options(keys: Mapping[str, str]) -> SweepOptions:
 
     problems = []
     together, goal, retry = keys["together"], _GOAL_ALIASES.get(keys["goal"], keys["goal"]), keys.get("retry", "false")
-    if not (together.isdecimal() and int(together)):
+    if together and not (together.isdecimal() and int(together)):
         problems.append(Problem("must be an integer of at least 1", f"together={together}", "use together=2"))
     if goal not in ("", "min", "max"):
         problems.append(Problem("must be min or max", f"goal={goal}", "use goal=min if lower is better"))
@@ -35,7 +35,7 @@ def parse_sweep_options(keys: Mapping[str, str]) -> SweepOptions:
     return SweepOptions(
         keys["metric"] or None,
         "max" if goal == "max" else "min" if goal else None,
-        int(together),
+        int(together) if together else None,
         retry == "true",
     )
 

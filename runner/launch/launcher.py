@@ -28,13 +28,23 @@ class SlurmLauncher(Launcher):
         return self.resources.submit(configuration)
 
 
+def slurm_resources(configuration: Configuration) -> Slurm | None:
+    """Return the resources of a SLURM job for the run; None if it runs on this machine."""
+    launcher = _make_launcher(configuration)
+    return launcher.resources if isinstance(launcher, SlurmLauncher) else None
+
+
 def submit(configuration: Configuration) -> int | None:
     """Submit the run if a scheduler is configured; return its exit code, or None to run in this process.
 
     Raises ConfigError if the run cannot be submitted.
     """
+    return _make_launcher(configuration).launch(configuration)
+
+
+def _make_launcher(configuration: Configuration) -> Launcher:
     choice = configuration.choices["launcher"]
-    return call_option(LAUNCHERS, choice.function, **choice.options).launch(configuration)
+    return call_option(LAUNCHERS, choice.function, **choice.options)
 
 
 def local() -> Launcher:

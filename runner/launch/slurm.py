@@ -7,7 +7,7 @@ import shlex
 import shutil
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import redirect_stderr, suppress
 from dataclasses import dataclass
 from io import StringIO
@@ -18,10 +18,12 @@ from runner.base.errors import ConfigError, Exit, Problem, SystemLimit
 from runner.base.packages import require
 from runner.base.rank_env import detect_rank
 from runner.config.configuration import Configuration
-from runner.config.request import Request, merge_overrides
+from runner.config.request import merge_overrides
 from runner.durable.directory import check_run_name, generate_run_name
 from runner.durable.files import make_directory
+from runner.launch.job_queue import EXIT_CODE_SUFFIX, JOB_FOLDER
 from runner.records.events import Console
+from runner.trackers.tracker import SINGLE_RUN_VARIABLES
 
 
 @dataclass(frozen=True)
@@ -53,24 +55,34 @@ class Slurm:
         The output of the job goes to OUTPUT_ROOT/NAME/slurm. Raises ConfigError if the job could not work,
         MissingPackage without submitit, and SystemLimit if SLURM does not respond.
         """
-        problems = [*self._find_problems(configuration), *_find_local_problems()]
-        if problems:
-            raise ConfigError(problems)
+        check_submittable([(self, configuration)])
         name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
         check_run_name(name)
-        folder = configuration.settings.root / name / "slurm"
-        _check_printable(folder.absolute())
-        make_directory(folder.parent)
-        make_directory(folder)
-        job_id = self._submit_job(folder, name, self._command(configuration, name))
+        folder = _make_job_folder(configuration.settings.root / name)
+        command = shell_words(self.trial_arguments(configuration, name))
+        job_id = self._submit_job(folder, name, command, _RESUME_LINES if _RESUME in command else [])
         info = Console().info
-        info(f"submitted SLURM job {job_id} for run {name}: {self._summary()}")
+        info(f"submitted SLURM job {job_id} for run {name}: {self.summary()}")
         info(f"  output       tail -F {folder}/{job_id}_0_log.out")
         info(f"  status       squeue --job {job_id}; accel-run status run={name}{_root_override(configuration)}")
         info(f"  cancel       scancel {job_id} (saves within KillWait, usually 30 s)")
         return int(Exit.DONE)
 
-    def _find_problems(self, configuration: Configuration) -> list[Problem]:
+    def submit_array(self, parent: Path, commands: Mapping[int, str], limit: int | None) -> str:
+        """Submit a job array with a job per trial and return its number.
+
+        parent    folder of the sweep; the output goes to its subfolder `slurm`
+        commands  trial number, which is its index in the array -> arguments as words of the shell
+        limit     maximum number of jobs that run concurrently; None: no limit
+        """
+        folder = _make_job_folder(parent)
+        cases = [f"{number}) trial=({command}) ;;" for number, command in commands.items()]
+        setup = [f"unset {' '.join(SINGLE_RUN_VARIABLES)}", *_RESUME_LINES]
+        setup += ['case "$SLURM_ARRAY_TASK_ID" in', *cases, "esac"]
+        indices = _format_ranges(sorted(commands)) + (f"%{limit}" if limit else "")
+        return self._submit_job(folder, parent.name, '"${trial[@]}"', setup, array=indices)
+
+    def find_problems(self, configuration: Configuration) -> list[Problem]:
         """Return the reasons why the job could not work on any cluster."""
         problems = []
         if self.num_tasks > 1 and configuration.choices["parallelism"].function == "single":
@@ -82,17 +94,20 @@ class Slurm:
             problems.append(Problem(what, "launcher.signal_s"))
         return problems
 
-    def _command(self, configuration: Configuration, name: str) -> str:
+    def trial_arguments(self, configuration: Configuration, name: str) -> list[str]:
         """Return the command line of a task of the job, the same for every rank."""
         overrides = ["launcher=local", f"run={name}"]
         if configuration.choices["checkpoint"].options["grace_s"] is None:
             overrides.append(f"checkpoint.grace_s={self.signal_s}")
         if configuration.settings.resume == "fresh":
             overrides.append("resume=fresh")
-        return _shell_command(configuration.request, overrides)
+        request = configuration.request
+        command = [sys.executable, "-m", "runner", "train", *merge_overrides(request.overrides, overrides)]
+        command += ["--task", str(request.task_file)] if request.task_file else []
+        return command + (["--config-dir", str(request.config_dir)] if request.config_dir else [])
 
-    def _submit_job(self, folder: Path, name: str, command: str) -> str:
-        """Return the number of the submitted job."""
+    def _submit_job(self, folder: Path, name: str, command: str, setup: list[str], array: str = "") -> str:
+        """Return the number of the submitted job, or of the job array with these indices."""
         submitit = require("submitit", "slurm")
         executor = submitit.SlurmExecutor(folder=folder)
         executor.update_parameters(
@@ -109,12 +124,15 @@ class Slurm:
             constraint=self.constraint,
             exclusive=self.exclusive or None,
             stderr_to_stdout=True,
-            additional_parameters={"signal": f"USR1@{self.signal_s}", "requeue": True},
+            additional_parameters={"signal": f"USR1@{self.signal_s}", "requeue": True}
+            | ({"array": array} if array else {}),
             wckey=None,
             srun_args=self._srun_arguments(),
-            setup=_RESUME_LINES if '"$resume"' in command else None,
-            teardown=_requeue_lines(self.requeue_times),
+            setup=setup or None,
+            teardown=_requeue_lines(self.requeue_times, folder if array else None),
         )
+        if array:
+            executor.parameters["map_count"] = 1  # names the output by array and index; `array` replaces the indices
         try:
             # Not `submit`: it would pickle a function and hide the exit code of the run.
             with redirect_stderr(StringIO()):  # submitit prints the message of sbatch, which the error contains
@@ -131,7 +149,8 @@ class Slurm:
         cores = [f"--cpus-per-task={self.cpus_per_task}"] if self.cpus_per_task else []
         return ["--open-mode=append", "--kill-on-bad-exit=0", f"--wait={self.signal_s}", *cores]
 
-    def _summary(self) -> str:
+    def summary(self) -> str:
+        """Describe the resources of a job."""
         nodes = f"{self.nodes} node{'s' if self.nodes > 1 else ''}"
         gpus = (
             f" with {self.gpus_per_node} GPU{'s' if self.gpus_per_node > 1 else ''} each" if self.gpus_per_node else ""
@@ -141,32 +160,71 @@ class Slurm:
         return f"{ranks} on {nodes}{gpus}, {self.time_min} min, {requeues}"
 
 
-def _shell_command(request: Request, overrides: list[str]) -> str:
-    command = [sys.executable, "-m", "runner", "train", *merge_overrides(request.overrides, overrides)]
-    command += ["--task", str(request.task_file)] if request.task_file else []
-    command += ["--config-dir", str(request.config_dir)] if request.config_dir else []
-    return " ".join('"$resume"' if argument == "resume=fresh" else shlex.quote(argument) for argument in command)
+def check_submittable(jobs: Sequence[tuple[Slurm, Configuration]], *programs: str) -> None:
+    """Raise ConfigError if jobs with these resources could not work, or cannot be submitted by this process.
+
+    programs  commands of SLURM needed besides sbatch and srun
+    Raises MissingPackage without submitit.
+    """
+    problems = [problem for slurm, configuration in jobs for problem in slurm.find_problems(configuration)]
+    problems += _find_local_problems(("sbatch", "srun", *programs))
+    if problems:
+        raise ConfigError(dict.fromkeys(problems))
+    require("submitit", "slurm")
 
 
+def shell_words(command: Sequence[str]) -> str:
+    """Quote a command for the job script; a restart from scratch happens only the first time, not when requeued."""
+    return " ".join(_RESUME if argument == "resume=fresh" else shlex.quote(argument) for argument in command)
+
+
+_RESUME = '"$resume"'
 _RESUME_LINES = [
     "resume=resume=fresh",
     'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then resume=resume=auto; fi',
 ]
 
 
-def _requeue_lines(times: int) -> list[str]:
+def _requeue_lines(times: int, folder: Path | None) -> list[str]:
     """Return the lines of the job script that requeue the job if the run was signalled to stop.
 
     In its first seconds a rank has no signal handler yet, and the signal kills it.
+    folder  where a job of an array leaves its exit code unless it is requeued (see job_queue.py)
     """
     is_stopped = f"[ $code -eq {int(Exit.PREEMPTED)} ] || [ $code -eq {128 + signal.SIGUSR1} ]"
     return [
         "code=$?",
         f'if {{ {is_stopped}; }} && [ "${{SLURM_RESTART_COUNT:-0}}" -lt {times} ]; then',
         '    scontrol requeue "$SLURM_JOB_ID"',
+        *(["else", *_exit_code_lines(folder)] if folder else []),
         "fi",
         "exit $code",
     ]
+
+
+def _exit_code_lines(folder: Path) -> list[str]:
+    path = shlex.quote(str(folder.absolute())) + '/"${SLURM_ARRAY_JOB_ID}_$SLURM_ARRAY_TASK_ID"'
+    return [f"    echo $code >{path}.tmp && mv {path}.tmp {path}{EXIT_CODE_SUFFIX}"]
+
+
+def _format_ranges(numbers: Sequence[int]) -> str:
+    """Format sorted numbers as indices of a job array: 1-3,5."""
+    parts: list[list[int]] = []
+    for number in numbers:
+        if parts and number == parts[-1][-1] + 1:
+            parts[-1].append(number)
+        else:
+            parts.append([number])
+    return ",".join(f"{part[0]}-{part[-1]}" if len(part) > 1 else str(part[0]) for part in parts)
+
+
+def _make_job_folder(parent: Path) -> Path:
+    """Create and return the folder for scripts and output of the jobs of a run or a sweep."""
+    folder = parent / JOB_FOLDER
+    _check_printable(folder.absolute())
+    make_directory(parent)
+    make_directory(folder)
+    return folder
 
 
 def _check_printable(folder: Path) -> None:
@@ -176,12 +234,12 @@ def _check_printable(folder: Path) -> None:
         raise ConfigError(Problem(what, str(folder), "use another output_root, or start in another folder"))
 
 
-def _find_local_problems() -> list[Problem]:
+def _find_local_problems(programs: Sequence[str]) -> list[Problem]:
     """Return the reasons why this process cannot submit jobs."""
     problems = []
-    missing = [name for name in ("sbatch", "srun") if shutil.which(name) is None]
+    missing = [name for name in programs if shutil.which(name) is None]
     if missing:
-        what = f"needs {' and '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not installed here"
+        what = f"needs {', '.join(missing)}, which {'are' if len(missing) > 1 else 'is'} not installed here"
         fix = "submit from a login node of the cluster, or use launcher=local"
         problems.append(Problem(what, "launcher=slurm", fix))
     if detect_rank(os.environ) is not None:

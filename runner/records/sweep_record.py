@@ -32,6 +32,7 @@ class TrialRecord:
     """A trial, and its result when the file was written.
 
     exit_code  of its last process, once it has exited
+    job        SLURM job of its last process, JOB_INDEX; None: a process on the machine of the sweep
     """
 
     number: int
@@ -42,6 +43,7 @@ class TrialRecord:
     last: float | None = None
     best: float | None = None
     seconds: float | None = None
+    job: str | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import os
+from collections.abc import Callable, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
 
@@ -13,7 +14,9 @@ from runner.host.resources import affinity
 from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan
-from runner.sweeps.pool import ALONE, Slot
+from runner.records.events import LEVEL_VARIABLE, OLD_LEVEL_VARIABLE
+from runner.sweeps.pool import ALONE, LocalPool, Slot
+from runner.sweeps.trials import Sweep
 
 
 @dataclass(frozen=True)
@@ -22,6 +25,10 @@ class Packing:
 
     slots: tuple[Slot, ...] = ALONE
     why: str = ""
+
+    def open_pool(self, sweep: Sweep, save: Callable[[], object]) -> LocalPool:
+        """Return a pool of these slots, whose trials print warnings and errors only, unless another level is set."""
+        return LocalPool(self.slots, {LEVEL_VARIABLE: os.environ.get(OLD_LEVEL_VARIABLE) or "warning"})
 
 
 def assign_slots(configurations: Sequence[Configuration], together: int) -> Packing:

@@ -1,4 +1,4 @@
-"""Run trials in separate processes, some of them concurrently, and forward stop signals to all."""
+"""Where trials run: the interface of a pool, and trials in separate processes on this machine."""
 
 from __future__ import annotations
 
@@ -8,14 +8,18 @@ import subprocess
 import sys
 import threading
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import IO, Any
+from typing import IO, Any, ClassVar, Self
 
+from runner.config.request import Request
+from runner.engine.repro_script import build_argv
 from runner.records.events import Console
 from runner.sweeps.trials import Trial
+from runner.trackers.tracker import SINGLE_RUN_VARIABLES
 
 
 @dataclass(frozen=True)
@@ -41,21 +45,17 @@ class _Running:
     reader: threading.Thread | None
 
 
-class Pool:
-    """Runs trials in separate processes, one per slot.
+class TrialPool(ABC):
+    """Trials that run concurrently. The context must be entered in the main thread.
 
-    SIGINT, SIGTERM, SIGHUP and SIGUSR1 make running trials save and stop; a second signal ends them, a third kills
-    them. Trials of a killed sweep also save. The context must be entered in the main thread.
-
-    environment  additional environment variables of trials, unless already set
+    In it, SIGINT, SIGTERM, SIGHUP and SIGUSR1 are stop requests: no other trial is started.
+    stops_trials  whether a stop request also ends running trials
     """
 
-    def __init__(self, slots: Sequence[Slot] = ALONE, environment: Mapping[str, str] | None = None) -> None:
+    stops_trials: ClassVar[bool]
+
+    def __init__(self) -> None:
         self.num_stop_requests = 0
-        self._environment = dict(environment or {})
-        self._free = list(slots)
-        self._is_alone = len(slots) == 1
-        self._running: list[_Running] = []
         self._previous: dict[signal.Signals, Any] = {}
 
     @property
@@ -64,33 +64,81 @@ class Pool:
         return self.num_stop_requests > 0
 
     @property
+    @abstractmethod
     def has_free_slot(self) -> bool:
         """Return whether another trial may be started."""
+
+    @abstractmethod
+    def __bool__(self) -> bool:
+        """Return whether a trial is running."""
+
+    @abstractmethod
+    def start(self, trial: Trial, request: Request) -> None:
+        """Start a trial with these settings. Raises AccelRunError."""
+
+    @abstractmethod
+    def wait(self) -> tuple[Trial, int] | None:
+        """Wait until one of the trials ends; return it and its exit code, 128 + n for signal n.
+
+        None: a stop was requested, and the running trials continue.
+        """
+
+    def stop(self) -> None:
+        """Request a stop, unless one was requested."""
+        if not self.is_stopped:
+            self._on_stop()
+
+    def __enter__(self) -> Self:
+        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
+            if signal_number == signal.SIGHUP and signal.getsignal(signal_number) == signal.SIG_IGN:
+                continue
+            self._previous[signal_number] = signal.signal(signal_number, self._on_stop)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for signal_number, handler in self._previous.items():
+            signal.signal(signal_number, handler)
+
+    def _on_stop(self, signal_number: int = 0, frame: FrameType | None = None) -> None:
+        self.num_stop_requests += 1
+
+
+class LocalPool(TrialPool):
+    """Runs trials in separate processes on this machine, one per slot.
+
+    A stop request makes running trials save and stop; a second one ends them, a third kills them. Trials of a killed
+    sweep also save.
+    environment  additional environment variables of trials, unless already set
+    """
+
+    stops_trials = True
+
+    def __init__(self, slots: Sequence[Slot] = ALONE, environment: Mapping[str, str] | None = None) -> None:
+        super().__init__()
+        self._environment = dict(environment or {})
+        self._free = list(slots)
+        self._is_alone = len(slots) == 1
+        self._running: list[_Running] = []
+
+    @property
+    def has_free_slot(self) -> bool:
         return bool(self._free) and not self.is_stopped
 
     def __bool__(self) -> bool:
         return bool(self._running)
 
-    def __enter__(self) -> Pool:
-        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if signal_number == signal.SIGHUP and signal.getsignal(signal_number) == signal.SIG_IGN:
-                continue
-            self._previous[signal_number] = signal.signal(signal_number, self._forward_stop)
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.stop()  # after an error in the sweep, trials save their state
         while self:
             self.wait()
-        for signal_number, handler in self._previous.items():
-            signal.signal(signal_number, handler)
+        super().__exit__()
 
-    def start(self, trial: Trial, args: Sequence[str]) -> None:
+    def start(self, trial: Trial, request: Request) -> None:
         """Start the process of a trial. A single trial uses the terminal; otherwise its name precedes each line."""
         slot = self._free.pop(0)
-        environment = {key: value for key, value in os.environ.items() if key not in _SINGLE_RUN_VARIABLES}
+        environment = {key: value for key, value in os.environ.items() if key not in SINGLE_RUN_VARIABLES}
         environment |= {key: value for key, value in self._environment.items() if not environment.get(key)}
-        command = [sys.executable, "-P", "-c", TRIAL_MAIN, str(os.getpid()), *args]
+        command = [sys.executable, "-P", "-c", TRIAL_MAIN, str(os.getpid()), *build_argv(request)]
         output: dict[str, Any] = {} if self._is_alone else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(
             command, stdin=None if self._is_alone else subprocess.DEVNULL, env={**environment, **slot.environment},
@@ -108,7 +156,6 @@ class Pool:
             process.send_signal(signal.SIGUSR1)
 
     def wait(self) -> tuple[Trial, int]:
-        """Wait until one of the trials ends; return it and its exit code, 128 + n for signal n."""
         while True:
             for running in self._running:
                 code = running.process.poll()
@@ -121,18 +168,13 @@ class Pool:
                 return running.trial, code if code >= 0 else 128 - code
             time.sleep(POLL_S)
 
-    def stop(self) -> None:
-        """Request running trials to save and stop, once, and start no other."""
-        if not self.is_stopped:
-            self._forward_stop()
-
-    def _forward_stop(self, signal_number: int = 0, frame: FrameType | None = None) -> None:
+    def _on_stop(self, signal_number: int = 0, frame: FrameType | None = None) -> None:
         """Forward a stop request to the trials.
 
         A terminal or scheduler may have signalled the trials, too, and a second SIGTERM would end them at once. So the
         first request is SIGUSR1, which makes them save and stop and does not count.
         """
-        self.num_stop_requests += 1
+        super()._on_stop()
         stop_signal = _STOP_SIGNALS[min(self.num_stop_requests, len(_STOP_SIGNALS)) - 1]
         for running in self._running:
             running.process.send_signal(stop_signal)
@@ -149,8 +191,6 @@ def _print_lines(name: str, lines: IO[str]) -> None:
 POLL_S = 0.05
 DRAIN_TIMEOUT_S = 2.0
 _STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
-# Set by wandb's agent for a single run: with the same ID, trials would overwrite each other.
-_SINGLE_RUN_VARIABLES = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 # accel-run in a process that saves if the sweep is killed; -P: do not import a runner.py of the current folder
 TRIAL_MAIN = (
     "import signal, sys; from runner.host.parent_death import die_with_parent; "

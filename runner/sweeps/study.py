@@ -21,8 +21,7 @@ from runner.config.schema import did_you_mean
 from runner.durable import files
 from runner.durable.system_errors import storage_errors
 from runner.records.sweep_record import Goal
-from runner.sweeps.packing import assign_slots
-from runner.sweeps.sweep import OPEN, SweepOptions, check_plannable, open_sweep, run_trials
+from runner.sweeps.sweep import OPEN, SweepOptions, open_sweep, place_trials, run_trials
 from runner.sweeps.sweep_syntax import SearchSpace, compose_all, parse_search_space
 from runner.sweeps.trials import Result, Sweep, Trial
 
@@ -41,14 +40,13 @@ def search(request: Request, options: SweepOptions, *, num_trials: int, budget_s
     ends = [replace(fixed, overrides=merge_overrides(fixed.overrides, texts)) for texts in endpoint_overrides(axes)]
     configurations = compose_all(ends)
     require("optuna", "search")
-    check_plannable(configurations)
-    packing = assign_slots(configurations, options.together)
+    placement = place_trials(configurations, options.together)
     with open_sweep("search", fixed, configurations[0], options, axes) as (directory, sweep):
         study = Study(sweep, axes, directory.name, seed=configurations[0].settings.seed)
         sweep.trials = study.load_trials(sweep.trials)
         deadline = time.monotonic() + budget_s
         return run_trials(
-            directory, sweep, _StudySource(sweep, study, num_trials, deadline), packing, configurations[0]
+            directory, sweep, _StudySource(sweep, study, num_trials, deadline), placement, configurations[0]
         )
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import shlex
 import signal
 import sys
@@ -22,16 +21,16 @@ from runner.durable.directory import SWEEP, RunDirectory, check_run_name, genera
 from runner.durable.record_files import read_record
 from runner.durable.run_state import process_state_name
 from runner.durable.weight_source import resolve_run_names
-from runner.engine.repro_script import build_argv
 from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import Plan
-from runner.records.events import LEVEL_VARIABLE, OLD_LEVEL_VARIABLE, Console
+from runner.records.events import Console
 from runner.records.run_record import ProcessRecord
 from runner.records.sweep_record import Goal, SweepRecord
-from runner.sweeps.packing import Packing, assign_slots
-from runner.sweeps.pool import Pool
+from runner.sweeps.job_pool import JobPlacement, uses_jobs
+from runner.sweeps.packing import assign_slots
+from runner.sweeps.pool import TrialPool
 from runner.sweeps.sweep_syntax import SearchSpace, compose_all, expand_sweep
 from runner.sweeps.trials import (
     STOPPED,
@@ -43,6 +42,7 @@ from runner.sweeps.trials import (
     format_result,
     format_summary,
     format_trial_table,
+    is_launcher_override,
 )
 from runner.trackers.tracker import require_installed
 
@@ -52,14 +52,27 @@ class SweepOptions:
     """Options of a sweep besides its settings.
 
     metric    metric that compares trials, and best_is its direction; None: those of early_stopping
-    together  number of concurrent trials
+    together  number of concurrent trials; None: one, or all jobs of a sweep on a cluster
     retry     run failed trials again
     """
 
     metric: str | None = None
     best_is: Literal["min", "max"] | None = None
-    together: int = 1
+    together: int | None = None
     retry: bool = False
+
+
+class TrialPlacement(Protocol):
+    """Where trials run.
+
+    why  how many run concurrently, and why; empty if nothing was requested
+    """
+
+    @property
+    def why(self) -> str: ...
+
+    def open_pool(self, sweep: Sweep, save: Callable[[], object]) -> TrialPool:
+        """Return the pool that runs the trials; it may call `save` to write sweep.json."""
 
 
 class Source(Protocol):
@@ -77,7 +90,7 @@ class Source(Protocol):
 
 
 def sweep(request: Request, options: SweepOptions) -> int:
-    """Train each combination in a subprocess and print a table; 0 if all succeeded, else the first failure.
+    """Train each combination in a subprocess or a job and print a table; 0 if all succeeded, else the first failure.
 
     The runs are named NAME-1, NAME-2, ... in the folder NAME, after `run=NAME`; the same command resumes unfinished
     ones. Ctrl-C, SIGTERM or SIGUSR1 let the running trials save, and end the sweep with 75; so does a trial that was
@@ -86,17 +99,24 @@ def sweep(request: Request, options: SweepOptions) -> int:
     """
     requests = expand_sweep(request)
     configurations = compose_all(requests)
-    check_plannable(configurations)
+    placement = place_trials(configurations, options.together)
     varied = _varied_keys([combination.overrides for combination in requests])
     fixed = tuple(override for override in requests[0].overrides if override_key(override) not in varied)
     choices = [
         tuple(override for override in combination.overrides if override_key(override) in varied)
         for combination in requests
     ]
-    packing = assign_slots(configurations, options.together)
     with open_sweep("sweep", replace(request, overrides=fixed), configurations[0], options) as (directory, sweep):
         add_trials(sweep, choices, directory.name)
-        return run_trials(directory, sweep, _Grid(sweep, retry=options.retry), packing, configurations[0])
+        return run_trials(directory, sweep, _Grid(sweep, retry=options.retry), placement, configurations[0])
+
+
+def place_trials(configurations: Sequence[Configuration], together: int | None) -> TrialPlacement:
+    """Return where the trials run. Raises AccelRunError if they cannot; jobs are planned on their own machines."""
+    if uses_jobs(configurations):
+        return JobPlacement(together)
+    check_plannable(configurations)
+    return assign_slots(configurations, together or 1)
 
 
 class open_sweep:  # noqa: N801 - used as a function
@@ -128,12 +148,12 @@ class open_sweep:  # noqa: N801 - used as a function
             config_dir=str(fixed.config_dir) if fixed.config_dir else None,
             launcher=configuration.choices["launcher"].name,
             command=shlex.join(["accel-run", *sys.argv[1:]]),
-            fixed=tuple(override for override in fixed.overrides if override_key(override) not in _LOCATION_KEYS),
+            fixed=tuple(override for override in fixed.overrides if not _is_location(override)),
             goal=Goal(options.metric or early.metric, options.best_is or early.best_is),
             space={axis.key: str(axis) for axis in axes},
             process=ProcessRecord(started=earlier.record.process.started),
         )
-        self.sweep = Sweep(self.directory.path, record, earlier.trials, earlier.codes, earlier.record)
+        self.sweep = Sweep(self.directory.path, record, earlier.trials, earlier.codes, earlier.record, earlier.jobs)
         try:
             if files.exists(self.directory.path / SWEEP):
                 _check_intact(earlier)
@@ -150,39 +170,42 @@ class open_sweep:  # noqa: N801 - used as a function
 
 
 def run_trials(
-    directory: RunDirectory, sweep: Sweep, source: Source, packing: Packing, configuration: Configuration
+    directory: RunDirectory, sweep: Sweep, source: Source, placement: TrialPlacement, configuration: Configuration
 ) -> int:
     """Run the trials of the source, record their results, and print the table; return the exit code."""
     console = Console()  # does not fail on a broken pipe, as in `| head`
     info = console.info
-    sweep.record = replace(sweep.record, together=packing.why)
-    if packing.why:
-        info(packing.why)
+    sweep.record = replace(sweep.record, together=placement.why)
+    if placement.why:
+        info(placement.why)
     sweep.save(directory, "running")
     root = configuration.settings.root
     fixed = resolve_run_names(sweep.record.fixed or (), root)  # once: trials change which run is the last one
     deadlines: dict[int, float] = {}  # number of a trial that another process has locked -> time to give up
 
+    launcher = [override for override in configuration.request.overrides if is_launcher_override(override)]
+
     def start(trial: Trial) -> None:
+        keys = {override_key(word) for word in trial.words}
+        common = (*fixed, *(override for override in launcher if override_key(override) not in keys))
         overrides = merge_overrides(
-            (*fixed, *resolve_run_names(trial.words, root)),
+            (*common, *resolve_run_names(trial.words, root)),
             [format_override("output_root", str(directory.shown)), f"run={trial.name}"],
         )
-        pool.start(trial, build_argv(replace(configuration.request, overrides=overrides)))
+        pool.start(trial, replace(configuration.request, overrides=overrides))
 
-    # The full output of a trial is in its console.log; with a launcher, only the location of the job is printed.
-    with Pool(packing.slots, _trial_environment() if sweep.record.launcher == "local" else None) as pool:
+    with placement.open_pool(sweep, lambda: sweep.save(directory, "running")) as pool:
         while True:
             while pool.has_free_slot and (trial := source.next()) is not None:
                 info(f"[{trial.number}/{source.total}] {trial.label}")
-                if sweep.record.launcher == "local":
+                if pool.stops_trials:
                     _wait_for(trial, sweep, pool, info)
                 if sweep.restart(trial) or sweep.record.kind == "search":
                     sweep.save(directory, "running")  # needed to resume after a kill
                 start(trial)
-            if not pool:
+            if not pool or (ended := pool.wait()) is None:
                 break
-            trial, code = pool.wait()
+            trial, code = ended
             if code == Exit.IN_USE:  # the sweep was killed, and the trial is still saving
                 if not pool.is_stopped and time.monotonic() < deadlines.setdefault(
                     trial.number, time.monotonic() + LOCK_TIMEOUT_S
@@ -201,13 +224,13 @@ def run_trials(
     return _finish(directory, sweep, source, info, is_stopped=is_stopped)
 
 
-def _record_end(trial: Trial, code: int, sweep: Sweep, pool: Pool) -> None:
-    """Record the exit code of a trial, and stop the others if it was stopped."""
-    if pool.is_stopped and code > Exit.INTERRUPTED:  # ended by our signals: not the trial's own failure
+def _record_end(trial: Trial, code: int, sweep: Sweep, pool: TrialPool) -> None:
+    """Record the exit code of a trial, and stop the others on this machine if it was stopped."""
+    if pool.stops_trials and pool.is_stopped and code > Exit.INTERRUPTED:  # by our signals: not its own failure
         has_started = code != 128 + signal.SIGUSR1  # the first trial, before it had anything to save
         code = int(Exit.INTERRUPTED if has_started else Exit.PREEMPTED)
     sweep.codes[trial.number] = code
-    if code in STOPPED:
+    if code in STOPPED and pool.stops_trials:
         pool.stop()
 
 
@@ -221,9 +244,10 @@ def _finish(
             ["", *format_trial_table(results, sweep.goal, terminal_width()), "", format_summary(results, sweep.goal)]
         )
     )
-    is_submitted = any(result.state == "submitted" for result in results)
+    is_stopped = is_stopped or any(code in STOPPED for code in sweep.codes.values())
     is_cut = is_stopped and (len(results) < source.total or any(result.state in OPEN for result in results))
-    sweep.save(directory, "preempted" if is_cut else "submitted" if is_submitted else "done")
+    is_submitted = any(result.state == "submitted" for result in results)
+    sweep.save(directory, "submitted" if is_submitted else "preempted" if is_cut else "done")
     if is_cut:
         info(f"stopped; to resume, run the same command with run={directory.name}")
         return int(Exit.INTERRUPTED if Exit.INTERRUPTED in sweep.codes.values() else Exit.PREEMPTED)
@@ -234,7 +258,7 @@ def _finish(
     return code or int(Exit.NUMERIC if sweep.record.kind == "search" and results else Exit.DONE)
 
 
-def _wait_for(trial: Trial, sweep: Sweep, pool: Pool, info: Callable[[str], None]) -> None:
+def _wait_for(trial: Trial, sweep: Sweep, pool: TrialPool, info: Callable[[str], None]) -> None:
     """Wait while the process of a killed sweep is still saving the trial."""
     deadline, is_announced = time.monotonic() + LOCK_TIMEOUT_S, False
     while not pool.is_stopped and time.monotonic() < deadline:
@@ -337,9 +361,7 @@ def _plan_all(configurations: Sequence[Configuration]) -> list[AccelRunError]:
     errors: list[AccelRunError] = []
     for configuration in configurations:
         try:
-            plan = make_plan(configuration, inventory)
-            if configuration.choices["launcher"].name == "local":  # another machine may have other devices
-                _check_packages(plan)
+            _check_packages(make_plan(configuration, inventory))
         except AccelRunError as error:
             errors.append(error)
     return errors
@@ -367,11 +389,6 @@ def _run_argument(directory: RunDirectory) -> str:
     return directory.name if is_usual else shlex.quote(str(directory.shown))
 
 
-def _trial_environment() -> dict[str, str]:
-    """Return variables that make trials print warnings and errors only, unless the user has set another log level."""
-    return {LEVEL_VARIABLE: os.environ.get(OLD_LEVEL_VARIABLE) or "warning"}
-
-
 def _exit_code(result: Result) -> int:
     """Return the exit code that this trial contributes to the sweep; 0 for none."""
     if result.state == "failed":
@@ -381,6 +398,10 @@ def _exit_code(result: Result) -> int:
     return 0
 
 
-OPEN = ("waiting", "running", "stopped")  # resumed by the same command
-_LOCATION_KEYS = ("run", "output_root")
+def _is_location(override: str) -> bool:
+    """Return whether the override states where trials are stored or run, which may change when a sweep resumes."""
+    return override_key(override) in ("run", "output_root") or is_launcher_override(override)
+
+
+OPEN = ("waiting", "running", "stopped", "submitted")  # resumed by the same command
 LOCK_TIMEOUT_S = 60.0

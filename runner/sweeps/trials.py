@@ -18,12 +18,14 @@ from runner.base.json_converter import decode, encode
 from runner.base.json_values import is_number, none_to_nan, to_json
 from runner.base.secret import sanitize
 from runner.base.text import abbreviate, format_metric, format_table
+from runner.config.request import override_key
 from runner.config.schema import did_you_mean
 from runner.durable.directory import SWEEP, RunDirectory, is_run_name
 from runner.durable.files import read_object, read_rows
 from runner.durable.record_files import read_record
 from runner.durable.run_state import process_state_name
 from runner.host.process_identity import process_identity
+from runner.launch.job_queue import read_exit_code
 from runner.records.run_record import ProcessRecord, RunRecord
 from runner.records.sweep_record import Goal, SweepRecord, TrialRecord
 
@@ -87,6 +89,7 @@ class Sweep:
 
     record   content of sweep.json
     codes    trial number -> exit code of its last process, once it has exited
+    jobs     trial number -> SLURM job of its last process
     earlier  content of sweep.json when it was read
     """
 
@@ -95,6 +98,7 @@ class Sweep:
     trials: list[Trial] = field(default_factory=list)
     codes: dict[int, int] = field(default_factory=dict)
     earlier: SweepRecord = field(default_factory=SweepRecord)
+    jobs: dict[int, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self._final_results: dict[int, Result] = {}  # number -> result of trials whose run no longer changes
@@ -106,9 +110,10 @@ class Sweep:
         rows = [row for row in found.value.trials or () if is_run_name(row.name)]
         record = replace(found.value, wrong=found.wrong)
         trials = [Trial(row.number, row.name, row.words) for row in rows]
-        return cls(
-            folder, record, trials, {row.number: row.exit_code for row in rows if row.exit_code is not None}, record
-        )
+        jobs = {row.number: row.job for row in rows if row.job is not None}
+        ended = {number: code for number, job in jobs.items() if (code := read_exit_code(folder, job)) is not None}
+        codes = {row.number: row.exit_code for row in rows if row.exit_code is not None}
+        return cls(folder, record, trials, ended | codes, record, jobs)
 
     @property
     def is_intact(self) -> bool:
@@ -138,16 +143,18 @@ class Sweep:
         return self._final_results[trial.number]
 
     def restart(self, trial: Trial) -> bool:
-        """Forget the exit code of the trial before a restart; return whether there was one."""
+        """Forget the last process of the trial before a restart; return whether its exit code was known."""
+        self.jobs.pop(trial.number, None)
         self._final_results.pop(trial.number, None)
         return self.codes.pop(trial.number, None) is not None
 
     def _read(self, trial: Trial) -> Result:
         folder = self.folder / trial.name
         record, code = read_record(folder), self.codes.get(trial.number)
-        if not set(trial.words) <= set(record.origin.overrides or trial.words):
+        words = {word for word in trial.words if not is_launcher_override(word)}  # a job trains with launcher=local
+        if not words <= set(record.origin.overrides or words):
             record = RunRecord()
-        state = _state(process_state_name(record.process) if record.is_known else "", code, self.record.launcher)
+        state = _state(process_state_name(record.process) if record.is_known else "", code, self.jobs.get(trial.number))
         metric = self.goal.metric
         values = [float(row[metric]) for row in read_rows(folder / "metrics.jsonl") if is_number(row.get(metric))]
         metrics = none_to_nan(record.result.metrics)
@@ -184,6 +191,7 @@ class Sweep:
                 last=result.last,
                 best=result.best,
                 seconds=result.seconds,
+                job=self.jobs.get(result.trial.number),
             )
             for result in results
         )
@@ -278,17 +286,22 @@ def to_csv(results: Sequence[Result], goal: Goal) -> str:
     return text.getvalue()
 
 
-def _state(word: str, code: int | None, launcher: str) -> State:
-    """Return the state of a trial from that of its run ("" without a run) and its last exit code."""
+def is_launcher_override(override: str) -> bool:
+    """Return whether the override selects where a trial runs, or with which resources."""
+    return override_key(override).partition(".")[0] == "launcher"
+
+
+def _state(word: str, code: int | None, job: str | None) -> State:
+    """Return the state of a trial from that of its run ("" without a run), its last exit code and its SLURM job."""
     if word == "finished":
         return "done"
-    if word == "running":
+    if word == "running" and (code is None or job is None):  # else the job was killed on another machine
         return "running"
+    if job is not None and code is None:  # it waits in the queue, perhaps to resume the run
+        return "submitted"
     if word == "failed" or code not in (None, 0, *STOPPED):
         return "failed"
-    if word:
-        return "stopped"
-    return "submitted" if code == 0 and launcher != "local" else "waiting"
+    return "stopped" if word else "waiting"
 
 
 def _format_state(result: Result) -> str:

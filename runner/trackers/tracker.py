@@ -39,6 +39,8 @@ FINISH_S = 2.0  # at the end of a run; the tracker process finishes the rest alo
 OFFLINE_S = 4.0  # of the time to finish, reserved for falling back to an offline folder if going online hangs
 HAND_OVER_EXTRA_S = 1.0  # the same if the rows are handed over to the process
 HAND_OVER_S = 0.1
+# Set by wandb's agent for a single run: with the same ID, the trials of a sweep would overwrite each other.
+SINGLE_RUN_VARIABLES = ("WANDB_RUN_ID", "WANDB_SWEEP_ID", "WANDB_SWEEP_PARAM_PATH")
 LINGER_S = 8.0  # for the process to send the last rows to a server after the run has exited or was killed
 LOCAL_LINGER_S = 60.0  # the same for a local folder, which takes long only on a busy machine
 KILL_S = 0.3  # of the time to finish: to kill the process and join the thread

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from runner.cli import main
-from runner.sweeps.pool import Pool
+from runner.sweeps.pool import LocalPool
 from runner.sweeps.sweep import add_trials
 from runner.sweeps.trials import Sweep, Trial
 from tests.forkserver import CompletedCommand, ForkServer
@@ -216,7 +216,7 @@ def test_a_signal_while_the_trial_starts_ends_the_sweep_too(server: ForkServer, 
 
 
 def test_after_a_signal_between_trials_none_is_started() -> None:
-    with Pool() as pool:
+    with LocalPool() as pool:
         assert pool.has_free_slot
         os.kill(os.getpid(), signal.SIGTERM)
         assert not pool.has_free_slot
@@ -225,7 +225,7 @@ def test_after_a_signal_between_trials_none_is_started() -> None:
 def test_signal_handlers_are_restored() -> None:
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
-    with Pool():
+    with LocalPool():
         assert [signal.getsignal(number) for number in numbers] != before
     assert [signal.getsignal(number) for number in numbers] == before
 

@@ -1,6 +1,6 @@
 """launcher=slurm: submitted scripts, refusals before submission, and requeueing.
 
-Three small scripts stand in for the commands of SLURM; scripts/test_slurm.sh runs against a real SLURM.
+tests/slurm_stub.py stands in for the commands of SLURM; scripts/test_slurm.sh runs against a real SLURM.
 """
 
 from __future__ import annotations
@@ -17,34 +17,13 @@ from runner.base.errors import ConfigError, Exit, InputMissing, MissingPackage, 
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.launch.launcher import submit
-
-SBATCH = """#!/bin/bash
-cp -- "$1" "$PLAYED/script"
-if [[ -e $PLAYED/says ]]; then cat "$PLAYED/says" >&2; exit 1; fi
-echo "Submitted batch job 42"
-"""
-SRUN = """#!/bin/bash
-printf '%s\\n' "$@" >"$PLAYED/srun"
-exit "$CODE"
-"""
-SCONTROL = """#!/bin/bash
-echo "$*" >"$PLAYED/scontrol"
-"""
+from tests import slurm_stub
 
 
 @pytest.fixture
 def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A working directory with the commands of a cluster on the PATH."""
-    for name, text in {"sbatch": SBATCH, "srun": SRUN, "scontrol": SCONTROL}.items():
-        file = tmp_path / "bin" / name
-        file.parent.mkdir(exist_ok=True)
-        file.write_text(text)
-        file.chmod(0o755)
-    monkeypatch.setenv("PLAYED", str(tmp_path))
-    monkeypatch.setenv("PATH", f"{tmp_path / 'bin'}:{os.environ['PATH']}")
-    for name in [name for name in os.environ if name.startswith("SLURM_") or name == "RANK"]:
-        monkeypatch.delenv(name)
-    monkeypatch.chdir(tmp_path)
+    slurm_stub.install(tmp_path, monkeypatch)
     return tmp_path
 
 

@@ -83,7 +83,7 @@ def trial() -> int:
 
 def stand_in() -> None:
     """Make the trials of this process stand-ins, and skip planning."""
-    from runner.sweeps import pool, study, sweep
+    from runner.sweeps import pool, sweep
 
     pool.TRIAL_MAIN = TRIAL
-    sweep.check_plannable = study.check_plannable = lambda configurations: None
+    sweep.check_plannable = lambda configurations: None

@@ -1,0 +1,155 @@
+"""Sweeps and searches with launcher=slurm, on stand-ins for SLURM and for training (tests/slurm_stub.py)."""
+
+from __future__ import annotations
+
+import csv
+import json
+from pathlib import Path
+
+import pytest
+
+from runner.cli import main
+from runner.sweeps import job_pool
+from runner.sweeps.trials import Sweep
+from tests import slurm_stub
+from tests.waiting import wait_until
+
+TASK = ["--task", str(Path(__file__).parent / "task_of_trials.py"), "run=mine", "launcher=slurm"]
+SEEDS = ["train", "-m", "seed=1,2,3", *TASK]
+
+
+@pytest.fixture
+def cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cluster whose jobs are followed without delay."""
+    slurm_stub.install(tmp_path, monkeypatch)
+    monkeypatch.setattr(job_pool, "POLL_S", 0.05)
+    monkeypatch.setattr(job_pool, "EXIT_CODE_DELAY_S", 0.0)
+    return tmp_path
+
+
+def arrays(cluster: Path) -> list[str]:
+    """Return the indices of the submitted job arrays."""
+    folder = cluster / "submitted"
+    lines = [line for script in sorted(folder.iterdir()) for line in script.read_text().splitlines()]
+    return [line.partition("=")[2].strip("'") for line in lines if line.startswith("#SBATCH --array=")]
+
+
+def table(cluster: Path, *columns: str) -> list[tuple[str, ...]]:
+    with (cluster / "outputs" / "mine" / "results.csv").open() as file:
+        return [tuple(row[column] for column in columns) for row in csv.DictReader(file)]
+
+
+def states(cluster: Path) -> list[tuple[str, ...]]:
+    return table(cluster, "state", "exit_code")
+
+
+def test_a_grid_is_an_array_whose_table_is_that_of_a_local_sweep(
+    cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    grid = ["train", "-m", "optimizer.lr=0.001,0.01", "task.hidden=8,16", "together=2", *TASK]
+    assert main([*grid, "launcher.time_min=30"]) == 0
+    assert arrays(cluster) == ["1-4%2"]
+    assert "#SBATCH --time=30\n" in (cluster / "script").read_text()
+    assert table(cluster, "name", "optimizer.lr", "task.hidden", "state", "exit_code", "val/loss", "is_best") == [
+        ("mine-1", "0.001", "8", "done", "0", "0.1", "1"),
+        ("mine-2", "0.001", "16", "done", "0", "0.2", "0"),
+        ("mine-3", "0.01", "8", "done", "0", "0.3", "0"),
+        ("mine-4", "0.01", "16", "done", "0", "0.4", "0"),
+    ]
+    out = capsys.readouterr().out
+    assert [line[:5] for line in out.splitlines() if line.startswith("[")][:4] == [f"[{n}/4]" for n in (1, 2, 3, 4)]
+    assert main([*grid, "launcher.time_min=60"]) == 0, "other resources are not another sweep"
+    assert arrays(cluster) == ["1-4%2"], "finished trials are not repeated"
+
+
+def test_failures_have_the_exit_codes_of_a_local_sweep_and_are_retried_on_request(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["train", "-m", "task.act=good,fail,killed", *TASK]
+    assert main(command) == 70
+    assert states(cluster) == [("done", "0"), ("failed", "70"), ("failed", "137")]
+    assert "slurm/42_2_0_log.out" in capsys.readouterr().err
+    assert main(command) == 70
+    assert arrays(cluster) == ["1-3"]
+    monkeypatch.setenv("MENDED", "1")
+    assert main([*command, "retry=true"]) == 137
+    assert arrays(cluster) == ["1-3", "2-3"]
+    assert states(cluster) == [("done", "0"), ("done", "0"), ("failed", "137")]
+
+
+def test_a_canceled_job_is_stopped_alone_and_submitted_again_by_the_same_command(cluster: Path) -> None:
+    for name in ("held", "release"):
+        (cluster / name).touch()
+    (cluster / "cancel").write_text("42_2")
+    (cluster / "unreachable").touch()
+    assert main(SEEDS) == 75
+    assert states(cluster) == [("done", "0"), ("waiting", "75"), ("done", "0")]
+    (cluster / "cancel").unlink()
+    assert main(SEEDS) == 0
+    assert arrays(cluster) == ["1-3", "2"]
+    assert states(cluster) == [("done", "0")] * 3
+
+
+@pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "killed before it was recorded"])
+def test_an_interrupted_command_leaves_its_jobs_which_the_same_command_follows(
+    is_recorded: bool, cluster: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name in ("held", "interrupt"):
+        (cluster / name).touch()
+    assert main(SEEDS) == 75
+    assert main(["status", "mine"]) == 0
+    assert "scancel 42" in capsys.readouterr().out
+    assert states(cluster) == [("submitted", "")] * 3
+    assert Sweep.read(cluster / "outputs" / "mine").record.process.state == "submitted"
+    if not is_recorded:
+        file = cluster / "outputs" / "mine" / "sweep.json"
+        content = json.loads(file.read_text())
+        file.write_text(json.dumps(content | {"trials": [{**row, "job": None} for row in content["trials"]]}))
+    (cluster / "interrupt").unlink()
+    (cluster / "release").touch()
+    assert main(SEEDS) == 0
+    assert arrays(cluster) == ["1-3"]
+    assert states(cluster) == [("done", "0")] * 3
+
+
+def test_trials_that_ended_while_nobody_followed_are_not_repeated(cluster: Path) -> None:
+    command = ["train", "-m", "task.act=good,fail", *TASK]
+    for name in ("held", "interrupt"):
+        (cluster / name).touch()
+    assert main(command) == 75
+    for name in ("held", "interrupt"):
+        (cluster / name).unlink()
+    wait_until(lambda: not list((cluster / "queue").iterdir()), "the end of the jobs")
+    assert [result.state for result in Sweep.read(cluster / "outputs" / "mine").results()] == ["done", "failed"]
+    assert main(command) == 70
+    assert arrays(cluster) == ["1-2"]
+
+
+def test_a_search_submits_as_many_trials_as_may_run_and_learns_their_results(cluster: Path) -> None:
+    pytest.importorskip("optuna")
+    search = ["search", "optimizer.lr=log(1e-5,1e-1)", *TASK]
+    assert main([*search, "trials=2"]) == 0
+    assert main([*search, "trials=5", "together=2"]) == 0
+    assert arrays(cluster) == ["1", "2", "3-4", "5"]
+    assert table(cluster, "state", "val/loss") == [("done", f"0.{number}") for number in range(1, 6)]
+    journal = (cluster / "outputs" / "mine" / "optuna.journal").read_text()
+    reported = [entry["values"] for line in journal.splitlines() if (entry := json.loads(line)).get("values")]
+    assert sorted(reported) == [[0.1], [0.2], [0.3], [0.4], [0.5]]
+
+
+def test_trials_with_different_resources_are_in_different_arrays(cluster: Path) -> None:
+    assert main(["train", "-m", "launcher.time_min=30,60", "seed=1,2", *TASK]) == 0
+    assert arrays(cluster) == ["1-2", "3-4"]
+    assert states(cluster) == [("done", "0")] * 4
+
+
+def test_problems_of_a_submission_are_reported_before_a_folder_is_created(
+    cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", "-m", "launcher=local,slurm", *TASK[:-1]]) == 78
+    assert main([*SEEDS, "launcher.nodes=2"]) == 78
+    assert "parallelism" in capsys.readouterr().err
+    monkeypatch.setenv("PATH", str(cluster))
+    assert main(SEEDS) == 78
+    assert "squeue" in capsys.readouterr().err
+    assert not (cluster / "outputs").exists()
