@@ -41,6 +41,7 @@ def fsdp(
     *,
     world_size: PositiveInt | Auto = "auto",
     shares: Literal["equal"] | list[int] = "equal",
+    shard_size: PositiveInt | Literal["all", "auto"] = "all",
     batch_norm: Literal["per_rank", "sync"] = "per_rank",
     reshard_after_forward: bool = True,
     communicate: Literal["float32", "bfloat16", "float16"] = "float32",
@@ -54,6 +55,8 @@ def fsdp(
     world_size             number of ranks; auto: one per GPU; several need torch 2.13
     shares                 samples of an update for each rank: equal, or numbers such as [19,13]; parameters are always
                            sharded evenly
+    shard_size             ranks that hold one copy of the model together: all, a number that divides world_size, or
+                           auto: those of one machine if there are several equal ones and a shard fits
     batch_norm             per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all
                            ranks
     reshard_after_forward  free gathered parameters after each block's forward pass: less memory, more communication
@@ -63,15 +66,20 @@ def fsdp(
                            initializes its shards, to the same values; auto: meta if the task allows it
     restarts               how often a run resumes on the remaining ranks after a rank was killed
     timeout_s              seconds after which a rank that does not respond is considered lost
-    Source: torch.distributed.fsdp.fully_shard; Zhao et al., PyTorch FSDP, VLDB 2023.
+    Source: torch.distributed.fsdp.fully_shard; Zhao et al., PyTorch FSDP, VLDB 2023 (hybrid sharding: section 3.2.2).
     """
     if world.world_size == 1:
         return Parallel(world)
     from runner.distributed.sharded import Sharded  # imports torch's compiler, which is slow
 
-    parts = checkpoint == "parts"
     return Sharded(
-        world, reshard_after_forward=reshard_after_forward, communicate=communicate, saves_parts=parts, init=init
+        world,
+        reshard_after_forward=reshard_after_forward,
+        communicate=communicate,
+        saves_parts=checkpoint == "parts",
+        init=init,
+        shard_size=shard_size if isinstance(shard_size, int) else None,
+        timeout_s=timeout_s,
     )
 
 

@@ -233,9 +233,9 @@ def copy_values(part: Tensor, saved: Tensor | StoredTensor) -> None:
     """
     mesh = getattr(part, "device_mesh", None)
     with torch.no_grad():
-        if isinstance(saved, StoredTensor) and mesh is not None and _is_split_by_rows(part):
+        if isinstance(saved, StoredTensor) and mesh is not None and is_split_by_rows(part):
             local: Tensor = part.to_local()  # type: ignore[attr-defined]
-            start = first_row(part.shape[0], mesh.size(), mesh.get_local_rank())
+            start = first_local_row(part)
             local.copy_(saved.read(start, start + local.shape[0]))
             return
         full = in_memory(saved)
@@ -246,9 +246,17 @@ def copy_values(part: Tensor, saved: Tensor | StoredTensor) -> None:
         part.copy_(full)
 
 
-def _is_split_by_rows(tensor: Any) -> bool:
-    """Return whether each rank holds some rows of a DTensor, in the order of the ranks."""
-    return len(tensor.placements) == 1 and bool(tensor.placements[0].is_shard(0))
+def is_split_by_rows(tensor: Any) -> bool:
+    """Return whether each rank holds some rows of a DTensor, in the order of the last dimension of its mesh."""
+    *outer, last = tensor.placements
+    return bool(last.is_shard(0)) and all(placement.is_replicate() for placement in outer)
+
+
+def first_local_row(tensor: Any) -> int:
+    """Return the first row that this rank holds of a DTensor that is split by rows."""
+    mesh = tensor.device_mesh
+    dimension = mesh.ndim - 1
+    return first_row(tensor.shape[0], mesh.size(dimension), mesh.get_local_rank(dimension))
 
 
 # Initial state of a parameter at its first step; the optimizer is not modified.

@@ -86,7 +86,7 @@ class Parallel:
     is_lockstep       every rank must run the same number of micro-batches per update, because they contain collectives
     splits_batch  each rank gets its share of an update; False: every rank reads the whole update
     supports_groups  `set_groups` is implemented
-    saves_parts   each rank writes its shards of a checkpoint, which `checkpoint_tensors` returns
+    num_parts     ranks that write a checkpoint: their shards, which `checkpoint_tensors` returns; 1: rank 0 writes all
     places_model  `wrap` moves this rank's part to the device; the whole model may not fit
     init          full: each rank builds the whole model; meta: without its large tensors, which `wrap` initializes from
                   `deferred`; auto: meta, or full if the task does not allow it
@@ -98,7 +98,7 @@ class Parallel:
     is_lockstep = False
     splits_batch = True
     places_model = False
-    saves_parts = False
+    num_parts = 1
     supports_groups = True
     init: ModelInit = "full"
     deferred: DeferredModel | None = None

@@ -10,8 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from runner.base.stored_tensor import first_row
-from runner.base.world import World
+from runner.base.optimizer_state import first_local_row
 from runner.distributed.deferred_init import DeferredInit, TensorRef
 
 
@@ -58,7 +57,7 @@ class DeferredShards:
     refs: dict[str, TensorRef]
     device: torch.device
 
-    def materialize(self, model: nn.Module, world: World) -> None:
+    def materialize(self, model: nn.Module) -> None:
         """Allocate this rank's shards and initialize them; host memory holds one full parameter at a time.
 
         All shards are allocated first: if each took the place of the full parameter before it, malloc could not use
@@ -75,7 +74,7 @@ class DeferredShards:
             module._parameters[key] = shards[id(weight)]
         for name, number in names.items():
             if name not in self.model.loaded:
-                self._initialize(name, shards[number], world)
+                self._initialize(name, shards[number])
 
     def _allocate(self, weight: DTensor) -> nn.Parameter:
         local = torch.empty(weight.to_local().shape, dtype=weight.dtype, device=self.device)
@@ -84,9 +83,9 @@ class DeferredShards:
         )
         return nn.Parameter(dtensor, requires_grad=weight.requires_grad)
 
-    def _initialize(self, name: str, shard: Any, world: World) -> None:
+    def _initialize(self, name: str, shard: Any) -> None:
         local, value = shard.to_local(), self.model.recording.value(self.refs[name])
-        start = first_row(len(value), world.world_size, world.rank)
+        start = first_local_row(shard)
         with torch.no_grad():
             local.copy_(value[start : start + len(local)])
 

@@ -1,5 +1,8 @@
 """Sharded data parallelism: every rank keeps a shard of each parameter, its gradient and its optimizer state.
 
+The ranks form a mesh (replicas, shards): each group of `shard_size` consecutive ranks holds one copy of the model, and
+gradients are reduced within the group, then summed over the groups. One group of all ranks is the default.
+
 Built on torch's fully_shard. Its collectives run inside forward and backward, so all ranks run the same number of
 micro-batches; ranks with less work run dummy ones. Gradients are sums over ranks and the loop divides by the true
 count, so shares of any size and micro-batches of any length are exact.
@@ -10,18 +13,20 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from datetime import timedelta
 from typing import Any, Literal, TypeGuard
 
 import torch
+import torch._dynamo  # DTensors import it at their first use: here once, before the ranks are forked
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
-from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor import DTensor, Replicate
 
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
-from runner.base.optimizer_state import copy_values
+from runner.base.optimizer_state import copy_values, is_split_by_rows
 from runner.base.order import MicroBatchKey
 from runner.base.stored_tensor import Saved
 from runner.base.task import State, Sum
@@ -30,6 +35,7 @@ from runner.base.world import World
 from runner.distributed.agreement import broadcast_model, merge_states
 from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.dummy_pass import without_side_effects
+from runner.distributed.join import TIMEOUT_S
 from runner.distributed.parallel import Copy, ForwardPasses, ModelInit, Parallel, Sums, copy_to_host
 from runner.host.resources import release_free_memory
 
@@ -44,8 +50,11 @@ class Sharded(Parallel):
     communicate            format in which parameters are gathered and computed; gradients are summed in float32 (in the
                            parameters' format if wider). A 16-bit format requires a precision of that format:
                            it is also that of activations between blocks. Outputs of the model are float32
-    saves_parts            each rank writes its shards of a checkpoint; False: rank 0 gathers and writes all
+    saves_parts            each rank of the first group writes its shards of a checkpoint; False: rank 0 gathers and
+                           writes all
     init                   how the model is built, see Parallel
+    shard_size             ranks that hold one copy of the model together; None: all ranks
+    timeout_s              of collectives within a group and between groups
     """
 
     is_lockstep = True
@@ -59,9 +68,13 @@ class Sharded(Parallel):
         communicate: CommunicationDtype = "float32",
         saves_parts: bool = False,
         init: ModelInit = "auto",
+        shard_size: int | None = None,
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         super().__init__(world)
-        self.saves_parts = saves_parts
+        self.shard_size = shard_size or world.world_size
+        self.num_parts = self.shard_size if saves_parts else 1
+        self.timeout_s = timeout_s
         self.init = init
         self.reshard_after_forward = reshard_after_forward
         self.communicate = communicate
@@ -87,7 +100,7 @@ class Sharded(Parallel):
         _check_shardable(model, units, self.communicate)
         shards = self.deferred.prepare(model, self.world.device) if self.deferred else None
         broadcast_model(model)
-        mesh = init_device_mesh(self.world.device.type, (self.world.world_size,))
+        mesh = self._make_mesh()
         scalars = {weight for weight in model.parameters() if weight.dim() == 0}
         for module in units:
             self._shard(module, mesh, scalars, self.reshard_after_forward, {})
@@ -95,7 +108,7 @@ class Sharded(Parallel):
         half = {} if self.communicate == "float32" else {"output_dtype": torch.float32}
         self._shard(model, mesh, scalars, False, half)
         if shards:
-            shards.materialize(model, self.world)
+            shards.materialize(model)
         assert isinstance(model, FSDPModule)
         for part in _parts(model):
             part.set_gradient_divide_factor(1.0)
@@ -110,6 +123,19 @@ class Sharded(Parallel):
         model.register_forward_hook(self._free_without_backward)
         self._buffers = BufferSync(model, self.world)
         return model
+
+    def _make_mesh(self) -> DeviceMesh:
+        """Return a mesh of all ranks, or of (groups, ranks of a group). A collective, because it creates groups."""
+        kind, count, size = self.world.device.type, self.world.world_size, self.shard_size
+        if size == count:
+            return init_device_mesh(kind, (count,))
+        ranks = torch.arange(count).view(-1, size)
+        timeout = timedelta(seconds=self.timeout_s)  # init_device_mesh sets none for its groups
+        groups = [
+            dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]  # type: ignore[no-untyped-call]
+            for rows in (ranks.t(), ranks)
+        ]
+        return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("replicas", "shards"))
 
     def _shard(
         self, module: nn.Module, mesh: DeviceMesh, ignored: set[nn.Parameter], reshard: bool, more: dict[str, Any]
@@ -236,9 +262,14 @@ class Sharded(Parallel):
         return [_local(weight.grad) for weight in updated]
 
     def global_norm(self, local: Tensor) -> Tensor:
-        """Return the norm over all shards; replicated parameters count once."""
+        """Return the norm over all shards; replicated parameters count once.
+
+        All ranks take part, so that the result is the same bit for bit, and with it the weights of all groups.
+        """
         square = local.to(self.world.widest).square()
-        if not self.world.is_first:
+        if self.world.rank >= self.shard_size:
+            square = torch.zeros_like(square)  # the first group counts its shards
+        elif not self.world.is_first:
             for gradient in self._scalar_gradients:
                 square = square - gradient.to(self.world.widest).square().sum()
         return self.world.sum(square).sqrt().to(local.dtype)
@@ -264,22 +295,24 @@ class Sharded(Parallel):
         return result
 
     def checkpoint_tensors(self, tensors: Mapping[str, Tensor], copy: Copy = copy_to_host) -> dict[str, Tensor]:
-        if not self.saves_parts:
+        if self.num_parts == 1:
             return self.gather_full(tensors, copy)
         result: dict[str, Tensor] = {}
         for name, tensor in tensors.items():
             if _is_row_sharded(tensor):
-                result[name] = copy(tensor.to_local())
+                if self.world.rank < self.num_parts:
+                    result[name] = copy(tensor.to_local())
             else:
                 result |= self.gather_full({name: tensor}, copy)
         return result
 
     def checkpoint_bytes(self, tensors: Iterable[Tensor]) -> int:
-        if not self.saves_parts:
+        if self.num_parts == 1:
             return super().checkpoint_bytes(tensors)
-        is_first = self.world.is_first  # rank 0 saves all other tensors
+        has_rows, is_first = self.world.rank < self.num_parts, self.world.is_first  # rank 0 saves all other tensors
         return sum(
-            tensor.to_local().nbytes if _is_row_sharded(tensor) else is_first * tensor.nbytes for tensor in tensors
+            has_rows * tensor.to_local().nbytes if _is_row_sharded(tensor) else is_first * tensor.nbytes
+            for tensor in tensors
         )
 
     def load(self, model: nn.Module, saved: Saved) -> None:
@@ -364,7 +397,7 @@ class _Scalar:
             module._parameters[name] = weight
 
     def _replicated(self, tensor: Tensor) -> DTensor:
-        return DTensor.from_local(tensor, self.mesh, [Replicate()], run_check=False)
+        return DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
 
 
 def _parts(root: nn.Module) -> list[FSDPModule]:
@@ -390,8 +423,8 @@ def _unify_dtypes(root: nn.Module) -> None:
 
 
 def _is_row_sharded(tensor: Tensor) -> TypeGuard[DTensor]:
-    """Return whether each rank holds some rows of the tensor, in the order of the ranks."""
-    return isinstance(tensor, DTensor) and tensor.placements == (Shard(0),)
+    """Return whether each rank of a group holds some rows of the tensor, in the order of the ranks."""
+    return isinstance(tensor, DTensor) and is_split_by_rows(tensor)
 
 
 def _local(gradient: Tensor | None) -> Tensor:

@@ -2,8 +2,9 @@
 
     model-part00000.safetensors  model-part00001.safetensors ...
 
-Each part contains a rank's rows of every sharded tensor, in the order of the ranks, along the first dimension. Tensors
-that are not sharded are in part 0 only. So a name is in all parts or in one, and no index is needed.
+Each part contains a rank's rows of every sharded tensor, in the order of the ranks, along the first dimension. If
+several groups of ranks hold a copy of the model each, the first group writes. Tensors that are not sharded are in part
+0 only. So a name is in all parts or in one, and no index is needed.
 
 All ranks write into the same temporary folder. Once its files are durable, a rank writes a report there with their
 sizes and hashes. Rank 0 waits for all reports, and only then writes the manifest and renames the folder: until every
@@ -35,7 +36,8 @@ Entry = dict[str, Any]  # name, size and sha256 of a file
 class CheckpointPart:
     """The part of a checkpoint that a snapshot contains.
 
-    token  random name of this save, the same on all ranks
+    num_ranks  ranks that write parts
+    token      random name of this save, the same on all ranks
     """
 
     rank: int

@@ -27,7 +27,7 @@ from runner.launch.traced_demand import trace_memory_needs
 from runner.plan.inventory import Inventory, take_inventory
 from runner.plan.memory_fit import MemoryNeeds
 from runner.plan.planner import apply_allocator_settings, make_plan, should_trace_memory
-from runner.plan.rank_devices import RankDevice
+from runner.plan.rank_devices import RankDevice, number_machines
 from runner.plan.run_plan import Plan
 from runner.version import __version__
 
@@ -93,7 +93,8 @@ def join_as_member(
                 }
             )
         )
-        ranks = [RankDevice(**fields) for fields in world.gather(dataclasses.asdict(rank_device))]
+        gathered = world.gather([dataclasses.asdict(rank_device), member.local_rank])
+        ranks = number_machines([RankDevice(**fields) for fields, _ in gathered], [local for _, local in gathered])
         traced = world.broadcast(encode(needs) if needs else None)
         try:
             plan = make_plan(configuration, inventory, ranks, decode_valid(MemoryNeeds, traced) if traced else None)

@@ -7,6 +7,7 @@ import faulthandler
 import gc
 import sys
 import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -144,11 +145,7 @@ def _drop_ranks(job: Job, lost: tuple[int, ...], start_time: float) -> Job:
     kept = [rank for rank in range(job.plan.world_size) if rank not in lost] or [0]
     left = [job.plan.ranks[rank] for rank in kept]
     parallelism = job.configuration.choices["parallelism"]
-    options = dict(parallelism.options)
-    if isinstance(options.get("shares"), list) and len(options["shares"]) == job.plan.world_size:
-        options["shares"] = [options["shares"][rank] for rank in kept]
-    if options.get("split"):
-        options["split"] = None  # applies to another number of stages
+    options = options_for_ranks(parallelism.options, kept, job.plan.world_size)
     choices = {**job.configuration.choices, "parallelism": dataclasses.replace(parallelism, options=options)}
     settings = job.configuration.settings
     if _has_checkpoint_since(job, start_time):
@@ -157,6 +154,19 @@ def _drop_ranks(job: Job, lost: tuple[int, ...], start_time: float) -> Job:
     plan = make_plan(configuration, job.inventory, left, job.needs)
     Console().info(f"resuming from the last checkpoint with {len(left)} rank{'s' * (len(left) > 1)}: {plan.batch}")
     return dataclasses.replace(job, configuration=configuration, plan=plan)
+
+
+def options_for_ranks(options: Mapping[str, Any], kept: Sequence[int], world_size: int) -> dict[str, Any]:
+    """Return the options of a strategy for the ranks that are kept, of `world_size`."""
+    adapted = dict(options)
+    if isinstance(adapted.get("shares"), list) and len(adapted["shares"]) == world_size:
+        adapted["shares"] = [adapted["shares"][rank] for rank in kept]
+    if adapted.get("split"):
+        adapted["split"] = None  # applies to another number of stages
+    shard_size = adapted.get("shard_size")
+    if isinstance(shard_size, int) and len(kept) % shard_size and len(kept) > 1:
+        adapted["shard_size"] = "all"
+    return adapted
 
 
 def _has_checkpoint_since(job: Job, start_time: float) -> bool:

@@ -239,17 +239,19 @@ def _scale_point(point: TracedPoint, samples: int) -> TracedPoint:
 class RankPart:
     """The part of the model and batch on a rank, by strategy and number of ranks.
 
-    share      largest share of an update of any rank; smaller micro-batches accumulate. 0: one micro-batch
-    reshards   fsdp frees blocks after the forward pass
-    in_flight  micro-batches whose activations a stage of a pipeline keeps simultaneously, for each stage
-    passes     micro-batches of an update, which a pipeline reads at once
-    rank       rank of the stages in a pipeline
+    share       largest share of an update of any rank; smaller micro-batches accumulate. 0: one micro-batch
+    reshards    fsdp frees blocks after the forward pass
+    shard_size  ranks that hold one copy of the model together with fsdp; 0: all
+    in_flight   micro-batches whose activations a stage of a pipeline keeps simultaneously, for each stage
+    passes      micro-batches of an update, which a pipeline reads at once
+    rank        rank of the stages in a pipeline
     """
 
     strategy: str = "single"
     count: int = 1
     share: int = 0
     reshards: bool = True
+    shard_size: int = 0
     in_flight: float = 1.0
     passes: int = 1
     rank: int = 0
@@ -267,7 +269,9 @@ class RankPart:
             in_flight = max(counts) / count
             in_flight *= passes / min(passes, MAX_TRACED_MICRO_BATCHES) if options["schedule"] == "gpipe" else 1
         reshards = bool(options.get("reshard_after_forward", True))
-        return RankPart(choice.function, count, share, reshards, in_flight, passes)
+        shard_size = options.get("shard_size")
+        shard_size = shard_size if isinstance(shard_size, int) else 0
+        return RankPart(choice.function, count, share, reshards, shard_size, in_flight, passes)
 
 
 @dataclass(frozen=True)
@@ -341,7 +345,7 @@ def _shard_sizes(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str
     The peak with gradients g(t) / count is convex in 1 / count: at most the line between its values for 0 and 1.
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, torch 2.13.
     """
-    peak, count = point.peak, part.count
+    peak, count = point.peak, part.shard_size or part.count
     fixed = peak.parameters + peak.optimizer
     rest = peak.total - fixed  # peak over everything: with unsharded gradients, and without
     without_gradients = max(point.without_gradients, peak.total - peak.gradients) - fixed

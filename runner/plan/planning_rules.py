@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Sequence
+
 from runner.base.errors import Problem
 from runner.plan.decisions import Decisions
 from runner.plan.inventory import Device
+from runner.plan.memory_fit import RankPart
+from runner.plan.rank_devices import ranks_per_machine
 
 READ_MS = 1.0
 SPLIT_MIB = 25  # the size of a bucket of gradients
@@ -194,6 +199,7 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
         what = f"parameters can be communicated only in the format of precision, which is {precision}"
         fix = f"use precision={communicated}, or parallelism.communicate=float32"
         planner.problems.append(Problem(what, f"parallelism.communicate={choice.options['communicate']}", fix))
+    _shard_size(planner)
     if planner.choices["memory"].options.get("channels_last") == "auto":
         planner.set("memory", "channels_last", False, "fsdp shards parameters in memory order, row by row")
     if planner.choices["optimizer"].function in ("adafactor", "muon"):
@@ -203,6 +209,45 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
     if planner.choices["optimizer"].function == "sgd" and planner.choices["optimizer"].options["kernel"] == "fused":
         what = "torch has no fused SGD for sharded parameters"
         planner.problems.append(Problem(what, "optimizer.kernel=fused", "use optimizer.kernel=foreach"))
+
+
+def _shard_size(planner: Decisions) -> None:
+    """Resolve parallelism.shard_size=auto, and refuse a number that does not divide the ranks."""
+    size, count = planner.choices["parallelism"].options["shard_size"], len(planner.ranks)
+    machines = ranks_per_machine(planner.ranks)
+    if size == "auto":
+        planner.set("parallelism", "shard_size", *_automatic_shard_size(planner, machines))
+    if not isinstance(size, int) or count == 1:
+        return
+    if size == 1 or count % size:
+        sizes = ", ".join(str(divisor) for divisor in range(2, count + 1) if count % divisor == 0)
+        fix = f"use {sizes}, or parallelism=ddp for a copy of the model on each rank"
+        what = f"must divide the {count} ranks into groups of several, each with a copy of the model"
+        planner.problems.append(Problem(what, f"parallelism.shard_size={size}", fix))
+    elif len(machines) > 1 and (len(set(machines)) > 1 or (size % machines[0] and machines[0] % size)):
+        what = f"parallelism.shard_size={size}: some groups share a machine with others and extend to the next one"
+        planner.notes.append(f"{what} ({', '.join(map(str, machines))} ranks per machine)")
+
+
+def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[int | str, str]:
+    """Return the number of ranks of a machine if machines are equal and a shard fits, else "all"; and the reason."""
+    if len(machines) == 1:
+        return "all", "auto: all ranks are on one machine"
+    size, count = machines[0], len(planner.ranks)
+    if len(set(machines)) > 1:
+        return "all", f"auto: the machines are unequal ({', '.join(map(str, machines))} ranks)"
+    if size == 1:
+        return "all", "auto: one rank per machine"
+    settings = planner.configuration.settings
+    share = -(-settings.global_batch_size // count)
+    micro = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
+    part = RankPart.from_choice(planner.choices["parallelism"], count, share)
+    part = dataclasses.replace(part, shard_size=size)
+    if planner.needs and not any(
+        planner.needs.fits(planner.ranks, [samples] * count, part) for samples in (micro or 1, micro or share)
+    ):
+        return "all", f"auto: 1/{size} of the model does not fit a device"
+    return size, f"auto: parameters are gathered within each of {len(machines)} machines; the network carries sums only"
 
 
 def _sharpness(planner: Decisions, gpu: Device | None) -> None:

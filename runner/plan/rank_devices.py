@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import accumulate
 
 from runner.base.errors import DeviceMissing, Problem
 from runner.base.shares import Shares, equal_shares, fixed_shares, split_proportionally
@@ -20,6 +22,7 @@ class RankDevice:
     free_bytes      memory that other processes leave free; None if unknown, as for a device that is not present
     overhead_bytes  memory of libraries besides tensors; communication_bytes: more with several ranks
     unseen          additional memory of GPU kernels, as a fraction of the tensors
+    machine         number of its machine, counted in the order of the ranks
     """
 
     device: str
@@ -30,6 +33,7 @@ class RankDevice:
     overhead_bytes: int = 0
     communication_bytes: int = 0
     unseen: float = 0.0
+    machine: int = 0
 
     @property
     def is_gpu(self) -> bool:
@@ -57,6 +61,20 @@ class RankDevice:
             gpu.torch_name, gpu.name, gpu.uuid, gpu.memory_bytes, gpu.free_bytes,
             overhead.libraries, overhead.communication, overhead.unseen,
         )  # fmt: skip
+
+
+def number_machines(ranks: Sequence[RankDevice], local_ranks: Sequence[int]) -> list[RankDevice]:
+    """Return the devices with the numbers of their machines, given the number of each rank on its machine.
+
+    Launchers usually give consecutive numbers to the ranks of a machine; otherwise, the machines appear to be unequal.
+    """
+    machines = accumulate(int(rank > 0 and local_rank == 0) for rank, local_rank in enumerate(local_ranks))
+    return [replace(rank, machine=machine) for rank, machine in zip(ranks, machines, strict=True)]
+
+
+def ranks_per_machine(ranks: Sequence[RankDevice]) -> tuple[int, ...]:
+    """Return the number of ranks on each machine."""
+    return tuple(Counter(rank.machine for rank in ranks).values())
 
 
 def assign_gpus(first: Device | None, requested: int | str, inventory: Inventory) -> tuple[list[Device | None], str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from runner.base.text import format_bytes
 from runner.plan.memory_fit import Demand, MemoryNeeds, RankPart, predict_memory
-from runner.plan.rank_devices import RankDevice
+from runner.plan.rank_devices import RankDevice, ranks_per_machine
 
 MAX_MEMORY_RATIO = 1.1  # of devices that are treated as equal
 
@@ -50,6 +50,7 @@ def choose_strategy(
     def fits_all(strategy: str, size: int = samples) -> bool:
         return needs.fits(ranks, [size] * count, RankPart(strategy, count, share))
 
+    hybrid = {"shard_size": "auto"} if len(ranks_per_machine(ranks)) > 1 else {}
     # with one micro-batch, no unsharded gradients are accumulated
     shards_fit = can_shard and (fits_all("fsdp") or fits_all("fsdp", micro or share))
     if fits_all("ddp"):
@@ -68,7 +69,9 @@ def choose_strategy(
         )
     if shards_fit and not are_unequal:
         return Strategy(
-            "fsdp", {}, f"auto: a replica needs {format_bytes(min_bytes)}, above {available}; a shard fits ({demand})"
+            "fsdp",
+            hybrid,
+            f"auto: a replica needs {format_bytes(min_bytes)}, above {available}; a shard fits ({demand})",
         )
     if (
         demand.model.num_layers is not None
@@ -83,7 +86,7 @@ def choose_strategy(
     if shards_fit:
         return Strategy(
             "fsdp",
-            {},
+            hybrid,
             f"auto: a replica needs {format_bytes(min_bytes)}, above {available}; even shards fit ({demand})",
         )
     micro_batch = f"a micro-batch of {samples} sample{'s' * (samples > 1)}"

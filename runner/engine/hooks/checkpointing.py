@@ -62,7 +62,7 @@ class Checkpointing(Hook):
         run, choice = self.phase.run, self.phase.run.plan.choices["checkpoint"]
         policy, screen = call_option(CHECKPOINTS, choice.function, **choice.options), run.observers.screen
         writer: CheckpointWriter | NoWriter = NoWriter()
-        if run.parts.parallel.saves_parts and not run.parts.world.is_first:
+        if 0 < run.parts.world.rank < run.parts.parallel.num_parts:
             writer = PartWriter(run.directory.checkpoints, check=self._check_finite)
         elif run.parts.world.is_first:
             writer = CheckpointWriter(
@@ -183,7 +183,7 @@ class Checkpointing(Hook):
 
     def _can_hold(self) -> bool:
         """Return whether rank 0 can hold a checkpoint in memory: it has all of the state, and updates follow."""
-        return not self.phase.parts.parallel.saves_parts and self._has_next_update()
+        return self.phase.parts.parallel.num_parts == 1 and self._has_next_update()
 
     def save(self, value: float | None = None) -> str | None:
         """Start writing the state of this update; return None, or why it is not written.
@@ -338,9 +338,9 @@ class Checkpointing(Hook):
         tensors = {"model": parts.parallel.checkpoint_tensors(select_saved_state(parts), copy), **work_tensors}
         tensors |= {name: parts.parallel.checkpoint_tensors(values, copy) for name, values in hook_tensors.items()}
         part = None
-        if parts.parallel.saves_parts:
+        if parts.parallel.num_parts > 1:
             token = parts.world.broadcast(secrets.token_hex(4))
-            part = CheckpointPart(parts.world.rank, parts.world.world_size, token)
+            part = CheckpointPart(parts.world.rank, parts.parallel.num_parts, token)
             if not parts.world.is_first:
                 return Snapshot(phase.number, tensors, state, manifest, part)
         for rank, (generators, _) in enumerate(rank_states):

@@ -1,0 +1,174 @@
+"""Hybrid sharding: groups of ranks that hold a copy each give the results and checkpoints of a single process.
+
+One run of four ranks in two groups is shared by the tests, because starting ranks is expensive.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from runner.base.optimizer_state import export_state, import_state
+from runner.base.world import World
+from runner.distributed.parallel import Parallel
+from runner.distributed.shard_init import DeferredModel
+from runner.distributed.sharded import Sharded
+from runner.durable.checkpoint import Snapshot, checkpoint_path, load, save, save_part
+from runner.durable.checkpoint_parts import CheckpointPart
+from runner.engine.loop import StepInfo
+from runner.plan.planning_rules import why_no_fsdp
+from tests.distributed.ranks import run_ranks
+from tests.distributed.test_deferred_init import Tied, built, deferred
+from tests.distributed.test_sharded import ALONE, Run, listed, sharded
+from tests.rounding import PROMISED, allowed, distance, distance_of_each
+
+pytestmark = pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
+RANKS, SHARES, MICRO, HALF, UPDATES = 4, (11, 8, 9, 4), 5, 2, 4
+in_pairs = partial(sharded, shard_size=2)
+
+
+def run_of(world: World, **options: Any) -> Run:
+    """Return a run in this world; each rank has its own share of an update."""
+    count = world.world_size
+    shares = SHARES if count == RANKS else tuple(32 // count for _ in range(count))
+    return Run(world, shares=shares, micro=MICRO if count == RANKS else 32, **options)
+
+
+def save_parts(folder: Path, run: Run) -> int:
+    """Save a checkpoint in parts; return the bytes that this rank contributes."""
+    tensors, numbers = export_state(run.training.optimizer)
+    parallel, rank = run.parallel, run.world.rank
+    files = {
+        "model": parallel.checkpoint_tensors(run.model.state_dict()),
+        "optimizer": parallel.checkpoint_tensors(tensors),
+    }
+    snapshot = Snapshot(HALF, files, {"numbers": numbers}, {}, CheckpointPart(rank, parallel.num_parts, "0"))
+    if rank < parallel.num_parts:
+        (save_part if rank else save)(folder, snapshot)
+    num_bytes = sum(tensor.nbytes for tensors in files.values() for tensor in tensors.values())
+    held = [*run.model.state_dict().values(), *tensors.values()]
+    assert parallel.checkpoint_bytes(held) == num_bytes
+    return num_bytes
+
+
+def continued(folder: str, strategy: Any, world: World) -> dict[str, Any]:
+    """Resume from the checkpoint in parts, and train to the end."""
+    run = run_of(world, strategy=strategy)
+    checkpoint = load(checkpoint_path(Path(folder), HALF))
+    with torch.no_grad():
+        for tensor in run.model.state_dict().values():
+            tensor.zero_()
+    run.parallel.load(run.model, checkpoint.stored("model"))
+    import_state(run.training.optimizer, checkpoint.stored("optimizer"), checkpoint.state["numbers"])
+    run.training.position.update = HALF
+    run.advance(UPDATES)
+    return run.saved()
+
+
+def begin_on_meta(world: World) -> Any:
+    model, recording = deferred(Tied)
+    parallel = Sharded(world, shard_size=2)
+    parallel.deferred = DeferredModel(recording)
+    parallel.wrap(model, list, list(model.blocks))  # type: ignore[arg-type]
+    return listed(parallel.gather_full(model.state_dict()))
+
+
+def summary(run: Run, steps: list[StepInfo]) -> dict[str, Any]:
+    return {
+        "losses": [float(step.loss_sum) / float(step.items) for step in steps if step.loss_sum is not None],
+        "items": [float(step.items) for step in steps],
+        "norms": [float(step.grad_norm) for step in steps if step.grad_norm is not None],
+        **run.saved(),
+    }
+
+
+def local_values(run: Run) -> list[Any]:
+    tensors: dict[str, Tensor] = dict(run.model.state_dict())
+    return [(tensor.to_local() if isinstance(tensor, DTensor) else tensor).tolist() for tensor in tensors.values()]
+
+
+def everything(folder: str, world: World) -> dict[str, Any]:
+    """Return what the tests look at, on this rank: a run with a checkpoint in its middle, and what resumes from it."""
+    run = run_of(world, strategy=partial(in_pairs, saves_parts=True))
+    steps = run.advance(HALF)
+    result = {"meta": begin_on_meta(world), "half": run.saved(), "bytes": save_parts(Path(folder), run)}
+    steps += run.advance(UPDATES)
+    result |= summary(run, steps) | {"local": local_values(run)}
+    result["continued"] = continued(folder, in_pairs, world)
+    result["continued by all"] = continued(folder, sharded, world)
+    return result
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return str(tmp_path_factory.mktemp("parts"))
+
+
+@pytest.fixture(scope="module")
+def results(folder: str) -> list[dict[str, Any]]:
+    return run_ranks(partial(everything, folder), RANKS)
+
+
+@pytest.fixture(scope="module")
+def alone() -> dict[str, Any]:
+    run = run_of(ALONE)
+    return summary(run, run.advance(UPDATES))
+
+
+def test_groups_of_ranks_do_not_change_the_updates(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
+    """Shares are unequal, and each rank accumulates several micro-batches of its own number."""
+    tolerance = allowed(torch.float64, terms=sum(alone["items"]))
+    for each in results:
+        assert each["items"] == alone["items"]
+        for key in ("losses", "norms"):
+            assert distance(alone[key], each[key]) <= tolerance, key
+    assert distance_of_each(alone["model"], results[0]["model"]) <= tolerance
+
+
+def test_the_groups_hold_the_same_weights_bit_for_bit(results: list[dict[str, Any]]) -> None:
+    assert results[0]["local"] == results[2]["local"]
+    assert results[1]["local"] == results[3]["local"]
+    assert results[0]["local"] != results[1]["local"], "each rank of a group has its own shard"
+
+
+def test_each_row_is_saved_once_and_parts_are_what_rank_0_would_gather(
+    results: list[dict[str, Any]], folder: str
+) -> None:
+    checkpoint = load(checkpoint_path(Path(folder), HALF))
+    for stem in ("model", "optimizer"):
+        assert listed(checkpoint.tensors(stem)) == results[0]["half"][stem]
+    total = sum(tensor.nbytes for stem in checkpoint.stems for tensor in checkpoint.tensors(stem).values())
+    written = [each["bytes"] for each in results]
+    assert sum(written) == total
+    assert written[2:] == [0, 0], "the first group writes"
+
+
+@pytest.mark.parametrize("key", ["continued", "continued by all"])
+def test_a_run_resumes_with_groups_of_another_size(
+    key: str, results: list[dict[str, Any]], alone: dict[str, Any]
+) -> None:
+    assert distance_of_each(alone["model"], results[0][key]["model"]) <= PROMISED[torch.float64]
+    assert distance_of_each(alone["optimizer"], results[0][key]["optimizer"]) <= PROMISED[torch.float64]
+
+
+def single(world: World) -> Parallel:
+    return Parallel(world)
+
+
+def test_a_run_resumes_on_another_number_of_ranks(
+    results: list[dict[str, Any]], alone: dict[str, Any], folder: str
+) -> None:
+    assert results, "the checkpoint was saved"
+    on_two = run_ranks(partial(continued, folder, sharded), 2)[0]
+    for resumed in (continued(folder, single, ALONE), on_two):
+        assert distance_of_each(alone["model"], resumed["model"]) <= PROMISED[torch.float64]
+
+
+def test_weights_that_are_initialized_in_groups_are_those_of_one_process(results: list[dict[str, Any]]) -> None:
+    assert results[0]["meta"] == listed(built(Tied).state_dict())

@@ -1,0 +1,105 @@
+"""parallelism.shard_size: groups of ranks that hold a copy of the model each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+
+from runner.base.errors import ConfigError, Problem
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.launch.training_ranks import options_for_ranks
+from runner.plan.inventory import Cpu, Inventory
+from runner.plan.memory_fit import GIB, MemoryNeeds, RankPart, predict_memory
+from runner.plan.planner import make_plan
+from runner.plan.rank_devices import RankDevice, number_machines, ranks_per_machine
+from runner.plan.run_plan import Plan
+from runner.plan.strategy import choose_strategy
+from tests.plan.test_strategy import model, needs
+
+
+def on_machines(*counts: int, gib: float = 16) -> list[RankDevice]:
+    """Return the devices of machines with these numbers of ranks."""
+    local_ranks = [local_rank for count in counts for local_rank in range(count)]
+    devices = [RankDevice(f"cuda:{index}", "a GPU", "", int(gib * GIB)) for index in local_ranks]
+    return number_machines(devices, local_ranks)
+
+
+def plan_for(ranks: Sequence[RankDevice], shard_size: int | str, needs: MemoryNeeds | None = None) -> Plan:
+    args = ("parallelism=fsdp", f"parallelism.shard_size={shard_size}", "global_batch_size=32", "device=cpu")
+    return make_plan(compose(Request(args)), Inventory((), Cpu("a CPU", 8, 8, 8 * GIB)), ranks, needs)
+
+
+def problems(ranks: Sequence[RankDevice], shard_size: int) -> list[Problem]:
+    with pytest.raises(ConfigError) as caught:
+        plan_for(ranks, shard_size)
+    return list(caught.value.problems)
+
+
+@pytest.mark.parametrize(
+    ("local_ranks", "expected"),
+    [([0], (1,)), ([0, 1, 2], (3,)), ([0, 1, 0, 1], (2, 2)), ([0, 1, 0], (2, 1)), ([0, 0, 0], (1, 1, 1))],
+)
+def test_machines_are_recognized_by_the_numbers_of_their_ranks(
+    local_ranks: list[int], expected: tuple[int, ...]
+) -> None:
+    assert ranks_per_machine(number_machines([RankDevice("cpu", "CPU")] * len(local_ranks), local_ranks)) == expected
+
+
+@pytest.mark.parametrize(
+    ("counts", "expected"),
+    [((4,), "all"), ((4, 4), 4), ((2, 2, 2), 2), ((4, 2), "all"), ((1, 1), "all"), ((1,), "all")],
+)
+def test_auto_is_the_ranks_of_a_machine_if_there_are_several_equal_ones(
+    counts: tuple[int, ...], expected: int | str
+) -> None:
+    made = plan_for(on_machines(*counts), "auto")
+    assert made.choices["parallelism"].options["shard_size"] == expected
+    assert made.reasons["parallelism.shard_size"].startswith("auto: ")
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(16, 4), (10, "all")])
+def test_auto_shards_over_all_ranks_if_a_shard_of_one_machine_does_not_fit(gib: float, expected: int | str) -> None:
+    made = plan_for(on_machines(4, 4, gib=gib), "auto", needs(model(24)))
+    assert made.choices["parallelism"].options["shard_size"] == expected
+
+
+def test_parallelism_auto_keeps_shards_within_equal_machines() -> None:
+    assert choose_strategy(needs(model(20)), on_machines(2, 2), 32, None).options == {"shard_size": "auto"}
+    assert choose_strategy(needs(model(20)), on_machines(4), 32, None).options == {}
+
+
+@pytest.mark.parametrize("shard_size", [1, 3, 8])
+def test_a_shard_size_that_does_not_divide_the_ranks_is_refused(shard_size: int) -> None:
+    (problem,) = problems(on_machines(4), shard_size)
+    assert problem.where == f"parallelism.shard_size={shard_size}"
+    assert "2, 4" in problem.fix
+
+
+@pytest.mark.parametrize(
+    ("counts", "shard_size", "is_noted"), [((4, 4), 2, False), ((2, 2), 4, False), ((3, 3), 2, True), ((4, 2), 2, True)]
+)
+def test_groups_that_share_a_machine_and_extend_to_the_next_are_noted(
+    counts: tuple[int, ...], shard_size: int, is_noted: bool
+) -> None:
+    notes = plan_for(on_machines(*counts), shard_size).notes
+    assert any("parallelism.shard_size" in note for note in notes) == is_noted
+
+
+def test_one_process_ignores_the_shard_size() -> None:
+    assert plan_for(on_machines(1), 4).world_size == 1
+
+
+def test_the_memory_of_a_rank_is_that_of_a_shard_of_its_group() -> None:
+    need, rank = model(20), on_machines(8)[0]
+    in_pairs, of_two = (
+        predict_memory(need, 2, rank, part) for part in (RankPart("fsdp", 8, shard_size=2), RankPart("fsdp", 2))
+    )
+    assert in_pairs.parts == of_two.parts
+    assert in_pairs.total > predict_memory(need, 2, rank, RankPart("fsdp", 8)).total
+
+
+@pytest.mark.parametrize(("kept", "expected"), [([0, 1, 2], "all"), ([0, 3], 2), ([1], 2)])
+def test_a_run_that_lost_ranks_keeps_its_groups_if_the_others_fill_them(kept: list[int], expected: int | str) -> None:
+    assert options_for_ranks({"shard_size": 2}, kept, 4)["shard_size"] == expected
