@@ -150,8 +150,8 @@ def format_sum(shares: Sequence[int]) -> str:
 
 def format_lines(rows: Sequence[RankShare]) -> list[str]:
     """Format the table as plain text with aligned columns: a header, then one line per rank."""
-    heading = ("rank", "device", "memory", "share", "percent", "micro-batch", "micro-batches")
-    return format_table([heading, *(_format_cells(row) for row in rows)], "><>>>><")
+    heading = ("rank", "share", "micro-batches", "memory", "device")
+    return format_table([heading, *(_format_cells(row) for row in rows)], ">><><")
 
 
 def format_shares(shares: Sequence[int]) -> str:
@@ -211,5 +211,4 @@ def _format_term(run: Sequence[RankShare]) -> str:
 
 def _format_cells(row: RankShare) -> tuple[str, ...]:
     memory = "unknown" if row.memory_bytes is None else f"{row.memory_bytes / GIB:.1f} GiB"
-    micro = str(row.micro_batch_size)
-    return str(row.rank), row.device, memory, str(row.share), f"{row.percent:.1f} %", micro, row.product
+    return str(row.rank), f"{row.share} ({row.percent:.0f}%)", row.product, memory, row.device

@@ -153,7 +153,7 @@ def format_table(
         is_title = len(row) < len(rows[0])
         cells = [row[0]] if is_title else [f"{row[at]:{sides[at]}{width}}" for at, width in widths.items()]
         lines.append(f"{indent}{'  '.join(cells)}".rstrip())
-    return [*lines, f"(no room for {', '.join(dropped)})"] if dropped else lines
+    return [*lines, f"(not shown, the terminal is too narrow: {', '.join(dropped)})"] if dropped else lines
 
 
 def terminal_width(stream: IO[str] | None = None) -> int:

@@ -128,7 +128,7 @@ def read_sweep_row(path: Path) -> RunRow:
     sweep = Sweep.read(path)
     results = sweep.results()
     best = find_best(results, sweep.goal)
-    num_finished = sum(result.state in ("done", "failed") for result in results)
+    num_finished = sum(result.state in ("finished", "failed") for result in results)
     try:
         written = (path / SWEEP).stat().st_mtime
     except OSError:

@@ -11,7 +11,7 @@ from runner.config.aliases import suggestion_for_argument, suggestion_for_option
 from runner.config.guarded_yaml import MAX_DEPTH, refuse_calls
 from runner.config.options import GROUPS, all_keys, canonical_option, list_all_options, list_options
 from runner.config.request import Request, format_value, override_key, plain_override_key
-from runner.config.schema import MAX_SHOWN, did_you_mean
+from runner.config.schema import MAX_SHOWN, did_you_mean, find_nearest
 from runner.config.suggestions import (
     LIST_KEYS_HINT,
     MAX_HINTS,
@@ -142,6 +142,8 @@ def _read_assignments(request: Request, problems: list[Problem]) -> Iterator[str
                 value = pending.pop(0)
                 argument = f"{argument} {value}"
             what, fix = "unknown option; settings have the form key=value", suggest(key, value)
+            if find_nearest(key, ["help"]):
+                fix = "did you mean --help?"
             if key in ("m", "multirun"):
                 what, fix = "unknown option here", "accel-run train -m runs each of several values; search needs no -m"
             problems.append(Problem(what, argument, fix))

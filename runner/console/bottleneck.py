@@ -77,9 +77,17 @@ def format_time_table(parts_s: Seconds, total_s: float, updates: int = 0) -> lis
     lines += [("other", other_s)] if other_s >= SHOWN_SHARE * total_s else []
     rows = []
     for part, spent in lines:
-        per_update = "" if part in ONE_TIME_PARTS or not updates else f"{1e3 * spent / updates:,.3f} ms per update"
-        rows.append((part.replace("_", " "), f"{spent / total_s:.1%}", f"{spent:,.2f} s", per_update))
+        per_update = (
+            "" if part in ONE_TIME_PARTS or not updates else f"{_format_ms(1e3 * spent / updates)} ms per update"
+        )
+        seconds = f"{spent:,.2f} s" if total_s < 1000 else f"{spent:,.0f} s"
+        rows.append((part.replace("_", " "), f"{spent / total_s:.1%}", seconds, per_update))
     return format_table(rows, "<>")
+
+
+def _format_ms(milliseconds: float) -> str:
+    """Format milliseconds with three significant digits, and all digits above 1000."""
+    return f"{milliseconds:,.0f}" if milliseconds >= 100 else f"{milliseconds:.3g}"
 
 
 def _sum_by_kind(parts_s: Seconds, total_s: float) -> dict[str, float]:

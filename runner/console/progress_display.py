@@ -232,7 +232,7 @@ class TerminalConsole(Console):
 def _format_figure(name: str, value: float) -> tuple[str, int]:
     """Return a figure as text, and its rank: higher ranks are dropped first on a narrow terminal."""
     if name not in FIGURES:
-        return f"{name} {value:.4g}", 8
+        return f"{name} {value:.4g}", 9
     pattern, rank = FIGURES[name]
     return pattern.format(value), rank
 
@@ -258,7 +258,8 @@ def _replace_unencodable(text: str, encoding: str | None) -> str:
 FIGURES: Mapping[str, tuple[str, int]] = {
     "loss": ("loss {:.4g}", 2),
     "lr": ("lr {:.2e}", 4),
-    "grad_norm": ("norm {:.3g}", 7),
-    "memory_gib": ("mem {:.1f}GiB", 6),
-    "data_wait": ("data {:.0%}", 5),
+    "grad_norm": ("norm {:.3g}", 8),
+    "memory_gib": ("mem {:.1f} GiB", 7),
+    "items_per_s": ("{:,.0f} items/s", 5),
+    "data_wait": ("data {:.0%}", 6),
 }

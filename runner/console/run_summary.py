@@ -105,7 +105,7 @@ class LearnedMetrics:
 class EndOfRun:
     """Facts known after the last update. None means unknown, and is omitted, never shown as 0.
 
-    outcome          "done", "saved to be continued", "stopped by an error"
+    outcome          "finished", "saved (SIGINT)", "stopped (early)"
     memory           device -> GiB
     places           kind of file -> path
     next_commands    commands to paste
@@ -155,7 +155,7 @@ def format_end(end: EndOfRun, *, ascii_only: bool = False) -> str:
     rows = [
         (end.outcome, f"{progress} in {format_duration(times.total_s)}{throughput}"),
         *_label_rows("phase", end.phases),
-        *_label_rows("loss", () if learned.loss is None else (f"{learned.loss:.4g}",)),
+        *_label_rows("train loss", () if learned.loss is None else (f"{learned.loss:.4g}",)),
         *_label_rows(
             "validation", (_format_metric(name, value, learned.baselines) for name, value in learned.metrics.items())
         ),
@@ -183,7 +183,7 @@ def _format_disabled(techniques: Iterable[TechniqueLine]) -> list[str]:
     """Return one line with the techniques that are off, those with the same reason together; none without any."""
     by_reason: dict[str, list[str]] = {}
     for technique in techniques:
-        by_reason.setdefault(technique.why, []).append(technique.name.removesuffix(" none"))
+        by_reason.setdefault(technique.why, []).append(technique.name.removesuffix(" none").removesuffix(" default"))
     groups = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
     return ["; ".join(groups)] if groups else []
 

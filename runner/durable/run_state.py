@@ -50,7 +50,7 @@ def derive_state(record: RunRecord) -> RunState:
     sentences: dict[StateName, str] = {
         "running": "running",
         "killed": f"killed; resume it with: {_resume_command(record)}",
-        "finished": "done",
+        "finished": "finished",
         "submitted": "submitted to a scheduler; see the state of its trials",
         "preempted": f"saved and stopped; resume it with: {_resume_command(record)}",
         "interrupted": "stopped before its first checkpoint; the same command starts at update 0",

@@ -99,7 +99,7 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
         EndOfRun(
             outcome=f"{'saved' if outcome.is_saved else 'stopped'} ({outcome.stopped_by})"
             if outcome.stopped_by
-            else "done",
+            else "finished",
             update=outcome.update,
             total_updates=last.total,
             time=TimeSpent(
@@ -139,7 +139,7 @@ def _next_commands(screen: Screen, plan: Plan, outcome: Outcome) -> list[str]:
         return [f"accel-run resume run={screen.directory.name}{root}   (resumes where it stopped)"]
     return [
         f"accel-run inference run={screen.directory.name}{root}",
-        f"accel-run status run={screen.directory.name}{root}",
+        f"accel-run report run={screen.directory.name}{root}",
     ]
 
 
@@ -199,7 +199,7 @@ _OFF_OPTIONS: Mapping[str, tuple[str, ...]] = {
     "optimizer": (),
     "dataloader": (),
     "attention": (),
-    "backend": (),
+    "backend": ("default",),
     "prefetch": ("none",),
     "compile": ("off",),
     "memory": ("none",),

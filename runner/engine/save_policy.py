@@ -10,6 +10,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from runner.base.text import format_bytes
 from runner.base.values import Every, MirrorURL, NonNegative, Positive, PositiveInt
 from runner.durable.checkpoint_choice import Ranking
 from runner.durable.checkpoint_writer import SavedCheckpoint
@@ -177,8 +178,7 @@ class SaveCost:
         text = f"{saves} paused training for {self.held_s:.2f} s in total (overhead {share:.2%})"
         if self.last is None:
             return text
-        size, seconds = self.last.nbytes / 1e6, self.last.write_s
-        return f"{text}; the last one ({size:,.1f} MB) took {seconds:.2f} s to write"
+        return f"{text}; the last one ({format_bytes(self.last.nbytes)}) took {self.last.write_s:.2f} s to write"
 
     def has_budget(self) -> bool:
         """Return True if one more save keeps the total cost within its limit.

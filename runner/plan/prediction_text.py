@@ -60,7 +60,7 @@ def format_prediction(
     """
     if not plan.memory:
         why = needs.why_not or "no phase trains"
-        return _wrap("memory", f"not predicted: {why}; accel-run plan --probe measures it here")
+        return _wrap("memory", f"not predicted: {why}; the summary of a run shows its peak")
     lines: list[str] = []
     phases = [phase for phase in plan.selected if phase.name in needs.demands]
     for phase in phases:
@@ -167,9 +167,7 @@ def _format_time(plan: Plan, phase: PhasePlan, demand: Demand, peaks: Mapping[st
     estimate = estimate_phase_time(plan, phase, demand, peaks)
     if estimate is None:
         unknown = next((rank.name for rank in plan.ranks if not _peaks(peaks, rank.name).is_known), "")
-        return _wrap(
-            "update time", f"not estimated: no hardware profile lists {unknown}; accel-run plan --probe measures it"
-        )
+        return _wrap("update time", f"not estimated: no hardware profile lists {unknown}")
     rate = phase.batch.global_batch_size / estimate.middle
     return _wrap("update time", f"about {estimate}, {rate:,.3g} samples/s (estimate: {estimate.how})")
 

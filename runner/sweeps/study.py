@@ -186,7 +186,7 @@ class _StudySource:
     def ended(self, result: Result) -> None:
         if result.state in OPEN:
             return
-        if result.state == "done" and result.last is None:
+        if result.state == "finished" and result.last is None:
             raise _missing_metric_error(result, self._sweep.goal)
         self._study.report_value(result.trial, result.value)
 

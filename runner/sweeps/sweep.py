@@ -217,7 +217,7 @@ def run_trials(
             sweep.save(directory, "running")
             result = sweep.result(trial)
             info(f"[{trial.number}/{source.total}] {trial.name}  {format_result(result, sweep.goal)}")
-            if sweep.record.kind == "sweep" and result.state == "done" and result.last is None and result.metrics:
+            if sweep.record.kind == "sweep" and result.state == "finished" and result.last is None and result.metrics:
                 console.warn_once(explain_missing_metric([result], sweep.goal))
             source.ended(result)
         is_stopped = pool.is_stopped

@@ -31,7 +31,7 @@ from runner.records.sweep_record import Goal, SweepRecord, TrialRecord
 
 TABLE = "results.csv"
 BEST = "<- best"
-State = Literal["waiting", "running", "stopped", "failed", "submitted", "done"]
+State = Literal["waiting", "running", "stopped", "failed", "submitted", "finished"]
 STOPPED = (Exit.PREEMPTED, Exit.INTERRUPTED)  # the same command resumes the trial; any other code is a failure
 
 
@@ -80,7 +80,7 @@ class Result:
     @property
     def value(self) -> float | None:
         """Return the value used for comparison, None if unfinished or not finite."""
-        return self.last if self.state == "done" and self.last is not None and math.isfinite(self.last) else None
+        return self.last if self.state == "finished" and self.last is not None and math.isfinite(self.last) else None
 
 
 @dataclass
@@ -137,7 +137,7 @@ class Sweep:
         """
         if trial.number not in self._final_results:
             found = self._read(trial)
-            if found.state not in ("done", "failed") or trial.number not in self.codes:  # it may be retried now
+            if found.state not in ("finished", "failed") or trial.number not in self.codes:  # it may be retried now
                 return found
             self._final_results[trial.number] = found
         return self._final_results[trial.number]
@@ -208,7 +208,7 @@ def find_best(results: Sequence[Result], goal: Goal) -> Result | None:
 
 
 def count_states(results: Sequence[Result]) -> str:
-    """Return the number of trials by state: `3 done, 1 failed`."""
+    """Return the number of trials by state: `3 finished, 1 failed`."""
     states = [result.state for result in results]
     return ", ".join(f"{states.count(state)} {state}" for state in _ORDER if state in states) or "no trials"
 
@@ -294,7 +294,7 @@ def is_launcher_override(override: str) -> bool:
 def _state(word: str, code: int | None, job: str | None) -> State:
     """Return the state of a trial from that of its run ("" without a run), its last exit code and its SLURM job."""
     if word == "finished":
-        return "done"
+        return "finished"
     if word == "running" and (code is None or job is None):  # else the job was killed on another machine
         return "running"
     if job is not None and code is None:  # it waits in the queue, perhaps to resume the run
@@ -322,5 +322,5 @@ def _shorten(text: str) -> str:
     return text if len(text) <= 8 else f"{number:.4g}"
 
 
-_ORDER: tuple[State, ...] = ("done", "running", "submitted", "stopped", "failed", "waiting")
+_ORDER: tuple[State, ...] = ("finished", "running", "submitted", "stopped", "failed", "waiting")
 _MAX_CELL_WIDTH = 32

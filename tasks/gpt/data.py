@@ -352,8 +352,8 @@ def _texts(path: Path) -> Iterator[str]:
 BLOCK_LINES = 5
 FORMAT_VERSION = 2  # of the prepared files; increase it when their content changes
 FORMATS = (
-    "data.path takes a UTF-8 text file, a folder of them, or a folder with train.bin and val.bin: "
-    "tokens as uint16, nothing else, as nanoGPT writes them"
+    "data.path must be a UTF-8 text file, a folder of such files, or a folder with train.bin and val.bin, "
+    "which contain uint16 tokens in nanoGPT's format"
 )
 EXCLUDED_FOLDERS = frozenset(
     {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__", "encodings", "lib2to3"}

@@ -162,7 +162,7 @@ def test_a_training_needs_no_standard_streams(tmp_path: Path) -> None:
     done = subprocess.run(["bash", "-c", line, sys.executable, *args], cwd=tmp_path, env=ENVIRONMENT, check=False)
     assert done.returncode == 0
     assert json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())["state"] == "done"
-    assert "done" in (tmp_path / "outputs" / "mine" / "console.log").read_text()
+    assert "finished" in (tmp_path / "outputs" / "mine" / "console.log").read_text()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")

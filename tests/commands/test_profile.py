@@ -153,7 +153,7 @@ def test_a_profiled_run_is_stored_beside_the_others_and_saves_no_checkpoint(serv
     ]
     assert not list((tmp_path / "outputs" / "profiles" / "p" / "checkpoints").glob("update-*"))
     status = server.run(["status"], tmp_path)
-    assert "p: done   (outputs/p)" in status.out
+    assert "p: finished   (outputs/p)" in status.out
 
 
 def test_ctrl_c_writes_a_partial_profile(server: ForkServer, tmp_path: Path) -> None:

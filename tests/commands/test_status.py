@@ -104,7 +104,7 @@ def test_an_error_is_shown_until_the_run_succeeds(
     assert not status(capsys, "broken")[-2].endswith("(exit 70)"), "the later attempt was killed, and this is shown"
     assert server.run([*BASE, "run=broken", "task.fail_at=50"], folder, env={"NO_KILL": "1"}).code == 0
     lines = status(capsys, "broken")
-    assert lines[0].startswith("broken: done ")
+    assert lines[0].startswith("broken: finished ")
     assert not any("last error" in line for line in lines)
     assert not (folder / "outputs" / "broken" / "error.json").exists()
 
@@ -178,7 +178,7 @@ def test_a_run_is_found_by_its_path(
 ) -> None:
     def place(*args: str) -> str:
         line = status(capsys, *args)[0]
-        assert line.startswith("finished: done ")
+        assert line.startswith("finished: finished ")
         return line.partition("(")[2].rstrip(")")
 
     assert place("outputs/finished") == "outputs/finished"

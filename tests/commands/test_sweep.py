@@ -75,9 +75,9 @@ def test_every_combination_trains_in_a_subfolder_of_the_sweep(swept: Swept) -> N
 
 def test_a_failed_trial_does_not_stop_the_sweep_and_sets_its_exit_code(swept: Swept) -> None:
     assert swept.first.code == swept.unasked.code == 70
-    assert [row[3] for row in rows(swept.first.out)] == ["failed (70)", "done", "done", "done"]
+    assert [row[3] for row in rows(swept.first.out)] == ["failed (70)", "finished", "finished", "finished"]
     assert swept.first.err.count("raised KeyError: 'points'") == 1
-    assert "3 done, 1 failed" in swept.first.out
+    assert "3 finished, 1 failed" in swept.first.out
 
 
 def test_the_table_has_overrides_state_and_metrics_and_marks_the_best(swept: Swept) -> None:
@@ -86,7 +86,7 @@ def test_the_table_has_overrides_state_and_metrics_and_marks_the_best(swept: Swe
     messages = rows(swept.again.out)
     assert [row[0] for row in messages] == list(losses)
     for row in messages:
-        assert row[3:6] == ["done", f"{losses[row[0]]:.5g}", f"{losses[row[0]]:.5g}"]
+        assert row[3:6] == ["finished", f"{losses[row[0]]:.5g}", f"{losses[row[0]]:.5g}"]
         assert (row[-1] == "<- best") == (row[0] == best)
     with (swept.folder / "outputs" / "mine" / "results.csv").open() as file:
         table = list(csv.DictReader(file))
@@ -115,11 +115,11 @@ def test_a_trial_prints_everything_on_request(server: ForkServer, tmp_path: Path
 
 def test_the_same_command_repeats_no_trial_and_retries_failures_on_request(swept: Swept) -> None:
     assert not [line for line in swept.unasked.out.splitlines() if line.startswith("[")]
-    assert [row[3] for row in rows(swept.unasked.out)] == ["failed (70)", "done", "done", "done"]
+    assert [row[3] for row in rows(swept.unasked.out)] == ["failed (70)", "finished", "finished", "finished"]
     assert swept.again.code == 0, swept.again.err
     begins, ends = [line.split("  ") for line in swept.again.out.splitlines() if line.startswith("[")]
     assert (begins[0], begins[1].split()) == ("[1/4] mine-1", ["task.fail_at=15", "updates=20"])
-    assert ends[:2] == ["[1/4] mine-1", "done"]
+    assert ends[:2] == ["[1/4] mine-1", "finished"]
     assert re.fullmatch(r"val/loss [\d.e-]+", ends[2])
     pids = [record(swept.folder, f"mine-{number}")["pid"] for number in (1, 2, 3, 4)]
     assert [new == old for new, old in zip(pids, swept.pids, strict=True)] == [False, True, True, True]

@@ -73,7 +73,7 @@ def test_a_progress_line_shows_the_throughput_of_a_row(screen: str, folder: Path
 
 
 def test_the_end_summary_shows_the_throughput_of_the_run(known: float, screen: str) -> None:
-    (line,) = [line for line in screen.splitlines() if line.startswith("done ")]
+    (line,) = [line for line in screen.splitlines() if line.startswith("finished ")]
     assert re.search(r"([\d.,]+) \w+s/s", line)[1] == format_rate(known)  # type: ignore[index]
 
 

@@ -55,6 +55,10 @@ accel-run: version: unknown command
 accel-run: help: is not a setting; settings have the form key=value
            use accel-run train --help
 """,
+    "train --hlep": """\
+accel-run: --hlep: unknown option; settings have the form key=value
+           did you mean --help?
+""",
     "train t4": """\
 accel-run: t4: is not a setting; settings have the form key=value
            use +hardware=t4
@@ -106,7 +110,7 @@ accel-run: 2 problems
      use parallelism=ddp parallelism.world_size=2, or device=cuda:0 for one of them
 """,
     "train device=gpu:0": """\
-accel-run: device=gpu:0: must be auto, cpu, cuda, cuda:N or mps, but is "gpu:0"
+accel-run: device=gpu:0: must be auto, cpu, cuda, cuda:N, mps or xpu, but is "gpu:0"
            use device=cuda:0
 """,
     "train resume=last": """\
@@ -282,7 +286,7 @@ accel-run: checkpoint.every=5days: must be an integer of at least 1 or 200update
            use checkpoint.every=auto, the default
 """,
     "train device=gpu": """\
-accel-run: device=gpu: must be auto, cpu, cuda, cuda:N or mps, but is "gpu"
+accel-run: device=gpu: must be auto, cpu, cuda, cuda:N, mps or xpu, but is "gpu"
            use device=cuda
 """,
     "train updates=10 epochs=2": """\

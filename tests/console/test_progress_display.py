@@ -17,7 +17,14 @@ import pytest
 from runner.console.progress_display import Bar, ProgressDisplay, ProgressLines, make_progress
 
 MONITOR = "GPU: 8.2/16.0GB (51%) | Util: 85% | CPU: 45.3% | RAM: 67.2%"
-VALUES = {"train/loss": 2.345, "lr": 3e-4, "train/grad_norm": 1.25, "memory_gib": 8.21, "data_wait": 0.031}
+VALUES = {
+    "train/loss": 2.345,
+    "lr": 3e-4,
+    "train/grad_norm": 1.25,
+    "memory_gib": 8.21,
+    "data_wait": 0.031,
+    "items_per_s": 43457.1,
+}
 
 
 class Clock:

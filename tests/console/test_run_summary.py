@@ -39,7 +39,7 @@ START = StartOfRun(
 )
 
 END = EndOfRun(
-    outcome="done",
+    outcome="finished",
     update=1000,
     total_updates=1000,
     learned=LearnedMetrics(1.23456, {"val/loss": 1.5, "val/accuracy": 0.75}, {"val/loss": 4.17}),

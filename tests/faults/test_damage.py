@@ -266,7 +266,7 @@ def test_a_run_resumes_even_if_other_files_are_damaged(
         assert all(torch.equal(ours[name], theirs[name]) for name in theirs), how
         if "metrics.jsonl" not in how:
             assert metric_rows(run) == metric_rows(whole), how
-        assert server.run(["status", "mine"], tmp_path).out.startswith("mine: done"), how
+        assert server.run(["status", "mine"], tmp_path).out.startswith("mine: finished"), how
         tally.tried += 1
 
 

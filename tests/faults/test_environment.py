@@ -551,7 +551,7 @@ def test_a_folder_of_any_name_can_have_runs(name: str, server: ForkServer, tmp_p
     assert "is finished" in again.out, again.err
     shown = server.run(["status", "mine", args[-2]], tmp_path, env)
     assert (shown.code, shown.err) == (0, "")
-    assert "mine: done" in shown.out
+    assert "mine: finished" in shown.out
     tally.tried += 1
 
 

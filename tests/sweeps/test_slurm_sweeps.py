@@ -51,10 +51,10 @@ def test_a_grid_is_an_array_whose_table_is_that_of_a_local_sweep(
     assert arrays(cluster) == ["1-4%2"]
     assert "#SBATCH --time=30\n" in (cluster / "script").read_text()
     assert table(cluster, "name", "optimizer.lr", "task.hidden", "state", "exit_code", "val/loss", "is_best") == [
-        ("mine-1", "0.001", "8", "done", "0", "0.1", "1"),
-        ("mine-2", "0.001", "16", "done", "0", "0.2", "0"),
-        ("mine-3", "0.01", "8", "done", "0", "0.3", "0"),
-        ("mine-4", "0.01", "16", "done", "0", "0.4", "0"),
+        ("mine-1", "0.001", "8", "finished", "0", "0.1", "1"),
+        ("mine-2", "0.001", "16", "finished", "0", "0.2", "0"),
+        ("mine-3", "0.01", "8", "finished", "0", "0.3", "0"),
+        ("mine-4", "0.01", "16", "finished", "0", "0.4", "0"),
     ]
     out = capsys.readouterr().out
     assert [line[:5] for line in out.splitlines() if line.startswith("[")][:4] == [f"[{n}/4]" for n in (1, 2, 3, 4)]
@@ -67,14 +67,14 @@ def test_failures_have_the_exit_codes_of_a_local_sweep_and_are_retried_on_reques
 ) -> None:
     command = ["train", "-m", "task.act=good,fail,killed", *TASK]
     assert main(command) == 70
-    assert states(cluster) == [("done", "0"), ("failed", "70"), ("failed", "137")]
+    assert states(cluster) == [("finished", "0"), ("failed", "70"), ("failed", "137")]
     assert "slurm/42_2_0_log.out" in capsys.readouterr().err
     assert main(command) == 70
     assert arrays(cluster) == ["1-3"]
     monkeypatch.setenv("MENDED", "1")
     assert main([*command, "retry=true"]) == 137
     assert arrays(cluster) == ["1-3", "2-3"]
-    assert states(cluster) == [("done", "0"), ("done", "0"), ("failed", "137")]
+    assert states(cluster) == [("finished", "0"), ("finished", "0"), ("failed", "137")]
 
 
 def test_a_canceled_job_is_stopped_alone_and_submitted_again_by_the_same_command(cluster: Path) -> None:
@@ -83,11 +83,11 @@ def test_a_canceled_job_is_stopped_alone_and_submitted_again_by_the_same_command
     (cluster / "cancel").write_text("42_2")
     (cluster / "unreachable").touch()
     assert main(SEEDS) == 75
-    assert states(cluster) == [("done", "0"), ("waiting", "75"), ("done", "0")]
+    assert states(cluster) == [("finished", "0"), ("waiting", "75"), ("finished", "0")]
     (cluster / "cancel").unlink()
     assert main(SEEDS) == 0
     assert arrays(cluster) == ["1-3", "2"]
-    assert states(cluster) == [("done", "0")] * 3
+    assert states(cluster) == [("finished", "0")] * 3
 
 
 @pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "killed before it was recorded"])
@@ -109,7 +109,7 @@ def test_an_interrupted_command_leaves_its_jobs_which_the_same_command_follows(
     (cluster / "release").touch()
     assert main(SEEDS) == 0
     assert arrays(cluster) == ["1-3"]
-    assert states(cluster) == [("done", "0")] * 3
+    assert states(cluster) == [("finished", "0")] * 3
 
 
 def test_trials_that_ended_while_nobody_followed_are_not_repeated(cluster: Path) -> None:
@@ -120,7 +120,7 @@ def test_trials_that_ended_while_nobody_followed_are_not_repeated(cluster: Path)
     for name in ("held", "interrupt"):
         (cluster / name).unlink()
     wait_until(lambda: not list((cluster / "queue").iterdir()), "the end of the jobs")
-    assert [result.state for result in Sweep.read(cluster / "outputs" / "mine").results()] == ["done", "failed"]
+    assert [result.state for result in Sweep.read(cluster / "outputs" / "mine").results()] == ["finished", "failed"]
     assert main(command) == 70
     assert arrays(cluster) == ["1-2"]
 
@@ -131,7 +131,7 @@ def test_a_search_submits_as_many_trials_as_may_run_and_learns_their_results(clu
     assert main([*search, "trials=2"]) == 0
     assert main([*search, "trials=5", "together=2"]) == 0
     assert arrays(cluster) == ["1", "2", "3-4", "5"]
-    assert table(cluster, "state", "val/loss") == [("done", f"0.{number}") for number in range(1, 6)]
+    assert table(cluster, "state", "val/loss") == [("finished", f"0.{number}") for number in range(1, 6)]
     journal = (cluster / "outputs" / "mine" / "optuna.journal").read_text()
     reported = [entry["values"] for line in journal.splitlines() if (entry := json.loads(line)).get("values")]
     assert sorted(reported) == [[0.1], [0.2], [0.3], [0.4], [0.5]]
@@ -140,7 +140,7 @@ def test_a_search_submits_as_many_trials_as_may_run_and_learns_their_results(clu
 def test_trials_with_different_resources_are_in_different_arrays(cluster: Path) -> None:
     assert main(["train", "-m", "launcher.time_min=30,60", "seed=1,2", *TASK]) == 0
     assert arrays(cluster) == ["1-2", "3-4"]
-    assert states(cluster) == [("done", "0")] * 4
+    assert states(cluster) == [("finished", "0")] * 4
 
 
 def test_problems_of_a_submission_are_reported_before_a_folder_is_created(

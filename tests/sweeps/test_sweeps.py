@@ -160,13 +160,13 @@ def test_trials_that_fail_in_every_way_do_not_stop_the_rest(server: ForkServer, 
     assert code == 70, err
     stored = {row["task.act"]: (row["state"], row["exit_code"], row["is_best"]) for row in rows(tmp_path)}
     assert stored == {
-        "fail": ("failed", "70", "0"), "killed": ("failed", "137", "0"), "bad": ("done", "0", "0"),
-        "other": ("done", "0", "0"), "good": ("done", "0", "1"),
+        "fail": ("failed", "70", "0"), "killed": ("failed", "137", "0"), "bad": ("finished", "0", "0"),
+        "other": ("finished", "0", "0"), "good": ("finished", "0", "1"),
     }  # fmt: skip
     code, out, err = run(server, [*args, "retry=true"], tmp_path, MENDED="1")
     assert [line[:5] for line in out.splitlines() if line.startswith("[")] == ["[1/5]", "[1/5]", "[2/5]", "[2/5]"], err
     assert record(tmp_path, 1)["began"] == [0, 1], "it resumes where it failed"
-    assert [row["state"] for row in rows(tmp_path)][:2] == ["done", "failed"]
+    assert [row["state"] for row in rows(tmp_path)][:2] == ["finished", "failed"]
 
 
 def test_changed_common_settings_are_reported_on_resume(server: ForkServer, tmp_path: Path) -> None:
@@ -276,10 +276,10 @@ def test_without_optuna_the_install_command_is_shown(tmp_path: Path) -> None:
 def test_the_best_trial_is_finished_and_the_first_of_equals() -> None:
     results = [
         Result(Trial(1, "a-1", ()), "failed", 70, 0.1),
-        Result(Trial(2, "a-2", ()), "done", 0, float("nan")),
-        Result(Trial(3, "a-3", ()), "done", 0, 2.0),
-        Result(Trial(4, "a-4", ()), "done", 0, 2.0),
-        Result(Trial(5, "a-5", ()), "done", 0, 3.0),
+        Result(Trial(2, "a-2", ()), "finished", 0, float("nan")),
+        Result(Trial(3, "a-3", ()), "finished", 0, 2.0),
+        Result(Trial(4, "a-4", ()), "finished", 0, 2.0),
+        Result(Trial(5, "a-5", ()), "finished", 0, 3.0),
     ]
     assert find_best(results, Goal()) is results[2]
     assert find_best(results, Goal(best_is="max")) is results[4]

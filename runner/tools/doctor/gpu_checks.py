@@ -36,7 +36,7 @@ def processes(context: CheckContext) -> Iterator[CheckResult]:
     """Other processes on each GPU."""
     with open_driver() as nvml:
         if not nvml.gpus:
-            yield skip("", "no GPU answers")
+            yield skip("", "no GPU")
         for gpu in iter_instances(nvml.gpus):
             found = nvml.processes(gpu)
             name = f"GPU {gpu.index}" if gpu in nvml.gpus else gpu.uuid
@@ -88,7 +88,7 @@ def numbering(context: CheckContext) -> Iterator[CheckResult]:
     """GPU indices in CUDA and NVML, by UUID."""
     with open_driver() as nvml:
         if not nvml.gpus:
-            yield skip("", "no GPU answers")
+            yield skip("", "no GPU")
             return
         seen = [device for device in context.required_inventory.devices if device.kind == "cuda" and device.usable]
         pairs = [(device, nvml.find(device.uuid)) for device in seen if device.uuid]

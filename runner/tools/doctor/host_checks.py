@@ -47,7 +47,7 @@ def threads(context: CheckContext) -> Iterator[CheckResult]:
 
     cpu, num_threads = context.required_inventory.cpu, torch.get_num_threads()
     set_by = next((f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if os.environ.get(name)), "")
-    seen = f"torch computes with {num_threads} threads, {cpu.logical_cores} may be used"
+    seen = f"torch computes with {num_threads} of {cpu.logical_cores} available threads"
     seen += f" ({set_by})" if set_by else ""
     if num_threads > cpu.logical_cores:
         yield warn("", seen, f"export OMP_NUM_THREADS={cpu.logical_cores}", figures={"threads": num_threads})
@@ -122,7 +122,7 @@ def _open_files(needed: int) -> CheckResult:
             "find the processes that use them: lsof",
         )
     if soft >= needed:
-        return ok("open files", f"ulimit -n is {soft:,}, {needed:,} of which were opened", open_files=soft)
+        return ok("open files", f"ulimit -n is {soft:,}; opening {needed:,} files succeeded", open_files=soft)
     can_raise = hard == resource.RLIM_INFINITY or hard >= needed
     allow = "the hard limit too: /etc/security/limits.conf, or docker run --ulimit nofile=65536"
     fix = f"ulimit -n {max(needed, min(65536, hard) if hard > 0 else 65536)}" if can_raise else allow

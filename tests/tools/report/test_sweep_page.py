@@ -100,10 +100,10 @@ def test_a_sweep_is_one_row_among_runs_and_its_trials_are_found_by_name(
     assert "val/loss 1 " in line
     assert main(["status", "lr"]) == 0
     summary = capsys.readouterr().out
-    assert "18 done, 1 failed, 1 waiting;" in summary
+    assert "18 finished, 1 failed, 1 waiting;" in summary
     assert re.search(r" 1, lr-7 +optimizer\.lr=0\.001", summary)
     assert main(["status", "lr-7"]) == 0
-    assert capsys.readouterr().out.startswith("lr-7: done")
+    assert capsys.readouterr().out.startswith("lr-7: finished")
     assert main(["inference", "run=lr", "device=cpu"]) == 66
     assert " 19 runs" in capsys.readouterr().err
 
