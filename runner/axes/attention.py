@@ -324,6 +324,11 @@ class _CountAttention(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.calls: Counter[tuple[str, str]] = Counter()
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Compiled code runs eagerly inside (`_eager`), so torch's guard around each operation is not needed."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func.name().removeprefix("aten::")
         if name in _OPERATIONS:

@@ -144,6 +144,11 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._cache = OutputCache(self.fakes)
         self._overwritten: set[int] = set()  # storages of real tensors that were written from fake ones
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled here; torch's guard against it would take a third of the time of a trace."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # the most frequent call, and no operation
             return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
@@ -181,11 +186,16 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Return the key of the operation in the cache, or None if it reads a mask, or real tensors without content.
 
         A view of such a tensor shares the storage of the fake one that stands for it, which is not counted.
+        An operation that writes into real tensors is not cached until they have no content; it may read others, as
+        the fused update of an optimizer reads its step counters.
         """
         if not self.is_cached or func in _INDEXING or func is _aten.masked_select.default:
             return None
         real = [tensor for tensor in tensors if type(tensor) is not FakeTensor]
-        if real and (func._schema.is_mutable or func.is_view or any(map(self.is_fake, real))):
+        if real and func._schema.is_mutable:
+            if not all(map(self.is_fake, _written_tensors(func, args, kwargs))):
+                return None
+        elif real and (func.is_view or any(map(self.is_fake, real))):
             return None
         return self._cache.key(func, args, kwargs)
 
@@ -234,6 +244,10 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = tree_map(
                 lambda leaf: self.to_fake(leaf) if isinstance(leaf, Tensor) else leaf, (args, kwargs)
             )
+        allocate = _ALLOCATIONS.get(func)
+        if allocate is not None:
+            with self.fakes:
+                return allocate(*args)
         result = self.fakes.dispatch(func, (), args, kwargs)
         correct = _CORRECTIONS.get(func)
         if correct is not None:
@@ -327,9 +341,20 @@ def _group_norm(args: Any, outputs: Any) -> Any:
     return outputs if args[1] is None else (outputs[0], *(output.to(args[1].dtype) for output in outputs[1:]))
 
 
-def _group_norm_backward(args: Any, outputs: Any) -> Any:
-    """Return the three gradients; the first one with the input's dtype instead of the weight's."""
-    return outputs if outputs[0] is None else (outputs[0].to(args[1].dtype), *outputs[1:])
+def _group_norm_backward(
+    _: Tensor, x: Tensor, mean: Tensor, rstd: Tensor, weight: Tensor | None, *rest: Any
+) -> list[Tensor | None]:
+    """Return the gradients of the input, the weight and the bias, each with the dtype of its tensor."""
+    like = mean if weight is None else weight
+    shapes = [(x, x.shape), (like, rest[1:2]), (like, rest[1:2])]
+    return [
+        tensor.new_empty(*shape) if wanted else None for (tensor, shape), wanted in zip(shapes, rest[-1], strict=True)
+    ]
+
+
+def _sample_grid(source: Tensor, grid: Tensor, *_: Any) -> Tensor:
+    """Return the output of grid_sampler_2d: (N, C, h, w) for a source (N, C, H, W) and a grid (N, h, w, 2)."""
+    return source.new_empty(*source.shape[:2], *grid.shape[1:3])
 
 
 def _flash_flops(query: Any, key: Any, value: Any, *_: Any, out_val: Any = None, **__: Any) -> int:
@@ -352,6 +377,10 @@ _FLOPS: dict[Any, Callable[..., Any]] = {
 # Dtypes that fake kernels of torch 2.13 get wrong for 16-bit inputs and float32 weights on a CPU.
 _CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
     _aten.native_group_norm.default: _group_norm,
+}
+# Outputs of operators that torch would decompose into about 60 operations each, also on fake tensors.
+_ALLOCATIONS: dict[Any, Callable[..., Any]] = {
+    _aten.grid_sampler_2d.default: _sample_grid,
     _aten.native_group_norm_backward.default: _group_norm_backward,
 }
 # Some operators launch several kernels on a GPU; these launch none, nor do views and those of `prim`.

@@ -20,6 +20,7 @@ from runner.base.division import Batch
 from runner.base.errors import AccelRunError, TaskFault
 from runner.base.noise import without_samples
 from runner.base.optimizer_state import expected_state_bytes, state_tensors
+from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Progress
 from runner.base.text import first_line, format_bytes
 from runner.config.configuration import Choice, Configuration
@@ -239,7 +240,7 @@ class PhaseTracer:
         position = Position(phase.name)
 
         def read() -> Iterator[MicroBatch]:
-            for key in order.from_update(0):
+            for key in self._micro_batches(order):
                 with _disable_current_modes():
                     item = fetcher[key]
                 size = self._record_inputs(item.batch)
@@ -278,6 +279,15 @@ class PhaseTracer:
             if self.fake_run.untraceable:
                 raise NotTraceable(self.fake_run.untraceable)
             return self._make_result(tuple(ledger.events))
+
+    def _micro_batches(self, order: Order) -> Iterator[MicroBatchKey]:
+        """Yield the micro-batches to trace: one is enough for the first update, which creates the optimizer state."""
+        update = 0
+        if not is_coupled(self.parts.task, self.phase.name):
+            first = next(order.micro_batches(update))
+            yield first._replace(last=True)
+            update += 1
+        yield from order.from_update(update)
 
     def _record_inputs(self, batch: Any) -> int:
         """Return the bytes of a batch, which count as inputs from now on."""

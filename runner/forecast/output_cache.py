@@ -57,8 +57,10 @@ class OutputCache:
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the key of an operation, or None if its outputs depend on more than the metadata of its inputs."""
+        # No number that an operation in place takes, such as a learning rate, changes its outputs' metadata.
+        part = _key_part_without_floats if func._schema.is_mutable else _key_part
         try:
-            key = (func, _key_part(args), _key_part(kwargs) if kwargs else None)
+            key = (func, part(args), part(kwargs) if kwargs else None)
             hash(key)
         except (_Uncacheable, TypeError):  # TypeError: an argument without a hash
             return None
@@ -127,6 +129,14 @@ def _key_part(value: Any) -> Any:
     if isinstance(value, dict):
         return tuple([(name, _key_part(item)) for name, item in value.items()])
     return type(value), value
+
+
+def _key_part_without_floats(value: Any) -> Any:
+    if isinstance(value, float):
+        return float
+    if isinstance(value, dict):
+        return tuple([(name, _key_part_without_floats(item)) for name, item in value.items()])
+    return tuple(map(_key_part_without_floats, value)) if type(value) is tuple else _key_part(value)
 
 
 def _describe_output(output: FakeTensor, inputs: Sequence[Tensor]) -> CachedOutput | None:

@@ -7,6 +7,7 @@ The input is a trace on the CPU (runner.plan.memory_trace). It is converted to a
 from __future__ import annotations
 
 import dataclasses
+import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -202,6 +203,7 @@ def _sum_points(points: Sequence[TracedPoint]) -> TracedPoint:
     )
 
 
+@functools.lru_cache(maxsize=16)  # all traces are combined again after each new one
 def _estimate_reserved(traced: Traced, allocator: AllocatorSettings) -> int:
     """Return the reserved memory at the peak, also for a multiple of the trace."""
     replayed = replay(traced.events, allocator)

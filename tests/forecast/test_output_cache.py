@@ -61,6 +61,17 @@ def _update(weights: nn.ParameterList, x: Tensor) -> object:
     return [state[name] for state in optimizer.state.values() for name in ("exp_avg", "exp_avg_sq")]
 
 
+def _fused_update(weights: nn.ParameterList, x: Tensor) -> object:
+    """The step counters have values; the learning rate, which is none of a tensor, changes."""
+    optimizer = torch.optim.AdamW(weights, lr=0.1, fused=True)
+    for lr in (0.1, 0.05, 0.01):
+        optimizer.param_groups[0]["lr"] = lr
+        (F.linear(x, weights[0]).square().sum() + weights[1].square().sum()).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [state[name] for state in optimizer.state.values() for name in ("exp_avg", "step")]
+
+
 def _devices(weights: nn.ParameterList, x: Tensor) -> object:
     """Layers of other pipeline stages are on the meta device and take no memory here."""
     made = F.linear(x, weights[0])
@@ -108,11 +119,34 @@ def traced(operations: Operations, cached: bool) -> object:
 
 @pytest.mark.parametrize(
     "operations",
-    [_attention, _numbers_that_are_equal, _in_place, _norms, _masks, _half, _complex, _update, _devices],
+    [_attention, _numbers_that_are_equal, _in_place, _norms, _masks, _half, _complex, _update, _fused_update, _devices],
     ids=lambda one: one.__name__.strip("_"),
 )
 def test_cached_operations_are_traced_as_computed_ones(operations: Operations) -> None:
     assert traced(operations, cached=True) == traced(operations, cached=False)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("affine", [True, False])
+def test_operations_that_torch_decomposes_are_traced_as_computed_ones(dtype: torch.dtype, affine: bool) -> None:
+    """Grid samples, and gradients of a group norm with float32 weights, as autocast passes them."""
+
+    def compute() -> list[Tensor]:
+        norm = nn.GroupNorm(2, 4, affine=affine)
+        x = nn.Conv2d(3, 4, 3)(torch.ones(2, 3, 8, 8)).to(dtype)
+        made = torch.ops.aten.native_group_norm(x, norm.weight, norm.bias, 2, 4, 36, 2, 1e-5)
+        mask = [True, affine, affine]
+        grads = torch.ops.aten.native_group_norm_backward(made[0], x, *made[1:], norm.weight, 2, 4, 36, 2, mask)
+        places = torch.zeros(2, 5, 1, 2, dtype=dtype)
+        return [grad for grad in grads if grad is not None] + [F.grid_sample(x, places, align_corners=False)]
+
+    run = FakeRun(AllocationLedger())
+    with torch.no_grad():
+        with run, run.fake_parameters():
+            fakes = compute()
+        assert all(map(run.is_fake, fakes))
+        expected = [(one.shape, one.stride(), one.dtype) for one in compute()]
+    assert [(one.shape, one.stride(), one.dtype) for one in fakes] == expected
 
 
 def test_device_queries_are_not_counted_as_operations() -> None:
