@@ -11,9 +11,9 @@ import math
 import re
 import sys
 import warnings
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -58,6 +58,7 @@ class Annotation:
     box        x, y, width, height in pixels
     keypoints  (K, 2) in pixels, zeros where invisible
     visible    (K,) bool
+    outside    indices of the keypoints that are annotated as visible, but outside the image
     """
 
     id: int
@@ -68,6 +69,7 @@ class Annotation:
     box: tuple[float, float, float, float]
     keypoints: Array
     visible: Array
+    outside: tuple[int, ...] = ()
 
     def square(self, crop: Crop) -> tuple[float, float, float]:
         """Return the crop: left, top and side in pixels."""
@@ -85,15 +87,18 @@ class Annotation:
 
 @dataclass(frozen=True)
 class PoseSet:
-    """The objects of a split; those without a visible keypoint are omitted and counted.
+    """The usable objects of a split, and the categories with at least two of them.
 
-    cut_off  number of visible keypoints outside the crop, which count as invisible
+    left_out  number of other objects: crowds, and those without a box or a visible keypoint
+    outside   number of visible keypoints outside their image, which count as invisible
+    cut_off   number of visible keypoints outside the crop, which count as invisible
     """
 
     path: Path
     categories: tuple[Category, ...]
     annotations: tuple[Annotation, ...]
     left_out: int
+    outside: int = 0
     cut_off: int = 0
 
     @property
@@ -115,8 +120,47 @@ class Augmentation:
 def read_pose_set(folder: Path, split: str, *, fold: int = 1, crop: Crop = "image") -> PoseSet:
     """Read a split of a folder. Raises InputMissing for missing files, DataError for invalid ones.
 
-    crop  region of the image to use; a warning reports visible keypoints outside of it
+    crop  region of the image to use
+
+    A warning counts the objects, categories and keypoints that are not used.
     """
+    path = _find_annotations(folder, split, fold)
+    content = _read_json(path)
+    categories = {row["id"]: _category(path, row) for row in content["categories"]}
+    images = {row["id"]: row for row in content["images"]}
+    reasons: Counter[str] = Counter()
+    annotations: list[Annotation] = []
+    for row in content["annotations"]:
+        if reason := _why_unusable(row):
+            reasons[reason] += 1
+        else:
+            annotations.append(_annotation(path, row, images, categories, folder / "images"))
+    within = [annotation.seen(crop)[1] for annotation in annotations]
+    usable = [annotation for annotation, seen in zip(annotations, within, strict=True) if seen.any()]
+    reasons["without a visible keypoint"] += len(annotations) - len(usable)
+    counts = Counter(annotation.category.id for annotation in usable)
+    kept = tuple(category for category in categories.values() if counts[category.id] >= 2)
+    if not kept:
+        what = "must hold at least one category with 2 objects, one to show and one to ask for"
+        raise _fault(path, f"{what}, but has {len(categories)} categories and {len(usable)} usable objects")
+    alone = [annotation for annotation in usable if counts[annotation.category.id] < 2]
+    reasons["alone in their category"] += len(alone)
+    poses = PoseSet(
+        path,
+        kept,
+        tuple(annotation for annotation in usable if counts[annotation.category.id] >= 2),
+        left_out=reasons.total(),
+        outside=sum(len(annotation.outside) for annotation in annotations),
+        cut_off=sum(int((one.visible & ~seen).sum()) for one, seen in zip(annotations, within, strict=True)),
+    )
+    _warn_about_unused(poses, reasons, len(categories) - len(kept), annotations, within)
+    for image in {annotation.image for annotation in poses.annotations}:
+        if not image.is_file():
+            raise InputMissing(f"{image} does not exist, but {path.name} names it", where="data.path", fix=FORMAT)
+    return poses
+
+
+def _find_annotations(folder: Path, split: str, fold: int) -> Path:
     if not folder.is_dir():
         what = f"{folder} must be a folder" if folder.exists() else f"{folder} does not exist"
         raise InputMissing(what, where="data.path", fix=FORMAT)
@@ -125,27 +169,7 @@ def read_pose_set(folder: Path, split: str, *, fold: int = 1, crop: Crop = "imag
     if not found:
         what = f"{folder / 'annotations'} has neither {names[0]} nor {names[1]}"
         raise InputMissing(what, where="data.path", fix=FORMAT)
-    path = found[0]
-    content = _read_json(path)
-    categories = {row["id"]: _category(path, row) for row in content["categories"]}
-    images = {row["id"]: row for row in content["images"]}
-    annotations = [_annotation(path, row, images, categories, folder / "images") for row in content["annotations"]]
-    within = [annotation.seen(crop)[1] for annotation in annotations]
-    cut_off = _warn_about_cut_off(path, annotations, within)
-    usable = tuple(annotation for annotation, seen in zip(annotations, within, strict=True) if seen.any())
-    counts = dict.fromkeys(categories, 0)
-    for annotation in usable:
-        counts[annotation.category.id] += 1
-    if not counts:
-        raise _fault(path, "must hold at least one category, but holds none")
-    for number, count in counts.items():
-        if count < 2:
-            what = f"category {number} ({categories[number].name}) must have at least 2 objects with a visible keypoint"
-            raise _fault(path, f"{what}, one to show and one to ask for, but has {count}")
-    for image in {annotation.image for annotation in usable}:
-        if not image.is_file():
-            raise InputMissing(f"{image} does not exist, but {path.name} names it", where="data.path", fix=FORMAT)
-    return PoseSet(path, tuple(categories.values()), usable, len(annotations) - len(usable), cut_off)
+    return found[0]
 
 
 def check_disjoint(sets: Sequence[PoseSet]) -> None:
@@ -164,7 +188,7 @@ def select_categories(poses: PoseSet, names: Sequence[str]) -> PoseSet:
         raise ConfigError(Problem(what, "task.categories", f"known are {', '.join(sorted(known)[:20])}"))
     kept = tuple(category for category in poses.categories if category.name in names)
     annotations = tuple(annotation for annotation in poses.annotations if annotation.category.name in names)
-    return PoseSet(poses.path, kept, annotations, poses.left_out, poses.cut_off)
+    return replace(poses, categories=kept, annotations=annotations)
 
 
 class Episodes:
@@ -422,12 +446,17 @@ def _category(path: Path, row: Mapping[str, Any]) -> Category:
     if not isinstance(names, list) or not names or not isinstance(row.get("name"), str):
         raise _fault(path, f"category {row['id']} must have a name and a list of at least one keypoint name")
     pairs = [] if row.get("skeleton") is None else row["skeleton"]
-    ends = range(1, len(names) + 1)
-    if not isinstance(pairs, list) or not all(
-        _is_number_list(pair, 2) and all(_is_integer(end) and end in ends for end in pair) for pair in pairs
-    ):
-        raise _fault(path, f"skeleton of category {row['id']} must hold pairs of numbers from 1 to {len(names)}")
-    skeleton = tuple((start - 1, end - 1) for start, end in pairs)
+    count = len(names)
+    are_pairs = isinstance(pairs, list) and all(
+        _is_number_list(pair, 2) and all(map(_is_integer, pair)) for pair in pairs
+    )
+    ends = [end for pair in pairs for end in pair] if are_pairs else [-1]
+    first = 0 if 0 in ends else 1  # MP-100 counts from 0, COCO from 1
+    if not all(first <= end < first + count for end in ends):
+        raise _fault(
+            path, f"skeleton of category {row['id']} must hold pairs of numbers from {first} to {first + count - 1}"
+        )
+    skeleton = tuple((start - first, end - first) for start, end in pairs)
     return Category(row["id"], row["name"], len(names), skeleton, mirrored_keypoints(list(map(str, names))))
 
 
@@ -451,45 +480,81 @@ def _annotation(
         or not all(_is_integer(side) and side > 0 for side in size)
     ):
         raise _fault(path, f"image {image['id']} must have file_name, and width and height as integers above 0")
-    if not _is_number_list(row.get("keypoints"), 3 * category.num_keypoints):
+    points = _keypoints_of(row.get("keypoints"), category.num_keypoints)
+    if points is None:
         length = len(row["keypoints"]) if isinstance(row.get("keypoints"), list) else 0
         what = f"must have {category.num_keypoints} keypoints as x, y, visibility for {category.name}"
         raise _fault(path, f"{name} {what}: {3 * category.num_keypoints} numbers, but has {length}")
-    if not _is_number_list(row.get("bbox"), 4) or min(row["bbox"][2:]) <= 0:
+    if not _is_number_list(row.get("bbox"), 4):
         raise _fault(path, f"{name} must have a bbox of x, y, width, height above 0, but has {row.get('bbox')}")
-    points = np.array(row["keypoints"], dtype=np.float64).reshape(-1, 3)
     visible = points[:, 2] > 0
     outside = visible & ((points[:, :2] < 0) | (points[:, :2] > size)).any(axis=1)
-    if outside.any():
-        first = int(outside.argmax())
-        x, y = points[first, :2]
-        what = f"keypoint {first + 1} must be in the picture of {size[0]} x {size[1]} pixels, but is at {x:g}, {y:g}"
-        raise _fault(path, f"{name}: {what}")
+    visible &= ~outside
     # The coordinates of an invisible point are undefined, so they are masked.
     keypoints = np.where(visible[:, None], points[:, :2], 0.0)
+    left_out = tuple(outside.nonzero()[0].tolist())
     file, width, height = folder / image["file_name"], size[0], size[1]
     box = tuple(map(float, row["bbox"]))
-    return Annotation(row["id"], file, image["id"], (width, height), category, box, keypoints, visible)  # type: ignore[arg-type]
+    return Annotation(row["id"], file, image["id"], (width, height), category, box, keypoints, visible, left_out)  # type: ignore[arg-type]
 
 
-def _warn_about_cut_off(path: Path, annotations: Sequence[Annotation], within: Sequence[Array]) -> int:
-    """Return the number of visible keypoints outside the crop; a warning names the first."""
-    # Not an error: occluded keypoints may be annotated outside the box of the visible part of an object.
-    lost = [
-        (one, point)
-        for one, seen in zip(annotations, within, strict=True)
-        for point in (one.visible & ~seen).nonzero()[0]
-    ]
-    if lost:
-        first, point = lost[0]
-        x, y = first.keypoints[point]
-        warnings.warn(
-            f"{path}: {len(lost)} visible keypoints lie outside {BOX_MARGIN:g} times the box of their object "
-            f"and count as invisible; the first is keypoint {point + 1} of annotation {first.id} at {x:g}, {y:g}, "
-            f"box {', '.join(f'{value:g}' for value in first.box)}",
-            stacklevel=4,
+def _why_unusable(row: Mapping[str, Any]) -> str:
+    """Return why an object of a valid file is not used, or an empty string."""
+    if row.get("iscrowd") in (1, True):
+        return "marked as a crowd"
+    if row.get("keypoints", []) is None or ("keypoints" not in row and not row.get("num_keypoints")):
+        return "without keypoints"
+    if _is_number_list(row.get("bbox"), 4) and min(row["bbox"][2:]) <= 0:
+        return "with an empty box"
+    return ""
+
+
+def _keypoints_of(values: Any, count: int) -> Array | None:
+    """Return keypoints (K, 3): x, y, visibility; None if `values` are not `count` keypoints.
+
+    A keypoint whose visibility is null is invisible; without any visibilities, those at 0, 0 are, as in COCO.
+    """
+    if _is_number_list(values, 2 * count):
+        xy = np.array(values, dtype=np.float64).reshape(-1, 2)
+        return np.concatenate([xy, xy.any(axis=1, keepdims=True)], axis=1)
+    if isinstance(values, list):
+        values = [0 if value is None and place % 3 == 2 else value for place, value in enumerate(values)]
+    return np.array(values, dtype=np.float64).reshape(-1, 3) if _is_number_list(values, 3 * count) else None
+
+
+def _warn_about_unused(
+    poses: PoseSet,
+    reasons: Mapping[str, int],
+    num_categories: int,
+    annotations: Sequence[Annotation],
+    within: Sequence[Array],
+) -> None:
+    """Warn about unused objects, categories and keypoints, with the first keypoint outside its image or crop."""
+    lines = []
+    if poses.left_out:
+        parts = ", ".join(f"{count} {reason}" for reason, count in reasons.items() if count)
+        lines.append(f"{poses.left_out} of {len(poses.annotations) + poses.left_out} objects are not used: {parts}")
+    if num_categories:
+        lines.append(f"{num_categories} categories with fewer than 2 objects are not used")
+    if poses.outside:
+        first = next(one for one in annotations if one.outside)
+        where = f"the first is keypoint {first.outside[0] + 1} of annotation {first.id}"
+        lines.append(f"{poses.outside} visible keypoints are outside their image and count as invisible; {where}")
+    if poses.cut_off:
+        # Not an error: occluded keypoints may be annotated outside the box of the visible part of an object.
+        first, point = next(
+            (one, point)
+            for one, seen in zip(annotations, within, strict=True)
+            for point in (one.visible & ~seen).nonzero()[0]
         )
-    return len(lost)
+        x, y = first.keypoints[point]
+        lines.append(
+            f"{poses.cut_off} visible keypoints lie outside {BOX_MARGIN:g} times the box of their object "
+            f"and count as invisible; the first is keypoint {point + 1} of annotation {first.id} at {x:g}, {y:g}, "
+            f"box {', '.join(f'{value:g}' for value in first.box)}"
+        )
+    if lines:
+        warnings.warn(f"{poses.path}: {'. '.join(lines)}", stacklevel=3)
 
 
 def _is_number_list(value: Any, count: int) -> bool:
