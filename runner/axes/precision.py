@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.graph import _engine_run_backward  # private, checked on torch 2.13
 
 from runner.base.async_copy import PendingCopy, start_copy
 from runner.base.batch import map_tensors
@@ -70,6 +71,8 @@ class Precision:
         # On a GPU, values are checked in the next step, because an immediate check would synchronize.
         self.checks_immediately = self.device.type == "cpu"
         self._pending_values: PendingCopy | None = None
+        self._output_gradient: Tensor | None = None  # of the last backward pass, and what it depends on
+        self._output_like: tuple[object, ...] = ()
 
     def forward(self) -> AbstractContextManager[Any]:
         """Return the context for a forward pass."""
@@ -79,9 +82,19 @@ class Precision:
         """Call `begin` at the start of each forward pass."""
         self._forward = _Preceded(begin, self._forward)
 
-    def backward(self, loss: Tensor) -> None:
-        """Accumulate the gradients of `loss`, scaled if the format needs it."""
-        torch.autograd.backward(self.scale_loss(loss))
+    def backward(self, loss: Tensor, factor: float = 1.0) -> None:
+        """Accumulate the gradients of `loss * factor`, scaled if the format needs it."""
+        self._run_backward(loss, factor)
+
+    def _run_backward(self, loss: Tensor, factor: float) -> None:
+        # The factor is the gradient of the output: a product would be two more operations, with the same bits.
+        # torch.autograd.backward checks a single output for longer than a small model's backward pass takes.
+        like = factor, loss.shape, loss.dtype, loss.device, type(loss)
+        if self._output_gradient is None or self._output_like != like:
+            self._output_gradient, self._output_like = torch.full_like(loss, factor, requires_grad=False), like
+        _engine_run_backward(
+            (loss,), (self._output_gradient,), False, False, (), allow_unreachable=True, accumulate_grad=True
+        )
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         """Return `loss` scaled for the backward pass."""
@@ -176,6 +189,9 @@ class ScaledHalf(Precision):
     def forward(self) -> AbstractContextManager[Any]:
         self._statistics.keep()
         return self._forward
+
+    def backward(self, loss: Tensor, factor: float = 1.0) -> None:
+        self._run_backward(self.scale_loss(loss * factor), 1.0)
 
     def scale_loss(self, loss: Tensor) -> Tensor:
         scaled: Tensor = self.scaler.scale(loss)

@@ -45,6 +45,9 @@ def _with_profile_hook(step: Any) -> Any:
 _adam_step, _adamw_step = _with_profile_hook(Adam.step), _with_profile_hook(AdamW.step)
 
 
+_ONE = torch.tensor(1.0)
+
+
 @torch.no_grad()
 def _step(optimizer: Optimizer, kernel: Any) -> bool:
     """Update the parameters with one kernel per group; return False, with nothing changed, if torch's `step` is needed.
@@ -67,7 +70,10 @@ def _step(optimizer: Optimizer, kernel: Any) -> bool:
         if not weights:
             continue
         steps = [state["step"] for state in states]
-        torch._foreach_add_(steps, 1)
+        if steps[0].device.type == "cpu":  # one addition per step, each of which would convert a number to a tensor
+            torch._foreach_add_(steps, _ONE, alpha=1.0)
+        else:
+            torch._foreach_add_(steps, 1)
         kernel(
             weights,
             [weight.grad for weight in weights],

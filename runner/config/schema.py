@@ -228,7 +228,7 @@ _TYPE_WORDS: dict[Any, str] = {
     type(None): "null",
     Any: "anything",
 }
-# Names allowed in annotations; `_fits` implements their checks.
+# Names allowed in annotations; `_matches` implements their checks.
 _NAMESPACE: dict[str, Any] = {
     **{kind.__name__: kind for kind in (int, float, str, bool, list, tuple, dict, object, bytes, complex, set)},
     **{name: getattr(values, name) for name in values.__all__},

@@ -145,11 +145,11 @@ class Parallel:
 
     def accumulate(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         """Accumulate the gradients of all micro-batches of this rank's update; return their sums."""
-        loss_sum = self.world.zeros()  # wider than the loss, which may be bfloat16
+        loss_sum: Tensor | None = None
         items: Tensor | int | float = 0
         bad: tuple[tuple[int, str], ...] = ()
         last = False
-        stopwatch = self.stopwatch
+        stopwatch, widest = self.stopwatch, self.world.widest
         while not last:
             batch, last, skipped, *_ = next(batches)
             stopwatch.lap("data")
@@ -158,9 +158,13 @@ class Parallel:
             stopwatch.lap("forward")
             passes.backward(loss)
             stopwatch.lap("backward")
-            loss_sum += loss.detach()
+            if loss_sum is None:  # a copy, because the next forward pass may overwrite the loss
+                loss_sum = loss.detach().to(widest, copy=True)
+            else:
+                loss_sum += loss.detach()
             items = items + count
             bad += skipped
+        assert loss_sum is not None, "an update has at least one micro-batch"
         return Sums(loss_sum, items, bad)
 
     def reduce(self, sums: Sums) -> Sums:

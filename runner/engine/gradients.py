@@ -36,7 +36,11 @@ def correct_and_clip(
         if correction is not None:
             torch._foreach_mul_(gradients, correction)
         return norm
-    scale = (max_norm / (norm + 1e-6)).clamp_(max=1.0)
+    scale: float | Tensor
+    if norm.device.type == "cpu" and not isinstance(correction, Tensor):  # reading the norm does not wait
+        scale = min(1.0, max_norm / (norm.item() + 1e-6))
+    else:
+        scale = (norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
     torch._foreach_mul_(gradients, scale if correction is None else scale * correction)
     return norm
 

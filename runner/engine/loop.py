@@ -109,7 +109,7 @@ class Training:
             self.model,
             self.loss,
             precision.forward,
-            backward=lambda loss: precision.backward(loss * self.per_item),
+            backward=lambda loss: precision.backward(loss, self.per_item),
             scale=lambda loss: precision.scale_loss(loss * self.per_item),
             failed=self.update_wrapper.failed,
         )

@@ -180,7 +180,7 @@ def _search(update: ReplayedUpdate, parts: Parts) -> NonFiniteOrigin:
             if runs_backward and first is None:
                 for weight in training.parameters:
                     weight.grad = None
-                parts.precision.backward(loss * training.per_item)
+                parts.precision.backward(loss, training.per_item)
                 first = _check_backward(calls, micro, update)
             if first and runs_backward:
                 break  # otherwise the other ranks continue, and this one must join their collectives
