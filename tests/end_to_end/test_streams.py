@@ -97,10 +97,21 @@ def test_a_resumed_run_keeps_its_shards(server: ForkServer, tmp_path: Path) -> N
     assert [each.code for each in result] == [0, 88, 0]
 
 
-def test_an_incorrect_stream_state_is_reported(server: ForkServer, tmp_path: Path) -> None:
-    result = server.run(f"{TRAIN} task.kind=lying_state updates=3", tmp_path)
-    assert result.code == 0
-    assert "load_state_dict" in result.out + result.err
+def test_an_incorrect_stream_state_is_reported_and_not_used(server: ForkServer, tmp_path: Path) -> None:
+    for folder, numbers in (("whole", [6]), ("stopped", [3, 6])):
+        (tmp_path / folder).mkdir()
+        for number in numbers:
+            line = f"{TRAIN} task.kind=lying_state updates={number} resume_allow=[updates]"
+            result = server.run(line, tmp_path / folder)
+            assert result.code == 0, result.err
+            assert ("load_state_dict" in result.out + result.err) == (number == numbers[0]), (
+                "checked at the first start"
+            )
+    whole, resumed = (newest_valid(tmp_path / folder / "outputs/mine/checkpoints") for folder in ("whole", "stopped"))
+    assert whole is not None
+    assert resumed is not None
+    weights = load(resumed).tensors("model")
+    assert all(torch.equal(tensor, weights[name]) for name, tensor in load(whole).tensors("model").items())
 
 
 def test_a_trained_run_is_evaluated_on_its_stream(server: ForkServer, tmp_path: Path) -> None:

@@ -122,6 +122,7 @@ def test_a_stopped_window_gives_the_same_row(total: int, every: int, stops: list
     whole, current = made(uninterrupted, every=every), made(stopped, every=every)
     for update in range(1, total + 1):
         info = step(update, 1 / update, torch.tensor(update / 3) if update % 2 else update, norm=1 / (update + 1))
+        info = info._replace(extra={"accuracy": (torch.tensor(1 / update), update)})
         whole(info)
         current(info)
         if update in stops:

@@ -179,6 +179,7 @@ def test_a_resumed_run_knows_the_duration_of_a_save() -> None:
     resumed.load(save_cost.state())
     assert resumed.expected_s() == save_cost.expected_s() == 2.25
     assert resumed.cost_s == save_cost.cost_s
+    assert resumed.last == save_cost.last
     resumed.load([])
     assert resumed.expected_s() is None
 
