@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import pickle
 import sys
 from pathlib import Path
@@ -19,6 +20,7 @@ from runner.tasks.hyperspectral.task import AnomalyTask, build
 
 from runner.base.errors import ConfigError, DataError, InputMissing
 from runner.base.task import Context
+from runner.cli import main
 
 
 @pytest.fixture(scope="module")
@@ -122,6 +124,22 @@ def write_cubes(folder: Path, count: int = 6, shape: tuple[int, int, int] = (8, 
         np.save(folder / f"cube-{number}.npy", rng.random(shape, dtype=np.float32))
         np.save(folder / f"cube-{number}_mask.npy", rng.random(shape[:2]) < 0.1)
     return sorted(folder.glob("cube-?.npy"))
+
+
+def write_envi(folder: Path, name: str, shape: tuple[int, int, int] = (30, 20, 6)) -> None:
+    """Write a cube (float32, bil) with dark targets, and its mask."""
+    folder.mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    mask = rng.random(shape[:2]) < 0.1
+    cube = rng.random(shape, dtype=np.float32) + 1
+    cube[mask, 2] -= 0.8
+    (folder / f"{name}.img").write_bytes(cube.transpose(0, 2, 1).tobytes())
+    lines, samples, bands = shape
+    (folder / f"{name}.hdr").write_text(
+        f"ENVI\nsamples = {samples}\nlines = {lines}\nbands = {bands}\nheader offset = 0\nfile type = ENVI Standard\n"
+        "data type = 4\ninterleave = bil\nbyte order = 0\n"
+    )
+    np.save(folder / f"{name}_mask.npy", mask)
 
 
 def test_a_folder_is_split_by_file(tmp_path: Path) -> None:
@@ -303,3 +321,55 @@ def test_inference_writes_maps_of_test_cubes(tmp_path: Path) -> None:
     assert str(last.files["score-0001.png"])[2:8] == "\\x89PN"
     assert list(last.plots) == ["maps.png"]
     assert not first.plots
+
+
+@pytest.mark.parametrize("interleave", ["bsq", "bil", "bip"])
+@pytest.mark.parametrize("byte_order", [0, 1])
+@pytest.mark.parametrize("kind", [np.float32, np.int16, np.uint16, np.float64])
+def test_files_that_spectral_writes_are_read_with_its_values(
+    tmp_path: Path, interleave: str, byte_order: int, kind: type
+) -> None:
+    package = pytest.importorskip("spectral.io.envi", reason="spectral is not installed")
+    cube = np.random.default_rng(0).integers(0, 1000, (4, 5, 6)).astype(kind)
+    header = tmp_path / "scene.hdr"
+    package.save_image(
+        str(header), cube, interleave=interleave, byteorder=byte_order, metadata={"wavelength": [400] * 6}
+    )
+    ours = envi.open_cube(header)
+    assert np.array_equal(ours, cube)
+    assert np.array_equal(ours, package.open(str(header)).load(dtype=kind))
+
+
+def test_scores_of_envi_cubes_equal_those_of_spectral(tmp_path: Path) -> None:
+    """spectral divides the co-moment by the number of pixels - 1, which we do not."""
+    spectral = pytest.importorskip("spectral", reason="spectral is not installed")
+    for split in ("train", "val", "test"):
+        write_envi(tmp_path / split, "scene")
+    task = build(Context(0, tmp_path, tmp_path / "cache"), statistics="float64")
+    assert isinstance(task, AnomalyTask)
+    fitted(task)
+    cube = spectral.io.envi.open(str(tmp_path / "train" / "scene.hdr")).load()
+    expected = spectral.rx(np.asarray(cube, dtype=np.float64)) * (30 * 20) / (30 * 20 - 1)
+    with torch.no_grad():
+        ours = task.model.rx(task.dataset("train")[0]["cube"][None])[0]
+    np.testing.assert_allclose(ours.double().numpy(), expected, rtol=1e-3)  # whitened in float32
+
+
+def test_gradients_start_from_the_statistics_of_your_envi_cubes(tmp_path: Path) -> None:
+    for split in ("train", "val", "test"):
+        write_envi(tmp_path / "cubes" / split, "scene")
+    settings = ["updates=3", "global_batch_size=1", "micro_batch_size=1", "device=cpu", "run=envi"]
+    folders = [f"data.path={tmp_path / 'cubes'}", f"output_root={tmp_path}"]
+    assert main(["train", "task=hyperspectral", *settings, *folders]) == 0
+    phases = json.loads((tmp_path / "envi" / "run.json").read_text())["phases"]
+    assert [(name, phase["finished"]) for name, phase in phases.items()] == [("fit", True), ("train", True)]
+    assert all(phase["peak_host_gib"] > 0 and phase["seconds"] > 0 for phase in phases.values())
+    rows = [json.loads(line) for line in (tmp_path / "envi" / "metrics.jsonl").read_text().splitlines()]
+    found = {row["phase"]: row["val/auroc"] for row in rows if "val/auroc" in row}
+    pixels = np.fromfile(tmp_path / "cubes" / "val" / "scene.img", "<f4").reshape(30, 6, 20).transpose(0, 2, 1)
+    away = pixels.reshape(-1, 6).astype(np.float64) - pixels.reshape(-1, 6).mean(axis=0)
+    scores = np.einsum("nc,cd,nd->n", away, np.linalg.inv(away.T @ away / len(away)), away)
+    mask = np.load(tmp_path / "cubes" / "val" / "scene_mask.npy").ravel()
+    pairs = scores[mask][:, None] - scores[~mask]
+    assert found["fit"] == pytest.approx((pairs > 0).mean(), abs=1e-3)
+    assert found["train"] > found["fit"]
