@@ -89,7 +89,7 @@ class Comparison:
 
     @property
     def is_identical(self) -> bool:
-        """True if both have the same numbers, with the same bits."""
+        """True if both have bit-identical numbers."""
         return not self.differences and not any(self.lacking)
 
 

@@ -279,7 +279,7 @@ def _read_type(node: ast.expr) -> Any:
         items = node.slice.elts if isinstance(node.slice, ast.Tuple) else [node.slice]
         read = ast.literal_eval if base is typing.Literal else _read_item
         return base[tuple(map(read, items)) if len(items) > 1 or base is tuple else read(items[0])]
-    raise ValueError(f"{ast.unparse(node)} is no type")
+    raise ValueError(f"{ast.unparse(node)} is not a type")
 
 
 def _read_item(node: ast.expr) -> Any:
@@ -294,7 +294,7 @@ def _read_item(node: ast.expr) -> Any:
 
 def _check_none(node: ast.Constant) -> None:
     if node.value is not None:
-        raise ValueError(f"{node.value!r} is no type")
+        raise ValueError(f"{node.value!r} is not a type")
 
 
 def _read_literal(default: ast.expr) -> Any:
@@ -305,7 +305,7 @@ def _read_literal(default: ast.expr) -> Any:
 
 
 def to_yaml_value(value: Any) -> Any:
-    """Return a default as a YAML file has it: tuples as lists, and nothing shared with the signature."""
+    """Return a default as in a YAML file: tuples become lists, and nothing is shared with the signature."""
     return [to_yaml_value(item) for item in value] if isinstance(value, (list, tuple)) else copy.deepcopy(value)
 
 

@@ -83,7 +83,7 @@ class Settings:
     cpu_micro_batch_size  largest micro_batch_size=auto on a CPU, where memory is not predicted before a run; null: any
     max_grad_norm      maximum gradient norm for clipping; null: no clipping
     seed               random seed of weights, data order and dropout
-    device             auto, cpu, cuda, cuda:N or mps
+    device             auto, cpu, cuda, cuda:N, mps or xpu
     phases             names of the phases to run; null: all phases of the task except infer
     run                train: name of the run, an existing run is resumed; other commands: last, a name or a folder
     output_root        folder that holds the runs

@@ -1,8 +1,8 @@
 """Batch norms synchronized over the concurrent micro-batches of all ranks, weighted by their true sizes.
 
-A rank alone normalizes over its own micro-batch, so unequal shares give unequal statistics. When synchronized, the
-micro-batches of all ranks form one batch, and running statistics are the same on every rank. Every rank must run
-the same number of forward passes. A dummy pass (see `dummy_pass.py`) contributes a count of zero: it joins the
+Without synchronization, each rank normalizes over its own micro-batch, so unequal shares give unequal statistics. With
+it, the micro-batches of all ranks form one batch, and running statistics are the same on every rank. Every rank must
+run the same number of forward passes. A dummy pass (see `dummy_pass.py`) contributes a count of zero: it joins the
 collectives and is normalized by the statistics of the other ranks.
 """
 

@@ -1,6 +1,6 @@
 """All-reduce gradients in buckets during the last backward pass of an update.
 
-Which parameters share a bucket depends on their registration only, so the sums have the same bits in every run of the
+Which parameters share a bucket depends on their registration only, so the sums are bit-identical in every run of the
 same ranks, also after a resume. The order in which buckets are exchanged follows the order in which their gradients
 arrived in the previous update. Every rank computes it from the same all-reduced numbers, so all ranks agree on it.
 """

@@ -63,7 +63,8 @@ class MemoryAccount:
         requested = self.shortage.requested_bytes
         parts = [f"{format_bytes(requested)} requested" if requested is not None else self.shortage.text]
         if self.samples:
-            parts.append(f"for a micro-batch of {self.samples} samples{f' {self.shape}' if self.shape else ''}")
+            plural, shape = "s" * (self.samples != 1), f" {self.shape}" if self.shape else ""
+            parts.append(f"for a micro-batch of {self.samples} sample{plural}{shape}")
         if self.free_bytes is not None and self.total_bytes is not None:
             parts.append(f"with {format_bytes(self.free_bytes)} free of {format_bytes(self.total_bytes)}")
         text = " ".join(parts)

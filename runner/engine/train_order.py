@@ -27,7 +27,7 @@ from runner.plan.run_plan import PhasePlan, Plan
 
 
 def make_order(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: LoadedCheckpoint | None = None) -> Order:
-    """Return the order of the training samples in a phase. A fit reads each sample once, whatever the sampler.
+    """Return the order of the training samples in a phase. A fit reads each sample once, with any sampler.
 
     start  checkpoint from which the phase resumes: its order is kept
 

@@ -54,7 +54,7 @@ class GpuProcess:
 class Metric:
     """A changing value of a GPU: a row of METRICS.
 
-    query    may raise what NVML raises
+    query    returns the value; may raise NVML's exceptions
     reading  name of the monitor's reading after `gpu0/`, by default `name`; its value is divided by `scale`
     pace     how often the monitor reads it: with every sample; seldom, because it hardly changes; or in turn, one GPU
              per sample, because the driver waits 20 ms for it
@@ -129,7 +129,7 @@ class Nvml:
     cuda_version    the newest CUDA that the driver supports, e.g. "13.0"
     gpus            physical GPUs in bus order
     notes           GPUs that do not respond, with the reason
-    lost            GPU -> reason for which it no longer responds; it is not queried again
+    lost            GPU -> why it no longer responds; it is not queried again
     denied          GPU -> metrics that this user may not read
     """
 
@@ -233,7 +233,7 @@ class Nvml:
         """Return the GPU to which torch assigns this UUID.
 
         CUDA shows one instance of a GPU that is split into MIG instances, and older versions of CUDA give it the UUID
-        of the whole GPU, whose memory is not that of the instance.
+        of the whole GPU, which has more memory than the instance.
         """
         gpu = self.find(uuid)
         if gpu is None or not gpu.mig or not gpu.instances:
@@ -290,7 +290,7 @@ class Nvml:
 
 @dataclass(frozen=True)
 class Visible:
-    """The GPUs that CUDA shows to a process, in CUDA's order as far as it is known; `note` has the limits of that."""
+    """The GPUs that CUDA shows to a process, in CUDA's order as far as it is known; `note` describes its limits."""
 
     gpus: tuple[Gpu, ...]
     note: str = ""

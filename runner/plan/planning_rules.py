@@ -31,7 +31,7 @@ def _precision(planner: Decisions, gpu: Device | None) -> None:
         planner.reject_or_replace("precision", why, "fp32", "no TF32 support")
     elif name == "fp16" and not gpu:
         planner.notes.append(
-            "precision=fp16 on a CPU is emulated and slow (about 1 GFLOP/s a core): good for tests only"
+            "precision=fp16 on a CPU is emulated and slow (about 1 GFLOP/s per core); use it for tests only"
         )
 
 
@@ -121,7 +121,7 @@ def _prefetch(planner: Decisions, gpu: Device | None) -> None:
         planner.choose("prefetch", "none", "no GPU")
         planner.notes.append("prefetch=stream has no effect without a GPU and is disabled")
     if planner.choices["prefetch"].function == "stream" and not planner.choices["dataloader"].options["pin_memory"]:
-        why = "copies from pageable memory block the program and overlap with nothing"
+        why = "copies from pageable memory block the program and do not overlap with anything"
         planner.notes.append(f"prefetch=stream with dataloader.pin_memory=false: {why}; use dataloader.pin_memory=true")
 
 

@@ -73,12 +73,12 @@ class TraceOptions:
 
 
 class ProfiledUpdates:
-    """Some updates with one instrument; this base class has none.
+    """A number of updates recorded with one instrument; the base class records nothing.
 
     name         label in the report and in summary.json
-    num          updates that count
-    num_warm_up  updates before them that do not count
-    seconds      per update that counts; None before the first one is over
+    num          recorded updates
+    num_warm_up  warm-up updates before them
+    seconds      per recorded update; None until the first one has finished
     """
 
     def __init__(self, name: str, num: int, num_warm_up: int = 0) -> None:
@@ -96,7 +96,7 @@ class ProfiledUpdates:
         """End an update."""
 
     def exclude(self) -> AbstractContextManager[object]:
-        """Return a context that does not count; the device is idle when it is entered and left."""
+        """Return a context that is excluded from the recording; the device is idle when it is entered and left."""
         return nullcontext()
 
     def stop(self) -> None:
@@ -243,7 +243,7 @@ def _export_trace(profile: Any) -> bytes:
 
 
 def filter_events(events: Any) -> Any:
-    """Return the events of torch's profiler without Python functions and CUDA calls, whose time counts for the caller.
+    """Return the events of torch's profiler without Python functions and CUDA calls, which count as their caller.
 
     Events in excluded spans are removed; the device is idle when such a span starts and ends.
     """

@@ -295,7 +295,7 @@ class _Grid:
         return self._remaining.pop(0) if self._remaining else None
 
     def ended(self, result: Result) -> None:
-        """Continue with the next trial, whatever the result."""
+        """Continue with the next trial, regardless of the result."""
 
 
 def add_trials(sweep: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> None:

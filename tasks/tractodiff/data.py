@@ -185,7 +185,7 @@ def prepare(data_path: Path | None, cache: Path, *, data: Literal["volume", "bun
         make, content = (volume if data == "volume" else bundles), [data]
     else:
         if not data_path.is_dir():
-            raise InputMissing(f"{data_path} is no folder", where="data.path", fix=FORMATS)
+            raise InputMissing(f"{data_path} is not a folder", where="data.path", fix=FORMATS)
         files = sorted(path for path in data_path.rglob("*") if path.is_file())
         content = [
             str(data_path.resolve()),

@@ -348,7 +348,7 @@ def test_a_single_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks: int)
     result = trained(Course(ranks), Shortage("backward", 0, at=1, rank=ranks - 1))
     error = result[-1]["error"]
     assert error[:2] == ["DeviceMemoryError", 80]
-    for args in ("1.00 MiB requested", "for a micro-batch of 1 samples", "update 2 of phase train, backward", "1. "):
+    for args in ("1.00 MiB requested", "for a micro-batch of 1 sample", "update 2 of phase train, backward", "1. "):
         assert args.replace("1.00", "1") in error[2], error[2]
     assert result[-1]["files"] == ["memory.txt" if ranks == 1 else "memory-rank1.txt"]
     assert [there["update"] for there in result] == [1] * ranks

@@ -179,7 +179,7 @@ SLOWING_VARIABLES: Mapping[str, tuple[tuple[str, ...], str]] = {
     "NVIDIA_TF32_OVERRIDE": ((), "overrides precision=: fp32 may be TF32, or TF32 is never used"),
     "TORCHDYNAMO_DISABLE": (("0",), "torch.compile does nothing"),
     "TORCH_COMPILE_DISABLE": (("0",), "torch.compile does nothing"),
-    "ATEN_CPU_CAPABILITY": ((), "selects torch's vector instructions, whatever the processor supports"),
+    "ATEN_CPU_CAPABILITY": ((), "selects torch's vector instructions, regardless of the processor"),
     "PYTHONDEVMODE": (("0",), "Python runs additional checks"),
     "MALLOC_CHECK_": (("0",), "each allocation is checked"),
 }

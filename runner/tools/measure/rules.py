@@ -163,7 +163,7 @@ def varying_shapes(facts: Facts) -> RuleFinding | None:
 def saves_too_often(facts: Facts) -> RuleFinding | None:
     """Training waits for checkpoints.
 
-    Blocks contain too few checkpoints that are saved by time, so the measurements of the run are used for them.
+    Blocks contain too few time-based checkpoints, so the measurements of the run are used instead.
     """
     share, every = facts.share("saving"), facts.values.get("checkpoint.every")
     saves, seconds = facts.evidence.num_saves, facts.evidence.parts_s.get("saving")
