@@ -37,7 +37,6 @@ from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.dummy_pass import without_side_effects
 from runner.distributed.join import TIMEOUT_S
 from runner.distributed.parallel import Copy, ForwardPasses, ModelInit, Parallel, Sums, copy_to_host
-from runner.host.resources import release_free_memory
 
 CommunicationDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -83,6 +82,8 @@ class Sharded(Parallel):
         self._scalars: dict[nn.Parameter, _Scalar] = {}
         self._used: dict[nn.Parameter, bool] = {}  # whether a counted pass gave it a gradient in this update
         self._counts = True
+        self._watched: set[nn.Module] = set()  # whose gathered parameters have hooks, in this phase
+        self._hooked: set[Tensor] = set()
         self._is_gathered = False
         self._trained: list[nn.Parameter] = []
         self._scalar_gradients: list[Tensor] = []
@@ -118,7 +119,9 @@ class Sharded(Parallel):
         # Now, while all parameters to be trained require gradients: fully_shard derives formats from these only.
         model._get_fsdp_state()._lazy_init()
         self._root = model
-        self._watch_gradients(model)
+        for part in _parts(model):
+            assert isinstance(part, nn.Module)
+            part.register_forward_pre_hook(self._watch_gradients)  # after torch's own, which gathers the parameters
         self._replicate_scalars(model, mesh)
         model.register_forward_hook(self._free_without_backward)
         self._buffers = BufferSync(model, self.world)
@@ -147,17 +150,22 @@ class Sharded(Parallel):
         module.register_forward_hook(_clone_views)  # before torch's own, which marks the outputs
         fully_shard(module, mesh=mesh, reshard_after_forward=reshard, mp_policy=policy, ignored_params=ignored)
 
-    def _watch_gradients(self, model: nn.Module) -> None:
-        """Zero the gradients of dummy passes, and record which parameters have gradients in the others."""
-        for part in _parts(model):
-            assert isinstance(part, nn.Module)
-            sharded = dict(part.named_parameters())
-            part.unshard()
-            for name, gathered in part.named_parameters():
-                if gathered is not sharded[name] and gathered.requires_grad:
-                    gathered.register_hook(self._use_recorder(sharded[name]))  # type: ignore[no-untyped-call]
-            part.reshard()
-            release_free_memory()  # the gathered parameters: hooks allocated after them keep malloc from returning it
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def _watch_gradients(self, part: nn.Module, *_: Any) -> None:
+        """Zero the gradients of dummy passes, and record which parameters have gradients in the others.
+
+        In the first forward pass of a phase and not earlier: the hooks need the gathered parameters of a block.
+        """
+        if part in self._watched or not torch.is_grad_enabled():
+            return
+        self._watched.add(part)
+        assert isinstance(part, FSDPModule)
+        sharded = [param for group in part._get_fsdp_state()._fsdp_param_groups for param in group.fsdp_params]
+        for param in sharded:
+            gathered = param.unsharded_param
+            if gathered.requires_grad and gathered not in self._hooked:
+                self._hooked.add(gathered)
+                gathered.register_hook(self._use_recorder(param.sharded_param))  # type: ignore[no-untyped-call]
 
     def _replicate_scalars(self, model: nn.Module, mesh: DeviceMesh) -> None:
         """Replicate scalar parameters, which cannot be sharded, on every rank; optimizers see DTensors."""
@@ -204,6 +212,7 @@ class Sharded(Parallel):
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         self._trained = list(parameters)
         self._used.clear()
+        self._watched.clear()
         self._buffers.begin_phase()
 
     def accumulate(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 from collections.abc import Set
 from pathlib import Path
@@ -32,10 +31,3 @@ def free_memory_bytes(root: Path = ROOT) -> int:
     """Return the available memory in bytes; the full cgroup limit if its use is not accounted."""
     limit, free = cgroup_memory_limit(root), int(psutil.virtual_memory().available)
     return free if limit is None else min(free, max(0, int(limit.amount) - (limit.memory_bytes() or 0)))
-
-
-def release_free_memory() -> None:
-    """Return free memory between allocations to the system, which glibc otherwise keeps for later ones."""
-    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
-    if trim is not None:
-        trim(0)
