@@ -150,7 +150,7 @@ _EQUIVALENTS: Mapping[str, str] = {
     "--config-dir DIR, the folder of your configuration files": "config config_file config_path cfg_file c"
     " config_name cn cp",
     "resume=fresh": "no_resume overwrite overwrite_output_dir",
-    "phases=[NAME], with names of the task's phases, which accel-run plan lists": "phase",
+    "phases=[NAME] for phase {}, with names of the task's phases, which accel-run plan lists": "phase",
     "ACCEL_RUN_LOG_LEVEL=debug accel-run train": "verbose verbosity",
     "ACCEL_RUN_LOG_LEVEL=warning accel-run train": "quiet q silent enable_progress_bar disable_tqdm",
     "accel-run train": "do_train",
