@@ -1,4 +1,4 @@
-"""`accel-run plan`: show the plan of a run with reasons, predicted memory and estimated time."""
+"""`accel-run plan`: show the plan of a run with reasons, predicted memory and time."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 HELP = f"""usage: accel-run plan [key=value ...]
 
-Shows every value of the run with its reason, the predicted memory, and the estimated time of an update, without
+Shows every value of the run with its reason, the predicted memory, and the predicted time of an update, without
 training. With a hardware profile it plans for that machine, even if it is not this one. If the run would not fit, it
 lists settings that would. Exits with 78 and lists all problems if the configuration is invalid.
 
@@ -70,7 +70,8 @@ def _predict_memory(
     configuration: Configuration, inventory: Inventory, plan: Plan, demand: MemoryNeeds, on_wait: Callable[[], object]
 ) -> tuple[list[str], Sequence[FittingChange]]:
     """Return the printed lines about memory and time; if the plan does not fit, also changes that would make it fit."""
-    from runner.plan.prediction_text import find_rank_peaks, format_prediction
+    from runner.plan.prediction_text import format_prediction
+    from runner.plan.update_time import find_rank_rates
 
     profiles = [configuration.hardware, *profile_facts(configuration.request.config_dir).values()]
     changes: Sequence[FittingChange] = ()
@@ -82,7 +83,7 @@ def _predict_memory(
         changes, untried = run_in_subprocess(
             find_changes, configuration, inventory, plan, demand, profiles, on_wait=on_wait
         )
-    return format_prediction(plan, demand, find_rank_peaks(plan, profiles), changes, untried), changes
+    return format_prediction(plan, demand, find_rank_rates(plan, profiles), changes, untried), changes
 
 
 def train_command(configuration: Configuration, changes: Sequence[str] = ()) -> str:

@@ -196,6 +196,12 @@ class Reducer:
         self._order = sorted(used, key=lambda bucket: (bucket.was_late, place[id(bucket)]))
 
 
+def bucket_sizes(parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> tuple[int, ...]:
+    """Return the bytes of each bucket, in the order of the first update."""
+    groups = _group_parameters(parameters, bucket_bytes)
+    return tuple(sum(weight.numel() * weight.element_size() for weight in group) for group in groups)
+
+
 def _group_parameters(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> Iterator[list[nn.Parameter]]:
     """Yield the parameters from last to first, in groups of one dtype and about `bucket_bytes`."""
     limit = min(FIRST_BUCKET_BYTES, bucket_bytes)

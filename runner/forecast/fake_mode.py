@@ -113,7 +113,9 @@ class AllocationLedger:
 
     def record_operation(self, flops: int, moved: int, launches: int) -> None:
         """Record the cost of an operation."""
-        self.work[self.stage] = self.work.get(self.stage, ComputeCost()) + ComputeCost(flops, moved, launches)
+        self.work[self.stage] = self.work.get(self.stage, ComputeCost()) + ComputeCost(
+            flops, moved, launches, moved if flops else 0
+        )
         if self.stage == "forward":
             layer = self.layers[-1]
             self.layer_flops[layer] = self.layer_flops.get(layer, 0) + flops

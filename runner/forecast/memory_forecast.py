@@ -26,6 +26,7 @@ from runner.base.text import first_line, format_bytes
 from runner.config.configuration import Choice, Configuration
 from runner.config.options import task_source
 from runner.distributed.parallel import ForwardPasses, Parallel, Sums
+from runner.distributed.reducer import bucket_sizes
 from runner.engine.assemble import Parts, assemble
 from runner.engine.coupled import is_coupled
 from runner.engine.cuda_autocast import CudaAutocastMode
@@ -373,7 +374,7 @@ class PhaseTracer:
             events=events,
             layers=layers,
             blocks=tuple(_sum_submodules(name, layers) for name in units),
-            work=ComputeCost(passes.flops // steps, passes.moved_bytes // steps, passes.launches // steps),
+            work=passes.merge(passes, lambda total, _: total // steps),
             step=ledger.work["update"],
             model=dataclasses.replace(
                 _measure_model(self.parts.bare, list(units.values()), self.trained, num_layers),
@@ -410,6 +411,7 @@ def _measure_model(
         trained=sum(weight.nbytes for weight in trained),
         widest=max((weight.nbytes for weight in trained), default=0),
         num_layers=num_layers,
+        buckets=bucket_sizes(trained),
         num_convolutions=sum(isinstance(module, CONVOLUTIONS) for module in model.modules()),
     )
 
@@ -434,7 +436,7 @@ def scale_trace(measured: Traced, factor: float, size: int, why_not: str) -> Tra
         ),
         layers=tuple(Layer(one.name, scaled(one.activations), scaled(one.flops)) for one in measured.layers),
         blocks=tuple(Layer(one.name, scaled(one.activations), scaled(one.flops)) for one in measured.blocks),
-        work=ComputeCost(scaled(measured.work.flops), scaled(measured.work.moved_bytes), measured.work.launches),
+        work=measured.work.scale(factor),
         is_exact=False,
         why_not=why_not,
     )

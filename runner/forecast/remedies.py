@@ -17,8 +17,9 @@ from runner.forecast.demand import is_traced, predict_needs
 from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import MemoryNeeds, may_fit
 from runner.plan.planner import make_plan
-from runner.plan.prediction_text import FittingChange, estimate_phase_time, find_rank_peaks, is_settable
+from runner.plan.prediction_text import FittingChange, is_settable
 from runner.plan.run_plan import Plan
+from runner.plan.update_time import find_rank_rates, predict_phase_time
 
 Overrides = tuple[str, ...]
 MAX_CPU_S = 5.0  # CPU seconds; a trace expected (from the longest so far) to exceed this is not started
@@ -172,10 +173,10 @@ def _resolve_auto(settings: Overrides, plan: Plan) -> Overrides:
 
 def _seconds(plan: Plan, needs: MemoryNeeds, profiles: Sequence[Mapping[str, Any]]) -> float | None:
     """Return the estimated seconds of one update of every phase together, or None if unknown."""
-    peaks = find_rank_peaks(plan, profiles)
+    rates = find_rank_rates(plan, profiles)
     estimates = [
-        estimate_phase_time(plan, phase, needs.demands[phase.name], peaks)
+        predict_phase_time(plan, phase, needs.demands[phase.name], rates)
         for phase in plan.selected
         if phase.name in needs.demands
     ]
-    return sum(seconds.middle for seconds in estimates if seconds) if estimates and all(estimates) else None
+    return sum(time.seconds for time in estimates if time) if estimates and all(estimates) else None

@@ -31,7 +31,7 @@ from runner.engine.task_loading import task_errors
 from runner.engine.train_order import make_order
 from runner.forecast.fake_mode import AllocationLedger, FakeRun
 from runner.forecast.memory_forecast import NUM_UPDATES, PhaseTracer, plan_for_host
-from runner.plan.memory_trace import Traced
+from runner.plan.memory_trace import ComputeCost, Traced
 from runner.plan.run_plan import PhasePlan, Plan
 
 UNKNOWN_DEVICE_BYTES = 2**50  # assumed bytes of a device of unknown size
@@ -147,8 +147,10 @@ class StagePrediction:
                 model = parallel.wrap(parts.bare, parts.task.layers, [])
             parts = dataclasses.replace(parts, parallel=parallel, model=model)
             nbytes = parallel.set_shapes(shapes)
+            received = ComputeCost(received=nbytes)
             tracer = StageTracer(parts, phase, fake_run, self.prefetches)
             traced = tracer.trace()
+            traced = dataclasses.replace(traced, work=traced.work + received)
             if self.options["schedule"] == "gpipe":
                 nbytes += sum(block.size for block in tracer.saved_blocks)
             return _add_micro_batches(traced, many - phase.batch.accumulation_steps, nbytes)

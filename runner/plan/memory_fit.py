@@ -11,6 +11,7 @@ import functools
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import reduce
 
 from runner.base.partition import max_in_flight
 from runner.base.text import format_bytes
@@ -112,11 +113,7 @@ class Demand:
         return dataclasses.replace(
             stages[0],
             points=tuple(map(_sum_points, zip(*(stage.points for stage in stages), strict=True))),
-            step=ComputeCost(
-                max(stage.step.flops for stage in stages),
-                max(stage.step.moved_bytes for stage in stages),
-                max(stage.step.launches for stage in stages),
-            ),
+            step=reduce(lambda one, two: one.merge(two, max), (stage.step for stage in stages)),
             layers=tuple(layers[:TOP_LAYERS]),
             activation_bytes=sum(stage.activation_bytes for stage in stages),
             stages=tuple(stages),
@@ -142,11 +139,7 @@ class Demand:
             samples,
             Bytes(**peak),
             max(Bytes(**peak).total, _interpolate(first.reserved, last.reserved, fraction)),
-            ComputeCost(
-                _interpolate(first.work.flops, last.work.flops, fraction),
-                _interpolate(first.work.moved_bytes, last.work.moved_bytes, fraction),
-                _interpolate(first.work.launches, last.work.launches, fraction),
-            ),
+            first.work.merge(last.work, lambda one, two: _interpolate(one, two, fraction)),
             without_gradients=_interpolate(first.without_gradients, last.without_gradients, fraction),
         )
 
@@ -228,7 +221,7 @@ def _scale_point(point: TracedPoint, samples: int) -> TracedPoint:
         temporary=round(point.peak.temporary * more),
     )
     reserved = round(point.reserved * peak.total / max(1, point.peak.total))
-    work = ComputeCost(round(point.work.flops * factor), round(point.work.moved_bytes * factor), point.work.launches)
+    work = point.work.scale(factor)
     return TracedPoint(
         samples, peak, reserved, work, without_gradients=max(0, point.without_gradients + peak.total - point.peak.total)
     )

@@ -5,6 +5,8 @@ Does not import torch, because the plan also uses it for machines that are not p
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Callable
 from dataclasses import dataclass, field
 
 Event = tuple[int, int]  # (number of a memory block, its bytes; 0: it is freed)
@@ -53,16 +55,38 @@ class Layer:
 
 @dataclass(frozen=True)
 class ComputeCost:
-    """Floating-point operations, bytes read and written, and operators without views: each launches a GPU kernel."""
+    """Work of the operators of a part of an update.
+
+    flops          floating-point operations of matrix products, convolutions and attention
+    moved_bytes    bytes read and written
+    launches       operators without views: each launches a GPU kernel
+    product_bytes  the part of `moved_bytes` that matrix products, convolutions and attention read and write
+    received       bytes that a pipeline stage receives from others
+    """
 
     flops: int = 0
     moved_bytes: int = 0
     launches: int = 0
+    product_bytes: int = 0
+    received: int = 0
 
     def __add__(self, other: ComputeCost) -> ComputeCost:
         return ComputeCost(
-            self.flops + other.flops, self.moved_bytes + other.moved_bytes, self.launches + other.launches
+            self.flops + other.flops,
+            self.moved_bytes + other.moved_bytes,
+            self.launches + other.launches,
+            self.product_bytes + other.product_bytes,
+            self.received + other.received,
         )
+
+    def merge(self, other: ComputeCost, merge: Callable[[int, int], int]) -> ComputeCost:
+        """Return the cost whose fields are merged from those of both."""
+        return ComputeCost(*map(merge, vars(self).values(), vars(other).values()))
+
+    def scale(self, factor: float) -> ComputeCost:
+        """Return the cost for `factor` times the samples, or for a part of the layers; the launches stay the same."""
+        scaled = (round(number * factor) for number in vars(self).values())
+        return dataclasses.replace(ComputeCost(*scaled), launches=self.launches)
 
 
 @dataclass(frozen=True)
@@ -74,6 +98,7 @@ class ModelSizes:
     row               one row of each parameter: the maximum imbalance of shards, which are split by rows
     trained           gradients of all trained parameters; `widest`: the largest gradient
     num_layers        layers between which a pipeline may split; None if the task does not define them
+    buckets           bytes of the gradient buckets of ddp, in the order in which they are sent
     num_convolutions  modules that convolve; `shapes_repeat`: whether their inputs have the same shapes in each update,
                       None if unknown
     """
@@ -84,6 +109,7 @@ class ModelSizes:
     trained: int = 0
     widest: int = 0
     num_layers: int | None = None
+    buckets: tuple[int, ...] = ()
     num_convolutions: int = 0
     shapes_repeat: bool | None = None
 

@@ -6,12 +6,10 @@ import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
-from typing import Any
 
 from runner.base.division import Batch
 from runner.base.text import format_bytes, format_table
 from runner.plan.cuda_allocator import AllocatorSettings
-from runner.plan.estimate import DevicePeaks, TimeEstimate, estimate_update_time, find_peaks
 from runner.plan.memory_fit import (
     Demand,
     MemoryNeeds,
@@ -21,6 +19,7 @@ from runner.plan.memory_fit import (
     largest_micro_batch,
 )
 from runner.plan.run_plan import PhasePlan, Plan, rank_part
+from runner.plan.update_time import DeviceRates, format_seconds, predict_phase_time
 
 WIDTH = 80  # columns
 MAX_COLUMNS = 5  # kinds of ranks side by side
@@ -40,22 +39,16 @@ class FittingChange:
         return f"{format_bytes(self.bytes):>9}  {time:>7}  {' '.join(self.overrides)}"
 
 
-def find_rank_peaks(plan: Plan, profiles: Sequence[Mapping[str, Any]]) -> dict[str, DevicePeaks]:
-    """Return the peak rates of each device of the plan by name, in the plan's precision."""
-    precision = plan.choices["precision"].name
-    return {name: find_peaks(name, precision, profiles) for name in {rank.name for rank in plan.ranks}}
-
-
 def format_prediction(
     plan: Plan,
     needs: MemoryNeeds,
-    peaks: Mapping[str, DevicePeaks],
+    rates: Mapping[str, DeviceRates],
     changes: Sequence[FittingChange] = (),
     untried: Sequence[tuple[str, ...]] = (),
 ) -> list[str]:
     """Return the lines about memory and time.
 
-    peaks    device -> its peak rates
+    rates    device -> its rates
     changes  settings that would make the run fit; untried: settings for which there was no time
     """
     if not plan.memory:
@@ -70,7 +63,7 @@ def format_prediction(
         lines += _format_parts(plan, memories)
         lines += _format_micro_batches(plan, phase, demand, memories)
         lines += _format_layers(demand, memories)
-        lines += _format_time(plan, phase, demand, peaks)
+        lines += _format_time(plan, phase, demand, rates)
     if changes:
         lines += ["", "settings that would fit, fastest first (peak memory and time are estimates):"]
         lines += [f"{'peak':>9}  {'time':>7}  overrides", *map(str, changes)]
@@ -162,33 +155,19 @@ def _format_layers(demand: Demand, memories: Sequence[RankMemory]) -> list[str]:
     return _wrap("activations", "held by " + ", ".join(shares))
 
 
-def _format_time(plan: Plan, phase: PhasePlan, demand: Demand, peaks: Mapping[str, DevicePeaks]) -> list[str]:
-    """Return the estimated time of an update: that of its slowest rank."""
-    estimate = estimate_phase_time(plan, phase, demand, peaks)
-    if estimate is None:
-        unknown = next((rank.name for rank in plan.ranks if not _peaks(peaks, rank.name).is_known), "")
-        return _wrap("update time", f"not estimated: no hardware profile lists {unknown}")
-    rate = phase.batch.global_batch_size / estimate.middle
-    return _wrap("update time", f"about {estimate}, {rate:,.3g} samples/s (estimate: {estimate.how})")
-
-
-def estimate_phase_time(
-    plan: Plan, phase: PhasePlan, demand: Demand, peaks: Mapping[str, DevicePeaks]
-) -> TimeEstimate | None:
-    """Return the estimated time of an update on the slowest rank; None if the peaks of a rank are unknown."""
-    slowest: TimeEstimate | None = None
-    for number, rank in enumerate(plan.ranks):
-        share = phase.batch.shares[number] if phase.batch.stages == 1 else phase.batch.global_batch_size
-        whole, rest = divmod(share, max(1, min(share, phase.batch.micro_batch_size)))
-        passes = [min(share, phase.batch.micro_batch_size)] * whole + ([rest] if rest else [])
-        launches = rank.is_gpu and plan.choices["compile"].name == "off"
-        estimate = estimate_update_time(demand, passes, _peaks(peaks, rank.name), has_launch_cost=launches)
-        if estimate is None:
-            return None
-        if phase.batch.stages > 1:  # each rank has some layers of every pass
-            estimate = TimeEstimate(estimate.low / phase.batch.stages, estimate.high / phase.batch.stages, estimate.how)
-        slowest = estimate if slowest is None or estimate.middle > slowest.middle else slowest
-    return slowest
+def _format_time(plan: Plan, phase: PhasePlan, demand: Demand, rates: Mapping[str, DeviceRates]) -> list[str]:
+    """Return the predicted time of an update on its slowest rank, by part."""
+    time = predict_phase_time(plan, phase, demand, rates)
+    if time is None:
+        unknown = (rank.name for rank in plan.ranks if not rates.get(rank.name, DeviceRates()).is_known)
+        why = next((f"no hardware profile lists {name}" for name in unknown), "the operators are unknown")
+        return _wrap("update time", f"not predicted: {why}")
+    rate = f"{phase.batch.global_batch_size / time.seconds:,.3g} samples/s{'' if time.is_complete else ' at most'}"
+    lines = _wrap("update time", f"{time}, {rate}")
+    for part in time.parts:
+        seconds = "unknown" if part.seconds is None else format_seconds(part.seconds)
+        lines += _wrap(f"{seconds:>{_NAME_WIDTH}}", f"{part.name}: {part.how}")
+    return [*lines, *_wrap(" ", "without data loading; sources and accuracy: docs/update-time.md")]
 
 
 def _list_assumptions(plan: Plan, needs: MemoryNeeds) -> list[str]:
@@ -213,7 +192,6 @@ def _list_assumptions(plan: Plan, needs: MemoryNeeds) -> list[str]:
                 " Each rank holds unsharded gradients between the micro-batches of an update: they are reduced once,"
                 " after the last. With one micro-batch per update and rank, gradients stay sharded."
             )
-    assumptions[-1] += " The time estimate ignores communication between ranks and data loading."
     if plan.choices["compile"].name != "off":
         name = plan.choices["compile"].name
         assumptions.append(
@@ -263,10 +241,6 @@ def _format_part(prediction: MemoryPrediction, name: str) -> str:
 
 def _format_size(size: int) -> str:
     return format_bytes(size) if size else "unknown"
-
-
-def _peaks(peaks: Mapping[str, DevicePeaks], name: str) -> DevicePeaks:
-    return peaks.get(name, DevicePeaks())
 
 
 def _wrap(name: str, text: str) -> list[str]:

@@ -197,9 +197,9 @@ def flops_of_update(case: Case) -> float:
 def peak_flops(case: Case) -> float | None:
     """Return the peak of the number format from the hardware profile of this GPU; None without one."""
     from runner.config.config_files import profile_facts
-    from runner.plan.estimate import find_peaks
+    from runner.plan.update_time import find_rates
 
-    return find_peaks(torch.cuda.get_device_name(case.device), case.precision, profile_facts().values()).flops_per_s
+    return find_rates(torch.cuda.get_device_name(case.device), case.precision, profile_facts().values()).flops_per_s
 
 
 def _print_memory(case: Case) -> None:

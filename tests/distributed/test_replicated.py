@@ -17,6 +17,7 @@ from runner.base.batch import MicroBatch
 from runner.base.world import World
 from runner.config.request import Request
 from runner.distributed.parallel import ForwardPasses
+from runner.distributed.reducer import bucket_sizes
 from runner.distributed.replicated import Replicated
 from runner.tools.measure.forked_ranks import open_first_phase
 from tests.distributed.ranks import run_ranks
@@ -74,6 +75,13 @@ class Traffic:
         result = self.sent, self.late
         self.sent = self.late = 0
         return result
+
+
+def test_bucket_sizes_are_those_of_groups_of_parameters() -> None:
+    parameters = list(Layers(range(LAYERS)).parameters())
+    assert bucket_sizes(parameters, LAYER_BYTES) == (LAYER_BYTES,) * LAYERS
+    assert bucket_sizes(parameters) == (LAYERS * LAYER_BYTES,), "one bucket of up to 25 MiB"
+    assert bucket_sizes([]) == ()
 
 
 Choice = Callable[[Layers, World, int], None]

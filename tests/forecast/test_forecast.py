@@ -493,8 +493,11 @@ def test_a_pipeline_rank_holds_the_predicted_memory(script, tmp_path, micro, ste
     file.write_text(PIPED)
     sizes = (f"micro_batch_size={micro}", f"global_batch_size={micro * steps}", "device=cpu")
     configuration = compose(Request((*sizes, "parallelism=pipeline", "parallelism.world_size=2", *args), file))
-    plan = make_plan(configuration, script.HERE, needs=run_in_subprocess(predict_needs, configuration, script.HERE))
+    needs = run_in_subprocess(predict_needs, configuration, script.HERE)
+    plan = make_plan(configuration, script.HERE, needs=needs)
     assert all(each.is_exact for each in plan.memory)
+    first, last = (stage.at(micro).work.received for stage in needs.demands["train"].stages)
+    assert first == last > 0, "activations of the micro-batch in one direction, their gradients in the other"
     thought = [each.prediction.total - each.prediction.parts["libraries"] for each in plan.memory]
     counted = run_ranks(lambda world: most_of_rank(plan, world), 2)
     assert thought == [pytest.approx(most, rel=0.02) for most in counted]

@@ -170,3 +170,20 @@ def test_only_the_tensor_that_is_written_loses_its_values() -> None:
         with torch.no_grad():
             written.addcmul_(weights[0], read).addcmul_(weights[0], both)
         assert [run.is_fake(tensor) for tensor in (written, read, both)] == [True, False, False]
+
+
+@pytest.mark.parametrize("cached", [True, False])
+def test_bytes_of_products_are_counted_separately(cached: bool) -> None:
+    ledger = AllocationLedger()
+    run = FakeRun(ledger, cached=cached)
+    with run:
+        with run.fake_parameters():
+            weights = nn.ParameterList([nn.Parameter(torch.ones(8, 8))])
+        ledger.work.clear()
+        for _ in range(2):
+            (torch.ones(4, 8) @ weights[0]).relu()
+    work = ledger.work[ledger.stage]
+    read_and_written = 4 * (4 * 8 + 8 * 8 + 4 * 8)
+    assert work.product_bytes == 2 * read_and_written
+    assert work.flops == 2 * 2 * 4 * 8 * 8
+    assert work.moved_bytes - work.product_bytes >= 2 * 4 * (4 * 8 + 4 * 8), "relu reads and writes, ones writes"

@@ -20,7 +20,7 @@ NAMES = [
 ]  # fmt: skip
 FACTS = {
     "memory_gib", "capability", "fp16_tensor_tflops", "bf16_tensor_tflops", "tf32_tflops", "fp32_tflops",
-    "memory_bandwidth_gb_s", "tdp_w",
+    "memory_bandwidth_gb_s", "tdp_w", "link_gb_s", "network_gb_s", "gpus_per_machine",
 }  # fmt: skip
 
 # Options that a profile may select. Optimizer, scheduler and task are chosen by the user.

@@ -16,7 +16,6 @@ from runner.base.text import format_bytes
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
 from runner.plan.cuda_allocator import AllocatorSettings
-from runner.plan.estimate import LAUNCH_S, DevicePeaks, estimate_update_time, find_peaks
 from runner.plan.inventory import Cpu, Device, Inventory
 from runner.plan.memory_fit import (
     GIB,
@@ -32,9 +31,10 @@ from runner.plan.memory_fit import (
 from runner.plan.memory_trace import Bytes, ComputeCost, Layer, ModelSizes, Traced
 from runner.plan.overhead import get_overhead
 from runner.plan.planner import make_plan, should_trace_memory
-from runner.plan.prediction_text import WIDTH, FittingChange, estimate_phase_time, format_prediction, summarize_memory
+from runner.plan.prediction_text import WIDTH, FittingChange, format_prediction, summarize_memory
 from runner.plan.rank_devices import RankDevice
 from runner.plan.run_plan import Plan
+from runner.plan.update_time import DeviceRates
 
 MIB = 2**20
 T4 = Device("cuda", 0, "Tesla T4", "GPU-0", 15 * GIB, capability=(7, 5))
@@ -255,57 +255,6 @@ def test_library_memory_is_estimated_with_a_margin_and_unknown_gpus_use_the_maxi
     assert get_overhead("cpu", None).communication == 0
 
 
-def test_time_is_a_range_that_grows_with_the_work() -> None:
-    need = demand(2, 8)
-    peaks = find_peaks("tesla t4", "fp16", [compose(Request(("+hardware=t4",))).hardware])
-    assert peaks == DevicePeaks(65e12, 320e9)
-    one, two = estimate_update_time(need, [4], peaks), estimate_update_time(need, [4, 4], peaks)
-    assert one is not None and two is not None  # noqa: PT018
-    assert one.low <= one.high < two.high
-    compute, memory = 4e12 / (0.5 * 65e12), (4e10 + 1e10) / (0.8 * 320e9)
-    assert (one.low, one.high) == pytest.approx((max(compute, memory), compute + memory))
-    assert estimate_update_time(need, [4], find_peaks("a GPU", "fp16", [])) is None
-
-
-@given(st.integers(0, 10**6), st.integers(0, 10**4), st.integers(1, 4))
-@settings(max_examples=20)
-def test_an_update_is_at_least_as_long_as_its_kernel_launches(each: int, of_update: int, passes: int) -> None:
-    need = demand(2, 8)
-    points = tuple(
-        dataclasses.replace(point, work=dataclasses.replace(point.work, launches=each)) for point in need.points
-    )
-    need = dataclasses.replace(need, points=points, step=dataclasses.replace(need.step, launches=of_update))
-    for peaks in (DevicePeaks(1e15, 1e13), DevicePeaks(1e18, 1e16)):
-        bare = estimate_update_time(need, [4] * passes, peaks)
-        result = estimate_update_time(need, [4] * passes, peaks, has_launch_cost=True)
-        assert bare is not None
-        assert result is not None
-        number = each * passes + of_update
-        assert (result.low, result.high) == (
-            max(bare.low, number * LAUNCH_S[0]), max(bare.high, number * LAUNCH_S[1]),
-        )  # fmt: skip
-        assert (f"{number:,} kernel launches" in result.how) == (result != bare), "the reason names its assumption"
-
-
-def test_the_sheet_counts_launches_on_gpus_that_run_operators_one_by_one() -> None:
-    need = demand(2, 8)
-    points = tuple(
-        dataclasses.replace(point, work=dataclasses.replace(point.work, launches=10**7)) for point in need.points
-    )
-    need = dataclasses.replace(need, points=points)
-    needs, peaks = MemoryNeeds({"train": need}), {"Tesla T4": DevicePeaks(1e15, 1e13), "CPU": DevicePeaks(1e15, 1e13)}
-    seconds = {}
-    for args in (("compile=off",), ("compile=default",), ("compile=off", "device=cpu")):
-        made = plan("micro_batch_size=2", "global_batch_size=2", *args, needs=needs)
-        peaks |= {rank.name: DevicePeaks(1e15, 1e13) for rank in made.ranks}
-        seconds[args] = estimate_phase_time(made, made.selected[0], need, peaks)
-    eager, compiled, on_cpu = (result.low if result else None for result in seconds.values())
-    assert eager == 10**7 * LAUNCH_S[0]
-    assert compiled == on_cpu
-    assert compiled is not None
-    assert compiled < 1
-
-
 @pytest.mark.parametrize(("strategy", "passes"), [("ddp", 2), ("fsdp", 1), ("fsdp", 2)])
 def test_figures_that_are_bounds_are_marked_as_such(strategy: str, passes: int) -> None:
     needs = MemoryNeeds({"train": demand(2, 8)})
@@ -360,12 +309,12 @@ def test_every_line_fits_a_terminal_and_marks_estimates(count: int) -> None:
         FittingChange(("precision=bf16",), GIB, None),
     ]
     lines = format_prediction(
-        made, needs, {gpu.name: DevicePeaks(1e13, 1e11) for gpu in gpus}, changes, [("memory=budget",)]
+        made, needs, {gpu.name: DeviceRates(1e13, 1e11) for gpu in gpus}, changes, [("memory=budget",)]
     )
     text = "\n".join(lines)
     assert max(map(len, lines)) <= WIDTH, text
     assert "DOES NOT FIT" in text or all(each.prediction.fits for each in made.memory)
-    for words_of_it in ("predicted", "blocks.*.mlp 100%", "estimate:", "x 1.50", "unknown", "NOT EXACT", "not tried"):
+    for words_of_it in ("predicted", "blocks.*.mlp 100%", "update time", "x 1.50", "unknown", "NOT EXACT", "not tried"):
         assert words_of_it in text, text
     assert all("predicted" in line for line in summarize_memory(made.memory))
     assert "Traced on fake" in text

@@ -18,11 +18,10 @@ from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.forecast.demand import predict_needs
 from runner.monitor.gpu_driver import open_driver
-from runner.plan.estimate import TimeEstimate
 from runner.plan.memory_fit import predict_memory
 from runner.plan.overhead import get_overhead
 from runner.plan.planner import make_plan
-from runner.plan.prediction_text import estimate_phase_time, find_rank_peaks
+from runner.plan.update_time import UpdateTime, find_rank_rates, predict_phase_time
 from runner.tools.doctor import arithmetic, kernels
 from runner.tools.doctor.findings import NOT_TIMED, CheckContext, CheckResult, compare, skip
 
@@ -164,7 +163,7 @@ class RunPrediction:
     allocated: int
     reserved: int
     launches: int
-    seconds: TimeEstimate | None
+    seconds: UpdateTime | None
 
 
 def predict_run(request: Request, context: CheckContext) -> RunPrediction | str:
@@ -179,7 +178,7 @@ def predict_run(request: Request, context: CheckContext) -> RunPrediction | str:
     parts = predict_memory(demand, phase.batch.micro_batch_size, rank).parts
     allocated = sum(size for part, size in parts.items() if part not in ("libraries", "allocator"))
     of_pass, passes = demand.at(phase.batch.micro_batch_size).work.launches, phase.batch.accumulation_steps
-    seconds = estimate_phase_time(plan, phase, demand, find_rank_peaks(plan, list(profile_facts().values())))
+    seconds = predict_phase_time(plan, phase, demand, find_rank_rates(plan, list(profile_facts().values())))
     return RunPrediction(
         allocated, allocated + parts.get("allocator", 0), demand.step.launches + of_pass * passes, seconds
     )

@@ -28,7 +28,7 @@ from runner.tools.doctor import gpu_checks, software, torch_checks
 from runner.tools.doctor.findings import NOT_TIMED, CheckContext, CheckResult, DoctorCheck, compare, failed, skip, warn
 
 if TYPE_CHECKING:
-    from runner.plan.estimate import TimeEstimate
+    from runner.plan.update_time import UpdateTime
     from runner.tools.doctor.contact_checks import RunPrediction
 
 GIB, MIB = 2**30, 2**20
@@ -182,24 +182,24 @@ def compare_memory(subject: str, predicted: float, measured: float) -> CheckResu
     return compare(subject, "mib", (predicted / MIB, measured / MIB), seen, difference)
 
 
-def compare_time(subject: str, expected: TimeEstimate | None, measured_ms: float | None) -> CheckResult:
-    """Compare the time of an update with the estimated range; None: not estimated or not measured."""
+def compare_time(subject: str, expected: UpdateTime | None, measured_ms: float | None) -> CheckResult:
+    """Compare the time of an update with the predicted one; None: not predicted or not measured."""
     if is_stand_in():
         return skip(subject, NOT_TIMED)
     if measured_ms is None or expected is None:
         missing = "too few updates were timed" if expected else "no hardware profile describes this GPU"
         return skip(subject, missing, "" if expected else "accel-run benchmark machine")
-    low, high = 1e3 * expected.low, 1e3 * expected.high
+    predicted_ms = 1e3 * expected.seconds
     difference = ""
-    if measured_ms > 1.5 * high:
-        difference = "slower than estimated; accel-run advise finds what limits it"
-    elif measured_ms < low / 1.5:
-        difference = "faster than estimated; the profile's peaks or the assumed launch time are too low"
+    if measured_ms > 1.5 * predicted_ms:
+        difference = "slower than predicted; accel-run advise finds what limits it"
+    elif measured_ms < predicted_ms / 1.5:
+        difference = "faster than predicted; the profile's rates or the assumed launch time are too low"
     return compare(
         subject,
         "ms",
-        ((low + high) / 2, measured_ms),
-        f"estimated {expected}, measured {measured_ms:.3g} ms",
+        (predicted_ms, measured_ms),
+        f"predicted {expected}, measured {measured_ms:.3g} ms",
         difference,
     )
 
