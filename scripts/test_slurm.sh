@@ -1,7 +1,8 @@
 #!/usr/bin/env bash
 # Test the runner on a real SLURM: two virtual nodes on this machine, which are stopped at the end.
 #
-#   scripts/test_slurm.sh [--keep]      --keep: keep the folder with all logs, and print its path
+#   scripts/test_slurm.sh [--keep] [TEXT]   run all checks, or those whose name contains TEXT
+#                                           --keep: keep the folder with all logs, and print its path
 #
 # Needs slurm-wlm and munge. As root on Debian or Ubuntu, they are installed; otherwise, if they are missing, nothing is
 # tested and the exit code is 0. An existing SLURM is not affected: configuration, key, sockets and logs are in a separate
@@ -11,7 +12,8 @@ set -euo pipefail
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
 
 keep=false
-[[ ${1:-} != --keep ]] || keep=true
+[[ ${1:-} != --keep ]] || { keep=true && shift; }
+selected=${1:-}
 num_ok=0 num_failed=0
 pids=()
 
@@ -117,6 +119,7 @@ tear_down() {
 
 # check NAME COMMAND...: print whether the command succeeded, and its output if it failed
 check() {
+    [[ $1 == *"$selected"* ]] || return 0
     local name=$1 started=$SECONDS
     shift
     if "$@" >"$folder/check.log" 2>&1; then
@@ -131,7 +134,7 @@ check() {
 
 folder=$(mktemp -d /tmp/test-slurm.XXXXXX)
 install_slurm
-set_up --quiet dev slurm
+set_up --quiet dev slurm search
 trap tear_down EXIT
 trap 'exit 130' INT TERM
 unset "${!SLURM_@}" "${!SBATCH_@}"
@@ -199,7 +202,7 @@ has_saved() { compgen -G "outputs/$1/checkpoints/update-*" >/dev/null; }
 submit() {
     "${run[@]}" launcher=slurm "$@" >submitted || return 1
     cat submitted
-    job=$(sed -n 's/^job \([0-9]*\) .*/\1/p' submitted)
+    job=$(sed -n 's/^submitted SLURM job \([0-9]*\) .*/\1/p' submitted)
     [[ -n $job ]]
 }
 
@@ -359,7 +362,7 @@ time.sleep(300)" &
 the_script_of_the_page_saves_and_is_queued_again() {
     local words
     words=$(printf '%q ' "${rank[@]}" run=page updates=600)
-    sed -n '/^By hand:/,/^exit .code/p' "$root/docs/scale.md" | sed -n '/^#!/,$p' | sed -e 's/ --gpus-per-node=4//' \
+    sed -n '/^#!.bin.bash/,/^exit .code/p' "$root/docs/scale.md" | sed -e 's/ --gpus-per-node=4//' \
         -e 's/--ntasks-per-node=4/--ntasks-per-node=1/' -e 's/--cpus-per-task=8/--cpus-per-task=1/' \
         -e 's/--time=12:00:00/--time=10/' -e "s|^    python -m runner.*|    ${words//&/\\&}|" >page.sh
     cat page.sh
@@ -369,6 +372,72 @@ the_script_of_the_page_saves_and_is_queued_again() {
     wait_for 180 has_ended "$job" || return 1
     cat page.out
     [[ $(state_of "$job") == COMPLETED && $(restarts_of "$job") == 1 ]] && finished page 600
+}
+
+# sweep NAME ARGUMENTS...: a sweep with launcher=slurm; print the output and return the exit code
+sweep() {
+    "${run[@]}" -m run="$1" launcher=slurm "${@:2}" >>"$1.out" 2>&1
+    local code=$?
+    cat "$1.out"
+    return $code
+}
+
+# submission_of NAME [N]: the job id of the N-th job array of a sweep, once it has been submitted
+submission_of() { sed -n 's/^submitted SLURM job array \([0-9]*\) .*/\1/p' "$1.out" | sed -n "${2:-1}p"; }
+
+# most_at_once ARRAY: print how many jobs of a job array ran at the same time
+most_at_once() {
+    scontrol show job "$1" | "$python" -c "
+import re, sys
+text = sys.stdin.read()
+times = [(time, step) for name, step in (('StartTime', 1), ('EndTime', -1)) for time in re.findall(name + r'=(\S+)', text)]
+count = most = 0
+for time, step in sorted(times):  # an end comes before a start in the same second
+    count += step
+    most = max(most, count)
+print(most)"
+}
+
+a_sweep_keeps_its_limit_and_resumes_a_canceled_trial() {
+    local command=(sweep grid 'optimizer.lr=0.1,0.03,0.01,0.003' updates=100 together=2) code=0 pid array started=$SECONDS
+    "${command[@]}" &
+    pid=$!
+    wait_for 60 has_saved grid/grid-2 && array=$(submission_of grid) || return 1
+    scancel "${array}_2"
+    wait "$pid" || code=$?
+    printf 'exit code %s after %s s; at most %s jobs at once\n' "$code" $((SECONDS - started)) "$(most_at_once "$array")"
+    [[ $code == 75 && $(most_at_once "$array") == 2 ]] || return 1
+    [[ $(cut -d, -f4 outputs/grid/results.csv | tail -n +2 | tr '\n' ' ') == "done stopped done done " ]] || return 1
+    "${command[@]}" || return 1
+    scontrol show job "$(submission_of grid 2)" | grep -q 'ArrayTaskId=2 ' || return 1
+    for code in 1 2 3 4; do finished "grid/grid-$code" 100 || return 1; done
+}
+
+a_search_runs_two_jobs_at_once() {
+    local started=$SECONDS number
+    "$venv/bin/accel-run" search "${words[@]:1}" launcher=slurm run=search 'optimizer.lr=log(1e-3,1e-1)' updates=20 trials=4 \
+        together=2 evaluate.every=20 || return 1
+    printf '4 trials in %s s\n' $((SECONDS - started))
+    for number in 1 2 3 4; do finished "search/search-$number" 20 || return 1; done
+    [[ $("$python" -c "
+import json
+lines = map(json.loads, open('outputs/search/optuna.journal'))
+print(sum(bool(line.get('values')) for line in lines))") == 4 ]]
+}
+
+an_interrupted_sweep_follows_its_jobs_again() {
+    local command=(sweep follow 'seed=1,2' updates=200) code=0 array
+    "${command[@]}" &
+    wait_for 60 has_saved follow/follow-2 && array=$(submission_of follow) || return 1
+    pkill -TERM --parent $! --full accel-run
+    wait $! || code=$?
+    printf 'exit code %s\n' "$code"
+    [[ $code == 75 ]] || return 1
+    scancel --signal=USR1 "${array}_1" # it saves, is requeued and resumes in the meantime
+    "${command[@]}" || return 1
+    scontrol show job "$array"
+    [[ -z $(submission_of follow 2) && $(scontrol show job "${array}_1" | sed -n 's/.*Restarts=\([0-9]*\).*/\1/p') == 1 ]] &&
+        finished follow/follow-1 200 && finished follow/follow-2 200
 }
 
 # The process of a rank is identified by the environment variables set by srun.
@@ -399,6 +468,9 @@ check "launcher=slurm: two ranks on two nodes get the signal, too" a_warning_rea
 check "launcher=slurm: the end of its time does the same" the_time_limit_stops_saves_and_queues_again 1000
 check "launcher=slurm: queued again only so often" it_is_queued_again_only_so_often
 check "launcher=slurm: scancel lets it save" a_canceled_job_has_saved
+check "trials: a sweep of 4, at most 2 at once; a canceled one resumes" a_sweep_keeps_its_limit_and_resumes_a_canceled_trial
+check "trials: an interrupted sweep follows the same jobs again" an_interrupted_sweep_follows_its_jobs_again
+check "trials: a search of 4, at most 2 at once" a_search_runs_two_jobs_at_once
 
 printf '%s ok, %s failed\n' "$num_ok" "$num_failed"
 ((num_failed == 0))
