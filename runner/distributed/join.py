@@ -134,12 +134,23 @@ def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> 
     store = _open_store(rank_info, timedelta(seconds=_rendezvous_s(rank_info, timeout_s)))
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore(f"attempt-{rank_info.attempt}-of-{rank_info.world_size}", store),
+        store=PrefixStore(_store_prefix(rank_info), store),
         rank=rank_info.rank,
         world_size=rank_info.world_size,
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+
+
+def _store_prefix(rank_info: RankInfo) -> str:
+    """Return the part of the store for this start of the ranks.
+
+    A store that an agent of torchrun hosts outlives the ranks, so it needs the number of the attempt. The agents count
+    restarts separately: that of a node that returns begins at 0. So that ranks of different agents meet, a store that
+    rank 0 hosts for this start only, on a new port, does not contain the number.
+    """
+    is_new = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
+    return f"of-{rank_info.world_size}" if is_new else f"attempt-{rank_info.attempt}-of-{rank_info.world_size}"
 
 
 def _rendezvous_s(rank_info: RankInfo, timeout_s: float) -> float:

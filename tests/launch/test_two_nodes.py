@@ -148,6 +148,21 @@ def test_a_rank_reports_a_port_used_by_another_program(rank: int, tmp_path: Path
     assert "MASTER_PORT" in result.error
 
 
+def test_ranks_join_if_their_agents_have_counted_different_numbers_of_restarts(tmp_path: Path) -> None:
+    """A node that returns has a new agent, whose count of restarts begins at 0 again."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        store = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
+
+    def join(rank: int) -> None:
+        os.environ["TORCHELASTIC_USE_AGENT_STORE"] = "False"  # as with TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
+        with join_process_group(RankInfo(rank, rank, 2, 2, store, attempt=rank), CPU, timeout_s=60.0) as world:
+            assert world.gather(rank) == [0, 1]
+
+    result = forked([partial(join, rank) for rank in range(2)], tmp_path)
+    assert [one.error for one in result] == [""] * 2
+
+
 def test_two_machines_train_like_one_process(
     namespaces: tuple[str, str], server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
