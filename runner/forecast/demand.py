@@ -20,6 +20,7 @@ from runner.plan.memory_trace import Traced
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import Plan
 
+PhaseSize = tuple[str, int]  # name of a training phase, and a micro-batch size
 MAX_ROUNDS = 5  # rounds of traces at sizes that earlier traces predict to fit
 
 
@@ -49,13 +50,13 @@ def predict_needs(configuration: Configuration, inventory: Inventory, alternativ
             tracer = _Tracer(forecast, AllocatorSettings.parse(plan.choices["memory"].options.get("allocator")))
             tracer.trace(_deciding_sizes(plan))
 
-            def next_sizes() -> set[int]:
+            def next_sizes() -> set[PhaseSize]:
                 needs = MemoryNeeds(tracer.demands())
                 planned = make_plan(configuration, inventory, needs=needs)
                 return sizes_to_trace(planned, configuration, inventory, needs, alternatives=alternatives)
 
-            if alternatives or not next_sizes() <= tracer.traced_sizes:
-                tracer.trace({forecast.least})
+            if alternatives or not next_sizes() <= tracer.traced:
+                tracer.trace({(phase.name, forecast.least) for phase in forecast.phases})
             for _ in range(MAX_ROUNDS):
                 if not tracer.trace(next_sizes()):
                     break
@@ -94,7 +95,7 @@ def _trace_pipeline(
 
     allocator = AllocatorSettings.parse(plan.choices["memory"].options.get("allocator"))
     traces: dict[str, list[list[Traced]]] = {}  # phase -> rank -> sizes
-    traced_sizes: set[int] = set()
+    done: set[PhaseSize] = set()
 
     def make_needs(layout: str) -> MemoryNeeds:
         demands = dict(single.demands)
@@ -106,17 +107,17 @@ def _trace_pipeline(
         return dataclasses.replace(single, demands=demands, layout=tuple(layout.splitlines()))
 
     with StagePrediction(plan) as staged:
+        phases = {phase.name: phase for phase in staged.phases}
 
-        def trace(sizes: Iterable[int]) -> bool:
-            new = sorted(set(sizes) - traced_sizes)
-            traced_sizes.update(new)
-            for size in new:
-                for phase in staged.phases:
-                    for rank, traced in enumerate(staged.trace(phase, size)):
-                        traces.setdefault(phase.name, [[] for _ in range(staged.count)])[rank].append(traced)
+        def trace(sizes: Iterable[PhaseSize]) -> bool:
+            new = sorted(set(sizes) - done)
+            done.update(new)
+            for name, size in new:
+                for rank, traced in enumerate(staged.trace(phases[name], size)):
+                    traces.setdefault(name, [[] for _ in range(staged.count)])[rank].append(traced)
             return bool(new)
 
-        size = max(_deciding_sizes(plan))
+        size = _largest(plan)
         is_free = all(phase.micro_batch_size == "auto" for phase in configuration.phases)
         while True:
             try:
@@ -127,13 +128,13 @@ def _trace_pipeline(
                     raise
                 size //= 2
         try:
-            trace({size})
+            trace((name, size) for name in phases)
             if (is_free or alternatives) and not _fits(make_plan(configuration, inventory, needs=make_needs(layout))):
-                trace({min_batch_size(staged.parts.bare)})
+                trace((name, min_batch_size(staged.parts.bare)) for name in phases)
             for _ in range(MAX_ROUNDS):
                 needs = make_needs(layout)
                 planned = make_plan(configuration, inventory, needs=needs)
-                size = max(_deciding_sizes(planned))
+                size = _largest(planned)
                 if not trace(sizes_to_trace(planned, configuration, inventory, needs, alternatives=alternatives)):
                     break
         except ConfigError:
@@ -156,14 +157,17 @@ class _Tracer:
     def __init__(self, forecast: Forecast, allocator: AllocatorSettings) -> None:
         self.forecast, self.allocator = forecast, allocator
         self.traces: dict[str, list[Traced]] = defaultdict(list)
-        self.traced_sizes: set[int] = set()
+        self.traced: set[PhaseSize] = set()
 
-    def trace(self, sizes: set[int]) -> bool:
-        """Trace new sizes; return whether there were any."""
-        new = {max(size, self.forecast.least) for size in sizes} - self.traced_sizes
-        self.traced_sizes |= new.union(sizes)
-        for size in sorted(new):
-            for traced in self.forecast.trace(size):
+    def trace(self, sizes: set[PhaseSize]) -> bool:
+        """Trace phases at new sizes; return whether there were any."""
+        new = {(name, max(size, self.forecast.least)) for name, size in sizes} - self.traced
+        self.traced |= new | sizes
+        names: dict[int, list[str]] = defaultdict(list)
+        for name, size in sorted(new):
+            names[size].append(name)
+        for size in sorted(names):
+            for traced in self.forecast.trace(size, names[size]):
                 self.traces[traced.phase].append(traced)
         return bool(new)
 
@@ -174,8 +178,8 @@ class _Tracer:
 
 def sizes_to_trace(
     plan: Plan, configuration: Configuration, inventory: Inventory, needs: MemoryNeeds, *, alternatives: bool
-) -> set[int]:
-    """Return the planned micro-batch sizes; with `alternatives`, if they do not fit, also those that would."""
+) -> set[PhaseSize]:
+    """Return the planned sizes of each phase; with `alternatives`, if they do not fit, also those that would."""
     if not alternatives or _fits(plan):
         return _deciding_sizes(plan)
     return _deciding_sizes(plan) | _deciding_sizes(make_plan(_with_auto_sizes(configuration), inventory, needs=needs))
@@ -183,11 +187,19 @@ def sizes_to_trace(
 
 def is_traced(plan: Plan, needs: MemoryNeeds) -> bool:
     """Return whether the deciding sizes were traced, not interpolated."""
-    demands = [part for demand in needs.demands.values() for part in demand.stages or (demand,)]
-    return all(demand.is_traced_at(size) for demand in demands for size in _deciding_sizes(plan))
+    return all(
+        part.is_traced_at(size)
+        for name, size in _deciding_sizes(plan)
+        if (demand := needs.demands.get(name)) is not None
+        for part in demand.stages or (demand,)
+    )
 
 
-def _deciding_sizes(plan: Plan) -> set[int]:
+def _largest(plan: Plan) -> int:
+    return max(size for _, size in _deciding_sizes(plan))
+
+
+def _deciding_sizes(plan: Plan) -> set[PhaseSize]:
     """Return the deciding sizes: the largest micro-batch per training phase and kind of device."""
     sizes: dict[tuple[str, str], int] = {}
     for phase in plan.selected:
@@ -195,4 +207,4 @@ def _deciding_sizes(plan: Plan) -> set[int]:
         for rank, share in zip(plan.ranks if phase.kind == "train" else (), shares, strict=False):
             kind = (phase.name, rank.name)
             sizes[kind] = max(1, sizes.get(kind, 0), min(phase.batch.micro_batch_size, share))
-    return set(sizes.values())
+    return {(name, size) for (name, _), size in sizes.items()}

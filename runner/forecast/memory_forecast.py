@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -97,15 +97,19 @@ class Forecast:
         self._parts = None
         self._stack.close()
 
-    def trace(self, micro_batch_size: int) -> list[Traced]:
-        """Return the demand of each training phase with this micro-batch size."""
+    def trace(self, micro_batch_size: int, names: Collection[str] | None = None) -> list[Traced]:
+        """Return the demand of each training phase, or of those with these names, with this micro-batch size.
+
+        With a budget of memory, of all phases, because the same blocks are recomputed in all.
+        """
         if not self.limit:
-            return self._trace_phases(micro_batch_size)
+            phases = self.phases if names is None else [phase for phase in self.phases if phase.name in names]
+            return self._trace_phases(phases, micro_batch_size)
         known: dict[Blocks, list[Traced]] = {}
 
         def trace_with(blocks: Blocks) -> list[Traced]:
             if blocks not in known:
-                known[blocks] = self._trace_phases(micro_batch_size, blocks)
+                known[blocks] = self._trace_phases(self.phases, micro_batch_size, blocks)
             return known[blocks]
 
         def takes(blocks: Blocks) -> int:
@@ -115,12 +119,12 @@ class Forecast:
         chosen = choose_recomputed_blocks(largest.blocks, takes, self.limit)
         return [dataclasses.replace(traced, recompute=chosen) for traced in trace_with(chosen)]
 
-    def _trace_phases(self, size: int, recompute: Blocks = ()) -> list[Traced]:
+    def _trace_phases(self, phases: Sequence[PhasePlan], size: int, recompute: Blocks = ()) -> list[Traced]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             if not self._why_not:
                 try:
-                    return [self._trace_phase(phase, size, recompute) for phase in self.phases]
+                    return [self._trace_phase(phase, size, recompute) for phase in phases]
                 except Exception as error:
                     if isinstance(error, AccelRunError) and not isinstance(error, TaskFault):
                         raise  # the real run would raise it too
@@ -130,8 +134,8 @@ class Forecast:
                     else:
                         self.__exit__()
             if self._is_too_large:
-                return [self._count_parameters(phase, size) for phase in self.phases]
-            return [self._measure_phase(phase, size, recompute) for phase in self.phases]
+                return [self._count_parameters(phase, size) for phase in phases]
+            return [self._measure_phase(phase, size, recompute) for phase in phases]
 
     @property
     def least(self) -> int:

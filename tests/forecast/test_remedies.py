@@ -78,8 +78,9 @@ def test_fitting_micro_batches_are_traced_if_a_run_does_not_fit() -> None:
         engine_needs.sizes_to_trace(planned, asked_for, HERE, needs, alternatives=alternatives)
         for alternatives in (False, True)
     )
-    assert asked == {64}
-    assert more == {64, plan(*WORDS, "micro_batch_size=auto", needs=needs).batch.micro_batch_size}
+    assert asked == {("train", 64)}
+    fitting = plan(*WORDS, "micro_batch_size=auto", needs=needs).batch.micro_batch_size
+    assert more == {("train", 64), ("train", fitting)}
 
 
 def test_an_unavailable_remedy_does_not_block_combinations_of_others(
@@ -124,3 +125,12 @@ def test_limits_of_the_user_apply_to_tried_remedies(monkeypatch: pytest.MonkeyPa
     assert tried
     assert set(tried) == {(0.5, 0.01)}
     assert "checkpoint" in {each.choices["memory"].function for each in asked}
+
+
+def test_each_phase_is_traced_at_its_own_size() -> None:
+    words = ("task=dynamo", "task.size=full")
+    planned = plan(*words, needs=MemoryNeeds({}))
+    phases = {phase.name: phase.batch.micro_batch_size for phase in planned.selected if phase.kind == "train"}
+    sizes = engine_needs.sizes_to_trace(planned, composed(*words), HERE, MemoryNeeds({}), alternatives=False)
+    assert sizes == set(phases.items())
+    assert len(set(phases.values())) > 1, "otherwise the phases need not be distinguished"
