@@ -301,7 +301,7 @@ def finished(folder: Path) -> dict[str, bool]:
     return {name: record["finished"] for name, record in load(last).state["records"].items()}
 
 
-STOPS = ["statistics:3", "statistics:eval", "pretrain:1", "pretrain:22", "pretrain:eval", "patient:eval"]
+STOPS = ["statistics:3", "pretrain:1", "pretrain:22", "pretrain:eval", "patient:eval"]
 
 
 @pytest.mark.sampled(1)
@@ -309,13 +309,24 @@ STOPS = ["statistics:3", "statistics:eval", "pretrain:1", "pretrain:22", "pretra
 def test_a_run_stopped_in_any_phase_resumes_bit_for_bit(
     stop_at: str, whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
 ) -> None:
+    stop_and_resume(stop_at, whole[0], server, tmp_path)
+
+
+def test_a_finished_phase_is_not_finished_again_by_a_resume(
+    whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
+) -> None:
+    """The run is stopped after the statistics have been stored in the model."""
+    stop_and_resume("statistics:eval", whole[0], server, tmp_path)
+
+
+def stop_and_resume(stop_at: str, whole: Path, server: ForkServer, tmp_path: Path) -> None:
     args = [f"task.stop_at={stop_at}", "task.by=SIGTERM"]
     result = train(server, tmp_path, *args)
     assert result.code == 75, result.err
     again = train(server, tmp_path, *args, env={"NO_KILL": "1"})
     assert again.code == 0, again.err
-    assert rows(tmp_path) == rows(whole[0])
-    for name, weight in weights(whole[0], PATIENT).items():
+    assert rows(tmp_path) == rows(whole)
+    for name, weight in weights(whole, PATIENT).items():
         assert torch.equal(weight, weights(tmp_path, PATIENT)[name]), name
     assert int(weights(tmp_path, PATIENT)["times"]) == 1
 
