@@ -5,6 +5,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from runner import Task
+from tests.faults.ending import reached
 
 SETTINGS = {"updates": 20, "global_batch_size": 8, "optimizer.lr": 0.01, "evaluate.every": 7, "log_every": 6}
 PHASES = {"one": {}, "two": {}}
@@ -18,6 +19,9 @@ class TwoPhases(Task):
     def __init__(self, val, metric, hidden):
         self.model = nn.Sequential(nn.Linear(4, hidden), nn.Tanh(), nn.Linear(hidden, 2))
         self.val, self.metric = val, metric
+
+    def begin_update(self, progress):
+        reached("update", progress.update + 1, progress.phase)
 
     def dataset(self, split):
         if split == "val" and not self.val:

@@ -48,6 +48,12 @@ def test_the_schedule_of_a_phase_starts_at_zero_after_skipped_updates(server: Fo
     second = [row["lr"] for row in trained if row["phase"] == "two"]
     assert second[:3] == pytest.approx([0.001, 0.002, 0.003])
     assert min(row["lr"] for row in trained) > 0
+    before = rows(tmp_path)
+    fault = {"at": "update", "number": 5, "phase": "two", "by": "SIGTERM"}
+    env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault)}
+    assert server.run([*args, "run=stopped"], tmp_path, env).code == 75
+    assert server.run([*args, "run=stopped"], tmp_path).code == 0
+    assert rows(tmp_path, "stopped") == before, "also if the second phase is resumed"
 
 
 def test_a_phase_in_which_every_update_is_skipped_is_an_error(server: ForkServer, tmp_path: Path) -> None:
