@@ -107,6 +107,7 @@ def test_an_incorrect_stream_state_is_reported_and_not_used(server: ForkServer, 
             assert ("load_state_dict" in result.out + result.err) == (number == numbers[0]), (
                 "checked at the first start"
             )
+    assert "24 samples" in result.out, "of three updates, read again"
     whole, resumed = (newest_valid(tmp_path / folder / "outputs/mine/checkpoints") for folder in ("whole", "stopped"))
     assert whole is not None
     assert resumed is not None
