@@ -301,7 +301,7 @@ def finished(folder: Path) -> dict[str, bool]:
     return {name: record["finished"] for name, record in load(last).state["records"].items()}
 
 
-STOPS = ["statistics:3", "pretrain:1", "pretrain:22", "pretrain:eval", "patient:eval"]
+STOPS = ["pretrain:1", "pretrain:22", "pretrain:eval", "patient:eval"]
 
 
 @pytest.mark.sampled(1)
@@ -312,11 +312,12 @@ def test_a_run_stopped_in_any_phase_resumes_bit_for_bit(
     stop_and_resume(stop_at, whole[0], server, tmp_path)
 
 
-def test_a_finished_phase_is_not_finished_again_by_a_resume(
-    whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
+@pytest.mark.parametrize("stop_at", ["statistics:3", "statistics:eval"])
+def test_statistics_are_resumed_and_not_stored_twice(
+    stop_at: str, whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
 ) -> None:
-    """The run is stopped after the statistics have been stored in the model."""
-    stop_and_resume("statistics:eval", whole[0], server, tmp_path)
+    """The run is stopped while they are gathered, or after they have been stored in the model."""
+    stop_and_resume(stop_at, whole[0], server, tmp_path)
 
 
 def stop_and_resume(stop_at: str, whole: Path, server: ForkServer, tmp_path: Path) -> None:
