@@ -71,7 +71,7 @@ class Precision:
         # On a GPU, values are checked in the next step, because an immediate check would synchronize.
         self.checks_immediately = self.device.type == "cpu"
         self._pending_values: PendingCopy | None = None
-        self._output_gradient: Tensor | None = None  # of the last backward pass, and what it depends on
+        self._output_gradient: Tensor | None = None  # of the last backward pass, reused if the next loss is alike
         self._output_like: tuple[object, ...] = ()
 
     def forward(self) -> AbstractContextManager[Any]:
@@ -88,7 +88,7 @@ class Precision:
 
     def _run_backward(self, loss: Tensor, factor: float) -> None:
         # The factor is the gradient of the output: a product would be two more operations, with the same bits.
-        # torch.autograd.backward checks a single output for longer than a small model's backward pass takes.
+        # torch.autograd.backward would also check its arguments in Python, which takes a part of a small update.
         like = factor, loss.shape, loss.dtype, loss.device, type(loss)
         if self._output_gradient is None or self._output_like != like:
             self._output_gradient, self._output_like = torch.full_like(loss, factor, requires_grad=False), like

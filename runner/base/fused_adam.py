@@ -45,7 +45,7 @@ def _with_profile_hook(step: Any) -> Any:
 _adam_step, _adamw_step = _with_profile_hook(Adam.step), _with_profile_hook(AdamW.step)
 
 
-_ONE = torch.tensor(1.0)
+_ONE = torch.tensor(1.0, device="cpu")
 
 
 @torch.no_grad()
@@ -70,7 +70,7 @@ def _step(optimizer: Optimizer, kernel: Any) -> bool:
         if not weights:
             continue
         steps = [state["step"] for state in states]
-        if steps[0].device.type == "cpu":  # one addition per step, each of which would convert a number to a tensor
+        if steps[0].device.type == "cpu":  # adds one tensor after another, and would convert a number for each
             torch._foreach_add_(steps, _ONE, alpha=1.0)
         else:
             torch._foreach_add_(steps, 1)

@@ -169,6 +169,7 @@ class _Tracer:
         for size in sorted(names):
             for traced in self.forecast.trace(size, names[size]):
                 self.traces[traced.phase].append(traced)
+                self.traced.add((traced.phase, size))  # with a memory budget, more phases than requested
         return bool(new)
 
     def demands(self) -> dict[str, Demand]:

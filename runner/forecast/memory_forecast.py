@@ -100,7 +100,7 @@ class Forecast:
     def trace(self, micro_batch_size: int, names: Collection[str] | None = None) -> list[Traced]:
         """Return the demand of each training phase, or of those with these names, with this micro-batch size.
 
-        With a budget of memory, of all phases, because the same blocks are recomputed in all.
+        With a memory budget, all phases are traced, because the same blocks are recomputed in each of them.
         """
         if not self.limit:
             phases = self.phases if names is None else [phase for phase in self.phases if phase.name in names]

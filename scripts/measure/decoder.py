@@ -1,7 +1,7 @@
 """A decoder-only transformer of any size, for `update_time.py`: models whose speed on GPUs has been published.
 
 MPT and GPT-2 have layer norms, learned positions and an MLP with GELU; `is_llama` selects
-RMS norms, rotary positions, a gated MLP and an output layer of its own.
+RMS norms, rotary positions, a gated MLP and a separate output layer.
 """
 
 from __future__ import annotations

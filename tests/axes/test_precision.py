@@ -127,6 +127,20 @@ def test_the_verbs_of_float32_are_those_of_torch() -> None:
     assert (precision.num_skipped(), precision.state()) == (0, {}), "the state of another precision is ignored"
 
 
+@pytest.mark.parametrize("make", [fp32, fp16])
+def test_a_factor_of_the_loss_gives_the_bits_of_a_product(make: Any) -> None:
+    model = Net()
+    precision, wide = make(CPU, model), torch.float64
+    for dtype, factor in ((wide, 1 / 3), (wide, 1 / 7), (torch.float32, 1 / 7), (torch.float32, 1 / 7)):
+        gradients = []
+        for has_product in (False, True):
+            model.to(dtype).zero_grad()
+            loss = model(torch.ones(3, 4, dtype=dtype)).square().sum()
+            precision.backward(*((loss * factor,) if has_product else (loss, factor)))
+            gradients.append([weight.grad for weight in model.parameters()])
+        assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True)), (dtype, factor)
+
+
 # ---------------------------------------------------------------- float16 with loss scaling
 
 
