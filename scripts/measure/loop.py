@@ -7,8 +7,9 @@ tuned   the same with a fused optimizer, batched reading and a handwritten sched
 ours    the Phase of accel-run, including its meter, monitor, screen, evaluation and saving
 
 hand and ours read the same TensorDataset. All three are interleaved in one process. Ratios are ratios of medians, of
-wall-clock time and of the thread's CPU time, which is less sensitive to other processes.
-Run: python scripts/measure/loop.py
+wall-clock time and of the thread's CPU time, which is less sensitive to other processes. On a GPU hand and tuned copy
+pinned batches with non_blocking=True, and a block ends with a synchronization.
+Run: python scripts/measure/loop.py [--device cuda]
 """
 
 from __future__ import annotations
@@ -57,17 +58,19 @@ def make_model() -> nn.Module:
     return nn.Sequential(nn.Linear(FEATURES, 64), nn.ReLU(), nn.Linear(64, CLASSES))
 
 
-def by_hand(total: int) -> Iterator[None]:
+def by_hand(total: int, device: torch.device) -> Iterator[None]:
     """A typical handwritten loop."""
+    is_gpu = device.type == "cuda"
     dataset = torch.utils.data.TensorDataset(torch.randn(SAMPLES, FEATURES), torch.randint(0, CLASSES, (SAMPLES,)))
-    loader = torch.utils.data.DataLoader(dataset, batch_size=BATCH, shuffle=True)
-    model = make_model()
+    loader = torch.utils.data.DataLoader(dataset, batch_size=BATCH, shuffle=True, pin_memory=is_gpu)
+    model = make_model().to(device)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1.0 - step / total)
     log = []
     step = 0
     while True:
-        for x, y in loader:
+        for batch in loader:
+            x, y = (each.to(device, non_blocking=is_gpu) for each in batch)
             loss = F.cross_entropy(model(x), y)
             loss.backward()
             nn.utils.clip_grad_norm_(model.parameters(), 1.0)
@@ -80,10 +83,10 @@ def by_hand(total: int) -> Iterator[None]:
             yield
 
 
-def tuned(total: int) -> Iterator[None]:
+def tuned(total: int, device: torch.device) -> Iterator[None]:
     """The same work with the fastest functions of plain torch."""
     x_all, y_all = torch.randn(SAMPLES, FEATURES), torch.randint(0, CLASSES, (SAMPLES,))
-    model = make_model()
+    model = make_model().to(device)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
     log = []
@@ -92,7 +95,10 @@ def tuned(total: int) -> Iterator[None]:
         order = torch.randperm(SAMPLES)
         for start in range(0, SAMPLES, BATCH):
             rows = order[start : start + BATCH]
-            loss = F.cross_entropy(model(x_all.index_select(0, rows)), y_all.index_select(0, rows))
+            x, y = x_all.index_select(0, rows), y_all.index_select(0, rows)
+            if device.type == "cuda":
+                x, y = (each.pin_memory().to(device, non_blocking=True) for each in (x, y))
+            loss = F.cross_entropy(model(x), y)
             loss.backward()
             nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
             optimizer.param_groups[0]["lr"] = 1e-3 * (1.0 - step / total)
@@ -104,7 +110,7 @@ def tuned(total: int) -> Iterator[None]:
             yield
 
 
-def ours(total: int, stack: ExitStack) -> Iterator[int]:
+def ours(total: int, device: torch.device, stack: ExitStack) -> Iterator[int]:
     """accel-run, opened as by the command line."""
     from runner.config.request import Request
     from runner.engine.opening import open_phase
@@ -113,7 +119,7 @@ def ours(total: int, stack: ExitStack) -> Iterator[int]:
     (folder / "tiny_mlp.py").write_text(TASK)
     settings = (
         f"updates={total}", f"global_batch_size={BATCH}", "scheduler=linear", "scheduler.warmup=0", "backend.threads=1",
-        "device=cpu", f"output_root={folder}", "run=tiny", "evaluate.every=0", "optimizer.lr=0.001",
+        f"device={device.type}", f"output_root={folder}", "run=tiny", "evaluate.every=0", "optimizer.lr=0.001",
         # AdamW's defaults, as in the other two
         "optimizer.weight_decay=0.01", "optimizer.betas=[0.9,0.999]", "optimizer.decay_1d=true",
     )  # fmt: skip
@@ -121,7 +127,9 @@ def ours(total: int, stack: ExitStack) -> Iterator[int]:
     return phase.updates()
 
 
-def measure(variants: dict[str, Iterator[object]], block: int, rounds: int) -> dict[str, list[tuple[float, float]]]:
+def measure(
+    variants: dict[str, Iterator[object]], block: int, rounds: int, device: torch.device
+) -> dict[str, list[tuple[float, float]]]:
     """Return the wall-clock and CPU microseconds per update of each variant, one pair per round; interleaved."""
     times: dict[str, list[tuple[float, float]]] = {name: [] for name in variants}
     names = list(variants)
@@ -131,6 +139,8 @@ def measure(variants: dict[str, Iterator[object]], block: int, rounds: int) -> d
             began = time.perf_counter(), time.thread_time()
             for _ in range(block):
                 advance()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             ended = time.perf_counter(), time.thread_time()
             if round_ >= 2:  # two rounds to warm up
                 wall, cpu = (1e6 * (end - begin) / block for begin, end in zip(began, ended, strict=True))
@@ -143,20 +153,23 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=40)
     parser.add_argument("--block", type=int, default=200)
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
     parser.add_argument("--limit", type=float, default=None, help="maximum of ours / hand in CPU time; exit 1 above")
     arguments = parser.parse_args()
+    device = torch.device(arguments.device)
     torch.set_num_threads(1)
     total = (arguments.rounds + 3) * arguments.block
     with ExitStack() as stack:
         quiet = stack.enter_context(Path(os.devnull).open("w"))
         with redirect_stdout(quiet):
             variants = {
-                "hand": by_hand(total),
-                "tuned": tuned(total),
-                "ours": ours(total, stack),
+                "hand": by_hand(total, device),
+                "tuned": tuned(total, device),
+                "ours": ours(total, device, stack),
             }
-            times = measure(variants, arguments.block, arguments.rounds)
-    print(f"torch {torch.__version__}, 1 thread, {arguments.rounds} rounds of {arguments.block} updates")
+            times = measure(variants, arguments.block, arguments.rounds, device)
+    where = torch.cuda.get_device_name() if device.type == "cuda" else "CPU"
+    print(f"torch {torch.__version__}, {where}, 1 thread, {arguments.rounds} rounds of {arguments.block} updates")
     ours_ratio = 0.0
     for name, spent in times.items():
         columns = []

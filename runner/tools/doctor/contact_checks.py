@@ -18,6 +18,7 @@ from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.forecast.demand import predict_needs
 from runner.monitor.gpu_driver import open_driver
+from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import predict_memory
 from runner.plan.overhead import get_overhead
 from runner.plan.planner import make_plan
@@ -166,11 +167,11 @@ class RunPrediction:
     seconds: UpdateTime | None
 
 
-def predict_run(request: Request, context: CheckContext) -> RunPrediction | str:
+def predict_run(request: Request, inventory: Inventory) -> RunPrediction | str:
     """Predict the run; return the reason if that is not possible."""
     configuration = compose(request)
-    needs = predict_needs(configuration, context.required_inventory)
-    plan = make_plan(configuration, context.required_inventory, needs=needs)
+    needs = predict_needs(configuration, inventory)
+    plan = make_plan(configuration, inventory, needs=needs)
     phase = next((planned for planned in plan.phases if planned.name in needs.demands), None)
     if phase is None:
         return needs.why_not or "there is no training phase"

@@ -81,7 +81,7 @@ def training(context: CheckContext, *, request: Request) -> Iterator[CheckResult
             request, overrides=merge_overrides(merge_overrides(chosen, request.overrides), (*own, *attention))
         )
         context.begin(f"{device.torch_name} trace")
-        expected = torch_checks.predict_run(wanted, context)
+        expected = torch_checks.predict_run(wanted, context.required_inventory)
         context.begin(f"{device.torch_name} train")
         with _watch_other_gpus(device) as growth:
             failure, folder = _run_command("train", wanted, context)

@@ -9,6 +9,7 @@ from runner.config.request import Request
 from runner.tools.doctor.findings import CheckContext, CheckResult
 
 if TYPE_CHECKING:
+    from runner.plan.inventory import Inventory
     from runner.tools.doctor.contact_checks import RunPrediction
 
 
@@ -44,9 +45,9 @@ def context_memory(context: CheckContext) -> Iterator[CheckResult]:
     yield from _contact_checks().context_memory(context)
 
 
-def predict_run(request: Request, context: CheckContext) -> RunPrediction | str:
+def predict_run(request: Request, inventory: Inventory) -> RunPrediction | str:
     """Predict the run; return the reason if that is not possible."""
-    prediction: RunPrediction | str = _contact_checks().predict_run(request, context)
+    prediction: RunPrediction | str = _contact_checks().predict_run(request, inventory)
     return prediction
 
 

@@ -95,7 +95,7 @@ def prediction(args: str) -> Iterator[Result]:
     own = f"device=cuda:0 updates=3 monitor=off checkpoint=off evaluate.samples=16 run=r output_root={out} {args}"
     compose(Request(tuple(own.split())))
     context = CheckContext(out, out, inventory=take_inventory())
-    expected = predict_run(Request(tuple(own.split())), context)
+    expected = predict_run(Request(tuple(own.split())), context.required_inventory)
     assert isinstance(expected, RunPrediction), expected
     run(["train", *own.split()])
     import torch
