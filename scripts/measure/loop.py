@@ -121,7 +121,7 @@ def ours(total: int, device: torch.device, stack: ExitStack) -> Iterator[int]:
         f"updates={total}", f"global_batch_size={BATCH}", "scheduler=linear", "scheduler.warmup=0", "backend.threads=1",
         f"device={device.type}", f"output_root={folder}", "run=tiny", "evaluate.every=0", "optimizer.lr=0.001",
         # AdamW's defaults, as in the other two
-        "optimizer.weight_decay=0.01", "optimizer.betas=[0.9,0.999]", "optimizer.decay_1d=true",
+        "precision=fp32", "optimizer.weight_decay=0.01", "optimizer.betas=[0.9,0.999]", "optimizer.decay_1d=true",
     )  # fmt: skip
     phase = stack.enter_context(open_phase(Request(settings, folder / "tiny_mlp.py")))
     return phase.updates()
