@@ -24,15 +24,19 @@ from runner.plan.memory_fit import Demand
 from runner.plan.memory_trace import ComputeCost, ModelSizes
 from runner.plan.run_plan import PhasePlan, Plan
 
-# Fraction of the peak rate that matrix products reach, by compute capability, in 16-bit formats. Calibrated with rows
-# of docs/update-time.md. Other devices and formats: half (Chowdhery et al., PaLM, 2022, table 3: 46 %; Korthikanti et
-# al., 2022, table 5: 42 to 57 %).
+# Fraction of the peak rate that matrix products reach, by compute capability, in 16-bit formats and in fp32. Calibrated
+# with rows of docs/update-time.md. Other devices and formats: half (Chowdhery et al., PaLM, 2022, table 3: 46 %;
+# Korthikanti et al., 2022, table 5: 42 to 57 %).
 PRODUCT_EFFICIENCY = {(8, 0): 0.75, (9, 0): 0.57}
+FP32_PRODUCT_EFFICIENCY = {(9, 0): 0.76}
 DEFAULT_PRODUCT_EFFICIENCY = 0.5
 MEMORY_EFFICIENCY = 0.8  # of the bandwidth of device memory: STREAM on GPUs
 FUSED_BYTES = 0.6  # bytes of compiled operators other than products, relative to eager ones
 LINK_EFFICIENCY = 0.8  # NCCL's protocol needs about 20 % of a link (NVIDIA/nccl-tests issue 212)
-LAUNCH_S = 35e-6  # host time per eager operator
+UPDATE_HOST_S = 2e-3  # host time of an update in addition to that of its operators
+LAUNCH_S = 24e-6  # host time per eager operator
+# The same with memory=selective: torch runs each operator through a dispatch mode in Python.
+SELECTIVE_LAUNCH_S = 89e-6
 BACKWARD_FRACTION = 2 / 3  # of a forward and backward pass
 # Latency of NCCL's rings, in s: of a collective, and of each step inside and between machines. Source: NCCL 2.8,
 # src/graph/tuning.cc, baseLat and hwLat of Ring with protocol Simple; PCIe for links inside a machine.
@@ -102,11 +106,12 @@ def _read_rates(device: Mapping[str, Any], precision: str) -> DeviceRates:
         return value * factor if value else None
 
     is_half = precision in ("bf16", "fp16") and device.get(PEAK_KEYS[precision])
-    capability = tuple(device.get("capability") or ())
+    known = PRODUCT_EFFICIENCY if is_half else FP32_PRODUCT_EFFICIENCY if precision == "fp32" else {}
+    efficiency = known.get(tuple(device.get("capability") or ()), DEFAULT_PRODUCT_EFFICIENCY)
     return DeviceRates(
         scaled(PEAK_KEYS.get(precision, ""), 1e12) or scaled("fp32_tflops", 1e12),
         scaled("memory_bandwidth_gb_s"),
-        PRODUCT_EFFICIENCY.get(capability, DEFAULT_PRODUCT_EFFICIENCY) if is_half else DEFAULT_PRODUCT_EFFICIENCY,
+        efficiency,
         scaled("link_gb_s"),
         scaled("network_gb_s"),
         device.get("gpus_per_machine"),
@@ -397,9 +402,10 @@ class _Update:
         ]
         if self.plan.ranks[rank].is_gpu and self.memory_factor == 1.0:
             launches = work.launches + step.launches
-            waiting = launches * LAUNCH_S - sum(part.seconds or 0.0 for part in parts)
+            launch_s = SELECTIVE_LAUNCH_S if self.plan.choices["memory"].function == "selective" else LAUNCH_S
+            waiting = UPDATE_HOST_S + launches * launch_s - sum(part.seconds or 0.0 for part in parts)
             if waiting > 0:
-                how = f"{launches:,} operators at {LAUNCH_S * 1e6:g} us: the device waits for the host"
+                how = f"{launches:,} operators at {launch_s * 1e6:g} us: the device waits for the host"
                 parts.append(Part(LAUNCHES, waiting, how))
         return parts
 

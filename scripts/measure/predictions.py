@@ -14,6 +14,8 @@ import multiprocessing
 import subprocess
 import sys
 import tempfile
+from concurrent.futures import ProcessPoolExecutor
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
@@ -84,8 +86,9 @@ def main() -> int:
     parser.add_argument("--updates", type=int, default=30)
     arguments = parser.parse_args()
     names = [name for name in ROWS if not arguments.words or any(word in name for word in arguments.words)]
-    with multiprocessing.get_context("spawn").Pool(8) as pool:
-        predicted = dict(zip(names, pool.starmap(predict, [(name, arguments.updates) for name in names]), strict=True))
+    # The workers of multiprocessing.Pool are daemons, which may not start the process that queries the GPUs.
+    with ProcessPoolExecutor(8, multiprocessing.get_context("spawn")) as pool:
+        predicted = dict(zip(names, pool.map(partial(predict, updates=arguments.updates), names), strict=True))
     is_complete = True
     for name in names:
         before, after = predicted[name], train(name, arguments.updates)

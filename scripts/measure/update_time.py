@@ -5,7 +5,8 @@
 
 Needs no GPU. Each row plans the published model (decoder.py), batch and strategy with a hardware profile, as
 `accel-run plan` does. Rows marked with * were used to calibrate the constants of runner/plan/update_time.py:
-MPT 1b for the efficiency of products, GPT-2 124M for the bytes of compiled operators, GPT tiny for the launch time.
+MPT 1b and GPT-2 124M in fp32 for the efficiency of products, GPT-2 124M for the bytes of compiled operators, GPT tiny
+and GPT-2 124M with memory=selective for launch times.
 """
 
 from __future__ import annotations
@@ -47,6 +48,7 @@ FOUNDRY = "mosaicml/llm-foundry, scripts/train/benchmarking/README.md"
 TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN_A100 = "pytorch/torchtitan, docs/performance.md"
 OWN = "docs/results/2026-11-26-h200.md"
+OWN_RUNS = "docs/results/2026-11-26-h200-predictions.md"
 CHECKPOINT = ("memory=checkpoint",)
 HALF_CHECKPOINT = ("memory=checkpoint", "memory.every=2")
 
@@ -152,6 +154,13 @@ ROWS = [
     Row("GPT-2 124M, 1 x H200", OWN, "h200", GPT2, 1024, (16, 1, 1), seconds=0.04944, is_calibration=True),
     Row("GPT-2 124M, 1 x H200, compiled", OWN, "h200", GPT2, 1024, (16, 1, 1), seconds=0.04139,
         overrides=("compile=default",), is_calibration=True),
+    Row("GPT-2 124M, fp32, 1 x H200", OWN_RUNS, "h200", GPT2, 1024, (16, 1, 1), seconds=0.3009,
+        overrides=("precision=fp32",), is_calibration=True),
+    Row("GPT-2 124M, 4 micro-batches, 1 x H200", OWN_RUNS, "h200", GPT2, 1024, (8, 4, 1), seconds=0.1078),
+    Row("GPT-2 124M, 1 x H200, recomputed", OWN_RUNS, "h200", GPT2, 1024, (16, 1, 1), seconds=0.0574,
+        overrides=CHECKPOINT),
+    Row("GPT-2 124M, 1 x H200, selective", OWN_RUNS, "h200", GPT2, 1024, (16, 1, 1), seconds=0.0749,
+        overrides=("memory=selective",), is_calibration=True),
     foundry("h100", "760m", 2048, (24, 2, 8), 63147),
     foundry("h100", "1b", 2048, (14, 1, 8), 45455, is_calibration=True),
     foundry("h100", "1b", 2048, (20, 1, 64), 44402),
