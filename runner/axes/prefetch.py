@@ -59,17 +59,20 @@ class DeviceStreams:
     """The copy stream and the compute stream of an accelerator."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self.side = torch.Stream(device=device)
+        self._index = self.side.device_index  # a number, because torch takes longer to look up a device
 
     def copying(self) -> AbstractContextManager[object]:
         return self.side
 
     def join(self) -> None:
-        torch.accelerator.current_stream(self.device).wait_stream(self.side)
+        self._current_stream().wait_stream(self.side)
 
     def hold(self, tensor: Tensor) -> None:
-        tensor.record_stream(torch.accelerator.current_stream(self.device))
+        tensor.record_stream(self._current_stream())
+
+    def _current_stream(self) -> torch.Stream:
+        return torch.accelerator.current_stream(self._index)
 
 
 class CopyAhead(Prefetch):

@@ -59,17 +59,16 @@ class MicroBatch(NamedTuple):
     marks: Mapping[int, ShardMark] = {}
 
     def pin_memory(self) -> MicroBatch:
-        """Return it in page-locked memory. DataLoader calls this instead of visiting each index in `samples`.
-
-        Uses torch's private function, as DataLoader does for a batch without this method (torch 2.11 to 2.13).
-        """
-        return self._replace(batch=pin_memory.pin_memory(self.batch))  # type: ignore[no-untyped-call]
+        """Return it in page-locked memory. DataLoader calls this instead of visiting each index in `samples`."""
+        return self._replace(batch=_pin(self.batch))
 
 
 def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     """Apply `function` to every tensor in nested tuples, lists and mappings."""
     if isinstance(value, Tensor):
         return function(value)
+    if type(value) is tuple or type(value) is list:  # first, because most batches are one
+        return type(value)([map_tensors(function, item) for item in value])
     if isinstance(value, tuple) and hasattr(value, "_fields"):
         return type(value)(*(map_tensors(function, item) for item in value))
     if isinstance(value, (tuple, list)):
@@ -77,6 +76,19 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
     if isinstance(value, Mapping):
         return {key: map_tensors(function, item) for key, item in value.items()}
     return value
+
+
+def _pin(value: Any) -> Any:
+    """Return the value with its tensors in page-locked memory.
+
+    Other types than those of most batches are left to torch's private function, which DataLoader calls for a batch
+    without `pin_memory` (torch 2.11 to 2.13).
+    """
+    if type(value) is Tensor:
+        return value.pin_memory()
+    if type(value) is tuple or type(value) is list:
+        return type(value)([_pin(item) for item in value])
+    return pin_memory.pin_memory(value)  # type: ignore[no-untyped-call]
 
 
 def are_equal(one: Any, other: Any) -> bool:

@@ -11,11 +11,13 @@ from typing import Any
 
 def replace_nonfinite(value: Any) -> Any:
     """Replace every float that is infinite or NaN by None, which json.dumps writes as null."""
+    if isinstance(value, float):  # first, because most values are numbers
+        return value if math.isfinite(value) else None
+    if isinstance(value, str | int | None):
+        return value
     if isinstance(value, Mapping):
         return {key: replace_nonfinite(item) for key, item in value.items()}
-    if isinstance(value, list | tuple):
-        return [replace_nonfinite(item) for item in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    return [replace_nonfinite(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def none_to_nan(metrics: Mapping[str, float | None]) -> dict[str, float]:

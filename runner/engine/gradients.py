@@ -36,12 +36,15 @@ def correct_and_clip(
         if correction is not None:
             torch._foreach_mul_(gradients, correction)
         return norm
+    factor = 1.0 if correction is None else correction
     scale: float | Tensor
-    if norm.device.type == "cpu" and not isinstance(correction, Tensor):  # reading the norm does not wait
-        scale = min(1.0, max_norm / (norm.item() + 1e-6))
-    else:
-        scale = (norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0)
-    torch._foreach_mul_(gradients, scale if correction is None else scale * correction)
+    if isinstance(factor, Tensor):
+        scale = (norm + 1e-6).reciprocal_().mul_(max_norm).clamp_(max=1.0) * factor
+    elif norm.device.type == "cpu":  # reading the norm does not wait
+        scale = min(1.0, max_norm / (norm.item() + 1e-6)) * factor
+    else:  # factor * min(1, max_norm / (norm + 1e-6)), with one operation less
+        scale = (norm + 1e-6).reciprocal_().mul_(max_norm * factor).clamp_(max=factor)
+    torch._foreach_mul_(gradients, scale)
     return norm
 
 

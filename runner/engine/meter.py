@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections import deque
@@ -15,7 +14,6 @@ from torch import Tensor
 
 from runner.base.async_copy import PendingCopy, start_copy
 from runner.base.errors import TaskFault
-from runner.base.json_values import replace_nonfinite
 from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT, Bookmark, Seconds, Stopwatch, seconds_between
 from runner.base.world import World
 from runner.engine.loop import StepInfo
@@ -312,11 +310,6 @@ class Meter:
 def _data_wait(parts_s: Seconds) -> float | None:
     seconds = sum(parts_s.get(part, 0.0) for part in PARTS)
     return parts_s.get("data", 0.0) / seconds if seconds else None
-
-
-def format_row(row: Row) -> str:
-    """Return a row as one line of JSON; non-finite numbers become null."""
-    return json.dumps(replace_nonfinite(row))
 
 
 _MAX_STEP_TIMES = 1000  # rows whose step times are stored

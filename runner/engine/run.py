@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -17,7 +18,7 @@ from runner.durable.signals import StopRequest
 from runner.durable.tensors import HostBuffer
 from runner.engine.assemble import Parts
 from runner.engine.contract_checks import validate_numbers
-from runner.engine.meter import Row, TimedUpdate, UpdateClock, format_row
+from runner.engine.meter import Row, TimedUpdate, UpdateClock
 from runner.engine.run_screen import Screen
 from runner.engine.save_policy import SaveCost
 from runner.engine.task_loading import task_errors
@@ -70,12 +71,13 @@ class Observers:
 
         If the disk is full, the row is kept in memory, and no checkpoint is saved until it is written.
         """
-        self.metrics.write(format_row(row))
+        row = replace_nonfinite(row)
+        self.metrics.write(json.dumps(row))
         try:
             self.metrics.flush()
         except StorageError as error:
             self.screen.warn_once(f"metrics rows are kept in memory: {error.problems[0]}")
-        self.tracker.log(replace_nonfinite(row))
+        self.tracker.log(row)
 
 
 class NoLog:

@@ -162,7 +162,7 @@ def main() -> int:
     with ExitStack() as stack:
         quiet = stack.enter_context(Path(os.devnull).open("w"))
         with redirect_stdout(quiet):
-            variants = {
+            variants: dict[str, Iterator[object]] = {
                 "hand": by_hand(total, device),
                 "tuned": tuned(total, device),
                 "ours": ours(total, device, stack),

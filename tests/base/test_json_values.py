@@ -53,6 +53,11 @@ def test_an_object_is_read_back_as_it_was_written() -> None:
     assert result.wrong == ()
 
 
+def test_nonfinite_numbers_become_null_wherever_they_are() -> None:
+    row = {"a": math.nan, "b": [-math.inf, 1.5], "c": {"d": (math.inf, 3, True)}, "e": "x", "f": None}
+    assert json.loads(to_json(row)) == {"a": None, "b": [None, 1.5], "c": {"d": [None, 3, True]}, "e": "x", "f": None}
+
+
 def test_inline_fields_are_keys_of_the_enclosing_object_and_others_are_not_stored() -> None:
     assert encode(FULL).keys() == {"name", "is_done", "figures", "places", "count", "words", "free"}
 

@@ -19,7 +19,7 @@ from runner.base.stopwatch import PARTS, Stopwatch
 from runner.base.world import World
 from runner.engine import meter as module
 from runner.engine.loop import StepInfo
-from runner.engine.meter import Meter, Row, UpdateClock, format_row
+from runner.engine.meter import Meter, Row, UpdateClock
 
 CPU = World(torch.device("cpu"))
 
@@ -97,11 +97,6 @@ def test_a_row_has_the_readings_of_its_window_and_no_unmeasured_norm() -> None:
     meter(step(2, 1.0, norm=math.inf))
     assert [row["train/grad_norm"] for row in rows] == [None, None]
     assert rows[0]["gpu0/util"] == 3.0
-
-
-def test_a_row_is_a_line_of_json_without_nan() -> None:
-    line = format_row({"a": math.nan, "b": -math.inf, "c": 1.5, "d": 3, "e": "x", "f": None})
-    assert line == '{"a": null, "b": null, "c": 1.5, "d": 3, "e": "x", "f": null}'
 
 
 # ---------------------------------------------------------------- stopping within a window
