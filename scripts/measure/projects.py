@@ -1,11 +1,12 @@
-"""Count the lines of each project of tests/projects beside those of its plain loop.
+"""Count the lines of each project of tests/projects, beside Lightning, the Trainer of transformers and a plain loop.
 
     python scripts/measure/projects.py
 
-Lines of code without blank lines, comments and docstrings. The model and the data are the same in both and are not
-counted: of a project, the settings, tables and the class of the task without `dataset`; of a plain loop, its function
-and the helpers of `plain_loops.py` that it calls. A plain loop has no micro-batches, ranks, precision, checkpoints,
-resuming, logging or evaluation during training.
+Lines of code without blank lines, comments, imports and docstrings. The model and the data are the same in all and are
+not counted: of a project, the settings, tables and the class of the task without `dataset`; of a plain loop, its
+function and the helpers of `plain_loops.py` that it calls; of with_lightning and with_trainer, the rest of the file.
+`tests/projects/test_other_trainers.py` shows that these compute the same. A plain loop has no micro-batches, ranks,
+precision, checkpoints, resuming, logging or evaluation during training.
 """
 
 from __future__ import annotations
@@ -14,6 +15,8 @@ import ast
 from pathlib import Path
 
 PROJECTS = Path(__file__).parents[2] / "tests" / "projects"
+TABLES = ("SETTINGS", "OBJECTIVES", "OPTIMIZERS", "SCHEDULERS")
+FUNCTIONS = ("build", "optimizer", "schedule", "accuracy")
 DATA = ("dataset", "stream", "collate", "sample_lengths")
 
 
@@ -38,11 +41,10 @@ def of_project(file: Path) -> int:
     found: set[int] = set()
     for node in tree.body:
         is_table = isinstance(node, ast.Assign) and all(
-            isinstance(target, ast.Name) and target.id in ("SETTINGS", "OBJECTIVES", "OPTIMIZERS", "SCHEDULERS")
-            for target in node.targets
+            isinstance(target, ast.Name) and target.id in TABLES for target in node.targets
         )
         is_task = isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Task" for base in node.bases)
-        is_option = isinstance(node, ast.FunctionDef) and node.name in ("build", "optimizer", "schedule")
+        is_option = isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS
         if is_table or is_option:
             found |= lines_of(node)
         elif is_task and isinstance(node, ast.ClassDef):
@@ -67,16 +69,36 @@ def of_loops(file: Path) -> dict[str, int]:
     return {name: len(set[int]().union(*(lines_of(functions[each]) for each in called(name)))) for name in functions}
 
 
-def main() -> None:
-    """Print the table."""
+def of_script(file: Path) -> int | None:
+    """Return the lines of a script for another trainer; None if there is none."""
+    if not file.exists():
+        return None
+    body = [node for node in ast.parse(file.read_text()).body[1:] if not isinstance(node, (ast.Import, ast.ImportFrom))]
+    return len(set[int]().union(*map(lines_of, body)))
+
+
+def table() -> str:
+    """Return the table in Markdown, with a sum over the projects that each of the others has."""
     loops = of_loops(PROJECTS / "plain_loops.py")
     files = [file for file in sorted(PROJECTS.glob("*.py")) if file.stem in loops]
-    print("| project | task | plain loop |\n|---|---|---|")
-    for file in files:
-        print(f"| {file.stem} | {of_project(file)} | {loops[file.stem]} |")
-    total = sum(map(of_project, files)), sum(loops[file.stem] for file in files)
-    print(f"| all {len(files)} | {total[0]} | {total[1]} |")
+    counts = {
+        file.stem: (
+            of_project(file),
+            *(of_script(PROJECTS / folder / file.name) for folder in ("with_lightning", "with_trainer")),
+            loops[file.stem],
+        )
+        for file in files
+    }
+    rows = ["| project | accel-run | Lightning | Trainer | plain loop |", "|---|---|---|---|---|"]
+    rows += [
+        f"| {name} | {' | '.join('' if each is None else str(each) for each in row)} |" for name, row in counts.items()
+    ]
+    for column, title in ((1, "those with Lightning"), (2, "those with the Trainer"), (3, f"all {len(files)}")):
+        both = [row for row in counts.values() if row[column] is not None]
+        cells = [str(sum(row[index] or 0 for row in both)) if index in (0, column) else "" for index in range(4)]
+        rows.append(f"| {title} | {' | '.join(cells)} |")
+    return "\n".join(rows)
 
 
 if __name__ == "__main__":
-    main()
+    print(table())

@@ -6,7 +6,14 @@ from transformers import AutoModelForSequenceClassification
 from runner import Task
 from runner.adapters.transformers import TransformersTask
 
-SETTINGS = {"updates": 4, "global_batch_size": 8, "optimizer.lr": 0.002, "scheduler": "linear", "max_grad_norm": 1.0}
+SETTINGS = {
+    "updates": 4,
+    "global_batch_size": 8,
+    "optimizer.lr": 0.002,
+    "scheduler": "linear",
+    "scheduler.warmup": 0,
+    "max_grad_norm": 1.0,
+}
 
 
 def accuracy(result):

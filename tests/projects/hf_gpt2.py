@@ -6,7 +6,14 @@ from transformers import AutoModelForCausalLM
 
 from runner import Task
 
-SETTINGS = {"updates": 4, "global_batch_size": 8, "optimizer.lr": 0.002, "scheduler": "linear", "max_grad_norm": 1.0}
+SETTINGS = {
+    "updates": 4,
+    "global_batch_size": 8,
+    "optimizer.lr": 0.002,
+    "scheduler": "linear",
+    "scheduler.warmup": 0,
+    "max_grad_norm": 1.0,
+}
 
 
 def build(context, *, model: str = "gpt2") -> Task:

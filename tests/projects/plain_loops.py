@@ -93,13 +93,13 @@ def hf_gpt2(loop: Loop) -> Metrics:
         return result
 
     optimizer = torch.optim.AdamW(decaying(loop.model, 0.1), lr=0.002, betas=(0.9, 0.95))
-    minimize(loop, loss_of, optimizer, warmed(optimizer, line(loop.updates, 1), 1), 1.0)
+    minimize(loop, loss_of, optimizer, LambdaLR(optimizer, line(loop.updates, 0)), 1.0)
     return {"val/loss": loss_of(loop.held()).item()}
 
 
 def hf_bert(loop: Loop) -> Metrics:
     optimizer = torch.optim.AdamW(decaying(loop.model, 0.1), lr=0.002, betas=(0.9, 0.95))
-    schedule = warmed(optimizer, line(loop.updates, 1), 1)
+    schedule = LambdaLR(optimizer, line(loop.updates, 0))
     minimize(loop, lambda batch: loop.model(**batch).loss, optimizer, schedule, 1.0)
     held = loop.held()
     result = loop.model.eval()(**held)
