@@ -239,11 +239,18 @@ def _locate_module(name: str) -> tuple[Path | None, str]:
         file, package = getattr(sys.modules[name], "__file__", None), getattr(sys.modules[name], "__package__", None)
         return (Path(file), package or "") if isinstance(file, str) else (None, "")
     spec = _find_spec(name)
-    return (Path(spec.origin), spec.parent or "") if spec and spec.has_location and spec.origin else (None, "")
+    if spec is None or not spec.has_location or not spec.origin:
+        return None, ""
+    return Path(spec.origin), name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
 
 
 def _find_spec(name: str) -> ModuleSpec | None:
-    parent, _, _ = name.rpartition(".")
+    """Return the spec of a module, named after the last part of its name.
+
+    PathFinder looks up the parent of a namespace package in sys.modules, so it cannot be given the full name of one
+    whose parent is not imported. It searches the folders of the parent for the last part only.
+    """
+    parent, _, last = name.rpartition(".")
     if not parent:
         return PathFinder.find_spec(name)
     if parent in sys.modules:
@@ -251,7 +258,7 @@ def _find_spec(name: str) -> ModuleSpec | None:
     else:
         spec = _find_spec(parent)
         folders = spec.submodule_search_locations if spec else None
-    return PathFinder.find_spec(name, folders) if folders else None
+    return PathFinder.find_spec(last, list(folders)) if folders else None
 
 
 def _is_local(file: Path) -> bool:
