@@ -23,9 +23,13 @@ _SINGLE_RANK_ENV = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether a data set can only be iterated over, such as torch's IterableDataset or one of `datasets`."""
+    """Return whether a data set can only be iterated over, such as torch's IterableDataset or one of `datasets`.
+
+    The StreamingDataset of MosaicML is an IterableDataset with an index. By index, its order is that of the runner;
+    iterated over, it divides itself among processes, which wait for each other.
+    """
     if isinstance(dataset, IterableDataset):  # it inherits a __getitem__ that raises
-        return True
+        return type(dataset).__getitem__ is IterableDataset.__getitem__ or not hasattr(dataset, "__len__")
     return hasattr(dataset, "__iter__") and not hasattr(dataset, "__getitem__")
 
 

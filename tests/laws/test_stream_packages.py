@@ -14,9 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils.data import default_collate
 
+from runner.axes.dataloader import WorkerLoader
 from runner.base.batch import MicroBatch
-from runner.base.order import Order
+from runner.base.fetcher import Fetcher
+from runner.base.order import MicroBatchKey, Order
 from runner.base.stream_order import StreamSampler
 from runner.engine.stream_check import raise_if_invalid
 from runner.engine.stream_source import OpenShard, StreamSource, is_stream
@@ -138,3 +141,19 @@ def test_a_stream_is_not_divided_by_the_ranks_of_the_environment(
     opened = OpenShard(StreamSource("train", 1, web_dataset(tmp_path, shuffle=False)), 0, 0)
     assert [int(sample["number"]) for sample in iter(lambda: next(opened, None), None)] == NUMBERS
     assert (os.environ["RANK"], os.environ["WORLD_SIZE"]) == ("1", "2")
+
+
+def test_a_streaming_dataset_of_mosaicml_is_read_by_index(tmp_path: Path) -> None:
+    """Its iteration would divide the samples among processes that wait for each other."""
+    streaming = pytest.importorskip("streaming", reason="mosaicml-streaming is not installed", exc_type=ImportError)
+    with streaming.MDSWriter(out=str(tmp_path), columns={"number": "int"}, size_limit=200) as writer:
+        for number in NUMBERS:
+            writer.write({"number": number})
+    dataset = streaming.StreamingDataset(local=str(tmp_path), batch_size=1)
+    assert not is_stream(dataset)
+    fetcher = Fetcher(dataset, default_collate, bad_samples="stop")
+    loader = WorkerLoader(fetcher, num_workers=2, pin_memory=False, prefetch_factor=2, start_method="fork")
+    keys = [MicroBatchKey(0, NUMBERS[first : first + 2], last=True) for first in NUMBERS[::-2]]
+    found = [micro.batch["number"].tolist() for micro in loader.batches(keys)]
+    loader.close()
+    assert found == [key.indices for key in keys]

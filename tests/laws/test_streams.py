@@ -256,7 +256,18 @@ def test_samples_for_an_evaluation_are_kept() -> None:
     assert len(read_all_samples(source, 7, SEED)) == 7
 
 
+class Indexed(ByWorker):
+    """Like StreamingDataset of MosaicML."""
+
+    def __len__(self) -> int:
+        return len(NUMBERS)
+
+    def __getitem__(self, index: int) -> int:
+        return NUMBERS[index]
+
+
 def test_an_iterable_without_index_is_a_stream() -> None:
+    assert not is_stream(Indexed())
     assert all(map(is_stream, (ByWorker(), Files(FILES))))
     assert not any(map(is_stream, ([1], torch.zeros(2), torch.utils.data.TensorDataset(torch.zeros(2)), 3)))
 
