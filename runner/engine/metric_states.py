@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import math
 import warnings
@@ -284,6 +285,39 @@ class _TorchMetricState:
                         where=str(self.source),
                         fix="use runner.Gather, or parallelism=single",
                     )
+        unreduced = [
+            name
+            for part in self.parts
+            for name, state in part.metric_state.items()
+            if isinstance(state, Tensor) and part._reductions[name] is None
+        ]
+        if unreduced and self._changes_names_when_merged():
+            raise TaskFault(
+                f"the states of metric {self.name} cannot be merged over ranks: it would compute one value per rank,"
+                f" because {', '.join(unreduced)} has no dist_reduce_fx",
+                where=str(self.source),
+                fix=f'self.add_state("{unreduced[0]}", ..., dist_reduce_fx="sum"), or use runner.Gather',
+            )
+
+    def _changes_names_when_merged(self) -> bool:
+        """Return whether the metric computes other numbers from the states of two ranks than from those of one.
+
+        The states of the second rank are those of this one, so that ranks need not communicate.
+        """
+        alone, merged = copy.deepcopy(self.metric), copy.deepcopy(self.metric)
+        if isinstance(merged, nn.ModuleDict):
+            list(merged.items())  # as in _merge
+        for part in merged.modules():
+            for name, state in part.metric_state.items() if hasattr(part, "_reductions") else ():
+                setattr(part, name, _reduce_states([state, state], part._reductions[name]))
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            try:
+                results = [each.compute() for each in (alone, merged)]
+            except Exception:  # some metrics cannot be computed from few samples
+                return False
+        names = [dict(itertools.islice(_flatten(self.name, each), MAX_NUMBERS)).keys() for each in results]
+        return names[0] != names[1]
 
 
 def _take_tensors(tensors: Iterator[Tensor], length: int) -> Tensor | list[Tensor]:

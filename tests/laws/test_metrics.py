@@ -324,6 +324,39 @@ def test_states_that_cannot_be_merged_are_refused_on_ranks_alone() -> None:
     assert run_ranks(refused, 2) == [True, True]
 
 
+class Unreduced(torchmetrics.Metric):
+    """A mean whose author left out `dist_reduce_fx`: on ranks, torchmetrics would compute one mean per rank."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros(()))
+        self.add_state("count", torch.zeros(()))
+
+    def update(self, x: Tensor) -> None:
+        self.total += x.sum()
+        self.count += len(x)
+
+    def compute(self) -> Tensor:
+        return self.total / self.count
+
+
+def test_a_metric_without_a_reduction_of_its_states_is_refused_on_ranks() -> None:
+    class Means(Points):
+        def metrics(self, split: str) -> Any:
+            return {"mean": Unreduced()}
+
+        def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+            return {"mean": batch[0]}
+
+    def refused(world: World) -> bool:
+        with pytest.raises(TaskFault, match="total"):
+            measured(world, Means(), 8, number=16)
+        return True
+
+    assert list(measured(ALONE, Means(), 8, number=16)) == ["mean"]
+    assert run_ranks(refused, 2) == [True, True]
+
+
 def test_a_metric_of_too_many_numbers_is_refused() -> None:
     class Large(Points):
         def metrics(self, split: str) -> Any:
