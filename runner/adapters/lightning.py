@@ -30,11 +30,15 @@ UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(
         ("on_train_batch_end", "on_train_epoch_end", "on_train_end", "on_before_backward", "on_after_backward",
          "on_before_optimizer_step", "on_before_zero_grad", "on_validation_epoch_start", "on_validation_start",
-         "on_validation_end", "on_fit_end", "configure_callbacks"),
+         "on_validation_end", "on_validation_batch_start", "on_validation_batch_end", "on_validation_model_eval",
+         "on_validation_model_train", "on_validation_model_zero_grad", "on_test_start", "on_test_end",
+         "on_test_epoch_start", "on_test_batch_start", "on_test_batch_end", "on_test_model_eval",
+         "on_test_model_train", "on_fit_end", "teardown", "configure_callbacks"),
         "write a hook: HOOKS = [MyHook]",
     ),
+    "on_train_batch_start": "define begin_update(progress) in a subclass of LightningTask",
     **dict.fromkeys(
-        ("on_validation_epoch_end", "validation_epoch_end", "training_epoch_end"),
+        ("on_validation_epoch_end", "on_test_epoch_end", "validation_epoch_end", "training_epoch_end"),
         "define metrics(split) in a subclass of LightningTask",
     ),
     **dict.fromkeys(("on_save_checkpoint", "on_load_checkpoint"), "keep the state in a buffer"),

@@ -16,6 +16,21 @@ from runner.base.task import Dataset, Gather, Sum, Task
 
 IGNORED = -100  # label of positions without loss, as in torch and transformers
 _LABELS = ("labels", "label", "label_ids", "start_positions", "end_positions")
+# argument of Trainer -> what to use instead
+UNSUPPORTED: Mapping[str, str] = {
+    "args": "use settings of accel-run; docs/coming-from.md lists those of TrainingArguments",
+    "data_collator": "pass collator=",
+    "train_dataset": 'pass data={"train": ..., "validation": ...}',
+    "eval_dataset": 'pass data={"train": ..., "validation": ...}',
+    "processing_class": "pass collator=DataCollatorWithPadding(tokenizer)",
+    "tokenizer": "pass collator=DataCollatorWithPadding(tokenizer)",
+    "model_init": "create the model in build()",
+    "compute_loss_func": "pass loss=",
+    "callbacks": "write a hook: HOOKS = [MyHook]",
+    "optimizers": "use optimizer=NAME scheduler=NAME, or OPTIMIZERS and SCHEDULERS for your own",
+    "optimizer_cls_and_kwargs": "use optimizer=NAME, or OPTIMIZERS for your own",
+    "preprocess_logits_for_metrics": "define evaluate(model, batch) in a subclass of TransformersTask",
+}
 _SPLITS = {"train": ("train",), "val": ("validation", "val", "dev"), "test": ("test",)}
 
 
@@ -33,7 +48,8 @@ class TransformersTask(Task):
         compute_metrics: (predictions, labels) -> {name: number} of all samples, as for Trainer; reported as
             val/metrics.NAME. Predictions of all batches must have the same shape.
 
-    Raises InputMissing if the folder does not exist, TaskFault for a head without a loss here.
+    Raises InputMissing if the folder does not exist, TaskFault for a head without a loss here, and for other arguments
+    of Trainer.
     """
 
     def __init__(
@@ -44,7 +60,11 @@ class TransformersTask(Task):
         collator: Callable[[Sequence[Any]], Mapping[str, Tensor]] | None = None,
         loss: Callable[[Any, Mapping[str, Tensor]], Sum] | None = None,
         compute_metrics: Callable[[tuple[Any, Any]], Mapping[str, float]] | None = None,
+        **unsupported: Any,
     ) -> None:
+        for name in unsupported:
+            fix = UNSUPPORTED.get(name, "remove it")
+            raise TaskFault(f"{name} is not an argument of TransformersTask", fix=fix)
         self.model = model
         self.data = data if isinstance(data, Mapping) else _load_data(Path(data))
         self.loss_function = loss or select_loss(model)

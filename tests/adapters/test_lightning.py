@@ -1,0 +1,159 @@
+"""What a LightningModule has and the adapter does not call is refused by name, before training."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader
+
+from runner.adapters.lightning import UNSUPPORTED, LightningTask, configure, configured_schedule
+from runner.base.errors import TaskFault
+
+# The adapter calls them.
+CALLED = {
+    "forward", "training_step", "validation_step", "test_step", "configure_optimizers", "train_dataloader",
+    "val_dataloader", "test_dataloader", "prepare_data", "setup", "on_fit_start", "on_train_start",
+    "on_train_epoch_start", "log", "log_dict",
+}  # fmt: skip
+# Prediction needs predict of a subclass; without it, `accel-run inference` reports that it is missing.
+PREDICTION = {
+    "predict_step", "predict_dataloader", "on_predict_start", "on_predict_end", "on_predict_batch_start",
+    "on_predict_batch_end", "on_predict_model_eval", "on_predict_epoch_start", "on_predict_epoch_end",
+}  # fmt: skip
+# Methods that a module calls and does not define.
+TOOLS = {
+    "optimizers", "lr_schedulers", "print", "all_gather", "toggle_optimizer", "untoggle_optimizer",
+    "toggled_optimizer", "freeze", "unfreeze", "to_onnx", "to_torchscript", "to_tensorrt",
+}  # fmt: skip
+
+
+class Module(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(2, 1)
+
+    def training_step(self, batch: Any, batch_index: int) -> Tensor:
+        result: Tensor = self.net(batch).square().mean()
+        return result
+
+    def configure_optimizers(self) -> Any:
+        return torch.optim.SGD(self.parameters(), lr=0.1)
+
+    def train_dataloader(self) -> Any:
+        return DataLoader(list(torch.ones(8, 2)), batch_size=4)
+
+
+def with_methods(**methods: Any) -> nn.Module:
+    module: nn.Module = type("Lit", (Module,), methods)()
+    return module
+
+
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_a_method_that_is_never_called_is_refused_by_name(name: str) -> None:
+    with pytest.raises(TaskFault) as caught:
+        LightningTask(with_methods(**{name: lambda self, *args: None}))
+    (problem,) = caught.value.problems
+    assert f"Lit.{name}" in problem.what
+    assert problem.fix == UNSUPPORTED[name]
+
+
+def test_every_method_of_lightning_is_called_or_refused() -> None:
+    hooks = pytest.importorskip("lightning.pytorch.core.hooks", reason="the package lightning is not installed")
+    lightning = pytest.importorskip("lightning")
+    kinds = (hooks.ModelHooks, hooks.DataHooks, hooks.CheckpointHooks, lightning.LightningModule)
+    names = {
+        name for kind in kinds for name, value in vars(kind).items() if callable(value) and not name.startswith("_")
+    }
+    assert names - CALLED - PREDICTION - TOOLS == {name for name in UNSUPPORTED if name in names}
+
+
+def test_hooks_of_lightning_are_called_as_often_as_there() -> None:
+    """Those before training; `on_train_epoch_start` at the first update of each epoch."""
+    from runner.base.task import Progress
+
+    calls: list[str] = []
+    names = ("prepare_data", "setup", "on_fit_start", "on_train_start", "on_train_epoch_start")
+    task = LightningTask(with_methods(**{name: lambda self, *args, name=name: calls.append(name) for name in names}))
+    task.begin_phase("train")
+    for update, epoch in enumerate((0.0, 0.5, 1.0, 1.5)):
+        task.begin_update(Progress("train", update, 4, epoch))
+    assert calls == [*names, "on_train_epoch_start"]
+
+
+@pytest.mark.parametrize(
+    ("methods", "named"),
+    [
+        ({"automatic_optimization": False}, "automatic_optimization"),
+        ({"train_dataloader": lambda self: [Module().train_dataloader()] * 2}, "train_dataloader"),
+    ],
+)
+def test_an_unsupported_module_is_refused_when_it_is_built(methods: dict[str, Any], named: str) -> None:
+    with pytest.raises(TaskFault, match=named):
+        LightningTask(with_methods(**methods))
+
+
+@pytest.mark.parametrize("name", ["training_step", "train_dataloader", "configure_optimizers"])
+def test_a_missing_method_is_named(name: str) -> None:
+    methods = {key: value for key, value in vars(Module).items() if callable(value) and key not in (name, "__init__")}
+    with pytest.raises(TaskFault, match=name):
+        LightningTask(type("Lit", (nn.Module,), methods)())
+
+
+def sgd(module: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(module.parameters(), lr=0.1)
+
+
+@pytest.mark.parametrize(
+    "answer",
+    [
+        lambda self: [sgd(self), sgd(self)],
+        lambda self: ([sgd(self), sgd(self)], []),
+        lambda self: None,
+        lambda self: {"lr_scheduler": None},
+    ],
+    ids=["two", "two with schedules", "none", "no optimizer"],
+)
+def test_other_than_one_optimizer_is_refused(answer: Any) -> None:
+    with pytest.raises(TaskFault):
+        configure(with_methods(configure_optimizers=answer))
+
+
+def by_epoch(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.StepLR(optimizer, 1)
+
+
+def different(optimizer: torch.optim.Optimizer) -> Any:
+    return torch.optim.lr_scheduler.LambdaLR(optimizer, [lambda step: 1.0, lambda step: 0.5**step])
+
+
+@pytest.mark.parametrize(
+    ("schedule", "epochs"),
+    [(torch.optim.lr_scheduler.ReduceLROnPlateau, 2.0), (by_epoch, None), (different, 2.0)],
+    ids=["plateau", "epochs unknown", "factors of groups"],
+)
+def test_a_schedule_that_cannot_be_followed_is_refused(schedule: Any, epochs: float | None) -> None:
+    from runner.adapters.lightning import configured_optimizer
+
+    def configure_optimizers(self: Any) -> Any:
+        groups = [{"params": [weight]} for weight in self.net.parameters()]
+        optimizer = torch.optim.SGD(groups, lr=0.1)
+        return [optimizer], [schedule(optimizer)]
+
+    task = LightningTask(with_methods(configure_optimizers=configure_optimizers))
+    configured_optimizer(list(task.model.named_parameters()))
+    with pytest.raises(TaskFault):
+        configured_schedule(4, epochs)
+
+
+@pytest.mark.parametrize("value", [nn.Linear(1, 1), "text", None], ids=["module", "text", "none"])
+def test_logging_other_than_a_number_is_refused(value: Any) -> None:
+    def training_step(self: Any, batch: Any, batch_index: int) -> Any:
+        self.log("score", value)
+        return self.net(batch).mean()
+
+    task = LightningTask(with_methods(training_step=training_step))
+    with pytest.raises(TaskFault, match="score"):
+        task.loss(task.model, torch.ones(4, 2))
