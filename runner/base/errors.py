@@ -183,7 +183,7 @@ class InputMissing(AccelRunError):
 
 
 class MissingPackage(ConfigError):
-    """A requested feature needs a package of an extra that is not installed."""
+    """A requested feature needs a package that is not installed, or that cannot be imported."""
 
     def __init__(self, what: str, *, where: str = "", fix: str = "") -> None:
         super().__init__(Problem(what, where, fix))

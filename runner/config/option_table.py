@@ -5,13 +5,14 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+import traceback
 from collections.abc import Callable, Mapping
 from importlib.machinery import SourceFileLoader
 from pathlib import Path
 from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
-from runner.base.errors import AccelRunError, TaskFault
+from runner.base.errors import AccelRunError, MissingPackage, TaskFault
 from runner.config.custom_tables import HOOK_TABLE, hook_name
 
 Result = TypeVar("Result")
@@ -78,7 +79,21 @@ def load_file(file: Path) -> ModuleType:
 
 
 def _import_module(location: str) -> ModuleType:
-    if not location.endswith(".py"):
-        return importlib.import_module(location)
-    loaded = sys.modules.get(Path(location).stem)
-    return loaded if loaded is not None and getattr(loaded, "__file__", None) == location else load_file(Path(location))
+    if location.endswith(".py"):
+        loaded = sys.modules.get(Path(location).stem)
+        is_loaded = loaded is not None and getattr(loaded, "__file__", None) == location
+        return loaded if loaded is not None and is_loaded else load_file(Path(location))
+    return import_packaged(location)
+
+
+def import_packaged(module: str) -> ModuleType:
+    """Import a module of a package that defines options, hooks or a task. Raises MissingPackage if that fails."""
+    try:
+        return importlib.import_module(module)
+    except (Exception, SystemExit) as error:
+        frame = traceback.extract_tb(error.__traceback__)[-1]
+        raise MissingPackage(
+            f"cannot be imported: {type(error).__name__}: {error}, in {frame.filename}:{frame.lineno}",
+            where=module,
+            fix="repair or uninstall the package, or use another option",
+        ) from error

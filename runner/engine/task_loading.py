@@ -18,7 +18,7 @@ from runner.base.packages import check_installed
 from runner.base.paths import cache_folder
 from runner.base.task import Context, Task
 from runner.config.custom_options import packaged_task_module
-from runner.config.option_table import load_file
+from runner.config.option_table import import_packaged, load_file
 from runner.config.options import task_source
 from runner.engine.adapter import make_adapter
 from runner.engine.contract_checks import Number, validate_loss, validate_metrics
@@ -151,5 +151,7 @@ def _import(name: str, file: Path | None) -> ModuleType:
     package_module = packaged_task_module(name) if file is None else None
     if file is None and package_module is None:
         return importlib.import_module(f"runner.tasks.{name}.task")
+    if package_module is not None:
+        return import_packaged(package_module)
     with task_errors(task_source(name, file), "the file"):
-        return importlib.import_module(package_module) if package_module else load_file(task_source(name, file))
+        return load_file(task_source(name, file))

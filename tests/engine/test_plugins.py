@@ -1,0 +1,96 @@
+"""A package whose options, hooks or task cannot be used ends the command with one message, before training."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from runner.base.errors import Exit
+from runner.cli import main
+from runner.config import custom_options
+from tests.engine.test_own_hooks import TASK, WORDS
+
+BROKEN = "raise ImportError('libmissing.so')\n"
+OPTIMIZER = """
+def signed(parameters, *, lr: float = 0.1):
+    import torch
+    return torch.optim.SGD([weight for _, weight in parameters], lr=lr)
+
+
+OPTIMIZERS = {"signed": signed}
+"""
+HOOK = "import runner\n\nclass Quiet2(runner.Hook):\n    '''Do nothing.'''\n\nHOOKS = [Quiet2]\n"
+
+
+@pytest.fixture
+def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[str, str, str], str]]:
+    """Return a function (group, entry point, text of the module) that installs a package and returns its name."""
+    monkeypatch.chdir(tmp_path)
+    name = f"package_{tmp_path.name}"
+
+    def install(group: str, point: str, text: str) -> str:
+        site = tmp_path / "site-packages"
+        (site / name).mkdir(parents=True)
+        (site / name / "__init__.py").touch()
+        (site / name / "mine.py").write_text(text)
+        metadata = site / f"{name}-1.5.dist-info"
+        metadata.mkdir()
+        (metadata / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.5\n")
+        (metadata / "entry_points.txt").write_text(f"[accel_run.{group}]\n{point.format(name)}\n")
+        monkeypatch.syspath_prepend(str(site))
+        custom_options.clear_package_cache()
+        return name
+
+    yield install
+    monkeypatch.undo()
+    custom_options.clear_package_cache()
+
+
+@pytest.mark.parametrize(
+    ("group", "text", "args"),
+    [
+        ("options", BROKEN + OPTIMIZER, ["optimizer=signed", "optimizer.lr=0.1"]),
+        ("hooks", BROKEN + HOOK, ["hook.quiet2.enabled=true"]),
+        ("tasks", BROKEN + TASK, ["task=mine"]),
+        ("options", "raise SystemExit(0)\n" + OPTIMIZER, ["optimizer=signed", "optimizer.lr=0.1"]),
+    ],
+    ids=["optimizer", "hook", "task", "exits"],
+)
+def test_a_package_that_fails_to_import_ends_the_run_before_it_trains(
+    group: str, text: str, args: list[str], install: Callable[[str, str, str], str],
+    tmp_path: Path, capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    file = tmp_path / f"{tmp_path.name}_task.py"
+    file.write_text(TASK)
+    name = install(group, "mine = {}.mine", text)
+    task = [] if group == "tasks" else ["--task", str(file)]
+    assert main(["train", *task, *args, *WORDS, "run=mine"]) == Exit.CONFIG
+    shown = capsys.readouterr().err
+    assert shown.count("accel-run:") == 1
+    assert f"{name}/mine.py:1" in shown
+    assert not (tmp_path / "outputs" / "mine").exists(), "there is nothing to resume"
+
+
+@pytest.mark.parametrize(
+    ("group", "point", "text"),
+    [
+        ("options", "mine = {}.missing", OPTIMIZER),
+        ("options", "mine = {}.mine", "def broken(:\n"),
+        ("options", "mine = {}.mine", "OPTIMIZERS = [1]\n"),
+        ("hooks", "mine = {}.mine", "HOOKS = {}\n"),
+        ("tasks", "mine = {}.missing", TASK),
+        ("tasks", "mine = {}.mine", "def make(): ...\n"),
+        ("tasks", "gpt = {}.mine", TASK),
+    ],
+    ids=["module", "syntax", "table", "hooks", "module of a task", "no build", "name"],
+)
+def test_an_invalid_entry_point_is_one_problem_that_names_the_package(
+    group: str, point: str, text: str, install: Callable[[str, str, str], str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    name = install(group, point, text)
+    assert main(["plan", "task=gpt", "device=cpu"]) == Exit.CONFIG
+    shown = capsys.readouterr().err
+    assert shown.count("accel-run:") == 1
+    assert f"{name} 1.5" in shown
