@@ -115,7 +115,7 @@ def _dispatch(argv: list[str]) -> int:
     module = import_module(f"runner.commands.{COMMANDS[first][0]}")
     arguments = argv[1 : argv.index("--")] if "--" in argv else argv[1:]  # after --: another command line
     if {"--help", "-h"} & set(arguments):
-        print(wrap_help(module.HELP), end="")
+        print(wrap_help(module.HELP + _task_help(argv)), end="")
         return int(Exit.DONE)
     _warn_of_old_variables()
     run: Callable[[list[str]], int] = module.run
@@ -133,13 +133,28 @@ def _option_names(argv: Sequence[str]) -> Collection[str]:
     """Return all option names, including those of the given task file and config folder."""
     from runner.config.options import collect_option_names
 
-    paths: dict[str, Path] = {}
+    return collect_option_names(_path_argument(argv, "--task"), _path_argument(argv, "--config-dir"))
+
+
+def _path_argument(argv: Sequence[str], flag: str) -> Path | None:
+    """Return the path after a flag, before the arguments are parsed."""
+    path: Path | None = None
     for arg, following in zip(argv, [*argv[1:], ""], strict=True):
-        flag, has_value, value = arg.partition("=")
-        if flag in ("--task", "--config-dir"):
+        name, has_value, value = arg.partition("=")
+        if name == flag:
             with suppress(RuntimeError):  # ~ of an unknown user
-                paths[flag] = Path(value if has_value else following).expanduser()
-    return collect_option_names(paths.get("--task"), paths.get("--config-dir"))
+                path = Path(value if has_value else following).expanduser()
+    return path
+
+
+def _task_help(argv: Sequence[str]) -> str:
+    """Return the settings that the task file of the arguments adds; empty without one."""
+    task_file = _path_argument(argv, "--task")
+    if task_file is None:
+        return ""
+    from runner.config.task_help import describe_task_settings
+
+    return describe_task_settings(task_file)
 
 
 def _unknown_command(argv: Sequence[str]) -> AccelRunError:

@@ -119,6 +119,30 @@ def test_completion_knows_users_options_and_their_keys(write: Callable[[str], Pa
     assert candidates([*before, "optimizer=signed", "optimizer.b"]) == ["optimizer.beta="]
 
 
+def test_the_help_of_a_command_lists_what_the_task_file_defines(
+    write: Callable[[str], Path], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COLUMNS", raising=False)
+    hook = "class Log(Hook):\n    def __init__(self, phase, *, every: int = 5): ...\nHOOKS = [Log]\n"
+    file = write(f"{hook}{NEVER_RUN.replace('def build()', 'def build(*, hidden: int = 64, data)')}")
+    assert main(["train", "--help"]) == 0
+    without = capsys.readouterr().out
+    assert main(["train", "--help", "--task", str(file)]) == 0
+    rows = [line.split() for line in capsys.readouterr().out.removeprefix(without).splitlines()]
+    assert [row[0] for row in rows if row and "=" in row[0]] == [
+        "task.hidden=64", "task.data=VALUE", "hook.log.enabled=true", "hook.log.every=5", "optimizer=signed",
+        "optimizer.lr=0.125", "optimizer.beta=0.5", "scheduler=halving", "scheduler.every=2",
+    ]  # fmt: skip
+    assert ["optimizer.beta=0.5", "decay", "of", "the", "mean", "per", "update"] in rows
+    assert main(["train", f"--task={file}", "--help"]) == 0
+    assert "optimizer=signed" in capsys.readouterr().out
+    broken = file.with_name("broken.py")
+    broken.write_text("def broken(:")
+    for task in ("missing.py", str(broken)):
+        assert main(["train", "--help", "--task", task]) == 0
+        assert capsys.readouterr().out == without
+
+
 def test_explain_names_the_file_of_a_users_option(
     write: Callable[[str], Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
