@@ -20,6 +20,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_
 
 Cost = tuple[int, int, int]  # floating-point operations, bytes read and written, kernel launches
 _CPU = torch.device("cpu")
+LEAVES = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.layout, torch.memory_format})
 _UNCACHEABLE_TAGS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape, torch.Tag.inplace_view}
 
 
@@ -54,6 +55,7 @@ class OutputCache:
     def __init__(self, fakes: FakeTensorMode) -> None:
         self._fakes = fakes
         self._entries: dict[Any, CachedOperation | None] = {}
+        self._attributes = vars(FakeTensor(fakes, torch.empty(0, device="meta"), _CPU))  # of every new fake tensor
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the key of an operation, or None if its outputs depend on more than the metadata of its inputs."""
@@ -103,7 +105,14 @@ class OutputCache:
         if output.viewed_input >= 0:
             with in_kernel_invocation_manager(self._fakes):
                 empty.set_(inputs[output.viewed_input].untyped_storage(), output.offset, output.shape, output.stride)
-        return FakeTensor(self._fakes, empty, _CPU)
+        return self._make_fake(empty)
+
+    def _make_fake(self, empty: Tensor) -> Tensor:
+        """Return FakeTensor(self._fakes, empty, _CPU): the constructor takes three times as long to check arguments."""
+        fake: Any = Tensor._make_subclass(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=_CPU)
+        torch._C._set_throw_on_mutable_data_ptr(fake)
+        vars(fake).update(self._attributes)
+        return fake  # type: ignore[no-any-return]
 
 
 class _Uncacheable(Exception):
@@ -112,10 +121,13 @@ class _Uncacheable(Exception):
 
 def _key_part(value: Any) -> Any:
     """Return the part of a key for an argument; types are included because 1 == 1.0 == True."""
+    kind = type(value)
+    if kind in LEAVES:
+        return kind, value
     if isinstance(value, Tensor):
-        fake = type(value) is FakeTensor
+        fake = kind is FakeTensor
         if (
-            not (fake or type(value) in (Tensor, torch.nn.Parameter))
+            not (fake or kind in (Tensor, torch.nn.Parameter))
             or (value.fake_device if fake else value.device) != _CPU  # type: ignore[attr-defined]
             or value.layout is not torch.strided
             or value.is_complex()
@@ -128,7 +140,7 @@ def _key_part(value: Any) -> Any:
         return tuple([_key_part(item) for item in value])
     if isinstance(value, dict):
         return tuple([(name, _key_part(item)) for name, item in value.items()])
-    return type(value), value
+    return kind, value
 
 
 def _key_part_without_floats(value: Any) -> Any:
