@@ -3,10 +3,18 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from runner.base.errors import to_one_line
-from runner.config.aliases import equivalent_keys, suggestion_for_key, suggestion_for_option, suggestion_for_value
+from runner.base.errors import Problem, to_one_line
+from runner.config.aliases import (
+    TASK_PHASES,
+    equivalent_keys,
+    suggestion_for_key,
+    suggestion_for_option,
+    suggestion_for_value,
+)
 from runner.config.config_files import shipped_options
 from runner.config.options import (
     AXES,
@@ -72,6 +80,11 @@ def translate_key(name: str, value: str, command_keys: tuple[str, ...]) -> str:
         if key != name and (key in GROUPS or key in all_keys()):
             return fix_values(f"use {key}={value or '...'}", command_keys)
     return ""
+
+
+def name_phases(problem: Problem, names: Sequence[str]) -> Problem:
+    """Return the problem with the names of the task's phases in its suggestion."""
+    return replace(problem, fix=problem.fix.replace(TASK_PHASES, ", ".join(names)))
 
 
 _BATCH_KEY = re.compile(r"(?i)(?:^|_)(?:batch_?size|batch|bs|bsz|mbs|b)$")

@@ -71,6 +71,18 @@ accel-run: cuda: is not a setting; settings have the form key=value
 accel-run: my.yaml: is not a setting; settings have the form key=value
            use --config-dir DIR, the folder that holds the file, and GROUP=NAME for the file in it
 """,
+    "train task=dynamo --phase 2": """\
+accel-run: --phase 2: unknown option; settings have the form key=value
+           use phases=[NAME], where NAME is one of pretrain, lora, router, joint
+""",
+    "train phase=2 task=hyperspectral": """\
+accel-run: phase=2: unknown key
+           use phases=[NAME], where NAME is one of fit, train
+""",
+    "train task=nmt --phase 2": """\
+accel-run: --phase 2: unknown option; settings have the form key=value
+           use phases=[NAME], where NAME is one of train
+""",
     "train model=resnet50": """\
 accel-run: model=resnet50: unknown key
            use task=NAME for a built-in task; define your model in a task file: accel-run new my_task.py, then --task ./my_task.py
