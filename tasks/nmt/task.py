@@ -44,13 +44,22 @@ SIZES = {
         "evaluate.every": 200,
         "evaluate.samples": 512,
     },
+    "gpt2": {
+        "updates": 2000,
+        "global_batch_size": 256,
+        "optimizer": "adamw",
+        "optimizer.lr": 0.0003,
+        "scheduler.warmup": 0.05,
+        "evaluate.every": 200,
+        "evaluate.samples": 512,
+    },
 }
 
 
 def build(
     context: Context,
     *,
-    size: Literal["tiny", "full"] = "tiny",
+    size: Literal["tiny", "full", "gpt2"] = "tiny",
     data: Literal["pairs", "random"] = "pairs",
     packed: bool = True,
     vocab_size: PositiveInt | None = None,
@@ -61,7 +70,8 @@ def build(
 ) -> Task:
     """A transformer that writes a function's signature from its description.
 
-    size               tiny: width 128, for two CPU cores; full: the published width 512; both have 3 + 3 layers
+    size               tiny: width 128, for two CPU cores; full: the published width 512; both have 3 + 3 layers;
+                       gpt2: 12 + 12 layers of width 768, as in GPT-2 small
     data               pairs: of the standard library, or of data.path; random: random tokens, to measure speed
     packed             true: several pairs per row, no masks; false: as published, one padded pair per row, with masks
     vocab_size         tokens in the shared vocabulary; null: 5000 as published, 2000 for tiny
@@ -232,6 +242,16 @@ SHAPES: Mapping[str, Shape] = {
         num_heads=8,
         width=512,
         feed_forward=2048,
+        vocab_size=5000,
+        source_length=50,
+        target_length=20,
+        initial_std=0.02,
+    ),
+    "gpt2": Shape(
+        num_layers=12,
+        num_heads=12,
+        width=768,
+        feed_forward=3072,
         vocab_size=5000,
         source_length=50,
         target_length=20,

@@ -76,14 +76,17 @@ def task(request: pytest.FixtureRequest) -> Translation:
 # The published model and its attention masks
 
 
-def test_the_published_shape_has_25_million_parameters() -> None:
+@pytest.mark.parametrize(
+    ("size", "num_layers", "width", "expected"), [("full", 3, 512, 24_667_136), ("gpt2", 12, 768, 202_372_608)]
+)
+def test_sizes_have_the_published_number_of_parameters(size: str, num_layers: int, width: int, expected: int) -> None:
     with torch.device("meta"):
-        model = Transformer(SHAPES["full"])
-    embedding, positions = 5000 * 512, (50 + 20) * 512
-    attention, norm, feed_forward = 4 * (512 * 512 + 512), 2 * 512, 2 * 512 * 2048 + 2048 + 512
-    layers = 3 * (attention + feed_forward + 2 * norm) + 3 * (2 * attention + feed_forward + 3 * norm)
+        model = Transformer(SHAPES[size])
+    embedding, positions = 5000 * width, (50 + 20) * width
+    attention, norm, feed_forward = 4 * (width * width + width), 2 * width, 8 * width * width + 5 * width
+    layers = num_layers * (attention + feed_forward + 2 * norm) + num_layers * (2 * attention + feed_forward + 3 * norm)
     count = sum(weight.numel() for weight in model.parameters())
-    assert count == embedding + positions + layers + 2 * norm == 24_667_136
+    assert count == embedding + positions + layers + 2 * norm == expected
 
 
 def test_six_of_nine_calls_carry_a_mask_in_padded_rows_and_none_in_packed_ones() -> None:
