@@ -5,7 +5,8 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,7 @@ import torch
 from runner.tasks.gpt.data import prepared, standard_library
 from torch import Tensor
 
-from runner.base.errors import DataError, InputMissing
+from runner.base.errors import ConfigError, DataError, InputMissing, Problem
 from runner.base.task import sample_rng
 
 from .text import SPLITS, TASKS, Record, write_standard_library
@@ -66,15 +67,23 @@ class Corpus:
 
 
 def open_corpus(
-    data_path: Path | None, cache: Path, *, vocab_size: int, max_length: int, max_target_length: int
+    data_path: Path | None,
+    cache: Path,
+    *,
+    vocab_size: int,
+    max_length: int,
+    max_target_length: int,
+    held_out: bool = False,
 ) -> Corpus:
     """Return the tokenized records of `data_path`, or of the standard library; they are prepared once.
 
+    held_out  no wording of the standard library's requests is in two splits
     Raises InputMissing if a file is missing, DataError if one is invalid.
     """
     if data_path is None:
         stamp = _fingerprint([document.path for document in standard_library()])
-        data_path = prepare_text(cache / f"standard-library-{stamp}") / "data"
+        kind = "held-out-requests" if held_out else "standard-library"
+        data_path = prepare_text(cache / f"{kind}-{stamp}", held_out=held_out) / "data"
     files = {(split, task): data_path / task / f"{SPLITS[split]}.json" for split in SPLITS for task in TASKS}
     for file in files.values():
         if not file.is_file():
@@ -96,9 +105,20 @@ def open_corpus(
     return Corpus(tables, Tokenizer(known["pieces"]), known["labels"], data_path, max_length)
 
 
-def prepare_text(folder: Path) -> Path:
+def limit_records(corpus: Corpus, limits: Mapping[str, int]) -> Corpus:
+    """Return the corpus with at most `limits[task]` training records of a task. Raises ConfigError for other tasks."""
+    if unknown := [name for name in limits if name not in TASKS]:
+        raise ConfigError(Problem(f"there is no task {', '.join(unknown)}", "task.limits", f"use {', '.join(TASKS)}"))
+    train = {
+        task: Table(table.source[: limits.get(task)], table.answer[: limits.get(task)])
+        for task, table in corpus.tables["train"].items()
+    }
+    return replace(corpus, tables={**corpus.tables, "train": train})
+
+
+def prepare_text(folder: Path, *, held_out: bool = False) -> Path:
     """Return `folder` with the records of the standard library in data/; they are written if missing."""
-    written: Path = prepared(folder, write_standard_library)
+    written: Path = prepared(folder, partial(write_standard_library, held_out=held_out))
     return written
 
 

@@ -31,6 +31,7 @@ from .data import (
     MaskedTexts,
     Rounds,
     encode_source,
+    limit_records,
     open_corpus,
     source_text,
     target_text,
@@ -107,6 +108,8 @@ def build(
     rank: PositiveInt | None = None,
     vocab_size: Annotated[int, Range("an integer from 300 to 4096", low=300, high=4096)] | None = None,
     dropout: Factor = 0.1,
+    limits: Mapping[str, PositiveInt] = {},
+    requests: Literal["shared", "held_out"] = "shared",
 ) -> Task:
     """Five text tasks with LoRA adapters in one encoder, and a router that selects among them.
 
@@ -115,6 +118,9 @@ def build(
     rank        rank of the adapters; alpha is twice the rank; null: depends on size (tiny 16, full 32)
     vocab_size  tokens in the vocabulary; null: depends on size (tiny 2048, full 4096)
     dropout     dropout probability of the adapter inputs
+    limits      task -> maximum number of its training records, the first of the file: {qa: 1000, code: 500}
+    requests    wordings of the built-in records: shared by all splits, which makes routing easy; held_out: no wording
+                is in two splits
     """
     shape = SHAPES[size]
     shape = replace(shape, rank=rank or shape.rank, vocab_size=vocab_size or shape.vocab_size)
@@ -124,7 +130,9 @@ def build(
         vocab_size=shape.vocab_size,
         max_length=shape.max_length,
         max_target_length=shape.max_target_length,
+        held_out=requests == "held_out",
     )
+    corpus = limit_records(corpus, limits)
     return DynamoTask(corpus, shape, seed=context.seed, hard=routing == "hard", dropout=dropout)
 
 

@@ -33,21 +33,45 @@ WANTED: Mapping[str, Sequence[str]] = {
     "code": ("the signature", "the signature as a def line"),
     "translation": ("the postfix form", "the expression in postfix"),
 }
+# Instructions of which no wording is in two splits.
+HELD_OUT_WANTED: Mapping[str, Mapping[str, Sequence[str]]] = {
+    "train": {
+        "classification": (*WANTED["classification"], "which it is, a class or a function", "the type of this object"),
+        "qa": (*WANTED["qa"], "what `{name}` is by default", "the value that `{name}` has if omitted"),
+        "summary": (*WANTED["summary"], "the main point", "one sentence that sums it up"),
+        "code": (*WANTED["code"], "the header of the function", "the def statement"),
+        "translation": (*WANTED["translation"], "it in reverse Polish notation", "operands before their operators"),
+    },
+    "val": {
+        "classification": ("whether this documents a class or a function", "what is described, class or function"),
+        "qa": ("the value of `{name}` when it is not given", "which value `{name}` defaults to"),
+        "summary": ("a short headline", "the gist in a line"),
+        "code": ("the first line of the definition", "how the function is declared"),
+        "translation": ("the RPN version", "it with each operator after its operands"),
+    },
+    "test": {
+        "classification": ("the sort of object, class or function", "if a class or function is documented"),
+        "qa": ("the initial value of `{name}`", "what `{name}` equals unless passed"),
+        "summary": ("a brief overview", "the essence, as one line"),
+        "code": ("its declaration in Python", "the def line for it"),
+        "translation": ("the stack order of the expression", "postfix notation for it"),
+    },
+}
 OPENINGS = ("", "Write ", "Give ", "Now give ", "Tell me ", "What is ", "Show me ", "Find ")
 ENDINGS = (".", ":", " here.", " of this.", " for this text.", ", please.", " of what follows.")
 TASKS = tuple(WANTED)
 
 
-def write_standard_library(folder: Path) -> None:
-    """Write data/<task>/{train,validation,test}.json below `folder`."""
-    for split, tasks in standard_library_records().items():
+def write_standard_library(folder: Path, *, held_out: bool = False) -> None:
+    """Write data/<task>/{train,validation,test}.json below `folder`; `held_out`: no wording is in two splits."""
+    for split, tasks in standard_library_records(held_out=held_out).items():
         for task, records in tasks.items():
             path = folder / "data" / task / f"{SPLITS[split]}.json"
             path.parent.mkdir(parents=True, exist_ok=True)
             path.write_text("[\n" + ",\n".join(map(json.dumps, records)) + "\n]\n", encoding="utf-8")
 
 
-def standard_library_records() -> dict[str, dict[str, list[Record]]]:
+def standard_library_records(*, held_out: bool = False) -> dict[str, dict[str, list[Record]]]:
     """Return split -> task -> records; they depend only on the Python version."""
     documents = [document for document in standard_library() if document.path.stat().st_size <= LARGEST_FILE]
     found: dict[str, dict[str, list[Record]]] = {split: {task: [] for task in TASKS} for split in SPLITS}
@@ -55,7 +79,10 @@ def standard_library_records() -> dict[str, dict[str, list[Record]]]:
         records = found[_split(document)]
         for task, record in extract_records(document.path.read_text(encoding="utf-8")):
             records[task].append(record)
-    return {split: {task: _select_records(task, split, found) for task in TASKS} for split in SPLITS}
+    wanted = HELD_OUT_WANTED if held_out else dict.fromkeys(SPLITS, WANTED)
+    return {
+        split: {task: _select_records(task, split, found, wanted[split][task]) for task in TASKS} for split in SPLITS
+    }
 
 
 def extract_records(source: str) -> Iterator[tuple[str, Record]]:
@@ -172,7 +199,9 @@ def _split(document: Document) -> str:
     return "val" if share < HELD_OUT else "test" if share < 2 * HELD_OUT else "train"
 
 
-def _select_records(task: str, split: str, found: Mapping[str, Mapping[str, Sequence[Record]]]) -> list[Record]:
+def _select_records(
+    task: str, split: str, found: Mapping[str, Mapping[str, Sequence[Record]]], wanted: Sequence[str]
+) -> list[Record]:
     """Return records of one task, each text once and none from the training data, shuffled and with requests."""
     key = "context" if task == "qa" else "text" if task == "classification" else "source"
     seen = set() if split == "train" else {record[key] for record in found["train"][task]}
@@ -187,7 +216,7 @@ def _select_records(task: str, split: str, found: Mapping[str, Mapping[str, Sequ
     if task == "classification":  # balanced, so that the majority class is no better than chance
         kinds = [[record for record in records if record["label"] == label] for label in ("class", "function")]
         records = [record for pair in zip(*kinds, strict=False) for record in pair]
-    return [_asked(task, split, record, generator) for record in records[: MOST_RECORDS[split]]]
+    return [_asked(task, split, record, wanted, generator) for record in records[: MOST_RECORDS[split]]]
 
 
 def pairs_of(split: str) -> list[tuple[str, str]]:
@@ -196,10 +225,10 @@ def pairs_of(split: str) -> list[tuple[str, str]]:
     return [(o, e) for i, o in enumerate(OPENINGS) for j, e in enumerate(ENDINGS) if (i + j) % len(ENDINGS) in kept]
 
 
-def _asked(task: str, split: str, record: Record, generator: random.Random) -> Record:
+def _asked(task: str, split: str, record: Record, wanted: Sequence[str], generator: random.Random) -> Record:
     """Return the record with a request of its split."""
     opening, ending = generator.choice(pairs_of(split))
-    request = f"{opening}{generator.choice(WANTED[task])}{ending}"
+    request = f"{opening}{generator.choice(wanted)}{ending}"
     request = request[:1].upper() + request[1:]
     if task == "qa":
         return {**record, "question": request.format(name=record["question"])}

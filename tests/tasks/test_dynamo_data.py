@@ -19,6 +19,7 @@ from runner.tasks.dynamo.data import (
     Corpus,
     MaskedTexts,
     Rounds,
+    limit_records,
     open_corpus,
     read_records,
     source_text,
@@ -27,6 +28,7 @@ from runner.tasks.dynamo.data import (
 )
 from runner.tasks.dynamo.text import (
     ENDINGS,
+    HELD_OUT_WANTED,
     OPENINGS,
     SPLITS,
     TASKS,
@@ -35,10 +37,11 @@ from runner.tasks.dynamo.text import (
     pairs_of,
     postfix,
     remove_giveaways,
+    standard_library_records,
 )
 from runner.tasks.dynamo.tokenizer import BEGIN, END, MASK, PAD, Tokenizer, learn_pieces
 
-from runner.base.errors import DataError, InputMissing
+from runner.base.errors import ConfigError, DataError, InputMissing
 
 LIMITS = {"vocab_size": 2048, "max_length": 64, "max_target_length": 28}
 
@@ -312,3 +315,24 @@ def test_records_are_the_same_each_time() -> None:
     first, second = (list(extract_records(Path(text.__file__).read_text())) for _ in range(2))
     assert first == second
     assert {task for task, _ in first} >= {"classification", "code"}
+
+
+def test_limits_apply_to_training_records_of_their_task(folder: Path, tmp_path: Path) -> None:
+    corpus = limit_records(open_corpus(folder, tmp_path / "cache", **LIMITS), {"qa": 1})
+    counts = {split: {task: len(table.source) for task, table in tables.items()} for split, tables in
+              corpus.tables.items()}  # fmt: skip
+    assert counts["train"] == {task: 1 if task == "qa" else 2 for task in TASKS}
+    assert counts["val"] == dict.fromkeys(TASKS, 2)
+    assert len(Rounds(corpus.tables["train"], cycle=True)) == 2
+    with pytest.raises(ConfigError, match="poetry"):
+        limit_records(corpus, {"poetry": 3})
+
+
+def test_no_instruction_is_in_two_splits_of_held_out_requests() -> None:
+    for task in TASKS:
+        instructions = [wanted for wording in HELD_OUT_WANTED.values() for wanted in wording[task]]
+        assert len(set(instructions)) == len(instructions)
+    records = standard_library_records(held_out=True)
+    for split, task in itertools.product(SPLITS, set(TASKS) - {"qa"}):
+        allowed = {f"{o}{wanted}{e}".lower() for o, e in pairs_of(split) for wanted in HELD_OUT_WANTED[split][task]}
+        assert {source_text(record, task).split("\n")[0].lower() for record in records[split][task]} <= allowed
