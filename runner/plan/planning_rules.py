@@ -82,14 +82,17 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
         )
         planner.set("dataloader", "workers_above_ms", limit, why)
     if workers == "auto":
-        if options["cache"] != "none":
-            workers, why = 0, f"auto: nothing to read, samples are cached in {options['cache']}"
+        options = planner.choices["dataloader"].options
+        cache, is_measured = options["cache"], options["workers_above_ms"] != 0
+        if cache == "device" or (cache == "memory" and not is_measured):
+            workers, why = 0, f"auto: nothing to read, samples are cached in {cache}"
         elif _is_cuda(gpu):
             cores_per_rank = cores // num_ranks
             available = f"{cores_per_rank} of {cores} cores for each rank" if num_ranks > 1 else f"{cores} cores"
             workers, why = (
                 min(8, max(0, cores_per_rank - 1)),
-                f"auto: {available}, one of them for the main process, at most 8",
+                f"auto: {available}, one of them for the main process, at most 8"
+                + ", if batches of cached samples take long to compose" * (cache == "memory"),
             )
         else:
             workers, why = 0, "auto: on a CPU, workers would compete with the model for cores"

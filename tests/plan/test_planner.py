@@ -452,11 +452,18 @@ def test_a_model_is_traced_to_choose_a_backend_on_a_gpu(word: str, expected: boo
     assert not should_trace_memory(given, machine())
 
 
-def test_cached_samples_need_no_workers() -> None:
-    for kept in ("memory", "device"):
-        assert plan(f"dataloader.cache={kept}", on=machine(A100)).values()["dataloader.num_workers"] == 0
+def test_samples_cached_on_the_device_need_no_workers() -> None:
+    assert plan("dataloader.cache=device", on=machine(A100)).values()["dataloader.num_workers"] == 0
     (problem,) = refused("dataloader.cache=device", "dataloader.num_workers=2", on=machine(A100))
     assert (problem.where, suggested(problem.fix)) == ("dataloader.cache=device", ["dataloader.num_workers=0"])
+
+
+def test_workers_compose_samples_cached_in_memory_if_that_is_slow() -> None:
+    planned, uncached = (plan(*args, on=machine(A100)).values() for args in (["dataloader.cache=memory"], []))
+    assert planned["dataloader.num_workers"] == uncached["dataloader.num_workers"] > 0
+    assert planned["dataloader.workers_above_ms"] > 0  # measured: they do not start for samples that are only copied
+    spawned = plan("dataloader.cache=memory", "dataloader.start_method=spawn", on=machine(A100)).values()
+    assert spawned["dataloader.num_workers"] == 0  # not measured
 
 
 def test_all_problems_are_reported_at_once() -> None:
