@@ -237,6 +237,13 @@ def test_criteria_follow_the_thresholds_and_skip_unknown_values() -> None:
     assert rows["parameters"] == (None, "unknown")
 
 
+@pytest.mark.parametrize(("number", "verdict"), [(50_000, "CPU"), (500_000, "either"), (2_000_000, "GPU")])
+def test_parameters_are_a_criterion(number: int, verdict: str) -> None:
+    rows = {row.name: row for row in evaluate_criteria(Facts(Evidence(num_parameters=number), {}, CPU))}
+    assert (rows["parameters"].value, rows["parameters"].verdict) == (number, verdict)
+    assert all(row.rule for row in rows.values())
+
+
 def test_monitor_readings_are_read_back(tmp_path: Path) -> None:
     whole = {
         "metrics": {"gpu0/util": {"mean": 40.0, "min": 0.0, "max": 90.0, "seconds": 5.0}},

@@ -280,8 +280,8 @@ def _make_rules_table(found: Mapping[str, Sequence[Criterion]]) -> SuiteTable:
     for size, of_size in found.items():
         columns += [size, f"result, {size}"]
         for row in of_size:
-            shown = rows.setdefault(row.name, [row.name, row.rule or "-"])
-            shown += [row.value, row.verdict if row.rule else "-"]
+            shown = rows.setdefault(row.name, [row.name, row.rule])
+            shown += [row.value, row.verdict]
     complete = [row for row in rows.values() if len(row) == len(columns)]
     return SuiteTable("GPU or CPU? Rules of thumb; the measurement decides", columns, complete)
 
