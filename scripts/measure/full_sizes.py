@@ -1,10 +1,11 @@
 """Train the full size of every task for a few updates, and compare memory and update time with the plan.
 
-    scripts/measure/full_sizes.py [TASK ...] [--device cpu|cuda] [--updates 20]
+    scripts/measure/full_sizes.py [TASK ...] [--device cpu|cuda] [--updates 20] [--root DIR]
 
 Each run is a separate process, started through the command line. On a CPU the batch is small, so that 24 GiB of memory
 suffice; the model, its optimizer and the shape of a sample are those of the full size. On a GPU the batch is the
-task's own. Exits with 1 if a run fails or a loss is not finite.
+task's own. With --root, runs are kept there, and a stopped one is resumed. Exits with 1 if a run fails or a loss is not
+finite.
 
 peak    predicted by a trace on fake tensors beside measured. CPU: resident memory of the process, which includes the
         training data and evaluation, and never falls from one phase to the next. GPU: memory allocated by torch.
@@ -17,6 +18,7 @@ import argparse
 import json
 import math
 import os
+import re
 import statistics
 import subprocess
 import sys
@@ -111,11 +113,11 @@ def predict(arguments: Sequence[str], device: str) -> dict[str, tuple[float, flo
     return predicted
 
 
-def train(arguments: Sequence[str], root: Path) -> Path:
+def train(arguments: Sequence[str], root: Path, run: str) -> Path:
     """Train, and return the folder of the run."""
-    command = [sys.executable, "-m", "runner", "train", *arguments, f"output_root={root}", "run=full"]
+    command = [sys.executable, "-m", "runner", "train", *arguments, f"output_root={root}", f"run={run}"]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, env={**os.environ, "ACCEL_RUN_LOG_LEVEL": "warning"})
-    return root / "full"
+    return root / run
 
 
 def read_figures(folder: Path, predicted: dict[str, tuple[float, float]]) -> dict[str, PhaseFigures]:
@@ -142,6 +144,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("tasks", nargs="*", default=[*RUNS], metavar="TASK")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--updates", type=int, default=20)
+    parser.add_argument("--root", type=Path)
     options = parser.parse_args(argv)
     columns = ("run", "phase", "updates", "loss", "peak, GiB: predicted / measured", "update, ms: predicted / measured")
     table = Table(*columns, box=None)
@@ -150,9 +153,10 @@ def main(argv: Sequence[str]) -> int:
         settings = RUNS[name].list_overrides(options.device, options.updates)
         arguments = [*f"task={name} task.size=full".split(), *settings, *COMMON.split(), f"device={options.device}"]
         print("accel-run train", *arguments, flush=True)
-        with tempfile.TemporaryDirectory() as root:
+        with tempfile.TemporaryDirectory() as temporary:
             try:
-                figures = read_figures(train(arguments, Path(root)), predict(arguments, options.device))
+                folder = train(arguments, options.root or Path(temporary), re.sub(r"\W+", "-", name))
+                figures = read_figures(folder, predict(arguments, options.device))
             except (AccelRunError, subprocess.CalledProcessError, OSError) as error:
                 table.add_row(name, f"failed: {error}")
                 failed = True

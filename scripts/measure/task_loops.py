@@ -1,0 +1,237 @@
+"""Compare training and inference of every task with handwritten loops at the same settings, in CPU time.
+
+    scripts/measure/task_loops.py [TASK ...] [--rounds 12] [--limits]
+
+hand  a loop in plain torch over the same samples in the same micro-batches, with the same model, loss and optimizer
+      (torch's fused kernel), foreach clipping, a cosine schedule, and the loss read every 10 updates. Inference: the
+      task's predictions, written to files
+ours  the phase of accel-run, including its meter, monitor, screen, metrics and checks. Inference: as by
+      `accel-run inference`, including the times of model calls
+
+Both are interleaved in one process with one thread. Ratios are of the CPU time of this thread, which other processes
+hardly affect; the median over rounds of the ratio within a round, with 80 % of the rounds in parentheses. Files are
+written within this thread in both, without waiting for the disk in `hand`. With --limits, exits with 1 if an update
+takes more than 1.05, or inference more than 1.1, of the handwritten loop.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import math
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, redirect_stderr, redirect_stdout
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.axes.optimizer import is_under
+from runner.base.noise import without_samples
+from runner.base.order import Order
+from runner.base.task import Progress
+from runner.config.request import Request
+from runner.durable.directory import RunDirectory
+from runner.engine.infer import Outbox, iterate_predictions, time_calls
+from runner.engine.opening import open_run
+from runner.engine.phase import Phase
+from runner.engine.run import TrainingRun
+from runner.plan.run_plan import PhasePlan
+
+MAX_UPDATE, MAX_INFERENCE = 1.05, 1.1  # of the handwritten loop
+
+
+@dataclass(frozen=True)
+class Measured:
+    """A task.
+
+    before     phases that must be finished before the measured one
+    updates    of a block; few for slow tasks
+    inference  settings of a short inference
+    """
+
+    phase: str
+    updates: int
+    inference: tuple[str, ...]
+    before: tuple[str, ...] = ()
+
+
+TASKS = {
+    "cape": Measured("train", 2, ("inference.samples=8", "inference.pictures=1")),
+    "tractodiff": Measured("train", 10, ()),
+    "nmt": Measured("train", 10, ("inference.samples=64",)),
+    "dynamo": Measured("pretrain", 5, ("inference.samples=8",)),
+    "hyperspectral": Measured("train", 3, (), before=("fit",)),
+}
+
+
+def by_hand(run: TrainingRun, planned: PhasePlan, order: Order) -> Iterator[None]:
+    """Yield after each update of a handwritten loop; it trains a copy of the model."""
+    task = copy.deepcopy(run.parts.task)
+    task.begin_phase(planned.name)
+    model, dataset = task.model.train(), task.dataset("train")
+    loss_of = task.losses.get(planned.name, task.loss)
+    trained = [
+        weight
+        for name, weight in model.named_parameters()
+        if planned.trains is None or any(is_under(name, prefix) for prefix in planned.trains)
+    ]
+    for weight in model.parameters():
+        weight.requires_grad_(any(weight is each for each in trained))
+    options = planned.optimizer.options
+    decay = options["weight_decay"]
+    groups = [
+        {"params": [weight for weight in trained if weight.dim() > 1], "weight_decay": decay},
+        {"params": [weight for weight in trained if weight.dim() < 2], "weight_decay": 0.0},
+    ]
+    kind = {"adam": torch.optim.Adam, "adamw": torch.optim.AdamW}[planned.optimizer.function]
+    optimizer = kind(groups, lr=options["lr"], betas=tuple(options["betas"]), eps=options["eps"], fused=True)
+    total, number, epoch, passes = planned.updates or 1000, 0, -1, []
+    for key in order.from_update(0):
+        if key.epoch != epoch and hasattr(dataset, "set_epoch"):
+            dataset.set_epoch(epoch := key.epoch)
+        if not passes:
+            task.begin_update(Progress(planned.name, number, total, 0.0))
+        batch = _read(dataset, key.indices)
+        loss, items = loss_of(model, batch)[:2]
+        (loss / (int(items) * planned.batch.accumulation_steps)).backward()
+        passes.append(loss.detach())
+        if not key.last:
+            continue
+        if planned.max_grad_norm is not None:
+            nn.utils.clip_grad_norm_(trained, planned.max_grad_norm, foreach=True)
+        for group in optimizer.param_groups:
+            group["lr"] = options["lr"] * 0.5 * (1 + math.cos(math.pi * number / total))
+        optimizer.step()
+        optimizer.zero_grad()
+        number += 1
+        if number % 10 == 0:
+            float(sum(passes))
+        passes.clear()
+        yield
+
+
+def _read(dataset: Any, indices: Sequence[int]) -> Any:
+    if hasattr(dataset, "__getitems__"):
+        return dataset.__getitems__(list(indices))
+    return torch.utils.data.default_collate([dataset[index] for index in indices])
+
+
+def measure(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
+    """Return the CPU seconds of each call of each variant, interleaved; a first call of each warms up."""
+    times: dict[str, list[float]] = {name: [] for name in variants}
+    for number in range(rounds + 1):
+        for name in sorted(variants, reverse=bool(number % 2)):
+            began = time.thread_time()
+            variants[name]()
+            if number:
+                times[name].append(time.thread_time() - began)
+    return times
+
+
+def measure_updates(run: TrainingRun, measured: Measured, rounds: int, stack: ExitStack) -> dict[str, list[float]]:
+    """Return the CPU seconds of blocks of updates."""
+    plans = {planned.name: planned for planned in run.plan.phases}
+    for name in measured.before:
+        with Phase(run, plans[name], None) as phase:
+            for _ in phase.updates():
+                pass
+    planned = plans[measured.phase]
+    phase = stack.enter_context(Phase(run, planned, None))
+    hand, ours = by_hand(run, planned, phase.order), phase.updates()
+
+    def advance(loop: Iterator[object]) -> None:
+        for _ in range(measured.updates):
+            next(loop)
+
+    def advance_by_hand() -> None:
+        with without_samples():
+            advance(hand)
+
+    return measure({"hand": advance_by_hand, "ours": lambda: advance(ours)}, rounds)
+
+
+def measure_inference(run: TrainingRun, rounds: int) -> dict[str, list[float]]:
+    """Return the CPU seconds of complete inferences, without loading the model."""
+    parts, folder = run.parts, run.directory.path / "by-hand"
+    options = {key: value for key, value in run.plan.inference.items() if key != "seed"}
+    folder.mkdir()
+    model = parts.bare
+
+    def by_hand() -> None:
+        generator = torch.Generator().manual_seed(0)
+        model.eval()
+        with torch.no_grad(), without_samples():
+            for prediction in parts.task.predict(model, generator, **options):
+                for name, content in {**prediction.files, **prediction.plots}.items():
+                    (folder / name).write_bytes(content.encode() if isinstance(content, str) else bytes(content))
+
+    def ours() -> None:
+        directory: RunDirectory = run.directory
+        with time_calls(parts.model, parts.world.device), Outbox(directory, lambda text: None) as outbox:
+            for prediction in iterate_predictions(run.plan, parts):
+                files = {f"predictions/{name}": _encode(content) for name, content in prediction.files.items()}
+                plots = {f"plots/{name}": content for name, content in prediction.plots.items()}
+                outbox.put(files | plots, prediction.text)
+            outbox.write()
+
+    run.directory.subfolder("predictions")
+    run.directory.subfolder("plots")
+    return measure({"hand": by_hand, "ours": ours}, rounds)
+
+
+def _encode(content: Any) -> bytes:
+    return content.encode() if isinstance(content, str) else bytes(content)
+
+
+def describe(times: dict[str, list[float]], per: int) -> tuple[float, str]:
+    """Return the median ratio, and a text with the milliseconds of both and the range of the ratio."""
+    ratios = sorted(ours / hand for ours, hand in zip(times["ours"], times["hand"], strict=True))
+    low, middle, high = (ratios[round(share * (len(ratios) - 1))] for share in (0.1, 0.5, 0.9))
+    hand, ours = (1e3 * sorted(times[name])[len(ratios) // 2] / per for name in ("hand", "ours"))
+    return middle, f"{middle:.3f} ({low:.3f} to {high:.3f}), {ours:.1f} ms, by hand {hand:.1f} ms"
+
+
+def run_task(name: str, rounds: int) -> tuple[float, float]:
+    """Measure a task and print its lines; return both ratios."""
+    measured = TASKS[name]
+    with ExitStack() as stack:
+        quiet = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        settings = (
+            f"task={name}", "task.size=tiny", "device=cpu", f"output_root={folder}", "run=loops", "evaluate.every=0",
+            "backend.threads=1", "checkpoint=off", *measured.inference,
+        )  # fmt: skip
+        with redirect_stdout(quiet), redirect_stderr(quiet):
+            run = stack.enter_context(open_run(Request(settings)))
+            inference = measure_inference(run, max(3, rounds // 4))
+            updates = measure_updates(run, measured, rounds, stack)
+    update_ratio, update_text = describe(updates, measured.updates)
+    inference_ratio, inference_text = describe(inference, 1)
+    print(f"{name:<14} update     {update_text}")
+    print(f"{name:<14} inference  {inference_text}", flush=True)
+    return update_ratio, inference_ratio
+
+
+def main(argv: Sequence[str]) -> int:
+    """Print the ratios; exit 1 if one exceeds its limit."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("tasks", nargs="*", default=[*TASKS], metavar="TASK")
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--limits", action="store_true")
+    options = parser.parse_args(argv)
+    torch.set_num_threads(1)
+    print(f"torch {torch.__version__}, 1 thread, {options.rounds} rounds; ours relative to the handwritten loop")
+    ratios = [run_task(name, options.rounds) for name in options.tasks]
+    exceeded = any(update > MAX_UPDATE or inference > MAX_INFERENCE for update, inference in ratios)
+    return int(options.limits and exceeded)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
