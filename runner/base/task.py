@@ -133,6 +133,7 @@ class Task:
 
     item              name of the unit that the loss averages over, e.g. "token"
     items_per_sample  expected number of items per sample; scales gradients into range without changing results
+    baseline_name     what the trivial model of `baselines` is, e.g. "byte bigram model"
     phase             current phase, or the one whose checkpoint predicts; dataset, evaluate, baselines and the two
                       above may depend on it
     losses            phase name -> loss function, for tasks with several phases; "train" is `loss` by default
@@ -145,6 +146,7 @@ class Task:
 
     model: nn.Module
     item: str = "sample"
+    baseline_name: str = "trivial model"
     items_per_sample: float = 1.0
     phase: str = "train"
     loss_is_additive: bool = True
@@ -255,7 +257,10 @@ class Task:
         return metrics
 
     def baselines(self) -> Mapping[str, float]:
-        """Return metric name -> value of a trivial model, displayed next to the metric of that name."""
+        """Return metric name -> value of a trivial model, displayed next to the metric of that name.
+
+        Further models: the name of the metric with a suffix, as `bits_per_byte_unigram`.
+        """
         return {}
 
     def collate(self, samples: Sequence[Any]) -> Any:

@@ -223,12 +223,18 @@ def wrap(text: str, columns: int) -> str:
     """Wrap the text to lines of this width; only longer words and commands are not broken.
 
     Continuation lines are aligned with the last cell of a table, if that leaves half of the line, else indented by two.
+    In a list of several entries with one label, all continuation lines are indented by two from the entries.
     Commands are meant to be pasted: a terminal copies lines that it wraps itself as one.
     """
-    return "\n".join(part for line in text.split("\n") for part in _wrap_line(line, columns))
+    lines = text.split("\n")
+    indents = [len(line) - len(line.lstrip()) for line in [*lines[1:], ""]]
+    return "\n".join(
+        part for line, below in zip(lines, indents, strict=True) for part in _wrap_line(line, columns, below=below)
+    )
 
 
-def _wrap_line(line: str, columns: int, hanging: int = 2) -> list[str]:
+def _wrap_line(line: str, columns: int, hanging: int = 2, below: int = 0) -> list[str]:
+    """Wrap a line; below: the indentation of the next line, which is another entry if it equals that of a cell."""
     if len(line) <= columns:
         return [line]
     cells = [match.end() for match in re.finditer(r"\S {2,}(?=\S)", line) if match.end() <= columns // 2]
@@ -236,7 +242,7 @@ def _wrap_line(line: str, columns: int, hanging: int = 2) -> list[str]:
     lead = len(line) - len(text)
     parts = textwrap.wrap(
         _COMMAND.sub(lambda match: match[0].replace(" ", "\0"), text), columns, initial_indent=" " * lead,
-        subsequent_indent=" " * (cells[-1] if cells else lead + hanging),
+        subsequent_indent=" " * ((cells[-1] + hanging * (cells[-1] == below)) if cells else lead + hanging),
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
     return [part.replace("\0", " ") for part in parts] or [""]

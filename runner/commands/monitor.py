@@ -245,7 +245,7 @@ def _add_alerts(monitor: NoMonitor, view: View) -> None:
         elif notice.kind not in _ALWAYS_SHOWN:
             view.missing.append(notice.text)
     if monitor.latest():
-        lead = "" if monitor.devices() else "GPUs are not monitored: "
+        lead = "" if monitor.devices() else "no GPU is monitored: "
         view.missing += [lead + text for text in view.pending]
         view.pending.clear()
 

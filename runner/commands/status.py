@@ -120,11 +120,9 @@ def _print_phases(directory: RunDirectory, record: RunRecord) -> None:
         phase_losses |= {
             key: value for key, value in row.items() if key.endswith("loss") and (value is None or is_number(value))
         }
-    totals = {
-        str(row.get("phase")): row.get("total") for row in read_rows(directory.events) if row.get("kind") == "phase"
-    }
+    starts = {str(row.get("phase")): row for row in read_rows(directory.events) if row.get("kind") == "phase"}
     for phase, row in last_rows.items():
-        total = totals.get(phase) or plan.updates or "?"
+        total = starts.get(phase, {}).get("total") or plan.updates or "?"
         loss_text = "  ".join(f"{name} {format_metric(value)}" for name, value in losses[phase].items())
         finished_note = (
             ", finished"
@@ -136,7 +134,8 @@ def _print_phases(directory: RunDirectory, record: RunRecord) -> None:
         _print("  phase       no update yet")
     items_per_s = throughput(record.evidence, last)
     if items_per_s is not None:
-        _print(f"  throughput  {format_rate(items_per_s)} items/s, first update excluded")
+        item = starts.get(str(last.get("phase")), {}).get("item") or "item"
+        _print(f"  throughput  {format_rate(items_per_s)} {item}s/s, first update excluded")
 
 
 def _print_checkpoints(directory: RunDirectory) -> None:

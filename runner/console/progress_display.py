@@ -55,12 +55,15 @@ class ProgressDisplay:
         """Leave the last state on the screen and release the terminal."""
 
 
-def make_progress(stream: TextIO | None) -> ProgressDisplay:
-    """Return a bar for a terminal, lines for a pipe or a file, nothing for None."""
+def make_progress(stream: TextIO | None, item: str = "item") -> ProgressDisplay:
+    """Return a bar for a terminal, lines for a pipe or a file, nothing for None.
+
+    item  unit of the throughput in a bar, such as "token"
+    """
     if stream is None:
         return ProgressDisplay()
     drawable = stream.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    return Bar(stream) if drawable else ProgressLines(stream)
+    return Bar(stream, item=item) if drawable else ProgressLines(stream)
 
 
 class Pace:
@@ -118,10 +121,10 @@ class Bar(ProgressDisplay):
     On a narrow terminal the least important figures are dropped first.
     """
 
-    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic, *, item: str = "item") -> None:
         # The bar is what the user watches while output is redirected elsewhere, so nothing but `stream` decides.
         self._console = TerminalConsole(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
-        self._clock = clock
+        self._clock, self._item = clock, item
         self._live: Live | None = None
         self._total = 0
         self._next_s = float("inf")
@@ -175,7 +178,8 @@ class Bar(ProgressDisplay):
             )
         for name, value in values.items():
             if value is not None and name != PACE:
-                figures.append(self._pad_figure(name, _format_figure(name.rpartition("/")[2], value)))
+                text, rank = _format_figure(name.rpartition("/")[2], value)
+                figures.append(self._pad_figure(name, (text.replace("items/s", f"{self._item}s/s"), rank)))
         if pace or "ETA" in self._widths:  # its space is kept after the last update
             eta = f"ETA {_format_duration((self._total - update) / pace)}" if pace and update < self._total else ""
             figures.append(self._pad_figure("ETA", (eta, 1)))
@@ -258,8 +262,8 @@ def _replace_unencodable(text: str, encoding: str | None) -> str:
 FIGURES: Mapping[str, tuple[str, int]] = {
     "loss": ("loss {:.4g}", 2),
     "lr": ("lr {:.2e}", 4),
-    "grad_norm": ("norm {:.3g}", 8),
+    "grad_norm": ("grad_norm {:.3g}", 8),
     "memory_gib": ("mem {:.1f} GiB", 7),
     "items_per_s": ("{:,.0f} items/s", 5),
-    "data_wait": ("data {:.0%}", 6),
+    "data_wait": ("data wait {:.0%}", 6),
 }

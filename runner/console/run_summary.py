@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import TextIO
 
@@ -91,14 +91,34 @@ class TimeSpent:
 class LearnedMetrics:
     """Training loss and validation metrics at the end.
 
-    loss       training loss of the last row
-    metrics    metrics of the last evaluation
-    baselines  metric -> value of a trivial model
+    loss           training loss of the last row
+    metrics        metrics of the last evaluation
+    baselines      metric -> value of a trivial model; metric_SUFFIX -> value of another one
+    baseline_name  what the trivial model is
     """
 
     loss: float | None = None
     metrics: Mapping[str, float] = field(default_factory=dict)
     baselines: Mapping[str, float] = field(default_factory=dict)
+    baseline_name: str = "trivial model"
+
+    def lines(self) -> Iterator[str]:
+        """Yield each metric with its baselines, then baselines without a metric."""
+        owners = {name: self._metric_of(name) for name in self.baselines}
+        for metric, value in self.metrics.items():
+            models = [
+                f"{name.removeprefix(metric)[1:].replace('_', ' ') or self.baseline_name} {self.baselines[name]:.4g}"
+                for name, owner in owners.items()
+                if owner == metric
+            ]
+            baselines = f" (baseline: {', '.join(models)})" if models else ""
+            yield f"{metric} {format_metric(value)}{baselines}"
+        yield from (f"{name}: baseline {self.baselines[name]:.4g}" for name, owner in owners.items() if owner is None)
+
+    def _metric_of(self, baseline: str) -> str | None:
+        """Return the longest name of a metric that is the name of the baseline without its suffix, if any."""
+        names = [metric for metric in self.metrics if baseline == metric or baseline.startswith(f"{metric}_")]
+        return max(names, key=len, default=None)
 
 
 @dataclass(frozen=True)
@@ -150,15 +170,17 @@ def format_end(end: EndOfRun, *, ascii_only: bool = False) -> str:
     """Return the report after the last update: results, where the time went, the bottleneck, the next commands."""
     throughput = "" if end.items_per_s is None else f", {format_rate(end.items_per_s)} {end.item}s/s"
     times, learned = end.time, end.learned
-    process_note = "" if times.num_updates in (None, end.update) else f"; this process: {times.num_updates} updates"
-    progress = f"{end.update} of {end.total_updates} updates{process_note}"
+    scope = f" of {len(end.phases)} phases" if end.phases else ""
+    process_note = (
+        "" if times.num_updates in (None, end.update) else f"; this process: {times.num_updates} updates{scope}"
+    )
+    last_phase = "last phase: " if end.phases else ""
+    progress = f"{last_phase}{end.update} of {end.total_updates} updates{process_note}"
     rows = [
         (end.outcome, f"{progress} in {format_duration(times.total_s)}{throughput}"),
         *_label_rows("phase", end.phases),
         *_label_rows("train loss", () if learned.loss is None else (f"{learned.loss:.4g}",)),
-        *_label_rows(
-            "validation", (_format_metric(name, value, learned.baselines) for name, value in learned.metrics.items())
-        ),
+        *_label_rows("validation", learned.lines()),
         *_label_rows("time", bottleneck.format_time_table(times.parts_s, times.total_s, times.updates)),
         ("limited by", _describe_limits(times)),
         *_label_rows("memory", (f"{device}: {memory}" for device, memory in end.memory.items() if str(memory))),
@@ -193,11 +215,6 @@ def _format_batch(batch: Batch) -> str:
         return f"{batch.global_batch_size} = {' + '.join(map(str, batch.shares))} (samples per rank)"
     factors = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.world_size}"
     return f"{batch.global_batch_size} = {factors} (micro-batch x accumulation x ranks)"
-
-
-def _format_metric(name: str, value: float, baselines: Mapping[str, float]) -> str:
-    baseline = f" (baseline {baselines[name]:.4g})" if name in baselines else ""
-    return f"{name} {format_metric(value)}{baseline}"
 
 
 def _format_count(number: int) -> str:

@@ -72,7 +72,7 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
         screen.info(f"\n{run.observers.profiler.report or 'nothing was profiled: no update was run'}")
         screen.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
         return
-    plan, total = run.plan, evidence.seconds or 0.0
+    plan, task, total = run.plan, run.parts.task, evidence.seconds or 0.0
     last = list(run.progress.records.values())[-1]
     memory = {"host": MemoryLine(evidence.host_peak_gib, total=evidence.host_total_gib)}
     if evidence.device_total_gib is not None:
@@ -92,9 +92,6 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
     notes += [run.save_cost.summary(total)] if run.save_cost.num_saves else []
     notes += allocator_notes(evidence.num_alloc_retries, evidence.fragmentation, evidence.device_reserved_gib)
     notes += state_note(*run.tally.state_bytes)
-    baselines = run.baselines
-    other_baselines = [f"{name} {value:.4g}" for name, value in baselines.items() if name not in outcome.metrics]
-    notes += [f"baselines: {', '.join(other_baselines)}"] if other_baselines else []
     text = format_end(
         EndOfRun(
             outcome=f"{'saved' if outcome.is_saved else 'stopped'} ({outcome.stopped_by})"
@@ -110,9 +107,11 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
                 run.tally.clock.num_updates,
                 run.tally.load.describe(),
             ),
-            learned=LearnedMetrics(run.tally.last_row.get("train/loss"), outcome.metrics, baselines),
+            learned=LearnedMetrics(
+                run.tally.last_row.get("train/loss"), outcome.metrics, run.baselines, task.baseline_name
+            ),
             items_per_s=evidence.items_per_s,
-            item=run.parts.task.item,
+            item=task.item,
             memory=memory,
             places={"run": str(screen.directory.shown), "metrics": str(screen.directory.shown / "metrics.jsonl")},
             notes=tuple(notes),
@@ -152,7 +151,8 @@ def _phase_line(name: str, record: PhaseRecord) -> str:
     metrics = "".join(
         f"  {metric.removeprefix('val/')} {format_metric(value)}" for metric, value in record.metrics.items()
     )
-    return f"{name} ({record.kind}): {updates} updates, {spent}, {format_gib(record.peak_host_gib)}{peak}{metrics}"
+    memory = f"peak {format_gib(record.peak_host_gib)} on the host{peak}"
+    return f"{name} ({record.kind}): {updates} updates, {spent}, {memory}{metrics}"
 
 
 def _busy_percent(run: TrainingRun) -> dict[str, float]:

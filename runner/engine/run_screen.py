@@ -77,18 +77,18 @@ class Screen:
             self._alert_console.log(alert.level, host + alert.text)
             self.events.record("machine", what=alert.kind, text=alert.text, **alert.facts)
 
-    def begin(self, phase: str, done: int, total: int, order: Order) -> None:
-        """Start the progress display of a phase."""
+    def begin(self, phase: str, done: int, total: int, order: Order, item: str) -> None:
+        """Start the progress display of a phase; `item` is the unit of its throughput."""
         samples = order.num_samples if order.num_samples < ENDLESS else None
-        self.record_event("phase", phase=phase, update=done, total=total, samples=samples)
+        self.record_event("phase", phase=phase, update=done, total=total, samples=samples, item=item)
         epochs = total / order.updates_per_epoch
         left = f"{total - done} of {total}" if done else str(total)
-        length = "a stream" if samples is None else f"{samples:,} samples"
-        passes = "" if samples is None else f" ({epochs:.2g} epochs)"
-        self.info(f"{phase}: {left} updates, {length}, batch {order.global_batch_size}{passes}")
+        unit = "epoch" if epochs == 1 else "epochs"
+        data = ", from a stream" if samples is None else f" ({epochs:.2g} {unit} of {samples:,} samples)"
+        self.info(f"{phase}: {left} updates, batch {order.global_batch_size}{data}")
         is_terse = self._level not in ("debug", "info")
         draws = self.speaks and (sys.stdout.isatty() or not is_terse)
-        self.progress = make_progress(sys.stdout if draws else None)
+        self.progress = make_progress(sys.stdout if draws else None, item)
         if is_terse and self.has_several_phases:
             self.progress.note(phase)
         self.console.print_through(self.progress.note if draws else None)
@@ -125,7 +125,7 @@ class Screen:
         texts = (
             f"{name} {format_metric(value) if name in empty else f'{value:.4g}'}" for name, value in metrics.items()
         )
-        self.info(f"update {update}: " + "  ".join(texts))
+        self.info(f"update {update}: {', '.join(texts)}")
 
     def end(self) -> None:
         """End the progress display and release the terminal."""

@@ -113,6 +113,7 @@ _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
 # attribute -> whether a value is valid, what it must be, an example
 _ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
     "item": (lambda value: isinstance(value, str) and bool(value), "the name of what is counted", '"token"'),
+    "baseline_name": (lambda value: isinstance(value, str) and bool(value), "the name of a model", '"constant answer"'),
     "items_per_sample": (_is_positive, "a number above 0", "1.0"),
     "loss_is_additive": (lambda value: isinstance(value, bool), "True or False", "False"),
 }

@@ -126,11 +126,11 @@ class _Spark:
 
 
 def _title(view: View, style: _Style) -> Table:
-    ending = "Ctrl-C ends it" if view.remaining is None else f"ends in {view.remaining:.0f} s"
+    ending = "Ctrl-C to stop" if view.remaining is None else f"ends in {view.remaining:.0f} s"
     title = Table.grid(expand=True)
     title.add_column(no_wrap=True)
     title.add_column(no_wrap=True, justify="right")
-    times = f"{view.seconds:.0f} s, every {view.interval_s:g} s   {ending}"
+    times = f"{view.seconds:.0f} s elapsed, 1 sample per {view.interval_s:g} s, {ending}"
     title.add_row(Text("accel-run monitor", "bold"), times if style.columns >= _MIN_SPARK_COLUMNS else "")
     return title
 

@@ -451,11 +451,12 @@ def _decode(value: bytes | str) -> str:
 
 
 _NOT_AVAILABLE = (0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)  # NVML_VALUE_NOT_AVAILABLE, 32 and 64 bit
+NO_DRIVER = "no NVIDIA driver is installed (libnvidia-ml.so.1 not found)"
 _REASONS: Mapping[Any, str] = {
-    4: "NVML: no permission to query the NVIDIA driver",
-    9: "NVML: the NVIDIA driver is not loaded",
-    12: "NVML: no NVIDIA driver is installed (libnvidia-ml.so.1 is not found)",
-    18: "NVML: the driver's library and kernel module have different versions; restart the machine",
+    4: "no permission to query the NVIDIA driver",
+    9: "the NVIDIA driver is not loaded",
+    12: NO_DRIVER,
+    18: "the library and the kernel module of the NVIDIA driver have different versions; restart the machine",
 }
 
 # Without idle (1), clocks set by the user (2) and display clocks (256).

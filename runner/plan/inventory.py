@@ -31,7 +31,7 @@ from runner.host.cgroup import cgroup_limits
 from runner.host.resources import affinity
 from runner.host.subprocesses import run_in_subprocess
 from runner.monitor.gpu_driver import open_driver
-from runner.monitor.nvml import Gpu, Nvml, iter_instances, visible
+from runner.monitor.nvml import NO_DRIVER, Gpu, Nvml, iter_instances, visible
 
 GIB = 2**30
 Kind = Literal["cuda", "mps", "xpu", "cpu"]
@@ -139,6 +139,7 @@ class Inventory:
     devices              GPUs in torch's order, then unusable ones with the reason
     shared_memory_bytes  size of /dev/shm, which data workers use to pass batches; None if there is none
     open_files_limit     maximum number of open files of this process; None if unlimited
+    no_gpu               why `devices` is empty; empty if it is not
     notes                messages for the user: missing libraries, limits, devices that do not respond
     """
 
@@ -148,6 +149,7 @@ class Inventory:
     cuda_version: str | None = None
     cudnn_version: int | None = None
     driver_version: str | None = None
+    no_gpu: str = ""
     notes: tuple[str, ...] = ()
     shared_memory_bytes: int | None = None
     open_files_limit: int | None = None
@@ -177,22 +179,35 @@ def take_inventory() -> Inventory:
     if platform.system() == "Linux" and not os.access("/proc/meminfo", os.R_OK):
         fix = "mount it (mount -t proc proc /proc), or start the container with an unmasked /proc"
         raise SystemLimit("cannot be read, but is needed for memory and process information", where="/proc", fix=fix)
-    torch_view, devices, notes, driver_version = _query_gpus()
+    gpus = _query_gpus()
+    torch_view = gpus.torch_view
     cpu, cpu_notes = read_cpu(torch_view.cpu_capability)
     return Inventory(
-        devices=devices,
+        devices=gpus.devices,
         cpu=cpu,
         torch_version=torch_view.version,
         cuda_version=torch_view.cuda_version,
         cudnn_version=torch_view.cudnn_version,
-        driver_version=driver_version,
-        notes=(*notes, *cpu_notes),
+        driver_version=gpus.driver_version,
+        no_gpu=gpus.no_gpu,
+        notes=(*gpus.notes, *cpu_notes),
         shared_memory_bytes=_shared_memory_bytes(),
         open_files_limit=_open_files_limit(),
     )
 
 
-def _query_gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]:
+@dataclass(frozen=True)
+class _Gpus:
+    """The part of an inventory about GPUs."""
+
+    torch_view: TorchView
+    devices: tuple[Device, ...] = ()
+    notes: tuple[str, ...] = ()
+    driver_version: str | None = None
+    no_gpu: str = ""
+
+
+def _query_gpus() -> _Gpus:
     """Query torch and NVML about GPUs, in a subprocess if the query would initialize CUDA."""
     from runner.base import accelerator  # reading a plan from a file must not import torch
 
@@ -201,17 +216,15 @@ def _query_gpus() -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str |
             return run_in_subprocess(_query_gpus_here, accelerator.query_torch)
         except BrokenProcessPool:
             note = "the process that queried the GPUs crashed: the CUDA driver or a CUDA library is broken"
-            return accelerator.torch_version(), (), (note,), None
+            return _Gpus(accelerator.torch_version(), notes=(note,))
     return _query_gpus_here(accelerator.query_torch)
 
 
-def _query_gpus_here(
-    query_torch: Callable[[], TorchView],
-) -> tuple[TorchView, tuple[Device, ...], tuple[str, ...], str | None]:
+def _query_gpus_here(query_torch: Callable[[], TorchView]) -> _Gpus:
     torch_view = query_torch()
     with open_driver() as nvml:
         devices, notes = match_devices(nvml, torch_view, os.environ)
-        return torch_view, devices, notes, nvml.driver_version
+        return _Gpus(torch_view, devices, notes, nvml.driver_version, "" if devices else nvml.why_not)
 
 
 def inventory_from_profile(
@@ -373,8 +386,8 @@ def _explain_unusable(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mapp
 
 def _device_notes(nvml: Nvml, torch_view: TorchView, environ: Mapping[str, str]) -> Iterator[str]:
     yield from nvml.notes
-    if not nvml.gpus and nvml.why_not not in nvml.notes and not (torch_view.rocm or torch_view.intel):
-        yield nvml.why_not
+    if not nvml.gpus and nvml.why_not not in (NO_DRIVER, *nvml.notes) and not (torch_view.rocm or torch_view.intel):
+        yield nvml.why_not  # without a driver no GPU is expected, unless one is requested: then the error says so
     for torch_device in torch_view.devices if torch_view.rocm else ():
         if not torch_device.architecture:
             yield f"ROCm: the architecture of {torch_device.name} is not known, so no format is considered native"

@@ -172,7 +172,7 @@ class _Planner(Decisions):
                 return device
         available = ", ".join([*(device.torch_name for device in usable), "cpu"])
         raise DeviceMissing(
-            f"{requested} does not exist; this machine has {available}{self._describe_unusable('')}",
+            f"{requested} is not available; this machine has {available}{self._describe_missing()}",
             where=f"device={requested}",
             fix="use device=auto to select an available device",
         )
@@ -256,6 +256,11 @@ class _Planner(Decisions):
         """Return `prefix` and the unusable GPUs with reasons; empty if there are none."""
         reasons = [f"{device.name}: {device.why_not}" for device in self.inventory.devices if not device.usable]
         return f"{prefix} ({'; '.join(reasons)})" if reasons else ""
+
+    def _describe_missing(self) -> str:
+        """Return why a requested GPU cannot be used; empty if unknown."""
+        no_gpu = self.inventory.no_gpu
+        return f" ({no_gpu})" if no_gpu else self._describe_unusable("")
 
     def check_profile(self, gpu: Device | None) -> None:
         """Add a note if the GPU that the profile describes is not present.

@@ -115,6 +115,7 @@ class CategoryAgnosticPose(Task):
     """Predicts keypoints as tokens, given a support image of the same category."""
 
     item = "visible keypoint"
+    baseline_name = "support keypoints copied"
     model: PoseTransformer
 
     def __init__(

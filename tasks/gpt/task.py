@@ -88,6 +88,7 @@ class GPT(Task):
     """Next-token prediction on the windows of a corpus."""
 
     item = "token"
+    baseline_name = "byte bigram model"
     model: Transformer
 
     def __init__(self, corpus: Corpus, shape: Shape, *, dropout: float = 0.0, attention_dropout: float = 0.0) -> None:

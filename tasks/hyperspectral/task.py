@@ -110,6 +110,7 @@ class AnomalyTask(Task):
     statistics: Literal["float32", "float64"]
 
     item = "pixel"
+    baseline_name = "RX detector"
     unit = ""  # unit of the score
 
     def __post_init__(self) -> None:

@@ -65,8 +65,8 @@ def format_summary(calls: Sequence[NamedCall]) -> str:
     kernels = ", ".join(sorted({each.call.kernel for each in calls}))
     open_to_flash = sum(not each.flash_on_gpu for each in calls)
     return (
-        f"attention in training: {_count_masked(calls)} of {len(calls)} calls carry a mask; {kernels} ran here;"
-        f" flash would take {open_to_flash} on a GPU in bfloat16"
+        f"attention in training: {_count_masked(calls)} of {len(calls)} calls have a mask; kernel here: {kernels};"
+        f" flash supports {open_to_flash} of {len(calls)} on a GPU in bfloat16"
     )
 
 

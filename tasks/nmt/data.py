@@ -338,10 +338,11 @@ def user_pairs(path: Path, files: Sequence[Path]) -> dict[str, Texts]:
 def baselines(corpus: Corpus, source_length: int, target_length: int) -> dict[str, float]:
     """Return the results of frequency baselines, from the training split on the validation split.
 
-    loss            in nats per token, of token frequencies (add-one smoothing)
-    token_accuracy  of always predicting the most frequent token
-    exact_match     of always predicting the most frequent target
-    exact_match_name  of the rule `name(self)`, with the name at the start of the source; absent if no source has one
+    loss                     in nats per token, of token frequencies (add-one smoothing)
+    token_accuracy           of always predicting the most frequent token
+    exact_match              of always predicting the most frequent target
+    exact_match_copied_name  of the rule `name(self)`, with the name at the start of the source; absent if no source
+                             has one
     """
     train, val = (corpus.data(split, source_length, target_length) for split in ("train", "val"))
     counts = 1.0 + np.bincount(train.labels.tokens, minlength=corpus.vocabulary.num_tokens)
@@ -360,7 +361,7 @@ def baselines(corpus: Corpus, source_length: int, target_length: int) -> dict[st
         "loss": float(-np.log(counts / counts.sum())[tokens].mean()),
         "token_accuracy": float((tokens == counts.argmax()).mean()),
         "exact_match": same / len(val) if whole else 0.0,
-        **({"exact_match_name": named / len(val)} if any(names) else {}),
+        **({"exact_match_copied_name": named / len(val)} if any(names) else {}),
     }
 
 

@@ -103,6 +103,7 @@ class Translation(Task):
     """Predicts target tokens from source tokens, on the pairs of a corpus."""
 
     item = "token"
+    baseline_name = "most frequent output"
 
     model: Transformer
 
@@ -195,10 +196,10 @@ class Translation(Task):
                 num_exact += output == reference
             items = sum(token != PAD for tokens in made for token in tokens)
             num_tokens, report = num_tokens + items, report + text
-            yield Prediction({"translations.tsv": table, "translations.txt": report}, text, items=items)
+            yield Prediction({"translations.tsv": table, "translations.txt": report}, text.rstrip(), items=items)
         found = f"{num_tokens / seconds:.0f} tokens/s in decoding"
         if not source.strip():
-            found += f"; {num_exact} of {min(samples, len(data))} are exactly the reference"
+            found += f"; {num_exact} of {min(samples, len(data))} match the reference exactly"
         yield self._attention_report(model, device, found)
 
     def _attention_report(self, model: nn.Module, device: torch.device, found: str) -> Prediction:

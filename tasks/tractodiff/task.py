@@ -82,6 +82,7 @@ class TractoDiff(Task):
     """Samples the next 16 points of a streamline."""
 
     item = "piece"
+    baseline_name = "straight line"
 
     def __init__(self, train: Pieces, model: StreamlineDiffusion) -> None:
         self.train = train
@@ -133,13 +134,13 @@ class TractoDiff(Task):
     def baselines(self) -> Mapping[str, float]:
         """Return the metrics of continuing straight: the last known direction, with the mean step of the training data.
 
-        `mdf_mm_nearest` is the result of copying the training piece with the nearest start and last direction.
+        `mdf_mm_nearest_piece` is the result of copying the training piece with the nearest start and last direction.
         """
         batch = self.dataset("val").spread(4096)
         direction = batch["condition"][:, -3:]
         straight = direction[:, None] * torch.arange(1, NUM_POINTS + 1)[:, None] * self.mean_step
         sums = self._measured(straight, batch)
-        sums["mdf_mm_nearest"] = self._measured(self.train.nearest(batch), batch)["mdf_mm"]
+        sums["mdf_mm_nearest_piece"] = self._measured(self.train.nearest(batch), batch)["mdf_mm"]
         return {name: float(total) / float(count) for name, (total, count) in sums.items()}
 
     def example(self) -> tuple[Tensor, ...]:

@@ -135,12 +135,12 @@ class Tracking:
 
 def _format_figures(figures: dict[str, object]) -> str:
     text = (
-        f"{figures['subject']}: {figures['streamlines']} streamlines from {figures['seeds']} seeds,"
+        f"{figures['subject']}: {figures['streamlines']} streamlines from {figures['seeds']} seeds;"
         f" mean length {figures['mean_length_mm']:.1f} mm"
-        f" (of held-out ones, {figures['split']}, {figures['real_mean_length_mm']:.1f} mm)"
+        f" (held-out streamlines of {figures['split']}: {figures['real_mean_length_mm']:.1f} mm)"
     )
     if "mdf_to_real_through_seed_mm" in figures:
-        text += f"; {figures['mdf_to_real_through_seed_mm']:.2f} mm (MDF) from the held-out one through the same seed"
+        text += f"; MDF to the held-out streamline of the seed: {figures['mdf_to_real_through_seed_mm']:.2f} mm"
     bundles = figures.get("bundles")
     if isinstance(bundles, dict):
         parts = [

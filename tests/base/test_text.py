@@ -38,6 +38,20 @@ def test_lines_are_broken_between_words_only(columns: int) -> None:
     assert COMMAND in lines
 
 
+def test_entries_of_a_list_are_recognizable_after_wrapping() -> None:
+    text = "note   one two three four\n       five six seven eight\nnext   nine ten eleven"
+    assert wrap(text, 18).split("\n") == [
+        "note   one two",
+        "         three",
+        "         four",
+        "       five six",
+        "         seven",
+        "         eight",
+        "next   nine ten",
+        "       eleven",
+    ]
+
+
 def test_a_command_to_paste_is_not_wrapped_and_its_description_is() -> None:
     command, meaning = (
         "accel-run train --task ./my_task.py optimizer.lr=0.1",

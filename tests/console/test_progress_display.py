@@ -116,7 +116,7 @@ def test_lines_reach_the_pipe_at_once() -> None:
 def test_the_bar_shows_every_figure_and_the_machine_below(screen: Callable[..., None]) -> None:
     clock = Clock()
     with terminal() as (stream, seen):
-        bar = Bar(stream, clock)
+        bar = Bar(stream, clock, item="token")
         bar.start(1000)
         clock.now += 10
         bar.update(340, VALUES, MONITOR)

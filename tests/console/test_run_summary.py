@@ -95,6 +95,17 @@ def test_unknown_values_are_omitted(screen: Callable[..., None]) -> None:
     screen(format_end(EndOfRun("failed", update=3, total_updates=10, time=TimeSpent(2.0))))
 
 
+def test_a_metric_is_shown_with_the_baselines_of_its_name(screen: Callable[..., None]) -> None:
+    metrics = {"val/bits": 4.665, "val/bits_per_byte": 4.0}
+    baselines = {"val/bits_per_byte": 3.541, "val/bits_per_byte_unigram": 4.611, "val/other": 2.0}
+    screen("\n".join(LearnedMetrics(None, metrics, baselines, "bigram model").lines()))
+
+
+def test_a_run_of_several_phases_counts_the_updates_of_all() -> None:
+    end = dataclasses.replace(END, phases=("fit", "train"), time=TimeSpent(2.0, num_updates=1012), items_per_s=None)
+    assert re.findall(r"\d+", format_end(end).splitlines()[0]) == ["1000", "1000", "1012", "2", "2", "0"]
+
+
 def test_a_long_run_is_shown_in_hours() -> None:
     assert "in 2 h 3 min" in format_end(dataclasses.replace(END, time=TimeSpent(7_390.0)))
 

@@ -342,13 +342,15 @@ def test_baselines_are_what_a_constant_answer_achieves(library: Pairs, corpus: C
 def test_the_name_copying_rule_is_scored_like_exact_match(library: Pairs, corpus: Corpus) -> None:
     right = [target == f"{source.partition(':')[0].split('.')[-1]}(self)" for source, target in library["val"]]
     assert (
-        baselines(corpus, 1000, 1000)["exact_match_name"] == np.mean(right) > baselines(corpus, 50, 20)["exact_match"]
+        baselines(corpus, 1000, 1000)["exact_match_copied_name"]
+        == np.mean(right)
+        > baselines(corpus, 50, 20)["exact_match"]
     )
-    assert baselines(corpus, 50, 3)["exact_match_name"] == 0  # truncated targets never match exactly
+    assert baselines(corpus, 50, 3)["exact_match_copied_name"] == 0  # truncated targets never match exactly
 
 
 def test_sources_without_a_leading_name_have_no_such_rule(tmp_path: Path) -> None:
     make_folder(tmp_path / "mine")
-    assert "exact_match_name" not in baselines(open_pairs(tmp_path / "mine", tmp_path, vocab_size=300), 50, 20)
+    assert "exact_match_copied_name" not in baselines(open_pairs(tmp_path / "mine", tmp_path, vocab_size=300), 50, 20)
     make_folder(tmp_path / "named", "A.b.run: go\trun(self)\nrun: go\trun()\n")
-    assert baselines(open_pairs(tmp_path / "named", tmp_path, vocab_size=300), 50, 20)["exact_match_name"] == 0.5
+    assert baselines(open_pairs(tmp_path / "named", tmp_path, vocab_size=300), 50, 20)["exact_match_copied_name"] == 0.5

@@ -314,7 +314,7 @@ def test_the_stronger_baseline_copies_the_nearest_training_piece(
         assert copied.any()
         cost = apart**2 + (8 * task.mean_step * turned) ** 2
         assert float(cost[copied].min()) <= float(cost.min()) * 1.05 + 1e-6
-    assert task.baselines()["mdf_mm_nearest"] < 0.5 * task.baselines()["mdf_mm"]
+    assert task.baselines()["mdf_mm_nearest_piece"] < 0.5 * task.baselines()["mdf_mm"]
 
 
 def test_a_known_piece_is_copied_exactly(task: TractoDiff) -> None:

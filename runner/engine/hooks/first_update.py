@@ -56,8 +56,8 @@ class FirstUpdate(Hook):
             phase.stopwatch.lap("starting")
         if reason:
             phase.run.observers.screen.info(
-                f"{phase.name}: loss was not checked to be a sum: {reason}. It must return the sum over the items of a"
-                ' batch, such as with reduction="sum", and their number'
+                f"{phase.name}: could not check that loss is a sum: {reason}. It must return the sum over the items of"
+                ' a batch, such as with reduction="sum", and their number'
             )
 
     def _check_metrics(self) -> None:
@@ -71,7 +71,7 @@ class FirstUpdate(Hook):
             return
         for reason, names in check_metrics_are_sums(parts, evaluation.held_out, indices).items():
             phase.run.observers.screen.info(
-                f"{phase.name}: evaluate ({', '.join(names)}) was not checked to return sums: {reason}"
+                f"{phase.name}: could not check that evaluate returns sums ({', '.join(names)}): {reason}"
             )
         phase.stopwatch.lap("starting")
 

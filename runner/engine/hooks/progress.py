@@ -17,7 +17,7 @@ class ShowProgress(Hook):
 
     def begin(self) -> None:
         phase, observers = self.phase, self.phase.run.observers
-        observers.screen.begin(phase.name, phase.position.update, phase.total, phase.order)
+        observers.screen.begin(phase.name, phase.position.update, phase.total, phase.order, phase.parts.task.item)
         observers.monitor.enter_phase(phase.name)
         observers.monitor.start(after_s=FIRST_SAMPLE_S)
 
