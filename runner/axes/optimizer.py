@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.base.errors import ConfigError, Problem, TaskFault
-from runner.base.fused_adam import FusedAdam, FusedAdamW
+from runner.base.fused_adam import FusedAdam, FusedAdamW, skip_compiler_import
 from runner.base.packages import check_installed
 from runner.base.schedule_free import keep_counters_in_state
 from runner.base.values import Factor, NonNegative, Positive, PositiveInt
@@ -397,9 +397,9 @@ class MuonWithAdamW(Optimizer):
 def build_optimizer(function: str, parameters: Parameters, options: Mapping[str, Any]) -> Optimizer:
     """Build the optimizer of an option, which may be defined by a task.
 
-    Adds to its groups the names for checkpoints and the base learning rate for the schedule.
-    Raises TaskFault if the result is not an optimizer, or does not have exactly these parameters.
+    Adds names for checkpoints and base learning rates to its groups. Raises TaskFault for other objects or parameters.
     """
+    skip_compiler_import()
     optimizer: object = call_option(OPTIMIZERS, function, parameters, **options)
     if not isinstance(optimizer, Optimizer):
         what = f"must return a torch.optim.Optimizer, but returned {type(optimizer).__name__}"

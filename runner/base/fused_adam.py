@@ -6,6 +6,7 @@ much as a small model needs for its forward pass. The results are bit-identical.
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 import torch
@@ -52,17 +53,19 @@ _ONE = torch.tensor(1.0, device="cpu")
 def _step(optimizer: Optimizer, kernel: Any) -> bool:
     """Update the parameters with one kernel per group; return False, with nothing changed, if torch's `step` is needed.
 
-    It is needed at the first step, which creates the state, with hooks or a profiler, and for several dtypes or
-    devices.
+    It is needed with hooks or a profiler, and for several dtypes or devices. The first `step` of torch's would import
+    its compiler, which takes two seconds.
     """
     if _has_observers(optimizer):
         return False
     calls = []
     for group in optimizer.param_groups:
         weights = [weight for weight in group["params"] if weight.grad is not None]
-        states = [optimizer.state[weight] for weight in weights]
-        if not all(states) or not _share_dtype_and_device(weights) or isinstance(group["lr"], Tensor):
+        if not _share_dtype_and_device(weights) or isinstance(group["lr"], Tensor):
             return False
+        states = [optimizer.state[weight] for weight in weights]
+        if not all(states):
+            optimizer._init_group(group, [], [], [], [], [], [])  # type: ignore[attr-defined]  # creates the others
         calls.append((group, weights, states))
     found_inf = getattr(optimizer, "found_inf", None)
     scales = {"grad_scale": getattr(optimizer, "grad_scale", None), "found_inf": found_inf}
@@ -93,6 +96,20 @@ def _step(optimizer: Optimizer, kernel: Any) -> bool:
         if found_inf is not None:
             torch._foreach_sub_(steps, [found_inf] * len(steps))
     return True
+
+
+def skip_compiler_import() -> None:
+    """Make torch's optimizers not import torch._dynamo, which takes two seconds, at the first call of a method.
+
+    torch excludes these methods from compiled graphs (torch._disable_dynamo, 2.11 to 2.13), and keeps the result in
+    this attribute. Here, no graph contains them. Does nothing if the compiler is imported.
+    """
+    if "torch._dynamo" in sys.modules:
+        return
+    for method in vars(Optimizer).values():
+        code = getattr(method, "__code__", None)
+        if code is not None and code.co_filename == torch._compile.__file__:
+            method.__wrapped__.__dynamo_disable = method.__wrapped__
 
 
 def _has_observers(optimizer: Optimizer) -> bool:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -385,7 +386,8 @@ def _preserve_state(parts: Parts) -> Iterator[None]:
         parts.parallel.gather_parameters(parts.model),
         torch.no_grad(),
         noise.without_samples(),
-        _force_eager(is_compiled=parts.plan.choices["compile"].name != "off"),
+        # no compilation for eval mode and half batches
+        torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext(),
     ):
         yield
 
@@ -529,17 +531,17 @@ def restore_attributes(objects: Sequence[object]) -> Iterator[None]:
             attributes.update({name: value for name, value in before.items() if isinstance(value, _PLAIN_TYPES)})
 
 
-def _force_eager(*, is_compiled: bool) -> AbstractContextManager[Any]:
-    """Return a context that prevents compilation for eval mode and half batches."""
-    return torch.compiler.set_stance("force_eager") if is_compiled else nullcontext()
-
-
 class _ForbidWeightChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Raise before an operation changes a model parameter."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = {_storage_id(weight) for weight in model.parameters()}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Compiled code runs eagerly inside; torch's guard around each operation would import the compiler."""
+        return False
 
     def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
