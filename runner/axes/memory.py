@@ -62,7 +62,9 @@ def checkpoint(
 ) -> MemoryReport:
     """Keep only the inputs of the task's blocks and recompute activations in the backward pass.
 
-    Gradients are bitwise equal, dropout included; forward passes without gradients are not affected.
+    Gradients are bitwise equal, dropout included; forward passes without gradients are not affected. With a 16-bit
+    precision, copies of weights are freed after each block, unless modules share weights. The gradient of a module
+    outside of the blocks that is called both before and after one is then summed in float32.
 
     every          checkpoint every n-th block
     channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
@@ -72,8 +74,7 @@ def checkpoint(
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     chosen = blocks[::every]
-    for block in dict.fromkeys(chosen):  # wrap a repeated block only once
-        _checkpoint_forward(block)
+    _checkpoint_blocks(model, blocks, chosen)
     summary = _describe_checkpointing(chosen, blocks, "recomputed in the backward pass")
     return _report(
         model, device, summary, len(chosen), channels_last=channels_last, fraction=fraction, allocator=allocator
@@ -103,8 +104,7 @@ def selective(
             torch.utils.checkpoint.create_selective_checkpoint_contexts.
     """
     contexts = partial(create_selective_checkpoint_contexts, _saved_operations(save))
-    for block in dict.fromkeys(blocks):
-        _checkpoint_forward(block, context_fn=contexts)
+    _checkpoint_blocks(model, blocks, blocks, context_fn=contexts)
     kept = "matrix products and attention" if save == "matmul" else "attention"
     summary = _describe_checkpointing(blocks, blocks, f"recomputed in the backward pass except {kept}")
     return _report(
@@ -137,14 +137,13 @@ def budget(
     block index out of range.
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korthikanti et al., 2022, on choosing.
     """
-    blocks = list(dict.fromkeys(blocks))
+    listed, blocks = blocks, list(dict.fromkeys(blocks))
     unknown = [number for number in recompute if not 0 <= number < len(blocks)] if recompute != "auto" else []
     if unknown:
         what = f"names block {unknown[0]}, but the task has {len(blocks)}, counted from 0"
         raise ConfigError(Problem(what, "memory.recompute", "use memory.recompute=auto"))
     chosen = list(blocks) if recompute == "auto" else [blocks[number] for number in recompute]
-    for block in chosen:
-        _checkpoint_forward(block)
+    _checkpoint_blocks(model, listed, chosen)
     summary = _describe_checkpointing(chosen, blocks, "recomputed in the backward pass")
     return _report(
         model, device, summary, len(chosen), channels_last=channels_last, fraction=fraction, allocator=allocator
@@ -152,11 +151,11 @@ def budget(
 
 
 @contextmanager
-def recompute_blocks(blocks: Iterable[nn.Module]) -> Iterator[None]:
-    """Checkpoint the activations of these blocks inside the context."""
-    before = {block: vars(block).get("forward") for block in blocks}
-    for block in before:
-        _checkpoint_forward(block)
+def recompute_blocks(model: nn.Module, blocks: Sequence[nn.Module], chosen: Iterable[int]) -> Iterator[None]:
+    """Checkpoint the activations of these blocks inside the context, as memory=budget does."""
+    unique = list(dict.fromkeys(blocks))
+    before = {unique[number]: vars(unique[number]).get("forward") for number in chosen}
+    _checkpoint_blocks(model, blocks, before)
     try:
         yield
     finally:
@@ -170,8 +169,34 @@ def recompute_blocks(blocks: Iterable[nn.Module]) -> Iterator[None]:
 # Activation checkpointing
 
 
-def _checkpoint_forward(block: nn.Module, **options: Any) -> None:
-    """Replace the block's forward in place, which keeps the names in its state_dict."""
+def _checkpoint_blocks(
+    model: nn.Module, blocks: Sequence[nn.Module], chosen: Iterable[nn.Module], **options: Any
+) -> None:
+    """Checkpoint the chosen ones of the task's blocks."""
+    frees = not _has_shared_weights(model, blocks)
+    for block in dict.fromkeys(chosen):  # wrap a repeated block only once
+        _checkpoint_forward(block, frees, **options)
+
+
+def _has_shared_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
+    """Return whether autocast may convert a weight for several modules, or for a block that is used several times.
+
+    Embeddings are not converted.
+    """
+    if len(set(blocks)) < len(blocks):
+        return True
+    layers = [module for module in model.modules() if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    weights = [weight for module in layers for weight in module.parameters(recurse=False)]
+    return len(set(weights)) < len(weights)
+
+
+def _checkpoint_forward(block: nn.Module, frees_conversions: bool, **options: Any) -> None:
+    """Replace the block's forward in place, which keeps the names in its state_dict.
+
+    Autocast keeps the 16-bit copy of each weight until the end of the forward pass: for all blocks together, half as
+    much memory as the model in float32. With `frees_conversions`, the copies are freed after each block. Weights with
+    several uses would then be converted once for each, and their gradients no longer be summed in 16 bits.
+    """
     replaced = vars(block).get("forward")  # an earlier replacement, such as precision.keep_fp32
     inner: Callable[..., Any] = partial(_drop_self, replaced) if replaced else type(block).forward
 
@@ -179,7 +204,10 @@ def _checkpoint_forward(block: nn.Module, **options: Any) -> None:
         if not torch.is_grad_enabled():
             return inner(self, *inputs, **named)
         compute = partial(inner, self)  # Dynamo can trace a partial, but not the creation of a bound method
-        return checkpoint_activations(compute, *inputs, use_reentrant=False, **options, **named)
+        outputs = checkpoint_activations(compute, *inputs, use_reentrant=False, **options, **named)
+        if frees_conversions and not torch.compiler.is_compiling():  # compiled code does not use this cache
+            torch.clear_autocast_cache()
+        return outputs
 
     # Unlike a closure over the block, a bound method follows the block into a deep copy.
     vars(block)["forward"] = MethodType(forward, block)

@@ -163,8 +163,7 @@ class Forecast:
             steps = min(2, steps)  # further micro-batches use no more memory than two
         batch = Batch(size * steps, size, (size * steps,))
         phase = dataclasses.replace(phase, batch=batch, updates=NUM_UPDATES, epochs=None)
-        blocks = list(dict.fromkeys(parts.task.blocks()))
-        with recompute_blocks([blocks[number] for number in recompute]), self.autocast():
+        with recompute_blocks(parts.bare, parts.task.blocks(), recompute), self.autocast():
             return PhaseTracer(parts, phase, self._fake_run, self.prefetches, caveat).trace()
 
     def _measure_phase(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from copy import deepcopy
@@ -120,6 +121,67 @@ def test_checkpointing_works_under_autocast(how: str) -> None:
         assert equal(gradients(model), gradients(plain))
 
 
+class Conversions(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Collect the results of conversions to bfloat16, without keeping them."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages: list[weakref.ref[torch.UntypedStorage]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops.aten._to_copy.default and result.dtype == torch.bfloat16:
+            self.storages.append(weakref.ref(result.untyped_storage()))
+        return result
+
+    def sizes(self) -> list[int]:
+        """Return the bytes of those that still exist."""
+        return [storage.nbytes() for known in self.storages if (storage := known()) is not None]
+
+
+@pytest.mark.parametrize("how", ["none", "checkpoint", "selective matmul", "budget"])
+def test_weights_converted_for_a_checkpointed_block_are_freed_after_it(how: str) -> None:
+    model = stack()
+    if how != "none":
+        CHECKPOINTS[how](model)
+    converted = {weight.numel() * 2 for weight in model.parameters() if weight.dim() == 2}
+    with torch.autocast("cpu", dtype=torch.bfloat16), Conversions() as conversions:
+        model(torch.ones(2, 5, 16)).sum()
+        kept = [size for size in conversions.sizes() if size in converted]
+    assert len(kept) == (6 if how == "none" else 0)
+
+
+class Shared(nn.Module):
+    """Call a block twice, and a layer before and after it."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
+        if how == "between modules":
+            self.last.weight = self.first.weight
+        elif how == "between blocks":
+            self.blocks[1].mix.weight = self.blocks[0].mix.weight  # type: ignore[union-attr]
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        inputs = self.first(inputs)
+        for block in self.blocks:
+            inputs = block(inputs)
+        result: Tensor = self.last(inputs)
+        return result
+
+
+@pytest.mark.parametrize("how", ["between modules", "between blocks"])
+def test_a_shared_weight_has_the_same_gradient_with_checkpointing_under_autocast(how: str) -> None:
+    """Its gradient is summed in bfloat16 if it is converted once, and in float32 if it is converted for each use."""
+    torch.manual_seed(0)
+    plain = Shared(how)
+    model = deepcopy(plain)
+    checkpoint(model, list(model.blocks), CPU)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert equal(gradients(model), gradients(plain))
+
+
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo inspects non-leaf inputs
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["checkpoint", "selective matmul"])
@@ -154,7 +216,7 @@ def test_an_already_replaced_forward_is_kept() -> None:
 
 def test_temporary_recomputation_restores_the_blocks() -> None:
     model = stack()
-    with recompute_blocks(model.blocks[:2]):
+    with recompute_blocks(model, list(model.blocks), range(2)):
         gradients(model)
     assert model.passes() == [2, 2, 1]
     assert equal(gradients(model), gradients(stack()))

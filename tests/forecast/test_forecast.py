@@ -235,6 +235,17 @@ def test_a_budget_is_met_with_the_fewest_recomputed_blocks(script, tmp_path):
     assert len(ranks.recompute) == 1, "buckets for the gradients need memory, too"
 
 
+def test_checkpointed_blocks_hold_no_converted_weights(script, tmp_path):
+    file = tmp_path / "converting.py"
+    file.write_text(STACKED)
+
+    def held(*args: str) -> int:
+        (traced,) = forecast(composed(*args, "memory=checkpoint", file=file), script.HERE, [4])
+        return sum(layer.activations for layer in traced.layers)
+
+    assert held("precision=bf16") <= held("precision=fp32")
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "args",
