@@ -140,7 +140,7 @@ class PipelineParallel(nn.Module):
         self.devices = _resolve_devices(devices)
         self.bytes_per_parameter = bytes_per_parameter
         if balance == "time" and split is None and example is None:
-            what = "must be the inputs of one call, by which layers are timed for balance='time', but is None"
+            what = "must be the inputs of one call, used to time the layers for balance='time', but is None"
             raise ConfigError(Problem(what, "example", "use example=(x,) with a complete batch, or balance='memory'"))
         parts = _layers(model, layers)
         if parts is None:

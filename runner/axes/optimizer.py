@@ -335,8 +335,8 @@ def schedulefree(
     weight_decay     decoupled weight decay, multiplied by the learning rate
     betas            interpolation between the last weights and their average; decay rate of the squared gradients
     eps              added to the square root of the second moment
-    r                exponent of the update number in the weight of an update in the average
-    weight_lr_power  exponent of the largest learning rate so far in that weight
+    r                an update has a weight in the average proportional to its number to the power of r
+    weight_lr_power  exponent of the largest learning rate so far, another factor of that weight
     decay_1d         also decay parameters of fewer than two dimensions (biases, norms)
     lr_scales        module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises MissingPackage if schedulefree is not installed, ConfigError if a name matches nothing.
@@ -407,7 +407,7 @@ def build_optimizer(function: str, parameters: Parameters, options: Mapping[str,
     names = {id(parameter): name for name, parameter in parameters}
     held = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     if {id(parameter) for parameter in held} != set(names):
-        what = f"must have all {len(names)} parameters that it is given, but has {len(held)}"
+        what = f"must contain all {len(names)} parameters passed to it, but contains {len(held)}"
         raise TaskFault(what, where=function, fix="pass all of them to the optimizer, in groups if they differ")
     for group in optimizer.param_groups:
         group["names"] = [names[id(parameter)] for parameter in group["params"]]
@@ -529,9 +529,9 @@ def _fused_obstacle(parameters: Parameters, *, takes_shards: bool) -> str:
     """Return why one fused kernel cannot update all parameters, or an empty string."""
     for name, parameter in parameters:
         if parameter.device.type not in ("cpu", "cuda"):
-            return f"{name} is on {parameter.device}, and the kernel exists for cpu and cuda"
+            return f"{name} is on {parameter.device}, but the kernel exists only for cpu and cuda"
         if not parameter.is_floating_point():
-            return f"{name} is {str(parameter.dtype).removeprefix('torch.')}, and the kernel takes real numbers"
+            return f"{name} is {str(parameter.dtype).removeprefix('torch.')}, but the kernel supports real numbers only"
         if not takes_shards and hasattr(parameter, "device_mesh"):  # a DTensor
             return f"{name} is sharded, and torch has no fused SGD for sharded parameters"
     return ""

@@ -54,7 +54,7 @@ def find_secrets_in_arguments(arguments: Iterable[str], options: Callable[[], Co
     The value of a secret environment variable counts as well, because the shell expands $MY_PASS before we see it.
 
     options  returns the names of options, called only if such a value is found. A value that is also the name of an
-             option is not a secret, and is kept in files from now on, which could not be read back without it
+             option is not a secret: it stays in files, which could not be read back without it
     """
     arguments = tuple(arguments)
     values = [
@@ -71,7 +71,7 @@ def find_secrets_in_arguments(arguments: Iterable[str], options: Callable[[], Co
 
 
 def find_secret_name(text: str) -> int | None:
-    """Return where the first name ends that may be that of a secret and is followed by a value; None without one.
+    """Return the end of the first name that may denote a secret and is followed by a value; None if there is none.
 
     Stricter than `find_secrets_in_arguments`: an invalid argument such as task.pwd=X may well hold a secret, and hiding
     X loses nothing.
@@ -121,9 +121,9 @@ def redact(text: str) -> str:
 def redact_message(text: str) -> str:
     """Redact secrets in a text for users only: screens, logs, exceptions, output of a task.
 
-    In addition to `redact`: values of the environment that it keeps, where they are separate words, and X of
-    `password=X` if a secret variable holds X, or X has 8 characters and a digit. A common word such as
-    `training` is kept elsewhere: replacing it throughout would reveal what the password is.
+    Also redacts values of the environment that `redact` keeps, where they are separate words, and X in `password=X`
+    if a secret variable holds X, or X has 8 characters and a digit. A common word such as `training` is kept
+    elsewhere: replacing it throughout would reveal the password.
     """
     if len(text) < _SHORTEST:
         return text
@@ -400,7 +400,7 @@ _NUMBER_OR_CONSTANT = re.compile(
 # C0 and C1 controls except tab and newline, and marks that change the text direction
 _CONTROL = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 _PLAIN_NAME = re.compile(r"[\w.@/-]+")
-_SHORTEST = 8  # minimum length of a value to search for: shorter ones would match in innocent words
+_SHORTEST = 8  # minimum length of a value to search for: shorter ones would match in ordinary words
 _LONGEST_WORD = 12
 _WORD_WITH_NUMBER = re.compile(r"[A-Z]?[a-z]{2,}[_-]?\d{1,3}(?:[_-]?[a-z]+)?")  # resnet50, adamw8bit, gpt2-medium
 _scanned: set[tuple[str, str]] = set()

@@ -1,4 +1,4 @@
-"""Tensors in files, which are read when they are needed, all of one or some of its rows."""
+"""Tensors in files, read on demand: the complete tensor, or a range of its rows."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ Saved = Mapping[str, Tensor | StoredTensor]  # tensors of a checkpoint by name
 
 
 def first_row(num_rows: int, num_ranks: int, rank: int) -> int:
-    """Return the first row of a rank's shard: as many rows for each rank as torch's Shard(0) gives the first one."""
+    """Return the first row of a rank's shard; rows are divided among ranks as by torch's Shard(0)."""
     return min(-(-num_rows // num_ranks) * rank, num_rows)
 
 

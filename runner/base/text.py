@@ -234,7 +234,11 @@ def wrap(text: str, columns: int) -> str:
 
 
 def _wrap_line(line: str, columns: int, hanging: int = 2, below: int = 0) -> list[str]:
-    """Wrap a line; below: the indentation of the next line, which is another entry if it equals that of a cell."""
+    """Wrap a line.
+
+    hanging  indentation of continuation lines, relative to the first
+    below    indentation of the next line; if it equals the column of the last cell, that line is another entry
+    """
     if len(line) <= columns:
         return [line]
     cells = [match.end() for match in re.finditer(r"\S {2,}(?=\S)", line) if match.end() <= columns // 2]

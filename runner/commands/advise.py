@@ -93,7 +93,7 @@ def format_advice(advice: Advice) -> list[str]:
         for number, entry in enumerate(advice.entries, 1):
             lines += [f"  {number}. {_format_entry(entry)}", f"     {entry.finding.evidence}"]
     if not advice.advised:
-        lines.append(f"{'' if advice.entries else 'advice: nothing; '}no setting that was tried is clearly faster")
+        lines.append(f"{'' if advice.entries else 'no advice: '}none of the settings tried is clearly faster")
     rejected = [tried for tried in advice.tried if tried not in advice.advised]
     if rejected:
         rows = [(tried.candidate.name, tried.outcome.reason) for tried in rejected]

@@ -10,7 +10,7 @@ from typing import Any
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import sanitize
-from runner.base.text import wrap_for_terminal
+from runner.base.text import terminal_width, wrap_for_terminal
 from runner.commands.arguments import parse_arguments, parse_budget, parse_command_keys, progress_printer
 from runner.config.configuration import compose
 from runner.config.schema import did_you_mean
@@ -59,7 +59,7 @@ def run(argv: list[str]) -> int:
     if as_json:
         print(json.dumps(dict(report.data), indent=2), flush=True)
     else:
-        print(wrap_for_terminal(sanitize("\n".join(screen(report)))), flush=True)
+        print(wrap_for_terminal(sanitize("\n".join(screen(report, terminal_width())))), flush=True)
     return 0
 
 

@@ -93,8 +93,8 @@ def format_result(tuned: TuneReport) -> list[str]:
         lines.append(f"in new rounds against the current settings: {search.proof.outcome.reason}")
         lines.append("the profile is empty")
     else:
-        what = "no setting that was tried is clearly faster; the profile is empty"
-        lines.append(f"found: nothing; {what if search.has_tried else 'there was no time to try a setting'}")
+        what = "none of the settings tried is clearly faster; the profile is empty"
+        lines.append(what if search.has_tried else "the budget left no time to try a setting")
     others = {f"{trial.rule}: {trial.candidate.name}": trial for trial in search.tried if trial not in search.adopted}
     untried = {
         name: trial.outcome.reason.removeprefix("not tried: ")

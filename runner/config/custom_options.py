@@ -43,7 +43,7 @@ def table_problems(task_file: Path | None) -> list[Problem]:
 
 
 def find_by_reference(reference: str) -> CustomOption | None:
-    """Return the option with this reference; None if it is no reference of an option."""
+    """Return the option with this reference; None if there is none."""
     location, table, name = [*reference.rsplit(":", 2), "", ""][:3]
     group = HOOK if table == HOOK_TABLE else OPTION_TABLES.get(table, ("",))[0]
     return find_custom_options(Path(location) if location.endswith(".py") else None).get((group, name))

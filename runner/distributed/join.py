@@ -97,7 +97,7 @@ def simulated_world(rank: int, world_size: int) -> Iterator[World]:
 
 
 class _AgreeingRanks(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Fill received integers with 1, by which torch's pipeline asks a rank whether it knows its shapes."""
+    """Fill received integers with 1: torch's pipeline uses them to ask a rank whether it knows its shapes."""
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.c10d.recv_.default:
@@ -145,16 +145,16 @@ def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> 
 def _store_prefix(rank_info: RankInfo) -> str:
     """Return the part of the store for this start of the ranks.
 
-    A store that an agent of torchrun hosts outlives the ranks, so it needs the number of the attempt. The agents count
-    restarts separately: that of a node that returns begins at 0. So that ranks of different agents meet, a store that
-    rank 0 hosts for this start only, on a new port, does not contain the number.
+    A store hosted by an agent of torchrun outlives the ranks, so the prefix contains the number of the attempt. A store
+    that rank 0 hosts on a new port serves this start only, and must not contain it: each agent counts its own restarts,
+    and the count of a node that rejoins starts at 0, so the ranks of different agents would not meet.
     """
     is_new = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
     return f"of-{rank_info.world_size}" if is_new else f"attempt-{rank_info.attempt}-of-{rank_info.world_size}"
 
 
 def _rendezvous_s(rank_info: RankInfo, timeout_s: float) -> float:
-    """Return the timeout of the rendezvous: NCCL connects ranks pairwise, which grows with their number."""
+    """Return the timeout of the rendezvous, which grows with the number of ranks: NCCL connects them pairwise."""
     return min(timeout_s, RENDEZVOUS_S + 0.5 * rank_info.world_size)
 
 

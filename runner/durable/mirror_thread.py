@@ -246,7 +246,7 @@ class MirrorThread(NoMirror):
     def _handle_failure(self, error: MirrorError, pause_s: float | None = None) -> None:
         what = error.problems[0].what
         if not self.state.problem:
-            self._warn(f"mirror: {what}; training continues, and the copy is tried again")
+            self._warn(f"mirror: {what}; training continues, and the copy will be retried")
         self._update_state(problem=what, failed=self.state.failed + 1)
         if pause_s is None:
             pause_s = self._pauses_s[min(self.state.failed, len(self._pauses_s)) - 1]

@@ -129,7 +129,7 @@ def _find_in_folder(path: Path, where: str) -> WeightSource:
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickles:
         raise SecurityRefusal(
-            f"has only pickles, which may run code when they are loaded: {abbreviate(pickles, 5)}",
+            f"contains only pickle files, which may execute code when loaded: {abbreviate(pickles, 5)}",
             where=where,
             fix=f"convert one without executing it: accel-run import {path / pickles[0]}",
         )

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Readings = Mapping[str, float]
 
 COUNTERS = frozenset({"energy_j", "ecc_corrected", "ecc_uncorrected"})  # read as totals since the driver was loaded
-GAP_TOLERANCE_S = 0.05  # delay beyond half the span of a sample from which it counts as a gap
+GAP_TOLERANCE_S = 0.05  # minimum delay, beyond half the span of a sample, that counts as a gap
 
 
 @dataclass(frozen=True)
@@ -181,7 +181,7 @@ class SampleTally:
         return Summary(whole.to_part(), phases, dict(devices), tuple(notes))
 
     def _increase(self, name: str, value: float) -> float | None:
-        """Return the increase of a counter since its last reading, None if unknown; one that falls was restarted."""
+        """Return the increase of a counter since its last reading; None if unknown, or if the counter was reset."""
         previous = self._counters.get(name)
         self._counters[name] = value
         return value - previous if previous is not None and value >= previous else None

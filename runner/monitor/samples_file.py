@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 
 
 class SamplesFile:
-    """Appends samples to gpu.csv, one write per sample; after the first error no more.
+    """Appends samples to gpu.csv, one write per sample; stops after the first error.
 
     on_loss            called once with the reason if samples are missing from the file
     num_earlier_bytes  size of a file with earlier rows; 0 for a new one
@@ -99,7 +99,7 @@ class SamplesFile:
             return
         content = rest = text.encode()
         try:
-            while rest:  # a disk that fills up writes a part, and refuses the rest
+            while rest:  # a full disk may accept only part of a write
                 rest = rest[os.write(self._file, rest) :]
             self._size += len(content)
         except OSError as error:
@@ -122,9 +122,9 @@ def read_samples(path: Path, size: int | None = None) -> MachineSamples:
         with path.open("rb") as file:
             return _parse_samples(path, csv.reader(_read_lines(file, size)))
     except FileNotFoundError:
-        raise InputMissing("there is no such file", where=str(path), fix="use monitor=on to have it written") from None
+        raise InputMissing("there is no such file", where=str(path), fix="use monitor=on to record it") from None
     except csv.Error as error:
-        fix = "remove what is not a row of the monitor"
+        fix = "remove lines that the monitor did not write"
         raise DataError(f"is damaged: {error}", where=str(path), fix=fix) from None
     except OSError as error:
         fix = "make it readable, or name another run"
@@ -240,7 +240,7 @@ class _Table:
     def devices(self) -> tuple[dict[str, tuple[str, SampledGpu]], list[str]]:
         """Return GPU -> (name, description), and notes on changes.
 
-        The name is the last number of the GPU, or a free one if another GPU has that number since.
+        A GPU is named after its last number, or after a free one if another GPU has taken that number.
         """
         used_names = set(self._numbers)
         free = (name for index in itertools.count() if (name := f"gpu{index}") not in used_names)

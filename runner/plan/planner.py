@@ -172,7 +172,7 @@ class _Planner(Decisions):
                 return device
         available = ", ".join([*(device.torch_name for device in usable), "cpu"])
         raise DeviceMissing(
-            f"{requested} is not available; this machine has {available}{self._describe_missing()}",
+            f"is not available{self._describe_missing()}; this machine has {available}",
             where=f"device={requested}",
             fix="use device=auto to select an available device",
         )
@@ -260,7 +260,7 @@ class _Planner(Decisions):
     def _describe_missing(self) -> str:
         """Return why a requested GPU cannot be used; empty if unknown."""
         no_gpu = self.inventory.no_gpu
-        return f" ({no_gpu})" if no_gpu else self._describe_unusable("")
+        return f": {no_gpu}" if no_gpu else self._describe_unusable("")
 
     def check_profile(self, gpu: Device | None) -> None:
         """Add a note if the GPU that the profile describes is not present.

@@ -190,7 +190,7 @@ def read_subjects(path: Path) -> list[Subject]:
     """
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     if not folders:
-        raise InputMissing(f"{path} has no folder of a subject", where="data.path", fix=FORMATS)
+        raise InputMissing(f"{path} contains no subject folder", where="data.path", fix=FORMATS)
     held_out = max(1, len(folders) // 10)
     parts = ["train"] * len(folders)
     if len(folders) > 1:
@@ -215,9 +215,9 @@ def _subject(folder: Path, part: str, *, alone: bool) -> Subject:
         what = f"must have the shape of the image, {data.shape[:3]}, but has {mask.shape}"
         raise DataError(what, where=str(mask_file), fix=FORMATS)
     if not mask.any():
-        raise DataError("holds no voxel of white matter", where=str(mask_file), fix=FORMATS)
+        raise DataError("contains no white matter voxel", where=str(mask_file), fix=FORMATS)
     if not gradients.b0s_mask.any() or gradients.b0s_mask.all():
-        what = "must hold volumes without diffusion weighting (b at most 50) and with it"
+        what = "must contain volumes both without (b at most 50) and with diffusion weighting"
         raise DataError(what, where=str(bvals), fix=FORMATS)
     tractograms = sorted([*folder.glob("*.trk"), *folder.glob("*.tck")])
     if not tractograms:

@@ -504,7 +504,7 @@ def test_the_live_screen_follows_and_restores_the_terminal(
     seen.run("send-keys", "C-c")
     # The earlier contents of the terminal are restored, above the summary.
     screen = seen.until(lambda text: "written to gpu_logs/" in text and "runner monitor interval_s=0.1" in text[:200])
-    assert "Ctrl-C ends it" not in screen
+    assert "Ctrl-C to stop" not in screen
     assert re.search(r"utilization +% +10 +", screen)
 
 

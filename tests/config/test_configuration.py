@@ -247,7 +247,7 @@ def test_any_text_can_be_given_as_an_override(text: str) -> None:
 
 
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
-def test_files_of_windows_are_read_as_others_are(mark: bytes, tmp_path: Path) -> None:
+def test_windows_line_endings_and_byte_order_marks_are_accepted(mark: bytes, tmp_path: Path) -> None:
     folder = tmp_path / "my cönf"
     for name, text in (("optimizer/slow", OPTION), ("hardware/mine", TO_BF16)):
         file = folder / f"{name}.yaml"

@@ -472,7 +472,7 @@ def test_an_incorrect_resume_is_caught(
     tally.tried += 1
 
 
-def test_a_run_stopped_in_its_last_evaluation_is_saved_as_finished_once_it_is(
+def test_a_run_stopped_in_its_last_evaluation_is_saved_as_finished_after_resuming(
     server: ForkServer, fast_disk: Path, tally: Tally
 ) -> None:
     matrix = Matrix(server, fast_disk, tally)

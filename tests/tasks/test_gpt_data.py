@@ -212,7 +212,7 @@ def test_windows_tile_the_stream(corpus: Corpus) -> None:
     assert torch.equal(y.flatten(), stream[1 : x.numel() + 1])
 
 
-def test_windows_end(corpus: Corpus) -> None:
+def test_windows_have_a_last_index(corpus: Corpus) -> None:
     windows = corpus.windows("val", 100)
     with pytest.raises(IndexError):
         windows[len(windows)]

@@ -375,7 +375,7 @@ def test_a_path_that_is_not_a_folder_is_missing(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="nowhere is not a folder"):
         prepare(tmp_path / "nowhere", tmp_path, data="volume", step=1.0)
     (tmp_path / "empty").mkdir()
-    with pytest.raises(InputMissing, match="no folder of a subject"):
+    with pytest.raises(InputMissing, match="no subject folder"):
         prepare(tmp_path / "empty", tmp_path / "cache", data="volume", step=1.0)
 
 

@@ -212,7 +212,7 @@ def _compare_with_driver(built_for: str, nvml: Nvml) -> CheckResult:
         )
     built, supported = _parse_version(built_for), _parse_version(nvml.cuda_version)
     seen = f"torch is for CUDA {built_for}, driver {nvml.driver_version} supports up to {nvml.cuda_version}"
-    fix = f"update the driver to one that supports CUDA {built_for}, or install a torch for at most {nvml.cuda_version}"
+    fix = f"update the driver to one that supports CUDA {built_for}, or install torch for CUDA {nvml.cuda_version}"
     if supported[0] < built[0]:
         return failed("CUDA", seen, fix)
     if supported < built:

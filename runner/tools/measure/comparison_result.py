@@ -475,7 +475,7 @@ def describe_disturbances(result: ComparisonResult) -> Iterator[str]:
     blocks = [block for trial in result.variants for block in trial.blocks.values()]
     seconds, wait_s = sum(trial.total_s for trial in result.variants), sum(block.run_queue_wait_s for block in blocks)
     if wait_s > MAX_WAIT_SHARE * seconds:
-        yield f"{wait_s / seconds:.0%} of the time, blocks waited for cores used by other processes; it is not counted"
+        yield f"{wait_s / seconds:.0%} of the time, blocks waited for cores used by other processes (not counted)"
     if result.mode == "interleaved" and result.measured_spread.freedom and result.spread.sigma > NOTABLE_SIGMA:
         yield f"identical processes differ by {result.spread.sigma:.1%}: the intervals include that"
     for reason, times in sum((trial.throttled for trial in result.variants), Counter[str]()).most_common():

@@ -125,19 +125,38 @@ def make_table(title: str, columns: Columns, rows: Iterable[VariantResult]) -> S
     return SuiteTable(title, tuple(columns), [[value(row) for value in columns.values()] for row in rows])
 
 
-def screen(report: SuiteReport) -> list[str]:
-    """Return the lines to print."""
+def screen(report: SuiteReport, columns: int = 0) -> list[str]:
+    """Return the lines to print.
+
+    columns  width of the terminal: a wider table is printed in several parts, each with the first column; 0: no limit
+    """
     lines: list[str] = []
     for table in report.tables:
         cells = [[_format_cell(value) for value in row] for row in table.rows]
         is_text = [any(isinstance(row[at], str) for row in table.rows) for at in range(len(table.columns))]
         alignment = "".join("<" if left else ">" for left in is_text)
-        lines += [table.title, *format_table([[*table.columns], *cells], alignment, indent="  "), ""]
+        parts = _split_table([[*table.columns], *cells], alignment, columns)
+        for number, (rows, sides) in enumerate(parts):
+            title = table.title if number == 0 else f"{table.title} (continued)"
+            lines += [title, *format_table(rows, sides, indent="  "), ""]
     if report.skipped:
         lines += ["not measured", *format_table([*report.skipped.items()], indent="  "), ""]
     lines += [f"note: {note}" for note in report.notes]
     lines += [report.headline] if report.headline else []
     return [*lines, *(f"written      {file}" for file in report.files)]
+
+
+def _split_table(rows: list[list[str]], sides: str, columns: int) -> Iterator[tuple[list[list[str]], str]]:
+    """Yield tables that fit the width, with the alignment of their columns; each has the first column."""
+    widths = [2 + max(map(len, column)) for column in zip(*rows, strict=True)]
+    part, used = [0], widths[0]
+    for at, width in list(enumerate(widths))[1:]:
+        if columns and len(part) > 1 and used + width > columns:
+            yield [[row[i] for i in part] for row in rows], "".join(sides[i] for i in part)
+            part, used = [0], widths[0]
+        part.append(at)
+        used += width
+    yield [[row[i] for i in part] for row in rows], "".join(sides[i] for i in part)
 
 
 def _format_cell(value: Value) -> str:

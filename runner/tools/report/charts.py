@@ -141,7 +141,7 @@ def gradient_norm(run: RunData) -> Drawing | str:
 
 def throughput(run: RunData) -> Drawing | str:
     """Items per second."""
-    return draw_over_updates(run, "perf/items_per_s", "items/s", COLORS[2], include_zero=True)
+    return draw_over_updates(run, "perf/items_per_s", f"{run.item}s/s", COLORS[2], include_zero=True)
 
 
 def step_time(run: RunData) -> Drawing | str:

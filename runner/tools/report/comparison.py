@@ -193,7 +193,7 @@ def _format_loss(run: RunData) -> str:
 
 
 def _format_throughput(run: RunData) -> str:
-    return "" if run.throughput is None else format_rate(run.throughput)
+    return "" if run.throughput is None else f"{format_rate(run.throughput)} {run.item}s/s"
 
 
 def _format_update_time(run: RunData) -> str:
@@ -242,8 +242,8 @@ _FIGURE_ROWS: tuple[tuple[str, Callable[[RunData], str]], ...] = (
     ("device", lambda run: run.plan.device_name),
     ("updates", _format_updates),
     ("time", lambda run: format_duration(run.total_s) if run.total_s else ""),
-    ("items per second, first update excluded", _format_throughput),
-    ("update time (8 of 10 rows)", _format_update_time),
+    ("throughput", _format_throughput),
+    ("update time (80% of rows)", _format_update_time),
     ("peak memory", _format_peak_memory),
     ("checkpoints", _format_checkpoints),
 )

@@ -83,7 +83,7 @@ def machine(run: RunData) -> Drawing | str:
 def gpus(run: RunData) -> Drawing | str:
     """Utilization, memory, temperature and power of every GPU over time."""
     if run.samples is not None and not run.samples.devices:
-        return "no GPU was watched"
+        return "no GPU was monitored"
     return _draw_samples(run, ("gpus.png", "gpu0.png"))
 
 
@@ -149,7 +149,7 @@ def _draw_samples(run: RunData, names: Sequence[str]) -> Drawing | str:
     figures = machine_plots.draw_figures(run.samples, _MAX_POINTS, per_gpu=False)
     found = next((figures[name] for name in names if name in figures), None)
     if found is None:
-        return "no GPU was watched"
+        return "no GPU was monitored"
     labels = {"cpu/percent": "CPU", "ram/percent": "RAM"} | {
         f"{gpu}/util": f"{gpu} utilization" for gpu in run.samples.devices
     }

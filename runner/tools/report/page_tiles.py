@@ -33,10 +33,10 @@ def _metric_tiles(run: RunData) -> Iterable[Tile]:
 def _speed_tile(run: RunData) -> Iterable[Tile]:
     evidence = run.evidence
     if run.throughput is not None:
-        yield Tile("throughput", format_rate(run.throughput), "items per second, first update excluded")
+        yield Tile("throughput", format_rate(run.throughput), f"{run.item}s per second, first update excluded")
     if evidence is not None and evidence.step_time_ms is not None:
         low, high = evidence.step_time_low_ms, evidence.step_time_high_ms
-        note = f"median; {low:.4g} to {high:.4g} in 8 of 10 rows" if low is not None and high is not None else "median"
+        note = f"median; {low:.4g} to {high:.4g} in 80% of rows" if low is not None and high is not None else "median"
         yield Tile("update time", f"{evidence.step_time_ms:.4g} ms", note)
 
 

@@ -116,7 +116,7 @@ class RunData:
 
     @property
     def evidence(self) -> Evidence | None:
-        """Its measurements."""
+        """The measurements of the run."""
         return self.record.evidence
 
     @property
@@ -137,9 +137,15 @@ class RunData:
 
     @property
     def metrics(self) -> dict[str, float | None]:
-        """The metrics of evaluation in run.json (None: no items, or not finite), or their last values in rows."""
+        """The metrics of the last evaluation, from run.json or else metrics.jsonl. None: no items, or not finite."""
         last = {name: self.curves.last(name) for name in self.curves.of if name.startswith("val/")}
         return {name: value for name, value in last.items() if value is not None} | dict(self.record.result.metrics)
+
+    @property
+    def item(self) -> str:
+        """The unit of the throughput, such as token; item if unknown."""
+        items = (row["item"] for row in reversed(self.events) if row.get("kind") == "phase" and row.get("item"))
+        return str(next(items, "item"))
 
     @property
     def throughput(self) -> float | None:
@@ -207,7 +213,7 @@ def make_printable(text: str) -> str:
 
 
 def flatten(tree: Mapping[str, Any], lead: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of the leaves; the option of a group has the key of the group."""
+    """Yield (dotted key, value) of each leaf; the key of a selected option is the name of its group."""
     for key, value in tree.items():
         if isinstance(value, Mapping) and value:
             yield from flatten(value, f"{lead}{key}.")
@@ -305,7 +311,7 @@ def _read_defaults(record: RunRecord, missing: dict[str, str]) -> dict[str, Any]
             raise FileNotFoundError(task_file)
         return dict(_compose_defaults(overrides, file))
     except (AccelRunError, OSError):
-        missing["defaults"] = f"the defaults of task {record.origin.task or 'unknown'} are not known here"
+        missing["defaults"] = f"the defaults of task {record.origin.task or 'unknown'} cannot be determined here"
         return {}
 
 

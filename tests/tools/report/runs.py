@@ -96,7 +96,7 @@ def full_run(folder: Path, name: str = "full", *, metrics: list[dict[str, Any]] 
         folder, name, run__json=record(name), plan__json=plan(), environment__json=ENVIRONMENT,
         config__yaml="updates: 300\nmax_grad_norm: 1.0\noptimizer:\n  option: adamw\n  lr: 0.5\nprecision:\n  option: auto\n",
         metrics__jsonl=metrics or some, gpu__csv=watched(60), command__sh="#!/bin/sh\n",
-        events__jsonl=[{"time": "2026-01-31T10:00:00Z", "kind": "warning", "text": "rank 0 holds the others up"}],
+        events__jsonl=[{"time": "2026-01-31T10:00:00Z", "kind": "warning", "text": "rank 0 slows down the others"}],
     )  # fmt: skip
     damaged = path / "checkpoints" / "update-0000000300"
     damaged.mkdir()

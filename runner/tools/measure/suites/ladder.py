@@ -395,7 +395,7 @@ def take_evenly_spaced(values: Sequence[float], num: int) -> tuple[float, ...]:
 Columns = Mapping[str, Callable[[str, LadderRow], Value]]
 SPEED_COLUMNS: Columns = {
     "variant": lambda name, _: name,
-    "techniques": lambda _, row: " + ".join(row.members) or "nothing",
+    "techniques": lambda _, row: " + ".join(row.members) or "none",
     "update, ms": lambda _, row: row.update_ms,
     "vs baseline": lambda _, row: str(row.outcome.ratio or ""),
     "verdict": lambda _, row: row.verdict,
@@ -422,9 +422,9 @@ COST_COLUMNS: Columns = {
     "variant": lambda name, _: name,
     "peak memory, GiB": lambda _, row: row.usage.peak_gib,
     "optimizer, MiB": lambda _, row: row.usage.optimizer_mib,
-    "loss off, %": _percent_column(lambda numerics: max(numerics.loss, numerics.later)),
-    "gradient off, %": _percent_column(lambda numerics: numerics.grad_norm),
-    "weights off, %": _percent_column(lambda numerics: numerics.moved),
+    "loss diff, %": _percent_column(lambda numerics: max(numerics.loss, numerics.later)),
+    "gradient diff, %": _percent_column(lambda numerics: numerics.grad_norm),
+    "weights diff, %": _percent_column(lambda numerics: numerics.moved),
     "numerics": _numerics_column,
     "attention": lambda _, row: row.usage.attention,
     "energy, J": lambda _, row: row.usage.update_j,
@@ -432,7 +432,7 @@ COST_COLUMNS: Columns = {
 
 
 def _make_tables(rows: Mapping[str, LadderRow]) -> list[SuiteTable]:
-    tables = {"speed": SPEED_COLUMNS, "an update: memory, numbers against the baseline, kernels": COST_COLUMNS}
+    tables = {"speed": SPEED_COLUMNS, "each update: memory, differences from the baseline, kernels": COST_COLUMNS}
     return [
         SuiteTable(title, tuple(columns), [[get(name, row) for get in columns.values()] for name, row in rows.items()])
         for title, columns in tables.items()
