@@ -144,8 +144,8 @@ def read_ranking(state: Mapping[str, Any]) -> Ranking:
 def find_best_checkpoints(newest: LoadedCheckpoint, ranking: Ranking | None = None) -> list[tuple[float, int]]:
     """Return (value, number) of the best checkpoints up to `newest`, best first, for the phase of `newest`.
 
-    A best checkpoint that was held in memory may have been written only after `newest` was saved, whose state then
-    does not list it. So every older checkpoint of the phase is checked. Values of another metric are ignored.
+    The state of `newest` does not list a best checkpoint that was held in memory and written later, so every older
+    checkpoint of the phase is checked. Values of another metric are ignored.
 
     ranking  None: that of the run itself
     """

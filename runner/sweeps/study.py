@@ -56,9 +56,10 @@ def endpoint_overrides(axes: Sequence[SearchSpace]) -> list[list[str]]:
 
 
 class Study:
-    """Optuna's study in the folder of a search. Its sampler is seeded again for each value, by seed, trial and key.
+    """Optuna's study in the folder of a search.
 
-    So a search that was stopped or killed, even between two values of a trial, chooses the same values.
+    Its sampler is reseeded for each value from seed, trial and key, so that a search that was stopped or killed, even
+    between two values of a trial, chooses the same values.
     """
 
     def __init__(self, sweep: Sweep, axes: Sequence[SearchSpace], name: str, *, seed: int) -> None:
