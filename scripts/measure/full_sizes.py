@@ -49,7 +49,7 @@ class FullSize:
     """A run of `task=NAME task.size=full`.
 
     cpu     settings of each training phase on a CPU
-    phases  names of the training phases with settings of their own
+    phases  names of the training phases with separate settings
     """
 
     cpu: tuple[str, ...]

@@ -2,7 +2,7 @@
 
     python scripts/measure/predictions.py [WORD ...] [--updates 30]     rows whose name contains one of the words
 
-Each row is predicted as by `accel-run plan`, then trained as by `accel-run train` in a process of its own. Memory is
+Each row is predicted as by `accel-run plan`, then trained as by `accel-run train` in a separate process. Memory is
 the peak of torch's allocator, without the context; the time is that of an update without evaluation and saving.
 Prints a table of predicted / measured and the ratios. Needs a GPU with a hardware profile, for the times.
 """
