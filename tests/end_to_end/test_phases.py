@@ -129,10 +129,14 @@ def test_a_run_with_lost_rows_can_be_resumed(server: ForkServer, tmp_path: Path)
 
 
 def test_a_run_may_start_from_another(server: ForkServer, tmp_path: Path) -> None:
-    assert server.run([*BASE, "phases=[one]"], tmp_path).code == 0
+    assert server.run([*BASE, "phases=[one]", "checkpoint.every=10"], tmp_path).code == 0
     other = [word if word != "run=mine" else "run=other" for word in BASE]
     assert server.run([*other, "resume=mine", "optimizer.lr=0.5"], tmp_path).code == 88
-    (tmp_path / "outputs" / "other" / "metrics.jsonl").write_text(STALE)
+    metrics = tmp_path / "outputs" / "other" / "metrics.jsonl"
+    metrics.write_text(STALE)
+    unfinished = "resume=outputs/mine/checkpoints/update-0000000010"
+    assert server.run([*other, unfinished, "phases=[two]"], tmp_path).code == 88
+    assert metrics.read_text() == STALE, "a refused attempt removes no rows"
     done = server.run([*other, "resume=mine"], tmp_path)
     assert done.code == 0, done.err
     checkpoint = newest_valid(tmp_path / "outputs" / "other" / "checkpoints")

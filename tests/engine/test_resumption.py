@@ -2,19 +2,23 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 
 from runner.base.errors import IncompatibleResume
+from runner.base.global_rng import random_state, seed_everything
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.durable import checkpoint
 from runner.durable.checkpoint import LoadedCheckpoint, Snapshot
+from runner.engine.phase import restore_rank_random_state
 from runner.engine.resumption import compare, load_model
 
 PARALLEL = Parallel(World(torch.device("cpu")))
@@ -101,3 +105,25 @@ def test_all_refused_differences_are_reported_at_once() -> None:
     with pytest.raises(IncompatibleResume) as caught:
         compare(BEFORE, now, ["optimizer.lr"])
     assert sorted(problem.where for problem in caught.value.problems) == ["precision", "seed"]
+
+
+def test_each_rank_continues_its_own_pair_of_normal_numbers(tmp_path: Path) -> None:
+    """NumPy and Python draw normal numbers in pairs, and keep the second one beside the state of their generator."""
+
+    def draw() -> list[float]:
+        return [np.random.standard_normal(), random.gauss(), torch.rand(()).item()]
+
+    tensors, rests, expected = {}, [], []
+    for rank in range(3):
+        seed_everything(rank)
+        for _ in range(rank):
+            draw()
+        stem = checkpoint.rank_stem("random", rank) if rank else "random"
+        tensors[stem], rest = random_state(PARALLEL.world.device)
+        rests.append(rest)
+        expected.append(draw())
+    state = {"random": rests[0], "random_of_ranks": rests[1:]}
+    start = checkpoint.load(checkpoint.save(tmp_path, Snapshot(3, tensors, state, {})))
+    for rank in (1, 0, 2):
+        restore_rank_random_state(World(PARALLEL.world.device, rank, rank, 3, 3), start, 0)
+        assert draw() == expected[rank]

@@ -1,0 +1,104 @@
+"""A trained run is opened in the phase and with the progress of its checkpoint, and leaves the process as it was."""
+
+from __future__ import annotations
+
+import gc
+import random
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from runner.base.task import Progress
+from runner.config.request import Request
+from runner.durable import checkpoint
+from runner.durable.directory import RunDirectory
+from runner.engine.trained_run import load_trained_model, open_trained
+from runner.records.events import Console
+from tests.forkserver import ForkServer
+
+TASK = """
+from tests.engine.task_of_averages import Regression
+
+SETTINGS = {"global_batch_size": 8}
+
+PHASES = {"one": {"updates": 2}, "two": {"updates": 3}}
+
+
+def build():
+    return Noted()
+
+
+class Noted(Regression):
+    def __init__(self):
+        super().__init__()
+        self.calls = []
+
+    def begin_phase(self, phase):
+        super().begin_phase(phase)
+        self.calls.append(phase)
+
+    def begin_update(self, progress):
+        self.calls.append(progress)
+"""
+
+
+@pytest.fixture(scope="module")
+def folder(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The output folder of a trained run `mine`, beside its task `noted.py` and its weights `w.safetensors`."""
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "noted.py").write_text(TASK)
+    args = ["train", "--task", "noted.py", "run=mine", f"output_root={folder}", "device=cpu", "monitor=off"]
+    result = server.run(args, folder)
+    assert result.code == 0, result.err
+    last = checkpoint.load(checkpoint.checkpoint_path(folder / "mine" / "checkpoints", 5))
+    save_file(last.tensors("model"), folder / "w.safetensors")
+    return folder
+
+
+def request_of(folder: Path, *overrides: str) -> Request:
+    return Request((f"output_root={folder}", *overrides), folder / "noted.py")
+
+
+def calls_of(request: Request) -> list[Any]:
+    with ExitStack() as stack:
+        task: Any = open_trained(request, Console(level="warning"), stack, None).parts.task
+        return list(task.calls)
+
+
+def test_a_run_is_opened_in_the_phase_and_with_the_progress_of_its_checkpoint(folder: Path) -> None:
+    assert calls_of(request_of(folder, "run=mine")) == ["two", Progress("two", 3, 3, 3 * 8 / 64)]
+
+
+def test_given_weights_are_opened_in_the_last_phase(folder: Path) -> None:
+    weights = f"weights={folder / 'w.safetensors'}"
+    assert calls_of(request_of(folder, weights, "run=given", "device=cpu", "monitor=off")) == ["two"]
+
+
+def test_loading_a_model_changes_no_random_generator(folder: Path) -> None:
+    def draw() -> list[float]:
+        return [torch.rand(()).item(), np.random.random(), random.random()]
+
+    def seed() -> None:
+        torch.manual_seed(7)
+        np.random.seed(7)
+        random.seed(7)
+
+    seed()
+    expected = draw()
+    seed()
+    load_trained_model(RunDirectory.find(folder, "mine"), request_of(folder, "run=mine"), "last")
+    assert draw() == expected
+
+
+def test_opening_a_run_enables_garbage_collection(folder: Path) -> None:
+    gc.disable()  # as the command line does while it imports
+    try:
+        calls_of(request_of(folder, "run=mine"))
+        assert gc.isenabled()
+    finally:
+        gc.enable()
