@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -130,26 +130,34 @@ def _closed_table_problems(tree: ast.Module, where: str) -> Iterator[Problem]:
                 yield Problem(what, where, CLOSED_TABLES[name])
 
 
-def _dynamic_table_problems(tree: ast.Module, where: str) -> Iterator[Problem]:
-    """Yield a problem for each statement that fills a table in a way that parsing misses; it would have no effect."""
+def find_dynamic_assignments(tree: ast.Module, names: Collection[str]) -> Iterator[tuple[str, int, str]]:
+    """Yield (name, line, what) for each statement that sets one of the names in a way that parsing misses.
+
+    The file is parsed, not executed: such a statement would have no effect.
+    """
     for node in ast.walk(tree):
         match node:
             case (
                 ast.Assign(targets=[ast.Subscript(value=ast.Name(id=name))])
-                | ast.AugAssign(target=ast.Name(id=name))
+                | ast.AugAssign(target=ast.Name(id=name) | ast.Subscript(value=ast.Name(id=name)))
                 | ast.Call(func=ast.Attribute(value=ast.Name(id=name), attr="append" | "extend" | "insert" | "update"))
-            ) if name in _TABLES:
+            ) if name in names:
                 what = f"{name} is changed after its definition, but the file is parsed, not executed"
             case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)) if (
-                name in _TABLES and node not in tree.body
+                name in names and node not in tree.body
             ):
                 what = f"{name} must be assigned at the top level of the file, which is parsed, not executed"
-            case ast.ImportFrom(names=names) if imported := {alias.asname or alias.name for alias in names} & _TABLES:
+            case ast.ImportFrom(names=found) if imported := {alias.asname or alias.name for alias in found} & {*names}:
                 name = min(imported)
                 what = f"{name} is imported, and imports are not followed"
             case _:
                 continue
-        yield Problem(what, f"{where}:{getattr(node, 'lineno', 0)}", f"write all entries into {_example(name)}")
+        yield name, getattr(node, "lineno", 0), what
+
+
+def _dynamic_table_problems(tree: ast.Module, where: str) -> Iterator[Problem]:
+    for name, line, what in find_dynamic_assignments(tree, _TABLES):
+        yield Problem(what, f"{where}:{line}", f"write all entries into {_example(name)}")
 
 
 def _example(table: str) -> str:

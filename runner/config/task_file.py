@@ -10,6 +10,7 @@ from typing import Any
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret_refusal import secret_problems
+from runner.config.custom_tables import find_dynamic_assignments
 from runner.config.foreign_methods import find_foreign_methods
 from runner.config.options import list_options, shipped_tasks, task_source
 from runner.config.phases import DeclaredPhase, parse_phases
@@ -22,6 +23,8 @@ from runner.config.schema import (
     read_functions,
     read_module,
 )
+
+_LITERALS = ("SETTINGS", "SIZES", "PHASES")
 
 
 @dataclass(frozen=True)
@@ -71,7 +74,11 @@ def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], p
         if isinstance(key.default, Expression):
             what = f"the default of {argument} must be a literal, such as 64 or 'text', but is {key.default.text}"
             problems.append(Problem(what, str(source), "use None or a literal, and compute the value in build"))
-    settings, sizes, phases = (_read_literal(tree, name, source, problems) for name in ("SETTINGS", "SIZES", "PHASES"))
+    problems += [
+        Problem(what, f"{source}:{line}", f"write all entries into {name} = {{...}}")
+        for name, line, what in find_dynamic_assignments(tree, _LITERALS)
+    ]
+    settings, sizes, phases = (_read_literal(tree, name, source, problems) for name in _LITERALS)
     default_values = {
         f"{prefix}.{name}": key.default
         for prefix, keys in (("task", build), ("inference", predict))
@@ -123,14 +130,21 @@ def read_objectives(file: Path) -> Mapping[str, Any]:
 
 def _read_literal(tree: ast.Module, name: str, source: Path, problems: list[Problem]) -> Mapping[str, Any]:
     """Return the literal mapping that the module assigns to a name; empty if there is none."""
+    assignments: list[tuple[ast.expr, int]] = []
     for node in tree.body:
         target = node.targets[0] if isinstance(node, ast.Assign) else getattr(node, "target", None)
         if isinstance(node, (ast.Assign, ast.AnnAssign)) and getattr(target, "id", "") == name and node.value:
-            try:
-                mapping = ast.literal_eval(node.value)
-            except (ValueError, TypeError, RecursionError, MemoryError):
-                mapping = None
-            if isinstance(mapping, dict):
-                return mapping
-            problems.append(Problem(f"{name} must be a literal mapping of keys to values", str(source)))
+            assignments.append((node.value, node.lineno))
+    if not assignments:
+        return {}
+    value, line = assignments[-1]
+    if len(assignments) > 1:
+        problems.append(Problem(f"{name} is assigned twice", f"{source}:{line}", "write all entries into one mapping"))
+    try:
+        mapping = ast.literal_eval(value)
+    except (ValueError, TypeError, RecursionError, MemoryError):
+        mapping = None
+    if isinstance(mapping, dict):
+        return mapping
+    problems.append(Problem(f"{name} must be a literal mapping of keys to values", str(source)))
     return {}

@@ -452,6 +452,26 @@ def test_an_error_in_a_task_file_is_reported_without_running_it(text: str, probl
     assert problem in result.what or problem in str(result)
 
 
+@pytest.mark.parametrize("name", ["SETTINGS", "SIZES", "PHASES"])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "from common import {0}",
+        "from common import settings as {0}",
+        "{0} = {{}}\n{0}['seed'] = 1",
+        "{0} = {{}}\n{0} |= {{'seed': 1}}",
+        "{0} = {{}}\n{0}.update(seed=1)",
+        "{0} = {{}}\n{0} = {{}}",
+        "if True:\n    {0} = {{}}",
+    ],
+)
+def test_declarations_that_parsing_misses_are_refused(text: str, name: str, tmp_path: Path) -> None:
+    file = write(tmp_path, {"mine.py": f"def build(): ...\n{text.format(name)}\n"}) / "mine.py"
+    (result,) = refused(task=file)
+    assert str(result).startswith(f"{file}:{text.count(chr(10)) + 2}: "), "the line of the statement"
+    assert name in result.what
+
+
 def test_settings_of_a_task_are_validated(tmp_path: Path, screen: Callable[..., None]) -> None:
     settings = '{"sead": 1, "compile": "off", "optimizer": "adma", "precision.keep_fp32": "head", "optimizer.lr": 0}'
     file = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
