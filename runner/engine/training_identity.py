@@ -12,11 +12,12 @@ import os
 import sys
 import sysconfig
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -34,18 +35,35 @@ from runner.base.text import abbreviate
 Hashes = dict[str, str]  # index of a sample, or path of a file -> hash
 
 
-def fingerprint_data(fetchers: Mapping[str, Fetcher], loader: Loader) -> dict[str, Any]:
-    """Return, per split, the data set length and the hashes of its `Fetcher.probe_indices`.
+def fingerprint_data(fetchers: Mapping[str, Fetcher], loader: Loader) -> tuple[dict[str, Any], list[str]]:
+    """Return, per split, the data set length and the hashes of its `Fetcher.probe_indices`; and the varying splits.
 
-    If a sample is slow to read, the others are skipped, because training waits for this.
+    The first sample of a varying split differs when it is read again: it depends on something other than its index and
+    the global random generators, which are seeded the same. If a sample is slow to read, the others are skipped,
+    because training waits for this.
     """
-    hashes = _hash_samples(fetchers, {split: fetcher.probe_indices for split, fetcher in fetchers.items()}, loader)
-    return {split: {"samples": len(fetcher), "hashes": hashes.get(split, {})} for split, fetcher in fetchers.items()}
+    probed = _hash_samples(fetchers, {split: fetcher.probe_indices for split, fetcher in fetchers.items()}, loader)
+    data = {
+        split: {"samples": len(fetcher), "hashes": probed[split].hashes if split in probed else {}}
+        for split, fetcher in fetchers.items()
+    }
+    return data, [split for split, samples in probed.items() if samples.varies]
+
+
+class _ProbedSamples(NamedTuple):
+    """Hashes of samples, and that of the second read of the first one; None if it was not read twice."""
+
+    hashes: Hashes
+    second: str | None
+
+    @property
+    def varies(self) -> bool:
+        return self.second is not None and self.second != next(iter(self.hashes.values()))
 
 
 def _hash_samples(
     fetchers: Mapping[str, Fetcher], indices: Mapping[str, Sequence[int]], loader: Loader
-) -> Mapping[str, Hashes]:
+) -> Mapping[str, _ProbedSamples]:
     """Return the hashes of samples per split, or none if reading fails: training reports that error itself.
 
     If training uses workers, a worker reads the samples. A data set may open a file at its first sample: workers forked
@@ -53,8 +71,8 @@ def _hash_samples(
     """
     reader = loader.new_like(_HashingFetcher(fetchers, indices))
     try:
-        hashes: Mapping[str, Hashes] = next(iter(reader.batches([MicroBatchKey(0, [0], last=True)]))).batch
-        return hashes
+        probed: Mapping[str, _ProbedSamples] = next(iter(reader.batches([MicroBatchKey(0, [0], last=True)]))).batch
+        return probed
     except Exception:
         return {}
     finally:
@@ -73,15 +91,18 @@ class _HashingFetcher(Fetcher):
     def __getitem__(self, key: MicroBatchKey) -> MicroBatch:
         return MicroBatch({split: self._hash_split(split) for split in self.indices}, key.last)
 
-    def _hash_split(self, split: str) -> Hashes:
+    def _hash_split(self, split: str) -> _ProbedSamples:
         hashes: Hashes = {}
+        second: str | None = None
         deadline = time.monotonic() + _MAX_READ_S
         for index in self.indices[split]:
             if (value := hash_sample(self.fetchers[split], index)) is not None:
                 hashes[str(index)] = value
             if time.monotonic() > deadline:
                 break
-        return hashes
+            if len(hashes) == 1 and second is None:
+                second = hash_sample(self.fetchers[split], index)
+        return _ProbedSamples(hashes, second)
 
 
 def hash_sample(fetcher: Fetcher, index: int) -> str | None:
@@ -144,8 +165,8 @@ def changed_samples(
     reread = _hash_samples(fetchers, differing, loader) if any(differing.values()) else {}
     return [
         f"{split} sample {index}"
-        for split, hashes in reread.items()
-        for index, value in hashes.items()
+        for split, probed in reread.items()
+        for index, value in probed.hashes.items()
         if now[split]["hashes"][index] == value
     ]
 
@@ -287,7 +308,9 @@ def _hash_value(digest: Any, value: Any) -> None:
         for key, item in value.items():
             _hash_value(digest, key)
             _hash_value(digest, item)
-    elif isinstance(value, (list, tuple, np.ndarray)):
+    elif isinstance(value, Set):
+        digest.update("".join(sorted(map(hash_content, value))).encode())
+    elif isinstance(value, (list, tuple, deque, np.ndarray)):
         digest.update(str(len(value)).encode())
         for item in value:
             _hash_value(digest, item)

@@ -122,6 +122,7 @@ def test_equal_code_and_data_are_not_reported(
     assert result.code == 0, result.err
     assert "changed" not in result.err
     assert changes(folder) == []
+    assert ("sample_rng" in result.err) == (draws == "own"), "only the own generator is warned of"
 
 
 @pytest.mark.parametrize("lines", [90, 102])

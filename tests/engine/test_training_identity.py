@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import importlib
 import os
+import random
 import sys
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from types import SimpleNamespace
@@ -16,7 +18,12 @@ import torch
 
 from runner.axes.dataloader import Loader, WorkerLoader
 from runner.base.fetcher import Fetcher
-from runner.engine.training_identity import changed_files, changed_samples, fingerprint_code, fingerprint_data
+from runner.engine.training_identity import (
+    changed_files,
+    changed_samples,
+    fingerprint_code,
+    fingerprint_data,
+)
 
 
 class Opening:
@@ -65,9 +72,9 @@ def test_hashing_leaves_no_open_file_for_workers_to_share(tmp_path: Path, start_
     (tmp_path / "data").write_bytes(bytes(range(9)))
     opening = Opening(tmp_path / "data")
     fetchers = {"train": fetcher_of(opening), "val": fetcher_of([1, 2, 3], "val")}
-    result = fingerprint_data(fetchers, workers(fetchers["train"], start_method))
+    result, _ = fingerprint_data(fetchers, workers(fetchers["train"], start_method))
     assert opening.opened < 0
-    here = fingerprint_data(fetchers, Loader(fetchers["train"]))
+    here, _ = fingerprint_data(fetchers, Loader(fetchers["train"]))
     os.close(opening.opened)
     assert result == here, "the hash does not depend on the reading process"
     assert {split: sorted(each["hashes"]) for split, each in result.items()} == {
@@ -76,16 +83,51 @@ def test_hashing_leaves_no_open_file_for_workers_to_share(tmp_path: Path, start_
     }
 
 
+class Drawing:
+    """Adds a random number to each sample."""
+
+    def __init__(self, draw: Callable[[int], float]) -> None:
+        self.draw = draw
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> float:
+        return index + self.draw(index)
+
+
+KEPT = np.random.default_rng(0)
+
+
+@pytest.mark.parametrize(
+    ("draw", "varies"),
+    [
+        (lambda index: 0.0, False),
+        (lambda index: float(torch.rand(())) + np.random.random() + random.random(), False),
+        (lambda index: np.random.default_rng(index).random(), False),
+        (lambda index: np.random.default_rng().random(), True),
+        (lambda index: KEPT.random(), True),
+    ],
+    ids=["none", "global", "seeded", "unseeded", "kept"],
+)
+def test_samples_that_draw_from_their_own_generator_are_detected(draw: Callable[[int], float], varies: bool) -> None:
+    fetchers = {"train": fetcher_of(Drawing(draw)), "val": fetcher_of([1, 2, 3], "val")}
+    data, varying = fingerprint_data(fetchers, Loader(fetchers["train"]))
+    assert varying == (["train"] if varies else [])
+    assert len(data["train"]["hashes"]) == 3
+
+
 @pytest.mark.parametrize("is_apart", [False, True])
 def test_samples_that_cannot_be_read_have_no_hash(is_apart: bool) -> None:
     fetcher = fetcher_of(Failing(lambda index: 1 // (index - 2)))
     loader = workers(fetcher, "fork") if is_apart else Loader(fetcher)
-    assert sorted(fingerprint_data({"train": fetcher}, loader)["train"]["hashes"]) == ["0", "4"]
+    assert sorted(fingerprint_data({"train": fetcher}, loader)[0]["train"]["hashes"]) == ["0", "4"]
 
 
 def test_a_worker_that_dies_while_hashing_does_not_end_the_run() -> None:
     fetcher = fetcher_of(Failing(lambda index: os._exit(3)))
-    assert fingerprint_data({"train": fetcher}, workers(fetcher, "fork")) == {"train": {"samples": 5, "hashes": {}}}
+    data, varying = fingerprint_data({"train": fetcher}, workers(fetcher, "fork"))
+    assert (data, varying) == ({"train": {"samples": 5, "hashes": {}}}, [])
 
 
 @pytest.mark.parametrize(
@@ -108,10 +150,10 @@ def test_a_worker_that_dies_while_hashing_does_not_end_the_run() -> None:
 def test_changed_content_is_detected_and_equal_content_is_not(sample: Any, other: Any) -> None:
     fetchers, changed = {"train": fetcher_of([sample])}, {"train": fetcher_of([other])}
     loader = Loader(fetchers["train"])
-    before = fingerprint_data(fetchers, loader)
+    before, _ = fingerprint_data(fetchers, loader)
     assert before["train"]["hashes"]
-    assert changed_samples(before, fingerprint_data(fetchers, loader), fetchers, loader) == []
-    assert changed_samples(before, fingerprint_data(changed, loader), changed, loader) == ["train sample 0"]
+    assert changed_samples(before, fingerprint_data(fetchers, loader)[0], fetchers, loader) == []
+    assert changed_samples(before, fingerprint_data(changed, loader)[0], changed, loader) == ["train sample 0"]
 
 
 def test_modules_imported_later_belong_to_the_code_without_being_imported(
