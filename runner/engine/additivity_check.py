@@ -180,7 +180,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
                 reasons.setdefault(_NOT_ADDITIVE, []).append(name)
             elif verdict.reason:
                 reasons.setdefault(verdict.reason, []).append(name)
-    states.begin()  # reset them: a task may keep its metrics
+    wrong.extend(states.restart())  # a task may keep its metrics
     if wrong:
         fault = wrong[0].problems[0].what, wrong[0].problems[0].where, wrong[0].problems[0].fix
     if missing:

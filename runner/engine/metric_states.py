@@ -23,6 +23,7 @@ from runner.distributed.row_gather import RowSpec, gather_rows, gather_tensors
 from runner.engine.contract_checks import describe_value, validate_loss, validate_numbers
 from runner.engine.coupled import Embedding, check_rows, is_coupled, validate_embedding
 from runner.engine.error_diagnosis import locate_definition
+from runner.engine.undeclared_states import AttributeWatch
 
 MAX_NUMBERS = 1000  # of one metric: each is a column of metrics.jsonl and of trackers
 
@@ -87,12 +88,31 @@ class MetricStates:
         return {name: value for name, value in returned.items() if name not in self.states}
 
     def find_faults(self, returned: Mapping[str, Any]) -> Iterator[TaskFault]:
-        """Yield an error for each metric that does not accept its value in `returned`, the result of `evaluate`."""
+        """Yield an error for each metric that does not accept its value in `returned`, the result of `evaluate`.
+
+        Each is updated twice: an attribute that the second update changes again accumulates values.
+        """
         for name in self.states.keys() & returned.keys():
             try:
-                self.states[name].add(returned[name], 0)
+                for _ in range(2):
+                    self.states[name].add(returned[name], 0)
             except TaskFault as fault:
                 yield fault
+
+    def restart(self) -> Iterator[TaskFault]:
+        """Start again from empty states; yield an error for each metric whose `reset` keeps accumulated values."""
+        before = self.states
+        self.begin()
+        for name in self.states.keys() & before.keys():
+            old, new = before[name], self.states[name]
+            if isinstance(old, _TorchMetricState) and isinstance(new, _TorchMetricState) and old.metric is new.metric:
+                for attribute in old.watch.find_kept(new.watch)[:1]:
+                    yield TaskFault(
+                        f"metric {name} starts each evaluation with the {attribute} of the one before: update adds to"
+                        " it, but reset does not clear it",
+                        where=locate_definition(self.task.metrics, self.source),
+                        fix=f'declare it with add_state("{attribute}", ...), or create the metric in metrics()',
+                    )
 
     def results(self) -> dict[str, float]:
         """Return name -> value over all ranks, NaN without samples; collective."""
@@ -216,6 +236,7 @@ class _TorchMetricState:
         for part in self.parts:  # otherwise it would synchronize itself, including ranks without samples
             part.distributed_available_fn = lambda: False
         self.is_updated = False
+        self.watch = AttributeWatch(metric)
 
     def add(self, contribution: Any, first: int) -> None:
         kwargs = contribution if isinstance(contribution, Mapping) else {}
@@ -231,14 +252,18 @@ class _TorchMetricState:
                 where=str(self.source),
                 fix=f'return {{"{self.name}": (predictions, targets)}}: the arguments of its update',
             ) from error
-        if self.world.world_size > 1 and not self.is_updated:
-            self._check_states()
+        self.watch.observe_update()
+        if self.world.world_size > 1:
+            self._refuse_attributes(sorted(self.watch.grown or ()))
+            if not self.is_updated:
+                self._check_states()
         self.is_updated = True
 
     def result(self, world: World) -> Mapping[str, float]:
         if not any(world.gather(self.is_updated)):
             return {self.name: math.nan}
         if world.world_size > 1:
+            self._refuse_attributes(self._find_unequal_attributes(world))
             self._merge(world)
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns if a merged metric was never updated
@@ -283,7 +308,7 @@ class _TorchMetricState:
                         f"the states of metric {self.name} cannot be merged over ranks: {name} contains other objects"
                         " than tensors",
                         where=str(self.source),
-                        fix="use runner.Gather, or parallelism=single",
+                        fix=_MERGEABLE,
                     )
         unreduced = [
             name
@@ -318,6 +343,25 @@ class _TorchMetricState:
                 return False
         names = [dict(itertools.islice(_flatten(self.name, each), MAX_NUMBERS)).keys() for each in results]
         return names[0] != names[1]
+
+    def _find_unequal_attributes(self, world: World) -> list[str]:
+        """Return undeclared attributes that updates have changed to other values on other ranks."""
+        changed = world.gather(self.watch.changed() if self.is_updated else None)
+        updated = [attributes for attributes in changed if attributes is not None]
+        names = dict.fromkeys(name for attributes in updated for name in attributes)
+        return [name for name in names if len({attributes.get(name) for attributes in updated}) > 1]
+
+    def _refuse_attributes(self, names: Sequence[str]) -> None:
+        if names:
+            raise TaskFault(
+                f"metric {self.name} cannot be merged over ranks: update changes its attribute {names[0]}, which is not"
+                " one of its states",
+                where=str(self.source),
+                fix=f'declare it with add_state("{names[0]}", ..., dist_reduce_fx="sum"), or {_MERGEABLE}',
+            )
+
+
+_MERGEABLE = "use runner.Gather, or parallelism=single"
 
 
 def _take_tensors(tensors: Iterator[Tensor], length: int) -> Tensor | list[Tensor]:

@@ -23,6 +23,7 @@ from runner.base.task import Gather, Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.engine.additivity_check import check_metrics_are_sums
+from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
 
 WORLD = World(torch.device("cpu"))
@@ -30,15 +31,23 @@ SIZE, WIDTH, CLASSES = 16, 6, 3
 Evaluate = Callable[[Any, nn.Module, Any], Mapping[str, Any]]
 
 
-def checked(evaluate: Evaluate, *, additive: bool = True, metrics: Any = None) -> dict[str, list[str]]:
+def checked(
+    evaluate: Evaluate, *, additive: bool = True, metrics: Any = None, world: World = WORLD
+) -> dict[str, list[str]]:
     """Return reason -> metrics not checked, for a task with this `evaluate`, and with metrics that are not sums."""
     names = {"evaluate": evaluate, "loss_is_additive": additive}
-    task = type("Points", (Task,), names if metrics is None else {**names, "metrics": lambda self, split: metrics})()
+    task = type(
+        "Points",
+        (Task,),
+        names
+        if metrics is None
+        else {**names, "metrics": lambda self, split: metrics() if callable(metrics) else metrics},
+    )()
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(WIDTH, 12), nn.Dropout(0.5), nn.Linear(12, CLASSES))
     parts: Any = SimpleNamespace(
-        world=WORLD, bare=model, model=model, parallel=Parallel(WORLD), precision=fp32(WORLD, model), task=task,
-        source=Path(__file__), prefetch=Prefetch(WORLD.device),
+        world=world, bare=model, model=model, parallel=Parallel(world), precision=fp32(world, model), task=task,
+        source=Path(__file__), prefetch=Prefetch(world.device),
         plan=SimpleNamespace(choices={"compile": SimpleNamespace(name="off")}, settings=SimpleNamespace(seed=0)),
     )  # fmt: skip
     generator = torch.Generator().manual_seed(1)
@@ -184,3 +193,46 @@ def test_checking_a_valid_metric_does_not_update_it() -> None:
     metric = pytest.importorskip("torchmetrics").Accuracy(task="multiclass", num_classes=CLASSES)
     assert not checked(lambda self, model, batch: {"mine": (model(batch[0]), batch[1])}, metrics={"mine": metric})
     assert not metric.update_called
+
+
+@pytest.fixture(scope="module")
+def counted() -> Callable[[], Any]:
+    """A mean whose number of samples is not a state, and that `reset` therefore keeps."""
+    torchmetrics = pytest.importorskip("torchmetrics")
+
+    class Counted(torchmetrics.Metric):  # type: ignore[name-defined, misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.add_state("total", torch.zeros(()), dist_reduce_fx="sum")
+            self.num_samples = 0
+
+        def update(self, x: Tensor) -> None:
+            self.total, self.num_samples = self.total + x.sum(), self.num_samples + len(x)
+
+        def compute(self) -> Tensor:
+            result: Tensor = self.total / self.num_samples
+            return result
+
+    return Counted
+
+
+def message_of(world: World, metrics: Callable[[], Any]) -> str:
+    """Return the error of the check; "" if there is none."""
+    try:
+        checked(lambda self, model, batch: {"own": batch[0]}, metrics=metrics, world=world)
+    except TaskFault as fault:
+        return str(fault)
+    return ""
+
+
+def test_an_undeclared_state_is_found_before_the_first_update(counted: Callable[[], Any]) -> None:
+    assert not message_of(WORLD, lambda: {"own": counted()})
+    found = run_ranks(lambda world: message_of(world, lambda: {"own": counted()}), 2)
+    assert all("num_samples" in message for message in found)
+
+
+def test_a_kept_metric_that_reset_does_not_clear_is_found_before_the_first_update(
+    counted: Callable[[], Any],
+) -> None:
+    kept = counted()
+    assert "num_samples" in message_of(WORLD, lambda: {"own": kept})

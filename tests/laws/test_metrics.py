@@ -357,6 +357,121 @@ def test_a_metric_without_a_reduction_of_its_states_is_refused_on_ranks() -> Non
     assert run_ranks(refused, 2) == [True, True]
 
 
+class Counted(torchmetrics.Metric):
+    """A mean whose number of samples is not declared as a state."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.add_state("total", torch.zeros((), dtype=torch.float64), dist_reduce_fx="sum")
+        self.num_samples = 0
+
+    def update(self, x: Tensor) -> None:
+        self.total = self.total + x.double().sum()
+        self.num_samples += len(x)
+
+    def compute(self) -> Tensor:
+        return self.total / self.num_samples
+
+
+class Buffered(Counted):
+    """Such a number in a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.num_samples
+        self.register_buffer("num_samples", torch.zeros(()))
+
+
+class Maximum(Counted):
+    """An extreme value in a dict, which a second batch may leave as it is."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: dict[str, Tensor] = {}
+
+    def update(self, x: Tensor) -> None:
+        self.found["max"] = torch.maximum(self.found.get("max", x.max()), x.max())
+
+    def compute(self) -> Tensor:
+        return self.found["max"]
+
+
+class Ids(Counted):
+    """Labels in a set."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.ids: set[float] = set()
+
+    def update(self, x: Tensor) -> None:
+        self.ids |= set(x.flatten().tolist())
+
+    def compute(self) -> Tensor:
+        return torch.tensor(len(self.ids))
+
+
+class Scores(nn.Module):
+    """A metric of its own kind, without declared states."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.reset()
+
+    def reset(self) -> None:
+        self.values: list[Tensor] = []
+
+    def update(self, x: Tensor) -> None:
+        self.values.append(x)
+
+    def compute(self) -> Tensor:
+        return torch.cat(self.values).mean()
+
+
+class Inferred(Total):
+    """Attributes that the first batch sets, or that are no numbers: equal on all ranks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.width: int | None = None
+        self.row: Tensor | None = None
+        self.function: Any = None
+
+    def update(self, x: Tensor) -> None:
+        self.width, self.row, self.function = x.shape[1], torch.ones(x.shape[1]), lambda: x
+        super().update(x * self.row / self.width)
+
+
+def with_metric(metric: nn.Module) -> Task:
+    class Own(Points):
+        def metrics(self, split: str) -> Any:
+            return {"own": metric}
+
+        def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+            return {"own": batch[0]}
+
+    return Own()
+
+
+@pytest.mark.parametrize("number", [16, 37], ids=["one batch per rank", "several"])
+@pytest.mark.parametrize("kind", [Counted, Buffered, Maximum, Ids, Scores])
+def test_an_undeclared_state_is_refused_on_ranks_alone(kind: type[nn.Module], number: int) -> None:
+    def refused(world: World) -> str:
+        with pytest.raises(TaskFault) as caught:
+            measured(world, with_metric(kind()), 8, number=number)
+        return str(caught.value)
+
+    measured(ALONE, with_metric(kind()), 8, number=number)
+    if kind in (Counted, Buffered) and number == 16:  # equal on both ranks: detected by the check before training
+        return
+    assert all("own" in message for message in run_ranks(refused, 2))
+
+
+def test_an_attribute_that_does_not_grow_is_no_state() -> None:
+    alone = measured(ALONE, with_metric(Inferred()), 8)
+    for result in run_ranks(lambda world: measured(world, with_metric(Inferred()), 8), 2):
+        assert result == pytest.approx(alone, rel=PROMISED[torch.float32])
+
+
 def test_a_metric_of_too_many_numbers_is_refused() -> None:
     class Large(Points):
         def metrics(self, split: str) -> Any:
