@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from copy import deepcopy
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -89,6 +90,14 @@ def _pin(value: Any) -> Any:
     if type(value) is tuple or type(value) is list:
         return type(value)([_pin(item) for item in value])
     return pin_memory.pin_memory(value)  # type: ignore[no-untyped-call]
+
+
+def copy_batch(batch: Any) -> Any:
+    """Return a copy of a batch for code of a task that may change it in place; the batch if it cannot be copied."""
+    try:
+        return deepcopy(batch)
+    except Exception:
+        return batch
 
 
 def are_equal(one: Any, other: Any) -> bool:

@@ -12,9 +12,8 @@ import math
 import statistics
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -25,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runner.axes.dataloader import Loader
 from runner.axes.prefetch import Prefetch
 from runner.base import noise
-from runner.base.batch import BatchSamples, MicroBatch
+from runner.base.batch import BatchSamples, MicroBatch, copy_batch
 from runner.base.errors import TaskFault
 from runner.base.global_rng import seed_everything
 from runner.base.module_buffers import restore_buffers
@@ -33,6 +32,7 @@ from runner.base.order import MicroBatchKey
 from runner.base.sample_rng import global_generators
 from runner.base.text import error_line
 from runner.engine.assemble import Parts
+from runner.engine.batch_halves import BatchPart, list_tensors, split_in_halves
 from runner.engine.contract_checks import Number, validate_loss, validate_metrics
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.evaluate import eval_mode
@@ -84,7 +84,18 @@ class _Values(NamedTuple):
         numbers = [*self.batch, *self.halves[0], *self.halves[1]]
         if not all(map(math.isfinite, numbers)):
             return _NOT_FINITE
+        if self.is_per_batch:
+            return _PER_BATCH
         return "" if self.scale else "it is 0 for the first batch"
+
+    @property
+    def is_per_batch(self) -> bool:
+        """True for a value between those of the halves, with their count: as a mean with a count of 1."""
+        low, high = sorted(loss for loss, _ in self.halves)
+        margin = 1e-3 * (high - low)
+        has_same_count = self.batch[1] == self.halves[0][1] == self.halves[1][1] != 0
+        is_between = low + margin < self.batch[0] < high - margin
+        return has_same_count and is_between and not self._is_additive
 
     @property
     def distance_from_sum(self) -> float:
@@ -360,7 +371,7 @@ class _BatchComparison:
         generators = global_generators()
         before = [generator.get_state() for generator in generators]
         with precision(), restore_buffers(bare.modules()), _ForbidWeightChanges(bare):
-            sums = self.compute(part.batch)
+            sums = self.compute(copy_batch(part.batch))
         self.is_random = self.is_random or [generator.get_state() for generator in generators] != before
         return {name: (float(total), float(count)) for name, (total, count) in sums.items()}
 
@@ -440,76 +451,8 @@ def _is_significant(differences: Sequence[float]) -> bool:
     return abs(statistics.fmean(differences)) > 6 * error
 
 
-class BatchPart(NamedTuple):
-    """Part of a batch, with the samples that determine its random draws."""
-
-    batch: Any
-    samples: BatchSamples | None
-
-
-def split_in_halves(batch: MicroBatch) -> tuple[BatchPart, BatchPart] | None:
-    """Split a batch into two parts; return None if it cannot be split between samples safely.
-
-    Every tensor with dimensions must have one row per sample. Lists of that length without tensors are split too;
-    numbers and text are copied to both parts.
-    """
-    samples = batch.samples
-    size = 0 if samples is None else len(samples.indices)
-    if samples is None or size < 2 or not any(tensor.dim() for tensor in _list_tensors(batch.batch)):
-        return None
-    rows = slice(0, size // 2), slice(size // 2, size)
-    try:
-        first_half, second_half = (
-            BatchPart(
-                _slice_rows(batch.batch, size, part),
-                samples._replace(indices=samples.indices[part], places=samples.places[part]),
-            )
-            for part in rows
-        )
-    except _NotSplittable:
-        return None
-    return first_half, second_half
-
-
-class _NotSplittable(Exception):
-    pass
-
-
 class _ChangesWeights(Exception):
     """The loss changes weights, such as those of a teacher, so it must not be called unnecessarily."""
-
-
-def _slice_rows(value: Any, size: int, rows: slice) -> Any:
-    if isinstance(value, Tensor):
-        if value.dim() and len(value) != size:
-            raise _NotSplittable
-        return value[rows] if value.dim() else value
-    if value is None or isinstance(value, str | bytes | int | float):
-        return value
-    if isinstance(value, list) and len(value) == size:
-        if _list_tensors(value):
-            raise _NotSplittable  # ambiguous: one tensor per sample, or parts of a batch of this size
-        return value[rows]
-    if isinstance(value, tuple) and hasattr(value, "_fields"):
-        return type(value)(*(_slice_rows(item, size, rows) for item in value))
-    if type(value) in (tuple, list):
-        return type(value)(_slice_rows(item, size, rows) for item in value)
-    if isinstance(value, Mapping):
-        items = {key: _slice_rows(item, size, rows) for key, item in value.items()}
-        if not isinstance(value, MutableMapping):
-            return items
-        copied = copy(value)  # keep the type: Hugging Face batches expose their keys as attributes
-        copied.update(items)
-        return copied
-    raise _NotSplittable
-
-
-def _list_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of a batch without rebuilding it, which fails for a packed sequence."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return [tensor for part in parts for tensor in _list_tensors(part)]
 
 
 def _mixes_samples(model: nn.Module) -> bool:
@@ -549,7 +492,7 @@ class _ForbidWeightChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
             named = {argument.name: value for argument, value in zip(function._schema.arguments, args, strict=False)}
             for argument in function._schema.arguments:
                 if argument.alias_info is not None and argument.alias_info.is_write:
-                    written = _list_tensors({**named, **kwargs}.get(argument.name))
+                    written = list_tensors({**named, **kwargs}.get(argument.name))
                     if any(_storage_id(tensor) in self.storages for tensor in written):
                         raise _ChangesWeights
         return function(*args, **kwargs)
@@ -594,6 +537,7 @@ def _metric_fault(name: str, verdict: _Verdict, parts: Parts) -> tuple[str, str,
 
 
 _NOT_FINITE = "it is not finite for the first batch"
+_PER_BATCH = "its count is the same for a batch and for its halves, so its value depends on the size of the batches"
 _NOT_SPLITTABLE = "the batch cannot be cut into two halves"
 _NOT_ADDITIVE = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"
 _PLAIN_TYPES = (bool, int, float, str, type(None))

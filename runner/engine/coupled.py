@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base import noise
-from runner.base.batch import BatchSamples, MicroBatch
+from runner.base.batch import BatchSamples, MicroBatch, map_tensors
 from runner.base.bitwise import bitwise_equal, is_dense
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.module_buffers import is_writable
@@ -126,6 +126,13 @@ def check_rows(embedding: Embedding, samples: BatchSamples | None, embed: Callab
                 where=locate_definition(getattr(embed, "loss", embed), source),
                 fix="return several views as a tuple, such as z.chunk(2), and concatenate them in couple",
             )
+
+
+def _versions(batch: Any) -> list[int]:
+    """Return how often each tensor of a batch was changed in place."""
+    versions: list[int] = []
+    map_tensors(lambda tensor: versions.append(tensor._version), batch)
+    return versions
 
 
 @dataclass
@@ -258,10 +265,17 @@ class _CoupledUpdate:
                 continue
             batch.rng_states = [generator.get_state() for generator in global_generators()]
             before = {} if last else _record_states(_find_dense_buffers(self._buffers_to_record()))
+            versions = [] if last else _versions(micro.batch)
             # Only the last graph is used, but modules may behave differently under no_grad, and the second forward pass
             # must compute the same embeddings.
             with self.passes.forward():
                 embedding = self.source.embed(model, micro.batch)
+            if not last and versions != _versions(micro.batch):
+                raise TaskFault(
+                    "embed changes its batch in place, and is called twice for each but the last micro-batch",
+                    where=locate_definition(getattr(self.source.embed, "loss", self.source.embed), self.source.source),
+                    fix="compute new tensors, such as x = x / 255 instead of x /= 255",
+                )
             batch.buffers = {key: state.copy for key, state in before.items() if state.is_changed(key)}
             changed_buffers |= batch.buffers.keys()
             check_rows(embedding, micro.samples, self.source.embed, self.source.source)

@@ -328,6 +328,16 @@ def test_more_rows_than_samples_are_refused() -> None:
         trained(ALONE, Views, shares=(32,), micro=8, dtype=torch.float64)
 
 
+def test_a_batch_changed_in_place_is_refused_if_it_is_embedded_twice() -> None:
+    class Scaled(Clip):
+        def embed(self, model: nn.Module, batch: Any) -> Any:
+            return model(batch[0].mul_(0.5), batch[1])
+
+    with pytest.raises(TaskFault, match="in place"):
+        trained(ALONE, Scaled, shares=(32,), micro=8, dtype=torch.float64)
+    trained(ALONE, Scaled, shares=(32,), micro=32, dtype=torch.float64)
+
+
 def test_an_incomplete_coupled_task_is_refused() -> None:
     with pytest.raises(TaskFault):
         is_coupled(type("Half", (Task,), {"embed": Clip.embed})(), "train")

@@ -26,7 +26,8 @@ from runner.base.task import Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import load, newest_valid
-from runner.engine.additivity_check import BatchReader, check_loss_is_sum, split_in_halves
+from runner.engine.additivity_check import BatchReader, check_loss_is_sum
+from runner.engine.batch_halves import split_in_halves
 from tests.forkserver import ForkServer
 
 WORLD = World(torch.device("cpu"))
@@ -98,6 +99,18 @@ def with_own_draws(model: nn.Module, batch: Any) -> Any:
 def contrastive(model: nn.Module, batch: Any) -> Any:
     codes = F.normalize(model(batch[0]), dim=1)
     return F.cross_entropy(codes @ codes.T, torch.arange(len(codes)), reduction="sum"), len(codes)
+
+
+def in_place(reduction: str) -> Loss:
+    """Normalizes and masks its batch in place."""
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        x, y = (batch["x"], batch["y"]) if isinstance(batch, UserDict) else batch
+        x.sub_(1).div_(4)
+        y[0] = 0
+        return F.cross_entropy(model(x), y, reduction=reduction), len(y)
+
+    return loss
 
 
 def padded(model: nn.Module, batch: Any) -> Any:
@@ -185,6 +198,12 @@ def test_a_mean_with_a_count_is_refused_with_the_call_to_change(name: str) -> No
     loss, fix = MEANS[name]
     assert "loss returns a mean" in said(loss)
     assert fix in said(loss)
+
+
+def test_a_mean_of_micro_batches_is_reported_as_unchecked() -> None:
+    reason = check_loss_is_sum(parts_of(model_of(), fp32), SUMS["a mean of micro-batches"], micro_of(batch_of()))
+    assert "count" in reason
+    assert not check_loss_is_sum(parts_of(model_of(), fp32), SUMS["a sum"], micro_of(batch_of()))
 
 
 def test_a_loss_that_is_not_a_sum_is_refused_with_the_attribute_that_allows_it() -> None:
@@ -441,3 +460,14 @@ def test_the_check_costs_two_passes_without_gradient_before_the_first_update(
     evaluation = "e" * 2  # ten samples in batches of 8
     metrics = "eee" * 4  # metrics that depend on random draws are repeated
     assert (tmp_path / "calls").read_text() == f"eee{metrics}{'t' * one}{evaluation}{'t' * other}{evaluation}"
+
+
+@pytest.mark.parametrize(
+    "kind", [tuple, list, lambda pair: UserDict(x=pair[0], y=pair[1])], ids=["tuple", "list", "dict"]
+)
+def test_a_loss_that_changes_its_batch_in_place_trains_on_the_unchanged_one(kind: Callable[[Any], Any]) -> None:
+    x, y = batch_of()
+    assert not said(in_place("sum"), kind((x, y)))
+    assert torch.equal(x, batch_of()[0])
+    assert torch.equal(y, batch_of()[1])
+    assert said(in_place("mean"), kind((x, y)))

@@ -71,13 +71,20 @@ SUMS: dict[str, Evaluate] = {
     "draws for each sample": lambda self, model, batch: {
         "loss": ((model(batch[0]) - per_sample_noise(batch).normal(CLASSES)).square().sum(), len(batch[1]))
     },
-    "a mean of batches": lambda self, model, batch: {"loss": (F.cross_entropy(model(batch[0]), batch[1]), 1)},
+    "a constant": lambda self, model, batch: {"temperature": (0.7, 1)},
+    "the largest": lambda self, model, batch: {"error": (model(batch[0]).abs().max(), 1)},
 }
 
 
 @pytest.mark.parametrize("name", SUMS)
 def test_metrics_that_are_sums_pass(name: str) -> None:
     assert checked(SUMS[name]) == {}
+
+
+def test_a_mean_of_batches_is_reported() -> None:
+    """It is the metric of the complete data only if all batches have the same size."""
+    reasons = checked(lambda self, model, batch: {"loss": (F.cross_entropy(model(batch[0]), batch[1]), 1)})
+    assert list(reasons.values()) == [["loss"]]
 
 
 def mean_accuracy(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base import noise
-from runner.base.batch import MicroBatch
+from runner.base.batch import MicroBatch, copy_batch
 from runner.base.errors import TaskFault
 from runner.base.global_rng import random_state, restore_random_state, seed_everything
 from runner.base.module_buffers import restore_buffers
@@ -115,7 +115,7 @@ class AttributeCheck(Hook):
             seed_everything(0)
             noise.start_pass(batch.samples)
             with parts.precision.forward(), restore_buffers(modules.values()):
-                total, *_ = work.task_loss(parts.model, batch.batch)
+                total, *_ = work.task_loss(parts.model, copy_batch(batch.batch))
             return float(total)
 
         with ExitStack() as stack:
