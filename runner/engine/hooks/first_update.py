@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import gc
 import time
+from itertools import chain
+
+from torch import nn
 
 from runner.axes.compile import nothing_was_compiled
+from runner.base.errors import TaskFault
 from runner.base.task import Task
 from runner.base.text import abbreviate
 from runner.engine.additivity_check import BatchReader, check_loss_is_sum, check_metrics_are_sums
@@ -27,8 +31,10 @@ class FirstUpdate(Hook):
         super().__init__(phase)
         self._is_first = True
         self._start = 0.0
+        self._saved_buffers: frozenset[str] = frozenset()
 
     def begin(self) -> None:
+        self._saved_buffers = _list_saved_buffers(self.phase.parts.bare)
         self._check_loss()
         self._check_metrics()
         self._start = time.perf_counter()
@@ -78,9 +84,24 @@ class FirstUpdate(Hook):
     def after_update(self, step: StepInfo) -> None:
         if self._is_first:
             self._is_first = False
+            self._refuse_added_buffers()
             self._warn_missing_gradients()
         if self.phase.run.observers.screen.first_update_is_due:
             self._finish_startup(step)
+
+    def _refuse_added_buffers(self) -> None:
+        """Raise TaskFault, on every rank, if checkpoints would have buffers that a newly built model does not have."""
+        parts = self.phase.parts
+        added = sorted({*chain(*parts.world.gather(_list_saved_buffers(parts.bare) - self._saved_buffers))})
+        if added:
+            key = added[0].rpartition(".")[2]
+            raise TaskFault(
+                f"the first update adds buffers to the model, so its checkpoints could not be loaded:"
+                f" {abbreviate(added)}",
+                where=str(parts.source),
+                fix=f'register each in __init__: self.register_buffer("{key}", torch.zeros(...)); or with'
+                " persistent=False",
+            )
 
     def _warn_missing_gradients(self) -> None:
         parts = self.phase.parts
@@ -113,3 +134,13 @@ class FirstUpdate(Hook):
             if run.provenance.tracker_id is not None:
                 run.observers.tracker.replay(run.directory.metrics)
             phase.hook(Checkpointing).prepare()
+
+
+def _list_saved_buffers(model: nn.Module) -> frozenset[str]:
+    """Return the names of the buffers that checkpoints contain."""
+    return frozenset(
+        f"{path}.{key}".lstrip(".")
+        for path, module in model.named_modules()
+        for key, buffer in module._buffers.items()
+        if buffer is not None and key not in module._non_persistent_buffers_set
+    )
