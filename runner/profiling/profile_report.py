@@ -248,7 +248,7 @@ def _format_modules(findings: Findings, width: int) -> list[str]:
         f"{most.path or '(model)'} ({most.kind}), {_format_ms(most.own.mean)} ms, {_format_share(most.own.mean, total)}"
     )
     return [
-        f"modules: ms per update (own: without the modules inside{columns_note}){omitted}",
+        f"modules: ms per update (own: without submodules{columns_note}){omitted}",
         *_format_columns(columns, width),
         *([f"  most self time: {most_text} of the update"] if most.own.mean else []),
     ]
@@ -316,4 +316,4 @@ def _encode_csv(rows: Sequence[Mapping[str, Any]]) -> bytes:
     return text.getvalue().encode()
 
 
-NO_INSTRUMENT = "as it is"
+NO_INSTRUMENT = "uninstrumented"
