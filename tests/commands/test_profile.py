@@ -115,7 +115,7 @@ def test_the_table_has_only_operators_whose_shares_add_up(planted: tuple[Path, C
 def test_the_overhead_of_profiling_is_reported(planted: tuple[Path, CompletedCommand]) -> None:
     folder, _ = planted
     times = found(folder)["update_ms"]
-    assert list(times) == ["as it is", "operators recorded", "modules timed"]
+    assert list(times) == ["uninstrumented", "operators recorded", "modules timed"]
     planted_ms = pytest.approx(30, abs=1e3 * TICKS_S)
     assert all(milliseconds == planted_ms for milliseconds in times.values())
 
@@ -159,7 +159,7 @@ def test_a_profiled_run_is_stored_beside_the_others_and_saves_no_checkpoint(serv
 def test_ctrl_c_writes_a_partial_profile(server: ForkServer, tmp_path: Path) -> None:
     result = profile(server, tmp_path, "task.stop_at=6", updates=3)
     assert result.code == 130, result.err
-    assert found(tmp_path)["num_updates"] == {"as it is": 3, "operators recorded": 1}
+    assert found(tmp_path)["num_updates"] == {"uninstrumented": 3, "operators recorded": 1}
     assert found(tmp_path)["modules"] == []
     assert "aten::addmm" in result.out
 
@@ -178,7 +178,7 @@ def test_evaluations_and_saves_are_not_profiled(server: ForkServer, tmp_path: Pa
     result = server.run(["train", "--task", str(TASK), "run=p", *args.split(), *options.split()], tmp_path, VIRTUAL)
     assert result.code == 0, result.err
     summary = json.loads((tmp_path / "outputs/p/profile/summary.json").read_text())
-    assert summary["num_updates"]["as it is"] == 2
+    assert summary["num_updates"]["uninstrumented"] == 2
     assert all(milliseconds < 1e3 * TICKS_S for milliseconds in summary["update_ms"].values()), "evaluations take 2 s"
     assert sum(row["own"]["mean"] for row in summary["modules"]) < TICKS_S
 
