@@ -92,7 +92,7 @@ class FirstUpdate(Hook):
     def _refuse_added_buffers(self) -> None:
         """Raise TaskFault, on every rank, if checkpoints would have buffers that a newly built model does not have."""
         parts = self.phase.parts
-        added = sorted({*chain(*parts.world.gather(_list_saved_buffers(parts.bare) - self._saved_buffers))})
+        added = sorted({*chain(*parts.world.gather(sorted(_list_saved_buffers(parts.bare) - self._saved_buffers)))})
         if added:
             key = added[0].rpartition(".")[2]
             raise TaskFault(
