@@ -21,6 +21,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 pytest.register_assert_rewrite("tests.screens")  # so that its assertion shows a diff
 
 from runner.base import noise
+from tests.coarse_pictures import at_full_resolution
 from tests.composed import composed, folder_for_all
 from tests.cpu_time import used_cpu_s
 from tests.faults import tallies
@@ -197,6 +198,13 @@ def _leaves_nothing_behind() -> Iterator[None]:
 def screen(snapshot: Any, tmp_path: Path) -> Callable[..., None]:
     """Compare a text with this test's snapshot: `screen(text)`, see tests/screens.py."""
     return screen_of(snapshot, tmp_path)
+
+
+@pytest.fixture
+def full_resolution() -> Iterator[None]:
+    """Draw pictures as the product does, for tests of the pictures themselves."""
+    with at_full_resolution():
+        yield
 
 
 @pytest.fixture

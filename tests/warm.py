@@ -6,6 +6,8 @@ import gc
 import importlib
 from contextlib import suppress
 
+from tests.coarse_pictures import draw_coarsely
+
 
 def warm() -> None:
     """Import everything that a run imports and compose a configuration, without starting a thread."""
@@ -14,22 +16,26 @@ def warm() -> None:
 
     from runner.config.configuration import compose
     from runner.config.request import Request
+    from runner.plan.overhead import get_overhead
     from tests.composed import composed
 
     torch.set_num_threads(1)
     composed()
     compose(Request(TYPICAL))  # Hydra's parser learns its grammar from what it parses: 0.1 s
+    get_overhead("cpu", None)  # reads a file
     gc.collect()
     gc.freeze()  # else the first garbage collection of each fork writes to, and so copies, the shared pages
 
 
 def import_all() -> None:
-    """Import everything that a run imports, for this process and its forks."""
+    """Import everything that a run imports, for this process and its forks, which draw pictures coarsely."""
     for name in IMPORTED:
         importlib.import_module(name)
     for name in ("matplotlib.backends.backend_agg", "matplotlib.figure", "torch.profiler._cupti_monitor"):
         with suppress(ImportError):  # an optional dependency, and a module that torch 2.11 does not have
             importlib.import_module(name)
+    with suppress(ImportError):
+        draw_coarsely()
 
 
 TYPICAL = (

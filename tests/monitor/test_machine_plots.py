@@ -18,6 +18,7 @@ from runner.monitor.machine_plots import GPU_PANELS, MACHINE_PANELS, PlotLine, d
 from runner.monitor.samples import MachineSamples, SampledGpu
 
 pytest.importorskip("matplotlib")
+pytestmark = pytest.mark.usefixtures("full_resolution")
 NAN = math.nan
 
 

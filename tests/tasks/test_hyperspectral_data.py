@@ -286,7 +286,10 @@ def test_settings_of_simulated_cubes_are_refused_with_a_path(tmp_path: Path) -> 
         build(Context(0, tmp_path, tmp_path), height=5)
 
 
-def test_the_batch_of_inference_changes_the_calls_and_not_the_scores(tmp_path: Path) -> None:
+def test_the_batch_of_inference_changes_the_calls_and_not_the_scores(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("runner.tasks.hyperspectral.task.maps_picture", lambda maps, unit: b"")  # slow to draw
     task = build(Context(0, None, tmp_path), data="synthetic", num_cubes=20, height=8, width=10, channels=12)
     fitted(task)
     count = min(3, len(task.dataset("test")))

@@ -123,6 +123,7 @@ def legend_of(figure: Any) -> list[str]:
 # ---------------------------------------------------------------- files
 
 
+@pytest.mark.usefixtures("full_resolution")
 def test_each_plot_is_beside_the_results(results: Results) -> None:
     drawn = draw_plots(results)
 
