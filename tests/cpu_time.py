@@ -16,7 +16,7 @@ def used_cpu_s() -> float:
     """
     times = os.times()
     ended = times.user + times.system + times.children_user + times.children_system
-    return ended + sum(_cpu_s_of(pid) for pid in _children(os.getpid()))
+    return ended + sum(_cpu_s_of(pid) for pid in children_of(os.getpid()))
 
 
 def _cpu_s_of(pid: int) -> float:
@@ -25,10 +25,10 @@ def _cpu_s_of(pid: int) -> float:
     except (OSError, ValueError):
         return 0.0  # it has just ended
     own = sum(int(ticks) for ticks in fields[11:15]) / TICKS_PER_S  # utime, stime, cutime and cstime
-    return own + sum(_cpu_s_of(child) for child in _children(pid))
+    return own + sum(_cpu_s_of(child) for child in children_of(pid))
 
 
-def _children(pid: int) -> Iterator[int]:
+def children_of(pid: int) -> Iterator[int]:
     """Yield the PIDs of the living children; none if the kernel does not list them."""
     try:
         for task in Path(f"/proc/{pid}/task").iterdir():

@@ -15,10 +15,10 @@ import stat
 import threading
 import time
 import urllib.parse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
-import psutil
 import pytest
 
 from runner.base.errors import ConfigError
@@ -35,6 +35,7 @@ from runner.base.secret import (
 from runner.base.secret_refusal import refuse_secrets
 from runner.durable import files
 from runner.durable.directory import RunDirectory
+from tests.cpu_time import children_of
 from tests.faults.canaries import NAMES, SHAPES, of_names, of_shape
 from tests.faults.tallies import IS_LONG, SEED, Tally
 from tests.forkserver import CompletedCommand, ForkServer
@@ -130,17 +131,21 @@ def folder(tmp_path_factory: pytest.TempPathFactory, canaries: dict[str, str], t
     return made
 
 
+def descendants_of(pid: int) -> Iterator[int]:
+    for child in children_of(pid):
+        yield child
+        yield from descendants_of(child)
+
+
 def families(pid: int, seen: dict[int, tuple[str, str]], result: threading.Event) -> None:
     """Record the command line and the environment of every process that the command starts."""
     while not result.is_set():
-        try:
-            for child in psutil.Process(pid).children(recursive=True):
-                with child.oneshot():
-                    command = " ".join(child.cmdline())
-                if child.pid not in seen or seen[child.pid][0] != command:
-                    seen[child.pid] = (command, Path(f"/proc/{child.pid}/environ").read_text(errors="replace"))
-        except (psutil.Error, OSError):
-            pass
+        for child in descendants_of(pid):
+            with suppress(OSError):  # it has just ended
+                process = Path(f"/proc/{child}")
+                command = process.joinpath("cmdline").read_text(errors="replace").replace("\0", " ").strip()
+                if child not in seen or seen[child][0] != command:
+                    seen[child] = (command, process.joinpath("environ").read_text(errors="replace"))
         time.sleep(0.02)  # lint-tests: sleep: polling interval; no order depends on it
 
 

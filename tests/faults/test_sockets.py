@@ -2,76 +2,77 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import subprocess
-import sys
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
 
 from tests.faults.tallies import Tally
+from tests.forkserver import CompletedCommand, ForkServer
+from tests.waiting import wait_until
 
-ROOT = Path(__file__).parents[2]
 TASK = Path(__file__).with_name("task_to_attack.py")
 
-# Runs a command in a network namespace, and records every address with a listening socket.
-DRIVER = """
-import json, subprocess, sys, time
-def listening():
-    found = set()
-    for kind, state in (("tcp", "0A"), ("tcp6", "0A"), ("udp", "07"), ("udp6", "07")):
-        for line in open(f"/proc/net/{kind}").read().splitlines()[1:]:
-            fields = line.split()
-            if fields[3] == state:
-                found.add((kind, fields[1].split(":")[0]))
-    return found
-seen = set()
-process = subprocess.Popen(json.loads(sys.argv[1]), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-while process.poll() is None:
-    seen |= listening()
-    time.sleep(0.002)
-print(json.dumps({"code": process.returncode, "seen": sorted(seen), "out": process.stdout.read()[-3000:]}))
-"""
-NETWORK = (
+LINKS = (
     "ip link set lo up && ip link add d0 type veth peer name d1 && ip addr add 10.9.8.7/24 dev d0"
-    " && ip link set d0 up && ip link set d1 up && exec "
+    " && ip link set d0 up && ip link set d1 up"
 )
+# Code that moves a forked command to a network namespace with a second interface.
+ISOLATE = f"""
+import ctypes, subprocess
+from pathlib import Path
+CLONE_NEWNET = 0x40000000
+assert ctypes.CDLL(None).unshare(CLONE_NEWNET) == 0
+subprocess.run({LINKS!r}, shell=True, check=True)
+Path("isolated").touch()
+"""
+LISTENING = """
+import signal, socket
+one = socket.create_server(("", 0))
+Path("listening").touch()
+while True:
+    signal.pause()
+"""
 LOCAL = {
     ("tcp", "0100007F"),
     ("tcp6", "0" * 24 + "01000000"),
     ("tcp6", "0000000000000000FFFF00000100007F"),
     ("udp", "0100007F"),
 }
+STATES = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}  # of a listening socket
 
 
-def watched(folder: Path, args: list[str]) -> dict[str, object]:
-    driver = [sys.executable, "-c", DRIVER, json.dumps(args)]
-    script = NETWORK + '"$@"'
-    done = subprocess.run(
-        ["unshare", "-n", "sh", "-c", script, "sh", *driver],
-        cwd=folder, capture_output=True, text=True, check=False, timeout=200,
-        env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    result: dict[str, object] = json.loads(done.stdout)
-    return result
+def addresses(pid: int) -> set[tuple[str, str]]:
+    """Return the addresses of listening sockets in the network namespace of a process."""
+    found = set()
+    for kind, state in STATES.items():
+        for line in Path(f"/proc/{pid}/net/{kind}").read_text().splitlines()[1:]:
+            fields = line.split()
+            if fields[3] == state:
+                found.add((kind, fields[1].partition(":")[0]))
+    return found
+
+
+def watched(server: ForkServer, args: str, folder: Path) -> tuple[CompletedCommand, set[tuple[str, str]]]:
+    """Run a command in a network namespace; return its result and all addresses on which it listened."""
+    seen: set[tuple[str, str]] = set()
+    pid = server.start(args.split(), folder, before=ISOLATE)
+    wait_until((folder / "isolated").exists, "the network namespace")
+    with suppress(OSError):  # the process has ended
+        while True:
+            seen |= addresses(pid)
+            time.sleep(0.002)  # lint-tests: sleep: polling interval; no order depends on it
+    return server.wait(), seen
 
 
 def has_networks() -> bool:
     if os.geteuid() or not shutil.which("unshare") or not shutil.which("ip"):
         return False
-    return (
-        subprocess.run(["unshare", "-n", "sh", "-c", NETWORK + "true"], capture_output=True, check=False).returncode
-        == 0
-    )
-
-
-def addresses(result: dict[str, object]) -> set[tuple[str, str]]:
-    seen = result["seen"]
-    assert isinstance(seen, list)
-    return {(kind, address) for kind, address in seen}
+    return subprocess.run(["unshare", "-n", "sh", "-c", LINKS], capture_output=True, check=False).returncode == 0
 
 
 @pytest.fixture
@@ -82,9 +83,11 @@ def network(tally: Tally) -> Tally:
     return tally
 
 
-def test_the_check_detects_listening_sockets(network: Tally, tmp_path: Path) -> None:
-    code = "import socket, time; one = socket.create_server(('', 0)); time.sleep(0.3)"
-    assert addresses(watched(tmp_path, [sys.executable, "-c", code])) - LOCAL == {("tcp", "00000000")}
+def test_the_check_detects_listening_sockets(network: Tally, server: ForkServer, tmp_path: Path) -> None:
+    pid = server.start([], tmp_path, before=ISOLATE + LISTENING)
+    wait_until((tmp_path / "listening").exists, "the socket")
+    assert addresses(pid) - LOCAL == {("tcp", "00000000")}
+    server.clear()
 
 
 @pytest.mark.sampled(1)
@@ -98,12 +101,10 @@ def test_the_check_detects_listening_sockets(network: Tally, tmp_path: Path) -> 
     ],
     ids=["ddp", "one process", "fsdp", "pipeline"],
 )
-def test_a_run_has_no_socket_open_to_others(network: Tally, tmp_path: Path, args: str) -> None:
-    train = f"train --task {TASK} device=cpu updates=4 run=r {args}"
-    run = [sys.executable, "-m", "runner", *train.split()]
-    result = watched(tmp_path, run)
-    assert result["code"] == 0, result["out"]
-    assert addresses(result) <= LOCAL, result
+def test_a_run_has_no_socket_open_to_others(network: Tally, server: ForkServer, tmp_path: Path, args: str) -> None:
+    result, seen = watched(server, f"train --task {TASK} device=cpu updates=4 run=r {args}", tmp_path)
+    assert result.code == 0, result.err
+    assert seen <= LOCAL, seen
     if "world_size" in args:
-        assert addresses(result), "ranks at the rendezvous listen on a socket, which was not recorded"
+        assert seen, "ranks at the rendezvous listen on a socket, which was not recorded"
     network.tried += 1
