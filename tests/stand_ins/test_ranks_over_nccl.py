@@ -56,7 +56,7 @@ class OnDevices:
     def start(self, args: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
         given = [*(word for word in args if word != "device=cpu"), "device=cuda", EXACT]
         if not any(word.startswith("micro_batch_size=") for word in args):
-            given.append("micro_batch_size=2")  # skips tracing
+            given.append("micro_batch_size=8")  # skips tracing
         return self.server.start(given, folder, {**MACHINE, **(env or {})}, DESCRIBE + before)
 
     def wait(self) -> CompletedCommand:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
+import importlib.util
 import os
+import runpy
 import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from pathlib import Path
+from typing import Any
 
 SOURCES = Path(__file__).parent / "csrc"
 MODULE = "_stand_in" + sysconfig.get_config_var("EXT_SUFFIX")
@@ -25,11 +28,10 @@ class CannotBuildError(RuntimeError):
 
 def why_not() -> str:
     """Return why the stand-in cannot be built here, or an empty text."""
-    import torch
-
     if sys.platform != "linux":
         return "the stand-in is preloaded into torch, as only Linux can"
-    if torch.version.cuda or torch.version.hip:
+    version = _torch_version()
+    if version["cuda"] or version["hip"]:
         return "this torch has a device of its own: the stand-in needs a CPU build"
     if not shutil.which("g++"):
         return "no C++ compiler (g++)"
@@ -53,20 +55,29 @@ def built(root: Path | None = None) -> Path:
 
 
 def _key() -> str:
-    import torch
-
     # Not the path of torch: all checkouts with the same version share the file.
-    parts = (torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("EXT_SUFFIX")))
+    version = _torch_version()
+    parts = (str(version["__version__"]), str(version["git_version"]), str(sysconfig.get_config_var("EXT_SUFFIX")))
     digest = hashlib.sha256(" ".join(parts).encode())
     for path in [*sorted(path for path in SOURCES.rglob("*") if path.is_file()), Path(__file__)]:
         digest.update(path.read_bytes())
     return digest.hexdigest()[:16]
 
 
-def _compile(folder: Path) -> None:
-    import torch
+def _torch_folder() -> Path:
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.origin is not None
+    return Path(spec.origin).parent
 
-    home = Path(torch.__file__).parent
+
+def _torch_version() -> dict[str, Any]:
+    """Return the variables of torch.version without importing torch, which takes seconds."""
+    return runpy.run_path(str(_torch_folder() / "version.py"))
+
+
+def _compile(folder: Path) -> None:
+    home = _torch_folder()
     flags = ["-std=c++20", "-O0", "-fPIC", "-w", "-DAT_PER_OPERATOR_HEADERS", *ALL_MEMORY]
     includes = [
         f"-I{SOURCES / 'lean'}", f"-I{home / 'include'}", f"-I{home / 'include/torch/csrc/api/include'}",
