@@ -15,13 +15,20 @@ from pathlib import Path
 import pytest
 from markdown_it import MarkdownIt
 
+from tests.forkserver import ForkServer
+
 ROOT = Path(__file__).parents[2]
 
-# Runs the commands one after another in one process, which imports torch once, and then the tests that check names,
-# keys and floors against each other. A technique is not measured: only two of its updates run. Variants of a suite run
-# two blocks of about one update; the budget is out of reach on any machine.
+# Runs the commands one after another in a fork of the fork server, which has imported torch, but with the modules of
+# the copy, and then the tests that check names, keys and floors against each other. A technique is not measured: only
+# two of its updates run. Variants of a suite run two blocks of about one update; the budget is out of reach on any
+# machine.
 DRIVER = """
-import json, sys
+import json, os, sys
+for name in list(sys.modules):
+    if name.partition(".")[0] in ("runner", "tasks", "tests"):
+        del sys.modules[name]
+sys.path.insert(0, os.getcwd())
 import pytest
 from runner.cli import main
 from runner.commands.benchmark import parse_benchmark_arguments
@@ -41,15 +48,18 @@ def run(words):
             words = ["train", *overrides, "updates=2"]
         else:
             words.append("threads=1")  # two threads wait for each other actively, which takes minutes on a busy machine
-    return main([*words, "device=cpu", "monitor=off", "evaluate.samples=4", "run=new", "resume=fresh"])
+    given = "device=cpu monitor=off evaluate.samples=4 run=new resume=fresh global_batch_size=16 micro_batch_size=4"
+    return main([*words, *given.split()])
 
-codes = [run(words) for words in json.loads(sys.argv[1])]
+codes = [run(words) for words in {lines!r}]
 checks = ["tests/axes/test_yaml_is_signature.py", "tests/test_layers.py", "tests/plan/test_hardware_profiles.py"]
 checks.append("tests/engine/test_hooks.py")
 quiet = ["-W", "ignore:Module already imported"]  # hydra, by the commands
 names = "bf16_weights or lockstep or ring or l4 or table or function or file or promised or floor or order"
 codes.append(int(pytest.main(["-q", "-p", "no:cacheprovider", *quiet, "-k", names, *checks])))
-print(json.dumps(codes))
+print(json.dumps(codes), flush=True)
+sys.stderr.flush()
+os._exit(0)
 """
 
 
@@ -143,13 +153,10 @@ def test_files_of_the_recipes_are_formatted_and_linted(copy: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
-def test_commands_of_the_recipes_use_their_files(copy: Path) -> None:
+def test_commands_of_the_recipes_use_their_files(copy: Path, server: ForkServer) -> None:
     lines = [list(args[1:]) for recipe in RECIPES for args in recipe.commands if args[0] == "accel-run"]
     assert len(lines) >= len(RECIPES)
-    done = subprocess.run(
-        [sys.executable, "-c", DRIVER, json.dumps(lines)],
-        cwd=copy, env=environment() | {"OMP_NUM_THREADS": "1"}, capture_output=True, text=True, check=False,
-    )  # fmt: skip
-    assert done.returncode == 0, done.stdout + done.stderr
-    codes = json.loads(done.stdout.splitlines()[-1])
-    assert codes == [0] * (len(lines) + 1), done.stdout + done.stderr
+    result = server.run([], copy, before=DRIVER.replace("{lines!r}", repr(lines)))
+    assert result.code == 0, result.out + result.err
+    codes = json.loads(result.out.splitlines()[-1])
+    assert codes == [0] * (len(lines) + 1), result.out + result.err
