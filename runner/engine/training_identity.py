@@ -184,7 +184,8 @@ def fingerprint_code(source: Path) -> Hashes:
     they are below the task's folder and already loaded.
     """
     hashes: Hashes = {}
-    queue = [(source, _find_package(source)), *_find_loaded_modules(source.parent)]
+    loaded = list(_loaded_files())
+    queue = [(source, _find_package(source, loaded)), *_find_loaded_modules(source.parent, loaded)]
     while queue and len(hashes) < _MAX_FILES:
         file, package = queue.pop(0)
         name = os.path.relpath(file, source.parent)
@@ -203,10 +204,10 @@ def fingerprint_code(source: Path) -> Hashes:
     return hashes
 
 
-def _find_loaded_modules(folder: Path) -> list[tuple[Path, str]]:
+def _find_loaded_modules(folder: Path, loaded: Sequence[tuple[str, str]]) -> list[tuple[Path, str]]:
     """Return file and package of loaded local modules in this folder, sorted by name."""
     prefix = f"{folder}{os.sep}"
-    packages = {Path(name): package for name, package in _loaded_files() if name.startswith(prefix)}
+    packages = {Path(name): package for name, package in loaded if name.startswith(prefix)}
     return sorted((file, package) for file, package in packages.items() if _is_local(file))
 
 
@@ -229,9 +230,9 @@ def describe_changes(files: Sequence[str], samples: Sequence[str]) -> str:
     return "; ".join(parts)
 
 
-def _find_package(source: Path) -> str:
+def _find_package(source: Path, loaded: Sequence[tuple[str, str]]) -> str:
     paths = (str(source), os.path.realpath(source))
-    return next((package for name, package in _loaded_files() if name in paths), "")
+    return next((package for name, package in loaded if name in paths), "")
 
 
 def _imported_names(tree: ast.AST, package: str) -> Iterator[str]:
