@@ -5,6 +5,8 @@ from __future__ import annotations
 import gc
 import os
 import random
+import subprocess
+import sys
 import tempfile
 import threading
 from collections import defaultdict
@@ -25,7 +27,7 @@ from tests.coarse_pictures import at_full_resolution
 from tests.composed import composed, folder_for_all
 from tests.cpu_time import used_cpu_s
 from tests.faults import tallies
-from tests.forkserver import ForkServer
+from tests.forkserver import ROOT, ForkServer
 from tests.nvml_stub import NvmlStub, build_stub
 from tests.screens import screen_of
 from tests.warm import import_all
@@ -33,20 +35,19 @@ from tests.workers import SERVER, run_all
 
 # The slowest files, slowest first: if one of them started last, the other workers would be idle while it runs.
 LONGEST = (
-    "stand_ins/test_cuda_paths.py", "engine/test_watchdog.py", "faults/test_environment.py",
-    "end_to_end/test_ranks.py", "stand_ins/test_cuda_costs.py", "stand_ins/test_cuda_stand_in.py",
-    "launch/test_local.py", "tools/measure/test_tuner.py", "sweeps/test_sweeps.py", "tools/measure/test_compare.py",
-    "tasks/test_tractodiff_model.py", "tasks/test_tractodiff_data.py", "commands/test_monitor.py",
-    "trackers/test_trackers.py", "commands/test_plan_of_ranks.py", "distributed/test_sharded.py",
-    "distributed/test_pipelined.py", "faults/test_resume_matrix.py", "faults/test_secrets.py",
-    "tools/measure/suites/test_parallelism.py", "tools/measure/test_advisor.py",
-    "tools/measure/suites/test_before_after.py",
-    "tools/measure/suites/test_devices.py", "launch/test_two_nodes.py", "end_to_end/test_what_changed.py",
-    "tools/report/test_report.py", "tools/measure/suites/test_ladder.py", "faults/test_signals_of_runs.py",
-    "end_to_end/test_phases_as_data.py", "tools/doctor/test_command.py", "forecast/test_forecast.py",
-    "laws/test_tasks.py",
-    "commands/test_profile.py", "faults/test_configuration_fuzz.py", "end_to_end/test_contributing.py",
-    "config/test_configuration.py", "end_to_end/test_packaging.py", "faults/test_out_of_memory.py",
+    "stand_ins/test_ranks_over_nccl.py", "stand_ins/test_cuda_paths.py", "end_to_end/test_ranks.py",
+    "faults/test_environment.py", "trackers/test_trackers.py", "distributed/test_sharded.py", "sweeps/test_sweeps.py",
+    "faults/test_resume_matrix.py", "faults/test_secrets.py", "tasks/test_tractodiff_model.py",
+    "tools/measure/test_tuner.py", "launch/test_two_nodes.py", "commands/test_plan_of_ranks.py",
+    "tools/measure/test_compare.py", "faults/test_signals_of_runs.py", "tools/measure/suites/test_parallelism.py",
+    "tools/report/test_report.py", "tools/measure/suites/test_before_after.py", "end_to_end/test_phases_as_data.py",
+    "end_to_end/test_contributing.py", "commands/test_monitor.py", "stand_ins/test_no_hazards.py",
+    "tools/measure/suites/test_ladder.py", "end_to_end/test_packaging.py", "faults/test_configuration_fuzz.py",
+    "tools/measure/test_advisor.py", "axes/test_dataloader.py", "forecast/test_forecast.py",
+    "end_to_end/test_streams.py", "launch/test_local.py", "stand_ins/test_nvml_beside_torch.py",
+    "faults/test_out_of_memory.py", "durable/test_checkpoint.py", "distributed/test_pipelined.py",
+    "laws/test_tasks.py", "monitor/test_monitor_thread.py", "engine/test_watchdog.py",
+    "distributed/test_batch_norm.py", "config/test_configuration.py", "stand_ins/test_cuda_stand_in.py",
 )  # fmt: skip
 
 MANY = 10  # number of tests from which it pays to import everything up front
@@ -74,6 +75,13 @@ def pytest_configure(config: pytest.Config) -> None:
     hypothesis.settings.register_profile("accel-run", deadline=None, derandomize=not tallies.IS_LONG)
     hypothesis.settings.load_profile("accel-run")
     _compose_once(config)
+    if config.option.workers and not config.option.collectonly:
+        while_collecting = ExitStack()
+        config.add_cleanup(while_collecting.close)
+        config.stash[SERVER] = while_collecting.enter_context(ForkServer.started())  # imports torch
+        build = [sys.executable, "-m", "tests.stand_ins.cuda", "build"]  # if it is missing or stale, in 30 s
+        quiet = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+        while_collecting.enter_context(subprocess.Popen(build, cwd=ROOT, **quiet))
 
 
 def _compose_once(config: pytest.Config) -> None:

@@ -9,6 +9,7 @@ import before the command starts.
 from __future__ import annotations
 
 import base64
+import ctypes
 import importlib
 import json
 import os
@@ -26,6 +27,7 @@ from typing import Any, TextIO, TypeVar
 
 ROOT = Path(__file__).parent.parent
 T = TypeVar("T")
+PR_SET_PDEATHSIG = 1  # linux/prctl.h
 SERVER = "from tests.forkserver import serve; serve()"  # scripts/mutants.py runs it in a fork instead
 
 
@@ -65,7 +67,8 @@ def _answer_all(requests: TextIO, answers: TextIO) -> None:
 
 
 def _be_twin(requests: str, answers: str) -> None:
-    """Serve requests from another pipe until it is closed, then exit."""
+    """Serve requests from another pipe until it is closed, then exit; also exit with the first server."""
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
     with open(requests) as reading, open(answers, "w") as writing:  # noqa: PTH123 - each waits for the other side
         for number in (0, 1):  # drop the pipes of the first server, so that their other ends see it exit
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
@@ -148,15 +151,22 @@ class ForkServer:
 
     @contextmanager
     def twin_at(self) -> Iterator[list[str]]:
-        """Start a twin; return the paths of its pipes, to which one process must connect."""
+        """Start a twin; return the paths of its pipes, to which one process may connect."""
         self.clear()
-        with tempfile.TemporaryDirectory() as name:
-            pipes = [str(Path(name) / way) for way in ("requests", "answers")]
-            for pipe in pipes:
-                os.mkfifo(pipe)
-            self._send({"twin": pipes})
+        with self.twins_at(1) as (pipes,):
             self._answer()
             yield pipes
+
+    @contextmanager
+    def twins_at(self, number: int) -> Iterator[list[list[str]]]:
+        """Start twins as soon as this server has started, without waiting for it, and do nothing else with it."""
+        with tempfile.TemporaryDirectory() as name:
+            made = [[str(Path(name) / f"{way}-{twin}") for way in ("requests", "answers")] for twin in range(number)]
+            for pipes in made:
+                for pipe in pipes:
+                    os.mkfifo(pipe)
+                self._send({"twin": pipes})
+            yield made
 
     @classmethod
     @contextmanager

@@ -14,7 +14,7 @@ import struct
 import sys
 import threading
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from multiprocessing.connection import Connection, Pipe, wait
 from typing import Any
 
@@ -22,10 +22,13 @@ import pytest
 
 from tests.faults import tallies
 from tests.forkserver import ForkServer
+from tests.stand_ins.cuda.build import why_not
+from tests.stand_ins.forked import StandIn
 
 Files = Sequence[Sequence[pytest.Item]]
 NUMBER = struct.Struct("H")  # of a file, in a pipe that all workers read; the pipe has room for 32,768
-SERVER: pytest.StashKey[ForkServer] = pytest.StashKey()  # stash key in a worker's configuration
+SERVER: pytest.StashKey[ForkServer] = pytest.StashKey()  # stash key in the configuration; each worker has a twin
+STAND_IN: pytest.StashKey[list[str]] = pytest.StashKey()  # pipes of a worker's twin of the server on the stand-in
 
 
 def run_all(session: pytest.Session, num_workers: int) -> None:
@@ -39,10 +42,12 @@ def run_all(session: pytest.Session, num_workers: int) -> None:
         stack.callback(os.close, queue)
         with os.fdopen(filling, "wb") as file:
             file.write(b"".join(NUMBER.pack(number) for number in range(len(files))))
-        server = stack.enter_context(ForkServer.started())
+        server = session.config.stash[SERVER]
+        num_workers = min(num_workers, len(files))
+        stand_ins = stack.enter_context(_stand_ins(session, num_workers))
         workers = [
-            stack.enter_context(Worker(session, files, queue, stack.enter_context(server.twin())))
-            for _ in range(min(num_workers, len(files)))
+            stack.enter_context(Worker(session, files, queue, stack.enter_context(server.twin()), pipes))
+            for pipes in stand_ins
         ]
         while any(worker.runs for worker in workers):
             wait([channel for worker in workers for channel in worker.channels])
@@ -52,10 +57,22 @@ def run_all(session: pytest.Session, num_workers: int) -> None:
                 raise session.Failed(session.shouldfail)
 
 
+@contextmanager
+def _stand_ins(session: pytest.Session, number: int) -> Iterator[list[list[str]]]:
+    """Start one server on the stand-in for GPUs if a test needs it; yield the pipes of a twin for each worker."""
+    if not any("stand_in" in getattr(item, "fixturenames", ()) for item in session.items) or why_not():
+        yield [[]] * number
+        return
+    with StandIn.started() as stand_in, stand_in.server.twins_at(number) as pipes:
+        yield pipes
+
+
 class Worker:
     """A forked process that runs files of tests until none is left."""
 
-    def __init__(self, session: pytest.Session, files: Files, queue: int, server: ForkServer) -> None:
+    def __init__(
+        self, session: pytest.Session, files: Files, queue: int, server: ForkServer, stand_in: list[str]
+    ) -> None:
         self._session = session
         self._hook = session.config.hook
         self._test: dict[str, Any] = {"nodeid": "no test", "location": ("", None, "no test")}  # running now
@@ -65,6 +82,7 @@ class Worker:
             code = 1
             try:
                 session.config.stash[SERVER] = server
+                session.config.stash[STAND_IN] = stand_in
                 _work(session, files, queue, sending)
                 code = 0
             except BaseException:
