@@ -70,6 +70,18 @@ def test_export_writes_the_weights_of_the_chosen_checkpoint(server: ForkServer, 
         assert all(bool((result[name] == wanted[name]).all()) for name in wanted)
 
 
+def test_evaluate_and_inference_use_the_chosen_checkpoint(server: ForkServer, folder: Path) -> None:
+    for word, number in (("", best(folder)), ("checkpoint=last", 6), ("checkpoint=4", 4)):
+        record = json.loads(ran(server, folder, f"evaluate mine --json {word}".strip()).out)
+        assert (record["update"], record["metrics"]["val/loss"]) == (number, losses(folder)[number])
+        shown = ran(server, folder, f"inference mine {word}".strip()).out
+        assert checkpoint_path(Path(), number).name in shown
+        assert f"val/loss {losses(folder)[number]:.4g}" in shown
+        weights = load(checkpoint_path(folder / "outputs/mine/checkpoints", number)).tensors("model")
+        (predicted,) = (folder / "outputs/mine/predictions").glob("bias.txt")
+        assert float(predicted.read_text()) == weights["2.bias"].item()
+
+
 def test_status_and_report_mark_the_best_and_the_last(server: ForkServer, folder: Path) -> None:
     lines = {
         line.split(":")[0].split()[-1]: line

@@ -112,6 +112,15 @@ def test_untrainable_configurations_are_refused(
     assert result.code == 78, result.err
 
 
+def test_an_objective_whose_loss_ignores_its_parameters_is_refused(server: ForkServer, tmp_path: Path) -> None:
+    """Parameters of other objectives have no gradient meanwhile."""
+    ignored = EXAMPLE.read_text(encoding="utf-8").replace("-model.discriminator(fake)", "-model.discriminator(real)", 1)
+    (tmp_path / "own_gan.py").write_text(ignored)
+    result = server.run(f"train --task own_gan.py {ON_CPU}", tmp_path)
+    assert result.code == 70, result.err
+    assert "own_gan.py" in result.err
+
+
 def test_an_objective_may_use_an_optimizer_of_the_task_file(server: ForkServer, tmp_path: Path) -> None:
     own = """
 def slow(parameters, *, lr: float = 0.1):

@@ -83,6 +83,32 @@ def test_a_file_shards_and_a_hugging_face_folder_give_the_same_weights(tmp_path:
         assert_has(model, source())
 
 
+SMALL = {"vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize("shard_size", [10_000_000, 4000], ids=["one file", "shards"])
+def test_a_folder_saved_by_transformers_is_loaded(shard_size: int, tmp_path: Path) -> None:
+    """GPT-2 with tied weights, and the body of BERT under other names, with a new head."""
+    transformers = pytest.importorskip("transformers", reason="the package transformers is not installed")
+    config = transformers.AutoConfig.for_model("gpt2", **SMALL, bos_token_id=None, eos_token_id=None)
+    saved, model = (transformers.AutoModelForCausalLM.from_config(config) for _ in range(2))
+    saved.save_pretrained(tmp_path / "gpt2", max_shard_size=shard_size)
+    assert (len(list((tmp_path / "gpt2").glob("*.safetensors"))) > 1) == (shard_size < 10_000)
+    begun(model, tmp_path / "gpt2")
+    assert_has(model, saved.state_dict())
+
+    config = transformers.AutoConfig.for_model("bert", **SMALL, num_labels=3)
+    body = transformers.AutoModel.from_config(config)
+    body.save_pretrained(tmp_path / "bert", max_shard_size=shard_size)
+    model = transformers.AutoModelForSequenceClassification.from_config(config)
+    head = {name: tensor.clone() for name, tensor in model.classifier.state_dict(prefix="classifier.").items()}
+    rename = {name: f"bert.{name}" for name in ("embeddings", "encoder", "pooler")}
+    shown = begun(model, tmp_path / "bert", rename=rename, only=["bert"])
+    assert_has(model, {f"bert.{name}": tensor for name, tensor in body.state_dict().items()} | head)
+    assert "classifier.weight" not in shown
+    assert f"bert ({len(body.state_dict())})" in begun(model, tmp_path / "bert", rename=rename, strict=False)
+
+
 def test_links_of_a_hugging_face_cache_are_followed(tmp_path: Path) -> None:
     save_file(source(), tmp_path / "blob")
     (tmp_path / "snapshot").mkdir()
