@@ -90,6 +90,7 @@ def pipeline(
     schedule: Literal["1f1b", "gpipe"] = "1f1b",
     split: list[PositiveInt] | None = None,
     balance: Literal["memory", "time"] = "memory",
+    init: Literal["auto", "full", "meta"] = "auto",
     restarts: Count = 3,
     timeout_s: Positive = 600.0,
 ) -> Parallel:
@@ -99,6 +100,8 @@ def pipeline(
     schedule    1f1b: backward as early as possible; gpipe: all forward passes first
     split       number of layers of each stage; null: by balance
     balance     memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
+    init        full: each rank builds the whole model, then frees other layers; meta: without memory, and each rank
+                initializes its layers, to the same values; auto: meta if the task allows it
     restarts    how often a run resumes on the remaining ranks after a rank was killed
     timeout_s   seconds after which a rank that does not respond is considered lost
     Source: torch.distributed.pipelining; Narayanan et al., Efficient Large-Scale Language Model Training, SC 2021.
@@ -107,7 +110,7 @@ def pipeline(
         return Parallel(world)
     from runner.distributed.pipelined import Pipelined  # imports torch's compiler, which is slow
 
-    return Pipelined(world, schedule=schedule, split=split, balance=balance)
+    return Pipelined(world, schedule=schedule, split=split, balance=balance, init=init)
 
 
 def auto(world: World, *, world_size: PositiveInt | Auto = "auto") -> Parallel:

@@ -63,6 +63,7 @@ def measure_costs(
     repeats: int = 3,
     forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     synchronize: Callable[[], None] = lambda: None,
+    weights: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
 ) -> list[LayerCost]:
     """Measure the costs of the layers for these inputs of the first one, on the device that holds all of them.
 
@@ -70,6 +71,7 @@ def measure_costs(
 
     scale    micro-batch over the batch of `inputs`: factor for all costs that depend on the batch
     repeats  number of timed passes
+    weights  context in which a layer has its weights, if they are not allocated yet
     """
     costs: list[LayerCost] = []
     value: Any = tuple(inputs)
@@ -78,10 +80,10 @@ def measure_costs(
     with restore_buffers(modules), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         for number, (cost, layer) in enumerate(zip(estimate_costs(model, layers), layers, strict=True)):
             call = (lambda given, layer=layer: layer(*given)) if number == 0 else layer
-            saved, value_after = measure_saved_bytes(layer, call, detach_inputs(value), forward)
-            seconds = [_seconds(layer, call, detach_inputs(value), forward, synchronize) for _ in range(repeats + 1)][
-                1:
-            ]
+            with weights(layer):
+                saved, value_after = measure_saved_bytes(layer, call, detach_inputs(value), forward)
+                timed = [_seconds(layer, call, detach_inputs(value), forward, synchronize) for _ in range(repeats + 1)]
+            seconds = timed[1:]
             costs.append(
                 LayerCost(
                     cost.name,
@@ -123,7 +125,7 @@ def record_saved_storages(lasting: Iterable[Tensor]) -> Iterator[Mapping[int, in
         storage = tensor.untyped_storage()
         if storage._cdata not in excluded:
             saved[storage._cdata] = storage.nbytes()
-        return tensor
+        return tensor.detach()  # an output that its own graph refers to would never be freed
 
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         yield saved

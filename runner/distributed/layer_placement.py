@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -21,6 +22,7 @@ from runner.distributed.layer_costs import ADAMW_BYTES, LayerCost, estimate_cost
 from runner.host.resources import memory_bytes
 
 Example = Callable[[], Sequence[Tensor]]
+Weights = Callable[[nn.Module], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -62,15 +64,22 @@ class Placement:
 
 
 def place_layers(
-    world: World, model: nn.Module, layers: Sequence[nn.Module], request: PlacementRequest, example: Example | None
+    world: World,
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    request: PlacementRequest,
+    example: Example | None,
+    weights: Weights | None = None,
 ) -> Placement:
     """Return the placement, from layer costs on rank 0 and device memory of all ranks; the same on all ranks.
+
+    weights  context in which a layer has its weights on the CPU, if they are not allocated yet
 
     Raises ConfigError on all ranks if there is none.
     """
     costs: list[LayerCost] = []
     raise_on_all_ranks(
-        catch_exception(lambda: costs.extend(_costs(world, model, layers, request, example))), world, WHERE
+        catch_exception(lambda: costs.extend(_costs(world, model, layers, request, example, weights))), world, WHERE
     )
     mine = {
         "memory": _memory_bytes(world, request),
@@ -215,10 +224,15 @@ WHERE = "parallelism=pipeline"
 
 
 def _costs(
-    world: World, model: nn.Module, layers: Sequence[nn.Module], request: PlacementRequest, example: Example | None
+    world: World,
+    model: nn.Module,
+    layers: Sequence[nn.Module],
+    request: PlacementRequest,
+    example: Example | None,
+    weights: Weights | None,
 ) -> list[LayerCost]:
     """Measure the layers if possible, else estimate costs from their parameters."""
-    place = next(iter(model.parameters())).device
+    place = torch.device("cpu") if weights else next(iter(model.parameters())).device
     if example is None or place != world.device or len(layers) < world.world_size:
         return estimate_costs(model, layers)
     try:
@@ -228,7 +242,15 @@ def _costs(
     size = next((tensor.shape[0] for tensor in inputs if isinstance(tensor, Tensor) and tensor.dim()), 1)
     scale = (request.samples or size) / max(1, size)
     repeats = 3 if request.balance == "time" else 1
-    return measure_costs(model, layers, inputs, scale=scale, repeats=repeats, synchronize=world.synchronize)
+    return measure_costs(
+        model,
+        layers,
+        inputs,
+        scale=scale,
+        repeats=repeats,
+        synchronize=world.synchronize,
+        weights=weights or nullcontext,
+    )
 
 
 def _memory_bytes(world: World, request: PlacementRequest) -> int:

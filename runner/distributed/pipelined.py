@@ -46,7 +46,7 @@ from runner.distributed.layer_placement import (
     shared_modules,
     shared_parameters,
 )
-from runner.distributed.parallel import Copy, ForwardPasses, Parallel, Sums, copy_to_host
+from runner.distributed.parallel import Copy, ForwardPasses, ModelInit, Parallel, Sums, copy_to_host
 from runner.distributed.pipeline_schedule import PipelineSchedule
 from runner.distributed.stages import (
     Call,
@@ -72,6 +72,7 @@ class Pipelined(Parallel):
     balance              memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
     memory_bytes         memory limit per rank's device; None: all of it
     bytes_per_parameter  per trained parameter: value, gradient and optimizer state
+    init                 how the model is built, see Parallel
     """
 
     is_lockstep = True
@@ -89,8 +90,10 @@ class Pipelined(Parallel):
         balance: partition.Balance = "memory",
         memory_bytes: Sequence[int] | None = None,
         bytes_per_parameter: float = ADAMW_BYTES,
+        init: ModelInit = "full",
     ) -> None:
         super().__init__(world)
+        self.init = init
         self.schedule = PipelineSchedule(world, schedule)
         self.num_stages = self.schedule.num_stages
         self.request = PlacementRequest(schedule, num_microbatches, split, balance, memory_bytes, bytes_per_parameter)
@@ -126,11 +129,17 @@ class Pipelined(Parallel):
 
         The model may be on the CPU: only this rank's layers are moved to its device. All ranks raise the same error.
         """
+        deferred = self.deferred
+        if deferred:
+            deferred.prepare(model, self.world.device)  # before layers(), whose modules may share buffers
         all_layers = layers_on_all_ranks(self.world, model, layers)
         if not self.world.is_simulated:
             broadcast_model(model)
-        self.placement = place_layers(self.world, model, all_layers, self.request, self._example)
+        weights = deferred.materialized if deferred else None
+        self.placement = place_layers(self.world, model, all_layers, self.request, self._example, weights)
         own_layers = [all_layers[layer] for layer in self.placement.split.ranges[self.world.rank]]
+        if deferred:
+            deferred.materialize(model, own_layers, self.world.device)
         self._stage = Stage(self.world.rank, self.num_stages, own_layers, model, self.world, self.stopwatch)
         own_modules = {module for layer in own_layers for module in layer.modules()}
         self._parameters = set(self._stage.parameters())

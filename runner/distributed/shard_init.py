@@ -1,8 +1,9 @@
-"""Allocate the shards of a model that was built with deferred initialization, and compute their values."""
+"""Allocate a rank's part of a model that was built with deferred initialization, and compute its values."""
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -47,6 +48,40 @@ class DeferredModel:
             if self.recording.is_deferred(weight)
         }
         return DeferredShards(self, refs, device)
+
+    def materialize(self, model: nn.Module, layers: Iterable[nn.Module], device: torch.device) -> None:
+        """Allocate and compute the parameters of these layers in place, one at a time; tied ones stay tied."""
+        loaded = {weight for name, weight in model.named_parameters(remove_duplicate=False) if name in self.loaded}
+        for weight in self._deferred_parameters(layers):
+            is_loaded = weight in loaded
+            value = torch.empty_like(weight, device=device) if is_loaded else self.recording.value(weight).to(device)
+            allocated = nn.Parameter(value, requires_grad=weight.requires_grad)
+            vars(allocated).update(vars(weight))
+            # In place: all modules that share it have the new one.
+            torch.utils.swap_tensors(weight, allocated)  # type: ignore[no-untyped-call]
+
+    @contextmanager
+    def materialized(self, layer: nn.Module) -> Iterator[None]:
+        """Give a layer other parameters with its values on the CPU inside the context.
+
+        Not in place: the graph of a pass may refer to them for longer.
+        """
+        values = {
+            weight: nn.Parameter(self.recording.value(weight), requires_grad=weight.requires_grad)
+            for weight in self._deferred_parameters([layer])
+        }
+        replaced = [(module, dict(module._parameters)) for module in layer.modules()]
+        for module, weights in replaced:
+            module._parameters.update({key: values[weight] for key, weight in weights.items() if weight in values})
+        try:
+            yield
+        finally:
+            for module, weights in replaced:
+                module._parameters.update(weights)
+
+    def _deferred_parameters(self, layers: Iterable[nn.Module]) -> list[nn.Parameter]:
+        weights = dict.fromkeys(weight for layer in layers for weight in layer.parameters())
+        return [weight for weight in weights if self.recording.is_deferred(weight)]
 
 
 @dataclass(frozen=True)

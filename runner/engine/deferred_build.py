@@ -1,4 +1,4 @@
-"""Build the task of a strategy that shards: without the memory of its large tensors, if the task allows it."""
+"""Build the task of a strategy that divides the model: without its large tensors, if the task allows it."""
 
 from __future__ import annotations
 
@@ -46,4 +46,4 @@ def build_task(plan: Plan, parallel: Parallel, world: World, loaded: Collection[
         raise ConfigError(Problem(what, "parallelism.init=meta", "use parallelism.init=auto or full"))
     del recording, task
     seed_everything(plan.settings.seed)
-    return load_task(plan), [f"each rank builds the whole model before it is sharded: {why_not}"]
+    return load_task(plan), [f"each rank builds the whole model first: {why_not}"]

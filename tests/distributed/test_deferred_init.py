@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -12,11 +13,14 @@ import torch.nn.functional as F
 from runner.tasks.gpt.model import Shape, Transformer
 from torch import Tensor, nn
 from torch.nn.utils import parametrizations
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from runner.axes.optimizer import sgd
 from runner.base.world import World
 from runner.distributed.deferred_init import DeferredInit
 from runner.distributed.parallel import Parallel
+from runner.distributed.pipelined import Pipelined
 from runner.distributed.shard_init import DeferredModel
 from runner.distributed.sharded import Sharded
 from runner.plan.planning_rules import why_no_fsdp
@@ -257,3 +261,68 @@ def uninitialized(world: World) -> list[bool]:
 @pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
 def test_parameters_that_a_checkpoint_replaces_are_not_initialized() -> None:
     assert run_ranks(uninitialized, 2) == [[False, False, True]] * 2
+
+
+class LargestInUse(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Measure the most bytes of tensors that exist at once, of those created inside."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.in_use: dict[int, int] = {}
+        self.largest = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = function(*args, **(kwargs or {}))
+        for tensor in tree_leaves(result):
+            if isinstance(tensor, Tensor) and not tensor.is_meta:
+                storage = tensor.untyped_storage()
+                key = storage._cdata  # lint-tests: private: torch has no public identity of a storage
+                if key not in self.in_use:
+                    self.in_use[key] = storage.nbytes()
+                    weakref.finalize(storage, self.in_use.pop, key)
+        self.largest = max(self.largest, sum(self.in_use.values()))
+        return result
+
+
+WIDE_LAYERS, WIDE = 8, 256
+
+
+def wide() -> nn.Module:
+    return nn.Sequential(*(nn.Sequential(nn.Linear(WIDE, WIDE), nn.Tanh()) for _ in range(WIDE_LAYERS)))
+
+
+def staged(make: Callable[[], nn.Module], layers: Callable[[Any], Any], example: Any, world: World) -> Any:
+    """Return this rank's weights by name, whether layers were measured, and the most bytes in use in `wrap`."""
+    model, recording = deferred(make)
+    assert all(weight.is_meta for weight in model.parameters())
+    parallel = Pipelined(world)
+    parallel.deferred = DeferredModel(recording)
+    parallel.expect_inputs(lambda: example, len(example[0]), 4)
+    with LargestInUse() as memory:
+        parallel.wrap(model, partial(layers, model), [])
+    own = {name: weight.tolist() for name, weight in model.state_dict().items() if not weight.is_meta}
+    return own, all(cost.activation_bytes for cost in parallel.placement.costs[:-1]), memory.largest
+
+
+def test_pipeline_ranks_initialize_their_layers_to_the_weights_of_one_process() -> None:
+    """The layers are measured, and the embedding, which the first and the last stage share, is tied."""
+    expected = {name: weight.tolist() for name, weight in built(gpt).state_dict().items()}
+    tokens = torch.zeros(2, TOKENS, dtype=torch.int64)
+    ranks = run_ranks(partial(staged, gpt, lambda model: model.layers(), (tokens,)), 2)
+    found: set[str] = set()
+    for own, is_measured, _ in ranks:
+        assert is_measured
+        assert own == {name: expected[name] for name in own}
+        found |= set(own)
+    assert found == set(expected)
+    assert "embedding.weight" in ranks[0][0]
+    assert "embedding.weight" in ranks[1][0]
+
+
+def test_a_pipeline_rank_never_holds_more_than_its_stage_and_some_layers() -> None:
+    layer = 4 * (WIDE * WIDE + WIDE)
+    example = (torch.zeros(1, WIDE),)
+    ranks = run_ranks(partial(staged, wide, list, example), 4)
+    for own, _, largest in ranks:
+        assert len(own) == 2 * WIDE_LAYERS // 4
+        assert largest <= (WIDE_LAYERS // 4 + 1) * layer, "its stage, and a layer that is measured or computed"
