@@ -45,6 +45,7 @@ def fsdp(
     batch_norm: Literal["per_rank", "sync"] = "per_rank",
     reshard_after_forward: bool = True,
     communicate: Literal["float32", "bfloat16", "float16"] = "float32",
+    gradients: Literal["auto", "full", "sharded"] = "auto",
     checkpoint: Literal["whole", "parts"] = "whole",
     init: Literal["auto", "full", "meta"] = "auto",
     restarts: Count = 3,
@@ -61,6 +62,8 @@ def fsdp(
                            ranks
     reshard_after_forward  free gathered parameters after each block's forward pass: less memory, more communication
     communicate            communication format of parameters; a 16-bit format must match precision
+    gradients              between the micro-batches of an update. full: unsharded, reduced after the last one; sharded:
+                           reduced after each, which needs less memory and more communication; auto: full if it fits
     checkpoint             whole: rank 0 gathers and writes checkpoints; parts: each rank writes its shards
     init                   full: each rank builds the whole model, then shards it; meta: without memory, and each rank
                            initializes its shards, to the same values; auto: meta if the task allows it
@@ -76,6 +79,7 @@ def fsdp(
         world,
         reshard_after_forward=reshard_after_forward,
         communicate=communicate,
+        shards_gradients=gradients == "sharded",
         saves_parts=checkpoint == "parts",
         init=init,
         shard_size=shard_size if isinstance(shard_size, int) else None,

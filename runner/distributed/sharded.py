@@ -49,6 +49,8 @@ class Sharded(Parallel):
     communicate            format in which parameters are gathered and computed; gradients are summed in float32 (in the
                            parameters' format if wider). A 16-bit format requires a precision of that format:
                            it is also that of activations between blocks. Outputs of the model are float32
+    shards_gradients       reduce gradients after every micro-batch; False: after the last one of an update, which needs
+                           memory for the unsharded sums of all parameters until then
     saves_parts            each rank of the first group writes its shards of a checkpoint; False: rank 0 gathers and
                            writes all
     init                   how the model is built, see Parallel
@@ -65,6 +67,7 @@ class Sharded(Parallel):
         *,
         reshard_after_forward: bool = True,
         communicate: CommunicationDtype = "float32",
+        shards_gradients: bool = False,
         saves_parts: bool = False,
         init: ModelInit = "auto",
         shard_size: int | None = None,
@@ -77,6 +80,7 @@ class Sharded(Parallel):
         self.init = init
         self.reshard_after_forward = reshard_after_forward
         self.communicate = communicate
+        self.shards_gradients = shards_gradients
         self._root: FSDPModule | None = None
         self._buffers: BufferSync
         self._scalars: dict[nn.Parameter, _Scalar] = {}
@@ -225,11 +229,12 @@ class Sharded(Parallel):
         while not last:
             batch, last, skipped, counts, *_ = next(batches)
             stopwatch.lap("data")
-            if last and not is_first:
+            reduces = last or self.shards_gradients
+            if reduces and not (is_first or self.shards_gradients):
                 _unify_dtypes(passes.model)
             is_first = False
-            self._root.set_requires_gradient_sync(last)
-            self._root.set_is_last_backward(last)
+            self._root.set_requires_gradient_sync(reduces)
+            self._root.set_is_last_backward(reduces)
             self._counts = counts
             with nullcontext() if counts else without_side_effects(passes.model):
                 with passes.forward():

@@ -236,6 +236,8 @@ class RankPart:
 
     share       largest share of an update of any rank; smaller micro-batches accumulate. 0: one micro-batch
     reshards    fsdp frees blocks after the forward pass
+    shards_gradients  fsdp reduces gradients after each micro-batch of an update, not after the last one
+    gathered_size     bytes of a parameter that fsdp gathers, relative to those of its shard on all ranks
     shard_size  ranks that hold one copy of the model together with fsdp; 0: all
     in_flight   micro-batches whose activations a stage of a pipeline keeps simultaneously, for each stage
     passes      micro-batches of an update, which a pipeline reads at once
@@ -246,6 +248,8 @@ class RankPart:
     count: int = 1
     share: int = 0
     reshards: bool = True
+    shards_gradients: bool = False
+    gathered_size: float = 1.0
     shard_size: int = 0
     in_flight: float = 1.0
     passes: int = 1
@@ -265,8 +269,17 @@ class RankPart:
             in_flight *= passes / min(passes, MAX_TRACED_MICRO_BATCHES) if options["schedule"] == "gpipe" else 1
         reshards = bool(options.get("reshard_after_forward", True))
         shard_size = options.get("shard_size")
-        shard_size = shard_size if isinstance(shard_size, int) else 0
-        return RankPart(choice.function, count, share, reshards, shard_size, in_flight, passes)
+        return RankPart(
+            choice.function,
+            count,
+            share,
+            reshards,
+            shards_gradients=options.get("gradients") == "sharded",
+            gathered_size=1.0 if options.get("communicate", "float32") == "float32" else 0.5,
+            shard_size=shard_size if isinstance(shard_size, int) else 0,
+            in_flight=in_flight,
+            passes=passes,
+        )
 
 
 @dataclass(frozen=True)
@@ -334,8 +347,8 @@ def _shard_sizes(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str
 
     Gathered parameters: those outside of blocks for the whole pass, and one block with its communication buffer; with
     reshards=False all blocks. Unsharded gradients exist for one block, or for the parameters outside of blocks, and
-    once more for communication; between the micro-batches of an update, for all parameters. Evaluation gathers all
-    parameters, and has neither gradients nor saved activations.
+    once more for communication; between the micro-batches of an update, for all parameters, unless they are reduced
+    after each. Evaluation gathers all parameters, and has neither gradients nor saved activations.
 
     The peak with gradients g(t) / count is convex in 1 / count: at most the line between its values for 0 and 1.
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, torch 2.13.
@@ -345,16 +358,18 @@ def _shard_sizes(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str
     rest = peak.total - fixed  # peak over everything: with unsharded gradients, and without
     without_gradients = max(point.without_gradients, peak.total - peak.gradients) - fixed
     trained = max(demand.model.trained, peak.gradients)
-    if 0 < point.micro_batch_size < part.share:
+    if 0 < point.micro_batch_size < part.share and part.shards_gradients:
+        bound = without_gradients + -(-trained // count)
+    elif 0 < point.micro_batch_size < part.share:
         bound = max(rest, without_gradients + trained)
     else:
         bound = without_gradients + -(-(rest - without_gradients) // count)
     gradients = max(-(-trained // count), bound - (rest - peak.gradients))
     block = demand.model.block
     outside = demand.model.outside if demand.model.outside or block else peak.parameters
-    gathered = outside + 2 * block if part.reshards else peak.parameters + block
+    gathered = round(part.gathered_size * (outside + 2 * block if part.reshards else peak.parameters + block))
     training = gathered + gradients + outside + 2 * block
-    evaluation = peak.parameters + max(outside, block)
+    evaluation = round(part.gathered_size * (peak.parameters + max(outside, block)))
     gathered += max(0, evaluation - training)
     uneven = demand.model.row * (count - 1) // count
     states = -(-peak.optimizer // max(1, peak.parameters))  # state tensors with the shapes of the parameters

@@ -203,6 +203,7 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
         fix = f"use precision={communicated}, or parallelism.communicate=float32"
         planner.problems.append(Problem(what, f"parallelism.communicate={choice.options['communicate']}", fix))
     _shard_size(planner)
+    _gradient_shards(planner)
     if planner.choices["memory"].options.get("channels_last") == "auto":
         planner.set("memory", "channels_last", False, "fsdp shards parameters in memory order, row by row")
     if planner.choices["optimizer"].function in ("adafactor", "muon"):
@@ -251,6 +252,27 @@ def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[
     ):
         return "all", f"auto: 1/{size} of the model does not fit a device"
     return size, f"auto: parameters are gathered within each of {len(machines)} machines; the network carries sums only"
+
+
+def _gradient_shards(planner: Decisions) -> None:
+    """Resolve parallelism.gradients=auto: unsharded between micro-batches, unless only shards fit."""
+    if planner.choices["parallelism"].options["gradients"] != "auto":
+        return
+    count, settings = len(planner.ranks), planner.configuration.settings
+    share = -(-settings.global_batch_size // count)
+    micro = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
+    part = RankPart.from_choice(planner.choices["parallelism"], count, share)
+
+    def fits(part: RankPart) -> bool:
+        sizes = {micro or 1, micro or share}
+        return planner.needs is None or any(planner.needs.fits(planner.ranks, [n] * count, part) for n in sizes)
+
+    if count == 1 or fits(part):
+        reason = "memory was not traced" if planner.needs is None else "unsharded gradients fit"
+        planner.set("parallelism", "gradients", "full", f"auto: {reason}")
+    else:
+        reason = "auto: unsharded gradients of all parameters do not fit between micro-batches"
+        planner.set("parallelism", "gradients", "sharded", reason)
 
 
 def _sharpness(planner: Decisions, gpu: Device | None) -> None:

@@ -48,10 +48,9 @@ def choose_strategy(
     available = f"{format_bytes(min(capacities))} of the {'smaller' if are_unequal else 'same'} device"
 
     def fits_all(strategy: str, size: int = samples) -> bool:
-        return needs.fits(ranks, [size] * count, RankPart(strategy, count, share))
+        return needs.fits(ranks, [size] * count, RankPart(strategy, count, share, shards_gradients=True))
 
     hybrid = {"shard_size": "auto"} if len(ranks_per_machine(ranks)) > 1 else {}
-    # with one micro-batch, no unsharded gradients are accumulated
     shards_fit = can_shard and (fits_all("fsdp") or fits_all("fsdp", micro or share))
     if fits_all("ddp"):
         if not are_unequal:

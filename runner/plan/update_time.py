@@ -215,6 +215,7 @@ class Shards:
 
     count     number of blocks
     reshards  blocks are gathered again for the backward pass
+    reduces_each  gradients are reduced after each micro-batch, not after the last one of an update
     """
 
     count: int
@@ -223,6 +224,7 @@ class Shards:
     block_gradients: float
     outside_gradients: float
     reshards: bool
+    reduces_each: bool = False
 
     @staticmethod
     def of(model: ModelSizes, parameters: int, options: Mapping[str, Any]) -> Shards:
@@ -233,7 +235,9 @@ class Shards:
         count = round((parameters - outside) / model.block) if model.block else 0
         block = (parameters - outside) / max(1, count)
         reshards = bool(options.get("reshard_after_forward", True))
-        return Shards(count, block * size, outside * size, block * gradients, outside * gradients, reshards)
+        reduces_each = options.get("gradients") == "sharded"
+        sent = (block * gradients, outside * gradients)
+        return Shards(count, block * size, outside * size, *sent, reshards, reduces_each)
 
     def traffic(self, passes: int, forward: float, backward: float, ring: Ring, across: Ring = ALONE) -> Traffic:
         """Return the traffic of an update with `passes` micro-batches of `forward` and `backward` seconds each.
@@ -250,18 +254,20 @@ class Shards:
             for nbytes in (self.block_gradients, self.outside_gradients)
         )
         again = gather if self.reshards else 0.0
+        reductions = passes if self.reduces_each else 1
         overlapped = (count - 1) * (
             passes * max(0.0, gather - forward / count)
-            + (passes - 1) * max(0.0, again - backward / count)
-            + max(0.0, again + scatter - backward / count)
+            + (passes - reductions) * max(0.0, again - backward / count)
+            + reductions * max(0.0, again + scatter - backward / count)
         )
-        total = passes * (outside + self.count * (gather + again)) + self.count * scatter + last
-        return Traffic(total, passes * (outside + gather) + overlapped + scatter + last)
+        total = passes * (outside + self.count * (gather + again)) + reductions * (self.count * scatter + last)
+        return Traffic(total, passes * (outside + gather) + overlapped + reductions * (scatter + last))
 
     def copied_bytes(self, passes: int) -> float:
         """Return the bytes that are copied from and to the buffers of collectives, read and written."""
         gathered = passes * (self.outside + self.count * self.block * (1 + self.reshards))
-        return 2 * (gathered + self.outside_gradients + self.count * self.block_gradients)
+        reductions = passes if self.reduces_each else 1
+        return 2 * (gathered + reductions * (self.outside_gradients + self.count * self.block_gradients))
 
 
 # ---------------------------------------------------------------- an update

@@ -172,3 +172,16 @@ def test_a_run_resumes_on_another_number_of_ranks(
 
 def test_weights_that_are_initialized_in_groups_are_those_of_one_process(results: list[dict[str, Any]]) -> None:
     assert results[0]["meta"] == listed(built(Tied).state_dict())
+
+
+def sharded_after_each_micro_batch(world: World) -> Any:
+    run = run_of(world, strategy=partial(in_pairs, shards_gradients=True))
+    run.advance(2)
+    return run.saved()["model"]
+
+
+def test_groups_may_reduce_gradients_after_each_micro_batch() -> None:
+    alone = run_of(ALONE)
+    alone.advance(2)
+    found = run_ranks(sharded_after_each_micro_batch, RANKS)[0]
+    assert distance_of_each(alone.saved()["model"], found) <= PROMISED[torch.float64]

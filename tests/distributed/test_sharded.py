@@ -241,7 +241,11 @@ def test_the_gradient_of_random_splits_is_that_of_one_process(world_size: int, d
 
 
 @pytest.mark.sampled(1)
-@pytest.mark.parametrize("options", [{"reshard_after_forward": False}, {"reshard_after_forward": True}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{"reshard_after_forward": False}, {"reshard_after_forward": True}, {"shards_gradients": True}],
+    ids=str,
+)
 @pytest.mark.parametrize("checkpointed", [False, True])
 def test_keeping_or_recomputing_parameters_does_not_change_the_updates(
     options: dict[str, Any], checkpointed: bool
@@ -656,18 +660,19 @@ def test_a_loss_that_bypasses_the_model_is_refused_on_all_ranks() -> None:
         assert "outside of model(...)" in messages
 
 
-def test_gradients_are_exchanged_once_per_update() -> None:
+def test_gradients_are_exchanged_once_per_update_or_after_each_micro_batch() -> None:
     def exchanged(world: World) -> list[int]:
         result = []
-        for micro in (16, 4):
-            run = Run(world, shares=(16, 16), micro=micro)
+        for micro, options in ((16, {}), (4, {}), (4, {"shards_gradients": True})):
+            run = Run(world, shares=(16, 16), micro=micro, strategy=partial(sharded, **options))
             with profile(activities=[ProfilerActivity.CPU]) as seen:
                 run.advance(1)
             result.append(sum(event.count for event in seen.key_averages() if "reduce_scatter" in event.key))
         return result
 
-    for once, often in run_ranks(exchanged, 2):
-        assert once == often > 0
+    for once, accumulated, each in run_ranks(exchanged, 2):
+        assert once == accumulated > 0
+        assert each == 4 * once
 
 
 def test_given_tensors_are_loaded_if_others_are_missing() -> None:

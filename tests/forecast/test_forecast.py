@@ -467,6 +467,8 @@ def most_of_rank(plan, world) -> int:
         ("fsdp", 4, 1, "true", 1.3),
         ("fsdp", 2, 3, "true", 1.3),
         ("fsdp", 4, 1, "false", 1.3),
+        ("fsdp parallelism.gradients=sharded", 2, 3, "true", 1.3),
+        ("fsdp parallelism.gradients=sharded parallelism.communicate=bfloat16 precision=bf16", 2, 3, "true", 1.3),
     ],
 )
 def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micro, steps, blocks, above):

@@ -112,6 +112,10 @@ def test_each_strategy_adds_its_memory_to_that_of_libraries() -> None:
     assert several.parts["gradients"] >= alone.parts["gradients"], (
         "not sharded before the last micro-batch of an update"
     )
+    sharded = predict_memory(need, 4, rank, RankPart("fsdp", 4, share=8, shards_gradients=True))
+    assert sharded.parts["gradients"] < several.parts["gradients"]
+    half = predict_memory(need, 4, rank, RankPart("fsdp", 4, gathered_size=0.5))
+    assert half.parts["parameters"] < fsdp.parts["parameters"]
     whole = dataclasses.replace(need, model=dataclasses.replace(need.model, block=0))
     assert predict_memory(whole, 4, rank, RankPart("fsdp", 4)).parts["parameters"] > alone.parts["parameters"], (
         "one block"

@@ -12,10 +12,12 @@ from runner.config.request import Request
 from runner.launch.training_ranks import options_for_ranks
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.memory_fit import GIB, MemoryNeeds, RankPart, predict_memory
+from runner.plan.memory_trace import ModelSizes
 from runner.plan.planner import make_plan
 from runner.plan.rank_devices import RankDevice, number_machines, ranks_per_machine
 from runner.plan.run_plan import Plan
 from runner.plan.strategy import choose_strategy
+from runner.plan.update_time import Ring, Shards
 from tests.plan.test_strategy import model, needs
 
 
@@ -103,3 +105,22 @@ def test_the_memory_of_a_rank_is_that_of_a_shard_of_its_group() -> None:
 @pytest.mark.parametrize(("kept", "expected"), [([0, 1, 2], "all"), ([0, 3], 2), ([1], 2)])
 def test_a_run_that_lost_ranks_keeps_its_groups_if_the_others_fill_them(kept: list[int], expected: int | str) -> None:
     assert options_for_ranks({"shard_size": 2}, kept, 4)["shard_size"] == expected
+
+
+@pytest.mark.parametrize(("gib", "expected"), [(12, "sharded"), (13, "full")])
+def test_gradients_stay_sharded_between_micro_batches_only_if_they_do_not_fit(gib: float, expected: str) -> None:
+    """One sample at a time: the activations of the whole share of a rank do not fit."""
+    made = plan_for(on_machines(4, gib=gib), "all", needs(model(24, activations=1.0)))
+    assert made.choices["parallelism"].options["gradients"] == expected
+    assert made.reasons["parallelism.gradients"].startswith("auto: ")
+    assert all(memory.prediction.fits for memory in made.memory)
+
+
+def test_sharded_gradients_are_sent_after_each_micro_batch() -> None:
+    ring = Ring(4, 1e9, 0.0)
+    once, each = (
+        Shards.of(ModelSizes(block=10**8, trained=10**9), 10**9, {"gradients": option}).traffic(3, 0.0, 0.0, ring)
+        for option in ("full", "sharded")
+    )
+    gathered = 3 * 10 * 2 * ring.gather(10**8)  # ten blocks, before each of the two passes
+    assert each.total - gathered == pytest.approx(3 * (once.total - gathered))

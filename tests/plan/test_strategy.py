@@ -54,7 +54,8 @@ def needs(demand: Demand) -> MemoryNeeds:
         (model(14), devices(11, 8), None, "pipeline", {}, "fsdp shards evenly"),
         (model(10, layers=None), devices(11, 8), None, "fsdp", {}, "even shards fit"),
         (model(22), devices(16, 16), None, "fsdp", {}, "a shard fits"),
-        (model(24), devices(16, 16), None, "pipeline", {}, "too large for fsdp"),  # evaluation gathers all parameters
+        (model(25), devices(16, 16), None, "fsdp", {}, "a shard fits"),  # if gradients stay sharded
+        (model(26), devices(16, 16), None, "pipeline", {}, "too large for fsdp"),  # evaluation gathers all parameters
     ],
 )
 def test_the_simplest_fitting_strategy_is_chosen(
