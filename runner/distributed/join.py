@@ -121,6 +121,9 @@ class _SimulatedWorld(World):
     def gather(self, value: Any) -> list[Any]:
         return [value] * self.world_size
 
+    def gather_on_first(self, value: Any) -> list[Any]:
+        return [value] * self.world_size
+
     def broadcast(self, value: Any) -> Any:
         return value
 

@@ -17,9 +17,10 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,8 @@ from runner.base.errors import DataError, StorageError
 from runner.durable import files
 
 if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
+    from torch import Tensor
+
     from runner.base.stored_tensor import StoredTensor
 
 Entry = dict[str, Any]  # name, size and sha256 of a file
@@ -110,21 +113,37 @@ def collect_parts(temporary: Path, part: CheckpointPart, timeout_s: float = 600.
     return entries
 
 
-def open_files(paths: Sequence[Path]) -> dict[str, StoredTensor]:
+def open_files(paths: Sequence[Path], check: Callable[[Path], None] | None = None) -> dict[str, StoredTensor]:
     """Return the tensors of a file, or of all parts, by name; only headers are read.
+
+    check  verifies a file: a single one at once, a part before its values are read for the first time
 
     Raises DataError if a file is not in the safetensors format, or if the parts are inconsistent.
     """
     from runner.durable.stored_tensors import InvalidFormat, join_parts, open_tensors
 
+    if check and len(paths) == 1:
+        check(paths[0])
     parts = []
     for path in paths:
         try:
-            parts.append(open_tensors(path))
+            tensors = open_tensors(path)
         except InvalidFormat as error:  # valid hashes, but untrusted content
             what = f"{path.name} is not in the safetensors format: {error}"
             raise DataError(what, where=str(path.parent), fix="name another checkpoint of the run") from error
+        if check and len(paths) > 1:
+            checked = cache(partial(check, path))
+            tensors = {name: _read_after(checked, tensor) for name, tensor in tensors.items()}
+        parts.append(tensors)
     return join_parts(parts, paths[0].parent)
+
+
+def _read_after(check: Callable[[], None], tensor: StoredTensor) -> StoredTensor:
+    def fill(start: int, rows: Tensor) -> None:
+        check()
+        tensor.fill(start, rows)
+
+    return replace(tensor, fill=fill)
 
 
 def _report_name(rank: int) -> str:

@@ -96,7 +96,7 @@ def open_other_rank(job: Job, world: World, stack: ExitStack) -> tuple[TrainingR
     """Build the run on a rank that neither writes nor prints; rank 0 decides which checkpoint it resumes from."""
     stop = stack.enter_context(StopRequest())
     path = world.broadcast(None)
-    start = check_state(load(Path(path))) if path else None
+    start = check_state(load(Path(path), hashes_tensors=False)) if path else None
     directory = RunDirectory.join(job.folder)
     screen = stack.enter_context(Screen(directory, speaks=False, machine=world.machine_name))
     stack.enter_context(warnings_on(screen))

@@ -6,7 +6,7 @@ import ctypes
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator, Set
+from collections.abc import Iterable, Iterator, Mapping, Sequence, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -19,7 +19,16 @@ def descendants(pid: int) -> dict[int, str]:
 
     Session leaders, such as the service process of a tracker, are omitted together with their descendants.
     """
+    return descendants_of([pid])[pid]
+
+
+def descendants_of(pids: Iterable[int]) -> dict[int, dict[int, str]]:
+    """Return the descendants of each process, with one scan of all processes of the machine."""
     by_parent = _group_by_parent(_processes())
+    return {pid: _find_descendants(pid, by_parent) for pid in pids}
+
+
+def _find_descendants(pid: int, by_parent: Mapping[int, Sequence[_Process]]) -> dict[int, str]:
     found: dict[int, str] = {}
     waiting = [pid]
     while waiting:

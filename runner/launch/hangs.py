@@ -17,7 +17,7 @@ from runner.base.errors import AccelRunError, Hang
 from runner.engine.watchdog import MIN_TIMEOUT_S, WORKER, format_hang, hang_error
 from runner.host import stacks
 from runner.host.heartbeat import Heartbeat, HeartbeatTable
-from runner.host.process_tree import descendants, process_state
+from runner.host.process_tree import descendants_of, process_state
 
 TICK_S = 0.5
 
@@ -132,7 +132,8 @@ class HangDetector:
         """Return the report, with the stacks of all ranks that respond."""
         rank_by_pid = {pid: rank for rank, pid in self.pids.items() if rank in self.states}
         states = {pid: process_state(pid) for pid in rank_by_pid}
-        workers = {child: (pid, state) for pid in rank_by_pid for child, state in descendants(pid).items()}
+        trees = descendants_of(rank_by_pid)
+        workers = {child: (pid, state) for pid, tree in trees.items() for child, state in tree.items()}
         stacks_by_pid: dict[int, str] = {}
         with suppress(OSError):
             stacks_by_pid = stacks.request_stacks(

@@ -165,7 +165,7 @@ def to_error(result: LaunchResult) -> AccelRunError:
         return rebuild_error(AccelRunError, tuple(problems), Exit(cause.exit_code), result.place)
     what = f"rank {cause.rank} of {len(result.results)} {cause.what}, after {cause.seconds:.1f} s"
     if cause.is_victim and result.killed:
-        ranks = ", ".join(str(rank) for rank in result.killed)
+        ranks = abbreviate(result.killed)
         what += f"; rank {ranks} did not respond" if len(result.killed) == 1 else f"; ranks {ranks} did not respond"
     if cause.signal and cause.traceback:  # a crash in C code; stacks.txt has all threads
         fix = "\n".join([*_crash_site(cause.traceback), _RERUN_HINT])
@@ -439,6 +439,8 @@ def _fork(main: Main, member: RankInfo, folder: Path, requests: _SignalRequests,
         pid = os.fork()
         if pid == 0:
             requests.close()
+            for other in ranks:  # otherwise rank n would hold n descriptors, and all together the square of that
+                os.close(other.descriptor)
             run_rank(main, member, supervisor, folder, {signal.Signals(number) for number in mask})
         try:
             ranks.append(_Rank(member.rank, pid, os.pidfd_open(pid)))

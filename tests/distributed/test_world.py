@@ -16,6 +16,7 @@ def collectives(world: World) -> list[object]:
     mine = torch.tensor([1.0 + world.rank, 10.0])
     return [
         world.gather({"rank": world.rank, "text": "x" * (5 * world.rank)}),
+        world.gather_on_first({"rank": world.rank, "text": "x" * (5 * world.rank)}),
         world.broadcast(["first", world.rank]),
         world.sum(mine.clone()).tolist(),
         world.max(mine.clone()).tolist(),
@@ -25,15 +26,16 @@ def collectives(world: World) -> list[object]:
 
 
 def test_every_rank_receives_the_same_values() -> None:
-    for got in run_ranks(collectives, 3):
+    everything = [{"rank": rank, "text": "x" * (5 * rank)} for rank in range(3)]
+    for number, got in enumerate(run_ranks(collectives, 3)):
         assert got == [
-            [{"rank": rank, "text": "x" * (5 * rank)} for rank in range(3)],
-            ["first", 0], [6.0, 30.0], [3.0, 10.0], True, False,
+            everything, [] if number else everything, ["first", 0], [6.0, 30.0], [3.0, 10.0], True, False,
         ]  # fmt: skip
 
 
 def test_collectives_of_a_single_process_return_their_input() -> None:
-    assert collectives(World(CPU)) == [[{"rank": 0, "text": ""}], ["first", 0], [1.0, 10.0], [1.0, 10.0], False, False]
+    alone = [{"rank": 0, "text": ""}]
+    assert collectives(World(CPU)) == [alone, alone, ["first", 0], [1.0, 10.0], [1.0, 10.0], False, False]
 
 
 def test_the_first_rank_of_each_other_machine_names_it() -> None:

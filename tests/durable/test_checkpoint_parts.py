@@ -14,7 +14,16 @@ from torch import Tensor
 
 from runner.base.errors import DataError, StorageError
 from runner.durable import checkpoint_parts, files
-from runner.durable.checkpoint import Snapshot, checkpoint_path, load, load_newest, recover, save, save_part, verify
+from runner.durable.checkpoint import (
+    Snapshot,
+    checkpoint_path,
+    load,
+    load_newest,
+    recover,
+    save,
+    save_part,
+    verify,
+)
 from runner.durable.checkpoint_parts import CheckpointPart, open_files
 from runner.durable.checkpoint_writer import CheckpointWriter, PartWriter
 from tests.durable.parts import RANKS, parts_of
@@ -44,6 +53,45 @@ def test_parts_read_as_one(tmp_path: Path, num_ranks: int) -> None:
     names = {file.name for file in path.iterdir()}
     assert len([name for name in names if name.startswith("model-part")]) == num_ranks
     assert len(names) == 3 * num_ranks + 2, "reports are removed"
+
+
+@pytest.mark.parametrize("num_ranks", [2, 4, 8])
+def test_a_rank_hashes_only_the_parts_that_it_reads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_ranks: int
+) -> None:
+    """Rank 0 verifies all parts. If every rank did, they would read n * n parts of n ranks."""
+    path = saved(tmp_path, 1, num_ranks)
+    hashed: list[str] = []
+    hash_file = files.file_sha256
+    monkeypatch.setattr(files, "file_sha256", lambda file: hashed.append(file.name) or hash_file(file))
+    stored = load(path, hashes_tensors=False).stored("model")
+    assert hashed == ["state.json"]
+    for tensor in stored.values():
+        if tensor.shape:
+            tensor.read(0, 1)
+            tensor.read(0, 1)
+    assert hashed == ["state.json", "model-part00000.safetensors"]
+    assert len(files.read(path / "MANIFEST.json")) < 1000 + 600 * num_ranks
+
+
+def test_a_part_that_changed_after_its_verification_is_not_read(tmp_path: Path) -> None:
+    path = saved(tmp_path, 1, 2)
+    stored = load(path, hashes_tensors=False).stored("model")
+    changed = path / "model-part00001.safetensors"
+    content = bytearray(changed.read_bytes())
+    content[-1] ^= 1
+    changed.write_bytes(content)
+    tensor = next(tensor for tensor in stored.values() if tensor.shape and tensor.shape[0] > 1)
+    tensor.read(0, 1)
+    with pytest.raises(DataError, match="changed since"):
+        tensor.read()
+
+
+def test_a_part_of_another_size_is_not_loaded_without_its_hash(tmp_path: Path) -> None:
+    path = saved(tmp_path, 1, 2)
+    (path / "model-part00001.safetensors").write_bytes(b"")
+    with pytest.raises(DataError, match="bytes, but has 0"):
+        load(path, hashes_tensors=False)
 
 
 def test_no_checkpoint_exists_before_the_last_part_is_durable(tmp_path: Path) -> None:
