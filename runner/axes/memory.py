@@ -63,8 +63,9 @@ def checkpoint(
     """Keep only the inputs of the task's blocks and recompute activations in the backward pass.
 
     Gradients are bitwise equal, dropout included; forward passes without gradients are not affected. With a 16-bit
-    precision, copies of weights are freed after each block, unless modules share weights. The gradient of a module
-    outside of the blocks that is called both before and after one is then summed in float32.
+    precision, copies of weights are freed after each of several blocks, unless modules share weights. The gradients of
+    separate calls in one forward pass are then summed in float32, not in 16 bits, and differ by rounding: of blocks
+    that are called again, as by a loss with two forward passes, and of modules called both before and after a block.
 
     every          checkpoint every n-th block
     channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
@@ -93,7 +94,7 @@ def selective(
 ) -> MemoryReport:
     """Keep the inputs of the task's blocks and their costly results; recompute the cheap ones.
 
-    Gradients are bitwise equal; forward passes without gradients are not affected.
+    Gradients are equal as with memory=checkpoint; forward passes without gradients are not affected.
 
     save           matmul: keep the results of matrix products, convolutions and attention; attention: of attention only
     channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
@@ -125,8 +126,9 @@ def budget(
 ) -> MemoryReport:
     """Recompute only as many of the task's blocks as the device's memory requires.
 
-    Gradients are bitwise equal; forward passes without gradients are not affected. The plan traces the run on fake
-    tensors and takes the blocks that free most bytes per operation, until the prediction is below the limit.
+    Gradients are equal as with memory=checkpoint; forward passes without gradients are not affected. The plan traces
+    the run on fake tensors and takes the blocks that free most bytes per operation, until the prediction is below the
+    limit.
 
     limit_gib      memory limit on the device in GiB; null: all of the device
     recompute      indices of the blocks to recompute, without duplicates; auto: chosen by the plan, or all
@@ -181,11 +183,13 @@ def _checkpoint_blocks(
 def _has_shared_weights(model: nn.Module, blocks: Sequence[nn.Module]) -> bool:
     """Return whether autocast may convert a weight for several modules, or for a block that is used several times.
 
-    Embeddings are not converted.
+    A single block counts as shared: it may be called in a loop, and there is little to free. Repeated calls of one of
+    several blocks cannot be seen before they happen. Embeddings are not converted.
     """
-    if len(set(blocks)) < len(blocks):
+    if len(set(blocks)) < max(len(blocks), 2):
         return True
-    layers = [module for module in model.modules() if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
+    modules = [module for _, module in model.named_modules(remove_duplicate=False)]  # one module may have many places
+    layers = [module for module in modules if not isinstance(module, (nn.Embedding, nn.EmbeddingBag))]
     weights = [weight for module in layers for weight in module.parameters(recurse=False)]
     return len(set(weights)) < len(weights)
 

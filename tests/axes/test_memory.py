@@ -152,26 +152,32 @@ def test_weights_converted_for_a_checkpointed_block_are_freed_after_it(how: str)
 
 
 class Shared(nn.Module):
-    """Call a block twice, and a layer before and after it."""
+    """Use a weight in several blocks, before and after them, or in several calls of a block."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList([Block(), Block()])
+        self.calls = 4 if how == "one block, called four times" else 1
+        self.blocks = nn.ModuleList(Block() for _ in range(3 if self.calls == 1 else 1))
         self.first, self.last = nn.Linear(16, 16), nn.Linear(16, 16)
         if how == "between modules":
             self.last.weight = self.first.weight
         elif how == "between blocks":
             self.blocks[1].mix.weight = self.blocks[0].mix.weight  # type: ignore[union-attr]
+        elif how == "one module in all blocks":
+            for block in self.blocks:
+                block.mix = self.blocks[0].mix
 
     def forward(self, inputs: Tensor) -> Tensor:
         inputs = self.first(inputs)
-        for block in self.blocks:
+        for block in [*self.blocks] * self.calls:
             inputs = block(inputs)
         result: Tensor = self.last(inputs)
         return result
 
 
-@pytest.mark.parametrize("how", ["between modules", "between blocks"])
+@pytest.mark.parametrize(
+    "how", ["between modules", "between blocks", "one module in all blocks", "one block, called four times"]
+)
 def test_a_shared_weight_has_the_same_gradient_with_checkpointing_under_autocast(how: str) -> None:
     """Its gradient is summed in bfloat16 if it is converted once, and in float32 if it is converted for each use."""
     torch.manual_seed(0)
