@@ -93,11 +93,14 @@ def _pin(value: Any) -> Any:
 
 
 def copy_batch(batch: Any) -> Any:
-    """Return a copy of a batch for code of a task that may change it in place; the batch if it cannot be copied."""
+    """Return a copy of a batch for code of a task that may change it in place.
+
+    If a value in it cannot be copied, such as a result of autograd or a lock, only containers and tensors are copied.
+    """
     try:
         return deepcopy(batch)
     except Exception:
-        return batch
+        return map_tensors(lambda tensor: tensor.detach().clone().requires_grad_(tensor.requires_grad), batch)
 
 
 def are_equal(one: Any, other: Any) -> bool:

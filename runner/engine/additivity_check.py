@@ -90,12 +90,16 @@ class _Values(NamedTuple):
 
     @property
     def is_per_batch(self) -> bool:
-        """True for a value between those of the halves, with their count: as a mean with a count of 1."""
+        """True for a value between those of the halves, with their count: as a mean with a count of 1.
+
+        With a count of 1, also for three equal values, as of a model whose last layer is initialized with zeros.
+        """
         low, high = sorted(loss for loss, _ in self.halves)
         margin = 1e-3 * (high - low)
         has_same_count = self.batch[1] == self.halves[0][1] == self.halves[1][1] != 0
         is_between = low + margin < self.batch[0] < high - margin
-        return has_same_count and is_between and not self._is_additive
+        is_equal = self.batch[1] == 1 and all(math.isclose(self.batch[0], loss, rel_tol=1e-3) for loss in (low, high))
+        return has_same_count and (is_between or is_equal) and not self._is_additive
 
     @property
     def distance_from_sum(self) -> float:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Sequence
 from typing import Any, NamedTuple, NoReturn
 
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch.utils.data._utils.pin_memory import pin_memory
 
-from runner.base.batch import BatchSamples, MicroBatch, are_equal, first_shape, map_tensors
+from runner.base.batch import BatchSamples, MicroBatch, are_equal, copy_batch, first_shape, map_tensors
 
 
 class Pair(NamedTuple):
@@ -93,3 +94,19 @@ def test_only_the_batch_is_pinned_and_no_index_is_visited() -> None:
     pinned = pin_memory(item)
     assert pinned.batch["own"][0].is_pinned
     assert pinned._replace(batch=None) == item._replace(batch=None)
+
+
+@pytest.mark.parametrize(
+    "other", [torch.ones(2, requires_grad=True) * 2, threading.Lock()], ids=["result of autograd", "lock"]
+)
+def test_tensors_of_a_batch_are_copied_even_if_another_value_cannot_be(other: Any) -> None:
+    batch: dict[str, Any] = {"x": torch.ones(3), "more": [other, torch.ones(2)]}
+    copied = copy_batch(batch)
+    assert are_equal(copied, batch)
+    for tensor in (copied["x"], copied["more"][1]):
+        tensor.zero_()
+    assert batch["x"].sum() == 3
+    assert batch["more"][1].sum() == 2
+    if isinstance(other, torch.Tensor):
+        assert copied["more"][0].requires_grad
+        assert copied["more"][0].is_leaf

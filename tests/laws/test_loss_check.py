@@ -206,6 +206,15 @@ def test_a_mean_of_micro_batches_is_reported_as_unchecked() -> None:
     assert not check_loss_is_sum(parts_of(model_of(), fp32), SUMS["a sum"], micro_of(batch_of()))
 
 
+@pytest.mark.parametrize("precision", [fp32, bf16])
+def test_a_mean_of_micro_batches_is_reported_if_all_predictions_are_equal(precision: Any) -> None:
+    model = model_of()
+    for parameter in model.parameters():
+        nn.init.zeros_(parameter)
+    reason = check_loss_is_sum(parts_of(model, precision), SUMS["a mean of micro-batches"], micro_of(batch_of()))
+    assert "count" in reason
+
+
 def test_a_loss_that_is_not_a_sum_is_refused_with_the_attribute_that_allows_it() -> None:
     assert "loss_is_additive" in said(contrastive)
 
