@@ -23,6 +23,9 @@ class Model(nn.Module):
         BODY
         return self.net(x)
 
+def drop(state):
+    state.pop("1.late", None)
+
 def build():
     return Mine()
 
@@ -74,17 +77,29 @@ def test_an_attribute_that_no_later_pass_uses_is_ignored(
     assert result.code == 0, result.err
 
 
-@pytest.mark.parametrize("is_saved", [True, False])
+ADDED = {
+    "saved, on two ranks": (True, "0", "parallelism=ddp parallelism.world_size=2"),
+    "not persistent": (False, "0", ""),
+    "left out by a hook": (
+        False,
+        "self.register_state_dict_post_hook(lambda _, state, *rest: drop(state)) and 0",
+        "",
+    ),
+}
+
+
+@pytest.mark.parametrize("how", ADDED)
 def test_a_buffer_added_by_the_first_update_stops_the_run_if_checkpoints_contain_it(
-    is_saved: bool, server: ForkServer, tmp_path: Path
+    how: str, server: ForkServer, tmp_path: Path
 ) -> None:
     """A resumed run builds the model without it, so no checkpoint could be loaded."""
-    adds = f"self.register_buffer('late', torch.zeros(3), persistent={is_saved})"
-    result = trained("0", f"hasattr(self, 'late') or {adds}; x = x + self.late", server, tmp_path)
+    is_saved, kept, args = ADDED[how]
+    adds = f"self.register_buffer('late', torch.zeros(3), persistent={how != 'not persistent'})"
+    result = trained(kept, f"hasattr(self, 'late') or {adds}; x = x + self.late", server, tmp_path, args)
     assert result.code == (70 if is_saved else 0), result.err
     assert ('self.register_buffer("late"' in result.err) == is_saved
 
 
-def trained(kept: str, body: str, server: ForkServer, folder: Path) -> CompletedCommand:
+def trained(kept: str, body: str, server: ForkServer, folder: Path, args: str = "") -> CompletedCommand:
     (folder / "mine.py").write_text(TASK.replace("KEPT", kept).replace("BODY", body))
-    return server.run("train --task mine.py run=mine device=cpu monitor=off dataloader.num_workers=0", folder)
+    return server.run(f"train --task mine.py run=mine device=cpu monitor=off dataloader.num_workers=0 {args}", folder)

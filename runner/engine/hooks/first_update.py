@@ -13,6 +13,7 @@ from runner.base.errors import TaskFault
 from runner.base.task import Task
 from runner.base.text import abbreviate
 from runner.engine.additivity_check import BatchReader, check_loss_is_sum, check_metrics_are_sums
+from runner.engine.frozen_base import select_saved_state
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
@@ -92,12 +93,17 @@ class FirstUpdate(Hook):
     def _refuse_added_buffers(self) -> None:
         """Raise TaskFault, on every rank, if checkpoints would have buffers that a newly built model does not have."""
         parts = self.phase.parts
-        added = sorted({*chain(*parts.world.gather(sorted(_list_saved_buffers(parts.bare) - self._saved_buffers)))})
-        if added:
-            key = added[0].rpartition(".")[2]
+        added = _list_saved_buffers(parts.bare) - self._saved_buffers
+        if not any(parts.world.gather(bool(added))):
+            return
+        # On all ranks, because hooks of state_dict may run collectives; only now, because they may be slow.
+        saved = sorted(added & select_saved_state(parts).keys())
+        names = sorted({*chain(*parts.world.gather(saved))})
+        if names:
+            key = names[0].rpartition(".")[2]
             raise TaskFault(
                 f"the first update adds buffers to the model, so its checkpoints could not be loaded:"
-                f" {abbreviate(added)}",
+                f" {abbreviate(names)}",
                 where=str(parts.source),
                 fix=f'register each in __init__: self.register_buffer("{key}", torch.zeros(...)); or with'
                 " persistent=False",
@@ -137,7 +143,7 @@ class FirstUpdate(Hook):
 
 
 def _list_saved_buffers(model: nn.Module) -> frozenset[str]:
-    """Return the names of the buffers that checkpoints contain."""
+    """Return the names of the buffers that checkpoints contain, unless a hook of state_dict leaves them out."""
     return frozenset(
         f"{path}.{key}".lstrip(".")
         for path, module in model.named_modules()
