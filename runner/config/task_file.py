@@ -76,7 +76,7 @@ def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], p
             problems.append(Problem(what, str(source), "use None or a literal, and compute the value in build"))
     problems += [
         Problem(what, f"{source}:{line}", f"write all entries into {name} = {{...}}")
-        for name, line, what in find_dynamic_assignments(tree, _LITERALS)
+        for name, line, what in find_dynamic_assignments(tree, _LITERALS, source)
     ]
     settings, sizes, phases = (_read_literal(tree, name, source, problems) for name in _LITERALS)
     default_values = {

@@ -17,6 +17,7 @@ from runner.config.aliases import (
     FOREIGN_KEYS,
     FOREIGN_OPTIONS,
     PRECISION_NAMES,
+    TASK_PHASES,
     suggestion_for_key,
     suggestion_for_option,
 )
@@ -463,13 +464,46 @@ def test_an_error_in_a_task_file_is_reported_without_running_it(text: str, probl
         "{0} = {{}}\n{0}.update(seed=1)",
         "{0} = {{}}\n{0} = {{}}",
         "if True:\n    {0} = {{}}",
+        "other = {0} = {{}}",
+        "{0}, other = {{}}, {{}}",
+        "print({0} := {{}})",
+        "from common import *",
+        "{0} = {{}}\n{0}.setdefault('seed', 1)",
+        "{0} = {{}}\n{0}.pop('seed')",
+        "{0} = {{}}\ndel {0}['seed']",
+        "{0} = {{}}\n{0}['seed']['a'] = 1",
+        "{0} = {{}}\n{0}['seed'].update(a=1)",
+        "{0} = {{}}\ndef change():\n    global {0}\n    {0}['seed'] = 1",
     ],
 )
 def test_declarations_that_parsing_misses_are_refused(text: str, name: str, tmp_path: Path) -> None:
-    file = write(tmp_path, {"mine.py": f"def build(): ...\n{text.format(name)}\n"}) / "mine.py"
+    files = {"mine.py": f"def build(): ...\n{text.format(name)}\n", "common.py": f"{name} = {{}}\n"}
+    file = write(tmp_path, files) / "mine.py"
     (result,) = refused(task=file)
     assert str(result).startswith(f"{file}:{text.count(chr(10)) + 2}: "), "the line of the statement"
     assert name in result.what
+
+
+def test_other_uses_of_declared_names_are_accepted(tmp_path: Path) -> None:
+    uses = """
+from math import *
+from common import *
+from typing import TYPE_CHECKING
+if TYPE_CHECKING:
+    PHASES: dict
+SETTINGS = {"seed": 3}
+SIZES: dict = {}
+class Net:
+    SIZES = (64, 128)
+def build(*, size: str = "a"):
+    PHASES = []
+    PHASES.append(SETTINGS.copy())
+def choose(SIZES):
+    SIZES.append(SETTINGS["seed"])
+SEEDS = [SETTINGS.get("seed"), *SETTINGS.values()]
+"""
+    file = write(tmp_path, {"mine.py": uses, "common.py": "SETTINGS = {}\n"}) / "mine.py"
+    assert composed(task=file).settings.seed == 3
 
 
 def test_settings_of_a_task_are_validated(tmp_path: Path, screen: Callable[..., None]) -> None:
@@ -623,7 +657,8 @@ def test_names_of_other_trainers_get_suggestions() -> None:
     known = [*FOREIGN_KEYS]
     for keys in (known[at : at + MAX_HINTS] for at in range(0, len(known), MAX_HINTS)):
         result = refused(*(f"{key}=1" for key in keys))
-        expected = [(f"{key}=1", fix_values(suggestion_for_key(key, "1"))) for key in keys]
+        suggestions = [suggestion_for_key(key, "1").replace(TASK_PHASES, "train") for key in keys]
+        expected = [(f"{key}=1", fix_values(text)) for key, text in zip(keys, suggestions, strict=True)]
         assert [(problem.where, problem.fix) for problem in result] == expected
 
 
