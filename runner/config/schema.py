@@ -124,9 +124,16 @@ def default_values(keys: Mapping[str, Key]) -> dict[str, Any]:
 
 def describe_mismatch(annotation: Any, value: Any) -> str | None:
     """Return a description of the expected type if `value` does not match it, else None."""
-    return (
-        None if _matches(annotation, value) else f"must be {describe_type(annotation)}, but is {_format_shown(value)}"
-    )
+    if _matches(annotation, value):
+        return None
+    if typing.get_origin(annotation) is Mapping and isinstance(value, Mapping):
+        names, items = typing.get_args(annotation)
+        for key, item in value.items():
+            if not _matches(names, key):
+                return f"each name must be {describe_type(names)}, but one is {_format_shown(key)}"
+            if not _matches(items, item):
+                return f"{to_one_line(key, MAX_SHOWN)} must be {describe_type(items)}, but is {_format_shown(item)}"
+    return f"must be {describe_type(annotation)}, but is {_format_shown(value)}"
 
 
 def describe_type(annotation: Any) -> str:

@@ -25,28 +25,30 @@ METRIC_FIX = 'return {"accuracy": ((logits.argmax(1) == y).sum(), len(y))}'
 
 
 def validate_loss(
-    result: Any, loss: Callable[..., Any], source: Path, *, sync: bool = False, name: str = "loss"
+    result: Any, loss: Callable[..., Any], source: Path, *, sync: bool = False, name: str = "loss", objective: str = ""
 ) -> tuple[Tensor, Number]:
     """Return the loss sum, a tensor of shape (), and the item count.
 
-    name  of the task method, for messages
-    sync  also check the value of the count if it is a tensor, which synchronizes with the device
+    name       of the task method, for messages
+    objective  whose loss it is, for messages
+    sync       also check the value of the count if it is a tensor, which synchronizes with the device
     Raises TaskFault for anything else, for a negative count, and for a sum that does not require grad while gradients
     are enabled.
     """
+    title = f"the loss of objective {objective}" if objective else name
     if not isinstance(result, tuple) or len(result) not in ((2, 3) if name == "loss" else (2,)):
-        raise _loss_fault(result, locate_definition(loss, source), name)
+        raise _loss_fault(result, locate_definition(loss, source), title)
     total, count = result[0], _to_number(result[1])
     if not isinstance(total, Tensor) or total.numel() != 1 or total.is_complex() or count is None:
-        raise _loss_fault(result, locate_definition(loss, source), name)
+        raise _loss_fault(result, locate_definition(loss, source), title)
     if torch.is_grad_enabled() and not total.requires_grad:
         raise TaskFault(
-            f"{name} must return a sum that has a gradient, but it has none",
+            f"{title} must return a sum that has a gradient, but it has none",
             where=locate_definition(loss, source),
             fix="compute it from model(...), without detach, item or no_grad",
         )
     if not isinstance(count, Tensor) or (sync and type(count) is Tensor and not count.is_meta):
-        check_count(count, name, loss, source)
+        check_count(count, title, loss, source)
     return (total.reshape(()) if total.dim() else total), count
 
 

@@ -58,7 +58,9 @@ class ObjectivesPhase(GradientPhase):
         trainings = []
         for index, spec in enumerate(specs):
             precision = parts.precision if index == 0 else parts.precision.fork(parts.bare)
-            loss = CheckedLoss(self.losses[spec.name], parts.source, records_attention=records_attention)
+            loss = CheckedLoss(
+                self.losses[spec.name], parts.source, records_attention=records_attention, objective=spec.name
+            )
             training = self._make_training(
                 spec, loss, parameters[spec.name],
                 ObjectivePosition(position, spec.every, keeps_precision=index == 0), precision,

@@ -6,6 +6,7 @@ import importlib
 import inspect
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -96,6 +97,7 @@ class CheckedLoss:
 
     records_attention   whether to record the attention kernels
     check               (answer, method, source, sync=) -> checked answer
+    objective           the objective whose loss it is, for messages
     attention           (kind of call, kernel) -> number of calls in the first forward pass; empty if not recorded
     first_call_context  context for the first call
     observe             receives the further metrics that a loss returns
@@ -110,8 +112,11 @@ class CheckedLoss:
         *,
         records_attention: bool,
         check: Callable[..., Any] = validate_loss,
+        objective: str = "",
     ) -> None:
-        self.loss, self.source, self.check, self.records_attention = loss, source, check, records_attention
+        self.loss, self.source, self.records_attention = loss, source, records_attention
+        self.check = partial(validate_loss, objective=objective) if objective else check
+        self.returns_metrics = check is validate_loss
         self.checked = False
         self.observe: Callable[[Mapping[str, tuple[Number, Number]]], None] = _discard_metrics
         self.attention: dict[tuple[str, str], int] = {}
@@ -130,7 +135,7 @@ class CheckedLoss:
         return answer
 
     def _check(self, answer: Any, *, sync: bool = False) -> Any:
-        if self.check is validate_loss and isinstance(answer, tuple) and len(answer) == 3:
+        if self.returns_metrics and isinstance(answer, tuple) and len(answer) == 3:
             verb = "the third value of loss must be"
             metrics = validate_metrics(answer[2], self.loss, self.source, verb=verb)
             for name in metrics.keys() & _RESERVED_METRICS:

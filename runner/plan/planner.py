@@ -172,7 +172,7 @@ class _Planner(Decisions):
                 return device
         available = ", ".join([*(device.torch_name for device in usable), "cpu"])
         raise DeviceMissing(
-            f"is not available{self._describe_missing()}; this machine has {available}",
+            f"is not available{self._describe_missing(kind)}; this machine has {available}",
             where=f"device={requested}",
             fix="use device=auto to select an available device",
         )
@@ -257,9 +257,11 @@ class _Planner(Decisions):
         reasons = [f"{device.name}: {device.why_not}" for device in self.inventory.devices if not device.usable]
         return f"{prefix} ({'; '.join(reasons)})" if reasons else ""
 
-    def _describe_missing(self) -> str:
-        """Return why a requested GPU cannot be used; empty if unknown."""
+    def _describe_missing(self, kind: str) -> str:
+        """Return why a requested device of a kind cannot be used; empty if unknown."""
         no_gpu = self.inventory.no_gpu
+        if kind != "cuda":  # all reasons are about the GPUs of CUDA
+            return ""
         return f": {no_gpu}" if no_gpu else self._describe_unusable("")
 
     def check_profile(self, gpu: Device | None) -> None:

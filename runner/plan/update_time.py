@@ -411,7 +411,10 @@ class _Update:
             launch_s = SELECTIVE_LAUNCH_S if self.plan.choices["memory"].function == "selective" else LAUNCH_S
             waiting = UPDATE_HOST_S + launches * launch_s - sum(part.seconds or 0.0 for part in parts)
             if waiting > 0:
-                how = f"{launches:,} operators at {launch_s * 1e6:g} us: the device waits for the host"
+                how = (
+                    f"{UPDATE_HOST_S * 1e3:g} ms and {launches:,} operators at {launch_s * 1e6:g} us:"
+                    " the device waits for the host"
+                )
                 parts.append(Part(LAUNCHES, waiting, how))
         return parts
 

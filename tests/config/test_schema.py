@@ -84,6 +84,15 @@ def test_a_type_is_described_and_enforced(kind: Any, args: str, good: list[Any],
     assert [value for value in bad if describe_mismatch(kind, value) is None] == []
 
 
+@pytest.mark.parametrize("value", [0, -5, 1.5, "x"])
+def test_the_invalid_entry_of_a_mapping_is_named(value: object) -> None:
+    found = describe_mismatch(Mapping[str, PositiveInt], {"code": 1, "qa": value})
+    assert found is not None
+    assert found.startswith("qa must be ")
+    assert describe_type(PositiveInt) in found
+    assert str(value) in found
+
+
 @pytest.mark.parametrize(
     ("value", "shown"), [("x", '"x"'), (None, "null"), (True, "true"), (math.nan, "nan"), ([1], "[1]"), (-1, "-1")]
 )

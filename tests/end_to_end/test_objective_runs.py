@@ -119,6 +119,7 @@ def test_an_objective_whose_loss_ignores_its_parameters_is_refused(server: ForkS
     result = server.run(f"train --task own_gan.py {ON_CPU}", tmp_path)
     assert result.code == 70, result.err
     assert "own_gan.py" in result.err
+    assert "objective generator" in result.err
 
 
 def test_an_objective_may_use_an_optimizer_of_the_task_file(server: ForkServer, tmp_path: Path) -> None:

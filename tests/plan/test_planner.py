@@ -234,7 +234,7 @@ def test_a_requested_device_is_used() -> None:
         ("device=cuda:1", machine(T4), " cuda:0, cpu"),
         ("device=mps", machine(*PAIR), " cuda:0, cuda:1, cpu"),
         ("device=cuda", machine(), " cpu"),
-        ("device=cuda", machine(BROKEN), f" cpu ({BROKEN.name}: {BROKEN.why_not})"),
+        ("device=cuda", machine(BROKEN), f" ({BROKEN.name}: {BROKEN.why_not}); this machine has cpu"),
     ],
 )
 def test_a_missing_device_is_reported_with_the_existing_ones(word: str, here: Inventory, those: str) -> None:
@@ -244,6 +244,13 @@ def test_a_missing_device_is_reported_with_the_existing_ones(word: str, here: In
     (problem,) = caught.value.problems
     assert (problem.where, suggested(problem.fix)) == (word, ["device=auto"])
     assert problem.what.endswith(those)
+
+
+@pytest.mark.parametrize(("word", "is_named"), [("cuda", True), ("cuda:1", True), ("mps", False), ("xpu", False)])
+def test_a_missing_driver_is_the_reason_only_for_gpus_of_cuda(word: str, is_named: bool) -> None:
+    with pytest.raises(DeviceMissing) as caught:
+        plan(f"device={word}", on=dataclasses.replace(machine(), no_gpu="no driver"))
+    assert ("no driver" in str(caught.value)) == is_named
 
 
 # ---------------------------------------------------------------- refusals and fallbacks
