@@ -7,7 +7,6 @@ other. The calls leave the model, the generators and the order of the data uncha
 
 from __future__ import annotations
 
-import itertools
 import math
 import statistics
 import sys
@@ -165,12 +164,12 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
     like = BatchSamples(parts.plan.settings.seed, 0, indices, range(len(indices)))
     fault: tuple[str, str, str] | None = None
     reasons: dict[str, list[str]] = {}
-    states = MetricStates(task, "val", parts.world, parts.source)
+    states = MetricStates(task, "val", parts.world, parts.source, finds_attributes=True)
     states.begin()
     declared = states.states  # metrics that are not sums
     missing: list[str] = []
     wrong: list[TaskFault] = []
-    calls = itertools.count()
+    returned: list[Mapping[str, Any]] = []  # of the batch and of one of its halves
     with _preserve_state(parts):
         try:
             split = _read_halves(read(indices, like), read, parts)
@@ -181,8 +180,8 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
             result = task.evaluate(parts.model, batch)
             if declared and isinstance(result, Mapping):
                 missing.extend(name for name in declared if name not in result)
-                if next(calls) == 0:  # the entire batch: a metric may not accept half of it
-                    wrong.extend(states.find_faults(result))
+                if len(returned) < 2:
+                    returned.append(result)
                 result = {name: value for name, value in result.items() if name not in declared}
             return validate_metrics(result, task.evaluate, parts.source)
 
@@ -195,6 +194,8 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
                 reasons.setdefault(_NOT_ADDITIVE, []).append(name)
             elif verdict.reason:
                 reasons.setdefault(verdict.reason, []).append(name)
+        if returned:
+            wrong.extend(states.find_faults(returned[0], returned[-1]))
     wrong.extend(states.restart())  # a task may keep its metrics
     if wrong:
         fault = wrong[0].problems[0].what, wrong[0].problems[0].where, wrong[0].problems[0].fix

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import itertools
 import math
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -22,8 +23,8 @@ from runner.base.world import World
 from runner.distributed.row_gather import RowSpec, gather_rows, gather_tensors
 from runner.engine.contract_checks import describe_value, validate_loss, validate_numbers
 from runner.engine.coupled import Embedding, check_rows, is_coupled, validate_embedding
-from runner.engine.error_diagnosis import locate_definition
-from runner.engine.undeclared_states import AttributeWatch
+from runner.engine.error_diagnosis import is_library_file, locate_definition
+from runner.engine.undeclared_states import AttributeWatch, equal_numbers
 
 MAX_NUMBERS = 1000  # of one metric: each is a column of metrics.jsonl and of trackers
 
@@ -43,9 +44,14 @@ class MetricStates:
     """The metrics of one evaluation that `Task.metrics` declares, and the loss of a task with `embed` and `couple`.
 
     samples_per_loss  number of samples over which a coupled loss is computed; 0: all
+    finds_attributes  also in one process, find attributes of metrics that accumulate values and are not states
     """
 
-    def __init__(self, task: Task, split: str, world: World, source: Path, samples_per_loss: int = 0) -> None:
+    def __init__(
+        self, task: Task, split: str, world: World, source: Path, samples_per_loss: int = 0,
+        finds_attributes: bool = False,
+    ) -> None:  # fmt: skip
+        self.finds_attributes = finds_attributes or world.world_size > 1
         self.task, self.split, self.world, self.source = task, split, world, source
         self.samples_per_loss = samples_per_loss
         self.is_coupled = type(task).evaluate is Task.evaluate and is_coupled(task, task.phase)
@@ -87,15 +93,17 @@ class MetricStates:
             state.add(returned[name], min(micro.samples.places))
         return {name: value for name, value in returned.items() if name not in self.states}
 
-    def find_faults(self, returned: Mapping[str, Any]) -> Iterator[TaskFault]:
-        """Yield an error for each metric that does not accept its value in `returned`, the result of `evaluate`.
+    def find_faults(self, whole: Mapping[str, Any], half: Mapping[str, Any]) -> Iterator[TaskFault]:
+        """Yield an error for each metric that does not accept its value in `whole`, the result of `evaluate`.
 
-        Each is updated twice: an attribute that the second update changes again accumulates values.
+        Each is also updated by the result for half of the batch: an attribute that changes again may accumulate values.
         """
-        for name in self.states.keys() & returned.keys():
+        for name in self.states.keys() & whole.keys():
+            state = self.states[name]
             try:
-                for _ in range(2):
-                    self.states[name].add(returned[name], 0)
+                state.add(whole[name], 0)
+                if isinstance(state, _TorchMetricState):
+                    state.add_first_valid([half.get(name), whole[name]])
             except TaskFault as fault:
                 yield fault
 
@@ -105,13 +113,14 @@ class MetricStates:
         self.begin()
         for name in self.states.keys() & before.keys():
             old, new = before[name], self.states[name]
-            if isinstance(old, _TorchMetricState) and isinstance(new, _TorchMetricState) and old.metric is new.metric:
-                for attribute in old.watch.find_kept(new.watch)[:1]:
+            if isinstance(old, _TorchMetricState) and isinstance(new, _TorchMetricState):
+                for attribute in old.find_kept(new)[:1]:
+                    declare = old.suggest_declaration(attribute)
                     yield TaskFault(
                         f"metric {name} starts each evaluation with the {attribute} of the one before: update adds to"
                         " it, but reset does not clear it",
                         where=locate_definition(self.task.metrics, self.source),
-                        fix=f'declare it with add_state("{attribute}", ...), or create the metric in metrics()',
+                        fix=f"{declare}create the metric in metrics()",
                     )
 
     def results(self) -> dict[str, float]:
@@ -134,7 +143,7 @@ class MetricStates:
         if isinstance(metric, Gather):
             return _GatherState(name, metric.compute, self.source)
         if isinstance(metric, nn.Module) and all(hasattr(metric, verb) for verb in ("update", "compute", "reset")):
-            return _TorchMetricState(name, metric.to(self.world.device), self.source, self.world)
+            return _TorchMetricState(name, metric.to(self.world.device), self.source, self.world, self.finds_attributes)
         raise TaskFault(
             f"metrics must return torchmetrics.Metric or runner.Gather, but {name} is {describe_value(metric)}",
             where=locate_definition(self.task.metrics, self.source),
@@ -228,7 +237,7 @@ class _CoupledState:
 class _TorchMetricState:
     """A metric of torchmetrics, or a collection of some: each rank updates its own, and the states are merged."""
 
-    def __init__(self, name: str, metric: Any, source: Path, world: World) -> None:
+    def __init__(self, name: str, metric: Any, source: Path, world: World, finds_attributes: bool) -> None:
         self.name, self.metric, self.source, self.world = name, metric, source, world
         metric.reset()  # the task may return the same object for every evaluation
         # Wrappers and collections keep their states in submodules.
@@ -236,13 +245,27 @@ class _TorchMetricState:
         for part in self.parts:  # otherwise it would synchronize itself, including ranks without samples
             part.distributed_available_fn = lambda: False
         self.is_updated = False
-        self.watch = AttributeWatch(metric)
+        self.watch = AttributeWatch(metric, self._compute) if finds_attributes else None
 
     def add(self, contribution: Any, first: int) -> None:
+        self._update(self.metric, contribution)
+        self._observe_update(contribution)
+
+    def add_first_valid(self, contributions: Sequence[Any]) -> None:
+        """Add the first of two contributions, or the second if the metric does not accept the first."""
+        contribution = contributions[0]
+        try:
+            self._update(self.metric, contribution)
+        except TaskFault:
+            contribution = contributions[1]
+            self._update(self.metric, contribution)
+        self._observe_update(contribution)
+
+    def _update(self, metric: Any, contribution: Any) -> None:
         kwargs = contribution if isinstance(contribution, Mapping) else {}
         args = () if kwargs else contribution if isinstance(contribution, (tuple, list)) else (contribution,)
         try:
-            self.metric.update(*args, **kwargs)
+            metric.update(*args, **kwargs)
         except Exception as error:
             if find_oom_cause(error) is not None:
                 raise
@@ -252,22 +275,51 @@ class _TorchMetricState:
                 where=str(self.source),
                 fix=f'return {{"{self.name}": (predictions, targets)}}: the arguments of its update',
             ) from error
-        self.watch.observe_update()
+
+    def _observe_update(self, contribution: Any) -> None:
+        if self.watch is not None:
+            self.watch.observe_update(lambda metric: self._update(metric, contribution))
         if self.world.world_size > 1:
-            self._refuse_attributes(sorted(self.watch.grown or ()))
+            self._refuse_attributes(sorted((self.watch and self.watch.grown) or ()))
             if not self.is_updated:
                 self._check_states()
         self.is_updated = True
 
+    def find_kept(self, later: _TorchMetricState) -> list[str]:
+        """Return accumulating attributes of a metric that the task keeps, and that `reset` did not clear."""
+        if self.watch is None or later.watch is None or self.metric is not later.metric:
+            return []
+        return self.watch.find_kept(later.watch)
+
     def result(self, world: World) -> Mapping[str, float]:
         if not any(world.gather(self.is_updated)):
             return {self.name: math.nan}
+        unequal = self._find_unequal_attributes(world) if world.world_size > 1 else []
+        used = self.watch.find_used(unequal) if self.watch is not None and self.is_updated else []
         if world.world_size > 1:
-            self._refuse_attributes(self._find_unequal_attributes(world))
             self._merge(world)
+        if not unequal:
+            return self._compute(self.metric)
+        error: Exception | None = None
+        numbers: dict[str, float] | None = None
+        try:
+            numbers = self._compute(self.metric)
+        except Exception as caught:
+            error = caught
+        answers = [answer for answer in world.gather([self.is_updated, used, numbers]) if answer[0]]
+        self._refuse_attributes(sorted({name for _, names, _ in answers for name in names}))
+        results = [result for *_, result in answers if result is not None]
+        if results and (len(results) < len(answers) or not all(equal_numbers(results[0], each) for each in results)):
+            self._refuse_attributes(unequal)
+        if numbers is None:
+            assert error is not None
+            raise error
+        return numbers
+
+    def _compute(self, metric: Any) -> dict[str, float]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", UserWarning)  # torchmetrics warns if a merged metric was never updated
-            result = self.metric.compute()
+            result = metric.compute()
         numbers = dict(itertools.islice(_flatten(self.name, result), MAX_NUMBERS + 1))
         if len(numbers) > MAX_NUMBERS:
             raise TaskFault(
@@ -275,7 +327,7 @@ class _TorchMetricState:
                 where=str(self.source),
                 fix="reduce them in a subclass of the metric, or log an image of them in a hook",
             )
-        return validate_numbers(numbers, self.metric.compute, self.source)
+        return validate_numbers(numbers, metric.compute, self.source)
 
     def _merge(self, world: World) -> None:
         """Set the states to those of all ranks with samples, as torchmetrics does when it synchronizes.
@@ -329,36 +381,44 @@ class _TorchMetricState:
 
         The states of the second rank are those of this one, so that ranks need not communicate.
         """
-        alone, merged = copy.deepcopy(self.metric), copy.deepcopy(self.metric)
-        if isinstance(merged, nn.ModuleDict):
-            list(merged.items())  # as in _merge
-        for part in merged.modules():
-            for name, state in part.metric_state.items() if hasattr(part, "_reductions") else ():
-                setattr(part, name, _reduce_states([state, state], part._reductions[name]))
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             try:
+                alone, merged = copy.deepcopy(self.metric), copy.deepcopy(self.metric)
+                if isinstance(merged, nn.ModuleDict):
+                    list(merged.items())  # as in _merge
+                for part in merged.modules():
+                    for name, state in part.metric_state.items() if hasattr(part, "_reductions") else ():
+                        setattr(part, name, _reduce_states([state, state], part._reductions[name]))
                 results = [each.compute() for each in (alone, merged)]
-            except Exception:  # some metrics cannot be computed from few samples
+            except Exception:  # some metrics cannot be copied, or computed from few samples
                 return False
         names = [dict(itertools.islice(_flatten(self.name, each), MAX_NUMBERS)).keys() for each in results]
         return names[0] != names[1]
 
     def _find_unequal_attributes(self, world: World) -> list[str]:
         """Return undeclared attributes that updates have changed to other values on other ranks."""
-        changed = world.gather(self.watch.changed() if self.is_updated else None)
+        changed = world.gather(self.watch.changed() if self.watch is not None and self.is_updated else None)
         updated = [attributes for attributes in changed if attributes is not None]
         names = dict.fromkeys(name for attributes in updated for name in attributes)
         return [name for name in names if len({attributes.get(name) for attributes in updated}) > 1]
 
     def _refuse_attributes(self, names: Sequence[str]) -> None:
         if names:
+            declare = self.suggest_declaration(names[0], ', dist_reduce_fx="sum"')
             raise TaskFault(
                 f"metric {self.name} cannot be merged over ranks: update changes its attribute {names[0]}, which is not"
                 " one of its states",
                 where=str(self.source),
-                fix=f'declare it with add_state("{names[0]}", ..., dist_reduce_fx="sum"), or {_MERGEABLE}',
+                fix=f"{declare}{_MERGEABLE}",
             )
+
+    def suggest_declaration(self, attribute: str, reduction: str = "") -> str:
+        """Return the advice to declare an attribute as a state, or "" if a library defines its class."""
+        path, _, name = attribute.rpartition(".")
+        owner = type(self.metric.get_submodule(path))
+        file = getattr(sys.modules.get(owner.__module__), "__file__", None) or ""
+        return "" if is_library_file(file, self.source) else f'declare it with add_state("{name}", ...{reduction}), or '
 
 
 _MERGEABLE = "use runner.Gather, or parallelism=single"

@@ -17,6 +17,7 @@ from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -116,10 +117,17 @@ def hash_sample(fetcher: Fetcher, index: int) -> str | None:
             return None
 
 
-def hash_content(sample: Any) -> str:
-    """Return the hash of the content of a sample."""
+def hash_content(sample: Any, memo: dict[int, tuple[Any, str]] | None = None) -> str:
+    """Return the hash of the content of a sample.
+
+    memo  id -> (object, hash) of the objects hashed so far, for objects that many others share
+    """
+    if memo is not None and id(sample) in memo:
+        return memo[id(sample)][1]
     digest = hashlib.blake2b(digest_size=16)
-    _hash_value(digest, sample)
+    _hash_value(digest, sample, memo)
+    if memo is not None:
+        memo[id(sample)] = sample, digest.hexdigest()
     return digest.hexdigest()
 
 
@@ -293,7 +301,7 @@ def _is_local(file: Path) -> bool:
     return not any(file.is_relative_to(folder) for folder in (PACKAGE, *_PYTHON_FOLDERS))
 
 
-def _hash_value(digest: Any, value: Any) -> None:
+def _hash_value(digest: Any, value: Any, memo: dict[int, tuple[Any, str]] | None) -> None:
     """Add a sample to a hash: by content for known types, otherwise by type."""
     digest.update(f"{type(value).__name__};".encode())
     if isinstance(value, Tensor):
@@ -303,22 +311,31 @@ def _hash_value(digest: Any, value: Any) -> None:
     elif isinstance(value, np.ndarray) and value.dtype != object:
         digest.update(f"{value.dtype}{value.shape}".encode())
         _hash_bytes(digest, np.ascontiguousarray(value).reshape(-1).view(np.uint8))
-    elif isinstance(value, (bool, int, float, complex, str, bytes, np.generic, type(None))):
+    elif isinstance(value, _SCALARS):
         digest.update(repr(value).encode(errors="surrogateescape"))
+    elif isinstance(value, (type, ModuleType, FunctionType, BuiltinFunctionType)):
+        digest.update(f"{getattr(value, '__module__', '')}.{getattr(value, '__qualname__', value.__name__)}".encode())
     elif isinstance(value, Mapping):
         for key, item in value.items():
-            _hash_value(digest, key)
-            _hash_value(digest, item)
+            _hash_item(digest, key, memo)
+            _hash_item(digest, item, memo)
     elif isinstance(value, Set):
-        digest.update("".join(sorted(map(hash_content, value))).encode())
+        digest.update("".join(sorted(hash_content(item, memo) for item in value)).encode())
     elif isinstance(value, (list, tuple, deque, np.ndarray)):
         digest.update(str(len(value)).encode())
         for item in value:
-            _hash_value(digest, item)
+            _hash_item(digest, item, memo)
     elif hasattr(value, "tobytes"):  # a PIL image
         _hash_bytes(digest, np.frombuffer(value.tobytes(), np.uint8))
     elif hasattr(value, "__dict__"):  # a dataclass
-        _hash_value(digest, vars(value))
+        _hash_item(digest, vars(value), memo)
+
+
+def _hash_item(digest: Any, item: Any, memo: dict[int, tuple[Any, str]] | None) -> None:
+    if memo is None or isinstance(item, _SCALARS):
+        _hash_value(digest, item, memo)
+    else:
+        digest.update(hash_content(item, memo).encode())
 
 
 def _hash_bytes(digest: Any, content: np.ndarray[Any, Any]) -> None:
@@ -330,6 +347,7 @@ def _hash_bytes(digest: Any, content: np.ndarray[Any, Any]) -> None:
         digest.update(content[start : start + _BLOCK])
 
 
+_SCALARS = (bool, int, float, complex, str, bytes, np.generic, type(None))
 _MAX_READ_S = 0.25  # time limit for reading samples before the first update
 _MAX_FILES = 200  # a library developed next to the task, such as a checkout of torch, has thousands of files
 _BLOCK, _NUM_BLOCKS = 1 << 16, 64

@@ -7,6 +7,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -243,3 +244,25 @@ def test_a_kept_metric_that_reset_does_not_clear_is_found_before_the_first_updat
 ) -> None:
     kept = counted()
     assert "num_samples" in message_of(WORLD, lambda: {"own": kept})
+
+
+def test_a_kept_metric_may_keep_attributes_that_its_result_does_not_depend_on() -> None:
+    class Kept(pytest.importorskip("torchmetrics").MeanMetric):  # type: ignore[misc]
+        kind = np.float64
+
+        def update(self, x: Tensor) -> None:
+            self.history = [*getattr(self, "history", []), x]
+            self.last = x
+            super().update(x)
+
+    kept = Kept()
+    assert not message_of(WORLD, lambda: {"own": kept})
+    assert not any(run_ranks(lambda world: message_of(world, lambda: {"own": Kept()}), 2))
+
+
+def test_an_attribute_of_a_library_need_not_be_declared() -> None:
+    running = pytest.importorskip("torchmetrics").wrappers.Running
+    mean = pytest.importorskip("torchmetrics").MeanMetric
+    for message in run_ranks(lambda world: message_of(world, lambda: {"own": running(mean(), window=2)}), 2):
+        assert "runner.Gather" in message
+        assert "add_state" not in message

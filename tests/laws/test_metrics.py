@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import math
+import threading
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -466,10 +468,71 @@ def test_an_undeclared_state_is_refused_on_ranks_alone(kind: type[nn.Module], nu
     assert all("own" in message for message in run_ranks(refused, 2))
 
 
-def test_an_attribute_that_does_not_grow_is_no_state() -> None:
-    alone = measured(ALONE, with_metric(Inferred()), 8)
-    for result in run_ranks(lambda world: measured(world, with_metric(Inferred()), 8), 2):
+class Last(Total):
+    """Attributes that its result does not depend on: the last batch, all batches, and a flag set by one batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.last: Tensor | None = None
+        self.history: list[Tensor] = []
+        self.has_warned = False
+
+    def update(self, x: Tensor) -> None:
+        self.last, self.has_warned = x, self.has_warned or bool((x == data()[0][20, 0]).any())
+        self.history.append(x)
+        super().update(x)
+
+
+class Objects(Total):
+    """Attributes that cannot be hashed or copied, or that contain 2^60 references to one object."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.kinds = [np.float64, np.ndarray]
+        self.array, self.library, self.function, self.meta = np.ndarray, np, len, torch.zeros(2, device="meta")
+        self.scalar, self.sparse = np.array(None, dtype=object), torch.zeros(2).to_sparse()
+        self.lock = threading.Lock()
+        self.shared: list[Any] = []
+        for _ in range(60):
+            self.shared = [self.shared, self.shared]
+
+
+@pytest.mark.parametrize("kind", [Inferred, Last, Objects])
+def test_an_attribute_that_the_result_does_not_depend_on_is_no_state(kind: type[nn.Module]) -> None:
+    alone = measured(ALONE, with_metric(kind()), 8)
+    for result in run_ranks(lambda world: measured(world, with_metric(kind()), 8), 2):
         assert result == pytest.approx(alone, rel=PROMISED[torch.float32])
+
+
+class Images(Task):
+    def __init__(self) -> None:
+        self.model = nn.Linear(1, 1)
+
+    def metrics(self, split: str) -> Any:
+        return {"rmse": torchmetrics.image.RootMeanSquaredErrorUsingSlidingWindow()}
+
+    def evaluate(self, model: nn.Module, batch: Any) -> Mapping[str, Any]:
+        images = batch[0].sum(1)[:, None, None, None] * torch.ones(1, 16, 16, dtype=torch.float64)
+        return {"rmse": (images, images.cos())}
+
+
+def test_a_metric_that_accumulates_an_unused_map_is_merged() -> None:
+    alone = measured(ALONE, Images(), 8)
+    for result in run_ranks(lambda world: measured(world, Images(), 8), 2):
+        assert result == pytest.approx(alone, rel=PROMISED[torch.float32])
+
+
+class UnreducedLock(Unreduced):
+    """A metric that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock = threading.Lock()
+
+
+def test_an_unreduced_metric_that_cannot_be_copied_is_computed() -> None:
+    for result in run_ranks(lambda world: measured(world, with_metric(UnreducedLock()), 8), 2):
+        assert result.keys() == {"own.0", "own.1"}
 
 
 def test_a_metric_of_too_many_numbers_is_refused() -> None:
