@@ -2,7 +2,7 @@
 # Create the virtual environment for the other scripts. If it is up to date, return within milliseconds.
 #
 #   scripts/setup.sh [--quiet] [EXTRA...]      EXTRA: dev, tasks (or one of them: hyperspectral, tractodiff),
-#                                               search, metrics, mirror, 8bit, bpe, docs, lora, onnx, schedulefree, slurm,
+#                                               search, metrics, mirror, 8bit, bpe, docs, lora, onnx, ray, schedulefree, slurm,
 #                                               tensorboard, transformers; cape and plots are accepted and add nothing
 #                                               (matplotlib is always installed)
 #   source scripts/setup.sh; set_up [--quiet] [EXTRA...]

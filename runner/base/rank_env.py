@@ -42,9 +42,11 @@ def detect_rank(environment: Mapping[str, str]) -> RankInfo | None:
 
 
 def launcher_id() -> str:
-    """Return an identifier of the launcher, which also restarts this process: the SLURM job or the parent process."""
-    job = os.environ.get("SLURM_JOB_ID")
-    return f"job {job}" if job else f"process {os.getppid()}"
+    """Return an identifier of the launcher, which also restarts this process: a SLURM or Ray job, or the parent."""
+    for variable, kind in (("SLURM_JOB_ID", "job"), ("RAY_JOB_ID", "Ray job")):
+        if job := os.environ.get(variable):
+            return f"{kind} {job}"
+    return f"process {os.getppid()}"
 
 
 def expand_hosts(nodelist: str) -> list[str]:

@@ -1,4 +1,4 @@
-"""Launchers: run on this machine, or submit to a scheduler."""
+"""Launchers: run on this machine, on a Ray cluster, or submit to a scheduler."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from runner.base.values import Annotated, Auto, Count, Matches, PositiveInt
 from runner.config.configuration import Configuration
 from runner.config.option_table import call_option
+from runner.launch.ray_cluster import RayCluster
 from runner.launch.slurm import Slurm
 
 
@@ -26,6 +27,16 @@ class SlurmLauncher(Launcher):
 
     def launch(self, configuration: Configuration) -> int | None:
         return self.resources.submit(configuration)
+
+
+class RayLauncher(Launcher):
+    """Runs the ranks on a Ray cluster and waits for them."""
+
+    def __init__(self, cluster: RayCluster) -> None:
+        self.cluster = cluster
+
+    def launch(self, configuration: Configuration) -> int | None:
+        return self.cluster.train(configuration)
 
 
 def slurm_resources(configuration: Configuration) -> Slurm | None:
@@ -103,4 +114,24 @@ def slurm(
     )
 
 
-LAUNCHERS: Mapping[str, Callable[..., Launcher]] = {"local": local, "slurm": slurm}
+def ray(
+    *,
+    address: Annotated[str, Matches("auto, or host:port", r"[\w.:/\[\]-]+")] = "auto",
+    nodes: PositiveInt = 1,
+    gpus_per_node: Count = 0,
+    ranks_per_node: PositiveInt | Auto = "auto",
+    cpus_per_rank: PositiveInt = 1,
+) -> Launcher:
+    """Run the ranks on a Ray cluster and wait for them; after the loss of a node, they restart from the checkpoint.
+
+    address         of the cluster; auto: the one that this machine belongs to
+    nodes           machines
+    gpus_per_node   GPUs per node
+    ranks_per_node  ranks per node; auto: one per GPU, or one without GPUs
+    cpus_per_rank   CPU cores per rank, including its data workers
+    """
+    per_node = max(gpus_per_node, 1) if ranks_per_node == "auto" else ranks_per_node
+    return RayLauncher(RayCluster(address, nodes, per_node, gpus_per_node, cpus_per_rank))
+
+
+LAUNCHERS: Mapping[str, Callable[..., Launcher]] = {"local": local, "slurm": slurm, "ray": ray}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -143,11 +142,3 @@ def test_the_numbers_of_the_manifest_agree() -> None:
     settings = compose(Request(tuple(rest[begin + 3 :]))).settings
     assert settings.output_root in {mount["mountPath"] for mount in container["volumeMounts"]}
     assert settings.run, "without a name, the next start would not resume this run"
-
-
-def test_the_example_for_ray_uses_valid_arguments() -> None:
-    source = (EXAMPLES / "ray_train.py").read_text(encoding="utf-8")
-    usage = ast.get_docstring(ast.parse(source)) or ""
-    (line,) = (line for line in usage.splitlines() if " -- " in line)
-    configuration = compose(Request(tuple(line.partition(" -- ")[2].split())))
-    assert configuration.choices["parallelism"].name == "ddp"

@@ -1,0 +1,255 @@
+"""Run on a Ray cluster: an actor starts each rank, on the nodes of a placement group; a lost node restarts the run.
+
+Ray only allocates and supervises: the ranks are processes of `accel-run train`, which rendezvous as those of torchrun.
+The process groups, checkpoints and messages of a run are the same as with every other launcher.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from runner.base.errors import ConfigError, Exit, Problem, RankLost, SystemLimit
+from runner.base.packages import require
+from runner.config.configuration import Configuration
+from runner.config.request import merge_overrides
+from runner.durable.directory import check_run_name, generate_run_name
+from runner.durable.signals import StopRequest
+from runner.records.events import Console
+
+
+@dataclass(frozen=True)
+class RayCluster:
+    """Resources requested from the cluster; documented at the options of `launcher=ray`."""
+
+    address: str
+    nodes: int
+    ranks_per_node: int
+    gpus_per_node: int
+    cpus_per_rank: int
+
+    @property
+    def world_size(self) -> int:
+        """Total number of ranks."""
+        return self.nodes * self.ranks_per_node
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """The resources of a node."""
+        resources = {"CPU": float(self.ranks_per_node * self.cpus_per_rank), "GPU": float(self.gpus_per_node)}
+        return {name: amount for name, amount in resources.items() if amount}
+
+    def train(self, configuration: Configuration) -> int:
+        """Train on the cluster and return the exit code.
+
+        Raises ConfigError, MissingPackage without Ray, SystemLimit if ranks cannot be started, and RankLost.
+        """
+        self._check(configuration)
+        name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
+        check_run_name(name)
+        ray = require("ray", "ray")
+        restarts = int(configuration.choices["parallelism"].options.get("restarts", 0))
+        try:
+            ray.init(address=self.address, log_to_driver=True)
+        except (ConnectionError, RuntimeError, ValueError) as error:  # none, another version, not an address
+            fix = "start one with `ray start --head`, or set launcher.address"
+            raise SystemLimit(f"cannot use a Ray cluster: {error}", where="launcher=ray", fix=fix) from error
+        try:
+            with StopRequest() as stop:  # after ray.init, which installs another handler
+                return self._train(ray, _rank_command(configuration, name), restarts, stop)
+        finally:
+            ray.shutdown()
+
+    def _check(self, configuration: Configuration) -> None:
+        if self.world_size > 1 and configuration.choices["parallelism"].function == "single":
+            what = f"parallelism=single uses one process, but the launcher starts {self.world_size} ranks"
+            raise ConfigError(Problem(what, "parallelism", "use parallelism=ddp"))
+        if self.gpus_per_node > self.ranks_per_node and self.gpus_per_node % self.ranks_per_node:
+            what = f"{self.ranks_per_node} ranks cannot share {self.gpus_per_node} GPUs evenly"
+            raise ConfigError(Problem(what, "launcher.ranks_per_node", "use launcher.ranks_per_node=auto"))
+
+    def _train(self, ray: Any, command: Sequence[str], restarts: int, stop: StopRequest) -> int:
+        attempt = 0
+        while True:
+            try:
+                return self._attempt(ray, command, attempt, stop)
+            except RankLost as error:
+                if stop.requested:  # before the ranks could handle the signal, or while they were saving
+                    return int(Exit.PREEMPTED)
+                if attempt == restarts:
+                    raise
+                attempt += 1
+                what = error.problems[0].what
+                Console().warning(f"{what}; restart {attempt} of {restarts} from the last checkpoint")
+
+    def _attempt(self, ray: Any, command: Sequence[str], attempt: int, stop: StopRequest) -> int:
+        """Run all ranks once and return the exit code. Raises RankLost, and SystemLimit."""
+        group = ray.util.placement_group([self.bundle] * self.nodes, strategy="STRICT_SPREAD")
+        try:
+            if not self._wait_for_nodes(ray, group, stop):
+                return int(Exit.INTERRUPTED)
+            actors = self._start_actors(ray, group)
+            places = [actor.place.remote() for actor in actors]
+            if not _wait_for_all(ray, places, stop):
+                return int(Exit.INTERRUPTED)
+            environments = self._environments(ray, ray.get(places), attempt)
+            return _supervise(ray, actors, command, environments, stop)
+        except ray.exceptions.RayTaskError as error:  # raised by the actor itself
+            fix = "the current folder and the Python interpreter must exist on all nodes"
+            raise SystemLimit(f"cannot start a rank: {error.cause}", where="launcher=ray", fix=fix) from error
+        except ray.exceptions.RayError as error:
+            raise RankLost(f"a node or rank was lost: {(str(error).strip() or repr(error)).splitlines()[0]}") from error
+        finally:
+            with suppress(ray.exceptions.RayError):
+                ray.util.remove_placement_group(group)  # also kills its actors, and they their ranks
+
+    def _wait_for_nodes(self, ray: Any, group: Any, stop: StopRequest) -> bool:
+        """Wait until the cluster has reserved the nodes; return False after a stop request."""
+        ready = group.ready()
+        if not ray.wait([ready], timeout=POLL_S)[0]:
+            amounts = " and ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
+            Console().info(f"waiting for {self.nodes} nodes of the Ray cluster with {amounts} each")
+        return _wait_for_all(ray, [ready], stop)
+
+    def _start_actors(self, ray: Any, group: Any) -> list[Any]:
+        gpus = self.gpus_per_node / self.ranks_per_node
+        actor = ray.remote(num_cpus=self.cpus_per_rank, num_gpus=gpus, max_concurrency=2, max_restarts=0)(_Rank)
+        scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+        return [
+            actor.options(scheduling_strategy=scheduling(group, rank // self.ranks_per_node)).remote()
+            for rank in range(self.world_size)
+        ]
+
+    def _environments(self, ray: Any, places: Sequence[_Place], attempt: int) -> list[dict[str, str]]:
+        """Return the variables that torchrun would set, for each rank; all ranks of a node see all its GPUs."""
+        environments = []
+        for rank in range(self.world_size):
+            node, local_rank = divmod(rank, self.ranks_per_node)
+            environment = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(local_rank),
+                "WORLD_SIZE": str(self.world_size),
+                "LOCAL_WORLD_SIZE": str(self.ranks_per_node),
+                "MASTER_ADDR": places[0].host,
+                "MASTER_PORT": str(places[0].port),
+                "TORCHELASTIC_RESTART_COUNT": str(attempt),
+                "RAY_JOB_ID": ray.get_runtime_context().get_job_id(),  # for launcher_id
+            }
+            if self.gpus_per_node:
+                first = node * self.ranks_per_node
+                gpus = [gpu for place in places[first : first + self.ranks_per_node] for gpu in place.gpus]
+                environment["CUDA_VISIBLE_DEVICES"] = ",".join(dict.fromkeys(gpus))
+            environments.append(environment)
+        return environments
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where a rank runs: the address of its node, a free port there, and the GPUs that Ray reserved for it."""
+
+    host: str
+    port: int
+    gpus: tuple[str, ...]
+
+
+class _Rank:
+    """The actor of a rank: starts its process, which dies with the actor."""
+
+    def __init__(self) -> None:
+        self.process: subprocess.Popen[bytes] | None = None
+        self.is_stopped = False
+        self.lock = threading.Lock()
+
+    def place(self) -> _Place:
+        """Return where the rank runs."""
+        ray = require("ray", "ray")
+        with socket.socket() as probe:
+            probe.bind(("", 0))
+            port = int(probe.getsockname()[1])
+        return _Place(ray.util.get_node_ip_address(), port, tuple(map(str, ray.get_gpu_ids())))
+
+    def run(self, command: list[str], environment: dict[str, str], folder: str) -> int:
+        """Run the process to its end; return its exit code, or minus the signal that ended it."""
+        words = [command[0], "-P", "-c", RANK_MAIN, str(os.getpid()), *command[1:]]
+        with self.lock:
+            if self.is_stopped:
+                return int(Exit.PREEMPTED)
+            self.process = subprocess.Popen(words, env={**os.environ, **environment}, cwd=folder)
+        return self.process.wait()
+
+    def stop(self) -> None:
+        """Make the process save and stop, or do not start it."""
+        with self.lock:
+            self.is_stopped = True
+            if self.process is not None:
+                self.process.send_signal(signal.SIGUSR1)
+
+
+def _supervise(
+    ray: Any,
+    actors: Sequence[Any],
+    command: Sequence[str],
+    environments: Sequence[Mapping[str, str]],
+    stop: StopRequest,
+) -> int:
+    """Start the ranks and wait for all; return the exit code. Raises RankLost if one was killed or cannot be reached.
+
+    After the first failure, the other ranks have GRACE_S seconds to exit; the caller then kills them.
+    """
+    running = [
+        actor.run.remote(list(command), environment, str(Path.cwd()))
+        for actor, environment in zip(actors, environments, strict=True)
+    ]
+    codes: list[int] = []
+    is_signalled, deadline = False, float("inf")
+    while running and time.monotonic() < deadline:
+        done, running = ray.wait(running, timeout=POLL_S)
+        codes += ray.get(done)
+        if killed := [-code for code in codes if code < 0]:
+            raise RankLost(f"a rank was ended by {signal.Signals(killed[0]).name}")
+        if any(code not in _NO_FAILURE for code in codes):
+            deadline = min(deadline, time.monotonic() + GRACE_S)
+        if stop.requested and not is_signalled:
+            is_signalled = True
+            for actor in actors:
+                actor.stop.remote()  # an actor that is lost is reported by its `run`
+    causes = [code for code in codes if code not in _NO_FAILURE]
+    if not causes and Exit.RANK_LOST in codes:
+        raise RankLost("ranks can no longer reach each other")
+    return causes[0] if causes else max(codes)
+
+
+def _wait_for_all(ray: Any, refs: Sequence[Any], stop: StopRequest) -> bool:
+    """Wait for all results; return False after a stop request."""
+    while not stop.requested:
+        if len(ray.wait(refs, num_returns=len(refs), timeout=POLL_S)[0]) == len(refs):
+            return True
+    return False
+
+
+def _rank_command(configuration: Configuration, name: str) -> list[str]:
+    """Return the command line of a rank, the same for all."""
+    request = configuration.request
+    command = [sys.executable, "train", *merge_overrides(request.overrides, ["launcher=local", f"run={name}"])]
+    command += ["--task", str(request.task_file)] if request.task_file else []
+    return command + (["--config-dir", str(request.config_dir)] if request.config_dir else [])
+
+
+POLL_S = 0.5
+GRACE_S = 30.0
+_NO_FAILURE = (Exit.DONE, Exit.PREEMPTED, Exit.RANK_LOST)  # RANK_LOST: a consequence of what happened to another rank
+# -P: do not import a runner.py of the current folder
+RANK_MAIN = (
+    "import sys; from runner.host.parent_death import die_with_parent; "
+    "die_with_parent(int(sys.argv.pop(1))); from runner.cli import main; sys.exit(main())"
+)

@@ -1,0 +1,186 @@
+"""launcher=ray on a local Ray cluster of two nodes: training, lost nodes, stop requests, failures and sweeps.
+
+Skipped without Ray, which takes half a gigabyte of disk space: pip install "accel-run[ray]".
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from tests.waiting import wait_until
+
+ray = pytest.importorskip("ray")
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+TASK = """
+import os
+import time
+from pathlib import Path
+import torch
+from torch import nn
+from runner import Task
+
+
+class Fit(Task):
+    def __init__(self):
+        Path(f"rank-{os.getpid()}").touch()
+        self.model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def dataset(self, split):
+        points = torch.linspace(-1, 1, 256).view(64, 4)
+        return torch.utils.data.TensorDataset(points, points.sum(1, keepdim=True).sin())
+
+    def loss(self, model, batch):
+        time.sleep(0.05)
+        points, values = batch
+        return (model(points) - values).square().sum(), len(points)
+
+
+def build():
+    return Fit()
+"""
+
+
+FAIL = """
+        if os.environ["RANK"] == "1" and "ONLY_FOR_THE_COMMAND" not in os.environ:
+            raise ValueError("RANK_1_FAILS")
+"""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Any]:
+    """A head without CPUs, and two nodes."""
+    from ray.cluster_utils import Cluster
+
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    yield cluster
+    cluster.shutdown()
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster: Any) -> list[Any]:
+    return [cluster.add_node(num_cpus=1) for _ in range(2)]
+
+
+def command(folder: Path, name: str, *args: str, task: str = TASK) -> list[str]:
+    (folder / "fit.py").write_text(task)
+    settings = ["device=cpu", "updates=40", "global_batch_size=8", "dataloader.num_workers=0", "log_every=1"]
+    settings += ["checkpoint.every=5", "evaluate.every=0", f"run={name}", "monitor=off"]
+    return [sys.executable, "-m", "runner", "train", "--task", str(folder / "fit.py"), *settings, *args]
+
+
+def started(cluster: Any, folder: Path, name: str, *args: str, task: str = TASK) -> subprocess.Popen[str]:
+    words = command(folder, name, "launcher=ray", f"launcher.address={cluster.address}", *args, task=task)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "ONLY_FOR_THE_COMMAND": "x"}
+    return subprocess.Popen(
+        words, cwd=folder, env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    )
+
+
+def losses(folder: Path, name: str) -> dict[int, float]:
+    lines = (folder / "outputs" / name / "metrics.jsonl").read_text().splitlines()
+    rows = [json.loads(line) for line in lines]
+    found = [(row["update"], row["train/loss"]) for row in rows if "train/loss" in row]
+    assert len(dict(found)) == len(found), "each update once"
+    return dict(found)
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[int, float]:
+    folder = tmp_path_factory.mktemp("alone")
+    subprocess.run(command(folder, "alone"), cwd=folder, check=True, capture_output=True)
+    return losses(folder, "alone")
+
+
+TWO = ("launcher.nodes=2", "parallelism=ddp")
+
+
+def test_two_nodes_train_as_one_process_does(
+    cluster: Any, nodes: list[Any], alone: dict[int, float], tmp_path: Path
+) -> None:
+    run = started(cluster, tmp_path, "pair", *TWO)
+    out, _ = run.communicate()
+    assert run.returncode == 0, out
+    assert losses(tmp_path, "pair") == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_lost_node_restarts_the_run_from_its_checkpoint_on_another(
+    cluster: Any, nodes: list[Any], alone: dict[int, float], tmp_path: Path
+) -> None:
+    run = started(cluster, tmp_path, "moved", *TWO)
+    try:
+        wait_until(lambda: any((tmp_path / "outputs/moved/checkpoints").glob("update-*")), "the first checkpoint")
+        cluster.remove_node(nodes.pop(), allow_graceful=False)
+        nodes.append(cluster.add_node(num_cpus=1))
+        out, _ = run.communicate()
+    finally:
+        run.kill()
+    assert run.returncode == 0, out
+    assert "restart 1 of 3" in out
+    assert losses(tmp_path, "moved") == pytest.approx(alone, rel=1e-5)
+
+
+def test_a_stop_request_saves_and_the_same_command_resumes(
+    cluster: Any, nodes: list[Any], alone: dict[int, float], tmp_path: Path
+) -> None:
+    run = started(cluster, tmp_path, "stopped", *TWO)
+    try:
+        wait_until(lambda: any((tmp_path / "outputs/stopped/checkpoints").glob("update-*")), "the first checkpoint")
+        run.terminate()
+        out, _ = run.communicate()
+        assert run.returncode == 75, out
+        again = started(cluster, tmp_path, "stopped", *TWO)
+        out, _ = again.communicate()
+    finally:
+        run.kill()
+    assert again.returncode == 0, out
+    assert losses(tmp_path, "stopped") == pytest.approx(alone, rel=1e-5)
+
+
+def test_after_a_second_signal_no_rank_is_left(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:
+    run = started(cluster, tmp_path, "forced", *TWO, "updates=100000")
+    try:
+        wait_until(lambda: any((tmp_path / "outputs/forced/checkpoints").glob("update-*")), "the first checkpoint")
+        pids = [int(path.name.removeprefix("rank-")) for path in tmp_path.glob("rank-*")]
+        assert len(pids) == 2
+        assert all(map(psutil.pid_exists, pids))
+        run.send_signal(signal.SIGTERM)
+        run.send_signal(signal.SIGINT)
+        out, _ = run.communicate()
+    finally:
+        run.kill()
+    assert run.returncode == 130, out
+    wait_until(lambda: not any(map(is_running, pids)), "the end of the ranks")
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def test_the_exit_code_is_that_of_the_rank_that_failed(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:
+    run = started(cluster, tmp_path, "failing", *TWO, task=TASK.replace("time.sleep(0.05)", FAIL))
+    out, _ = run.communicate()
+    assert run.returncode == 70, out
+    assert "RANK_1_FAILS" in out
+    assert "restart 1" not in out
+
+
+def test_trials_of_a_sweep_run_on_the_cluster(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:
+    words = command(tmp_path, "grid", "-m", "optimizer.lr=0.1,0.01", "updates=5", "launcher=ray", "together=2")
+    words += [f"launcher.address={cluster.address}"]
+    subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
+    for number in (1, 2):
+        assert len(losses(tmp_path, f"grid/grid-{number}")) == 5
