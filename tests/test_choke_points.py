@@ -26,6 +26,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/engine/hooks/custom.py", "_build_hook", "getattr"): "methods of Hook that the file spells out",
     ("runner/engine/hooks/custom.py", "_build_hook", "setattr"): "methods of Hook that the file spells out",
     ("runner/tools/doctor/software.py", "import_error", "import_module"): "packages that accel-run's own metadata name as needed",
+    ("runner/engine/undeclared_states.py", "_set_attribute", "setattr"): "attributes that a metric itself has set",
     ("runner/plan/run_plan.py", "to_json", "getattr"): "properties that the file spells out",
     ("runner/base/json_converter.py", "encode", "getattr"): "the fields of a dataclass",
     ("runner/adapters/lightning.py", "*", "getattr"): "methods of a LightningModule that the file spells out",
