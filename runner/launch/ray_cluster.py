@@ -108,7 +108,8 @@ class RayCluster:
             fix = "the current folder and the Python interpreter must exist on all nodes"
             raise SystemLimit(f"cannot start a rank: {error.cause}", where="launcher=ray", fix=fix) from error
         except ray.exceptions.RayError as error:
-            raise RankLost(f"a node or rank was lost: {(str(error).strip() or repr(error)).splitlines()[0]}") from error
+            what = f"a node or rank was lost: {(str(error).strip() or repr(error)).splitlines()[0]}"
+            raise RankLost(what, where="launcher=ray", fix=_LOST_FIX) from error
         finally:
             with suppress(ray.exceptions.RayError):
                 ray.util.remove_placement_group(group)  # also kills its actors, and they their ranks
@@ -216,7 +217,8 @@ def _supervise(
         done, running = ray.wait(running, timeout=POLL_S)
         codes += ray.get(done)
         if killed := [-code for code in codes if code < 0]:
-            raise RankLost(f"a rank was ended by {signal.Signals(killed[0]).name}")
+            what = f"a rank was ended by {signal.Signals(killed[0]).name}"
+            raise RankLost(what, where="launcher=ray", fix=_LOST_FIX)
         if any(code not in _NO_FAILURE for code in codes):
             deadline = min(deadline, time.monotonic() + GRACE_S)
         if stop.requested and not is_signalled:
@@ -225,7 +227,7 @@ def _supervise(
                 actor.stop.remote()  # an actor that is lost is reported by its `run`
     causes = [code for code in codes if code not in _NO_FAILURE]
     if not causes and Exit.RANK_LOST in codes:
-        raise RankLost("ranks can no longer reach each other")
+        raise RankLost("ranks can no longer reach each other", where="launcher=ray", fix=_LOST_FIX)
     return causes[0] if causes else max(codes)
 
 
@@ -245,6 +247,7 @@ def _rank_command(configuration: Configuration, name: str) -> list[str]:
     return command + (["--config-dir", str(request.config_dir)] if request.config_dir else [])
 
 
+_LOST_FIX = "run the command again to resume from the last checkpoint"
 POLL_S = 0.5
 GRACE_S = 30.0
 _NO_FAILURE = (Exit.DONE, Exit.PREEMPTED, Exit.RANK_LOST)  # RANK_LOST: a consequence of what happened to another rank

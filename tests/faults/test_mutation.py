@@ -322,7 +322,7 @@ CODE = [
         "hashes are not compared",
         checkpoint,
         "_file_problems",
-        lambda *_: (),
+        lambda *_, **__: (),
         BY_NAME["recovery from damaged checkpoints"],
     ),
     ("small files are written in place", files, "atomic_write", _write_in_place, BY_NAME["small files"]),

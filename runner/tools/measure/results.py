@@ -33,6 +33,7 @@ from runner.tools.measure.comparison_result import TrialOutcome, encode_outcome
 from runner.tools.measure.statistics import Ratio
 from runner.tools.measure.technique import BASELINE, STEP, is_valid_name
 
+_TABLE_FIX = "use a file that `accel-run benchmark` has written"
 PICTURES = ("steps.png", "heatmap.png", "speedup.png")
 
 
@@ -153,11 +154,12 @@ class Results:
                     if name != STEP and cell:
                         columns[name].append(float(cell))
         except ValueError as error:
-            raise DataError(f"is not a table of times: {error}", where=str(self.csv)) from None
+            what = f"is not a table of times: {error}"
+            raise DataError(what, where=str(self.csv), fix=_TABLE_FIX) from None
         rows = {name: LadderRow(updates_ms=tuple(times)) for name, times in columns.items() if times}
         if not all(is_valid_name(name) and _are_times(row.updates_ms) for name, row in rows.items()):
             what = f"must have a column {STEP} and columns of times in milliseconds"
-            raise DataError(what, where=str(self.csv))
+            raise DataError(what, where=str(self.csv), fix=_TABLE_FIX)
         return rows
 
     def put(self, rows: Mapping[str, LadderRow], *, session: int | None = None, is_main: bool = True) -> int:

@@ -369,6 +369,7 @@ def boxes(figure: Any) -> Iterator[tuple[str, Any]]:
 
 
 @pytest.mark.sampled(3)
+@pytest.mark.usefixtures("full_resolution")
 @pytest.mark.parametrize("name", PICTURES)
 @pytest.mark.parametrize("which", ["results", "crowd", "sessions"])
 def test_texts_do_not_overlap_or_leave_the_plot(request: pytest.FixtureRequest, which: str, name: str) -> None:
