@@ -51,10 +51,10 @@ _ONE = torch.tensor(1.0, device="cpu")
 
 @torch.no_grad()
 def _step(optimizer: Optimizer, kernel: Any) -> bool:
-    """Update the parameters with one kernel per group; return False, with nothing changed, if torch's `step` is needed.
+    """Update the parameters with one kernel per group; return False, without updating any, if torch's `step` is needed.
 
-    It is needed with hooks or a profiler, and for several dtypes or devices. The first `step` of torch's would import
-    its compiler, which takes two seconds.
+    It is needed with hooks or a profiler, for a learning rate that is a tensor, and for several dtypes or devices. At
+    the first step, it would import torch's compiler, which takes two seconds; the state is therefore created here.
     """
     if _has_observers(optimizer):
         return False

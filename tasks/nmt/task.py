@@ -25,7 +25,15 @@ from .layers import split_layers
 from .model import Rows, Shape, Transformer
 from .vocabulary import END, PAD
 
-# Defaults of each size; settings on the command line have precedence.
+# Defaults of all sizes, and of each size; settings on the command line have precedence.
+SETTINGS = {
+    "updates": 2000,
+    "global_batch_size": 256,
+    "optimizer.lr": 0.0003,
+    "scheduler.warmup": 0.05,
+    "evaluate.every": 200,
+    "evaluate.samples": 512,
+}
 SIZES = {
     "tiny": {
         "updates": 1200,
@@ -33,26 +41,9 @@ SIZES = {
         "optimizer.lr": 0.002,
         "scheduler.warmup": 0.1,
         "evaluate.every": 300,
-        "evaluate.samples": 512,
     },
-    "full": {
-        "updates": 2000,
-        "global_batch_size": 256,
-        "optimizer": "adamw",
-        "optimizer.lr": 0.0003,
-        "scheduler.warmup": 0.05,
-        "evaluate.every": 200,
-        "evaluate.samples": 512,
-    },
-    "gpt2": {
-        "updates": 2000,
-        "global_batch_size": 256,
-        "optimizer": "adamw",
-        "optimizer.lr": 0.0003,
-        "scheduler.warmup": 0.05,
-        "evaluate.every": 200,
-        "evaluate.samples": 512,
-    },
+    "full": {"optimizer": "adamw"},
+    "gpt2": {"optimizer": "adamw"},
 }
 
 
