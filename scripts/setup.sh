@@ -55,8 +55,10 @@ _install() {
         "$python" -m venv "$venv" >>"$venv/setup.log" 2>&1 || _stop "$python could not make an environment in $venv"
     fi
     # torch first and alone: by far the largest download, which must not be lost if a later package fails.
-    _say "installing torch $(sed -n 's/^torch==//p' "$root/scripts/constraints.txt") (the download may be several GB)"
-    _pip_install torch
+    if ! _has_torch; then
+        _say "installing torch $(_torch_version) (the download may be several GB)"
+        _pip_install torch
+    fi
     _say "installing accel-run from $root${extras:+ with ${extras//$'\n'/, }}"
     _pip_install --editable "$root${extras:+[${extras//$'\n'/,}]}"
 
@@ -74,6 +76,10 @@ _is_ready() {
         [[ " $installed " == *" $extra "* ]] || return 1
     done
 }
+
+_torch_version() { sed -n 's/^torch==//p' "$root/scripts/constraints.txt"; }
+
+_has_torch() { compgen -G "$venv/lib/python*/site-packages/torch-$(_torch_version)[.+]*" >/dev/null; }
 
 # Includes the path, because an environment must be reinstalled if its checkout was moved.
 _fingerprint() {

@@ -144,6 +144,22 @@ def test_extras_are_added_to_installed_ones(checkout: Checkout) -> None:
     assert checkout.calls() == []
 
 
+def test_torch_of_the_right_version_is_not_installed_again(checkout: Checkout) -> None:
+    checkout.run("setup.sh")
+    version = re.search(r"^torch==(.*)$", (ROOT / "scripts" / "constraints.txt").read_text(), re.MULTILINE)
+    assert version is not None
+    packages = checkout.root / ".venv" / "lib" / "python3.12" / "site-packages"
+    packages.mkdir(parents=True)
+    other = packages / f"torch-{version[1]}9.dist-info"
+    other.mkdir()
+    checkout.calls()
+    assert "installing torch" in checkout.run("setup.sh", "plots").stderr
+    assert checkout.calls() == ["pip torch", f"pip {checkout.root}[plots]"]
+    other.rename(packages / f"torch-{version[1]}+cpu.dist-info")
+    assert "installing torch" not in checkout.run("setup.sh", "dev").stderr
+    assert checkout.calls() == [f"pip {checkout.root}[dev,plots]"]
+
+
 def test_run_installs_the_packages_of_the_tasks_data(checkout: Checkout) -> None:
     assert checkout.run("run.sh", "train", "task=cape", "updates=1").returncode == 0
     assert checkout.calls() == ["venv", "pip torch", f"pip {checkout.root}[cape]"]
