@@ -27,6 +27,7 @@ from runner.config.layers import (
     implied_groups,
     merge,
     merge_phases,
+    repeated_key_notes,
     select_for_hydra,
     setting_sources,
     setting_values,
@@ -177,7 +178,7 @@ def compose(request: Request) -> Configuration:
     merged = {**run, **merge_phases(phase_options, run, [*files, *expanded], schema, task, problems)}
     notes += custom_option_notes(functions, choices["task"], request)
     notes += [*unused_setting_notes([*from_task, *expanded], run, schema), *check_phases(schema, problems)]
-    notes += disabled_hook_notes(expanded, run)
+    notes += [*disabled_hook_notes(expanded, run), *repeated_key_notes(expanded)]
 
     problems += check_values(merged, schema, reported={problem.where for problem in problems})
     is_single = choices["parallelism"] == "single"  # otherwise the plan checks what the ranks support
