@@ -117,6 +117,7 @@ def run_ranks(
     """
     output.stop_threads()  # one runs while the terminal is stalled
     _check_can_fork(num_ranks)
+    _check_descriptors(num_ranks)
     with private_folder() as folder, _SignalRequests() as requests, _cleanup() as ranks:
         started = time.monotonic()
         for rank in range(num_ranks):
@@ -141,6 +142,25 @@ def _check_can_fork(num_ranks: int) -> None:
     raise SystemLimit(
         what, fix=f"start the ranks with torchrun: torchrun --nproc-per-node={num_ranks} -m runner train ..."
     )
+
+
+def _check_descriptors(num_ranks: int) -> None:
+    """Raise SystemLimit if a rank could not open the files and sockets that it needs to join the others.
+
+    Gloo would end it with SIGABRT, from a thread that accepts connections.
+    """
+    free = []
+    try:
+        for _ in range(_JOIN_DESCRIPTORS + num_ranks):
+            free.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError as error:
+        raise SystemLimit(
+            f"{num_ranks} ranks need more open files than the limit of this process allows: {error.strerror}",
+            fix="raise the limit on open files (ulimit -n), or use fewer ranks",
+        ) from error
+    finally:
+        for descriptor in free:
+            os.close(descriptor)
 
 
 def _warn(notice: RankNotice) -> None:
@@ -482,6 +502,7 @@ def _cleanup() -> Iterator[list[_Rank]]:
 
 
 REMINDER_S = 0.5  # between two requests to stop, since a rank may not have had its handler yet
+_JOIN_DESCRIPTORS = 10  # besides a socket per peer: crash file, folders, pipe, store, Gloo's listener and poll
 OTHERS_S = 4.0  # for processes that outlive their rank on purpose; with the grace period, none is left after 10 s
 
 _RERUN_HINT = "run the same command again"

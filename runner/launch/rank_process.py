@@ -15,7 +15,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from runner.base.errors import AccelRunError, Exit, Problem
+from runner.base.errors import AccelRunError, Exit, Problem, find_system_limit
 from runner.base.rank_env import RankInfo
 from runner.distributed.peer_loss import is_peer_loss
 from runner.host import output
@@ -51,18 +51,18 @@ def run_rank(main: Main, member: RankInfo, supervisor: int, folder: Path, mask: 
     folder      folder for the report
     mask        signals that were blocked before the fork
     """
-    code = int(Exit.SOFTWARE)
+    code: int | None = None
     try:
         _set_up(supervisor, folder, member.rank)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         code, report = _call_main(main, member)
         (folder / f"report-{member.rank}").write_text(json.dumps(dataclasses.asdict(report)), encoding="utf-8")
-    except OSError:
-        code = code or int(Exit.INPUT_OUTPUT)  # without its report, the rank did not succeed
+    except OSError as error:  # without its report, the rank did not succeed
+        code = code or int(Exit.INPUT_OUTPUT if find_system_limit(error) is None else Exit.SYSTEM)
     finally:
         with suppress(Exception):
             output.finish()
-        os._exit(code)  # skips the exit handlers that the supervisor registered
+        os._exit(Exit.SOFTWARE if code is None else code)  # skips the exit handlers that the supervisor registered
 
 
 def read_report(folder: Path, rank: int) -> RankReport:
@@ -102,11 +102,12 @@ def _call_main(main: Main, member: RankInfo) -> tuple[int, RankReport]:
         assert 0 <= code <= 255, f"an exit code is a byte, but is {code}"
         json.dumps(result)
         return int(code), RankReport(result=result)
-    except BaseException as error:
+    except BaseException as raised:
+        error = find_system_limit(raised) or raised
         return _exit_code(error), RankReport(
             _describe(error),
             problems=error.problems if isinstance(error, AccelRunError) else (),
-            traceback="".join(traceback.format_exception(error)).strip(),
+            traceback="".join(traceback.format_exception(raised)).strip(),
             is_victim=is_peer_loss(error),
             time_s=time.monotonic(),
         )

@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import random
+import resource
 import signal
 import socket
 import subprocess
@@ -771,6 +772,38 @@ def test_if_not_all_ranks_can_start_none_is_left(refused: str, monkeypatch: pyte
     with pytest.raises(SystemLimit, match="rank 2 of 3 cannot be started: Resource temporarily unavailable"):
         run_ranks(hang, 3)
     assert family() == before
+
+
+def test_too_few_open_files_for_any_limit_are_a_system_limit() -> None:
+    def under(free: int) -> Exit:
+        """Join two ranks while this process may open so many more files."""
+        pid = os.fork()
+        if pid == 0:
+            code = Exit.SOFTWARE
+            try:
+                os.dup2(0, 200)  # above all open ones, and with every number below it taken,
+                while os.dup(0) < 200:
+                    pass
+                resource.setrlimit(resource.RLIMIT_NOFILE, (202 + free, 202 + free))
+                code = Exit(run_ranks(in_world(reduce_once)).code)
+            except SystemLimit as error:
+                code = error.exit_code
+            finally:
+                os._exit(code)
+        return Exit(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]))
+
+    endings = [under(free) for free in (4, 8, 10, 11, 12, 13, 14, 16)]
+    assert set(endings) == {Exit.SYSTEM, Exit.DONE}
+    assert endings == sorted(endings, reverse=True)  # above a limit that is large enough, every limit is
+
+
+def test_a_rank_that_may_open_no_more_files_reports_the_limit() -> None:
+    def main(member: RankInfo) -> NoReturn:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    ended = run_ranks(main)
+    assert ended.code == Exit.SYSTEM
+    assert to_error(ended).problems[0].fix
 
 
 def test_a_missing_temporary_folder_is_reported(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
