@@ -95,7 +95,7 @@ T4: State = DRIVER | {"count": 1} | gpu(
     0, name="Tesla T4", uuid="GPU-7447a4c6-0000-4000-8000-000000000000", cc="7.5", bus="00000000:00:04.0",
     memory_total=15360 * MIB, memory_used=8 * GIB, memory_reserved=400 * MIB, util=85, temperature=61, power=54321,
     sm_clock=1590, throttle=4, energy=1234000, processes="4242:1073741824,77:-", memory_util=40, temperature_limit=93,
-    power_limit=70000, memory_clock=5000, pcie_generation=3, pcie_width=16, pcie_rx=120000, pcie_tx=30000,
+    power_limit=70000, memory_clock=5000, pcie_generation=3, pcie_width=16,
     ecc_corrected=0, ecc_uncorrected=0,
 )  # fmt: skip
 

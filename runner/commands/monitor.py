@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from runner.monitor.alerts import Alert
     from runner.monitor.machine_display import MachineDisplay
     from runner.monitor.machine_screen import View
-    from runner.monitor.monitor_thread import Monitor, NoMonitor
+    from runner.monitor.monitor_thread import NoMonitor
     from runner.monitor.samples import MachineSamples, Summary
 
-HELP = """usage: accel-run monitor [seconds=N] [interval_s=N] [log_dir=DIR] [--once] [--json] [run=NAME]
+HELP = """usage: accel-run monitor [seconds=N] [interval_s=N] [log_dir=DIR] [--json] [run=NAME]
 
 Shows GPUs, CPU, RAM and the processes on each GPU until Ctrl-C. Does not train. Without a GPU it shows the rest and the
 reason. At the end it prints minimum, mean and maximum of each metric with an assessment, and writes gpu.csv,
@@ -47,16 +47,13 @@ monitor.json and plots to a new folder in gpu_logs. In a pipe it prints one line
   seconds=30          duration; default: until Ctrl-C
   interval_s=1        seconds between samples
   log_dir=DIR         where that folder is created; null: write nothing
-  --once              print one sample as text and write nothing
   --json              print a JSON object per sample on standard output, and all messages on standard error
   run=last|NAME|DIR   show the recorded metrics of a run, finished or not, and write plots to its folder; with --json:
-                      print the summary as one object. output_root=DIR is the folder of the runs; log_dir=DIR writes
-                      summary and plots of each machine to a new folder there instead
+                      only print the summary as one object. output_root=DIR is the folder of the runs
 
 examples
   accel-run monitor
   accel-run monitor seconds=30
-  accel-run monitor --once
   accel-run monitor --json log_dir=null | jq '.readings["gpu0/util"]'
   accel-run monitor run=last
 """
@@ -76,63 +73,36 @@ class MonitorOptions:
 def run(argv: list[str]) -> int:
     """Monitor the machine, or show recorded metrics."""
     options, given_keys, flags = parse_monitor_arguments(argv)
-    root = parse_path(options.output_root)
     if options.run is not None:
-        return _show_run(root, options, as_json="--json" in flags, to_run_folder="log_dir" not in given_keys)
-    if "--once" in flags:
-        return _print_once(RunningRuns(root), options, as_json="--json" in flags)
+        return _show_run(parse_path(options.output_root), options.run, as_json="--json" in flags)
     folder = _create_folder(options.log_dir, is_required="log_dir" in given_keys) if options.log_dir else None
-    return _monitor_live(RunningRuns(root), options, folder, as_json="--json" in flags)
+    return _monitor_live(options, folder, as_json="--json" in flags)
 
 
 # ---------------------------------------------------------------- live
 
 
-def _print_once(runs: RunningRuns, options: MonitorOptions, *, as_json: bool) -> int:
-    from rich.console import Console
-
-    from runner.monitor.machine_display import to_json_object
-    from runner.monitor.machine_screen import View, machine_screen
-
-    with _stop_event() as stop, _monitor(None, options) as monitor:
-        deadline = time.monotonic() + _FIRST_SAMPLE_TIMEOUT_S
-        while not monitor.latest() and not stop.is_set() and time.monotonic() < deadline:
-            stop.wait(0.01)
-    view = View(interval_s=options.interval_s)
-    _add_sample(view, monitor.latest(), monitor, runs)
-    if not view.latest:
-        raise _no_samples_error(monitor)
-    if as_json:
-        print(json.dumps(to_json_object(view)))
-        return 0
-    view.history.clear()  # a single sample has no sparkline
-    columns = os.get_terminal_size(1).columns if sys.stdout.isatty() else 120
-    console = Console(width=columns or 80, color_system=None, highlight=False)
-    with console.capture() as captured:
-        console.print(machine_screen(view, console.width, ascii_only=_prints_only_ascii()))
-    lines = captured.get().splitlines()[1:]  # without the title
-    print(sanitize("\n".join(line.rstrip() for line in lines)))
-    return 0
-
-
-def _monitor_live(runs: RunningRuns, options: MonitorOptions, folder: Path | None, *, as_json: bool) -> int:
+def _monitor_live(options: MonitorOptions, folder: Path | None, *, as_json: bool) -> int:
     """Show each sample until the end, then a summary."""
     from runner.monitor.machine_display import make_display
     from runner.monitor.machine_screen import View
+    from runner.monitor.monitor_thread import Monitor
     from runner.monitor.samples_file import read_samples
 
     view = View(interval_s=options.interval_s)
     display = make_display(sys.stdout, sys.stderr, as_json=as_json)
     try:
-        with _stop_event() as stop, _monitor(folder, options) as monitor:
-            _follow(monitor, view, display, stop, options.seconds, runs)
+        with _stop_event() as stop, Monitor(folder / "gpu.csv" if folder else None, options.interval_s) as monitor:
+            _follow(monitor, view, display, stop, options.seconds)
         if monitor.latest() is not view.latest:
-            _add_sample(view, monitor.latest(), monitor, runs)
+            _add_sample(view, monitor.latest(), monitor)
             display.sample(view)
     finally:
         display.close()
     if not view.latest:
-        raise _no_samples_error(monitor)
+        why = "; ".join(monitor.notes) or "the driver does not respond"
+        fix = "to find the reason, run accel-run doctor"
+        raise DeviceMissing(f"the machine cannot be monitored: {why}", where="monitor", fix=fix)
     errors = tuple(alert.text for alert in view.alerts)
     summary = replace(monitor.summary(), notes=(*errors, *view.missing))
     print_line = _print_err if as_json else _print_out
@@ -141,7 +111,7 @@ def _monitor_live(runs: RunningRuns, options: MonitorOptions, folder: Path | Non
         problems = [monitor.lost] if monitor.lost else []
 
         def contents() -> Iterator[tuple[str, bytes]]:
-            yield "monitor.json", _encode_summary(summary)
+            yield "monitor.json", (json.dumps(summary.to_json(), indent=2) + "\n").encode()
             try:
                 yield from _draw_plots("", read_samples(folder / "gpu.csv"))
             except (InputMissing, DataError) as error:
@@ -154,12 +124,7 @@ def _monitor_live(runs: RunningRuns, options: MonitorOptions, folder: Path | Non
 
 
 def _follow(
-    monitor: NoMonitor,
-    view: View,
-    display: MachineDisplay,
-    stop: threading.Event,
-    seconds: float | None,
-    runs: RunningRuns,
+    monitor: NoMonitor, view: View, display: MachineDisplay, stop: threading.Event, seconds: float | None
 ) -> None:
     started_s = drawn_s = time.monotonic()
     tick = min(0.1, view.interval_s / 4)
@@ -172,7 +137,7 @@ def _follow(
                 break
         readings = monitor.latest()
         if readings and readings is not view.latest:
-            _add_sample(view, readings, monitor, runs)
+            _add_sample(view, readings, monitor)
             display.sample(view)
             drawn_s = now
         elif display.is_resized() or now - drawn_s >= 1.0:
@@ -183,56 +148,11 @@ def _follow(
         stop.wait(tick)
 
 
-def _add_sample(view: View, readings: Mapping[str, float], monitor: NoMonitor, runs: RunningRuns) -> None:
-    """Add the sample to the view, if there is one."""
-    if not readings:
-        return
-    view.add(readings)
-    view.gpus, users = monitor.devices(), monitor.users()
-    view.users = users or None
-    view.runs = runs.by_pid() if any(users.values()) else {}
-    _add_alerts(monitor, view)
-
-
-def _no_samples_error(monitor: NoMonitor) -> DeviceMissing:
-    why = "; ".join(monitor.notes) or "the driver does not respond"
-    fix = "to find the reason, run accel-run doctor"
-    return DeviceMissing(f"the machine cannot be monitored: {why}", where="monitor", fix=fix)
-
-
-class RunningRuns:
-    """Maps processes to active runs on this machine; refreshed every 10 s."""
-
-    SELDOM_S = 10.0
-
-    def __init__(self, root: Path) -> None:
-        self._root = root
-        self._found: dict[int, str] = {}
-        self._next_s = 0.0
-
-    def by_pid(self) -> Mapping[int, str]:
-        """Return PID -> name of its run."""
-        if time.monotonic() >= self._next_s:
-            self._found = dict(self._look())
-            self._next_s = time.monotonic() + self.SELDOM_S
-        return self._found
-
-    def _look(self) -> Iterator[tuple[int, str]]:
-        import psutil  # type: ignore[import-untyped]
-
-        from runner.durable.directory import list_runs
-        from runner.durable.record_files import read_plan, read_record
-        from runner.host.process_identity import process_identity
-
-        for path in list_runs(self._root)[:_MAX_RUNS_SEARCHED]:
-            process = read_record(path).process
-            pid, birth = process.pid, process.birth
-            if process.state == "running" and pid is not None and birth and process_identity(pid) == birth:
-                several = len(read_plan(path).ranks) > 1
-                with suppress(psutil.Error):
-                    root = psutil.Process(pid)
-                    root = (root.parent() or root) if several else root  # the launcher of all ranks
-                    yield from ((each.pid, path.name) for each in [root, *root.children(recursive=True)])
+def _add_sample(view: View, readings: Mapping[str, float], monitor: NoMonitor) -> None:
+    if readings:
+        view.add(readings)
+        view.gpus, view.users = monitor.devices(), monitor.users() or None
+        _add_alerts(monitor, view)
 
 
 def _add_alerts(monitor: NoMonitor, view: View) -> None:
@@ -248,12 +168,6 @@ def _add_alerts(monitor: NoMonitor, view: View) -> None:
         lead = "" if monitor.devices() else "no GPU is monitored: "
         view.missing += [lead + text for text in view.pending]
         view.pending.clear()
-
-
-def _monitor(folder: Path | None, options: MonitorOptions) -> Monitor:
-    from runner.monitor.monitor_thread import Monitor
-
-    return Monitor(folder / "gpu.csv" if folder else None, options.interval_s)
 
 
 @contextmanager
@@ -283,15 +197,15 @@ def _stop_event() -> Iterator[threading.Event]:
 # ---------------------------------------------------------------- at the end
 
 
-def _show_run(root: Path, options: MonitorOptions, *, as_json: bool, to_run_folder: bool) -> int:
-    """Show the recorded metrics of a run; write plots to its folder, or to a new one in log_dir."""
-    from runner.durable.directory import LAST, RunDirectory
+def _show_run(root: Path, name: str, *, as_json: bool) -> int:
+    """Show the recorded metrics of a run and write plots to its folder, or print its summary as JSON."""
+    from runner.durable.directory import RunDirectory
     from runner.durable.record_files import read_plan
     from runner.durable.run_request import report_skipped
     from runner.monitor.samples import Summary
     from runner.monitor.samples_file import read_samples
 
-    directory = RunDirectory.find(root, options.run or LAST)
+    directory = RunDirectory.find(root, name)
     report_skipped(directory, progress_printer("monitor"))
     machines = {"": read_samples(directory.gpu_csv)}  # prefix of file names, empty for the first machine -> samples
     if not len(machines[""]):
@@ -304,22 +218,17 @@ def _show_run(root: Path, options: MonitorOptions, *, as_json: bool, to_run_fold
     if as_json:
         other_machines = {prefix[:-1]: summary.to_json() for prefix, summary in summaries.items() if prefix}
         print(json.dumps(summaries[""].to_json() | ({"machines": other_machines} if other_machines else {})))
-    print_line = _print_err if as_json else _print_out
+        return 0
     on_gpu = not read_plan(directory.path).device.startswith("cpu")
     for prefix, summary in summaries.items():
         rank = prefix[:-1]
         file = directory.shown / (f"gpu-{rank}.csv" if rank else "gpu.csv")
-        print_line(f"\nmachine of rank {rank[4:]}: {file}" if rank else f"{directory.name}: {file}")
+        _print_out(f"\nmachine of rank {rank[4:]}: {file}" if rank else f"{directory.name}: {file}")
         events = directory.path / f"events-{rank}.jsonl" if rank else directory.events
-        _print_assessment(summary, print_line, _read_alerts(events), of_run=True, on_gpu=on_gpu)
+        _print_assessment(summary, _print_out, _read_alerts(events), of_run=True, on_gpu=on_gpu)
     plots = chain.from_iterable(_draw_plots(prefix, samples) for prefix, samples in machines.items())
-    if to_run_folder:
-        plot_folder = directory.shown / "plots"
-        _write_files(plots, lambda name, content: directory.write(f"plots/{name}", content), plot_folder, print_line)
-    elif options.log_dir and (folder := _create_folder(options.log_dir, is_required=True)):
-        names = {prefix: f"monitor-{prefix[:-1]}.json" if prefix else "monitor.json" for prefix in summaries}
-        summary_files = ((names[prefix], _encode_summary(summary)) for prefix, summary in summaries.items())
-        _write_files(chain(summary_files, plots), partial(_write_file, folder), folder, print_line)
+    plot_folder = directory.shown / "plots"
+    _write_files(plots, lambda name, content: directory.write(f"plots/{name}", content), plot_folder, _print_out)
     return 0
 
 
@@ -351,10 +260,6 @@ def _print_assessment(
         print_line(
             textwrap.fill(text, columns, subsequent_indent=" " * 6, break_on_hyphens=False) if is_prose else text
         )
-
-
-def _encode_summary(summary: Summary) -> bytes:
-    return (json.dumps(summary.to_json(), indent=2) + "\n").encode()
 
 
 def _draw_plots(prefix: str, samples: MachineSamples) -> Iterator[tuple[str, bytes]]:
@@ -430,14 +335,8 @@ def parse_monitor_arguments(argv: Sequence[str]) -> tuple[MonitorOptions, set[st
     given = parsed.given
     if given.get("run") == "" or "run=" in argv:
         problems.append(Problem("names no run", "run=", "use run=last, or the name of a run"))
-    elif given.get("run") is not None:
-        if unused := [
-            key for key in ("seconds", "interval_s", *parsed.flags - {"--json"}) if key in {*given, *parsed.flags}
-        ]:
-            what = f"has no effect with run={given['run']}, which shows recorded metrics"
-            problems.append(Problem(what, ", ".join(unused), "leave it out"))
-    elif "--once" in parsed.flags and (unused := [key for key in ("seconds", "log_dir") if given.get(key) is not None]):
-        what = "has no effect with --once, which prints one sample and writes nothing"
+    elif "run" in given and (unused := [key for key in ("seconds", "interval_s", "log_dir") if key in given]):
+        what = f"has no effect with run={given['run']}, which shows recorded metrics"
         problems.append(Problem(what, ", ".join(unused), "leave it out"))
     if problems:
         raise ConfigError(problems)
@@ -466,11 +365,9 @@ def _print_line(text: str, stream: TextIO) -> None:
         print(sanitize(text), file=stream, flush=True)
 
 
-FLAGS = ("--once", "--json")
+FLAGS = ("--json",)
 COMMAND_KEYS = ("seconds", "interval_s", "log_dir", "run", "output_root")
-_FIRST_SAMPLE_TIMEOUT_S = 30.0  # for the one sample of --once
 _SLOW_START_S = 5.0  # after which the screen says that it waits for the first sample
 _ALWAYS_SHOWN = ("slowed", "shared")  # kinds of notices already visible in the figures and the process table
 _GPU_ERRORS = ("lost", "xid", "ecc")  # kinds of notices about a GPU itself
 _FIX_LOG_DIR = "set log_dir to a writable folder, or to null"
-_MAX_RUNS_SEARCHED = 20  # number of runs searched for active ones

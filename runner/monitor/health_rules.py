@@ -291,8 +291,6 @@ GPU_ROWS = (
     ("temperature_c", "temperature", "°C", 0),
     ("power_w", "power", "W", 0),
     ("clock_mhz", "clock", "MHz", 0),
-    ("pcie_rx_mb_s", "PCIe to the GPU", "MB/s", 0),
-    ("pcie_tx_mb_s", "PCIe from the GPU", "MB/s", 0),
 )
 MACHINE_ROWS = (
     ("cpu/percent", "CPU", "%", 1),

@@ -114,8 +114,9 @@ def to_json_object(view: View) -> dict[str, Any]:
     """Return a sample for JSON: unknown readings are absent, other unknown values are null."""
 
     def process(user: GpuUser) -> dict[str, Any]:
-        texts = {"user": user.user, "name": user.name, "run": view.runs.get(user.pid)}
-        return {"pid": user.pid, "memory_gib": user.memory_gib, **{key: text or None for key, text in texts.items()}}
+        return {
+            "pid": user.pid, "memory_gib": user.memory_gib, "user": user.user or None, "name": user.name or None,
+        }  # fmt: skip
 
     gpus = [
         {

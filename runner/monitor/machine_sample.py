@@ -64,24 +64,22 @@ class Host:
 
 
 class Gpus:
-    """Samples the GPUs and their processes. What hardly changes, or is expensive, is read less often.
+    """Samples the GPUs and their processes. What hardly changes is read less often.
 
     A driver may hang: use TimeoutCall where that must not block.
     """
 
     SELDOM_S = 10.0  # between readings that hardly change, and between lists of processes
-    TURN_S = 0.5  # between queries for which the driver waits 40 ms, of one GPU at a time
 
     def __init__(self, nvml: Nvml, gpus: Sequence[Gpu], process_tree: ProcessTree) -> None:
         self.nvml, self.gpus = nvml, tuple(gpus)
         self.users: Mapping[int, tuple[GpuUser, ...]] = {}
         self._process_tree, self._users = process_tree, _UserCache()
         self._seldom_readings: list[dict[str, float | None]] = [{} for _ in gpus]
-        self._turn, self._next_turn, self._next_seldom = 0, 0.0, 0.0
-        self._turn_readings: dict[str, float] = {}
+        self._next_seldom = 0.0
 
     def sample(self) -> dict[str, float]:
-        """Return metric name -> value, without readings that failed or were not due."""
+        """Return metric name -> value, without readings that failed."""
         now = time.monotonic()
         is_seldom = now >= self._next_seldom
         if is_seldom:
@@ -93,32 +91,12 @@ class Gpus:
                 self._seldom_readings[index] = self.nvml.read(gpu, _SELDOM)
             seldom = {} if gpu in self.nvml.lost else self._seldom_readings[index]
             reading = {**seldom, **self.nvml.read(gpu, _ALWAYS)}
-            found |= self._to_metrics(index, reading) | self._other_users(index)
-        found |= self._sample_in_turn(now)
+            found |= {
+                f"gpu{index}/{metric.reading or metric.name}": _divide(reading.get(metric.name), metric.scale)
+                for metric in METRICS
+            }
+            found |= self._other_users(index)
         return {name: float(value) for name, value in found.items() if value is not None}
-
-    def turn_readings(self) -> Mapping[str, float]:
-        """Return the latest readings of metrics that are read in turn."""
-        return self._turn_readings
-
-    def _to_metrics(self, index: int, reading: Mapping[str, float | None]) -> dict[str, float | None]:
-        return {
-            f"gpu{index}/{metric.reading or metric.name}": None
-            if (value := reading[metric.name]) is None
-            else value / metric.scale
-            for metric in METRICS
-            if metric.name in reading
-        }
-
-    def _sample_in_turn(self, now: float) -> dict[str, float | None]:
-        if not self.gpus or now < self._next_turn:
-            return {}
-        index = self._turn % len(self.gpus)
-        self._turn, self._next_turn = self._turn + 1, now + self.TURN_S
-        found = self._to_metrics(index, self.nvml.read(self.gpus[index], _IN_TURN))
-        self._turn_readings = {name: value for name, value in self._turn_readings.items() if name not in found}
-        self._turn_readings |= {name: value for name, value in found.items() if value is not None}
-        return found
 
     def _read_processes(self) -> None:
         processes_by_gpu = {
@@ -336,6 +314,4 @@ def _divide(value: float | None, unit: float) -> float | None:
 
 
 _FIRST_PID_NAMESPACE = 0xEFFFFFFC  # PROC_PID_INIT_INO in linux/proc_ns.h
-_ALWAYS, _SELDOM, _IN_TURN = (
-    frozenset(metric.name for metric in METRICS if metric.pace == pace) for pace in ("always", "seldom", "in turn")
-)
+_ALWAYS, _SELDOM = (frozenset(metric.name for metric in METRICS if metric.seldom == seldom) for seldom in (False, True))

@@ -30,7 +30,6 @@ class View:
     """The content of the screen.
 
     users       `gpu0` -> processes that compute on it; None if the driver does not report them
-    runs        PID -> name of the run it belongs to
     missing     what is not monitored and why, and other problems
     pending     texts for `missing` that the first sample completes
     alerts      about the GPUs themselves: lost, or with errors
@@ -43,7 +42,6 @@ class View:
     seconds: float = 0.0
     remaining: float | None = None
     users: Mapping[str, Sequence[GpuUser]] | None = None
-    runs: Mapping[int, str] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     pending: list[str] = field(default_factory=list)
     alerts: list[Alert] = field(default_factory=list)
@@ -74,10 +72,10 @@ def sparkline(values: Sequence[float], columns: int, *, ascii_only: bool = False
     return "".join(" " if height is None else blocks[height] for height in heights)
 
 
-def machine_screen(view: View, columns: int, rows: int | None = None, *, ascii_only: bool = False) -> Group:
+def machine_screen(view: View, columns: int, rows: int, *, ascii_only: bool = False) -> Group:
     """Return the screen: GPUs, machine, notes, and the processes on the GPUs.
 
-    rows  of the terminal: processes that do not fit are left out, with a line that states their number. None: no limit
+    rows  of the terminal: processes that do not fit are left out, with a line that states their number
     """
     style = _Style(columns, ascii_only)
     notes = [Text(alert.text, style="bold red") for alert in view.alerts]
@@ -85,10 +83,8 @@ def machine_screen(view: View, columns: int, rows: int | None = None, *, ascii_o
     upper = Group(_title(view, style), _gpus(view, style), *_throttle_lines(view), _machine(view, style), *notes)
     if not view.gpus:
         return upper
-    max_rows = None
-    if rows is not None:
-        console = Console(width=max(1, columns), color_system=None)
-        max_rows = max(0, rows - len(console.render_lines(upper, pad=False)) - 2)  # an empty line and the header
+    console = Console(width=max(1, columns), color_system=None)
+    max_rows = max(0, rows - len(console.render_lines(upper, pad=False)) - 2)  # an empty line and the header
     return Group(upper, Text(), _processes(view, max_rows, style))
 
 
@@ -137,7 +133,7 @@ def _title(view: View, style: _Style) -> Table:
 
 def _gpus(view: View, style: _Style) -> Table:
     """Return a row per GPU: name, utilization, memory, and temperature, power and clock if there is room."""
-    has_sparks = style.columns >= _MIN_SPARK_COLUMNS and bool(view.history)
+    has_sparks = style.columns >= _MIN_SPARK_COLUMNS
     figures = 3 if style.columns >= 100 else 1 if style.columns >= 70 else 0
     spark = ["~"] * has_sparks
     table = style.table("<", ">", *spark, ">", ">", *spark, *">" * figures)
@@ -192,7 +188,7 @@ def _machine(view: View, style: _Style) -> Table:
     return table
 
 
-def _processes(view: View, max_rows: int | None, style: _Style) -> RenderableType:
+def _processes(view: View, max_rows: int, style: _Style) -> RenderableType:
     """Return the table of processes, at most `max_rows` rows."""
     plural = "s" if len(view.gpus) > 1 else ""
     if view.users is None:
@@ -200,15 +196,12 @@ def _processes(view: View, max_rows: int | None, style: _Style) -> RenderableTyp
     users = [(number, user) for number, gpu in enumerate(view.gpus) for user in view.users.get(gpu, ())]
     if not users:
         return Text(f"no process computes on the GPU{plural}", style="dim")
-    has_runs = any(user.pid in view.runs for _, user in users)
-    shown = users if max_rows is None or len(users) <= max_rows else users[: max(0, max_rows - 1)]
-    table = style.table(">", ">", "<", ">", *["<"] * has_runs, "<")
-    head = ("GPU", "PID", "USER", "MEMORY", *(["RUN"] * has_runs), "COMMAND")
-    table.add_row(*head, style="bold")
+    shown = users if len(users) <= max_rows else users[: max(0, max_rows - 1)]
+    table = style.table(">", ">", "<", ">", "<")
+    table.add_row("GPU", "PID", "USER", "MEMORY", "COMMAND", style="bold")
     for number, user in shown:
         names = [to_one_line(name, 60) or "?" for name in (user.user, user.name)]
-        run = [view.runs.get(user.pid, "-")] * has_runs
-        table.add_row(str(number), str(user.pid), names[0], _gib(user.memory_gib), *run, names[1])
+        table.add_row(str(number), str(user.pid), names[0], _gib(user.memory_gib), names[1])
     omitted = len(users) - len(shown)
     return Group(table, Text(f"... {omitted} more processes: the terminal is too small", "dim")) if omitted else table
 

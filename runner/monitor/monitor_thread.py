@@ -17,9 +17,8 @@ from typing import Any, Literal, get_args
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.values import Interval, Range
 from runner.monitor.alerts import Alert, AlertMonitor
-from runner.monitor.gpu_driver import open_driver
 from runner.monitor.machine_sample import Gpus, GpuUser, Host, ProcessTree
-from runner.monitor.nvml import Gpu, Nvml, visible
+from runner.monitor.nvml import Gpu, Nvml, open_nvml, visible
 from runner.monitor.samples import COLUMNS, MachineSamples, Readings, SampledGpu, SampleTally, Summary
 from runner.monitor.samples_file import SamplesFile, read_samples
 from runner.monitor.timeout_call import TimeoutCall
@@ -252,7 +251,7 @@ class Monitor(NoMonitor):
 
     def _sample_gpus(self, process_tree: ProcessTree) -> Generator[_GpuSample]:
         """Yield an empty reading once the driver has responded, then one of the GPUs each time."""
-        with open_driver() as nvml:
+        with open_nvml() as nvml:
             chosen = self._choose_gpus(nvml)
             self._devices = MappingProxyType(
                 {f"gpu{at}": SampledGpu(gpu.name, gpu.uuid) for at, gpu in enumerate(chosen)}
@@ -264,7 +263,7 @@ class Monitor(NoMonitor):
                 readings = gpus.sample()
                 alerts = tuple(alert_monitor.check(readings, gpus.users, nvml.events()))
                 users = {f"gpu{index}": users for index, users in gpus.users.items()}
-                yield _GpuSample(readings, dict(gpus.turn_readings()), users, alerts)
+                yield _GpuSample(readings, users, alerts)
 
     def _sample_until(self, stopping: threading.Event, host: Host, gpus: TimeoutCall[_GpuSample]) -> None:
         self._taken_s = answered = time.monotonic()
@@ -300,7 +299,7 @@ class Monitor(NoMonitor):
                 file.add(wall + now, now - before, self._phase, self._devices, sample)
                 with self._lock:
                     self._tally.add(self._phase, now - before, sample)
-                self._latest = MappingProxyType({**gpu_sample.turn_readings, **sample})
+                self._latest = MappingProxyType(sample)
                 self._taken_s = time.monotonic()
                 self._users = MappingProxyType(dict(gpu_sample.users))
                 self._alerts += gpu_sample.alerts
@@ -360,10 +359,7 @@ class Monitor(NoMonitor):
 
 @dataclass(frozen=True)
 class _GpuSample:
-    """One sample of the GPUs; `turn_readings` has the latest of the metrics that are read in turn."""
-
     readings: Readings = field(default_factory=dict)
-    turn_readings: Readings = field(default_factory=dict)
     users: Mapping[str, tuple[GpuUser, ...]] = field(default_factory=dict)
     alerts: tuple[Alert, ...] = ()
 

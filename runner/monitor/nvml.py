@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, NamedTuple, TypeVar
+from typing import Any, Literal, TypeVar
 
 Result = TypeVar("Result")
 
@@ -35,7 +35,6 @@ class Gpu:
     name: str
     memory_bytes: int | None = None
     capability: tuple[int, int] | None = None
-    pci_bus_id: str = ""
     mig: bool | None = None
     instances: tuple[Gpu, ...] = ()
     mig_name: str = ""
@@ -56,8 +55,7 @@ class Metric:
 
     query    returns the value; may raise NVML's exceptions
     reading  name of the monitor's reading after `gpu0/`, by default `name`; its value is divided by `scale`
-    pace     how often the monitor reads it: with every sample; seldom, because it hardly changes; or in turn, one GPU
-             per sample, because the driver waits 20 ms for it
+    seldom   whether the monitor reads it less often, because it hardly changes
     """
 
     name: str
@@ -65,7 +63,7 @@ class Metric:
     query: Callable[[GpuReading], float]
     reading: str = ""
     scale: float = 1
-    pace: Literal["always", "seldom", "in turn"] = "always"
+    seldom: bool = False
 
 
 class GpuReading:
@@ -108,19 +106,6 @@ class GpuEvent:
         return gpu.index == self.gpu.index and not is_other
 
 
-class VendorTool(NamedTuple):
-    """Command lines of the vendor's tool that doctor recommends.
-
-    name           the tool that lists GPUs and processes
-    lost           for a GPU that does not respond
-    memory_errors  for a GPU with uncorrected memory errors
-    """
-
-    name: str = "nvidia-smi"
-    lost: str = "nvidia-smi; dmesg | grep -i xid; then restart the machine"
-    memory_errors: str = "nvidia-smi -q -d ECC,PAGE_RETIREMENT; nvidia-smi -r while it is idle"
-
-
 class Nvml:
     """The GPUs of this machine; none, with `why_not`, if NVML is not available.
 
@@ -132,8 +117,6 @@ class Nvml:
     lost            GPU -> why it no longer responds; it is not queried again
     denied          GPU -> metrics that this user may not read
     """
-
-    tool = VendorTool()
 
     def __init__(self, library: Any = None, why_not: str = "") -> None:
         self.why_not = why_not
@@ -153,13 +136,8 @@ class Nvml:
             self._find_gpus(library)
 
     def read(self, gpu: Gpu, names: Collection[str] | None = None) -> dict[str, float | None]:
-        """Return the current value of each metric, None if it is not available.
-
-        names  of the metrics; None: all but those for which the driver waits (`in turn`)
-        """
-        selected = [
-            metric for metric in METRICS if (metric.pace != "in turn" if names is None else metric.name in names)
-        ]
+        """Return the current value of each of these metrics, None: of all; None if it is not available."""
+        selected = [metric for metric in METRICS if names is None or metric.name in names]
         handle = self._handles.get(gpu)
         if handle is None:
             return {metric.name: None for metric in selected}
@@ -370,7 +348,6 @@ def _query(library: Any, query: Callable[..., Result], *arguments: Any) -> Resul
 
 def _describe(library: Any, handle: Any, index: int, uuid: str, instances: tuple[Gpu, ...] = ()) -> Gpu:
     mig_mode = _query(library, library.nvmlDeviceGetMigMode, handle)
-    pci = _query(library, library.nvmlDeviceGetPciInfo, handle)
     memory = _query(library, lambda: int(GpuReading(library, handle).memory.total))
     return Gpu(
         index=index,
@@ -378,7 +355,6 @@ def _describe(library: Any, handle: Any, index: int, uuid: str, instances: tuple
         name=_query(library, library.nvmlDeviceGetName, handle) or "GPU without a name",
         memory_bytes=memory or None,
         capability=_query(library, library.nvmlDeviceGetCudaComputeCapability, handle),
-        pci_bus_id=_decode(pci.busId) if pci else "",
         mig=None if mig_mode is None else bool(mig_mode[0]),
         instances=instances,
     )
@@ -433,21 +409,11 @@ def _clock(reading: GpuReading, domain: str) -> float:
     return int(reading.nvml.nvmlDeviceGetClockInfo(reading.handle, kinds[domain]))
 
 
-def _pcie(reading: GpuReading, direction: str) -> float:
-    """Bytes per second that the GPU received (`rx`) or sent (`tx`); the driver measures for 20 ms."""
-    counters = {"rx": reading.nvml.NVML_PCIE_UTIL_RX_BYTES, "tx": reading.nvml.NVML_PCIE_UTIL_TX_BYTES}
-    return 1000 * int(reading.nvml.nvmlDeviceGetPcieThroughput(reading.handle, counters[direction]))  # in KB/s
-
-
 def _ecc(reading: GpuReading, kind: str) -> float:
     """Memory errors since the driver was loaded."""
     nvml = reading.nvml
     kinds = {"corrected": nvml.NVML_MEMORY_ERROR_TYPE_CORRECTED, "uncorrected": nvml.NVML_MEMORY_ERROR_TYPE_UNCORRECTED}
     return int(nvml.nvmlDeviceGetTotalEccErrors(reading.handle, kinds[kind], nvml.NVML_VOLATILE_ECC))
-
-
-def _decode(value: bytes | str) -> str:
-    return value.decode() if isinstance(value, bytes) else value
 
 
 _NOT_AVAILABLE = (0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)  # NVML_VALUE_NOT_AVAILABLE, 32 and 64 bit
@@ -492,19 +458,15 @@ METRICS: tuple[Metric, ...] = (
     Metric("memory_free_bytes", "B", lambda gpu: gpu.memory.free, "memory_free_gib", GIB),
     Metric("memory_total_bytes", "B", lambda gpu: gpu.memory.total, "memory_total_gib", GIB),
     Metric("temperature_c", "degC", _temperature),
-    Metric("temperature_limit_c", "degC", _temperature_limit, pace="seldom"),
+    Metric("temperature_limit_c", "degC", _temperature_limit, seldom=True),
     Metric("power_w", "W", lambda gpu: gpu.nvml.nvmlDeviceGetPowerUsage(gpu.handle) / 1000),
-    Metric(
-        "power_limit_w", "W", lambda gpu: gpu.nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.handle) / 1000, pace="seldom"
-    ),
+    Metric("power_limit_w", "W", lambda gpu: gpu.nvml.nvmlDeviceGetEnforcedPowerLimit(gpu.handle) / 1000, seldom=True),
     Metric("energy_j", "J", lambda gpu: gpu.nvml.nvmlDeviceGetTotalEnergyConsumption(gpu.handle) / 1000),
     Metric("sm_clock_mhz", "MHz", lambda gpu: _clock(gpu, "sm"), "clock_mhz"),
     Metric("memory_clock_mhz", "MHz", lambda gpu: _clock(gpu, "memory")),
     Metric("throttle_reasons", "bits", _throttle_reasons),
-    Metric("pcie_generation", "", lambda gpu: gpu.nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu.handle), pace="seldom"),
-    Metric("pcie_width", "lanes", lambda gpu: gpu.nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu.handle), pace="seldom"),
-    Metric("pcie_rx_bytes_s", "B/s", lambda gpu: _pcie(gpu, "rx"), "pcie_rx_mb_s", MB, "in turn"),
-    Metric("pcie_tx_bytes_s", "B/s", lambda gpu: _pcie(gpu, "tx"), "pcie_tx_mb_s", MB, "in turn"),
-    Metric("ecc_corrected", "errors", lambda gpu: _ecc(gpu, "corrected"), pace="seldom"),
-    Metric("ecc_uncorrected", "errors", lambda gpu: _ecc(gpu, "uncorrected"), pace="seldom"),
+    Metric("pcie_generation", "", lambda gpu: gpu.nvml.nvmlDeviceGetCurrPcieLinkGeneration(gpu.handle), seldom=True),
+    Metric("pcie_width", "lanes", lambda gpu: gpu.nvml.nvmlDeviceGetCurrPcieLinkWidth(gpu.handle), seldom=True),
+    Metric("ecc_corrected", "errors", lambda gpu: _ecc(gpu, "corrected"), seldom=True),
+    Metric("ecc_uncorrected", "errors", lambda gpu: _ecc(gpu, "uncorrected"), seldom=True),
 )

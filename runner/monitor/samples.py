@@ -267,8 +267,6 @@ GPU_COLUMNS = (
     Column("throttle_reasons", "throttle_reasons", "bits"),
     Column("pcie_generation", "pcie_generation", ""),
     Column("pcie_width", "pcie_width", "lanes"),
-    Column("pcie_rx_mb_s", "pcie_rx_mb_s", "MB/s"),
-    Column("pcie_tx_mb_s", "pcie_tx_mb_s", "MB/s"),
     Column("ecc_corrected", "ecc_corrected", "errors"),
     Column("ecc_uncorrected", "ecc_uncorrected", "errors"),
     Column("other_processes", "other_processes", "processes"),

@@ -59,7 +59,7 @@ class SamplesFile:
         for name, device in (devices or {"cpu": SampledGpu("", "")}).items():
             cells = {column.name: _format_cell(sample.get(f"{name}/{column.metric}")) for column in GPU_COLUMNS}
             cells |= shared_cells | {"device": name, "uuid": device.uuid, "name": _escape(device.name)}
-            lines.append(",".join(cells[column] for column in self._columns) + "\n")
+            lines.append(",".join(cells.get(column, "") for column in self._columns) + "\n")
         self._write("".join(lines))
 
     def close(self) -> None:
@@ -81,7 +81,7 @@ class SamplesFile:
             self._write(",".join(COLUMNS) + "\n")
             return
         header = os.pread(self._file, 4096, 0).partition(b"\n")[0].decode(errors="replace").strip().split(",")
-        if not set(FIRST_COLUMNS) <= set(header) <= set(COLUMNS):
+        if not set(FIRST_COLUMNS) <= set(header):
             self._on_loss(f"{path} is not a table of the monitor, so no rows are added; move it away")
             self.close()
             return

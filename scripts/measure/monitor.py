@@ -1,6 +1,6 @@
 """Measure the overhead of monitoring: CPU time of the monitor thread, time of a training loop, and number of rows.
 
-NVML is the stub of the tests, which returns stored values and waits 20 ms for each PCIe query, like the driver.
+NVML is the stub of the tests, which returns stored values.
 Queries of a real driver also use CPU time: on a machine with a GPU, use --real, which monitors its GPUs.
 
 sampler   CPU seconds of the monitor's thread per second, at one sample a second, with 2 and with 8 GPUs
@@ -114,7 +114,7 @@ def environments(folder: Path, *, real: bool) -> dict[str, dict[str, str]]:
         state: dict[str, object] = {"driver": "580.0", "cuda": 13000, "count": number, "event_types": 11}
         for index in range(number):
             state |= {f"{index}.{key}": value for key, value in facts.items()}
-            state |= {f"{index}.uuid": f"GPU-{index:08x}-0000-4000-8000-000000000000", f"{index}.pcie_wait_ms": 20}
+            state |= {f"{index}.uuid": f"GPU-{index:08x}-0000-4000-8000-000000000000"}
         found[f"{number} GPUs"] = stub.environment(state)
     return found
 

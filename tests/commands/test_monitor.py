@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
 import signal
@@ -16,10 +15,8 @@ from typing import Any
 import pytest
 
 from runner.cli import main
-from runner.commands.monitor import RunningRuns
 from runner.durable.directory import RunDirectory
 from runner.engine.run_screen import Screen
-from runner.host.process_identity import process_identity
 from runner.monitor.alerts import Alert
 from runner.monitor.samples import COLUMNS
 from tests.forkserver import CompletedCommand, ForkServer
@@ -30,6 +27,7 @@ from tests.waiting import wait_until
 COMMAND = [sys.executable, "-m", "runner", "monitor"]
 VIRTUAL = "tests.commands.virtual_monitor"  # each sample advances the clock
 LINE = r"GPU: 8\.0/15\.0GB \(53%\) \| Util: 85% \| CPU: [\d.]+% \| RAM: [\d.]+%"
+SHORT = ("seconds=0.1", "interval_s=0.05", "log_dir=null")
 TEN: dict[str, object] = T4 | {"0.processes": ",".join(f"{4_000_001 + pid}:{(pid + 1) * GIB}" for pid in range(10))}
 
 
@@ -139,26 +137,13 @@ def test_json_is_one_object_per_sample_and_messages_go_to_stderr(monitor: Watch,
     assert not (tmp_path / "gpu_logs").exists()
 
 
-def test_one_sample_is_printed_as_text_or_json_and_nothing_is_written(
-    monitor: Watch, tmp_path: Path, screen: Callable[..., None]
-) -> None:
-    done = monitor(TEN, "--once")
-    assert done.code == 0, done.err
-    screen(done.out, replace={r"(?m)^(CPU|RAM) .*$": r"\1 ..."})
-    assert len(re.findall(r"^ +0 +40000\d\d ", done.out, re.MULTILINE)) == 10
-    one = monitor(T4, "--once", "--json")
-    assert json.loads(one.out)["readings"]["gpu0/memory_gib"] == 8
-    assert json.loads(one.out)["gpus"][0]["uuid"] == T4["0.uuid"]
-    assert {path.name for path in tmp_path.iterdir()} <= {".out", ".err"}
-
-
 def test_two_gpus_are_distinguished_and_only_visible_ones_monitored(monitor: Watch, tmp_path: Path) -> None:
-    both = monitor(PAIR, "--once").out
-    names = ["NVIDIA GeForce RTX 2080 Ti", "NVIDIA GeForce RTX 3070"]
-    assert re.findall(r"^GPU (\d)  (NVIDIA [\w ]+?)  ", both, re.MULTILINE) == [("0", names[0]), ("1", names[1])]
-    one = monitor(PAIR, "--once", CUDA_VISIBLE_DEVICES="GPU-3070").out
-    assert one.startswith(f"GPU 0  {names[1]}")
-    assert "2080" not in one
+    def names(**variables: str) -> list[str]:
+        sample, *_ = monitor(PAIR, "--json", *SHORT, **variables).out.splitlines()
+        return [gpu["name"] for gpu in json.loads(sample)["gpus"]]
+
+    assert names() == [PAIR["0.name"], PAIR["1.name"]]
+    assert names(CUDA_VISIBLE_DEVICES="GPU-3070") == [PAIR["1.name"]]
 
 
 def test_a_gpu_error_is_printed_on_a_pipe_before_all_advice(monitor: Watch, tmp_path: Path) -> None:
@@ -171,22 +156,19 @@ def test_a_gpu_error_is_printed_on_a_pipe_before_all_advice(monitor: Watch, tmp_
 
 
 def test_hidden_gpus_are_the_reason_if_none_is_monitored(monitor: Watch, tmp_path: Path) -> None:
-    done = monitor(PAIR, "--once", CUDA_VISIBLE_DEVICES="")
+    done = monitor(PAIR, *SHORT, CUDA_VISIBLE_DEVICES="")
     assert done.code == 0
-    assert re.search(r"CUDA_VISIBLE_DEVICES=\s+hides\s+2", done.out)
+    assert re.search(r"CUDA_VISIBLE_DEVICES=\s+hides\s+2", done.err)
 
 
-def test_an_unsupported_query_is_shown_as_a_question_mark(monitor: Watch, tmp_path: Path) -> None:
-    done = monitor(T4 | {"0.err.power": 3, "0.err.util": 3}, "--once")
-    assert " W " not in done.out
-    assert re.search(r"Tesla T4 +\? ", done.out)
+def test_readings_of_an_unsupported_query_are_absent(monitor: Watch, tmp_path: Path) -> None:
+    sample, *_ = monitor(T4 | {"0.err.power": 3, "0.err.util": 3}, "--json", *SHORT).out.splitlines()
+    readings = json.loads(sample)["readings"]
+    assert "gpu0/memory_gib" in readings
+    assert not {"gpu0/power_w", "gpu0/util"} & set(readings)
 
 
 def test_without_a_gpu_cpu_and_ram_are_shown_with_the_reason(monitor: Watch, tmp_path: Path) -> None:
-    once = monitor(None, "--once")
-    assert once.code == 0
-    assert re.match(r"CPU +[\d.]+%\nRAM +[\d.]+%\n", once.out)
-    assert "no NVIDIA driver" in once.out
     live = monitor(None, "seconds=0.2", "interval_s=0.1")
     assert live.code == 0
     assert re.match(r"CPU: [\d.]+% \| RAM: [\d.]+%\n", live.out)
@@ -197,13 +179,13 @@ def test_without_a_gpu_cpu_and_ram_are_shown_with_the_reason(monitor: Watch, tmp
 def test_missing_permission_and_a_lost_gpu_are_reported_and_monitoring_continues(
     monitor: Watch, tmp_path: Path
 ) -> None:
-    denied = monitor(T4 | {"err.init": 4}, "--once")
+    denied = monitor(T4 | {"err.init": 4}, *SHORT)
     assert denied.code == 0
-    assert "no permission" in denied.out
+    assert "no permission" in denied.err
     lost = {f"0.err.{name}": 15 for name in ("util", "memory", "temperature", "power", "sm_clock", "throttle")}
-    done = monitor(T4 | lost, "--once")
+    done = monitor(T4 | lost, *SHORT)
     assert done.code == 0
-    assert re.search(r"Tesla T4 +\? ", done.out)
+    assert re.search(r"gpu0 .* lost", done.err)
     assert "CPU" in done.out
 
 
@@ -272,16 +254,16 @@ def test_the_recording_of_a_run_is_summarized_and_plotted_in_its_folder(
 
 def test_a_cpu_run_gets_no_advice_about_gpus(server: ForkServer, run_of_a_pair: Path) -> None:
     (run_of_a_pair / "outputs" / "first" / "plan.json").write_text('{"device": "cpu"}')
-    done = server.run("monitor run=first --json log_dir=null", run_of_a_pair)
-    assert "note  GPUs: " in done.err
-    assert not any(args in done.err for args in ("GPU 0 utilization", "GPU 1 memory", "GPU 1 processes"))
+    done = server.run("monitor run=first", run_of_a_pair)
+    assert "note  GPUs: " in done.out
+    assert not any(args in done.out for args in ("GPU 0 utilization", "GPU 1 memory", "GPU 1 processes"))
 
 
 def test_a_lost_gpu_comes_first_in_the_summary_of_a_run(server: ForkServer, run_of_a_pair: Path) -> None:
     row = {"kind": "machine", "what": "lost", "device": "gpu1", "uuid": "GPU-1", "text": "gpu1 (A card) is lost: gone"}
     (run_of_a_pair / "outputs" / "first" / "events.jsonl").write_text(json.dumps(row) + "\n")
-    done = server.run("monitor run=first --json log_dir=null", run_of_a_pair)
-    messages = [line for line in done.err.splitlines() if line.startswith(("high ", "low ", "note ", "good "))]
+    done = server.run("monitor run=first", run_of_a_pair)
+    messages = [line for line in done.out.splitlines() if line.startswith(("high ", "low ", "note ", "good "))]
     assert messages[0].split() == ["high", "GPU", "1", "lost:", "gone"]
     assert not any("GPU 1" in line for line in messages[1:])
 
@@ -299,24 +281,8 @@ def test_every_machine_of_a_run_is_summarized_and_plotted(server: ForkServer, ru
     assert {"gpu0.png", "machine.png", "rank8-gpu0.png", "rank8-machine.png"} <= {
         path.name for path in (run / "plots").iterdir()
     }
-    as_json = json.loads(server.run("monitor run=first --json log_dir=null", run_of_a_pair).out)
+    as_json = json.loads(server.run("monitor run=first --json", run_of_a_pair).out)
     assert as_json["machines"]["rank8"]["whole"]["metrics"]["gpu1/util"]["mean"] == 30
-
-
-def test_plots_of_every_machine_go_to_the_requested_folder(server: ForkServer, run_of_a_pair: Path) -> None:
-    run = run_of_a_pair / "outputs" / "first"
-    shutil.copy(run / "gpu.csv", run / "gpu-rank8.csv")
-    done = server.run("monitor run=first log_dir=mine", run_of_a_pair)
-    (made,) = (run_of_a_pair / "mine").iterdir()
-    each = {"monitor.json", "gpu0.png", "gpu1.png", "gpus.png", "machine.png"}
-
-    assert done.code == 0, done.err
-    assert {path.name for path in made.iterdir()} == {
-        *each, "monitor-rank8.json", *(f"rank8-{name}" for name in each if name.endswith(".png"))
-    }  # fmt: skip
-    assert json.loads((made / "monitor-rank8.json").read_text())["whole"]["samples"] == 20
-    assert "gpu.csv, " not in done.out, "the samples stay in the run"
-    assert not (run / "plots").exists()
 
 
 def test_the_first_rank_of_another_machine_reports_its_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -335,8 +301,8 @@ def test_the_first_rank_of_another_machine_reports_its_gpus(tmp_path: Path, caps
     assert messages.err.endswith(f": {what}\n")
 
 
-def test_a_run_as_json_is_its_summary_and_log_dir_null_writes_nothing(server: ForkServer, run_of_a_pair: Path) -> None:
-    done = server.run("monitor run=first --json log_dir=null", run_of_a_pair)
+def test_a_run_as_json_is_its_summary_and_writes_nothing(server: ForkServer, run_of_a_pair: Path) -> None:
+    done = server.run("monitor run=first --json", run_of_a_pair)
     assert json.loads(done.out)["whole"]["metrics"]["gpu0/util"]["mean"] == 90
     assert not (run_of_a_pair / "outputs" / "first" / "plots").exists()
 
@@ -353,50 +319,18 @@ def test_a_run_without_samples_is_explained(server: ForkServer, tmp_path: Path) 
     assert server.run("monitor run=first", tmp_path).code == 66
 
 
-def test_processes_are_known_by_the_run_they_belong_to(tmp_path: Path) -> None:
-    def record(name: str, **changes: Any) -> None:
-        run = {"state": "running", "pid": os.getpid(), "birth": process_identity(os.getpid())} | changes
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "run.json").write_text(json.dumps(run))
-
-    with subprocess.Popen(["sleep", "60"]) as child:
-        record("first")
-        record("ended", state="done", pid=1)
-        record("killed", birth="another", pid=2)
-        record("hostile", pid=-1, birth="")
-        result = RunningRuns(tmp_path).by_pid()
-        assert result[os.getpid()] == result[child.pid] == "first"
-        assert set(result.values()) == {"first"}
-        child.kill()
-        record("ranks", pid=child.pid, birth=None)
-    assert set(RunningRuns(tmp_path).by_pid().values()) == {"first"}, "a finished run owns no process"
-
-
-def test_ranks_are_all_those_of_their_starter(tmp_path: Path) -> None:
-    with subprocess.Popen(["sleep", "60"]) as rank, subprocess.Popen(["sleep", "60"]) as other:
-        (tmp_path / "both").mkdir()
-        record = {"state": "running", "pid": rank.pid, "birth": process_identity(rank.pid)}
-        (tmp_path / "both" / "run.json").write_text(json.dumps(record))
-        assert other.pid not in RunningRuns(tmp_path).by_pid()
-        (tmp_path / "both" / "plan.json").write_text('{"ranks": [{}, {}]}')
-        assert RunningRuns(tmp_path).by_pid()[other.pid] == "both"
-        rank.kill()
-        other.kill()
-
-
 # ---------------------------------------------------------------- invalid arguments
 
 SLIPS = [
     "30",
     "last",
     "--seconds=3",
-    "--onc",
+    "--jso",
     "secs=3",
     "interval_s=0",
     "seconds=abc",
-    "--once seconds=3",
     "run=",
-    "run=last --once",
+    "run=last seconds=3",
 ]
 
 
@@ -429,11 +363,11 @@ def test_a_folder_that_cannot_be_created_is_an_error_that_names_its_key(
 
 
 def test_help_imports_almost_nothing_and_monitoring_no_torch(nvml_stub: NvmlStub) -> None:
-    code = "import json, sys, runner.cli; runner.cli.main(['monitor', {!r}]); print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code.format("--help")], capture_output=True, text=True, check=True)
+    code = "import json, sys, runner.cli; runner.cli.main(['monitor', *{!r}]); print(json.dumps(sorted(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code.format(["--help"])], capture_output=True, text=True, check=True)
     loaded = set(json.loads(done.stdout.splitlines()[-1]))
     assert not {"torch", "numpy", "rich", "psutil", "pynvml", "hydra", "matplotlib"} & loaded
-    watched = subprocess.run([sys.executable, "-c", code.format("--once")], capture_output=True, text=True, check=True)
+    watched = subprocess.run([sys.executable, "-c", code.format(SHORT)], capture_output=True, text=True, check=True)
     assert not {"torch", "hydra", "matplotlib"} & set(json.loads(watched.stdout.splitlines()[-1]))
 
 

@@ -165,7 +165,7 @@ def test_the_script_of_a_run_has_its_exact_arguments(tmp_path: Path) -> None:
     assert b"torchrun" in text
 
 
-@pytest.mark.parametrize("command", ["runs", "monitor --once", "report"])
+@pytest.mark.parametrize("command", ["runs", "monitor run=last", "report"])
 def test_every_command_refuses_a_folder_that_is_not_local(
     command: str, capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

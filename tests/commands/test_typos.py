@@ -181,9 +181,9 @@ accel-run: --global-batch-size=64: unknown option; settings have the form key=va
 accel-run: fast: is not a setting; settings have the form key=value
            accel-run plan shows every key
 """,
-    "monitor once": """\
-accel-run: once: is not a setting; settings have the form key=value
-           use --once
+    "monitor json": """\
+accel-run: json: is not a setting; settings have the form key=value
+           use --json
 """,
     "monitor run": """\
 accel-run: run: is not a setting; settings have the form key=value

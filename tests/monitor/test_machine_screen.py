@@ -25,7 +25,6 @@ T4 = {
     "cpu/percent": 45.3, "ram/percent": 67.2, "disk/free_gib": 120.0, "disk/read_mb_s": 1.5,
 }  # fmt: skip
 USERS = {"gpu0": [GpuUser(4242, "python", "ada", 1.0, None), GpuUser(77, "", "", None, None)]}
-RUNS = {4242: "first"}
 
 
 def view_of(*samples: dict[str, float], gpus: int = 1, **values: object) -> View:
@@ -45,7 +44,7 @@ def eight(**values: float) -> View:
     return view_of(*[sample] * 50, gpus=8, users=users)
 
 
-def shown(view: View, columns: int = 100, rows: int | None = 40, *, ascii_only: bool = False) -> list[str]:
+def shown(view: View, columns: int = 100, rows: int = 40, *, ascii_only: bool = False) -> list[str]:
     console = Console(width=columns, color_system=None, highlight=False)
     with console.capture() as captured:
         console.print(machine_screen(view, columns, rows, ascii_only=ascii_only))
@@ -61,7 +60,7 @@ def test_a_sparkline_has_eight_heights_and_gaps_for_missing_readings() -> None:
 
 
 def test_the_screen_shows_every_figure_of_a_t4_and_its_processes(screen: Callable[..., None]) -> None:
-    lines = shown(view_of(*[T4] * 3, users=USERS, runs=RUNS, seconds=12.4))
+    lines = shown(view_of(*[T4] * 3, users=USERS, seconds=12.4))
     screen("\n".join(lines))
 
 
@@ -135,7 +134,7 @@ def test_no_process_differs_from_an_unknown_number_of_processes() -> None:
 
 
 def test_a_terminal_without_unicode_gets_ascii() -> None:
-    assert "\n".join(shown(view_of(T4, users=USERS, runs=RUNS), ascii_only=True)).isascii()
+    assert "\n".join(shown(view_of(T4, users=USERS), ascii_only=True)).isascii()
 
 
 def test_the_column_of_runs_is_there_only_when_a_run_uses_a_gpu() -> None:
@@ -148,7 +147,7 @@ def test_the_terminal_is_restored_and_no_color_is_respected(monkeypatch: pytest.
     with terminal(80) as (stream, seen):
         display = make_display(stream, io.StringIO(), as_json=False)
         assert type(display) is FullScreen
-        display.sample(view_of(T4, users=USERS, runs=RUNS))
+        display.sample(view_of(T4, users=USERS))
         assert not display.is_resized()
         display.close()
         display.close()
@@ -201,7 +200,7 @@ def test_a_pipe_and_a_dumb_terminal_get_lines(monkeypatch: pytest.MonkeyPatch) -
 
 def test_a_json_sample_has_every_reading_and_null_if_unknown() -> None:
     out = io.StringIO()
-    make_display(out, io.StringIO(), as_json=True).sample(view_of(T4, users=USERS, runs=RUNS))
+    make_display(out, io.StringIO(), as_json=True).sample(view_of(T4, users=USERS))
     result = json.loads(out.getvalue())
     assert result["readings"] == T4
     assert result["gpus"] == [

@@ -23,7 +23,7 @@ from tests.stand_ins.cuda.install import describe
 
 COMMANDS = {
     "doctor": ("doctor", "--json", "checks=[driver,processes,gpus,versions,numbering]"),
-    "monitor": ("monitor", "--json", "--once"),
+    "monitor": ("monitor", "--json", "seconds=0.1", "log_dir=null"),
     "plan": ("plan", "--task", str(TASK), "global_batch_size=16", "micro_batch_size=8"),
 }
 FIRST, SECOND = (device.name for device in MACHINES["pair"])

@@ -12,7 +12,7 @@
 //   0.memory_total=16106127360   0.memory_used=0   0.memory_reserved=0   (bytes)
 //   0.util=85   0.temperature=61   0.power=54321 (mW)   0.sm_clock=1590   0.throttle=4   0.energy=1000 (mJ)
 //   0.memory_util=40   0.temperature_limit=93   0.power_limit=70000 (mW)   0.memory_clock=5000
-//   0.pcie_generation=3   0.pcie_width=16   0.pcie_rx=120 (KB/s)   0.pcie_tx=30   0.pcie_wait_ms=20
+//   0.pcie_generation=3   0.pcie_width=16   0.wait_ms=20
 //   0.ecc_corrected=0   0.ecc_uncorrected=0
 //   0.processes=4242:1048576,77:-   0.mig=1   0.mig_max=2   0.mig.0.uuid=MIG-...   0.mig.0.gi=7   0.mig.0.ci=0
 //   1.err.power=3       the reading `power` of GPU 1 fails with NVML's error 3
@@ -179,6 +179,8 @@ int nvmlDeviceGetMemoryInfo(Handle *h, struct Memory *memory) {
 struct Utilization { unsigned int gpu, memory; };
 
 int nvmlDeviceGetUtilizationRates(Handle *h, struct Utilization *rates) {
+    unsigned int wait_ms = 0;
+    if (!small_number_of(h, "wait_ms", &wait_ms)) usleep(1000 * wait_ms);
     if (small_number_of(h, "memory_util", &rates->memory)) rates->memory = 0;
     return small_number_of(h, "util", &rates->gpu);
 }
@@ -207,13 +209,6 @@ int nvmlDeviceGetCurrPcieLinkGeneration(Handle *h, unsigned int *generation) {
 }
 
 int nvmlDeviceGetCurrPcieLinkWidth(Handle *h, unsigned int *width) { return small_number_of(h, "pcie_width", width); }
-
-int nvmlDeviceGetPcieThroughput(Handle *h, int counter, unsigned int *kb_per_s) {
-    unsigned int wait_ms = 0;
-    int code = small_number_of(h, counter ? "pcie_rx" : "pcie_tx", kb_per_s);
-    if (!code && !small_number_of(h, "pcie_wait_ms", &wait_ms)) usleep(1000 * wait_ms);
-    return code;
-}
 
 int nvmlDeviceGetTotalEccErrors(Handle *h, int type, int counter, unsigned long long *count) {
     (void)counter;
