@@ -14,8 +14,8 @@ from runner.config.request import Request
 HELP = f"""usage: accel-run profile [key=value ...]
 
 Profiles a few updates of a training: the ten most expensive operators, forward and backward time of each module,
-device utilization, and the lines of the task that wait for the device. Writes tables and a trace for ui.perfetto.dev
-to outputs/profiles/<run name>/profile. Nothing is evaluated or saved, and other runs are not changed.
+and the lines of the task that wait for the device. Writes tables and a trace for ui.perfetto.dev to
+outputs/profiles/<run name>/profile. Nothing is evaluated or saved, and other runs are not changed.
 
 options of the profiler
   skip=5                       warm-up updates that are not recorded

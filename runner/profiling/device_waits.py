@@ -76,14 +76,6 @@ class DeviceWaits:
         ]
         return sorted(rows, key=lambda row: (not row.in_task, -row.per_update, row.place))
 
-    def lines(self) -> dict[Line, float]:
-        """Return task lines -> average synchronizations per update, most frequent first."""
-        counts: Counter[Line] = Counter()
-        for place, count in self._counts.items():
-            if place.line is not None:
-                counts[place.line] += count
-        return {line: count / max(1, self._num_updates) for line, count in counts.most_common()}
-
     def _record(self) -> None:
         """Record a synchronization at the current task line, or at the current library if there is none."""
         if self.model.training and not self._is_excluded:

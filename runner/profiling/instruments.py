@@ -21,11 +21,9 @@ from torch.autograd.profiler_util import EventList
 from torch.profiler import ProfilerActivity, record_function
 
 from runner.host.scratch import shared_folder
-from runner.profiling import trace_file
 from runner.profiling.device_waits import DeviceWaits, IsTaskFile
 from runner.profiling.module_times import ModuleTimes
 from runner.profiling.profile_report import Findings, Kernel, Operator, OperatorFindings
-from runner.profiling.trace_file import TraceFile
 
 
 @dataclass(frozen=True)
@@ -121,14 +119,14 @@ class Operators(ProfiledUpdates):
         self.profile.start()
 
     def fetch(self, batches: Iterator[Any]) -> Any:
-        with record_function(trace_file.DATA):
+        with record_function(DATA):
             return next(batches)
 
     def update(self) -> None:
         self.profile.step()
 
     def exclude(self) -> AbstractContextManager[object]:
-        return record_function(trace_file.EXCLUDED)
+        return record_function(EXCLUDED)
 
     def stop(self) -> None:
         self.profile.stop()
@@ -136,20 +134,14 @@ class Operators(ProfiledUpdates):
     def add_to_findings(self, findings: Findings) -> None:
         if not self.seconds:
             return
-        content = _export_trace(self.profile)
-        trace = TraceFile(content)
         operators = findings.operators
-        operators.sort_by, operators.trace = self.options.sort_by, gzip.compress(content, compresslevel=5, mtime=0)
-        num = len(trace.updates)
-        if not num:
-            return
-        operators.shares, operators.data_share = trace.shares(), trace.data_share()
-        operators.device_calls = trace.device_waits()
+        operators.sort_by = self.options.sort_by
+        operators.trace = gzip.compress(_export_trace(self.profile), compresslevel=5, mtime=0)
         averages = filter_events(self.profile.events()).key_averages(
             group_by_input_shapes=self.options.record_shapes,
             group_by_stack_n=MAX_STACK_LINES if self.options.with_stack else 0,
         )
-        self.add_rows(operators, averages, num)
+        self.add_rows(operators, averages, self.num)
         by = "self_device_time_total" if operators.kernels else "self_cpu_time_total"
         operators.table = averages.table(sort_by=by, row_limit=100)
 
@@ -247,7 +239,7 @@ def filter_events(events: Any) -> Any:
 
     Events in excluded spans are removed; the device is idle when such a span starts and ends.
     """
-    spans = [event.time_range for event in events if event.name == trace_file.EXCLUDED]
+    spans = [event.time_range for event in events if event.name == EXCLUDED]
 
     def counts(event: Any) -> bool:
         is_excluded = any(span.start <= event.time_range.start < span.end for span in spans)
@@ -301,6 +293,10 @@ def _sort_key(sort_by: str, is_of_device: bool, row: Operator) -> float:
     return row.self_device_ms if is_of_device else row.self_cpu_ms
 
 
+# Annotations in the trace.
+DATA = "accel-run: data"  # the wait for a batch
+PROFILER_WAIT = "accel-run: wait of the profiler"  # not a wait of the run
+EXCLUDED = "accel-run: aside"  # an evaluation or a save, which is no part of an update
 EXTRA_UPDATES = 3  # besides the requested ones: a warm-up update of torch's profiler, and two for waits
 CUDA_ACTIVITIES = ("cuda_runtime", "cuda_driver", "overhead")
 # cudaLaunchKernel, cuLaunchKernelEx, and the kinds of overhead in Kineto's CuptiActivity.h

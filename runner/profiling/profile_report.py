@@ -56,15 +56,10 @@ class OperatorFindings:
     """The findings of torch's profiler; empty if nothing was recorded.
 
     sort_by       self, total or calls
-    shares        part of the recorded time -> share
-    device_calls  CUDA call in which the host waits -> calls per update
     trace, table  Chrome trace, compressed, and torch's own table
     """
 
     sort_by: str = "self"
-    shares: dict[str, float] = field(default_factory=dict)
-    data_share: float | None = None
-    device_calls: dict[str, float] = field(default_factory=dict)
     rows: list[Operator] = field(default_factory=list)
     kernels: list[Kernel] = field(default_factory=list)
     trace: bytes = b""
@@ -98,9 +93,9 @@ def format_profile(findings: Findings, folder: Path, width: int | None = None) -
     title = f"profile of phase {findings.phase} on {findings.device}{rank}"
     trace = ["  trace.json.gz opens in ui.perfetto.dev"] if findings.operators.trace else []
     parts = [
-        [title, *_format_times(findings), *_format_shares(findings.operators)],
+        [title, *_format_times(findings)],
         _format_operators(findings.operators, width),
-        _format_kernels(findings.operators.kernels, width),
+        _format_kernels(findings, width),
         _format_modules(findings, width),
         _format_waits(findings.waits),
         [f"note: {note}" for note in findings.notes],
@@ -136,9 +131,6 @@ def make_summary(findings: Findings) -> dict[str, Any]:
         "skipped_updates": findings.skipped,
         "num_updates": findings.num_updates,
         "update_ms": findings.update_ms,
-        "shares": operators.shares,
-        "data_share": operators.data_share,
-        "device_calls_per_update": operators.device_calls,
         "operators": [asdict(row) for row in operators.rows[:TOP]],
         "kernels": [asdict(row) for row in operators.kernels[:TOP]],
         "kernels_per_update": sum(row.calls for row in operators.kernels),
@@ -168,16 +160,6 @@ def _format_times(findings: Findings) -> list[str]:
     return lines
 
 
-def _format_shares(found: OperatorFindings) -> list[str]:
-    if not found.shares:
-        return []
-    line = f"  of the recorded time: {', '.join(f'{name} {share:.1%}' for name, share in found.shares.items())}"
-    if "idle" in found.shares and found.data_share is not None:
-        line += f"; the host waited for data for {found.data_share:.1%}"
-    calls = ", ".join(f"{name} {count:.1f}" for name, count in found.device_calls.items())
-    return [line, *([f"  calls that wait for the device, per update: {calls}"] if calls else [])]
-
-
 def _format_operators(found: OperatorFindings, width: int) -> list[str]:
     rows = found.rows[:TOP]
     if not rows:
@@ -202,7 +184,8 @@ def _format_operators(found: OperatorFindings, width: int) -> list[str]:
     return [*lines, *table[len(rows) :]]
 
 
-def _format_kernels(kernels: Sequence[Kernel], width: int) -> list[str]:
+def _format_kernels(findings: Findings, width: int) -> list[str]:
+    kernels = findings.operators.kernels
     rows = kernels[:TOP]
     total = sum(kernel.ms for kernel in kernels)
     if not total:
@@ -213,10 +196,10 @@ def _format_kernels(kernels: Sequence[Kernel], width: int) -> list[str]:
         "GPU": [f"{row.ms:.3f}" for row in rows],
         "share": [_format_share(row.ms, total) for row in rows],
     }
-    return [
-        f"kernels and copies by time: ms per update, top {len(rows)} of {len(kernels)}",
-        *_format_columns(columns, width),
-    ]
+    plain = findings.update_ms.get(NO_INSTRUMENT)
+    of_update = f", {total:.2f} ms in total, {total / plain:.0%} of an update" if plain else ""
+    title = f"kernels and copies by time: ms per update, top {len(rows)} of {len(kernels)}{of_update}"
+    return [title, *_format_columns(columns, width)]
 
 
 def _format_modules(findings: Findings, width: int) -> list[str]:

@@ -19,8 +19,8 @@ from torch.profiler import record_function
 
 from runner.base.accelerator import get_accelerator
 from runner.base.values import Count, PositiveInt, Range
-from runner.profiling import trace_file
 from runner.profiling.instruments import (
+    PROFILER_WAIT,
     HiddenWaits,
     Modules,
     Operators,
@@ -153,7 +153,7 @@ class Session:
         if is_last:  # before the instrument analyzes its data
             self._record_time()
             # A collective that ends after torch's profiler writes into freed memory (torch 2.13).
-            with record_function(trace_file.PROFILER_WAIT):
+            with record_function(PROFILER_WAIT):
                 self.subject.settle()
         part.update()
         if self._num_updates == part.num_warm_up:
@@ -225,7 +225,7 @@ class Session:
     def _synchronize(self) -> float:
         """Wait for the device and return the time; called between parts only."""
         if self.subject.device.type == "cuda":
-            with record_function(trace_file.PROFILER_WAIT):
+            with record_function(PROFILER_WAIT):
                 torch.accelerator.synchronize(self.subject.device)
         return time.perf_counter()
 

@@ -21,9 +21,6 @@ def test_a_profile_on_a_gpu_finds_planted_waits(server: ForkServer, tmp_path: Pa
     result = server.run(f"profile --task {TASK} {args}", tmp_path)
     assert result.code == 0, result.err
     actual = json.loads((tmp_path / "outputs/profiles/p/profile/summary.json").read_text())
-    assert actual["shares"].keys() == {"kernels", "copies", "idle"}
-    assert sum(actual["shares"].values()) == pytest.approx(1.0)
-    assert actual["shares"]["idle"] > 0.5  # lint-tests: measured: the device waits for the host, which sleeps 30 ms
     assert actual["operators"][0]["self_device_ms"] > 0
     rows = list(csv.DictReader((tmp_path / "outputs/profiles/p/profile/operators.csv").read_text().splitlines()))
     kernels = list(csv.DictReader((tmp_path / "outputs/profiles/p/profile/kernels.csv").read_text().splitlines()))
@@ -32,7 +29,6 @@ def test_a_profile_on_a_gpu_finds_planted_waits(server: ForkServer, tmp_path: Pa
     assert 0 < sum(float(row["self_device_ms"]) for row in rows) <= 1.001 * whole
     assert whole <= actual["update_ms"]["operators recorded"]
     assert not {row["name"] for row in rows} & {row["name"] for row in kernels}
-    assert "cudaDeviceSynchronize" not in actual["device_calls_per_update"]  # only the profiler calls it
     loss, begin = line_of("# waits in loss"), line_of("# waits in begin_update")
     named = {wait["place"].rpartition("/")[2]: wait["per_update"] for wait in actual["waits"] if wait["in_task"]}
     assert named[f"task_to_profile.py:{loss} in loss"] == 1.0
