@@ -25,6 +25,8 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/config/option_table.py", "call_option", "getattr"): "a table of custom_tables.py, in the task's file or an installed package",
     ("runner/engine/hooks/custom.py", "_build_hook", "getattr"): "methods of Hook that the file spells out",
     ("runner/engine/hooks/custom.py", "_build_hook", "setattr"): "methods of Hook that the file spells out",
+    ("runner/tools/doctor/findings.py", "check", "import_module"): "modules that the tables of checks spell out",
+    ("runner/tools/doctor/findings.py", "check", "getattr"): "functions that the tables of checks spell out",
     ("runner/tools/doctor/software.py", "import_error", "import_module"): "packages that accel-run's own metadata name as needed",
     ("runner/engine/undeclared_states.py", "_set_attribute", "setattr"): "attributes that a metric itself has set",
     ("runner/plan/run_plan.py", "to_json", "getattr"): "properties that the file spells out",

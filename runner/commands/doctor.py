@@ -25,8 +25,8 @@ HELP = """usage: accel-run doctor [--json] [device=DEVICE] [checks=[NAME,...]] [
        accel-run doctor first_contact [--json] [device=DEVICE] [output_root=DIR] [key=value ...]
 
 Checks what training needs on this machine: packages, driver, versions, limits, disk, other processes on each GPU,
-matrix products against float64, attention kernels. Each check prints ok, warn, FAIL or skip with its result,
-and below it why it matters and how to fix it. A check that crashes or hangs counts as FAIL; the remaining checks still
+matrix products against float64. Each check prints ok, warn, FAIL or skip with its result, and below it why it
+matters and how to fix it. A check that crashes or hangs counts as FAIL; the remaining checks still
 run. To measure how fast the machine is, use accel-run benchmark suite=machine.
 
 first_contact compares the program's predictions for a GPU (formats, kernels, memory, times, waits) with measurements,
@@ -43,7 +43,7 @@ Exit codes: 0 if no check fails (warnings included), 69 if any check FAILs.
 
 examples
   accel-run doctor
-  accel-run doctor checks=[matmul,attention] device=cuda:1
+  accel-run doctor checks=[matmul,disk] device=cuda:1
   accel-run doctor --json > doctor.json
   accel-run doctor first_contact device=cuda:1
 """

@@ -61,15 +61,6 @@ def cgroup_limits(root: Path = Path("/")) -> tuple[float | None, int | None]:
     return None if cpu is None else cpu.amount, None if memory is None else int(memory.amount)
 
 
-def cgroup_process_limit(root: Path = Path("/")) -> tuple[int, int] | None:
-    """Return the process and thread limit with the least headroom, and the current number; None if unlimited."""
-    limits: list[tuple[int, int]] = []
-    for folder in _cgroup_folders(root, {"pids"}):
-        maximum, current = _read_text(folder / "pids.max"), _read_text(folder / "pids.current")
-        limits += [(int(maximum), int(current))] if maximum.isdigit() and current.isdigit() else []
-    return min(limits, key=lambda pair: pair[0] - pair[1], default=None)
-
-
 def _tightest_limit(root: Path, controller: str, read_limit: Callable[[Path], float | None]) -> CgroupLimit | None:
     limits = [
         CgroupLimit(amount, folder)

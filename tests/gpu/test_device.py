@@ -22,7 +22,7 @@ from runner.base.sample_rng import seeded_generators
 from runner.durable.tensors import HostBuffer
 from runner.engine.oom_report import measure_memory
 from runner.engine.oom_retry import UpdateSnapshot
-from runner.tools.doctor.kernels import KERNELS, output_and_gradients
+from runner.tools.doctor.contact_checks import KERNELS, output_and_gradients
 
 pytestmark = pytest.mark.gpu
 MIB = 2**20

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from runner.host.cgroup import cgroup_cpu_limit, cgroup_limits, cgroup_memory_limit, cgroup_process_limit
+from runner.host.cgroup import cgroup_cpu_limit, cgroup_limits, cgroup_memory_limit
 
 GIB = 2**30
 
@@ -43,20 +43,6 @@ def test_without_cgroup_limits_there_are_none(tmp_path: Path) -> None:
     root = system(tmp_path, proc__self__cgroup="4:cpu:/\n0::/\n")
     system(root / "sys/fs/cgroup/cpu", **{"cpu.cfs_quota_us": "-1\n", "cpu.cfs_period_us": "100000\n"})
     assert cgroup_limits(root) == (None, None)
-
-
-@pytest.mark.parametrize("line", ["0::/job/step", "5:pids:/job/step\n0::/"])
-def test_the_tightest_cgroup_counts(tmp_path: Path, line: str) -> None:
-    base = tmp_path / "sys/fs/cgroup" / ("pids" if "pids" in line else "")
-    (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/self/cgroup").write_text(f"{line}\n")
-    for folder, granted, counted in (("job", "100", "98"), ("job/step", "50", "3"), ("", "max", "200")):
-        (base / folder).mkdir(parents=True, exist_ok=True)
-        (base / folder / "pids.max").write_text(f"{granted}\n")
-        (base / folder / "pids.current").write_text(f"{counted}\n")
-
-    assert cgroup_process_limit(tmp_path) == (100, 98)
-    assert cgroup_process_limit(tmp_path / "elsewhere") is None
 
 
 def test_usage_is_read_at_the_tightest_limit(tmp_path: Path) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from runner.tools.doctor import gpu_checks, host_checks, software, storage, torch_checks
-from runner.tools.doctor.findings import DoctorCheck
+from runner.tools.doctor import gpu_checks, host_checks, software, storage
+from runner.tools.doctor.findings import DoctorCheck, late_check
 
 CHECKS: Mapping[str, DoctorCheck] = {
     "python": DoctorCheck(software.python, "accel-run needs features of newer versions"),
@@ -29,11 +29,10 @@ CHECKS: Mapping[str, DoctorCheck] = {
         needs="gpus",
     ),
     "numbering": DoctorCheck(gpu_checks.numbering, "device=cuda:1 must select the intended GPU", needs="gpus"),
-    "threads": DoctorCheck(
-        host_checks.threads, "too many threads compete for cores, too few leave cores idle", needs="gpus"
-    ),
-    "matmul": DoctorCheck(torch_checks.matmul, "most of the computation in training", limit_s=60.0, needs="gpus"),
-    "attention": DoctorCheck(
-        torch_checks.attention, "attention=auto uses the first kernel that runs", limit_s=60.0, needs="gpus"
+    "matmul": DoctorCheck(
+        late_check("arithmetic", "matmul", "Matrix multiplication per device and format: accuracy against float64"),
+        "most of the computation in training",
+        limit_s=60.0,
+        needs="gpus",
     ),
 }

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
+from torch.nn import functional
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from runner.axes.attention import refusal_reason
 from runner.base.accelerator import get_accelerator
@@ -23,10 +25,17 @@ from runner.plan.memory_fit import predict_memory
 from runner.plan.overhead import get_overhead
 from runner.plan.planner import make_plan
 from runner.plan.update_time import UpdateTime, find_rank_rates, predict_phase_time
-from runner.tools.doctor import arithmetic, kernels
+from runner.tools.doctor import arithmetic
 from runner.tools.doctor.findings import NOT_TIMED, CheckContext, CheckResult, compare, skip
 
 MIB = 2**20
+KERNELS = {
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+SHAPE = (1, 12, 1024, 64)  # batch, heads, length, head size: a sample of GPT-2
 NATIVE_SPEEDUP = 1.5  # over float32; matrix units are at least twice as fast, emulation is slower
 
 
@@ -80,7 +89,7 @@ def attention(context: CheckContext) -> Iterator[CheckResult]:
     wanted = [
         (f"{device.torch_name} {kernel} {str(dtype).removeprefix('torch.')}", device, kernel, dtype)
         for device in context.cuda_gpus
-        for kernel in kernels.KERNELS
+        for kernel in KERNELS
         for dtype in dtypes
     ]
     for subject, device, kernel, dtype in context.pending(wanted, lambda each: each[0]):
@@ -88,9 +97,7 @@ def attention(context: CheckContext) -> Iterator[CheckResult]:
             yield skip(subject, "the stand-in has no such kernel")
             continue
         where = torch.device(device.torch_name)
-        yield compare_kernel(
-            subject, refusal_reason(kernel, kernels.SHAPE, dtype, where), _find_refusal(kernel, dtype, where)
-        )
+        yield compare_kernel(subject, refusal_reason(kernel, SHAPE, dtype, where), _find_refusal(kernel, dtype, where))
 
 
 def _find_refusal(kernel: str, dtype: Any, where: Any) -> str:
@@ -99,10 +106,29 @@ def _find_refusal(kernel: str, dtype: Any, where: Any) -> str:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         try:
-            kernels.output_and_gradients(kernel, inputs)
+            output_and_gradients(kernel, inputs)
         except RuntimeError as error:
-            return kernels.parse_refusal(kernel, [str(each.message) for each in caught]) or first_line(str(error))
+            return parse_refusal(kernel, [str(each.message) for each in caught]) or first_line(str(error))
     return ""
+
+
+def output_and_gradients(kernel: str, inputs: list[torch.Tensor]) -> list[torch.Tensor]:
+    """Return the output of causal attention, and the gradients of its sum of squares with respect to the inputs."""
+    query, key, value = leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    with sdpa_kernel([KERNELS[kernel]]):
+        output = functional.scaled_dot_product_attention(query, key, value, is_causal=True)
+    return [output.detach(), *torch.autograd.grad(output.square().sum(), leaves)]
+
+
+def parse_refusal(kernel: str, caught: Sequence[str]) -> str:
+    """Return why torch refuses a kernel, from its warnings: a headline per kernel, followed by the reasons."""
+    reasons, is_ours = [], False
+    for line in (first_line(message).partition(" (Triggered")[0] for message in caught):
+        if line.endswith("because:"):
+            is_ours = {"efficient": "memory efficient"}.get(kernel, kernel) in line.lower()
+        elif is_ours:
+            reasons.append(line)
+    return "; ".join(reasons)
 
 
 def compare_kernel(subject: str, expected: str, found: str) -> CheckResult:

@@ -9,8 +9,6 @@ from collections.abc import Iterable, Sequence
 from typing import TextIO
 
 from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
 from rich.text import Text
 
 from runner.base.secret import sanitize
@@ -27,29 +25,15 @@ class DoctorDisplay:
     """
 
     def __init__(self, out: TextIO, live: TextIO | None = None) -> None:
-        self._out, self._live = out, live if live is not None and _is_drawable(live) else None
-        self._console = Console(file=out, highlight=False, markup=False, emoji=False) if _is_drawable(out) else None
-        self._drawn_at, self._is_drawn, self._last = 0.0, False, ""
+        self._live = live if live is not None and _is_drawable(live) else None
+        self._console = Console(file=out, highlight=False, soft_wrap=True, force_terminal=_is_drawable(out))
+        self._drawn_at, self._is_drawn = 0.0, False
 
     def show(self, finding: CheckResult) -> None:
         """Print one finding."""
         self.clear_status()
-        text = _format_finding(finding)
-        took = f"{finding.took_s:.1f} s" if finding.took_s >= _MIN_SHOWN_S else ""
-        if self._console is None:
-            line = f"{finding.state:<4}  {finding.check:<{_NAME_WIDTH}}  {text}" + (f"  ({took})" if took else "")
-            print(line, file=self._out, flush=True)
-            return
-        row = _grid()
-        name = finding.check if finding.check != self._last else ""
-        row.add_row(
-            Text(finding.state, _STATE_STYLES[finding.state]),
-            Text(name),
-            Text(text, "dim" if finding.state == "skip" else ""),
-            Text(took, "dim"),
-        )
-        self._last = finding.check
-        self._console.print(row)
+        took = f"  ({finding.took_s:.1f} s)" if finding.took_s >= _MIN_SHOWN_S else ""
+        self._print(finding.state, f"{finding.check:<{_NAME_WIDTH}}  {_format_finding(finding)}{took}")
 
     def show_status(self, check: str, subject: str, took_s: float) -> None:
         """Redraw the status line with the running check, a few times a second."""
@@ -73,27 +57,20 @@ class DoctorDisplay:
         for state in ("FAIL", "warn"):
             for finding in findings:
                 if finding.state == state:
-                    self._print_fix(finding)
-        self._print(f"\n{count_states(findings)}, in {took_s:.1f} s")
+                    self._print("", "")
+                    self._print(state, f"{finding.check}: {_format_finding(finding)}")
+                    self._print("", f"why  {sanitize(finding.why)}")
+                    self._print("", f"fix  {sanitize(finding.fix)}")
+        self._console.print(f"\n{count_states(findings)}, in {took_s:.1f} s", markup=False)
 
-    def _print_fix(self, finding: CheckResult) -> None:
-        rows = [("why", finding.why), ("fix", finding.fix)]
-        head = f"{finding.check}: {_format_finding(finding)}"
-        if self._console is None:
-            print(f"\n{finding.state}  {head}", file=self._out)
-            for lead, text in rows:
-                print(f"      {lead}  {sanitize(text)}", file=self._out)
-            return
-        lines = Table.grid(padding=(0, 2))
-        lines.add_row(Text(finding.state, _STATE_STYLES[finding.state]), Text(head))
-        for lead, text in rows:
-            inner = Table.grid(padding=(0, 2))
-            inner.add_row(Text(lead, "dim"), Text(sanitize(text), "bold" if lead == "fix" else ""))
-            lines.add_row("", inner)
-        self._console.print(Padding(lines, (1, 0, 0, 0)))
-
-    def _print(self, text: str) -> None:
-        print(text, file=self._out, flush=True)
+    def _print(self, state: str, text: str) -> None:
+        line = (
+            Text()
+            .append(f"{state:<4}", _STATE_STYLES.get(state))
+            .append(f"  {text}", "dim" if state == "skip" else None)
+        )
+        line.rstrip()
+        self._console.print(line)
 
 
 def count_states(findings: Iterable[CheckResult]) -> str:
@@ -107,15 +84,6 @@ def _format_finding(finding: CheckResult) -> str:
     lead = f"{finding.subject}: " if finding.subject else ""
     fix = f"; {finding.fix}" if finding.fix and finding.state == "skip" else ""
     return sanitize(f"{lead}{finding.seen}{fix}")
-
-
-def _grid() -> Table:
-    grid = Table.grid(padding=(0, 2), expand=True)
-    grid.add_column(width=4)
-    grid.add_column(width=_NAME_WIDTH)
-    grid.add_column(ratio=1, overflow="fold")
-    grid.add_column(width=7, justify="right")
-    return grid
 
 
 def _is_drawable(stream: TextIO) -> bool:

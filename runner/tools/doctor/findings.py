@@ -6,6 +6,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from pathlib import Path
 from typing import Any, Literal, TypeVar
 
@@ -167,3 +168,13 @@ class DoctorCheck:
     def summary(self) -> str:
         """Summary of what is checked."""
         return (self.function.__doc__ or "").partition("\n")[0].removesuffix(".")
+
+
+def late_check(module: str, name: str, summary: str) -> Callable[[CheckContext], Iterator[CheckResult]]:
+    """Return a check that imports its module when it runs, because torch itself may be what is broken."""
+
+    def check(context: CheckContext) -> Iterator[CheckResult]:
+        yield from getattr(import_module(f"runner.tools.doctor.{module}"), name)(context)
+
+    check.__doc__ = summary
+    return check

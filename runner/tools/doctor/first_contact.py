@@ -24,8 +24,18 @@ from runner.config.request import Request, merge_overrides
 from runner.durable.record_files import read_record
 from runner.monitor.nvml import open_nvml
 from runner.plan.inventory import Device
-from runner.tools.doctor import gpu_checks, software, torch_checks
-from runner.tools.doctor.findings import NOT_TIMED, CheckContext, CheckResult, DoctorCheck, compare, failed, skip, warn
+from runner.tools.doctor import gpu_checks, software
+from runner.tools.doctor.findings import (
+    NOT_TIMED,
+    CheckContext,
+    CheckResult,
+    DoctorCheck,
+    compare,
+    failed,
+    late_check,
+    skip,
+    warn,
+)
 
 if TYPE_CHECKING:
     from runner.plan.update_time import UpdateTime
@@ -53,11 +63,22 @@ def contact_checks(request: Request) -> Mapping[str, DoctorCheck]:
         "torch": DoctorCheck(software.torch, "all computation uses it", 30.0),
         "gpus": DoctorCheck(gpu_checks.gpus, "the checks need a GPU", 30.0, "torch"),
         "formats": DoctorCheck(
-            torch_checks.formats, "precision=auto selects the best format that the rules call native", 25.0, "gpus"
+            late_check("contact_checks", "formats", "Formats that are faster than float32"),
+            "precision=auto selects the best format that the rules call native",
+            25.0,
+            "gpus",
         ),
-        "kernels": DoctorCheck(torch_checks.kernels, "attention=auto and the plan rely on these rules", 20.0, "gpus"),
+        "kernels": DoctorCheck(
+            late_check("contact_checks", "attention", "Attention kernels that run or refuse, by format"),
+            "attention=auto and the plan rely on these rules",
+            20.0,
+            "gpus",
+        ),
         "context": DoctorCheck(
-            torch_checks.context_memory, "the plan uses this value to decide what fits in memory", 20.0, "gpus"
+            late_check("contact_checks", "context_memory", "GPU memory of a process without tensors"),
+            "the plan uses this value to decide what fits in memory",
+            20.0,
+            "gpus",
         ),
         "training": DoctorCheck(
             training_check, "micro_batch_size=auto and memory=budget rely on these predictions", 170.0, "gpus"
@@ -81,7 +102,9 @@ def training(context: CheckContext, *, request: Request) -> Iterator[CheckResult
             request, overrides=merge_overrides(merge_overrides(chosen, request.overrides), (*own, *attention))
         )
         context.begin(f"{device.torch_name} trace")
-        expected = torch_checks.predict_run(wanted, context.required_inventory)
+        from runner.tools.doctor.contact_checks import predict_run
+
+        expected = predict_run(wanted, context.required_inventory)
         context.begin(f"{device.torch_name} train")
         with _watch_other_gpus(device) as growth:
             failure, folder = _run_command("train", wanted, context)

@@ -9,14 +9,12 @@ from collections.abc import Iterator, Mapping
 
 import psutil  # type: ignore[import-untyped]
 
-from runner.host.cgroup import cgroup_process_limit
 from runner.host.resources import free_memory_bytes, memory_bytes
 from runner.plan.inventory import GIB, read_cpu
 from runner.tools.doctor.findings import CheckContext, CheckResult, failed, ok, warn
 
 DESCRIPTORS_PER_WORKER = 64  # 4 batches of 8 tensors, each with a descriptor on both sides
 DESCRIPTORS_BESIDES = 256  # modules, logs, sockets, shards of data, checkpoints
-PROCESSES_BESIDES = 64  # threads count too: compute, data loader, watchdog, tracker
 
 
 def cpu(context: CheckContext) -> Iterator[CheckResult]:
@@ -41,28 +39,6 @@ def cpu(context: CheckContext) -> Iterator[CheckResult]:
         yield ok("load", seen, load=load, share=share)
 
 
-def threads(context: CheckContext) -> Iterator[CheckResult]:
-    """Torch threads and cores, vector instructions in use."""
-    import torch
-
-    cpu, num_threads = context.required_inventory.cpu, torch.get_num_threads()
-    set_by = next((f"{name}={os.environ[name]}" for name in _THREAD_VARIABLES if os.environ.get(name)), "")
-    seen = f"torch computes with {num_threads} of {cpu.logical_cores} available threads"
-    seen += f" ({set_by})" if set_by else ""
-    if num_threads > cpu.logical_cores:
-        yield warn("", seen, f"export OMP_NUM_THREADS={cpu.logical_cores}", figures={"threads": num_threads})
-    elif num_threads == 1 < cpu.logical_cores and set_by:
-        yield warn("", seen, f"unset {set_by.partition('=')[0]}", figures={"threads": num_threads})
-    else:
-        yield ok("", seen, threads=num_threads)
-    capability = cpu.capability
-    if "avx2" in cpu.flags and capability == "DEFAULT":
-        fix = "unset ATEN_CPU_CAPABILITY" if os.environ.get("ATEN_CPU_CAPABILITY") else "install another build of torch"
-        yield warn("vectors", "torch uses no wide vectors, although this processor has AVX2", fix)
-    else:
-        yield ok("vectors", f"torch uses {capability or 'the instructions of the processor'}")
-
-
 def memory(context: CheckContext) -> Iterator[CheckResult]:
     """Free memory, cgroup limits."""
     physical, total, free = psutil.virtual_memory().total, memory_bytes(), free_memory_bytes()
@@ -80,10 +56,9 @@ def memory(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def limits(context: CheckContext) -> Iterator[CheckResult]:
-    """Open files that workers need, processes that may be started."""
+    """Open files that workers need."""
     found, _ = read_cpu()
     yield _open_files(found.logical_cores * DESCRIPTORS_PER_WORKER + DESCRIPTORS_BESIDES)
-    yield _processes(found.logical_cores * 2 + PROCESSES_BESIDES)
 
 
 def environment(context: CheckContext) -> Iterator[CheckResult]:
@@ -143,34 +118,8 @@ def _count_openable(count: int) -> tuple[int, str]:
     return count, ""
 
 
-def _processes(needed: int) -> CheckResult:
-    """Check how many processes and threads this user and this cgroup may still start."""
-    soft, _ = resource.getrlimit(resource.RLIMIT_NPROC)
-    left: dict[str, int] = {}
-    cgroup = cgroup_process_limit()
-    if cgroup is not None:
-        left["the cgroup's pids.max (docker run --pids-limit=N)"] = cgroup[0] - cgroup[1]
-    if soft != resource.RLIM_INFINITY and os.geteuid() != 0:  # the limit does not apply to root
-        used = [process.info["num_threads"] or 1 for process in psutil.process_iter(["uids", "num_threads"])
-                if process.info["uids"] and process.info["uids"].real == os.getuid()]  # fmt: skip
-        left["ulimit -u"] = soft - sum(used)
-    if not left:
-        return ok("processes", "there is no limit for this user")
-    name, count = min(left.items(), key=lambda item: item[1])
-    seen = f"{max(0, count):,} more processes and threads may be started ({name})"
-    if count >= needed:
-        return ok("processes", seen, processes_left=count)
-    return (failed if count < 8 else warn)(
-        "processes",
-        f"{seen}; training may need {needed:,}",
-        f"raise {name}, or end other processes",
-        figures={"processes_left": count},
-    )
-
-
 _BUSY_S, _MIN_CORE_SHARE = 0.25, 0.8  # a quota is refilled every 0.1 s
 _WHY_LOAD = "torch slows down disproportionately on a busy processor, and measurements are unreliable"
-_THREAD_VARIABLES = ("OMP_NUM_THREADS", "MKL_NUM_THREADS")
 _WHY_FILES = "each tensor from a data worker needs an open file on both sides; with too few, training ends with exit 71"
 # variable -> (harmless values, effect of other values)
 SLOWING_VARIABLES: Mapping[str, tuple[tuple[str, ...], str]] = {

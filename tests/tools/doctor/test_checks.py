@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
-from runner.tools.doctor import arithmetic, host_checks, kernels, software, storage
+from runner.tools.doctor import arithmetic, host_checks, software, storage
 from runner.tools.doctor.checks import CHECKS
 from runner.tools.doctor.findings import CheckContext, CheckResult
 
@@ -87,72 +87,6 @@ def test_formats_are_those_of_the_device() -> None:
     assert list(there["a CPU"]) == ["fp32", "bf16", "fp16", "fp64"]
 
 
-def test_wrong_attention_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = torch.nn.functional.scaled_dot_product_attention
-
-    def without_the_mask(*inputs: torch.Tensor, is_causal: bool) -> torch.Tensor:
-        return right(*inputs, is_causal=is_causal and inputs[0].dtype == torch.float64)
-
-    assert kernels.check_kernel(CPU.device, "math").state == "ok"
-    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", without_the_mask)
-    assert kernels.check_kernel(CPU.device, "math").state == "FAIL"
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_attention_in_half_precision_may_be_wrong_by_rounding_only(
-    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs = [torch.randn(1, 1, 128, 64, generator=torch.Generator().manual_seed(seed)).to(dtype) for seed in range(3)]
-    right, allowed = kernels.output_and_gradients, kernels.allowed_error(dtype)
-    assert kernels.measure_error("flash", inputs) <= allowed
-
-    for wrong in (lambda x: x * 1.05, lambda x: x.index_fill(2, torch.tensor(3), 1.0), lambda x: x * float("nan")):
-        with monkeypatch.context() as patch:
-            patch.setattr(kernels, "output_and_gradients", lambda kernel, given, wrong=wrong: [
-                each if each.dtype == torch.float64 else wrong(each) for each in right(kernel, given)])  # fmt: skip
-            assert not kernels.measure_error("flash", inputs) <= allowed
-
-
-def test_the_absence_of_fused_kernels_is_reported_only_if_all_were_refused(
-    context: CheckContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def verdict(tried: dict[str, str], started: int = 0) -> list[str]:
-        """Return the findings about all kernels together; the first `started` were checked by an earlier process."""
-        made = {kernel: CheckResult(state, f"cpu {kernel}", "as planned") for kernel, state in tried.items()}  # type: ignore[arg-type]
-        before = [made[kernel] for kernel in kernels.KERNELS[:started]]
-        monkeypatch.setattr(kernels, "check_kernel", lambda device, kernel: made[kernel])
-        given = dataclasses.replace(
-            context, started=frozenset(each.subject for each in before), earlier_results=tuple(before)
-        )
-        return [
-            each.subject for each in kernels.attention(given) if each.subject not in {x.subject for x in made.values()}
-        ]
-
-    refused = dict.fromkeys(kernels.KERNELS, "skip") | {"math": "ok"}
-    for started in range(len(kernels.KERNELS)):
-        assert verdict(refused, started) == ["cpu fused"]
-        assert verdict(refused | {"flash": "ok"}, started) == []
-        assert verdict(refused | {"cudnn": "FAIL"}, started) == []
-
-
-# ---------------------------------------------------------------- ranks
-
-
-def test_a_refused_kernel_has_torchs_reason() -> None:
-    disabled = "Memory Efficient attention has been runtime disabled."
-    too_old = "Flash attention only supports sm80 and above. This is a sm 7.5 gpu."
-    messages = [
-        "Memory efficient kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:904.)",
-        f"{disabled} (Triggered internally at /pytorch/sdp_utils_cpp.h:558.)",
-        "Flash attention kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:906.)",
-        f"{too_old} (Triggered internally at x:1.)",
-        "cuDNN attention kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:908.)",
-    ]
-    assert kernels.parse_refusal("flash", messages) == too_old
-    assert kernels.parse_refusal("efficient", messages) == disabled
-    assert kernels.parse_refusal("cudnn", messages) == ""
-
-
 # ---------------------------------------------------------------- the machine
 
 
@@ -165,12 +99,6 @@ def test_a_low_limit_of_open_files_is_reported_with_a_fix() -> None:
 
     messages = limits_under("resource.setrlimit(resource.RLIMIT_NOFILE, (200, 200))")["open files"]
     assert (messages["state"], "/etc/security/limits.conf" in messages["fix"]) == ("FAIL", True)
-
-
-def test_a_low_limit_of_processes_is_reported() -> None:
-    messages = limits_under("resource.setrlimit(resource.RLIMIT_NPROC, (20, 20)); os.setresuid(12345, 12345, 12345)")
-    assert messages["processes"]["state"] == "warn"
-    assert "ulimit -u" in messages["processes"]["seen"]
 
 
 def limits_under(before: str) -> dict[str, Any]:
@@ -201,20 +129,6 @@ def test_variables_that_slow_torch_down_are_reported(context: CheckContext, monk
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     (result,) = host_checks.environment(context)
     assert (result.state, result.fix.split()) == ("warn", ["unset", "CUDA_LAUNCH_BLOCKING"])
-
-
-def test_a_thread_count_unequal_to_the_cores_is_reported(
-    context: CheckContext, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def under(counted: int, cores: int, set_to: str = "") -> CheckResult:
-        monkeypatch.setattr(torch, "get_num_threads", lambda: counted)
-        monkeypatch.setenv("OMP_NUM_THREADS", set_to)
-        cpu = dataclasses.replace(CPU, logical_cores=cores)
-        return by_subject(host_checks.threads(dataclasses.replace(context, inventory=Inventory((), cpu))))[""]
-
-    assert under(8, 8).state == "ok"
-    assert (under(64, 2).state, under(64, 2).fix.split()) == ("warn", ["export", "OMP_NUM_THREADS=2"])
-    assert (under(1, 8, "1").state, under(1, 8, "1").fix.split()) == ("warn", ["unset", "OMP_NUM_THREADS"])
 
 
 # ---------------------------------------------------------------- storage

@@ -12,7 +12,7 @@ from runner.config.request import Request
 from runner.plan.inventory import Cpu, Device, Inventory
 from runner.plan.update_time import Part, UpdateTime
 from runner.tools.doctor.arithmetic import FormatUnderTest
-from runner.tools.doctor.contact_checks import compare_format, compare_kernel
+from runner.tools.doctor.contact_checks import compare_format, compare_kernel, parse_refusal
 from runner.tools.doctor.first_contact import (
     MIB,
     compare_contexts,
@@ -53,6 +53,21 @@ def test_a_kernel_that_runs_or_refuses_against_the_rules_is_a_difference(
     expected: str, result: str, state: str
 ) -> None:
     assert compare_kernel("cuda:0 flash", expected, result).state == state
+
+
+def test_a_refused_kernel_has_torchs_reason() -> None:
+    disabled = "Memory Efficient attention has been runtime disabled."
+    too_old = "Flash attention only supports sm80 and above. This is a sm 7.5 gpu."
+    messages = [
+        "Memory efficient kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:904.)",
+        f"{disabled} (Triggered internally at /pytorch/sdp_utils_cpp.h:558.)",
+        "Flash attention kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:906.)",
+        f"{too_old} (Triggered internally at x:1.)",
+        "cuDNN attention kernel not used because: (Triggered internally at /pytorch/sdp_utils.cpp:908.)",
+    ]
+    assert parse_refusal("flash", messages) == too_old
+    assert parse_refusal("efficient", messages) == disabled
+    assert parse_refusal("cudnn", messages) == ""
 
 
 def test_the_error_of_a_failed_run_is_reported_and_not_a_note_before_it() -> None:
