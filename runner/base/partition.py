@@ -235,15 +235,6 @@ def simulated_seconds(
     return max((row[-1][-1] for row in rows if row), default=0.0)
 
 
-def simulated_bubble(
-    schedule: Schedule, forward: Sequence[float], backward: Sequence[float], num_microbatches: int
-) -> float:
-    """Return the idle fraction of the devices for stages of these seconds."""
-    seconds = simulated_seconds(schedule, forward, backward, num_microbatches)
-    busy = num_microbatches * (math.fsum(forward) + math.fsum(backward))
-    return 1.0 - busy / (len(forward) * seconds) if seconds else 0.0
-
-
 def _dependency(kind: str, stage: int, number: int, num_stages: int) -> tuple[str, int, int] | None:
     if kind == "F":
         return ("F", stage - 1, number) if stage else None

@@ -49,97 +49,79 @@ def run(argv: list[str]) -> int:
 
     keys, names = parse_report_arguments(argv)
     root = parse_path(keys["output_root"])
+    out = parse_path(keys["out"]) if keys["out"] else None
+    owner: RunDirectory | None = None
     if len(names) == 1 and (folder := find_sweep(root, names[0])):
-        source: PageSource = SweepPageSource(folder)
-        out = parse_path(keys["out"]) if keys["out"] else folder / "report.html"
+        read = partial(_read_sweep, folder)
+        out = out or folder / "report.html"
     else:
         directories = [RunDirectory.find(root, name) for name in names or [LAST]]
         for directory in directories:
             report_skipped(directory, progress_printer("report"))
         _refuse_duplicates(directories, names)
-        source = RunPageSource(directories)
-        out = parse_path(keys["out"]) if keys["out"] else _default_output(directories)
+        read = partial(_read_runs, directories)
+        out = out or _default_output(directories)
+        owner = directories[0] if out.absolute() == directories[0].report else None
     _check_output(out)
+    write = partial(_write_page, out, owner)
     if WATCH in argv:
         every_s = float(keys["every_s"])
         print(sanitize(f"updating {out} every {every_s:g} s while training runs; press Ctrl-C to stop"), flush=True)
-        content, size = watch(source.content, partial(source.write, out), every_s)
+        content, size = watch(read, write, every_s)
     else:
-        content = source.content()
-        size = source.write(out, content)
+        content = read()
+        size = write(content)
     print(sanitize(f"written to {out} ({size / 1000:.0f} KB)"))
     for note in content.notes:
         print(sanitize(note), file=sys.stderr)
     return 0
 
 
-class PageSource:
-    """What a page is about."""
+def _read_runs(directories: list[RunDirectory]) -> Content:
+    """Return the page about a run, or the one that compares several."""
+    from runner.tools.report.comparison import make_comparison_page
+    from runner.tools.report.run_data import read_run_data
+    from runner.tools.report.run_page import make_run_page
+    from runner.tools.report.watch import Content
 
-    def content(self) -> Content:
-        """Read it and return the page."""
-        raise NotImplementedError
-
-    def write(self, out: Path, content: Content, refresh_s: float | None = None) -> int:
-        """Write the page and return its size in bytes."""
-        from runner.durable import files
-        from runner.tools.report.page import render_html
-
-        html = render_html(content.page, refresh_s)
-        files.atomic_write(out.absolute(), html)
-        return len(html.encode())
-
-
-class RunPageSource(PageSource):
-    """One run, or several that are compared."""
-
-    def __init__(self, directories: list[RunDirectory]) -> None:
-        self.directories = directories
-
-    def content(self) -> Content:
-        from runner.tools.report.comparison import make_comparison_page
-        from runner.tools.report.run_data import read_run_data
-        from runner.tools.report.run_page import make_run_page
-        from runner.tools.report.watch import Content
-
-        runs = [read_run_data(directory) for directory in self.directories]
-        page = make_run_page(runs[0]) if len(runs) == 1 else make_comparison_page(runs)
-        notes = [
-            f"{f'{run.name}: ' if len(runs) > 1 else ''}note: {'; '.join(run.missing.values())}"
-            for run in runs
-            if run.missing
-        ]
-        return Content(page, notes, is_live=any(run.state.word == "running" for run in runs))
-
-    def write(self, out: Path, content: Content, refresh_s: float | None = None) -> int:
-        from runner.base.errors import StorageError
-        from runner.tools.report.page import render_html
-
-        try:
-            if out.absolute() != self.directories[0].report:
-                return super().write(out, content, refresh_s)
-            html = render_html(content.page, refresh_s)
-            self.directories[0].write("report.html", html)
-            return len(html.encode())
-        except StorageError as error:  # for example no write permission in the run's folder
-            fix = error.problems[0].fix or "use out=FILE.html in a writable folder"
-            raise StorageError(error.problems[0].what, where=str(out), fix=fix) from error
+    runs = [read_run_data(directory) for directory in directories]
+    page = make_run_page(runs[0]) if len(runs) == 1 else make_comparison_page(runs)
+    notes = [
+        f"{f'{run.name}: ' if len(runs) > 1 else ''}note: {'; '.join(run.missing.values())}"
+        for run in runs
+        if run.missing
+    ]
+    return Content(page, notes, is_live=any(run.state.word == "running" for run in runs))
 
 
-class SweepPageSource(PageSource):
-    """A sweep or a search."""
+def _read_sweep(folder: Path) -> Content:
+    from runner.sweeps.trials import Sweep
+    from runner.tools.report.sweep_page import make_sweep_page
+    from runner.tools.report.watch import Content
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    sweep = Sweep.read(folder)
+    return Content(make_sweep_page(sweep), (), is_live=any(result.state == "running" for result in sweep.results()))
 
-    def content(self) -> Content:
-        from runner.sweeps.trials import Sweep
-        from runner.tools.report.sweep_page import make_sweep_page
-        from runner.tools.report.watch import Content
 
-        sweep = Sweep.read(self.folder)
-        is_live = any(result.state == "running" for result in sweep.results())
-        return Content(make_sweep_page(sweep), (), is_live)
+def _write_page(out: Path, owner: RunDirectory | None, content: Content, refresh_s: float | None = None) -> int:
+    """Write the page and return its size in bytes.
+
+    owner  run in whose folder it is written; None: another folder
+    """
+    from runner.base.errors import StorageError
+    from runner.durable import files
+    from runner.tools.report.page import render_html
+
+    html = render_html(content.page, refresh_s)
+    try:
+        if owner is None:
+            files.atomic_write(out.absolute(), html)
+        else:
+            owner.write("report.html", html)
+    except StorageError as error:  # for example no write permission in the run's folder
+        fix = error.problems[0].fix or "use out=FILE.html in a writable folder"
+        raise StorageError(error.problems[0].what, where=str(out), fix=fix) from error
+    return len(html.encode())
 
 
 def parse_report_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:

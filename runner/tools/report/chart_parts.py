@@ -151,7 +151,6 @@ def missing_reason(run: RunData, otherwise: str) -> str:
     return run.missing.get("metrics", otherwise)
 
 
-LEGEND: Mapping[str, Any] = {"fontsize": 8, "handlelength": 1.0, "columnspacing": 1.0}
 SIZE = (6.2, 3.1)  # inches: text of 10 points is readable on a phone
 MAX_MARKED_POINTS = 60
 PART_COLORS = {

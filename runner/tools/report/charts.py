@@ -11,7 +11,6 @@ from runner.base.json_values import is_number
 from runner.base.picture import COLORS, new_figure
 from runner.base.stopwatch import BETWEEN, PARTS
 from runner.base.text import error_line
-from runner.console import bottleneck
 from runner.monitor.machine_plots import PlotLine
 from runner.tools.report.chart_parts import (
     MAX_MARKED_POINTS,
@@ -30,7 +29,7 @@ from runner.tools.report.chart_parts import (
     smooth_by_phase,
 )
 from runner.tools.report.machine_charts import gpus, machine, memory
-from runner.tools.report.rank_charts import pipeline, ranks
+from runner.tools.report.rank_charts import ranks
 from runner.tools.report.run_data import Curve, RunData, make_printable
 from runner.tools.report.svg import GRID, MUTED, page_style, render_svg
 
@@ -122,7 +121,7 @@ def learning_rate(run: RunData) -> Drawing | str:
 def gradient_norm(run: RunData) -> Drawing | str:
     """The norm of the gradients before clipping, with the clipping threshold."""
     drawing = draw_over_updates(run, "train/grad_norm", "gradient norm", COLORS[4], include_zero=True)
-    given = run.settings.used.get("max_grad_norm")
+    given = run.settings.get("max_grad_norm")
     limit = float(given) if given is not None and is_number(given) else None
     if isinstance(drawing, Drawing) and limit is not None:
         axes = drawing.figure.axes[0]
@@ -179,39 +178,10 @@ def step_time(run: RunData) -> Drawing | str:
     return Drawing(figure, f"time of updates by part: {shares_text}", note, curves)
 
 
-# ---------------------------------------------------------------- where time and memory went
-
-
-def where_time_went(run: RunData) -> Drawing | str:
-    """The total time in one bar, by kind of work."""
-    parts, total = run.parts_s, run.total_s
-    if not parts or total <= 0:
-        return missing_reason(run, "the run did not measure its time")
-    spent = {kind: sum(parts.get(part, 0.0) for part in own) for kind, own in bottleneck.KINDS.items()}
-    spent["not accounted for"] = max(0.0, total - sum(spent.values()))
-    shown = {
-        kind: seconds for kind, seconds in sorted(spent.items(), key=lambda item: -item[1]) if seconds >= 0.005 * total
-    }
-    figure = new_figure(SIZE[0], 1.3 + 0.2 * (len(shown) // 4))
-    axes = figure.subplots()
-    begin = 0.0
-    for number, (kind, seconds) in enumerate(shown.items()):
-        color = COLORS[number % 6] if kind != "not accounted for" else GRID
-        share = seconds / total
-        axes.barh(0, share, left=begin, color=color, label=f"{kind} {share:.0%}", edgecolor="white", linewidth=1.0)
-        begin += share
-    axes.set_xlim(0, max(begin, 1.0))
-    axes.set_axis_off()
-    figure.legend(loc="outside lower center", ncols=min(3, len(shown)), fontsize=10, handlelength=1.0)
-    description = ", ".join(f"{kind} {seconds:.1f} s" for kind, seconds in shown.items())
-    return Drawing(figure, f"{total:.1f} s: {description}")
-
-
 _MAX_LIMIT_RATIO = 2.0  # a limit is drawn if it is at most this many times as high as the curve
 _STACK_POINTS = 160
 _MAX_METRICS = 6
 _MIN_SHARE = 0.01
-TIME = ChartSpec("time", "Where the time went", where_time_went)
 CHARTS: tuple[ChartSpec, ...] = (
     ChartSpec("loss", "Loss", loss),
     ChartSpec("metrics", "Validation metrics", metrics),
@@ -221,7 +191,6 @@ CHARTS: tuple[ChartSpec, ...] = (
     ChartSpec("norm", "Gradient norm", gradient_norm),
     ChartSpec("memory", "Memory", memory),
     ChartSpec("ranks", "Balance of the ranks", ranks),
-    ChartSpec("pipeline", "Pipeline", pipeline, wide=True),
     ChartSpec("machine", "Machine over time", machine, wide=True),
     ChartSpec("gpus", "GPUs over time", gpus, wide=True),
 )

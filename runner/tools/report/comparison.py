@@ -84,13 +84,13 @@ def _make_figures_table(runs: Sequence[RunData], labels: Sequence[str]) -> PageT
 
 def _make_differences_table(runs: Sequence[RunData], labels: Sequence[str]) -> PageTable:
     """Return the table of settings that differ between the runs, without the name of the run."""
-    keys = dict.fromkeys(key for run in runs for key in run.settings.used)
+    keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = []
     for key in keys:
-        values = [format_value(run.settings.used[key]) if key in run.settings.used else "not there" for run in runs]
+        values = [format_value(run.settings[key]) if key in run.settings else "not there" for run in runs]
         if len(set(values)) > 1 and key not in ("run", "output_root", "resume"):
             rows.append((key, *values))
-    unknown = [label for label, run in zip(labels, runs, strict=True) if not run.settings.used]
+    unknown = [label for label, run in zip(labels, runs, strict=True) if not run.settings]
     note = f"the configuration of {', '.join(unknown)} is unknown" if unknown else ""
     note = note or ("" if rows else "the settings are the same")
     title, some = "Different settings", rows or [("-",) * (len(labels) + 1)]

@@ -83,7 +83,6 @@ class Limits:
     """The bottleneck of the run: a sentence and its evidence."""
 
     sentence: str = ""
-    time: Sequence[Chart] = ()
     parts: Sequence[str] = ()
     verdicts: Sequence[HealthVerdict] = ()
     advice: str = ""

@@ -42,31 +42,14 @@ def phases(run: RunData) -> PageTable:
     return PageTable("phases", "Phases", head, rows)
 
 
-def configuration(run: RunData) -> list[PageTable]:
-    """Return the differences from the defaults, and a folded table of all settings with the values used and reasons."""
-    if not run.settings.used:
-        return []
-    differs = [
-        (key, format_value(value), format_value(run.settings.defaults.get(key, "not there")))
-        for key, value in run.settings.used.items()
-        if run.settings.defaults and run.settings.defaults.get(key, _ABSENT) != value
-    ]
-    title = "Configuration"
-    tables = []
-    if run.settings.defaults:
-        note = "" if differs else "no differences from the defaults of this task"
-        rows = differs or [("-", "-", "-")]
-        tables.append(
-            PageTable("differences", f"{title}: differences from the defaults", ("key", "here", "default"), rows, note)
-        )
+def configuration(run: RunData) -> PageTable:
+    """Return a folded table of all settings with the values used and reasons."""
     decided, reasons = _plan_values(run), run.plan.reasons
-    every = [
+    rows = [
         (key, format_value(value), format_value(decided.get(key, value)), format_value(reasons.get(key, "")))
-        for key, value in run.settings.used.items()
+        for key, value in run.settings.items()
     ]
-    head = ("key", "requested", "used", "why")
-    tables.append(PageTable("settings", "All settings", head, every, folded=f"{len(every)} keys"))
-    return tables
+    return PageTable("settings", "Settings", ("key", "requested", "used", "why"), rows, folded=f"{len(rows)} keys")
 
 
 def _plan_values(run: RunData) -> dict[str, Any]:
@@ -147,6 +130,5 @@ def format_value(value: Any) -> str:
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-_ABSENT = object()
 _QUIET_KINDS = ("start", "phase", "first update", "end", "saving", "saved", "machine")
 _FIRST_EVENTS, _LAST_EVENTS = 10, 30

@@ -1,17 +1,13 @@
-"""Charts of the division of work: balance of the ranks, and the stages of a pipeline."""
+"""The chart of the division of work between ranks."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import numpy as np
-from matplotlib.figure import Figure
 
-from runner.base import partition
 from runner.base.picture import COLORS, new_figure
 from runner.base.stopwatch import BETWEEN, PARTS
 from runner.tools.report.chart_parts import PART_COLORS, SIZE, Drawing, format_axes
-from runner.tools.report.run_data import RunData, make_printable
+from runner.tools.report.run_data import RunData
 from runner.tools.report.svg import GRID
 
 
@@ -66,75 +62,6 @@ def ranks(run: RunData) -> Drawing | str:
     return Drawing(figure, description, "wait: for the other ranks, including communication")
 
 
-def pipeline(run: RunData) -> Drawing | str:
-    """The timeline of an update on each device, with the measured times of the stages."""
-    choice = run.plan.choice("parallelism")
-    if not choice.name:
-        return _NO_PLAN
-    if choice.function != "pipeline":
-        return f"the run did not use a pipeline (parallelism={choice.name})"
-    rows = [dict(seconds) for seconds in run.evidence.ranks_s] if run.evidence is not None else []
-    rows = rows or _mean_rank_times(run)
-    batch, options = run.plan.batch, choice.options
-    schedule = options.get("schedule", "1f1b")
-    if not batch.global_batch_size or not batch.micro_batch_size:
-        return "plan.json does not contain the micro-batches of an update"
-    count = -(-batch.global_batch_size // batch.micro_batch_size)
-    if len(rows) < 2 or not all(row.get("forward") for row in rows):
-        return "the stages reported no times"
-    if count < 1:
-        return "plan.json does not contain the micro-batches of an update"
-    if count > _MAX_MICRO_BATCHES:
-        return f"{count} micro-batches are too many to draw"
-    updates = (run.evidence.updates if run.evidence is not None else None) or 1
-    each_ms = 1e3 / (updates * count) if run.evidence and run.evidence.ranks_s else 1.0 / count
-    forward = [each_ms * row.get("forward", 0.0) for row in rows]
-    backward = [each_ms * row.get("backward", 0.0) for row in rows]
-    try:
-        timeline = partition.timeline(schedule, forward, backward, count)
-    except (AssertionError, IndexError, ValueError):
-        return f"unknown schedule {make_printable(str(schedule))}"
-    figure = _draw_timeline(timeline, is_numbered=count <= _MAX_NUMBERED)
-    idle = partition.simulated_bubble(schedule, forward, backward, count)
-    measured = run.curves.last("pipeline/measured")
-    description = f"{schedule}, {count} micro-batches: devices idle {idle:.0%} of an update with these times"
-    description += f", {measured:.0%} measured, including transfers between devices" if measured is not None else ""
-    return Drawing(figure, description, description)
-
-
-def _draw_timeline(timeline: Sequence[Sequence[partition.Work]], *, is_numbered: bool) -> Figure:
-    """Draw a row per device, with the number of the micro-batch in each forward and backward pass."""
-    figure = new_figure(10.0, 1.1 + 0.5 * len(timeline))
-    axes = figure.subplots()
-    for device, works in enumerate(timeline):
-        for kind, color, label in (("F", COLORS[5], "forward"), ("B", COLORS[0], "backward")):
-            spans = [(begin, end - begin) for work, _, _, begin, end in works if work == kind]
-            axes.broken_barh(
-                spans,
-                (device - 0.38, 0.76),
-                facecolor=color,
-                edgecolor="white",
-                linewidth=0.8,
-                label=label if device == 0 else None,
-            )
-        if is_numbered:
-            for kind, _, number, begin, end in works:
-                axes.text(
-                    (begin + end) / 2,
-                    device,
-                    str(number),
-                    ha="center",
-                    va="center",
-                    fontsize=7,
-                    color="white" if kind == "B" else _DARK_TEXT,
-                )
-    axes.set_yticks(range(len(timeline)), [f"device {number}" for number in range(len(timeline))], fontsize=9)
-    axes.set_ylim(len(timeline) - 0.4, -0.6)
-    axes.set_xlabel("ms per update")
-    figure.legend(loc="outside upper right", ncols=2, fontsize=8)
-    return figure
-
-
 def _mean_rank_times(run: RunData) -> list[dict[str, float]]:
     """Return the mean milliseconds of each rank by part, from the rows."""
     rows: list[dict[str, float]] = []
@@ -151,7 +78,5 @@ def _world_size(run: RunData) -> int:
 
 
 _NO_PLAN = "plan.json is missing or damaged"
-_DARK_TEXT = "#10202c"  # text on a color that is light in the light and the dark theme
 _MAX_RANKS = 64
-_MAX_MICRO_BATCHES = 64
 _MAX_NUMBERED = 16

@@ -5,7 +5,6 @@ All texts are returned without secrets and control characters, because the files
 
 from __future__ import annotations
 
-import functools
 import math
 import shlex
 from array import array
@@ -20,9 +19,7 @@ from runner.base.errors import AccelRunError
 from runner.base.json_values import is_number
 from runner.base.secret import is_secret, sanitize
 from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT
-from runner.config.configuration import compose, to_yaml
 from runner.config.guarded_yaml import read_guarded
-from runner.config.request import Request
 from runner.durable import files
 from runner.durable.checkpoint import verify
 from runner.durable.checkpoint_choice import label_checkpoints
@@ -75,29 +72,22 @@ class Curves:
 class Checkpoint:
     """A folder in checkpoints/.
 
-    files     name -> bytes
     problems  None if the checkpoints are too large to be verified for a page
     marks     labels such as best or last, with its metric
     """
 
     name: str
     bytes: int
-    files: Mapping[str, int]
     problems: tuple[str, ...] | None
     marks: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
-class UsedSettings:
-    """The configuration of a run, and that of its task without overrides; both flat, empty if unknown."""
-
-    used: Mapping[str, Any] = field(default_factory=dict)
-    defaults: Mapping[str, Any] = field(default_factory=dict)
-
-
-@dataclass(frozen=True)
 class RunData:
-    """The data of a run for its page. An empty value is unknown; `missing` has the reason by subject."""
+    """The data of a run for its page. An empty value is unknown; `missing` has the reason by subject.
+
+    settings  key -> value of the configuration, flat
+    """
 
     name: str
     display_path: str
@@ -108,7 +98,7 @@ class RunData:
     error: ErrorRecord | None
     state: RunState
     curves: Curves
-    settings: UsedSettings
+    settings: Mapping[str, Any]
     samples: MachineSamples | None
     events: Sequence[Mapping[str, Any]]
     checkpoints: Sequence[Checkpoint]
@@ -185,7 +175,6 @@ def read_run_data(directory: RunDirectory) -> RunData:
     events = [_clean(row) for row in files.read_rows(directory.events)]
     if not events:
         missing["events"] = f"{directory.events.name} is missing or empty"
-    config = _read_config(directory, missing)
     return RunData(
         name=make_printable(directory.name),
         display_path=make_printable(str(directory.shown)),
@@ -196,7 +185,7 @@ def read_run_data(directory: RunDirectory) -> RunData:
         error=read_error(path, _clean),
         state=derive_state(record),
         curves=_read_curves(directory, missing),
-        settings=UsedSettings(config, _read_defaults(record, missing) if config else {}),
+        settings=_read_config(directory, missing),
         samples=_read_samples(directory, missing),
         events=events,
         checkpoints=tuple(_read_checkpoints(directory, missing)),
@@ -301,25 +290,6 @@ def _read_config(directory: RunDirectory, missing: dict[str, str]) -> dict[str, 
     return {key: _clean(value, key) for key, value in flatten(_clean(tree))}
 
 
-def _read_defaults(record: RunRecord, missing: dict[str, str]) -> dict[str, Any]:
-    """Return the configuration of the task without overrides, flat."""
-    overrides = tuple(item for item in record.origin.overrides or () if item.startswith("task="))
-    task_file = record.origin.task_file
-    file = Path(task_file) if task_file and Path(task_file).is_file() else None
-    try:
-        if task_file and file is None:
-            raise FileNotFoundError(task_file)
-        return dict(_compose_defaults(overrides, file))
-    except (AccelRunError, OSError):
-        missing["defaults"] = f"the defaults of task {record.origin.task or 'unknown'} cannot be determined here"
-        return {}
-
-
-@functools.cache
-def _compose_defaults(overrides: tuple[str, ...], file: Path | None) -> dict[str, Any]:
-    return dict(flatten(yaml.safe_load(to_yaml(compose(Request(overrides, file))))))
-
-
 def _read_samples(directory: RunDirectory, missing: dict[str, str]) -> MachineSamples | None:
     if files.exists(directory.gpu_csv) and not files.is_plain_file(directory.gpu_csv):
         missing["machine"] = f"{directory.gpu_csv.name} is not a regular file"
@@ -340,16 +310,15 @@ def _read_checkpoints(directory: RunDirectory, missing: dict[str, str]) -> Itera
     names = [name for name in names_in(folder) if name.startswith("update-")]
     if not names:
         missing["checkpoints"] = "no checkpoints" if files.is_plain_directory(folder) else "no checkpoints folder"
-    found = {name: dict(_file_sizes(folder / name)) for name in names}
+    found = {name: _folder_bytes(folder / name) for name in names}
     owner = directory.owner
-    is_read = sum(sum(sizes.values()) for sizes in found.values()) <= _MAX_VERIFIED_BYTES
+    is_read = sum(found.values()) <= _MAX_VERIFIED_BYTES
     problems = {name: tuple(map(make_printable, verify(folder / name, owner))) if is_read else None for name in found}
     known = label_checkpoints([folder / name for name, of_name in problems.items() if not of_name])
-    for name, sizes in found.items():
+    for name, size in found.items():
         yield Checkpoint(
             make_printable(name),
-            sum(sizes.values()),
-            sizes,
+            size,
             problems[name],
             tuple(map(make_printable, known.get(name, ()))),
         )
@@ -363,12 +332,11 @@ def names_in(folder: Path) -> list[str]:
         return []
 
 
-def _file_sizes(folder: Path) -> Iterator[tuple[str, int]]:
+def _folder_bytes(folder: Path) -> int:
     try:
-        for path in folder.iterdir():
-            yield path.name, path.lstat().st_size
+        return sum(path.lstat().st_size for path in folder.iterdir())
     except OSError:
-        return
+        return 0
 
 
 def _updates_per_row(updates: Sequence[float]) -> Iterator[float]:

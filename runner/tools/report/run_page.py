@@ -12,7 +12,7 @@ from runner.durable.directory import is_run_name
 from runner.monitor.health_rules import HealthVerdict, assess_health
 from runner.monitor.samples import Summary
 from runner.tools.report.chart_parts import MissingPart
-from runner.tools.report.charts import CHARTS, TIME, draw_charts
+from runner.tools.report.charts import CHARTS, draw_charts
 from runner.tools.report.page import Limits, Page, PageHead, Step, Tile
 from runner.tools.report.page_tables import checkpoints, configuration, environment, events, parse_time, phases
 from runner.tools.report.page_tiles import TILES
@@ -22,12 +22,11 @@ from runner.tools.report.run_data import RunData, make_printable
 
 def make_run_page(run: RunData) -> Page:
     """Make the page about a run."""
-    time, no_time = draw_charts(run, (TIME,))
     charts, no_charts = draw_charts(run, CHARTS)
     predicted = read_predictions(run)
-    tables = [phases(run), *configuration(run), environment(run), checkpoints(run), events(run)]
+    tables = [phases(run), configuration(run), environment(run), checkpoints(run), events(run)]
     others = (MissingPart(_SUBJECTS.get(name, name), reason) for name, reason in _other_missing(run).items())
-    missing = [*no_time, *no_charts, *others]
+    missing = [*no_charts, *others]
     if not (predicted.pictures or predicted.texts):
         missing.append(MissingPart("Predictions", f"none yet; accel-run inference run={run.reference} creates them"))
     return Page(
@@ -42,7 +41,6 @@ def make_run_page(run: RunData) -> Page:
         tiles=_make_tiles(run),
         limits=Limits(
             sentence=_describe_limit(run),
-            time=time,
             parts=bottleneck.format_time_table(
                 run.parts_s, run.total_s, (run.evidence.updates if run.evidence else None) or 0
             ),
@@ -146,7 +144,6 @@ _SUBJECTS = {
     "plan": "Plan",
     "environment": "Environment",
     "configuration": "Configuration",
-    "defaults": "Differences from the defaults",
     "events": "Events",
     "checkpoints": "Checkpoints",
     "some metrics": "Some rows",

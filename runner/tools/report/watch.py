@@ -5,7 +5,6 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 from runner.tools.report.page import Page
 
@@ -19,16 +18,12 @@ class Content:
     is_live: bool
 
 
-class Write(Protocol):
-    """Writes a page and returns its size in bytes; a browser reloads the page every `refresh_s` seconds."""
-
-    def __call__(self, content: Content, refresh_s: float | None = None) -> int: ...
-
-
 def watch(
-    read: Callable[[], Content], write: Write, every_s: float, wait: Callable[[float], None] = time.sleep
+    read: Callable[[], Content], write: Callable[..., int], every_s: float, wait: Callable[[float], None] = time.sleep
 ) -> tuple[Content, int]:
     """Write the page every `every_s` seconds until training has ended or Ctrl-C; return the last page and its size.
+
+    write  writes a page and returns its size in bytes; a browser reloads the page every `refresh_s` seconds
 
     The last page does not reload. Training has ended if two consecutive reads find nothing running, because nothing
     runs between two trials of a sweep.

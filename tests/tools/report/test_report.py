@@ -34,7 +34,7 @@ from tests.tools.report.runs import full_run, make_run, plan, record, rows, watc
 matplotlib = pytest.importorskip("matplotlib")
 pytest.importorskip("PIL.Image")
 
-CHARTS = {"time", "loss", "metrics", "throughput", "steps", "lr", "norm", "memory", "ranks", "pipeline", "machine", "gpus"}  # fmt: skip
+CHARTS = {"loss", "metrics", "throughput", "steps", "lr", "norm", "memory", "ranks", "machine", "gpus"}
 TAGS = {
     "html", "head", "meta", "title", "style", "body", "header", "main", "footer", "section", "div", "span", "p", "h1", "h2", "pre", "code",
     "figure", "figcaption", "table", "thead", "tbody", "tr", "th", "td", "ul", "li", "b", "dl", "dt", "dd", "details", "summary", "img",
@@ -160,12 +160,10 @@ def test_a_page_shows_everything_in_a_run_folder(full: Page, screen: Callable[..
     page = full
     messages = labelled(page)
     assert messages.keys() == CHARTS
-    assert "compute 7.0 s" in messages["time"]
     screen("\n\n".join(f"{name}\n{text}" for name, text in messages.items()))
     assert "2.54 at update 10" in messages["loss"]
-    assert "3 GiB of 16 GiB" in messages["memory"]
+    assert "3 GiB of 16 GiB" in page.words
     assert "rank 1 waited 20%" in messages["ranks"]
-    assert "1f1b, 4 micro-batches" in messages["pipeline"]
     assert "gpu1 utilization 50 %" in messages["gpus"]
     for args in (
         "accel-run train task=gpt run=full", "finished", "trivial model reaches 0.25", "hatched: not monitored (1 time)", "to be & not to be <b>", "rank 0 slows down the others",
@@ -215,7 +213,7 @@ def test_a_running_run_and_damaged_lines_are_reported(tmp_path: Path) -> None:
     assert "running on elsewhere" in page.words
     assert "2 lines of" in page.words
     assert "to 2.02 at update 200" in labelled(page)["loss"], "an incomplete last line is not damage"
-    assert "2.1 s: compute 1.2 s" in labelled(page)["time"], "without a summary, the rows show where the time goes"
+    assert "(1.2 of 2.1 s)" in page.words, "without a summary, the rows show where the time goes"
 
 
 def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
@@ -227,11 +225,7 @@ def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
         "".join([*lines, '{"update": 100000, "phase": "train", "val/loss": 2, "val/f1": 1}\n'])
     )
     messages = labelled(report(tmp_path, "full"))
-    assert CHARTS - messages.keys() == {"pipeline"}
-    parts = re.findall(r"(\w+): ([\d.]+ [KG]iB)", messages["memory"])
-    assert {name: size for name, size in parts if name in ("weights", "gradients", "optimizer")} == {
-        "weights": "3.91 KiB", "gradients": "3.12 KiB", "optimizer": "7.81 KiB",
-    }  # fmt: skip
+    assert messages.keys() == CHARTS - {"memory"}, "no row has its memory"
 
 
 def test_untrusted_text_is_neither_markup_nor_a_secret(tmp_path: Path) -> None:
@@ -305,7 +299,7 @@ def test_impossible_figures_break_no_other_chart(tmp_path: Path, capsys: pytest.
             config__yaml="seed: 1\n",
         )
     page = report(tmp_path, "one")
-    assert labelled(page).keys() >= {"loss", "lr", "ranks", "memory"}
+    assert labelled(page).keys() >= {"loss", "lr", "ranks"}
     assert re.search(r"3the last .*nan", page.words.replace("\n", ""))
     page = report(tmp_path, "one", "two")
     assert labelled(page).keys() == {"chart0", "chart2"}
@@ -326,9 +320,8 @@ def test_charts_show_their_values_under_the_pointer(full: Page) -> None:
     parts = [line.split(": ")[0] for line in bands(full, "steps")[0].splitlines()[1:]]
     assert set(parts) == {"data", "forward", "backward", "optimizer", "wait"}
     assert {"GPU 0", "GPU 1"} <= {line.split(": ")[0] for line in bands(full, "machine")[0].splitlines()[1:]}
-    for chart in CHARTS - {"time", "pipeline"}:
+    for chart in CHARTS:
         assert len(bands(full, chart)) >= 1, chart
-    assert bands(full, "time") == []
 
 
 class Interval:
