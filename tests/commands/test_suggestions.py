@@ -227,7 +227,7 @@ OF_COMMANDS = {
     for line in (
         "checks suite steps batch batches by micro global workers pin cache forms devices budget_s trials goal",
         "seconds prefix format key apply techniques technique out title pip reduction start_method requires_grad",
-        "use_reentrant max_split_size_mb sparse size batch_size disk_mib slow",
+        "use_reentrant max_split_size_mb sparse size batch_size",
     )
     for word in line.split()
 }

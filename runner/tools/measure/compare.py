@@ -252,7 +252,6 @@ class Comparison:
             "compiled": str(self.compiled_folder(variant)),
             "phase": self.limits.phase,
             "run_evaluations": self.limits.run_evaluations,
-            "slow": variant.ranks.slow if variant.ranks else 1.0,
             "settle": variant.ranks.settle if variant.ranks else 0,
         }
 

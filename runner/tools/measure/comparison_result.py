@@ -28,12 +28,10 @@ BASELINE_NAME = "as it is"  # name of the baseline if it has the current setting
 class RankSetup:
     """CPU ranks over gloo.
 
-    slow    slowdown factor of the last rank, simulated by sleeping for each sample
     settle  updates until shares by measured speed have settled
     """
 
     num: int
-    slow: float = 1.0
     settle: int = 0
 
 

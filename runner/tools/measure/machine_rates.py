@@ -1,16 +1,12 @@
-"""Measure rates of the machine: matrix products, memory and copies, disk; interleaved, each part in a subprocess."""
+"""Measure rates of the machine: matrix products, memory and copies; interleaved, each part in a subprocess."""
 
 from __future__ import annotations
 
 import functools
-import os
 import random
-import secrets
-import shutil
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
@@ -20,13 +16,11 @@ import torch
 from runner.base.accelerator import get_accelerator
 from runner.base.errors import AccelRunError
 from runner.base.text import first_line
-from runner.durable import files
 from runner.host.resources import ROOT, affinity
 from runner.plan.inventory import Device, Inventory
 from runner.tools.doctor import arithmetic
 from runner.tools.doctor.arithmetic import FormatUnderTest, time_product
 from runner.tools.doctor.findings import CheckContext
-from runner.tools.doctor.storage import nearest_existing
 from runner.tools.measure.comparison_result import NOISY_SPREAD
 
 
@@ -34,8 +28,8 @@ from runner.tools.measure.comparison_result import NOISY_SPREAD
 class Rate:
     """A rate, measured in several rounds.
 
-    part    matmul, copies or disk
-    device  torch's name, or the folder of the disk
+    part    matmul or copies
+    device  torch's name
     name    format, or source and destination
     size    of the matrices, or bytes
     per_s   of each round: floating-point operations or bytes per second
@@ -92,19 +86,16 @@ class MachineRequest:
     """The arguments of a part.
 
     device  auto: all devices; otherwise only this one
-    root    folder of runs, on the disk that is measured
     """
 
     inventory: Inventory
     device: str
     rounds: int
-    root: Path
-    disk_bytes: int
 
     @property
     def context(self) -> CheckContext:
         """The context of the doctor's checks."""
-        return CheckContext(self.root, self.root, self.device, self.inventory)
+        return CheckContext(Path(), Path(), self.device, self.inventory)
 
 
 @dataclass
@@ -153,7 +144,7 @@ def measure_interleaved(
         for index in active:
             try:
                 samples[index].append(operations[index].amount / operations[index].once())
-            except (RuntimeError, AccelRunError) as error:  # no such kernel, out of memory, or a full disk
+            except (RuntimeError, AccelRunError) as error:  # no such kernel, or out of memory
                 failed[index] = first_line(str(error)) or type(error).__name__
     rates = [
         Rate(operation.part, operation.device, operation.name, operation.size, tuple(samples[index]))
@@ -278,54 +269,6 @@ def cache_bytes(device: torch.device, root: Path = ROOT) -> int:
                 sizes[int(level), shared] = int(text[:-1]) * units[text[-1]]
     last = max((level for level, _ in sizes), default=0)
     return sum(size for (level, _), size in sizes.items() if level == last)
-
-
-def disk(request: MachineRequest, seconds: float) -> MachineResults:
-    folder = nearest_existing(request.root)
-    free = shutil.disk_usage(folder).free
-    if request.disk_bytes > free / 2:  # leave space for other programs
-        reason = f"a file of {request.disk_bytes // MIB:,} MiB would take more than half of the {free // MIB:,} MiB"
-        return MachineResults(skipped={"disk": f"{reason} that are free in {folder}; use a smaller disk_mib="})
-    with _temporary_folder(folder) as temporary:
-        file, data = temporary / "data", [os.urandom(MIB)] * (request.disk_bytes // MIB)  # incompressible
-        block = bytearray(MIB)
-
-        def write() -> float:
-            if file.exists():
-                files.remove(file)
-            began = time.perf_counter()
-            files.write_new(file, data)
-            files.fsync_directory(temporary)
-            return time.perf_counter() - began
-
-        def read() -> float:
-            if not file.exists():
-                write()
-            with file.open("rb", buffering=0) as opened:
-                os.posix_fadvise(opened.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-                began = time.perf_counter()
-                while opened.readinto(block):
-                    pass
-                return time.perf_counter() - began
-
-        operations = [
-            MachineOperation("disk", str(folder), name, request.disk_bytes, float(request.disk_bytes), once)
-            for name, once in (("written as a checkpoint is, with fsync", write), ("read", read))
-        ]
-        rates, failed = measure_interleaved(operations, request.rounds, seconds)
-    notes = ["the file is read shortly after it was written: the kernel may not have dropped it from the page cache"]
-    return MachineResults(rates, failed, notes if rates else [])
-
-
-@contextmanager
-def _temporary_folder(folder: Path) -> Iterator[Path]:
-    """Create a folder, and remove it at the end. Raises StorageError."""
-    temporary = folder / f"{files.TEMPORARY}machine-{secrets.token_hex(4)}"
-    files.new_directory(temporary)
-    try:
-        yield temporary
-    finally:
-        files.remove(temporary)
 
 
 MIB, GIB = 2**20, 2**30

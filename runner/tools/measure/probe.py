@@ -1,4 +1,4 @@
-"""Inspect the code of a task: slow lines, device synchronizations, samples, shapes, terms of the loss.
+"""Inspect the code of a task: its slowest line, samples, shapes.
 
 Inspection slows the code down, so its times are not those of updates.
 """
@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -21,19 +20,17 @@ from runner.base.batch import are_equal, map_tensors
 from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
 from runner.base.task import Task
-from runner.engine.error_diagnosis import is_task_file
 from runner.engine.phase import Phase
 from runner.engine.run import TrainingRun
-from runner.profiling.device_waits import DeviceWaits, Line
 
 SECONDS = 1.0  # for each inspection
-UPDATES = 3
 BATCHES = 64  # whose shapes are inspected
 SAMPLES = 16
 Reply = dict[str, Any]
+Line = tuple[str, int]  # file, number
 
 
-def probe(run: TrainingRun, phase: Phase, updates: Iterator[int]) -> Reply:
+def probe(run: TrainingRun, phase: Phase) -> Reply:
     """Inspect the task; keys that do not apply are absent."""
     source = run.parts.source
     result: Reply = {
@@ -42,10 +39,7 @@ def probe(run: TrainingRun, phase: Phase, updates: Iterator[int]) -> Reply:
     }
     result |= _inspect_samples(phase.loader.fetcher, source)
     result |= _count_shapes(phase)
-    result |= inspect_batch(phase)
-    if run.parts.world.device.type == "cuda":
-        result["waits"] = _find_device_waits(run, updates)
-    return result
+    return result | inspect_batch(phase)
 
 
 # ---------------------------------------------------------------- samples
@@ -112,54 +106,12 @@ def _get_shapes(batch: Any, *, floating: bool = False) -> list[tuple[int, ...]]:
 
 
 def inspect_batch(phase: Phase) -> Reply:
-    """Return the shape of the model's input and the number of terms of its loss."""
-    batch = next(phase.feed).batch
-    shapes = _get_shapes(batch, floating=True)
-    result: Reply = {"input_shape": max(shapes, key=len)} if shapes else {}
-    with phase.run.parts.precision.forward():
-        total, _ = phase.work.training.loss(phase.work.training.model, batch)  # type: ignore[attr-defined]
-    result["loss_terms"] = _count_terms(total.grad_fn)
-    return result
-
-
-def _count_terms(node: Any, depth: int = 0) -> int:
-    """Count the summands at the root of an autograd graph, through additions and scaling."""
-    if node is None or depth > 200:
-        return 0
-    name = type(node).__name__
-    inner = [child for child, _ in node.next_functions]
-    if name.startswith(("AddBackward", "SubBackward")):
-        return sum(_count_terms(child, depth + 1) for child in inner)
-    if name.startswith(
-        ("MulBackward", "DivBackward", "NegBackward", "SumBackward", "ToCopyBackward", "SqueezeBackward")
-    ):
-        with_gradient = [child for child in inner if child is not None]
-        return max(1, _count_terms(with_gradient[0], depth + 1)) if len(with_gradient) == 1 else 1
-    return 1
+    """Return the shape of the model's input, the floating-point tensor of a batch with the most dimensions."""
+    shapes = _get_shapes(next(phase.feed).batch, floating=True)
+    return {"input_shape": max(shapes, key=len)} if shapes else {}
 
 
 # ---------------------------------------------------------------- lines
-
-
-def _find_device_waits(run: TrainingRun, updates: Iterator[int]) -> list[Reply]:
-    """Return the lines of the task at which the host waits for the device, with their count per update."""
-    waits = DeviceWaits(run.parts.bare, partial(is_task_file, source=run.parts.source))
-    waits.start()
-    try:
-        for _ in _take(updates, UPDATES):
-            waits.update()
-    finally:
-        waits.stop()
-    return [{"file": file, "line": number, "times": times} for (file, number), times in waits.lines().items()]
-
-
-def _take(updates: Iterator[int], max_updates: int) -> Iterator[int]:
-    """Yield up to `max_updates` updates within SECONDS, at least one."""
-    began = time.perf_counter()
-    for number, update in enumerate(updates, 1):
-        yield update
-        if number == max_updates or time.perf_counter() - began >= SECONDS:
-            return
 
 
 @contextmanager

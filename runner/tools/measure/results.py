@@ -33,7 +33,6 @@ from runner.tools.measure.comparison_result import TrialOutcome, encode_outcome
 from runner.tools.measure.statistics import Ratio
 from runner.tools.measure.technique import BASELINE, STEP, is_valid_name
 
-_TABLE_FIX = "use a file that `accel-run benchmark` has written"
 PICTURES = ("steps.png", "heatmap.png", "speedup.png")
 
 
@@ -96,7 +95,7 @@ class Results:
     """The files `<prefix>results.json` and `<prefix>results.csv` in a folder, and the plots beside them.
 
     csv     column `step`, 1 to N, then a column per variant in milliseconds; shorter columns end with empty cells.
-            Written for other programs; read only for plots of a CSV file without a JSON file, such as a published one
+            Written for other programs, never read
     Raises ConfigError if file names cannot begin with the prefix.
     """
 
@@ -111,11 +110,6 @@ class Results:
         """Return the path of a file in the folder, with the prefix."""
         return self.folder / f"{self.prefix}{name}"
 
-    @property
-    def exists(self) -> bool:
-        """Return whether there is a table, which may be empty."""
-        return files.exists(self.json) or files.exists(self.csv)
-
     def check(self) -> None:
         """Raise ConfigError if the folder is not writable. Call it before measuring."""
         existing = nearest_existing(self.folder)
@@ -124,12 +118,10 @@ class Results:
             raise ConfigError(Problem(what, f"folder={self.folder}", "choose another folder="))
 
     def rows(self) -> dict[str, LadderRow]:
-        """Return the columns in the order of the table; those of a CSV file alone have step times only.
+        """Return the columns in the order of the table.
 
         Raises InputMissing if there are no results, DataError if they are damaged, StorageError.
         """
-        if not files.exists(self.json) and files.exists(self.csv):
-            return self._read_csv()
         if not files.exists(self.json):
             raise InputMissing("there are no results yet", where=str(self.json), fix="run accel-run benchmark first")
         content = parse_object(files.read(self.json, at_most=_MAX_BYTES))
@@ -141,25 +133,6 @@ class Results:
         if not is_valid or not all(is_valid_name(name) and _are_times(row.updates_ms) for name, row in rows.items()):
             fix = "remove the file, or empty the table: accel-run benchmark reset"
             raise DataError("is damaged, or was written by an earlier version", where=str(self.json), fix=fix)
-        return rows
-
-    def _read_csv(self) -> dict[str, LadderRow]:
-        """Return the columns of the CSV file, without those that are empty."""
-        text = files.read(self.csv, at_most=_MAX_BYTES).decode("utf-8", errors="replace")
-        first, *lines = list(csv.reader(io.StringIO(text))) or [[]]
-        columns: dict[str, list[float]] = {name: [] for name in first if name != STEP}
-        try:
-            for line in lines:
-                for name, cell in zip(first, line, strict=True):
-                    if name != STEP and cell:
-                        columns[name].append(float(cell))
-        except ValueError as error:
-            what = f"is not a table of times: {error}"
-            raise DataError(what, where=str(self.csv), fix=_TABLE_FIX) from None
-        rows = {name: LadderRow(updates_ms=tuple(times)) for name, times in columns.items() if times}
-        if not all(is_valid_name(name) and _are_times(row.updates_ms) for name, row in rows.items()):
-            what = f"must have a column {STEP} and columns of times in milliseconds"
-            raise DataError(what, where=str(self.csv), fix=_TABLE_FIX)
         return rows
 
     def put(self, rows: Mapping[str, LadderRow], *, session: int | None = None, is_main: bool = True) -> int:

@@ -225,21 +225,6 @@ def slow_hooks(facts: Facts) -> RuleFinding | None:
     )
 
 
-def hidden_waits(facts: Facts) -> RuleFinding | None:
-    """The task reads values of tensors in every update, and the host waits for the GPU each time."""
-    waits = [wait for wait in facts.probe.get("waits") or () if wait["times"] >= 1]
-    if not waits:
-        return None
-    location, util = format_location(max(waits, key=lambda wait: wait["times"])), facts.monitor.get("gpu0/util")
-    num = sum(wait["times"] for wait in waits)
-    times = "once" if num == 1 else f"{num:,.0f} times"
-    return _make_finding(
-        f"{location} reads values of tensors {times} in an update: the host waits there until the GPU is idle",
-        by_hand=f"keep it a tensor in {location}: sum on the device, and read it once in many updates",
-        at_most=None if util is None else 100 / max(util, 1.0),  # time is lost only while the GPU is idle
-    )
-
-
 # ---------------------------------------------------------------- arithmetic
 
 
@@ -431,7 +416,6 @@ RULES: Mapping[str, Rule] = {
     "logs too often": logs_too_often,
     "evaluates too often": evaluates_too_often,
     "slow hooks": slow_hooks,
-    "hidden device waits": hidden_waits,
     "tiny micro-batches": tiny_micro_batches,
     "memory left": memory_left,
     "allocator retries": allocator_retries,

@@ -31,7 +31,6 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.base.accelerator import get_accelerator
-from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Exit, Problem
 from runner.base.stopwatch import seconds_between
 from runner.base.task import Progress, Task
@@ -49,7 +48,6 @@ from runner.engine.infer import iterate_predictions
 from runner.engine.loop import StepInfo
 from runner.engine.opening import open_run
 from runner.engine.phase import Phase
-from runner.engine.phase_kinds import GradientPhase
 from runner.engine.run import TrainingRun
 from runner.host.parent_death import die_with_parent
 from runner.host.resources import affinity
@@ -65,7 +63,6 @@ from runner.tools.measure.weight_sketch import sketch
 UNLIMITED_UPDATES = 10**12
 NUM_COMPARED_UPDATES = 8  # first updates whose losses and gradient norms are compared with the baseline
 SKETCH_UPDATE = 3  # update after which the weights are compared; every variant runs more before its first block
-CALIBRATION_UPDATES = 10  # to measure the time of a sample
 MAX_TIMED_UPDATES = 200  # last updates of a block that are timed individually
 
 Reply = dict[str, Any]
@@ -278,7 +275,6 @@ class TrainingVariant:
         phase: str | None,
         run_evaluations: bool,
         *,
-        slow: float = 1.0,
         settle: int = 0,
     ) -> Reply:
         """Build the run and its phase; return a description of them.
@@ -287,7 +283,6 @@ class TrainingVariant:
         phase            phase to run; None: the first training phase. Earlier phases without gradients run before it,
                          earlier training phases do not: the time of an update does not depend on the weights
         run_evaluations  run evaluations as often as the real phase
-        slow             slowdown factor of the last rank
         settle           number of updates until shares by measured speed have settled
         """
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
@@ -297,7 +292,7 @@ class TrainingVariant:
         self.phase = MeasuredPhase(self.run, planned, run_evaluations=run_evaluations)
         self.stack.enter_context(self.phase)
         self.is_open = True
-        self.updates = self._slowed_updates(slow) if slow > 1 else self.phase.updates()
+        self.updates = self.phase.updates()
         for _ in range(settle):
             next(self.updates)
         self.clock = DeviceBlockClock(self.run.parts.world.device) if self._is_on_gpu() else BlockClock()
@@ -323,7 +318,6 @@ class TrainingVariant:
             "parameters": sum(weight.numel() for weight in weights),
             "trainable": sum(weight.numel() for weight in weights if weight.requires_grad),
             "has_batch_norm": any(isinstance(module, _BatchNorm) for module in parts.bare.modules()),
-            "trained_layers": len({name.rpartition(".")[0] for name in self.phase.work.trained_names}),
             "free_gib": None if memory is None else memory.free / 2**30,
         }
 
@@ -381,7 +375,7 @@ class TrainingVariant:
 
     def probe(self) -> Reply:
         """Inspect the task's code. Updates of this process must not be timed afterwards."""
-        return probe(self.run, self.phase, self.updates)
+        return probe(self.run, self.phase)
 
     def predict(self, least_s: float) -> Reply:
         """Predict as `accel-run inference` does, for at least `least_s` seconds; return seconds and items.
@@ -435,32 +429,8 @@ class TrainingVariant:
         return {"more_s": max(0.0, seconds[0] - seconds[1])}
 
     def batch(self) -> Reply:
-        """Return the shape of the model's input and the number of terms of its loss."""
+        """Return the shape of the model's input."""
         return inspect_batch(self.phase)
-
-    def _slowed_updates(self, factor: float) -> Iterator[int]:
-        """Start the updates, slowed down on the last rank by sleeping for each sample."""
-        world, work, more_s = self.run.parts.world, self.phase.work, [0.0]
-        assert isinstance(work, GradientPhase)
-        training = work.training
-
-        def loss(model: Any, batch: Any) -> Any:
-            sizes: list[int] = []
-            map_tensors(lambda tensor: sizes.append(len(tensor)), batch)
-            time.sleep(more_s[0] * max(sizes, default=0))
-            return training.loss(model, batch)
-
-        if world.rank == world.world_size - 1:
-            work.training = dataclasses.replace(training, loss=loss)  # before the loop reads it in the first update
-        updates = self.phase.updates()
-        for _ in range(CALIBRATION_UPDATES):
-            next(updates)
-        began = time.perf_counter()
-        for _ in range(CALIBRATION_UPDATES):
-            next(updates)
-        update_s = (time.perf_counter() - began) / CALIBRATION_UPDATES
-        more_s[0] = (factor - 1) * update_s / (self.phase.planned.batch.global_batch_size / world.world_size)
-        return updates
 
     def _is_on_gpu(self) -> bool:
         return bool(self.run.parts.world.device.type == "cuda")

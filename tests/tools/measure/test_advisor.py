@@ -98,20 +98,20 @@ def test_a_fix_hardly_hidden_by_workers_comes_before_them() -> None:
 
 
 def test_advice_is_one_list_sorted_by_gain(shown: Callable[..., None]) -> None:
-    large = RuleFinding("hidden device waits", "task.py:7 reads 1 number", by_hand="keep it a tensor", at_most=1.73)
+    large = RuleFinding("slow transform", "reading a sample takes 9 ms", by_hand="make task.py:7 faster", at_most=1.73)
     small = RuleFinding("slow hooks", "11 % of the time", by_hand="look at begin_update", at_most=1.05)
     unknown = RuleFinding("odd sizes", "a matrix of 50257", by_hand="round these sizes up")
     result = advice(THREADS, NOTHING, findings=(unknown, small, large))
 
     shown("\n".join(format_advice(result)))
     messages = json.loads(json.dumps(as_json(result)))["advice"]
-    assert [each["rule"] for each in messages] == ["hidden device waits", "too many threads", "slow hooks", "odd sizes"]
+    assert [each["rule"] for each in messages] == ["slow transform", "too many threads", "slow hooks", "odd sizes"]
     assert [each["gain"] for each in messages] == [1.73, 1.1, 1.05, None]
     assert [each["tried"] and each["tried"]["low"] for each in messages] == [None, pytest.approx(1.08), None, None]
 
 
 def test_manual_fixes_are_shown_if_no_setting_helps(shown: Callable[..., None]) -> None:
-    waits = RuleFinding("hidden device waits", "task.py:7 reads 1 number", by_hand="keep it a tensor", at_most=1.5)
+    waits = RuleFinding("slow transform", "reading a sample takes 9 ms", by_hand="make task.py:7 faster", at_most=1.5)
 
     shown("\n".join(format_advice(advice(NOTHING, findings=(waits,)))), name="by hand")
     shown("\n".join(format_advice(advice(NOTHING))), name="nothing")
@@ -223,7 +223,7 @@ def test_criteria_follow_the_thresholds_and_skip_unknown_values() -> None:
         Evidence(num_samples=80, global_batch_size=4, epochs=20.0),
         {},
         CPU,
-        probe={"input_shape": [4, 200, 64, 64], "loss_terms": 1},
+        probe={"input_shape": [4, 200, 64, 64]},
     )
 
     rows = {row.name: (row.value, row.verdict) for row in evaluate_criteria(small)}
@@ -233,7 +233,6 @@ def test_criteria_follow_the_thresholds_and_skip_unknown_values() -> None:
     assert rows["channels"] == (200.0, "GPU")
     assert rows["pixels of a side"] == (64.0, "CPU")
     assert rows["epochs"] == (20.0, "GPU")
-    assert [result for name, result in rows.items() if "loss" in name] == [(1, "either")]
     assert rows["parameters"] == (None, "unknown")
 
 

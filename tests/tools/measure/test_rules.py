@@ -81,11 +81,6 @@ CASES: Mapping[str, tuple[Facts, str, str]] = {
     "rows": (facts({"logging": 5.0}, {"log_every": 1}), "logs too often", "log_every=50"),
     "evaluations": (facts({"evaluation": 9.0}, num_evaluations=50), "evaluates too often", "evaluate.every=10"),
     "hooks": (facts({"hooks": 5.0}, has_begin_update=True), "slow hooks", "begin_update"),
-    "item": (
-        facts(probe={"waits": [{"file": "task.py", "line": 7, "times": 64}]}),
-        "hidden device waits",
-        "task.py:7",
-    ),
     "tiny micro-batches": (
         facts(micro_batch_size=2, accumulation_steps=32),
         "tiny micro-batches",
@@ -234,18 +229,6 @@ def test_each_rule_is_named_after_its_findings() -> None:
 
 def test_the_parts_are_those_that_are_measured() -> None:
     assert set(PARTS) <= {*stopwatch.PARTS, *stopwatch.BETWEEN}
-
-
-ITEM = {"waits": [{"file": "task.py", "line": 7, "times": 1}]}
-
-
-def test_waiting_for_a_busy_gpu_is_not_lost_time() -> None:
-    """The host waits during most of an update, but for work that the GPU must do anyway."""
-    (busy,) = findings(facts(probe=ITEM, monitor={"gpu0/util": 95.0}))
-    unwatched = findings(dataclasses.replace(facts(probe=ITEM), monitor={}))
-
-    assert busy.at_most == pytest.approx(1 / 0.95)
-    assert [finding.at_most for finding in unwatched] == [None]
 
 
 def test_saves_at_the_end_of_phases_are_not_a_finding() -> None:

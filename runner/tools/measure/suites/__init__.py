@@ -24,7 +24,7 @@ class SuiteDeclaration:
 
 
 MODES = ("isolated", "cumulative")
-PARTS = ("matmul", "copies", "disk")
+PARTS = ("matmul", "copies")
 SUITES: Mapping[str, SuiteDeclaration] = {
     "ladder": SuiteDeclaration(
         "techniques, alone and combined",
@@ -33,8 +33,8 @@ SUITES: Mapping[str, SuiteDeclaration] = {
         ("all", "init", "reset", "clean", "plots"),  # besides the names of techniques
     ),
     "machine": SuiteDeclaration(
-        "the limits of the machine: matrix products, memory, copies, disk",
-        {"rounds": "7", "disk_mib": "64"},  # maximum number of rounds; size of the file that is written
+        "the limits of the machine: matrix products, memory, copies",
+        {"rounds": "7"},  # maximum number of rounds
         PARTS,
     ),
     "batch": SuiteDeclaration(
@@ -52,14 +52,14 @@ SUITES: Mapping[str, SuiteDeclaration] = {
         {"biggest": "4096"},  # largest batch to try, in samples; 0: none
     ),
     "parallelism": SuiteDeclaration(
-        "one rank, equal shares, measured shares, pipeline; also beside a slow rank",
-        # slow: slowdown factor of the last rank; updates: minimum number in a block
-        {"forms": "single,equal,shares,pipeline", "ranks": "2", "slow": "2", "updates": "20"},
+        "one rank, equal shares, measured shares, pipeline",
+        # updates: minimum number in a block
+        {"forms": "single,equal,shares,pipeline", "ranks": "2", "updates": "20"},
     ),
     "devices": SuiteDeclaration(
-        "CPU and GPU, or numbers of threads: by phase, batch and sample size",
+        "CPU and GPU, or numbers of threads: by phase and batch",
         # devices: two of cpu, cpu:THREADS, cuda, cuda:N, mps; auto: CPU and GPU, or one thread and all
-        # batches: samples per update; sides: side of a cube in pixels; by: sizes that are varied
-        {"devices": "auto", "batches": "2,4,8,16", "sides": "32,64,96,128", "by": "batch,size"},
+        # batches: samples per update
+        {"devices": "auto", "batches": "2,4,8,16"},
     ),
 }

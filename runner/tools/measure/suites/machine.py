@@ -1,4 +1,4 @@
-"""`suite=machine`: matrix products, memory, copies and disk, compared with the peaks in data sheets.
+"""`suite=machine`: matrix products, memory and copies, compared with the peaks in data sheets.
 
 Each part is measured in a separate process; its operations are interleaved in random order.
 """
@@ -24,7 +24,6 @@ from runner.tools.measure.machine_rates import (
     MachineResults,
     Rate,
     copies,
-    disk,
     fastest_sizes,
     matmul,
 )
@@ -38,11 +37,11 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
     Raises ConfigError for an unknown part or an invalid number.
     """
     parts = _select_parts(suite_request.positional)
-    rounds, disk_mib = (_parse_number(suite_request.options, key) for key in ("rounds", "disk_mib"))
+    rounds = suite_request.parse_numbers("rounds")[0]
     configuration = compose(suite_request.request)
     inventory = run_in_subprocess(take_inventory)
     device = str(configuration.settings.device)
-    request = MachineRequest(inventory, device, rounds, configuration.settings.root, disk_mib * MIB)
+    request = MachineRequest(inventory, device, rounds)
     results = MachineResults(skipped=skipped_without_gpu(parts, inventory, device))
     for part in parts:
         suite_request.log(f"measuring {part}")
@@ -73,8 +72,6 @@ class DataSheetPeaks:
 
     def find(self, device: Device, rate: Rate) -> tuple[float | None, str]:
         """Return the peak in the unit of the rate and its source; if it is unknown, None and the reason."""
-        if rate.part == "disk":
-            return None, "unknown: there is no data sheet of this disk"
         if device.kind != "cuda":
             return None, "unknown: clock, vector units and memory channels are not reported here"
         fact, unit = _PEAK_FACTS.get((rate.part, rate.name), ("", 0.0))
@@ -110,7 +107,6 @@ def _make_tables(
     titles = {
         "matmul": ("products of square matrices, at the fastest size", "format", "TFLOP/s", 1e12),
         "copies": ("memory and copies", "what", "GB/s", 1e9),
-        "disk": ("disk", "what", "GB/s", 1e9),
     }
     tables, sources = [], dict[str, list[str]]()
     for part, (title, what, unit, scale) in titles.items():
@@ -122,7 +118,7 @@ def _make_tables(
             of_peak = None if peak is None else 100 * rate.median / peak
             size = rate.size if part == "matmul" else rate.size // MIB
             rows.append([rate.device, rate.name, size, *figures, len(rate.per_s), peak and peak / scale, of_peak])
-        columns = ["folder" if part == "disk" else "device", what, "side" if part == "matmul" else "MiB"]
+        columns = ["device", what, "side" if part == "matmul" else "MiB"]
         columns += [unit, "low", "high", "rounds", f"peak, {unit}", "of peak, %"]
         tables += [SuiteTable(title, columns, rows)] if rows else []
     return tables, [f"peak of {', '.join(names)}: {source}" for source, names in sources.items()]
@@ -131,7 +127,7 @@ def _make_tables(
 def _summarize(rates: Sequence[Rate]) -> str:
     """Return a summary of the highest rates of each device."""
     parts = []
-    for device in dict.fromkeys(rate.device for rate in rates if rate.part != "disk"):
+    for device in dict.fromkeys(rate.device for rate in rates):
         fastest = [rate for rate in fastest_sizes(rates) if rate.device == device]
         product = max((rate for rate in fastest if rate.part == "matmul"), key=lambda rate: rate.median, default=None)
         memory = next((rate for rate in fastest if rate.name == "memory, triad"), None)
@@ -164,13 +160,6 @@ def _select_parts(words: Sequence[str]) -> list[str]:
     return [part for part in PARTS if part in (words or PARTS)]
 
 
-def _parse_number(options: Mapping[str, str], key: str) -> int:
-    text = options[key]
-    if not text.isdecimal() or int(text) < 1:
-        raise ConfigError(Problem("must be an integer above 0", f"{key}={text}", f"use {key}=64"))
-    return int(text)
-
-
 def _measure_in_subprocess(part: str, request: MachineRequest, seconds: float) -> MachineResults:
     """Measure a part in a separate process; if the process dies or cannot start, skip the part with the reason."""
     try:
@@ -183,9 +172,9 @@ def _measure_in_subprocess(part: str, request: MachineRequest, seconds: float) -
 
 
 PART_FUNCTIONS: Mapping[str, Callable[[MachineRequest, float], MachineResults]] = {
-    "matmul": matmul, "copies": copies, "disk": disk,
+    "matmul": matmul, "copies": copies,
 }  # fmt: skip
-BUDGET_SHARES = {"matmul": 0.4, "copies": 0.15, "disk": 0.15}  # of the budget; the rest is for start-up
+BUDGET_SHARES = {"matmul": 0.5, "copies": 0.2}  # of the budget; the rest is for start-up
 _GPU_RATES = {
     "matmul": tuple(f"GPU {name} matmul" for name in ("fp32", "tf32", "bf16", "fp16", "fp64")),
     "copies": (

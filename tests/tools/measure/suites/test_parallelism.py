@@ -1,4 +1,4 @@
-"""`accel-run benchmark suite=parallelism`: shares help with a slow rank, and impossible forms are reported."""
+"""`accel-run benchmark suite=parallelism`: two ranks have the known speedup, and impossible forms are reported."""
 
 from __future__ import annotations
 
@@ -29,25 +29,17 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *args: str, **option
     return run(asked("parallelism", tmp_path, TASK, *SETTINGS, *args, **options))
 
 
-def test_two_ranks_and_measured_shares_reach_the_known_speedup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A sample takes 3 ms, and on the slow rank 9 ms.
-
-    With a slow rank, an update takes 144 ms with equal shares of 16, and 72 ms with the best shares, 24 and 8.
-    """
-    result = report(
-        tmp_path, monkeypatch, "task.sample_ms=3", forms="single,equal,shares,pipeline", slow="3", updates="3"
-    )
+def test_two_ranks_reach_the_known_speedup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A sample takes 3 ms, on each rank."""
+    result = report(tmp_path, monkeypatch, "task.sample_ms=3", forms="single,equal,shares,pipeline", updates="3")
 
     ratios = result.data["ratios"]
     assert ratios["equal"]["verdict"] == "better"
     assert ratios["equal"]["middle"] == pytest.approx(2.0, rel=TICKS)
-    assert ratios["shares, one slow"]["verdict"] == "better"
-    assert ratios["shares, one slow"]["middle"] == pytest.approx(2.0, rel=TICKS)
+    assert ratios["shares"]["middle"] == pytest.approx(2.0, rel=TICKS)
     assert "equal against single: +" in result.headline
-    assert "one slow: +" in result.headline
     assert "layers" in result.skipped["pipeline"]
-    assert "pipeline, one slow" in result.skipped
-    assert set(json.loads(result.files[0].read_text())["ratios"]) == {"equal", "shares", "shares, one slow"}
+    assert set(json.loads(result.files[0].read_text())["ratios"]) == {"equal", "shares"}
 
 
 class Alone(Comparison):
@@ -69,7 +61,7 @@ def test_a_pipeline_of_two_ranks_has_enough_micro_batches(tmp_path: Path, monkey
     monkeypatch.setattr(suite, "BLOCK_S", 0.01)
     monkeypatch.setattr(parallelism, "Comparison", Alone)
 
-    result = run(asked("parallelism", tmp_path, LAYERS, forms="single,pipeline", slow="1", updates="2"))
+    result = run(asked("parallelism", tmp_path, LAYERS, forms="single,pipeline", updates="2"))
 
     rows = {row[0]: row for row in result.tables[0].rows}
     assert not result.skipped
@@ -81,14 +73,14 @@ def test_a_pipeline_of_two_ranks_has_enough_micro_batches(tmp_path: Path, monkey
 
 @pytest.mark.usefixtures("real_time")
 def test_a_budget_that_ends_before_the_first_block_is_an_error(tmp_path: Path) -> None:
-    wanted = replace(asked("parallelism", tmp_path, LAYERS, forms="single", slow="1", updates="1"), budget_s=0.01)
+    wanted = replace(asked("parallelism", tmp_path, LAYERS, forms="single", updates="1"), budget_s=0.01)
 
     with pytest.raises(AccelRunError, match=r"budget_s: must be longer"):
         run(wanted)
 
 
 def test_shares_that_change_nothing_are_no_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    result = report(tmp_path, monkeypatch, "task.sample_ms=1", forms="equal", slow="1", updates="5")
+    result = report(tmp_path, monkeypatch, "task.sample_ms=1", forms="equal", updates="5")
 
     assert [row[0] for row in result.tables[0].rows] == ["equal"]
     assert result.data["ratios"] == {}
@@ -98,7 +90,6 @@ def test_shares_that_change_nothing_are_no_gain(tmp_path: Path, monkeypatch: pyt
     ("key", "text", "args"),
     [
         ("ranks", "1", "integers from 2 on"), ("ranks", "two", "integers"), ("updates", "0", "integers"),
-        ("slow", "0.5", "from 1 to 100"), ("slow", "nan", "from 1 to 100"),
         ("forms", "fsdp2", "must be some of single"),
     ],
 )  # fmt: skip
