@@ -1,4 +1,4 @@
-"""Record the attention calls of a training pass: arguments, the kernel that ran, and why others could not."""
+"""Record the attention calls of a training pass: arguments, the kernel that ran, and whether flash could run."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def format_summary(calls: Sequence[NamedCall]) -> str:
 
 def picture(calls: Sequence[NamedCall], *, packed: bool) -> bytes:
     """Return a table of the calls as PNG."""
-    figure = new_figure(15.0, 1.4 + 0.5 * len(calls))
+    figure = new_figure(10.0, 1.4 + 0.5 * len(calls))
     axes = figure.subplots()
     axes.axis("off")
     axes.set_xlim(0, sum(COLUMNS.values()))
@@ -100,13 +100,7 @@ def _cells(each: NamedCall) -> list[tuple[str, str]]:
         _name(call),
         "yes" if call.causal else "no",
     ]
-    kernels = [(call.refusals.get(name, f"ran ({call.kernel})"), name in call.refusals) for name in KERNELS]
-    return [
-        *((fact, WHITE) for fact in facts),
-        mask,
-        *((text, GREY if refused else GREEN) for text, refused in kernels),
-        on_gpu,
-    ]
+    return [*((fact, WHITE) for fact in facts), mask, (call.kernel, GREEN), on_gpu]
 
 
 def _draw_row(axes: Any, row: int, cells: Sequence[tuple[str, str]], **font: Any) -> None:
@@ -118,13 +112,9 @@ def _draw_row(axes: Any, row: int, cells: Sequence[tuple[str, str]], **font: Any
 
 
 def _flash_on_gpu(call: AttentionCall) -> str:
+    device, capability = torch.device("cuda"), (8, 0)
     return refusal_reason(
-        "flash",
-        call.shape,
-        torch.bfloat16,
-        torch.device("cuda"),
-        masked=call.masked,
-        capability=(8, 0),
+        "flash", torch.bfloat16, device, masked=call.masked, head_size=call.shape[-1], capability=capability
     )
 
 
@@ -136,9 +126,8 @@ def _name(call: AttentionCall) -> str:
     return str(call.dtype).removeprefix("torch.")
 
 
-WHITE, GREEN, ORANGE, GREY = "#ffffff", "#cdebd0", "#fbd5ae", "#ececec"
-KEY = "green: ran, can run, or no mask     orange: a mask is given, or flash refuses     grey: did not run, and why"
-KERNELS = ("flash", "efficient", "cudnn", "math")
+WHITE, GREEN, ORANGE = "#ffffff", "#cdebd0", "#fbd5ae"
+KEY = "green: ran, can run, or no mask     orange: a mask is given, or flash refuses"
 # title -> width; 1 is about 13 characters
 COLUMNS = {
     "call": 1.3,
@@ -147,6 +136,6 @@ COLUMNS = {
     "type": 0.75,
     "causal": 0.6,
     "mask": 0.6,
-    **dict.fromkeys(KERNELS, 1.9),
+    "kernel": 1.2,
     "flash on a GPU in bfloat16": 1.9,
 }

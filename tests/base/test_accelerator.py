@@ -163,14 +163,13 @@ def test_formats_of_an_amd_gpu_depend_on_its_architecture(architecture: str, for
 def test_attention_kernels_of_an_amd_gpu_are_not_judged_by_nvidias_rules(
     instinct: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    shape = (1, 8, 128, 64)
-    assert not refusal_reason("flash", shape, torch.bfloat16, GPU)
-    assert not refusal_reason("efficient", shape, torch.float32, GPU)
-    assert refusal_reason("flash", shape, torch.float32, GPU)
-    assert refusal_reason("cudnn", shape, torch.bfloat16, GPU)
+    assert not refusal_reason("flash", torch.bfloat16, GPU)
+    assert not refusal_reason("efficient", torch.float32, GPU)
+    assert refusal_reason("flash", torch.float32, GPU)
+    assert refusal_reason("cudnn", torch.bfloat16, GPU)
     old = SimpleNamespace(gcnArchName="gfx1030")
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: old)
-    assert "gfx1030" in refusal_reason("flash", shape, torch.bfloat16, GPU)
+    assert "gfx1030" in refusal_reason("flash", torch.bfloat16, GPU)
 
 
 def test_the_generator_of_an_apple_gpu_is_saved_and_restored(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,8 +63,8 @@ def change(rows: Rows, where: Tensor) -> Rows:
     return rows._replace(tokens=torch.where(where, (rows.tokens + 7) % (SMALL.vocab_size - 3) + 3, rows.tokens))
 
 
-def calls_of(task: Translation, count: int = 12) -> tuple[AttentionCall, ...]:
-    batch = batch_of(task, count)
+def calls_of(task: Translation) -> tuple[AttentionCall, ...]:
+    batch = batch_of(task)
     return record_calls(lambda: task.loss(task.model, batch))
 
 

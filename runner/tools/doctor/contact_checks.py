@@ -97,7 +97,7 @@ def attention(context: CheckContext) -> Iterator[CheckResult]:
             yield skip(subject, "the stand-in has no such kernel")
             continue
         where = torch.device(device.torch_name)
-        yield compare_kernel(subject, refusal_reason(kernel, SHAPE, dtype, where), _find_refusal(kernel, dtype, where))
+        yield compare_kernel(subject, refusal_reason(kernel, dtype, where), _find_refusal(kernel, dtype, where))
 
 
 def _find_refusal(kernel: str, dtype: Any, where: Any) -> str:

@@ -21,7 +21,6 @@ import sys
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from importlib.metadata import version
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -139,20 +138,14 @@ def attention() -> Iterator[Result]:
     device = torch.device("cuda:0")
     total = 0
     wrong: list[str] = []
-    dtypes, head_sizes = (torch.float16, torch.bfloat16, torch.float32), (*range(8, 272, 8), 20, 36, 320)
-    for dtype, head_size, masked, dropout, training in product(
-        dtypes, head_sizes, (False, True), (0.0, 0.1, 0.125), (True, False)
-    ):
-        shape = (2, 4, 128, head_size)
-        q = torch.empty(shape, dtype=dtype, device=device, requires_grad=training)
-        mask = torch.zeros(1, 1, 128, 128, dtype=dtype, device=device) if masked else None
-        given = SDPAParams(q, q, q, mask, dropout, not masked, False)
+    for dtype in (torch.float16, torch.bfloat16, torch.float32):
+        q = torch.empty(2, 4, 128, 64, dtype=dtype, device=device)
+        given = SDPAParams(q, q, q, None, 0.0, True, False)
         for name, accepted in accepts.items():
             total += 1
-            reason = refusal_reason(name, shape, dtype, device, masked=masked, dropout=dropout, training=training)
+            reason = refusal_reason(name, dtype, device)
             if accepted(given, False) == bool(reason):
-                kind = f"{str(dtype)[6:]} head {head_size}{' mask' * masked} dropout {dropout}{' training' * training}"
-                wrong.append(f"{name} {kind}: {reason or 'no reason, but refused'}")
+                wrong.append(f"{name} {str(dtype)[6:]}: {reason or 'no reason, but refused'}")
     yield f"{total} calls", not wrong, f"{len(wrong)} differ: {'; '.join(wrong[:6])}" if wrong else "all agree"
 
 
