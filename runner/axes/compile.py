@@ -1,4 +1,11 @@
-"""Apply torch.compile to the model in place; the names in its state_dict do not change."""
+"""Apply torch.compile to the model in place; the names in its state_dict do not change.
+
+Keys of several options:
+
+backend    inductor: generate kernels; eager and aot_eager: only trace, to debug compilation
+dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then generalize
+fullgraph  raise an error if the model cannot be compiled as one graph
+"""
 
 from __future__ import annotations
 
@@ -45,10 +52,6 @@ def default(
 ) -> None:
     """Compile the whole model.
 
-    backend    inductor: generate kernels; eager and aot_eager: only trace, to debug compilation
-    dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
-               generalize
-    fullgraph  raise an error if the model cannot be compiled as one graph
     split_mib  MiB of parameters after which the graph is split, so that ranks exchange the gradients of one part while
                another part computes; 0: one graph; auto: 25 with parallelism=ddp, else 0
     Raises ConfigError if the compiler that inductor needs is missing.
@@ -69,9 +72,6 @@ def reduce_overhead(
 ) -> BeginForward | None:
     """Compile the whole model and replay it as CUDA graphs: less launch overhead, more memory.
 
-    dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
-               generalize
-    fullgraph  raise an error if the model cannot be compiled as one graph
     Raises ConfigError if the compiler that inductor needs is missing.
     Source: torch.compile, mode "reduce-overhead".
     """
@@ -94,9 +94,6 @@ def max_autotune(
     """Compile the whole model and benchmark several kernels per matrix product: minutes at the first update.
 
     cuda_graphs  also use CUDA graphs
-    dynamic      true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
-                 generalize
-    fullgraph    raise an error if the model cannot be compiled as one graph
     Raises ConfigError if the compiler that inductor needs is missing.
     Source: torch.compile, modes "max-autotune" and "max-autotune-no-cudagraphs".
     """
@@ -117,9 +114,6 @@ def regional(
 ) -> None:
     """Compile each of the task's blocks; equal blocks share compiled code, which shortens the first update.
 
-    backend    inductor: generate kernels; eager and aot_eager: only trace, to debug compilation
-    dynamic    true: one dynamic-shape kernel; false: one per shape; null: specialize on the first shape, then
-               generalize
     fullgraph  raise an error if a block cannot be compiled as one graph
     Raises ConfigError if the compiler that inductor needs is missing.
     Source: https://docs.pytorch.org/tutorials/recipes/regional_compilation.html
@@ -239,12 +233,10 @@ def _check_compiler(device: torch.device, backend: str) -> None:
 
 
 def _cpp_compiler() -> str:
-    """Return the C++ compiler that Inductor uses."""
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
 
 
 def _c_compiler() -> str | None:
-    """Return the C compiler that Triton uses."""
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 

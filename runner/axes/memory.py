@@ -1,4 +1,11 @@
-"""Memory options of the model: activation checkpointing, memory layout, and limits."""
+"""Memory options of the model: activation checkpointing, memory layout, and limits.
+
+Keys of several options:
+
+channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
+fraction       maximum fraction of GPU memory for this process; null: all
+allocator      settings of the CUDA caching allocator, such as expandable_segments:True; null: PyTorch's default
+"""
 
 from __future__ import annotations
 
@@ -42,9 +49,6 @@ def none(
 ) -> MemoryReport:
     """Keep all activations for the backward pass.
 
-    channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
-    fraction       maximum fraction of GPU memory for this process; null: all
-    allocator      settings of the CUDA caching allocator, such as expandable_segments:True; null: PyTorch's default
     Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0.
     """
     return _report(model, device, channels_last=channels_last, fraction=fraction, allocator=allocator)
@@ -68,9 +72,6 @@ def checkpoint(
     that are called again, as by a loss with two forward passes, and of modules called both before and after a block.
 
     every          checkpoint every n-th block
-    channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
-    fraction       maximum fraction of GPU memory for this process; null: all
-    allocator      settings of the CUDA caching allocator, such as expandable_segments:True; null: PyTorch's default
     Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0.
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
@@ -97,9 +98,6 @@ def selective(
     Gradients are equal as with memory=checkpoint; forward passes without gradients are not affected.
 
     save           matmul: keep the results of matrix products, convolutions and attention; attention: of attention only
-    channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
-    fraction       maximum fraction of GPU memory for this process; null: all
-    allocator      settings of the CUDA caching allocator, such as expandable_segments:True; null: PyTorch's default
     Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0.
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022;
             torch.utils.checkpoint.create_selective_checkpoint_contexts.
@@ -132,9 +130,6 @@ def budget(
 
     limit_gib      memory limit on the device in GiB; null: all of the device
     recompute      indices of the blocks to recompute, without duplicates; auto: chosen by the plan, or all
-    channels_last  use the channels-last memory format for convolutions; auto: if the model has any, on cuda and cpu
-    fraction       maximum fraction of GPU memory for this process; null: all
-    allocator      settings of the CUDA caching allocator, such as expandable_segments:True; null: PyTorch's default
     Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0, and for a
     block index out of range.
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korthikanti et al., 2022, on choosing.
@@ -174,7 +169,6 @@ def recompute_blocks(model: nn.Module, blocks: Sequence[nn.Module], chosen: Iter
 def _checkpoint_blocks(
     model: nn.Module, blocks: Sequence[nn.Module], chosen: Iterable[nn.Module], **options: Any
 ) -> None:
-    """Checkpoint the chosen ones of the task's blocks."""
     frees = not _has_shared_weights(model, blocks)
     for block in dict.fromkeys(chosen):  # wrap a repeated block only once
         _checkpoint_forward(block, frees, **options)
@@ -222,7 +216,6 @@ def _drop_self(function: Callable[..., Any], _: nn.Module, *inputs: Any, **named
 
 
 def _saved_operations(save: str) -> list[Any]:
-    """Return the operations whose results are kept, on every device."""
     attention = [
         getattr(torch.ops.aten, name).default for name in _ATTENTION_OPERATIONS if hasattr(torch.ops.aten, name)
     ]

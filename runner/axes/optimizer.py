@@ -1,4 +1,18 @@
-"""Optimizers: the update rule and its parameter groups."""
+"""Optimizers: the update rule and its parameter groups.
+
+Keys of several options:
+
+lr            learning rate at the peak of the schedule
+weight_decay  decoupled weight decay, multiplied by the learning rate
+betas         decay rates of the running averages of the gradient and its square
+eps           added to the square root of the second moment
+kernel        fused: one kernel for the whole update; foreach: one per operation; for-loop: one per parameter and
+              operation; auto: fused if supported, else foreach
+decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
+lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
+momentum      momentum factor; 0: none
+nesterov      use Nesterov momentum
+"""
 
 from __future__ import annotations
 
@@ -36,14 +50,6 @@ def adamw(
 ) -> Optimizer:
     """Adam with decoupled weight decay.
 
-    lr            learning rate at the peak of the schedule
-    weight_decay  decoupled weight decay, multiplied by the learning rate
-    betas         decay rates of the running averages of the gradient and its square
-    eps           added to the square root of the second moment
-    kernel        fused: one kernel for the whole update; foreach: one per operation; for-loop: one per parameter and
-                  operation; auto: fused if supported, else foreach
-    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if the kernel cannot be used or a name matches nothing.
     Source: Loshchilov and Hutter, Decoupled Weight Decay Regularization, ICLR 2019.
     """
@@ -66,14 +72,7 @@ def adam(
 ) -> Optimizer:
     """Adam; weight decay, if any, is added to the gradient (L2).
 
-    lr            learning rate at the peak of the schedule
     weight_decay  L2 penalty, added to the gradient
-    betas         decay rates of the running averages of the gradient and its square
-    eps           added to the square root of the second moment
-    kernel        fused: one kernel for the whole update; foreach: one per operation; for-loop: one per parameter and
-                  operation; auto: fused if supported, else foreach
-    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if the kernel cannot be used or a name matches nothing.
     Source: Kingma and Ba, Adam: A Method for Stochastic Optimization, ICLR 2015.
     """
@@ -96,14 +95,7 @@ def sgd(
 ) -> Optimizer:
     """SGD with momentum.
 
-    lr            learning rate at the peak of the schedule
-    momentum      momentum factor; 0: none
-    nesterov      use Nesterov momentum
     weight_decay  L2 penalty, added to the gradient
-    kernel        fused: one kernel for the whole update; foreach: one per operation; for-loop: one per parameter and
-                  operation; auto: fused if supported, else foreach
-    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if the kernel cannot be used, a name matches nothing, or nesterov is set without momentum.
     Source: Sutskever et al., On the importance of initialization and momentum in deep learning, ICML 2013.
     """
@@ -134,13 +126,7 @@ def adamw8bit(
 
     Parameters of fewer than 4096 values keep their means in float32.
 
-    lr            learning rate at the peak of the schedule
-    weight_decay  decoupled weight decay, multiplied by the learning rate
-    betas         decay rates of the running averages of the gradient and its square
-    eps           added to the square root of the second moment
     library       kernel library; auto: bitsandbytes, else torchao, which compiles for seconds at its first update
-    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if no installed library supports it on this device, or a name matches nothing.
     Source: Dettmers et al., 8-bit Optimizers via Block-wise Quantization, ICLR 2022.
     """
@@ -176,14 +162,9 @@ def nadam(
 ) -> Optimizer:
     """Adam with Nesterov momentum.
 
-    lr              learning rate at the peak of the schedule
     weight_decay    L2 penalty, added to the gradient; with decoupled multiplied by the learning rate instead
-    betas           decay rates of the running averages of the gradient and its square
-    eps             added to the square root of the second moment
     momentum_decay  decay of the momentum schedule
     decoupled       decoupled weight decay, as in AdamW
-    decay_1d        also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales       module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if a name matches nothing.
     Source: Dozat, Incorporating Nesterov Momentum into Adam, ICLR workshop 2016.
     """
@@ -206,14 +187,10 @@ def rmsprop(
 ) -> Optimizer:
     """RMSprop: the gradient divided by a running mean of its magnitude.
 
-    lr            learning rate at the peak of the schedule
     weight_decay  L2 penalty, added to the gradient
     alpha         decay rate of the running average of the squared gradient
     eps           added to the square root of that mean
-    momentum      momentum factor; 0: none
     centered      normalize by an estimate of the gradient's variance
-    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if a name matches nothing.
     Source: Hinton, Neural Networks for Machine Learning, lecture 6, 2012.
     """
@@ -235,12 +212,9 @@ def adafactor(
     """Adafactor: the second moment of a matrix is stored as one row and one column, so the state needs little memory.
 
     lr            upper bound of the relative step size
-    weight_decay  decoupled weight decay, multiplied by the learning rate
     beta2_decay   exponent of the update number in the decay of the running mean of the squared gradient
     eps           lower bound of the parameter scale that multiplies the learning rate
     max_update    root mean square above which an update is scaled down
-    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if a name matches nothing or the parameters are sharded.
     Source: Shazeer and Stern, Adafactor: Adaptive Learning Rates with Sublinear Memory Cost, ICML 2018.
     """
@@ -263,8 +237,6 @@ def lion(
     lr            learning rate at the peak of the schedule; a third to a tenth of that of AdamW
     weight_decay  decoupled weight decay, multiplied by the learning rate; three to ten times that of AdamW
     betas         weight of the momentum in the update, and decay rate of the momentum
-    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if a name matches nothing.
     Source: Chen et al., Symbolic Discovery of Optimization Algorithms, NeurIPS 2023, program 1.
     """
@@ -289,16 +261,11 @@ def muon(
 
     The update of a matrix is scaled to the root mean square of AdamW's.
 
-    lr            learning rate at the peak of the schedule
-    weight_decay  decoupled weight decay, multiplied by the learning rate
     momentum      momentum factor of the matrices
-    nesterov      use Nesterov momentum
     ns_steps      Newton-Schulz iterations that orthogonalize the momentum
     adamw_for     modules or parameters whose matrices also use AdamW: embeddings and the output layer
     betas         AdamW: decay rates of the running averages of the gradient and its square
     eps           AdamW: added to the square root of the second moment
-    decay_1d      also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales     module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises ConfigError if a name matches nothing or the parameters are sharded.
     Source: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, 2025, for the scale.
     """
@@ -332,13 +299,9 @@ def schedulefree(
     Use scheduler=constant, whose warm-up it needs.
 
     lr               learning rate after the warm-up
-    weight_decay     decoupled weight decay, multiplied by the learning rate
     betas            interpolation between the last weights and their average; decay rate of the squared gradients
-    eps              added to the square root of the second moment
     r                an update has a weight in the average proportional to its number to the power of r
     weight_lr_power  exponent of the largest learning rate so far, another factor of that weight
-    decay_1d         also decay parameters of fewer than two dimensions (biases, norms)
-    lr_scales        module or parameter name -> factor on its learning rate; the longest matching name applies
     Raises MissingPackage if schedulefree is not installed, ConfigError if a name matches nothing.
     Source: Defazio et al., The Road Less Scheduled, NeurIPS 2024.
     """
@@ -446,7 +409,6 @@ def _groups(
     *,
     rule: Callable[[str, nn.Parameter], str] | None = None,
 ) -> list[dict[str, Any]]:
-    """Group the parameters by learning rate factor, decay and rule, in the order given."""
     names = [name for name, _ in parameters]
     assert len(set(names)) == len(names), "each parameter has one name"
     problems = _unmatched_problems(lr_scales, names, "optimizer.lr_scales")
@@ -526,7 +488,6 @@ def _kernel_flags(parameters: Parameters, kernel: str, *, takes_shards: bool = T
 
 
 def _fused_obstacle(parameters: Parameters, *, takes_shards: bool) -> str:
-    """Return why one fused kernel cannot update all parameters, or an empty string."""
     for name, parameter in parameters:
         if parameter.device.type not in ("cpu", "cuda"):
             return f"{name} is on {parameter.device}, but the kernel exists only for cpu and cuda"

@@ -1,4 +1,12 @@
-"""Parallelism strategies. A single process is a world of size 1 with the same interface."""
+"""Parallelism strategies. A single process is a world of size 1 with the same interface.
+
+Keys of several options:
+
+world_size  number of ranks; auto: one per GPU
+batch_norm  per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all ranks
+restarts    how often a run resumes on the remaining ranks after a rank was killed
+timeout_s   seconds after which a rank that does not respond is considered lost
+"""
 
 from __future__ import annotations
 
@@ -27,11 +35,8 @@ def ddp(
 ) -> Parallel:
     """Give each rank a copy of the model and a share of each update; summed gradients are divided by the true count.
 
-    world_size  number of ranks; auto: one per GPU
     shares      samples of an update for each rank: equal, by memory, by measured speed, or numbers such as [19,13]
-    batch_norm  per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all ranks
     restarts    maximum number of restarts from the last checkpoint, with the remaining ranks, after a rank is killed
-    timeout_s   seconds after which a rank that does not respond is considered lost
     """
     return Replicated(world, is_lockstep=batch_norm == "sync") if world.world_size > 1 else Parallel(world)
 
@@ -58,8 +63,6 @@ def fsdp(
                            sharded evenly
     shard_size             ranks that hold one copy of the model together: all, a number that divides world_size, or
                            auto: those of one machine if there are several equal ones and a shard fits
-    batch_norm             per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all
-                           ranks
     reshard_after_forward  free gathered parameters after each block's forward pass: less memory, more communication
     communicate            communication format of parameters; a 16-bit format must match precision
     gradients              between the micro-batches of an update. full: unsharded, reduced after the last one; sharded:
@@ -67,8 +70,6 @@ def fsdp(
     checkpoint             whole: rank 0 gathers and writes checkpoints; parts: each rank writes its shards
     init                   full: each rank builds the whole model, then shards it; meta: without memory, and each rank
                            initializes its shards, to the same values; auto: meta if the task allows it
-    restarts               how often a run resumes on the remaining ranks after a rank was killed
-    timeout_s              seconds after which a rank that does not respond is considered lost
     Source: torch.distributed.fsdp.fully_shard; Zhao et al., PyTorch FSDP, VLDB 2023 (hybrid sharding: section 3.2.2).
     """
     if world.world_size == 1:
@@ -100,14 +101,11 @@ def pipeline(
 ) -> Parallel:
     """Give each rank some layers of the model; micro-batches pass through the ranks and back.
 
-    world_size  number of ranks; auto: one per GPU
     schedule    1f1b: backward as early as possible; gpipe: all forward passes first
     split       number of layers of each stage; null: by balance
     balance     memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
     init        full: each rank builds the whole model, then frees other layers; meta: without memory, and each rank
                 initializes its layers, to the same values; auto: meta if the task allows it
-    restarts    how often a run resumes on the remaining ranks after a rank was killed
-    timeout_s   seconds after which a rank that does not respond is considered lost
     Source: torch.distributed.pipelining; Narayanan et al., Efficient Large-Scale Language Model Training, SC 2021.
     """
     if world.world_size == 1:
@@ -118,10 +116,7 @@ def pipeline(
 
 
 def auto(world: World, *, world_size: PositiveInt | Auto = "auto") -> Parallel:
-    """Let the plan choose: single on one device; else ddp, fsdp or pipeline, by the memory of model and devices.
-
-    world_size  number of ranks; auto: one per GPU
-    """
+    """Let the plan choose: single on one device; else ddp, fsdp or pipeline, by the memory of model and devices."""
     raise AssertionError("the plan replaces this option")
 
 

@@ -1,4 +1,11 @@
-"""Learning rate schedules: a factor for all learning rates as a function of the number of updates."""
+"""Learning rate schedules: a factor for all learning rates as a function of the number of updates.
+
+Keys of several options:
+
+warmup        updates of linear warm-up; below 1: fraction of all updates
+final_factor  fraction of the peak at the end
+gamma         factor per step
+"""
 
 from __future__ import annotations
 
@@ -92,18 +99,13 @@ class Plateau(Schedule):
 
 
 def constant(updates: int, *, warmup: Count | Factor = 0) -> Schedule:
-    """Keep the learning rate at its peak.
-
-    warmup  updates of linear warm-up; below 1: fraction of all updates
-    """
+    """Keep the learning rate at its peak."""
     return Schedule(lambda _: 1.0, _warmup(warmup, updates))
 
 
 def linear(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fraction = 0.0) -> Schedule:
     """Decay linearly from the end of the warm-up to the last update.
 
-    warmup        updates of linear warm-up; below 1: fraction of all updates
-    final_factor  fraction of the peak at the end
     Source: torch.optim.lr_scheduler.LinearLR.
     """
     start = _warmup(warmup, updates)
@@ -113,7 +115,6 @@ def linear(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fractio
 def cosine(updates: int, *, warmup: Count | Factor = 0.02, final_factor: Fraction = 0.1) -> Schedule:
     """Decay on half a cosine wave from the end of the warm-up to the last update.
 
-    warmup        updates of linear warm-up; below 1: fraction of all updates
     final_factor  fraction of the peak at the last update
     Source: Loshchilov and Hutter, SGDR: Stochastic Gradient Descent with Warm Restarts, ICLR 2017, without restarts.
     """
@@ -126,9 +127,7 @@ def step(
 ) -> Schedule:
     """Multiply the learning rate by gamma at regular intervals, counted from the first update.
 
-    warmup  updates of linear warm-up; below 1: fraction of all updates
     every   updates between steps; below 1: fraction of all updates
-    gamma   factor per step
     Source: torch.optim.lr_scheduler.StepLR.
     """
     interval = _interval("every", every, updates)
@@ -144,9 +143,7 @@ def multistep(
 ) -> Schedule:
     """Multiply the learning rate by gamma at each milestone.
 
-    warmup      updates of linear warm-up; below 1: fraction of all updates
     milestones  updates after which to step, counted from the first one; below 1: fraction of all updates
-    gamma       factor per step
     Source: torch.optim.lr_scheduler.MultiStepLR.
     """
     marks = sorted(_interval("milestones", mark, updates) for mark in milestones)
@@ -198,7 +195,6 @@ def plateau(
                updates
     metric     evaluation metric to monitor, such as val/loss
     mode       min: a smaller metric is better; max: a larger one
-    gamma      factor per step
     patience   consecutive evaluations without improvement before a step
     threshold  relative improvement over the best metric that counts
     cooldown   evaluations after a step that are ignored
@@ -228,7 +224,6 @@ def warm_restarts(
 ) -> Schedule:
     """Decay on half a cosine wave repeatedly, restarting at the peak each time, after the warm-up.
 
-    warmup        updates of linear warm-up; below 1: fraction of all updates
     period        updates of the first wave; below 1: fraction of all updates
     growth        length of each wave relative to the previous one
     final_factor  fraction of the peak at the end of each wave
@@ -256,9 +251,7 @@ def wsd(
 ) -> Schedule:
     """Warm-up, stable, decay: stay at the peak, then decay at the end, so that a run can be extended from its peak.
 
-    warmup        updates of linear warm-up; below 1: fraction of all updates
     decay         updates of the decay at the end, at most those after the warm-up; below 1: fraction of all updates
-    final_factor  fraction of the peak at the end
     shape         shape of the decay: a straight line, half a cosine wave, or 1 minus the square root
     Source: Hägele et al., Scaling Laws and Compute-Optimal Training Beyond Fixed Training Durations, NeurIPS 2024.
     """
@@ -277,7 +270,6 @@ def wsd(
 def inverse_sqrt(updates: int, *, warmup: Count | Factor = 0.02) -> Schedule:
     """Decay with the inverse square root of the update after the warm-up, independent of the length of the run.
 
-    warmup  updates of linear warm-up; below 1: fraction of all updates
     Source: Vaswani et al., Attention Is All You Need, NeurIPS 2017, section 5.3, with the peak as learning rate.
     """
     start = _warmup(warmup, updates)
@@ -290,9 +282,7 @@ def polynomial(
 ) -> Schedule:
     """Decay with a power of the remaining fraction of updates after the warm-up.
 
-    warmup        updates of linear warm-up; below 1: fraction of all updates
     power         1: a straight line; above: faster at first
-    final_factor  fraction of the peak at the end
     Source: torch.optim.lr_scheduler.PolynomialLR.
     """
     start = _warmup(warmup, updates)
@@ -314,7 +304,6 @@ def build_schedule(function: str, updates: int, options: Mapping[str, Any]) -> S
 
 
 def _warmup(value: float, updates: int) -> int:
-    """Return the warm-up in updates."""
     warmup = _count(value, updates)
     if warmup > updates:
         raise ConfigError(

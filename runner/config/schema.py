@@ -69,16 +69,18 @@ def read_module(path: Path) -> ast.Module:
 def read_functions(path: Path) -> Mapping[str, Signature]:
     """Return the signatures of a Python file, methods as `Class.method`, without importing it.
 
+    Keys that a function does not describe have their meaning in the docstring of the file.
     Raises SyntaxError as Python would.
     """
     signatures = {}
+    shared = _help_lines(ast.get_docstring(read_module(path)) or "")
     for node in read_module(path).body:
         if isinstance(node, ast.FunctionDef):
-            signatures[node.name] = _read_signature(node, path)
+            signatures[node.name] = _read_signature(node, shared)
         elif isinstance(node, ast.ClassDef):
             for member in node.body:
                 if isinstance(member, ast.FunctionDef):
-                    signatures[f"{node.name}.{member.name}"] = _read_signature(member, path)
+                    signatures[f"{node.name}.{member.name}"] = _read_signature(member, shared)
     return signatures
 
 
@@ -248,8 +250,9 @@ _NAMESPACE: dict[str, Any] = {
 _TYPING = ("typing", "t")
 
 
-def _read_signature(node: ast.FunctionDef, path: Path) -> Signature:
-    help_lines = _help_lines(ast.get_docstring(node) or "")
+def _read_signature(node: ast.FunctionDef, shared: Mapping[str, str]) -> Signature:
+    """Return the signature of a function; `shared` has the meanings of keys that it does not describe."""
+    help_lines = {**shared, **_help_lines(ast.get_docstring(node) or "")}
     keys = {}
     for argument, default in zip(node.args.kwonlyargs, node.args.kw_defaults, strict=True):
         kind = _evaluate_annotation(argument.annotation)

@@ -1,4 +1,16 @@
-"""Decide when to save a checkpoint and how many to keep, and measure what saving costs."""
+"""Decide when to save a checkpoint and how many to keep, and measure what saving costs.
+
+Keys of several options:
+
+keep           number of newest checkpoints to keep, at least two
+best           evaluation metric whose best checkpoints are also kept; null: none
+keep_best      number of best checkpoints to keep
+best_is        min or max: whether lower or higher values are better
+grace_s        seconds between the stop signal and the kill: a checkpoint that would take longer is skipped; null:
+               unknown
+mirror         URL of a folder, such as s3://bucket/runs, to which checkpoints are copied in the background; null: none
+mirror_wait_s  longest wait for copies at the end of the run, in seconds
+"""
 
 from __future__ import annotations
 
@@ -245,13 +257,6 @@ def default(
 
     every    checkpoint interval in updates: 200 or 200updates; or 2epochs, 10min; auto: overhead below 1 %, every 1 to
              10 min
-    keep     number of newest checkpoints to keep, at least two
-    best     evaluation metric whose best checkpoints are also kept; null: none
-    keep_best  number of best checkpoints to keep
-    best_is  min or max: whether lower or higher values are better
-    grace_s  seconds between the stop signal and the kill: a checkpoint that would take longer is skipped; null: unknown
-    mirror   URL of a folder, such as s3://bucket/runs, to which checkpoints are copied in the background; null: none
-    mirror_wait_s  longest wait for copies at the end of the run, in seconds
     """
     policy = off(
         keep=keep, best=best, keep_best=keep_best, best_is=best_is, grace_s=grace_s, mirror=mirror,
@@ -280,16 +285,7 @@ def off(
     mirror: MirrorURL | None = None,
     mirror_wait_s: NonNegative = 60.0,
 ) -> SavePolicy:
-    """Save only at the end of each phase and when stopped.
-
-    keep     number of newest checkpoints to keep, at least two
-    best     evaluation metric whose best checkpoints are also kept; null: none
-    keep_best  number of best checkpoints to keep
-    best_is  min or max: whether lower or higher values are better
-    grace_s  seconds between the stop signal and the kill: a checkpoint that would take longer is skipped; null: unknown
-    mirror   URL of a folder, such as s3://bucket/runs, to which checkpoints are copied in the background; null: none
-    mirror_wait_s  longest wait for copies at the end of the run, in seconds
-    """
+    """Save only at the end of each phase and when stopped."""
     return SavePolicy(
         keep=keep, best=best, keep_best=keep_best, better=best_is, grace_s=grace_s, mirror=mirror,
         mirror_wait_s=mirror_wait_s,
