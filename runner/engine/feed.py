@@ -17,20 +17,13 @@ class Feed:
     shapes  shapes of the first tensor of each batch seen so far
     shape   shape of the last one
     marks   positions in the shards of a stream after these batches; the reader of `marks` clears it
-    last    the last batch; kept only on a CPU, where values are checked within the same update
     """
 
     def __init__(
-        self,
-        batches: Iterator[MicroBatch],
-        progress_mark: ProgressMark,
-        position: Position,
-        shapes: set[object],
-        *,
-        keep_last: bool,
+        self, batches: Iterator[MicroBatch], progress_mark: ProgressMark, position: Position, shapes: set[object]
     ) -> None:
         self.batches, self.progress_mark, self.position = batches, progress_mark, position
-        self.shapes, self.keep_last, self.last = shapes, keep_last, None
+        self.shapes = shapes
         self.shape: object = None
         self.marks: dict[int, ShardMark] = {}
 
@@ -50,7 +43,6 @@ class Feed:
         batch = next(self.batches)
         self.progress_mark.completed_kinds.add(DATA)
         self.progress_mark.now = (UPDATE, self.position.update + 1)
-        self.last = batch.batch if self.keep_last else None
         self.shape = first_shape(batch.batch)
         self.shapes.add(self.shape)
         if batch.marks:

@@ -180,10 +180,7 @@ class Phase(PhaseView):
             )
         for text in () if done or self.is_over else self.work.start_lines():
             run.observers.screen.info(f"{self.name} {text}")
-        keep_last = parts.world.device.type == "cpu"
-        self.feed = Feed(
-            self._read_batches(), self.progress_mark, self.position, run.tally.batch_shapes, keep_last=keep_last
-        )
+        self.feed = Feed(self._read_batches(), self.progress_mark, self.position, run.tally.batch_shapes)
         self.batches = self.feed
         parts.bare.train()
         self.stopwatch.lap("starting")
@@ -217,7 +214,7 @@ class Phase(PhaseView):
 
     def reread(self) -> None:
         self.loader.close()
-        self.feed.batches, self.feed.last = self._read_batches(), None
+        self.feed.batches = self._read_batches()
 
     def _read_batches(self) -> Iterator[MicroBatch]:
         self.hook(StreamPosition).seek()

@@ -2,7 +2,6 @@
 
 import os
 
-import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import nn
@@ -19,8 +18,7 @@ def build(*, fault: str = "none", at: int = 12, ghost: bool = False) -> Task:
 class Points(torch.utils.data.Dataset):
     def __init__(self, fault):
         self.bad = (37, 41) if fault == "samples" else ()
-        draws = {"augmentation": lambda: torch.rand(()), "own_generator": np.random.default_rng().random}
-        self.draw = draws.get(fault)
+        self.is_augmented = fault == "augmentation"
 
     def __len__(self):
         return 64
@@ -29,7 +27,7 @@ class Points(torch.utils.data.Dataset):
         x = torch.full((4,), index / 64)
         if index in self.bad:
             x[2] = float("nan")
-        if self.draw and index % 8 == 0 and self.draw() < 0.05:
+        if self.is_augmented and index % 8 == 0 and torch.rand(()) < 0.05:
             x[3] = float("nan")
         return x, index % 2
 

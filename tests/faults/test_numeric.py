@@ -60,12 +60,6 @@ FAULTS = {
     "augmentation, in a worker": Fault(
         "task.fault=augmentation updates=500 dataloader.num_workers=1", "samples that are not finite: 32", saved=-1
     ),
-    "a generator of its own": Fault(
-        "task.fault=own_generator updates=500", "the batch was not finite, but is finite when read", saved=-1
-    ),
-    "a generator of its own, in a worker": Fault(
-        "task.fault=own_generator updates=500 dataloader.num_workers=1", "the batch was not finite, but is", saved=-1
-    ),
     "a rate": Fault("optimizer=sgd optimizer.lr=1e38 scheduler=constant", "not finite at update ", saved=-1),
     "only once": Fault("task.fault=once", "at update 12: made once more, its passes are finite"),
     "no items": Fault("task.fault=nothing", "loss returned a count of 0 for all micro-batches (update 12)", code=70),
@@ -329,9 +323,7 @@ def test_a_module_with_non_finite_input_is_not_blamed() -> None:
     with record_calls(model) as calls:
         calls.begin()
         model(torch.ones(1, 2))
-    first = calls.first
-    assert first is not None
-    assert first.endswith("(Siamese)")
+    assert str(calls.find_culprit()).endswith("(Siamese)")
     calls.begin()
     model(torch.ones(1, 2))
     assert not calls.completed, "its hooks have been removed"
@@ -357,7 +349,7 @@ def test_the_innermost_module_whose_backward_pass_is_not_finite_is_named(model: 
         loss = model(torch.ones(1, 2, requires_grad=True)).sum()
         calls.end()
         loss.backward()
-    assert calls.find_backward_culprit() == f"{name} (Root)"
+    assert str(calls.find_backward_culprit()) == f"{name} (Root)"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

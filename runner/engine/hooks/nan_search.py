@@ -1,11 +1,23 @@
-"""Find the module in which the values of an update became non-finite."""
+"""Find the module in which an update became non-finite: run its samples again and check the values of each module."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, nullcontext, suppress
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
 from runner.axes.precision import NotFinite
-from runner.base.errors import AccelRunError
-from runner.engine import non_finite
-from runner.engine.hooks.hook import Hook
+from runner.base import noise
+from runner.base.errors import AccelRunError, NumericError, TaskFault
+from runner.base.order import MicroBatchKey
+from runner.base.text import abbreviate, error_line
+from runner.engine.error_diagnosis import locate_definition
+from runner.engine.hooks.hook import Hook, PhaseView
+from runner.engine.non_finite import ModuleCalls, is_finite, record_calls
 from runner.engine.phase_kinds import GradientPhase
 from runner.engine.watchdog import SEARCH
 
@@ -16,16 +28,198 @@ class NanSearch(Hook):
     def on_error(self, error: BaseException) -> AccelRunError | None:
         if not isinstance(error, NotFinite):
             return None
-        phase = self.phase
-        assert isinstance(phase.work, GradientPhase), "a fit has neither loss nor gradients"
-        phase.loader.close()  # its worker threads must not read concurrently
-        number = phase.position.update + (0 if error.late else 1)
-        phase.progress_mark.now = (SEARCH, number)  # all samples are read again by this process
-        micros = list(phase.order.micro_batches(number - 1, phase.shares.of(number - 1)))
-        training = phase.work.training
-        is_applied = error.late and not getattr(training.optimizer, "_step_supports_amp_scaling", False)
-        last_batch = None if error.late else phase.feed.last
-        update = non_finite.ReplayedUpdate(
-            phase.name, number, micros, phase.loader.fetcher, training, is_applied, last_batch
+        self.phase.loader.close()  # its worker threads must not read concurrently
+        update = self.phase.position.update + (0 if error.late else 1)
+        self.phase.progress_mark.now = (SEARCH, update)  # all samples are read again by this process
+        return _locate_error(error, _UpdateSearch(self.phase, update, is_late=error.late), self.phase)
+
+
+class _Origin(NamedTuple):
+    """Result of the search on one rank.
+
+    kind         a key of _FIXES
+    what         description; empty if everything was finite in the repetition
+    items        number of items of its losses; None if unknown
+    samples      samples that are not finite themselves
+    micro_batch  samples of the micro-batch in which it was found
+    """
+
+    kind: str
+    what: str
+    items: float | None = None
+    samples: Sequence[int] = ()
+    micro_batch: Sequence[int] = ()
+
+
+def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> AccelRunError:
+    """Return the error with the module in which the numbers became non-finite; a collective, equal on all ranks.
+
+    It is a TaskFault if the losses of the update count no items, which causes a division by zero.
+    """
+    try:
+        local = search.run()
+    except Exception as failure:  # must not hide the original error
+        local = _Origin("unknown", f"the search for the module failed: {error_line(failure)}")
+    results = [_Origin(*result) for result in phase.parts.world.gather([*local])]
+    counts = [result.items for result in results]
+    if None not in counts and not sum(filter(None, counts)):
+        return TaskFault(
+            f"loss returned a count of 0 for all micro-batches (update {search.update})",
+            fix="return (the sum, the number of items); or are all its samples bad? events.jsonl lists them",
         )
-        return non_finite.locate_error(error, update, phase.parts)
+    samples = [number for result in results for number in result.samples]
+    rank, worst = min(enumerate(results), key=lambda pair: (not pair[1].what, list(_FIXES).index(pair[1].kind)))
+    prefix = f"rank {rank}: " if len(results) > 1 and worst.what else ""
+    cause = (
+        worst.what
+        or "a repetition was finite: the cause is random, such as dropout or augmentation, or only the sum over"
+        " micro-batches is not finite"
+    )
+    note = f"; samples that are not finite: {abbreviate(samples)}" if samples and worst.kind != "samples" else ""
+    what = f"{error.problems[0].what} at update {search.update}: {prefix}{cause}{note}"
+    located = NumericError(what, where=f"phase {phase.name}", fix=error.problems[0].fix or _FIXES[worst.kind])
+    located.place = {"update": search.update}
+    if samples or worst.micro_batch:
+        located.place = {**located.place, "samples": samples or list(worst.micro_batch)}
+    return located
+
+
+class _UpdateSearch:
+    """The search of one rank.
+
+    update   number in the phase, from 1
+    is_late  the values were checked only after the optimizer step
+    """
+
+    def __init__(self, phase: PhaseView, update: int, *, is_late: bool) -> None:
+        assert isinstance(phase.work, GradientPhase), "a fit has neither loss nor gradients"
+        self.update, self.parts, self.training = update, phase.parts, phase.work.training
+        self.fetcher = phase.loader.fetcher
+        self.micros = list(phase.order.micro_batches(update - 1, phase.shares.of(update - 1)))
+        self.is_applied = is_late and not getattr(self.training.optimizer, "_step_supports_amp_scaling", False)
+
+    def run(self) -> _Origin:
+        parallel = self.parts.parallel
+        # Parameters of other pipeline stages are on the meta device.
+        parameters = [(name, weight) for name, weight in self.parts.bare.named_parameters() if not weight.is_meta]
+        bad = [name for name, weight in parameters if not is_finite(weight)]
+        origin = None
+        if bad:
+            kind, what = "parameters", f"the parameters were not finite before it: {abbreviate(bad)}"
+            if self.is_applied:
+                kind, what = "applied", f"the update had changed {abbreviate(bad)} before its values were checked"
+            origin = _Origin(kind, what, samples=self._find_bad_samples(*self.micros))
+        if not parallel.splits_batch:
+            return origin or self._search_samples()
+        if origin is not None and not parallel.is_lockstep:
+            return origin
+        return self._search_modules(origin)
+
+    def _search_modules(self, first: _Origin | None) -> _Origin:
+        """Repeat the passes. If they contain collectives, other ranks need all forward passes of this one, too.
+
+        first  the origin, if the weights have shown it
+        """
+        parts, training = self.parts, self.training
+        runs_backward = not parts.parallel.is_lockstep  # otherwise backward passes contain collectives
+        items = 0.0
+        with ExitStack() as stack:
+            # Compiled code does not call hooks.
+            is_loaded = "torch._dynamo" in sys.modules
+            stack.enter_context(torch.compiler.set_stance("force_eager") if is_loaded else nullcontext())
+            if not runs_backward:
+                stack.enter_context(parts.parallel.gather_parameters(parts.model))
+                stack.enter_context(torch.no_grad())
+            calls = stack.enter_context(record_calls(parts.bare))
+            for micro, batch in self._read_batches():
+                calls.begin()
+                with parts.precision.forward():
+                    loss, count = training.loss(training.model, batch)
+                calls.end()
+                if micro.counts:
+                    items += float(count)
+                    first = first or self._check_forward(calls, loss, batch, micro)
+                if runs_backward and first is None:
+                    for weight in training.parameters:
+                        weight.grad = None
+                    parts.precision.backward(loss, training.per_item)
+                    first = self._check_backward(calls, micro)
+                if first and runs_backward:
+                    break
+        note = "" if runs_backward else "its forward passes are finite; backward passes are not searched"
+        return first or _Origin("unknown", note, items)
+
+    def _search_samples(self) -> _Origin:
+        for micro, batch in self._read_batches():
+            if not is_finite(batch):
+                return self._blame_samples(micro)
+        return _Origin("unknown", "the stages of a pipeline are not searched; its samples are finite")
+
+    def _read_batches(self) -> Iterator[tuple[MicroBatchKey, Any]]:
+        """Yield the micro-batches that the model receives, on the device."""
+        micros = [micro for micro in self.micros if micro.counts or self.parts.parallel.is_lockstep]
+        read = self.parts.prefetch(iter([self.fetcher[micro] for micro in micros]))
+        for micro, micro_batch in zip(micros, read, strict=True):
+            if micro_batch.batch is not None:
+                noise.start_pass(micro_batch.samples)
+                yield micro, micro_batch.batch
+
+    def _check_forward(self, calls: ModuleCalls, loss: Tensor, batch: Any, micro: MicroBatchKey) -> _Origin | None:
+        """Return the origin in the forward pass; None if its loss is finite, because other values are then harmless."""
+        if is_finite(loss):
+            return None
+        culprit, has_bad_samples = calls.find_culprit(), not is_finite(batch)
+        if culprit is not None:
+            inputs = "have no NaN" if culprit.inputs.inf or culprit.inputs.mask else "are finite"
+            origin = self._origin("module", f"first in the output of {culprit}, whose inputs {inputs}", micro)
+            return origin._replace(samples=self._find_bad_samples(micro) if has_bad_samples else ())
+        if has_bad_samples:
+            return self._blame_samples(micro)
+        place = locate_definition(getattr(self.training.loss, "loss", self.training.loss), self.parts.source)
+        return self._origin("loss", f"all modules are finite, but the loss is not ({place})", micro)
+
+    def _check_backward(self, calls: ModuleCalls, micro: MicroBatchKey) -> _Origin | None:
+        culprit = calls.find_backward_culprit()
+        if culprit is not None:
+            what = f"first in the backward pass of {culprit}, whose forward pass is finite"
+            return self._origin("module", what, micro)
+        gradients = [weight.grad for weight in self.training.parameters if weight.grad is not None]
+        if calls.any_bad_gradient or not is_finite(gradients):
+            what = "the forward pass is finite, but the gradient of the loss with respect to its output is not"
+            return self._origin("loss", what, micro)
+        if gradients and not is_finite(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))):
+            what = f"every gradient is finite, but their norm overflows {gradients[0].dtype}"
+            return self._origin("overflow", what, micro)
+        return None
+
+    def _origin(self, kind: str, what: str, micro: MicroBatchKey) -> _Origin:
+        indices = self.fetcher.dataset_indices(micro.indices)
+        return _Origin(kind, f"{what}; samples {abbreviate(indices)}", micro_batch=indices)
+
+    def _blame_samples(self, micro: MicroBatchKey) -> _Origin:
+        bad = self._find_bad_samples(micro)
+        if not bad:
+            return self._origin("samples", "the data are not finite", micro)
+        indices = self.fetcher.dataset_indices(micro.indices)
+        return _Origin("samples", f"samples that are not finite: {abbreviate(bad)}", samples=bad, micro_batch=indices)
+
+    def _find_bad_samples(self, *micros: MicroBatchKey) -> list[int]:
+        """Return the non-finite samples of these micro-batches; each is read separately."""
+        bad = []
+        for micro in micros:
+            for index in micro.indices:
+                with suppress(Exception):  # collate needs more than one sample
+                    if not is_finite(self.fetcher[micro._replace(indices=[index])].batch):
+                        bad += self.fetcher.dataset_indices([index])
+        return bad
+
+
+_FIXES = {  # most informative first
+    "samples": "fix these samples, or let the dataset raise an error for them and use dataloader.bad_samples=skip",
+    "module": "lower optimizer.lr, raise scheduler.warmup or set max_grad_norm, as resume_allow permits; or fix it",
+    "loss": "fix the loss, or lower optimizer.lr, as resume_allow permits",
+    "parameters": "lower optimizer.lr, as resume_allow permits",
+    "applied": "use optimizer.kernel=fused: it detects the overflow before the step, and the run names the module",
+    "overflow": "scale the loss down: the squares of gradients of this size overflow",
+    "unknown": "lower optimizer.lr, raise scheduler.warmup or set max_grad_norm, as resume_allow permits",
+}
