@@ -70,7 +70,7 @@ RESTORING = {
     "load_for_inference", "checkpoint.restore_moved", "coupled._restore_buffers",
     "forward_state._load", "forward_state.ForwardState._convert_to_buffers",
     "metric_states.MetricStates.results", "metric_states._TorchMetricState.__init__",
-    "oom_retry.OomRetry._restore_and_reduce", "resume_point.find_resume_point", "rewind._undo_rewind",
+    "oom_retry.OomRetry._restore_and_reduce", "resumption.find_resume_point", "rewind._undo_rewind",
     "trained_evaluation._make_sizes", "trained_run.open_source", "trained_run._open_weights",
     "trained_run.load_trained_model", "weights._add_tied", "weights.load_initial_weights",
 }  # fmt: skip

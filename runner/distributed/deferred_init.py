@@ -395,7 +395,6 @@ def _storage_like(ref: TensorRef, tensor: Tensor) -> torch.UntypedStorage:
 
 
 def _is_on_cpu(function: Any, kwargs: Mapping[str, Any]) -> bool:
-    """Return whether an operation creates a tensor on the CPU."""
     if not any(argument.name == "device" for argument in function._schema.arguments):
         return False
     device = kwargs.get("device")
@@ -419,7 +418,6 @@ def _on_meta(arguments: Any) -> Any:
 
 
 def _written_tensors(function: Any, args: Iterable[Any], kwargs: Mapping[str, Any]) -> Iterator[Tensor]:
-    """Yield the arguments that an operation writes to."""
     args = tuple(args)
     for position, argument in enumerate(function._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
@@ -428,7 +426,6 @@ def _written_tensors(function: Any, args: Iterable[Any], kwargs: Mapping[str, An
 
 
 def _generator(args: Any, kwargs: Any) -> torch.Generator:
-    """Return the random generator of an operation on the CPU."""
     given = (leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Generator))
     return next(given, torch.default_generator)
 

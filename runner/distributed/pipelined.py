@@ -291,7 +291,6 @@ class Pipelined(Parallel):
     # ------------------------------------------------------------ inside an update
 
     def _model_calls(self, passes: ForwardPasses, micros: Sequence[MicroBatch], seed: int) -> Iterator[Call]:
-        """Yield the arguments with which the loss calls the model."""
 
         def raise_call(*inputs: Any, **named: Any) -> Any:
             raise ModelCalled(Call(inputs, named))
@@ -322,7 +321,6 @@ class Pipelined(Parallel):
         return _Keys(seed, keys.tolist())
 
     def _run(self, work: StageWork, key: int, count: int) -> None:
-        """Run the micro-batches of one shape."""
         if key not in self._shapes:
             self._shapes[key] = [*self._known_shapes] or self._infer_shapes(work)
         step = self.schedule.step(self._stage, count, key, self._shapes[key])
@@ -390,7 +388,6 @@ class Pipelined(Parallel):
 
     @contextmanager
     def _handle_calls(self, forward: Callable[..., Any]) -> Iterator[None]:
-        """Handle calls of the model by `forward` inside the context."""
         before, self._forward = self._forward, forward
         try:
             yield

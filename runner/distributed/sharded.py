@@ -522,7 +522,6 @@ def _communication_groups(model: nn.Module, units: Sequence[nn.Module]) -> dict[
 
 
 def _names_in_several_groups(model: nn.Module, units: Sequence[nn.Module]) -> list[str]:
-    """Return the names of parameters that belong to more than one group."""
     block_of = _block_finder(model, units)
     holders: dict[int, set[str]] = {}
     names: dict[int, str] = {}

@@ -2,17 +2,17 @@
 
 With a mean instead of the sum, gradients and the logged loss are too small by the number of items, but nothing fails.
 The loss of a batch must equal the sum of the losses of its halves, in eval mode, in which samples do not depend on each
-other. The calls leave the model, the generators and the order of the data unchanged.
+other. All samples get the same random numbers. The calls leave the model, the generators and the order of the data
+unchanged.
 """
 
 from __future__ import annotations
 
 import math
-import statistics
 import sys
-import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
 from typing import Any, NamedTuple
 
 import torch
@@ -28,10 +28,8 @@ from runner.base.errors import TaskFault
 from runner.base.global_rng import seed_everything
 from runner.base.module_buffers import restore_buffers
 from runner.base.order import MicroBatchKey
-from runner.base.sample_rng import global_generators
 from runner.base.text import error_line
 from runner.engine.assemble import Parts
-from runner.engine.batch_halves import BatchPart, list_tensors, split_in_halves
 from runner.engine.contract_checks import Number, validate_loss, validate_metrics
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.evaluate import eval_mode
@@ -39,13 +37,11 @@ from runner.engine.mean_rewrite import find_mean_call
 from runner.engine.metric_states import MetricStates
 
 TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels round differently; a mean is off by a half
-SPREAD = 0.05  # relative spread of a loss that draws random numbers; above it, averages over several draws decide
 NEAR_MEAN = 0.2
+_Draws = dict[tuple[int, Any], Tensor]
 _SumsByName = Mapping[str, tuple[Number, Number]]
 _Autocast = Callable[[], AbstractContextManager[Any]]
-_DRAW_COUNTS = 4, 16, 32, 64  # number of draws to average, increased until the result is clear
-_MIN_DRAWS = 16  # minimum number of draws for a decision that depends on their spread
-_MAX_STEP_S = 30.0  # if the draws up to one of these counts take longer, no more are run
+_NUM_ATTEMPTS = 4  # with other random numbers, if the loss is 0 or not finite with the first ones
 
 
 class _Values(NamedTuple):
@@ -105,30 +101,26 @@ class _Values(NamedTuple):
         """True if the batch and its halves have the same value and count, as a metric that is a constant."""
         return self.batch == self.halves[0] == self.halves[1]
 
-    @property
-    def distance_from_sum(self) -> float:
-        """Return the difference between the loss of the batch and the sum of the losses of its halves."""
-        return self.batch[0] - sum(loss for loss, _ in self.halves)
+    def is_close(self, other: _Values | None) -> bool:
+        """Return whether the other values are equal, except for rounding."""
+        if other is None:
+            return False
+        pairs = zip((self.batch, *self.halves), (other.batch, *other.halves), strict=True)
+        return all(abs(mine - theirs) <= 1e-3 * self.scale for (mine, _), (theirs, _) in pairs)
 
     @property
-    def distance_from_mean(self) -> float:
-        """Return the difference between the loss of the batch and the mean of the losses of its halves."""
-        return self.batch[0] - self._mean
-
-    @property
-    def _mean(self) -> float:
-        return sum(loss * count for loss, count in self.halves) / max(self.batch[1], 1e-30)
+    def is_mean(self) -> bool:
+        """True if the loss of the batch is close to the mean of the losses of its halves."""
+        mean = sum(loss * count for loss, count in self.halves) / max(self.batch[1], 1e-30)
+        return abs(self.batch[0] - mean) <= NEAR_MEAN * abs(mean)
 
     @property
     def _is_additive(self) -> bool:
-        return abs(self.distance_from_sum) <= TOLERANCE * self.scale
+        return abs(self.batch[0] - sum(loss for loss, _ in self.halves)) <= TOLERANCE * self.scale
 
     def __str__(self) -> str:
         (first_loss, _), (second_loss, _) = self.halves
         return f"{self.batch[0]:.4g}, that of its halves {first_loss:.4g} and {second_loss:.4g}"
-
-    def is_mean(self, tolerance: float) -> bool:
-        return abs(self.distance_from_mean) <= tolerance * abs(self._mean)
 
 
 def check_loss_is_sum(
@@ -169,11 +161,10 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
     like = BatchSamples(parts.plan.settings.seed, 0, indices, range(len(indices)))
     fault: tuple[str, str, str] | None = None
     reasons: dict[str, list[str]] = {}
-    states = MetricStates(task, "val", parts.world, parts.source, finds_attributes=True)
+    states = MetricStates(task, "val", parts.world, parts.source)
     states.begin()
     declared = states.states  # metrics that are not sums
     missing: list[str] = []
-    wrong: list[TaskFault] = []
     returned: list[Mapping[str, Any]] = []  # of the batch and of one of its halves
     with _preserve_state(parts):
         try:
@@ -190,8 +181,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
                 result = {name: value for name, value in result.items() if name not in declared}
             return validate_metrics(result, task.evaluate, parts.source)
 
-        # Few draws only: an evaluation may be slow, such as one that decodes or samples.
-        comparison = _BatchComparison(parts, compute_metrics, split, noise.EVALUATION, _DRAW_COUNTS[:1])
+        comparison = _BatchComparison(parts, compute_metrics, split, noise.EVALUATION)
         for name, verdict in comparison.compare().items():
             if verdict.kind in ("mean", "count"):
                 fault = fault or _metric_fault(name, verdict, parts)
@@ -199,11 +189,8 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
                 reasons.setdefault(_NOT_ADDITIVE, []).append(name)
             elif verdict.reason and not (verdict.values and verdict.values.is_constant):
                 reasons.setdefault(verdict.reason, []).append(name)
-        if returned:
-            wrong.extend(states.find_faults(returned[0], returned[-1]))
-    wrong.extend(states.restart())  # a task may keep its metrics
-    if wrong:
-        fault = wrong[0].problems[0].what, wrong[0].problems[0].where, wrong[0].problems[0].fix
+        for wrong in states.find_faults(returned[0], returned[-1]) if returned else ():
+            fault = wrong.problems[0].what, wrong.problems[0].where, wrong.problems[0].fix
     if missing:
         fault = (
             f"metrics declares {missing[0]}, but evaluate does not return it",
@@ -290,8 +277,7 @@ class BatchReader:
 class _Verdict(NamedTuple):
     """Result of the comparison for the loss or one metric.
 
-    kind    "sum", "mean", "count" (a sum with a constant count), "neither", or "" if random draws prevent a decision
-    values  averages over the draws; None if there are none
+    kind    "sum", "mean", "count" (a sum with a constant count) or "neither"; "" without values
     reason  why the comparison was inconclusive, or ""
     """
 
@@ -305,63 +291,60 @@ class _Verdict(NamedTuple):
 
 
 class _BatchComparison:
-    """Call a function on a batch and its halves from the same model and random state.
+    """Call a function on a batch and its halves from the same model, with the same random numbers for all samples.
 
     compute  batch -> name -> (sum, count)
     epoch    epoch of the draws of `per_sample_noise`; None: that of the batch
     """
 
     def __init__(
-        self, parts: Parts, compute: Callable[[Any], _SumsByName], split: _SplitBatch, epoch: int | None = None,
-        draw_counts: Sequence[int] = _DRAW_COUNTS,
-    ) -> None:  # fmt: skip
+        self, parts: Parts, compute: Callable[[Any], _SumsByName], split: _SplitBatch, epoch: int | None = None
+    ) -> None:
         self.parts, self.compute, self.split, self.epoch = parts, compute, split, epoch
-        self.draw_counts = draw_counts
-        self.reason, self.is_random = split.reason, False
+        self.reason = split.reason
 
     def compare(self) -> dict[str, _Verdict]:
         """Return the verdict on each name; on "loss" alone if there are no values."""
-        forward = self.parts.precision.forward
-        result = self._evaluate(forward)
-        if self._agree(_is_suspicious(result)) and self.parts.precision.dtype is not torch.float32:
-            forward = nullcontext  # recompute in float32: the difference may be rounding of large sums
-            result = self._evaluate(forward) or result
-        if result is None:
-            return {"loss": _Verdict("", reason=self.reason)}
-        if not self._agree(self.is_random or _is_suspicious(result)):
-            return {name: _Verdict("sum", values, values.inconclusive_reason) for name, values in result.items()}
-        draws = [result]
-        kinds: dict[str, str] = {}
-        for number in self.draw_counts:
-            start = time.perf_counter()
-            while len(draws) < number:
-                next_values = self._evaluate(forward, seed=len(draws))
-                if next_values is None:
-                    return {"loss": _Verdict("", reason=self.reason)}
-                draws.append(next_values)
-            kinds = {name: _classify(_select_name(draws, name)) for name in result}
-            takes_long = time.perf_counter() - start > _MAX_STEP_S
-            if self._agree(all(kinds.values()) or takes_long):
+        for seed in range(_NUM_ATTEMPTS):
+            draws: _Draws = {}
+            verdicts = self._compare_once(seed, draws)
+            if not self._agree(bool(draws) and any(verdict.reason for verdict in verdicts.values())):
                 break
-        return {name: self._verdict(kind, _select_name(draws, name)) for name, kind in kinds.items()}
+        return verdicts
 
-    def _verdict(self, kind: str, draws: Sequence[_Values]) -> _Verdict:
+    def _compare_once(self, seed: int, draws: _Draws) -> dict[str, _Verdict]:
+        forward = self.parts.precision.forward
+        values = self._evaluate(forward, seed, draws)
+        if self._agree(_is_suspicious(values)) and self.parts.precision.dtype is not torch.float32:
+            forward = nullcontext  # recompute in float32: the difference may be rounding of large sums
+            values = self._evaluate(forward, seed, draws) or values
         reason = ""
-        if kind == "sum":
-            reason = next((draw.inconclusive_reason for draw in draws if draw.inconclusive_reason), "")
-        elif not kind:
-            reason = f"its random draws differ too much ({len(draws)} draws)"
-        elif kind == "neither" and not self.split.are_slices:
-            reason = "the halves of a batch, collated again, have other values"
-        return _Verdict(kind, _average(draws), reason)
+        if self._agree(_is_suspicious(values)):
+            again = self._evaluate(forward, seed + _NUM_ATTEMPTS, draws) or {}
+            if not all(value.is_sum or value.is_close(again.get(name)) for name, value in (values or {}).items()):
+                reason = "it draws random numbers by other functions than those of torch"
+        if values is None:
+            return {"loss": _Verdict("", reason=self.reason)}
+        return {name: self._classify(value, reason) for name, value in values.items()}
 
-    def _evaluate(self, precision: _Autocast, seed: int = 0) -> dict[str, _Values] | None:
+    def _classify(self, values: _Values, reason: str) -> _Verdict:
+        if values.is_sum:
+            return _Verdict("sum", values, values.inconclusive_reason)
+        if values.has_constant_count:
+            return _Verdict("count", values, reason)
+        if values.is_mean:
+            return _Verdict("mean", values, reason)
+        if not self.split.are_slices:
+            reason = "the halves of a batch, collated again, have other values"
+        return _Verdict("neither", values, reason)
+
+    def _evaluate(self, precision: _Autocast, seed: int, draws: _Draws) -> dict[str, _Values] | None:
         """Return the values of the batch and its halves, or None if the task raises: some losses fail in eval mode."""
         batch, halves = self.split.batch, self.split.halves
         if batch is None or halves is None:
             return None
         try:
-            batch_sums, one, other = (self._evaluate_part(part, precision, seed) for part in (batch, *halves))
+            batch_sums, one, other = (self._evaluate_part(part, precision, seed, draws) for part in (batch, *halves))
         except _ChangesWeights:
             self.reason = "it changes weights of the model"
         except Exception as error:  # reported by the first update
@@ -374,15 +357,14 @@ class _BatchComparison:
             }
         return None
 
-    def _evaluate_part(self, part: BatchPart, precision: _Autocast, seed: int) -> dict[str, tuple[float, float]]:
+    def _evaluate_part(
+        self, part: BatchPart, precision: _Autocast, seed: int, draws: _Draws
+    ) -> dict[str, tuple[float, float]]:
         bare, samples = self.parts.bare, part.samples
         noise.start_pass(samples if samples is None or self.epoch is None else samples._replace(epoch=self.epoch))
         seed_everything(seed)
-        generators = global_generators()
-        before = [generator.get_state() for generator in generators]
-        with precision(), restore_buffers(bare.modules()), _ForbidWeightChanges(bare):
+        with precision(), restore_buffers(bare.modules()), _ControlledPass(bare, draws):
             sums = self.compute(copy_batch(part.batch))
-        self.is_random = self.is_random or [generator.get_state() for generator in generators] != before
         return {name: (float(total), float(count)) for name, (total, count) in sums.items()}
 
     def _agree(self, flag: bool) -> bool:
@@ -392,10 +374,6 @@ class _BatchComparison:
 
 def _is_suspicious(values_by_name: Mapping[str, _Values] | None) -> bool:
     return values_by_name is not None and not all(values.is_sum for values in values_by_name.values())
-
-
-def _select_name(draws: Sequence[Mapping[str, _Values]], name: str) -> list[_Values]:
-    return [draw[name] for draw in draws if name in draw]
 
 
 @contextmanager
@@ -411,54 +389,6 @@ def _preserve_state(parts: Parts) -> Iterator[None]:
         torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext(),
     ):
         yield
-
-
-def _average(draws: Sequence[_Values]) -> _Values:
-    """Return the averages over draws."""
-
-    def mean(pairs: Iterable[tuple[float, float]]) -> tuple[float, float]:
-        losses, counts = zip(*pairs, strict=True)
-        return statistics.fmean(losses), statistics.fmean(counts)
-
-    first_half, second_half = (mean(draw.halves[half] for draw in draws) for half in (0, 1))
-    return _Values(mean(draw.batch for draw in draws), (first_half, second_half))
-
-
-def _classify(draws: Sequence[_Values]) -> str:
-    """Return "sum", "mean", "count" or "neither", or "" if random draws prevent a decision.
-
-    All generators use the same seed for a batch and its halves, so draws shared by all samples cancel. Draws
-    per sample do not: their averages must be closer to one hypothesis than to the other by six standard
-    errors. By Student's t distribution, 16 draws err in 2 of 100,000 cases.
-    """
-    mean_values = _average(draws)
-    if any(draw.inconclusive_reason == _NOT_FINITE for draw in draws):
-        return "sum"  # inconclusive; the first update reports it
-    if all(draw.is_sum for draw in draws):
-        return "sum"
-    losses = [draw.batch[0] for draw in draws]
-    spread = max(losses) - min(losses)
-    if all(draw.is_mean(TOLERANCE) for draw in draws) or (
-        spread <= SPREAD * mean_values.scale and mean_values.is_mean(NEAR_MEAN)
-    ):
-        return "count" if mean_values.has_constant_count else "mean"
-    if spread <= 1e-3 * mean_values.scale:
-        return "count" if mean_values.has_constant_count else "neither"
-    if len(draws) < _MIN_DRAWS:
-        return ""
-    from_sum, from_mean = [draw.distance_from_sum for draw in draws], [draw.distance_from_mean for draw in draws]
-    # A constant count: a mean of micro-batches, or a wrong count.
-    if mean_values.batch[1] == mean_values.halves[0][1] == mean_values.halves[1][1] != 0:
-        return "sum" if _is_significant(from_sum) else "count" if mean_values.has_constant_count else ""
-    if _is_significant(from_sum) and mean_values.is_mean(NEAR_MEAN):
-        return "mean"
-    is_near_sum = abs(statistics.fmean(from_sum)) <= NEAR_MEAN * mean_values.scale
-    return "sum" if is_near_sum and _is_significant(from_mean) else ""
-
-
-def _is_significant(differences: Sequence[float]) -> bool:
-    error = statistics.stdev(differences) / math.sqrt(len(differences))
-    return abs(statistics.fmean(differences)) > 6 * error
 
 
 class _ChangesWeights(Exception):
@@ -484,12 +414,19 @@ def restore_attributes(objects: Sequence[object]) -> Iterator[None]:
             attributes.update({name: value for name, value in before.items() if isinstance(value, _PLAIN_TYPES)})
 
 
-class _ForbidWeightChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Raise before an operation changes a model parameter."""
+class _ControlledPass(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Give all samples the same random numbers, and raise before an operation changes a model parameter.
 
-    def __init__(self, model: nn.Module) -> None:
+    Each tensor of random numbers is filled with its first element, and those of halves with the one of the batch.
+    Otherwise the numbers of a sample would depend on the size of its batch.
+
+    draws  (number of the random operation in its pass, operation) -> element; filled by the first pass
+    """
+
+    def __init__(self, model: nn.Module, draws: _Draws) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.storages = {_storage_id(weight) for weight in model.parameters()}
+        self.draws, self.num_draws = draws, 0
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
@@ -505,7 +442,18 @@ class _ForbidWeightChanges(TorchDispatchMode):  # type: ignore[no-untyped-call]
                     written = list_tensors({**named, **kwargs}.get(argument.name))
                     if any(_storage_id(tensor) in self.storages for tensor in written):
                         raise _ChangesWeights
-        return function(*args, **kwargs)
+        result = function(*args, **kwargs)
+        if torch.Tag.nondeterministic_seeded in function.tags and isinstance(result, Tensor) and result.numel():
+            self._unify(function, result)
+        return result
+
+    def _unify(self, function: Any, drawn: Tensor) -> None:
+        if function.overloadpacket is torch.ops.aten.randperm:
+            drawn.copy_(torch.arange(len(drawn)))
+            return
+        key = self.num_draws, function
+        self.num_draws += 1
+        drawn.fill_(self.draws.setdefault(key, drawn.flatten()[0].clone()))
 
 
 def _storage_id(tensor: Tensor) -> int:
@@ -517,7 +465,6 @@ def _storage_id(tensor: Tensor) -> int:
 
 
 def _loss_fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tuple[str, str, str]:
-    """Return the fault, with its location and the fix."""
     assert verdict.values is not None
     kind, count = verdict.kind, verdict.values.batch[1]
     figures = f"the loss of a batch is {verdict.values}"
@@ -552,3 +499,71 @@ _NOT_SPLITTABLE = "the batch cannot be cut into two halves"
 _NOT_ADDITIVE = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"
 _PLAIN_TYPES = (bool, int, float, str, type(None))
 _COUNT_FIX = "return the number of items as the count, such as len(y); len(batch) is the number of tensors in a batch"
+
+
+class BatchPart(NamedTuple):
+    """Part of a batch, with the samples that determine its random draws."""
+
+    batch: Any
+    samples: BatchSamples | None
+
+
+def split_in_halves(batch: MicroBatch) -> tuple[BatchPart, BatchPart] | None:
+    """Split a batch into two parts; return None if it cannot be split between samples safely.
+
+    Every tensor with dimensions must have one row per sample. Lists of that length without tensors are split too;
+    numbers and text are copied to both parts.
+    """
+    samples = batch.samples
+    size = 0 if samples is None else len(samples.indices)
+    if samples is None or size < 2 or not any(tensor.dim() for tensor in list_tensors(batch.batch)):
+        return None
+    rows = slice(0, size // 2), slice(size // 2, size)
+    try:
+        first_half, second_half = (
+            BatchPart(
+                _slice_rows(batch.batch, size, part),
+                samples._replace(indices=samples.indices[part], places=samples.places[part]),
+            )
+            for part in rows
+        )
+    except _NotSplittable:
+        return None
+    return first_half, second_half
+
+
+class _NotSplittable(Exception):
+    pass
+
+
+def _slice_rows(value: Any, size: int, rows: slice) -> Any:
+    if isinstance(value, Tensor):
+        if value.dim() and len(value) != size:
+            raise _NotSplittable
+        return value[rows] if value.dim() else value
+    if value is None or isinstance(value, str | bytes | int | float):
+        return value
+    if isinstance(value, list) and len(value) == size:
+        if list_tensors(value):
+            raise _NotSplittable  # ambiguous: one tensor per sample, or parts of a batch of this size
+        return value[rows]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_slice_rows(item, size, rows) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(_slice_rows(item, size, rows) for item in value)
+    if isinstance(value, Mapping):
+        items = {key: _slice_rows(item, size, rows) for key, item in value.items()}
+        if not isinstance(value, MutableMapping):
+            return items
+        copied = copy(value)  # keep the type: Hugging Face batches expose their keys as attributes
+        copied.update(items)
+        return copied
+    raise _NotSplittable
+
+
+def list_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of a batch without rebuilding it, which fails for a packed sequence."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return [tensor for part in parts for tensor in list_tensors(part)]

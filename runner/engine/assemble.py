@@ -35,12 +35,11 @@ from runner.distributed.parallel import Parallel
 from runner.engine.advice import find_odd_sizes
 from runner.engine.contract_checks import check_length, validate_modules
 from runner.engine.coupled import check_strategy, is_coupled
-from runner.engine.deferred_build import build_task
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.objectives import parse_objectives, unsupported_error
 from runner.engine.stream_reader import StreamFetcher, StreamSamples, read_all_samples
 from runner.engine.stream_source import StreamSource, is_exhaustible, is_stream
-from runner.engine.task_loading import task_errors
+from runner.engine.task_loading import build_task, task_errors
 from runner.host.scratch import check_compile_cache, keep_compiled_code_private
 from runner.plan.run_plan import Plan
 

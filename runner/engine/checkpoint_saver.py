@@ -141,7 +141,6 @@ class Saver:
         self.save_cost.record_pause(held.copy_s + time.perf_counter() - start, counted_s=held.copy_s)
 
     def _drop_displaced(self) -> None:
-        """Discard the held checkpoint if it is no longer among the best."""
         held = self.held
         if held is not None and (held.value, held.number) not in self._rank(held.value, held.number):
             self.held = None

@@ -26,11 +26,11 @@ from runner.base.module_buffers import is_writable
 from runner.base.sample_rng import global_generators, seeded_generators
 from runner.base.task import Sum, Task
 from runner.config.configuration import Choice
+from runner.distributed.agreement import RowSpec, gather_rows
 from runner.distributed.parallel import Discarded, ForwardPasses, Parallel, Sums
-from runner.distributed.row_gather import RowSpec, gather_rows
 from runner.engine.contract_checks import Number, describe_value, validate_loss
 from runner.engine.error_diagnosis import locate_definition
-from runner.engine.gradient_source import ForwardWrapper, GradientSource
+from runner.engine.gradients import ForwardWrapper, GradientSource
 
 _BufferKey = tuple[nn.Module, str]  # the module that owns a buffer, and its key in module._buffers
 _Buffers = dict[_BufferKey, Tensor]
@@ -189,8 +189,6 @@ class _EmbeddedBatch:
 
 
 class _CoupledUpdate:
-    """State of one update on one rank."""
-
     def __init__(self, source: CoupledSource, parallel: Parallel, passes: ForwardPasses) -> None:
         self.source, self.parallel, self.passes = source, parallel, passes
         self.world = parallel.world
@@ -368,7 +366,6 @@ def _record_states(buffers: Mapping[_BufferKey, Tensor]) -> dict[_BufferKey, _Bu
 
 
 def _find_dense_buffers(keys: Iterable[_BufferKey]) -> dict[_BufferKey, Tensor]:
-    """Return those of these buffers that exist and are dense."""
     buffers = {(module, key): module._buffers.get(key) for module, key in keys}
     return {key: tensor for key, tensor in buffers.items() if tensor is not None and is_dense(tensor)}
 

@@ -61,7 +61,6 @@ def _is_raised_by_task(error: Exception, info: ExceptionInfo, source: Path) -> b
 
 
 def _memory_error(cause: OomCause | None, what: str, micro_batch_size: int) -> AccelRunError | None:
-    """Return the error for out of memory, or None for other exceptions."""
     if cause is None:
         return None
     smaller = f"micro_batch_size={micro_batch_size // 2}" if micro_batch_size > 1 else "a smaller model"
@@ -79,7 +78,6 @@ def _memory_error(cause: OomCause | None, what: str, micro_batch_size: int) -> A
 
 
 def _hardware_error(error: Exception, info: ExceptionInfo, what: str) -> AccelRunError | None:
-    """Return the error for failing or exhausted hardware, or None if the exception indicates neither."""
     text, lower = info.message, info.message.lower()
     if is_peer_loss(error):
         return RankLost(

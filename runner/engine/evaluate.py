@@ -180,7 +180,6 @@ def _to_floats(numbers: Sequence[Number], world: World) -> list[float]:
 
 
 def _split_batches(keys: Sequence[MicroBatchKey], size: int) -> Iterator[MicroBatchKey]:
-    """Split the batches into parts of at most `size` samples."""
     for key in keys:
         for first in range(0, len(key.indices), size):
             yield key._replace(

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from runner.base.errors import IncompatibleResume
+from runner.base.text import abbreviate
+from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.adapter import make_adapter
 from runner.engine.assemble import Parts
-from runner.engine.resumption import load_model
 from runner.engine.weights import load_initial_weights
 
 DIGEST = "frozen_weights"  # key in the state of a checkpoint
@@ -69,3 +70,28 @@ def _check_frozen(parts: Parts, state: Mapping[str, object]) -> None:
             where="adapter.checkpoint=adapter",
             fix=f"{fix}; adapter.checkpoint=all stores them in each checkpoint",
         )
+
+
+def load_model(
+    model: nn.Module, checkpoint: LoadedCheckpoint, parallel: Parallel, omitted: Collection[str] = ()
+) -> None:
+    """Load the weights; names, shapes and dtypes must match. Raises IncompatibleResume.
+
+    omitted  names that the checkpoint does not contain, because they are frozen
+    """
+    saved = checkpoint.stored("model")
+    current = {name: tensor for name, tensor in model.state_dict().items() if name not in omitted}
+    mismatches = [f"{name} is missing" for name in current if name not in saved]
+    mismatches += [f"{name} is not in the model" for name in saved if name not in current]
+    mismatches += [
+        f"{name} is {tuple(saved[name].shape)} {saved[name].dtype}, must be {tuple(tensor.shape)} {tensor.dtype}"
+        for name, tensor in current.items()
+        if name in saved and (saved[name].shape != tensor.shape or saved[name].dtype != tensor.dtype)
+    ]
+    if mismatches:
+        raise IncompatibleResume(
+            f"the checkpoint does not match the model: {abbreviate(mismatches, 3, '; ')}",
+            where=str(checkpoint.path),
+            fix="use the task options the run was trained with, or start a new run with another run=NAME",
+        )
+    parallel.load(model, saved)

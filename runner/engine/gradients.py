@@ -1,11 +1,15 @@
-"""Scale summed gradients to the mean, measure their norm and clip them."""
+"""Compute the gradients of an update, scale their sums to means, measure their norm and clip them."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
+
+from runner.base.batch import MicroBatch
+from runner.distributed.parallel import ForwardPasses, Parallel, Sums
 
 
 def correct_and_clip(
@@ -52,3 +56,18 @@ def clear(parameters: Iterable[nn.Parameter]) -> None:
     """Set the gradients to None to free their memory."""
     for parameter in parameters:
         parameter.grad = None
+
+
+ForwardWrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
+
+
+class GradientSource:
+    """Gradients of a loss that is a sum over samples."""
+
+    def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
+        """Accumulate the gradients of this rank's share of an update; return its sums."""
+        return parallel.accumulate(passes, batches)
+
+    def wrap_forward(self, wrapper: ForwardWrapper) -> GradientSource:
+        """Return the same with `wrapper` applied to forward passes that do not go through `passes.loss`."""
+        return self

@@ -321,7 +321,6 @@ def iterate_predictions(
 
 
 def _get_iterator(result: Any, parts: Parts) -> Iterator[Any]:
-    """Return an iterator over the result of `predict`. Raises TaskFault if it is not iterable."""
     if isinstance(result, Iterable) and not isinstance(result, str | bytes | Mapping):
         return iter(result)
     raise TaskFault(
@@ -345,7 +344,6 @@ def _halve_batch_size(plan: Plan, error: AccelRunError, console: Console) -> Pla
 
 
 def _check_names(names: Iterable[str], where: str) -> None:
-    """Raise TaskFault for a file name that is reserved."""
     reserved = [name for name in names if INFERENCE_FILES.fullmatch(name)]
     if reserved:
         raise TaskFault(

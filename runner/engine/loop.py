@@ -18,8 +18,7 @@ from runner.base.errors import TaskFault
 from runner.base.task import Sum
 from runner.distributed.parallel import ForwardPasses, Parallel
 from runner.engine.extra_metrics import ExtraMetrics
-from runner.engine.gradient_source import ForwardWrapper, GradientSource
-from runner.engine.gradients import clear, correct_and_clip
+from runner.engine.gradients import ForwardWrapper, GradientSource, clear, correct_and_clip
 
 
 @dataclass

@@ -7,7 +7,8 @@ import itertools
 import math
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -20,11 +21,11 @@ from runner.base.oom_errors import find_oom_cause
 from runner.base.task import Gather, Task
 from runner.base.text import error_line
 from runner.base.world import World
-from runner.distributed.row_gather import RowSpec, gather_rows, gather_tensors
+from runner.distributed.agreement import RowSpec, gather_rows, gather_tensors
 from runner.engine.contract_checks import describe_value, validate_loss, validate_numbers
 from runner.engine.coupled import Embedding, check_rows, is_coupled, validate_embedding
 from runner.engine.error_diagnosis import is_library_file, locate_definition
-from runner.engine.undeclared_states import AttributeWatch, equal_numbers
+from runner.engine.undeclared_states import AttributeWatch, are_equal_numbers
 
 MAX_NUMBERS = 1000  # of one metric: each is a column of metrics.jsonl and of trackers
 
@@ -44,14 +45,9 @@ class MetricStates:
     """The metrics of one evaluation that `Task.metrics` declares, and the loss of a task with `embed` and `couple`.
 
     samples_per_loss  number of samples over which a coupled loss is computed; 0: all
-    finds_attributes  also in one process, find attributes of metrics that accumulate values and are not states
     """
 
-    def __init__(
-        self, task: Task, split: str, world: World, source: Path, samples_per_loss: int = 0,
-        finds_attributes: bool = False,
-    ) -> None:  # fmt: skip
-        self.finds_attributes = finds_attributes or world.world_size > 1
+    def __init__(self, task: Task, split: str, world: World, source: Path, samples_per_loss: int = 0) -> None:
         self.task, self.split, self.world, self.source = task, split, world, source
         self.samples_per_loss = samples_per_loss
         self.is_coupled = type(task).evaluate is Task.evaluate and is_coupled(task, task.phase)
@@ -94,34 +90,18 @@ class MetricStates:
         return {name: value for name, value in returned.items() if name not in self.states}
 
     def find_faults(self, whole: Mapping[str, Any], half: Mapping[str, Any]) -> Iterator[TaskFault]:
-        """Yield an error for each metric that does not accept its value in `whole`, the result of `evaluate`.
+        """Yield an error for each metric that does not accept what `evaluate` returned, or cannot be merged.
 
-        Each is also updated by the result for half of the batch: an attribute that changes again may accumulate values.
+        whole, half  what it returned for a batch, and for half of it
         """
         for name in self.states.keys() & whole.keys():
             state = self.states[name]
             try:
                 state.add(whole[name], 0)
                 if isinstance(state, _TorchMetricState):
-                    state.add_first_valid([half.get(name), whole[name]])
+                    state.check_attributes([half.get(name), whole[name]])
             except TaskFault as fault:
                 yield fault
-
-    def restart(self) -> Iterator[TaskFault]:
-        """Start again from empty states; yield an error for each metric whose `reset` keeps accumulated values."""
-        before = self.states
-        self.begin()
-        for name in self.states.keys() & before.keys():
-            old, new = before[name], self.states[name]
-            if isinstance(old, _TorchMetricState) and isinstance(new, _TorchMetricState):
-                for attribute in old.find_kept(new)[:1]:
-                    declare = old.suggest_declaration(attribute)
-                    yield TaskFault(
-                        f"metric {name} starts each evaluation with the {attribute} of the one before: update adds to"
-                        " it, but reset does not clear it",
-                        where=locate_definition(self.task.metrics, self.source),
-                        fix=f"{declare}create the metric in metrics()",
-                    )
 
     def results(self) -> dict[str, float]:
         """Return name -> value over all ranks, NaN without samples; collective."""
@@ -143,7 +123,7 @@ class MetricStates:
         if isinstance(metric, Gather):
             return _GatherState(name, metric.compute, self.source)
         if isinstance(metric, nn.Module) and all(hasattr(metric, verb) for verb in ("update", "compute", "reset")):
-            return _TorchMetricState(name, metric.to(self.world.device), self.source, self.world, self.finds_attributes)
+            return _TorchMetricState(name, metric, self.source, self.world)
         raise TaskFault(
             f"metrics must return torchmetrics.Metric or runner.Gather, but {name} is {describe_value(metric)}",
             where=locate_definition(self.task.metrics, self.source),
@@ -237,29 +217,26 @@ class _CoupledState:
 class _TorchMetricState:
     """A metric of torchmetrics, or a collection of some: each rank updates its own, and the states are merged."""
 
-    def __init__(self, name: str, metric: Any, source: Path, world: World, finds_attributes: bool) -> None:
-        self.name, self.metric, self.source, self.world = name, metric, source, world
-        metric.reset()  # the task may return the same object for every evaluation
+    def __init__(self, name: str, metric: Any, source: Path, world: World) -> None:
+        self.name, self.source, self.world = name, source, world
+        # The task may keep the metric, with attributes that `reset` does not clear.
+        self.metric = metric = _copy_metric(metric).to(world.device)
+        metric.reset()
         # Wrappers and collections keep their states in submodules.
         self.parts = [module for module in metric.modules() if hasattr(module, "_reductions")]
         for part in self.parts:  # otherwise it would synchronize itself, including ranks without samples
             part.distributed_available_fn = lambda: False
         self.is_updated = False
-        self.watch = AttributeWatch(metric, self._compute) if finds_attributes else None
+        self.watch = AttributeWatch(metric, self._compute) if world.world_size > 1 else None
+        self._last: Any = None  # what it was last updated with
 
     def add(self, contribution: Any, first: int) -> None:
         self._update(self.metric, contribution)
-        self._observe_update(contribution)
-
-    def add_first_valid(self, contributions: Sequence[Any]) -> None:
-        """Add the first of two contributions, or the second if the metric does not accept the first."""
-        contribution = contributions[0]
-        try:
-            self._update(self.metric, contribution)
-        except TaskFault:
-            contribution = contributions[1]
-            self._update(self.metric, contribution)
-        self._observe_update(contribution)
+        if self.world.world_size > 1:
+            self._last = contribution
+            if not self.is_updated:
+                self._check_states()
+        self.is_updated = True
 
     def _update(self, metric: Any, contribution: Any) -> None:
         kwargs = contribution if isinstance(contribution, Mapping) else {}
@@ -276,44 +253,20 @@ class _TorchMetricState:
                 fix=f'return {{"{self.name}": (predictions, targets)}}: the arguments of its update',
             ) from error
 
-    def _observe_update(self, contribution: Any) -> None:
-        if self.watch is not None:
-            self.watch.observe_update(lambda metric: self._update(metric, contribution))
-        if self.world.world_size > 1:
-            self._refuse_attributes(sorted((self.watch and self.watch.grown) or ()))
-            if not self.is_updated:
-                self._check_states()
-        self.is_updated = True
-
-    def find_kept(self, later: _TorchMetricState) -> list[str]:
-        """Return accumulating attributes of a metric that the task keeps, and that `reset` did not clear."""
-        if self.watch is None or later.watch is None or self.metric is not later.metric:
-            return []
-        return self.watch.find_kept(later.watch)
-
     def result(self, world: World) -> Mapping[str, float]:
         if not any(world.gather(self.is_updated)):
             return {self.name: math.nan}
-        unequal = self._find_unequal_attributes(world) if world.world_size > 1 else []
-        used = self.watch.find_used(unequal) if self.watch is not None and self.is_updated else []
+        unequal: list[str] = []
         if world.world_size > 1:
+            unequal = self._find_unequal_attributes(world)
+            undeclared = world.gather(self._find_undeclared(unequal, self._last))
+            self._refuse_attributes(sorted({name for names in undeclared for name in names}))
             self._merge(world)
-        if not unequal:
-            return self._compute(self.metric)
-        error: Exception | None = None
-        numbers: dict[str, float] | None = None
-        try:
-            numbers = self._compute(self.metric)
-        except Exception as caught:
-            error = caught
-        answers = [answer for answer in world.gather([self.is_updated, used, numbers]) if answer[0]]
-        self._refuse_attributes(sorted({name for _, names, _ in answers for name in names}))
-        results = [result for *_, result in answers if result is not None]
-        if results and (len(results) < len(answers) or not all(equal_numbers(results[0], each) for each in results)):
-            self._refuse_attributes(unequal)
-        if numbers is None:
-            assert error is not None
-            raise error
+        numbers = self._compute(self.metric)
+        if unequal:
+            results = [each for each in world.gather(numbers if self.is_updated else None) if each is not None]
+            if not all(are_equal_numbers(results[0], each) for each in results):
+                self._refuse_attributes(unequal)
         return numbers
 
     def _compute(self, metric: Any) -> dict[str, float]:
@@ -352,7 +305,6 @@ class _TorchMetricState:
             setattr(part, name, _reduce_states(states, part._reductions[name]))  # private: torchmetrics 1.5 to 1.9
 
     def _check_states(self) -> None:
-        """Raise TaskFault for states that cannot be merged over ranks."""
         for part in self.parts:
             for name, state in part.metric_state.items():
                 if not all(isinstance(item, Tensor) for item in (state if isinstance(state, list) else [state])):
@@ -397,28 +349,55 @@ class _TorchMetricState:
         return names[0] != names[1]
 
     def _find_unequal_attributes(self, world: World) -> list[str]:
-        """Return undeclared attributes that updates have changed to other values on other ranks."""
+        """Return attributes that updates have changed to other values on other ranks."""
         changed = world.gather(self.watch.changed() if self.watch is not None and self.is_updated else None)
         updated = [attributes for attributes in changed if attributes is not None]
         names = dict.fromkeys(name for attributes in updated for name in attributes)
         return [name for name in names if len({attributes.get(name) for attributes in updated}) > 1]
 
+    def _find_undeclared(self, unequal: Collection[str], contribution: Any) -> list[str]:
+        """Return attributes on which the result of this rank depends and that are not merged.
+
+        unequal       attributes that differ between ranks
+        contribution  for another update of copies of the metric
+        """
+        if self.watch is None or not self.is_updated:
+            return []
+        return self.watch.find_undeclared(unequal, lambda metric: self._update(metric, contribution))
+
+    def check_attributes(self, contributions: Iterable[Any]) -> None:
+        """Raise TaskFault for such an attribute, found with the first contribution that the metric accepts."""
+        names: list[str] = []
+        for contribution in contributions:
+            with suppress(TaskFault):
+                names = self._find_undeclared((), contribution)
+                break
+        self._refuse_attributes(names)
+
     def _refuse_attributes(self, names: Sequence[str]) -> None:
         if names:
-            declare = self.suggest_declaration(names[0], ', dist_reduce_fx="sum"')
             raise TaskFault(
                 f"metric {self.name} cannot be merged over ranks: update changes its attribute {names[0]}, which is not"
                 " one of its states",
                 where=str(self.source),
-                fix=f"{declare}{_MERGEABLE}",
+                fix=f"{self._suggest_declaration(names[0])}{_MERGEABLE}",
             )
 
-    def suggest_declaration(self, attribute: str, reduction: str = "") -> str:
+    def _suggest_declaration(self, attribute: str) -> str:
         """Return the advice to declare an attribute as a state, or "" if a library defines its class."""
         path, _, name = attribute.rpartition(".")
         owner = type(self.metric.get_submodule(path))
         file = getattr(sys.modules.get(owner.__module__), "__file__", None) or ""
-        return "" if is_library_file(file, self.source) else f'declare it with add_state("{name}", ...{reduction}), or '
+        declaration = f'declare it with add_state("{name}", ..., dist_reduce_fx="sum"), or '
+        return "" if is_library_file(file, self.source) else declaration
+
+
+def _copy_metric(metric: Any) -> Any:
+    """Return a copy that shares the parameters, such as those of a network; the metric itself if it has none."""
+    try:
+        return copy.deepcopy(metric, {id(weight): weight for weight in metric.parameters()})
+    except Exception:  # an attribute such as a lock or an open file
+        return metric
 
 
 _MERGEABLE = "use runner.Gather, or parallelism=single"

@@ -17,7 +17,8 @@ from runner.base.text import abbreviate
 from runner.distributed.parallel import Copy
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.assemble import Parts
-from runner.engine.gradient_source import GradientSource
+from runner.engine.contract_checks import check_arguments
+from runner.engine.gradients import GradientSource
 from runner.engine.loop import Position, Training
 from runner.engine.objectives import ObjectivePosition, Objectives, parse_objectives
 from runner.engine.oom_retry import RetryPolicy
@@ -30,7 +31,6 @@ from runner.engine.phase_kinds import (
     weight_per_item,
 )
 from runner.engine.task_loading import CheckedLoss
-from runner.engine.task_members import check_arguments
 from runner.plan.run_plan import PhasePlan
 
 

@@ -25,7 +25,7 @@ from runner.config.configuration import Choice
 from runner.config.options import find_signature, implemented_options, option_reference
 from runner.config.schema import default_values, describe_mismatch, did_you_mean
 from runner.distributed.parallel import Parallel
-from runner.engine.gradient_source import ForwardWrapper
+from runner.engine.gradients import ForwardWrapper
 from runner.engine.loop import Position, StepInfo, Training, UpdateWrapper
 from runner.plan.run_plan import PhasePlan
 

@@ -271,7 +271,6 @@ class UpdateSnapshot:
         }
 
     def _version_counters(self) -> list[int]:
-        """Return torch's version counters of tensors that must not change."""
         constant = [tensor for tensor in self._constant_tensors if tensor is not None and not tensor.is_inference()]
         return [tensor._version for tensor in (*self._weights, *constant)]  # private: no public version counter
 

@@ -29,7 +29,7 @@ from runner.engine.checkpoint_state import check_state
 from runner.engine.job import Job, choose_run_name
 from runner.engine.meter import UpdateClock
 from runner.engine.phase import Phase
-from runner.engine.resume_point import find_resume_point
+from runner.engine.resumption import find_resume_point
 from runner.engine.run import Observers, Provenance, Tally, TrainingRun, silent_observers
 from runner.engine.run_screen import Screen, warnings_on
 from runner.engine.weights import load_initial_weights
@@ -168,7 +168,6 @@ def _make_monitor(plan: Plan, world: World, path: Path) -> NoMonitor:
 
 
 def _close_monitor(monitor: NoMonitor, directory: RunDirectory, screen: Screen, name: str = "monitor.json") -> None:
-    """Stop the monitor and write its summary to the file `name`."""
     monitor.stop()
     screen.show_alerts(monitor.new_alerts())
     summary = monitor.summary()

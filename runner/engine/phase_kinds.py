@@ -26,7 +26,7 @@ from runner.engine.assemble import Parts
 from runner.engine.coupled import CoupledSource, is_coupled, validate_embedding
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.extra_metrics import ExtraMetrics
-from runner.engine.gradient_source import GradientSource
+from runner.engine.gradients import GradientSource
 from runner.engine.loop import Position, StepInfo, Training, UpdateInputs, UpdateWrapper, train_updates
 from runner.engine.objectives import ObjectiveSpec
 from runner.engine.oom_retry import OomRetry, RetryPolicy

@@ -86,7 +86,6 @@ def convert(source: Path, target: Path, key: str | None) -> Imported:
 
 
 def _explain_invalid(name: str, tensor: Tensor) -> str | None:
-    """Return why safetensors cannot store this tensor under this name, or None if it can."""
     if tensor.is_nested or tensor.device.type != "cpu":
         return "it is nested" if tensor.is_nested else f"it is on {tensor.device} and has no values"
     if name == "__metadata__":
@@ -157,7 +156,6 @@ def _unpickle(source: Path) -> Any:
 
 
 def _find_tensors(content: Any, key: str | None, source: Path) -> tuple[Mapping[Any, Any], str]:
-    """Return the mapping that contains the tensors, and the key path to it."""
     path: list[str] = []
     for part in key.split(".") if key else ():
         if not isinstance(content, Mapping) or part not in content:

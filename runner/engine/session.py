@@ -20,8 +20,7 @@ from runner.engine.job import Job, SessionEnd
 from runner.engine.mirroring import download_checkpoints, finish_mirroring, start_mirroring, wait_for_download
 from runner.engine.opening import open_first_rank, open_other_rank
 from runner.engine.run import TrainingRun
-from runner.engine.run_evidence import collect_evidence
-from runner.engine.run_report import report_end, report_start
+from runner.engine.run_report import collect_evidence, report_end, report_start
 from runner.engine.run_screen import Screen, warnings_on
 from runner.engine.task_loading import check_packages
 from runner.engine.training import train
@@ -81,7 +80,6 @@ def _run_first_rank(job: Job, world: World) -> SessionEnd:
 
 
 def _run_other_rank(job: Job, world: World) -> SessionEnd:
-    """Train as a rank other than 0, without output."""
     directory = RunDirectory.join(job.folder)
     with ExitStack() as stack:
         name = f"stacks-rank{world.rank}.txt"
@@ -107,7 +105,6 @@ def _reserve_descriptors() -> Iterator[ExitStack]:
 
 
 def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> SessionEnd:
-    """Open the run, train, and print the report."""
 
     def record_error(error: AccelRunError) -> None:
         if opened:

@@ -18,8 +18,7 @@ from runner.config.configuration import Choice
 from runner.config.option_table import call_option
 from runner.distributed.parallel import ForwardPasses, Parallel, Sums
 from runner.engine.extra_metrics import ExtraMetrics
-from runner.engine.gradient_source import ForwardWrapper, GradientSource
-from runner.engine.gradients import clear
+from runner.engine.gradients import ForwardWrapper, GradientSource, clear
 
 Ascent = Callable[[Sequence[Tensor], Sequence[Tensor], Callable[[Tensor], Tensor]], list[Tensor]]
 # (weights, gradients, function that returns the global norm, given this rank's) -> perturbation of the weights.
@@ -121,7 +120,6 @@ class SharpnessSource(GradientSource):
 
 
 def _record_batches(batches: Iterator[MicroBatch], recorded: list[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield the micro-batches of an update, and append them to `recorded`."""
     for micro in batches:
         recorded.append(micro)
         yield micro

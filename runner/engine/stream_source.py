@@ -156,7 +156,6 @@ def _has_state(value: Any) -> bool:
 
 
 def _length(value: Any) -> int | None:
-    """Return the length of a stream, None if it has none, as for a generator."""
     try:
         return len(value)
     except TypeError:
@@ -182,7 +181,6 @@ def _worker_info(info: WorkerInfo | None) -> Iterator[None]:
 
 @contextmanager
 def _single_rank() -> Iterator[None]:
-    """Set the environment variables of torchrun to those of a single rank."""
     before = {name: os.environ.get(name) for name in _SINGLE_RANK_ENV}
     os.environ.update(_SINGLE_RANK_ENV)
     try:

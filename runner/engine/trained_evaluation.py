@@ -82,7 +82,6 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
 
 
 def _make_fetcher(parts: Parts, split: str) -> Fetcher:
-    """Return the samples of the split. Raises ConfigError if the task does not have it."""
     fix = did_you_mean(split, SPLITS) or "use a split that its dataset(split) returns"
     problem = Problem(f"the task has no split {split}", f"split={split}", fix)
     try:

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 
-from runner.base.errors import AccelRunError, IncompatibleResume, InputMissing, TaskFault
+from runner.base.errors import AccelRunError, TaskFault
 from runner.config.schema import did_you_mean
 from runner.durable.checkpoint import LoadedCheckpoint
-from runner.durable.directory import RunDirectory
 from runner.engine.checkpoint_state import convert_state_errors
 from runner.engine.error_diagnosis import explain
 from runner.engine.frozen_base import load_weights
@@ -16,10 +14,10 @@ from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.phase import Phase, restore_rank_random_state
 from runner.engine.phase_kinds import check_parameters
-from runner.engine.resumption import ADDED_KEYS, compare
+from runner.engine.resumption import is_resumed, phases_to_run
 from runner.engine.run import Outcome, RunProgress, TrainingRun
 from runner.engine.training_identity import changed_files, fingerprint_code
-from runner.plan.run_plan import PhasePlan, Plan
+from runner.plan.run_plan import PhasePlan
 from runner.records.phase_record import PhaseRecord
 
 
@@ -41,7 +39,7 @@ def train(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterable[Pha
     if start is not None:
         with convert_state_errors(start):
             _restore_progress(run, start, before)
-        if not _is_resumed(start, phases[0], run.directory, run.plan):
+        if not is_resumed(start, phases[0], run.directory, run.plan):
             _load_finished_phase(run, start)
             start = None
     progress = run.progress
@@ -101,7 +99,6 @@ def _check_names(run: TrainingRun) -> None:
 
 
 def _restore_progress(run: TrainingRun, start: LoadedCheckpoint, before: Iterable[PhaseRecord]) -> None:
-    """Restore the state of the whole run from a checkpoint."""
     # A checkpoint elsewhere belongs to another run; this run then has none yet.
     is_own = start.path.parent == run.directory.checkpoints
     run.progress = RunProgress.from_state(start.state, is_own=is_own)
@@ -123,93 +120,3 @@ def _load_finished_phase(run: TrainingRun, start: LoadedCheckpoint) -> None:
     run.progress.updates_before += int(start.state["phase_update"])
     if start.path.parent == run.directory.checkpoints:
         run.progress.kept += [*(int(number) for _, number in start.state["bests"]), start.update]
-
-
-def phases_to_run(plan: Plan, start: LoadedCheckpoint | None, directory: RunDirectory) -> list[PhasePlan]:
-    """Return the phases to run: that of the checkpoint if it is selected, then the selected unfinished ones.
-
-    Phases that another run finished satisfy `needs`; phases that the user names run again in this run.
-    Raises IncompatibleResume if the phase of the checkpoint is neither selected nor finished, or if no phase is left;
-    InputMissing if a phase needs another that is neither finished nor comes before it.
-    """
-    selected, names = list(plan.selected), [phase.name for phase in plan.phases]
-    finished: set[str] = set()
-    if start is not None:
-        current = start.state["phase"]
-        if current not in names:
-            raise IncompatibleResume(
-                f"the checkpoint belongs to phase {current}, which the task does not have",
-                where="phases",
-                fix="use the task that the run was trained with, or start a new run with another run=NAME",
-            )
-        finished = {name for name, record in start.state["records"].items() if record["finished"]}
-        is_selected = current in [phase.name for phase in selected]
-        if not is_selected and current not in finished:
-            done, total = start.state["phase_update"], start.state["total"]
-            raise IncompatibleResume(
-                f"phase {current} is not finished: {done} of {total} updates",
-                where="phases",
-                fix=f"use phases=[{current}]",
-            )
-        is_rerun = _is_rerun(plan, start, directory)
-        remaining = [phase for phase in selected if is_rerun or phase.name not in finished]
-        if is_selected and not (is_rerun and current in finished):
-            remaining = [phase for phase in selected if phase.name == current] + [
-                phase for phase in remaining if phase.name != current
-            ]
-        if not remaining:
-            raise IncompatibleResume(
-                f"{', '.join(phase.name for phase in selected)} of this run is finished already", where="phases",
-                fix="start a new run with another run=NAME",
-            )  # fmt: skip
-        selected = remaining
-    available = set(finished)
-    for phase in selected:
-        missing = [name for name in phase.needs if name not in available]
-        if missing:
-            needed = _collect_needs(plan, phase.name) - available
-            first = ",".join(name for name in names if name in needed)
-            raise InputMissing(
-                f"phase {phase.name} needs {', '.join(missing)}, which run {directory.name} has not finished",
-                where="phases",
-                fix=f"use phases=[{first}], or resume=RUN that has finished it",
-            )
-        available.add(phase.name)
-    return selected
-
-
-def _collect_needs(plan: Plan, name: str) -> set[str]:
-    """Return a phase and all phases that it depends on, transitively."""
-    phase = plan.phase(name)
-    assert phase is not None, "PHASES refers to its own phases only"
-    return {name}.union(*(_collect_needs(plan, other) for other in phase.needs))
-
-
-def _is_rerun(plan: Plan, start: LoadedCheckpoint, directory: RunDirectory) -> bool:
-    """Return whether finished phases run again: the user names phases, and the checkpoint is of another run."""
-    return plan.settings.phases is not None and start.path.parent != directory.checkpoints
-
-
-def _is_resumed(start: LoadedCheckpoint, first: PhasePlan, directory: RunDirectory, plan: Plan) -> bool:
-    """Return whether the first phase resumes from the checkpoint; otherwise it starts with the checkpoint's model."""
-    is_finished = start.state["records"][start.state["phase"]]["finished"]
-    return bool(start.state["phase"] == first.name) and not (is_finished and _is_rerun(plan, start, directory))
-
-
-def check_resume(plan: Plan, start: LoadedCheckpoint, report: Callable[[str], None]) -> None:
-    """Report settings that differ from the checkpoint. Raises IncompatibleResume for those that must not differ.
-
-    Of the phase settings only those of the resumed phase are compared: the others are finished or not started.
-    """
-    current = start.state["phase"]
-    resumed = current if current in [phase.name for phase in plan.selected] else None
-    before, now = (
-        {key: value for key, value in values.items() if not key.startswith("phase.") or key.split(".", 2)[1] == resumed}
-        for values in ({**ADDED_KEYS, **start.state["values"]}, json.loads(json.dumps(plan.values())))
-    )
-    for difference in compare(before, now, plan.settings.resume_allow, start.state["phase_update"]):
-        if difference.key not in _UNREPORTED:
-            report(f"differs from the checkpoint: {difference}")
-
-
-_UNREPORTED = ("run", "resume", "resume_allow", "output_root", "device")

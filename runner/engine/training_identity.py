@@ -213,7 +213,6 @@ def fingerprint_code(source: Path) -> Hashes:
 
 
 def _find_loaded_modules(folder: Path, loaded: Sequence[tuple[str, str]]) -> list[tuple[Path, str]]:
-    """Return file and package of loaded local modules in this folder, sorted by name."""
     prefix = f"{folder}{os.sep}"
     packages = {Path(name): package for name, package in loaded if name.startswith(prefix)}
     return sorted((file, package) for file, package in packages.items() if _is_local(file))

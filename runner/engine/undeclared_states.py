@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import math
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
@@ -29,82 +30,71 @@ Numbers = Mapping[str, float]
 
 
 class AttributeWatch:
-    """Watches the attributes and buffers of a metric, and of its parts, that are not its states.
+    """Compares the attributes and buffers of a metric and its parts, except its states, with those before any update.
 
     compute  computes the numbers of a copy of the metric
-    grown    attributes that the second update has changed again and that the result depends on: they accumulate values
     """
 
     def __init__(self, metric: nn.Module, compute: Callable[[nn.Module], Numbers]) -> None:
         self._metric, self._compute = metric, compute
         self._start = _hash_attributes(metric)
-        self._start_values = _copy_attributes(metric, self._start)
-        self._after_first: dict[str, str] | None = None
-        self._first_values: dict[str, Any] = {}
-        self.grown: frozenset[str] | None = None
-
-    def observe_update(self, update: Callable[[nn.Module], object]) -> None:
-        """Compare the attributes after each update; only the first two are compared.
-
-        update  repeats this update on a copy of the metric
-        """
-        if self._after_first is None:
-            self._after_first = _hash_attributes(self._metric)
-            changed = _copy_attributes(self._metric, _differences(self._start, self._after_first))
-            self._first_values = self._start_values | changed
-        elif self.grown is None:
-            grown = _differences(self._after_first, _hash_attributes(self._metric))
-            # An attribute is suspicious if no result can be computed without its new value.
-            self.grown = frozenset(self._find_used(grown, self._first_values, update, if_unknown=True))
+        self._start_values = {name: _copy_attribute(value) for name, value in _attributes(metric)}
 
     def changed(self) -> dict[str, str]:
         """Return name -> digest of the attributes that have changed since the start."""
         return _differences(self._start, _hash_attributes(self._metric))
 
-    def find_used(self, names: Iterable[str]) -> list[str]:
-        """Return those of `names` without whose changes since the start the metric computes another result."""
-        return self._find_used(names, self._start_values, None, if_unknown=False)
+    def find_undeclared(self, unequal: Collection[str], update: Callable[[nn.Module], object]) -> list[str]:
+        """Return the changed attributes that cannot be merged over ranks and that the result depends on.
 
-    def find_kept(self, later: AttributeWatch) -> list[str]:
-        """Return accumulating attributes whose values were not reset before `later` started to watch."""
-        return sorted((self.grown or frozenset()) & _differences(self._start, later._start).keys())
+        An attribute can be merged if it is equal on all ranks and does not accumulate values.
 
-    def _find_used(
-        self,
-        names: Iterable[str],
-        values: Mapping[str, Any],
-        update: Callable[[nn.Module], object] | None,
-        *,
-        if_unknown: bool,
-    ) -> list[str]:
-        """Return those of `names` whose value the result depends on, at once or after another update."""
-
-        def is_used(names: Iterable[str]) -> bool:
-            try:
-                now, other = (copy.deepcopy(self._metric) for _ in range(2))
-                for name in names:
-                    _set_attribute(other, name, values)
-                return not all(map(equal_numbers, self._compute_twice(now, update), self._compute_twice(other, update)))
-            except Exception:  # some metrics cannot be copied, or computed from few samples
-                return if_unknown
-
-        together = sorted(names)
-        if not together or not is_used(together):
+        unequal  attributes that differ between ranks
+        update   repeats an update on a copy of the metric; what it changes again accumulates values
+        """
+        changed = self.changed()
+        try:
+            repeated = copy.deepcopy(self._metric)
+        except Exception:  # any of them may be a state
+            return sorted(changed)
+        with _undisturbed():
+            update(repeated)
+        accumulating = _differences(_hash_attributes(self._metric), _hash_attributes(repeated))
+        names = sorted(name for name in changed if name in unequal or name in accumulating)
+        values = dict(_attributes(repeated))
+        values = self._start_values | {name: values[name] for name in names if name in accumulating and name in values}
+        if not names or not self._is_used(names, values, update):
             return []
-        return [name for name in together if is_used([name])] or together
+        return [name for name in names if self._is_used([name], values, update)] or names
 
-    def _compute_twice(self, metric: nn.Module, update: Callable[[nn.Module], object] | None) -> list[Numbers]:
-        """Compute the metric, and again after `update`."""
-        with seeded_generators(0, "metric"), warnings.catch_warnings():
-            warnings.simplefilter("ignore")
-            results = [self._compute(metric)]
-            if update is not None:
-                update(metric)
-                results.append(self._compute(metric))
-        return results
+    def _is_used(
+        self, names: Collection[str], values: Mapping[str, Any], update: Callable[[nn.Module], object]
+    ) -> bool:
+        """Return whether the result differs with these other values of attributes, now or after another update."""
+        results = []
+        for other in (False, True):
+            metric = copy.deepcopy(self._metric)
+            try:
+                for name in names if other else ():
+                    _set_attribute(metric, name, values)
+                with _undisturbed():
+                    results.append(self._compute(metric))
+                    update(metric)
+                    results.append(self._compute(metric))
+            except Exception:  # the attribute is needed, or the result cannot be computed from so few samples
+                return True
+        return not (are_equal_numbers(results[0], results[2]) and are_equal_numbers(results[1], results[3]))
 
 
-def equal_numbers(one: Numbers, other: Numbers) -> bool:
+@contextmanager
+def _undisturbed() -> Iterator[None]:
+    """Compute without warnings and without an effect on the random generators."""
+    with seeded_generators(0, "metric"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def are_equal_numbers(one: Numbers, other: Numbers) -> bool:
     """Return whether two results are equal, except for rounding: reductions on a GPU may not be deterministic."""
     return one.keys() == other.keys() and all(
         math.isclose(value, other[name], rel_tol=1e-5) or (math.isnan(value) and math.isnan(other[name]))
@@ -136,11 +126,6 @@ def _hash_attribute(value: Any, memo: dict[int, tuple[Any, str]]) -> str:
         return hash_content(value, memo)
     except Exception:  # an object that refers to itself, a tensor without content, any object of a library
         return ""
-
-
-def _copy_attributes(metric: nn.Module, names: Iterable[str]) -> dict[str, Any]:
-    selected = set(names)
-    return {name: _copy_attribute(value) for name, value in _attributes(metric) if name in selected}
 
 
 def _copy_attribute(value: Any) -> Any:

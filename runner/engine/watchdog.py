@@ -360,7 +360,6 @@ def _name_thread(world: World) -> str:
 
 
 def _is_debugged(frames: list[stacks.StackFrame]) -> bool:
-    """Return True if a debugger is attached to this process."""
     if "pydevd" in sys.modules or any(stacks.is_debugger(frame.file) for frame in frames):
         return True
     try:

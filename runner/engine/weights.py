@@ -266,7 +266,6 @@ def _check_modules(only: Iterable[str], names: Collection[str]) -> None:
 
 
 def _modules(names: Iterable[str]) -> list[str]:
-    """Return the names and those of all modules above them."""
     modules: dict[str, None] = {}
     for name in names:
         parts = name.split(".")
@@ -301,7 +300,6 @@ def _format_table(result: WeightMatch, source: str) -> str:
 
 
 def _count_by_module(names: Iterable[str]) -> list[str]:
-    """Return the top modules of the names, each with its number of tensors."""
     counts: dict[str, int] = {}
     for name in names:
         top = name.partition(".")[0]

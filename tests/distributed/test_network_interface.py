@@ -10,7 +10,7 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from runner.base.rank_env import RankInfo
-from runner.distributed.network_interface import find_interface
+from runner.distributed.join import find_interface
 
 ADDRESSES = {
     "lo": ["127.0.0.1", "::1", "00:00:00:00:00:00"],

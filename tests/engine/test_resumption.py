@@ -18,8 +18,9 @@ from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.durable import checkpoint
 from runner.durable.checkpoint import LoadedCheckpoint, Snapshot
+from runner.engine.frozen_base import load_model
 from runner.engine.phase import restore_rank_random_state
-from runner.engine.resumption import compare, load_model
+from runner.engine.resumption import compare
 
 PARALLEL = Parallel(World(torch.device("cpu")))
 BEFORE = {

@@ -11,8 +11,8 @@ from torch import nn
 from runner.base.errors import TaskFault
 from runner.base.task import Task
 from runner.cli import main
+from runner.engine.contract_checks import check_members, check_methods
 from runner.engine.hooks.hook import Hook
-from runner.engine.task_members import check_members, check_methods
 
 HERE = Path(__file__)
 

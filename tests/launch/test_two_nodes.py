@@ -17,8 +17,7 @@ import torch
 
 from runner.base.errors import Exit
 from runner.base.rank_env import RankInfo
-from runner.distributed.join import join_process_group
-from runner.distributed.network_interface import choose_interface, find_interface
+from runner.distributed.join import choose_interface, find_interface, join_process_group
 from tests.forkserver import ForkServer
 from tests.launch.forked import CompletedFork, forked, started_elsewhere
 

@@ -239,13 +239,6 @@ def test_an_undeclared_state_is_found_before_the_first_update(counted: Callable[
     assert all("num_samples" in message for message in found)
 
 
-def test_a_kept_metric_that_reset_does_not_clear_is_found_before_the_first_update(
-    counted: Callable[[], Any],
-) -> None:
-    kept = counted()
-    assert "num_samples" in message_of(WORLD, lambda: {"own": kept})
-
-
 def test_a_kept_metric_may_keep_attributes_that_its_result_does_not_depend_on() -> None:
     class Kept(pytest.importorskip("torchmetrics").MeanMetric):  # type: ignore[misc]
         kind = np.float64

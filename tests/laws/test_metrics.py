@@ -558,6 +558,13 @@ def test_a_kept_metric_starts_empty_in_each_evaluation(world_size: int) -> None:
         assert second == fresh
 
 
+@pytest.mark.parametrize("kind", [Counted, Buffered, Maximum, Ids])
+def test_a_kept_metric_starts_empty_although_reset_does_not_clear_its_attributes(kind: type[nn.Module]) -> None:
+    task = with_metric(kind())
+    results = [measured(ALONE, task, 8) for _ in range(2)]
+    assert results[0] == results[1]
+
+
 def test_a_coupled_loss_that_is_not_a_number_counts_as_measured() -> None:
     class Diverged(Contrast):
         def couple(self, embeddings: Tensor) -> tuple[Tensor, int]:

@@ -21,7 +21,7 @@ from runner.base.batch import MicroBatch
 from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey, Order
 from runner.base.stream_order import StreamSampler
-from runner.engine.stream_check import raise_if_invalid
+from runner.engine.hooks.stream_position import raise_if_invalid
 from runner.engine.stream_source import OpenShard, StreamSource, is_stream
 from tests.laws.test_streams import BATCH, SEED, marks_after, read, verdict_of
 

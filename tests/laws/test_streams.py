@@ -20,7 +20,7 @@ from runner.base.json_state import decode_state, encode_state
 from runner.base.order import Order
 from runner.base.stream_order import RoundRobin, StreamSampler, decode_index
 from runner.base.task import Task
-from runner.engine.stream_check import StreamCheck, check_stream, raise_if_invalid
+from runner.engine.hooks.stream_position import StreamCheck, check_stream, raise_if_invalid
 from runner.engine.stream_reader import StreamFetcher, StreamSamples, read_all_samples
 from runner.engine.stream_source import StreamSource, is_stream
 from tests.laws.streams import FILES, KINDS, NUMBERS, ByWorker, Files, Liar, Stateful, Undivided, Unseeded, WithLength

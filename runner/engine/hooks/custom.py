@@ -14,12 +14,11 @@ from runner.base.errors import TaskFault
 from runner.config.configuration import Choice
 from runner.config.custom_tables import ENABLED, HOOK
 from runner.config.option_table import call_option, reference_file
-from runner.engine.contract_checks import describe_value
+from runner.engine.contract_checks import check_methods, describe_value
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.hooks.forward_state import ForwardState
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
 from runner.engine.task_loading import task_errors
-from runner.engine.task_members import check_methods
 
 _WRAPPED_METHODS = (
     "begin", "after_update", "wants", "readings", "after_evaluation", "state_dict", "load_state_dict", "end",
@@ -76,7 +75,6 @@ def _wrap_method(method: Callable[..., Any], source: Path, name: str) -> Callabl
 
 
 def _check_state(state: Any, source: Path, name: str) -> None:
-    """Raise TaskFault for a state that a checkpoint cannot store."""
     tensors = state.values() if isinstance(state, dict) else ()
     json_state = {key: value for key, value in state.items() if not isinstance(value, Tensor)} if tensors else state
     try:

@@ -208,7 +208,6 @@ def _track_parameters(model: nn.Module) -> Iterator[tuple[str, _TrackedTensor]]:
 
 
 def _non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    """Yield name, module, key and tensor of the non-persistent buffers."""
     for prefix, module in model.named_modules():
         for key in module._non_persistent_buffers_set:
             buffer = module._buffers.get(key)

@@ -46,7 +46,6 @@ class OutOfMemory(Hook):
             self.run.observers.screen.info(f"{self.phase.name}: {text}")
 
     def _start_messages(self) -> list[str]:
-        """Return messages about micro-batches that are smaller than requested."""
         requested = self.phase.planned.batch.micro_batch_size
         smallest: dict[tuple[int, int | None], int] = {}  # by update and rank: the last one is the smallest
         for row in self.rows:
@@ -260,7 +259,6 @@ class OutOfMemory(Hook):
         return [row for row in rows if is_lockstep or row.applies_to(self.world.rank)]
 
     def _has_current_settings(self, row: ReducedMicroBatch) -> bool:
-        """Return whether a row was recorded with the settings of this phase."""
         is_same_phase = (row.phase, row.world_size) == (self.phase.name, self.world.world_size)
         return is_same_phase and row.asked == self._requested_size(row.use)
 

@@ -75,5 +75,4 @@ class Timekeeping(Hook):
 
     @property
     def _num_updates(self) -> int:
-        """Number of updates that this process has run in this phase."""
         return self.phase.position.update - self._updates_before

@@ -20,9 +20,8 @@ from runner.engine.hooks.averaging import expand_shared_names
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.opening import open_phase
-from runner.engine.resumption import ADDED_KEYS
+from runner.engine.resumption import ADDED_KEYS, check_resume
 from runner.engine.trained_run import open_trained
-from runner.engine.training import check_resume
 from runner.records.events import Console
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
