@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -60,67 +60,36 @@ def _copy_from_rank_0(tensor: Tensor) -> None:
         tensor.copy_(theirs)
 
 
-class RowSpec(NamedTuple):
-    """Rows of one rank: their number, the shape of a row, the dtype, and whether gradients flow into them."""
-
-    size: int
-    shape: Sequence[int]
-    dtype: str
-    has_gradient: bool
-
-    @classmethod
-    def of(cls, rows: Tensor, has_gradient: bool = False) -> RowSpec:
-        """Describe a tensor of rows, (N, ...)."""
-        return cls(len(rows), list(rows.shape[1:]), str(rows.dtype).removeprefix("torch."), has_gradient)
-
-
-def gather_rows(mine: Tensor | None, specs: Sequence[RowSpec | None], world: World) -> Tensor:
-    """Return the rows of all ranks, (sum of N, ...), without gradients; every rank calls it.
-
-    mine   rows of this rank, (N, ...); None: it has none
-    specs  specification of each rank's rows; None: it has none
-    """
-    if world.world_size == 1:
-        assert mine is not None, "the only rank has the rows"
-        return mine.detach()
-    spec = next(spec_of_rank for spec_of_rank in specs if spec_of_rank is not None)
-    counts = [0 if spec_of_rank is None else spec_of_rank.size for spec_of_rank in specs]
-    dtype = getattr(torch, spec.dtype)
-    gathered = torch.zeros(sum(counts), *spec.shape, dtype=dtype, device=world.device)
-    start = sum(counts[: world.rank])
-    if mine is not None:
-        gathered[start : start + len(mine)] = mine.detach()
-    if gathered.numel():
-        # A sum of bytes where all but one rank have zeros is a copy of any dtype. all_gather needs equal sizes, and
-        # gloo adds no bfloat16.
-        world.sum(gathered.view(-1).view(torch.uint8))
-    return gathered
-
-
 def gather_tensors(mine: Sequence[Tensor], world: World) -> list[list[Tensor]]:
     """Return the tensors of each rank; shapes, dtypes and number may differ between ranks. Every rank calls it."""
     if world.world_size == 1:
         return [[tensor.detach() for tensor in mine]]
     specs = world.gather([[list(tensor.shape), str(tensor.dtype).removeprefix("torch.")] for tensor in mine])
-    packed = torch.cat(
-        [
-            torch.zeros(0, dtype=torch.uint8, device=world.device),
-            *(view_bytes(tensor).to(world.device) for tensor in mine),
-        ]
-    )
     sizes = [[math.prod(shape) * getattr(torch, dtype).itemsize for shape, dtype in rank_specs] for rank_specs in specs]
-    of_ranks = [
-        None if not sum(rank_specs) else RowSpec(sum(rank_specs), [], "uint8", has_gradient=False)
-        for rank_specs in sizes
-    ]
-    if not any(of_ranks):
-        return [
-            [torch.zeros(shape, dtype=getattr(torch, dtype)) for shape, dtype in rank_specs] for rank_specs in specs
-        ]
-    rows = gather_rows(packed if len(packed) else None, of_ranks, world)
-    parts = iter(torch.split(rows, [size for rank_specs in sizes for size in rank_specs]))
+    content = torch.zeros(sum(map(sum, sizes)), dtype=torch.uint8, device=world.device)
+    start = sum(map(sum, sizes[: world.rank]))
+    for tensor, size in zip(mine, sizes[world.rank], strict=True):
+        content[start : start + size] = view_bytes(tensor)
+        start += size
+    if len(content):
+        # A sum of bytes where all but one rank have zeros is a copy of any dtype. all_gather needs equal sizes, and
+        # gloo adds no bfloat16.
+        world.sum(content)
+    parts = iter(torch.split(content, [size for rank_sizes in sizes for size in rank_sizes]) if len(content) else ())
     return [
-        # a slice may start at any offset, but views of numbers must be aligned
-        [next(parts).clone().view(getattr(torch, dtype)).view(shape) for shape, dtype in rank_specs]
+        # A slice may start at any offset, but views of numbers must be aligned.
+        [next(parts, content).clone().view(getattr(torch, dtype)).view(shape) for shape, dtype in rank_specs]
         for rank_specs in specs
     ]
+
+
+def find_unequal(tensors: Mapping[str, Tensor], world: World) -> list[str]:
+    """Return the names of tensors whose bits differ between the ranks that have them. Every rank calls it."""
+    digests = {
+        name: hashlib.sha256(view_bytes(tensor).cpu().numpy().data).hexdigest() for name, tensor in tensors.items()
+    }
+    digests_by_name: dict[str, set[str]] = {}
+    for rank_digests in world.gather(digests):
+        for name, digest in rank_digests.items():
+            digests_by_name.setdefault(name, set()).add(digest)
+    return [name for name, found in digests_by_name.items() if len(found) > 1]

@@ -11,7 +11,6 @@ exchange anyway, because a collective which only some ranks join would deadlock.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -25,6 +24,7 @@ from runner.base.errors import TaskFault
 from runner.base.module_buffers import is_writable
 from runner.base.text import abbreviate
 from runner.base.world import World
+from runner.distributed.agreement import find_unequal
 
 
 class _BufferRef(NamedTuple):
@@ -194,12 +194,7 @@ def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) 
     if not copied:
         return
     refs = [ref for ref in _refs(model) if ref.module in copied and ref.is_saved and _is_plain(ref)]
-    bits = {ref.name: hashlib.sha256(view_bytes(_tensor(ref)).cpu().numpy().data).hexdigest() for ref in refs}
-    digests_by_name: dict[str, set[str]] = {}
-    for of_rank in world.gather(bits):
-        for name, digest in of_rank.items():
-            digests_by_name.setdefault(name, set()).add(digest)
-    names = [name for name, digests in digests_by_name.items() if len(digests) > 1]
+    names = find_unequal({ref.name: _tensor(ref) for ref in refs}, world)
     if names:
         raise TaskFault(
             f"buffers differ between stages of the pipeline that share a module: {abbreviate(names)}",

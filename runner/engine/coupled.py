@@ -26,7 +26,7 @@ from runner.base.module_buffers import is_writable
 from runner.base.sample_rng import global_generators, seeded_generators
 from runner.base.task import Sum, Task
 from runner.config.configuration import Choice
-from runner.distributed.agreement import RowSpec, gather_rows
+from runner.distributed.agreement import gather_tensors
 from runner.distributed.parallel import Discarded, ForwardPasses, Parallel, Sums
 from runner.engine.contract_checks import Number, describe_value, validate_loss
 from runner.engine.error_diagnosis import locate_definition
@@ -303,25 +303,19 @@ class _CoupledUpdate:
         """Compute the loss of the embeddings of all ranks, and its gradient with respect to those of this rank."""
         batches = [batch for batch in self.embedded if batch.tensors]
         local = [torch.cat([batch.tensors[k].detach() for batch in batches]) for k in range(len(self.has_gradient))]
-        specs = (
-            [RowSpec.of(rows, flag) for rows, flag in zip(local, self.has_gradient, strict=True)] if batches else None
-        )
-        gathered = self.world.gather([failed, self.kind, specs])
+        gathered = self.world.gather([failed, self.kind, self.has_gradient if batches else None])
         self.parallel.stopwatch.lap("wait")
         if any(has_failed for has_failed, _, _ in gathered):
             raise Discarded
-        # for each rank: the specs of its tensors, or None if it has no samples
-        rank_specs = [None if specs is None else [RowSpec(*spec) for spec in specs] for _, _, specs in gathered]
-        first_specs = next((specs for specs in rank_specs if specs is not None), None)
-        if first_specs is None:  # no rank has samples; the training loop raises an error for an update without items
+        described = [(kind, flags) for _, kind, flags in gathered if flags is not None]
+        if not described:  # no rank has samples; the training loop raises an error for an update without items
             return
-        kind = next(kind for _, kind, specs in gathered if specs is not None)
-        leaves, starts = [], []
-        for k, spec in enumerate(first_specs):
-            tensor_specs = [None if specs is None else specs[k] for specs in rank_specs]
-            rows = gather_rows(local[k] if local else None, tensor_specs, self.world)
-            leaves.append(rows.requires_grad_(spec.has_gradient))
-            starts.append(sum(0 if other is None else other.size for other in tensor_specs[: self.world.rank]))
+        kind, flags = described[0]
+        rank_rows = gather_tensors(local, self.world)  # empty for a rank without samples
+        leaves = [
+            torch.cat([rows[k] for rows in rank_rows if rows]).requires_grad_(flag) for k, flag in enumerate(flags)
+        ]
+        starts = [sum(len(rows[k]) for rows in rank_rows[: self.world.rank] if rows) for k in range(len(flags))]
         gradients = self._differentiate(Embedding(tuple(leaves), kind if isinstance(kind, str) else tuple(kind)))
         for batch in batches:
             slices = [slice(start, start + len(rows)) for start, rows in zip(starts, batch.tensors, strict=True)]

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.base import noise
 from runner.base.batch import MicroBatch
 from runner.distributed.parallel import ForwardPasses, Parallel, Sums
 
@@ -71,3 +72,35 @@ class GradientSource:
     def wrap_forward(self, wrapper: ForwardWrapper) -> GradientSource:
         """Return the same with `wrapper` applied to forward passes that do not go through `passes.loss`."""
         return self
+
+
+class SharedSamples:
+    """The micro-batches of one update, which are read once and then repeated from memory, with the same noise."""
+
+    def __init__(self, batches: Iterator[MicroBatch]) -> None:
+        self._batches = batches
+        self._kept: list[MicroBatch] = []
+
+    def read(self, *, again: bool, keep: bool) -> Iterator[MicroBatch]:
+        """Yield the micro-batches of the current update.
+
+        again  read them again, in other sizes, after out of memory
+        keep   they are needed once more
+        """
+        if self._kept and not again:
+            for micro in self._kept:
+                noise.start_pass(micro.samples)
+                yield micro
+            return
+        self._kept = []
+        while True:
+            micro = next(self._batches)
+            if keep:
+                self._kept.append(micro)
+            yield micro
+            if micro.last:
+                return
+
+    def end(self) -> None:
+        """Free the micro-batches of this update."""
+        self._kept = []

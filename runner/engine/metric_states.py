@@ -21,7 +21,7 @@ from runner.base.oom_errors import find_oom_cause
 from runner.base.task import Gather, Task
 from runner.base.text import error_line
 from runner.base.world import World
-from runner.distributed.agreement import RowSpec, gather_rows, gather_tensors
+from runner.distributed.agreement import gather_tensors
 from runner.engine.contract_checks import describe_value, validate_loss, validate_numbers
 from runner.engine.coupled import Embedding, check_rows, is_coupled, validate_embedding
 from runner.engine.error_diagnosis import is_library_file, locate_definition
@@ -145,23 +145,16 @@ class _Rows:
     def gather(self, world: World) -> list[tuple[int, Embedding]]:
         """Return (first, rows) of the batches of all ranks, in the order of the samples."""
         columns = list(zip(*(block.tensors for _, block in self.blocks), strict=True))
-        local = [torch.cat(column) for column in columns]
         kind = self.blocks[0][1].kind if self.blocks else None
         sizes = [[first, [len(tensor) for tensor in block.tensors]] for first, block in self.blocks]
-        gathered = world.gather([kind, [RowSpec.of(rows) for rows in local], sizes])
-        specs = [[RowSpec(*fields) for fields in columns] if kind else None for kind, columns, _ in gathered]
-        num_columns = len(next((rank_specs for rank_specs in specs if rank_specs), []))
-        parts: list[Iterator[Tensor]] = []
-        for k in range(num_columns):
-            column_specs = [None if rank_specs is None else rank_specs[k] for rank_specs in specs]
-            rows = gather_rows(local[k] if local else None, column_specs, world)
-            parts.append(iter(torch.split(rows, [counts[k] for _, _, sizes in gathered for _, counts in sizes])))
-        kinds = [kind for kind, _, sizes in gathered for _ in sizes]
-        firsts = [first for _, _, sizes in gathered for first, _ in sizes]
-        blocks = [
-            (first, Embedding(tuple(next(part) for part in parts), kind if isinstance(kind, str) else tuple(kind)))
-            for first, kind in zip(firsts, kinds, strict=True)
-        ]
+        gathered = world.gather([kind, sizes])
+        blocks: list[tuple[int, Embedding]] = []
+        for (kind, sizes), rows in zip(gathered, gather_tensors(list(map(torch.cat, columns)), world), strict=True):
+            parts = [iter(torch.split(column, [counts[k] for _, counts in sizes])) for k, column in enumerate(rows)]
+            blocks += [
+                (first, Embedding(tuple(map(next, parts)), kind if isinstance(kind, str) else tuple(kind)))
+                for first, _ in sizes
+            ]
         return sorted(blocks, key=lambda block: block[0])
 
 

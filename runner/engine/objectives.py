@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from runner.axes.optimizer import is_under, module_prefixes
-from runner.base import noise
 from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, Problem
 from runner.base.task import Task
@@ -25,7 +24,7 @@ from runner.config.configuration import Choice
 from runner.config.options import find_signature, implemented_options, option_reference
 from runner.config.schema import default_values, describe_mismatch, did_you_mean
 from runner.distributed.parallel import Parallel
-from runner.engine.gradients import ForwardWrapper
+from runner.engine.gradients import ForwardWrapper, SharedSamples
 from runner.engine.loop import Position, StepInfo, Training, UpdateWrapper
 from runner.plan.run_plan import PhasePlan
 
@@ -186,38 +185,6 @@ class ObjectivePosition(Position):
     def update(self) -> int:  # type: ignore[override]
         """Number of completed updates of this objective."""
         return -(-self.phase_position.update // self.every)
-
-
-class SharedSamples:
-    """The micro-batches of one update, for several objectives: read once, then repeated from memory."""
-
-    def __init__(self, batches: Iterator[MicroBatch]) -> None:
-        self._batches = batches
-        self._kept: list[MicroBatch] = []
-
-    def read(self, *, again: bool, keep: bool) -> Iterator[MicroBatch]:
-        """Yield the micro-batches of the current update.
-
-        again  read them again, in other sizes, after out of memory
-        keep   another objective follows
-        """
-        if self._kept and not again:
-            for micro in self._kept:
-                noise.start_pass(micro.samples)
-                yield micro
-            return
-        self._kept = []
-        while True:
-            micro = next(self._batches)
-            if keep:
-                self._kept.append(micro)
-            yield micro
-            if micro.last:
-                return
-
-    def end(self) -> None:
-        """Free the micro-batches of this update."""
-        self._kept = []
 
 
 @dataclass

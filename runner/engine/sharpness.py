@@ -9,7 +9,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from runner.base import noise
 from runner.base.batch import MicroBatch
 from runner.base.module_buffers import restore_buffers
 from runner.base.sample_rng import global_generators
@@ -18,7 +17,7 @@ from runner.config.configuration import Choice
 from runner.config.option_table import call_option
 from runner.distributed.parallel import ForwardPasses, Parallel, Sums
 from runner.engine.extra_metrics import ExtraMetrics
-from runner.engine.gradients import ForwardWrapper, GradientSource, clear
+from runner.engine.gradients import ForwardWrapper, GradientSource, SharedSamples, clear
 
 Ascent = Callable[[Sequence[Tensor], Sequence[Tensor], Callable[[Tensor], Tensor]], list[Tensor]]
 # (weights, gradients, function that returns the global norm, given this rank's) -> perturbation of the weights.
@@ -84,14 +83,14 @@ class SharpnessSource(GradientSource):
     extra: ExtraMetrics
 
     def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
-        recorded: list[MicroBatch] = []
+        samples = SharedSamples(batches)
         rng_states = [generator.get_state() for generator in global_generators()]
-        first = self.inner.accumulate(parallel, passes, _record_batches(batches, recorded))
+        first = self.inner.accumulate(parallel, passes, samples.read(again=False, keep=True))
         parallel.reduce(first)  # the perturbation uses gradients of all ranks; raises Discarded if a rank failed
         for generator, state in zip(global_generators(), rng_states, strict=True):
             generator.set_state(state)
         with self._at_ascent_point(parallel), restore_buffers(passes.model.modules()), self.extra.pause():
-            second = self.inner.accumulate(parallel, passes, _repeat_batches(recorded))
+            second = self.inner.accumulate(parallel, passes, samples.read(again=False, keep=False))
         return second._replace(loss_sum=first.loss_sum, bad=first.bad)
 
     def wrap_forward(self, wrapper: ForwardWrapper) -> GradientSource:
@@ -117,18 +116,3 @@ class SharpnessSource(GradientSource):
         finally:
             if moved:
                 torch._foreach_copy_(values, copies)
-
-
-def _record_batches(batches: Iterator[MicroBatch], recorded: list[MicroBatch]) -> Iterator[MicroBatch]:
-    for micro in batches:
-        recorded.append(micro)
-        yield micro
-        if micro.last:
-            return
-
-
-def _repeat_batches(recorded: Sequence[MicroBatch]) -> Iterator[MicroBatch]:
-    """Yield the micro-batches again, with the same random numbers."""
-    for micro in recorded:
-        noise.start_pass(micro.samples)
-        yield micro

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Collection, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -10,10 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.base.bitwise import bitwise_equal, is_dense, view_bytes
+from runner.base.bitwise import bitwise_equal, is_dense
 from runner.base.errors import TaskFault
 from runner.base.module_buffers import is_writable
 from runner.base.text import abbreviate
+from runner.distributed.agreement import find_unequal
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.assemble import Parts
 from runner.engine.hooks.hook import Hook, PhaseView
@@ -172,17 +172,9 @@ class ForwardState(Hook):
         self._names.frozen.update(names)
 
     def _check_equal(self, names: Collection[str]) -> None:
-        tensors = {name: tensor for name, tensor in self.phase.parts.bare.named_buffers() if name in names}
-        digests = {
-            name: hashlib.sha256(view_bytes(tensor).cpu().numpy().data).hexdigest()
-            for name, tensor in tensors.items()
-            if is_dense(tensor)
-        }
-        digests_by_name: dict[str, set[str]] = {}
-        for rank_digests in self.phase.parts.world.gather(digests):
-            for name, digest in rank_digests.items():
-                digests_by_name.setdefault(name, set()).add(digest)
-        different = [name for name, found in digests_by_name.items() if len(found) > 1]
+        buffers = self.phase.parts.bare.named_buffers()
+        tensors = {name: tensor for name, tensor in buffers if name in names and is_dense(tensor)}
+        different = find_unequal(tensors, self.phase.parts.world)
         if different:
             raise TaskFault(
                 f"frozen parameters differ between ranks; forward passes changed them: {abbreviate(different)}",
