@@ -55,10 +55,14 @@ class _Values(NamedTuple):
         return max(abs(self.batch[0]), sum(abs(loss) for loss, _ in self.halves))
 
     @property
+    def is_degenerate(self) -> bool:
+        """True if the values are 0 or not finite."""
+        return not self.scale or not math.isfinite(sum((*self.batch, *self.halves[0], *self.halves[1])))
+
+    @property
     def is_sum(self) -> bool:
         """True if the values are consistent with a sum; counts that do not add up may count another kind of item."""
-        numbers = [*self.batch, *self.halves[0], *self.halves[1]]
-        if not all(map(math.isfinite, numbers)) or not self.scale:
+        if self.is_degenerate:
             return True
         if not math.isclose(self.batch[1], sum(count for _, count in self.halves), rel_tol=1e-6):
             return not self.has_constant_count
@@ -76,9 +80,8 @@ class _Values(NamedTuple):
     @property
     def inconclusive_reason(self) -> str:
         """Return why the values are inconclusive, or "" if they are conclusive."""
-        numbers = [*self.batch, *self.halves[0], *self.halves[1]]
-        if not all(map(math.isfinite, numbers)):
-            return _NOT_FINITE
+        if not math.isfinite(sum((*self.batch, *self.halves[0], *self.halves[1]))):
+            return "it is not finite for the first batch"
         if self.is_per_batch:
             return _PER_BATCH
         return "" if self.scale else "it is 0 for the first batch"
@@ -183,9 +186,9 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
 
         comparison = _BatchComparison(parts, compute_metrics, split, noise.EVALUATION)
         for name, verdict in comparison.compare().items():
-            if verdict.kind in ("mean", "count"):
+            if verdict.is_fault and verdict.kind != "neither":
                 fault = fault or _metric_fault(name, verdict, parts)
-            elif verdict.kind == "neither" and task.loss_is_additive:
+            elif verdict.is_fault and task.loss_is_additive:
                 reasons.setdefault(_NOT_ADDITIVE, []).append(name)
             elif verdict.reason and not (verdict.values and verdict.values.is_constant):
                 reasons.setdefault(verdict.reason, []).append(name)
@@ -308,7 +311,8 @@ class _BatchComparison:
         for seed in range(_NUM_ATTEMPTS):
             draws: _Draws = {}
             verdicts = self._compare_once(seed, draws)
-            if not self._agree(bool(draws) and any(verdict.reason for verdict in verdicts.values())):
+            found = [verdict.values for verdict in verdicts.values() if verdict.values is not None]
+            if not self._agree(bool(draws) and any(values.is_degenerate for values in found)):
                 break
         return verdicts
 
@@ -493,7 +497,6 @@ def _metric_fault(name: str, verdict: _Verdict, parts: Parts) -> tuple[str, str,
     return what, where, fix
 
 
-_NOT_FINITE = "it is not finite for the first batch"
 _PER_BATCH = "its count is the same for a batch and for its halves, so its value depends on the size of the batches"
 _NOT_SPLITTABLE = "the batch cannot be cut into two halves"
 _NOT_ADDITIVE = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"
