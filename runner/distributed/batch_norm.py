@@ -130,7 +130,7 @@ class _Normalize(torch.autograd.Function):
     def forward(
         ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float, counts: bool
     ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        wide = x.to(_statistics_dtype(x))
+        wide = x.float() if x.dtype in (torch.float16, torch.bfloat16) else x
         mean, variance, total = _gather_statistics(wide, counts)
         shape = _per_channel(x)
         scale = (variance + eps).rsqrt()
@@ -184,10 +184,6 @@ def _gather_statistics(x: Tensor, counts: bool) -> tuple[Tensor, Tensor, Tensor]
     mean = (means * num).sum(0) / total
     variance = ((variances + (means - mean).square()) * num).sum(0) / total
     return mean, variance, total
-
-
-def _statistics_dtype(x: Tensor) -> torch.dtype:
-    return torch.float32 if x.dtype in (torch.float16, torch.bfloat16) else x.dtype
 
 
 def _all_but_channels(x: Tensor) -> list[int]:

@@ -335,7 +335,8 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         kept = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         values: dict[int, torch.UntypedStorage] = {}
-        for tensor in list(_live_tensors()):
+        live = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.is_meta]
+        for tensor in live:
             if id(tensor) in kept or not self.is_deferred(tensor):
                 continue
             ref = self.ref(tensor)
@@ -365,10 +366,6 @@ class _Disguise(TorchFunctionMode):
         if function in _ADDRESSES and self.deferred.is_deferred(args[0]):
             raise RuntimeError("needs the memory of a tensor that is not initialized yet")
         return function(*args, **(kwargs or {}))
-
-
-def _live_tensors() -> Iterator[Tensor]:
-    return (each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.is_meta)
 
 
 def _address(tensor: Tensor) -> int:

@@ -230,7 +230,8 @@ class _SplitBatch(NamedTuple):
 def _read_halves(first: MicroBatch, read: BatchReader | None, parts: Parts) -> _SplitBatch:
     if not first.counts:
         return _SplitBatch(None, None)
-    if _mixes_samples(parts.bare):
+    norms = [module for module in parts.bare.modules() if isinstance(module, _BatchNorm)]
+    if any(norm.running_mean is None for norm in norms):
         return _SplitBatch(None, None, reason="a batch norm without running statistics mixes the samples of a batch")
     if first.samples is None:
         return _SplitBatch(None, None, reason="it is not known which samples are in a batch")
@@ -397,11 +398,6 @@ def _preserve_state(parts: Parts) -> Iterator[None]:
 
 class _ChangesWeights(Exception):
     """The loss changes weights, such as those of a teacher, so it must not be called unnecessarily."""
-
-
-def _mixes_samples(model: nn.Module) -> bool:
-    """Return True if samples depend on each other in eval mode too (batch norm without running statistics)."""
-    return any(isinstance(module, _BatchNorm) and module.running_mean is None for module in model.modules())
 
 
 @contextmanager

@@ -89,10 +89,6 @@ def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _is_flag(value: Any) -> bool:
-    return isinstance(value, bool)
-
-
 def _is_mapping(value: Any) -> bool:
     return isinstance(value, dict)
 
@@ -149,7 +145,7 @@ _STATE: Mapping[str, Predicate] = {
     "total": _is_update,
     "early_stopping": _has_fields({"best": _or_none(_is_number), "num_bad": _is_update}),
     "records": _mapping_of(_is_record),
-    "closed": _is_flag,
+    "closed": lambda value: isinstance(value, bool),
     "kept": _list_of(_is_update),
     "precision": _is_mapping,
     "meter": _has_fields(

@@ -10,7 +10,7 @@ import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,17 +30,6 @@ from runner.engine.undeclared_states import AttributeWatch, are_equal_numbers
 MAX_NUMBERS = 1000  # of one metric: each is a column of metrics.jsonl and of trackers
 
 
-class MetricState(Protocol):
-    """State of one metric on this rank."""
-
-    def add(self, contribution: Any, first: int) -> None:
-        """Add what `evaluate` returned for a batch; `first` is the position of its first sample."""
-
-    def result(self, world: World) -> Mapping[str, float]:
-        """Return name -> value over all ranks, NaN without samples; collective."""
-        ...
-
-
 class MetricStates:
     """The metrics of one evaluation that `Task.metrics` declares, and the loss of a task with `embed` and `couple`.
 
@@ -51,7 +40,7 @@ class MetricStates:
         self.task, self.split, self.world, self.source = task, split, world, source
         self.samples_per_loss = samples_per_loss
         self.is_coupled = type(task).evaluate is Task.evaluate and is_coupled(task, task.phase)
-        self.states: dict[str, MetricState] = {}
+        self.states: dict[str, _State] = {}
         self.nonfinite: set[str] = set()  # metrics of the last results whose sum is not finite
 
     def begin(self) -> None:
@@ -119,7 +108,7 @@ class MetricStates:
         self.nonfinite = {"loss"} if isinstance(coupled, _CoupledState) and coupled.is_nonfinite else set()
         return {name: float(value) for name, value in self.world.broadcast(results).items()}
 
-    def _make_state(self, name: str, metric: Any) -> MetricState:
+    def _make_state(self, name: str, metric: Any) -> _State:
         if isinstance(metric, Gather):
             return _GatherState(name, metric.compute, self.source)
         if isinstance(metric, nn.Module) and all(hasattr(metric, verb) for verb in ("update", "compute", "reset")):
@@ -290,7 +279,7 @@ class _TorchMetricState:
             [self.is_updated, [len(state) if isinstance(state, list) else -1 for *_, state in places]]
         )
         rank_states = [
-            [_take_tensors(parts, length) for length in lengths]
+            [next(parts) if length < 0 else [next(parts) for _ in range(length)] for length in lengths]
             for (is_updated, lengths), parts in zip(gathered, map(iter, gather_tensors(tensors, world)), strict=True)
             if is_updated
         ]
@@ -393,12 +382,10 @@ def _copy_metric(metric: Any) -> Any:
         return metric
 
 
+# The state of a metric on this rank: `add` receives what `evaluate` returned for a batch, and the position of its first
+# sample; `result` returns name -> value over all ranks, NaN without samples, and is collective.
+_State = _GatherState | _CoupledState | _TorchMetricState
 _MERGEABLE = "use runner.Gather, or parallelism=single"
-
-
-def _take_tensors(tensors: Iterator[Tensor], length: int) -> Tensor | list[Tensor]:
-    """Return the next tensors as a list of this length; -1: the next tensor."""
-    return next(tensors) if length < 0 else [next(tensors) for _ in range(length)]
 
 
 def _reduce_states(states: Sequence[Any], reduction: Callable[[Tensor], Any] | None) -> Any:

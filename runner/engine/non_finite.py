@@ -136,11 +136,6 @@ class ModuleCalls:
                 producer = call
         return producer if any(call.is_outer and any(call.output) for call in self.completed) else None
 
-    @property
-    def any_bad_gradient(self) -> bool:
-        """True if a non-finite gradient was seen."""
-        return any(call.outside or call.inside for call in self.completed)
-
     def find_backward_culprit(self) -> ModuleCall | None:
         """Return the innermost module nearest to the loss that received finite gradients and returned others."""
         candidates = [call for call in self.completed if call.breaks_gradient]

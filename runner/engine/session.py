@@ -165,7 +165,8 @@ def _expected_errors(plan: Plan) -> Iterator[None]:
     except BaseException as error:  # a task may raise any exception
         source = task_source(plan.choices["task"].name, Path(plan.task_file) if plan.task_file else None)
         if isinstance(error, SystemExit):
-            raise _exit_fault(error, source) from error
+            what, fix = f"the task called sys.exit({error.code})", "return from the task, or raise an exception"
+            raise (make_task_fault(error, source, "the task") or AccelRunError(what, fix=fix)) from error
         reported = explain(error, source, "the run", plan.batch.micro_batch_size)
         if reported is None or reported is error:
             raise
@@ -179,13 +180,6 @@ def _internal_error(error: BaseException, directory: RunDirectory) -> AccelRunEr
     for note in getattr(error, "__notes__", ()):
         fault.add_note(note)
     return fault
-
-
-def _exit_fault(error: SystemExit, source: Path) -> AccelRunError:
-    """Return an error for a task that called sys.exit, which would otherwise end the run without a message."""
-    return make_task_fault(error, source, "the task") or AccelRunError(
-        f"the task called sys.exit({error.code})", fix="return from the task, or raise an exception"
-    )
 
 
 _NUM_RESERVED = 4  # enough to list a folder, read a checkpoint and write a file

@@ -135,7 +135,8 @@ class ShardReader:
 
     def _advance(self) -> Any:
         assert self._open is not None, "it is read"
-        self._seed("sample", 0 if self._length is None else self._epoch, [self._encode_next()])
+        code = encode_index(self._shard, self._next, self._source.num_shards)
+        self._seed("sample", 0 if self._length is None else self._epoch, [code])
         began = time.perf_counter()
         try:
             sample = next(self._open)
@@ -180,9 +181,6 @@ class ShardReader:
             where="stream",
             fix="correct its len(), or give none and use updates=N",
         )
-
-    def _encode_next(self) -> int:
-        return encode_index(self._shard, self._next, self._source.num_shards)
 
     def _name(self) -> str:
         many = self._source.num_shards > 1

@@ -277,7 +277,8 @@ class _ExitOnHang:
 
     def _report(self, heartbeat: Heartbeat) -> None:
         """Print and record the hang within seconds, even if something blocks or fails."""
-        name = _name_thread(self.world)
+        world = self.world
+        name = f"rank {world.rank} of {world.world_size}" if world.world_size > 1 else "the main thread"
         thread_stacks = {name: "has no stacks to show"}
         with suppress(Exception):
             thread_stacks[name] = stacks.dump()
@@ -327,7 +328,7 @@ def hang_error(
     error = Hang(
         f"{what} hangs: waited {heartbeat.waited_s:.0f} s, and the limit is {heartbeat.limit_s:.0f} s",
         where=": ".join(filter(None, (rank_name, str(place) if place else ""))),
-        fix=format_hang(thread_stacks, f"watchdog.{key}={_round_limit(4 * heartbeat.limit_s)}", file),
+        fix=format_hang(thread_stacks, f"watchdog.{key}={max(10, round(4 * heartbeat.limit_s / 10) * 10)}", file),
     )
     if heartbeat.phase:
         error.place = {"rank": rank, "phase": heartbeat.phase, "update": heartbeat.update}
@@ -355,10 +356,6 @@ def format_hang(thread_stacks: Mapping[str, str], override: str = "", file: str 
     return "\n".join(lines)
 
 
-def _name_thread(world: World) -> str:
-    return f"rank {world.rank} of {world.world_size}" if world.world_size > 1 else "the main thread"
-
-
 def _is_debugged(frames: list[stacks.StackFrame]) -> bool:
     if "pydevd" in sys.modules or any(stacks.is_debugger(frame.file) for frame in frames):
         return True
@@ -367,10 +364,6 @@ def _is_debugged(frames: list[stacks.StackFrame]) -> bool:
     except OSError:
         return False
     return "\nTracerPid:\t0\n" not in status
-
-
-def _round_limit(seconds: float) -> int:
-    return max(10, round(seconds / 10) * 10)
 
 
 def default(

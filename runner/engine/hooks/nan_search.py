@@ -184,7 +184,7 @@ class _UpdateSearch:
             what = f"first in the backward pass of {culprit}, whose forward pass is finite"
             return self._origin("module", what, micro)
         gradients = [weight.grad for weight in self.training.parameters if weight.grad is not None]
-        if calls.any_bad_gradient or not is_finite(gradients):
+        if any(call.outside or call.inside for call in calls.completed) or not is_finite(gradients):
             what = "the forward pass is finite, but the gradient of the loss with respect to its output is not"
             return self._origin("loss", what, micro)
         if gradients and not is_finite(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients)))):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 from runner.axes.dataloader import Loader
@@ -70,7 +71,7 @@ class StreamPosition(Hook):
         furthest: dict[int, list[Any]] = {}
         marks = [[shard, *mark._replace(note="")] for shard, mark in self._marks.items()]
         for shard, *mark in itertools.chain.from_iterable(self.phase.parts.world.gather(marks)):
-            furthest[shard] = max(furthest.get(shard, mark), mark, key=_mark_order)
+            furthest[shard] = max(furthest.get(shard, mark), mark, key=itemgetter(1, 0))  # epoch and item
         return {"shards": [[shard, *mark] for shard, mark in furthest.items()], "replays": self._is_replayed}
 
     def load_state_dict(self, state: Any) -> None:
@@ -105,10 +106,6 @@ class StreamPosition(Hook):
                 f"the stream is read from its beginning to where it was, because {reason}:"
                 f" {samples:,} samples, about {format_duration(seconds)} if one process reads them"
             )
-
-
-def _mark_order(mark: list[Any]) -> tuple[int, int]:
-    return int(mark[1]), int(mark[0])
 
 
 class StreamCheck(NamedTuple):
