@@ -26,8 +26,7 @@ from runner.base.order import MicroBatchKey
 from runner.base.stopwatch import Lap
 from runner.base.world import World
 from runner.distributed.parallel import ForwardPasses, Parallel
-from runner.distributed.pipeline_schedule import KEPT_STEPS
-from runner.distributed.pipelined import PLACEHOLDER, Pipelined
+from runner.distributed.pipelined import KEPT_STEPS, PLACEHOLDER, Pipelined
 from runner.engine.loop import Position, StepInfo, Training, train_updates
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import PROMISED, allowed, distance

@@ -35,7 +35,6 @@ KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
     "math": SDPBackend.MATH,
 }
-SHAPE = (1, 12, 1024, 64)  # batch, heads, length, head size: a sample of GPT-2
 NATIVE_SPEEDUP = 1.5  # over float32; matrix units are at least twice as fast, emulation is slower
 
 
