@@ -211,7 +211,7 @@ class Cuda(Accelerator):
         return self._torch.get_device_name(self.device)
 
     def uuid(self) -> str:
-        return str(getattr(self._torch.get_device_properties(self.device), "uuid", ""))
+        return _device_id(self._torch.get_device_properties(self.device))
 
     def capability(self) -> tuple[int, int] | None:
         return self._torch.get_device_capability(self.device)
@@ -308,7 +308,7 @@ def torch_devices() -> Iterator[TorchDevice]:
         properties = torch.cuda.get_device_properties(index)
         yield TorchDevice(
             properties.name,
-            str(getattr(properties, "uuid", "")),
+            _device_id(properties),
             properties.total_memory,
             None if is_rocm else (properties.major, properties.minor),
             _architecture(properties) if is_rocm else "",
@@ -333,9 +333,7 @@ def intel_devices() -> Iterator[TorchDevice]:
 
 def device_uuids() -> list[str]:
     """Return the UUIDs of torch's GPUs of device type `cuda` without prefix, in order."""
-    return [
-        str(getattr(torch.cuda.get_device_properties(index), "uuid", "")) for index in range(torch.cuda.device_count())
-    ]
+    return [_device_id(torch.cuda.get_device_properties(index)) for index in range(torch.cuda.device_count())]
 
 
 def torch_version() -> TorchView:
@@ -413,6 +411,16 @@ def _join_names(prefix: str, counters: Mapping[str, Any]) -> Iterator[tuple[str,
             yield prefix + name, value
         else:
             yield from _join_names(f"{prefix}{name}.", value)
+
+
+def _device_id(properties: Any) -> str:
+    """Return the UUID of a GPU or, on AMD, its PCI address: AMD SMI and HIP give the same GPU different UUIDs."""
+    bus = getattr(properties, "pci_bus_id", None)
+    if bus is not None and _is_rocm():
+        return (
+            f"{getattr(properties, 'pci_domain_id', 0):04x}:{bus:02x}:{getattr(properties, 'pci_device_id', 0):02x}.0"
+        )
+    return str(getattr(properties, "uuid", ""))
 
 
 def _matrix_units(properties: Any) -> str:

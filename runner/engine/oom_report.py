@@ -17,7 +17,7 @@ from runner.base.accelerator import get_accelerator
 from runner.base.oom_errors import OomCause, halve
 from runner.base.text import format_bytes
 from runner.host.cgroup import cgroup_memory_limit
-from runner.monitor.nvml import open_nvml
+from runner.monitor.gpu_driver import open_driver
 from runner.plan.run_plan import Plan
 
 NUM_LARGEST = 25
@@ -104,7 +104,7 @@ def measure_memory(shortage: OomCause, device: torch.device, uuid: str, samples:
 
 
 def _other_processes(uuid: str) -> tuple[MemoryHolder, ...]:
-    with open_nvml() as nvml:
+    with open_driver() as nvml:
         gpu = nvml.find(uuid) if uuid else None
         processes = (nvml.processes(gpu) if gpu is not None else None) or ()
     holders = []

@@ -22,8 +22,9 @@ from typing import Any
 
 from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.loaded_torch import torch_uuids
+from runner.monitor.gpu_driver import open_driver
 from runner.monitor.monitor_thread import MachineSamples, Monitor, read_samples
-from runner.monitor.nvml import Nvml, open_nvml, strip_uuid_prefix, visible
+from runner.monitor.nvml import Nvml, strip_uuid_prefix, visible
 
 
 class GPUStats:
@@ -179,7 +180,7 @@ def _resolve_devices(devices: Sequence[int | str] | int | str) -> list[str]:
     requested = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]
     if not requested:
         raise _device_error("must name a GPU, but is empty")
-    with open_nvml() as nvml:
+    with open_driver() as nvml:
         torch_order = _torch_uuids()
         if torch_order is None:
             uuids = [gpu.uuid for gpu in visible(nvml.gpus).gpus]

@@ -17,8 +17,9 @@ from typing import Any, Literal, get_args
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.values import Interval, Range
 from runner.monitor.alerts import Alert, AlertMonitor
+from runner.monitor.gpu_driver import open_driver
 from runner.monitor.machine_sample import Gpus, GpuUser, Host, ProcessTree
-from runner.monitor.nvml import Gpu, Nvml, open_nvml, visible
+from runner.monitor.nvml import Gpu, Nvml, visible
 from runner.monitor.samples import COLUMNS, MachineSamples, Readings, SampledGpu, SampleTally, Summary
 from runner.monitor.samples_file import SamplesFile, read_samples
 from runner.monitor.timeout_call import TimeoutCall
@@ -251,7 +252,7 @@ class Monitor(NoMonitor):
 
     def _sample_gpus(self, process_tree: ProcessTree) -> Generator[_GpuSample]:
         """Yield an empty reading once the driver has responded, then one of the GPUs each time."""
-        with open_nvml() as nvml:
+        with open_driver() as nvml:
             chosen = self._choose_gpus(nvml)
             self._devices = MappingProxyType(
                 {f"gpu{at}": SampledGpu(gpu.name, gpu.uuid) for at, gpu in enumerate(chosen)}

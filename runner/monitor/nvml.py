@@ -12,7 +12,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, NamedTuple, TypeVar
 
 Result = TypeVar("Result")
 
@@ -106,6 +106,19 @@ class GpuEvent:
         return gpu.index == self.gpu.index and not is_other
 
 
+class VendorTool(NamedTuple):
+    """Command lines of the vendor's tool that doctor recommends.
+
+    name           the tool that lists GPUs and processes
+    lost           for a GPU that does not respond
+    memory_errors  for a GPU with uncorrected memory errors
+    """
+
+    name: str = "nvidia-smi"
+    lost: str = "nvidia-smi; dmesg | grep -i xid; then restart the machine"
+    memory_errors: str = "nvidia-smi -q -d ECC,PAGE_RETIREMENT; nvidia-smi -r while it is idle"
+
+
 class Nvml:
     """The GPUs of this machine; none, with `why_not`, if NVML is not available.
 
@@ -117,6 +130,8 @@ class Nvml:
     lost            GPU -> why it no longer responds; it is not queried again
     denied          GPU -> metrics that this user may not read
     """
+
+    tool = VendorTool()
 
     def __init__(self, library: Any = None, why_not: str = "") -> None:
         self.why_not = why_not

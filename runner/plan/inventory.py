@@ -30,7 +30,8 @@ from runner.base.loaded_torch import cuda_is_initialized
 from runner.host.cgroup import cgroup_limits
 from runner.host.resources import affinity
 from runner.host.subprocesses import run_in_subprocess
-from runner.monitor.nvml import NO_DRIVER, Gpu, Nvml, iter_instances, open_nvml, visible
+from runner.monitor.gpu_driver import open_driver
+from runner.monitor.nvml import NO_DRIVER, Gpu, Nvml, iter_instances, visible
 
 GIB = 2**30
 Kind = Literal["cuda", "mps", "xpu", "cpu"]
@@ -221,7 +222,7 @@ def _query_gpus() -> _Gpus:
 
 def _query_gpus_here(query_torch: Callable[[], TorchView]) -> _Gpus:
     torch_view = query_torch()
-    with open_nvml() as nvml:
+    with open_driver() as nvml:
         devices, notes = match_devices(nvml, torch_view, os.environ)
         return _Gpus(torch_view, devices, notes, nvml.driver_version, "" if devices else nvml.why_not)
 

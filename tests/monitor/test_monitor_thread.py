@@ -230,7 +230,7 @@ def test_a_monitor_that_fails_inside_is_a_note_and_not_an_error(
     def broken() -> None:
         raise ValueError("unexpected")
 
-    monkeypatch.setattr(module, "open_nvml", broken)
+    monkeypatch.setattr(module, "open_driver", broken)
     with Monitor(None, 0.01) as monitor:
         wait_until(lambda: monitor.notes)
 
@@ -248,7 +248,7 @@ def test_a_hanging_driver_delays_neither_start_nor_stop(monkeypatch: pytest.Monk
         answered.set()
         return Nvml()
 
-    monkeypatch.setattr(module, "open_nvml", hang)
+    monkeypatch.setattr(module, "open_driver", hang)
     monitor = Monitor(None, 0.01)
     monitor.start()
     wait_until(asked.is_set)
@@ -608,7 +608,7 @@ def test_with_a_driver_that_hangs_on_open_cpu_and_ram_are_still_monitored(monkey
     release = threading.Event()
     monkeypatch.setattr(module, "OPEN_TIMEOUT_S", 0.1)
     monkeypatch.setattr(module, "STALE_S", 0.2)
-    monkeypatch.setattr(module, "open_nvml", lambda: release.wait(20) and Nvml())
+    monkeypatch.setattr(module, "open_driver", lambda: release.wait(20) and Nvml())
     with Monitor(None, 0.02) as monitor:
         wait_until(lambda: "ram/percent" in monitor.latest())
         wait_until(lambda: any("the GPUs are not monitored" in note for note in monitor.notes))
@@ -670,7 +670,7 @@ def test_a_summary_without_earlier_samples_is_marked(
         path.write_text("timestamp,phase,device,uuid\n1.0,train,gpu0,GPU-1\n2.0,train,gpu0,GPU-1\n")
         nvml = Nvml()
         nvml.gpus = (Gpu(0, "GPU-2", "H100"),)
-        monkeypatch.setattr(module, "open_nvml", lambda: nvml)
+        monkeypatch.setattr(module, "open_driver", lambda: nvml)
     before = len(read_samples(path))
     summary = sampled(path).summary()
 

@@ -19,7 +19,7 @@ from runner.config.config_files import profile_facts
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.forecast.demand import predict_needs
-from runner.monitor.nvml import open_nvml
+from runner.monitor.gpu_driver import open_driver
 from runner.plan.inventory import Inventory
 from runner.plan.memory_fit import predict_memory
 from runner.plan.overhead import get_overhead
@@ -147,7 +147,7 @@ def compare_kernel(subject: str, expected: str, found: str) -> CheckResult:
 def context_memory(context: CheckContext) -> Iterator[CheckResult]:
     """Context: GPU memory of a process without tensors, after kernels and libraries are loaded."""
     for device in context.pending(context.cuda_gpus, lambda device: device.torch_name):
-        with open_nvml() as nvml:
+        with open_driver() as nvml:
             gpu = nvml.find(device.uuid) if device.uuid else None
             before = (nvml.read(gpu, ["memory_used_bytes"])["memory_used_bytes"] if gpu else None) or 0
         where = torch.device(device.torch_name)

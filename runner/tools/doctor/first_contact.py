@@ -22,7 +22,7 @@ from runner.base.loaded_torch import is_stand_in
 from runner.base.text import format_bytes
 from runner.config.request import Request, merge_overrides
 from runner.durable.record_files import read_record
-from runner.monitor.nvml import open_nvml
+from runner.monitor.gpu_driver import open_driver
 from runner.plan.inventory import Device
 from runner.tools.doctor import gpu_checks, software
 from runner.tools.doctor.findings import (
@@ -145,7 +145,7 @@ def _watch_other_gpus(device: Device) -> Iterator[dict[str, float]]:
     stopped = threading.Event()
 
     def watch() -> None:
-        with open_nvml() as nvml:
+        with open_driver() as nvml:
             if not device.uuid or nvml.find(device.uuid) not in nvml.gpus:  # unknown, or a MIG instance
                 return
             others = {gpu.uuid: gpu for gpu in nvml.gpus if gpu != nvml.find(device.uuid)}

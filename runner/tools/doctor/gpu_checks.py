@@ -10,15 +10,16 @@ import psutil  # type: ignore[import-untyped]
 
 from runner.base.secret import sanitize
 from runner.monitor.alerts import THROTTLE_ADVICE
+from runner.monitor.gpu_driver import open_driver
 from runner.monitor.machine_sample import pids_are_of_host
-from runner.monitor.nvml import Gpu, GpuProcess, Nvml, decode_throttle_reasons, iter_instances, open_nvml, visible
+from runner.monitor.nvml import Gpu, GpuProcess, Nvml, decode_throttle_reasons, iter_instances, visible
 from runner.plan.inventory import GIB, Device, Inventory, take_inventory
 from runner.tools.doctor.findings import CheckContext, CheckResult, SharedResult, failed, ok, skip, warn
 
 
 def driver(context: CheckContext) -> Iterator[CheckResult]:
     """NVML: driver, state of each GPU."""
-    with open_nvml() as nvml:
+    with open_driver() as nvml:
         if not nvml.gpus and not nvml.notes:
             yield _judge_missing_gpu(nvml.why_not)
             return
@@ -26,14 +27,14 @@ def driver(context: CheckContext) -> Iterator[CheckResult]:
         seen = f"{nvml.driver_version}{serves}, {len(nvml.gpus)} GPU(s)"
         yield ok("", seen)
         for note in nvml.notes:
-            yield failed("", note, _FIX_LOST, _WHY_LOST)
+            yield failed("", note, nvml.tool.lost, _WHY_LOST)
         for gpu in nvml.gpus:
             yield _judge_state(gpu, nvml)
 
 
 def processes(context: CheckContext) -> Iterator[CheckResult]:
     """Other processes on each GPU."""
-    with open_nvml() as nvml:
+    with open_driver() as nvml:
         if not nvml.gpus:
             yield skip("", "no GPU")
         for gpu in iter_instances(nvml.gpus):
@@ -71,7 +72,7 @@ def versions(context: CheckContext) -> Iterator[CheckResult]:
     if here.cuda_version is None:
         yield skip("CUDA", f"torch {here.torch_version} was built without it")
         return
-    with open_nvml() as nvml:
+    with open_driver() as nvml:
         yield _compare_with_driver(here.cuda_version, nvml)
     if here.cudnn_version is None:
         yield failed("cuDNN", "torch cannot load it", f'pip install --force-reinstall "torch=={here.torch_version}"')
@@ -85,7 +86,7 @@ def versions(context: CheckContext) -> Iterator[CheckResult]:
 
 def numbering(context: CheckContext) -> Iterator[CheckResult]:
     """GPU indices in CUDA and NVML, by UUID."""
-    with open_nvml() as nvml:
+    with open_driver() as nvml:
         if not nvml.gpus:
             yield skip("", "no GPU")
             return
@@ -93,10 +94,10 @@ def numbering(context: CheckContext) -> Iterator[CheckResult]:
         pairs = [(device, nvml.find(device.uuid)) for device in seen if device.uuid]
         differing = [(device, gpu) for device, gpu in pairs if gpu is not None and gpu.index != device.index]
         for device, gpu in differing:
-            numbers = f"{device.torch_name} ({device.name}) is GPU {gpu.index} of nvidia-smi: {gpu.uuid}"
+            numbers = f"{device.torch_name} ({device.name}) is GPU {gpu.index} of {nvml.tool.name}: {gpu.uuid}"
             yield warn(device.torch_name, numbers, _suggest_order_fix(), _WHY_ORDER)
         if pairs and not differing:
-            yield ok("", f"{len(pairs)} GPU(s) have the number that nvidia-smi shows")
+            yield ok("", f"{len(pairs)} GPU(s) have the number that {nvml.tool.name} shows")
         note = visible(nvml.gpus, os.environ).note
         if note and (not pairs or "CUDA_VISIBLE_DEVICES" in note):
             yield warn("CUDA_VISIBLE_DEVICES" if "VISIBLE" in note else "", note, _suggest_order_fix(), _WHY_ORDER)
@@ -135,13 +136,13 @@ def _judge_state(gpu: Gpu, nvml: Nvml) -> CheckResult:
     if now.get("pcie_generation") and now.get("pcie_width"):
         parts.append(f"PCIe {now['pcie_generation']:.0f} x{now['pcie_width']:.0f}")
     if gpu in nvml.lost:
-        return failed(name, f"{gpu.name} is lost: {nvml.lost[gpu]}", _FIX_LOST, _WHY_LOST)
+        return failed(name, f"{gpu.name} is lost: {nvml.lost[gpu]}", nvml.tool.lost, _WHY_LOST)
     if gpu in nvml.denied:
         parts.append(f"no permission to read {', '.join(sorted(nvml.denied[gpu]))}")
     errors = now.get("ecc_uncorrected")
     if errors:
         seen = f"{', '.join(parts)}; {errors:.0f} errors in its memory that ECC could not correct"
-        return failed(name, seen, "nvidia-smi -q -d ECC,PAGE_RETIREMENT; nvidia-smi -r while it is idle", _WHY_ECC)
+        return failed(name, seen, nvml.tool.memory_errors, _WHY_ECC)
     slowed = decode_throttle_reasons(now.get("throttle_reasons"))
     seen = ", ".join(parts) + (f"; clocks are throttled by {', '.join(slowed)}" if slowed else "")
     # A busy GPU is at its power limit.
@@ -187,7 +188,7 @@ def _judge_unlisted_processes(name: str, gpu: Gpu, nvml: Nvml) -> CheckResult:
     if is_idle or gpu.instances:  # memory and load of a MIG GPU are those of its instances
         return ok(name, f"no other processes; {' and '.join(parts)}")
     seen = f"{' and '.join(parts)}, by processes that the driver does not show here (in a container?)"
-    fix = "nvidia-smi on the host lists them; or export CUDA_VISIBLE_DEVICES=UUID of another GPU"
+    fix = f"{nvml.tool.name} on the host lists them; or export CUDA_VISIBLE_DEVICES=UUID of another GPU"
     return warn(name, seen, fix)
 
 
@@ -263,7 +264,6 @@ MINIMA: dict[str, tuple[int, ...]] = {
 }  # older ones lack kernels that torch >= 2.11 has
 _MAX_PROCESSES = 4
 _IDLE_BYTES, _IDLE_PERCENT = GIB, 5  # older drivers report less than this as used on an idle GPU
-_FIX_LOST = "nvidia-smi; dmesg | grep -i xid; then restart the machine"
 _WHY_LOST = "it cannot be used until it responds again"
 _WHY_ECC = "memory errors corrupt data: results from this GPU cannot be trusted"
 _WHY_ORDER = "CUDA and nvidia-smi number the GPUs differently"

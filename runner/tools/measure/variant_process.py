@@ -53,7 +53,8 @@ from runner.host.parent_death import die_with_parent
 from runner.host.resources import affinity
 from runner.host.run_queue import RunQueueWait
 from runner.host.stacks import dump_on_signal
-from runner.monitor.nvml import Gpu, Nvml, decode_throttle_reasons, open_nvml
+from runner.monitor.gpu_driver import open_driver
+from runner.monitor.nvml import Gpu, Nvml, decode_throttle_reasons
 from runner.plan.run_plan import PhasePlan
 from runner.profiling.peak_memory import host_peak_gib
 from runner.tools.measure.forked_ranks import error_reply, send_reply, serve_ranks
@@ -221,7 +222,7 @@ class DeviceBlockClock(BlockClock):
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.nvml: Nvml = open_nvml()
+        self.nvml: Nvml = open_driver()
         self.gpu: Gpu | None = self.nvml.find_torch_device(get_accelerator(device).uuid())
 
     def record(self) -> Any:

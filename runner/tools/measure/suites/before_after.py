@@ -14,7 +14,8 @@ from runner.base.json_converter import encode
 from runner.config.configuration import Configuration, compose
 from runner.config.options import find_signature
 from runner.config.request import override_key
-from runner.monitor.nvml import Gpu, Nvml, iter_instances, open_nvml
+from runner.monitor.gpu_driver import open_driver
+from runner.monitor.nvml import Gpu, Nvml, iter_instances
 from runner.tools.measure.compare import MIN_ROUNDS, CompareLimits
 from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
 from runner.tools.measure.measurement_context import MeasurementContext
@@ -162,7 +163,7 @@ def _measure_gpu_busy(
     context: MeasurementContext, result: ComparisonResult, suite_request: SuiteRequest
 ) -> dict[str, float | None]:
     """Return variant -> GPU utilization in percent; None if unknown."""
-    nvml = open_nvml()
+    nvml = open_driver()
     gpu = next((gpu for gpu in iter_instances(nvml.gpus) if gpu.uuid == context.plan.device_uuid), None)
     busy: dict[str, float | None] = dict.fromkeys(trial.name for trial in result.variants)
     for trial in result.variants if gpu is not None else ():
