@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import sys
 import types
@@ -12,11 +11,10 @@ from typing import Any
 import pytest
 
 from runner.base.gpu_facts import TorchDevice, TorchView
-from runner.cli import main
 from runner.monitor import gpu_driver
-from runner.monitor.machine_sample import Gpus, Host
 from runner.monitor.amd_smi import AmdSmi, open_amd_smi
 from runner.monitor.gpu_driver import open_driver
+from runner.monitor.machine_sample import Gpus, Host
 from runner.monitor.nvml import METRICS, GpuProcess, Nvml
 from runner.plan.inventory import match_devices
 from runner.tools.doctor import gpu_checks
