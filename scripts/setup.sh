@@ -64,7 +64,7 @@ _install() {
 
     printf '%s\n%s\n' "$(_fingerprint)" "${extras//$'\n'/ }" >"$venv/.stamp.new"
     mv -- "$venv/.stamp.new" "$venv/.stamp"
-    _say "done in $((SECONDS - started)) s"
+    _say "done in $((SECONDS - started)) s; to use accel-run in this shell: source $(printf %q "$venv")/bin/activate"
 }
 
 _is_ready() {
