@@ -100,7 +100,10 @@ def read_run_row(path: Path) -> RunRow:
     record, plan = read_record(path), read_plan(path)
     last = read_last_row(path / "metrics.jsonl")
     state = derive_state(record)
-    phase, update = last.get("phase"), last.get("update")
+    reached = [*record.result.phases.values()][-1:]  # a run that stopped before its first row of metrics
+    phase, update = (
+        (last.get("phase"), last.get("update")) if last or not reached else (reached[0].name, reached[0].updates)
+    )
     loss = {"train/loss": last["train/loss"]} if is_number(last.get("train/loss")) else {}
     totals = {phase_plan.name: phase_plan.updates for phase_plan in plan.phases}
     return RunRow(

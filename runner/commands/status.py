@@ -131,7 +131,8 @@ def _print_phases(directory: RunDirectory, record: RunRecord) -> None:
         )
         _print(f"  phase       {phase}: update {row.get('update')} of {total}{finished_note}   {loss_text}")
     if not last_rows:
-        _print("  phase       no update yet")
+        reached = [f"{name}: update {phase.updates} of {phase.total}" for name, phase in ended_phases.items()]
+        _print(f"  phase       {reached[-1] if reached else 'no update yet'}")
     items_per_s = throughput(record.evidence, last)
     if items_per_s is not None:
         item = starts.get(str(last.get("phase")), {}).get("item") or "item"

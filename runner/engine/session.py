@@ -58,7 +58,8 @@ def _run_first_rank(job: Job, world: World) -> SessionEnd:
                 ended = _train(job, world, attempt, screen)
         except BaseException as error:
             reserved.close()
-            if isinstance(error, MissingPackage) and directory.is_new and not attempt.reached:
+            is_refused = isinstance(error, AccelRunError) and not directory.run_json.exists()
+            if directory.is_new and not attempt.reached and (is_refused or isinstance(error, MissingPackage)):
                 with suppress(AccelRunError):
                     directory.discard()  # nothing to resume; run=last still means the previous run
                 raise

@@ -232,3 +232,24 @@ def test_a_loss_missing_from_the_last_evaluation_is_not_an_earlier_one(
     with rows.open("a") as file:
         file.write(json.dumps(last) + "\n")
     assert any(f"val/loss {NOT_MEASURED}" in line for line in status(capsys, "finished"))
+
+
+def test_a_run_that_stops_before_its_first_row_of_metrics_reports_its_update(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    stopped = folder / "outputs" / "stopped"
+    (stopped / "metrics.jsonl").write_text("")
+    result = json.loads((stopped / "run.json").read_text())["phases"]["train"]
+    reached = f"{result['updates']} of {result['total']}"
+    assert [line for line in status(capsys, "stopped") if reached in line]
+    assert main(["runs"]) == 0
+    (row,) = (line for line in capsys.readouterr().out.splitlines() if line.startswith("stopped "))
+    assert reached.replace(" of ", "/") in row
+
+
+def test_a_start_that_is_refused_before_it_writes_its_settings_leaves_no_folder(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    result = server.run([*BASE, "run=refused", "resume=nowhere"], tmp_path)
+    assert result.code == 66, result.err
+    assert not (tmp_path / "outputs" / "refused").exists()
