@@ -51,10 +51,11 @@ def run(argv: list[str]) -> int:
     demand = trace_memory_needs(configuration, inventory, alternatives=True, on_wait=on_wait)
     plan = make_plan(configuration, inventory, needs=demand)
     memory_lines, changes = _predict_memory(configuration, inventory, plan, demand, on_wait)
-    print(f"plan for {machine}: {plan.device_name}")
+    title = f"plan for {machine}: {plan.device_name}"
     rows = [(key, display_value(value), plan.reason(key)) for key, value in plan.values().items()]
+    batches = "\n".join(map(str, plan.selected)) if plan.phase_keys else str(plan.batch)
     sections = [
-        "\n".join(map(str, plan.selected)) if plan.phase_keys else str(plan.batch),
+        f"{title}\n{batches}",
         "\n".join(format_rank_table(plan)) if plan.world_size > 1 else "",
         "\n".join(demand.layout) if plan.batch.stages > 1 else "",
         "\n".join(memory_lines),

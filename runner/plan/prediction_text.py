@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -21,7 +20,6 @@ from runner.plan.memory_fit import (
 from runner.plan.run_plan import PhasePlan, Plan, rank_part
 from runner.plan.update_time import DeviceRates, format_seconds, predict_phase_time
 
-WIDTH = 80  # columns
 MAX_COLUMNS = 5  # kinds of ranks side by side
 MAX_SAMPLES = 1_000_000  # upper limit of the search
 
@@ -53,7 +51,7 @@ def format_prediction(
     """
     if not plan.memory:
         why = needs.why_not or "no phase trains"
-        return _wrap("memory", f"not predicted: {why}; the summary of a run shows its peak")
+        return [_format_row("memory", f"not predicted: {why}; the summary of a run shows its peak")]
     lines: list[str] = []
     phases = [phase for phase in plan.selected if phase.name in needs.demands]
     for phase in phases:
@@ -68,12 +66,10 @@ def format_prediction(
         lines += ["", "settings that would fit, fastest first (peak memory and time are estimates):"]
         lines += [f"{'peak':>9}  {'time':>7}  overrides", *map(str, changes)]
     elif not all(memory.prediction.fits for memory in plan.memory):
-        lines += ["", *_wrap("advice", "no setting that was tried fits: use a smaller model or more memory")]
+        lines += ["", _format_row("advice", "no setting that was tried fits: use a smaller model or more memory")]
     if untried:
-        lines += _wrap("not tried", f"{', '.join(map(' '.join, untried))}: tracing them would take too long")
-    lines += [""]
-    lines += [line for assumption in _list_assumptions(plan, needs) for line in _wrap("", assumption)]
-    return lines
+        lines += [_format_row("not tried", f"{', '.join(map(' '.join, untried))}: tracing them would take too long")]
+    return [*lines, "", *_list_assumptions(plan, needs)]
 
 
 def summarize_memory(memories: Sequence[RankMemory]) -> list[str]:
@@ -127,14 +123,14 @@ def _format_micro_batches(plan: Plan, phase: PhasePlan, demand: Demand, memories
         limits.append(f"{beyond}{most:,} on {_format_ranks(kind)} (this run: {kind[0].samples:,})")
     if not limits:
         return []
-    lines = _wrap("micro-batch", "largest that fits: " + ", ".join(limits))
+    lines = [_format_row("micro-batch", "largest that fits: " + ", ".join(limits))]
     share = max(phase.batch.shares)
     size = choose_micro_batch_size(share, fit)
     if 0 < fit < share and size < fit:
         steps = -(-share // size)
         even = "of equal size" if share % size == 0 else "of about equal size"
         setting = f"{size:,}" if is_settable(plan, phase.batch, size) else "micro_batch_size=auto"
-        lines += _wrap(" ", f"recommended: {setting} ({share:,} samples in {steps:,} micro-batches {even})")
+        lines += [_format_row("", f"recommended: {setting} ({share:,} samples in {steps:,} micro-batches {even})")]
     return lines
 
 
@@ -152,7 +148,7 @@ def _format_layers(demand: Demand, memories: Sequence[RankMemory]) -> list[str]:
         f"{layer.name or 'the model itself'} {layer.activations / demand.activation_bytes:.0%}"
         for layer in demand.layers
     ]
-    return _wrap("activations", "held by " + ", ".join(shares))
+    return [_format_row("activations", "held by " + ", ".join(shares))]
 
 
 def _format_time(plan: Plan, phase: PhasePlan, demand: Demand, rates: Mapping[str, DeviceRates]) -> list[str]:
@@ -161,13 +157,13 @@ def _format_time(plan: Plan, phase: PhasePlan, demand: Demand, rates: Mapping[st
     if time is None:
         unknown = (rank.name for rank in plan.ranks if not rates.get(rank.name, DeviceRates()).is_known)
         why = next((f"no hardware profile lists {name}" for name in unknown), "the operators are unknown")
-        return _wrap("update time", f"not predicted: {why}")
+        return [_format_row("update time", f"not predicted: {why}")]
     rate = f"{phase.batch.global_batch_size / time.seconds:,.3g} samples/s{'' if time.is_complete else ' at most'}"
-    lines = _wrap("update time", f"{time}, {rate}")
+    lines = [_format_row("update time", f"{time}, {rate}")]
     for part in time.parts:
         seconds = "unknown" if part.seconds is None else format_seconds(part.seconds)
-        lines += _wrap(f"{seconds:>{_NAME_WIDTH}}", f"{part.name}: {part.how}")
-    return [*lines, *_wrap(" ", "without data loading; sources and accuracy: docs/update-time.md")]
+        lines += [_format_row(f"{seconds:>{_NAME_WIDTH}}", f"{part.name}: {part.how}")]
+    return [*lines, _format_row("", "without data loading; sources and accuracy: docs/update-time.md")]
 
 
 def _list_assumptions(plan: Plan, needs: MemoryNeeds) -> list[str]:
@@ -245,9 +241,8 @@ def _format_size(size: int) -> str:
     return format_bytes(size) if size else "unknown"
 
 
-def _wrap(name: str, text: str) -> list[str]:
-    lead = f"{name:<{_NAME_WIDTH}}  " if name else ""
-    return textwrap.wrap(text, WIDTH, initial_indent=lead, subsequent_indent=" " * len(lead), break_long_words=False)
+def _format_row(name: str, text: str) -> str:
+    return f"{name:<{_NAME_WIDTH}}  {text}"
 
 
 _NAME_WIDTH = 12

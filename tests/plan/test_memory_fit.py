@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.base.json_converter import decode_valid, encode
-from runner.base.text import format_bytes
+from runner.base.text import format_bytes, wrap
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
 from runner.plan.cuda_allocator import AllocatorSettings
@@ -31,7 +31,7 @@ from runner.plan.memory_fit import (
 from runner.plan.memory_trace import Bytes, ComputeCost, Layer, ModelSizes, Traced
 from runner.plan.overhead import get_overhead
 from runner.plan.planner import make_plan, should_trace_memory
-from runner.plan.prediction_text import WIDTH, FittingChange, format_prediction, summarize_memory
+from runner.plan.prediction_text import FittingChange, format_prediction, summarize_memory
 from runner.plan.rank_devices import RankDevice
 from runner.plan.run_plan import Plan
 from runner.plan.update_time import DeviceRates
@@ -316,7 +316,9 @@ def test_every_line_fits_a_terminal_and_marks_estimates(count: int) -> None:
         made, needs, {gpu.name: DeviceRates(1e13, 1e11) for gpu in gpus}, changes, [("memory=budget",)]
     )
     text = "\n".join(lines)
-    assert max(map(len, lines)) <= WIDTH, text
+    for columns in (60, 80) if count == 1 else (80,):
+        assert max(map(len, wrap(text, columns).split("\n"))) <= columns, text
+    assert all(line.endswith(".") for line in lines if line.startswith("Traced on fake")), "only the terminal wraps"
     assert "DOES NOT FIT" in text or all(each.prediction.fits for each in made.memory)
     for words_of_it in ("predicted", "blocks.*.mlp 100%", "update time", "x 1.50", "unknown", "NOT EXACT", "not tried"):
         assert words_of_it in text, text
