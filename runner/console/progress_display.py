@@ -234,7 +234,6 @@ class TerminalConsole(Console):
 
 
 def _format_figure(name: str, value: float) -> tuple[str, int]:
-    """Return a figure as text, and its rank: higher ranks are dropped first on a narrow terminal."""
     if name not in FIGURES:
         return f"{name} {value:.4g}", 9
     pattern, rank = FIGURES[name]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import TextIO
 
 from runner.base.division import Batch
 from runner.base.text import format_duration, format_gib, format_metric, format_rate, format_table
@@ -146,7 +145,7 @@ class EndOfRun:
     phases: tuple[str, ...] = ()
 
 
-def format_start(start: StartOfRun, *, ascii_only: bool = False) -> str:
+def format_start(start: StartOfRun) -> str:
     """Return the report before the first update: machine, techniques in use, those that are off on one line, batch."""
     rows = [
         ("run", f"{start.run_name} ({start.task})"),
@@ -162,11 +161,10 @@ def format_start(start: StartOfRun, *, ascii_only: bool = False) -> str:
         ("directory", start.run_dir),
         *_label_rows("note", start.notes),
     ]
-    text = "\n".join(format_table(rows))
-    return _to_ascii(text) if ascii_only else text
+    return "\n".join(format_table(rows))
 
 
-def format_end(end: EndOfRun, *, ascii_only: bool = False) -> str:
+def format_end(end: EndOfRun) -> str:
     """Return the report after the last update: results, where the time went, the bottleneck, the next commands."""
     throughput = "" if end.items_per_s is None else f", {format_rate(end.items_per_s)} {end.item}s/s"
     times, learned = end.time, end.learned
@@ -188,17 +186,7 @@ def format_end(end: EndOfRun, *, ascii_only: bool = False) -> str:
         *_label_rows("note", end.notes),
         *_label_rows("next", end.next_commands),
     ]
-    text = "\n".join(format_table(rows))
-    return _to_ascii(text) if ascii_only else text
-
-
-def prints_only_ascii(stream: TextIO) -> bool:
-    """Return whether `stream` cannot encode the symbols of these reports."""
-    try:
-        "".join(ASCII).encode(stream.encoding or "ascii")
-    except (UnicodeEncodeError, LookupError):
-        return True
-    return False
+    return "\n".join(format_table(rows))
 
 
 def _format_disabled(techniques: Iterable[TechniqueLine]) -> list[str]:
@@ -233,12 +221,3 @@ def _describe_limits(times: TimeSpent) -> str:
 def _label_rows(name: str, values: Iterable[str]) -> list[tuple[str, str]]:
     """Return a row per value, named in the first only."""
     return [(name if index == 0 else "", value) for index, value in enumerate(values)]
-
-
-def _to_ascii(text: str) -> str:
-    for symbol, plain in ASCII.items():
-        text = text.replace(symbol, plain)
-    return text.encode("ascii", errors="replace").decode()
-
-
-ASCII: Mapping[str, str] = {"✓": "+", "–": "-", "—": "-"}  # noqa: RUF001 - notes may have an en dash

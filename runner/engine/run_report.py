@@ -63,7 +63,6 @@ def report_start(
             phases=tuple(map(str, plan.selected)) if plan.phase_keys else (),
             memory=tuple(summarize_memory(plan.memory)),
         ),
-        ascii_only=screen.ascii_only,
     )
     screen.info(text)
     if start is None:
@@ -126,7 +125,6 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
             if len(run.progress.records) > 1
             else (),
         ),
-        ascii_only=screen.ascii_only,
     )
     screen.info("\n" + text)
     screen.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)

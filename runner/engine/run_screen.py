@@ -16,7 +16,6 @@ from runner.base.order import Order
 from runner.base.stream_order import ENDLESS
 from runner.base.text import format_metric
 from runner.console.progress_display import ProgressDisplay, make_progress
-from runner.console.run_summary import prints_only_ascii
 from runner.durable.directory import RunDirectory
 from runner.monitor.alerts import Alert
 from runner.records.events import Console, Events, terminal_log_level
@@ -41,7 +40,6 @@ class Screen:
         self.first_update_is_due = True
         self.has_several_phases = False  # then the progress display shows the name of the phase
         self._is_due = self.progress.due
-        self.ascii_only = prints_only_ascii(sys.stdout)
 
     def __enter__(self) -> Screen:
         return self

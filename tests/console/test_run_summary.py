@@ -3,11 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-import io
 import re
 from collections.abc import Callable
-
-import pytest
 
 from runner.base.division import Batch
 from runner.console.run_summary import (
@@ -19,7 +16,6 @@ from runner.console.run_summary import (
     TimeSpent,
     format_end,
     format_start,
-    prints_only_ascii,
 )
 
 START = StartOfRun(
@@ -76,12 +72,6 @@ def test_the_start_report_in_full(screen: Callable[..., None]) -> None:
     screen(format_start(START))
 
 
-def test_the_start_report_in_ascii_has_the_same_content(screen: Callable[..., None]) -> None:
-    text = format_start(dataclasses.replace(START, notes=("51 °C",)), ascii_only=True)
-    assert text.isascii()
-    screen(text)
-
-
 def test_unequal_ranks_are_shown_as_a_sum() -> None:
     start = dataclasses.replace(START, batch=Batch(32, 19, (19, 13)))
     assert "32 = 19 + 13" in format_start(start)
@@ -117,13 +107,6 @@ def test_a_resumed_process_reports_its_updates_with_its_time() -> None:
 
     assert figures(200) == ["1000", "1000", "200", "2", "5"]
     assert figures(1000) == ["1000", "1000", "2", "5"]
-
-
-@pytest.mark.parametrize(
-    ("encoding", "only_ascii"), [("utf-8", False), ("ascii", True), ("latin-1", True), ("cp1252", True)]
-)
-def test_the_encoding_of_the_stream_determines_the_tick_marks(encoding: str, only_ascii: bool) -> None:
-    assert prints_only_ascii(io.TextIOWrapper(io.BytesIO(), encoding=encoding)) is only_ascii
 
 
 def test_the_cores_of_other_processes_are_part_of_the_limit() -> None:

@@ -116,17 +116,24 @@ def draw_over_updates(run: RunData, key: str, name: str, color: str, *, include_
 
 def format_axes(axes: Any, run: RunData, label: str, *, with_names: bool = True) -> None:
     """Label the axes. If there are several phases, shade them, and name them where there is space."""
-    axes.set_ylabel(label)
-    axes.set_xlabel("update")
-    axes.locator_params(axis="x", integer=True)
-    axes.grid(visible=True)
-    axes.set_axisbelow(True)
+    label_axes(axes, "update", label)
     phases = run.curves.phases
     total = max((end for _, end in phases.values()), default=0) or 1
     axes.set_xlim(-0.02 * total, 1.02 * total)
     if len(phases) < 2:
         return
     shade_phases(axes, [(name, *ends) for name, ends in phases.items()], total, with_names=with_names)
+
+
+def label_axes(axes: Any, x: str, y: str, *, is_whole: bool = True) -> None:
+    """Label the axes and draw a grid.
+
+    is_whole  ticks of the x axis are integers
+    """
+    axes.set(xlabel=x, ylabel=y)
+    axes.locator_params(axis="x", integer=is_whole)
+    axes.grid(visible=True)
+    axes.set_axisbelow(True)
 
 
 def describe_range(name: str, curve: Curve) -> str:

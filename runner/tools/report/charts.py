@@ -31,7 +31,7 @@ from runner.tools.report.chart_parts import (
 from runner.tools.report.machine_charts import gpus, machine, memory
 from runner.tools.report.rank_charts import ranks
 from runner.tools.report.run_data import Curve, RunData, make_printable
-from runner.tools.report.svg import GRID, MUTED, page_style, render_svg
+from runner.tools.report.svg import GRID, MUTED, make_chart, page_style
 
 
 def draw_charts(run: RunData, kinds: Sequence[ChartSpec]) -> tuple[list[Chart], list[MissingPart]]:
@@ -45,11 +45,9 @@ def draw_charts(run: RunData, kinds: Sequence[ChartSpec]) -> tuple[list[Chart], 
                 if isinstance(drawing, str):
                     missing.append(MissingPart(kind.title, drawing))
                     continue
-                svg = render_svg(drawing, kind.id, kind.title)
+                charts.append(make_chart(drawing, kind.id, kind.title, wide=kind.wide))
             except (ArithmeticError, ValueError) as error:  # values that no run writes
                 missing.append(MissingPart(kind.title, make_printable(f"cannot be drawn: {error_line(error)}")))
-                continue
-            charts.append(Chart(kind.id, kind.title, drawing.description, svg, drawing.note, kind.wide))
     return charts, missing
 
 

@@ -2,26 +2,18 @@
 
 from __future__ import annotations
 
-import functools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from runner.base.picture import COLORS, new_figure
-from runner.base.text import (
-    NOT_MEASURED,
-    abbreviate,
-    format_bytes,
-    format_duration,
-    format_gib,
-    format_metric,
-    format_rate,
-)
-from runner.tools.report.chart_parts import Chart, Drawing, MissingPart, bin_curve, smooth
+from runner.base.text import NOT_MEASURED, abbreviate, format_metric
+from runner.tools.report.chart_parts import Chart, Drawing, MissingPart, bin_curve, label_axes, smooth
 from runner.tools.report.page import Page, PageHead, PageTable, Step
 from runner.tools.report.page_tables import format_value
+from runner.tools.report.page_tiles import make_tiles
 from runner.tools.report.run_data import Curve, RunData
-from runner.tools.report.svg import page_style, render_svg
+from runner.tools.report.svg import make_chart, page_style
 
 
 def make_comparison_page(runs: Sequence[RunData]) -> Page:
@@ -69,16 +61,14 @@ def _make_labels(runs: Sequence[RunData]) -> list[str]:
 
 
 def _make_figures_table(runs: Sequence[RunData], labels: Sequence[str]) -> PageTable:
-    """Return the table of key figures, a row per figure and a column per run; see `_transpose_if_wide`."""
-    metrics = dict.fromkeys(name for run in runs for name in run.metrics)
-    metric_rows: list[tuple[str, Callable[[RunData], str]]] = [
-        (name, functools.partial(_format_metric_of, name)) for name in metrics
+    figures = [
+        {"state": run.state.word, "task": run.task, "device": run.plan.device_name}
+        | {tile.label: tile.value for tile in make_tiles(run)}
+        | {name: format_metric(value, 5) for name, value in run.metrics.items()}
+        for run in runs
     ]
-    rows = []
-    for name, get_text in (*_RESULT_ROWS, *metric_rows, *_FIGURE_ROWS):
-        texts = [get_text(run) for run in runs]
-        if any(texts):
-            rows.append((name, *(text or "-" for text in texts)))
+    names = dict.fromkeys(name for of_run in figures for name, text in of_run.items() if text)
+    rows = [(name, *(of_run.get(name) or "-" for of_run in figures)) for name in names]
     return _transpose_if_wide(PageTable("figures", "Figures", ("", *labels), rows))
 
 
@@ -124,17 +114,7 @@ def _draw_charts(runs: Sequence[RunData], labels: Sequence[str]) -> tuple[list[C
             if drawing is None:
                 missing.append(MissingPart(title, f"no run has {key}"))
                 continue
-            name = f"chart{number}"
-            charts.append(
-                Chart(
-                    name,
-                    title,
-                    drawing.description,
-                    render_svg(drawing, name, title),
-                    drawing.note,
-                    wide=False,
-                )
-            )
+            charts.append(make_chart(drawing, f"chart{number}", title))
     return charts, missing
 
 
@@ -165,11 +145,7 @@ def _draw_overlay(curves: dict[str, Curve], axis: str, *, is_noisy: bool, is_nam
         descriptions.append(f"{label} ends at {curve.y[-1]:.4g}")
         if not math.isfinite(curve.y[-1]):
             unfinished.append(label)
-    axes.set_xlabel("update")
-    axes.locator_params(axis="x", integer=True)
-    axes.set_ylabel(axis)
-    axes.grid(visible=True)
-    axes.set_axisbelow(True)
+    label_axes(axes, "update", axis)
     if is_named:
         figure.legend(loc="outside lower center", ncols=columns, fontsize=9, handlelength=2.6)
     without = [label for label in curves if label not in known]
@@ -181,72 +157,6 @@ def _draw_overlay(curves: dict[str, Curve], axis: str, *, is_noisy: bool, is_nam
     return Drawing(figure, "; ".join(descriptions), "; ".join(filter(None, notes)))
 
 
-def _format_metric_of(name: str, run: RunData) -> str:
-    if name not in run.metrics:
-        return ""
-    return format_metric(run.metrics[name], 5)
-
-
-def _format_loss(run: RunData) -> str:
-    value = run.curves.last("train/loss")
-    return "" if value is None else f"{value:.5g}"
-
-
-def _format_throughput(run: RunData) -> str:
-    return "" if run.throughput is None else f"{format_rate(run.throughput)} {run.item}s/s"
-
-
-def _format_update_time(run: RunData) -> str:
-    evidence = run.evidence
-    if evidence is None or evidence.step_time_ms is None:
-        return ""
-    low, high = evidence.step_time_low_ms, evidence.step_time_high_ms
-    return f"{evidence.step_time_ms:.4g} ms" + (
-        f" ({low:.4g} to {high:.4g})" if low is not None and high is not None else ""
-    )
-
-
-def _format_peak_memory(run: RunData) -> str:
-    evidence = run.evidence
-    value = (
-        None
-        if evidence is None
-        else evidence.device_peak_gib
-        if evidence.device_peak_gib is not None
-        else evidence.host_peak_gib
-    )
-    return "" if value is None else format_gib(value)
-
-
-def _format_checkpoints(run: RunData) -> str:
-    checkpoints = run.checkpoints
-    return (
-        f"{len(checkpoints)}, {format_bytes(sum(checkpoint.bytes for checkpoint in checkpoints))}"
-        if checkpoints
-        else ""
-    )
-
-
-def _format_updates(run: RunData) -> str:
-    last_updates: Iterable[int] = (end for _, end in run.curves.phases.values())
-    return f"{max(last_updates):,}" if run.curves.phases else ""
-
-
-# results; the metrics follow
-_RESULT_ROWS: tuple[tuple[str, Callable[[RunData], str]], ...] = (
-    ("state", lambda run: run.state.word),
-    ("training loss", _format_loss),
-)
-_FIGURE_ROWS: tuple[tuple[str, Callable[[RunData], str]], ...] = (
-    ("task", lambda run: run.task),
-    ("device", lambda run: run.plan.device_name),
-    ("updates", _format_updates),
-    ("time", lambda run: format_duration(run.total_s) if run.total_s else ""),
-    ("throughput", _format_throughput),
-    ("update time (80% of rows)", _format_update_time),
-    ("peak memory", _format_peak_memory),
-    ("checkpoints", _format_checkpoints),
-)
 # key of metrics.jsonl, axis label, title, and whether its rows are noisy
 _CURVE_CHARTS = (
     ("train/loss", "loss", "Training loss", True),

@@ -6,18 +6,15 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from datetime import datetime
 from pathlib import Path
-from typing import TypeVar
 
 import jinja2
 
 from runner.monitor.health_rules import HealthVerdict
 from runner.tools.report.chart_parts import Chart, MissingPart
-from runner.tools.report.run_data import truncate
 from runner.version import __version__
 
 GENERATOR_TAG = '<meta name="generator" content="accel-run '  # of a page of any version
 MAX_BYTES = 500_000
-Item = TypeVar("Item")
 
 
 @dataclass(frozen=True)
@@ -126,25 +123,17 @@ def render_html(page: Page, refresh_s: float | None = None) -> str:
 
 
 def _shrink(page: Page) -> Page:
-    """Halve the largest table, or drop the largest picture or chart; if all are small, halve the lists."""
+    """Omit half of the rows of the largest table, or the largest picture or chart."""
     parts: list[tuple[int, PageTable | Picture | Chart]] = [
         (_count_letters(table), table) for table in (*page.first, *page.tables)
     ]
     parts += [(len(picture.source), picture) for picture in page.predicted.pictures]
     parts += [(len(chart.svg), chart) for chart in page.charts[1:]]  # the first one is the most important
-    size, largest = max(parts, key=lambda part: part[0], default=(0, None))
-    if largest is None or size < _MIN_PART_LETTERS:
-        return replace(
-            page,
-            problems=_halve(page.problems),
-            repeat=_halve(page.repeat),
-            missing=_halve(page.missing),
-            limits=replace(page.limits, verdicts=_halve(page.limits.verdicts)),
-        )
+    size, largest = max(parts, key=lambda part: part[0])
+    assert size, "all other texts are truncated when they are read"
     if isinstance(largest, PageTable):
-        rows = [[truncate(cell, _MAX_CELL_LETTERS) for cell in row[:_MAX_COLUMNS]] for row in _halve(largest.rows)]
-        head = [truncate(cell, _MAX_CELL_LETTERS) for cell in largest.head[:_MAX_COLUMNS]]
-        shorter = replace(largest, head=head, rows=rows, note="the rest is omitted")
+        rows = largest.rows[: len(largest.rows) // 2]
+        shorter = replace(largest, head=largest.head if rows else (), rows=rows, note="the rest is omitted")
         first, tables = (
             [shorter if table is largest else table for table in section] for section in (page.first, page.tables)
         )
@@ -157,10 +146,6 @@ def _shrink(page: Page) -> Page:
         predicted=replace(page.predicted, pictures=pictures),
         missing=[*page.missing, MissingPart(name, "the page would exceed 500 KB")],
     )
-
-
-def _halve(items: Sequence[Item]) -> Sequence[Item]:
-    return items[: len(items) // 2]
 
 
 def _count_letters(table: PageTable) -> int:
@@ -179,7 +164,3 @@ def _render(page: Page, refresh_s: float | None) -> str:
     made = f"{datetime.now().astimezone():%Y-%m-%d %H:%M}"
     template = environment.get_template("page.html.jinja")
     return template.render(page=page, style=style, version=__version__, made=made, refresh_s=refresh_s)
-
-
-_MIN_PART_LETTERS = 1000  # dropping a part with fewer letters gains little
-_MAX_CELL_LETTERS, _MAX_COLUMNS = 240, 16  # letters, cells; of a table that is shortened

@@ -1,13 +1,19 @@
-"""Key figures at the top of the page about a run."""
+"""Key figures of a run: at the top of its page, and in a comparison."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Iterator
 
 from runner.base.text import NOT_MEASURED, format_bytes, format_duration, format_gib, format_rate
 from runner.tools.report.page import Tile
 from runner.tools.report.run_data import RunData
+
+
+def make_tiles(run: RunData) -> Iterator[Tile]:
+    """Yield the key figures of a run; unknown ones are omitted."""
+    for make in (_loss_tile, _metric_tiles, _speed_tile, _memory_tile, _time_tile, _updates_tile, _checkpoints_tile):
+        yield from make(run)
 
 
 def _loss_tile(run: RunData) -> Iterable[Tile]:
@@ -84,14 +90,5 @@ def _checkpoints_tile(run: RunData) -> Iterable[Tile]:
     )
 
 
-TILES: tuple[Callable[[RunData], Iterable[Tile]], ...] = (
-    _loss_tile,
-    _metric_tiles,
-    _speed_tile,
-    _memory_tile,
-    _time_tile,
-    _updates_tile,
-    _checkpoints_tile,
-)
 _METRIC_TILES = 3
 _SEVERAL_PROCESSES = 1.1  # time of all phases relative to that of the last process, from which a run was resumed

@@ -63,7 +63,6 @@ def ranks(run: RunData) -> Drawing | str:
 
 
 def _mean_rank_times(run: RunData) -> list[dict[str, float]]:
-    """Return the mean milliseconds of each rank by part, from the rows."""
     rows: list[dict[str, float]] = []
     while True:
         keys = {part: run.curves[f"rank{len(rows)}/{part}_ms"] for part in (*PARTS, *BETWEEN)}

@@ -13,9 +13,9 @@ from runner.monitor.health_rules import HealthVerdict, assess_health
 from runner.monitor.samples import Summary
 from runner.tools.report.chart_parts import MissingPart
 from runner.tools.report.charts import CHARTS, draw_charts
-from runner.tools.report.page import Limits, Page, PageHead, Step, Tile
+from runner.tools.report.page import Limits, Page, PageHead, Step
 from runner.tools.report.page_tables import checkpoints, configuration, environment, events, parse_time, phases
-from runner.tools.report.page_tiles import TILES
+from runner.tools.report.page_tiles import make_tiles
 from runner.tools.report.predictions import read_predictions
 from runner.tools.report.run_data import RunData, make_printable
 
@@ -38,7 +38,7 @@ def make_run_page(run: RunData) -> Page:
             command=run.record.origin.command or "",
         ),
         problems=_find_problems(run),
-        tiles=_make_tiles(run),
+        tiles=list(make_tiles(run)),
         limits=Limits(
             sentence=_describe_limit(run),
             parts=bottleneck.format_time_table(
@@ -97,10 +97,6 @@ def _find_problems(run: RunData) -> list[str]:
     if run.curves.damaged:
         found.append(f"{run.missing['some metrics']}; the charts have gaps there.")
     return found
-
-
-def _make_tiles(run: RunData) -> list[Tile]:
-    return [tile for make in TILES for tile in make(run)]
 
 
 def _describe_limit(run: RunData) -> str:

@@ -13,7 +13,7 @@ from xml.etree import ElementTree as Tree
 import matplotlib as mpl  # slow to import
 
 from runner.base.picture import COLORS
-from runner.tools.report.chart_parts import Drawing
+from runner.tools.report.chart_parts import Chart, Drawing
 from runner.tools.report.hover import SVG_NAMESPACE, add_hover_bands
 
 _LINK = "{http://www.w3.org/1999/xlink}href"
@@ -25,6 +25,11 @@ def page_style() -> Iterator[None]:
     with mpl.rc_context(_STYLE), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph .* missing from font")
         yield
+
+
+def make_chart(drawing: Drawing, name: str, title: str, *, wide: bool = False) -> Chart:
+    """Return the chart of a drawing; must be called inside `page_style`."""
+    return Chart(name, title, drawing.description, render_svg(drawing, name, title), drawing.note, wide)
 
 
 def render_svg(drawing: Drawing, name: str, title: str) -> str:

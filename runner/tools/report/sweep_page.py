@@ -5,18 +5,17 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from runner.base.picture import COLORS, new_figure
 from runner.base.text import abbreviate
 from runner.durable.directory import RunDirectory
 from runner.records.sweep_record import Goal
 from runner.sweeps.trials import Result, Sweep, count_states, find_best, trial_rows
-from runner.tools.report.chart_parts import Chart, Drawing, MissingPart
+from runner.tools.report.chart_parts import Chart, Drawing, MissingPart, label_axes
 from runner.tools.report.comparison import make_comparison_page
 from runner.tools.report.page import Page, PageHead, PageTable, Step
 from runner.tools.report.run_data import make_printable, read_run_data
-from runner.tools.report.svg import page_style, render_svg
+from runner.tools.report.svg import make_chart, page_style
 
 
 def make_sweep_page(sweep: Sweep) -> Page:
@@ -66,7 +65,6 @@ def _select_trials(results: Sequence[Result], goal: Goal) -> list[Result]:
 
 
 def _draw_charts(results: Sequence[Result], goal: Goal) -> tuple[list[Chart], list[MissingPart]]:
-    """Draw the metric over the number of the trial, and over each numeric setting."""
     known = [(result, result.value) for result in results if result.value is not None]
     if len(known) < 2:
         return [], [MissingPart(f"{goal.metric} over trials", "fewer than two finished trials have a finite value")]
@@ -75,9 +73,7 @@ def _draw_charts(results: Sequence[Result], goal: Goal) -> tuple[list[Chart], li
         for number, (title, drawing) in enumerate(
             [(f"{goal.metric} over trials", _draw_over_trials(known, goal)), *_draw_over_settings(known, goal)]
         ):
-            name = f"trials{number}"
-            svg = render_svg(drawing, name, title)
-            charts.append(Chart(name, make_printable(title), drawing.description, svg, drawing.note, wide=False))
+            charts.append(make_chart(drawing, f"trials{number}", make_printable(title)))
     return charts, []
 
 
@@ -93,7 +89,7 @@ def _draw_over_trials(known: Sequence[tuple[Result, float]], goal: Goal) -> Draw
     axes = figure.subplots()
     axes.plot(numbers, values, "o", markersize=4, color=COLORS[0], label="a trial")
     axes.plot(numbers, best, drawstyle="steps-post", linewidth=1.7, color=COLORS[1], label="best so far")
-    _format_axes(axes, "trial", goal, is_whole=True)
+    label_axes(axes, "trial", goal.metric)
     axes.legend(loc="best", fontsize=9)
     return Drawing(figure, f"{len(values)} trials, the best {best[-1]:.4g}, the first {values[0]:.4g}")
 
@@ -109,7 +105,7 @@ def _draw_over_settings(known: Sequence[tuple[Result, float]], goal: Goal) -> li
         figure = new_figure(6.2, 3.1)
         axes = figure.subplots()
         axes.plot(x, y, "o", markersize=4, color=COLORS[0])
-        _format_axes(axes, key, goal, is_whole=all(number.is_integer() for number in x))
+        label_axes(axes, key, goal.metric, is_whole=all(number.is_integer() for number in x))
         if x[0] > 0 and x[-1] / x[0] >= _LOG_SCALE_RATIO:
             axes.set_xscale("log")
         best = x[y.index(goal.best(y))]
@@ -117,14 +113,6 @@ def _draw_over_settings(known: Sequence[tuple[Result, float]], goal: Goal) -> li
             (f"{goal.metric} over {key}", Drawing(figure, f"from {x[0]:.4g} to {x[-1]:.4g}, best at {best:.4g}"))
         )
     return found
-
-
-def _format_axes(axes: Any, label: str, goal: Goal, *, is_whole: bool) -> None:
-    axes.set_xlabel(label)
-    axes.locator_params(axis="x", integer=is_whole, nbins=6)
-    axes.set_ylabel(goal.metric)
-    axes.grid(visible=True)
-    axes.set_axisbelow(True)
 
 
 def _parse_number(text: str) -> float:

@@ -6,7 +6,7 @@ from xml.sax.saxutils import escape
 
 import pytest
 
-from runner.tools.report import charts, comparison, sweep_page
+from runner.tools.report import svg
 from runner.tools.report.chart_parts import Drawing
 
 
@@ -20,5 +20,4 @@ def describe(drawing: Drawing, name: str, title: str) -> str:
 @pytest.fixture
 def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not draw charts, which takes two seconds for a page, in tests of other parts of the page."""
-    for module in (charts, comparison, sweep_page):
-        monkeypatch.setattr(module, "render_svg", describe)
+    monkeypatch.setattr(svg, "render_svg", describe)
