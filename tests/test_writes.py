@@ -67,7 +67,6 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/tools/report/svg.py", "render_svg", ".savefig"): "into memory",
     ("runner/engine/infer.py", "_encode", "numpy.save"): "into memory",
     ("runner/cli.py", "_drop_output", "os.open"): "/dev/null",
-    ("runner/tools/measure/forked_ranks.py", "open_first_phase", ".open"): "/dev/null",
     ("runner/host/output.py", "open_closed_streams", "os.open"): "/dev/null, for a standard stream that is closed",
     ("runner/host/output.py", "open_closed_streams", "os.fdopen"): "the same",
     ("runner/host/output.py", "_reopen_nonblocking", "os.open"): "the terminal or pipe behind standard output, without blocking",

@@ -48,7 +48,7 @@ class AttentionCall:
     dtype     of the kernel's inputs, after autocast
     masked    whether there was an explicit mask
     causal    whether is_causal=True was set
-    kernel    kernel that ran, as in count_kernels; "unseen" if it was not observed
+    kernel    kernel that ran: flash, efficient, cudnn, math, overrideable, on the CPU flash_for_cpu; "unseen": unknown
     """
 
     shape: tuple[int, ...]
@@ -99,22 +99,12 @@ def cudnn(device: torch.device, *, strict: bool = False) -> Attention:
     return _prefer("cudnn", SDPBackend.CUDNN_ATTENTION, device, strict)
 
 
-def count_kernels(model_call: Callable[[], object]) -> dict[str, int]:
-    """Run `model_call` once and return the number of attention calls per kernel.
-
-    Names are flash, efficient, cudnn, math, overrideable and, on the CPU, flash_for_cpu. Compiled code runs eagerly
-    in this call, because a compiled graph hides its operations. Only calls of the forward pass are counted.
-    """
-    counts: Counter[str] = Counter()
-    for (_, kernel), number in count_calls(model_call).items():
-        counts[kernel] += number
-    return dict(counts)
-
-
 def count_calls(model_call: Callable[[], object]) -> dict[tuple[str, str], int]:
     """Run `model_call` once and return the number of calls per (kind of call, kernel).
 
     A kind is formatted as "bfloat16, 128 queries, 128 keys", which distinguishes prefill, decoding and cross attention.
+    Compiled code runs eagerly in this call, because a compiled graph hides its operations. Only calls of the forward
+    pass are counted.
     """
     mode = _CountAttention()
     with _eager(), mode:

@@ -110,9 +110,8 @@ def format_result(tuned: TuneReport) -> list[str]:
     ):
         if rows:
             lines += ["", title, *format_table([*rows.items()], indent="  ")]
-    if search.needs_s:
-        lines += ["", f"note: not everything was tried; use about budget_s={search.needs_s:.0f}"]
-    return [*lines, *(f"note: {note}" for note in tuned.notes)]
+    notes = [*tuned.notes, *(["not everything was tried; use a larger budget_s="] if untried else [])]
+    return [*lines, *(f"note: {note}" for note in notes)]
 
 
 def _rounds_differently(each: TriedCandidate) -> bool:

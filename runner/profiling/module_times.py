@@ -182,10 +182,6 @@ class ModuleTimes:
             for path in paths
         ]  # fmt: skip
 
-    def update_seconds(self) -> list[float]:
-        """Return the total seconds of each update."""
-        return [sum(self._own_seconds(update).values()) for update in self._updates]
-
     def _begin_update(self) -> None:
         self._current = _Update()
         self._owner, self._open_modules = OUTSIDE, []

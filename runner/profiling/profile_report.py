@@ -203,7 +203,6 @@ def _format_kernels(findings: Findings, width: int) -> list[str]:
 
 
 def _format_modules(findings: Findings, width: int) -> list[str]:
-    """Return a tree of the slowest modules, with their share of the update."""
     modules = [row for row in findings.modules if row.path not in NON_MODULES]
     if not modules:
         return []

@@ -207,7 +207,6 @@ class Session:
         return findings
 
     def _start_next_part(self) -> None:
-        """Start the next part that has updates."""
         self._index += 1
         while self.part is not _NO_PART and self.part.num == 0:
             self._index += 1

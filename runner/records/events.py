@@ -54,17 +54,13 @@ class Console:
         self._printer: Callable[[str], None] | None = None
         self._warned: set[str] = set()
 
-    def debug(self, text: str) -> None:
-        """Log a message for debugging."""
-        self._log("debug", text)
-
     def info(self, text: str) -> None:
         """Log an informational message."""
-        self._log("info", text)
+        self.log("info", text)
 
     def warning(self, text: str) -> None:
         """Log a warning."""
-        self._log("warning", text)
+        self.log("warning", text)
 
     def warn_once(self, text: str) -> None:
         """Log a warning unless the same text was logged before."""
@@ -74,11 +70,7 @@ class Console:
 
     def error(self, text: str) -> None:
         """Log an error."""
-        self._log("error", text)
-
-    def log(self, level: Level, text: str) -> None:
-        """Log at this level."""
-        self._log(level, text)
+        self.log("error", text)
 
     def print_through(self, note: Callable[[str], None] | None) -> None:
         """Print through `note` from now on, as a progress bar requires; None: print directly again."""
@@ -88,7 +80,8 @@ class Console:
         """Close the copy in the file; the terminal stays open."""
         self._file.close()
 
-    def _log(self, level: Level, text: str) -> None:
+    def log(self, level: Level, text: str) -> None:
+        """Log at this level."""
         text = sanitize(text)
         self._file.append(f"{_now()} {level:<7} {text}\n")
         if LEVELS.index(level) < self._min_level:

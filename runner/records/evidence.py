@@ -88,7 +88,6 @@ class Evidence(SetupEvidence, SampleCounts, TimeEvidence, MemoryEvidence):
     num_batch_shapes  different shapes of the first tensor of a batch
     odd_sizes         a line for each weight matrix whose sizes miss the tensor cores
     has_begin_update  whether the task defines a hook before each update
-    num_device_waits  lines at which the host waits for the device: only a profile finds them
     monitor           name of the monitor summary file in the run directory
     unfinished        True if the process failed: measurements up to the failure
     """
@@ -99,7 +98,6 @@ class Evidence(SetupEvidence, SampleCounts, TimeEvidence, MemoryEvidence):
     num_batch_shapes: int | None = None
     odd_sizes: tuple[str, ...] | None = None
     has_begin_update: bool | None = None
-    num_device_waits: int | None = None
     monitor: str | None = None
     unfinished: bool | None = None
     phases: tuple[PhaseRecord, ...] = ()

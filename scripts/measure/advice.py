@@ -49,7 +49,6 @@ class Case:
 CASES = (
     Case("slow transform", "slow_transform", (), ("slow transform", "data wait"), 100),
     Case("workers 0", "far_away", ("dataloader.num_workers=0",), ("data wait",), 100),
-    Case(".item() each step", "counts_items", ("backend.threads=1",), ("hidden device waits",), 400, needs_gpu=True),
     Case(
         "tiny micro-batch",
         "layers",

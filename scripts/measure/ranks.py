@@ -14,6 +14,7 @@ Run: python scripts/measure/ranks.py step --rounds 20
 from __future__ import annotations
 
 import argparse
+import io
 import json
 import math
 import os
@@ -24,7 +25,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack
+from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -135,7 +136,7 @@ def on_two_ranks(function: Callable[[Any], Any]) -> Any:
 def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
     """Open a run on this rank, silently, in a separate folder."""
     from runner.config.request import Request
-    from runner.tools.measure.forked_ranks import open_first_phase
+    from runner.engine.opening import open_phase
 
     folder = world.broadcast(stack.enter_context(tempfile.TemporaryDirectory()))
     file = Path(folder) / "task_of_script.py"
@@ -144,14 +145,16 @@ def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:
     dist.barrier()
     settings = (f"output_root={folder}", "run=m", "evaluate.every=0", "evaluate.samples=32", "monitor=off",
                 "parallelism=ddp", "device=cpu", f"global_batch_size={BATCH}", *words)  # fmt: skip
-    return open_first_phase(world, stack, Request(settings, file if task else None))
+    stack.enter_context(redirect_stdout(io.StringIO()))
+    return stack.enter_context(open_phase(Request(settings, file if task else None), world))
 
 
 def measure_ms_per_update(updates: Iterator[Any], number: int) -> float:
     """Run some updates; return their mean milliseconds."""
-    from runner.tools.measure.forked_ranks import measure_ms_per_update as timed
-
-    return timed(updates, number)
+    began = time.perf_counter()
+    for _ in range(number):
+        next(updates)
+    return 1e3 * (time.perf_counter() - began) / number
 
 
 # ---------------------------------------------------------------- step

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import io
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from runner.config.request import Request
 from runner.distributed.parallel import ForwardPasses
 from runner.distributed.reducer import bucket_sizes
 from runner.distributed.replicated import Replicated
-from runner.tools.measure.forked_ranks import open_first_phase
+from runner.engine.opening import open_phase
 from tests.distributed.ranks import run_ranks
 
 WIDTH, LAYERS, UPDATES = 16, 12, 4
@@ -216,7 +217,8 @@ def test_an_update_has_one_collective_besides_those_of_gradients(tmp_path: Path)
         result = []
         with ExitStack() as stack:
             request = Request((*args, f"output_root={tmp_path}", "run=counted"), tmp_path / "task.py")
-            phase = open_first_phase(world, stack, request)
+            stack.enter_context(redirect_stdout(io.StringIO()))
+            phase = stack.enter_context(open_phase(request, world))
             for _ in phase.updates():
                 result.append([*calls])
                 calls.clear()

@@ -146,7 +146,7 @@ def test_self_times_of_all_modules_add_up_to_the_updates_exactly() -> None:
         "(optimizer)": OPTIMIZER_S,
         OUTSIDE.path: PASSES * LOSS_S,
     }
-    assert 4 * sum(row.own.mean for row in rows.values()) == sum(times.update_seconds()) == wall > 0
+    assert 4 * sum(row.own.mean for row in rows.values()) == wall > 0
 
 
 def test_profiling_does_not_change_gradients() -> None:
@@ -207,7 +207,7 @@ def test_waits_for_other_ranks_are_not_module_time() -> None:
     rows = {row.path: row for row in times.table()}
     assert {path: row.own.mean for path, row in rows.items() if row.own.mean} == {"(communication)": 2 * BACKWARD_S}
     assert rows[""].total.max == 0.0
-    assert times.update_seconds() == [2 * BACKWARD_S] * 2
+    assert (rows["(communication)"].own.mean, rows["(communication)"].own.std) == (2 * BACKWARD_S, 0.0)
     assert "(communication)" not in {row.path for row in measured_alone()}
 
 

@@ -22,7 +22,7 @@ def test_the_terminal_shows_its_level_and_the_file_everything(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     console = Console(tmp_path / "console.log")
-    console.debug("details")
+    console.log("debug", "details")
     console.info("device: cpu")
     console.warning("slow")
     console.error("lost")

@@ -228,7 +228,6 @@ def compare_time(subject: str, expected: UpdateTime | None, measured_ms: float |
 
 
 def _compare_profile(device: Device, expected: RunPrediction | str, folder: Path) -> Iterator[CheckResult]:
-    """Compare the waits and kernels of an update with those in the profile."""
     name, summary = device.torch_name, json.loads((folder / "profile/summary.json").read_text(encoding="utf-8"))
     waits = [wait for wait in summary["waits"] if not wait["in_task"]]
     number = sum(wait["per_update"] for wait in waits)

@@ -167,7 +167,6 @@ def _judge_device(device: Device, inventory: Inventory) -> CheckResult:
 
 
 def _judge_processes(name: str, found: Sequence[GpuProcess]) -> CheckResult:
-    """Report the processes on a GPU, the largest first."""
     ordered = sorted(found, key=lambda process: -(process.used_bytes or 0))
     is_host = pids_are_of_host()
     shown = "; ".join(_format_process(process, is_host) for process in ordered[:_MAX_PROCESSES])

@@ -172,7 +172,6 @@ class _CheckProcess:
             self._status = os.waitstatus_to_exitcode(status)
 
     def _read_messages(self) -> None:
-        """Read the messages that have arrived."""
         while select.select([self._pipe], [], [], 0)[0]:
             data = os.read(self._pipe, 1 << 16)
             if not data:
@@ -208,7 +207,6 @@ def kill_all_checks() -> None:
 def _run_in_child(
     check: DoctorCheck, context: CheckContext, line: int, log: int, parent: int, limit_s: float
 ) -> NoReturn:
-    """Run the check, send its findings, and exit."""
 
     def send(**message: Any) -> None:
         os.write(line, json.dumps(message).encode() + b"\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import secrets
 import shutil
-import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -20,7 +19,7 @@ TEMPORARY_PREFIX = f"{files.TEMPORARY}doctor-"  # of the folder in which files a
 
 
 def disk(context: CheckContext) -> Iterator[CheckResult]:
-    """Output folder: space, writing with fsync, replacing, locking."""
+    """Output folder: space, writing with fsync."""
     folder = nearest_existing(context.root)
     if not os.access(folder, os.W_OK | os.X_OK) or not folder.is_dir():
         yield failed("room", f"{folder} must be a folder that this user may write", _FIX_SPACE)
@@ -40,7 +39,13 @@ def disk(context: CheckContext) -> Iterator[CheckResult]:
         yield failed("write", f"{folder}: {error.problems[0].what}", _FIX_SPACE)
         return
     try:
-        yield from _check_saving(temporary, context)
+        data = os.urandom(WRITTEN_BYTES)
+        files.write_new(temporary / "data", [data])
+        files.fsync_directory(temporary)
+        if files.read(temporary / "data") != data:
+            yield failed("write", f"a file read back differs from what was written, in {folder}", _FIX_SPACE)
+        else:
+            yield ok("write", "a file was written, synced and read back")
     finally:
         files.remove(temporary)
 
@@ -94,40 +99,10 @@ def _exists(path: Path) -> bool:
     return True
 
 
-# ---------------------------------------------------------------- steps of saving
-
-
-def _check_saving(temporary: Path, context: CheckContext) -> Iterator[CheckResult]:
-    data = os.urandom(WRITTEN_BYTES)
-    files.write_new(temporary / "data", [data])
-    files.fsync_directory(temporary)
-    if files.read(temporary / "data") != data:
-        yield failed("write", f"a file read back differs from what was written, in {temporary.parent}", _FIX_SPACE)
-    else:
-        yield ok("write", "a file was written, synced and read back")
-    context.begin("replace")
-    for content in ("old", "new"):
-        files.atomic_write(temporary / "state", content)
-    yield ok("replace", "a file was replaced atomically")
-    context.begin("lock")
-    files.Lock(temporary / "lock", "doctor").release()
-    yield ok("lock", "a file was locked")
-    skew_s = (temporary / "data").stat().st_mtime - time.time()
-    if abs(skew_s) > _SKEW_S:
-        why = "the newest run is found by the times of its files"
-        yield warn(
-            "clock",
-            f"the clock of the file system is {skew_s:+.0f} s from this machine's",
-            "sudo timedatectl set-ntp true",
-            why,
-        )
-
-
 def _warn_low_space(subject: str, seen: str, **figures: float) -> CheckResult:
     return warn(subject, seen, _FIX_SPACE, "a checkpoint is written completely before an older one is removed", figures)
 
 
 _FIX_SPACE = "accel-run train output_root=/path/with/space"
-_SKEW_S = 5.0
 _IMAGES, _IMAGES_BYTES = "32 images of 224 x 224", 32 * 3 * 224 * 224 * 4
 _BATCHES_PER_WORKER = 2  # torch's own prefetch_factor

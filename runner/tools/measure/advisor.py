@@ -14,7 +14,7 @@ from runner.base.json_values import replace_nonfinite
 from runner.config.request import Request
 from runner.records.evidence import Evidence
 from runner.tools.measure.candidates import Candidate, TriedCandidate, judge_candidate
-from runner.tools.measure.compare import CompareLimits, Comparison, LogFunction, format_budget_hint, required_budget_s
+from runner.tools.measure.compare import MIN_ROUNDS, SLACK, CompareLimits, Comparison, LogFunction
 from runner.tools.measure.comparison_result import (
     BASELINE_NAME,
     NO_TIME_LEFT,
@@ -149,25 +149,19 @@ def try_candidates(
     opened    measurements of the current settings, to estimate the time
     """
     left = deadline - comparison.clock()
-
-    def describe_short_budget(seconds: float, result: ComparisonResult) -> str:
-        hint = format_budget_hint(limits.budget_s - left + seconds, result)
-        return f"budget_s={limits.budget_s:g} is too short: {hint}"
-
-    def needs_s(num: int) -> float:
-        return required_budget_s([opened.startup.taken_s] * num, [opened.turn_s] * num)
-
+    least_s = SLACK * (2 * opened.startup.taken_s + SLACK * MIN_ROUNDS * 3 * opened.turn_s)  # of two variants
+    hint = f"budget_s={limits.budget_s:g} is too short"
     variants = [Variant(BASELINE_NAME), *(Variant(candidate.name, candidate.overrides) for _, candidate in candidates)]
-    if not candidates or left < needs_s(2):
+    if not candidates or left < least_s:
         untried = ComparisonResult([VariantResult(variant) for variant in variants], "interleaved")
         for trial in untried.variants[1:]:
-            trial.why_not = f"{NO_TIME_LEFT}; {describe_short_budget(needs_s(len(variants)), untried)}"
+            trial.why_not = f"{NO_TIME_LEFT}; {hint}"
         return untried
     log(f"trying {len(candidates)} setting{'s' if len(candidates) > 1 else ''} for at most {left:.0f} s")
     result = comparison.compare(variants, dataclasses.replace(limits, budget_s=left), lambda _: None)
     for trial in result.variants[1:]:
         if trial.is_untried:
-            trial.why_not = f"{trial.why_not or UNFINISHED}; {describe_short_budget(result.needs_s, result)}"
+            trial.why_not = f"{trial.why_not or UNFINISHED}; {hint}"
     return result
 
 

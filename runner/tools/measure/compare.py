@@ -149,7 +149,8 @@ class Comparison:
             if result.mode == "interleaved":
                 self.prior_spread += result.measured_spread
         result.seconds = self.clock() - began
-        self._estimate_budget(result)
+        if any(trial.is_untried for trial in result.variants):
+            result.notes.append(SHORT_BUDGET)
         result.notes += describe_disturbances(result)
         return result
 
@@ -242,7 +243,6 @@ class Comparison:
         return replace(self.limits, start_s=start_s)
 
     def _begin_command(self, variant: Variant) -> dict[str, Any]:
-        """Return the first command to a process."""
         fixed = (*VARIANT_OVERRIDES, f"output_root={self.folder / f'variant-{self.num_started}'}")
         return {
             "do": "begin",
@@ -369,11 +369,9 @@ class Comparison:
         try:
             process.resume()
             reply = process.run_block(trial.updates, self._limits_for(process.deadline).start_s, trial.untimed)
-            updates, wait_s, joules = trial.updates, reply["run_queue_wait_s"], reply["joules"]
-            trial.blocks[number] = Block(
-                1e3 * (reply["seconds"] - wait_s) / updates, wait_s, process.number, tuple(reply["updates_ms"]),
-                None if joules is None else joules / updates,
-            )  # fmt: skip
+            wait_s = reply["run_queue_wait_s"]
+            ms = 1e3 * (reply["seconds"] - wait_s) / trial.updates
+            trial.blocks[number] = Block(ms, wait_s, process.number, tuple(reply["updates_ms"]))
             for part, seconds in reply["parts_s"].items():
                 trial.parts_s[part] = trial.parts_s.get(part, 0.0) + seconds
             trial.throttled.update(reply["throttled"])
@@ -438,26 +436,6 @@ class Comparison:
                 return False
         return True
 
-    def _estimate_budget(self, result: ComparisonResult) -> None:
-        """Set the budget in which the untried variants would be compared too, from the times of the others."""
-        if not any(trial.is_untried for trial in result.variants):
-            return
-        ordered = [result.baseline, *sorted(result.variants[1:], key=is_compiled)]
-        starts = [
-            # The full time of an ended start is unknown. Doubling it needs few attempts to reach any length.
-            trial.startup.taken_s * (2 if trial.why_not.startswith(START_TIMED_OUT) else 1)
-            or expected_start_s(result, trial)
-            for trial in ordered
-        ]
-        turns = [self._expected_turn_s(result, trial) for trial in ordered]
-        result.needs_s = required_budget_s(starts if result.mode == "interleaved" else starts[:1], turns)
-        timed = {is_compiled(trial) for trial in ordered if trial.startup.taken_s and not trial.is_untried}
-        result.needs_more = any(
-            trial.why_not.startswith(START_TIMED_OUT)
-            or (trial.why_not == NO_TIME_LEFT and is_compiled(trial) not in timed)
-            for trial in ordered
-        )
-
     def _discard(self, process: VariantProcess) -> None:
         """End a process and remove its files: a checkpoint may be as large as the model."""
         process.end()
@@ -504,23 +482,6 @@ def choose_block_updates(process: VariantProcess, trial: VariantResult, limits: 
         if common <= BLOCK_STRETCH * num or common * update_s <= longest_s:
             multiple, num = common, -(-num // common) * common
     return num
-
-
-def required_budget_s(starts: Sequence[float], turns: Sequence[float]) -> float:
-    """Return the budget in seconds that a comparison needs.
-
-    starts  seconds of the starts, the baseline first; only the baseline if each block begins with a restart
-    turns   seconds of a block of each variant
-    """
-    rounds_s = SLACK * MIN_ROUNDS * (sum(turns) + max(turns))
-    starts_s = sum(starts[:-1]) + max(starts)  # the last start may be the longest
-    return SLACK * max(starts_s + rounds_s, 2 * starts_s if len(turns) > 2 else 0.0)
-
-
-def format_budget_hint(budget_s: float, result: ComparisonResult) -> str:
-    """Return a phrase with the budget that all variants need."""
-    needed = 10 * math.ceil(budget_s / 10)
-    return f"budget_s={needed} may be enough" if result.needs_more else f"about budget_s={needed} tries all"
 
 
 def leave_out(result: ComparisonResult, max_rounds: int, *, with_processes: bool = True) -> None:
@@ -571,6 +532,7 @@ def _measure_busy_cores(load: CpuLoad | QuotaCpuLoad) -> float:
     return load.num_cores * (load.percent() or 0.0) / 100
 
 
+SHORT_BUDGET = "there was no time to try everything; use a larger budget_s="
 MIN_ROUNDS = 3  # the minimum for a spread
 SLACK = 1.2  # factor on expected times: blocks may take longer than the updates before them
 MAX_WARM_UP_UPDATES = 64  # in one command

@@ -62,14 +62,12 @@ class Block:
     run_queue_wait_s  seconds spent waiting for a core that other processes used
     process           number of the process that ran the block
     updates_ms        milliseconds of each of its last updates, including the wait
-    joules            per update; None: the device does not report them
     """
 
     ms: float
     run_queue_wait_s: float = 0.0
     process: int = 0
     updates_ms: tuple[float, ...] = ()
-    joules: float | None = None
 
 
 @dataclass
@@ -304,8 +302,6 @@ class ComparisonResult:
 
     mode          interleaved, or restarted for each block
     notes         disturbances and limits of the measurement, for the user
-    needs_s       approximate budget in seconds that all variants need; 0 if all of them were compared
-    needs_more    True if `needs_s` may be too low, because the start-up time of a variant is unknown
     busy_cores    cores used by other processes before each round, while every variant was stopped
     num_cores     number of cores available to this process
     prior_spread  variation between identical processes from earlier comparisons
@@ -315,8 +311,6 @@ class ComparisonResult:
     mode: Mode
     seconds: float = 0.0
     notes: list[str] = field(default_factory=list)
-    needs_s: float = 0.0
-    needs_more: bool = False
     busy_cores: list[float] = field(default_factory=list)
     num_cores: float = 1.0
     prior_spread: ProcessSpread = PRIOR_SPREAD

@@ -223,7 +223,6 @@ class VariantProcess(JsonSocket):
 
 
 def _last_line(errors: IO[bytes]) -> str:
-    """Return the last line that a process wrote to standard error."""
     errors.seek(0)
     return next(iter(errors.read().decode(errors="replace").strip().splitlines()[-1:]), "")
 

@@ -6,10 +6,8 @@ import dataclasses
 import json
 import os
 import socket
-import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, redirect_stdout, suppress
-from pathlib import Path
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, suppress
 from typing import Any, Protocol
 
 import torch
@@ -19,9 +17,7 @@ from runner.base.errors import AccelRunError, Exit
 from runner.base.rank_env import RankInfo
 from runner.base.text import error_line
 from runner.base.world import World
-from runner.config.request import Request
 from runner.distributed.join import join_process_group
-from runner.engine.opening import open_phase
 from runner.launch.local import run_ranks, to_error
 
 
@@ -94,21 +90,6 @@ def run_on_ranks(function: Callable[[Any], Any], num_ranks: int, threads: int | 
     if ending.cause is not None:
         raise to_error(ending)
     return ending.results[0]
-
-
-def open_first_phase(world: Any, stack: ExitStack, request: Request) -> Any:
-    """Open the first phase of a run on this rank, with standard output discarded."""
-    silence = stack.enter_context(Path(os.devnull).open("w"))  # noqa: SIM115 - `stack` closes it
-    stack.enter_context(redirect_stdout(silence))
-    return stack.enter_context(open_phase(request, world))
-
-
-def measure_ms_per_update(updates: Iterator[Any], num: int) -> float:
-    """Run `num` updates and return their mean duration in milliseconds."""
-    began = time.perf_counter()
-    for _ in range(num):
-        next(updates)
-    return 1e3 * (time.perf_counter() - began) / num
 
 
 COLLECTIVE_TIMEOUT_S = 86400.0  # ranks wait in a collective while their variant is paused, and must not time out

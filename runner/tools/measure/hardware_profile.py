@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import os
 import shlex
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
+
+import yaml  # type: ignore[import-untyped]
 
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.paths import shipped_path
@@ -107,19 +108,9 @@ def profile_text(profile: Profile, before: tuple[str, ...] = ()) -> str:
             *(f"  - override /{group}: {json.dumps(option)}" for group, option in options.items()),
             "",
         ]
-    lines += _to_yaml(keys)
+    lines += yaml.safe_dump(keys, sort_keys=False).splitlines() if keys else []
     lines += ["", "hardware:", f"  title: {json.dumps(profile.title)}", "  devices: []", ""]
     return "\n".join(line for number, line in enumerate(lines) if line or (number and lines[number - 1]))
-
-
-def _to_yaml(keys: Mapping[str, Any], indent: str = "") -> Iterator[str]:
-    """Yield the lines of keys and values in YAML."""
-    for key, value in keys.items():
-        if isinstance(value, dict) and value:
-            yield f"{indent}{key}:"
-            yield from _to_yaml(value, f"{indent}  ")
-        else:
-            yield f"{indent}{key}: {json.dumps(value)}"
 
 
 def _overrides_in_use(request: Request) -> tuple[str, ...]:

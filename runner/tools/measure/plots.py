@@ -148,7 +148,6 @@ def _steps_height(rows: Rows) -> float:
 
 
 def _draw_steps(figure: Any, rows: Rows, session: str) -> None:
-    """Draw one line per variant: milliseconds of each step."""
     limit, axes, lines = _limit_ms(rows), figure.subplots(), {}
     for number, (name, row) in enumerate(rows.items()):
         column = row.updates_ms

@@ -42,13 +42,11 @@ class Usage:
 
     peak_gib   peak memory of the GPU, or of the process if there is no GPU
     attention  attention kernels that ran; empty if unknown: compiled models hide them
-    update_j   joules of an update
     """
 
     peak_gib: float | None = None
     optimizer_mib: float | None = None
     attention: str = ""
-    update_j: float | None = None
     device: str = ""
     device_name: str = ""
 

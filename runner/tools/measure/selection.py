@@ -77,7 +77,6 @@ def select(
     if is_single:
         first = dataclasses.replace(first, rounds=confirmation.rounds or limits.rounds)
     result = measure(variants, first)
-    result.needs_s /= share
     outcomes = {each.name: result.outcome(each) for each in result.variants[1:] if each.blocks and may_win(each)}
     faster = [name for name, outcome in outcomes.items() if outcome.is_faster]
     if not faster:

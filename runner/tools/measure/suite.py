@@ -20,7 +20,7 @@ from runner.base.stopwatch import PARTS
 from runner.base.text import format_table
 from runner.config.request import Request
 from runner.durable.files import atomic_write, make_directory
-from runner.tools.measure.compare import MIN_ROUNDS, CallFunction, CompareLimits, LogFunction, format_budget_hint
+from runner.tools.measure.compare import MIN_ROUNDS, CallFunction, CompareLimits, LogFunction
 from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult, as_json
 from runner.tools.measure.measurement_context import MeasurementContext, open_context
 from runner.tools.measure.results import hardware
@@ -194,13 +194,8 @@ def open_suite_context(suite_request: SuiteRequest) -> Iterator[MeasurementConte
 def compare_variants(
     context: MeasurementContext, variants: Sequence[Variant], suite_request: SuiteRequest, share: float = 1.0
 ) -> ComparisonResult:
-    """Measure the variants in this share of the budget; if it is too short, add a note with the budget they need."""
-    result = context.comparison.compare(variants, suite_request.limits(share), suite_request.log)
-    if result.needs_s:
-        result.notes.append(
-            f"there was no time to try every setting; {format_budget_hint(result.needs_s / share, result)}"
-        )
-    return result
+    """Measure the variants in this share of the budget."""
+    return context.comparison.compare(variants, suite_request.limits(share), suite_request.log)
 
 
 def select_variant(
@@ -210,17 +205,13 @@ def select_variant(
     may_win: Callable[[VariantResult], bool] = lambda _: True,
 ) -> Selection:
     """Measure the variants and select the best."""
-    selection = select(
+    return select(
         lambda variants, limits: context.comparison.compare(variants, limits, suite_request.log),
         variants,
         suite_request.limits(),
         may_win=may_win,
         confirmation=Confirmation(log=lambda name: suite_request.log(f"measuring {name} again")),
     )
-    result = selection.result
-    if result.needs_s:
-        result.notes.append(f"there was no time to try every setting; {format_budget_hint(result.needs_s, result)}")
-    return selection
 
 
 def format_verdict(result: ComparisonResult, trial: VariantResult) -> str:

@@ -104,7 +104,6 @@ def stack_overrides(members: Iterable[Technique], base: Technique, configuration
 
 
 def _training_phases(configuration: Configuration) -> list[PhaseSettings]:
-    """Return the training phases with separate settings."""
     return [phase for phase in configuration.phases if phase.kind == "train" and configuration.phase_keys]
 
 

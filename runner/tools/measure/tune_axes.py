@@ -185,7 +185,6 @@ def _propose_loaders(state: TuneState) -> Proposed:
 
 
 def _propose_prefetching(state: TuneState) -> Proposed:
-    """Prefetch more batches."""
     key = "dataloader.prefetch_factor" if state.get("dataloader.num_workers") else "dataloader.depth"
     current = state.get(key)
     return "nothing is prefetched" if current is None else [(f"{key}={2 * current}",), (f"{key}={4 * current}",)]
@@ -200,7 +199,6 @@ def _propose_copies(state: TuneState) -> Proposed:
 
 
 def _propose_threads(state: TuneState) -> Proposed:
-    """Fewer or more compute threads."""
     if not state.facts.on_cpu():
         return "the GPU computes"
     cpu, current = state.facts.cpu, state.facts.evidence.num_threads
@@ -218,7 +216,6 @@ def _propose_precisions(state: TuneState) -> Proposed:
 
 
 def _propose_micro_batches(state: TuneState) -> Proposed:
-    """More or fewer micro-batches."""
     evidence = state.facts.evidence
     micro, steps, total = evidence.micro_batch_size, evidence.accumulation_steps, evidence.global_batch_size
     if state.facts.probe.get("has_batch_norm"):
@@ -232,18 +229,15 @@ def _propose_micro_batches(state: TuneState) -> Proposed:
 
 
 def _propose_optimizer_kernels(state: TuneState) -> Proposed:
-    """Other kernels of the same optimizer."""
     return [(f"{state.key('optimizer.kernel')}={name}",) for name in state.literals("optimizer", "kernel")]
 
 
 def _propose_attention(state: TuneState) -> Proposed:
-    """Other attention kernels."""
     may_attend = state.target.attends or state.facts.values.get("compile") != "off"  # compiled models hide the calls
     return state.choices("attention") if may_attend else "the model does not call torch's attention"
 
 
 def _propose_kernel_search(state: TuneState) -> Proposed:
-    """Let cuDNN search for kernels."""
     if not state.on_gpu:
         return "cuDNN runs only on GPUs"
     if state.get("backend") == DETERMINISTIC:

@@ -18,7 +18,7 @@ from runner.base.errors import AccelRunError
 from runner.config.configuration import compose
 from runner.config.request import Request, merge_overrides
 from runner.tools.measure.candidates import Candidate, TriedCandidate, judge_candidate
-from runner.tools.measure.compare import CompareLimits, LogFunction
+from runner.tools.measure.compare import SHORT_BUDGET, CompareLimits, LogFunction
 from runner.tools.measure.comparison_result import BASELINE_NAME, NO_TIME_LEFT, TrialOutcome, Variant
 from runner.tools.measure.hardware_profile import Profile
 from runner.tools.measure.measurement_context import measure_evidence, open_context
@@ -49,7 +49,6 @@ class TuneResult:
     skipped  axis or setting -> why it was not tried
     adopted  winners of the axes
     proof    all adopted settings against the current settings, in new rounds; None if nothing was adopted
-    needs_s  budget in seconds that all candidates need; 0 if all were tried
     """
 
     tried: tuple[TriedCandidate, ...] = ()
@@ -57,7 +56,6 @@ class TuneResult:
     adopted: tuple[TriedCandidate, ...] = ()
     proof: TriedCandidate | None = None
     notes: tuple[str, ...] = ()
-    needs_s: float = 0.0
 
     @property
     def has_tried(self) -> bool:
@@ -107,16 +105,13 @@ def tune(request: Request, budget_s: float, log: LogFunction) -> TuneReport:
             for name, (_, weight, fills_memory) in AXES.items()
         ]
         startup_s = opened.startup.warmed_up_s + 2 * CompareLimits().block_s
-        before_s = time.monotonic() - began
         result = search(
             axes,
             lambda variants, limits: comparison.compare(variants, limits, lambda _: None),
-            budget_s - before_s,
+            budget_s - (time.monotonic() - began),
             startup_s,
             log,
         )
-    if result.needs_s:
-        result = dataclasses.replace(result, needs_s=before_s + result.needs_s)
     trained = [planned.name for planned in plan.selected if planned.kind == "train"]
     if len(trained) > 1:
         notes.append(f"measured in phase {phase}; {', '.join(name for name in trained if name != phase)} was not")
@@ -126,7 +121,7 @@ def tune(request: Request, budget_s: float, log: LogFunction) -> TuneReport:
         phase,
         facts.update_ms() or math.nan,
         result,
-        (*notes, *dict.fromkeys(result.notes)),
+        (*notes, *dict.fromkeys(note for note in result.notes if note != SHORT_BUDGET)),
         time.monotonic() - began,
     )
 
@@ -157,7 +152,7 @@ def search(
         axes_deadline = deadline - max(proof_s, state.min_comparison_s)
         if not is_first and axes_deadline - clock() < state.min_comparison_s:
             break
-        missed, state.missing_s = state.untried, 0.0
+        missed = state.untried
         untried_axes = {tried.rule for tried in state.tried.values() if tried.outcome.is_untried}
         pending = [axis for axis in axes if is_first or axis.name in untried_axes]
         for number, axis in enumerate(pending):
@@ -171,12 +166,8 @@ def search(
                     axis, candidates, min(left_s, max(share_s, TIME_MARGIN * state.needs_s(len(candidates))))
                 )
         is_first = False
-    weights = sum(axis.weight for axis in axes)
-    all_s = max(BUDGET_GROWTH * budget_s, state.missing_s * weights / (1 - PROOF_SHARE)) if state.missing_s else 0.0
     proof = state.prove(max(deadline - clock(), state.min_comparison_s)) if state.adopted else None
-    return TuneResult(
-        tuple(state.tried.values()), state.skipped, tuple(state.adopted), proof, tuple(state.notes), all_s
-    )
+    return TuneResult(tuple(state.tried.values()), state.skipped, tuple(state.adopted), proof, tuple(state.notes))
 
 
 class _Search:
@@ -189,7 +180,6 @@ class _Search:
         self.adopted: list[TriedCandidate] = []
         self.skipped: dict[str, str] = {}
         self.notes: list[str] = []
-        self.missing_s = 0.0  # maximum over axes of the needed seconds / weight; 0 if all axes had enough time
         self.fills_memory = False  # whether an adopted setting may fill the memory
 
     @property
@@ -210,7 +200,6 @@ class _Search:
         """Compare candidates, as many as time allows, with the best settings so far, and adopt the winner."""
         active = list(candidates)
         while active and self.needs_s(len(active)) > seconds:
-            self.missing_s = max(self.missing_s, self.needs_s(len(candidates)) / axis.weight)
             late = active.pop()
             self.tried[late.name] = TriedCandidate(axis.name, late, TrialOutcome(why_not=NO_TIME_LEFT))
         if not active:
@@ -231,7 +220,6 @@ class _Search:
             self.tried |= {candidate.name: TriedCandidate(axis.name, candidate, outcome) for candidate in active}
             return
         self.notes += selection.result.notes
-        self.missing_s = max(self.missing_s, selection.result.needs_s / axis.weight)
         for candidate in active:
             tried = judge_candidate(selection.result, axis.name, candidate)
             self.tried[candidate.name] = tried
@@ -311,7 +299,6 @@ def as_json(report: TuneReport) -> dict[str, Any]:
         "adopted": [tried.as_json() for tried in result.adopted],
         "tried": [tried.as_json() for tried in result.tried],
         "left": dict(result.skipped),
-        "needs_s": result.needs_s or None,
         "notes": list(report.notes),
         "seconds": report.seconds,
     }
@@ -320,7 +307,6 @@ def as_json(report: TuneReport) -> dict[str, Any]:
 PROOF = "proof"
 PROOF_SHARE = 0.25  # share of the budget for the proof
 SHARE_OF_ALL = 0.7  # share of the time of an axis for all of its candidates; the rest is for the best one
-BUDGET_GROWTH = 1.5  # the recommended budget is at least this factor on a budget that was too short
 TIME_MARGIN = 1.1  # factor on the estimated time of an axis: its comparisons begin a little late
 SCREENING_ROUNDS = (3, 12)  # minimum and maximum number of rounds with all candidates of an axis
 PROOF_ROUNDS = (10, 120)  # minimum and maximum number of rounds that adopt a setting

@@ -203,10 +203,6 @@ class BlockClock:
         """Return the milliseconds between two marks."""
         return 1e3 * float(later - earlier)
 
-    def joules(self) -> float | None:
-        """Return the energy counter of the device; None if it has none."""
-        return None
-
     def throttled(self) -> list[str]:
         """Return the reasons for reduced clocks."""
         return []
@@ -232,9 +228,6 @@ class DeviceBlockClock(BlockClock):
 
     def elapsed_ms(self, earlier: Any, later: Any) -> float:
         return float(earlier.elapsed_time(later))
-
-    def joules(self) -> float | None:
-        return self.nvml.read(self.gpu, ["energy_j"])["energy_j"] if self.gpu else None
 
     def run_queue_wait(self) -> Callable[[], float]:
         return lambda: 0.0  # the device continues while the host waits
@@ -332,21 +325,20 @@ class TrainingVariant:
         for _ in range(untimed):
             next(self.updates)
         world.synchronize()
-        before, joules, wait = stopwatch.spent(), self.clock.joules(), self.clock.run_queue_wait()
+        before, wait = stopwatch.spent(), self.clock.run_queue_wait()
         began = time.perf_counter()
         marks = deque([self.clock.record()], maxlen=MAX_TIMED_UPDATES + 1)
         for _ in range(updates):
             next(self.updates)
             marks.append(self.clock.record())
         world.synchronize()
-        seconds, wait_s, after = time.perf_counter() - began, wait(), self.clock.joules()
+        seconds, wait_s = time.perf_counter() - began, wait()
         return {
             "updates": updates,
             "seconds": seconds,
             "run_queue_wait_s": min(wait_s, seconds),
             "parts_s": seconds_between(before, stopwatch.spent()),
             "updates_ms": [round(self.clock.elapsed_ms(*pair), 4) for pair in pairwise(marks)],
-            "joules": None if joules is None or after is None else after - joules,
             "throttled": self.clock.throttled(),
         }
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -392,7 +391,7 @@ def test_a_planted_wait_is_found_and_tried(
     assert not (tmp_path / "outputs").exists()
 
 
-def test_advice_without_time_for_trials_reports_the_needed_budget(
+def test_advice_without_time_for_trials_reports_the_short_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -401,7 +400,7 @@ def test_advice_without_time_for_trials_reports_the_needed_budget(
 
     result = json.loads(capsys.readouterr().out)
     assert result["tried"]
-    assert all(re.search(r"\bbudget_s=1 .*\bbudget_s=\d\d", each["why_not"]) for each in result["tried"])
+    assert all("budget_s=1" in each["why_not"] for each in result["tried"])
     assert not any(each["tried"] for each in result["advice"])
 
 

@@ -24,7 +24,14 @@ from runner.distributed.layer_placement import device_bytes
 from runner.host import resources as host
 from runner.host import stacks
 from runner.tools.measure import compare
-from runner.tools.measure.compare import MIN_ROUNDS, CompareLimits, Comparison, choose_block_updates, leave_out
+from runner.tools.measure.compare import (
+    MIN_ROUNDS,
+    SHORT_BUDGET,
+    CompareLimits,
+    Comparison,
+    choose_block_updates,
+    leave_out,
+)
 from runner.tools.measure.comparison_result import (
     NO_TIME_LEFT,
     START_TIMED_OUT,
@@ -340,7 +347,7 @@ def test_slow_updates_with_deep_prefetch_end_in_time_with_a_reason(comparison: C
 
     assert actual.seconds < budget_s + 1.0
     assert actual.of("other").why_not == NO_TIME_LEFT
-    assert actual.needs_s > actual.baseline.turn_s > budget_s
+    assert SHORT_BUDGET in actual.notes
 
 
 def test_no_block_starts_that_would_miss_the_deadline(comparison: Comparison) -> None:

@@ -82,7 +82,7 @@ def test_every_value_of_a_row_is_read_back(results: Results) -> None:
     row = LadderRow(
         "cumulative", ("tf32", "bf16"), 2.5,
         TrialOutcome(Ratio(1.2, 1.1, 1.3, 9), Numerics(0.1, 0.2, 0.3, 0.4, 0.5, 0.6), "", 3.0, 70, 800),
-        Ratio(1.1, 1.0, 1.2, 8), 1.5, 0.5, Usage(0.25, 12.0, "flash", 3.5, "cuda:0", "a card"), (2.5, 2.25), "nmt",
+        Ratio(1.1, 1.0, 1.2, 8), 1.5, 0.5, Usage(0.25, 12.0, "flash", "cuda:0", "a card"), (2.5, 2.25), "nmt",
     )  # fmt: skip
 
     results.put({"up to bf16": row})

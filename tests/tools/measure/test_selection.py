@@ -12,7 +12,7 @@ from runner.tools.measure.selection import select
 def test_a_variant_that_never_started_is_not_a_candidate() -> None:
     """Its process has reported no settings."""
     unstarted = SimpleNamespace(name="other", blocks={}, opened={})
-    trials: Any = SimpleNamespace(needs_s=0.0, variants=[SimpleNamespace(name="base"), unstarted])
+    trials: Any = SimpleNamespace(variants=[SimpleNamespace(name="base"), unstarted])
 
     def may_win(each: Any) -> bool:
         return bool(each.opened["values"])

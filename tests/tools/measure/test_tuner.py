@@ -85,7 +85,7 @@ class FakeComparison:
             measured = VariantResult(cell, startup=Startup(self.startup_s), opened=opened)
             trials.variants.append(measured)
             if deadline - self.now < limits.budget_s / 2 + self.startup_s and len(trials.variants) > 2:
-                measured.why_not, trials.needs_s = NO_TIME_LEFT, 2 * self.startup_s * len(variants)
+                measured.why_not = NO_TIME_LEFT
                 continue
             self.now += self.startup_s
             measured.why_not = next((self.fails[word] for word in cell.overrides if word in self.fails), "")
@@ -253,21 +253,14 @@ def test_a_setting_that_starts_too_slowly_is_not_chosen() -> None:
 
 @pytest.mark.parametrize("startup_s", [0.1, 2.0, 10.0])
 @pytest.mark.parametrize("budget_s", [1.0, 20.0, 100.0, 600.0])
-def test_the_budget_is_kept_and_a_sufficient_one_is_reported(budget_s: float, startup_s: float) -> None:
+def test_the_budget_is_kept(budget_s: float, startup_s: float) -> None:
     many = [axis(name, *map(str, range(7))) for name in "abcdefgh"]
     comparison = FakeComparison(speeds(a_3=0.8, h_3=0.8), noise=0.05, startup_s=startup_s)
 
-    result = searched(comparison, many, budget_s)
+    searched(comparison, many, budget_s)
 
     one_turn_more = 3 * 8 * BLOCK_S  # at least three rounds are measured
     assert comparison.now <= budget_s + one_turn_more
-    untried = [each for each in result.tried if each.outcome.why_not == NO_TIME_LEFT]
-    assert bool(untried) == (result.needs_s > budget_s)
-    if untried and budget_s == 600.0:
-        enough = FakeComparison(speeds(a_3=0.8, h_3=0.8), noise=0.05, startup_s=startup_s)
-        assert not [
-            each for each in searched(enough, many, result.needs_s).tried if each.outcome.why_not == NO_TIME_LEFT
-        ]
 
 
 def test_spare_time_goes_to_untried_candidates() -> None:
@@ -280,7 +273,6 @@ def test_spare_time_goes_to_untried_candidates() -> None:
     assert result.overrides == ("h=0",)
     assert comparison.now <= 70.0
     assert not [each for each in result.tried if each.outcome.is_untried]
-    assert result.needs_s == 0.0
     assert len({each.candidate.name for each in result.tried}) == len(result.tried) == 14
 
 
@@ -569,7 +561,7 @@ def test_without_trials_no_profile_is_written_and_an_earlier_one_is_kept(
     file, _ = write_profile(make_profile(tuned(BOTH)), Request(), "good")
     before = file.read_bytes()
     late = TriedCandidate("threads", Candidate(("backend.threads=1",)), TrialOutcome(why_not=NO_TIME_LEFT))
-    nothing = replace(tuned(None), result=TuneResult((late,), needs_s=60.0))
+    nothing = replace(tuned(None), result=TuneResult((late,)))
     monkeypatch.setattr(tuning, "tune", lambda *_: nothing)
 
     assert run(["profile=good"]) == 0

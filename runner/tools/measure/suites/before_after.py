@@ -162,7 +162,6 @@ def _find_biggest(context: MeasurementContext, variant: Variant, suite_request: 
 def _measure_gpu_busy(
     context: MeasurementContext, result: ComparisonResult, suite_request: SuiteRequest
 ) -> dict[str, float | None]:
-    """Return variant -> GPU utilization in percent; None if unknown."""
     nvml = open_driver()
     gpu = next((gpu for gpu in iter_instances(nvml.gpus) if gpu.uuid == context.plan.device_uuid), None)
     busy: dict[str, float | None] = dict.fromkeys(trial.name for trial in result.variants)
@@ -272,7 +271,6 @@ def _epoch_s(trial: VariantResult) -> float:
 
 
 def _inference_row(inferred: Mapping[str, Replies | str]) -> tuple[Value, ...]:
-    """Return the row of the inference time per item of the task."""
     all_replies = {name: replies for name, replies in inferred.items() if not isinstance(replies, str)}
     item = next((str(reply["item"]) for replies in all_replies.values() for reply in replies), "sample")
     per_item = {

@@ -44,7 +44,6 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
     Raises ConfigError for an unknown device and invalid numbers.
     """
     batches = sorted(suite_request.parse_numbers("batches"))
-    extremes = {"small": batches[0]} | ({"large": batches[-1]} if len(batches) > 1 else {})
     suite_request = _apply_default_task(suite_request)
     with open_suite_context(suite_request) as context:
         devices = parse_devices(suite_request.options["devices"], context.inventory)
@@ -52,30 +51,29 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
         share = SHARE if has_statistics else 1.0
         variants = [each for batch in batches for each in _make_pair(devices, batch)]
         result = compare_variants(context, variants, suite_request, share)
-        budget_s = (1 - share) * suite_request.budget_s / len(extremes)
-        passes: dict[str, Replied] = {}
+        passes: dict[int, Replied] = {}
         rules = {}
-        for size, batch in extremes.items():
+        for batch in dict.fromkeys((batches[0], batches[-1])):
             pair = _make_pair(devices, batch)
             if has_statistics:
-                passes[size] = call_interleaved(context, pair, suite_request, {"do": "fit"}, budget_s)
-            rules[size] = _evaluate_criteria(context, pair)
+                budget_s = (1 - share) * suite_request.budget_s / 2
+                passes[batch] = call_interleaved(context, pair, suite_request, {"do": "fit"}, budget_s)
+            rules[batch] = _evaluate_criteria(context, pair)
     first, second = devices
-    rows = _make_phase_rows(devices, result, extremes, passes)
+    rows = _make_phase_rows(devices, result, batches, passes)
     ratios = [_ratio(result, devices, batch) for batch in batches]
     crossover = describe_crossover(devices, ratios, "samples per update", batches)
     columns = ("phase", "samples", f"{first}, ms", f"{second}, ms", f"{second} against {first}", "sure")
     measured = "one statistics pass, one gradient update" if passes else "one gradient update"
     tables = [
         SuiteTable(f"{second} against {first}: {measured}", columns, rows),
-        _make_series_table(devices, result, batches),
         _make_rules_table(rules),
     ]
     skipped = result.skipped | {
         f"statistics, {name}": why for found in passes.values() for name, why in found.items() if isinstance(why, str)
     }
     notes = [*context.notes, *result.notes]
-    data = {"crossover": crossover, "verdicts": {row[0]: row[5] for row in rows}, "statistics": passes}
+    data = {"crossover": crossover, "verdicts": {f"{row[0]}, {row[1]}": row[5] for row in rows}, "statistics": passes}
     report = SuiteReport(_make_headline(devices, rows, crossover), tables, notes, skipped, data)
     return save_report(suite_request, "devices", report, result)
 
@@ -120,7 +118,6 @@ def _device_overrides(name: str, gpus: Sequence[str], text: str) -> tuple[str, .
 
 
 def _make_pair(devices: Devices, batch: int) -> list[Variant]:
-    """Return the variants of both devices; the second is compared with the first."""
     sizes = (f"global_batch_size={batch}", f"micro_batch_size={batch}")
     first, second = (Variant(_variant_name(device, batch), (*words, *sizes)) for device, words in devices.items())
     return [first, dataclasses.replace(second, against=first.name)]
@@ -164,38 +161,25 @@ def describe_crossover(
 
 
 def _make_phase_rows(
-    devices: Devices, result: ComparisonResult, extremes: Mapping[str, int], passes: Mapping[str, Replied]
+    devices: Devices, result: ComparisonResult, batches: Sequence[int], passes: Mapping[int, Replied]
 ) -> list[tuple[Value, ...]]:
-    """Return the table rows of each phase, for the small and the large batch."""
+    """Return the table rows: statistics passes and gradient updates by batch."""
     rows: list[tuple[Value, ...]] = []
-    for size, replied in passes.items():
-        batch = extremes[size]
+    for batch, replied in passes.items():
         found = [replied.get(_variant_name(device, batch), "") for device in devices]
         times = [[] if isinstance(each, str) else [1e3 * sum(a["seconds"].values()) for a in each] for each in found]
         num = min(map(len, times))
         ratio = paired_ratio(times[0][:num], times[1][:num], half_width=PRIOR_HALF_WIDTH) if num else None
         ms = [median(each) if num else None for each in times]
         sure: str = ratio.verdict if ratio else "not measured"
-        rows.append((f"statistics, {size}", batch, *ms, str(ratio or ""), sure))
-    for size, batch in extremes.items():
+        rows.append(("statistics", batch, *ms, str(ratio or ""), sure))
+    for batch in batches:
         one, two = (result.of(_variant_name(device, batch)) for device in devices)
         ratio = result.ratio(two)
         ms = [each.median_ms if each.blocks else None for each in (one, two)]
         sure = format_verdict(result, two) if ratio else "not measured"
-        rows.append((f"gradients, {size}", batch, *ms, str(ratio or ""), sure))
+        rows.append(("gradients", batch, *ms, str(ratio or ""), sure))
     return rows
-
-
-def _make_series_table(devices: Devices, result: ComparisonResult, batches: Sequence[int]) -> SuiteTable:
-    """Return the table of update times on both devices by batch."""
-    rows: list[list[Value]] = []
-    for batch in batches:
-        ms = [result.of(_variant_name(device, batch)).median_ms for device in devices]
-        ratio = _ratio(result, devices, batch)
-        rows.append([batch, *ms, str(ratio or ""), ratio.verdict if ratio else "not measured"])
-    first, second = devices
-    columns = ("samples", f"{first}, ms", f"{second}, ms", f"{second} against {first}", "sure")
-    return SuiteTable("an update by batch", columns, rows)
 
 
 def _evaluate_criteria(context: MeasurementContext, pair: Sequence[Variant]) -> list[Criterion]:
@@ -213,12 +197,11 @@ def _evaluate_criteria(context: MeasurementContext, pair: Sequence[Variant]) -> 
     return []
 
 
-def _make_rules_table(found: Mapping[str, Sequence[Criterion]]) -> SuiteTable:
-    """Return the table of rules of thumb with values and verdicts, for the small and the large batch."""
+def _make_rules_table(found: Mapping[int, Sequence[Criterion]]) -> SuiteTable:
     columns, rows = ["rule of thumb", ""], dict[str, list[Value]]()
-    for size, of_size in found.items():
-        columns += [size, f"result, {size}"]
-        for row in of_size:
+    for batch, of_batch in found.items():
+        columns += [f"batch {batch}", f"result, batch {batch}"]
+        for row in of_batch:
             shown = rows.setdefault(row.name, [row.name, row.rule])
             shown += [row.value, row.verdict]
     complete = [row for row in rows.values() if len(row) == len(columns)]
@@ -228,7 +211,7 @@ def _make_rules_table(found: Mapping[str, Sequence[Criterion]]) -> SuiteTable:
 def _make_headline(devices: Devices, rows: Sequence[Sequence[Value]], crossover: str) -> str:
     first, second = devices
     of = {
-        shown: [str(row[0]) for row in rows if str(row[5]).partition(";")[0] == verdict]
+        shown: [f"{row[0]} of {row[1]}" for row in rows if str(row[5]).partition(";")[0] == verdict]
         for shown, verdict in (("faster", "better"), ("slower", "worse"), ("no clear change", "no clear change"))
     }
     parts = [f"{shown} in {' and '.join(names)}" for shown, names in of.items() if names]

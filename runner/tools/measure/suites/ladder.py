@@ -17,7 +17,7 @@ from runner.base.json_values import replace_nonfinite
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request, merge_overrides
 from runner.tools.measure import plots
-from runner.tools.measure.compare import MIN_ROUNDS, ComparisonInterrupted, format_budget_hint
+from runner.tools.measure.compare import MIN_ROUNDS, ComparisonInterrupted
 from runner.tools.measure.comparison_result import ComparisonResult, TrialOutcome, Variant, VariantResult
 from runner.tools.measure.measurement_context import MeasurementContext
 from runner.tools.measure.results import LadderRow, Results, Usage
@@ -227,9 +227,6 @@ class Ladder:
         except ComparisonInterrupted as stopped:
             self._keep_complete(stopped.result, stage)
             raise
-        if result.needs_s:
-            needed = self.suite_request.budget_s * result.needs_s / budget_s
-            self.notes.append(f"{stage}: there was no time to try every variant; {format_budget_hint(needed, result)}")
         self.notes += [f"{stage}: {note}" for note in result.notes]
         if BASELINE not in self.rows:
             if not result.baseline.blocks:
@@ -252,7 +249,6 @@ class Ladder:
         self, result: ComparisonResult, name: str, mode: str, members: tuple[str, ...],
         trial: VariantResult | None = None,
     ) -> LadderRow:  # fmt: skip
-        """Add the row of a variant."""
         row = _make_row(result, trial or result.of(name), mode, members, self.request.steps)
         self.rows[name] = row
         if row.outcome.why_not:
@@ -358,16 +354,13 @@ def _check_task(task: str, results: Results) -> None:
 def _make_row(
     result: ComparisonResult, trial: VariantResult, mode: str, members: tuple[str, ...], steps: int
 ) -> LadderRow:
-    """Return the row of a variant."""
     if not trial.blocks:
         return LadderRow(mode, members, outcome=TrialOutcome(why_not=trial.why_not or "the time budget was used up"))
     report = trial.report
-    joules = [block.joules for block in trial.blocks.values() if block.joules is not None]
     usage = Usage(
         trial.peak_gib,
         report["optimizer_bytes"][1] / 2**20 if report.get("optimizer_bytes") else None,
         ", ".join(sorted({kernel for _, kernel, _ in report.get("attention", [])})),
-        sum(joules) / len(joules) if joules else None,
         trial.opened["device"],
         trial.opened["device_name"],
     )
@@ -427,7 +420,6 @@ COST_COLUMNS: Columns = {
     "weights diff, %": _percent_column(lambda numerics: numerics.moved),
     "numerics": _numerics_column,
     "attention": lambda _, row: row.usage.attention,
-    "energy, J": lambda _, row: row.usage.update_j,
 }
 
 

@@ -88,7 +88,6 @@ def _parse_loaders(suite_request: SuiteRequest, cores: int, *, has_gpu: bool) ->
 
 
 def _current_loader(context: MeasurementContext) -> LoaderVariant:
-    """Return the loader of the current settings."""
     options = context.plan.choices["dataloader"].options
     prefetch = options.get("depth", options.get("prefetch_factor", 0))
     workers = options.get("num_workers", THREAD)

@@ -152,7 +152,6 @@ def skipped_without_gpu(parts: Sequence[str], inventory: Inventory, device: str)
 
 
 def _select_parts(words: Sequence[str]) -> list[str]:
-    """Return the parts to measure."""
     for word in words:
         if word not in PARTS:
             what = f"must be one of {', '.join(PARTS)}"

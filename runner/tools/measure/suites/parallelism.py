@@ -9,7 +9,7 @@ from runner.base.json_converter import encode
 from runner.config.configuration import compose
 from runner.config.request import Request, merge_overrides
 from runner.host.subprocesses import run_in_subprocess
-from runner.tools.measure.compare import Comparison, format_budget_hint
+from runner.tools.measure.compare import Comparison
 from runner.tools.measure.comparison_result import ComparisonResult, RankSetup, Variant
 from runner.tools.measure.fork_server import budget_exhausted
 from runner.tools.measure.measurement_context import plan_on_this_machine
@@ -41,8 +41,6 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
     notes = [f"CPU ranks over gloo, {threads_text}: gains on other devices depend on the links between them"]
     if ranks * threads > cores:
         notes.append(f"{ranks} ranks share {cores} core{'s' if cores > 1 else ''}: they slow each other down")
-    if result.needs_s:
-        notes.append(f"there was no time to try every form; {format_budget_hint(result.needs_s, result)}")
     report = _make_report(plan.choices["task"].name, result, [*notes, *result.notes])
     return save_report(suite_request, "parallelism", report, result)
 
@@ -62,7 +60,6 @@ def _pipeline_override(samples: int, ranks: int) -> tuple[str, ...]:
 
 
 def _make_variants(names: Sequence[str], ranks: int, micro: tuple[str, ...]) -> list[Variant]:
-    """Return the requested forms."""
     ddp, shares = ("parallelism=ddp",), ("parallelism=ddp", "parallelism.shares=speed")
     forms = {
         "single": Variant("single", ("parallelism=single",), ranks=RankSetup(1)),

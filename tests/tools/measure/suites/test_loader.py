@@ -4,13 +4,11 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from runner.base.errors import ConfigError
-from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
-from runner.tools.measure.suite import SuiteReport, compare_variants
+from runner.tools.measure.suite import SuiteReport
 from runner.tools.measure.suites.loader import LoaderVariant, run, why_not
 from tests.tools.measure.suites.asked import asked
 
@@ -68,16 +66,6 @@ def test_without_a_comparison_nothing_is_recommended(tmp_path: Path) -> None:
     assert [len(table.rows) for table in result.tables] == [1]
     assert result.data["is_clear"] is False
     assert result.data["recommended"] == []
-
-
-def test_a_too_short_budget_is_reported_with_a_sufficient_one(tmp_path: Path) -> None:
-    short = ComparisonResult([VariantResult(Variant("as it is"))], "interleaved", needs_s=35.0)
-    place = SimpleNamespace(comparison=SimpleNamespace(compare=lambda *_: short))
-
-    result = compare_variants(place, [], asked("loader", tmp_path, TASK), 0.5)  # type: ignore[arg-type]
-
-    (note,) = result.notes
-    assert "budget_s=70" in note
 
 
 def test_workers_cannot_read_a_cache_on_the_device() -> None:
