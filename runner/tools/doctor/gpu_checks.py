@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 
 import psutil  # type: ignore[import-untyped]
+from packaging.version import Version
 
 from runner.base.secret import sanitize
 from runner.monitor.alerts import THROTTLE_ADVICE
@@ -77,7 +78,7 @@ def versions(context: CheckContext) -> Iterator[CheckResult]:
     if here.cudnn_version is None:
         yield failed("cuDNN", "torch cannot load it", f'pip install --force-reinstall "torch=={here.torch_version}"')
     else:
-        yield _check_minimum("cuDNN", _parse_cudnn_version(here.cudnn_version), here)
+        yield _check_cudnn(here.cudnn_version, here)
     if here.usable:
         from runner.base.accelerator import nccl_version
 
@@ -209,43 +210,26 @@ def _compare_with_driver(built_for: str, nvml: Nvml) -> CheckResult:
         return skip(
             "CUDA", f"torch is for CUDA {built_for}; {nvml.why_not or 'the driver does not report its CUDA version'}"
         )
-    built, supported = _parse_version(built_for), _parse_version(nvml.cuda_version)
+    built, supported = Version(built_for), Version(nvml.cuda_version)
     seen = f"torch is for CUDA {built_for}, driver {nvml.driver_version} supports up to {nvml.cuda_version}"
     fix = f"update the driver to one that supports CUDA {built_for}, or install torch for CUDA {nvml.cuda_version}"
-    if supported[0] < built[0]:
+    if supported.major < built.major:
         return failed("CUDA", seen, fix)
     if supported < built:
         why = "an older minor version works, except for just-in-time compiled code (PTX)"
         return warn("CUDA", seen, fix, why)
     if built < MINIMA["CUDA"]:
-        return warn(
-            "CUDA", f"{seen}; {_format_version(MINIMA['CUDA'])} or newer is recommended", "install a newer torch"
-        )
+        return warn("CUDA", f"{seen}; {MINIMA['CUDA']} or newer is recommended", "install a newer torch")
     return ok("CUDA", seen)
 
 
-def _check_minimum(name: str, version: tuple[int, ...], here: Inventory) -> CheckResult:
-    if version < MINIMA[name]:
-        return warn(
-            name,
-            f"{_format_version(version)}, but {_format_version(MINIMA[name])} or newer is recommended",
-            "install a newer torch",
-        )
-    return ok(name, f"{_format_version(version)} (of torch {here.torch_version})")
-
-
-def _parse_cudnn_version(number: int) -> tuple[int, ...]:
-    """Parse cuDNN's version number, whose encoding changed with version 9: 91002 is 9.10.2, 8907 is 8.9.7."""
+def _check_cudnn(number: int, here: Inventory) -> CheckResult:
+    """Check cuDNN's version, whose encoding changed with version 9: 91002 is 9.10.2, 8907 is 8.9.7."""
     major, minor = (10000, 100) if number >= 90000 else (1000, 100)
-    return number // major, number % major // minor, number % minor
-
-
-def _parse_version(version: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in version.split(".")[:2])
-
-
-def _format_version(version: tuple[int, ...]) -> str:
-    return ".".join(map(str, version))
+    version = Version(f"{number // major}.{number % major // minor}.{number % minor}")
+    if version < MINIMA["cuDNN"]:
+        return warn("cuDNN", f"{version}, but {MINIMA['cuDNN']} or newer is recommended", "install a newer torch")
+    return ok("cuDNN", f"{version} (of torch {here.torch_version})")
 
 
 def _suggest_order_fix() -> str:
@@ -257,10 +241,7 @@ def _suggest_order_fix() -> str:
     return f"{by_bus}; {by_name}" if "CUDA_VISIBLE_DEVICES" in os.environ else by_bus
 
 
-MINIMA: dict[str, tuple[int, ...]] = {
-    "CUDA": (11, 0),
-    "cuDNN": (8, 0),
-}  # older ones lack kernels that torch >= 2.11 has
+MINIMA = {"CUDA": Version("11.0"), "cuDNN": Version("8.0")}  # older ones lack kernels that torch >= 2.11 has
 _MAX_PROCESSES = 4
 _IDLE_BYTES, _IDLE_PERCENT = GIB, 5  # older drivers report less than this as used on an idle GPU
 _WHY_LOST = "it cannot be used until it responds again"

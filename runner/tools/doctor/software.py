@@ -6,7 +6,6 @@ import importlib.metadata
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
 from importlib import import_module
 
 from packaging.requirements import Requirement
@@ -57,10 +56,8 @@ def torch(context: CheckContext) -> Iterator[CheckResult | SharedResult]:
         else "no CUDA"
     )
     seen = f"{torch.__version__} ({built})"
-    if needed and not needed.accepts(torch.__version__):
-        yield failed(
-            "", f"torch must be {needed.specifier}, but is {seen}", _install_command("torch", str(needed.specifier))
-        )
+    if needed and not _accepts(needed, torch.__version__):
+        yield failed("", f"torch must be {needed.specifier}, but is {seen}", _install_command(needed))
     else:
         yield ok("", f"{seen}{f', {needed.specifier} needed' if needed else ''}")
 
@@ -68,30 +65,13 @@ def torch(context: CheckContext) -> Iterator[CheckResult | SharedResult]:
 # ---------------------------------------------------------------- requirements
 
 
-@dataclass(frozen=True)
-class Package:
-    """A dependency in pyproject.toml."""
-
-    name: str
-    specifier: str
-
-    @property
-    def module(self) -> str:
-        return _MODULES.get(self.name, self.name.replace("-", "_"))
-
-    def accepts(self, version: str) -> bool:
-        """Return whether a version satisfies the specifier; local versions (+cu130) and pre-releases are accepted."""
-        return Requirement(f"x{self.specifier}").specifier.contains(version, prereleases=True)
-
-
-def required_packages() -> list[Package]:
+def required_packages() -> list[Requirement]:
     """Return the dependencies in the installed metadata of accel-run, without extras; empty if it is not installed."""
     try:
         lines = importlib.metadata.requires(DISTRIBUTION) or []
     except importlib.metadata.PackageNotFoundError:
         return []
-    requirements = [item for item in map(Requirement, lines) if "extra" not in str(item.marker or "")]
-    return [Package(requirement.name, str(requirement.specifier)) for requirement in requirements]
+    return [item for item in map(Requirement, lines) if "extra" not in str(item.marker or "")]
 
 
 def required_python() -> Requirement:
@@ -103,18 +83,22 @@ def required_python() -> Requirement:
     return Requirement(f"python{specifier or '>=3.11'}")
 
 
-def _check_package(package: Package) -> CheckResult:
+def _check_package(package: Requirement) -> CheckResult:
     version = _installed_version(package.name)
     if version is None:
-        return failed(package.name, "is not installed", _install_command(package.name, package.specifier))
-    error = import_error(package.module)
+        return failed(package.name, "is not installed", _install_command(package))
+    error = import_error(_MODULES.get(package.name, package.name.replace("-", "_")))
     if error:
         fix = f'pip install --force-reinstall "{package.name}{package.specifier}"'
         return failed(package.name, f"{version} cannot be imported: {error}", fix)
-    if not package.accepts(version):
-        seen = f"must be {package.specifier}, but is {version}"
-        return failed(package.name, seen, _install_command(package.name, package.specifier))
+    if not _accepts(package, version):
+        return failed(package.name, f"must be {package.specifier}, but is {version}", _install_command(package))
     return ok(package.name, f"{version} ({package.specifier})")
+
+
+def _accepts(package: Requirement, version: str) -> bool:
+    """Return whether a version satisfies the specifier; local versions (+cu130) and pre-releases are accepted."""
+    return package.specifier.contains(version, prereleases=True)
 
 
 def import_error(module: str) -> str:
@@ -133,8 +117,8 @@ def _installed_version(name: str) -> str | None:
         return None
 
 
-def _install_command(name: str, specifier: str) -> str:
-    return f'pip install "{name}{specifier}"'
+def _install_command(package: Requirement) -> str:
+    return f'pip install "{package.name}{package.specifier}"'
 
 
 # Modules with another name than their package; for packages that import lazily, a submodule that accel-run uses.

@@ -174,7 +174,7 @@ def test_little_shared_memory_is_reported(context: CheckContext, monkeypatch: py
 # ---------------------------------------------------------------- packages
 
 
-def needing(monkeypatch: pytest.MonkeyPatch, *packages: software.Package) -> None:
+def needing(monkeypatch: pytest.MonkeyPatch, *packages: software.Requirement) -> None:
     monkeypatch.setattr(software, "required_packages", lambda: list(packages))
 
 
@@ -187,7 +187,7 @@ def test_a_failing_import_is_reported_with_its_last_line(
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: brokenpack\nVersion: 1.5\n")
     monkeypatch.syspath_prepend(tmp_path)
-    needing(monkeypatch, software.Package("brokenpack", ">=1"))
+    needing(monkeypatch, software.Requirement("brokenpack>=1"))
     (needed,) = software.packages(context)
 
     assert needed.state == "FAIL"
@@ -198,7 +198,7 @@ def test_a_failing_import_is_reported_with_its_last_line(
 def test_a_torch_that_cannot_be_imported_is_reported_with_its_fix(
     context: CheckContext, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    needing(monkeypatch, software.Package("torch", ">=2.11"))
+    needing(monkeypatch, software.Requirement("torch>=2.11"))
     monkeypatch.setattr(software, "import_error", lambda module: "OSError: libcudart.so.13: cannot open it")
     (result,) = software.torch(context)
     assert isinstance(result, CheckResult)
@@ -206,7 +206,7 @@ def test_a_torch_that_cannot_be_imported_is_reported_with_its_fix(
 
 
 def test_an_unsupported_version_is_reported(context: CheckContext, monkeypatch: pytest.MonkeyPatch) -> None:
-    needing(monkeypatch, software.Package("psutil", ">=999"), software.Package("torch", ">=999"))
+    needing(monkeypatch, software.Requirement("psutil>=999"), software.Requirement("torch>=999"))
     (psutil,) = software.packages(context)
     _, torch_found = software.torch(context)
 
