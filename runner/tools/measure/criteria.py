@@ -48,10 +48,12 @@ def evaluate_criteria(facts: Facts) -> list[Criterion]:
         Criterion("samples per update", 16, 8, evidence.global_batch_size),
         Criterion("channels", 100, 20, channels),
         Criterion("pixels of a side", 256, 128, side),
+        Criterion("layers that are trained", 2, None, probe.get("trained_layers")),
         # A CPU core computes 3.5 MFLOP while a GPU launches an operator (35 us at 100 GFLOP/s). A layer of 100,000
         # parameters needs as much for 16 samples; networks have about ten such layers.
         Criterion("parameters", 1_000_000, 100_000, evidence.num_parameters),
         Criterion("epochs", 10, None, evidence.epochs),
+        Criterion("terms of the loss", 2, None, probe.get("loss_terms")),
     ]
 
 

@@ -26,19 +26,22 @@ from runner.tools.measure.technique import BASELINE
 Rows = Mapping[str, LadderRow]
 
 
-def draw_plots(results: Results) -> list[Path]:
+def draw_plots(results: Results, plotted: Results | None = None) -> list[Path]:
     """Write the plots of the results into their folder; return the paths.
 
     An earlier plot that can no longer be drawn is removed. Raises InputMissing if there are no results.
+
+    plotted  names of the plots, if they differ from those of the results
     """
+    plotted = plotted or results
     images = {name: render_png(figure) for name, figure in make_figures(results).items()}
     for name in PICTURES:
-        path = results.file(name)
+        path = plotted.file(name)
         if name in images:
             files.atomic_write(path, images[name])
         elif files.exists(path):
             files.remove(path)
-    return [results.file(name) for name in PICTURES if name in images]
+    return [plotted.file(name) for name in PICTURES if name in images]
 
 
 def make_figures(results: Results) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Inspect the code of a task: its slowest line, samples, shapes.
+"""Inspect the code of a task: its slowest line, samples, shapes, terms of the loss.
 
 Inspection slows the code down, so its times are not those of updates.
 """
@@ -106,9 +106,30 @@ def _get_shapes(batch: Any, *, floating: bool = False) -> list[tuple[int, ...]]:
 
 
 def inspect_batch(phase: Phase) -> Reply:
-    """Return the shape of the model's input, the floating-point tensor of a batch with the most dimensions."""
-    shapes = _get_shapes(next(phase.feed).batch, floating=True)
-    return {"input_shape": max(shapes, key=len)} if shapes else {}
+    """Return the shape of the model's input and the number of terms of its loss."""
+    batch = next(phase.feed).batch
+    shapes = _get_shapes(batch, floating=True)
+    result: Reply = {"input_shape": max(shapes, key=len)} if shapes else {}
+    with phase.run.parts.precision.forward():
+        total, _ = phase.work.training.loss(phase.work.training.model, batch)  # type: ignore[attr-defined]
+    result["loss_terms"] = _count_terms(total.grad_fn)
+    return result
+
+
+def _count_terms(node: Any, depth: int = 0) -> int:
+    """Count the summands at the root of an autograd graph, through additions and scaling."""
+    if node is None or depth > 200:
+        return 0
+    name = type(node).__name__
+    inner = [child for child, _ in node.next_functions]
+    if name.startswith(("AddBackward", "SubBackward")):
+        return sum(_count_terms(child, depth + 1) for child in inner)
+    if name.startswith(
+        ("MulBackward", "DivBackward", "NegBackward", "SumBackward", "ToCopyBackward", "SqueezeBackward")
+    ):
+        with_gradient = [child for child in inner if child is not None]
+        return max(1, _count_terms(with_gradient[0], depth + 1)) if len(with_gradient) == 1 else 1
+    return 1
 
 
 # ---------------------------------------------------------------- lines

@@ -312,6 +312,7 @@ class TrainingVariant:
             "parameters": sum(weight.numel() for weight in weights),
             "trainable": sum(weight.numel() for weight in weights if weight.requires_grad),
             "has_batch_norm": any(isinstance(module, _BatchNorm) for module in parts.bare.modules()),
+            "trained_layers": len({name.rpartition(".")[0] for name in self.phase.work.trained_names}),
             "free_gib": None if memory is None else memory.free / 2**30,
         }
 
@@ -422,7 +423,7 @@ class TrainingVariant:
         return {"more_s": max(0.0, seconds[0] - seconds[1])}
 
     def batch(self) -> Reply:
-        """Return the shape of the model's input."""
+        """Return the shape of the model's input and the number of terms of its loss."""
         return inspect_batch(self.phase)
 
     def _is_on_gpu(self) -> bool:

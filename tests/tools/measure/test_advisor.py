@@ -222,7 +222,7 @@ def test_criteria_follow_the_thresholds_and_skip_unknown_values() -> None:
         Evidence(num_samples=80, global_batch_size=4, epochs=20.0),
         {},
         CPU,
-        probe={"input_shape": [4, 200, 64, 64]},
+        probe={"input_shape": [4, 200, 64, 64], "loss_terms": 1},
     )
 
     rows = {row.name: (row.value, row.verdict) for row in evaluate_criteria(small)}
@@ -232,6 +232,7 @@ def test_criteria_follow_the_thresholds_and_skip_unknown_values() -> None:
     assert rows["channels"] == (200.0, "GPU")
     assert rows["pixels of a side"] == (64.0, "CPU")
     assert rows["epochs"] == (20.0, "GPU")
+    assert [result for name, result in rows.items() if "loss" in name] == [(1, "either")]
     assert rows["parameters"] == (None, "unknown")
 
 

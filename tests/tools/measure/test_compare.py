@@ -293,6 +293,7 @@ def test_the_probe_names_the_lines_of_the_task(comparison: Comparison) -> None:
     assert actual["sample_ms"] == pytest.approx(3.0, rel=0.5)
     assert actual["same_when_read_again"]
     assert actual["num_shapes"] == 1
+    assert actual["loss_terms"] == 2
 
 
 def test_blocks_of_all_variants_have_similar_duration(trials: ComparisonResult) -> None:

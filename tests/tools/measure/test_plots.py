@@ -16,7 +16,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from runner.base.errors import InputMissing
+from runner.base.errors import DataError, InputMissing
+from runner.cli import main
 from runner.tools.measure import results as module
 from runner.tools.measure.comparison_result import Numerics, TrialOutcome
 from runner.tools.measure.plots import COLOR_MAP, draw_plots, make_figures, render_png
@@ -423,3 +424,26 @@ def test_any_times_and_any_facts_can_be_drawn(
 
     for figure in make_figures(results).values():
         assert figure.axes
+
+
+def test_a_prefix_names_the_plots_of_results_without_one(tmp_path: Path) -> None:
+    Results(tmp_path).put({name: row(column) for name, column in COLUMNS.items()})
+    assert main(["benchmark", "plots", f"folder={tmp_path}", "prefix=mine-"]) == 0
+    assert sorted(path.name for path in tmp_path.glob("*.png")) == sorted(f"mine-{name}" for name in PICTURES)
+
+
+def test_plots_of_a_published_csv_need_no_json(tmp_path: Path) -> None:
+    measured = Results(tmp_path)
+    measured.put({name: row(column) for name, column in COLUMNS.items()})
+    times = {name: found.updates_ms for name, found in measured.rows().items()}
+    measured.json.unlink()
+    assert {name: found.updates_ms for name, found in measured.rows().items()} == times
+    assert set(make_figures(measured)) == set(PICTURES)
+
+
+@pytest.mark.parametrize("text", ["step,baseline\n1,fast\n", "step,baseline\n1,-2\n", "step,a\n1,2,3\n"])
+def test_a_csv_without_times_is_refused(tmp_path: Path, text: str) -> None:
+    found = Results(tmp_path)
+    found.csv.write_text(text)
+    with pytest.raises(DataError):
+        found.rows()

@@ -1,12 +1,14 @@
-"""`suite=devices`: compare two devices by phase, and find the batch size at which the faster one changes."""
+"""`suite=devices`: compare two devices by phase, and find the batch or sample size at which the faster one changes."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from itertools import chain
 from statistics import median
-from typing import Any
+from typing import Any, NamedTuple
 
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.values import MAX_THREADS
@@ -37,44 +39,81 @@ Devices = Mapping[str, tuple[str, ...]]  # name -> overrides
 Replied = Mapping[str, Replies | str]  # variant -> replies, or why there are none
 
 
+class Point(NamedTuple):
+    """Samples per update and side of a cube in pixels; None: the task has no such setting."""
+
+    batch: int
+    side: int | None = None
+
+
+@dataclass(frozen=True)
+class Points:
+    """The sizes that are measured.
+
+    series    what varies, "batch" or "size" -> sizes
+    extremes  "small" and "large" -> size at which each phase is measured
+    """
+
+    series: Mapping[str, Sequence[Point]]
+    extremes: Mapping[str, Point]
+
+    @property
+    def all(self) -> list[Point]:
+        """All sizes, without duplicates."""
+        return list(dict.fromkeys(chain(*self.series.values(), self.extremes.values())))
+
+
 def run(suite_request: SuiteRequest) -> SuiteReport:
-    """Compare two devices, or numbers of threads, by batch.
+    """Compare two devices, or numbers of threads, by batch; for a task with cubes, also by their size.
 
     A task with a phase of statistics is measured in both phases.
     Raises ConfigError for an unknown device and invalid numbers.
     """
-    batches = sorted(suite_request.parse_numbers("batches"))
+    batches, sides = (tuple(sorted(suite_request.parse_numbers(key))) for key in ("batches", "sides"))
+    kinds = suite_request.parse_choices("by", tuple(UNITS))
     suite_request = _apply_default_task(suite_request)
     with open_suite_context(suite_request) as context:
         devices = parse_devices(suite_request.options["devices"], context.inventory)
+        task = context.plan.choices["task"]
+        if {"height", "width"} <= set(task.options):
+            points = _cube_points(batches, sides, kinds)
+        elif kinds == ("size",):
+            what = f"is not supported for task={task.name}, which has no settings height and width"
+            raise ConfigError(Problem(what, "by=size", "use by=batch"))
+        else:
+            points = _batch_points(batches)
         has_statistics = context.plan.phases[0].kind == "fit"
         share = SHARE if has_statistics else 1.0
-        variants = [each for batch in batches for each in _make_pair(devices, batch)]
+        variants = [each for point in points.all for each in _make_pair(devices, point)]
         result = compare_variants(context, variants, suite_request, share)
-        passes: dict[int, Replied] = {}
+        budget_s = (1 - share) * suite_request.budget_s / len(points.extremes)
+        passes: dict[str, Replied] = {}
         rules = {}
-        for batch in dict.fromkeys((batches[0], batches[-1])):
-            pair = _make_pair(devices, batch)
+        for size, point in points.extremes.items():
+            pair = _make_pair(devices, point)
             if has_statistics:
-                budget_s = (1 - share) * suite_request.budget_s / 2
-                passes[batch] = call_interleaved(context, pair, suite_request, {"do": "fit"}, budget_s)
-            rules[batch] = _evaluate_criteria(context, pair)
+                passes[size] = call_interleaved(context, pair, suite_request, {"do": "fit"}, budget_s)
+            rules[size] = _evaluate_criteria(context, pair)
     first, second = devices
-    rows = _make_phase_rows(devices, result, batches, passes)
-    ratios = [_ratio(result, devices, batch) for batch in batches]
-    crossover = describe_crossover(devices, ratios, "samples per update", batches)
-    columns = ("phase", "samples", f"{first}, ms", f"{second}, ms", f"{second} against {first}", "sure")
+    series = points.series
+    rows = _make_phase_rows(devices, result, points, passes)
+    faster = {kind: describe_crossover(devices, [_ratio(result, devices, point) for point in of_kind], UNITS[kind],
+                              [point.side or point.batch if kind == "size" else point.batch for point in of_kind])
+              for kind, of_kind in series.items()}  # fmt: skip
+    unit = "side, pixels" if "size" in series or points.extremes["small"].side else "samples"
+    columns = ("phase", unit, f"{first}, ms", f"{second}, ms", f"{second} against {first}", "sure")
     measured = "one statistics pass, one gradient update" if passes else "one gradient update"
     tables = [
         SuiteTable(f"{second} against {first}: {measured}", columns, rows),
+        _make_series_table(devices, result, series),
         _make_rules_table(rules),
     ]
     skipped = result.skipped | {
         f"statistics, {name}": why for found in passes.values() for name, why in found.items() if isinstance(why, str)
     }
-    notes = [*context.notes, *result.notes]
-    data = {"crossover": crossover, "verdicts": {f"{row[0]}, {row[1]}": row[5] for row in rows}, "statistics": passes}
-    report = SuiteReport(_make_headline(devices, rows, crossover), tables, notes, skipped, data)
+    notes = [*context.notes, *result.notes, *(f"by {kind}: {sentence}" for kind, sentence in faster.items())]
+    data = {"crossovers": faster, "verdicts": {row[0]: row[5] for row in rows}, "statistics": passes}
+    report = SuiteReport(_make_headline(devices, rows, faster), tables, notes, skipped, data)
     return save_report(suite_request, "devices", report, result)
 
 
@@ -86,6 +125,22 @@ def _apply_default_task(suite_request: SuiteRequest) -> SuiteRequest:
         return suite_request
     own = merge_overrides((f"task={TASK}", "task.data=synthetic"), request.overrides)
     return dataclasses.replace(suite_request, request=dataclasses.replace(request, overrides=own))
+
+
+def _cube_points(batches: Sequence[int], sides: Sequence[int], kinds: Sequence[str]) -> Points:
+    """Return the sizes for a task with cubes: batches of the smallest cubes, and cubes in the smallest batch."""
+    series = {
+        "batch": [Point(batch, sides[0]) for batch in batches], "size": [Point(batches[0], side) for side in sides],
+    }  # fmt: skip
+    extremes = {"small": Point(batches[0], sides[0])}
+    extremes |= {"large": Point(batches[0], sides[-1])} if len(sides) > 1 else {}
+    return Points({kind: series[kind] for kind in kinds}, extremes)
+
+
+def _batch_points(batches: Sequence[int]) -> Points:
+    """Return the sizes for a task whose samples have one size."""
+    extremes = {"small": Point(batches[0])} | ({"large": Point(batches[-1])} if len(batches) > 1 else {})
+    return Points({"batch": [Point(batch) for batch in batches]}, extremes)
 
 
 def parse_devices(text: str, inventory: Inventory) -> Devices:
@@ -117,22 +172,26 @@ def _device_overrides(name: str, gpus: Sequence[str], text: str) -> tuple[str, .
     raise ConfigError(Problem(what, f"devices={text}", fix))
 
 
-def _make_pair(devices: Devices, batch: int) -> list[Variant]:
-    sizes = (f"global_batch_size={batch}", f"micro_batch_size={batch}")
-    first, second = (Variant(_variant_name(device, batch), (*words, *sizes)) for device, words in devices.items())
+def _make_pair(devices: Devices, point: Point) -> list[Variant]:
+    """Return the variants of both devices; the second is compared with the first."""
+    batch, side = point
+    sizes: tuple[str, ...] = (f"global_batch_size={batch}", f"micro_batch_size={batch}")
+    if side is not None:
+        sizes += (f"task.height={side}", f"task.width={side}")
+    first, second = (Variant(_variant_name(device, point), (*words, *sizes)) for device, words in devices.items())
     return [first, dataclasses.replace(second, against=first.name)]
 
 
-def _variant_name(device: str, batch: int) -> str:
-    return f"{device}, batch {batch}"
+def _variant_name(device: str, point: Point) -> str:
+    return f"{device}, batch {point.batch}" + (f", side {point.side}" if point.side else "")
 
 
 # ---------------------------------------------------------------- results
 
 
-def _ratio(result: ComparisonResult, devices: Devices, batch: int) -> Ratio | None:
+def _ratio(result: ComparisonResult, devices: Devices, point: Point) -> Ratio | None:
     """Return the speed of the second device relative to the first."""
-    return result.ratio(result.of(_variant_name([*devices][1], batch)))
+    return result.ratio(result.of(_variant_name([*devices][1], point)))
 
 
 def describe_crossover(
@@ -161,25 +220,42 @@ def describe_crossover(
 
 
 def _make_phase_rows(
-    devices: Devices, result: ComparisonResult, batches: Sequence[int], passes: Mapping[int, Replied]
+    devices: Devices,
+    result: ComparisonResult,
+    points: Points,
+    passes: Mapping[str, Replied],
 ) -> list[tuple[Value, ...]]:
-    """Return the table rows: statistics passes and gradient updates by batch."""
+    """Return the table rows of each phase, for the small and the large size."""
     rows: list[tuple[Value, ...]] = []
-    for batch, replied in passes.items():
-        found = [replied.get(_variant_name(device, batch), "") for device in devices]
+    for size in passes:
+        point = points.extremes[size]
+        found = [passes[size].get(_variant_name(device, point), "") for device in devices]
         times = [[] if isinstance(each, str) else [1e3 * sum(a["seconds"].values()) for a in each] for each in found]
         num = min(map(len, times))
         ratio = paired_ratio(times[0][:num], times[1][:num], half_width=PRIOR_HALF_WIDTH) if num else None
         ms = [median(each) if num else None for each in times]
         sure: str = ratio.verdict if ratio else "not measured"
-        rows.append(("statistics", batch, *ms, str(ratio or ""), sure))
-    for batch in batches:
-        one, two = (result.of(_variant_name(device, batch)) for device in devices)
+        rows.append((f"statistics, {size}", point.side or point.batch, *ms, str(ratio or ""), sure))
+    for size, point in points.extremes.items():
+        one, two = (result.of(_variant_name(device, point)) for device in devices)
         ratio = result.ratio(two)
         ms = [each.median_ms if each.blocks else None for each in (one, two)]
         sure = format_verdict(result, two) if ratio else "not measured"
-        rows.append(("gradients", batch, *ms, str(ratio or ""), sure))
+        rows.append((f"gradients, {size}", point.side or point.batch, *ms, str(ratio or ""), sure))
     return rows
+
+
+def _make_series_table(devices: Devices, result: ComparisonResult, series: Mapping[str, Sequence[Point]]) -> SuiteTable:
+    """Return the table of update times on both devices, by batch and by sample size."""
+    rows: list[list[Value]] = []
+    for kind, points in series.items():
+        for point in points:
+            ms = [each.median_ms for each in (result.of(_variant_name(device, point)) for device in devices)]
+            ratio = _ratio(result, devices, point)
+            rows.append([kind, *point, *ms, str(ratio or ""), ratio.verdict if ratio else "not measured"])
+    first, second = devices
+    columns = ("by", "samples", "side, pixels", f"{first}, ms", f"{second}, ms", f"{second} against {first}", "sure")
+    return SuiteTable("an update by batch and sample size", columns, rows)
 
 
 def _evaluate_criteria(context: MeasurementContext, pair: Sequence[Variant]) -> list[Criterion]:
@@ -193,30 +269,33 @@ def _evaluate_criteria(context: MeasurementContext, pair: Sequence[Variant]) -> 
                 num_parameters=opened["parameters"],
                 epochs=opened["epochs"],
             )
-            return evaluate_criteria(Facts(evidence, {}, context.inventory.cpu, probe=call({"do": "batch"})))
+            probe = {**call({"do": "batch"}), "trained_layers": opened["trained_layers"]}
+            return evaluate_criteria(Facts(evidence, {}, context.inventory.cpu, probe=probe))
     return []
 
 
-def _make_rules_table(found: Mapping[int, Sequence[Criterion]]) -> SuiteTable:
+def _make_rules_table(found: Mapping[str, Sequence[Criterion]]) -> SuiteTable:
+    """Return the table of rules of thumb with values and verdicts, for small and large samples."""
     columns, rows = ["rule of thumb", ""], dict[str, list[Value]]()
-    for batch, of_batch in found.items():
-        columns += [f"batch {batch}", f"result, batch {batch}"]
-        for row in of_batch:
+    for size, of_size in found.items():
+        columns += [size, f"result, {size}"]
+        for row in of_size:
             shown = rows.setdefault(row.name, [row.name, row.rule])
             shown += [row.value, row.verdict]
     complete = [row for row in rows.values() if len(row) == len(columns)]
     return SuiteTable("GPU or CPU? Rules of thumb; the measurement decides", columns, complete)
 
 
-def _make_headline(devices: Devices, rows: Sequence[Sequence[Value]], crossover: str) -> str:
+def _make_headline(devices: Devices, rows: Sequence[Sequence[Value]], faster: Mapping[str, str]) -> str:
     first, second = devices
     of = {
-        shown: [f"{row[0]} of {row[1]}" for row in rows if str(row[5]).partition(";")[0] == verdict]
+        shown: [str(row[0]) for row in rows if str(row[5]).partition(";")[0] == verdict]
         for shown, verdict in (("faster", "better"), ("slower", "worse"), ("no clear change", "no clear change"))
     }
     parts = [f"{shown} in {' and '.join(names)}" for shown, names in of.items() if names]
-    return f"{second} against {first}: {', '.join(parts) or 'not measured'}. {crossover}"
+    return ". ".join([f"{second} against {first}: {', '.join(parts) or 'not measured'}", *faster.values()])
 
 
 TASK = "hyperspectral"
+UNITS = {"batch": "samples per update", "size": "pixels of a side"}
 SHARE = 0.65  # share of the budget for updates; the rest is for statistics passes

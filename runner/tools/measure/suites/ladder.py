@@ -451,7 +451,10 @@ def _clean(results: Results) -> SuiteReport:
 
 
 def _plots(results: Results) -> SuiteReport:
-    return SuiteReport("", files=tuple(plots.draw_plots(results)))
+    """Plot the results with this prefix; if there are none, those without one, into files with the prefix."""
+    unprefixed = Results(results.folder)
+    measured = results if results.exists or not unprefixed.exists else unprefixed
+    return SuiteReport("", files=tuple(plots.draw_plots(measured, results)))
 
 
 ACTIONS: Mapping[str, Callable[[Results], SuiteReport]] = {

@@ -59,21 +59,25 @@ def slow_clock(planted: Planted) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("few_rounds", "slow_clock")
-def test_both_phases_are_measured_by_batch(tmp_path: Path) -> None:
-    sizes = ("task.height=8", "task.width=8")
-    result = run(asked("devices", tmp_path, None, *SETTINGS, *sizes, devices="cpu:1,cpu:2", batches="8,2,4"))
+def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
+    result = run(asked("devices", tmp_path, None, *SETTINGS, devices="cpu:1,cpu:2", batches="2,8", sides="16,8"))
 
-    table, rules = result.tables
+    table, series, rules = result.tables
     assert [row[:2] for row in table.rows] == [
-        ("statistics", 2), ("statistics", 8), ("gradients", 2), ("gradients", 4), ("gradients", 8),
+        ("statistics, small", 8), ("statistics, large", 16), ("gradients, small", 8), ("gradients, large", 16),
     ]  # fmt: skip
-    assert all(ms > 0 for row in table.rows for ms in row[2:4])  # type: ignore[operator]
+    times = {row[0]: row[2:4] for row in table.rows}
+    for phase in ("statistics", "gradients"):
+        for small, large in zip(times[f"{phase}, small"], times[f"{phase}, large"], strict=True):
+            assert small > 0, phase  # type: ignore[operator]
+            assert large > 0, phase  # type: ignore[operator]
+    assert [row[:3] for row in series.rows] == [["batch", 2, 8], ["batch", 8, 8], ["size", 2, 8], ["size", 2, 16]]
     messages = {row[0]: row[2:] for row in rules.rows}
     assert messages["channels"] == [4, "CPU", 4, "CPU"]
-    assert messages["pixels of a side"] == [8, "CPU", 8, "CPU"]
-    assert messages["samples per update"] == [2, "CPU", 8, "either"]
+    assert messages["pixels of a side"] == [8, "CPU", 16, "CPU"]
+    assert messages["samples per update"] == [2, "CPU", 2, "CPU"]
     assert result.headline.startswith("cpu:2 against cpu:1: ")
-    assert json.loads(result.files[0].read_text())["crossover"] in result.headline
+    assert set(json.loads(result.files[0].read_text())["crossovers"]) == {"batch", "size"}
     assert not result.skipped
 
 
@@ -95,7 +99,7 @@ def test_a_missing_device_is_refused(tmp_path: Path, text: str, args: str) -> No
         run(asked("devices", tmp_path, None, *SETTINGS, devices=text))
 
 
-@pytest.mark.parametrize(("key", "text"), [("batches", "0"), ("batches", "-2"), ("batches", "1.5")])
+@pytest.mark.parametrize(("key", "text"), [("batches", "0"), ("batches", "-2"), ("sides", "1.5"), ("by", "color")])
 def test_invalid_numbers_are_refused(tmp_path: Path, key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}={text}.*must be"):
         run(asked("devices", tmp_path, None, **{key: text}))
@@ -108,10 +112,18 @@ def test_any_task_is_compared_by_batch(tmp_path: Path) -> None:
     task.write_text(PLAIN)
     found = run(asked("devices", tmp_path, task, devices="cpu:1,cpu:2", batches="8,2"))
 
-    table, rules = found.tables
-    assert [row[:2] for row in table.rows] == [("gradients", 2), ("gradients", 8)]
+    table, series, rules = found.tables
+    assert [row[:2] for row in table.rows] == [("gradients, small", 2), ("gradients, large", 8)]
+    assert table.columns[1] == "samples"
+    assert [row[:3] for row in series.rows] == [["batch", 2, None], ["batch", 8, None]]
     assert {row[0]: row[2] for row in rules.rows}["samples per update"] == 2
+    assert set(json.loads(found.files[0].read_text())["crossovers"]) == {"batch"}
     assert not found.skipped
+
+
+def test_sizes_of_samples_are_refused_for_a_task_without_them(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="by=size: is not supported for task=gpt"):
+        run(asked("devices", tmp_path, None, "task=gpt", devices="cpu:1,cpu:2", by="size"))
 
 
 PLAIN = """
