@@ -13,7 +13,6 @@ import os
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from functools import partial
 from types import MethodType
 from typing import Any, Literal
@@ -28,14 +27,7 @@ from runner.base.errors import ConfigError, Problem
 from runner.base.values import Auto, Fraction, Positive, PositiveInt
 from runner.config.allocator_settings import ALLOCATOR_VARIABLE, allocator_environment
 
-
-@dataclass(frozen=True)
-class MemoryReport:
-    """Applied memory options, as lines for the start report."""
-
-    lines: tuple[str, ...] = ()
-    channels_last_tensors: int = 0
-    checkpointed_blocks: int = 0
+Lines = tuple[str, ...]  # what was applied, for the start report
 
 
 def none(
@@ -46,7 +38,7 @@ def none(
     channels_last: Auto | bool = "auto",
     fraction: Fraction | None = None,
     allocator: str | None = None,
-) -> MemoryReport:
+) -> Lines:
     """Keep all activations for the backward pass.
 
     Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0.
@@ -63,7 +55,7 @@ def checkpoint(
     channels_last: Auto | bool = "auto",
     fraction: Fraction | None = None,
     allocator: str | None = None,
-) -> MemoryReport:
+) -> Lines:
     """Keep only the inputs of the task's blocks and recompute activations in the backward pass.
 
     Gradients are bitwise equal, dropout included; forward passes without gradients are not affected. With a 16-bit
@@ -78,9 +70,7 @@ def checkpoint(
     chosen = blocks[::every]
     _checkpoint_blocks(model, blocks, chosen)
     summary = _describe_checkpointing(chosen, blocks, "recomputed in the backward pass")
-    return _report(
-        model, device, summary, len(chosen), channels_last=channels_last, fraction=fraction, allocator=allocator
-    )
+    return _report(model, device, summary, channels_last=channels_last, fraction=fraction, allocator=allocator)
 
 
 def selective(
@@ -92,7 +82,7 @@ def selective(
     channels_last: Auto | bool = "auto",
     fraction: Fraction | None = None,
     allocator: str | None = None,
-) -> MemoryReport:
+) -> Lines:
     """Keep the inputs of the task's blocks and their costly results; recompute the cheap ones.
 
     Gradients are equal as with memory=checkpoint; forward passes without gradients are not affected.
@@ -106,9 +96,7 @@ def selective(
     _checkpoint_blocks(model, blocks, blocks, context_fn=contexts)
     kept = "matrix products and attention" if save == "matmul" else "attention"
     summary = _describe_checkpointing(blocks, blocks, f"recomputed in the backward pass except {kept}")
-    return _report(
-        model, device, summary, len(blocks), channels_last=channels_last, fraction=fraction, allocator=allocator
-    )
+    return _report(model, device, summary, channels_last=channels_last, fraction=fraction, allocator=allocator)
 
 
 def budget(
@@ -121,7 +109,7 @@ def budget(
     channels_last: Auto | bool = "auto",
     fraction: Fraction | None = None,
     allocator: str | None = None,
-) -> MemoryReport:
+) -> Lines:
     """Recompute only as many of the task's blocks as the device's memory requires.
 
     Gradients are equal as with memory=checkpoint; forward passes without gradients are not affected. The plan traces
@@ -142,9 +130,7 @@ def budget(
     chosen = list(blocks) if recompute == "auto" else [blocks[number] for number in recompute]
     _checkpoint_blocks(model, listed, chosen)
     summary = _describe_checkpointing(chosen, blocks, "recomputed in the backward pass")
-    return _report(
-        model, device, summary, len(chosen), channels_last=channels_last, fraction=fraction, allocator=allocator
-    )
+    return _report(model, device, summary, channels_last=channels_last, fraction=fraction, allocator=allocator)
 
 
 @contextmanager
@@ -237,12 +223,11 @@ def _report(
     model: nn.Module,
     device: torch.device,
     checkpointing: str = "",
-    checkpointed_blocks: int = 0,
     *,
     channels_last: Literal["auto"] | bool,
     fraction: float | None,
     allocator: str | None,
-) -> MemoryReport:
+) -> Lines:
     changed = _to_channels_last(model, device, channels_last)
     lines = [
         *([checkpointing] if checkpointing else []),
@@ -250,7 +235,7 @@ def _report(
         *_limit_memory(device, fraction),
         *_report_allocator(device, allocator),
     ]
-    return MemoryReport(tuple(lines), changed, checkpointed_blocks)
+    return tuple(lines)
 
 
 def _to_channels_last(model: nn.Module, device: torch.device, channels_last: Literal["auto"] | bool) -> int:
@@ -306,7 +291,7 @@ _ATTENTION_OPERATIONS = (
     "_scaled_dot_product_fused_attention_overrideable",
 )
 
-MEMORIES: Mapping[str, Callable[..., MemoryReport]] = {
+MEMORIES: Mapping[str, Callable[..., Lines]] = {
     "none": none,
     "checkpoint": checkpoint,
     "selective": selective,

@@ -61,7 +61,6 @@ def measure_costs(
     *,
     scale: float = 1.0,
     repeats: int = 3,
-    forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
     synchronize: Callable[[], None] = lambda: None,
     weights: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
 ) -> list[LayerCost]:
@@ -81,8 +80,8 @@ def measure_costs(
         for number, (cost, layer) in enumerate(zip(estimate_costs(model, layers), layers, strict=True)):
             call = (lambda given, layer=layer: layer(*given)) if number == 0 else layer
             with weights(layer):
-                saved, value_after = measure_saved_bytes(layer, call, detach_inputs(value), forward)
-                timed = [_seconds(layer, call, detach_inputs(value), forward, synchronize) for _ in range(repeats + 1)]
+                saved, value_after = measure_saved_bytes(layer, call, detach_inputs(value))
+                timed = [_seconds(layer, call, detach_inputs(value), synchronize) for _ in range(repeats + 1)]
             seconds = timed[1:]
             costs.append(
                 LayerCost(
@@ -131,29 +130,20 @@ def record_saved_storages(lasting: Iterable[Tensor]) -> Iterator[Mapping[int, in
         yield saved
 
 
-def measure_saved_bytes(
-    layer: nn.Module, call: Callable[[Any], Any], value: Any, forward: Callable[[], AbstractContextManager[Any]]
-) -> tuple[int, Any]:
+def measure_saved_bytes(layer: nn.Module, call: Callable[[Any], Any], value: Any) -> tuple[int, Any]:
     """Return the bytes that the layer saves for its backward pass, each storage once, and its detached output."""
-    with record_saved_storages([*layer.parameters(), *layer.buffers()]) as storages, forward():
+    with record_saved_storages([*layer.parameters(), *layer.buffers()]) as storages:
         output = call(value)
     return sum(storages.values()), map_tensors(lambda tensor: tensor.detach(), output)
 
 
-def _seconds(
-    layer: nn.Module,
-    call: Callable[[Any], Any],
-    value: Any,
-    forward: Callable[[], AbstractContextManager[Any]],
-    synchronize: Callable[[], None],
-) -> float:
+def _seconds(layer: nn.Module, call: Callable[[Any], Any], value: Any, synchronize: Callable[[], None]) -> float:
     """Return the seconds of a forward and backward pass; leaves no gradient."""
     trained: list[Tensor] = [weight for weight in layer.parameters() if weight.requires_grad]
     map_tensors(lambda tensor: trained.append(tensor) if tensor.requires_grad else None, value)
     synchronize()
     start = time.perf_counter()
-    with forward():
-        output = call(value)
+    output = call(value)
     ends: list[Tensor] = []
     map_tensors(lambda tensor: ends.append(tensor) if tensor.requires_grad else None, output)
     if ends and trained:

@@ -18,7 +18,7 @@ from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.world import World
 from runner.distributed.fault_sync import catch_exception, raise_on_all_ranks
-from runner.distributed.layer_costs import ADAMW_BYTES, LayerCost, estimate_costs, measure_costs, parameter_names
+from runner.distributed.layer_costs import LayerCost, estimate_costs, measure_costs, parameter_names
 from runner.host.resources import memory_bytes
 
 Example = Callable[[], Sequence[Tensor]]
@@ -36,8 +36,6 @@ class PlacementRequest:
     num_microbatches: int | None = None
     split: Sequence[int] | None = None
     balance: partition.Balance = "memory"
-    memory_bytes: Sequence[int] | None = None
-    bytes_per_parameter: float = ADAMW_BYTES
     samples: int | None = None
 
 
@@ -51,14 +49,13 @@ class Placement:
     split: partition.Split
     costs: Sequence[LayerCost]
     devices: Sequence[partition.StageDevice]
-    bytes_per_parameter: float
 
     def __str__(self) -> str:
         return partition.format_split(
             self.split,
             [cost.name for cost in self.costs],
             [f"{device.name}, {partition.format_mib(device.memory_bytes)}" for device in self.devices],
-            [cost.state_bytes(self.bytes_per_parameter) for cost in self.costs],
+            [cost.state_bytes() for cost in self.costs],
             [cost.seconds for cost in self.costs],
         )
 
@@ -82,7 +79,7 @@ def place_layers(
         catch_exception(lambda: costs.extend(_costs(world, model, layers, request, example, weights))), world, WHERE
     )
     mine = {
-        "memory": _memory_bytes(world, request),
+        "memory": device_bytes(world.device) // (1 if world.device.type == "cuda" else world.num_local_ranks),
         "seconds": math.fsum(cost.seconds for cost in costs),
         "device": str(world.device),
         "costs": [vars(cost) for cost in costs],
@@ -106,7 +103,7 @@ def plan_placement(
     """Return the placement of layers with these costs on the devices of all stages. Raises ConfigError if none fits."""
     options: dict[str, Any] = {
         "costs": [cost.seconds for cost in costs],
-        "memory_bytes": [cost.state_bytes(request.bytes_per_parameter) for cost in costs],
+        "memory_bytes": [cost.state_bytes() for cost in costs],
         "devices": devices,
         "activation_bytes": [cost.activation_bytes for cost in costs],
         "in_flight": partition.max_in_flight(request.schedule, len(devices), request.num_microbatches),
@@ -117,7 +114,7 @@ def plan_placement(
         split = partition.split(**options, balance=request.balance)
     if isinstance(split, Problem):
         raise ConfigError(split)
-    return Placement(split, costs, devices, request.bytes_per_parameter)
+    return Placement(split, costs, devices)
 
 
 @dataclass(frozen=True)
@@ -251,16 +248,6 @@ def _costs(
         synchronize=world.synchronize,
         weights=weights or nullcontext,
     )
-
-
-def _memory_bytes(world: World, request: PlacementRequest) -> int:
-    if request.memory_bytes is not None:
-        if len(request.memory_bytes) != world.world_size:
-            what = f"must have one size for each of the {world.world_size} ranks, but has {len(request.memory_bytes)}"
-            raise ConfigError(Problem(what, "parallelism.memory_bytes"))
-        return request.memory_bytes[world.rank]
-    shared_by = 1 if world.device.type == "cuda" else world.num_local_ranks
-    return device_bytes(world.device) // shared_by
 
 
 def _speed(first: float, seconds: float) -> float:

@@ -36,7 +36,6 @@ from runner.distributed import p2p_messages
 from runner.distributed.agreement import broadcast_model
 from runner.distributed.buffer_sync import BufferSync, check_copies
 from runner.distributed.fault_sync import catch_exception, format_error_line, raise_on_all_ranks
-from runner.distributed.layer_costs import ADAMW_BYTES
 from runner.distributed.layer_placement import (
     WHERE,
     Example,
@@ -69,14 +68,11 @@ from runner.distributed.stages import (
 class Pipelined(Parallel):
     """Contiguous stages of layers, one per rank.
 
-    schedule             1f1b: backward passes as early as possible; gpipe: all forward passes first, which
-                         keeps the activations of all micro-batches
-    num_microbatches     per update, to estimate activation memory; None: as passed to `expect_inputs`, else many
-    split                number of layers of each stage; None: by `balance`
-    balance              memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
-    memory_bytes         memory limit per rank's device; None: all of it
-    bytes_per_parameter  per trained parameter: value, gradient and optimizer state
-    init                 how the model is built, see Parallel
+    schedule  1f1b: backward passes as early as possible; gpipe: all forward passes first, which keeps the activations
+              of all micro-batches
+    split     number of layers of each stage; None: by `balance`
+    balance   memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
+    init      how the model is built, see Parallel
     """
 
     is_lockstep = True
@@ -89,18 +85,15 @@ class Pipelined(Parallel):
         world: World,
         *,
         schedule: partition.Schedule = "1f1b",
-        num_microbatches: int | None = None,
         split: Sequence[int] | None = None,
         balance: partition.Balance = "memory",
-        memory_bytes: Sequence[int] | None = None,
-        bytes_per_parameter: float = ADAMW_BYTES,
         init: ModelInit = "full",
     ) -> None:
         super().__init__(world)
         self.init = init
         self.schedule = PipelineSchedule(world, schedule)
         self.num_stages = self.schedule.num_stages
-        self.request = PlacementRequest(schedule, num_microbatches, split, balance, memory_bytes, bytes_per_parameter)
+        self.request = PlacementRequest(schedule, None, split, balance)
         self._example: Example | None = None
         self.placement: Placement
         self._stage: Stage
@@ -123,8 +116,7 @@ class Pipelined(Parallel):
     def expect_inputs(self, example: Example, samples: int, num_microbatches: int) -> None:
         """Use this example to measure layers; without one, costs are estimated from parameters alone."""
         self._example = example
-        many = self.request.num_microbatches or num_microbatches
-        self.request = replace(self.request, samples=samples, num_microbatches=many)
+        self.request = replace(self.request, samples=samples, num_microbatches=num_microbatches)
 
     def wrap(
         self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]

@@ -32,7 +32,6 @@ from runner.config.option_table import call_option
 from runner.config.options import task_source
 from runner.distributed.batch_norm import synchronize_batch_norms
 from runner.distributed.parallel import Parallel
-from runner.engine.advice import find_odd_sizes
 from runner.engine.contract_checks import check_length, validate_modules
 from runner.engine.coupled import check_strategy, is_coupled
 from runner.engine.error_diagnosis import locate_definition
@@ -185,7 +184,7 @@ def assemble(
             blocks = validate_modules(task.blocks(), task.blocks, source)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
-            notes = list(_make(MEMORIES, choices["memory"], bare, blocks, world.device).lines)
+            notes = list(_make(MEMORIES, choices["memory"], bare, blocks, world.device))
             precision = _make(PRECISIONS, choices["precision"], world, bare)
             stack.enter_context(precision.flags)
             begin_forward = _make(COMPILES, choices["compile"], bare, blocks, world.device)
@@ -232,3 +231,26 @@ def _check_state(model: nn.Module, source: Path) -> None:
 
 def _make(table: Mapping[str, Any], choice: Choice, *args: Any) -> Any:
     return call_option(table, choice.function, *args, **choice.options)
+
+
+def find_odd_sizes(model: nn.Module, device: torch.device) -> list[str]:
+    """Return a line for each weight matrix whose size prevents the use of tensor cores in half precision.
+
+    Source: NVIDIA, Matrix Multiplication Background User's Guide, section on dimension quantization: sizes in
+    multiples of 16 bytes, which is 8 numbers of 16 bits.
+    """
+    if device.type != "cuda":
+        return []
+    lines = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            odd = [size for size in module.weight.shape if size % _FAST_MULTIPLE]
+            if odd:
+                better = ", ".join(f"{size} -> {-(-size // _FAST_MULTIPLE) * _FAST_MULTIPLE}" for size in odd)
+                lines[tuple(odd)] = (
+                    f"{name or 'the model'}: sizes in multiples of {_FAST_MULTIPLE} are faster on a GPU: {better}"
+                )
+    return list(lines.values())
+
+
+_FAST_MULTIPLE = 8  # of sizes of matrices in half precision

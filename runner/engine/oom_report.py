@@ -44,7 +44,6 @@ class MemoryAccount:
     samples, shape    of the current micro-batch
     held_bytes        used by this process
     in_tensors_bytes  part of held_bytes in tensors, on a GPU
-    num_retries       how often torch's allocator had to release its cache
     others            other processes with memory on the GPU
     """
 
@@ -55,7 +54,6 @@ class MemoryAccount:
     total_bytes: int | None
     held_bytes: int | None
     in_tensors_bytes: int | None = None
-    num_retries: int = 0
     others: tuple[MemoryHolder, ...] = ()
 
     def __str__(self) -> str:
@@ -90,10 +88,7 @@ def measure_memory(shortage: OomCause, device: torch.device, uuid: str, samples:
     accelerator = get_accelerator(device)
     memory, held = accelerator.free_memory(), accelerator.current_memory()
     if shortage.side == "device" and memory is not None and held is not None:
-        retries = int(accelerator.memory_stats().get("num_alloc_retries", 0))
-        return MemoryAccount(
-            shortage, samples, shape, *memory, held.reserved, held.allocated, retries, _other_processes(uuid)
-        )
+        return MemoryAccount(shortage, samples, shape, *memory, held.reserved, held.allocated, _other_processes(uuid))
     machine = psutil.virtual_memory()
     free, total = int(machine.available), int(machine.total)
     grant = cgroup_memory_limit()

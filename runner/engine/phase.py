@@ -19,11 +19,10 @@ from runner.base.task import Progress
 from runner.base.world import World
 from runner.durable import checkpoint as checkpoints
 from runner.durable.checkpoint import LoadedCheckpoint
-from runner.engine.advice import watch_shapes
 from runner.engine.balance import make_shares
 from runner.engine.checkpoint_state import convert_state_errors
 from runner.engine.error_diagnosis import explain
-from runner.engine.feed import Feed
+from runner.engine.feed import Feed, watch_shapes
 from runner.engine.frozen_base import load_weights
 from runner.engine.hooks import HOOKS
 from runner.engine.hooks.checkpointing import Checkpointing, hook_state

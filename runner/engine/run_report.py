@@ -25,8 +25,7 @@ from runner.console.run_summary import (
     format_start,
 )
 from runner.durable.checkpoint import LoadedCheckpoint
-from runner.engine.advice import find_odd_sizes
-from runner.engine.assemble import Parts
+from runner.engine.assemble import Parts, find_odd_sizes
 from runner.engine.mirroring import checkpoint_policy
 from runner.engine.run import Outcome, TrainingRun
 from runner.engine.run_screen import Screen

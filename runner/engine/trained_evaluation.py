@@ -67,7 +67,9 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
             progress_mark.now = (SUMMARY, trained.update)
 
         began = time.perf_counter()
-        result = evaluate(parts, Loader(fetcher), samples, sizes, should_stop=must_stop, on_last_batch=begin_summary)
+        result = evaluate(
+            parts, Loader(fetcher), samples, sizes, should_stop=must_stop, on_last_batch=begin_summary, split=split
+        )
         seconds = time.perf_counter() - began
         if result is None:
             return Exit.INTERRUPTED, None

@@ -111,7 +111,7 @@ class StagePrediction:
         for number, (cost, layer) in enumerate(zip(estimate_costs(model, self.layers), self.layers, strict=True)):
             ledger.stage = cost.name
             call = (lambda given, layer=layer: layer(*given)) if number == 0 else layer
-            kept, value = measure_saved_bytes(layer, call, detach_inputs(value), nullcontext)
+            kept, value = measure_saved_bytes(layer, call, detach_inputs(value))
             done = ledger.work.get(ledger.stage)
             costs.append(dataclasses.replace(cost, activation_bytes=kept, seconds=float(done.flops if done else 0)))
         return costs, size

@@ -72,6 +72,6 @@ def test_checkpointing_recomputes_nested_blocks() -> None:
     task = Task()
     task.model = Model(nn.ModuleList(blocks))
     report = checkpoint(task.model, task.blocks(), torch.device("cpu"))
-    assert report.checkpointed_blocks == 2
+    assert "2 of 2" in report[0]
     task.model(torch.ones(2, 3)).sum().backward()
     assert [block.calls for block in blocks] == [2, 2]

@@ -25,6 +25,7 @@ from runner.base.optimizer_state import export_state
 from runner.base.order import MicroBatchKey
 from runner.base.stopwatch import Lap
 from runner.base.world import World
+from runner.distributed import layer_placement
 from runner.distributed.parallel import ForwardPasses, Parallel
 from runner.distributed.pipelined import KEPT_STEPS, PLACEHOLDER, Pipelined
 from runner.engine.loop import Position, StepInfo, Training, train_updates
@@ -768,7 +769,8 @@ def test_a_model_cannot_be_called_with_gradients_outside_a_loss() -> None:
 def test_ten_equal_layers_are_split_by_the_memory_of_the_ranks() -> None:
     def splits(world: World) -> list[Any]:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
-        parallel = Pipelined(world, memory_bytes=[11 * GIB, 8 * GIB])
+        layer_placement.device_bytes = lambda _: 2 * [11 * GIB, 8 * GIB][world.rank]  # two ranks share the host
+        parallel = Pipelined(world)
         parallel.expect_inputs(lambda: (torch.zeros(2, 8),), samples=4, num_microbatches=3)
         parallel.wrap(model, lambda: list(model), [])
         elsewhere = [weight.is_meta for weight in model.parameters()]

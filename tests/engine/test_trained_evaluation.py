@@ -18,6 +18,7 @@ from runner.durable import checkpoint
 from runner.durable.directory import RunDirectory
 from runner.engine import trained_evaluation
 from runner.engine.oom_history import ReducedMicroBatch, write_reductions
+from tests.engine.task_of_averages import build
 from tests.forkserver import CompletedCommand, ForkServer
 
 TASK = Path(__file__).with_name("task_of_averages.py")
@@ -45,8 +46,6 @@ def evaluated(server: ForkServer, folder: Path, *args: str) -> dict[str, Any]:
 
 def by_hand(folder: Path, update: int, split: str) -> float:
     """Return the loss of a checkpoint on a split, computed without the runner's loops."""
-    from tests.engine.task_of_averages import build
-
     task = build()
     task.model.load_state_dict(
         checkpoint.load(checkpoint.checkpoint_path(folder / "outputs/mine/checkpoints", update)).tensors("model")
@@ -82,6 +81,7 @@ def test_every_sample_of_a_split_counts_once(args: tuple[str, ...], server: Fork
     record = evaluated(server, tmp_path, "split=test", "checkpoint=last")
     assert record["samples"] == 37
     assert record["metrics"]["test/loss"] == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
+    assert record["metrics"]["test/largest"] == float(build().dataset("test").tensors[1].max()), "metrics(split)"
     written = tmp_path / "outputs/mine/evaluations/test-update-0000000006.json"
     assert json.loads(written.read_text()) == record
 
