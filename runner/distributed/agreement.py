@@ -1,17 +1,18 @@
-"""Agreement of ranks that read different data: their starting point, merged statistics, and gathered rows."""
+"""Agreement of ranks: their starting point, merged statistics, gathered tensors, and errors."""
 
 from __future__ import annotations
 
 import hashlib
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.base.bitwise import view_bytes
-from runner.base.errors import TaskFault
+from runner.base.errors import AccelRunError, RankLost, TaskFault
 from runner.base.task import State
 from runner.base.world import World
 
@@ -93,3 +94,27 @@ def find_unequal(tensors: Mapping[str, Tensor], world: World) -> list[str]:
         for name, digest in rank_digests.items():
             digests_by_name.setdefault(name, set()).add(digest)
     return [name for name, found in digests_by_name.items() if len(found) > 1]
+
+
+def catch_exception(function: Callable[[], Any]) -> Exception | None:
+    """Return the exception that the function raises, or None; the caller passes it to `raise_on_all_ranks`."""
+    try:
+        function()
+    except Exception as error:  # of any type: the other ranks must be informed
+        return error
+    return None
+
+
+def raise_on_all_ranks(failure: Exception | None, world: World, where: str) -> None:
+    """Raise this rank's failure, or RankLost with that of another rank; collective."""
+    texts = world.gather(None if failure is None else format_error_line(failure))
+    if failure is not None:
+        raise failure
+    for rank, text in enumerate(texts):
+        if text is not None:
+            raise RankLost(f"rank {rank} failed: {text}", where=where)
+
+
+def format_error_line(error: Exception) -> str:
+    """Format an error as one line."""
+    return str(error).splitlines()[0] if isinstance(error, AccelRunError) else f"{type(error).__name__}: {error}"

@@ -17,7 +17,7 @@ from runner.base.accelerator import get_accelerator
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.world import World
-from runner.distributed.fault_sync import catch_exception, raise_on_all_ranks
+from runner.distributed.agreement import catch_exception, raise_on_all_ranks
 from runner.distributed.layer_costs import LayerCost, estimate_costs, measure_costs, parameter_names
 from runner.host.resources import memory_bytes
 

@@ -33,9 +33,8 @@ from runner.base.stored_tensor import Saved, in_memory
 from runner.base.task import State
 from runner.base.world import World
 from runner.distributed import p2p_messages
-from runner.distributed.agreement import broadcast_model
+from runner.distributed.agreement import broadcast_model, catch_exception, format_error_line, raise_on_all_ranks
 from runner.distributed.buffer_sync import BufferSync, check_copies
-from runner.distributed.fault_sync import catch_exception, format_error_line, raise_on_all_ranks
 from runner.distributed.layer_placement import (
     WHERE,
     Example,

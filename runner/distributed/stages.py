@@ -19,7 +19,7 @@ from runner.base.global_rng import seed_everything
 from runner.base.stopwatch import Stopwatch
 from runner.base.world import World
 from runner.distributed import p2p_messages
-from runner.distributed.fault_sync import format_error_line
+from runner.distributed.agreement import format_error_line
 from runner.distributed.parallel import ForwardPasses
 
 

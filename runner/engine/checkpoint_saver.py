@@ -169,8 +169,8 @@ class Saver:
         kept: Callable[[], Collection[Path]],
         counts_as_cost: bool,
         overwrite: bool = False,
-    ) -> float:
-        """Take a snapshot and start writing it; return the seconds that training was blocked.
+    ) -> None:
+        """Take a snapshot and start writing it.
 
         value           metric, if it is saved as one of the best; a failed save is not among them
         kept            returns the checkpoints to keep regardless of age; called once the best ones are known
@@ -208,7 +208,6 @@ class Saver:
                     "checkpoints are requested faster than the disk can write them: training waited"
                     f" {waited_s:.1f} s at checkpoint {snapshot.update}; {self.policy.advice}",
                 )
-        return blocked_s
 
     def is_late(self) -> bool:
         """Return True if a save is due and the disk is ready; waiting for the disk would block training.

@@ -633,12 +633,18 @@ def test_a_split_that_does_not_fit_the_model_or_the_memory_is_refused() -> None:
     for options, text in (
         ({"split": [2, 2]}, "add up to the model's 5, but is [2,2]"),
         ({"split": [1, 1, 3]}, "one size for each of the 2 stages, but has 3"),
-        ({"memory_bytes": [2000, 1000]}, "the devices have"),
-        ({"memory_bytes": [2000]}, "one size for each of the 2 ranks"),
     ):
         for result in run_ranks(lambda world, options=options: refused(world, wrapping(model), **options), 2):
             assert "ConfigError 78" in result, result
             assert text in result, result
+
+    def refused_by_memory(world: World) -> str:
+        layer_placement.device_bytes = lambda _: 2 * [2000, 1000][world.rank]  # two ranks share the host
+        return refused(world, wrapping(model))
+
+    for result in run_ranks(refused_by_memory, 2):
+        assert "ConfigError 78" in result, result
+        assert "the devices have" in result, result
 
 
 def test_layers_that_lose_parameters_are_refused() -> None:

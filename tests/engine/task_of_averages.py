@@ -36,8 +36,7 @@ class Regression(Task):
         return {"largest": Gather(lambda y: y.max())} if split == "test" else {}
 
     def evaluate(self, model, batch):
-        sums = {"loss": self.loss(model, batch)}
-        return {**sums, "largest": batch[1]} if self.split == "test" else sums
+        return {"loss": self.loss(model, batch)} | ({"largest": batch[1]} if self.split == "test" else {})
 
     def predict(self, model, generator):
         yield Prediction({"bias.txt": repr(model[2].bias.item())})
