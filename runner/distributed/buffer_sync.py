@@ -120,12 +120,14 @@ class BufferSync:
         """
         refs = [ref for ref in self._refs if ref.is_saved and _is_plain(ref)]
         different = torch.zeros(len(refs))
-        for packed in _pack([ref for ref in refs if ref.tensor is not None], bytewise=True):
-            theirs = packed.flat.clone()
+        for group in _by_device(refs):
+            mine = torch.cat([view_bytes(_tensor(ref)) for ref in group])
+            theirs = mine.clone()
             dist.broadcast(theirs, self.source)
-            if not torch.equal(theirs, packed.flat):
-                for ref, mine, their in zip(packed.refs, packed.split(), packed.split(theirs), strict=True):
-                    different[refs.index(ref)] = float(not torch.equal(mine, their))
+            if not torch.equal(theirs, mine):
+                sizes = [_tensor(ref).nbytes for ref in group]
+                for ref, one, other in zip(group, mine.split(sizes), theirs.split(sizes), strict=True):
+                    different[refs.index(ref)] = float(not torch.equal(one, other))
         # Changes by a task's begin_update since the last update are synchronized with the next one.
         seen = {ref.name for ref, changed in zip(self._refs, self._changed_flags(), strict=True) if not changed}
         different *= torch.tensor([float(ref.name in seen) for ref in refs])
@@ -255,64 +257,37 @@ def _is_unchanged(tensor: Tensor | None, before: Tensor | None) -> bool:
 # ---------------------------------------------------------------- communication
 
 
-class _PackedBuffers(NamedTuple):
-    """Buffers of one device, concatenated in a flat tensor."""
-
-    refs: list[_BufferRef]
-    flat: Tensor
-
-    def split(self, flat: Tensor | None = None) -> list[Tensor]:
-        """Return the slice of each buffer."""
-        flat = self.flat if flat is None else flat
-        sizes = []
-        for ref in self.refs:
-            assert ref.tensor is not None
-            sizes.append(ref.tensor.nbytes if flat.dtype == torch.uint8 else ref.tensor.numel())
-        return list(torch.split(flat, sizes))
-
-
-def _pack(
-    refs: Sequence[_BufferRef], dtype: torch.dtype = torch.uint8, *, bytewise: bool = False
-) -> list[_PackedBuffers]:
-    """Pack the buffers by device, as bytes or in one number format: few messages instead of many."""
-    packed = []
-    devices = dict.fromkeys(ref.tensor.device for ref in refs if ref.tensor is not None)
-    for device in devices:
-        here = [ref for ref in refs if ref.tensor is not None and ref.tensor.device == device]
-        rows = []
-        for ref in here:
-            assert ref.tensor is not None
-            rows.append(view_bytes(ref.tensor) if bytewise else ref.tensor.detach().reshape(-1))
-        packed.append(_PackedBuffers(here, torch.cat(rows).to(dtype)))
-    return packed
-
-
 def _average(refs: Sequence[_BufferRef], world: World) -> None:
     """All-reduce statistics (mean over the ranks) and batch counts (maximum), in the widest format."""
-    floats = [ref for ref in refs if ref.tensor is not None and ref.tensor.is_floating_point()]
-    for packed in _pack(floats, world.widest):
-        dist.all_reduce(packed.flat)
-        packed.flat.div_(world.world_size)  # one kernel for all: one per buffer would cost more than the message
-        _write_back(packed, packed.split())
-    for packed in _pack([ref for ref in refs if ref not in floats], torch.int64):
-        dist.all_reduce(packed.flat, dist.ReduceOp.MAX)
-        _write_back(packed, packed.split())
+    for group in _by_device([ref for ref in refs if _tensor(ref).is_floating_point()]):
+        flat = torch.cat([_tensor(ref).detach().reshape(-1) for ref in group]).to(world.widest)
+        dist.all_reduce(flat)
+        flat.div_(world.world_size)  # one kernel for all: one per buffer would cost more than the message
+        _write_back(group, flat.split([_tensor(ref).numel() for ref in group]))
+    for group in _by_device([ref for ref in refs if not _tensor(ref).is_floating_point()]):
+        flat = torch.cat([_tensor(ref).detach().reshape(-1) for ref in group]).to(torch.int64)
+        dist.all_reduce(flat, dist.ReduceOp.MAX)
+        _write_back(group, flat.split([_tensor(ref).numel() for ref in group]))
 
 
 def _broadcast(refs: Sequence[_BufferRef], source: int, world: World) -> None:
-    for packed in _pack(refs, bytewise=True):
-        dist.broadcast(packed.flat, source)
+    for group in _by_device(refs):
+        content = torch.cat([view_bytes(_tensor(ref)) for ref in group])
+        dist.broadcast(content, source)
         if world.rank != source:
-            parts = packed.split()
+            parts = content.split([_tensor(ref).nbytes for ref in group])
             # slices may start at any offset, but views of numbers must be aligned
-            _write_back(
-                packed,
-                [part.clone().view(_tensor(ref).dtype) for ref, part in zip(packed.refs, parts, strict=True)],
-            )
+            _write_back(group, [part.clone().view(_tensor(ref).dtype) for ref, part in zip(group, parts, strict=True)])
 
 
-def _write_back(packed: _PackedBuffers, parts: Sequence[Tensor]) -> None:
-    for ref, part in zip(packed.refs, parts, strict=True):
+def _by_device(refs: Sequence[_BufferRef]) -> list[list[_BufferRef]]:
+    """Group the buffers by device, to send those of a group together: few messages instead of many."""
+    devices = dict.fromkeys(_tensor(ref).device for ref in refs)
+    return [[ref for ref in refs if _tensor(ref).device == device] for device in devices]
+
+
+def _write_back(refs: Sequence[_BufferRef], parts: Sequence[Tensor]) -> None:
+    for ref, part in zip(refs, parts, strict=True):
         buffer = _tensor(ref)
         value = part.view(buffer.shape)
         if is_writable(buffer):

@@ -327,7 +327,7 @@ class _BatchComparison:
         if self._agree(_is_suspicious(values)):
             again = self._evaluate(forward, seed + _NUM_ATTEMPTS, draws) or {}
             if not all(value.is_sum or value.is_close(again.get(name)) for name, value in (values or {}).items()):
-                reason = "it draws random numbers by other functions than those of torch"
+                reason = "it draws random numbers that differ between samples, as with NumPy"
         if values is None:
             return {"loss": _Verdict("", reason=self.reason)}
         return {name: self._classify(value, reason) for name, value in values.items()}

@@ -61,13 +61,8 @@ class Saver:
         on_disk: int | None,
         bests: Sequence[tuple[float, int]] = (),
     ) -> None:
-        self.policy, self.writer, self.save_cost, self.host_buffers, self.screen = (
-            policy,
-            writer,
-            save_cost,
-            host_buffers,
-            screen,
-        )
+        self.policy, self.writer, self.save_cost = policy, writer, save_cost
+        self.host_buffers, self.screen = host_buffers, screen
         self.buffer = host_buffers[0]  # for the next copy
         self.held: HeldBest | None = None
         self._writer_buffer = host_buffers[1]
