@@ -95,7 +95,7 @@ class Pipelined(Parallel):
         self.request = PlacementRequest(schedule, None, split, balance)
         self._example: Example | None = None
         self.placement: Placement
-        self._stage: Stage
+        self.stage: Stage  # of this rank
         self._parameters: set[nn.Parameter] = set()
         self._tied: list[Tie] = []
         self._shared_modules: list[nn.Module] = []
@@ -104,11 +104,6 @@ class Pipelined(Parallel):
         self._placeholder: nn.Parameter | None = None
         self._known_shapes: Sequence[Shapes] = ()
         self._buffers: BufferSync
-
-    @property
-    def stage(self) -> Stage:
-        """The stage of this rank."""
-        return self._stage
 
     # ------------------------------------------------------------ the model
 
@@ -135,9 +130,9 @@ class Pipelined(Parallel):
         own_layers = [all_layers[layer] for layer in self.placement.split.ranges[self.world.rank]]
         if deferred:
             deferred.materialize(model, own_layers, self.world.device)
-        self._stage = Stage(self.world.rank, self.num_stages, own_layers, model, self.world, self.stopwatch)
+        self.stage = Stage(self.world.rank, self.num_stages, own_layers, model, self.world, self.stopwatch)
         own_modules = {module for layer in own_layers for module in layer.modules()}
-        self._parameters = set(self._stage.parameters())
+        self._parameters = set(self.stage.parameters())
         self._tied = shared_parameters(self.world, model, all_layers, self.placement.split)
         self._shared_modules = shared_modules(self.world, model, all_layers, self.placement.split)
         layer_modules = {module for layer in all_layers for module in layer.modules()}
@@ -145,16 +140,16 @@ class Pipelined(Parallel):
         move_buffers(model, layer_modules, self.world.device)
         # Modules outside of the layers that the loss changes are changed on the rank that computes it.
         self._buffers = BufferSync(model, self.world, self.num_stages - 1, others=layer_modules)
-        tensors = (*self._stage.parameters(), *self._stage.buffers())
+        tensors = (*self.stage.parameters(), *self.stage.buffers())
         if any(tensor.device != self.world.device for tensor in tensors):  # fake tensors cannot be moved
-            self._stage.to(self.world.device)
+            self.stage.to(self.world.device)
         model.forward = self._dispatch
         return model
 
     def set_shapes(self, shapes: Sequence[Shapes]) -> int:
         """Set the input shapes of each stage in advance; return the bytes that this rank receives per micro-batch."""
         self._known_shapes = shapes
-        stage = self._stage
+        stage = self.stage
         received = [number for number in (stage.number, stage.number + 1) if 0 < number < self.num_stages]
         return sum(tensor.nbytes for number in received for tensor in shapes[number].meta_tensors())
 
@@ -275,12 +270,8 @@ class Pipelined(Parallel):
 
     # ------------------------------------------------------------ efficiency
 
-    def bubble(self) -> partition.Bubble | None:
-        """Return the idle fractions of the devices in the last timed update; None before it. Collective."""
-        return self.schedule.bubble(self.stopwatch)
-
     def idle_fractions(self) -> Mapping[str, float]:
-        bubble = self.bubble()
+        bubble = self.schedule.bubble(self.stopwatch)
         return {} if bubble is None else {f"pipeline/{name}": value for name, value in bubble._asdict().items()}
 
     # ------------------------------------------------------------ inside an update
@@ -318,18 +309,18 @@ class Pipelined(Parallel):
     def _run(self, work: StageWork, key: int, count: int) -> None:
         if key not in self._shapes:
             self._shapes[key] = [*self._known_shapes] or self._infer_shapes(work)
-        step = self.schedule.step(self._stage, count, key, self._shapes[key])
-        self._stage.begin(work, self._shapes[key], self._handle_calls)
+        step = self.schedule.step(self.stage, count, key, self._shapes[key])
+        self.stage.begin(work, self._shapes[key], self._handle_calls)
         numbers = [torch.arange(count)] if self.world.is_first else []
-        target = torch.arange(count) if self._stage.is_last else None
+        target = torch.arange(count) if self.stage.is_last else None
         try:
             step.step(*numbers, target=target, return_outputs=False)
         except Exception:
-            if self._stage.failure is not None:
-                raise self._stage.failure from None  # torch wraps it in an error with all shapes
+            if self.stage.failure is not None:
+                raise self.stage.failure from None  # torch wraps it in an error with all shapes
             raise
         finally:
-            self._stage.end()
+            self.stage.end()
         self.stopwatch.lap("wait")
 
     def _infer_shapes(self, work: StageWork) -> list[Shapes]:
@@ -337,7 +328,7 @@ class Pipelined(Parallel):
 
         Errors in layers and loss are found here, while no rank waits for another one.
         """
-        modules = {*self._stage.modules(), *self._buffers.modules}
+        modules = {*self.stage.modules(), *self._buffers.modules}
         call = work.inputs[0] if work.inputs else Call((), {})
 
         def checked(output: Any) -> None:
@@ -348,7 +339,7 @@ class Pipelined(Parallel):
 
         noise.switch_pass(work.micros[0].samples)
         with torch.no_grad(), restore_buffers(modules):
-            outcome = run_stage(self._stage, self.world, call, work.passes.forward, checked)
+            outcome = run_stage(self.stage, self.world, call, work.passes.forward, checked)
         raise_on_all_ranks(outcome.failure, self.world, WHERE)
         return [Shapes.from_description(shapes) for shapes in self.world.gather(outcome.shapes)]
 
@@ -363,7 +354,7 @@ class Pipelined(Parallel):
                 fix="call it under torch.no_grad()",
             )
         outputs: list[Any] = []
-        outcome = run_stage(self._stage, self.world, Call(inputs, named), nullcontext, outputs.append)
+        outcome = run_stage(self.stage, self.world, Call(inputs, named), nullcontext, outputs.append)
         text = None if outcome.failure is None else format_error_line(outcome.failure)
         failure = outcome.failure or (
             catch_exception(lambda: p2p_messages.check_sendable(outputs[0])) if outputs else None

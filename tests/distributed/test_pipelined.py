@@ -837,9 +837,9 @@ def test_the_time_of_a_stage_is_that_of_its_layers(schedule: str) -> None:
         time.perf_counter = clock  # of this rank only: the clock does not advance while the rank waits
         model = nn.Sequential(*(Slow(WIDTH, WIDTH) for _ in range(2)), nn.Linear(WIDTH, CLASSES))
         made = training(world, lambda: model, schedule=schedule, split=[1, 2])
-        assert made.parallel.bubble() is None
+        assert not made.parallel.idle_fractions()
         assert len(list(train_updates(made, stream([2] * 4, torch.float32), 2))) == 2
-        assert made.parallel.bubble() is not None
+        assert made.parallel.idle_fractions()
         return dict(made.parallel.stopwatch.last.seconds)
 
     for seconds in run_ranks(run, 2):
@@ -866,7 +866,7 @@ def test_the_bubble_is_the_share_of_time_that_stages_wait(
         made = training(world, lambda: plain(3, torch.float32), split=[1, 2])
         next(train_updates(made, stream([2] * 4, torch.float32), 1))
         made.parallel.stopwatch = SimpleNamespace(last=Lap(1, (first, last)[world.rank]))
-        return list(made.parallel.bubble())
+        return list(made.parallel.idle_fractions().values())
 
     for result in run_ranks(run, 2):
         assert result == pytest.approx(expected)

@@ -79,7 +79,7 @@ class OutOfMemory(Hook):
             self.memory = measure_memory(cause, self.world.device, rank.uuid, samples, shape_text)
             optimizer = getattr(getattr(phase.work, "training", None), "optimizer", None)
             self.run.directory.write(
-                self._own_report, format_report(self.memory, parts.bare, optimizer, self.world.device)
+                self._report_name(self.world.rank), format_report(self.memory, parts.bare, optimizer, self.world.device)
             )
 
     def reduce(self, cause: OomCause | None, obstacle: str) -> None:
@@ -242,7 +242,12 @@ class OutOfMemory(Hook):
         fix = "\n".join([_ADVICE_HEADING, *lines, *task_lines])
         error.problems = (dataclasses.replace(problem, what=what, fix=fix),)
         error.args = (str(error.problems[0]),)
-        error.place = {**error.place, "place": cause.place, "micro_batch_size": size, "memory": self._own_report}
+        error.place = {
+            **error.place,
+            "place": cause.place,
+            "micro_batch_size": size,
+            "memory": self._report_name(self.world.rank),
+        }
         return error
 
     # ------------------------------------------------------------ records and messages
@@ -272,10 +277,6 @@ class OutOfMemory(Hook):
 
     def _report_name(self, rank: int) -> str:
         return f"memory-rank{rank}.txt" if self.world.world_size > 1 else "memory.txt"
-
-    @property
-    def _own_report(self) -> str:
-        return self._report_name(self.world.rank)
 
     def _warn(self, text: str) -> None:
         self.run.observers.screen.warn(text)

@@ -31,15 +31,10 @@ class OptimizerAverage(Hook):
             what = "the optimizer already keeps an average, which evaluations use"
             raise ConfigError(Problem(what, f"averaging={averaging.name}", "use averaging=none"))
 
-    @contextmanager
-    def during_evaluation(self) -> Iterator[None]:
-        with self._average_loaded():
-            yield
-
     def state_dict(self) -> dict[str, Tensor]:
         if not self._averaging_optimizers():
             return {}
-        with self._average_loaded():
+        with self.during_evaluation():
             return {name: weight.detach().clone() for name, weight in self.phase.work.owned.items()}
 
     @staticmethod
@@ -54,7 +49,7 @@ class OptimizerAverage(Hook):
         return [optimizer for optimizer in optimizers if hasattr(optimizer, "eval") and hasattr(optimizer, "train")]
 
     @contextmanager
-    def _average_loaded(self) -> Iterator[None]:
+    def during_evaluation(self) -> Iterator[None]:
         optimizers = self._averaging_optimizers()
         weights = [weight for optimizer in optimizers for group in optimizer.param_groups for weight in group["params"]]
         training_weights = [weight.detach().clone() for weight in weights]
