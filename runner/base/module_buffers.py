@@ -1,14 +1,41 @@
-"""Run forward passes without changing the buffers of a model."""
+"""List the buffers of a model, and run forward passes without changing them."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from runner.base.bitwise import bitwise_equal, is_dense
+
+
+class BufferRef(NamedTuple):
+    """A reference to a buffer of a model; the tensor itself may be replaced.
+
+    is_saved  whether checkpoints include it
+    """
+
+    name: str
+    module: nn.Module
+    key: str
+    is_saved: bool
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The current buffer."""
+        return self.module._buffers.get(self.key)
+
+
+def list_buffers(model: nn.Module) -> list[BufferRef]:
+    """Return the buffers of a model, including those that are None."""
+    return [
+        BufferRef(f"{path}.{key}".lstrip("."), module, key, key not in module._non_persistent_buffers_set)
+        for path, module in model.named_modules()
+        for key in module._buffers
+    ]
 
 
 @contextmanager

@@ -21,28 +21,10 @@ from torch import Tensor, nn
 
 from runner.base.bitwise import bitwise_equal, is_dense, view_bytes
 from runner.base.errors import TaskFault
-from runner.base.module_buffers import is_writable
+from runner.base.module_buffers import BufferRef, is_writable, list_buffers
 from runner.base.text import abbreviate
 from runner.base.world import World
 from runner.distributed.agreement import find_unequal
-
-
-class _BufferRef(NamedTuple):
-    """A reference to a buffer of the model; the tensor itself may be replaced.
-
-    is_statistic  running statistic of a norm, which each rank computes over its own micro-batches
-    is_saved      whether checkpoints include it
-    """
-
-    module: nn.Module
-    key: str
-    name: str
-    is_statistic: bool
-    is_saved: bool
-
-    @property
-    def tensor(self) -> Tensor | None:
-        return self.module._buffers.get(self.key)
 
 
 class _Recorded(NamedTuple):
@@ -109,8 +91,8 @@ class BufferSync:
         refs = [ref for ref, changed in zip(self._refs, total, strict=False) if changed and _is_plain(ref)]
         if refs:
             with torch.no_grad():
-                _average([ref for ref in refs if ref.is_statistic], self.world)
-                _broadcast([ref for ref in refs if not ref.is_statistic], self.source, self.world)
+                _average([ref for ref in refs if _is_statistic(ref)], self.world)
+                _broadcast([ref for ref in refs if not _is_statistic(ref)], self.source, self.world)
             self._record()
 
     def check(self) -> None:
@@ -126,7 +108,7 @@ class BufferSync:
             dist.broadcast(theirs, self.source)
             if not torch.equal(theirs, mine):
                 sizes = [_tensor(ref).nbytes for ref in group]
-                for ref, one, other in zip(group, mine.split(sizes), theirs.split(sizes), strict=True):
+                for ref, one, other in zip(group, torch.split(mine, sizes), torch.split(theirs, sizes), strict=True):
                     different[refs.index(ref)] = float(not torch.equal(one, other))
         # Changes by a task's begin_update since the last update are synchronized with the next one.
         seen = {ref.name for ref, changed in zip(self._refs, self._changed_flags(), strict=True) if not changed}
@@ -141,10 +123,10 @@ class BufferSync:
 
     # ------------------------------------------------------------ detecting changes on this rank
 
-    def _list_buffers(self) -> list[_BufferRef]:
-        return [ref for ref in _refs(self.model) if ref.module not in self.others]
+    def _list_buffers(self) -> list[BufferRef]:
+        return [ref for ref in list_buffers(self.model) if ref.module not in self.others]
 
-    def _track(self, refs: Sequence[_BufferRef]) -> None:
+    def _track(self, refs: Sequence[BufferRef]) -> None:
         self._refs = refs
         self.modules = [module for module in self.model.modules() if module not in self.others]
         self._num_entries = self._count()
@@ -162,7 +144,7 @@ class BufferSync:
             for ref, seen in zip(self._refs, self._recorded, strict=True)
         ]
         # torch increments the version of num_batches_tracked, but not of the running statistics beside it
-        norms = {ref.module for ref, changed in zip(self._refs, flags, strict=True) if changed and ref.is_statistic}
+        norms = {ref.module for ref, changed in zip(self._refs, flags, strict=True) if changed and _is_statistic(ref)}
         return [changed or ref.module in norms for ref, changed in zip(self._refs, flags, strict=True)]
 
     def _needs_rebuild(self) -> bool:
@@ -195,7 +177,7 @@ def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) 
     """
     if not copied:
         return
-    refs = [ref for ref in _refs(model) if ref.module in copied and ref.is_saved and _is_plain(ref)]
+    refs = [ref for ref in list_buffers(model) if ref.module in copied and ref.is_saved and _is_plain(ref)]
     names = find_unequal({ref.name: _tensor(ref) for ref in refs}, world)
     if names:
         raise TaskFault(
@@ -205,18 +187,9 @@ def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) 
         )
 
 
-def _refs(model: nn.Module) -> list[_BufferRef]:
-    return [
-        _BufferRef(
-            module,
-            key,
-            f"{prefix}.{key}" if prefix else key,
-            isinstance(module, nn.modules.batchnorm._NormBase),
-            key not in module._non_persistent_buffers_set,
-        )
-        for prefix, module in model.named_modules()
-        for key in module._buffers
-    ]
+def _is_statistic(ref: BufferRef) -> bool:
+    """Return whether it is a running statistic of a norm, which each rank computes over its own micro-batches."""
+    return isinstance(ref.module, nn.modules.batchnorm._NormBase)
 
 
 def _recorded(tensor: Tensor | None) -> _Recorded:
@@ -239,7 +212,7 @@ def _kind(tensor: Tensor | None) -> list[Any] | None:
     return None if tensor is None else [list(tensor.shape), str(tensor.dtype)]
 
 
-def _is_plain(ref: _BufferRef) -> bool:
+def _is_plain(ref: BufferRef) -> bool:
     return ref.tensor is not None and is_dense(ref.tensor)
 
 
@@ -257,36 +230,36 @@ def _is_unchanged(tensor: Tensor | None, before: Tensor | None) -> bool:
 # ---------------------------------------------------------------- communication
 
 
-def _average(refs: Sequence[_BufferRef], world: World) -> None:
+def _average(refs: Sequence[BufferRef], world: World) -> None:
     """All-reduce statistics (mean over the ranks) and batch counts (maximum), in the widest format."""
     for group in _by_device([ref for ref in refs if _tensor(ref).is_floating_point()]):
         flat = torch.cat([_tensor(ref).detach().reshape(-1) for ref in group]).to(world.widest)
         dist.all_reduce(flat)
         flat.div_(world.world_size)  # one kernel for all: one per buffer would cost more than the message
-        _write_back(group, flat.split([_tensor(ref).numel() for ref in group]))
+        _write_back(group, torch.split(flat, [_tensor(ref).numel() for ref in group]))
     for group in _by_device([ref for ref in refs if not _tensor(ref).is_floating_point()]):
         flat = torch.cat([_tensor(ref).detach().reshape(-1) for ref in group]).to(torch.int64)
         dist.all_reduce(flat, dist.ReduceOp.MAX)
-        _write_back(group, flat.split([_tensor(ref).numel() for ref in group]))
+        _write_back(group, torch.split(flat, [_tensor(ref).numel() for ref in group]))
 
 
-def _broadcast(refs: Sequence[_BufferRef], source: int, world: World) -> None:
+def _broadcast(refs: Sequence[BufferRef], source: int, world: World) -> None:
     for group in _by_device(refs):
         content = torch.cat([view_bytes(_tensor(ref)) for ref in group])
         dist.broadcast(content, source)
         if world.rank != source:
-            parts = content.split([_tensor(ref).nbytes for ref in group])
+            parts = torch.split(content, [_tensor(ref).nbytes for ref in group])
             # slices may start at any offset, but views of numbers must be aligned
             _write_back(group, [part.clone().view(_tensor(ref).dtype) for ref, part in zip(group, parts, strict=True)])
 
 
-def _by_device(refs: Sequence[_BufferRef]) -> list[list[_BufferRef]]:
+def _by_device(refs: Sequence[BufferRef]) -> list[list[BufferRef]]:
     """Group the buffers by device, to send those of a group together: few messages instead of many."""
     devices = dict.fromkeys(_tensor(ref).device for ref in refs)
     return [[ref for ref in refs if _tensor(ref).device == device] for device in devices]
 
 
-def _write_back(refs: Sequence[_BufferRef], parts: Sequence[Tensor]) -> None:
+def _write_back(refs: Sequence[BufferRef], parts: Sequence[Tensor]) -> None:
     for ref, part in zip(refs, parts, strict=True):
         buffer = _tensor(ref)
         value = part.view(buffer.shape)
@@ -296,6 +269,6 @@ def _write_back(refs: Sequence[_BufferRef], parts: Sequence[Tensor]) -> None:
             ref.module._buffers[ref.key] = value.to(buffer.dtype).clone()
 
 
-def _tensor(ref: _BufferRef) -> Tensor:
+def _tensor(ref: BufferRef) -> Tensor:
     assert ref.tensor is not None
     return ref.tensor

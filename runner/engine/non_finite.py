@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 from runner.base.batch import map_tensors
 from runner.base.errors import NumericError
+from runner.base.module_buffers import list_buffers
 from runner.base.text import abbreviate
 
 UNREACHED_FIX = (
@@ -33,14 +34,11 @@ def check_finite(tensors: Iterable[tuple[str, Tensor]], where: str, fix: str = U
 
 def finite_buffers(model: nn.Module) -> list[str]:
     """Return the names of floating-point buffers in checkpoints that are finite now."""
+    buffers = [(ref.name, ref.tensor) for ref in list_buffers(model) if ref.is_saved]
     return [
-        f"{prefix}.{name}" if prefix else name
-        for prefix, module in model.named_modules()
-        for name, buffer in module.named_buffers(recurse=False)
-        if name not in module._non_persistent_buffers_set
-        and buffer.is_floating_point()
-        and not buffer.is_meta
-        and is_finite(buffer)
+        name
+        for name, tensor in buffers
+        if tensor is not None and tensor.is_floating_point() and not tensor.is_meta and is_finite(tensor)
     ]
 
 

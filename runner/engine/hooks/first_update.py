@@ -10,6 +10,7 @@ from torch import nn
 
 from runner.axes.compile import nothing_was_compiled
 from runner.base.errors import TaskFault
+from runner.base.module_buffers import list_buffers
 from runner.base.task import Task
 from runner.base.text import abbreviate
 from runner.engine.additivity_check import BatchReader, check_loss_is_sum, check_metrics_are_sums
@@ -144,9 +145,4 @@ class FirstUpdate(Hook):
 
 def _list_saved_buffers(model: nn.Module) -> frozenset[str]:
     """Return the names of the buffers that checkpoints contain, unless a hook of state_dict leaves them out."""
-    return frozenset(
-        f"{path}.{key}".lstrip(".")
-        for path, module in model.named_modules()
-        for key, buffer in module._buffers.items()
-        if buffer is not None and key not in module._non_persistent_buffers_set
-    )
+    return frozenset(ref.name for ref in list_buffers(model) if ref.is_saved and ref.tensor is not None)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner.base.bitwise import bitwise_equal, is_dense
 from runner.base.errors import TaskFault
-from runner.base.module_buffers import is_writable
+from runner.base.module_buffers import is_writable, list_buffers
 from runner.base.text import abbreviate
 from runner.distributed.agreement import find_unequal
 from runner.durable.checkpoint import LoadedCheckpoint
@@ -200,11 +200,10 @@ def _track_parameters(model: nn.Module) -> Iterator[tuple[str, _TrackedTensor]]:
 
 
 def _non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:
-    for prefix, module in model.named_modules():
-        for key in module._non_persistent_buffers_set:
-            buffer = module._buffers.get(key)
-            if buffer is not None and is_dense(buffer) and not buffer.is_inference():
-                yield f"{prefix}.{key}" if prefix else key, module, key, buffer
+    for name, module, key, is_saved in list_buffers(model):
+        buffer = module._buffers[key]
+        if not is_saved and buffer is not None and is_dense(buffer) and not buffer.is_inference():
+            yield name, module, key, buffer
 
 
 def _load(model: nn.Module, saved: Mapping[str, Any]) -> list[str]:
