@@ -13,7 +13,7 @@ from runner.config.configuration import compose
 from runner.config.request import Request
 
 if TYPE_CHECKING:
-    from runner.tools.measure.candidates import TriedCandidate
+    from runner.tools.measure.selection import TriedCandidate
     from runner.tools.measure.tuner import TuneReport
 
 HELP = """usage: accel-run tune [task=NAME] [key=value ...] [budget_s=600] [profile=NAME] [--json]

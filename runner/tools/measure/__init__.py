@@ -3,13 +3,12 @@
 All of them compare variants of one training by `Comparison.compare` and read a `TrialOutcome` for each:
 
 comparing     compare (rounds, restarts, budget), comparison_result (results, outcomes, notes), statistics (ratios and
-              intervals), selection (the best of several variants, measured twice)
+              intervals), selection (candidates, and the best of several, measured twice)
 processes     fork_server (starts and stops variants), variant_process (the training in a variant), forked_ranks
               (variants with ranks), weight_sketch (compares weights)
-suites        suites (declarations, and a module each), suite (request, tables, JSON), measuring_place (where a request
-              is measured), results and plots (table of the ladder), technique (its YAML files), machine_rates
+suites        suites (declarations, and a module each), suite (request, tables, JSON), measurement_context (where a
+              request is measured), results and plots (table of the ladder), technique (its YAML files), machine_rates
 tune          tuner (search and proof), tune_axes (what may change)
-advise        advisor, rules (evidence -> candidates), criteria (rules of thumb), probe (inspects the code of
-              a task), facts, candidates
+advise        advisor, rules (evidence -> candidates), probe (inspects the code of a task), facts (and rules of thumb)
 profiles      hardware_profile (writes the settings that were found)
 """

@@ -13,7 +13,6 @@ from runner.base.json_converter import encode
 from runner.base.json_values import replace_nonfinite
 from runner.config.request import Request
 from runner.records.evidence import Evidence
-from runner.tools.measure.candidates import Candidate, TriedCandidate, judge_candidate
 from runner.tools.measure.compare import MIN_ROUNDS, SLACK, CompareLimits, Comparison, LogFunction
 from runner.tools.measure.comparison_result import (
     BASELINE_NAME,
@@ -24,6 +23,7 @@ from runner.tools.measure.comparison_result import (
 )
 from runner.tools.measure.measurement_context import complete_evidence, measure_evidence, open_context
 from runner.tools.measure.rules import RuleFinding, findings
+from runner.tools.measure.selection import Candidate, TriedCandidate, judge_candidate
 
 
 @dataclass(frozen=True)

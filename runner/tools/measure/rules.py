@@ -14,8 +14,8 @@ from typing import Any
 
 from runner.console.bottleneck import IDLE_PERCENT, describe_share
 from runner.engine.save_policy import MAX_AT_RISK_S, MAX_OVERHEAD, MIN_INTERVAL_S, parse_every
-from runner.tools.measure.candidates import Candidate
 from runner.tools.measure.facts import Facts
+from runner.tools.measure.selection import Candidate
 
 # Thresholds, mostly shares of the time of updates. They select candidates; measurements decide.
 MIN_DATA_WAIT = 0.10

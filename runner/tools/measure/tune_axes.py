@@ -14,9 +14,9 @@ from runner.config.options import find_signature, list_options
 from runner.config.request import Request, merge_overrides
 from runner.plan.inventory import Inventory
 from runner.plan.planner import make_plan
-from runner.tools.measure.candidates import Candidate
 from runner.tools.measure.facts import Facts
 from runner.tools.measure.rules import CPU_BOUND_SHARE, cache_override, suggest_worker_counts
+from runner.tools.measure.selection import Candidate
 from runner.tools.measure.statistics import NEGLIGIBLE
 
 Overrides = tuple[str, ...]

@@ -21,7 +21,6 @@ from runner.plan.inventory import Cpu
 from runner.records.evidence import Evidence
 from runner.records.phase_record import PhaseRecord
 from runner.tools.measure.advisor import Advice, AdviceInputs, as_json
-from runner.tools.measure.candidates import Candidate, TriedCandidate, judge_candidate
 from runner.tools.measure.compare import CompareLimits
 from runner.tools.measure.comparison_result import (
     ComparisonResult,
@@ -31,11 +30,11 @@ from runner.tools.measure.comparison_result import (
     Variant,
     VariantResult,
 )
-from runner.tools.measure.criteria import evaluate_criteria
-from runner.tools.measure.facts import Facts, read_monitor_summary
+from runner.tools.measure.facts import Facts, evaluate_criteria, read_monitor_summary
 from runner.tools.measure.hardware_profile import Profile, write_profile
 from runner.tools.measure.measurement_context import complete_evidence
 from runner.tools.measure.rules import RuleFinding
+from runner.tools.measure.selection import Candidate, TriedCandidate, judge_candidate
 from runner.tools.measure.statistics import Ratio
 from tests.forkserver import ForkServer
 from tests.tools.measure.suites.asked import blocks

@@ -24,7 +24,6 @@ from runner.plan.planner import make_plan
 from runner.records.evidence import Evidence
 from runner.tools.measure import tune_axes as tuning_axes
 from runner.tools.measure import tuner as tuning
-from runner.tools.measure.candidates import Candidate, TriedCandidate
 from runner.tools.measure.compare import CompareLimits, Comparison
 from runner.tools.measure.comparison_result import BASELINE_NAME as AS_IT_IS
 from runner.tools.measure.comparison_result import (
@@ -39,6 +38,7 @@ from runner.tools.measure.comparison_result import (
 )
 from runner.tools.measure.facts import Facts
 from runner.tools.measure.hardware_profile import write_profile
+from runner.tools.measure.selection import Candidate, TriedCandidate
 from runner.tools.measure.statistics import Ratio
 from runner.tools.measure.tune_axes import AXES, Offer, Overrides, TuneTarget, is_mechanics
 from runner.tools.measure.tuner import PROOF, TuneAxis, TuneReport, TuneResult, as_json, make_profile, search

@@ -18,8 +18,7 @@ from runner.plan.inventory import Inventory
 from runner.records.evidence import Evidence
 from runner.tools.measure.compare import CompareLimits
 from runner.tools.measure.comparison_result import ComparisonResult, Variant
-from runner.tools.measure.criteria import Criterion, evaluate_criteria
-from runner.tools.measure.facts import Facts
+from runner.tools.measure.facts import Criterion, Facts, evaluate_criteria
 from runner.tools.measure.measurement_context import MeasurementContext
 from runner.tools.measure.statistics import PRIOR_HALF_WIDTH, Ratio, paired_ratio
 from runner.tools.measure.suite import (
