@@ -2,6 +2,9 @@
 
 Processors, libraries and other micro-batch sizes add in different orders, so float32 results of two machines are not
 bitwise equal, and neither is exact: compare each with a float64 result of one process.
+
+For the kernels of other processors, set ATEN_CPU_CAPABILITY=default ONEDNN_MAX_CPU_ISA=SSE41 MKL_CBWR=COMPATIBLE, or
+avx2, AVX2 and AVX2.
 """
 
 from __future__ import annotations
@@ -47,6 +50,27 @@ def distance_of_each(one: Any, other: Any) -> float:
     return max(distance_of_each(value, other[name]) for name, value in one.items())
 
 
+def assert_close(
+    result: Any, expected: Any, terms: float, growth: float = 1.0, dtype: torch.dtype | None = None
+) -> None:
+    """Assert that tensors, or sequences of them, differ by rounding only: each by at most `allowed`.
+
+    dtype  in which they were computed, if not their own
+    """
+    for one, other in zip(_tensors(result), _tensors(expected), strict=True):
+        assert one.shape == other.shape
+        if one.numel():
+            assert distance(one, other) <= allowed(dtype or one.dtype, terms, growth)
+
+
+def _tensors(value: Any) -> Iterator[torch.Tensor]:
+    if isinstance(value, (torch.Tensor, np.ndarray)):
+        yield torch.as_tensor(value)
+    else:
+        for item in value:
+            yield from _tensors(item)
+
+
 def _parts(value: Any) -> Iterator[np.ndarray[Any, np.dtype[np.float64]]]:
     if isinstance(value, Mapping):
         for name in sorted(value):
@@ -55,4 +79,5 @@ def _parts(value: Any) -> Iterator[np.ndarray[Any, np.dtype[np.float64]]]:
         for item in value:
             yield from _parts(item)
     else:
-        yield np.asarray(value, dtype=np.float64).reshape(-1)
+        content = value.detach().double().numpy() if isinstance(value, torch.Tensor) else value
+        yield np.asarray(content, dtype=np.float64).reshape(-1)

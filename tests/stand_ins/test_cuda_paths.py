@@ -202,7 +202,9 @@ LEFT_OUT = 10  # tests of kernels that the stand-in lacks (flash, efficient, cud
 @pytest.mark.timeout(900)
 def test_all_tests_of_gpus_pass_on_the_stand_in(stand_in: StandIn) -> None:
     """Keeps them working on machines without a GPU. One case of each matrix runs, with --all every case."""
-    args = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "-m", "gpu and not long", "tests/gpu"]
+    # --capture=sys, so that the message of an abort in C++ is not lost
+    args = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0", "--capture=sys"]
+    args += ["-m", "gpu and not long", "tests/gpu"]
     with stand_in.server.twin_at() as pipes:
         out = stand_in.program("a100x2", PYTEST.format(root=str(ROOT), args=args), {PIPES: " ".join(pipes)})
     counts = {word: int(number) for number, word in re.findall(r"(\d+) (passed|skipped)", out.splitlines()[-1])}

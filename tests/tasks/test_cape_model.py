@@ -19,6 +19,8 @@ from runner.tasks.cape.model import decode as decode_with_gradients
 from runner.tasks.cape.task import SHAPES, CategoryAgnosticPose
 from torch import Tensor, nn
 
+from tests.rounding import assert_close
+
 SMALL = Shape(
     stem=8,
     stages=((8, 1), (16, 1)),
@@ -32,6 +34,8 @@ SMALL = Shape(
     decoder_layers=2,
     grid=8,
 )
+# Convolutions, then five sums per layer of the transformer, of at most as many terms as the image has cells.
+TERMS = (3 + 5 * 4) * 2 * SMALL.grid**2
 KINDS = ["dense", "deformable"]
 Batch = dict[str, Tensor]
 
@@ -154,8 +158,8 @@ def test_padding_changes_nothing() -> None:
         padded[name] = F.pad(batch[name], (0, 4))
     torch.testing.assert_close(make_task(model).loss(model, padded)[0], make_task(model).loss(model, batch)[0])
     short, long = decode(model, batch), decode(model, padded)
-    torch.testing.assert_close(long.xy[:, :, :4], short.xy, atol=1e-5, rtol=0)
-    torch.testing.assert_close(long.types[:, :, :4], short.types, atol=1e-5, rtol=0)
+    assert_close(long.xy[:, :, :4], short.xy, TERMS, growth=2.0)
+    assert_close(long.types[:, :, :4], short.types, TERMS, growth=2.0)
 
 
 def test_the_loss_of_a_batch_is_the_sum_over_its_episodes() -> None:
@@ -231,7 +235,7 @@ def test_layers_compose_to_the_model(kind: str) -> None:
 def test_layers_decode_as_the_model_does(kind: str) -> None:
     model, batch = make_model(kind), make_batch((5, 4))
     for one, other in zip(decode(composed(model), batch), decode(model, batch), strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+        assert_close(one, other, TERMS)
 
 
 # Decoding
@@ -243,8 +247,8 @@ def test_decoding_together_is_decoding_one_by_one(kind: str) -> None:
     together = decode(model, batch)
     for row in range(3):
         alone = decode(model, rows_of(batch, slice(row, row + 1)))
-        torch.testing.assert_close(alone.xy, together.xy[2 * row : 2 * row + 2], atol=1e-5, rtol=0)
-        torch.testing.assert_close(alone.types, together.types[2 * row : 2 * row + 2], atol=1e-5, rtol=0)
+        assert_close(alone.xy, together.xy[2 * row : 2 * row + 2], TERMS, growth=2.0)
+        assert_close(alone.types, together.types[2 * row : 2 * row + 2], TERMS)
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -255,7 +259,7 @@ def test_decoding_equals_training_on_its_own_predictions(kind: str) -> None:
     with torch.no_grad():
         fed = model({**batch, "query_xy": own, "query_visible": torch.ones(own.shape[:-1], dtype=torch.bool)})
     for one, other in zip(decoded, fed, strict=True):
-        torch.testing.assert_close(one, other, atol=1e-5, rtol=0)
+        assert_close(one, other, TERMS)
 
 
 def test_decoding_does_not_see_the_targets() -> None:

@@ -29,6 +29,7 @@ from torch import nn
 from runner.base.errors import ConfigError
 from runner.base.noise import per_sample_noise
 from runner.base.task import Context, Progress
+from tests.rounding import assert_close
 
 SMALL = Shape(2, 2, 16, 4, (12, 8), 1, 24, 10, 300, 2)
 PARTS = ("base", "lm_head", "adapters", "heads", "router")
@@ -106,7 +107,7 @@ def test_lora_is_the_weighted_sum_of_its_products(task: DynamoTask) -> None:
     expected = torch.zeros(2, 3, 16)
     for n, e in itertools.product(range(2), range(len(TASKS))):
         expected[n] += 2.0 * weights[n, e] * x[n] @ lora.A[e].T @ lora.B[e].T
-    torch.testing.assert_close(lora(x, weights), expected, atol=1e-4, rtol=1e-4)
+    assert_close(lora(x, weights), expected, terms=16 * len(TASKS))
 
 
 # Phases
@@ -194,7 +195,7 @@ def test_the_routing_loss_is_lowest_for_a_confident_correct_router() -> None:
     task = torch.arange(5).repeat_interleave(2)
     right = nn.functional.one_hot(task, 5) * 20.0
     cold = torch.tensor(0.1)
-    assert routing_loss(right, task, cold).item() == pytest.approx(10 * 0.001, abs=1e-4)
+    assert routing_loss(right, task, cold).item() == pytest.approx(10 * 0.001, rel=0.01)
     for worse in (right.roll(1, dims=0), right * 0, right * 0 + torch.tensor([20.0, 0, 0, 0, 0])):
         assert routing_loss(worse, task, cold) > 1.0
     assert routing_loss(right, task, torch.tensor(1.0)) > routing_loss(right, task, cold)
@@ -211,7 +212,7 @@ def test_the_loss_of_a_batch_is_the_sum_over_its_samples(task: DynamoTask, phase
     dataset: Any = task.dataset("train")
     whole, items = task.loss(task.model, dataset.__getitems__([0, 1, 2]))
     parts = [task.loss(task.model, dataset.__getitems__([i])) for i in range(3)]
-    torch.testing.assert_close(whole, torch.stack([loss for loss, _ in parts]).sum(), rtol=1e-4, atol=1e-4)
+    assert_close(whole, torch.stack([loss for loss, _ in parts]).sum(), terms=int(items) * 300)
     assert int(items) == sum(int(count) for _, count in parts)
 
 
@@ -258,7 +259,7 @@ def test_the_decoder_is_causal(task: DynamoTask, memory: Memory) -> None:
         changed = before.clone()
         changed[:, position:] = 5
         torch.testing.assert_close(decoder(changed, memory)[:, :position], first[:, :position])
-    torch.testing.assert_close(first.exp().sum(-1), torch.ones(before.shape), atol=1e-3, rtol=0)
+    assert_close(first.exp().sum(-1), torch.ones(before.shape), terms=first.shape[-1])
 
 
 def test_greedy_decoding_takes_the_likeliest_token(task: DynamoTask, memory: Memory) -> None:

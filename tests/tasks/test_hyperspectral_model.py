@@ -16,6 +16,7 @@ from torch import Tensor
 
 from runner.base.errors import ConfigError
 from runner.base.task import Context, Progress
+from tests.rounding import allowed, assert_close, distance
 
 SMALL = {"data": "synthetic", "num_cubes": 8, "height": 20, "width": 24, "channels": 12}
 
@@ -97,7 +98,10 @@ def test_under_autocast_the_loss_is_float32_and_rx_stays_exact(make: Any, head: 
     with torch.autocast("cpu", torch.bfloat16):
         assert task.loss(task.model, batch)[0].dtype == torch.float32
         rough = task.model(batch["cube"])[0]
-    torch.testing.assert_close(rough, exact, rtol=1e-5 if head == "rx" else 0.1, atol=1e-4 if head == "rx" else 0.3)
+    if head == "rx":
+        assert_close(rough, exact, terms=rough.shape[-1] ** 2)
+    else:
+        assert distance(rough, exact) <= 16 * torch.finfo(torch.bfloat16).eps
 
 
 def train(task: AnomalyTask, batch: dict[str, Tensor], updates: int) -> None:
@@ -131,7 +135,9 @@ def test_baselines_are_the_metrics_of_the_model_after_phase_1(make: Any) -> None
     with torch.no_grad():
         result = task.evaluate(task.model, val.__getitems__(list(range(len(val)))))
     for name, value in task.baselines().items():
-        assert float(result[name][0]) / float(result[name][1]) == pytest.approx(value, abs=1e-3)
+        assert float(result[name][0]) / float(result[name][1]) == pytest.approx(
+            value, rel=allowed(torch.float32, len(val) * 20 * 24, growth=4)
+        )
 
 
 # The terms
@@ -170,14 +176,14 @@ def test_entropy_and_diversity_terms_reward_entropy_and_diversity() -> None:
         if name == "uneven":
             assert model.selector.grad is not None
             assert model.selector.grad[5] > 0 > model.selector.grad[0], "gradient descent decreases the largest"
-    assert penalties["even"] == pytest.approx((0, 0), abs=1e-6)
-    assert penalties["one"] == pytest.approx((1, 1), abs=1e-6)
+    assert penalties["even"] == pytest.approx((0, 0), abs=allowed(torch.float32, 6, growth=2))
+    assert penalties["one"] == pytest.approx((1, 1), rel=allowed(torch.float32, 6, growth=2))
     assert all(0 < value < 1 for value in penalties["uneven"])
 
 
 def test_non_orthogonal_components_have_a_gradient() -> None:
     model = TrainableRX(6, 3)
-    assert model.penalties()[0].item() == pytest.approx(0, abs=1e-6), "the start is orthonormal"
+    assert model.penalties()[0].item() == pytest.approx(0, abs=allowed(torch.float32, 6)), "the start is orthonormal"
     model.components.data = torch.randn(3, 6, generator=torch.Generator().manual_seed(0))
     before = model.penalties()[0]
     before.backward()
@@ -215,7 +221,7 @@ def test_deep_svdd_does_not_collapse(make: Any) -> None:
     centre = model.centre.clone()
     train(task, batch, 60)
     with torch.no_grad():
-        assert model.centre.norm().item() == pytest.approx(length, rel=1e-4)
+        assert model.centre.norm().item() == pytest.approx(length, rel=allowed(torch.float32, len(model.centre)))
         assert model.distance(batch["cube"]).std().item() > 0.2 * spread
         areas = auroc(model(batch["cube"])[0].flatten(1), batch["mask"].flatten(1))[0]
     assert not torch.equal(model.centre, centre)

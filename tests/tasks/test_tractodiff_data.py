@@ -22,6 +22,7 @@ from torch import Tensor
 
 from runner.base.errors import DataError, InputMissing
 from tests.forkserver import ForkServer
+from tests.rounding import assert_close
 from tests.tasks.few_streamlines import few_streamlines
 
 pytest.importorskip("dipy")
@@ -140,7 +141,7 @@ def test_values_between_voxels_are_those_of_grid_sample_for_every_subject() -> N
     for subject in (0, 1):
         expected = sample_with_torch(fields.image(subject), points)
         result = fields.sample(points, torch.full((500,), subject))
-        torch.testing.assert_close(result, expected, atol=1e-5, rtol=0)
+        assert_close(result, expected, terms=8, growth=8)
     assert fields.sample(torch.tensor([[-1e9, 0, 1e9]]), torch.tensor([1])).tolist() == [[0, 0, 0]]
 
 
@@ -252,7 +253,7 @@ def test_training_pieces_are_extrapolated_beyond_the_end(volume: Path) -> None:
     line = pieces.tracts.streamlines("train", 0)[0]
     last = pieces[len(line) - 2]  # only one real point is left
     step = line[-1] - line[-2]
-    torch.testing.assert_close(last["points"], step * torch.arange(1, 17)[:, None], atol=1e-4, rtol=1e-4)
+    assert_close(last["points"], step * torch.arange(1, 17)[:, None], terms=16, growth=16)
 
 
 def test_only_training_pieces_may_lack_a_history(volume: Path) -> None:
