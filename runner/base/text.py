@@ -259,11 +259,13 @@ def abbreviate(items: Sequence[object], shown: int = 4, separator: str = ", ") -
 
 
 def format_metric(value: float | None, digits: int = 4) -> str:
-    """Format the value of a metric for display.
+    """Format the value of a metric for display, without an exponent below a billion: 12,440 rather than 1.244e+04.
 
     None (as in files) and NaN mean a metric without items. Other non-finite values are null in files, too.
     """
-    return NOT_MEASURED if value is None or math.isnan(value) else f"{value:.{digits}g}"
+    if value is None or math.isnan(value):
+        return NOT_MEASURED
+    return f"{value:,.0f}" if 10**digits - 0.5 <= abs(value) < 1e9 else f"{value:.{digits}g}"
 
 
 def format_rate(items_per_s: float) -> str:

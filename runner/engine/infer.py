@@ -382,9 +382,10 @@ def _format_summary(result: PredictionSummary, item: str) -> str:
     if not model["calls"]:
         return f"{text}; predict does not call model(...), so its latency is unknown"
     latencies = ", ".join(f"{name} {value:.3g}" for name, value in latency.items() if value is not None)
+    calls = f"{model['calls']} call{'s' * (model['calls'] != 1)}"
     samples = f"{model['samples_per_call']:.3g} samples" if model["samples_per_call"] != 1 else "1 sample"
     return (
-        f"{text}\nmodel: {model['calls']} calls of {samples}; latency in ms per call: {latencies};"
+        f"{text}\nmodel: {calls} of {samples}; latency in ms per call: {latencies};"
         f" {model['ms_per_sample']:.3g} ms per sample; first call: {model['first_call_ms']:.3g} ms"
     )
 

@@ -119,7 +119,7 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
             memory=memory,
             places={"run": str(screen.directory.shown), "metrics": str(screen.directory.shown / "metrics.jsonl")},
             notes=tuple(notes),
-            next_commands=tuple(_next_commands(screen, plan, outcome)),
+            next_commands=tuple(_next_commands(screen, plan, outcome, task)),
             phases=tuple(_phase_line(name, record) for name, record in run.progress.records.items())
             if len(run.progress.records) > 1
             else (),
@@ -135,14 +135,12 @@ def state_note(expected: int, actual: int) -> list[str]:
     return [f"optimizer state {texts[0]} instead of {texts[1]}"] if actual < expected and texts[0] != texts[1] else []
 
 
-def _next_commands(screen: Screen, plan: Plan, outcome: Outcome) -> list[str]:
+def _next_commands(screen: Screen, plan: Plan, outcome: Outcome, task: Task) -> list[str]:
     root = "" if plan.settings.output_root == "outputs" else f" output_root={shlex.quote(plan.settings.output_root)}"
     if outcome.stopped_by:
         return [f"accel-run resume run={screen.directory.name}{root}   (resumes where it stopped)"]
-    return [
-        f"accel-run inference run={screen.directory.name}{root}",
-        f"accel-run report run={screen.directory.name}{root}",
-    ]
+    commands = ["inference"] if type(task).predict is not Task.predict else []
+    return [f"accel-run {command} run={screen.directory.name}{root}" for command in [*commands, "report"]]
 
 
 def _phase_line(name: str, record: PhaseRecord) -> str:

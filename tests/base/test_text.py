@@ -15,7 +15,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.text import format_bytes, format_gib, format_table, reflow, wrap, wrap_for_terminal
+from runner.base.text import format_bytes, format_gib, format_metric, format_table, reflow, wrap, wrap_for_terminal
 from runner.cli import overview, print_problems
 from runner.commands import COMMANDS
 from runner.console.progress_display import Bar
@@ -157,3 +157,11 @@ def test_every_size_is_shown_with_three_digits_and_no_exponent(size: int) -> Non
 
 def test_small_amounts_have_small_units() -> None:
     assert [format_gib(gib) for gib in (6.4e-05, 0.0005, 0.25, 2.0)] == ["67.1 KiB", "0.512 MiB", "0.25 GiB", "2 GiB"]
+
+
+@given(st.floats(min_value=1.0, max_value=9e8))
+def test_metrics_are_shown_with_four_digits_and_no_exponent(value: float) -> None:
+    for number in (value, -value):
+        text = format_metric(number)
+        assert "e" not in text
+        assert float(text.replace(",", "")) == pytest.approx(number, rel=6e-4)

@@ -251,3 +251,16 @@ def test_a_prediction_that_fails_names_the_line(server: ForkServer, tmp_path: Pa
     assert result.code == 70
     assert f"mine.py:{line}: predict raised TypeError" in result.err
     assert "Traceback" not in result.err
+
+
+def test_inference_is_suggested_only_for_a_task_that_predicts(
+    server: ForkServer, trained: Path, tmp_path: Path
+) -> None:
+    mute = tmp_path / "mute.py"
+    mute.write_text(TASK.read_text().replace("def predict", "def describe"))
+    args = ["train", "run=mute", "--task", str(mute), *ON_CPU[2:]]
+    result = server.run(args, tmp_path)
+    assert result.code == 0, result.err
+    first = (trained / "outputs" / "first" / "console.log").read_text()
+    for text, commands in ((result.out, ["report"]), (first, ["inference", "report"])):
+        assert re.findall(r"accel-run (\S+) run=", text[text.index("finished") :]) == commands
