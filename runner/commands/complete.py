@@ -14,7 +14,7 @@ import typing
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import cached_property, partial
+from functools import cached_property
 from importlib import import_module
 from pathlib import Path
 from typing import Any
@@ -23,12 +23,9 @@ from runner.base.paths import shipped_path
 from runner.base.values import Matches
 from runner.config.custom_options import find_custom_hooks
 from runner.config.custom_tables import HOOK, hook_keys
-from runner.config.objective_keys import OBJECTIVE, list_objective_keys
 from runner.config.options import AXES, GROUPS, find_signature, list_options, task_source
-from runner.config.phases import PHASE_GROUPS
 from runner.config.schema import Key, Signature, read_functions, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
-from runner.config.task_file import read_objectives
 
 HELP = """usage: accel-run complete -- WORDS...
 
@@ -104,45 +101,30 @@ class TypedLine:
         return Path(self.overrides.get("output_root", "outputs")).expanduser()
 
     @cached_property
-    def chosen(self) -> Mapping[str, str]:
-        """Group -> option, by precedence: the command line, the profile, the task, the defaults list."""
-        options = dict(_DEFAULT.findall(_yaml("config", self.config_dir)))
-        for group in ("task", "hardware"):
-            option = self.overrides.get(group, options.get(group, ""))
-            options |= dict(_OVERRIDE.findall(_yaml(f"{group}/{option}", self.config_dir)))
-        return options | {key: value for key, value in self.overrides.items() if key in GROUPS}
-
-    @cached_property
     def task(self) -> Mapping[str, Signature]:
         """Functions of the task's file by name; empty if it cannot be read."""
         with suppress(OSError, SyntaxError, ValueError):
-            return read_functions(task_source(self.chosen.get("task", ""), self.task_file))
+            # Matched as text: importing a YAML parser would take longer than all the rest.
+            defaults = (shipped_path("conf") / "config.yaml").read_text(encoding="utf-8")
+            name = self.overrides.get("task") or re.findall(r"- task: (\w+)", defaults)[0]
+            return read_functions(task_source(name, self.task_file))
         return {}
 
     def keys(self, prefix: str) -> dict[str, Key]:
-        """Return the settings that begin with `prefix`; only the files that can hold such keys are read."""
+        """Return the settings that begin with `prefix`, of any option; only files that can hold such keys are read."""
         keys = settings_keys(Settings)
         for group in AXES:
             if prefix and (group.startswith(prefix) or prefix.startswith(f"{group}.")):
-                signature = find_signature(group, self._function(group), self.task_file)
-                keys |= {f"{group}.{name}": key for name, key in (signature.keys if signature else {}).items()}
+                for option in list_options(group, None, self.task_file):
+                    signature = find_signature(group, option, self.task_file)
+                    keys |= {f"{group}.{name}": key for name, key in (signature.keys if signature else {}).items()}
         if prefix and (HOOK.startswith(prefix) or prefix.startswith(f"{HOOK}.")):
             keys |= {name: key for hook in find_custom_hooks(self.task_file) for name, key in hook_keys(hook).items()}
-        if prefix and (OBJECTIVE.startswith(prefix) or prefix.startswith(f"{OBJECTIVE}.")):
-            chosen = {group: self._function(group) for group in PHASE_GROUPS}
-            objectives = read_objectives(task_source(self.chosen.get("task", ""), self.task_file))
-            keys |= list_objective_keys(objectives, chosen, partial(find_signature, task_file=self.task_file))
         for name, signature in self.task.items():
             lead = "task" if name == "build" else "inference" if name.endswith(".predict") else ""
             keys |= {f"{lead}.{key}": value for key, value in signature.keys.items() if lead}
         keys["inference.seed"] = Key("inference.seed", int, 0)
         return {name: key for name, key in keys.items() if name.startswith(prefix)}
-
-    def _function(self, group: str) -> str:
-        """Return the function of the chosen option; a file of the user names it, as in `option: adamw`."""
-        option = self.chosen.get(group, "")
-        variant = re.search(r"^option:\s*[\"']?([\w-]+)", _yaml(f"{group}/{option}", self.config_dir), re.MULTILINE)
-        return variant[1] if variant else option
 
     def _path(self, flag: str) -> Path | None:
         return Path(self.flags[flag]).expanduser().absolute() if self.flags.get(flag) else None
@@ -152,7 +134,6 @@ class TypedLine:
 
 
 def _complete(line: TypedLine, text: str) -> Iterable[str]:
-    """Return completions for the current argument of a command with this help; some may have another prefix."""
     usage = text.partition("\n\n")[0]
     has_settings = "key=value" in usage
     key, has_value, value = line.current.partition("=")
@@ -217,12 +198,10 @@ def _complete_values(line: TypedLine, key: str, text: str, *, has_settings: bool
 
 
 def _keys_in_help(text: str) -> list[str]:
-    """Return the keys in the help of a command, without the settings of a training."""
     return list(dict.fromkeys(re.findall(r"(?:^ +|\[)(\w+)=", text.replace("key=value", ""), re.MULTILINE)))
 
 
 def _complete_suite(line: TypedLine) -> tuple[list[str], list[str]]:
-    """Return the arguments and the keys of the selected suite."""
     from runner.commands.benchmark import COMMAND_KEYS
     from runner.tools.measure.suites import SUITES, SuiteDeclaration
     from runner.tools.measure.technique import find_files
@@ -271,14 +250,6 @@ def _shell_safe(names: Iterable[str]) -> list[str]:
     return [name for name in names if _SHELL_SAFE.fullmatch(name)]
 
 
-def _yaml(name: str, config_dir: Path | None) -> str:
-    """Return the text of a configuration file, the user's before the built-in one; empty if there is none."""
-    for folder in ([config_dir] if config_dir else []) + [shipped_path("conf")]:
-        with suppress(OSError):
-            return (folder / f"{name}.yaml").read_text(encoding="utf-8")
-    return ""
-
-
 def _unquote(arg: str) -> str:
     """Return an argument without shell quoting: shells pass it to the completion as typed."""
     try:
@@ -289,7 +260,4 @@ def _unquote(arg: str) -> str:
 
 _SHELL_SAFE = re.compile(r"[A-Za-z0-9_][\w.-]*")  # a name without special meaning in a shell
 _UNQUOTED = re.compile(r"[\w./=:,+-]*")  # allowed characters in the completed part
-# The defaults list, matched as text: importing a YAML parser would take longer than all the rest.
-_DEFAULT = re.compile(r"^ *- (\w+): [\"']?([\w-]+)", re.MULTILINE)
-_OVERRIDE = re.compile(r"^ *- override /(\w+): [\"']?([\w-]+)", re.MULTILINE)
 _PATH_FLAGS = ("--task", "--config-dir")  # followed by a path, which the shell completes

@@ -36,9 +36,7 @@ from runner.config.config_files import GLOBAL, cached_config, find_config_file, 
 from runner.config.guarded_yaml import refuse_growth
 from runner.config.options import GROUPS, list_options
 from runner.config.request import Request
-from runner.config.schema import (
-    did_you_mean,
-)
+from runner.config.schema import did_you_mean
 from runner.config.yaml_text import parse_config
 
 
@@ -114,7 +112,6 @@ def _compose_with_hydra(groups: Mapping[str, str], request: Request, problems: l
 
 
 def _package_problems(choices: Mapping[str, str], config_dir: Path | None) -> Iterator[Problem]:
-    """Report the user's files whose @package line moves their keys out of their group."""
     for group, option in choices.items():
         file = find_config_file(group, option, config_dir)
         if config_dir is None or file is None or not file.is_relative_to(config_dir):
@@ -146,7 +143,6 @@ def _version_base() -> dict[str, Any]:
 
 @cache
 def _hydra_groups() -> tuple[str, ...]:
-    """Return the groups of Hydra's own settings: its output folder, launcher, logging."""
     defaults = [entry for entry in HydraConf().defaults if isinstance(entry, dict)]
     return tuple(group for entry in defaults for group, option in entry.items() if option is not None)
 
@@ -156,7 +152,6 @@ _folders: tuple[tuple[str, Path], ...] = ()  # providers and folders of the file
 
 @contextmanager
 def _search_config_files(config_dir: Path | None) -> Iterator[None]:
-    """Let Hydra read the user's folder, then the shipped one, each file parsed once in a process."""
     global _folders
     _register_source()
     _folders = (*([("user", config_dir.resolve())] if config_dir else []), ("shipped", shipped_path("conf")))
@@ -168,8 +163,6 @@ def _search_config_files(config_dir: Path | None) -> Iterator[None]:
 
 @cache
 def _register_source() -> None:
-    """Register the plugins that find and read the files of `_folders`, once in a process."""
-
     class OptionSource(FileConfigSource):
         """Files of options. Those of the user are checked by `read_guarded` before they are parsed."""
 

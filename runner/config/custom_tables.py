@@ -116,7 +116,6 @@ def find_name_error(group: str, name: object) -> tuple[str, str] | None:
 
 
 def _find_tables(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
-    """Yield the tables that the module assigns, with their values."""
     for node in tree.body:
         match node:
             case (
@@ -235,7 +234,6 @@ def _example(table: str) -> str:
 def _read_options(
     table: str, value: ast.expr, functions: Mapping[str, Signature], where: str, problems: list[Problem]
 ) -> Iterator[tuple[str, Signature]]:
-    """Yield the names and signatures of a table of options; report the others."""
     group, first_parameter = OPTION_TABLES[table]
     if not isinstance(value, ast.Dict):
         what = f'{table} must be a literal mapping of names to functions of this file, such as {{"mine": mine}}'
@@ -278,7 +276,6 @@ def _read_hooks(
     where: str,
     problems: list[Problem],
 ) -> Iterator[tuple[str, Signature]]:
-    """Yield the names and constructors of a list of hooks; report the others."""
     if not isinstance(value, (ast.List, ast.Tuple)):
         what = f"{HOOK_TABLE} must be a literal list of classes of this file, such as [LogImages]"
         problems.append(Problem(what, where))

@@ -207,7 +207,6 @@ def unknown_key_problem(key: str, argument: str, schema: Schema) -> Problem:
 
 
 def _find_function(group: str, option: str, content: Mapping[str, Any], request: Request) -> str | Problem:
-    """Return the option whose function implements this one: the one that its file names or builds on, or itself."""
     function, file = str(content.get("option") or base_option(group, option, request.config_dir)), request.task_file
     available = [
         name for name in list_options(group, None, file) if name == "auto" or find_signature(group, name, file)

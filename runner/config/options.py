@@ -9,9 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.paths import PACKAGE, shipped_path
-from runner.config.aliases import (
-    PRECISION_NAMES,
-)
+from runner.config.aliases import PRECISION_NAMES
 from runner.config.custom_options import (
     TASK,
     find_by_reference,
@@ -20,13 +18,7 @@ from runner.config.custom_options import (
     packaged_task_file,
 )
 from runner.config.request import Request, format_value
-from runner.config.schema import (
-    Key,
-    Signature,
-    literal_choices,
-    read_functions,
-    settings_keys,
-)
+from runner.config.schema import Key, Signature, literal_choices, read_functions, settings_keys
 from runner.config.settings import Settings
 
 # group -> the file whose functions are its options

@@ -7,9 +7,7 @@ from typing import Any
 
 from runner.base.division import divide
 from runner.base.errors import Problem, to_one_line
-from runner.config.aliases import (
-    suggestion_for_value,
-)
+from runner.config.aliases import suggestion_for_value
 from runner.config.known_keys import Schema
 from runner.config.layers import Setting, setting_values
 from runner.config.phases import INFERENCE
@@ -68,7 +66,6 @@ def find_contradictions(tree: Mapping[str, Any], schema: Schema, *, is_single: b
 
 
 def _phase_contradictions(tree: Mapping[str, Any], schema: Schema) -> list[Problem]:
-    """Return problems of the selected phases: unknown names, and a selection without work."""
     selected = tree.get("phases")
     kinds = {phase.declared.name: phase.declared.kind for phase in schema.phases} or {"train": "train"}
     phase_names = [*kinds, INFERENCE]

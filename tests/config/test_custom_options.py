@@ -116,7 +116,7 @@ def test_a_typo_in_a_users_option_or_its_keys_gets_a_suggestion(write: Callable[
 def test_completion_knows_users_options_and_their_keys(write: Callable[[str], Path]) -> None:
     before = ["train", "--task", str(write(NEVER_RUN))]
     assert "optimizer=signed" in candidates([*before, "optimizer=s"])
-    assert candidates([*before, "optimizer=signed", "optimizer.b"]) == ["optimizer.beta="]
+    assert "optimizer.beta=" in candidates([*before, "optimizer=signed", "optimizer.b"])
 
 
 def test_the_help_of_a_command_lists_what_the_task_file_defines(

@@ -8,8 +8,8 @@ import pytest
 
 from runner.base.errors import ConfigError, Problem
 from runner.config.configuration import compose
-from runner.config.foreign_methods import FOREIGN_METHODS
 from runner.config.request import Request
+from runner.config.task_file import FOREIGN_METHODS
 
 TASK = """
 from runner import Task

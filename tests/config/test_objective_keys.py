@@ -11,7 +11,6 @@ from torch import nn
 from runner.base.errors import ConfigError
 from runner.base.task import Task
 from runner.cli import main
-from runner.commands.complete import candidates
 from runner.config.configuration import Choice, compose
 from runner.config.request import Request
 from runner.engine.objectives import parse_objectives
@@ -86,8 +85,7 @@ def test_a_wrong_key_or_value_is_refused(word: str, task: Path) -> None:
     assert [problem.where for problem in caught.value.problems] == [word]
 
 
-def test_explain_and_completion_know_the_keys(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_knows_the_keys(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = "objective.actor.optimizer.lr"
     assert main(["explain", key, "--task", str(task)]) == 0
     assert f"{key} = 0.5" in capsys.readouterr().out
-    assert f"{key}=" in candidates(["train", "--task", str(task), "objective.actor.optimizer."])
