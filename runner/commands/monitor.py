@@ -4,34 +4,25 @@ from __future__ import annotations
 
 import json
 import os
-import signal
 import sys
 import textwrap
-import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, TextIO
 
-from runner.base.errors import (
-    CannotCreate,
-    ConfigError,
-    DataError,
-    DeviceMissing,
-    InputMissing,
-    Problem,
-    StorageError,
-)
+from runner.base.errors import CannotCreate, ConfigError, DataError, DeviceMissing, InputMissing, Problem, StorageError
 from runner.base.paths import parse_path
 from runner.base.secret import sanitize
 from runner.base.values import Interval, Place, Positive
 from runner.commands.arguments import parse_options, progress_printer
 
 if TYPE_CHECKING:
+    from runner.durable.signals import StopRequest
     from runner.monitor.alerts import Alert
     from runner.monitor.machine_display import MachineDisplay
     from runner.monitor.machine_screen import View
@@ -83,7 +74,7 @@ def run(argv: list[str]) -> int:
 
 
 def _monitor_live(options: MonitorOptions, folder: Path | None, *, as_json: bool) -> int:
-    """Show each sample until the end, then a summary."""
+    from runner.durable.signals import StopRequest
     from runner.monitor.machine_display import make_display
     from runner.monitor.machine_screen import View
     from runner.monitor.monitor_thread import Monitor
@@ -92,7 +83,10 @@ def _monitor_live(options: MonitorOptions, folder: Path | None, *, as_json: bool
     view = View(interval_s=options.interval_s)
     display = make_display(sys.stdout, sys.stderr, as_json=as_json)
     try:
-        with _stop_event() as stop, Monitor(folder / "gpu.csv" if folder else None, options.interval_s) as monitor:
+        with (
+            StopRequest("Stopped at once, without a summary.") as stop,
+            Monitor(folder / "gpu.csv" if folder else None, options.interval_s) as monitor,
+        ):
             _follow(monitor, view, display, stop, options.seconds)
         if monitor.latest() is not view.latest:
             _add_sample(view, monitor.latest(), monitor)
@@ -123,12 +117,10 @@ def _monitor_live(options: MonitorOptions, folder: Path | None, *, as_json: bool
     return 0
 
 
-def _follow(
-    monitor: NoMonitor, view: View, display: MachineDisplay, stop: threading.Event, seconds: float | None
-) -> None:
+def _follow(monitor: NoMonitor, view: View, display: MachineDisplay, stop: StopRequest, seconds: float | None) -> None:
     started_s = drawn_s = time.monotonic()
     tick = min(0.1, view.interval_s / 4)
-    while not stop.is_set() and not display.is_gone:
+    while not stop.requested and not display.is_gone:
         now = time.monotonic()
         view.seconds = now - started_s
         if seconds is not None:
@@ -145,7 +137,7 @@ def _follow(
             view.is_waiting = not view.latest and view.seconds > _SLOW_START_S
             display.draw(view)
             drawn_s = now
-        stop.wait(tick)
+        time.sleep(tick)
 
 
 def _add_sample(view: View, readings: Mapping[str, float], monitor: NoMonitor) -> None:
@@ -156,7 +148,6 @@ def _add_sample(view: View, readings: Mapping[str, float], monitor: NoMonitor) -
 
 
 def _add_alerts(monitor: NoMonitor, view: View) -> None:
-    """Add notices about missing metrics and GPU errors to the view; GPU processes are shown separately."""
     for notice in monitor.new_alerts():
         if notice.level == "debug":
             view.pending.append(notice.text)
@@ -170,35 +161,10 @@ def _add_alerts(monitor: NoMonitor, view: View) -> None:
         view.pending.clear()
 
 
-@contextmanager
-def _stop_event() -> Iterator[threading.Event]:
-    """Yield an event that the first SIGINT, SIGTERM or SIGHUP sets; a second signal has its previous effect."""
-    stop = threading.Event()
-    previous: dict[int, Any] = {}
-
-    def handle(*_: object) -> None:
-        stop.set()
-        restore()
-
-    def restore() -> None:
-        while previous:
-            number, handler = previous.popitem()
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)
-
-    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-        if signal.getsignal(number) is not signal.SIG_IGN:  # ignored under nohup, or in the background of a shell
-            previous[number] = signal.signal(number, handle)
-    try:
-        yield stop
-    finally:
-        restore()
-
-
 # ---------------------------------------------------------------- at the end
 
 
 def _show_run(root: Path, name: str, *, as_json: bool) -> int:
-    """Show the recorded metrics of a run and write plots to its folder, or print its summary as JSON."""
     from runner.durable.directory import RunDirectory
     from runner.durable.record_files import read_plan
     from runner.durable.run_request import report_skipped
@@ -239,7 +205,6 @@ def _rank_in_name(path: Path) -> int:
 
 
 def _read_alerts(events: Path) -> list[Alert]:
-    """Return the GPU errors that the driver reported during the run."""
     from runner.durable.files import read_rows
     from runner.monitor.alerts import Alert
 
@@ -263,7 +228,6 @@ def _print_assessment(
 
 
 def _draw_plots(prefix: str, samples: MachineSamples) -> Iterator[tuple[str, bytes]]:
-    """Yield (file name, content) of each plot; `prefix` begins the names."""
     from runner.monitor.machine_plots import draw_png_files
 
     yield from ((f"{prefix}{name}", content) for name, content in draw_png_files(samples).items())
@@ -344,7 +308,6 @@ def parse_monitor_arguments(argv: Sequence[str]) -> tuple[MonitorOptions, set[st
 
 
 def _guess_setting(arg: str) -> str:
-    """Return the setting that an argument without a key may mean: a number of seconds, or a run."""
     return f"seconds={arg}" if arg.replace(".", "", 1).isdecimal() else f"run={arg}"
 
 

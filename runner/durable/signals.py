@@ -24,9 +24,12 @@ class StopRequest:
     while the run is still saving, nor does SIGHUP, which accompanies a SIGTERM when a session ends. After
     `begin_shutdown` a third signal is required: the exit code is known, and 130 would hide it.
     Can be opened in the main thread only.
+
+    at_once  message of a run that exits at once
     """
 
-    def __init__(self) -> None:
+    def __init__(self, at_once: str = "Stopped at once, without saving; earlier checkpoints are intact.") -> None:
+        self._at_once = at_once
         self._requested: str | None = None
         self._requested_at: float | None = None
         self._num_stop_signals = 0
@@ -72,7 +75,7 @@ class StopRequest:
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # the signal may have interrupted a print
                 stream.flush()
-        write_if_ready("\nStopped at once, without saving; earlier checkpoints are intact.\n")
+        write_if_ready(f"\n{self._at_once}\n")
         os._exit(Exit.INTERRUPTED)
 
     @staticmethod

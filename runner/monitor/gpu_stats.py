@@ -176,7 +176,6 @@ def _warn(depth: int, text: str) -> None:
 
 
 def _resolve_devices(devices: Sequence[int | str] | int | str) -> list[str]:
-    """Return the UUIDs of the requested GPUs. Raises ConfigError listing all missing ones."""
     requested = list(devices) if isinstance(devices, Iterable) and not isinstance(devices, str) else [devices]
     if not requested:
         raise _device_error("must name a GPU, but is empty")

@@ -8,6 +8,7 @@ from typing import Literal
 
 from runner.base.text import format_duration, format_table
 from runner.monitor.alerts import Alert
+from runner.monitor.nvml import NORMAL_THROTTLING, THROTTLE_MEANINGS
 from runner.monitor.samples import Stat, Summary, SummaryPart
 
 Level = Literal["good", "note", "low", "high"]
@@ -219,13 +220,11 @@ def _format_stat(stat: Stat, digits: int) -> tuple[str, str, str]:
 
 
 def _gpus(summary: Summary) -> list[tuple[str, str]]:
-    """Return ("gpu0", "GPU 0") of each GPU."""
     names = {name.partition("/")[0] for name in summary.whole.metrics if name.startswith("gpu")}
     return [(name, f"GPU {name[3:]}") for name in sorted(names, key=lambda name: int(name[3:]))]
 
 
 def _exclude_gpus(summary: Summary, gpus: Collection[str]) -> Summary:
-    """Return the summary without these GPUs."""
     if not gpus:
         return summary
     kept = {name: stat for name, stat in summary.whole.metrics.items() if name.partition("/")[0] not in gpus}
@@ -261,27 +260,12 @@ MEMORY = (
     Band(50, 80, "good", "in the good range of 50 to 80 %"),
     Band(80, 90, "note", "above the usual 50 to 80 %, with some memory left"),
     Band(
-        90,
-        101,
-        "high",
-        "nearly full: a longer sample may not fit; reduce micro_batch_size, or use memory=checkpoint",
+        90, 101, "high", "nearly full: a longer sample may not fit; reduce micro_batch_size, or use memory=checkpoint"
     ),
 )
 NEARLY_FULL_PERCENT = 90.0  # of the RAM
 SATURATED_PERCENT = 90.0  # of the CPU that the run may use
 
-THROTTLE_MEANINGS: Mapping[str, str] = {
-    "power limit": "at its power limit, which is normal for a busy GPU",
-    "board limit": "at the limit of its board, which is normal for a busy GPU",
-    "sync boost": "synchronized with the clocks of another GPU",
-    "software temperature limit": "too warm: improve the cooling, or lower the power limit",
-    "hardware temperature limit": "much too warm: the hardware throttles itself; check the cooling",
-    "hardware slowdown": "the hardware throttles itself: check cooling and power supply",
-    "power brake": "the power supply requests lower power: check it and its cables",
-    "reliability": "at its voltage limit, which is normal for a busy GPU",
-}
-# Normal for a busy GPU.
-NORMAL_THROTTLING = ("power limit", "board limit", "sync boost", "reliability")
 _DRIVER_REPORTS: Mapping[str, str] = {"lost": "lost", "xid": "error", "ecc": "memory errors"}  # kinds of alerts
 _ORDER = {"high": 0, "low": 1, "note": 2, "good": 3}
 

@@ -131,7 +131,6 @@ class _Canvas:
     legend: dict[str, Any] = field(default_factory=dict)
 
     def for_labels(self, labels: Mapping[int, str]) -> _Canvas:
-        """Return a canvas for another figure."""
         return _Canvas(self.samples, labels, self.time, self.points)
 
     @property
@@ -207,10 +206,10 @@ def _draw_line(axes: Any, values: Floats, canvas: _Canvas, color: str, label: st
     is_crowded = len(canvas.labels) > _MAX_BAND_GPUS
     points = canvas.points // 4 if is_crowded else canvas.points
     line = thin_line(canvas.x, values, canvas.samples.gaps(), points)
-    (artist,) = axes.plot(line.x, line.mean, color=color, linewidth=1.4, zorder=3, label=label or None)
-    isolated = np.full(len(line.x), True) if len(line.x) <= _MAX_MARKED_POINTS else _isolated(line.mean)
-    if isolated.any():
-        axes.plot(line.x[isolated], line.mean[isolated], "o", color=color, markersize=2.5, zorder=3)
+    marked = 2.5 if len(line.x) <= _MAX_MARKED_POINTS else 1.5  # an isolated point would be invisible without a mark
+    (artist,) = axes.plot(
+        line.x, line.mean, "o-", color=color, linewidth=1.4, markersize=marked, zorder=3, label=label or None
+    )
     if len(values) > points and not is_crowded:
         axes.fill_between(line.x, line.low, line.high, color=color, alpha=0.22, linewidth=0, zorder=2)
         canvas.legend.setdefault("lowest to highest", axes.fill_between([], [], color="0.7", linewidth=0))
@@ -282,14 +281,6 @@ def _average_groups(x: Floats, y: Floats, size: int) -> tuple[Floats, Floats, Fl
     return np.append(when, when[-1]), np.append(mean, math.nan), np.append(low, math.nan), np.append(high, math.nan)
 
 
-def _isolated(values: Floats) -> NDArray[np.bool_]:
-    """Return (N,) True for a point with a value between two without: otherwise it would be invisible in a line."""
-    is_finite = np.isfinite(values)
-    around = np.concatenate([[False], is_finite, [False]])
-    isolated: NDArray[np.bool_] = is_finite & ~around[:-2] & ~around[2:]
-    return isolated
-
-
 def _gpus(samples: MachineSamples) -> list[int]:
     named = {name.partition("/")[0] for name in (*samples.values, *samples.devices)}
     return sorted(int(name[3:]) for name in named if name.startswith("gpu"))
@@ -326,7 +317,7 @@ _TIME_UNITS = (
     (3 * 86400.0, ("h", 3600.0)),
     (math.inf, ("days", 86400.0)),
 )
-_MAX_MARKED_POINTS = 60  # a line of more points has no marks
+_MAX_MARKED_POINTS = 60  # a line of more points has marks as thin as the line
 _MAX_BAND_GPUS = 2  # with more GPUs, the band from lowest to highest is not drawn
 _LETTER_WIDTH = 0.012  # as a fraction of the width of the axes
 _MAX_LEGEND_COLUMNS = 4

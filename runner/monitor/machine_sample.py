@@ -302,7 +302,6 @@ def pids_are_of_host() -> bool:
 
 
 def _query(query: Callable[[], Any]) -> Any:
-    """Return the result of a query of a process, None if it has ended."""
     try:
         return query()
     except (psutil.Error, KeyError):

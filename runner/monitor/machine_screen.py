@@ -14,9 +14,8 @@ from rich.text import Text
 
 from runner.base.errors import to_one_line
 from runner.monitor.alerts import Alert
-from runner.monitor.health_rules import NORMAL_THROTTLING
 from runner.monitor.machine_sample import GpuUser
-from runner.monitor.nvml import decode_throttle_reasons
+from runner.monitor.nvml import NORMAL_THROTTLING, decode_throttle_reasons
 from runner.monitor.samples import Readings, SampledGpu
 
 MAX_SAMPLES = 1000  # of a sparkline: more columns than terminals have
@@ -132,7 +131,6 @@ def _title(view: View, style: _Style) -> Table:
 
 
 def _gpus(view: View, style: _Style) -> Table:
-    """Return a row per GPU: name, utilization, memory, and temperature, power and clock if there is room."""
     has_sparks = style.columns >= _MIN_SPARK_COLUMNS
     figures = 3 if style.columns >= 100 else 1 if style.columns >= 70 else 0
     spark = ["~"] * has_sparks
@@ -164,7 +162,6 @@ def _figure_cells(latest: Readings, gpu: str, style: _Style) -> list[Text]:
 
 
 def _throttle_lines(view: View) -> list[Text]:
-    """Return a line per throttle reason, faults in red."""
     gpus_by_reason: dict[str, list[str]] = {}
     for number, gpu in enumerate(view.gpus):
         for reason in decode_throttle_reasons(view.latest.get(f"{gpu}/throttle_reasons")):
@@ -176,7 +173,6 @@ def _throttle_lines(view: View) -> list[Text]:
 
 
 def _machine(view: View, style: _Style) -> Table:
-    """Return CPU, RAM and disk, as far as they are known."""
     table = style.table("<", ">", "~")
     for label, name, color in (("CPU", "cpu/percent", "blue"), ("RAM", "ram/percent", "magenta")):
         if name in view.latest or name in view.history:
@@ -189,7 +185,6 @@ def _machine(view: View, style: _Style) -> Table:
 
 
 def _processes(view: View, max_rows: int, style: _Style) -> RenderableType:
-    """Return the table of processes, at most `max_rows` rows."""
     plural = "s" if len(view.gpus) > 1 else ""
     if view.users is None:
         return Text(f"the driver does not report which processes use the GPU{plural}", style="dim")

@@ -6,13 +6,14 @@ It neither raises into the run nor blocks it; problems become notes.
 from __future__ import annotations
 
 import os
+import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Literal, get_args
+from typing import Any, Generic, Literal, TypeVar, get_args
 
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.values import Interval, Range
@@ -22,7 +23,6 @@ from runner.monitor.machine_sample import Gpus, GpuUser, Host, ProcessTree
 from runner.monitor.nvml import Gpu, Nvml, visible
 from runner.monitor.samples import COLUMNS, MachineSamples, Readings, SampledGpu, SampleTally, Summary
 from runner.monitor.samples_file import SamplesFile, read_samples
-from runner.monitor.timeout_call import TimeoutCall
 
 __all__ = [
     "COLUMNS",
@@ -42,7 +42,7 @@ __all__ = [
 READ_TIMEOUT_S = 1.0  # timeout for reading the GPUs; CPU and RAM are sampled even if the driver hangs
 OPEN_TIMEOUT_S = 10.0  # timeout for the first answer: an unused driver first initializes the GPUs, a second each
 STALE_S = 5.0  # or three intervals, if longer: older readings are stale
-MAX_EARLIER_BYTES = 32 << 20  # of gpu.csv that are read when a run resumes: about 1.5 days of a GPU, 2 s of a core
+MAX_EARLIER_BYTES = 32 << 20  # of gpu.csv that the summary of a resumed run reads: 1.5 days of a GPU, 2 s of a core
 MIN_SPAN_S = 0.1  # the CPU utilization is a mean since the previous sample, which needs some time
 
 
@@ -131,10 +131,10 @@ class Monitor(NoMonitor):
         self._alerts: tuple[Alert, ...] = ()
         self._num_reported = 0
         self._tally, self._lock = SampleTally(), threading.Lock()
-        self._earlier, self._earlier_devices, self._unread = SampleTally(), dict[str, SampledGpu](), ""
+        self._num_earlier_bytes = 0  # of gpu.csv, written before the run was resumed
         self._taken_s = self._stale_since = 0.0
         self._noted: set[str] = set()
-        self._helpers: list[TimeoutCall[Any] | threading.Thread] = []
+        self._gpu_thread: TimeoutCall[Any] | None = None
         self._pid = os.getpid()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -161,9 +161,10 @@ class Monitor(NoMonitor):
         self._stopping.set()
         if self._thread is not None:
             until = time.monotonic() + 2.0
-            for helper in (self._thread, *self._helpers):
-                helper.join(max(0.0, until - time.monotonic()))
-            self._thread, self._helpers = None, []
+            self._thread.join(2.0)
+            if self._gpu_thread is not None:
+                self._gpu_thread.join(max(0.0, until - time.monotonic()))
+            self._thread = self._gpu_thread = None
 
     def enter_phase(self, phase: str) -> None:
         """Mark the samples from now on with this phase."""
@@ -212,8 +213,17 @@ class Monitor(NoMonitor):
         if self._is_in_child():
             return Summary()
         with self._lock:
-            notes = (*self.notes, self._unread) if self._unread else self.notes
-            return (self._earlier + self._tally).summary({**self._earlier_devices, **self._devices}, notes)
+            summary = self._tally.summary(self._devices, self.notes)
+        if not self._num_earlier_bytes or self.path_csv is None:
+            return summary
+        missing = f"the summary does not include the earlier samples in {self.path_csv}"
+        if self.lost or self._num_earlier_bytes > MAX_EARLIER_BYTES:
+            return replace(summary, notes=(*summary.notes, missing))
+        try:
+            whole = Summary.from_samples(read_samples(self.path_csv))
+        except AccelRunError as error:
+            return replace(summary, notes=(*summary.notes, f"{missing}: {error}"))
+        return replace(whole, notes=(*self.notes, *whole.notes))
 
     def _is_in_child(self) -> bool:
         return os.getpid() != self._pid
@@ -242,7 +252,7 @@ class Monitor(NoMonitor):
             stopping.wait(after_s)
             host = Host(root=self._root, folder=self.path_csv.parent if self.path_csv else None)
             gpus = TimeoutCall(lambda: self._sample_gpus(host.process_tree), "accel-run NVML")
-            self._helpers = [gpus]
+            self._gpu_thread = gpus
             try:
                 self._sample_until(stopping, host, gpus)
             finally:
@@ -251,7 +261,6 @@ class Monitor(NoMonitor):
             self._note(f"the monitor stopped: {type(error).__name__}: {error}")
 
     def _sample_gpus(self, process_tree: ProcessTree) -> Generator[_GpuSample]:
-        """Yield an empty reading once the driver has responded, then one of the GPUs each time."""
         with open_driver() as nvml:
             chosen = self._choose_gpus(nvml)
             self._devices = MappingProxyType(
@@ -274,7 +283,7 @@ class Monitor(NoMonitor):
         opened = opened or gpus.next_item(0.5)
         file = SamplesFile(self.path_csv, self._note, self._record_loss)
         if file.num_earlier_bytes and not self._latest:  # otherwise written by this monitor before it was stopped
-            self._read_earlier(file.num_earlier_bytes)
+            self._num_earlier_bytes = file.num_earlier_bytes
         timeout_s = READ_TIMEOUT_S if opened else 0.0
         before = due = time.monotonic()
         wall = time.time() - before
@@ -310,26 +319,6 @@ class Monitor(NoMonitor):
                 delay = max(0.0, due - time.monotonic())
         finally:
             file.close()
-
-    def _read_earlier(self, num_bytes: int) -> None:
-        """Summarize the samples of the run before it was resumed, in a thread."""
-        self._unread = f"the summary does not include the earlier samples in {self.path_csv}"
-        if num_bytes <= MAX_EARLIER_BYTES:
-            thread = threading.Thread(target=self._add_earlier, args=[num_bytes], name="accel-run gpu.csv", daemon=True)
-            self._helpers.append(thread)
-            thread.start()
-
-    def _add_earlier(self, num_bytes: int) -> None:
-        assert self.path_csv is not None
-        try:
-            earlier = read_samples(self.path_csv, num_bytes)
-        except AccelRunError as error:
-            self._note(f"earlier samples: {error}")
-            return
-        if all(device == self._devices.get(name, device) for name, device in earlier.devices.items()):
-            tally = SampleTally.from_samples(earlier)
-            with self._lock:
-                self._earlier, self._earlier_devices, self._unread = tally, dict(earlier.devices), ""
 
     def _choose_gpus(self, nvml: Nvml) -> tuple[Gpu, ...]:
         for note in (*nvml.notes, *([nvml.why_not] if nvml.why_not and nvml.why_not not in nvml.notes else [])):
@@ -431,3 +420,54 @@ _NOT_IN_ROWS = frozenset({
 })  # fmt: skip
 
 MONITORS: Mapping[str, Callable[..., NoMonitor]] = {"on": on, "off": off}
+
+
+Item = TypeVar("Item")
+
+
+class TimeoutCall(Generic[Item]):
+    """Run a generator in a daemon thread; each call to `next_item` requests one item.
+
+    A hanging request is not repeated: a later call returns its item if it arrives.
+    """
+
+    def __init__(self, items: Callable[[], Generator[Item]], name: str) -> None:
+        self._make_items = items
+        self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
+        self._results: queue.SimpleQueue[Item | Exception] = queue.SimpleQueue()
+        self._is_pending = False
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def next_item(self, timeout_s: float) -> Item | None:
+        """Return the next item, or None on timeout. Raises what the generator raises."""
+        if not self._is_pending:
+            self._is_pending = True
+            self._requests.put(True)
+        try:
+            result = self._results.get(timeout=timeout_s) if timeout_s > 0 else self._results.get_nowait()
+        except queue.Empty:
+            return None
+        self._is_pending = False
+        if isinstance(result, Exception):
+            raise result
+        return result
+
+    def close(self) -> None:
+        """Stop requesting items; the generator is closed after the pending request."""
+        self._requests.put(False)
+
+    def join(self, timeout: float) -> None:
+        """Wait for the thread to end, up to `timeout` seconds."""
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        items = self._make_items()
+        try:
+            while self._requests.get():
+                try:
+                    self._results.put(next(items))
+                except Exception as error:  # raised again in the caller of `next_item`
+                    self._results.put(error)
+        finally:
+            items.close()

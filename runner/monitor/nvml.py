@@ -452,6 +452,19 @@ THROTTLE_REASONS: Mapping[int, str] = {
     1024: "reliability",
 }
 
+THROTTLE_MEANINGS: Mapping[str, str] = {
+    "power limit": "at its power limit, which is normal for a busy GPU",
+    "board limit": "at the limit of its board, which is normal for a busy GPU",
+    "sync boost": "synchronized with the clocks of another GPU",
+    "software temperature limit": "too warm: improve the cooling, or lower the power limit",
+    "hardware temperature limit": "much too warm: the hardware throttles itself; check the cooling",
+    "hardware slowdown": "the hardware throttles itself: check cooling and power supply",
+    "power brake": "the power supply requests lower power: check it and its cables",
+    "reliability": "at its voltage limit, which is normal for a busy GPU",
+}
+# Normal for a busy GPU.
+NORMAL_THROTTLING = ("power limit", "board limit", "sync boost", "reliability")
+
 _NO_PERMISSION = 4
 _LOST: Mapping[Any, str] = {
     15: "it has fallen off the bus; restart the machine, and check its power and seating if this happens again",

@@ -116,9 +116,9 @@ class Summary:
     notes: tuple[str, ...] = ()
 
     @staticmethod
-    def from_samples(samples: MachineSamples, notes: Sequence[str] = ()) -> Summary:
+    def from_samples(samples: MachineSamples) -> Summary:
         """Summarize samples."""
-        return SampleTally.from_samples(samples).summary(samples.devices, (*samples.notes, *notes))
+        return SampleTally.from_samples(samples).summary(samples.devices, samples.notes)
 
     def to_json(self) -> dict[str, Any]:
         """Return the content of monitor.json; numbers have six digits."""
@@ -163,14 +163,6 @@ class SampleTally:
                 energy = f"{device}/energy_j"
                 if metric == "power_w" and energy not in readings and energy not in self._counters:
                     part.increases[energy] += value * span_s
-
-    def __add__(self, later: SampleTally) -> SampleTally:
-        """Return the sums over the samples of both."""
-        both = SampleTally()
-        for tally in (self, later):
-            for phase, part in tally._parts.items():
-                both._parts.setdefault(phase, _Sums()).merge(part)
-        return both
 
     def summary(self, devices: Mapping[str, SampledGpu], notes: Sequence[str] = ()) -> Summary:
         """Return the summary of the samples so far."""

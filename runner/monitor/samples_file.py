@@ -9,7 +9,7 @@ import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO
+from typing import TYPE_CHECKING
 
 from runner.base.errors import DataError, InputMissing
 from runner.base.text import abbreviate
@@ -112,15 +112,16 @@ class SamplesFile:
             self.close()
 
 
-def read_samples(path: Path, size: int | None = None) -> MachineSamples:
+def read_samples(path: Path) -> MachineSamples:
     """Return the samples of a gpu.csv, including one of an older version or one with damaged rows.
 
-    size  read only this many bytes
     Raises InputMissing if the file does not exist, DataError if it was not written by the monitor.
     """
     try:
         with path.open("rb") as file:
-            return _parse_samples(path, csv.reader(_read_lines(file, size)))
+            # Without the zero bytes that a crash of the machine leaves in unwritten blocks.
+            lines = (line.decode(errors="replace").replace("\0", "") for line in file)
+            return _parse_samples(path, csv.reader(lines))
     except FileNotFoundError:
         raise InputMissing("there is no such file", where=str(path), fix="use monitor=on to record it") from None
     except csv.Error as error:
@@ -129,14 +130,6 @@ def read_samples(path: Path, size: int | None = None) -> MachineSamples:
     except OSError as error:
         fix = "make it readable, or name another run"
         raise InputMissing(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
-
-
-def _read_lines(file: BinaryIO, size: int | None) -> Iterator[str]:
-    """Yield the lines, without the zero bytes that a crash of the machine leaves in unwritten blocks."""
-    for line in file:
-        if size is not None and file.tell() > size:
-            return
-        yield line.decode(errors="replace").replace("\0", "")
 
 
 def _parse_samples(path: Path, rows: Iterator[list[str]]) -> MachineSamples:
@@ -204,7 +197,6 @@ class _Table:
         self._time = ""
 
     def add(self, row: dict[str, str]) -> None:
-        """Add a row. Raises ValueError, and adds nothing, if it is damaged."""
         number, is_new = row["device"], row["timestamp"] != self._time
         gpu = ""
         values = {}

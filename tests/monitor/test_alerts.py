@@ -6,11 +6,10 @@ from collections.abc import Callable
 
 import pytest
 
-from runner.monitor.alerts import MIN_THROTTLED_SAMPLES, Alert, AlertMonitor
+from runner.monitor.alerts import MIN_THROTTLED_SAMPLES, XIDS, Alert, AlertMonitor, explain_xid
 from runner.monitor.machine_sample import GpuUser
 from runner.monitor.nvml import Gpu, GpuEvent, Nvml, decode_throttle_reasons
 from runner.monitor.samples import Readings
-from runner.monitor.xid import XIDS, explain_xid
 
 T4 = Gpu(0, "GPU-a", "Tesla T4")
 HOT: Readings = {"gpu0/throttle_reasons": 64, "gpu0/temperature_c": 95.4, "gpu0/clock_mhz": 300.0, "gpu0/power_w": 31.0}

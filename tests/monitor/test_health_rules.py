@@ -13,13 +13,12 @@ from runner.monitor.alerts import Alert
 from runner.monitor.health_rules import (
     MEMORY,
     RULES,
-    THROTTLE_MEANINGS,
     UTILIZATION,
     assess_health,
     format_metrics,
     format_phases,
 )
-from runner.monitor.nvml import THROTTLE_REASONS
+from runner.monitor.nvml import THROTTLE_MEANINGS, THROTTLE_REASONS
 from runner.monitor.samples import MachineSamples, SampledGpu, Stat, Summary, SummaryPart
 
 

@@ -658,19 +658,22 @@ def test_the_summary_of_a_resumed_run_includes_the_earlier_samples(tmp_path: Pat
     assert second.seconds == pytest.approx(read_s, abs=ROUNDING_S * second.samples)
 
 
-@pytest.mark.parametrize("reason", ["too large", "another GPU"])
-def test_a_summary_without_earlier_samples_is_marked(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, reason: str
-) -> None:
+def test_the_summary_of_a_run_resumed_on_another_gpu_has_both(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = tmp_path / "gpu.csv"
+    path.write_text("timestamp,phase,device,uuid\n1.0,train,gpu0,GPU-1\n2.0,train,gpu0,GPU-1\n")
+    nvml = Nvml()
+    nvml.gpus = (Gpu(0, "GPU-2", "H100"),)
+    monkeypatch.setattr(module, "open_driver", lambda: nvml)
+    devices = sampled(path).summary().devices
+
+    assert {device.uuid for device in devices.values()} == {"GPU-1", "GPU-2"}
+    assert devices["gpu0"].uuid == "GPU-2"
+
+
+def test_a_summary_without_earlier_samples_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = tmp_path / "gpu.csv"
     sampled(path)
-    if reason == "too large":
-        monkeypatch.setattr(module, "MAX_EARLIER_BYTES", 10)
-    else:
-        path.write_text("timestamp,phase,device,uuid\n1.0,train,gpu0,GPU-1\n2.0,train,gpu0,GPU-1\n")
-        nvml = Nvml()
-        nvml.gpus = (Gpu(0, "GPU-2", "H100"),)
-        monkeypatch.setattr(module, "open_driver", lambda: nvml)
+    monkeypatch.setattr(module, "MAX_EARLIER_BYTES", 10)
     before = len(read_samples(path))
     summary = sampled(path).summary()
 

@@ -10,10 +10,18 @@ import psutil  # type: ignore[import-untyped]
 from packaging.version import Version
 
 from runner.base.secret import sanitize
-from runner.monitor.alerts import THROTTLE_ADVICE
 from runner.monitor.gpu_driver import open_driver
 from runner.monitor.machine_sample import pids_are_of_host
-from runner.monitor.nvml import Gpu, GpuProcess, Nvml, decode_throttle_reasons, iter_instances, visible
+from runner.monitor.nvml import (
+    NORMAL_THROTTLING,
+    THROTTLE_MEANINGS,
+    Gpu,
+    GpuProcess,
+    Nvml,
+    decode_throttle_reasons,
+    iter_instances,
+    visible,
+)
 from runner.plan.inventory import GIB, Device, Inventory, take_inventory
 from runner.tools.doctor.findings import CheckContext, CheckResult, SharedResult, failed, ok, skip, warn
 
@@ -147,7 +155,7 @@ def _judge_state(gpu: Gpu, nvml: Nvml) -> CheckResult:
     slowed = decode_throttle_reasons(now.get("throttle_reasons"))
     seen = ", ".join(parts) + (f"; clocks are throttled by {', '.join(slowed)}" if slowed else "")
     # A busy GPU is at its power limit.
-    advice = [THROTTLE_ADVICE[reason] for reason in slowed if reason in THROTTLE_ADVICE]
+    advice = [THROTTLE_MEANINGS[reason] for reason in slowed if reason not in NORMAL_THROTTLING]
     if advice:
         fix = f"nvidia-smi -q -d PERFORMANCE,TEMPERATURE,POWER; {'; '.join(advice)}"
         return warn(name, seen, fix, "computation is slower, and the GPU or its cooling may have a problem")
