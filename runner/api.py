@@ -171,7 +171,6 @@ def _format_value(value: Any) -> str:
 
 
 def _raise_on_failure(code: int, command: str, allowed: tuple[Exit, ...]) -> None:
-    """Raise AccelRunError if the exit code is not allowed, as after a kill or an internal error."""
     if code in tuple(map(int, allowed)):
         return
     outcome = (

@@ -215,7 +215,6 @@ class PipelineParallel(nn.Module):
             placed |= stage.parameters
 
     def _parts(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        """Split the arguments into micro-batches; values that are not tensors are passed to all of them."""
         sizes: list[int] = []
         map_tensors(lambda tensor: sizes.append(tensor.shape[0] if tensor.dim() else 0), [inputs, named])
         size = sizes[0] if sizes else 0
@@ -232,7 +231,6 @@ class PipelineParallel(nn.Module):
 def _slice_samples(
     rows: slice, inputs: tuple[Any, ...], named: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Return these samples of all tensors."""
     part: tuple[tuple[Any, ...], dict[str, Any]] = map_tensors(lambda tensor: tensor[rows], (inputs, named))
     return part
 
@@ -279,7 +277,6 @@ class DeviceStage:
 
 
 def _concatenate(values: Sequence[Any], name: str = "the output") -> Any:
-    """Concatenate the outputs of all micro-batches. Raises ConfigError for a tensor without dimensions."""
     first = values[0]
     if isinstance(first, Tensor):
         if not first.dim():
@@ -311,7 +308,6 @@ def _current_rank_device() -> list[torch.device]:
 
 
 def _resolve_devices(devices: Sequence[Place] | None) -> list[torch.device]:
-    """Return the devices, with explicit CUDA indices."""
     if devices is None:
         devices = [f"cuda:{number}" for number in range(device_count())] or ["cpu"]
     resolved = [torch.device(device) for device in devices]
@@ -321,7 +317,6 @@ def _resolve_devices(devices: Sequence[Place] | None) -> list[torch.device]:
 
 
 def _capacities(places: Sequence[torch.device], capacities: Sequence[int] | None) -> list[int]:
-    """Return the memory of each device in bytes; a device listed several times is shared evenly."""
     if capacities is not None:
         if len(capacities) != len(places):
             what = f"must have one size for each of the {len(places)} devices, but has {len(capacities)}"
@@ -351,7 +346,6 @@ def _parameters_or_empty(model: nn.Module) -> Iterator[Tensor]:
 
 
 def _needed_bytes(model: nn.Module, example: Sequence[Any] | None, bytes_per_parameter: float) -> int:
-    """Return the memory in bytes that training the unsplit model on one device needs."""
     cost = _costs(model, [model], example, 1.0)[0]
     return cost.state_bytes(bytes_per_parameter) + cost.activation_bytes
 

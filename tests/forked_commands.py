@@ -41,7 +41,7 @@ finally:
 
 
 class ForkedCommand:
-    """The part of subprocess.Popen that command_process uses, for `python -P -c PROGRAM PARENT REPORT ARGUMENT...`."""
+    """The part of subprocess.Popen that command_process uses, for `python -P -c PROGRAM PARENT ARGUMENT...`."""
 
     def __init__(self, server: ForkServer, line: Sequence[str], *, pass_fds: Sequence[int], **_: Any) -> None:
         assert list(line[1:3]) == ["-P", "-c"], line

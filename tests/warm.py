@@ -53,7 +53,7 @@ IMPORTED = (
     "runner.engine.session", "runner.engine.training",
     "runner.engine.pickle_import", "runner.engine.weights",
     "runner.forecast.demand", "runner.forecast.memory_forecast", "runner.forecast.stage_memory",
-    "runner.launch.hangs", "runner.launch.infer_ranks", "runner.launch.local", "runner.launch.rank_process",
+    "runner.launch.hangs", "runner.launch.trained_ranks", "runner.launch.local", "runner.launch.rank_process",
     "runner.launch.start", "runner.launch.training_ranks",
     "runner.plan.planner", "runner.sweeps.sweep", "runner.tools.measure.facts",
     "safetensors.torch", "tests.waiting", "torch._dynamo", "torch.export._trace",

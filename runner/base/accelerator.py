@@ -405,7 +405,6 @@ def _is_rocm() -> bool:
 
 
 def _join_names(prefix: str, counters: Mapping[str, Any]) -> Iterator[tuple[str, int]]:
-    """Yield the counters of nested dicts with their names joined by points."""
     for name, value in counters.items():
         if type(value) is int:
             yield prefix + name, value
@@ -424,7 +423,6 @@ def _device_id(properties: Any) -> str:
 
 
 def _matrix_units(properties: Any) -> str:
-    """Return XMX if an Intel GPU has matrix units, else an empty string."""
     return "XMX" if getattr(properties, "has_subgroup_matrix_multiply_accumulate", False) else ""
 
 

@@ -141,7 +141,6 @@ class Fetcher:
 
 
 def _batch_samples(key: MicroBatchKey, positions: Sequence[int]) -> BatchSamples:
-    """Return the samples of a batch: those of its key at these positions."""
     if len(positions) == len(key.indices):  # avoids the lists, which take 2 us
         return BatchSamples(key.seed, key.epoch, key.indices, range(key.first, key.first + len(positions)))
     return BatchSamples(
@@ -153,7 +152,6 @@ def _batch_samples(key: MicroBatchKey, positions: Sequence[int]) -> BatchSamples
 
 
 def _is_default(collate: Collate) -> bool:
-    """Return whether this is the default collate of the task contract."""
     return getattr(collate, "__func__", None) is Task.collate
 
 

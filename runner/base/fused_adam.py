@@ -113,7 +113,6 @@ def skip_compiler_import() -> None:
 
 
 def _has_observers(optimizer: Optimizer) -> bool:
-    """Return whether `step` has hooks or a profiler is active."""
     return bool(
         torch_optimizer._global_optimizer_pre_hooks
         or torch_optimizer._global_optimizer_post_hooks

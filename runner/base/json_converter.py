@@ -87,7 +87,6 @@ def _stored_fields(kind: type[Any]) -> list[tuple[dataclasses.Field[Any], Any]]:
 
 @functools.cache
 def _json_keys(kind: type[Any]) -> frozenset[str]:
-    """Return the keys of the JSON object of a dataclass."""
     stored = _stored_fields(kind)  # type: ignore[arg-type]
     inline = [_json_keys(hint) for field, hint in stored if field.metadata == INLINE]
     return frozenset(field.name for field, _ in stored if field.metadata != INLINE).union(*inline)

@@ -226,7 +226,6 @@ def _new_noise(batch: Any, name: str) -> SampleNoise:
 
 
 def _number_call(current: _Pass, name: str) -> tuple[_Pass, int]:
-    """Return the pass of this call, and its number."""
     number = current.calls.get(name, 0)
     tag = _tag()
     first_call: tuple[_Pass, int] | None = _numbers.get(tag)
@@ -238,7 +237,6 @@ def _number_call(current: _Pass, name: str) -> tuple[_Pass, int]:
 
 
 def _number_draw(following: int) -> tuple[int, int]:
-    """Return the number of a draw and that of the next one, if `following` would be next."""
     if torch.compiler.is_compiling():  # compiled graphs handle recomputation themselves
         return following, following + 1
     tag = _tag()
@@ -290,7 +288,6 @@ def _mask(num_bits: int) -> int:
 
 
 def _to_signed(x: int) -> int:
-    """Return the int64 with the same 64 bits."""
     return x - 2**64 if x >= 2**63 else x
 
 

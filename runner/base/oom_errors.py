@@ -64,14 +64,12 @@ def _chain(error: BaseException) -> Iterator[BaseException]:
 
 
 def _unreadable_sample(error: BaseException) -> str:
-    """Return the message about an unreadable sample; empty for other errors."""
     if isinstance(error, RemoteError):
         return first_line(error.info.message) if DataError.__name__ in error.info.bases else ""
     return error.problems[0].what if isinstance(error, DataError) else ""
 
 
 def _classes_and_messages(error: BaseException) -> Iterator[tuple[Sequence[str], str]]:
-    """Yield class names and messages of an error and its causes, also those raised in a data worker."""
     for exception in _chain(error):
         remote = exception.info if isinstance(exception, RemoteError) else None
         if remote is None:  # by class: a task may define one with the same name as torch's
@@ -100,7 +98,6 @@ def _requested_bytes(text: str) -> int | None:
 
 
 def _find_place(error: BaseException) -> str:
-    """Return the operation, from the innermost call that identifies it."""
     trace, place = error.__traceback__, BETWEEN
     while trace is not None:
         code = trace.tb_frame.f_code

@@ -323,7 +323,6 @@ def _limit_cost(
 
 
 def _build_split(stops: Sequence[int], layers: _Layers) -> Split:
-    """Return the split with its costs."""
     parts = list(_stage_ranges(stops))
     return Split(
         tuple(stop - start for _, start, stop in parts),

@@ -32,13 +32,11 @@ def detect_rank(environment: Mapping[str, str]) -> RankInfo | None:
     """Return the rank that torchrun or srun assigned to this process; None if none did.
 
     Neither the shell of a batch script nor a step with a single task is a rank. torchrun takes precedence over srun,
-    because srun may start one torchrun per machine. Raises ConfigError with all invalid variables.
+    because srun may start one torchrun per machine. Raises ConfigError for an invalid variable.
     """
     if "RANK" in environment:
-        return _read_torchrun(_Variables(environment))
-    if _is_srun_task(environment):
-        return _read_srun(_Variables(environment))
-    return None
+        return _read_torchrun(environment)
+    return _read_srun(environment) if _is_srun_task(environment) else None
 
 
 def launcher_id() -> str:
@@ -82,43 +80,35 @@ def expand_tasks(tasks_per_node: str) -> list[int]:
 # ---------------------------------------------------------------- torchrun and srun
 
 
-def _read_torchrun(variables: _Variables) -> RankInfo:
-    world_size = variables.number("WORLD_SIZE", at_least=1)
-    num_local_ranks = variables.number("LOCAL_WORLD_SIZE", at_least=1)
-    rank_info = RankInfo(
-        variables.number("RANK", below=world_size, of="WORLD_SIZE"),
-        variables.number("LOCAL_RANK", below=num_local_ranks, of="LOCAL_WORLD_SIZE"),
+def _read_torchrun(environment: Mapping[str, str]) -> RankInfo:
+    world_size = _number(environment, "WORLD_SIZE", least=1)
+    num_local_ranks = _number(environment, "LOCAL_WORLD_SIZE", least=1, most=world_size)
+    return RankInfo(
+        _number(environment, "RANK", most=world_size - 1),
+        _number(environment, "LOCAL_RANK", most=num_local_ranks - 1),
         world_size,
         num_local_ranks,
-        f"tcp://{variables.text('MASTER_ADDR')}:{variables.port('MASTER_PORT')}",
-        variables.number("TORCHELASTIC_RESTART_COUNT", default=0),
+        f"tcp://{_text(environment, 'MASTER_ADDR')}:{_number(environment, 'MASTER_PORT', least=1, most=_MAX_PORT)}",
+        _number(environment, "TORCHELASTIC_RESTART_COUNT", default=0),
     )
-    if not variables.is_wrong("WORLD_SIZE"):
-        variables.expect(
-            num_local_ranks <= world_size, "LOCAL_WORLD_SIZE", f"must be at most WORLD_SIZE ({world_size})"
-        )
-    variables.raise_problems("start the ranks with torchrun, or unset RANK to train alone")
-    return rank_info
 
 
-def _read_srun(variables: _Variables) -> RankInfo | None:
+def _read_srun(environment: Mapping[str, str]) -> RankInfo | None:
     """Return the rank of a SLURM task; variables of the step take precedence over those of the job."""
-    num_tasks = variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")
-    world_size = variables.number(num_tasks, at_least=1)
-    if world_size == 1 and not variables.is_wrong(num_tasks):
+    world_size = _number(environment, _first(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), least=1)
+    if world_size == 1:
         return None
-    job_id = variables.number("SLURM_JOB_ID")
-    num_local_ranks = _num_local_tasks(variables, world_size)
-    rank_info = RankInfo(
-        variables.number("SLURM_PROCID", below=world_size, of=num_tasks),
-        variables.number("SLURM_LOCALID", below=num_local_ranks, of="the tasks of this machine"),
+    port = 20000 + _number(environment, "SLURM_JOB_ID") % 20000
+    port = _number(environment, "MASTER_PORT", default=port, least=1, most=_MAX_PORT)
+    num_local_ranks = _num_local_tasks(environment, world_size)
+    return RankInfo(
+        _number(environment, "SLURM_PROCID", most=world_size - 1),
+        _number(environment, "SLURM_LOCALID", most=num_local_ranks - 1),
         world_size,
         num_local_ranks,
-        f"tcp://{_first_host(variables)}:{variables.port('MASTER_PORT', default=20000 + job_id % 20000)}",
-        variables.number("SLURM_RESTART_COUNT", default=0),
+        f"tcp://{_first_host(environment)}:{port}",
+        _number(environment, "SLURM_RESTART_COUNT", default=0),
     )
-    variables.raise_problems("start the ranks with srun, one task per rank")
-    return rank_info
 
 
 def _is_srun_task(environment: Mapping[str, str]) -> bool:
@@ -128,95 +118,63 @@ def _is_srun_task(environment: Mapping[str, str]) -> bool:
     return "SLURM_JOB_ID" in environment and "SLURM_PROCID" in environment and step != "" and not is_special
 
 
-def _num_local_tasks(variables: _Variables, world_size: int) -> int:
+def _num_local_tasks(environment: Mapping[str, str], world_size: int) -> int:
     """Return the number of tasks on this machine; the last machine may have fewer."""
-    name = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    name = _first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
     try:
-        counts = expand_tasks(variables.text(name))
+        counts = expand_tasks(_text(environment, name))
     except ValueError:
-        variables.expect(not variables.has(name), name, "must be like 2(x3),1")
-        return world_size
+        raise _invalid(environment, name, "must be like 2(x3),1") from None
     if name == "SLURM_NTASKS_PER_NODE":
         return min(counts[0], world_size)
-    node = variables.number(
-        "SLURM_NODEID", default=0, below=len(counts), of=f"the machines in {name}={variables.text(name)}"
-    )
-    if not variables.is_wrong(variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS")):
-        variables.expect(sum(counts) == world_size, name, f"must be {world_size} tasks in all")
-    return counts[node] if node < len(counts) else world_size
+    if sum(counts) != world_size:
+        raise _invalid(environment, name, f"must be {world_size} tasks in all")
+    return counts[_number(environment, "SLURM_NODEID", default=0, most=len(counts) - 1)]
 
 
-def _first_host(variables: _Variables) -> str:
+def _first_host(environment: Mapping[str, str]) -> str:
     """Return the host of rank 0, which `MASTER_ADDR` may override."""
-    if variables.has("MASTER_ADDR"):
-        return variables.text("MASTER_ADDR")
-    name = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
-    nodelist = variables.text(name)
+    if environment.get("MASTER_ADDR"):
+        return environment["MASTER_ADDR"]
+    name = _first(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
     try:
-        return expand_hosts(nodelist)[0]
+        return expand_hosts(_text(environment, name))[0]
     except ValueError:
-        variables.expect(not variables.has(name), name, "must be a list of machines such as n[1-2,5]")
-        return ""
+        raise _invalid(environment, name, "must be a list of machines such as n[1-2,5]") from None
 
 
 # ---------------------------------------------------------------- variables
 
 
-class _Variables:
-    """Reader of environment variables that collects all problems."""
-
-    def __init__(self, environment: Mapping[str, str]) -> None:
-        self._environment = environment
-        self.problems: list[Problem] = []
-
-    def has(self, name: str) -> bool:
-        return bool(self._environment.get(name))
-
-    def first(self, *names: str) -> str:
-        """Return the first name that is set, or the last one if none is."""
-        return next((name for name in names if self.has(name)), names[-1])
-
-    def is_wrong(self, name: str) -> bool:
-        return any(problem.where == name for problem in self.problems)
-
-    def expect(self, holds: bool, name: str, what: str) -> None:
-        if not holds:
-            self.problems.append(Problem(f"{what}, but is {self._environment.get(name)}", name))
-
-    def text(self, name: str) -> str:
-        if not self.has(name):
-            self.problems.append(Problem("must be set, but is not", name))
-        return self._environment.get(name, "")
-
-    def number(
-        self, name: str, *, default: int | None = None, at_least: int = 0, below: int | None = None, of: str = ""
-    ) -> int:
-        """Return an integer within its limits; the default, or the lower limit, if it is not set."""
-        if not self.has(name) and default is not None:
-            return default
-        text = self.text(name)
-        if not text:
-            return at_least
-        if re.fullmatch(r"\d{1,18}", text) is None:
-            self.problems.append(Problem(f"must be an integer of at least {at_least}, but is {text!r}", name))
-            return at_least
-        number = int(text)
-        self.expect(number >= at_least, name, f"must be at least {at_least}")
-        if below is not None and not self.is_wrong(of):
-            self.expect(number < below, name, f"must be below {of} ({below})")
-        return number
-
-    def port(self, name: str, *, default: int | None = None) -> int:
-        port = self.number(name, default=default, at_least=1)
-        self.expect(port < 2**16, name, f"must be a port, below {2**16}")
-        return port
-
-    def raise_problems(self, fix: str) -> None:
-        if self.problems:
-            *others, last = dict.fromkeys(self.problems)
-            raise ConfigError([*others, Problem(last.what, last.where, fix)])
+def _first(environment: Mapping[str, str], *names: str) -> str:
+    """Return the first name that is set, or the last one if none is."""
+    return next((name for name in names if environment.get(name)), names[-1])
 
 
+def _text(environment: Mapping[str, str], name: str) -> str:
+    if not environment.get(name):
+        raise _invalid(environment, name, "must be set")
+    return environment[name]
+
+
+def _number(
+    environment: Mapping[str, str], name: str, *, default: int | None = None, least: int = 0, most: int = 10**18
+) -> int:
+    if default is not None and not environment.get(name):
+        return default
+    text = _text(environment, name)
+    if re.fullmatch(r"\d{1,18}", text) is None or not least <= int(text) <= most:
+        limit = f"from {least} to {most}" if most < 10**18 else f"of at least {least}"
+        raise _invalid(environment, name, f"must be an integer {limit}")
+    return int(text)
+
+
+def _invalid(environment: Mapping[str, str], name: str, what: str) -> ConfigError:
+    fix = "start the ranks with torchrun, or with srun and one task per rank; unset RANK to train alone"
+    return ConfigError(Problem(f"{what}, but is {environment.get(name) or 'not set'}", name, fix))
+
+
+_MAX_PORT = 2**16 - 1
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers batch scripts and interactive shells from here on
 _GROUP = r"(?:[A-Za-z0-9_.-]+|\[\d[\d,-]*\])+"
 

@@ -205,7 +205,6 @@ def _is_strong(value: str) -> bool:
 
 @cache
 def _is_ordinary(value: str) -> bool:
-    """Return whether a value is a common word or a path, which ordinary text contains."""
     return re.fullmatch(r"[A-Z]?[a-z]{7,15}|[A-Z]{8,16}", value) is not None or _is_path(value)
 
 
@@ -234,7 +233,6 @@ def _redact_shapes(text: str) -> str:
 
 
 def _redact_named_value(match: re.Match[str]) -> str:
-    """Return `NAME=value` without its value if the name denotes a secret."""
     before = _NAME_BEFORE.search(match.string[max(0, match.start() - 40) : match.start()])
     name = f"{before[0] if before else ''}{match['name']}"
     value = match["value"].rstrip(".,:;")
@@ -246,7 +244,6 @@ def _redact_named_value(match: re.Match[str]) -> str:
 
 
 def _secret_argument_name(argument: str, following: tuple[str, ...]) -> str:
-    """Return the name under which an argument gives a secret, empty if it gives none."""
     key, has_value, value = argument.partition("=")
     name = key.lstrip("-+~")
     is_given = value.lower() not in ("", "null") if has_value else bool(following)
@@ -282,7 +279,6 @@ def _may_be_secret(key: str) -> bool:
 
 
 def _snake(word: str) -> str:
-    """Convert to snake_case, without a trailing number: apiKey2 -> api_key."""
     snake = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", word).replace("-", "_").lower()
     return re.sub(r"_?\d+$", "", snake)
 

@@ -234,13 +234,11 @@ class ShareSolver:
         self._trials = []
 
     def _is_due(self) -> bool:
-        """Return whether the block is complete: all probes, or `every` updates."""
         if self._is_fitted:
             return len(self._block) >= self.every
         return all(any(times.samples[rank] for times in self._block) for rank in range(len(self.ranks)))
 
     def _solve(self, block: Sequence[UpdateTimes]) -> Decision:
-        """Fit the lines for the first time and use the resulting shares, unless they gain too little."""
         for number, rank in enumerate(self.ranks):
             rank.add(_timings(block, number))
         self._is_fitted = True
@@ -252,7 +250,6 @@ class ShareSolver:
         return self._change(new, old_s, new_s, _describe_slow_rank(self.lines, self.total))
 
     def _resolve(self, block: Sequence[UpdateTimes]) -> Decision | None:
-        """Add a block of updates; change the shares if that gains, or report that fewer ranks would be faster."""
         factors = [rank.add(_timings(block, number)) for number, rank in enumerate(self.ranks)]
         fits = [rank.fitted for rank in self.ranks]
         new = fastest_shares(self.total, self.lines, self.caps)
@@ -275,7 +272,6 @@ class ShareSolver:
         return Decision(new, old_s, new_s, reason)
 
     def _check_fewer_ranks(self, block: Sequence[UpdateTimes]) -> Decision | None:
-        """Report once which ranks to drop: faster in several consecutive trials."""
         unprobed = [times for times in block if times.samples == self.current]
         if self._is_reported or not unprobed:
             return None
@@ -302,7 +298,6 @@ class ShareSolver:
         return None
 
     def _promising_single_rank(self, together_s: float) -> Shares:
-        """Return all samples for the one rank that may be faster alone; empty if there is none."""
         best = {
             rank: rank_fit.seconds(self.total, -MIN_GAIN_ERRORS)
             for rank, rank_fit in enumerate(self.ranks)
@@ -346,7 +341,6 @@ class _Rank:
         self.fitted = LineFit(RankTiming(0.0, 0.0), (0.0, 0.0, 0.0))
 
     def add(self, timings: Sequence[CountTiming]) -> float:
-        """Add the timings of a block; return the factor by which the rank became slower, 1.0 for no change."""
         factor = self._drift(timings) if self._timings and timings else 1.0
         if factor != 1.0:
             self._scale(factor)
@@ -395,7 +389,6 @@ class _Rank:
         return factor if abs(factor - 1.0) > max(DRIFT, 3 * error) else 1.0
 
     def _scale(self, factor: float) -> None:
-        """Rescale the timings to the new speed, with low confidence."""
         for count, timings in self._timings.items():
             old = _merge(timings)
             self._timings[count] = [CountTiming(count, old.seconds * factor, min(old.num, PROBE_ROUNDS), old.noise)]
@@ -418,7 +411,6 @@ class LineFit(NamedTuple):
 
 
 def _regress(timings: Sequence[CountTiming], noise: float = 0.0) -> LineFit:
-    """Fit the line by weighted least squares of relative errors; a negative coefficient is set to 0."""
     weights = [timing.num / max(timing.seconds, 1e-12) ** 2 for timing in timings]
     pairs = list(zip(weights, timings, strict=True))
     w = sum(weights)
@@ -441,7 +433,6 @@ def _regress(timings: Sequence[CountTiming], noise: float = 0.0) -> LineFit:
 
 
 def _timings(block: Sequence[UpdateTimes], rank: int) -> list[CountTiming]:
-    """Return the timings of one rank in a block, one per sample count."""
     points = _by_count((seen.samples[rank], seen.seconds[rank]) for seen in block)
     middle = {count: median(times) for count, times in points.items() if count > 0}
     timings = []
@@ -460,7 +451,6 @@ def _by_count(points: Iterable[tuple[int, float]]) -> dict[int, list[float]]:
 
 
 def _merge(timings: Sequence[CountTiming]) -> CountTiming:
-    """Merge timings of one sample count."""
     num = sum(timing.num for timing in timings)
     seconds = sum(timing.num * timing.seconds for timing in timings) / num
     return CountTiming(timings[0].samples, seconds, num, median(timing.noise for timing in timings))
@@ -481,7 +471,6 @@ def _bisect_shares(total: int, lines: Sequence[RankTiming], most: Sequence[int],
 
 
 def _samples_by(seconds: float, line: RankTiming, cap: int) -> int:
-    """Return how many samples, at most `cap`, the rank processes in `seconds`."""
     if line.seconds(cap) <= seconds:
         return cap
     if line.fixed_s > seconds or line.per_sample_s <= 0:
@@ -496,7 +485,6 @@ def _fastest_single(total: int, lines: Sequence[RankTiming], most: Sequence[int]
 
 
 def _nearly_without(shares: Shares, lines: Sequence[RankTiming], caps: Caps | None) -> Shares:
-    """Return shares that nearly exclude some ranks: 1 sample for each of these."""
     kept = [rank for rank, share in enumerate(shares) if share]
     rest = sum(shares) - (len(shares) - len(kept))
     parts = fastest_shares(
@@ -516,7 +504,6 @@ def _feasible(shares: Shares | Problem) -> Shares:
 
 
 def _describe_slow_rank(lines: Sequence[RankTiming], total: int) -> str:
-    """Describe how the slowest rank compares with the fastest at equal shares."""
     share = max(1, total // len(lines))
     times = [line.seconds(share) for line in lines]
     slow, fast = times.index(max(times)), times.index(min(times))
@@ -528,7 +515,6 @@ def _describe_slow_rank(lines: Sequence[RankTiming], total: int) -> str:
 
 
 def _describe_speed_change(factors: Sequence[float]) -> str:
-    """Describe the rank whose speed changed most; empty if none did."""
     most = max(range(len(factors)), key=lambda rank: (max(factors[rank], 1 / factors[rank]), -rank))
     factor = factors[most]
     if factor == 1.0:

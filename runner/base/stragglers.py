@@ -133,7 +133,6 @@ def _busy(times: Mapping[str, float]) -> float:
 
 
 def _waited(update: Update, rank: int, slowest: int) -> float:
-    """Return how many seconds longer than the slowest rank a rank waited."""
     return update[rank].get(WAIT, 0.0) - update[slowest].get(WAIT, 0.0)
 
 

@@ -330,7 +330,6 @@ def repeated_blocks(model: nn.Module) -> list[nn.Module]:
 
 
 def _has_repeated_blocks(modules: nn.Sequential) -> bool:
-    """Return whether there are several modules of one class, each with its own modules and parameters."""
     return (
         len(modules) > 1
         and len({type(module) for module in modules}) == 1
@@ -350,7 +349,6 @@ def sample_rng(seed: int, epoch: int, index: int) -> np.random.Generator:
 
 
 def _as_metrics(answer: Any) -> dict[str, Sum]:
-    """Convert the return value of a loss to metrics."""
     if isinstance(answer, tuple) and len(answer) == 3:
         return {"loss": answer[:2], **answer[2]}
     return {"loss": answer}

@@ -60,7 +60,6 @@ def run(argv: list[str]) -> int:
 
 
 def _load_run_request(request: Request) -> tuple[Request, AdviceInputs, tuple[str, ...]]:
-    """Return the settings of a run with the given overrides, and its own measurements."""
     from runner.durable.record_files import read_record
     from runner.durable.run_request import find_run, load_run_request
     from runner.tools.measure.advisor import AdviceInputs

@@ -82,7 +82,6 @@ def _describe_key(key: str, value: str, configuration: Configuration) -> Iterato
 
 
 def _describe_value(key: str, configuration: Configuration) -> str:
-    """Return the value and its source."""
     values = configuration.flat()
     if key in values:
         return f"{display_value(values[key])}, set by {describe_source(key, configuration)}"
@@ -135,13 +134,11 @@ def _override_for(key: str, request: Request) -> str:
 
 
 def _config_file(name: str, request: Request) -> str:
-    """Return the configuration file of this name: the user's, or the built-in one as a repository path."""
     user_file = request.config_dir / f"{name}.yaml" if request.config_dir else None
     return str(user_file) if user_file and user_file.is_file() else f"conf/{name}.yaml"
 
 
 def _find_key(key: str, configuration: Configuration) -> Key | None:
-    """Return the definition of a key, with its help text."""
     group, _, name = key.partition(".")
     if group in AXES and name:
         signature = find_signature(group, configuration.choices[group].function)
@@ -164,12 +161,10 @@ def _find_key(key: str, configuration: Configuration) -> Key | None:
 
 
 def _find_hook(key: str, configuration: Configuration) -> Choice | None:
-    """Return the hook that has the key."""
     return next((hook for hook in configuration.hooks if key.startswith(f"hook.{hook.name}.")), None)
 
 
 def _suggest_key(key: str, configuration: Configuration) -> str:
-    """Return a suggestion for an unknown key."""
     if key in FOREIGN_KEYS:
         return f"here it is {FOREIGN_KEYS[key].replace('={}', '')}"
     group, _, name = key.partition(".")

@@ -31,7 +31,7 @@ examples
 
 def run(argv: list[str]) -> int:
     """Predict and write the predictions."""
-    from runner.launch.infer_ranks import infer
+    from runner.launch.trained_ranks import infer
 
     checkpoint, rest = pop_checkpoint_choice(argv)
     return int(infer(parse_run_request(rest, _inference_keys(rest)), checkpoint))
@@ -53,7 +53,6 @@ def _inference_keys(argv: list[str]) -> tuple[str, ...]:
 
 
 def _task_arguments(request: Request) -> list[str]:
-    """Return the arguments that select the task of the run; none if it has no valid record."""
     try:
         directory, root = find_run(request, lambda text: None)
         origin = load_run_request(directory, root, request)

@@ -70,7 +70,6 @@ def run(argv: list[str]) -> int:
 def _predict_memory(
     configuration: Configuration, inventory: Inventory, plan: Plan, demand: MemoryNeeds, on_wait: Callable[[], object]
 ) -> tuple[list[str], Sequence[FittingChange]]:
-    """Return the printed lines about memory and time; if the plan does not fit, also changes that would make it fit."""
     from runner.plan.prediction_text import format_prediction
     from runner.plan.update_time import find_rank_rates
 

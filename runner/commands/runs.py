@@ -189,7 +189,6 @@ def _format_age(seconds: float) -> str:
 
 
 def _folder_size(path: Path) -> int:
-    """Return the total size of the files in the folder in bytes, without following links."""
     total, folders = 0, [str(path)]
     while folders:
         try:
@@ -205,6 +204,5 @@ def _folder_size(path: Path) -> int:
 
 
 def _row_to_json(row: RunRow) -> dict[str, Any]:
-    """Return the row with an ISO time and without NaN."""
     written = datetime.fromtimestamp(row.written, UTC).isoformat(timespec="seconds") if row.written else None
     return {**asdict(row), "written": written}

@@ -57,7 +57,6 @@ def run(argv: list[str]) -> int:
 
 
 def _print_sweep(folder: Path) -> int:
-    """Print the trials of a sweep or a search."""
     from runner.durable.run_state import process_state_name
     from runner.sweeps.trials import Sweep, format_summary, format_trial_table
 

@@ -348,7 +348,6 @@ def retain(
 
 
 def _check_snapshot(snapshot: Snapshot) -> None:
-    """Raise TypeError or ValueError if the format cannot represent the snapshot."""
     from runner.durable.tensors import unsupported_reason
 
     json.dumps([snapshot.state, snapshot.facts])
@@ -382,7 +381,6 @@ def temporary_path(directory: Path, snapshot: Snapshot) -> Path:
 
 
 def _write_checkpoint(temporary: Path, snapshot: Snapshot) -> None:
-    """Write the folder `temporary` durably, except for its own name."""
     if snapshot.part:
         files.make_directory(temporary)  # the first rank creates it
     else:
@@ -405,7 +403,6 @@ def _discard(temporary: Path, target: Path | None) -> None:
 
 
 def _finish_replacement(directory: Path) -> None:
-    """Remove replaced checkpoints, and durably restore the name of one that has no replacement yet."""
     for name in files.list_names(directory):
         if not name.startswith(_REPLACED):
             continue
@@ -504,7 +501,6 @@ def _read_with_retry(path: Path) -> LoadedCheckpoint:
 
 
 def _read_manifest(path: Path) -> dict[str, Any]:
-    """Parse and validate the manifest. Raises _Damaged."""
     _require(files.file_size(path) <= _MAX_MANIFEST_BYTES, f"{MANIFEST} must have at most {_MAX_MANIFEST_BYTES} bytes")
     text = files.read(path, at_most=_MAX_MANIFEST_BYTES)
     manifest = parse_json(text)
@@ -565,7 +561,6 @@ def _find_superfluous(directory: Path, keep_last: int, verified: set[Path]) -> l
 
 
 def _move_aside(path: Path, prefix: str) -> Path:
-    """Durably rename `path` to `<word>-<name>-<n>` with the first free n; return the new path."""
     number = 1
     while files.exists(new_path := path.with_name(f"{prefix}-{path.name}-{number}")):
         number += 1

@@ -187,7 +187,6 @@ def _read_bests(state: Mapping[str, Any], newest_state: Mapping[str, Any], ranki
 
 
 def _metric_value(state: Mapping[str, Any], metric: str | None) -> float | None:
-    """Return the metric of exactly this checkpoint, None if the last evaluation is that of an earlier update."""
     value = as_dict(state.get("metrics")).get(metric or "")
     is_own = state.get("evaluated_at") == state.get("phase_update")
     return value if is_own and isinstance(value, float) else None
@@ -211,7 +210,6 @@ def _load_valid(directory: RunDirectory, number: int, warn: Callable[[str], None
 
 
 def _list_choices(directory: RunDirectory) -> str:
-    """Return the checkpoints that exist, as values of `checkpoint=`."""
     paths = newest_first(directory.checkpoints)[::-1]
     valid = [path for path in paths if not verify(path, directory.owner)]
     labels = label_checkpoints(valid)

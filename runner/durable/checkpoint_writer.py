@@ -159,7 +159,6 @@ class CheckpointWriter:
             self._error = fault
 
     def _save(self, snapshot: Snapshot, overwrite: bool) -> Path:
-        """Write the snapshot and return its path. Raises the StorageError of the last attempt."""
         for pause_s in RETRY_DELAYS_S if snapshot.part is None else ():  # other ranks would have to write again, too
             try:
                 return save(self.directory, snapshot, overwrite=overwrite, sync_first=self._sync_first)

@@ -92,7 +92,6 @@ def _open(path: Path, flags: int = os.O_RDONLY | os.O_DIRECTORY) -> Iterator[tup
 
 
 def _sync_file_system(folder: Path, descriptor: int) -> bool:
-    """Sync the file system of a folder; return False if the system cannot."""
     with storage_errors("sync the file system of", folder):
         try:
             _system.sync_file_system(descriptor)
@@ -525,7 +524,6 @@ def _write_in_blocks(descriptor: int, views: Sequence[memoryview]) -> int:
 
 
 def _get_mode(path: Path) -> int:
-    """Return the type and permissions of `path` itself, 0 if it does not exist."""
     with storage_errors("access", path):
         try:
             return _lstat(path).st_mode
@@ -564,7 +562,6 @@ def open_regular(path: Path) -> int:
 
 
 def _require_regular(descriptor: int) -> int:
-    """Return the descriptor of a regular file; close it and raise OSError for a pipe or a device."""
     if not stat.S_ISREG(os.fstat(descriptor).st_mode):
         os.close(descriptor)
         raise OSError(errno.EINVAL, "must be a regular file")

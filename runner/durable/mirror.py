@@ -129,7 +129,6 @@ class Mirror:
             raise MirrorError(f"{name} {difference}", where=self.store.shown)
 
     def _find_difference(self, name: str, size: int, sha256: str) -> str:
-        """Read a file of the store back; return how it differs from the local one, or an empty text."""
         size_in_store = self.store.size(name)
         if size_in_store != size:
             return f"must have {size} bytes, but has {size_in_store}"
@@ -239,7 +238,6 @@ def _fetch_referenced(
 
 
 def _parse_entries(manifest: bytes, where: str) -> list[dict[str, Any]]:
-    """Return the files of a manifest, as far as needed to copy them; the copy is verified as a whole."""
     entries = [as_dict(entry) for entry in as_list(as_dict(parse_object(manifest)).get("files"))]
     for entry in entries:
         name, size = entry.get("name"), entry.get("size")
@@ -249,7 +247,6 @@ def _parse_entries(manifest: bytes, where: str) -> list[dict[str, Any]]:
 
 
 def _referenced_updates(start: LoadedCheckpoint) -> Iterator[int]:
-    """Yield the numbers of the best checkpoints, and of those of earlier phases."""
     bests = [pair[1] for pair in as_list(start.state.get("bests")) if isinstance(pair, list) and len(pair) == 2]
     for number in (*bests, *as_list(start.state.get("kept"))):
         if type(number) is int and 0 <= number < start.update:

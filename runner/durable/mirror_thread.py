@@ -165,7 +165,6 @@ class MirrorThread(NoMirror):
             self._stop(error_line(error))
 
     def _wait_for_work(self) -> bool:
-        """Wait for a checkpoint to copy; return False once the thread is to stop."""
         with self._changed:
             while not self._progress.is_awake and not self._progress.is_stopped:
                 self._progress.is_idle = True
@@ -175,7 +174,6 @@ class MirrorThread(NoMirror):
             return not self._progress.is_stopped
 
     def _copy_all(self) -> None:
-        """Copy all missing checkpoints, then remove superfluous ones; after an error, wait for the next attempt."""
         try:
             if not self._is_claimed:
                 self._claim_late()
@@ -201,7 +199,6 @@ class MirrorThread(NoMirror):
         self._is_claimed = True
 
     def _next_checkpoint(self) -> Path | None:
-        """Return the newest local checkpoint that the mirror lacks."""
         local = newest_first(self.run.checkpoints)
         names = {path.name for path in local}
         with self._changed:

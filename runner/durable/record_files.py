@@ -34,7 +34,6 @@ def read_plan(folder: Path, clean: Callable[[Any], Any] | None = None) -> PlanRe
 
 
 def _read_content(path: Path) -> bytes | None:
-    """Return the content of the file: None if it does not exist, empty if it cannot be read."""
     try:
         return files.read(path, at_most=_MAX_BYTES) if files.exists(path) else None
     except StorageError:

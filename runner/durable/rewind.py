@@ -49,7 +49,6 @@ def rewind_run(run: RunDirectory, choice: str, report: Callable[[str], None]) ->
 def _undo_rewind(
     run: RunDirectory, start: LoadedCheckpoint, moved: Sequence[tuple[Path, Path]], copy: Path | None
 ) -> bool:
-    """Restore checkpoints and metrics, and return True; return False if the run has trained since. Raises RunInUse."""
     with RunDirectory.create_or_open(run.path.parent, run.name) as directory:
         if newest_name(directory.checkpoints) != start.path.name:
             return False
@@ -64,7 +63,6 @@ def _undo_rewind(
 
 
 def _copy_metrics(directory: RunDirectory) -> Path | None:
-    """Copy metrics.jsonl, which the resumed run truncates to its checkpoint; return the copy."""
     if not files.exists(directory.metrics):
         return None
     number = 1

@@ -101,7 +101,6 @@ def _read_settings(directory: RunDirectory) -> RunRequest:
 
 
 def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> None:
-    """Raise SecurityRefusal if an untrusted run specifies a Python file to execute."""
     inside, folder = root.resolve(), directory.path.resolve().parent
     # A link may lead out of a downloaded folder.
     locations = (task_file.resolve(), Path(os.path.normpath(task_file.absolute())))
@@ -117,7 +116,6 @@ def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> Non
 
 
 def _read_overrides(file: Path) -> tuple[str, ...] | None:
-    """Return the list in overrides.yaml, one JSON string per line; None if it cannot be read."""
     try:
         lines = read(file, at_most=1 << 20).decode().split("\n")
         overrides = [json.loads(line.removeprefix("- ")) for line in lines if line not in ("", "[]")]
@@ -131,7 +129,6 @@ def _are_paths(values: Iterable[object]) -> TypeGuard[list[str | None]]:
 
 
 def _is_valid_argument(value: object) -> bool:
-    """Return whether the value is a string that a command line can hold."""
     try:
         return isinstance(value, str) and b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:

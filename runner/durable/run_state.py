@@ -9,7 +9,7 @@ from datetime import datetime
 from typing import Literal
 
 from runner.durable.directory import is_run_name
-from runner.host.process_identity import process_identity
+from runner.host.process_tree import process_identity
 from runner.records.run_record import ProcessRecord, RunRecord
 
 StateName = Literal["finished", "running", "submitted", "preempted", "interrupted", "failed", "killed", "unknown"]
@@ -61,7 +61,6 @@ def derive_state(record: RunRecord) -> RunState:
 
 
 def _resume_command(record: RunRecord) -> str:
-    """Return the command that resumes the run, with its name, which may have been generated."""
     name = record.name if record.name is not None and is_run_name(record.name) else "NAME"
     roots = [override for override in record.origin.overrides or () if override.startswith("output_root=")]
     return shlex.join(["accel-run", "resume", name, *roots[-1:]])

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -37,11 +37,10 @@ class WeightSource:
     is_joined: bool = False
 
 
-def find_weights(value: str, root: Path, warn: Callable[[str], None] = lambda _: None) -> WeightSource:
+def find_weights(value: str, root: Path) -> WeightSource:
     """Return the files behind `weights=value`; nothing is read but manifests and indexes.
 
     root  folder in which a run is found by name
-    warn  called with a message about each damaged checkpoint of a run that was skipped
     Raises InputMissing if nothing has this name, ConfigError for a folder without weights, DataError for shards that
     are missing or a damaged checkpoint, SecurityRefusal for a folder with pickles only.
     """
@@ -55,7 +54,7 @@ def find_weights(value: str, root: Path, warn: Callable[[str], None] = lambda _:
             run = RunDirectory.find(root, value)
         except InputMissing as error:
             raise _not_found_error(where, error.problems[0].fix) from None
-        chosen = choose_checkpoint(run, None, warn)
+        chosen = choose_checkpoint(run, None, lambda _: None)
         labels = f" ({', '.join(chosen.labels)})" if chosen.labels else ""
         return _find_in_checkpoint(chosen.checkpoint, f"run {run.name}, {chosen.checkpoint.path.name}{labels}")
     raise _not_found_error(where, "")
@@ -166,7 +165,6 @@ def _find_in_index(path: Path, where: str) -> WeightSource:
 
 
 def _check_complete(shards: list[re.Match[str]], where: str) -> None:
-    """Raise DataError unless the names model-00001-of-00003.safetensors are those of one complete set."""
     sets = {(match["stem"], int(match["total"])) for match in shards}
     if len(sets) > 1:
         what = f"has shards of different sets: {abbreviate(sorted(match[0] for match in shards), 5)}"

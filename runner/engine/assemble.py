@@ -20,7 +20,7 @@ from runner.axes.memory import MEMORIES
 from runner.axes.parallelism import PARALLELISMS
 from runner.axes.precision import PRECISIONS, Precision
 from runner.axes.prefetch import PREFETCHES, Prefetch
-from runner.base.errors import CannotCreate, ConfigError, DataError, Problem, TaskFault
+from runner.base.errors import ConfigError, DataError, Problem, TaskFault
 from runner.base.fetcher import Fetcher
 from runner.base.global_rng import seed_everything
 from runner.base.order import rank_seed
@@ -157,8 +157,10 @@ def assemble(
     uses_inductor = (
         choices["compile"].function != "off" and choices["compile"].options.get("backend", "inductor") == "inductor"
     )
-    _check_cache("TORCHINDUCTOR_CACHE_DIR", is_needed=uses_inductor)
-    _check_cache("TRITON_CACHE_DIR", is_needed=uses_inductor and plan.device.startswith("cuda"))
+    if uses_inductor:
+        check_compile_cache("TORCHINDUCTOR_CACHE_DIR")
+        if plan.device.startswith("cuda"):
+            check_compile_cache("TRITON_CACHE_DIR")
     keep_compiled_code_private()  # before anything imports Inductor, which reads the cache folder at import
     world = world or World(torch.device(plan.device))
     stack.enter_context(_make(BACKENDS, choices["backend"], world.num_local_ranks))
@@ -200,17 +202,6 @@ def assemble(
     if not world.is_first:  # every rank initialized the same weights; later random draws differ by rank
         seed_everything(rank_seed(plan.settings.seed, world.rank))
     return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))
-
-
-def _check_cache(variable: str, *, is_needed: bool) -> None:
-    """Raise CannotCreate if the requested compile cache folder is not writable; otherwise warn."""
-    try:
-        check_compile_cache(variable, is_needed=is_needed)
-    except CannotCreate as error:
-        if is_needed:
-            raise
-        problem = error.problems[0]
-        warnings.warn(f"{problem.where}: {problem.what}; {problem.fix}", stacklevel=2)
 
 
 def _is_on_device(device: torch.device, model: nn.Module) -> bool:

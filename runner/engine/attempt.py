@@ -31,7 +31,7 @@ from runner.durable.run_identity import RunIdentity, generate_uid, manifest_uid
 from runner.durable.run_state import process_state_name
 from runner.engine import repro_script
 from runner.engine.job import Job
-from runner.host.process_identity import process_identity
+from runner.host.process_tree import process_identity
 from runner.plan.environment import collect_environment
 from runner.records.run_record import AdoptedCheckpoint, ErrorRecord, ProcessRecord, RunOrigin, RunRecord
 

@@ -145,7 +145,6 @@ def _trace_pipeline(
 
 
 def _with_auto_sizes(configuration: Configuration) -> Configuration:
-    """Return the configuration with automatic micro-batch sizes, which are then traced one by one."""
     settings = dataclasses.replace(configuration.settings, micro_batch_size="auto")
     phases = tuple(dataclasses.replace(phase, micro_batch_size="auto") for phase in configuration.phases)
     return dataclasses.replace(configuration, settings=settings, phases=phases)
@@ -160,7 +159,6 @@ class _Tracer:
         self.traced: set[PhaseSize] = set()
 
     def trace(self, sizes: set[PhaseSize]) -> bool:
-        """Trace phases at new sizes; return whether there were any."""
         new = {(name, max(size, self.forecast.least)) for name, size in sizes} - self.traced
         self.traced |= new | sizes
         names: dict[int, list[str]] = defaultdict(list)
@@ -173,7 +171,6 @@ class _Tracer:
         return bool(new)
 
     def demands(self) -> dict[str, Demand]:
-        """Return the demand per phase, from all traces."""
         return {phase: Demand.from_traces(traces, self.allocator) for phase, traces in self.traces.items()}
 
 

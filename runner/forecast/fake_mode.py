@@ -265,7 +265,6 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
     def _mask_to_indices(self, index: Tensor | None) -> Sequence[Tensor | None]:
-        """Convert a real mask to index tensors, whose number of elements is known."""
         if index is None or index.dtype not in (torch.bool, torch.uint8) or self.is_fake(index):
             return [index]
         return index.nonzero().unbind(1)
@@ -306,10 +305,7 @@ def record_layers(ledger: AllocationLedger, model: nn.Module) -> Iterator[None]:
     def leave(module: nn.Module, _: Any, __: Any) -> None:
         ledger.layers.pop()
 
-    hooks = [
-        register_module_forward_pre_hook(enter),
-        register_module_forward_hook(leave, always_call=True),
-    ]
+    hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:
         yield
     finally:
@@ -329,7 +325,6 @@ def _tensors(value: Any) -> list[Tensor]:
 
 
 def _written_tensors(func: Any, args: Any, kwargs: Any) -> list[Tensor]:
-    """Return the tensors into which an operation writes."""
     places = {argument.name: argument for argument in func._schema.arguments}
     values = {**dict(zip(places, args, strict=False)), **kwargs}
     return [
@@ -379,9 +374,7 @@ _FLOPS: dict[Any, Callable[..., Any]] = {
     _aten._scaled_dot_product_flash_attention_for_cpu_backward: _flash_backward_flops,
 }
 # Dtypes that fake kernels of torch 2.13 get wrong for 16-bit inputs and float32 weights on a CPU.
-_CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {
-    _aten.native_group_norm.default: _group_norm,
-}
+_CORRECTIONS: dict[Any, Callable[[Any, Any], Any]] = {_aten.native_group_norm.default: _group_norm}
 # Outputs of operators that torch would decompose into about 60 operations each, also on fake tensors.
 _ALLOCATIONS: dict[Any, Callable[..., Any]] = {
     _aten.grid_sampler_2d.default: _sample_grid,

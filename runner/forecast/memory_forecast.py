@@ -14,12 +14,11 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.axes.memory import recompute_blocks
-from runner.axes.optimizer import build_optimizer, is_under
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.division import Batch
 from runner.base.errors import AccelRunError, TaskFault
 from runner.base.noise import without_samples
-from runner.base.optimizer_state import expected_state_bytes, state_tensors
+from runner.base.optimizer_state import state_tensors
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Progress
 from runner.base.text import first_line, format_bytes
@@ -35,19 +34,11 @@ from runner.engine.loop import Position, train_updates
 from runner.engine.objective_phase import make_phase_kind
 from runner.engine.phase_kinds import GradientPhase
 from runner.engine.train_order import make_order
-from runner.forecast.fake_mode import (
-    CONVOLUTIONS,
-    AllocationLedger,
-    FakeRun,
-    NotTraceable,
-    StorageBlock,
-    record_layers,
-)
+from runner.forecast.fake_mode import CONVOLUTIONS, AllocationLedger, FakeRun, NotTraceable, StorageBlock, record_layers
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.memory_fit import tensor_capacity
-from runner.plan.memory_trace import Bytes, ComputeCost, Event, Layer, ModelSizes, Traced
+from runner.plan.memory_trace import Blocks, Bytes, Event, Layer, ModelSizes, Traced, choose_recomputed_blocks
 from runner.plan.planner import make_plan
-from runner.plan.recompute_budget import Blocks, choose_recomputed_blocks
 from runner.plan.run_plan import PhasePlan, Plan
 
 NUM_MEASURED = 2  # samples of a real run if a task cannot be traced
@@ -69,8 +60,8 @@ def forecast(configuration: Configuration, inventory: Inventory, micro_batch_siz
 class Forecast:
     """Trace of a configuration, built once for any number of micro-batch sizes. Exit the context to free its memory.
 
-    A model that cannot be traced on fake weights is built with real ones and measured with few samples if the machine
-    has enough memory; otherwise only parameter sizes are known. Both cases are marked in the result.
+    A model that cannot be traced on fake weights is built with real ones and measured with few samples, which the
+    result states. Raises NotTraceable if the machine has too little memory for that.
     """
 
     def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
@@ -88,7 +79,6 @@ class Forecast:
         self._parts: Parts | None = None
         self._fake_run = FakeRun(AllocationLedger())
         self._why_not = ""
-        self._is_too_large = False  # measured on this machine
 
     def __enter__(self) -> Forecast:
         return self
@@ -130,11 +120,9 @@ class Forecast:
                         raise  # the real run would raise it too
                     self._why_not = _describe_failure(error, self._source)
                     if self._parts is not None and not has_room(self._parts.bare):
-                        self._is_too_large = True
-                    else:
-                        self.__exit__()
-            if self._is_too_large:
-                return [self._count_parameters(phase, size) for phase in phases]
+                        why_not = f"{self._why_not}; the model is too large to be measured here"
+                        raise NotTraceable(why_not) from error
+                    self.__exit__()
             return [self._measure_phase(phase, size, recompute) for phase in phases]
 
     @property
@@ -171,42 +159,6 @@ class Forecast:
         measured = min(size, NUM_MEASURED)
         why_not = f"{self._why_not}; measured with {measured} sample{'s' * (measured > 1)} and multiplied"
         return scale_trace(self._trace_phase(phase, measured, recompute), size / measured, size, why_not)
-
-    def _count_parameters(self, phase: PhasePlan, size: int) -> Traced:
-        """Return the known part of the demand: parameters, gradients and optimizer state."""
-        model = self._build().bare
-        trained = [
-            (name, weight)
-            for name, weight in model.named_parameters()
-            if weight.requires_grad and (phase.trains is None or any(is_under(name, prefix) for prefix in phase.trains))
-        ]
-        optimizer = build_optimizer(phase.optimizer.function, trained, phase.optimizer.options)
-        sizes = {
-            "parameters": sum(weight.nbytes for weight in model.parameters()),
-            "buffers": sum(buffer.nbytes for buffer in model.buffers()),
-            "gradients": sum(weight.nbytes for _, weight in trained),
-            "optimizer": expected_state_bytes(optimizer),
-        }
-        if _keeps_average(self.plan):
-            sizes["optimizer"] += sizes["gradients"]
-        why_not = f"{self._why_not}; the model is too large to be measured here, so activations are not counted"
-        events = tuple((number, taken) for number, taken in enumerate(sizes.values()) if taken)
-        known = Traced(
-            phase.name,
-            size,
-            1,
-            Bytes(**sizes),
-            events,
-            (),
-            (),
-            ComputeCost(),
-            ComputeCost(),
-            is_exact=False,
-            why_not=why_not,
-        )
-        without = known.peak.total - known.peak.gradients
-        found = _measure_model(model, self._build().task.blocks(), [weight for _, weight in trained])
-        return dataclasses.replace(known, without_gradients_bytes=without, model=found)
 
 
 def min_batch_size(model: nn.Module) -> int:
@@ -294,7 +246,6 @@ class PhaseTracer:
         yield from order.from_update(update)
 
     def _record_inputs(self, batch: Any) -> int:
-        """Return the bytes of a batch, which count as inputs from now on."""
         blocks: list[StorageBlock | None] = []
         map_tensors(lambda tensor: blocks.append(self.ledger.record_tensor(tensor, "inputs")), batch)
         return sum(block.size for block in blocks if block)
@@ -389,7 +340,6 @@ class PhaseTracer:
         )
 
     def _why_not(self) -> str:
-        """Return why other updates may need more than the traced ones, or nothing."""
         scaled = self.kept_bytes[-1] - self.kept_bytes[0] if self.kept_bytes else 0
         if scaled > MIN_GROWTH_BYTES:
             return f"after each update, the task keeps {format_bytes(scaled)} more than after the previous one"
@@ -404,7 +354,6 @@ class PhaseTracer:
 def _measure_model(
     model: nn.Module, blocks: Sequence[nn.Module], trained: Sequence[nn.Parameter], num_layers: int | None = None
 ) -> ModelSizes:
-    """Return the sizes that depend on parameters only."""
     own = [block for block in blocks if block is not model]
     inside = {weight for block in own for weight in block.parameters()}
     return ModelSizes(
@@ -432,10 +381,7 @@ def scale_trace(measured: Traced, factor: float, size: int, why_not: str) -> Tra
         without_gradients_bytes=fixed + scaled(max(0, measured.without_gradients_bytes - fixed)),
         micro_batch_size=size,
         peak=dataclasses.replace(
-            peak,
-            activations=scaled(peak.activations),
-            inputs=scaled(peak.inputs),
-            temporary=scaled(peak.temporary),
+            peak, activations=scaled(peak.activations), inputs=scaled(peak.inputs), temporary=scaled(peak.temporary)
         ),
         layers=tuple(Layer(one.name, scaled(one.activations), scaled(one.flops)) for one in measured.layers),
         blocks=tuple(Layer(one.name, scaled(one.activations), scaled(one.flops)) for one in measured.blocks),
@@ -446,13 +392,11 @@ def scale_trace(measured: Traced, factor: float, size: int, why_not: str) -> Tra
 
 
 def _sum_submodules(name: str, layers: Sequence[Layer]) -> Layer:
-    """Return the sum over a module and all of its submodules."""
     inside = [layer for layer in layers if layer.name == name or layer.name.startswith(f"{name}.")]
     return Layer(name, sum(layer.activations for layer in inside), sum(layer.flops for layer in inside))
 
 
 def _describe_failure(error: BaseException, source: Path) -> str:
-    """Return which operation cannot be traced and the task line that calls it."""
     fault = error if isinstance(error, TaskFault) else make_task_fault(error, source, "tracing it")
     root = error
     while root.__cause__ is not None:
@@ -496,7 +440,6 @@ def single_process(configuration: Configuration) -> Configuration:
 
 
 def _budget_limit(plan: Plan) -> int:
-    """Return the byte limit for memory=budget, or 0 for other options."""
     memory = plan.choices["memory"]
     if memory.function != "budget" or memory.options["recompute"] != "auto":
         return 0
@@ -505,16 +448,12 @@ def _budget_limit(plan: Plan) -> int:
 
 
 def _keeps_average(plan: Plan) -> bool:
-    """Return True if an averaged copy of the trained weights is kept."""
     return plan.choices["averaging"].function != "none"
 
 
 def plan_for_host(plan: Plan) -> Plan:
     """Return the plan with the same numerics, for a single process on a CPU."""
-    replaced = {
-        "compile": Choice("off", "off", {}),
-        "prefetch": Choice("none", "none", {}),
-    }
+    replaced = {"compile": Choice("off", "off", {}), "prefetch": Choice("none", "none", {})}
     memory = plan.choices["memory"]
     options = {**memory.options, "fraction": None, "allocator": None}
     if options.get("recompute") == "auto":

@@ -117,7 +117,6 @@ class _Trial:
     before: float | None
 
     def may_help(self, settings: Overrides) -> bool:
-        """Return True if these settings are worth a trace."""
         return bool(settings) and all(may_fit(memory.prediction, settings) for memory in self.plan.memory)
 
     def keep_settings(self, settings: Overrides) -> Overrides:
@@ -164,7 +163,6 @@ class _Trial:
 
 
 def _resolve_auto(settings: Overrides, plan: Plan) -> Overrides:
-    """Return the settings ready to paste: with the resolved number instead of auto, where it can be set."""
     size = f"micro_batch_size={plan.batch.micro_batch_size}"
     can_be = is_settable(plan, plan.batch, plan.batch.micro_batch_size)
     is_one = not plan.phase_keys and can_be  # phases have their own micro-batch sizes
@@ -172,7 +170,6 @@ def _resolve_auto(settings: Overrides, plan: Plan) -> Overrides:
 
 
 def _seconds(plan: Plan, needs: MemoryNeeds, profiles: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the estimated seconds of one update of every phase together, or None if unknown."""
     rates = find_rank_rates(plan, profiles)
     estimates = [
         predict_phase_time(plan, phase, needs.demands[phase.name], rates)

@@ -117,7 +117,6 @@ class StagePrediction:
         return costs, size
 
     def _find_shapes(self, phase: PhasePlan, split: partition.Split) -> list[Shapes]:
-        """Return the input shapes of each stage."""
         task = self.parts.task
         fetcher = self.parts.fetcher("train")
         order = dataclasses.replace(
@@ -194,8 +193,6 @@ def _add_micro_batches(traced: Traced, others: int, nbytes: int) -> Traced:
 
 
 def _capture_call(model: nn.Module, ask: Callable[[nn.Module], Any]) -> Call:
-    """Return the arguments of the model call. Raises TaskFault if the model is not called."""
-
     def called(*inputs: Any, **named: Any) -> Any:
         raise ModelCalled(Call(inputs, named))
 

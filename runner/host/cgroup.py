@@ -71,7 +71,6 @@ def _tightest_limit(root: Path, controller: str, read_limit: Callable[[Path], fl
 
 
 def _read_cpu_quota(folder: Path) -> float | None:
-    """Return the CPU quota of this cgroup as a number of CPUs."""
     quota, _, period = _read_text(folder / "cpu.max").partition(" ")
     if not quota:
         quota, period = _read_text(folder / "cpu.cfs_quota_us"), _read_text(folder / "cpu.cfs_period_us")
@@ -103,7 +102,6 @@ def _ancestor_folders(mount: Path, controllers: str, path: str) -> Iterator[Path
 
 
 def _read_entry(path: Path, key: str) -> int | None:
-    """Return the value of a key in a flat-keyed file (lines `key number`)."""
     pairs = dict(line.split(None, 1) for line in _read_text(path).splitlines() if " " in line.strip())
     return int(pairs[key]) if pairs.get(key, "").isdigit() else None
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from runner.base.errors import AccelRunError, Exit, Problem, rebuild_error
-from runner.base.paths import PACKAGE
+from runner.host.parent_death import child_command
 
 Write = Callable[[str], object]
 
@@ -42,7 +42,7 @@ def run_command(args: Sequence[str], *, relay_output: bool = True) -> CommandRes
     error_fd, child_error_fd = os.pipe()
     try:
         process = subprocess.Popen(
-            [sys.executable, "-P", "-c", _MAIN, str(os.getpid()), str(child_error_fd), str(PACKAGE.parent), *args],
+            child_command(args, signal.SIGTERM, child_error_fd),
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, pass_fds=[child_error_fd],
             start_new_session=True,
         )  # fmt: skip
@@ -144,10 +144,3 @@ def _subclasses(kind: type[AccelRunError]) -> Iterator[type[AccelRunError]]:
 
 
 POLL_S = 0.1
-# -P: do not import a runner.py of the current folder; a checkout that is not installed is searched last
-_MAIN = (
-    "import signal, sys; parent, report, path, *sys.argv[1:] = sys.argv[1:]; sys.path.append(path); "
-    "from runner.host.parent_death import die_with_parent; die_with_parent(int(parent), signal.SIGTERM); "
-    "from functools import partial; from runner.host.command_process import send_error; "
-    "from runner.cli import main; sys.exit(main(report=partial(send_error, int(report))))"
-)

@@ -151,7 +151,6 @@ def init_worker(parent_pid: int, worker: int) -> None:
 
 
 def _print_unexpected_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
-    """Print an error of one of Python's threads, except for a broken connection, which the run reports itself."""
     if isinstance(error, OSError) and error.errno == errno.EMFILE:
         os._exit(Exit.SYSTEM)  # the thread that passes descriptors: the run would wait for a batch forever
     if not isinstance(error, (EOFError, ConnectionError)):

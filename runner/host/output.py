@@ -179,7 +179,6 @@ class _Stream:
             self.write(line)
 
     def flush(self) -> None:
-        """Write an incomplete line; does not block."""
         with self._outlet.lock:
             data, self._line = bytes(self._line), bytearray()
         self._send(redact_message(data.decode(errors="surrogateescape")).encode(errors="surrogateescape"))
@@ -267,7 +266,6 @@ class _Outlet:
         self.stop_threads()
 
     def close(self) -> None:
-        """Stop the thread and close the descriptors."""
         self.stop_threads()
         self._is_closed = True
         _OUTLETS.discard(self)
@@ -276,7 +274,6 @@ class _Outlet:
                 os.close(cast(int, descriptor))
 
     def stop_threads(self) -> None:
-        """Stop the thread; buffered output waits for the next write."""
         thread = self._thread
         if thread is not None and thread is not threading.current_thread():
             self._stop_thread.set()
@@ -296,14 +293,12 @@ class _Outlet:
         self.lock.release()
 
     def after_fork_in_child(self) -> None:
-        """Discard the buffer: the parent writes it."""
         self.lock, self._thread = threading.RLock(), None
         self._discard()
 
     # ------------------------------------------------------------ writing
 
     def _write_available(self) -> None:
-        """Write as much of the buffer as the reader accepts without blocking."""
         try:
             while self._buffered:
                 if self._num_dropped:
@@ -330,7 +325,6 @@ class _Outlet:
             self._is_closed = error.errno not in (errno.ENOSPC, errno.EDQUOT)
 
     def _stalled_s(self) -> float:
-        """Return for how many seconds the reader has accepted nothing."""
         return 0.0 if self._stalled_since is None else time.monotonic() - self._stalled_since
 
     def _drop_oldest(self) -> None:
@@ -353,7 +347,6 @@ class _Outlet:
                 self._thread = thread
 
     def _drain(self) -> None:
-        """Write until the buffer is empty."""
         while not self._stop_thread.is_set():
             self._wait()
             with self.lock:
@@ -364,7 +357,6 @@ class _Outlet:
                     return
 
     def _wait(self) -> None:
-        """Wait until the reader may accept more, for POLL_MS at most."""
         poll = select.poll()
         poll.register(self._original, select.POLLOUT)
         before = self._num_buffered

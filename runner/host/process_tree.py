@@ -126,7 +126,6 @@ def _group_by_parent(processes: Iterable[_Process]) -> dict[int, list[_Process]]
 
 
 def _processes() -> Iterator[_Process]:
-    """Yield all processes of this machine."""
     for path in Path("/proc").glob("[0-9]*/stat"):
         process = _read(path)
         if process is not None:
@@ -134,7 +133,6 @@ def _processes() -> Iterator[_Process]:
 
 
 def _read(path: Path) -> _Process | None:
-    """Parse a file /proc/PID/stat; return None if the process has ended."""
     try:
         fields = path.read_text(errors="replace").rpartition(") ")[2].split()  # from field 3 on, see proc_pid_stat(5)
         return _Process(int(path.parent.name), int(fields[1]), int(fields[3]), fields[0], int(fields[17]))
@@ -143,3 +141,17 @@ def _read(path: Path) -> _Process | None:
 
 
 _PR_SET_CHILD_SUBREAPER, _PR_GET_CHILD_SUBREAPER = 36, 37  # linux/prctl.h
+
+
+def process_identity(pid: int) -> str:
+    """Return an identifier of a process that is unique on this machine and independent of the clock; empty if unknown.
+
+    It consists of the boot ID and the start time in clock ticks since boot (Linux). Zombies have none.
+    """
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return ""
+    state, ticks = fields[0], fields[19]  # the fields 3 and 22 of proc(5)
+    return "" if state == "Z" else f"{boot} {ticks}"

@@ -42,35 +42,21 @@ def private_folder() -> Iterator[Path]:
         os.close(lock)
 
 
-def check_compile_cache(variable: str, *, is_needed: bool) -> None:
-    """Raise CannotCreate if the environment variable names a folder that is not writable.
+def check_compile_cache(variable: str) -> None:
+    """Create the folder that the environment variable names, if any; raise CannotCreate if it is not writable.
 
     Otherwise Inductor or Triton would fail in the first update, after minutes, with an unclear message.
-
-    is_needed  the cache will be used: create the folder and test a write. Otherwise nothing is touched, since torch
-               itself sets TORCHINDUCTOR_CACHE_DIR to a place in /tmp in processes that import Inductor
     """
     folder = os.environ.get(variable)
     if not folder:
         return
     try:
-        if is_needed:
-            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-            with tempfile.TemporaryFile(dir=folder):
-                pass
-        else:
-            _check_nearest(Path(folder))
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=folder):
+            pass
     except OSError as error:
         what = f"compiled code cannot be stored there: {error.strerror}"
         raise _cannot_create(error, what, f"{variable}={folder}", f"use another folder, or unset {variable}") from error
-
-
-def _check_nearest(folder: Path) -> None:
-    """Raise OSError if the folder, or its nearest existing parent, is not a directory or not writable."""
-    nearest = next(path for path in (folder, *folder.parents) if path.exists())
-    number = errno.ENOTDIR if not nearest.is_dir() else 0 if os.access(nearest, os.W_OK | os.X_OK) else errno.EACCES
-    if number:
-        raise OSError(number, os.strerror(number))
 
 
 def _cannot_create(error: OSError, what: str, where: str, fix: str) -> CannotCreate:
@@ -145,7 +131,6 @@ def _parent_folder() -> str:
 
 
 def _create_locked() -> tuple[Path, int]:
-    """Create a folder and return it with the descriptor that holds its lock."""
     for _ in range(100):
         try:
             folder = Path(tempfile.mkdtemp(prefix=PREFIX, dir=_parent_folder()))

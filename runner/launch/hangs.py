@@ -129,7 +129,6 @@ class HangDetector:
         )
 
     def _report(self, blocking: int) -> HangReport:
-        """Return the report, with the stacks of all ranks that respond."""
         rank_by_pid = {pid: rank for rank, pid in self.pids.items() if rank in self.states}
         states = {pid: process_state(pid) for pid in rank_by_pid}
         trees = descendants_of(rank_by_pid)

@@ -10,39 +10,13 @@ from runner.config.option_table import call_option
 from runner.launch.ray_cluster import RayCluster
 from runner.launch.slurm import Slurm
 
-
-class Launcher:
-    """Base launcher: runs on this machine."""
-
-    def launch(self, configuration: Configuration) -> int | None:
-        """Return the exit code of the submission, or None if the run takes place in this process."""
-        return None
-
-
-class SlurmLauncher(Launcher):
-    """Submits the run to SLURM."""
-
-    def __init__(self, resources: Slurm) -> None:
-        self.resources = resources
-
-    def launch(self, configuration: Configuration) -> int | None:
-        return self.resources.submit(configuration)
-
-
-class RayLauncher(Launcher):
-    """Runs the ranks on a Ray cluster and waits for them."""
-
-    def __init__(self, cluster: RayCluster) -> None:
-        self.cluster = cluster
-
-    def launch(self, configuration: Configuration) -> int | None:
-        return self.cluster.train(configuration)
+Launcher = Slurm | RayCluster | None  # None: on this machine
 
 
 def slurm_resources(configuration: Configuration) -> Slurm | None:
     """Return the resources of a SLURM job for the run; None if it runs on this machine."""
     launcher = _make_launcher(configuration)
-    return launcher.resources if isinstance(launcher, SlurmLauncher) else None
+    return launcher if isinstance(launcher, Slurm) else None
 
 
 def submit(configuration: Configuration) -> int | None:
@@ -50,7 +24,8 @@ def submit(configuration: Configuration) -> int | None:
 
     Raises ConfigError if the run cannot be submitted.
     """
-    return _make_launcher(configuration).launch(configuration)
+    launcher = _make_launcher(configuration)
+    return None if launcher is None else launcher.launch(configuration)
 
 
 def _make_launcher(configuration: Configuration) -> Launcher:
@@ -58,9 +33,8 @@ def _make_launcher(configuration: Configuration) -> Launcher:
     return call_option(LAUNCHERS, choice.function, **choice.options)
 
 
-def local() -> Launcher:
+def local() -> None:
     """Train on this machine: in this process and its children, or as a rank started by torchrun or srun."""
-    return Launcher()
 
 
 def slurm(
@@ -95,22 +69,20 @@ def slurm(
     signal_s        seconds before the time limit at which the run is signalled to save and exit
     requeue_times   maximum number of requeues
     """
-    return SlurmLauncher(
-        Slurm(
-            partition=partition,
-            nodes=nodes,
-            gpus_per_node=gpus_per_node,
-            tasks_per_node=max(gpus_per_node, 1) if tasks_per_node == "auto" else tasks_per_node,
-            cpus_per_task=cpus_per_task,
-            mem_gb=mem_gb,
-            time_min=time_min,
-            account=account,
-            qos=qos,
-            constraint=constraint,
-            exclusive=exclusive,
-            signal_s=signal_s,
-            requeue_times=requeue_times,
-        )
+    return Slurm(
+        partition=partition,
+        nodes=nodes,
+        gpus_per_node=gpus_per_node,
+        tasks_per_node=max(gpus_per_node, 1) if tasks_per_node == "auto" else tasks_per_node,
+        cpus_per_task=cpus_per_task,
+        mem_gb=mem_gb,
+        time_min=time_min,
+        account=account,
+        qos=qos,
+        constraint=constraint,
+        exclusive=exclusive,
+        signal_s=signal_s,
+        requeue_times=requeue_times,
     )
 
 
@@ -131,7 +103,7 @@ def ray(
     cpus_per_rank   CPU cores per rank, including its data workers
     """
     per_node = max(gpus_per_node, 1) if ranks_per_node == "auto" else ranks_per_node
-    return RayLauncher(RayCluster(address, nodes, per_node, gpus_per_node, cpus_per_rank))
+    return RayCluster(address, nodes, per_node, gpus_per_node, cpus_per_rank)
 
 
 LAUNCHERS: Mapping[str, Callable[..., Launcher]] = {"local": local, "slurm": slurm, "ray": ray}

@@ -200,7 +200,6 @@ def to_error(result: LaunchResult) -> AccelRunError:
 
 
 def _crash_site(traceback: str) -> list[str]:
-    """Return the innermost calls of a rank that crashed in C, with a hint."""
     frames = stacks.parse_main_thread(traceback)
     lines = ["the main thread was at", *stacks.format_summary(frames), "stacks.txt in the run's folder has all threads"]
     if frames and stacks.is_collective(frames[0]):
@@ -288,7 +287,6 @@ class _Supervisor:
         )
 
     def _record_exit(self, rank: _Rank) -> None:
-        """Record the exit of a rank."""
         assert rank.status is not None
         report = read_report(self.folder, rank.number)
         is_unsaved = rank.status == Exit.INTERRUPTED and report.result is not None
@@ -338,7 +336,6 @@ class _Supervisor:
         return min(self.failures, key=lambda failure: (failure.is_victim, failure.seconds))
 
     def _handle_requests(self) -> None:
-        """Handle pending signals and deadlines."""
         now = time.monotonic()
         if self.requests.should_suspend:
             self._suspend()
@@ -355,7 +352,6 @@ class _Supervisor:
                 rank.kill()
 
     def _wait_s(self) -> float:
-        """Return the seconds until the next deadline."""
         now = time.monotonic()
         due = min(self.limit, self.next_reminder if self.requests.stop else float("inf"), now + TICK_S)
         return max(0.0, due - now) if now < self.limit else 0.1
@@ -397,12 +393,10 @@ class _SignalRequests:
         os.close(self._wakeup_write_fd)
 
     def drain(self) -> None:
-        """Drain the wake-up pipe; the handlers have run by now."""
         with suppress(BlockingIOError):
             os.read(self.wakeup_fd, 4096)
 
     def suspend(self) -> None:
-        """Stop this process, as the terminal requested by SIGTSTP."""
         self.should_suspend = False
         signal.signal(signal.SIGTSTP, signal.SIG_DFL)
         os.kill(os.getpid(), signal.SIGTSTP)
@@ -508,5 +502,5 @@ OTHERS_S = 4.0  # for processes that outlive their rank on purpose; with the gra
 _RERUN_HINT = "run the same command again"
 _SIGNAL_HINTS: Mapping[str, str] = {
     "SIGKILL": "possibly out of memory (see `dmesg`): use fewer dataloader.num_workers or a smaller micro_batch_size; "
-    + _RERUN_HINT,
+    + _RERUN_HINT
 }

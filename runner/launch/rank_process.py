@@ -96,7 +96,6 @@ def _set_up(supervisor: int, folder: Path, rank: int) -> None:
 
 
 def _call_main(main: Main, member: RankInfo) -> tuple[int, RankReport]:
-    """Call `main`; return the exit code and the report."""
     try:
         code, result = main(member)
         assert 0 <= code <= 255, f"an exit code is a byte, but is {code}"

@@ -10,7 +10,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Mapping, Sequence
@@ -25,6 +24,7 @@ from runner.config.configuration import Configuration
 from runner.config.request import merge_overrides
 from runner.durable.directory import check_run_name, generate_run_name
 from runner.durable.signals import StopRequest
+from runner.host.parent_death import child_command
 from runner.records.events import Console
 
 
@@ -49,7 +49,7 @@ class RayCluster:
         resources = {"CPU": float(self.ranks_per_node * self.cpus_per_rank), "GPU": float(self.gpus_per_node)}
         return {name: amount for name, amount in resources.items() if amount}
 
-    def train(self, configuration: Configuration) -> int:
+    def launch(self, configuration: Configuration) -> int:
         """Train on the cluster and return the exit code.
 
         Raises ConfigError, MissingPackage without Ray, SystemLimit if ranks cannot be started, and RankLost.
@@ -115,7 +115,6 @@ class RayCluster:
                 ray.util.remove_placement_group(group)  # also kills its actors, and they their ranks
 
     def _wait_for_nodes(self, ray: Any, group: Any, stop: StopRequest) -> bool:
-        """Wait until the cluster has reserved the nodes; return False after a stop request."""
         ready = group.ready()
         if not ray.wait([ready], timeout=POLL_S)[0]:
             amounts = " and ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
@@ -172,7 +171,6 @@ class _Rank:
         self.lock = threading.Lock()
 
     def place(self) -> _Place:
-        """Return where the rank runs."""
         ray = require("ray", "ray")
         with socket.socket() as probe:
             probe.bind(("", 0))
@@ -181,15 +179,14 @@ class _Rank:
 
     def run(self, command: list[str], environment: dict[str, str], folder: str) -> int:
         """Run the process to its end; return its exit code, or minus the signal that ended it."""
-        words = [command[0], "-P", "-c", RANK_MAIN, str(os.getpid()), *command[1:]]
         with self.lock:
             if self.is_stopped:
                 return int(Exit.PREEMPTED)
+            words = child_command(command, signal.SIGKILL)
             self.process = subprocess.Popen(words, env={**os.environ, **environment}, cwd=folder)
         return self.process.wait()
 
     def stop(self) -> None:
-        """Make the process save and stop, or do not start it."""
         with self.lock:
             self.is_stopped = True
             if self.process is not None:
@@ -232,7 +229,6 @@ def _supervise(
 
 
 def _wait_for_all(ray: Any, refs: Sequence[Any], stop: StopRequest) -> bool:
-    """Wait for all results; return False after a stop request."""
     while not stop.requested:
         if len(ray.wait(refs, num_returns=len(refs), timeout=POLL_S)[0]) == len(refs):
             return True
@@ -240,9 +236,8 @@ def _wait_for_all(ray: Any, refs: Sequence[Any], stop: StopRequest) -> bool:
 
 
 def _rank_command(configuration: Configuration, name: str) -> list[str]:
-    """Return the command line of a rank, the same for all."""
     request = configuration.request
-    command = [sys.executable, "train", *merge_overrides(request.overrides, ["launcher=local", f"run={name}"])]
+    command = ["train", *merge_overrides(request.overrides, ["launcher=local", f"run={name}"])]
     command += ["--task", str(request.task_file)] if request.task_file else []
     return command + (["--config-dir", str(request.config_dir)] if request.config_dir else [])
 
@@ -251,8 +246,3 @@ _LOST_FIX = "run the command again to resume from the last checkpoint"
 POLL_S = 0.5
 GRACE_S = 30.0
 _NO_FAILURE = (Exit.DONE, Exit.PREEMPTED, Exit.RANK_LOST)  # RANK_LOST: a consequence of what happened to another rank
-# -P: do not import a runner.py of the current folder
-RANK_MAIN = (
-    "import sys; from runner.host.parent_death import die_with_parent; "
-    "die_with_parent(int(sys.argv.pop(1))); from runner.cli import main; sys.exit(main())"
-)

@@ -49,7 +49,7 @@ class Slurm:
         """Total number of ranks."""
         return self.nodes * self.tasks_per_node
 
-    def submit(self, configuration: Configuration) -> int:
+    def launch(self, configuration: Configuration) -> int:
         """Submit the training job and print its number; return 0.
 
         The output of the job goes to OUTPUT_ROOT/NAME/slurm. Raises ConfigError if the job could not work,
@@ -107,7 +107,6 @@ class Slurm:
         return command + (["--config-dir", str(request.config_dir)] if request.config_dir else [])
 
     def _submit_job(self, folder: Path, name: str, command: str, setup: list[str], array: str = "") -> str:
-        """Return the number of the submitted job, or of the job array with these indices."""
         submitit = require("submitit", "slurm")
         executor = submitit.SlurmExecutor(folder=folder)
         executor.update_parameters(
@@ -179,10 +178,7 @@ def shell_words(command: Sequence[str]) -> str:
 
 
 _RESUME = '"$resume"'
-_RESUME_LINES = [
-    "resume=resume=fresh",
-    'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then resume=resume=auto; fi',
-]
+_RESUME_LINES = ["resume=resume=fresh", 'if [ "${SLURM_RESTART_COUNT:-0}" -gt 0 ]; then resume=resume=auto; fi']
 
 
 def _requeue_lines(times: int, folder: Path | None) -> list[str]:
@@ -208,7 +204,6 @@ def _exit_code_lines(folder: Path) -> list[str]:
 
 
 def _format_ranges(numbers: Sequence[int]) -> str:
-    """Format sorted numbers as indices of a job array: 1-3,5."""
     parts: list[list[int]] = []
     for number in numbers:
         if parts and number == parts[-1][-1] + 1:
@@ -235,7 +230,6 @@ def _check_printable(folder: Path) -> None:
 
 
 def _find_local_problems(programs: Sequence[str]) -> list[Problem]:
-    """Return the reasons why this process cannot submit jobs."""
     problems = []
     missing = [name for name in programs if shutil.which(name) is None]
     if missing:
@@ -249,7 +243,6 @@ def _find_local_problems(programs: Sequence[str]) -> list[Problem]:
 
 
 def _clean_up(folder: Path) -> None:
-    """Remove the rejected script and, if empty, the folder of the run; files of other jobs stay."""
     for file in folder.glob(".submission_file_*.sh"):
         if not file.is_symlink():
             file.unlink()
@@ -259,7 +252,6 @@ def _clean_up(folder: Path) -> None:
 
 
 def _sbatch_error(error: Exception) -> ConfigError | SystemLimit:
-    """Convert the messages of sbatch to an error, fatal ones first, because they ended it."""
     lines = [line.removeprefix("sbatch: ") for line in str(error).splitlines() if line.startswith("sbatch: ")]
     fatal = [line.removeprefix("fatal: ") for line in lines if line.startswith("fatal: ")]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
@@ -271,12 +263,7 @@ def _sbatch_error(error: Exception) -> ConfigError | SystemLimit:
     return ConfigError(Problem(what, "sbatch", "sinfo shows the partitions, their nodes and limits"))
 
 
-_NO_ANSWER: Sequence[str] = (
-    "Unable to contact",
-    "Socket timed out",
-    "Connection refused",
-    "Zero Bytes",
-)
+_NO_ANSWER: Sequence[str] = ("Unable to contact", "Socket timed out", "Connection refused", "Zero Bytes")
 _NO_ANSWER_FIX = "try again when the controller responds: scontrol ping"
 
 _NO_CLUSTER: Sequence[str] = ("configuration source", "process configuration file", "failed to fetch config")

@@ -81,7 +81,7 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
 
 
 def _infer(request: Request, name: str | None) -> Exit:
-    from runner.launch.infer_ranks import infer
+    from runner.launch.trained_ranks import infer
 
     overrides = request.overrides
     if name:  # predict with the trained weights, not with the initial ones

@@ -87,7 +87,6 @@ def _resume_with_smaller_micro_batches(job: Job, start_time: float) -> Job:
 
 
 def _enable_crash_reports() -> None:
-    """Print the stacks of all threads to standard error if the process crashes in C code."""
     if not faulthandler.is_enabled():
         with suppress(OSError, ValueError, RuntimeError, AttributeError):  # there is no standard error
             faulthandler.enable(all_threads=True)
@@ -193,7 +192,6 @@ def train_as_member(
 
 
 def _has_earlier_checkpoint(configuration: Configuration, name: str) -> bool:
-    """Return whether an earlier attempt of the same launcher wrote a checkpoint."""
     folder = configuration.settings.root / name
     is_ours = read_record(folder).process.started_by == launcher_id()
     return is_ours and newest_valid(folder / "checkpoints") is not None

@@ -1,10 +1,10 @@
 """Model of torch's CUDA caching allocator: the memory it reserves for a sequence of allocations.
 
 It models rounding, segments, splits and merges. Source: c10/cuda/CUDACachingAllocator.cpp (round_size,
-get_allocation_size, get_free_block, should_split, free_block, release_available_cached_blocks, release_cached_blocks,
-find_expandable_block) and c10/core/AllocatorConfig.h of torch 2.13. `scripts/first_contact.sh hollow` compares it with
-torch 2.14. One stream is assumed. A list in `roundup_power2_divisions` is approximated by its coarsest entry,
-`garbage_collection_threshold` is ignored, and `backend:cudaMallocAsync` is not modelled.
+get_allocation_size, get_free_block, should_split, free_block, find_expandable_block) and c10/core/AllocatorConfig.h of
+torch 2.13. `scripts/first_contact.sh hollow` compares it with torch 2.14. One stream and enough memory are assumed. A
+list in `roundup_power2_divisions` is approximated by its coarsest entry, `garbage_collection_threshold` is ignored, and
+`backend:cudaMallocAsync` is not modelled.
 """
 
 from __future__ import annotations
@@ -81,24 +81,19 @@ class PeakMemory:
     live       requested
     allocated  requested and rounded (torch's max_memory_allocated)
     reserved   obtained from the driver (torch's max_memory_reserved)
-    retries    number of times that cached segments were released to the driver to make room (num_alloc_retries)
-    fits       False if the limit was too small nevertheless
     """
 
     live: int
     allocated: int
     reserved: int
-    retries: int = 0
-    fits: bool = True
 
 
-def replay(events: Iterable[Event], allocator: AllocatorSettings | None = None, limit: int | None = None) -> PeakMemory:
+def replay(events: Iterable[Event], allocator: AllocatorSettings | None = None) -> PeakMemory:
     """Return the peak memory of a sequence of allocations and frees.
 
     events  (block, bytes) for an allocation, (block, 0) for a free; frees of unknown blocks are ignored
-    limit   memory of the driver in bytes; None: unlimited. Events after the first failed allocation are ignored
     """
-    device = _Device(allocator or AllocatorSettings(), limit)
+    device = _Device(allocator or AllocatorSettings())
     blocks: dict[int, tuple[int, _Block]] = {}
     live = peak_live = peak_allocated = peak_reserved = allocated = 0
     for number, size in events:
@@ -109,13 +104,11 @@ def replay(events: Iterable[Event], allocator: AllocatorSettings | None = None, 
         if not size:
             continue
         new_block = device.allocate(size)
-        if new_block is None:
-            return PeakMemory(peak_live, peak_allocated, peak_reserved, device.retries, fits=False)
         blocks[number] = (size, new_block)
         live, allocated = live + size, allocated + new_block.size
         peak_live, peak_allocated = max(peak_live, live), max(peak_allocated, allocated)
         peak_reserved = max(peak_reserved, device.reserved)
-    return PeakMemory(peak_live, peak_allocated, peak_reserved, device.retries)
+    return PeakMemory(peak_live, peak_allocated, peak_reserved)
 
 
 @dataclass(eq=False)
@@ -149,21 +142,18 @@ class _Pool:
 
 
 class _Device:
-    def __init__(self, allocator: AllocatorSettings, limit: int | None) -> None:
-        self.allocator, self.limit = allocator, limit
+    def __init__(self, allocator: AllocatorSettings) -> None:
+        self.allocator = allocator
         self.small, self.large = _Pool(SMALL_SEGMENT), _Pool(allocator.segment)
-        self.reserved = self.retries = 0
+        self.reserved = 0
         self.next_address = 0
 
-    def allocate(self, size: int) -> _Block | None:
-        """Allocate a block of `size` bytes; return None if the driver is out of memory."""
+    def allocate(self, size: int) -> _Block:
         size = self.allocator.round_size(size)
         pool = self.small if size <= SMALL else self.large
-        block = self._take_free_block(pool, size) or self._allocate_segment(pool, size)
-        return None if block is None else self._split(block, size)
+        return self._split(self._take_free_block(pool, size) or self._allocate_segment(pool, size), size)
 
     def free(self, block: _Block) -> None:
-        """Free the block and merge it with its free neighbors."""
         pool = block.pool
         for other in (block.before, block.after):
             if other is None or not other.is_free:
@@ -183,7 +173,6 @@ class _Device:
         pool.add(block)
 
     def _take_free_block(self, pool: _Pool, size: int) -> _Block | None:
-        """Remove and return the smallest free block that is large enough."""
         index = bisect_left(pool.free, (size, -1))
         if self.allocator.expandable and index < len(pool.free) and pool.by_address[pool.free[index][1]] is pool.last:
             index += index + 1 < len(pool.free)  # the end can grow, so it counts as the largest
@@ -199,28 +188,22 @@ class _Device:
         pool.remove(block)
         return block
 
-    def _allocate_segment(self, pool: _Pool, size: int) -> _Block | None:
-        """Return a block of new memory from the driver."""
+    def _allocate_segment(self, pool: _Pool, size: int) -> _Block:
         if self.allocator.expandable:
             return self._grow_segment(pool, size)
         if pool is self.small:
             needed = SMALL_SEGMENT
         else:
             needed = self.allocator.segment if size < LARGE else _round_up(size, ROUNDING)
-        if not self._has_room(needed, pool, size):
-            return None
         block = _Block(self.next_address, needed, pool)
         self.next_address += needed + BLOCK  # segments do not merge
         self.reserved += needed
         return block
 
-    def _grow_segment(self, pool: _Pool, size: int) -> _Block | None:
-        """Grow the segment by the missing pages and return its end."""
+    def _grow_segment(self, pool: _Pool, size: int) -> _Block:
         end = pool.last
         available = end.size if end is not None and end.is_free else 0
         missing = _round_up(size - available, pool.page)
-        if not self._has_room(missing, pool, size):
-            return None
         self.reserved += missing
         if end is not None and end.is_free:
             pool.remove(end)
@@ -249,56 +232,6 @@ class _Device:
         block.after, block.size = left, size
         pool.add(left)
         return block
-
-    def _has_free(self, more: int) -> bool:
-        return self.limit is None or self.reserved + more <= self.limit
-
-    def _release_large(self, pool: _Pool, size: int) -> bool:
-        """Release unsplit blocks to the driver, only as many as `size` needs; return False if they do not suffice.
-
-        This does not count as a retry.
-        """
-        if self.allocator.max_split is None or self.allocator.expandable:
-            return False
-        needed = max(size, self.allocator.max_split)
-        index = bisect_left(pool.free, (needed, -1))
-        if index < len(pool.free):
-            self._release(pool, pool.by_address[pool.free[index][1]])
-            return True
-        released = 0
-        while released < needed and pool.free and pool.free[-1][0] >= self.allocator.max_split:
-            released += pool.free[-1][0]
-            self._release(pool, pool.by_address[pool.free[-1][1]])
-        return released >= needed
-
-    def _has_room(self, more: int, pool: _Pool, size: int) -> bool:
-        """Return whether the driver has `more` bytes, after cached memory is released if necessary."""
-        if self._has_free(more) or (self._release_large(pool, size) and self._has_free(more)):
-            return True
-        self.retries += 1
-        for cached in (self.small, self.large):
-            for block in list(cached.by_address.values()):
-                self._release(cached, block)
-        return self._has_free(more)
-
-    def _release(self, pool: _Pool, block: _Block) -> None:
-        """Release a segment that is entirely free; of an expandable one, the free pages at its end."""
-        if self.allocator.expandable:
-            if block is not pool.last:
-                return
-            pages = block.size // pool.page * pool.page
-            pool.remove(block)
-            block.size -= pages
-            self.reserved -= pages
-            if block.size:
-                pool.add(block)
-            else:
-                pool.last = block.before
-                if block.before:
-                    block.before.after = None
-        elif block.before is None and block.after is None:
-            pool.remove(block)
-            self.reserved -= block.size
 
 
 def _round_up(size: int, step: int) -> int:

@@ -53,7 +53,6 @@ def _git_state(folder: Path) -> dict[str, str] | None:
 
 
 def _read_text(path: Path, limit: int = 4096) -> str:
-    """Return the text of a regular file of at most `limit` bytes, otherwise an empty text."""
     with suppress(OSError, UnicodeDecodeError):
         # O_NONBLOCK: opening a named pipe would block until there is a writer. Parent folders may still be links.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)

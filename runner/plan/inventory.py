@@ -7,7 +7,6 @@ import json
 import os
 import platform
 import re
-import resource
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -17,14 +16,7 @@ from typing import Any, Literal
 import psutil  # type: ignore[import-untyped]
 
 from runner.base.errors import ConfigError, Problem, SystemLimit
-from runner.base.gpu_facts import (
-    Formats,
-    TorchDevice,
-    TorchView,
-    amd_formats,
-    intel_formats,
-    nvidia_formats,
-)
+from runner.base.gpu_facts import Formats, TorchDevice, TorchView, amd_formats, intel_formats, nvidia_formats
 from runner.base.json_converter import decode_valid, encode
 from runner.base.loaded_torch import cuda_is_initialized
 from runner.host.cgroup import cgroup_limits
@@ -136,11 +128,9 @@ class Cpu:
 class Inventory:
     """Hardware and software available for planning.
 
-    devices              GPUs in torch's order, then unusable ones with the reason
-    shared_memory_bytes  size of /dev/shm, which data workers use to pass batches; None if there is none
-    open_files_limit     maximum number of open files of this process; None if unlimited
-    no_gpu               why `devices` is empty; empty if it is not
-    notes                messages for the user: missing libraries, limits, devices that do not respond
+    devices  GPUs in torch's order, then unusable ones with the reason
+    no_gpu   why `devices` is empty; empty if it is not
+    notes    messages for the user: missing libraries, limits, devices that do not respond
     """
 
     devices: tuple[Device, ...]
@@ -151,8 +141,6 @@ class Inventory:
     driver_version: str | None = None
     no_gpu: str = ""
     notes: tuple[str, ...] = ()
-    shared_memory_bytes: int | None = None
-    open_files_limit: int | None = None
 
     @property
     def usable(self) -> tuple[Device, ...]:
@@ -191,8 +179,6 @@ def take_inventory() -> Inventory:
         driver_version=gpus.driver_version,
         no_gpu=gpus.no_gpu,
         notes=(*gpus.notes, *cpu_notes),
-        shared_memory_bytes=_shared_memory_bytes(),
-        open_files_limit=_open_files_limit(),
     )
 
 
@@ -208,7 +194,6 @@ class _Gpus:
 
 
 def _query_gpus() -> _Gpus:
-    """Query torch and NVML about GPUs, in a subprocess if the query would initialize CUDA."""
     from runner.base import accelerator  # reading a plan from a file must not import torch
 
     if accelerator.is_gpu_build() and not cuda_is_initialized():
@@ -338,7 +323,6 @@ def _unusable_device(gpu: Gpu, nvml: Nvml, torch_view: TorchView, environ: Mappi
 
 
 def _explain_missing_kernels(device: TorchDevice, torch_view: TorchView) -> str:
-    """Return why this torch build has no kernels for the device, or an empty string."""
     if device.capability is None or not torch_view.architectures:
         return ""
     if any(_is_compatible(architecture, device.capability) for architecture in torch_view.architectures):
@@ -430,7 +414,6 @@ def _parse_pair(values: Sequence[Any] | None) -> tuple[int, int] | None:
 
 
 def _cpu_facts(root: Path) -> tuple[str, tuple[str, ...]]:
-    """Return name and flags from /proc/cpuinfo, else from the platform module."""
     try:
         text = (root / "proc/cpuinfo").read_text()
     except OSError:
@@ -440,19 +423,6 @@ def _cpu_facts(root: Path) -> tuple[str, tuple[str, ...]]:
     flags = (facts.get("flags") or facts.get("Features") or "").split()
     name = facts.get("model name") or platform.processor() or platform.machine() or "CPU"
     return name, tuple(flag for flag in CPU_FLAGS if flag in flags)
-
-
-def _shared_memory_bytes() -> int | None:
-    try:
-        status = os.statvfs("/dev/shm")
-    except OSError:
-        return None
-    return status.f_blocks * status.f_frsize
-
-
-def _open_files_limit() -> int | None:
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return None if limit == resource.RLIM_INFINITY else limit
 
 
 # Flags of /proc/cpuinfo that affect the speed of arithmetic: Intel and AMD, then Arm.

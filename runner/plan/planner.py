@@ -178,7 +178,6 @@ class _Planner(Decisions):
         )
 
     def choose_strategy(self, chosen: Device | None, ranks: Sequence[RankDevice] | None) -> None:
-        """Replace parallelism=auto by a strategy."""
         if self.choices["parallelism"].function != "auto":
             return
         device = self.configuration.settings.device
@@ -228,7 +227,6 @@ class _Planner(Decisions):
         return weakest
 
     def _limit_memory(self, ranks: Sequence[RankDevice]) -> tuple[RankDevice, ...]:
-        """Return the devices with their free memory reduced to the limits set in the configuration."""
         options = self.choices["memory"].options
         fractions, limit_gib = (options.get("fraction") or 1.0, self.allocator.fraction), options.get("limit_gib")
         limited = []
@@ -253,12 +251,10 @@ class _Planner(Decisions):
         return best
 
     def _describe_unusable(self, prefix: str) -> str:
-        """Return `prefix` and the unusable GPUs with reasons; empty if there are none."""
         reasons = [f"{device.name}: {device.why_not}" for device in self.inventory.devices if not device.usable]
         return f"{prefix} ({'; '.join(reasons)})" if reasons else ""
 
     def _describe_missing(self, kind: str) -> str:
-        """Return why a requested device of a kind cannot be used; empty if unknown."""
         no_gpu = self.inventory.no_gpu
         if kind != "cuda":  # all reasons are about the GPUs of CUDA
             return ""
@@ -293,12 +289,10 @@ class _Planner(Decisions):
         )
 
     def divide_batch(self) -> Batch:
-        """Return the global batch divided into micro-batches, with the settings of the run."""
         settings = self.configuration.settings
         return self._divide(settings.global_batch_size, settings.micro_batch_size, "")
 
     def plan_phase(self, phase: PhaseSettings) -> PhasePlan:
-        """Return the plan of a phase: divide its global batch, and resolve optimizer.kernel=auto."""
         lead = f"phase.{phase.name}." if self.phase_keys else ""
         batch = self._divide(phase.global_batch_size, phase.micro_batch_size, lead, phase.name)
         optimizer = phase.optimizer
@@ -329,7 +323,6 @@ class _Planner(Decisions):
             self.set("memory", "recompute", list(chosen), f"auto: {len(chosen)} blocks {what}")
 
     def predict_memory(self, phases: Sequence[PhasePlan]) -> tuple[RankMemory, ...]:
-        """Return the predicted memory of every rank in every traced phase."""
         if self.needs is None:
             return ()
         predictions = []
@@ -381,7 +374,6 @@ class _Planner(Decisions):
         return batch
 
     def _split_update(self, total: int, micro: int | Literal["auto"], phase: str | None) -> tuple[Batch | Problem, str]:
-        """Split the samples of an update over ranks and micro-batches; return the reason, too."""
         function, count = self.choices["parallelism"].function, len(self.ranks)
         if function == "pipeline" and count > 1:
             micro = self._stage_micro_batch_size(total, phase) if micro == "auto" else micro

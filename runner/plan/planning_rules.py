@@ -36,7 +36,6 @@ def _precision(planner: Decisions, gpu: Device | None) -> None:
 
 
 def _native_precision(gpu: Device | None) -> tuple[str, str]:
-    """Return the best native format of the device, with the reason."""
     if gpu is None:
         return "fp32", "auto: on a CPU bfloat16 helps only large models; measure before using it"
     if gpu.native_bf16:
@@ -145,7 +144,6 @@ def _backend(planner: Decisions, gpu: Device | None) -> None:
 
 
 def _choose_backend(planner: Decisions, gpu: Device | None) -> tuple[str, str]:
-    """Return the backend for the traced model, with the reason."""
     if not _is_cuda(gpu):
         return "default", "auto: only GPUs have several kernels for a convolution"
     models = [demand.model for demand in planner.needs.demands.values()] if planner.needs else []
@@ -255,7 +253,6 @@ def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[
 
 
 def _gradient_shards(planner: Decisions) -> None:
-    """Resolve parallelism.gradients=auto: unsharded between micro-batches, unless only shards fit."""
     if planner.choices["parallelism"].options["gradients"] != "auto":
         return
     count, settings = len(planner.ranks), planner.configuration.settings

@@ -92,7 +92,6 @@ def summarize_memory(memories: Sequence[RankMemory]) -> list[str]:
 
 
 def _format_parts(plan: Plan, memories: Sequence[RankMemory]) -> list[str]:
-    """Return the table of memory by part, with a column per kind of rank."""
     kinds = _group_ranks(memories)
     shown = kinds if len(kinds) <= MAX_COLUMNS else sorted(kinds, key=lambda kind: _free_bytes(kind[0]))[:MAX_COLUMNS]
     rows = [("memory".ljust(_NAME_WIDTH), *(_format_devices(plan, kind) for kind in shown))]
@@ -110,7 +109,6 @@ def _format_parts(plan: Plan, memories: Sequence[RankMemory]) -> list[str]:
 
 
 def _format_micro_batches(plan: Plan, phase: PhasePlan, demand: Demand, memories: Sequence[RankMemory]) -> list[str]:
-    """Return the largest micro-batch that fits each kind of rank, and the recommended one if the share does not fit."""
     part = rank_part(plan.choices["parallelism"], phase)
     limits, fit = [], MAX_SAMPLES
     for kind in _group_ranks(memories):
@@ -141,7 +139,6 @@ def is_settable(plan: Plan, batch: Batch, micro_batch_size: int) -> bool:
 
 
 def _format_layers(demand: Demand, memories: Sequence[RankMemory]) -> list[str]:
-    """Return which layers hold the activations."""
     if not demand.activation_bytes:
         return []
     shares = [
@@ -152,7 +149,6 @@ def _format_layers(demand: Demand, memories: Sequence[RankMemory]) -> list[str]:
 
 
 def _format_time(plan: Plan, phase: PhasePlan, demand: Demand, rates: Mapping[str, DeviceRates]) -> list[str]:
-    """Return the predicted time of an update on its slowest rank, by part."""
     time = predict_phase_time(plan, phase, demand, rates)
     if time is None:
         unknown = (rank.name for rank in plan.ranks if not rates.get(rank.name, DeviceRates()).is_known)
@@ -167,7 +163,6 @@ def _format_time(plan: Plan, phase: PhasePlan, demand: Demand, rates: Mapping[st
 
 
 def _list_assumptions(plan: Plan, needs: MemoryNeeds) -> list[str]:
-    """Return the assumptions behind the figures."""
     assumptions = []
     is_traced = all(demand.is_exact for demand in needs.demands.values())
     how = "Traced on fake tensors" if is_traced else "Not everything could be traced, see below"
@@ -205,7 +200,6 @@ def _list_assumptions(plan: Plan, needs: MemoryNeeds) -> list[str]:
 
 
 def _group_ranks(memories: Sequence[RankMemory]) -> list[list[RankMemory]]:
-    """Group neighboring ranks with equal predictions."""
     return [list(kind) for _, kind in groupby(memories, key=lambda memory: (memory.prediction, memory.samples))]
 
 

@@ -346,12 +346,10 @@ class _Update:
         return size if isinstance(size, int) else count
 
     def pass_time(self, work: ComputeCost, device: DeviceRates) -> float:
-        """Return the seconds of a forward and backward pass."""
         others = device.access_time(work.moved_bytes - work.product_bytes)
         return device.product_time(work) + others * self.memory_factor
 
     def predict_rank(self, rank: int) -> UpdateTime:
-        """Return the time of an update on this rank, which runs micro-batches of its share."""
         device, batch = self.devices[rank], self.phase.batch
         sizes = _split_share(batch.shares[rank], batch.micro_batch_size)
         work = sum((self.demand.at(size).work for size in sizes), ComputeCost())
@@ -361,7 +359,6 @@ class _Update:
         return UpdateTime(tuple(parts))
 
     def predict_pipeline(self) -> UpdateTime:
-        """Return the time of an update whose layers are divided among the ranks."""
         count, batch = len(self.devices), self.phase.batch
         sizes = _split_share(batch.global_batch_size, batch.micro_batch_size)
         stages, share = (self.demand.stages, 1.0) if self.demand.stages else ((self.demand,) * count, 1 / count)
@@ -455,7 +452,6 @@ def _simulate_schedule(
 
 
 def _split_share(share: int, micro_batch_size: int) -> list[int]:
-    """Return the sizes of the micro-batches of a share."""
     size = max(1, min(share, micro_batch_size))
     whole, rest = divmod(share, size)
     return [size] * whole + ([rest] if rest else [])
@@ -467,7 +463,6 @@ def format_seconds(seconds: float) -> str:
 
 
 def _format_si(value: float) -> str:
-    """Format a number with an SI prefix: `1.43 T`."""
     for prefix, size in (("P", 1e15), ("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if value >= size:
             return f"{value / size:.3g} {prefix}"

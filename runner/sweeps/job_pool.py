@@ -120,7 +120,6 @@ class JobPool(TrialPool):
         self._pending.clear()
 
     def _poll(self) -> None:
-        """Find the jobs that have ended."""
         try:
             queued = queued_jobs(self._sweep.folder)
         except SystemLimit as error:

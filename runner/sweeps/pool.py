@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import threading
 import time
 from abc import ABC, abstractmethod
@@ -17,6 +16,7 @@ from typing import IO, Any, ClassVar, Self
 
 from runner.config.request import Request
 from runner.engine.repro_script import build_argv
+from runner.host.parent_death import child_command
 from runner.records.events import Console
 from runner.sweeps.trials import Trial
 from runner.trackers.tracker import SINGLE_RUN_VARIABLES
@@ -138,7 +138,7 @@ class LocalPool(TrialPool):
         slot = self._free.pop(0)
         environment = {key: value for key, value in os.environ.items() if key not in SINGLE_RUN_VARIABLES}
         environment |= {key: value for key, value in self._environment.items() if not environment.get(key)}
-        command = [sys.executable, "-P", "-c", TRIAL_MAIN, str(os.getpid()), *build_argv(request)]
+        command = child_command(build_argv(request), signal.SIGTERM)  # a trial saves if the sweep is killed
         output: dict[str, Any] = {} if self._is_alone else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(
             command, stdin=None if self._is_alone else subprocess.DEVNULL, env={**environment, **slot.environment},
@@ -181,7 +181,6 @@ class LocalPool(TrialPool):
 
 
 def _print_lines(name: str, lines: IO[str]) -> None:
-    """Print each line of a trial, preceded by its name."""
     info = Console().info
     with lines:
         for line in lines:
@@ -191,8 +190,3 @@ def _print_lines(name: str, lines: IO[str]) -> None:
 POLL_S = 0.05
 DRAIN_TIMEOUT_S = 2.0
 _STOP_SIGNALS = (signal.SIGUSR1, signal.SIGTERM, signal.SIGKILL)
-# accel-run in a process that saves if the sweep is killed; -P: do not import a runner.py of the current folder
-TRIAL_MAIN = (
-    "import signal, sys; from runner.host.parent_death import die_with_parent; "
-    "die_with_parent(int(sys.argv.pop(1)), signal.SIGTERM); from runner.cli import main; sys.exit(main())"
-)

@@ -193,7 +193,6 @@ class _StudySource:
 
 
 def _missing_metric_error(result: Result, goal: Goal) -> ConfigError:
-    """Return the error for a finished trial without the metric."""
     known = list(result.metrics)
     what = f"{result.trial.name} has no such metric; it has {abbreviate(known, 8) or 'none'}"
     near = did_you_mean(goal.metric, known)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import os
 import shlex
 import signal
 import sys
@@ -12,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
 
-from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, IncompatibleResume
+from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, IncompatibleResume, Problem
 from runner.base.text import abbreviate, terminal_width
 from runner.config.configuration import Configuration
 from runner.config.request import Request, format_override, merge_overrides, override_key
@@ -21,16 +23,16 @@ from runner.durable.directory import SWEEP, RunDirectory, check_run_name, genera
 from runner.durable.record_files import read_record
 from runner.durable.run_state import process_state_name
 from runner.durable.weight_source import resolve_run_names
+from runner.host.resources import affinity
 from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import Plan
-from runner.records.events import Console
+from runner.records.events import LEVEL_VARIABLE, OLD_LEVEL_VARIABLE, Console
 from runner.records.run_record import ProcessRecord
 from runner.records.sweep_record import Goal, SweepRecord
 from runner.sweeps.job_pool import JobPlacement, uses_jobs
-from runner.sweeps.packing import assign_slots
-from runner.sweeps.pool import TrialPool
+from runner.sweeps.pool import ALONE, LocalPool, Slot, TrialPool
 from runner.sweeps.sweep_syntax import SearchSpace, compose_all, expand_sweep
 from runner.sweeps.trials import (
     STOPPED,
@@ -60,19 +62,6 @@ class SweepOptions:
     best_is: Literal["min", "max"] | None = None
     together: int | None = None
     retry: bool = False
-
-
-class TrialPlacement(Protocol):
-    """Where trials run.
-
-    why  how many run concurrently, and why; empty if nothing was requested
-    """
-
-    @property
-    def why(self) -> str: ...
-
-    def open_pool(self, sweep: Sweep, save: Callable[[], object]) -> TrialPool:
-        """Return the pool that runs the trials; it may call `save` to write sweep.json."""
 
 
 class Source(Protocol):
@@ -111,7 +100,7 @@ def sweep(request: Request, options: SweepOptions) -> int:
         return run_trials(directory, sweep, _Grid(sweep, retry=options.retry), placement, configurations[0])
 
 
-def place_trials(configurations: Sequence[Configuration], together: int | None) -> TrialPlacement:
+def place_trials(configurations: Sequence[Configuration], together: int | None) -> Packing | JobPlacement:
     """Return where the trials run. Raises AccelRunError if they cannot; jobs are planned on their own machines."""
     if uses_jobs(configurations):
         return JobPlacement(together)
@@ -170,7 +159,11 @@ class open_sweep:  # noqa: N801 - used as a function
 
 
 def run_trials(
-    directory: RunDirectory, sweep: Sweep, source: Source, placement: TrialPlacement, configuration: Configuration
+    directory: RunDirectory,
+    sweep: Sweep,
+    source: Source,
+    placement: Packing | JobPlacement,
+    configuration: Configuration,
 ) -> int:
     """Run the trials of the source, record their results, and print the table; return the exit code."""
     console = Console()  # does not fail on a broken pipe, as in `| head`
@@ -259,7 +252,6 @@ def _finish(
 
 
 def _wait_for(trial: Trial, sweep: Sweep, pool: TrialPool, info: Callable[[str], None]) -> None:
-    """Wait while the process of a killed sweep is still saving the trial."""
     deadline, is_announced = time.monotonic() + LOCK_TIMEOUT_S, False
     while not pool.is_stopped and time.monotonic() < deadline:
         process = read_record(sweep.folder / trial.name).process
@@ -328,7 +320,6 @@ def _check_intact(earlier: Sweep) -> None:
 
 
 def _check_compatible(sweep: Sweep, record: SweepRecord, name: str) -> None:
-    """Raise IncompatibleResume if the folder contains trials of another kind or task."""
     earlier = sweep.record
     pairs = {
         "the kind": (earlier.kind, record.kind),
@@ -337,10 +328,7 @@ def _check_compatible(sweep: Sweep, record: SweepRecord, name: str) -> None:
         "--config-dir": (earlier.config_dir, record.config_dir),
     }
     if record.kind == "search":
-        pairs["the common settings"] = (
-            shlex.join(sorted(earlier.fixed or ())),
-            shlex.join(sorted(record.fixed or ())),
-        )
+        pairs["the common settings"] = (shlex.join(sorted(earlier.fixed or ())), shlex.join(sorted(record.fixed or ())))
         pairs["the search space"] = (_format_space(earlier.space), _format_space(record.space))
     if record.kind == "search" and any(result.value is not None for result in sweep.results()):  # reported to Optuna
         pairs["the goal"] = (str(earlier.goal), str(record.goal))
@@ -378,19 +366,16 @@ def _check_packages(plan: Plan) -> None:
 
 
 def _varied_keys(combinations: Sequence[tuple[str, ...]]) -> set[str]:
-    """Return the keys whose values differ."""
     columns = zip(*combinations, strict=True)
     return {override_key(column[0]) for column in columns if len(set(column)) > 1}
 
 
 def _run_argument(directory: RunDirectory) -> str:
-    """Return the argument that names the sweep, for a command to paste."""
     is_usual = directory.shown.parent == Path("outputs")
     return directory.name if is_usual else shlex.quote(str(directory.shown))
 
 
 def _exit_code(result: Result) -> int:
-    """Return the exit code that this trial contributes to the sweep; 0 for none."""
     if result.state == "failed":
         return result.exit_code or int(Exit.SOFTWARE)
     if result.state in OPEN:
@@ -405,3 +390,56 @@ def _is_location(override: str) -> bool:
 
 OPEN = ("waiting", "running", "stopped", "submitted")  # resumed by the same command
 LOCK_TIMEOUT_S = 60.0
+
+
+@dataclass(frozen=True)
+class Packing:
+    """Slots for concurrent trials, and their description; empty if only one was requested."""
+
+    slots: tuple[Slot, ...] = ALONE
+    why: str = ""
+
+    def open_pool(self, sweep: Sweep, save: Callable[[], object]) -> LocalPool:
+        """Return a pool of these slots, whose trials print warnings and errors only, unless another level is set."""
+        return LocalPool(self.slots, {LEVEL_VARIABLE: os.environ.get(OLD_LEVEL_VARIABLE) or "warning"})
+
+
+def assign_slots(configurations: Sequence[Configuration], together: int) -> Packing:
+    """Return the slots for concurrent trials. Raises ConfigError if several cannot run concurrently."""
+    if together == 1:
+        return Packing()
+    try:
+        devices = run_in_subprocess(_devices, configurations)
+    except BrokenProcessPool:
+        devices = [""]
+    if isinstance(devices, str):
+        what = f"must be 1 because each trial uses several devices with parallelism={devices}"
+        raise ConfigError(Problem(what, f"together={together}", "use together=1, or parallelism=single"))
+    return divide_resources(devices, len(affinity()), min(together, len(configurations)))
+
+
+def divide_resources(devices: Sequence[str], cores: int, count: int) -> Packing:
+    """Return `count` slots, evenly distributed over the devices; trials derive workers and threads from their cores."""
+    cores_per_trial = max(1, cores // count)
+    core_numbers = itertools.cycle(sorted(affinity()))
+    slots = []
+    for device in itertools.islice(itertools.cycle(devices), count):
+        environment = {"CUDA_VISIBLE_DEVICES": device} if device else {}
+        slots.append(
+            Slot(
+                {**environment, "OMP_NUM_THREADS": str(cores_per_trial)},
+                frozenset(itertools.islice(core_numbers, cores_per_trial)),
+            )
+        )
+    return Packing(tuple(slots), f"{count} trials at once, each with {cores_per_trial} of {cores} cores")
+
+
+def _devices(configurations: Sequence[Configuration]) -> list[str] | str:
+    """Return CUDA_VISIBLE_DEVICES for the trials, "" for no choice; or a strategy that uses several. Loads torch."""
+    inventory = take_inventory()
+    plans = [make_plan(configuration, inventory) for configuration in configurations]
+    if strategies := {plan.choices["parallelism"].name for plan in plans} - {"single"}:
+        return min(strategies)
+    gpus = [device.uuid for device in inventory.usable if device.kind == "cuda" and device.uuid]
+    is_free = {configuration.settings.device for configuration in configurations} <= {"auto", "cuda"}
+    return gpus if len(gpus) > 1 and is_free and plans[0].ranks[0].is_gpu else [""]

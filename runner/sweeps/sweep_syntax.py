@@ -117,7 +117,6 @@ def compose_all(requests: Sequence[Request]) -> list[Configuration]:
 
 
 def _find_misplaced(parsed: Sequence[Override]) -> list[Problem]:
-    """Return problems of keys that cannot have several values."""
     problems = []
     count = Counter(override.key_or_group for override in parsed)
     for override in parsed:
@@ -162,7 +161,6 @@ def _expand(override: Override, request: Request, problems: list[Problem]) -> li
 
 
 def _parse_axis(override: Override, fixed: Request, problems: list[Problem]) -> SearchSpace | None:
-    """Return the search space of the key; None after a problem."""
     key, text = override.get_key_element(), _text(override)
     value: Any = override.value()
     kind = _kind(override)
@@ -212,7 +210,6 @@ def _add_overrides(request: Request, overrides: Sequence[str]) -> Request:
 
 
 def _check_range(value: Any) -> tuple[str, str] | None:
-    """Return what is wrong with a range, and how to fix it; None if it is valid."""
     if value.start is None or value.stop is None or not value.step or not math.isfinite(value.stop - value.start):
         return "has no end" + (": its step is 0" if value.step == 0 else ""), "use range(1,5), or range(1,9,2)"
     count = math.ceil((value.stop - value.start) / value.step)
@@ -227,7 +224,6 @@ def _check_range(value: Any) -> tuple[str, str] | None:
 
 
 def _check_list(values: Sequence[Any]) -> tuple[str, str] | None:
-    """Return what is wrong with a list of values, and how to fix it; None if it is valid."""
     if any(hasattr(value, "tags") for value in values):
         return "has a range among its values", "list all of them: key=1,2,3,8"
     texts = list(map(str, values))

@@ -24,7 +24,7 @@ from runner.durable.directory import SWEEP, RunDirectory, is_run_name
 from runner.durable.files import read_object, read_rows
 from runner.durable.record_files import read_record
 from runner.durable.run_state import process_state_name
-from runner.host.process_identity import process_identity
+from runner.host.process_tree import process_identity
 from runner.launch.job_queue import read_exit_code
 from runner.records.run_record import ProcessRecord, RunRecord
 from runner.records.sweep_record import Goal, SweepRecord, TrialRecord
@@ -314,7 +314,6 @@ def _finite_or_none(value: float | None) -> float | None:
 
 
 def _shorten(text: str) -> str:
-    """Shorten a value for a table."""
     try:
         number = float(text)
     except ValueError:

@@ -14,7 +14,7 @@ import pytest
 
 from runner.durable.run_state import RunState
 from runner.durable.run_state import derive_state as state_of_record
-from runner.host.process_identity import process_identity
+from runner.host.process_tree import process_identity
 from runner.records.run_record import RunRecord
 
 HOST = socket.gethostname()

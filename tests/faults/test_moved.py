@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner.durable import checkpoint
-from runner.host.process_identity import process_identity
+from runner.host.process_tree import process_identity
 from tests.forkserver import CompletedCommand, ForkServer
 
 TASK = Path(__file__).with_name("task_that_moves.py")

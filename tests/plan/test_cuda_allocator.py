@@ -64,20 +64,6 @@ def test_freed_memory_can_be_reused(steps: Steps, allocator: AllocatorSettings) 
     assert replay([*freed, *again], allocator).reserved == replay(events, allocator).reserved
 
 
-@given(STEPS, st.sampled_from(ALLOCATORS[:2]), st.integers(1, 400))
-@settings(max_examples=20)
-def test_a_limit_is_enforced_and_refused_only_if_too_small(
-    steps: Steps, allocator: AllocatorSettings, limit_mib: int
-) -> None:
-    events = events_of(steps)
-    free, bound = replay(events, allocator), replay(events, allocator, limit_mib * MIB)
-    assert bound.reserved <= limit_mib * MIB
-    if free.reserved <= limit_mib * MIB:
-        assert bound == free, "a limit that is never reached has no effect"
-    if bound.fits:
-        assert (bound.live, bound.allocated) == (free.live, free.allocated)
-
-
 @pytest.mark.parametrize(
     ("sizes", "allocated", "reserved"),
     [
@@ -114,26 +100,6 @@ def test_a_segment_that_expands_grows_by_pages_at_its_end() -> None:
     assert replay([(0, 30 * m), (1, 30 * m)], expandable).reserved == 60 * m, "two pages, then one more for the rest"
     assert replay([(0, 30 * m), (0, 0), (1, 50 * m)], expandable).reserved == 60 * m, "the free end is part of it"
     assert replay([(0, 30 * m), (0, 0), (1, 50 * m)]).reserved == 80 * m
-
-
-def test_cached_memory_is_released_before_an_oom_error() -> None:
-    m = MIB
-    events = [(0, 30 * m), (0, 0), (1, 40 * m)]
-    assert not replay(events, limit=39 * m).fits
-    held = replay(events, limit=50 * m)
-    assert (held.fits, held.retries, held.reserved) == (True, 1, 40 * m)
-
-
-def test_with_a_split_limit_large_blocks_are_released_first_without_a_retry() -> None:
-    m, unsplit = MIB, AllocatorSettings(max_split=32 * MIB)
-    too_large = [(0, 70 * m), (1, 2 * m), (1, 0), (0, 0), (2, 40 * m)]  # 70 exceeds 40 by more than 20
-    held = replay(too_large, unsplit, limit=100 * m)
-    assert (held.fits, held.retries, held.reserved) == (True, 0, 90 * m), "the small segment stays"
-    several = [(0, 40 * m), (1, 40 * m), (0, 0), (1, 0), (2, 70 * m)]
-    held = replay(several, unsplit, limit=100 * m)
-    assert (held.fits, held.retries, held.reserved) == (True, 0, 80 * m), "both are needed"
-    too_small = [(0, 40 * m), (0, 0), (1, 70 * m)]
-    assert replay(too_small, unsplit, limit=80 * m).retries == 1, "the large ones are not sufficient"
 
 
 def test_settings_are_read_as_they_are_written() -> None:

@@ -303,12 +303,12 @@ def test_cpu_and_memory_are_limited_by_the_cgroup(tmp_path: Path) -> None:
 
 def test_a_profile_gives_the_inventory_of_an_absent_machine() -> None:
     facts = {"title": "a T4", "devices": [{"name": "Tesla T4", "memory_gib": 15.0, "capability": [7, 5]}]}
-    here = replace(take_inventory(), shared_memory_bytes=123)
+    here = replace(take_inventory(), torch_version="1.2.3")
     absent = inventory_from_profile(facts, here)
     (device,) = absent.devices
 
     assert device == Device("cuda", 0, "Tesla T4", memory_bytes=15 * GIB, capability=(7, 5))
-    assert (absent.cpu, absent.shared_memory_bytes) == (here.cpu, 123)
+    assert (absent.cpu, absent.torch_version) == (here.cpu, "1.2.3")
     assert "a T4" in absent.notes[0]
     assert "this machine" in absent.notes[0]
     assert inventory_from_profile(facts).cpu.logical_cores == 1

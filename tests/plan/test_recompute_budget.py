@@ -3,8 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.plan.memory_trace import Layer
-from runner.plan.recompute_budget import choose_recomputed_blocks
+from runner.plan.memory_trace import Layer, choose_recomputed_blocks
 
 BLOCKS = st.lists(st.builds(Layer, st.just("block"), st.integers(1, 1000), st.integers(0, 1000)), max_size=12)
 

@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 TRIAL = (
@@ -23,7 +24,7 @@ def trial() -> int:
     """Act as a run of three updates with an evaluation after each; return its exit code."""
     from runner.durable import files
     from runner.durable.directory import RunDirectory
-    from runner.host.process_identity import process_identity
+    from runner.host.process_tree import process_identity
     from tests.waiting import wait_until
 
     given = dict(word.partition("=")[::2] for word in sys.argv[2:] if "=" in word)
@@ -81,9 +82,14 @@ def trial() -> int:
         return end("done", 0)
 
 
+def trial_command(args: Sequence[str], by: signal.Signals) -> list[str]:
+    """Return the command line of a stand-in, in place of that of a trial."""
+    return [sys.executable, "-P", "-c", TRIAL, str(os.getpid()), *args]
+
+
 def stand_in() -> None:
     """Make the trials of this process stand-ins, and skip planning."""
     from runner.sweeps import pool, sweep
 
-    pool.TRIAL_MAIN = TRIAL
+    pool.child_command = trial_command
     sweep.check_plannable = lambda configurations: None

@@ -28,7 +28,7 @@ from runner.config.request import Request
 from runner.durable.directory import RunDirectory
 from runner.records.sweep_record import Goal, SweepRecord
 from runner.sweeps import sweep
-from runner.sweeps.packing import Packing, assign_slots, divide_resources
+from runner.sweeps.sweep import Packing, assign_slots, divide_resources
 from runner.sweeps.sweep_syntax import SearchSpace
 from runner.sweeps.trials import Result, Sweep, Trial, find_best, format_result, format_trial_table, to_csv
 from tests.faults.tallies import SEED
@@ -478,7 +478,7 @@ def test_lists_switches_and_null_as_wandb_writes_them_are_settings() -> None:
 
 
 def test_trials_at_once_are_divided_among_the_devices_and_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("runner.sweeps.packing.affinity", lambda: {1, 2, 3, 5, 6, 7, 8, 9})
+    monkeypatch.setattr("runner.sweeps.sweep.affinity", lambda: {1, 2, 3, 5, 6, 7, 8, 9})
     slots = divide_resources(["GPU-a", "GPU-b"], 6, 3).slots  # a quota leaves 6 of the 8 cores
     assert [slot.environment["CUDA_VISIBLE_DEVICES"] for slot in slots] == ["GPU-a", "GPU-b", "GPU-a"]
     assert {slot.environment["OMP_NUM_THREADS"] for slot in slots} == {"2"}
@@ -498,8 +498,12 @@ def test_trials_that_take_all_devices_run_alone() -> None:
 
 def test_planning_a_sweep_does_not_import_torch(tmp_path: Path) -> None:
     task = ROOT / "tests" / "end_to_end" / "task_with_everything.py"
-    main = "from runner.cli import main; from runner.sweeps import pool; from tests.sweeps.stand_in import TRIAL; "
-    main += "import sys; pool.TRIAL_MAIN = TRIAL; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; "
+    main = (
+        "from runner.cli import main; from runner.sweeps import pool; from tests.sweeps.stand_in import trial_command; "
+    )
+    main += (
+        "import sys; pool.child_command = trial_command; code = main(sys.argv[1:]); assert 'torch' not in sys.modules; "
+    )
     main += "sys.exit(code)"
     args = ["train", "-m", "seed=0,1", "together=2", "device=cpu", "run=mine", "--task", str(task)]
     env = {**os.environ, "PYTHONPATH": str(ROOT)}

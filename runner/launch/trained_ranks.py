@@ -1,4 +1,4 @@
-"""Run inference with a trained run, on all ranks if the task can split its predictions into shards."""
+"""Evaluate a trained run, or run inference with it, on the devices that its plan uses."""
 
 from __future__ import annotations
 
@@ -8,19 +8,20 @@ from typing import Any
 
 import torch
 
-from runner.base.errors import Exit
+from runner.base.errors import ConfigError, Exit, SharedConfigError
 from runner.base.rank_env import detect_rank
 from runner.base.world import World
 from runner.config.configuration import Configuration
 from runner.config.request import Request
 from runner.engine.infer import infer as infer_here
+from runner.engine.trained_evaluation import evaluate_run
 from runner.engine.trained_run import ModelSource, find_source
 from runner.host.output import nonblocking_streams
 from runner.launch.on_ranks import run_on_ranks
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan, plan_this_process
 from runner.plan.run_plan import Plan
-from runner.records.events import Console
+from runner.records.events import Console, Level
 
 
 @nonblocking_streams()
@@ -53,3 +54,26 @@ def _is_sharded(configuration: Configuration) -> bool:
 def _infer_shard(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     rank_plan = make_plan(source.configuration, take_inventory(), [plan.ranks[world.rank]])
     return infer_here(source, rank_plan, world)
+
+
+@nonblocking_streams()
+def evaluate(
+    request: Request, split: str, checkpoint: str | None = None, level: Level | None = None
+) -> tuple[Exit, dict[str, Any] | None]:
+    """Evaluate the run or the weights that the request names; return the exit code and the record of the metrics.
+
+    checkpoint  best, last or an update; None: the best one if there is one, else the last one
+    level       least important messages to print; None: that of $ACCEL_RUN_LOG_LEVEL
+    The record is None after a signal, and on ranks of torchrun or srun that do not print.
+    """
+    member = detect_rank(os.environ)
+    is_first = member is None or member.rank == 0
+    try:
+        source = find_source(request, Console(level=level or "info", is_enabled=is_first), checkpoint)
+        task_file = source.configuration.request.task_file
+        code, record = run_on_ranks(source.configuration, task_file, partial(evaluate_run, source, split, level))
+    except ConfigError as error:
+        if is_first or not isinstance(error, SharedConfigError):
+            raise
+        return Exit(error.exit_code), None
+    return code, record if is_first else None
