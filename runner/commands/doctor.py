@@ -8,7 +8,7 @@ import sys
 import time
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
 from runner.base.values import DeviceName, Place
@@ -31,7 +31,8 @@ run. To measure how fast the machine is, use accel-run benchmark suite=machine.
 
 first_contact compares the program's predictions for a GPU (formats, kernels, memory, times, waits) with measurements,
 in at most five minutes. Use it for a kind of GPU that accel-run has not been tested on. It writes first_contact.json
-and first_contact.md, a page to send, to output_root. Settings of train select another model.
+and first_contact.md, a page to send, to output_root. Settings of train select another model. In a checkout on a machine
+without a GPU, it tests itself on a simulated one, and says so.
 
   --json            print one JSON object: findings, counts, hardware
   device=DEVICE     auto (all devices), cpu, cuda, cuda:1, mps
@@ -85,6 +86,7 @@ def run(argv: list[str]) -> int:
 
 
 def _run_first_contact(argv: list[str]) -> int:
+    """Compare predictions with measurements on the GPU of this machine, and write the page."""
     from runner.durable.files import atomic_write, make_directory
     from runner.tools.doctor.examine import Examination
     from runner.tools.doctor.first_contact import contact_checks, format_page, make_report
@@ -94,8 +96,7 @@ def _run_first_contact(argv: list[str]) -> int:
     examination = Examination(checks, options.device, options.root, checks=checks)
     findings, _, code = _run_checks(examination, is_json=is_json)
     if not any(finding.check not in ("torch", "gpus") for finding in findings):
-        what = "there is no GPU here that torch can use, so nothing can be compared"
-        raise DeviceMissing(what, where=f"device={options.device}", fix="accel-run doctor shows why")
+        _rehearse_or_refuse(argv, options.device, has_gpu=bool(examination.inventory and examination.inventory.devices))
     hardware = _hardware(examination) or {"devices": []}
     content = json.loads(_format_json(make_report(findings, hardware, request.overrides, __version__)))
     make_directory(options.root)
@@ -108,7 +109,24 @@ def _run_first_contact(argv: list[str]) -> int:
     return code
 
 
+def _rehearse_or_refuse(argv: list[str], device: str, *, has_gpu: bool) -> NoReturn:
+    """Restart the command on a simulated GPU. Raises DeviceMissing if there is a GPU, or no simulation."""
+    from runner.base.loaded_torch import is_stand_in
+    from runner.tools.doctor import rehearsal
+
+    fix = "accel-run doctor shows why"
+    if rehearsal.find_stand_in(rehearsal.ROOT) and not (has_gpu or is_stand_in() or device == "cpu"):
+        print("accel-run: no GPU here: rehearsing on a simulated one, compiled on first use (30 s)", file=sys.stderr)
+        if not (reason := rehearsal.build_stand_in(rehearsal.ROOT)):
+            rehearsal.start_rehearsal(rehearsal.ROOT, ["doctor", CONTACT, *argv])
+        fix += f". A simulated GPU cannot be compiled: {reason}. To try again: python -m {rehearsal.STAND_IN} build"
+    raise DeviceMissing(
+        "there is no GPU here that torch can use, so nothing can be compared", where=f"device={device}", fix=fix
+    )
+
+
 def _run_checks(examination: Examination, *, is_json: bool) -> tuple[list[CheckResult], float, int]:
+    """Run the checks, and print the findings unless JSON is wanted; return them, their seconds, and the exit code."""
     from runner.tools.doctor.display import DoctorDisplay
 
     display = DoctorDisplay(sys.stdout, sys.stderr if is_json else sys.stdout)
@@ -173,6 +191,7 @@ def select_checks(text: str | None) -> list[str]:
 
 
 def _format_json(value: Any) -> str:
+    """Return JSON without secrets and terminal control characters."""
     from runner.base.secret import sanitize
 
     return sanitize(json.dumps(value, indent=1))
