@@ -137,6 +137,7 @@ def _option_names(argv: Sequence[str]) -> Collection[str]:
 
 
 def _path_argument(argv: Sequence[str], flag: str) -> Path | None:
+    """Return the path after a flag, before the arguments are parsed."""
     path: Path | None = None
     for arg, following in zip(argv, [*argv[1:], ""], strict=True):
         name, has_value, value = arg.partition("=")
@@ -159,19 +160,15 @@ def _task_help(argv: Sequence[str]) -> str:
 def _unknown_command(argv: Sequence[str]) -> AccelRunError:
     import difflib
 
-    from runner.config.aliases import suggestion_for_key
+    from runner.config.aliases import suggestion_for_command
+    from runner.config.options import list_all_options
 
     arg = argv[0]
     names = [name for name, (_, summary) in COMMANDS.items() if summary]
-    flag = suggestion_for_key(arg.lstrip("-")) if arg.startswith("-") else ""
-    if flag.startswith("use accel-run "):
-        fix = flag
-    elif arg.startswith("-") or "=" in arg:
-        fix = "a command comes first, such as accel-run train"
-    elif close := difflib.get_close_matches(arg.lower(), names, n=1, cutoff=0.6):
+    fix = suggestion_for_command(arg, list_all_options())
+    if not fix and (close := difflib.get_close_matches(arg.lower(), names, n=1, cutoff=0.6)):
         fix = f"did you mean accel-run {close[0]}?"
-    else:
-        fix = f"commands: {', '.join(names)}"
+    fix = fix or f"commands: {', '.join(names)}"
     error = UsageError("unknown command", where=arg, fix=fix)
     error.exit_code = Exit.CONFIG
     return error
@@ -273,6 +270,7 @@ def _print_error(text: str) -> None:
 
 
 def _flush_stdout(code: int) -> int:
+    """Flush standard output and return the code, or that of a full disk; a broken pipe is ignored."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()

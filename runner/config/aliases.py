@@ -18,6 +18,7 @@ _BATCH = "global_batch_size={} (samples per update) or micro_batch_size={} (samp
 _ACCUMULATION = "global_batch_size=64 micro_batch_size=16; accumulation follows: 64 = 16 x 4"
 _RESUME = "accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME"
 _TASK_SETTING = "such a setting belongs to a task: task.NAME=VALUE, for the keys of its build()"
+TASK_PHASES = "the task's phases, which accel-run plan lists"  # replaced by their names once the task is read
 _RENDEZVOUS_SETTING = "ranks on one machine find each other; several machines: docs/scale.md"
 
 # Suggestion -> keys of other trainers; {} is replaced by the given value. A key of a group that is common in
@@ -105,7 +106,7 @@ _EQUIVALENTS: Mapping[str, str] = {
     "task.size={}": "size model_size",
     f"task=NAME for a built-in task; {_OWN_TASK}": "model model_name arch network backbone net script"
     " model_name_or_path",
-    "tracker=wandb tracker.tags={}": "tags wandb_tags",
+    "tracker.tags={}": "tags wandb_tags",
     "run={}": "name run_name exp_name experiment experiment_name run_id job_name "
     "wandb_run_name wandb_name",
     "output_root={}, and run=NAME for the folder in it": "output_dir save_dir log_dir logdir out_dir default_root_dir "
@@ -150,7 +151,7 @@ _EQUIVALENTS: Mapping[str, str] = {
     "--config-dir DIR, the folder of your configuration files": "config config_file config_path cfg_file c"
     " config_name cn cp",
     "resume=fresh": "no_resume overwrite overwrite_output_dir",
-    "phases=[NAME]; accel-run plan lists the task's phases": "phase",
+    f"phases=[NAME], where NAME is one of {TASK_PHASES}": "phase",
     "ACCEL_RUN_LOG_LEVEL=debug accel-run train": "verbose verbosity",
     "ACCEL_RUN_LOG_LEVEL=warning accel-run train": "quiet q silent enable_progress_bar disable_tqdm",
     "accel-run train": "do_train",
@@ -206,6 +207,90 @@ _RENAMED_GROUPS = {
     "sched": "scheduler",
 }
 
+# Group -> suggestion -> other names of the option.
+FOREIGN_OPTIONS: Mapping[str, Mapping[str, str]] = {
+    "scheduler": {
+        "cosine": "cos cosine_warmup cosine_annealing cosineannealinglr cosine_with_warmup cosineannealing",
+        "warm_restarts": "cosineannealingwarmrestarts cosine_with_restarts",
+        "one_cycle": "onecycle onecyclelr 1cycle",
+        "plateau": "reducelronplateau reduce_on_plateau",
+        "multistep": "multisteplr multi_step",
+        "step": "steplr",
+        "linear": "linearlr linear_with_warmup",
+        "wsd": "warmup_stable_decay warmup_stable trapezoidal",
+        "inverse_sqrt": "invsqrt rsqrt noam inverse_square_root",
+        "polynomial": "poly polynomiallr polynomial_decay",
+        "constant": "none off null no constant_with_warmup constantlr",
+    },
+    "precision": {"fp16 or precision=bf16": "mixed amp true on", "fp32": "none off false no"},
+    "compile": {"default": "true on inductor yes"},
+    "tracker": {"tensorboard": "tb tensor_board", "wandb": "w&b weights_and_biases true on yes"},
+    "parallelism": {
+        "ddp": "dp data ddp_spawn distributed dataparallel",
+        "fsdp": "fsdp2 zero deepspeed zero1 zero2 zero3 deepspeed_stage_1 deepspeed_stage_2 deepspeed_stage_3 "
+        "deepspeed_stage_2_offload deepspeed_stage_3_offload",
+        "pipeline": "pp gpipe",
+        "single": "none off false no null",
+    },
+    "attention": {
+        "flash": "flash_attention_2 flash2 flash_attention fa2",
+        "math": "eager",
+        "auto": "sdpa",
+        "efficient": "xformers mem_efficient memory_efficient",
+    },
+    "optimizer": {
+        "adamw8bit": "adam8bit 8bit adamw_8bit adam_8bit adamw_bnb_8bit",
+        "adamw": "adamw_torch adamw_fused adamw_torch_fused torch.optim.adamw",
+        "adam": "torch.optim.adam",
+        "sgd": "torch.optim.sgd",
+        "nadam": "torch.optim.nadam",
+        "rmsprop": "rms_prop torch.optim.rmsprop",
+        "lion": "lion_32bit",
+        "adafactor": "torch.optim.adafactor",
+        "muon": "torch.optim.muon muon_adamw",
+    },
+    "profiler": {"trace": "simple advanced pytorch true on torch"},
+    "launcher": {
+        "local": "none off false no null pytorch torchrun accelerate mpi",
+        "slurm": "submitit submitit_slurm sbatch srun",
+    },
+    "backend": {"fast": "benchmark cudnn_benchmark", "deterministic": "reproducible"},
+    "memory": {"checkpoint": "checkpointing gradient_checkpointing full true"},
+    "hardware": {
+        "auto": "gpu cuda default v100 p100 k80 l4 l40 l40s a10 a10g gtx1080ti rtx2080ti",
+        "rtx_high": "rtx4090 rtx3090 4090 3090 rtx4080 4080",
+        "rtx_mid": "rtx3060 3060 rtx4060 4060",
+        "rtx3050ti_4gb": "rtx3050 3050 rtx3050ti 3050ti",
+    },
+}
+
+# Command -> names that users of other tools may try.
+_COMMANDS: Mapping[str, str] = {
+    "accel-run train": "fit run start launch go main",
+    "accel-run resume": "continue restart go-on",
+    "accel-run inference": "predict generate sample serve",
+    "accel-run evaluate": "test eval validate",
+    "accel-run runs": "list ls history",
+    "accel-run status": "show info ps state",
+    "accel-run monitor": "watch top nvidia-smi gpu",
+    "accel-run doctor": "check diagnose env environment verify",
+    "accel-run new my_task.py": "init create scaffold template",
+    "accel-run tune": "optimize autotune",
+    "accel-run benchmark": "bench speed",
+    "accel-run train -m optimizer.lr=0.001,0.003": "sweep grid",
+    "accel-run search 'optimizer.lr=log(1e-5,1e-2)'": "lr_find lr-find hpo optuna",
+    "accel-run plan": "config settings args options dry-run dryrun",
+    "accel-run import FILE.pt": "convert load",
+    "accel-run tune, or accel-run advise": "faster",
+    "press Ctrl-C in its terminal, or kill -TERM its process; accel-run resume continues the run": "stop kill "
+    "cancel abort",
+    "accel-run --version": "version -v",
+    "accel-run train; several devices: parallelism=ddp": "python python3 torchrun accelerate runner accel-run",
+}
+FOREIGN_COMMANDS: Mapping[str, str] = {
+    name: suggestion for suggestion, names in _COMMANDS.items() for name in names.split()
+}
+
 
 def suggestion_for_key(key: str, value: str = "") -> str:
     """Return a suggestion for a key of another tool and its value; empty if unknown."""
@@ -226,7 +311,7 @@ def _fill_in_value(key: str, suggestion: str, value: str) -> str:
     is_flag = is_off or value.lower() in ("", "true", "yes", "on", "1")
     if "{}" not in suggestion and is_flag and is_off != key.startswith("enable_"):
         return "leave it out"
-    return f"use {suggestion.replace('{}', value or '...')}"
+    return _format_suggestion(suggestion.replace("{}", value or "..."))
 
 
 def equivalent_keys(key: str) -> Iterator[str]:
@@ -237,6 +322,14 @@ def equivalent_keys(key: str) -> Iterator[str]:
         yield f"{_RENAMED_GROUPS[group]}.{inner}"
     if inner and group in _CONTAINERS.split():
         yield inner
+
+
+def suggestion_for_option(group: str, option: str) -> str:
+    """Return a suggestion for an option under another tool's name; empty if unknown."""
+    foreign_names = FOREIGN_OPTIONS.get(group, {})
+    return next(
+        (f"use {group}={name}" for name, others in foreign_names.items() if option.lower() in others.split()), ""
+    )
 
 
 def suggestion_for_value(key: str, value: object) -> str:
@@ -264,3 +357,21 @@ def suggestion_for_argument(argument: str, groups: Mapping[str, Collection[str]]
         if argument.lower() in groups[group]:
             return f"use {'+' if group == 'hardware' else ''}{group}={argument.lower()}"
     return ""
+
+
+def suggestion_for_command(argument: str, groups: Mapping[str, Collection[str]]) -> str:
+    """Return a suggestion for a first argument that is not a command; empty if unknown.
+
+    groups  group -> its options
+    """
+    if argument in FOREIGN_COMMANDS:
+        return _format_suggestion(FOREIGN_COMMANDS[argument])
+    flag = suggestion_for_key(argument.lstrip("-")) if argument.startswith("-") else ""
+    if flag.startswith("use accel-run "):
+        return flag
+    is_setting = argument.startswith("-") or "=" in argument or suggestion_for_argument(argument, groups)
+    return "a command comes first, such as accel-run train" if is_setting else ""
+
+
+def _format_suggestion(text: str) -> str:
+    return text if text.startswith("press") else f"use {text}"

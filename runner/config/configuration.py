@@ -43,6 +43,7 @@ from runner.config.phases import PHASE_GROUPS
 from runner.config.request import Request
 from runner.config.schema import settings_types
 from runner.config.settings import EarlyStoppingSettings, EvaluateSettings, Settings
+from runner.config.suggestions import name_phases
 from runner.config.task_file import read_task
 from runner.config.value_checks import check_values, find_contradictions
 
@@ -183,7 +184,8 @@ def compose(request: Request) -> Configuration:
     is_single = choices["parallelism"] == "single"  # otherwise the plan checks what the ranks support
     problems += find_contradictions(setting_values(merged), schema, is_single=is_single)
     if problems:
-        raise ConfigError(problems)
+        names = [phase.name for phase in task.phases] or ["train"]
+        raise ConfigError([name_phases(problem, names) for problem in problems])
     return _build_configuration(
         setting_values(merged),
         choices,

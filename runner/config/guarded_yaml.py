@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 MAX_BYTES = 64 << 10
 MAX_DEPTH = 32
 MAX_NODES = 3_000  # with aliases expanded; more would take seconds
-MAX_REFERENCES = 10  # ${KEY}, of all files together
+MAX_CHARACTERS = 1 << 20  # of all values, with every ${KEY} replaced
 
 # Environment variables that a configuration may use: paths, and variables of schedulers. None of them is a secret.
 ENVIRONMENT = (
@@ -66,14 +66,83 @@ def refuse_calls(key: str, value: Any, where: str) -> None:
 
 
 def refuse_growth(tree: Mapping[str, Any]) -> None:
-    """Raise ConfigError if a tree has many ${KEY}, whose expansion could take long: each may contain others."""
-    texts = (value for _, value in _iterate_leaves(tree) if isinstance(value, str))
-    if sum(len(_REFERENCE.findall(text)) for text in texts) > MAX_REFERENCES:
-        what = f"must have at most {MAX_REFERENCES} references ${{KEY}} in all"
+    """Raise ConfigError if a tree would be too large with each ${KEY} replaced; nothing is constructed."""
+    sizes: dict[tuple[Any, ...], tuple[int, int]] = {}
+    nodes, characters = _expanded_size(tree, tree, (), sizes, set())
+    if nodes > 2 * MAX_NODES or characters > MAX_CHARACTERS:
+        limits = f"{2 * MAX_NODES:,} values and {MAX_CHARACTERS:,} characters"
+        what = f"must have at most {limits} after each ${{KEY}} is replaced"
         raise ConfigError(Problem(what, "the configuration", "write the values instead of references"))
 
 
+def _expanded_size(
+    value: Any,
+    tree: Mapping[str, Any],
+    path: tuple[Any, ...],
+    sizes: dict[tuple[Any, ...], tuple[int, int]],
+    ancestors: set[tuple[Any, ...]],
+) -> tuple[int, int]:
+    """Return the number of values and characters after expansion; OmegaConf reports circular references."""
+    if not isinstance(value, (str, Mapping, list)):
+        return 1, 0
+    if isinstance(value, str) and "${" not in value:
+        return 1, len(value)
+    if path in sizes:
+        return sizes[path]
+    if path in ancestors:
+        return 0, 0
+    ancestors.add(path)
+    nodes, characters = 1, len(value) if isinstance(value, str) else 0
+    children: Iterable[tuple[Any, tuple[Any, ...]]]
+    if isinstance(value, Mapping):
+        children = [(item, (*path, key)) for key, item in value.items()]
+    elif isinstance(value, list):
+        children = [(item, (*path, number)) for number, item in enumerate(value)]
+    else:
+        children = [_resolve_reference(name[1], tree, path) for name in _REFERENCE.finditer(value)]
+    for item, child_path in children:
+        child_size = _expanded_size(item, tree, child_path, sizes, ancestors)
+        nodes, characters = nodes + child_size[0], characters + child_size[1]
+    ancestors.discard(path)
+    sizes[path] = nodes, characters
+    return nodes, characters
+
+
+def _resolve_reference(name: str, tree: Mapping[str, Any], path: tuple[Any, ...]) -> tuple[Any, tuple[Any, ...]]:
+    """Return the value that ${name} at `path` refers to, and its path; None if there is none."""
+    relative = name.lstrip(".")
+    num_parents = len(name) - len(relative)
+    location: tuple[Any, ...] = path[: len(path) - num_parents] if num_parents else ()
+    parts = re.findall(r"[^.\[\]]+", relative)
+    value: Any = tree
+    for step in location:
+        value = value[step]
+    for _ in range(_MAX_STEPS):
+        if isinstance(value, str) and parts and (match := _REFERENCE.fullmatch(value)):
+            target = match[1].lstrip(".")  # the path leads through another reference
+            num_up = len(match[1]) - len(target)
+            location, value = (location[: len(location) - num_up] if num_up else ()), tree
+            parts = [*re.findall(r"[^.\[\]]+", target), *parts]
+            for step in location:
+                value = value[step]
+            continue
+        if not parts:
+            return value, location
+        name_of_key: Any = parts.pop(0)
+        index = int(name_of_key) if name_of_key.isdecimal() and len(name_of_key) < 10 else None
+        candidates: list[Any]
+        if isinstance(value, list):
+            candidates = [index] if index is not None and index < len(value) else []
+        else:
+            candidates = [key for key in (name_of_key, index) if isinstance(value, Mapping) and key in value]
+        if not candidates:
+            return None, location
+        location, value = (*location, candidates[0]), value[candidates[0]]
+    raise ConfigError(Problem("has too many nested references", f"${{{name}}}", "write the value"))
+
+
 def _read_text(file: Path, root: Path) -> str:
+    """Return the text of the file, after checking its location, type and size."""
     resolved = file.resolve()
     if not resolved.is_relative_to(root.resolve()):
         raise SecurityRefusal(f"is outside of {root}", where=str(file), fix="copy the file into the folder")
@@ -181,6 +250,7 @@ def _refuse_foreign_references(tree: Any, text: str, where: str) -> None:
 
 
 def _defaults_entries(entries: Any) -> Iterator[str]:
+    """Yield the groups and options that a defaults list names."""
     listed = entries if isinstance(entries, (list, tuple)) else [entries] if entries else []
     for entry in listed:
         if isinstance(entry, Mapping):
@@ -195,6 +265,7 @@ def _defaults_entries(entries: Any) -> Iterator[str]:
 
 
 def _iterate_leaves(tree: Any, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield every key of a mapping, and every value, with its dotted name."""
     if isinstance(tree, Mapping):
         for key, value in tree.items():
             name = f"{prefix}.{key}" if prefix else str(key)
@@ -216,6 +287,7 @@ _INTERPOLATION = re.compile(
 )
 _PACKAGE = re.compile(r"#\s*@\s*package\s+(\S+)")
 _REFERENCE = re.compile(r"\$\{(\.*[A-Za-z_][\w.-]*(?:\[\w+\])*)\}")
+_MAX_STEPS = 200  # maximum number of keys to follow for one reference
 _PACKAGES = ("_global_", "_group_", "_here_")
 _OPTIONS_ONLY = "choose an option of a group; pass your own code with --task FILE"
 _NO_HYDRA = "remove it; accel-run plan shows the settings"

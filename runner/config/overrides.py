@@ -7,12 +7,20 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import Problem, to_one_line
-from runner.config.aliases import suggestion_for_argument
+from runner.config.aliases import suggestion_for_argument, suggestion_for_option
 from runner.config.guarded_yaml import MAX_DEPTH, refuse_calls
 from runner.config.options import GROUPS, all_keys, canonical_option, list_all_options, list_options
-from runner.config.request import Request, format_value, override_key
+from runner.config.request import Request, format_value, override_key, plain_override_key
 from runner.config.schema import MAX_SHOWN, did_you_mean, find_nearest
-from runner.config.suggestions import LIST_KEYS_HINT, MAX_HINTS, is_valid_override, suggest_override
+from runner.config.suggestions import (
+    LIST_KEYS_HINT,
+    MAX_HINTS,
+    is_valid_override,
+    make_valid_override,
+    suggest_for_deletion,
+    suggest_override,
+    translate_key,
+)
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -42,8 +50,9 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
             continue
         try:
             override = parse_override(argument)
-        except INVALID:
-            problems.append(_syntax_problem(argument))
+        except INVALID as error:
+            what = f"cannot be parsed: {_explain_syntax_error(argument, error)}"
+            problems.append(Problem(what, argument, _suggest_syntax(argument)))
             continue
         refuse_calls(override.key_or_group, None, argument)
         if "${" in argument.partition("=")[2]:
@@ -51,28 +60,66 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
             problems.append(Problem("${...} is allowed in files only", argument, fix))
             continue
         if override.is_sweep_override() and not sweeps:
-            key, _, value = argument.partition("=")
-            listed = f"{key.lstrip('+')}=[{value}]"
-            fix = f"use {listed}" if is_valid_override(listed) else "run them all with accel-run train -m"
-            problems.append(Problem("is a sweep over several values", argument, fix))
+            problems.append(_sweep_problem(override, argument, request.command_keys))
             continue
         parsed.append(override)
     return parsed, problems
 
 
-def _syntax_problem(argument: str) -> Problem:
+def _sweep_problem(override: Override, argument: str, command_keys: tuple[str, ...]) -> Problem:
+    """Return the problem of several values where one is needed, such as gpus=0,1 or betas=0.9,0.95."""
+    key, _, value = argument.partition("=")
+    name = key.lstrip("+")
+    suggestion = f"use {name}=[{value}]" if is_valid_override(f"{name}=[{value}]") else ""
+    if name not in (*GROUPS, *command_keys) and name not in all_keys():
+        suggestion = translate_key(name, value, command_keys)
+    if suggestion:
+        return Problem("is not one value", argument, suggestion)
+    is_interval = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
+    advice = "find the best of them with accel-run search" if is_interval else "run them all with accel-run train -m"
+    quoting_hint = f", or quote it: '{_quote(argument)}'" if _can_be_quoted(argument) else ""
+    return Problem("is a sweep over several values", argument, f"{advice}{quoting_hint}")
+
+
+def _explain_syntax_error(argument: str, error: BaseException) -> str:
+    """Explain why an argument is invalid, without terms of the grammar."""
+    if isinstance(error, RecursionError):
+        return "it is nested too deeply"
     key, _, value = argument.partition("=")
     if not re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w./@-]*", key):
-        what = "cannot be parsed: a setting is written key=value; a key has letters, digits, _ and dots"
-        return Problem(what, argument)
-    special_characters = " ".join(sorted(set(value) & set("(){}[]:,;&|<>?!*^`\\\"'#= ")))
-    what = f"cannot be parsed: text with {special_characters or 'special characters'} must be quoted; a list is [a,b]"
-    name, quoted = override_key(argument), _quote(argument)
-    can_be_quoted = is_valid_override(quoted) if name in GROUPS or name in all_keys() else True
-    return Problem(what, argument, f"quote it: '{quoted}'" if can_be_quoted else "")
+        return "a setting is written key=value; a key has letters, digits, _ and dots"
+    if _INCOMPLETE_LIST.search(argument):
+        return "a list has an empty value"
+    for opening, closing in ("[]", "{}", "()"):
+        if value.count(opening) != value.count(closing):
+            unmatched = opening if value.count(opening) > value.count(closing) else closing
+            return f"{unmatched} has no counterpart"
+    special_characters = sorted(set(value) & set("(){}[]:,;&|<>?!*^`\\\"'#= "))
+    quoted = f"the value has {' '.join(special_characters)}, which must be quoted; lists are written with [ and ]"
+    return quoted if special_characters else "the value is not a text, a number or a list"
+
+
+def _suggest_syntax(argument: str) -> str:
+    """Return a suggestion for an argument that cannot be parsed."""
+    key, _, value = argument.partition("=")
+    if _INCOMPLETE_LIST.search(argument):
+        return "use key=1,2, or choice(1,2)"
+    if _can_be_quoted(argument):
+        return f"quote it: '{_quote(argument)}'"
+    return f"use {make_valid_override(override_key(key), value.strip(chr(34)))}"
+
+
+_INCOMPLETE_LIST = re.compile(r"=\s*,|,\s*,|,\s*$|=\s*(choice|range|interval|glob)\(\s*\)$")
+
+
+def _can_be_quoted(argument: str) -> bool:
+    """Return whether the value may be a text: that of a group or of a number may not."""
+    key = override_key(argument)
+    return is_valid_override(_quote(argument)) if key in GROUPS or key in all_keys() else True
 
 
 def _nesting_depth(argument: str) -> int:
+    """Return the nesting depth of brackets, including those in quoted text."""
     depth = deepest = 0
     for char in argument:
         depth += (char in "[{(") - (char in ")}]")
@@ -131,7 +178,9 @@ def split_overrides(
     for override in parsed:
         key, argument = override.key_or_group, override.input_line or ""
         if override.is_delete():
-            problems.append(Problem("settings cannot be deleted", argument, "leave it out"))
+            problems.append(
+                Problem("settings cannot be deleted", argument, suggest_for_deletion(plain_override_key(argument)))
+            )
         elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
             problems.append(
                 Problem(
@@ -153,7 +202,7 @@ def split_overrides(
             elif key == "task" and request.task_file:
                 problems.append(Problem("the task is given twice, here and by --task", argument, "give one of them"))
             elif option not in available:
-                suggestion = did_you_mean(option, available)
+                suggestion = suggestion_for_option(key, option) or did_you_mean(option, available)
                 if key == "task" and option.endswith(".py"):
                     suggestion = f"use --task {to_one_line(option, MAX_SHOWN)}"
                 listed = "one of " + ", ".join(available)

@@ -3,16 +3,41 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
-from runner.base.errors import to_one_line
-from runner.config.aliases import equivalent_keys, suggestion_for_key, suggestion_for_value
-from runner.config.options import GROUPS, all_keys, canonical_option, list_options
+from runner.base.errors import Problem, to_one_line
+from runner.config.aliases import (
+    TASK_PHASES,
+    equivalent_keys,
+    suggestion_for_key,
+    suggestion_for_option,
+    suggestion_for_value,
+)
+from runner.config.config_files import shipped_options
+from runner.config.options import (
+    AXES,
+    GROUPS,
+    all_keys,
+    canonical_option,
+    find_signature,
+    list_options,
+    option_with_key,
+)
 from runner.config.request import format_value
-from runner.config.schema import MAX_SHOWN, Key, describe_mismatch, find_nearest
+from runner.config.schema import (
+    MAX_SHOWN,
+    REQUIRED,
+    Key,
+    describe_mismatch,
+    find_nearest,
+)
 from runner.config.settings import MAIN_KEYS
 
 LIST_KEYS_HINT = "accel-run plan shows every key"
+
+
 MAX_HINTS = 50  # maximum number of unknown keys to find similar ones for; more have another cause
 
 
@@ -31,8 +56,7 @@ def suggest_override(key: str, value: str, command_keys: tuple[str, ...] = ()) -
     )
     if match is None or not (is_plausible or match.rpartition(".")[2] == name.rpartition(".")[2]):
         return LIST_KEYS_HINT  # an invalid value shows that another key was meant
-    is_exact = match == name or match in command_keys or match in GROUPS
-    return fix_values(f"use {match}={value or '...'}", command_keys) if is_exact else f"did you mean {match}?"
+    return fix_values(f"use {match}={value or '...'}", command_keys)
 
 
 def translate_key(name: str, value: str, command_keys: tuple[str, ...]) -> str:
@@ -48,6 +72,9 @@ def translate_key(name: str, value: str, command_keys: tuple[str, ...]) -> str:
     if is_batch_key and prediction_keys:
         return f"the task's prediction has no batch size; it has {', '.join(prediction_keys)}"
     if suggestion := suggestion_for_key(name, value):
+        parts = name.lower().split("_")
+        if len(parts) == 2 and (key := next((command_key for command_key in command_keys if command_key in parts), "")):
+            return f"use {key}={value or '...'}"  # batch_size in benchmark, which has batch
         return fix_values(suggestion, command_keys)
     for key in equivalent_keys(name):
         if key != name and (key in GROUPS or key in all_keys()):
@@ -55,23 +82,69 @@ def translate_key(name: str, value: str, command_keys: tuple[str, ...]) -> str:
     return ""
 
 
+def name_phases(problem: Problem, names: Sequence[str]) -> Problem:
+    """Return the problem with the names of the task's phases in its suggestion."""
+    return replace(problem, fix=problem.fix.replace(TASK_PHASES, ", ".join(names)))
+
+
+_BATCH_KEY = re.compile(r"(?i)(?:^|_)(?:batch_?size|batch|bs|bsz|mbs|b)$")
+
+
 def fix_values(suggestion: str, command_keys: tuple[str, ...] = ()) -> str:
-    """Return the suggestion with `...` for each value that is not valid for its key."""
+    """Return the suggestion with its invalid values replaced by valid ones.
+
+    Values of other tools are translated by the same tables as typed ones; otherwise the default is used.
+    """
 
     def fix_value(match: re.Match[str]) -> str:
         key, value = match["key"], match["value"]
-        if key in command_keys or not (key in GROUPS or key in all_keys()) or _PLACEHOLDER.fullmatch(value):
+        is_known = key in GROUPS or key in all_keys()
+        if value == "..." and is_known and key not in GROUPS and is_valid_override(f"{key}=true"):
+            value = "true"  # a flag
+        if not is_known or key in command_keys or _PLACEHOLDER.fullmatch(value):
             return match[0]
-        flag = f"{key}=true" if value == "..." else ""
-        candidates = (match[0], flag, suggestion_for_value(key, value).removeprefix("use "))
-        return next((candidate for candidate in candidates if is_valid_override(candidate)), f"{key}=...")
+        argument = make_valid_override(key, value)
+        return argument if re.search(rf"(?<![\w.]){key.partition('.')[0]}=", suggestion) else _add_option(argument)
 
     return _SETTING.sub(fix_value, suggestion)
 
 
-_BATCH_KEY = re.compile(r"(?i)(?:^|_)(?:batch_?size|batch|bs|bsz|mbs|b)$")
-_PLACEHOLDER = re.compile(r"\[?[A-Z]+\]?")  # NAME, [NAME]: to be filled in by the user
-_SETTING = re.compile(r"(?<![\w.'])(?P<key>[a-z][\w.]*)=(?P<value>\S+?)(?=[,;)]?(?:\s|$))")
+def _add_option(argument: str) -> str:
+    """Return the argument preceded by the option that has its key, if the default option does not have it."""
+    group, _, name = argument.partition("=")[0].partition(".")
+    default_signature = find_signature(group, shipped_options()[group]) if group in AXES and name else None
+    option = option_with_key(group, name) if group in AXES and name else None
+    return (
+        f"{group}={option} {argument}"
+        if default_signature and option and name.partition(".")[0] not in default_signature.keys
+        else argument
+    )
+
+
+def make_valid_override(key: str, value: str) -> str:
+    """Return a valid override of the key, with this value if possible."""
+    if key in GROUPS:
+        available = list_options(key)
+        is_absent = value.lower() in ("false", "no", "null")  # written as text in other tools
+        name = canonical_option(key, None if is_absent else value, available)
+        if name in available:
+            return f"{key}={name if is_absent else value}"
+        suggestion = suggestion_for_option(key, value).removeprefix("use ")
+        match = find_nearest(value, available) if not suggestion else None
+        return suggestion or (f"{key}={match}" if match else f"{key}=NAME, one of {', '.join(available)}")
+    for argument in (f"{key}={value}", suggestion_for_value(key, value).removeprefix("use ")):
+        if is_valid_override(argument):
+            return argument
+    group, _, name = key.partition(".")
+    default_signature = (
+        find_signature(group, shipped_options()[group]) if group in AXES else None
+    )  # optimizers differ in their default rates
+    candidates = [
+        *([default_signature.keys[name]] if default_signature and name in default_signature.keys else []),
+        *all_keys()[key],
+    ]
+    default = next((candidate.default for candidate in candidates if candidate.default not in (None, REQUIRED)), None)
+    return f"{key}={format_value(default)}" if default is not None else f"{key}=..."
 
 
 def is_valid_override(argument: str) -> bool:
@@ -92,8 +165,23 @@ def is_valid_override(argument: str) -> bool:
     return any(describe_mismatch(known.type, value) is None for known in all_keys()[key])
 
 
+_PLACEHOLDER = re.compile(r"\.\.\.|\[?[A-Z]+\]?")  # NAME, [NAME]: to be filled in by the user
+
+
+_SETTING = re.compile(r"(?<![\w.'])(?P<key>[a-z][\w.]*)=(?P<value>\S+?)(?=[,;)]?(?:\s|$))")
+
+
+def suggest_for_deletion(key: str) -> str:
+    """Return a suggestion for ~KEY."""
+    if key in GROUPS:
+        available = list_options(key)
+        off_option = canonical_option(key, None, available)
+        return f"use {key}={off_option if off_option in available else shipped_options().get(key, available[0])}"
+    return f"leave it out, or use {make_valid_override(key, 'null')}" if key in all_keys() else "leave it out"
+
+
 def suggest_value(name: str, key: Key, value: Any) -> str:
-    """Return the value that an invalid one was meant to be; empty if it is not recognized."""
+    """Return a valid value for an invalid one: the intended value if it is recognized, else the default."""
     if isinstance(value, float) and value.is_integer() and not describe_mismatch(key.type, int(value)):
         return f"use {name}={int(value)}"
     if suggestion := suggestion_for_value(name, value):
@@ -102,4 +190,5 @@ def suggest_value(name: str, key: Key, value: Any) -> str:
         return f"use '{name}=\"{value}\"', for a text"
     if not describe_mismatch(key.type, [value]):
         return f"use {name}=[{format_value(value)}]"
-    return ""
+    defaults = () if key.default in (None, REQUIRED) or describe_mismatch(key.type, key.default) else (key.default,)
+    return next((f"use {name}={format_value(default)}, the default" for default in defaults), "")

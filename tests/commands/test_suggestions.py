@@ -16,7 +16,7 @@ from runner.cli import main
 from runner.commands import COMMANDS, advise, benchmark, evaluate_run, monitor, profile, report, search, tune
 from runner.commands.arguments import parse_arguments
 from runner.commands.sweep_arguments import SWEEP_KEYS
-from runner.config.aliases import ABSENT, FOREIGN_KEYS
+from runner.config.aliases import ABSENT, FOREIGN_COMMANDS, FOREIGN_KEYS
 from runner.config.config_files import cache_config_files
 from runner.config.configuration import compose
 from runner.config.options import AXES, GROUPS, find_signature, list_options
@@ -236,6 +236,8 @@ OF_COMMANDS = {
 def test_a_key_of_another_tool_is_not_mistaken_for_a_typo() -> None:
     for key in ABSENT:
         assert find_nearest(key, [*all_keys(), *GROUPS]) != key, f"{key} is one of ours"
+    for word in FOREIGN_COMMANDS:
+        assert word not in COMMANDS
 
 
 @pytest.mark.parametrize("command", ["benchmark", "tune", "search"])
@@ -249,6 +251,8 @@ def test_a_key_of_a_command_takes_precedence_over_one_of_another_tool(command: s
 @pytest.mark.parametrize(
     ("args", "wanted"),
     [
+        ("benchmark BATCH_SIZE=256", "use batch=256"),
+        ("benchmark num_steps=50", "use steps=50"),
         ("resume --epochs 3", "use epochs=3"),
         ("resume first --lr 0.1", "use optimizer.lr=0.1"),
         ("inference --seed 3", "use inference.seed=3"),

@@ -27,17 +27,29 @@ accel-run: trian: unknown command
 accel-run: frobnicate: unknown command
            commands: {", ".join(name for name, (_, summary) in COMMANDS.items() if summary)}
 """,
-    "t4": f"""\
+    "t4": """\
 accel-run: t4: unknown command
-           commands: {", ".join(name for name, (_, summary) in COMMANDS.items() if summary)}
+           a command comes first, such as accel-run train
 """,
     "TRAIN": """\
 accel-run: TRAIN: unknown command
            did you mean accel-run train?
 """,
-    "predict": f"""\
+    "predict": """\
 accel-run: predict: unknown command
-           commands: {", ".join(name for name, (_, summary) in COMMANDS.items() if summary)}
+           use accel-run inference
+""",
+    "list": """\
+accel-run: list: unknown command
+           use accel-run runs
+""",
+    "stop": """\
+accel-run: stop: unknown command
+           press Ctrl-C in its terminal, or kill -TERM its process; accel-run resume continues the run
+""",
+    "version": """\
+accel-run: version: unknown command
+           use accel-run --version
 """,
     "train help": """\
 accel-run: help: is not a setting; settings have the form key=value
@@ -61,15 +73,15 @@ accel-run: my.yaml: is not a setting; settings have the form key=value
 """,
     "train task=dynamo --phase 2": """\
 accel-run: --phase 2: unknown option; settings have the form key=value
-           use phases=[NAME]; accel-run plan lists the task's phases
+           use phases=[NAME], where NAME is one of pretrain, lora, router, joint
 """,
     "train phase=2 task=hyperspectral": """\
 accel-run: phase=2: unknown key
-           use phases=[NAME]; accel-run plan lists the task's phases
+           use phases=[NAME], where NAME is one of fit, train
 """,
     "train task=nmt --phase 2": """\
 accel-run: --phase 2: unknown option; settings have the form key=value
-           use phases=[NAME]; accel-run plan lists the task's phases
+           use phases=[NAME], where NAME is one of train
 """,
     "train model=resnet50": """\
 accel-run: model=resnet50: unknown key
@@ -131,15 +143,19 @@ accel-run: updates=1000.0: must be an integer of at least 1 or null, but is 1000
 """,
     "train scheduler=CosineAnnealingLR": """\
 accel-run: scheduler=CosineAnnealingLR: unknown scheduler; must be one of constant, cosine, linear, multistep, one_cycle, plateau, step, warm_restarts
+           use scheduler=cosine
 """,
     "train compile=true": """\
 accel-run: compile=true: unknown compile; must be one of default, max-autotune, off, reduce-overhead, regional
+           use compile=default
 """,
     "train +hardware=rtx4090": """\
 accel-run: +hardware=rtx4090: unknown hardware; must be one of a100, auto, cpu, h100, h200, pair_11gb_8gb, rtx3050ti_4gb, rtx_entry, rtx_high, rtx_mid, t4
+           use hardware=rtx_high
 """,
     "train optimizer.betas=(0.9,0.95)": """\
-accel-run: optimizer.betas=(0.9,0.95): cannot be parsed: text with ( ) , must be quoted; a list is [a,b]
+accel-run: optimizer.betas=(0.9,0.95): cannot be parsed: the value has ( ) ,, which must be quoted; lists are written with [ and ]
+           use optimizer.betas=[0.9,0.95]
 """,
     "train lrr=3": """\
 accel-run: lrr=3: unknown key
@@ -147,10 +163,11 @@ accel-run: lrr=3: unknown key
 """,
     "train lr=abc": """\
 accel-run: lr=abc: unknown key
-           use optimizer.lr=...
+           use optimizer.lr=0.0003
 """,
     "train optimizer.lr=abc": """\
 accel-run: optimizer.lr=abc: must be a number above 0, but is "abc"
+           use optimizer.lr=0.0003, the default
 """,
     "train --lr 0.1": """\
 accel-run: --lr 0.1: unknown option; settings have the form key=value
@@ -170,7 +187,7 @@ accel-run: json: is not a setting; settings have the form key=value
 """,
     "monitor run": """\
 accel-run: run: is not a setting; settings have the form key=value
-           use run=...
+           use run=last
 """,
     "monitor first": """\
 accel-run: first: is not a setting; settings have the form key=value
@@ -209,7 +226,7 @@ accel-run: --budget 5: unknown option; settings have the form key=value
            use budget_s=5
 """,
     "train x=[1,2": """\
-accel-run: x=[1,2: cannot be parsed: text with , [ must be quoted; a list is [a,b]
+accel-run: x=[1,2: cannot be parsed: [ has no counterpart
            quote it: 'x="[1,2"'
 """,
     "train optimizer=adamm": """\
@@ -278,6 +295,7 @@ accel-run: clip_max_norm=0.1: unknown key
 """,
     "train checkpoint.every=5days": """\
 accel-run: checkpoint.every=5days: must be an integer of at least 1 or 200updates, 2epochs, 10min, auto, but is "5days"
+           use checkpoint.every=auto, the default
 """,
     "train device=gpu": """\
 accel-run: device=gpu: must be auto, cpu, cuda, cuda:N, mps or xpu, but is "gpu"
@@ -293,7 +311,7 @@ accel-run: optimizer.lr=0.1,0.2: is a sweep over several values
 """,
     "train ~tracker": """\
 accel-run: ~tracker: settings cannot be deleted
-           leave it out
+           use tracker=none
 """,
     "train hydra.run.dir=x": """\
 accel-run: hydra.run.dir=x: Hydra's own settings cannot be changed: it only composes the configuration
@@ -325,7 +343,9 @@ accel-run: 4 problems
      did you mean precision?
   2. updates=0: must be an integer of at least 1 or null, but is 0
   3. seed=-1: must be an integer from 0 to 2**64 - 1, but is -1
+     use seed=0, the default
   4. optimizer.lr=-1: must be a number above 0, but is -1
+     use optimizer.lr=0.0003, the default
 """,
 }
 

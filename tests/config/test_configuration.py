@@ -15,8 +15,11 @@ from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
 from runner.base.paths import shipped_path
 from runner.config.aliases import (
     FOREIGN_KEYS,
+    FOREIGN_OPTIONS,
     PRECISION_NAMES,
+    TASK_PHASES,
     suggestion_for_key,
+    suggestion_for_option,
 )
 from runner.config.config_files import selected_options, shipped_options
 from runner.config.configuration import Configuration, compose, to_yaml
@@ -654,7 +657,7 @@ def test_names_of_other_trainers_get_suggestions() -> None:
     known = [*FOREIGN_KEYS]
     for keys in (known[at : at + MAX_HINTS] for at in range(0, len(known), MAX_HINTS)):
         result = refused(*(f"{key}=1" for key in keys))
-        suggestions = [suggestion_for_key(key, "1") for key in keys]
+        suggestions = [suggestion_for_key(key, "1").replace(TASK_PHASES, "train") for key in keys]
         expected = [(f"{key}=1", fix_values(text)) for key, text in zip(keys, suggestions, strict=True)]
         assert [(problem.where, problem.fix) for problem in result] == expected
 
@@ -673,6 +676,14 @@ def test_suggested_names_exist(messages: str) -> None:
             assert key in {*settings_keys(Settings), *MAIN_KEYS} or name in own, key
         elif value not in ("{}", "NAME"):
             assert value in list_options(key), key
+
+
+@pytest.mark.parametrize("group", FOREIGN_OPTIONS)
+def test_foreign_options_get_a_suggestion(group: str) -> None:
+    for messages, others in FOREIGN_OPTIONS[group].items():
+        assert messages.split()[0] in list_options(group)
+        for other in others.split():
+            assert suggestion_for_option(group, other.upper()) == f"use {group}={messages}"
 
 
 # ---------------------------------------------------------------- sweeps and merged overrides

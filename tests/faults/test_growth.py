@@ -24,14 +24,14 @@ MAX_CALLS = 20_000_000  # unbounded growth takes billions
 def files() -> Iterator[tuple[str, str, int, str]]:
     """Yield (name, content of a hardware profile, exit code, text of the message)."""
     chain = "\n".join(f"x{number}: '${{x{number - 1}}}${{x{number - 1}}}'" for number in range(1, 60))
-    yield "texts that double", f"{HEAD}x0: aaaaaaaaaa\n{chain}\n", 78, "references"
+    yield "texts that double", f"{HEAD}x0: aaaaaaaaaa\n{chain}\n", 78, "characters after each"
     chain = "\n".join(f"x{number}: {{a: '${{x{number - 1}}}', b: '${{x{number - 1}}}'}}" for number in range(1, 60))
-    yield "mappings that double", f"{HEAD}x0: {{a: 1}}\n{chain}\n", 78, "references"
+    yield "mappings that double", f"{HEAD}x0: {{a: 1}}\n{chain}\n", 78, "values"
     chain = "\n".join(f"  x{number}: ['${{..x{number - 1}}}', '${{..x{number - 1}}}']" for number in range(1, 60))
-    yield "relative ones", f"{HEAD}y:\n  x0: [1]\n{chain}\n", 78, "references"
-    yield "a long text often", f"{HEAD}x: {'a' * 30_000}\ny: '{'${x}' * 8_000}'\n", 78, "references"
-    chain = "\n".join(f"x{number}: ['${{x{number - 1}}}', '${{x{number - 1}}}']" for number in range(1, 6))
-    yield "as many as are allowed", f"{HEAD}x0: [{'1, ' * 2_000}]\n{chain}\n", 78, "x5"
+    yield "relative ones", f"{HEAD}y:\n  x0: [1]\n{chain}\n", 78, "values"
+    chain = "\n".join(f"  x{number}: '${{z.x{number - 1}}}${{z.x{number - 1}}}'" for number in range(1, 60))
+    yield "through another name", f"{HEAD}z: ${{y}}\ny:\n  x0: aaaaaaaa\n{chain}\n", 78, "characters after each"
+    yield "a long text often", f"{HEAD}x: {'a' * 30_000}\ny: '{'${x}' * 8_000}'\n", 78, "characters after each"
     chain = "\n".join(f"x{number}: ${{x{number + 1}}}" for number in range(2_000))
     yield "a long way", f"{HEAD}{chain}\n", 78, ""
     yield "a circle", f"{HEAD}x: ${{y}}\ny: ${{x}}\n", 78, ""
