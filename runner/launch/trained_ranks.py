@@ -38,13 +38,13 @@ def infer(request: Request, checkpoint: str | None = None) -> Exit:
     configuration = source.configuration
     member = detect_rank(os.environ)
     is_started_here = member is None or member.world_size == 1
-    if source.run is not None and is_started_here and _is_sharded(configuration):
+    if source.run is not None and is_started_here and _splits_into_shards(configuration):
         return run_on_ranks(configuration, configuration.request.task_file, partial(_infer_shard, source))[0]
     plan, _ = plan_this_process(configuration)
     return infer_here(source, plan, World(torch.device(plan.device)))[0]
 
 
-def _is_sharded(configuration: Configuration) -> bool:
+def _splits_into_shards(configuration: Configuration) -> bool:
     """Return whether the ranks split the predictions: `predict` supports shards, and no single shard is requested."""
     options = configuration.inference
     is_unsharded = (options.get("shard"), options.get("num_shards")) == (0, 1)
