@@ -18,7 +18,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from runner.axes.dataloader import Loader
 from runner.axes.prefetch import Prefetch
@@ -31,6 +30,7 @@ from runner.base.order import MicroBatchKey
 from runner.base.text import error_line
 from runner.engine.assemble import Parts
 from runner.engine.contract_checks import Number, validate_loss, validate_metrics
+from runner.engine.controlled_pass import ChangesWeights, ControlledPass, Draws, list_tensors
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.evaluate import eval_mode
 from runner.engine.mean_rewrite import find_mean_call
@@ -38,7 +38,6 @@ from runner.engine.metric_states import MetricStates
 
 TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels round differently; a mean is off by a half
 NEAR_MEAN = 0.2
-_Draws = dict[tuple[int, Any], Tensor]
 _SumsByName = Mapping[str, tuple[Number, Number]]
 _Autocast = Callable[[], AbstractContextManager[Any]]
 _NUM_ATTEMPTS = 4  # with other random numbers, if the loss is 0 or not finite with the first ones
@@ -310,16 +309,18 @@ class _BatchComparison:
     def compare(self) -> dict[str, _Verdict]:
         """Return the verdict on each name; on "loss" alone if there are no values."""
         for seed in range(_NUM_ATTEMPTS):
-            draws: _Draws = {}
+            draws = Draws()
             verdicts = self._compare_once(seed, draws)
             found = [verdict.values for verdict in verdicts.values() if verdict.values is not None]
-            if not self._agree(bool(draws) and any(values.is_degenerate for values in found)):
+            if not self._agree(bool(draws.firsts) and any(values.is_degenerate for values in found)):
                 break
         return verdicts
 
-    def _compare_once(self, seed: int, draws: _Draws) -> dict[str, _Verdict]:
+    def _compare_once(self, seed: int, draws: Draws) -> dict[str, _Verdict]:
         forward = self.parts.precision.forward
         values = self._evaluate(forward, seed, draws)
+        if self._agree(bool(draws.selecting)):  # known since the halves, after the batch was evaluated
+            values = self._evaluate(forward, seed, draws)
         if self._agree(_is_suspicious(values)) and self.parts.precision.dtype is not torch.float32:
             forward = nullcontext  # recompute in float32: the difference may be rounding of large sums
             values = self._evaluate(forward, seed, draws) or values
@@ -328,6 +329,8 @@ class _BatchComparison:
             again = self._evaluate(forward, seed + _NUM_ATTEMPTS, draws) or {}
             if not all(value.is_sum or value.is_close(again.get(name)) for name, value in (values or {}).items()):
                 reason = "it draws random numbers that differ between samples, as with NumPy"
+            elif draws.unresolved:
+                reason = "it selects samples of the batch at random"
         if values is None:
             return {"loss": _Verdict("", reason=self.reason)}
         return {name: self._classify(value, reason) for name, value in values.items()}
@@ -343,14 +346,14 @@ class _BatchComparison:
             reason = "the halves of a batch, collated again, have other values"
         return _Verdict("neither", values, reason)
 
-    def _evaluate(self, precision: _Autocast, seed: int, draws: _Draws) -> dict[str, _Values] | None:
+    def _evaluate(self, precision: _Autocast, seed: int, draws: Draws) -> dict[str, _Values] | None:
         """Return the values of the batch and its halves, or None if the task raises: some losses fail in eval mode."""
         batch, halves = self.split.batch, self.split.halves
         if batch is None or halves is None:
             return None
         try:
             batch_sums, one, other = (self._evaluate_part(part, precision, seed, draws) for part in (batch, *halves))
-        except _ChangesWeights:
+        except ChangesWeights:
             self.reason = "it changes weights of the model"
         except Exception as error:  # reported by the first update
             self.reason = f"it raises in eval mode: {error_line(error)}"
@@ -363,12 +366,12 @@ class _BatchComparison:
         return None
 
     def _evaluate_part(
-        self, part: BatchPart, precision: _Autocast, seed: int, draws: _Draws
+        self, part: BatchPart, precision: _Autocast, seed: int, draws: Draws
     ) -> dict[str, tuple[float, float]]:
         bare, samples = self.parts.bare, part.samples
         noise.start_pass(samples if samples is None or self.epoch is None else samples._replace(epoch=self.epoch))
         seed_everything(seed)
-        with precision(), restore_buffers(bare.modules()), _ControlledPass(bare, draws):
+        with precision(), restore_buffers(bare.modules()), ControlledPass(bare, draws):
             sums = self.compute(copy_batch(part.batch))
         return {name: (float(total), float(count)) for name, (total, count) in sums.items()}
 
@@ -396,10 +399,6 @@ def _preserve_state(parts: Parts) -> Iterator[None]:
         yield
 
 
-class _ChangesWeights(Exception):
-    """The loss changes weights, such as those of a teacher, so it must not be called unnecessarily."""
-
-
 @contextmanager
 def restore_attributes(objects: Sequence[object]) -> Iterator[None]:
     """Restore numbers, flags and text in the attributes of objects, because a loss may count its calls."""
@@ -412,53 +411,6 @@ def restore_attributes(objects: Sequence[object]) -> Iterator[None]:
                 if name not in before:  # attribute created by the first call
                     del attributes[name]
             attributes.update({name: value for name, value in before.items() if isinstance(value, _PLAIN_TYPES)})
-
-
-class _ControlledPass(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Give all samples the same random numbers, and raise before an operation changes a model parameter.
-
-    Each tensor of random numbers is filled with its first element, and those of halves with the one of the batch.
-    Otherwise the numbers of a sample would depend on the size of its batch.
-
-    draws  (number of the random operation in its pass, operation) -> element; filled by the first pass
-    """
-
-    def __init__(self, model: nn.Module, draws: _Draws) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.storages = {_storage_id(weight) for weight in model.parameters()}
-        self.draws, self.num_draws = draws, 0
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """Compiled code runs eagerly inside; torch's guard around each operation would import the compiler."""
-        return False
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function._schema.is_mutable:
-            named = {argument.name: value for argument, value in zip(function._schema.arguments, args, strict=False)}
-            for argument in function._schema.arguments:
-                if argument.alias_info is not None and argument.alias_info.is_write:
-                    written = list_tensors({**named, **kwargs}.get(argument.name))
-                    if any(_storage_id(tensor) in self.storages for tensor in written):
-                        raise _ChangesWeights
-        result = function(*args, **kwargs)
-        if torch.Tag.nondeterministic_seeded in function.tags and isinstance(result, Tensor) and result.numel():
-            self._unify(function, result)
-        return result
-
-    def _unify(self, function: Any, drawn: Tensor) -> None:
-        if function.overloadpacket is torch.ops.aten.randperm:
-            drawn.copy_(torch.arange(len(drawn)))
-            return
-        key = self.num_draws, function
-        self.num_draws += 1
-        drawn.fill_(self.draws.setdefault(key, drawn.flatten()[0].clone()))
-
-
-def _storage_id(tensor: Tensor) -> int:
-    local: Tensor = getattr(tensor, "_local_tensor", tensor)
-    return int(local.untyped_storage()._cdata)
 
 
 # ---------------------------------------------------------------- error reports
@@ -558,11 +510,3 @@ def _slice_rows(value: Any, size: int, rows: slice) -> Any:
         copied.update(items)
         return copied
     raise _NotSplittable
-
-
-def list_tensors(value: Any) -> list[Tensor]:
-    """Return the tensors of a batch without rebuilding it, which fails for a packed sequence."""
-    if isinstance(value, Tensor):
-        return [value]
-    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
-    return [tensor for part in parts for tensor in list_tensors(part)]

@@ -126,6 +126,42 @@ def mixed(reduction: str) -> Loss:
     return loss
 
 
+def with_negatives(reduction: str) -> Loss:
+    """Compares each sample with one of the batch, drawn with replacement."""
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        predicted, other = model(x), model(x[torch.randint(len(x), (len(x),))])
+        losses = F.relu(1 + (predicted - other).square().sum(1) - predicted.square().sum(1))
+        return getattr(losses, reduction)(), len(y)
+
+    return loss
+
+
+def with_steps(number: int, reduction: str) -> Loss:
+    """Draws one of as many steps as there are samples, by chance, in the batch or in a half."""
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        steps = torch.randint(number, (len(x), 1)) / number
+        return getattr(model(steps * x).square().sum(1), reduction)(), len(y)
+
+    return loss
+
+
+def with_fused_dropout(reduction: str) -> Loss:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        predicted, _ = torch.native_dropout(model(batch[0]), 0.5, True)
+        return F.cross_entropy(predicted, batch[1], reduction=reduction), len(batch[1])
+
+    return loss
+
+
+def with_anchor(model: nn.Module, batch: Any) -> Any:
+    x, y = batch
+    return (model(x) - model(x[torch.randint(len(x), (1,))])).square().sum(), len(y)
+
+
 def drawn_by_numpy(reduction: str) -> Loss:
     def loss(model: nn.Module, batch: Any) -> Any:
         drawn = torch.as_tensor(np.random.rand(len(batch[0]), 1), dtype=torch.float32)
@@ -189,6 +225,10 @@ SUMS: dict[str, Loss] = {
     "a sum over masked samples": masked("sum"),
     "a sum over a mixture of samples": mixed("sum"),
     "a sum with draws by NumPy": drawn_by_numpy("sum"),
+    "a sum with random negatives": with_negatives("sum"),
+    "a sum with as many steps as samples": with_steps(SIZE, "sum"),
+    "a sum with half as many steps as samples": with_steps(SIZE // 2, "sum"),
+    "a sum with fused dropout": with_fused_dropout("sum"),
     "one that knows no eval mode": lambda model, batch: {}["x"] if not model.training else None,
     "not a number": lambda model, batch: (model(batch[0]).sum() * float("nan"), len(batch[1])),
     "what another check refuses": lambda model, batch: model(batch[0]).mean(),
@@ -222,6 +262,9 @@ MEANS: dict[str, tuple[Loss, str]] = {
     "a mean with heavy draws": (heavy("mean"), 'reduction="sum"'),
     "a mean over masked samples": (masked("mean"), 'use reduction="sum"'),
     "a mean over a mixture of samples": (mixed("mean"), 'reduction="sum"'),
+    "a mean with random negatives": (with_negatives("mean"), "sum"),
+    "a mean with as many steps as samples": (with_steps(SIZE, "mean"), "sum"),
+    "a mean with fused dropout": (with_fused_dropout("mean"), 'reduction="sum"'),
     "a mean by a function": (
         lambda model, batch: (torch.mean(model(batch[0]).square()), len(batch[1])),
         "torch.sum(model(batch[0]).square())",
@@ -302,7 +345,7 @@ def in_training_only(model: nn.Module, batch: Any) -> Any:
     return F.cross_entropy(model(batch[0]), batch[1]), len(batch[1])
 
 
-@pytest.mark.parametrize("loss", [drawn_by_numpy("mean"), in_training_only])
+@pytest.mark.parametrize("loss", [drawn_by_numpy("mean"), with_anchor, in_training_only])
 def test_undecidable_losses_are_reported(loss: Loss) -> None:
     assert check_loss_is_sum(parts_of(model_of()), loss, micro_of(batch_of()))
     assert not check_loss_is_sum(parts_of(model_of()), SUMS["a sum"], micro_of(batch_of()))

@@ -1,0 +1,115 @@
+"""Run a pass in which all samples get the same random numbers, and which must not change parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+
+class ChangesWeights(Exception):
+    """The loss changes weights, such as those of a teacher, so it must not be called unnecessarily."""
+
+
+@dataclass
+class Draws:
+    """The random numbers of one comparison. Operations are identified by their number in the pass and their name.
+
+    firsts      operation -> its limits, and its first number in the first pass
+    selecting   operations whose limits depend on the size of the batch: they select samples of it
+    unresolved  True if such an operation does not select one sample for each
+    """
+
+    firsts: dict[tuple[int, str], tuple[tuple[float, ...], Tensor]] = field(default_factory=dict)
+    selecting: set[tuple[int, str]] = field(default_factory=set)
+    unresolved: bool = False
+
+
+class ControlledPass(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Give all samples the same random numbers, and raise before an operation changes a model parameter.
+
+    Each tensor of random numbers is filled with its first element, and those of halves with the one of the batch.
+    Otherwise the numbers of a sample would depend on the size of its batch. An operation that selects samples of the
+    batch selects each one for itself: the sample of the batch may not be in a half. Fused kernels run without dropout.
+    """
+
+    def __init__(self, model: nn.Module, draws: Draws) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.storages = {_storage_id(weight) for weight in model.parameters()}
+        self.draws, self.num_draws = draws, 0
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Compiled code runs eagerly inside; torch's guard around each operation would import the compiler."""
+        return False
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function._schema.is_mutable:
+            named = {argument.name: value for argument, value in zip(function._schema.arguments, args, strict=False)}
+            for argument in function._schema.arguments:
+                if argument.alias_info is not None and argument.alias_info.is_write:
+                    written = list_tensors({**named, **kwargs}.get(argument.name))
+                    if any(_storage_id(tensor) in self.storages for tensor in written):
+                        raise ChangesWeights
+        if torch.Tag.nondeterministic_seeded in function.tags and len(function._schema.returns) > 1:
+            args, kwargs = _without_dropout(function, args, kwargs)
+        result = function(*args, **kwargs)
+        if function._schema.name in _DRAWING and result.numel():
+            self._unify(function._schema.name, args, result)
+        return result
+
+    def _unify(self, name: str, args: Any, drawn: Tensor) -> None:
+        limits = tuple(value for value in args if isinstance(value, int | float))
+        if name == "aten::multinomial":
+            limits = (args[0].shape[-1],)
+        operation = self.num_draws, name
+        self.num_draws += 1
+        first_limits, first = self.draws.firsts.setdefault(operation, (limits, drawn.flatten()[0].clone()))
+        if name != "aten::randperm" and limits != first_limits:
+            self.draws.selecting.add(operation)
+        if name != "aten::randperm" and operation not in self.draws.selecting:
+            drawn.fill_(first)
+        elif name in _WHOLE and drawn.dim() and limits[-1] - sum(limits[:-1]) == len(drawn):
+            drawn.copy_(torch.arange(*limits).view(-1, *[1] * (drawn.dim() - 1)))
+        else:
+            drawn.fill_(drawn.flatten()[0].clone())  # `first` may be above the limit
+            self.draws.unresolved = True
+
+
+def _without_dropout(function: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Return the arguments of a fused kernel with a dropout probability of 0."""
+    args, kwargs = list(args), dict(kwargs)
+    for position, argument in enumerate(function._schema.arguments):
+        if argument.name in ("p", "dropout_p"):
+            if position < len(args):
+                args[position] = 0.0
+            elif argument.name in kwargs:
+                kwargs[argument.name] = 0.0
+    return args, kwargs
+
+
+def _storage_id(tensor: Tensor) -> int:
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)
+    return int(local.untyped_storage()._cdata)
+
+
+_WHOLE = {f"aten::{name}" for name in ("randint", "randint_like", "random_", "randperm", "multinomial")}
+_DRAWING = _WHOLE | {  # operations whose result consists of random numbers; _WHOLE: of whole ones below a limit
+    f"aten::{name}{ending}"
+    for name in ("rand", "rand_like", "randn", "randn_like", "bernoulli", "binomial", "cauchy", "exponential",
+                 "geometric", "log_normal", "normal", "poisson", "uniform", "_standard_gamma")
+    for ending in ("", "_")
+}  # fmt: skip
+
+
+def list_tensors(value: Any) -> list[Tensor]:
+    """Return the tensors of a batch without rebuilding it, which fails for a packed sequence."""
+    if isinstance(value, Tensor):
+        return [value]
+    parts = value.values() if isinstance(value, Mapping) else value if isinstance(value, tuple | list) else ()
+    return [tensor for part in parts for tensor in list_tensors(part)]
