@@ -53,6 +53,8 @@ class AttributeWatch:
         update   repeats an update on a copy of the metric; what it changes again accumulates values
         """
         changed = self.changed()
+        if not changed:  # the usual case: no copy of all that the states hold
+            return []
         try:
             repeated = copy.deepcopy(self._metric)
         except Exception:  # any of them may be a state

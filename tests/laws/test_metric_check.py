@@ -24,6 +24,7 @@ from runner.base.task import Gather, Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.engine.additivity_check import check_metrics_are_sums
+from runner.engine.undeclared_states import AttributeWatch
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
 
@@ -259,3 +260,12 @@ def test_an_attribute_of_a_library_need_not_be_declared() -> None:
     for message in run_ranks(lambda world: message_of(world, lambda: {"own": running(mean(), window=2)}), 2):
         assert "runner.Gather" in message
         assert "add_state" not in message
+
+
+def test_a_metric_without_undeclared_attributes_is_neither_copied_nor_updated_again() -> None:
+    metric = pytest.importorskip("torchmetrics").MeanMetric()
+    watch = AttributeWatch(metric, lambda _: {})
+    metric.update(torch.tensor([1.0, 2.0]))
+    repeated: list[nn.Module] = []
+    assert watch.find_undeclared((), repeated.append) == []
+    assert not repeated
