@@ -180,7 +180,7 @@ def format_end(end: EndOfRun) -> str:
         *_label_rows("train loss", () if learned.loss is None else (f"{learned.loss:.4g}",)),
         *_label_rows("validation", learned.lines()),
         *_label_rows("time", bottleneck.format_time_table(times.parts_s, times.total_s, times.updates)),
-        ("limited by", _describe_limits(times)),
+        *_label_rows("limited by", () if times.num_updates == 0 else (_describe_limits(times),)),
         *_label_rows("memory", (f"{device}: {memory}" for device, memory in end.memory.items() if str(memory))),
         *((what, path) for what, path in end.places.items()),
         *_label_rows("note", end.notes),

@@ -109,6 +109,12 @@ def test_a_resumed_process_reports_its_updates_with_its_time() -> None:
     assert figures(1000) == ["1000", "1000", "2", "5"]
 
 
+def test_a_process_without_updates_was_limited_by_nothing() -> None:
+    for num_updates, num_lines in ((0, 0), (1, 1)):
+        time = dataclasses.replace(END.time, num_updates=num_updates)
+        assert format_end(dataclasses.replace(END, time=time)).count("limited by") == num_lines
+
+
 def test_the_cores_of_other_processes_are_part_of_the_limit() -> None:
     time = TimeSpent(10.0, {"forward": 9.0}, other_load="planted")
     (line,) = [line for line in format_end(dataclasses.replace(END, time=time)).splitlines() if "limited by" in line]
