@@ -155,10 +155,18 @@ class _Appender:
 
 def _print(stream: TextIO, text: str) -> None:
     with contextlib.suppress(OSError, ValueError):  # the reader is gone or the stream is closed
-        encoding = stream.encoding or "utf-8"
-        print(
-            wrap_for_terminal(text.encode(encoding, errors="replace").decode(encoding), stream), file=stream, flush=True
-        )
+        print(wrap_for_terminal(_encodable(text, stream.encoding or "utf-8"), stream), file=stream, flush=True)
+
+
+def _encodable(text: str, encoding: str) -> str:
+    """Return the text with other characters for those that the encoding lacks."""
+    try:
+        return text.encode(encoding).decode(encoding)
+    except UnicodeEncodeError:
+        return text.translate(_PLAIN).encode(encoding, errors="replace").decode(encoding)
+
+
+_PLAIN = str.maketrans({"✓": "+", "–": "-", "—": "-"})  # noqa: RUF001 - the symbols of reports
 
 
 MAX_LOG_BYTES = 16 << 20  # size at which a log is rotated when opened

@@ -153,6 +153,20 @@ def test_a_closed_pipe_does_not_end_the_run(monkeypatch: pytest.MonkeyPatch) -> 
     Console().info("nobody hears")
 
 
+@pytest.mark.parametrize(
+    ("encoding", "shown"),
+    [("ascii", b"+ fused - a GPU - 51 ?C\n"), ("latin-1", b"+ fused - a GPU - 51 \xb0C\n")],
+)
+def test_symbols_that_a_stream_cannot_encode_become_plain_ones(
+    encoding: str, shown: bytes, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    raw = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding=encoding))
+    Console().info("✓ fused — a GPU – 51 °C")  # noqa: RUF001 - the symbols of reports
+    assert raw.getvalue() == shown
+    monkeypatch.undo()
+
+
 def test_unencodable_characters_become_question_marks(monkeypatch: pytest.MonkeyPatch) -> None:
     raw = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(raw, encoding="ascii"))
