@@ -7,10 +7,11 @@ compared, even on the same machine, because its load and clocks differ.
 from __future__ import annotations
 
 import csv
-import fcntl
 import io
 import math
 import os
+import secrets
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -20,7 +21,7 @@ from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import ConfigError, DataError, InputMissing, Problem
+from runner.base.errors import ConfigError, DataError, InputMissing, Problem, RunInUse
 from runner.base.json_converter import INLINE, decode, encode
 from runner.base.json_values import as_dict, parse_object, to_json
 from runner.base.text import abbreviate
@@ -167,8 +168,8 @@ class Results:
 
         session  number of the session, from an earlier call; None: a new session
         is_main  False: an existing baseline keeps the name `baseline`, and the baseline of this session is renamed
-        Each file is replaced atomically. Raises DataError, without changes, if the results are damaged, and
-        StorageError.
+        Each file is replaced atomically. Raises DataError, without changes, if the results are damaged, RunInUse if
+        another process does not finish its change, and StorageError.
         """
         assert all(is_valid_name(name) and _are_times(row.updates_ms) for name, row in rows.items())
         now = f"{datetime.now(UTC):%Y-%m-%d %H:%M} UTC"
@@ -207,7 +208,9 @@ class Results:
         if not files.exists(self.folder):
             return []
         with self._locked():
-            return self._remove(("results.csv", "results.json", *PICTURES))
+            removed = self._remove(("results.csv", "results.json", *PICTURES))
+            files.remove(self._lock)
+        return removed
 
     def _remove(self, names: tuple[str, ...]) -> list[Path]:
         names = tuple(self.file(name).name for name in names)
@@ -232,16 +235,32 @@ class Results:
         files.atomic_write(self.json, to_json({"hardware": hardware(), "techniques": records}, 1))
         files.atomic_write(self.csv, text.getvalue())
 
+    @property
+    def _lock(self) -> Path:
+        return self.folder / f".{self.prefix}results.lock"
+
     @contextmanager
     def _locked(self) -> Iterator[None]:
-        """Lock the folder, so that other processes wait with their changes; the lock of a dead process is released."""
+        """Lock the files. Raises RunInUse if another process holds the lock for too long."""
         files.make_directory(self.folder)
-        descriptor = os.open(self.folder, os.O_RDONLY | os.O_DIRECTORY)
+        note = f"{os.getpid()} {secrets.token_hex(8)}"
+        deadline = time.monotonic() + LOCK_TIMEOUT_S
+        while True:
+            try:
+                lock = files.Lock(self._lock, note)
+            except files.LockHeld as held:
+                if time.monotonic() > deadline:
+                    what = f"process {held.note.partition(' ')[0]} is changing them and does not finish"
+                    raise RunInUse(what, where=str(self.csv), fix="end it, or choose another prefix=") from None
+                time.sleep(_RETRY_S)
+                continue
+            if lock.holds(self._lock):  # `clean` may have removed the file meanwhile
+                break
+            lock.release()
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX)
             yield
         finally:
-            os.close(descriptor)
+            lock.release()
 
 
 def session_baseline(session: int) -> str:
@@ -264,4 +283,6 @@ def hardware() -> dict[str, Any]:
     return collect_environment(take_inventory())
 
 
+LOCK_TIMEOUT_S = 30.0  # a change takes less than a second
+_RETRY_S = 0.02
 _MAX_BYTES = 256 << 20  # a thousand columns of ten thousand steps

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.base.errors import ConfigError, DataError, Exit, InputMissing, StorageError
+from runner.base.errors import ConfigError, DataError, Exit, InputMissing, RunInUse, StorageError
 from runner.commands.benchmark import run as benchmark
 from runner.durable import files
 from runner.durable.system import System
@@ -342,3 +342,16 @@ def test_concurrent_writers_lose_no_column(tmp_path: Path) -> None:
     assert [each.exitcode for each in writers] == [0] * 4
     expected = {f"{name}{number}": [1.0 + number] for name in "abcd" for number in range(10)}
     assert columns(Results(tmp_path)) == expected
+
+
+def test_an_unreleased_lock_is_reported(results: Results, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "LOCK_TIMEOUT_S", 0.1)
+    lock = files.Lock(results.folder / ".nmt-results.lock", "4711 note")
+    try:
+        with pytest.raises(RunInUse, match="process 4711 is changing them"):
+            results.put(rows({"flash": [1.0]}))
+    finally:
+        lock.release()
+
+    results.put(rows({"flash": [1.0]}))
+    assert columns(results) == COLUMNS | {"flash": [1.0]}
