@@ -327,10 +327,10 @@ class _BatchComparison:
         reason = ""
         if self._agree(_is_suspicious(values)):
             again = self._evaluate(forward, seed + _NUM_ATTEMPTS, draws) or {}
-            if not all(value.is_sum or value.is_close(again.get(name)) for name, value in (values or {}).items()):
-                reason = "it draws random numbers that differ between samples, as with NumPy"
-            elif draws.unresolved:
+            if draws.unresolved:
                 reason = "it selects samples of the batch at random"
+            elif not all(value.is_sum or value.is_close(again.get(name)) for name, value in (values or {}).items()):
+                reason = "it draws random numbers that differ between samples, as with NumPy"
         if values is None:
             return {"loss": _Verdict("", reason=self.reason)}
         return {name: self._classify(value, reason) for name, value in values.items()}
