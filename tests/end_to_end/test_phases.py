@@ -133,6 +133,7 @@ def test_a_run_may_start_from_another(server: ForkServer, tmp_path: Path) -> Non
     other = [word if word != "run=mine" else "run=other" for word in BASE]
     assert server.run([*other, "resume=mine", "optimizer.lr=0.5"], tmp_path).code == 88
     metrics = tmp_path / "outputs" / "other" / "metrics.jsonl"
+    metrics.parent.mkdir()
     metrics.write_text(STALE)
     unfinished = "resume=outputs/mine/checkpoints/update-0000000010"
     assert server.run([*other, unfinished, "phases=[two]"], tmp_path).code == 88

@@ -63,7 +63,6 @@ WAYS = {
 WITHOUT_ADVICE = {
     "what must be is found before": {
         "Problem(wrong, f'SETTINGS[{key!r}]')", "Problem(wrong, arg)", "Problem(what, files)", "Problem(what, where)",
-        "Problem(f'{what}, but is {self._environment.get(name)}', name)", "Problem(what, 'parallelism.memory_bytes')",
         "Problem(what, 'capacities')", "Problem(what, 'launcher.signal_s')", "IncompatibleResume(str(problems[0]))",
     },
     "problems that have their own advice": {"SharedConfigError(problems)", "SharedConfigError(error.problems)"},
