@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
@@ -237,13 +238,22 @@ class _RecordAttention(TorchFunctionMode):
         counting = _CountAttention()
         with counting:
             output = func(*args, **kwargs)
-        query, key = args[0], args[1]
+        query, key, mask, is_causal = _attention_inputs(*args, **kwargs)
         kernel = next((kernel for _, kernel in counting.calls), "unseen")
         device = query.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else query.dtype
-        masked, causal = kwargs.get("attn_mask") is not None, bool(kwargs.get("is_causal"))
-        self.calls.append(AttentionCall(tuple(query.shape), key.shape[-2], dtype, masked, causal, kernel))
+        self.calls.append(
+            AttentionCall(tuple(query.shape), key.shape[-2], dtype, mask is not None, bool(is_causal), kernel)
+        )
         return output
+
+
+def _attention_inputs(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Any = None, dropout_p: float = 0.0, is_causal: bool = False,
+    **_: Any,
+) -> tuple[Tensor, Tensor, Any, bool]:  # fmt: skip
+    """Return what the choice of a kernel depends on, however it was passed."""
+    return query, key, attn_mask, is_causal
 
 
 def _kind(dtype: torch.dtype, num_queries: int, num_keys: int) -> str:

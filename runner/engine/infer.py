@@ -7,6 +7,7 @@ import io
 import itertools
 import json
 import math
+import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
@@ -224,8 +225,8 @@ def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]
 class Outbox:
     """Write prediction files in batches: one fsync per file costs more than most predictions.
 
-    Files are written with the first prediction `OUTBOX_S` after the last write, so slow predictions are written at
-    once. Completed predictions are written even if a later one fails.
+    Files are written after `OUTBOX_S` at the latest, in another thread. Completed predictions are written even if a
+    later one fails.
 
     show  prints the text of a prediction once its files are on disk, so that printed predictions are never lost
     """
@@ -235,26 +236,43 @@ class Outbox:
         self._contents: dict[str, bytes] = {}
         self._texts: list[str] = []
         self._size = 0
-        self._written_at = time.monotonic()
+        self._lock = threading.Lock()  # of the queue
+        # Held during a write: writes are in order, and each text is printed after its files.
+        self._writing = threading.Lock()
+        self._timer: threading.Timer | None = None
+        self._error: Exception | None = None  # set by the timer thread
 
     def put(self, contents: Mapping[str, bytes], text: str = "") -> None:
-        """Queue the files of a prediction, and write all queued ones if they are due."""
-        self._contents |= contents
-        self._texts += [text] if text else []
-        self._size += sum(map(len, contents.values()))
-        is_full = len(self._contents) >= OUTBOX_FILES or self._size >= OUTBOX_BYTES
-        if is_full or time.monotonic() - self._written_at >= OUTBOX_S:
+        """Queue the files of a prediction; they are on disk after the next `write`, which also runs on a timer."""
+        with self._lock:
+            self._contents |= contents
+            self._texts += [text] if text else []
+            self._size += sum(map(len, contents.values()))
+            is_full = len(self._contents) >= OUTBOX_FILES or self._size >= OUTBOX_BYTES or self._error is not None
+            if not is_full and self._timer is None:
+                self._timer = threading.Timer(OUTBOX_S, self._write_on_timer)
+                self._timer.daemon = True
+                self._timer.start()
+        if is_full:
             self.write()
 
     def write(self) -> None:
-        """Write all queued files. Raises StorageError."""
-        contents, texts = self._contents, self._texts
-        self._contents, self._texts, self._size = {}, [], 0
+        """Write all queued files. Raises StorageError, also for an earlier background write."""
+        with self._writing:
+            self._write_queued()
+
+    def _write_queued(self) -> None:
+        with self._lock:
+            if self._timer is not None:
+                self._timer.cancel()
+            contents, texts, error = self._contents, self._texts, self._error
+            self._contents, self._texts, self._size, self._timer, self._error = {}, [], 0, None, None
+        if error is not None:
+            raise error
         if contents:
             self._write_best_effort(contents)
         for text in texts:
             self.show(text)
-        self._written_at = time.monotonic()
 
     def _write_best_effort(self, contents: Mapping[str, bytes]) -> None:
         try:
@@ -262,6 +280,13 @@ class Outbox:
         except StorageError:  # the disk may have space for some of them
             for name, content in contents.items():
                 self.directory.write(name, content)
+
+    def _write_on_timer(self) -> None:
+        with self._writing:
+            try:
+                self._write_queued()
+            except Exception as error:
+                self._error = error
 
     def __enter__(self) -> Outbox:
         return self

@@ -375,11 +375,21 @@ class _TorchMetricState:
 
 
 def _copy_metric(metric: Any) -> Any:
-    """Return a copy that shares the parameters, such as those of a network; the metric itself if it has none."""
-    try:
-        return copy.deepcopy(metric, {id(weight): weight for weight in metric.parameters()})
-    except Exception:  # an attribute such as a lock or an open file
-        return metric
+    """Return a copy that shares parameters, such as those of a network, and attributes that cannot be copied."""
+
+    def shared() -> dict[int, Any]:
+        return {id(weight): weight for weight in metric.parameters()}
+
+    with suppress(Exception):
+        return copy.deepcopy(metric, shared())
+    result = copy.copy(metric)  # an attribute is a lock or an open file, for example
+    for name, value in list(vars(result).items()):
+        if name == "_modules":
+            vars(result)[name] = {child: part and _copy_metric(part) for child, part in value.items()}
+        else:
+            with suppress(Exception):
+                vars(result)[name] = copy.deepcopy(value, shared())
+    return result
 
 
 # The state of a metric on this rank: `add` receives what `evaluate` returned for a batch, and the position of its first

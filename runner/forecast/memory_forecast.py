@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.axes.memory import recompute_blocks
+from runner.axes.optimizer import build_optimizer, is_under
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.division import Batch
 from runner.base.errors import AccelRunError, TaskFault
 from runner.base.noise import without_samples
-from runner.base.optimizer_state import state_tensors
+from runner.base.optimizer_state import expected_state_bytes, state_tensors
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Progress
 from runner.base.text import first_line, format_bytes
@@ -37,7 +38,16 @@ from runner.engine.train_order import make_order
 from runner.forecast.fake_mode import CONVOLUTIONS, AllocationLedger, FakeRun, NotTraceable, StorageBlock, record_layers
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.memory_fit import tensor_capacity
-from runner.plan.memory_trace import Blocks, Bytes, Event, Layer, ModelSizes, Traced, choose_recomputed_blocks
+from runner.plan.memory_trace import (
+    Blocks,
+    Bytes,
+    ComputeCost,
+    Event,
+    Layer,
+    ModelSizes,
+    Traced,
+    choose_recomputed_blocks,
+)
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import PhasePlan, Plan
 
@@ -60,8 +70,8 @@ def forecast(configuration: Configuration, inventory: Inventory, micro_batch_siz
 class Forecast:
     """Trace of a configuration, built once for any number of micro-batch sizes. Exit the context to free its memory.
 
-    A model that cannot be traced on fake weights is built with real ones and measured with few samples, which the
-    result states. Raises NotTraceable if the machine has too little memory for that.
+    A model that cannot be traced on fake weights is built with real ones and measured with few samples if the machine
+    has enough memory; otherwise only parameter sizes are known. Both cases are marked in the result.
     """
 
     def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
@@ -79,6 +89,7 @@ class Forecast:
         self._parts: Parts | None = None
         self._fake_run = FakeRun(AllocationLedger())
         self._why_not = ""
+        self._is_too_large = False  # measured on this machine
 
     def __enter__(self) -> Forecast:
         return self
@@ -120,9 +131,11 @@ class Forecast:
                         raise  # the real run would raise it too
                     self._why_not = _describe_failure(error, self._source)
                     if self._parts is not None and not has_room(self._parts.bare):
-                        why_not = f"{self._why_not}; the model is too large to be measured here"
-                        raise NotTraceable(why_not) from error
-                    self.__exit__()
+                        self._is_too_large = True
+                    else:
+                        self.__exit__()
+            if self._is_too_large:
+                return [self._count_parameters(phase, size) for phase in phases]
             return [self._measure_phase(phase, size, recompute) for phase in phases]
 
     @property
@@ -159,6 +172,33 @@ class Forecast:
         measured = min(size, NUM_MEASURED)
         why_not = f"{self._why_not}; measured with {measured} sample{'s' * (measured > 1)} and multiplied"
         return scale_trace(self._trace_phase(phase, measured, recompute), size / measured, size, why_not)
+
+    def _count_parameters(self, phase: PhasePlan, size: int) -> Traced:
+        """Return the known part of the demand: parameters, gradients and optimizer state."""
+        model = self._build().bare
+        trained = [
+            (name, weight)
+            for name, weight in model.named_parameters()
+            if weight.requires_grad and (phase.trains is None or any(is_under(name, prefix) for prefix in phase.trains))
+        ]
+        optimizer = build_optimizer(phase.optimizer.function, trained, phase.optimizer.options)
+        sizes = {
+            "parameters": sum(weight.nbytes for weight in model.parameters()),
+            "buffers": sum(buffer.nbytes for buffer in model.buffers()),
+            "gradients": sum(weight.nbytes for _, weight in trained),
+            "optimizer": expected_state_bytes(optimizer),
+        }
+        if _keeps_average(self.plan):
+            sizes["optimizer"] += sizes["gradients"]
+        why_not = f"{self._why_not}; the model is too large to be measured here, so activations are not counted"
+        events = tuple((number, taken) for number, taken in enumerate(sizes.values()) if taken)
+        known = Traced(
+            phase.name, size, 1, Bytes(**sizes), events, (), (), ComputeCost(), ComputeCost(),
+            is_exact=False, why_not=why_not,
+        )  # fmt: skip
+        without = known.peak.total - known.peak.gradients
+        found = _measure_model(model, self._build().task.blocks(), [weight for _, weight in trained])
+        return dataclasses.replace(known, without_gradients_bytes=without, model=found)
 
 
 def min_batch_size(model: nn.Module) -> int:

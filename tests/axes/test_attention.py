@@ -134,6 +134,17 @@ def test_each_call_reports_its_arguments_and_the_used_kernel() -> None:
     assert (chosen.kernel, chosen.dtype) == ("math", torch.bfloat16)
 
 
+def test_inputs_of_a_call_may_be_positional_or_named() -> None:
+    key, mask = torch.randn(2, 3, 5, 16), torch.ones(8, 5, dtype=torch.bool)
+
+    def call() -> None:
+        scaled_dot_product_attention(query(), key, key, mask)
+        scaled_dot_product_attention(query=query(), key=key, value=key, attn_mask=mask)
+
+    for recorded in record_calls(call):
+        assert (recorded.masked, recorded.num_keys) == (True, 5)
+
+
 def test_a_model_without_attention_has_no_kernels() -> None:
     assert count_kernels(lambda: torch.softmax(torch.randn(4, 4), -1) @ torch.randn(4, 4)) == {}
 

@@ -24,7 +24,6 @@ from runner.engine.assemble import assemble
 from runner.engine.loop import Position, train_updates
 from runner.engine.phase_kinds import GradientPhase
 from runner.forecast.demand import predict_needs
-from runner.forecast.fake_mode import NotTraceable
 from runner.forecast.memory_forecast import NUM_MEASURED, forecast
 from runner.host.subprocesses import run_in_subprocess
 from runner.plan.cuda_allocator import AllocatorSettings
@@ -283,9 +282,11 @@ def test_the_prediction_of_several_objectives_equals_the_count_of_the_real_run(s
     assert {(traced.phase, 4): traced.peak.total} == run_in_subprocess(script.counted, configuration, [4])
 
 
-def test_an_average_takes_as_much_as_the_trained_weights(script, tmp_path):
-    file = tmp_path / "averaged.py"
-    file.write_text(STACKED)
+@pytest.mark.parametrize("has_room", [True, False])
+def test_an_average_takes_as_much_as_the_trained_weights(script, tmp_path, monkeypatch, has_room):
+    monkeypatch.setattr("runner.forecast.memory_forecast.has_room", lambda model: has_room)
+    file = tmp_path / f"averaged_{has_room}.py"
+    file.write_text(STACKED if has_room else UNTRACEABLE)
     without, averaged = (
         forecast(composed(f"averaging={option}", file=file), script.HERE, [4])[0].peak for option in ("none", "ema")
     )
@@ -358,12 +359,16 @@ def test_data_dependent_control_flow_is_measured(script, tmp_path, name, task, w
     assert traced.peak.total == script.counted(configuration, [NUM_MEASURED])["train", NUM_MEASURED]
 
 
-def test_a_model_too_large_to_measure_is_not_predicted(script, tmp_path, monkeypatch):
+def test_parameters_of_a_model_too_large_to_measure_are_known(script, tmp_path, monkeypatch):
     monkeypatch.setattr("runner.forecast.memory_forecast.has_room", lambda model: False)
     file = tmp_path / "above_large.py"
     file.write_text(UNTRACEABLE)
-    with pytest.raises(NotTraceable):
-        forecast(composed(file=file), script.HERE, [4])
+    (traced,) = forecast(composed(file=file), script.HERE, [4])
+    assert not traced.is_exact
+    assert "activations" in traced.why_not
+    weights = 4 * (8 * 512 + 512 + 512 + 1)
+    assert (traced.peak.parameters, traced.peak.gradients) == (weights, weights)
+    assert traced.peak.total == sum(size for _, size in traced.events) == 4 * weights + 4 * 4
 
 
 def test_nothing_is_allocated_for_a_model_of_124_million_parameters(script):

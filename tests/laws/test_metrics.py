@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -533,6 +533,28 @@ class UnreducedLock(Unreduced):
 def test_an_unreduced_metric_that_cannot_be_copied_is_computed() -> None:
     for result in run_ranks(lambda world: measured(world, with_metric(UnreducedLock()), 8), 2):
         assert result.keys() == {"own.0", "own.1"}
+
+
+class CountedUnderLock(torchmetrics.MeanMetric):
+    """Counts in an attribute that `reset` does not clear, beside one that cannot be copied."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lock, self.seen = threading.Lock(), [0]
+
+    def update(self, x: Tensor) -> None:
+        self.seen[0] += len(x)
+        super().update(x)
+
+    def compute(self) -> Tensor:
+        return super().compute() + self.seen[0]
+
+
+@pytest.mark.parametrize("wrap", [lambda metric: metric, torchmetrics.MinMaxMetric], ids=["metric", "part"])
+def test_a_kept_metric_with_a_lock_starts_empty_in_each_evaluation(wrap: Callable[[Any], Any]) -> None:
+    task = with_metric(wrap(CountedUnderLock()))
+    first = measured(ALONE, task, 8)
+    assert measured(ALONE, task, 8) == first
 
 
 def test_a_metric_of_too_many_numbers_is_refused() -> None:

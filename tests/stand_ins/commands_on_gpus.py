@@ -128,5 +128,7 @@ def run_commands(library: Path, folder: Path) -> dict[str, Reported]:
                 code = main(list(argv))
             assert code in (0, 69), f"{name}: {command} ended with {code}: {err.getvalue()}"
             printed[command] = out.getvalue()
-        result[name] = Reported(json.loads(printed["doctor"]), json.loads(printed["monitor"].splitlines()[0]), printed["plan"])
+        result[name] = Reported(
+            json.loads(printed["doctor"]), json.loads(printed["monitor"].splitlines()[0]), printed["plan"]
+        )
     return result
