@@ -385,7 +385,7 @@ def _copy_metric(metric: Any) -> Any:
     result = copy.copy(metric)  # an attribute is a lock or an open file, for example
     for name, value in list(vars(result).items()):
         if name == "_modules":
-            vars(result)[name] = {child: part and _copy_metric(part) for child, part in value.items()}
+            vars(result)[name] = {child: part if part is None else _copy_metric(part) for child, part in value.items()}
         else:
             with suppress(Exception):
                 vars(result)[name] = copy.deepcopy(value, shared())

@@ -149,17 +149,17 @@ def _check_descriptors(num_ranks: int) -> None:
 
     Gloo would end it with SIGABRT, from a thread that accepts connections.
     """
-    free = []
+    opened = []
     try:
         for _ in range(_JOIN_DESCRIPTORS + num_ranks):
-            free.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
     except OSError as error:
         raise SystemLimit(
             f"{num_ranks} ranks need more open files than the limit of this process allows: {error.strerror}",
             fix="raise the limit on open files (ulimit -n), or use fewer ranks",
         ) from error
     finally:
-        for descriptor in free:
+        for descriptor in opened:
             os.close(descriptor)
 
 

@@ -774,14 +774,14 @@ def test_if_not_all_ranks_can_start_none_is_left(refused: str, monkeypatch: pyte
     assert family() == before
 
 
-def test_too_few_open_files_for_any_limit_are_a_system_limit() -> None:
+def test_a_limit_on_open_files_that_is_too_small_is_reported() -> None:
     def under(free: int) -> Exit:
         """Join two ranks while this process may open so many more files."""
         pid = os.fork()
         if pid == 0:
             code = Exit.SOFTWARE
             try:
-                os.dup2(0, 200)  # above all open ones, and with every number below it taken,
+                os.dup2(0, 200)  # above all open ones; then take every number below it, so that `free` are left
                 while os.dup(0) < 200:
                     pass
                 resource.setrlimit(resource.RLIMIT_NOFILE, (202 + free, 202 + free))
@@ -794,7 +794,7 @@ def test_too_few_open_files_for_any_limit_are_a_system_limit() -> None:
 
     endings = [under(free) for free in (4, 8, 10, 11, 12, 13, 14, 16)]
     assert set(endings) == {Exit.SYSTEM, Exit.DONE}
-    assert endings == sorted(endings, reverse=True)  # above a limit that is large enough, every limit is
+    assert endings == sorted(endings, reverse=True)  # if one limit is large enough, every larger one is, too
 
 
 def test_a_rank_that_may_open_no_more_files_reports_the_limit() -> None:

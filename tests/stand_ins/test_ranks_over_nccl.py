@@ -146,7 +146,7 @@ IN_PROCESS = (
 )
 # Tests of failing ranks that cannot run over NCCL -> the reason.
 GLOO_ONLY = {
-    "launch/test_local.py::test_too_few_open_files_for_any_limit_are_a_system_limit": "its ranks join over gloo",
+    "launch/test_local.py::test_a_limit_on_open_files_that_is_too_small_is_reported": "its ranks join over gloo",
     "faults/test_ranks.py::test_ranks_of_torchrun": "new interpreters, which do not load the stand-in",
     "end_to_end/test_ranks.py::test_an_update_without_items_ends_the_run_before_it_is_saved": (
         "the count is on the device, not read before the update: the run fails one update later, as non-finite"
