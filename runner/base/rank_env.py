@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from runner.base.errors import ConfigError, Problem
+
+_UNKNOWN = 10**18  # in place of an invalid number
 
 
 @dataclass(frozen=True)
@@ -32,7 +34,7 @@ def detect_rank(environment: Mapping[str, str]) -> RankInfo | None:
     """Return the rank that torchrun or srun assigned to this process; None if none did.
 
     Neither the shell of a batch script nor a step with a single task is a rank. torchrun takes precedence over srun,
-    because srun may start one torchrun per machine. Raises ConfigError for an invalid variable.
+    because srun may start one torchrun per machine. Raises ConfigError with all invalid variables.
     """
     if "RANK" in environment:
         return _read_torchrun(environment)
@@ -81,34 +83,40 @@ def expand_tasks(tasks_per_node: str) -> list[int]:
 
 
 def _read_torchrun(environment: Mapping[str, str]) -> RankInfo:
-    world_size = _number(environment, "WORLD_SIZE", least=1)
-    num_local_ranks = _number(environment, "LOCAL_WORLD_SIZE", least=1, most=world_size)
-    return RankInfo(
-        _number(environment, "RANK", most=world_size - 1),
-        _number(environment, "LOCAL_RANK", most=num_local_ranks - 1),
+    variables = _Variables(environment)
+    world_size = variables.number("WORLD_SIZE", least=1)
+    num_local_ranks = variables.number("LOCAL_WORLD_SIZE", least=1, most=world_size)
+    rank = RankInfo(
+        variables.number("RANK", most=world_size - 1),
+        variables.number("LOCAL_RANK", most=num_local_ranks - 1),
         world_size,
         num_local_ranks,
-        f"tcp://{_text(environment, 'MASTER_ADDR')}:{_number(environment, 'MASTER_PORT', least=1, most=_MAX_PORT)}",
-        _number(environment, "TORCHELASTIC_RESTART_COUNT", default=0),
+        f"tcp://{variables.text('MASTER_ADDR')}:{variables.number('MASTER_PORT', least=1, most=_MAX_PORT)}",
+        variables.number("TORCHELASTIC_RESTART_COUNT", default=0),
     )
+    variables.raise_problems()
+    return rank
 
 
 def _read_srun(environment: Mapping[str, str]) -> RankInfo | None:
     """Return the rank of a SLURM task; variables of the step take precedence over those of the job."""
-    world_size = _number(environment, _first(environment, "SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), least=1)
+    variables = _Variables(environment)
+    world_size = variables.number(variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), least=1)
     if world_size == 1:
         return None
-    port = 20000 + _number(environment, "SLURM_JOB_ID") % 20000
-    port = _number(environment, "MASTER_PORT", default=port, least=1, most=_MAX_PORT)
-    num_local_ranks = _num_local_tasks(environment, world_size)
-    return RankInfo(
-        _number(environment, "SLURM_PROCID", most=world_size - 1),
-        _number(environment, "SLURM_LOCALID", most=num_local_ranks - 1),
+    port = 20000 + variables.number("SLURM_JOB_ID") % 20000
+    port = variables.number("MASTER_PORT", default=port, least=1, most=_MAX_PORT)
+    num_local_ranks = _num_local_tasks(variables, world_size)
+    rank = RankInfo(
+        variables.number("SLURM_PROCID", most=world_size - 1),
+        variables.number("SLURM_LOCALID", most=num_local_ranks - 1),
         world_size,
         num_local_ranks,
-        f"tcp://{_first_host(environment)}:{port}",
-        _number(environment, "SLURM_RESTART_COUNT", default=0),
+        f"tcp://{_first_host(variables)}:{port}",
+        variables.number("SLURM_RESTART_COUNT", default=0),
     )
+    variables.raise_problems()
+    return rank
 
 
 def _is_srun_task(environment: Mapping[str, str]) -> bool:
@@ -118,62 +126,83 @@ def _is_srun_task(environment: Mapping[str, str]) -> bool:
     return "SLURM_JOB_ID" in environment and "SLURM_PROCID" in environment and step != "" and not is_special
 
 
-def _num_local_tasks(environment: Mapping[str, str], world_size: int) -> int:
+def _num_local_tasks(variables: _Variables, world_size: int) -> int:
     """Return the number of tasks on this machine; the last machine may have fewer."""
-    name = _first(environment, "SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    name = variables.first("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE", "SLURM_NTASKS_PER_NODE")
+    text = variables.text(name)
     try:
-        counts = expand_tasks(_text(environment, name))
+        counts = expand_tasks(text)
     except ValueError:
-        raise _invalid(environment, name, "must be like 2(x3),1") from None
+        return variables.reject(name, "must be like 2(x3),1")
     if name == "SLURM_NTASKS_PER_NODE":
         return min(counts[0], world_size)
-    if sum(counts) != world_size:
-        raise _invalid(environment, name, f"must be {world_size} tasks in all")
-    return counts[_number(environment, "SLURM_NODEID", default=0, most=len(counts) - 1)]
+    if world_size != _UNKNOWN and sum(counts) != world_size:
+        return variables.reject(name, f"must be {world_size} tasks in all")
+    node = variables.number("SLURM_NODEID", default=0, most=len(counts) - 1)
+    return _UNKNOWN if node == _UNKNOWN else counts[node]
 
 
-def _first_host(environment: Mapping[str, str]) -> str:
+def _first_host(variables: _Variables) -> str:
     """Return the host of rank 0, which `MASTER_ADDR` may override."""
-    if environment.get("MASTER_ADDR"):
-        return environment["MASTER_ADDR"]
-    name = _first(environment, "SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    if address := variables.environment.get("MASTER_ADDR"):
+        return address
+    name = variables.first("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST")
+    text = variables.text(name)
     try:
-        return expand_hosts(_text(environment, name))[0]
+        return expand_hosts(text)[0]
     except ValueError:
-        raise _invalid(environment, name, "must be a list of machines such as n[1-2,5]") from None
+        variables.reject(name, "must be a list of machines such as n[1-2,5]")
+        return ""
 
 
 # ---------------------------------------------------------------- variables
 
 
-def _first(environment: Mapping[str, str], *names: str) -> str:
-    """Return the first name that is set, or the last one if none is."""
-    return next((name for name in names if environment.get(name)), names[-1])
+class _Variables:
+    """Reads environment variables, and collects all that are invalid."""
+
+    def __init__(self, environment: Mapping[str, str]) -> None:
+        self.environment = environment
+        self._problems: dict[str, str] = {}  # name -> what is wrong with it
+
+    def first(self, *names: str) -> str:
+        """Return the first name that is set, or the last one if none is."""
+        return next((name for name in names if self.environment.get(name)), names[-1])
+
+    def text(self, name: str) -> str:
+        """Return the value; empty if it is not set, which is a problem."""
+        value = self.environment.get(name, "")
+        if not value:
+            self.reject(name, "")
+        return value
+
+    def number(self, name: str, *, default: int | None = None, least: int = 0, most: int = _UNKNOWN) -> int:
+        """Return the value as an integer; _UNKNOWN if it is invalid, so that it does not limit other variables."""
+        if default is not None and not self.environment.get(name):
+            return default
+        text = self.text(name)
+        if re.fullmatch(r"\d{1,18}", text) is None or not least <= int(text) <= most:
+            limit = f"from {least} to {most}" if most < _UNKNOWN - 1 else f"of at least {least}"
+            return self.reject(name, f"must be an integer {limit}")
+        return int(text)
+
+    def reject(self, name: str, expected: str) -> int:
+        """Record that the variable is invalid or not set; return _UNKNOWN."""
+        value = self.environment.get(name)
+        self._problems[name] = f"{expected}, but is {value}" if value else "not set"
+        return _UNKNOWN
+
+    def raise_problems(self) -> None:
+        """Raise ConfigError if a variable is invalid; those with the same problem are named together."""
+        names: dict[str, list[str]] = {}
+        for name, what in self._problems.items():
+            names.setdefault(what, []).append(name)
+        if names:
+            problems = [Problem(what, ", ".join(invalid), _FIX) for what, invalid in names.items()]
+            raise ConfigError([*(replace(problem, fix="") for problem in problems[:-1]), problems[-1]])
 
 
-def _text(environment: Mapping[str, str], name: str) -> str:
-    if not environment.get(name):
-        raise _invalid(environment, name, "must be set")
-    return environment[name]
-
-
-def _number(
-    environment: Mapping[str, str], name: str, *, default: int | None = None, least: int = 0, most: int = 10**18
-) -> int:
-    if default is not None and not environment.get(name):
-        return default
-    text = _text(environment, name)
-    if re.fullmatch(r"\d{1,18}", text) is None or not least <= int(text) <= most:
-        limit = f"from {least} to {most}" if most < 10**18 else f"of at least {least}"
-        raise _invalid(environment, name, f"must be an integer {limit}")
-    return int(text)
-
-
-def _invalid(environment: Mapping[str, str], name: str, what: str) -> ConfigError:
-    fix = "start the ranks with torchrun, or with srun and one task per rank; unset RANK to train alone"
-    return ConfigError(Problem(f"{what}, but is {environment.get(name) or 'not set'}", name, fix))
-
-
+_FIX = "start the ranks with torchrun, or with srun and one task per rank; unset RANK to train alone"
 _MAX_PORT = 2**16 - 1
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers batch scripts and interactive shells from here on
 _GROUP = r"(?:[A-Za-z0-9_.-]+|\[\d[\d,-]*\])+"

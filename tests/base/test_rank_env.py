@@ -111,9 +111,8 @@ def test_torchrun_started_by_srun_is_torchrun() -> None:
         ({**TORCHRUN, "LOCAL_RANK": "2"}, "LOCAL_RANK"),
         ({**TORCHRUN, "WORLD_SIZE": "many"}, "WORLD_SIZE"),
         ({**TORCHRUN, "WORLD_SIZE": "0"}, "WORLD_SIZE"),
-        ({**TORCHRUN, "RANK": "x", "MASTER_PORT": "99999"}, "RANK"),
         ({**TORCHRUN, "WORLD_SIZE": "1", "RANK": "0"}, "LOCAL_WORLD_SIZE"),
-        ({"RANK": "0"}, "WORLD_SIZE"),
+        ({"RANK": "0"}, "WORLD_SIZE, LOCAL_WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT"),
         ({**SRUN, "SLURM_PROCID": "4"}, "SLURM_PROCID"),
         ({**SRUN, "SLURM_LOCALID": "2"}, "SLURM_LOCALID"),
         ({**SRUN, "SLURM_STEP_TASKS_PER_NODE": "2(x2),1"}, "SLURM_STEP_TASKS_PER_NODE"),
@@ -131,6 +130,25 @@ def test_a_contradiction_is_reported(environment: dict[str, str], where: str) ->
     (problem,) = caught.value.problems
     assert problem.where == where
     assert problem.fix
+
+
+@pytest.mark.parametrize(
+    ("environment", "changes"),
+    [
+        (TORCHRUN, {"RANK": "x", "MASTER_PORT": "99999"}),
+        (TORCHRUN, {"WORLD_SIZE": "many", "LOCAL_RANK": "2", "TORCHELASTIC_RESTART_COUNT": "-1"}),
+        (SRUN, {"SLURM_STEP_NUM_TASKS": "4x", "SLURM_NODEID": "7", "SLURM_STEP_NODELIST": "n["}),
+        (SRUN, {"SLURM_JOB_ID": "a", "SLURM_STEP_TASKS_PER_NODE": "3", "SLURM_PROCID": "9"}),
+    ],
+)
+def test_all_invalid_variables_are_reported_and_no_valid_one(
+    environment: dict[str, str], changes: dict[str, str]
+) -> None:
+    with pytest.raises(ConfigError) as caught:
+        detect_rank({**environment, **changes})
+    assert {problem.where for problem in caught.value.problems} == changes.keys()
+    assert all(changes[problem.where] in problem.what for problem in caught.value.problems)
+    assert [bool(problem.fix) for problem in caught.value.problems] == [False] * (len(changes) - 1) + [True]
 
 
 @pytest.mark.parametrize(
