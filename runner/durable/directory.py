@@ -130,14 +130,18 @@ class RunDirectory:
         return cls(path, writable=True)
 
     @classmethod
-    def find(cls, root: Path, run: str = LAST) -> RunDirectory:
+    def find(cls, root: Path, run: str = LAST, *, created: RunDirectory | None = None) -> RunDirectory:
         """Open an existing run for reading: the newest ("last"), one in `root` by name, or one by path.
 
         Runs of a sweep in `root` are found by name too. "last" is the newest run with an update, so that a failed start
         does not hide the run before it; `skipped` of the result then has the newer ones. If none has an update, it is
         the newest of all. Raises InputMissing with the existing names.
+
+        created  run of this process; if it is new, it is not one of the existing runs
         """
         existing = list_runs(root)
+        if created is not None and created.is_new:
+            existing = [path for path in existing if path != root / created.name]
         if run == LAST:
             if not existing:
                 raise InputMissing(f"there is no run in {root} yet", where="run=last", fix=_START_HINT)

@@ -210,7 +210,7 @@ def find_resume_point(
         screen.warn(f"checkpoint {name} was skipped: {'; '.join(reasons)}")
     start = recovered.checkpoint
     if start is None and requested != "auto":
-        start = check_state(_load_requested(requested, plan))
+        start = check_state(_load_requested(requested, plan, directory))
         screen.info(f"starts from {start.path}")
         check_resume(plan, start, screen.info)
         phases_to_run(plan, start, directory)
@@ -238,12 +238,16 @@ def find_resume_point(
     return start
 
 
-def _load_requested(requested: str, plan: Plan) -> LoadedCheckpoint:
+def _load_requested(requested: str, plan: Plan, directory: RunDirectory) -> LoadedCheckpoint:
     """Return the checkpoint selected by resume=: that folder, or the newest valid one of a run."""
     path = Path(requested).expanduser()
     if (path / MANIFEST).is_file():
         return load(path.absolute())
-    other = RunDirectory.find(plan.settings.root, requested)
+    try:
+        other = RunDirectory.find(plan.settings.root, requested, created=directory)
+    except InputMissing as error:
+        (problem,) = error.problems
+        raise InputMissing(problem.what, where=f"resume={requested}", fix=problem.fix) from None
     recovered = load_newest(other.checkpoints, other.owner)
     if recovered is None:
         fix = f"accel-run status {other.name} shows its checkpoints; accel-run runs lists other runs"

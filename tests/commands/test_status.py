@@ -252,4 +252,5 @@ def test_a_start_that_is_refused_before_it_writes_its_settings_leaves_no_folder(
 ) -> None:
     result = server.run([*BASE, "run=refused", "resume=nowhere"], tmp_path)
     assert result.code == 66, result.err
+    assert "refused" not in result.err, "as a run to resume"
     assert not (tmp_path / "outputs" / "refused").exists()
