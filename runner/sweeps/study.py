@@ -20,6 +20,7 @@ from runner.config.request import Request, merge_overrides
 from runner.config.schema import did_you_mean
 from runner.durable import files
 from runner.durable.system_errors import storage_errors
+from runner.records.events import Console
 from runner.records.sweep_record import Goal
 from runner.sweeps.sweep import OPEN, SweepOptions, open_sweep, place_trials, run_trials
 from runner.sweeps.sweep_syntax import SearchSpace, compose_all, parse_search_space
@@ -37,6 +38,7 @@ def search(request: Request, options: SweepOptions, *, num_trials: int, budget_s
     started, and later if a finished trial does not have the metric; MissingPackage.
     """
     fixed, axes = parse_search_space(request)
+    Console().info(f"search with trials={num_trials}: checking the ends of the ranges")  # loading torch takes seconds
     ends = [replace(fixed, overrides=merge_overrides(fixed.overrides, texts)) for texts in endpoint_overrides(axes)]
     configurations = compose_all(ends)
     require("optuna", "search")

@@ -87,6 +87,11 @@ def sweep(request: Request, options: SweepOptions) -> int:
     another process has locked the folder.
     """
     requests = expand_sweep(request)
+    if len(requests) > 1:
+        Console().info(f"sweep over {len(requests)} trials: checking their settings")  # which loads torch, in seconds
+    else:
+        what = "nothing to sweep over, so one run is trained"
+        Console().warning(f"{what}; to sweep, list the values of a setting: optimizer.lr=0.001,0.003")
     configurations = compose_all(requests)
     placement = place_trials(configurations, options.together)
     varied = _varied_keys([combination.overrides for combination in requests])

@@ -17,7 +17,9 @@ from typing import Any
 
 import pytest
 
+from runner.base.errors import ConfigError, Problem
 from runner.cli import main
+from runner.sweeps import sweep
 from runner.sweeps.pool import LocalPool
 from runner.sweeps.sweep import add_trials
 from runner.sweeps.trials import Sweep, Trial
@@ -100,7 +102,7 @@ def test_a_trial_prints_only_problems(swept: Swept) -> None:
     own = [line for line in lines if re.match(r"\[\d/4\] ", line)]
     assert [line.split()[1] for line in own] == [f"mine-{n}" for n in (1, 1, 2, 2, 3, 3, 4, 4)]
     assert own[1].split("  ")[1] == "failed (70)"
-    assert lines[: len(own)] == own, "no output between them"
+    assert lines[1 : len(own) + 1] == own, "no output between them"
     for number in (1, 2, 3, 4):
         kept = (swept.folder / "outputs" / "mine" / f"mine-{number}" / "console.log").read_text()
         assert " updates, " in kept
@@ -166,11 +168,35 @@ def test_all_problems_are_reported_before_any_trial_starts(
     code = main(["train", "-m", *on_cpu, *args.split()])
     assert code in (69, 78)
     out, err = capsys.readouterr()
-    assert out == ""
+    assert len(out.splitlines()) <= 1, "that the settings are checked"
     assert "Traceback" not in err
     for key in (word.partition("=")[0] for word in args.split()):
         assert key in err or key in ("seed", "run")
     assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("args", ["train -m seed=1,2,3", "search trials=3 seed=1,2", "train -m seed=1"])
+def test_the_first_line_is_printed_before_torch_is_loaded(
+    args: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if args.startswith("search"):
+        pytest.importorskip("optuna")
+    printed = []
+
+    def check_plannable(configurations: object) -> None:
+        printed.append(capsys.readouterr())
+        raise ConfigError(Problem("ends the test"))
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sweep, "check_plannable", check_plannable)
+    assert main([*args.split(), *ON_CPU]) == 78
+    (lines,) = printed
+    if args.endswith("=1"):
+        assert (lines.out, lines.err.count("\n")) == ("", 1)
+        assert "optimizer.lr=0.001,0.003" in lines.err
+    else:
+        assert (lines.out.count("\n"), lines.err) == (1, "")
+        assert "3" in lines.out, "the number of trials"
 
 
 def test_a_problem_of_several_trials_is_reported_once(
