@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
@@ -12,7 +13,8 @@ from typing import Any
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import sanitize
 from runner.base.text import wrap_for_terminal
-from runner.config.options import list_options
+from runner.commands import COMMANDS
+from runner.config.options import GROUPS, list_options
 from runner.config.overrides import parse_overrides
 from runner.config.request import Request, format_override
 from runner.config.schema import describe_mismatch, did_you_mean, find_nearest, settings_keys
@@ -33,8 +35,11 @@ def parse_arguments(
     """Separate `--task FILE`, `--config-dir DIR`, `-m` and up to `positional` positional arguments from the overrides.
 
     command_keys  keys of the command that were parsed before, as candidates for suggestions
-    Raises ConfigError if a flag lacks its value.
+    Raises ConfigError if a flag lacks its value, or if the first argument is another command.
     """
+    if argv and not positional and argv[0] in COMMANDS and argv[0] not in GROUPS:
+        example = shlex.join(arg for arg in argv[:2] if "=" not in arg)
+        raise ConfigError(Problem("is another command", argv[0], f"give one command: accel-run {example}"))
     pending = list(argv)
     overrides: list[str] = []
     positionals: list[str] = []

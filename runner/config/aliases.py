@@ -351,6 +351,10 @@ def suggestion_for_argument(argument: str, groups: Mapping[str, Collection[str]]
         return f"use --task {argument}"
     if argument.endswith((".yaml", ".yml")):
         return "use --config-dir DIR, the folder that holds the file, and GROUP=NAME for the file in it"
+    if argument.endswith(".safetensors"):
+        return f"use weights={argument}"
+    if argument.endswith((".pt", ".pth", ".bin", ".ckpt")):
+        return f"use accel-run import {argument}, then weights=FILE.safetensors"
     if argument.startswith(("cuda", "cpu", "mps", "xpu")):
         return f"use device={argument}"
     for group in ("task", "hardware", "precision", "parallelism", "optimizer", "scheduler", "tracker"):

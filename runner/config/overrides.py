@@ -12,6 +12,7 @@ from runner.config.guarded_yaml import MAX_DEPTH, refuse_calls
 from runner.config.options import GROUPS, all_keys, canonical_option, list_all_options, list_options
 from runner.config.request import Request, format_value, override_key, plain_override_key
 from runner.config.schema import MAX_SHOWN, did_you_mean, find_nearest
+from runner.config.settings import MAIN_KEYS
 from runner.config.suggestions import (
     LIST_KEYS_HINT,
     MAX_HINTS,
@@ -38,7 +39,7 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
 
     parsed: list[Override] = []
     problems: list[Problem] = []
-    for argument in _read_assignments(request, problems):
+    for argument in _read_assignments(request, problems, sweeps=sweeps):
         if len(problems) >= MAX_PARSE_PROBLEMS:
             what = "and the arguments after it were not parsed: too many before it are invalid"
             problems.append(Problem(what, argument, "fix those first; put many settings into a file"))
@@ -127,11 +128,14 @@ def _nesting_depth(argument: str) -> int:
     return deepest
 
 
-def _read_assignments(request: Request, problems: list[Problem]) -> Iterator[str]:
-    """Yield arguments of the form key=value; report `--lr 0.1` and arguments without value as problems."""
+def _read_assignments(request: Request, problems: list[Problem], *, sweeps: bool) -> Iterator[str]:
+    """Yield arguments of the form key=value; report `--lr 0.1`, `lr 0.1` and arguments without value as problems."""
 
     def suggest(key: str, value: str) -> str:
-        return suggest_override(key, value, request.command_keys) if len(problems) < MAX_HINTS else LIST_KEYS_HINT
+        if len(problems) >= MAX_HINTS:
+            return LIST_KEYS_HINT
+        first = value.partition(",")[0] if sweeps and not value.startswith(("[", ",")) else value
+        return suggest_override(key, first, request.command_keys).replace(f"={first}", f"={value}")
 
     pending = list(request.overrides)
     while pending:
@@ -158,10 +162,21 @@ def _read_assignments(request: Request, problems: list[Problem]) -> Iterator[str
             problems.append(Problem(what, f"{argument}{equals_sign} {value}".strip(), suggest(key, value)))
         elif "=" not in argument and not argument.startswith("~"):
             what = "is not a setting; settings have the form key=value"
-            fix = suggestion_for_argument(to_one_line(argument, MAX_SHOWN), list_all_options()) or suggest(argument, "")
+            fix = suggestion_for_argument(to_one_line(argument, MAX_SHOWN), list_all_options())
+            if not fix and pending and _may_be_value(pending[0]):  # optimizer.lr 0.1
+                fix = suggest(argument, pending[0])
+                if fix != LIST_KEYS_HINT:
+                    argument = f"{argument} {pending.pop(0)}"
+            fix = fix or suggest(argument, "")
             problems.append(Problem(what, argument if argument.strip() else f"{argument!r}", fix))
         else:
             yield argument
+
+
+def _may_be_value(argument: str) -> bool:
+    """Return whether the argument may be the value of the key before it, rather than a setting or an option."""
+    is_key = argument in GROUPS or argument in all_keys() or argument in MAIN_KEYS
+    return not is_key and "=" not in argument and not argument.startswith(("-", "~", "+"))
 
 
 def _quote(argument: str) -> str:

@@ -55,6 +55,27 @@ accel-run: version: unknown command
 accel-run: help: is not a setting; settings have the form key=value
            use accel-run train --help
 """,
+    "train import nosuch.pt": """\
+accel-run: import: is another command
+           give one command: accel-run import nosuch.pt
+""",
+    "train nosuch.pt": """\
+accel-run: nosuch.pt: is not a setting; settings have the form key=value
+           use accel-run import nosuch.pt, then weights=FILE.safetensors
+""",
+    "train optimizer.lr 0.1 precision bf17 updates": """\
+accel-run: 3 problems
+  1. optimizer.lr 0.1: is not a setting; settings have the form key=value
+     use optimizer.lr=0.1
+  2. precision bf17: is not a setting; settings have the form key=value
+     use precision=bf16
+  3. updates: is not a setting; settings have the form key=value
+     use updates=...
+""",
+    "train -m lr 0.1,0.2": """\
+accel-run: lr 0.1,0.2: is not a setting; settings have the form key=value
+           use optimizer.lr=0.1,0.2
+""",
     "train --hlep": """\
 accel-run: --hlep: unknown option; settings have the form key=value
            did you mean --help?
