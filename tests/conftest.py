@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import random
+import signal
 import subprocess
 import sys
 import tempfile
@@ -20,6 +21,8 @@ import pytest
 
 # Most tests run beside others. Otherwise a command would choose by the load, and announce it.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # in a background job of a shell script; commands would ignore it
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 pytest.register_assert_rewrite("tests.screens")  # so that its assertion shows a diff
 
 from runner.base import noise

@@ -31,11 +31,11 @@ if TYPE_CHECKING:
 
 HELP = """usage: accel-run monitor [seconds=N] [interval_s=N] [log_dir=DIR] [--json] [run=NAME]
 
-Shows GPUs, CPU, RAM and the processes on each GPU until Ctrl-C. Does not train. Without a GPU it shows the rest and the
-reason. At the end it prints minimum, mean and maximum of each metric with an assessment, and writes gpu.csv,
-monitor.json and plots to a new folder in gpu_logs. In a pipe it prints one line per sample.
+Shows GPUs, CPU, RAM and the processes on each GPU until Ctrl-C or the key q. Does not train. Without a GPU it shows the
+rest and the reason. At the end it prints minimum, mean and maximum of each metric with an assessment, and writes
+gpu.csv, monitor.json and plots to a new folder in gpu_logs. In a pipe it prints one line per sample.
 
-  seconds=30          duration; default: until Ctrl-C
+  seconds=30          duration; default: until Ctrl-C or q
   interval_s=1        seconds between samples
   log_dir=DIR         where that folder is created; null: write nothing
   --json              print a JSON object per sample on standard output, and all messages on standard error
@@ -84,7 +84,7 @@ def _monitor_live(options: MonitorOptions, folder: Path | None, *, as_json: bool
     display = make_display(sys.stdout, sys.stderr, as_json=as_json)
     try:
         with (
-            StopRequest("Stopped at once, without a summary.") as stop,
+            StopRequest("Stopped at once, without a summary.", display.close) as stop,
             Monitor(folder / "gpu.csv" if folder else None, options.interval_s) as monitor,
         ):
             _follow(monitor, view, display, stop, options.seconds)

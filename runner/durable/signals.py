@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -18,18 +19,24 @@ from runner.host.output import write_if_ready
 class StopRequest:
     """Turn SIGINT, SIGTERM, SIGHUP and SIGUSR1 into stop requests while this context is open.
 
-    SIGHUP is sent when the terminal closes; under nohup it is ignored, here too. SIGUSR1 is the signal that SLURM sends
+    SIGHUP is sent when the terminal closes; under nohup it is ignored, here too, as is SIGINT in a background job of a
+    shell script, because Ctrl-C is meant for the foreground. SIGUSR1 is the signal that SLURM sends
     before the time limit. A second SIGINT or SIGTERM exits at once with 130, which is safe at any time: no file
     under a final name is ever incomplete. SIGUSR1 does not count as the first, since SLURM sends SIGTERM after it
     while the run is still saving, nor does SIGHUP, which accompanies a SIGTERM when a session ends. After
     `begin_shutdown` a third signal is required: the exit code is known, and 130 would hide it.
     Can be opened in the main thread only.
 
-    at_once  message of a run that exits at once
+    at_once      message of a run that exits at once
+    before_exit  called before such an exit
     """
 
-    def __init__(self, at_once: str = "Stopped at once, without saving; earlier checkpoints are intact.") -> None:
-        self._at_once = at_once
+    def __init__(
+        self,
+        at_once: str = "Stopped at once, without saving; earlier checkpoints are intact.",
+        before_exit: Callable[[], object] = lambda: None,
+    ) -> None:
+        self._at_once, self._before_exit = at_once, before_exit
         self._requested: str | None = None
         self._requested_at: float | None = None
         self._num_stop_signals = 0
@@ -53,7 +60,7 @@ class StopRequest:
     def __enter__(self) -> StopRequest:
         assert threading.current_thread() is threading.main_thread(), "signals reach the main thread only"
         for number in _SIGNALS:
-            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+            if number in MAY_BE_IGNORED and signal.getsignal(number) == signal.SIG_IGN:
                 continue
             self._previous[number] = signal.signal(number, self._handle)
         return self
@@ -72,6 +79,8 @@ class StopRequest:
     def _exit_now(self) -> None:
         # Restore the default handling first: if flushing blocks on a full pipe, a third signal ends the process.
         self._restore_handlers(dict.fromkeys(_SIGNALS, signal.SIG_DFL))
+        with suppress(Exception):
+            self._before_exit()
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):  # the signal may have interrupted a print
                 stream.flush()
@@ -84,4 +93,5 @@ class StopRequest:
             signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 
 
+MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGINT)  # stay ignored if they were: nohup, background jobs of scripts
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

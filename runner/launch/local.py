@@ -19,6 +19,7 @@ from runner.base.errors import AccelRunError, Exit, Hang, Problem, RankLost, Sys
 from runner.base.loaded_torch import cuda_is_initialized
 from runner.base.rank_env import RankInfo
 from runner.base.text import abbreviate
+from runner.durable.signals import MAY_BE_IGNORED
 from runner.host import output, stacks
 from runner.host.process_tree import KILL_TIMEOUT_S, children, kill_descendants, subreaper
 from runner.host.scratch import private_folder
@@ -378,7 +379,7 @@ class _SignalRequests:
         self.wakeup_fd, self._wakeup_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._previous_wakeup_fd = signal.set_wakeup_fd(self._wakeup_write_fd, warn_on_full_buffer=False)
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP):
-            if number not in (signal.SIGTSTP, signal.SIGHUP) or signal.getsignal(number) != signal.SIG_IGN:
+            if number not in (signal.SIGTSTP, *MAY_BE_IGNORED) or signal.getsignal(number) != signal.SIG_IGN:
                 self._previous[number] = signal.signal(number, self._handle)
         return self
 

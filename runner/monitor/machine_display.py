@@ -5,7 +5,11 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import select
+import sys
+import termios
 import time
+import tty
 from collections.abc import Callable
 from functools import partial
 from typing import Any, TextIO
@@ -23,7 +27,7 @@ from runner.monitor.monitor_thread import format_line
 class SampleLines:
     """Prints a line per sample, and each note once on another stream.
 
-    is_gone  the reader has closed the stream
+    is_gone  the reader has closed the stream, or q was pressed
     """
 
     def __init__(self, out: TextIO, notes: TextIO, text: Callable[[View], str]) -> None:
@@ -55,24 +59,74 @@ class SampleLines:
         """Restore the terminal; a second call does nothing."""
 
 
-class FullScreen:
-    """Shows the view on the whole terminal, and restores its content at the end."""
+class Keyboard:
+    """Reads keys from a terminal as they are pressed, without echo. Ctrl-C and Ctrl-Z remain signals.
 
-    def __init__(self, stream: TextIO) -> None:
+    is_open  the stream is a terminal that this process may read
+    """
+
+    def __init__(self, stream: TextIO | None) -> None:
+        self._fd, self._saved = -1, None
+        with contextlib.suppress(OSError, ValueError, AttributeError, termios.error):  # no terminal, or no stream
+            self._fd = stream.fileno()  # type: ignore[union-attr]
+            if not in_background(self._fd):
+                self._saved = termios.tcgetattr(self._fd)
+                tty.setcbreak(self._fd, termios.TCSANOW)
+
+    @property
+    def is_open(self) -> bool:
+        return self._saved is not None
+
+    def read(self) -> str:
+        """Return the keys pressed since the last call, without waiting."""
+        with contextlib.suppress(OSError, ValueError, termios.error):
+            if not self.is_open or in_background(self._fd):  # reading would stop a background process
+                return ""
+            if termios.tcgetattr(self._fd)[3] & termios.ICANON:  # the shell has reset it while this process was stopped
+                tty.setcbreak(self._fd, termios.TCSANOW)
+            if select.select([self._fd], [], [], 0)[0]:
+                return os.read(self._fd, 1024).decode(errors="replace")
+        return ""
+
+    def close(self) -> None:
+        """Restore the terminal; a second call does nothing."""
+        with contextlib.suppress(OSError, termios.error):
+            if self._saved is not None and not in_background(self._fd):
+                termios.tcsetattr(self._fd, termios.TCSANOW, self._saved)
+        self._saved = None
+
+
+def in_background(fd: int) -> bool:
+    """Return whether the terminal belongs to another foreground process, as that of a job started with `&`."""
+    try:
+        return os.tcgetpgrp(fd) != os.getpgrp()
+    except OSError:  # not the controlling terminal, so that it has no job control
+        return False
+
+
+class FullScreen:
+    """Shows the view on the whole terminal, and restores its content at the end. The key q ends it."""
+
+    def __init__(self, stream: TextIO, keys: TextIO | None = None) -> None:
+        self._has_quit = False
         self._console = TerminalConsole(file=stream, force_terminal=True, highlight=False, markup=False, emoji=False)
         self._ascii = not self._console.encoding.lower().startswith("utf")
         self._live: Live | None = Live(console=self._console, screen=True, auto_refresh=False)
         self._size = (0, 0)
+        self._keyboard = Keyboard(keys)
         self._draw(lambda live: live.start())
 
     @property
     def is_gone(self) -> bool:
-        return self._live is None
+        self._has_quit = self._has_quit or "q" in self._keyboard.read().lower()
+        return self._live is None or self._has_quit
 
     def sample(self, view: View) -> None:
         self.draw(view)
 
     def draw(self, view: View) -> None:
+        view.has_keys = self._keyboard.is_open
+
         def show(live: Live) -> None:
             self._size = (self._console.width, self._console.height)
             # The last column stays free: some terminals wrap a line that fills it.
@@ -90,6 +144,7 @@ class FullScreen:
     def close(self) -> None:
         self._draw(lambda live: live.stop())
         self._live = None
+        self._keyboard.close()
 
     def _draw(self, action: Callable[[Live], None]) -> None:
         if self._live is not None and not self._console.draw(partial(action, self._live)):
@@ -100,14 +155,15 @@ MachineDisplay = SampleLines | FullScreen
 
 
 def make_display(out: TextIO, notes: TextIO, *, as_json: bool) -> MachineDisplay:
-    """Return the full screen for a terminal, lines for a pipe or a file, or JSON.
+    """Return the full screen for a terminal, lines for a pipe, a file or a background job, or JSON.
 
     notes  the stream for everything that is not a sample
     """
     if as_json:
         return SampleLines(out, notes, lambda view: json.dumps(to_json_object(view)))
-    is_terminal = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
-    return FullScreen(out) if is_terminal else SampleLines(out, notes, lambda view: format_line(view.latest))
+    if out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown") and not in_background(out.fileno()):
+        return FullScreen(out, sys.stdin)
+    return SampleLines(out, notes, lambda view: format_line(view.latest))
 
 
 def to_json_object(view: View) -> dict[str, Any]:

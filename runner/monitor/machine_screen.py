@@ -33,13 +33,15 @@ class View:
     pending     texts for `missing` that the first sample completes
     alerts      about the GPUs themselves: lost, or with errors
     is_waiting  the first sample is late
-    remaining   seconds until the end; None: until Ctrl-C
+    remaining   seconds until the end; None: until it is stopped
+    has_keys    the key q stops it, too
     """
 
     gpus: Mapping[str, SampledGpu] = field(default_factory=dict)
     interval_s: float = 1.0
     seconds: float = 0.0
     remaining: float | None = None
+    has_keys: bool = False
     users: Mapping[str, Sequence[GpuUser]] | None = None
     missing: list[str] = field(default_factory=list)
     pending: list[str] = field(default_factory=list)
@@ -121,7 +123,8 @@ class _Spark:
 
 
 def _title(view: View, style: _Style) -> Table:
-    ending = "Ctrl-C to stop" if view.remaining is None else f"ends in {view.remaining:.0f} s"
+    stop = "q to quit" if view.has_keys else "Ctrl-C to stop"
+    ending = stop if view.remaining is None else f"ends in {view.remaining:.0f} s"
     title = Table.grid(expand=True)
     title.add_column(no_wrap=True)
     title.add_column(no_wrap=True, justify="right")

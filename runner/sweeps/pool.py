@@ -15,6 +15,7 @@ from types import FrameType
 from typing import IO, Any, ClassVar, Self
 
 from runner.config.request import Request
+from runner.durable.signals import MAY_BE_IGNORED
 from runner.engine.repro_script import build_argv
 from runner.host.parent_death import child_command
 from runner.records.events import Console
@@ -90,7 +91,7 @@ class TrialPool(ABC):
 
     def __enter__(self) -> Self:
         for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if signal_number == signal.SIGHUP and signal.getsignal(signal_number) == signal.SIG_IGN:
+            if signal_number in MAY_BE_IGNORED and signal.getsignal(signal_number) == signal.SIG_IGN:
                 continue
             self._previous[signal_number] = signal.signal(signal_number, self._on_stop)
         return self

@@ -13,12 +13,13 @@ import pytest
 
 from runner.base.errors import Exit
 from runner.durable.signals import StopRequest
+from runner.sweeps.pool import LocalPool
 
 ROOT = Path(__file__).parents[2]
 CHILD = """
-import time
+import sys, time
 from runner.durable.signals import StopRequest
-with StopRequest() as stop:
+with StopRequest(before_exit=lambda: sys.stderr.write("restored\\n")) as stop:
     print("ready", flush=True)
     while stop.requested is None:
         time.sleep(0.01)
@@ -45,18 +46,26 @@ def test_old_handlers_are_always_restored() -> None:
     assert [signal.getsignal(number) for number in numbers] == before
 
 
-def test_an_ignored_sighup_stays_ignored_and_other_signals_are_handled() -> None:
-    """`nohup` starts programs with SIGHUP ignored."""
-    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+@pytest.mark.parametrize("requests", [StopRequest, LocalPool])
+@pytest.mark.parametrize("number", [signal.SIGHUP, signal.SIGINT])
+def test_an_ignored_signal_stays_ignored_and_others_are_handled(
+    number: signal.Signals, requests: type[StopRequest | LocalPool]
+) -> None:
+    """`nohup` starts programs with SIGHUP ignored, a shell script its background jobs with SIGINT ignored."""
+    before = signal.signal(number, signal.SIG_IGN)
     try:
-        with StopRequest() as stop:
-            os.kill(os.getpid(), signal.SIGHUP)
-            assert stop.requested is None
-            os.kill(os.getpid(), signal.SIGUSR1)
-            assert stop.requested == "SIGUSR1"
-        assert signal.getsignal(signal.SIGHUP) == signal.SIG_IGN
+        with requests() as stop:
+
+            def is_stopped() -> bool:
+                return bool(stop.requested if isinstance(stop, StopRequest) else stop.is_stopped)
+
+            os.kill(os.getpid(), number)
+            assert not is_stopped()
+            os.kill(os.getpid(), signal.SIGTERM)
+            assert is_stopped()
+        assert signal.getsignal(number) == signal.SIG_IGN
     finally:
-        signal.signal(signal.SIGHUP, before)
+        signal.signal(number, before)
 
 
 def test_a_warning_signal_is_not_the_first_stop_request() -> None:
@@ -80,6 +89,7 @@ def test_the_second_signal_exits_at_once_with_130(first: signal.Signals, second:
         out, err = child.communicate(timeout=60)
         assert child.returncode == Exit.INTERRUPTED
         assert out in ("", "buffered")
+        assert err.startswith("restored\n")
         assert "without saving" in err
         assert "Traceback" not in err
 

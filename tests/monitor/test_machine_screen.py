@@ -8,6 +8,7 @@ import json
 import math
 import re
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 from rich.console import Console
@@ -18,6 +19,7 @@ from runner.monitor.machine_screen import MAX_SAMPLES, WAITING, View, machine_sc
 from runner.monitor.monitor_thread import format_line
 from runner.monitor.samples import SampledGpu
 from tests.console.test_progress_display import plain, terminal
+from tests.waiting import wait_until
 
 T4 = {
     "gpu0/util": 85.0, "gpu0/memory_gib": 8.0, "gpu0/memory_total_gib": 15.0, "gpu0/temperature_c": 61.0,
@@ -152,6 +154,40 @@ def test_the_terminal_is_restored_and_no_color_is_respected(monkeypatch: pytest.
     assert text.rindex("\x1b[?1049l") > text.rindex("Tesla T4")
     assert "throttled: power limit" in plain(text)
     assert not re.search(r"\x1b\[[0-9;]*3[0-9]m", text)
+
+
+def test_the_key_q_ends_the_screen_and_the_modes_of_the_terminal_are_restored() -> None:
+    import os
+    import pty
+    import termios
+
+    ours, theirs = pty.openpty()
+    with os.fdopen(theirs, "w", encoding="utf-8") as stream, os.fdopen(os.dup(theirs)) as keys:
+        before = termios.tcgetattr(theirs)
+        display, view = FullScreen(stream, keys), view_of(T4)
+        display.draw(view)
+        assert "q to quit" in shown(view)[0]
+        assert not termios.tcgetattr(theirs)[3] & (termios.ECHO | termios.ICANON)
+        assert termios.tcgetattr(theirs)[3] & termios.ISIG, "Ctrl-C is a signal"
+        os.write(ours, b"x")
+        assert not display.is_gone
+        os.write(ours, b"q")
+        wait_until(lambda: display.is_gone)
+        display.close()
+        assert termios.tcgetattr(theirs) == before
+    os.close(ours)
+
+
+def test_without_a_keyboard_the_screen_names_another_way_to_end_it(tmp_path: Path) -> None:
+    for keys in (None, (tmp_path / "keys").open("w")):
+        with terminal(80) as (stream, _):
+            display, view = FullScreen(stream, keys), view_of(T4)
+            display.draw(view)
+            assert "Ctrl-C to stop" in shown(view)[0]
+            assert not display.is_gone
+            display.close()
+        if keys is not None:
+            keys.close()
 
 
 def test_a_resized_terminal_is_followed_and_a_lost_one_ends_nothing() -> None:
