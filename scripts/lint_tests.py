@@ -9,6 +9,7 @@ clock      an assertion about a value read from a clock: count costs instead; du
 measured   an assertion that a duration, rate or ratio of a report (by its key) is above or below a number
 timeout    a timeout below 30 s, which a busy machine exceeds
 private    a private name of another module: if a test needs one, the code lacks an interface
+tolerance  a literal tolerance below 0.001: derive it from the number format and the sum, as in tests/rounding.py
 phrase     an assertion with a sentence of a message: use snapshots for screens; else check codes, keys and structure
 
 A line may state why it is an exception: `# lint-tests: RULE: reason`. Exit 0: nothing found. 1: findings.
@@ -19,7 +20,7 @@ from __future__ import annotations
 import ast
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -30,10 +31,13 @@ MIN_TIMEOUT_S = 30
 PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit", "_getframe", "_MEIPASS", "_C", "_dynamo", "_inductor"}
 FOREIGN = {"torch", "os", "sys", "ctypes", "pytest", "F", "dist", "threading", "signal", "_pytest"}
 WORDS_OF_A_PHRASE = 4
+TOLERANCES = {"rel", "abs", "rtol", "atol"}
+MAX_ROUNDING = 1e-3  # larger tolerances are of statistics, figures shown, or measured values
 MEASURED = re.compile(r"(_ms|_us|_s|seconds|speedup|overhead)$|/s$|^(ratios?|shares?|middle)$")  # keys of reports
 EXCEPTION = re.compile(r"#\s*lint-tests:\s*([a-z, ]+):\s*\S")
 
 Finding = tuple[int, str, str]
+Constants = Mapping[str, ast.expr]  # of a module, by name
 
 
 def main(arguments: list[str]) -> int:
@@ -59,9 +63,17 @@ def _excused(lines: list[str], line: int) -> set[str]:
 
 def findings(tree: ast.Module) -> Iterator[Finding]:
     """Return (line, rule, what) for each violation in a module."""
+    constants = {
+        target.id: node.value
+        for node in tree.body
+        if isinstance(node, ast.Assign)
+        for target in node.targets
+        if isinstance(target, ast.Name)
+    }
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield from _of_call(node)
+            yield from _tolerances_of_call(node, constants)
         elif isinstance(node, ast.Attribute):
             yield from _of_attribute(node)
         elif isinstance(node, ast.ImportFrom):
@@ -71,6 +83,7 @@ def findings(tree: ast.Module) -> Iterator[Finding]:
         elif isinstance(node, ast.Assert):
             yield from _phrases(node)
             yield from _measured(node)
+            yield from _tolerances_compared(node, constants)
 
 
 def _of_call(call: ast.Call) -> Iterator[Finding]:
@@ -160,6 +173,37 @@ def _is_keyed(node: ast.AST) -> TypeGuard[Any]:
     return (
         isinstance(node, ast.Subscript) and isinstance(node.slice, ast.Constant) and isinstance(node.slice.value, str)
     )
+
+
+def _tolerances_of_call(call: ast.Call, constants: Constants) -> Iterator[Finding]:
+    """Find a literal tolerance of pytest.approx, assert_close, allclose and the like."""
+    for keyword in call.keywords:
+        if keyword.arg in TOLERANCES and _is_rounding(keyword.value, constants):
+            yield call.lineno, "tolerance", ast.unparse(call)[-100:]
+
+
+def _tolerances_compared(node: ast.Assert, constants: Constants) -> Iterator[Finding]:
+    """Find a literal tolerance as an upper bound, or as a term or factor of one."""
+    for each in ast.walk(node.test):
+        if isinstance(each, ast.Compare):
+            for op, bound in zip(each.ops, each.comparators, strict=True):
+                if isinstance(op, (ast.Lt, ast.LtE)) and any(_is_rounding(part, constants) for part in _terms(bound)):
+                    yield node.lineno, "tolerance", ast.unparse(each)[:100]
+
+
+def _terms(value: ast.expr) -> Iterator[ast.expr]:
+    if isinstance(value, ast.BinOp):
+        yield from _terms(value.left)
+        yield from _terms(value.right)
+    else:
+        yield value
+
+
+def _is_rounding(value: ast.expr, constants: Constants) -> bool:
+    """Return whether this is a small number, or the name of a constant of the module that is one."""
+    literal = constants.get(value.id) if isinstance(value, ast.Name) else value
+    number = literal.value if isinstance(literal, ast.Constant) else None
+    return isinstance(number, float) and 0 < number < MAX_ROUNDING
 
 
 def _phrases(node: ast.Assert) -> Iterator[Finding]:

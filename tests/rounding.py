@@ -10,17 +10,21 @@ avx2, AVX2 and AVX2.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from math import sqrt
+from math import inf, sqrt
 from typing import Any
 
 import numpy as np
 import torch
 
-PROMISED = {torch.float64: 1e-12, torch.float32: 1e-6}  # of an update, for all shares; relative
+PROMISED = {torch.float64: 1e-12, torch.float32: 1e-6}  # of an update, for all shares; relative; docs/own-task.md
+PROMISED_OF_TASKS = 1e-9  # of the shipped tasks in float64, relative to the largest weight change; docs/own-task.md
+# Of weights trained by Adam, float64. Adam divides each gradient by its own magnitude: where that is a thousandth of
+# the largest gradient, to which rounding errors are relative, the relative error is a thousand times larger.
+ADAPTIVE = 1e3 * PROMISED[torch.float64]
 
 
 def allowed(dtype: torch.dtype, terms: float, growth: float = 1.0) -> float:
-    """Return growth * eps * sqrt(terms), at most PROMISED; relative to the largest of the compared numbers.
+    """Return growth * eps * sqrt(terms), at most growth * PROMISED; relative to the largest of the compared numbers.
 
     terms   number of additions behind a number. Each has an error of at most eps/2, and errors add up like a random
             walk, hence sqrt(terms) and not terms. Source: Higham and Mary, A New Approach to Probabilistic Rounding
@@ -28,7 +32,7 @@ def allowed(dtype: torch.dtype, terms: float, growth: float = 1.0) -> float:
     growth  factor by which the function amplifies a relative error of its input, 3 for a cube
     Where terms of both signs cancel, the error relative to the element itself may be larger; hence the common scale.
     """
-    return growth * min(PROMISED[dtype], torch.finfo(dtype).eps * sqrt(terms))
+    return growth * min(PROMISED.get(dtype, inf), torch.finfo(dtype).eps * sqrt(terms))
 
 
 def distance(one: Any, other: Any) -> float:

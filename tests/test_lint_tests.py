@@ -39,6 +39,13 @@ PLANTED = {
         "monkeypatch.delattr(local, '_REMINDER_S')",
         "mock.patch.object(local, '_REMINDER_S')",
     ],
+    "tolerance": [
+        "def test():\n    assert one == pytest.approx(other, rel=1e-9)",
+        "def test():\n    torch.testing.assert_close(one, other, rtol=0, atol=1e-6)",
+        "LIMIT = 1e-6\ndef test():\n    np.testing.assert_allclose(one, other, rtol=LIMIT)",
+        "def test():\n    assert (one - other).abs().max() < 1e-6 * scale",
+        "def test():\n    assert low <= total <= bound * (1 + 1e-9)",
+    ],
     "phrase": [
         "def test():\n    assert 'must be a number above 0' in text",
         "def test():\n    assert f'no such file as {name}' == text",
@@ -50,6 +57,8 @@ RIGHT = [
     "def test():\n    began = time.monotonic()\n    log(began)\n    assert run() == 0",
     "process.wait(timeout=60)\nprocess.wait(timeout=limit_s)\nselect.poll(timeout=0)",
     "def test():\n    assert row['seconds'] > 0\n    assert row['items'] > 5\n    assert row['update_ms'] == 5",
+    "def test():\n    assert share == pytest.approx(0.5, abs=0.01)\n    assert 1e-5 <= rate <= 0.1",
+    "def test():\n    assert one == pytest.approx(other, rel=allowed(torch.float32, 8), abs=0)",
     "class Stub:\n    def __init__(self):\n        self._mine = 1",
     "os._exit(0)\nnamed._replace(x=1)\ntorch.cuda._sleep(5)\nobject.__dict__",
     "from tests.sweeps.stand_in import _own",

@@ -20,6 +20,7 @@ from runner.axes.optimizer import OPTIMIZERS, adam, adamw, adamw8bit, set_learni
 from runner.base.errors import ConfigError, IncompatibleResume
 from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 from tests.operations import Operations
+from tests.rounding import allowed
 
 Make = Callable[[nn.Module], Optimizer]
 
@@ -140,9 +141,9 @@ def test_the_kernel_does_not_change_the_update(rule: Callable[..., Optimizer]) -
     for kernel in ("fused", "foreach", "for-loop"):
         models[kernel] = network(torch.float64)
         train(models[kernel], made(rule, weight_decay=0.01, kernel=kernel)(models[kernel]), range(10))
-    # The kernels order the same float64 operations differently: a few units in the last place per update.
-    assert largest_difference(models["fused"], models["for-loop"]) < 1e-13
-    assert largest_difference(models["foreach"], models["for-loop"]) < 1e-13
+    rounded = allowed(torch.float64, 4, growth=10)  # ten updates of four additions in different orders
+    assert largest_difference(models["fused"], models["for-loop"]) <= rounded
+    assert largest_difference(models["foreach"], models["for-loop"]) <= rounded
     assert largest_difference(models["fused"], network(torch.float64)) > 1e-3
 
 
@@ -401,7 +402,9 @@ def test_a_checkpoint_may_be_resumed_with_another_kernel() -> None:
     import_state(other, *through_a_file(optimizer))
     train(model, optimizer, range(3, 8))
     train(resumed, other, range(3, 8))
-    assert largest_difference(model, resumed) < 1e-6  # float32 operations in a different order
+    assert largest_difference(model, resumed) <= allowed(
+        torch.float32, 2, growth=5
+    )  # five updates, each a product and a sum
 
 
 @pytest.mark.parametrize("kernel", ["fused", "foreach", "for-loop"])
@@ -424,8 +427,9 @@ def test_a_checkpoint_may_be_resumed_in_another_memory_layout(kernel: str) -> No
     assert resumed.weight.stride() != uninterrupted.weight.stride()
     step(uninterrupted, optimizer, 1)
     step(resumed, other, 1)
-    # The convolution sums in a different order in another layout; a misread state would differ by about 0.1.
-    assert largest_difference(uninterrupted, resumed) < 1e-3
+    # Another layout adds the 27 products of an output in a different order. AdamW amplifies errors of gradients of a
+    # hundredth of the largest, and multiplies by the learning rate 0.1. A misread state would differ by about 0.1.
+    assert largest_difference(uninterrupted, resumed) <= allowed(torch.float32, 27, growth=100 * 0.1)
 
 
 def damaged(change: str, tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:

@@ -164,4 +164,4 @@ def test_metrics_are_shown_with_four_digits_and_no_exponent(value: float) -> Non
     for number in (value, -value):
         text = format_metric(number)
         assert "e" not in text
-        assert float(text.replace(",", "")) == pytest.approx(number, rel=6e-4)
+        assert float(text.replace(",", "")) == pytest.approx(number, rel=10**-3 / 2)

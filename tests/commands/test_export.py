@@ -66,7 +66,9 @@ def test_each_exported_format_gives_the_outputs_of_the_model(server: ForkServer,
     assert done.code == 0, done.err
     run = folder / "outputs" / "first"
     parity = json.loads((run / "export" / "parity.json").read_text())
-    assert all(parity[name]["largest_difference"] <= 1e-4 for name in ("safetensors", "program", "onnx"))
+    assert all(
+        parity[name]["largest_difference"] <= allowed(torch.float32, 5) for name in ("safetensors", "program", "onnx")
+    )
     weights = load(checkpoint_path(run / "checkpoints", 3)).tensors("model")
     for name, value in load_file(run / "export" / "model.safetensors").items():
         assert torch.equal(value, weights[name])

@@ -359,7 +359,9 @@ def test_a_phase_may_train_a_part_of_the_parameters_and_the_next_one_another(str
     assert all(".1." in name for name in alone["changed"][0])
     assert result["changed"] == alone["changed"]
     # AdamW's first steps are signs: if a gradient is near zero, bfloat16 may flip its sign.
-    assert distance_of_each(alone["model"], result["model"]) < (1e-5 if strategy is sharded else 0.2)
+    assert distance_of_each(alone["model"], result["model"]) <= (
+        allowed(torch.float32, 32, growth=10) if strategy is sharded else 0.2
+    )
 
 
 # ---------------------------------------------------------------- dtypes
@@ -409,7 +411,7 @@ def test_half_precision_learns_as_in_one_process(precision: Any) -> None:
     results = run_ranks(
         lambda world: trained(world, shares=(19, 13), micro=8, dtype=torch.float32, precision=precision), 2
     )
-    assert distance(alone["losses"], results[0]["losses"]) < 0.01
+    assert distance(alone["losses"], results[0]["losses"]) <= torch.finfo(torch.bfloat16).eps
 
 
 @pytest.mark.sampled(1)

@@ -21,7 +21,7 @@ from runner.cli import main
 from runner.durable.checkpoint import load
 from tests.faults.tallies import IS_LONG
 from tests.forkserver import CompletedCommand, ForkServer
-from tests.rounding import allowed
+from tests.rounding import PROMISED, allowed
 from tests.waiting import ON_DISK_AT_ONCE, wait_until
 
 TASK = '''
@@ -211,10 +211,11 @@ def test_a_checkpoint_in_parts_is_exported_tensor_by_tensor_and_used_as_weights(
     assert all(torch.equal(tensor, saved[name]) for name, tensor in exported.items())
     assert exported.keys() == saved.keys(), "this model has no shared weights under two names"
     started = args.replace("run=r", "run=started").replace("updates=2", "updates=1")
-    assert_success(server.run(f"{started.replace('0.0003', '1e-30')} weights=r", tmp_path))
+    rate = 1e-30  # about the change by one step of Adam
+    assert_success(server.run(f"{started.replace('0.0003', str(rate))} weights=r", tmp_path))
     newest = max((tmp_path / "outputs" / "started" / "checkpoints").glob("update-*"))
     for name, tensor in load(newest).tensors("model").items():
-        assert torch.allclose(tensor, saved[name], rtol=0.0, atol=1e-12), name
+        assert torch.allclose(tensor, saved[name], rtol=0.0, atol=10 * rate), name
 
 
 def test_a_task_that_needs_the_memory_of_its_weights_is_built_in_full(server: ForkServer, folder: Path) -> None:
@@ -407,7 +408,7 @@ def test_phases_of_statistics_are_merged_over_ranks(strategy: str, server: ForkS
         result.append({name: phase["metrics"] for name, phase in record["phases"].items()})
     one, two = result
     assert two.keys() == one.keys()  # values of later phases differ: they use dropout, and each rank draws its own
-    assert two["statistics"]["fit/mean"] == pytest.approx(one["statistics"]["fit/mean"], rel=1e-12)
+    assert two["statistics"]["fit/mean"] == pytest.approx(one["statistics"]["fit/mean"], rel=PROMISED[torch.float64])
     assert two["statistics"]["val/loss"] == pytest.approx(one["statistics"]["val/loss"], rel=SAME_CURVE)
 
 

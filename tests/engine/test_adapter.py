@@ -28,12 +28,13 @@ from runner.records.events import Console
 from tests.distributed.ranks import run_ranks
 from tests.engine import task_of_averages
 from tests.forkserver import ForkServer
+from tests.rounding import PROMISED
 
 peft = pytest.importorskip("peft", reason="the package peft is not installed")
 
 TASK = Path(task_of_averages.__file__)
 UPDATES, SIZE = 6, 8
-TOLERANCE = 1e-12  # float64
+TOLERANCE = PROMISED[torch.float64]
 LORA = ("adapter=lora", "adapter.target=[0]", "adapter.rank=2", "adapter.alpha=4")
 
 

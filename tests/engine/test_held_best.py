@@ -25,6 +25,7 @@ from runner.engine.checkpoint_saver import Saver
 from runner.engine.save_policy import MAX_OVERHEAD, SaveCost, SavePolicy, default, off
 from tests.engine.test_saving_of_runs import opened, saving_of
 from tests.forkserver import ForkServer
+from tests.rounding import allowed
 
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
 RUN = ["train", "--task", str(TASK), "run=mine", "device=cpu", "monitor=off", "updates=40", "evaluate.every=4"]
@@ -137,7 +138,8 @@ def test_best_checkpoints_keep_the_share_of_the_time(
             training.evaluated(-float(update))
     copies_s = 10 * 0.001
     unknown_s = slowed_s  # the cost of the first save is known only afterwards
-    assert training.cost_s <= MAX_OVERHEAD * (clock.now - 1000.0) + copies_s + unknown_s + 1e-9
+    most_s = MAX_OVERHEAD * (clock.now - 1000.0) + copies_s + unknown_s
+    assert training.cost_s <= most_s * (1 + allowed(torch.float64, num_updates))
     if num_updates == 20:
         assert training.saved == []
         assert training.cost_s <= copies_s

@@ -9,7 +9,18 @@ import pytest
 import torch
 
 from runner.base.loaded_torch import is_stand_in
-from tests.gpu.runs import COMMON, TASK, Runs, losses, plan_of, weights
+from tests.gpu.runs import (
+    COMMON,
+    HALF_PRECISION,
+    OTHER_KERNELS,
+    SAME_CURVE,
+    TASK,
+    Runs,
+    losses,
+    plan_of,
+    weights,
+)
+from tests.rounding import PROMISED
 
 pytestmark = pytest.mark.gpu
 SEVERAL = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
@@ -27,7 +38,7 @@ PLAIN = "device=cuda:0 precision=fp32"
 )  # fmt: skip
 def test_two_gpus_have_the_curve_of_one(args: str, runs: Runs) -> None:
     one = losses(runs.straight(PLAIN))
-    assert runs.curve("two", f"precision=fp32 {args}") == pytest.approx(one, rel=1e-5)
+    assert runs.curve("two", f"precision=fp32 {args}") == pytest.approx(one, rel=SAME_CURVE)
 
 
 @SEVERAL
@@ -36,7 +47,7 @@ def test_two_gpus_learn_in_half_precision(strategy: str, runs: Runs) -> None:
     precision = "bf16" if torch.cuda.get_device_capability(0) >= (8, 0) else "fp16"
     one = losses(runs.straight(f"device=cuda:0 precision={precision}"))
     two = runs.curve("two", f"parallelism={strategy} precision={precision}")
-    assert two == pytest.approx(one, rel=0.05)  # bfloat16 has 8 bits of precision, and the batch is split differently
+    assert two == pytest.approx(one, rel=HALF_PRECISION)
 
 
 @SEVERAL
@@ -44,7 +55,7 @@ def test_batch_norm_over_two_gpus_uses_the_complete_batch(runs: Runs) -> None:
     args = "precision=fp32 task.batch_norm=true"
     one = runs.curve("one", f"device=cuda:0 micro_batch_size=16 {args}")
     two = runs.curve("two", f"parallelism=ddp parallelism.batch_norm=sync {args}")
-    assert two == pytest.approx(one, rel=1e-4)
+    assert two == pytest.approx(one, rel=OTHER_KERNELS)
 
 
 @SEVERAL
@@ -53,7 +64,7 @@ def test_one_rank_that_is_out_of_memory_is_repeated_by_all(rank: int, runs: Runs
     args = "parallelism=ddp precision=fp32"
     whole = losses(runs.straight(args))
     short = runs.curve("short", f"{args} task.short_in=forward task.rank={rank}")
-    assert short == pytest.approx(whole, rel=1e-5)
+    assert short == pytest.approx(whole, rel=SAME_CURVE)
 
 
 @SEVERAL
@@ -88,7 +99,7 @@ def test_one_gpu_is_a_world_of_size_one_of_every_strategy(strategy: str, runs: R
     args = f"parallelism={strategy} precision=fp32" + (" parallelism.world_size=1" if strategy != "auto" else "")
     env = {"CUDA_VISIBLE_DEVICES": "0"}
     same = losses(runs.train("same", args, env=env))
-    assert same == pytest.approx(one, rel=1e-6)
+    assert same == pytest.approx(one, rel=PROMISED[torch.float32])
 
 
 def test_two_ranks_on_one_gpu_with_unequal_shares_have_the_curve_of_one(runs: Runs) -> None:
@@ -109,4 +120,4 @@ def test_two_ranks_on_one_gpu_with_unequal_shares_have_the_curve_of_one(runs: Ru
             replace(runs, server=server).start(args, {**env, "RANK": str(rank), "LOCAL_RANK": str(rank)})
         result = [server.wait() for server in servers]
     assert [each.code for each in result] == [0, 0], result
-    assert losses(runs.folder / "outputs/two") == pytest.approx(one, rel=1e-5)
+    assert losses(runs.folder / "outputs/two") == pytest.approx(one, rel=SAME_CURVE)

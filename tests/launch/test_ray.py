@@ -16,11 +16,17 @@ from typing import Any
 
 import psutil
 import pytest
+import torch
 
+from tests.rounding import allowed
 from tests.waiting import wait_until
 
 ray = pytest.importorskip("ray")
 pytestmark = pytest.mark.filterwarnings("ignore")
+
+UPDATES, SAMPLES = 40, 8
+# Each update adds its samples in a different order; the errors of the updates add up like a random walk.
+SAME_CURVE = allowed(torch.float32, SAMPLES, growth=UPDATES**0.5)
 
 TASK = """
 import os
@@ -74,7 +80,13 @@ def nodes(cluster: Any) -> list[Any]:
 
 def command(folder: Path, name: str, *args: str, task: str = TASK) -> list[str]:
     (folder / "fit.py").write_text(task)
-    settings = ["device=cpu", "updates=40", "global_batch_size=8", "dataloader.num_workers=0", "log_every=1"]
+    settings = [
+        "device=cpu",
+        f"updates={UPDATES}",
+        f"global_batch_size={SAMPLES}",
+        "dataloader.num_workers=0",
+        "log_every=1",
+    ]
     settings += ["checkpoint.every=5", "evaluate.every=0", f"run={name}", "monitor=off"]
     return [sys.executable, "-m", "runner", "train", "--task", str(folder / "fit.py"), *settings, *args]
 
@@ -111,7 +123,7 @@ def test_two_nodes_train_as_one_process_does(
     run = started(cluster, tmp_path, "pair", *TWO)
     out, _ = run.communicate()
     assert run.returncode == 0, out
-    assert losses(tmp_path, "pair") == pytest.approx(alone, rel=1e-5)
+    assert losses(tmp_path, "pair") == pytest.approx(alone, rel=SAME_CURVE)
 
 
 def test_a_lost_node_restarts_the_run_from_its_checkpoint_on_another(
@@ -127,7 +139,7 @@ def test_a_lost_node_restarts_the_run_from_its_checkpoint_on_another(
         run.kill()
     assert run.returncode == 0, out
     assert "restart 1 of 3" in out
-    assert losses(tmp_path, "moved") == pytest.approx(alone, rel=1e-5)
+    assert losses(tmp_path, "moved") == pytest.approx(alone, rel=SAME_CURVE)
 
 
 def test_a_stop_request_saves_and_the_same_command_resumes(
@@ -144,7 +156,7 @@ def test_a_stop_request_saves_and_the_same_command_resumes(
     finally:
         run.kill()
     assert again.returncode == 0, out
-    assert losses(tmp_path, "stopped") == pytest.approx(alone, rel=1e-5)
+    assert losses(tmp_path, "stopped") == pytest.approx(alone, rel=SAME_CURVE)
 
 
 def test_after_a_second_signal_no_rank_is_left(cluster: Any, nodes: list[Any], tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from runner.base.rank_env import RankInfo
 from runner.distributed.join import choose_interface, find_interface, join_process_group
 from tests.forkserver import ForkServer
 from tests.launch.forked import CompletedFork, forked, started_elsewhere
+from tests.rounding import PROMISED
 
 CPU = torch.device("cpu")
 ADDRESSES = ("10.213.77.1", "10.213.77.2")
@@ -174,7 +175,9 @@ def test_two_machines_train_like_one_process(
     assert [rank.value for rank in result] == [0, 0], result
     alone = server.run([*args, "run=one"], tmp_path)
     assert alone.code == 0, alone.err
-    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=1e-5)
+    assert losses(tmp_path / "two") == pytest.approx(
+        losses(tmp_path / "one"), rel=5 * PROMISED[torch.float32]
+    )  # updates
     assert len(losses(tmp_path / "two")) == 5
 
 

@@ -168,7 +168,7 @@ def test_bfloat16_stays_close() -> None:
     for result in run_ranks(
         lambda world: trained(world, ddp, shares=(19, 13), micro=32, dtype=torch.float32, precision=bf16), 2
     ):
-        assert distance(alone["losses"], result["losses"]) < 2e-3  # additions in a different order, rounded to 8 bits
+        assert distance(alone["losses"], result["losses"]) <= torch.finfo(torch.bfloat16).eps / 4  # of mean losses
 
 
 def test_only_parameters_used_by_some_rank_have_a_gradient() -> None:

@@ -29,7 +29,7 @@ TASK = Path(__file__).parents[1] / "engine" / "task_of_averages.py"
 DRAWING = Path(__file__).parent / "task_of_sharpness.py"
 FLOAT32 = Path(__file__).parents[1] / "engine" / "task_that_is_saved.py"
 UPDATES, SIZE, RHO = 6, 8, 0.1
-TOLERANCE = 1e-12  # float64, at the scale of the weights
+TOLERANCE = PROMISED[torch.float64]
 
 
 def request_of(folder: Path, *args: str, task: Path = TASK) -> Request:

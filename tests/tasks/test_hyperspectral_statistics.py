@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runner.base.errors import DataError
 from runner.base.task import State
-from tests.rounding import assert_close
+from tests.rounding import allowed, assert_close, distance
 
 CHANNELS = 7
 
@@ -61,15 +61,15 @@ def test_merged_statistics_equal_those_of_one_pass_in_any_order(
             assert_close(state[name], whole[name], terms=1280, dtype=torch.float64)
 
 
-@pytest.mark.parametrize(("dtype", "digits"), [(torch.float64, 1e-12), (torch.float32, 1e-6)])
-def test_streaming_statistics_equal_those_of_numpy(dtype: torch.dtype, digits: float) -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_streaming_statistics_equal_those_of_numpy(dtype: torch.dtype) -> None:
     batch = make_batch(offset=3.0)
     state = gathered(PixelStatistics(CHANNELS, dtype), rows_of(batch, [4, 1, 0]), rows_of(batch, [2, 3, 5, 6, 7, 8, 9]))
     pixels = batch["cube"].reshape(-1, CHANNELS).double().numpy()
     covariance = np.cov(pixels.T, bias=True)
     assert state["count"] == len(pixels)
-    np.testing.assert_allclose(state["mean"], pixels.mean(0), rtol=1e-6)
-    np.testing.assert_allclose(state["comoment"] / state["count"], covariance, rtol=0, atol=digits * covariance.max())
+    assert_close(state["mean"], torch.from_numpy(pixels.mean(0)), terms=len(pixels), dtype=dtype)
+    assert_close(state["comoment"] / state["count"], torch.from_numpy(covariance), terms=len(pixels), dtype=dtype)
     np.testing.assert_array_equal(state["low"], pixels.min(0))
     np.testing.assert_array_equal(state["high"], pixels.max(0))
     assert state["known"] == (batch["mask"] != 255).sum()
@@ -146,6 +146,16 @@ def fitted(model: Any, batch: dict[str, Tensor], dtype: torch.dtype = torch.floa
     return model
 
 
+def of_whitening(pixels: np.ndarray[Any, Any]) -> float:
+    """Return the bound for squared norms of whitened float32 pixels.
+
+    Whitening divides the smallest direction by its deviation and so amplifies errors by the ratio of the largest
+    deviation to the smallest, the root of the condition number; the square doubles relative errors.
+    """
+    covariance = np.cov((pixels / np.ptp(pixels, axis=0)).T)
+    return allowed(torch.float32, pixels.shape[1], growth=2 * float(np.linalg.cond(covariance)) ** 0.5)
+
+
 def test_the_components_are_the_eigenvectors_of_numpy() -> None:
     batch = make_batch()
     model = fitted(TrainableRX(CHANNELS, 3), batch)
@@ -155,11 +165,13 @@ def test_the_components_are_the_eigenvectors_of_numpy() -> None:
     values, vectors = np.linalg.eig(np.cov((normal * gate).T, bias=True))
     order = np.argsort(values)[::-1][:3]
     cosines = np.abs((model.components.detach().numpy() * vectors[:, order].T).sum(1))
-    np.testing.assert_allclose(cosines, 1, atol=1e-5)
-    np.testing.assert_allclose(model.scale.numpy() ** -2.0, values[order], rtol=1e-4)
+    np.testing.assert_allclose(cosines, 1, rtol=allowed(torch.float32, CHANNELS))
+    np.testing.assert_allclose(model.scale.numpy() ** -2.0, values[order], rtol=allowed(torch.float32, 1, growth=2))
     with torch.no_grad():
         explained, whole = model.explained(batch["cube"])
-    assert float(explained / whole) == pytest.approx(values[order].sum() / values.sum(), rel=1e-5)
+    assert float(explained / whole) == pytest.approx(
+        values[order].sum() / values.sum(), rel=allowed(torch.float32, normal.size, growth=2)
+    )
 
 
 def test_rx_is_the_squared_mahalanobis_distance_of_numpy() -> None:
@@ -169,7 +181,7 @@ def test_rx_is_the_squared_mahalanobis_distance_of_numpy() -> None:
     away = pixels - pixels.mean(0)
     expected = np.einsum("nc,cd,nd->n", away, np.linalg.inv(np.cov(pixels.T, bias=True)), away)
     result = model.rx(batch["cube"]).reshape(-1).numpy()
-    np.testing.assert_allclose(result, expected, rtol=2e-3)
+    assert distance(expected, result) <= of_whitening(pixels)
     assert expected.mean() == pytest.approx(CHANNELS)
     # with 1280 sampled pixels, the error of the standard deviation is about 3 %
     assert float(model.sigma) == pytest.approx(expected.std(), rel=0.1)
@@ -180,7 +192,8 @@ def test_after_phase_1_the_model_is_rx() -> None:
     batch = make_batch()
     model = fitted(TrainableRX(CHANNELS, 3), batch)
     logits, _ = model(batch["cube"])
-    torch.testing.assert_close(logits, model.rx_logit(batch["cube"]), rtol=1e-3, atol=1e-3)
+    pixels = batch["cube"].reshape(-1, CHANNELS).double().numpy()
+    assert distance(model.rx_logit(batch["cube"]), logits) <= of_whitening(pixels)
     result = (logits > 0).float().mean().item()
     assert 0 < result < 0.1
 

@@ -70,7 +70,7 @@ def test_noise_grows_from_almost_none_to_almost_all(num_steps: int) -> None:
     assert signal.shape == (num_steps,)
     assert (signal.diff() < 0).all()
     assert 0.97 < signal[0] < 1
-    assert 0 <= signal[-1] < 1e-4
+    assert 0 <= signal[-1] < 1e-4  # lint-tests: tolerance: how little is left of the signal, not rounding
     assert signal[num_steps // 2 - 1] == pytest.approx(0.5, abs=0.02)  # squared cosine: half the signal halfway
 
 
@@ -315,6 +315,7 @@ def test_the_stronger_baseline_copies_the_nearest_training_piece(
         copied = (whole["points"] == result[i]).all(dim=2).all(dim=1)
         assert copied.any()
         cost = apart**2 + (8 * task.mean_step * turned) ** 2
+        # lint-tests: tolerance: mm², for a cost of 0
         assert float(cost[copied].min()) <= float(cost.min()) * 1.05 + 1e-6
     assert task.baselines()["mdf_mm_nearest_piece"] < 0.5 * task.baselines()["mdf_mm"]
 

@@ -25,10 +25,11 @@ from runner.engine.trained_run import open_trained
 from runner.records.events import Console
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
+from tests.rounding import PROMISED
 
 TASK = Path(__file__).parents[1] / "task_of_averages.py"
 UPDATES, DECAY = 6, 0.9
-TOLERANCE = 1e-12  # float64: the rounding error of a sum of at most 6 updates of weights below 10 is less than 1e-14
+TOLERANCE = PROMISED[torch.float64]
 EMA = ("averaging=ema", f"averaging.decay={DECAY}")
 
 

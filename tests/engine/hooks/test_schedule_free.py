@@ -22,12 +22,13 @@ from runner.engine.trained_run import open_trained
 from runner.records.events import Console
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
+from tests.rounding import PROMISED
 
 schedulefree = pytest.importorskip("schedulefree", reason="the package schedulefree is not installed")
 
 TASK = Path(__file__).parents[1] / "task_of_averages.py"
 UPDATES, SIZE, WARMUP = 6, 8, 3
-TOLERANCE = 1e-12  # float64
+TOLERANCE = PROMISED[torch.float64]
 
 
 def request_of(folder: Path, *args: str) -> Request:
