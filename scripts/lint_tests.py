@@ -7,7 +7,7 @@ Each finding is one line `path:line: rule: what`. Rules:
 sleep      time.sleep: order events with pipes, barriers and `tests.waiting.wait_until`
 clock      an assertion about a value read from a clock: count costs instead; durations belong to scripts/measure
 measured   an assertion that a duration, rate or ratio of a report (by its key) is above or below a number
-timeout    a timeout below 30 s, which a busy machine exceeds
+timeout    a timeout below 30 s, which a busy machine exceeds: also of `wait` and `join`, and `time.monotonic() + 20`
 private    a private name of another module: if a test needs one, the code lacks an interface
 tolerance  a literal tolerance below 0.001: derive it from the number format and the sum, as in tests/rounding.py
 phrase     an assertion with a sentence of a message: use snapshots for screens; else check codes, keys and structure
@@ -34,6 +34,7 @@ WORDS_OF_A_PHRASE = 4
 TOLERANCES = {"rel", "abs", "rtol", "atol"}
 MAX_ROUNDING = 1e-3  # larger tolerances are of statistics, figures shown, or measured values
 MEASURED = re.compile(r"(_ms|_us|_s|seconds|speedup|overhead)$|/s$|^(ratios?|shares?|middle)$")  # keys of reports
+DEADLINE = re.compile(r"= time\.(?:monotonic|perf_counter|time)\(\) \+ (\d+(?:\.\d+)?)\b")
 EXCEPTION = re.compile(r"#\s*lint-tests:\s*([a-z, ]+):\s*\S")
 
 Finding = tuple[int, str, str]
@@ -48,7 +49,7 @@ def main(arguments: list[str]) -> int:
     for file in files:
         text = file.read_text()
         lines = text.splitlines()
-        for line, rule, what in sorted(set(findings(ast.parse(text)))):
+        for line, rule, what in sorted({*findings(ast.parse(text)), *_short_deadlines(lines)}):
             if rule not in _excused(lines, line):
                 num_found += 1
                 print(f"{file}:{line}: {rule}: {what}")
@@ -70,6 +71,7 @@ def findings(tree: ast.Module) -> Iterator[Finding]:
         for target in node.targets
         if isinstance(target, ast.Name)
     }
+    durations = {each.name for each in tree.body if isinstance(each, ast.FunctionDef) and _returns_duration(each)}
     for node in ast.walk(tree):
         if isinstance(node, ast.Call):
             yield from _of_call(node)
@@ -79,7 +81,7 @@ def findings(tree: ast.Module) -> Iterator[Finding]:
         elif isinstance(node, ast.ImportFrom):
             yield from _of_import(node)
         elif isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)):
-            yield from _clocks_compared(node)
+            yield from _clocks_compared(node, durations)
         elif isinstance(node, ast.Assert):
             yield from _phrases(node)
             yield from _measured(node)
@@ -91,7 +93,7 @@ def _of_call(call: ast.Call) -> Iterator[Finding]:
     if name in ("time.sleep", "sleep", "asyncio.sleep"):
         yield call.lineno, "sleep", ast.unparse(call)
     limits = [word.value for word in call.keywords if word.arg in ("timeout", "timeout_s", "deadline_s")]
-    if name in ("pytest.mark.timeout", "faulthandler.dump_traceback_later"):
+    if name in ("pytest.mark.timeout", "faulthandler.dump_traceback_later") or name.endswith((".wait", ".join")):
         limits += call.args[:1]
     for limit in limits:
         if (
@@ -104,6 +106,14 @@ def _of_call(call: ast.Call) -> Iterator[Finding]:
         target = call.args[1]
         if isinstance(target, ast.Constant) and _is_private(str(target.value)) and not _is_foreign(call.args[0]):
             yield call.lineno, "private", f"{ast.unparse(call.args[0])}.{target.value}"
+
+
+def _short_deadlines(lines: list[str]) -> Iterator[Finding]:
+    """Find deadlines, also in programs that tests hold as strings."""
+    for number, line in enumerate(lines, 1):
+        found = DEADLINE.search(line)
+        if found and float(found[1]) < MIN_TIMEOUT_S:
+            yield number, "timeout", found[0]
 
 
 def _of_attribute(node: ast.Attribute) -> Iterator[Finding]:
@@ -130,19 +140,22 @@ def _is_foreign(value: ast.expr) -> bool:
     return isinstance(root, ast.Name) and (root.id in ("self", "cls", "super") or root.id in FOREIGN)
 
 
-def _clocks_compared(function: ast.FunctionDef | ast.AsyncFunctionDef) -> Iterator[Finding]:
-    """Trace values read from clocks through assignments to the assertions of a function."""
+def _returns_duration(function: ast.FunctionDef) -> bool:
+    return any(isinstance(node, ast.Return) and node.value and _reads_clock(node.value) for node in ast.walk(function))
+
+
+def _reads_clock(node: ast.AST) -> bool:
+    names = [ast.unparse(each.func) for each in ast.walk(node) if isinstance(each, ast.Call)]
+    return any(name.split(".")[-1] in CLOCKS or name == "time.time" for name in names)
+
+
+def _clocks_compared(function: ast.FunctionDef | ast.AsyncFunctionDef, durations: set[str]) -> Iterator[Finding]:
+    """Trace values read from clocks, or by `durations`, functions that do, to the assertions of a function."""
     tainted: set[str] = set()
 
     def reads_clock(node: ast.AST) -> bool:
-        for each in ast.walk(node):
-            if isinstance(each, ast.Call):
-                name = ast.unparse(each.func)
-                if name.split(".")[-1] in CLOCKS or name == "time.time":
-                    return True
-            if isinstance(each, ast.Name) and each.id in tainted:
-                return True
-        return False
+        names = {each.id for each in ast.walk(node) if isinstance(each, ast.Name)}
+        return _reads_clock(node) or bool(names & (tainted | durations))
 
     for _ in range(3):
         for node in ast.walk(function):

@@ -8,6 +8,7 @@ import pytest
 
 from scripts import lint_tests
 
+DEADLINE = "until = time.monotonic() + {}"
 PLANTED = {
     "sleep": [
         "import time\ntime.sleep(0.1)",
@@ -18,6 +19,7 @@ PLANTED = {
         "def test():\n    assert time.monotonic() < 5",
         "def test():\n    began = time.perf_counter()\n    run()\n    assert time.perf_counter() - began < 5",
         "def test():\n    began = time.time()\n    took = now() - began\n    assert took < 5",
+        "def timed():\n    return time.time() - began\ndef test():\n    assert timed() < 5",
         "def test():\n    if (began := time.process_time()):\n        assert began < 5",
     ],
     "measured": [
@@ -30,6 +32,10 @@ PLANTED = {
         "joined(member, timeout_s=0.2)",
         "@pytest.mark.timeout(10)\ndef test(): ...",
         "faulthandler.dump_traceback_later(3)",
+        "released.wait(10)",
+        "thread.join(2.5)",
+        DEADLINE.format(20),
+        f'PROGRAM = """\nimport time\n{DEADLINE.format(2.5)}\n"""',
     ],
     "private": [
         "from runner.base.text import _near",
@@ -55,7 +61,8 @@ RIGHT = [
     "wait_until(path.exists)",
     "def test(clock):\n    clock.sleep(5)\n    assert clock.now == 5",
     "def test():\n    began = time.monotonic()\n    log(began)\n    assert run() == 0",
-    "process.wait(timeout=60)\nprocess.wait(timeout=limit_s)\nselect.poll(timeout=0)",
+    "process.wait(timeout=60)\nprocess.wait()\nprocess.wait(timeout=limit_s)\nselect.poll(timeout=0)",
+    f"thread.join(60)\n', '.join(['a'])\n{DEADLINE.format(60)}",
     "def test():\n    assert row['seconds'] > 0\n    assert row['items'] > 5\n    assert row['update_ms'] == 5",
     "def test():\n    assert share == pytest.approx(0.5, abs=0.01)\n    assert 1e-5 <= rate <= 0.1",
     "def test():\n    assert one == pytest.approx(other, rel=allowed(torch.float32, 8), abs=0)",

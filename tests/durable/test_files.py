@@ -239,13 +239,13 @@ def test_rows_are_written_while_the_disk_is_busy(tmp_path: Path) -> None:
 
         def fsync(self, descriptor: int) -> None:
             self.reached.set()
-            assert self.gate.wait(10)
+            assert self.gate.wait(60)
 
     with files.AppendLog(tmp_path / "log") as log, files.use_system(slow := Slow()):
         syncing = threading.Thread(target=log.sync)
         log.write("one")
         syncing.start()
-        assert slow.reached.wait(10)
+        assert slow.reached.wait(60)
         log.write("two")
         log.flush()
         assert (tmp_path / "log").read_text() == "one\ntwo\n"

@@ -16,6 +16,7 @@ import time
 from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import psutil
@@ -36,15 +37,14 @@ ROUNDING_S = 0.5e-3  # spans in the file are whole milliseconds
 WATCH = """
 import json, os, pathlib, time
 from runner.monitor.monitor_thread import Monitor
+from tests.waiting import wait_until
 path = pathlib.Path("gpu.csv")
 path.unlink(missing_ok=True)
 monitor = Monitor(path, 0.02, uuids=json.loads(os.environ.get("WATCH", "null")))
 before = [monitor.line(), dict(monitor.latest())]
 monitor.enter_phase("train")
 with monitor:
-    until = time.monotonic() + 20
-    while len(path.read_text().splitlines() if path.exists() else []) < 7 and time.monotonic() < until:
-        time.sleep(0.01)
+    wait_until(lambda: path.exists() and len(path.read_text().splitlines()) >= 7)
 print(json.dumps({
     "before": before, "latest": dict(monitor.latest()), "line": monitor.line(), "notes": monitor.notes,
     "csv": path.read_text(), "now": time.time(),
@@ -151,15 +151,27 @@ def test_the_status_line_has_its_documented_form(screen: Callable[..., None]) ->
     assert format_line(sample, num_gpus=2).startswith("GPU0: "), "the other one is lost, but still counted"
 
 
-def test_samples_are_taken_at_the_interval_without_drift(tmp_path: Path) -> None:
-    path = tmp_path / "gpu.csv"
-    with Monitor(path, 0.05):
-        wait_until(lambda: path.exists() and len(rows_of(path.read_text())) >= 12)
-    times = [float(row["timestamp"]) for row in rows_of(path.read_text())]
-    steps = sorted(later - earlier for earlier, later in itertools.pairwise(times))
+def test_samples_are_taken_at_the_interval_without_drift(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With a virtual clock, which each wait advances by 4 ms more than requested."""
+    path, waited = tmp_path / "gpu.csv", [0.0]
 
-    assert steps[len(steps) // 2] == pytest.approx(0.05, abs=0.03), "a busy machine may delay single samples"
-    assert steps[0] > 0
+    class Late(threading.Event):
+        def wait(self, timeout: float | None = None) -> bool:
+            if timeout is None or len(waited) == 12:
+                return super().wait()
+            waited.append(timeout + 0.004)
+            return self.is_set()
+
+    clock = SimpleNamespace(monotonic=lambda: sum(waited), time=lambda: 1e9 + sum(waited))
+    monkeypatch.setattr(module, "threading", SimpleNamespace(**{**vars(threading), "Event": Late}))
+    monkeypatch.setattr(module, "time", clock)
+    with Monitor(path, 0.05):
+        wait_until(lambda: len(waited) == 12)
+    times = [float(row["timestamp"]) for row in rows_of(path.read_text())]
+    steps = [later - earlier for earlier, later in itertools.pairwise(times[1:])]
+
+    assert len(steps) >= 8
+    assert steps == pytest.approx([0.05] * len(steps), abs=2 * ROUNDING_S)
 
 
 def test_a_second_run_appends_after_a_torn_line(tmp_path: Path) -> None:
@@ -370,22 +382,19 @@ def test_the_summary_is_that_of_the_file(tmp_path: Path) -> None:
 
 
 LOSE = """
-import json, pathlib, os, time
+import json, pathlib
 from runner.monitor.monitor_thread import Monitor
 from tests.nvml_stub import change
+from tests.waiting import wait_until
 path = pathlib.Path("gpu.csv")
 path.unlink(missing_ok=True)
-def wait(for_what):
-    until = time.monotonic() + 20
-    while not for_what() and time.monotonic() < until:
-        time.sleep(0.01)
 monitor = Monitor(path, 0.02)
 with monitor:
-    wait(monitor.latest)
+    wait_until(monitor.latest)
     change({"1.err.all": 15})
-    wait(lambda: monitor.notes)
+    wait_until(lambda: monitor.notes)
     rows = len(path.read_text().splitlines())
-    wait(lambda: len(path.read_text().splitlines()) > rows + 6)
+    wait_until(lambda: len(path.read_text().splitlines()) > rows + 6)
 print(json.dumps({"csv": path.read_text(), "notes": monitor.notes, "latest": dict(monitor.latest())}))
 """
 
@@ -566,24 +575,21 @@ def test_pids_of_another_namespace_are_unknown(nvml_stub: NvmlStub) -> None:
 
 
 HANG = """
-import json, os, pathlib, time
+import json, os, pathlib
 from runner.monitor import monitor_thread as module
 from runner.monitor.monitor_thread import Monitor
-module.READ_TIMEOUT_S, module.STALE_S = 0.1, 0.3
 from tests.nvml_stub import change
+from tests.waiting import wait_until
 path = pathlib.Path("gpu.csv")
 path.unlink(missing_ok=True)
-def wait(for_what):
-    until = time.monotonic() + 20
-    while not for_what() and time.monotonic() < until:
-        time.sleep(0.01)
 with Monitor(path, 0.02) as monitor:
-    wait(lambda: "gpu0/util" in monitor.latest())
+    wait_until(lambda: "gpu0/util" in monitor.latest())
     monitor.new_alerts()
     change({"0.wait_ms": 10**6})
-    wait(lambda: any("has not responded" in note for note in monitor.notes))
+    module.READ_TIMEOUT_S, module.STALE_S = 0.1, 0.3  # not before: a busy machine may take longer for a reading
+    wait_until(lambda: any("has not responded" in note for note in monitor.notes))
     rows = len(path.read_text().splitlines())
-    wait(lambda: len(path.read_text().splitlines()) > rows + 5)
+    wait_until(lambda: len(path.read_text().splitlines()) > rows + 5)
     alerts = [alert.text for alert in monitor.new_alerts()]
     seen = [dict(monitor.row()), monitor.line(), alerts, bool(monitor.users())]
 print(json.dumps([*seen, path.read_text()]), flush=True)
@@ -608,7 +614,7 @@ def test_with_a_driver_that_hangs_on_open_cpu_and_ram_are_still_monitored(monkey
     release = threading.Event()
     monkeypatch.setattr(module, "OPEN_TIMEOUT_S", 0.1)
     monkeypatch.setattr(module, "STALE_S", 0.2)
-    monkeypatch.setattr(module, "open_driver", lambda: release.wait(20) and Nvml())
+    monkeypatch.setattr(module, "open_driver", lambda: release.wait(120) and Nvml())
     with Monitor(None, 0.02) as monitor:
         wait_until(lambda: "ram/percent" in monitor.latest())
         wait_until(lambda: any("the GPUs are not monitored" in note for note in monitor.notes))
