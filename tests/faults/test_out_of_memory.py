@@ -298,7 +298,7 @@ def test_one_rank_may_run_out_of_memory_while_another_is_one_update_behind() -> 
 
 def test_ranks_in_lockstep_use_the_smallest_micro_batch() -> None:
     """One rank of ddp was out of memory; resumed with fsdp, all ranks need the same number of micro-batches."""
-    course = Course(2, strategy="fsdp", more=("parallelism.timeout_s=20",))
+    course = Course(2, strategy="fsdp", more=("parallelism.timeout_s=60",))
     of_one = (
         ReducedMicroBatch("train", 0, 1, 4, MICRO, 2),
         ReducedMicroBatch("train", 0, 1, 4, MICRO, 2, "evaluation"),
