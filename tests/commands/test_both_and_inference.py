@@ -53,20 +53,14 @@ def damage(checkpoint: Path) -> None:
     (checkpoint / "model.safetensors").write_bytes(content)
 
 
-def test_both_trains_and_predicts(server: ForkServer, tmp_path: Path) -> None:
-    result = server.run(["both", "run=mine", *ON_CPU, "inference.samples=1"], tmp_path)
+def test_both_trains_and_predicts_with_the_run_that_it_trained(server: ForkServer, tmp_path: Path) -> None:
+    result = server.run(["both", *ON_CPU, "inference.samples=1"], tmp_path)
     assert result.code == 0, result.err
-    run = tmp_path / "outputs" / "mine"
+    (run,) = (tmp_path / "outputs").iterdir()
+    assert run.name.startswith("task_with_everything-")
     assert json.loads((run / "run.json").read_text())["state"] == "done"
     assert list(predictions(run)) == ["answer-0.npy"]
     assert summary(run)["checkpoint_update"] == 30
-
-
-def test_the_command_both_predicts_with_the_run_that_it_trained(server: ForkServer, tmp_path: Path) -> None:
-    assert server.run(["both", *ON_CPU], tmp_path).code == 0
-    (run,) = (tmp_path / "outputs").iterdir()
-    assert run.name.startswith("task_with_everything-")
-    assert predictions(run)
 
 
 def test_both_exits_like_the_training_that_failed_and_predicts_nothing(server: ForkServer, tmp_path: Path) -> None:
