@@ -37,7 +37,7 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/axes/optimizer.py", "_import_quietly", "import_module"): "names that the file spells out",
     ("runner/base/optimizer_state.py", "_plain_tensors", "getattr"): "attributes that a tensor subclass itself lists",
     ("runner/axes/memory.py", "_saved_operations", "getattr"): "operations of torch that the file spells out",
-    ("runner/engine/cuda_autocast.py", "_find_functions", "getattr"): "functions of torch that the file spells out",
+    ("runner/forecast/cuda_autocast.py", "_find_functions", "getattr"): "functions of torch that the file spells out",
     ("runner/config/configuration.py", "_only_phase", "getattr"): "fields of Settings that the function spells out",
     ("runner/config/schema.py", "<module>", "getattr"): "names in values.__all__",
     ("runner/distributed/stages.py", "*", "getattr"): "dtypes that a rank of ours sent",

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from itertools import chain
 
 from torch import Tensor
 
@@ -36,9 +35,13 @@ class Feed:
         """Return the next batch without consuming it."""
         self.progress_mark.now = (DATA, self.position.update + 1)
         first = next(self.batches)
-        self.batches = chain([first], self.batches)
+        self.batches = _prepend([first], self.batches)
         self.progress_mark.now = (UPDATE, self.position.update + 1)
         return first
+
+    def close(self) -> None:
+        """Free the batches that were read ahead."""
+        self.batches = iter(())
 
     def __next__(self) -> MicroBatch:
         self.progress_mark.now = (DATA, self.position.update + 1)
@@ -51,6 +54,12 @@ class Feed:
             self.marks.update(batch.marks)
         noise.start_pass(batch.samples)  # not in the loss, which backward may recompute
         return batch
+
+
+def _prepend(first: list[MicroBatch], batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
+    """Yield `first`, then the others; unlike itertools.chain, do not keep the first in memory until the end."""
+    yield first.pop()
+    yield from batches
 
 
 def watch_shapes(batches: Iterator[MicroBatch], warn: Callable[[str], None]) -> Iterator[MicroBatch]:

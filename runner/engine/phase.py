@@ -61,6 +61,7 @@ class Phase(PhaseView):
         self.shares = make_shares(run.plan.choices["parallelism"].options.get("shares"), self.order)
         self.loader: Loader = parts.loader(fetcher)
         self.position = Position(self.name, skipped_before=parts.precision.num_skipped())
+        self.feed = Feed(iter(()), self.progress_mark, self.position, run.tally.batch_shapes)
         self.record = run.progress.records.setdefault(self.name, PhaseRecord(planned.kind, self.name))
         self.record.samples = self._samples(len(fetcher))
         self.hooks = build_hooks(self, self.kinds_of_hooks)
@@ -122,6 +123,7 @@ class Phase(PhaseView):
             stack.callback(self.work.release)
             for hook in self.hooks:
                 stack.callback(hook.close, error)
+            stack.callback(self.feed.close)
             with suppressed:
                 self.loader.close()
 
@@ -179,7 +181,7 @@ class Phase(PhaseView):
             )
         for text in () if done or self.is_over else self.work.start_lines():
             run.observers.screen.info(f"{self.name} {text}")
-        self.feed = Feed(self._read_batches(), self.progress_mark, self.position, run.tally.batch_shapes)
+        self.feed.batches = self._read_batches()
         self.batches = self.feed
         parts.bare.train()
         self.stopwatch.lap("starting")

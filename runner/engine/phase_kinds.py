@@ -73,7 +73,10 @@ class PhaseKind:
         raise NotImplementedError
 
     def release(self) -> None:
-        """Undo temporary changes to the model, such as hooks; keep its values."""
+        """Undo temporary changes to the model, such as hooks, keep its values, and free the state of the phase.
+
+        Other objects may refer to a finished phase, but the next one needs the memory.
+        """
 
     def start_lines(self) -> list[str]:
         """Return the lines to print at the start of the phase."""
@@ -231,6 +234,8 @@ class GradientPhase(PhaseKind):
         self.training.schedule.load(start.state["schedule"])
 
     def release(self) -> None:
+        for optimizer in self.inputs.optimizers:
+            optimizer.state.clear()
         self._remove_grad_hooks()
         self.parts.parallel.end()
         for name, weight in self.parts.bare.named_parameters():
@@ -310,6 +315,7 @@ class StatisticsPhase(PhaseKind):
                             added = self.fit.add(model, self.gathered, batch)
                         self.gathered, count = _check_added(added, self.fit, self.parts.source)
                         items = items + count
+                    del batch  # before the next is read, so that one batch less is in memory
                     stopwatch.lap("forward")
             self.position.update += 1
             total_items = world.sum(world.zeros() + items) if is_batch_split else items
@@ -337,6 +343,9 @@ class StatisticsPhase(PhaseKind):
         """Restore the gathered state on rank 0; other ranks start empty."""
         if self.parts.world.is_first:
             self.gathered = {name: value.to(self.parts.world.device) for name, value in start.tensors("fit").items()}
+
+    def release(self) -> None:
+        self.gathered = {}
 
     def _merge_ranks(self) -> State:
         return self.parts.parallel.merge_state(self.fit.merge, self.gathered)

@@ -51,6 +51,7 @@ def train(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterable[Pha
         try:
             with phase:
                 stopped_by = phase.run_updates()
+                run.tally.state_bytes = phase.work.state_bytes()  # before the phase frees its state
         except BaseException as error:  # at this level, because torch reports a dead worker at any point of the code
             reported = phase.translate_error(error)
             if isinstance(reported, AccelRunError):
@@ -60,7 +61,6 @@ def train(run: TrainingRun, start: LoadedCheckpoint | None, before: Iterable[Pha
             raise reported from error
         saving = phase.hook(Checkpointing)
         run.tally.last_row = phase.hook(Metrics).meter.last_row or run.tally.last_row
-        run.tally.state_bytes = phase.work.state_bytes()
         if stopped_by:
             is_resumable = saving.newest_number is not None
             return Outcome(stopped_by, phase.position.update, progress.metrics, not saving.is_unsaved, is_resumable)

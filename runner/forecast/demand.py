@@ -20,12 +20,12 @@ from runner.plan.memory_trace import Traced
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import Plan
 
-PhaseSize = tuple[str, int]  # name of a training phase, and a micro-batch size
+PhaseSize = tuple[str, int]  # name of a phase, and a micro-batch size
 MAX_ROUNDS = 5  # rounds of traces at sizes that earlier traces predict to fit
 
 
 def predict_needs(configuration: Configuration, inventory: Inventory, alternatives: bool = False) -> MemoryNeeds:
-    """Return the memory demand of every training phase on the devices of the inventory.
+    """Return the memory demand of every phase on the devices of the inventory.
 
     The full share of a rank is traced first. If it does not fit, a micro-batch of one sample is traced too, so that
     other sizes can be interpolated, and then the size that is predicted to fit, until a trace confirms it.
@@ -110,7 +110,7 @@ def _trace_pipeline(
         phases = {phase.name: phase for phase in staged.phases}
 
         def trace(sizes: Iterable[PhaseSize]) -> bool:
-            new = sorted(set(sizes) - done)
+            new = sorted((name, size) for name, size in set(sizes) - done if name in phases)
             done.update(new)
             for name, size in new:
                 for rank, traced in enumerate(staged.trace(phases[name], size)):
@@ -198,11 +198,11 @@ def _largest(plan: Plan) -> int:
 
 
 def _deciding_sizes(plan: Plan) -> set[PhaseSize]:
-    """Return the deciding sizes: the largest micro-batch per training phase and kind of device."""
+    """Return the deciding sizes: the largest micro-batch per phase and kind of device."""
     sizes: dict[tuple[str, str], int] = {}
     for phase in plan.selected:
         shares = phase.batch.shares if phase.batch.stages == 1 else phase.batch.shares * plan.world_size
-        for rank, share in zip(plan.ranks if phase.kind == "train" else (), shares, strict=False):
+        for rank, share in zip(plan.ranks, shares, strict=False):
             kind = (phase.name, rank.name)
             sizes[kind] = max(1, sizes.get(kind, 0), min(phase.batch.micro_batch_size, share))
     return {(name, size) for (name, _), size in sizes.items()}

@@ -174,6 +174,6 @@ def _seconds(plan: Plan, needs: MemoryNeeds, profiles: Sequence[Mapping[str, Any
     estimates = [
         predict_phase_time(plan, phase, needs.demands[phase.name], rates)
         for phase in plan.selected
-        if phase.name in needs.demands
+        if phase.name in needs.demands and phase.kind == "train"
     ]
     return sum(time.seconds for time in estimates if time) if estimates and all(estimates) else None

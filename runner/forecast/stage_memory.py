@@ -26,11 +26,12 @@ from runner.distributed.pipelined import Pipelined, model_not_called_error
 from runner.distributed.stages import Call, ModelCalled, Shapes
 from runner.engine.assemble import assemble
 from runner.engine.contract_checks import validate_modules
-from runner.engine.cuda_autocast import CudaAutocastMode
 from runner.engine.task_loading import task_errors
 from runner.engine.train_order import make_order
+from runner.forecast.cuda_autocast import CudaAutocastMode
 from runner.forecast.fake_mode import AllocationLedger, FakeRun
-from runner.forecast.memory_forecast import NUM_UPDATES, PhaseTracer, plan_for_host
+from runner.forecast.memory_forecast import plan_for_host
+from runner.forecast.phase_tracer import NUM_UPDATES, PhaseTracer
 from runner.plan.memory_trace import ComputeCost, Traced
 from runner.plan.run_plan import PhasePlan, Plan
 

@@ -436,7 +436,7 @@ def choose_micro_batch_size(share: int, max_samples: int) -> int:
 class MemoryNeeds:
     """Memory demand of the phases of a task.
 
-    demands  training phase -> its demand
+    demands  phase -> its demand
     why_not  why the demand is unknown or incomplete; empty otherwise
     layout   lines with the layers that a pipeline puts on each device
     """

@@ -23,6 +23,7 @@ class Bytes:
     activations  saved for the backward pass, including weight copies in 16-bit formats
     inputs       batches on the device
     temporary    everything else: intermediate results, gradients of activations
+    statistics   state of a phase that fits statistics
     """
 
     parameters: int = 0
@@ -32,6 +33,7 @@ class Bytes:
     activations: int = 0
     inputs: int = 0
     temporary: int = 0
+    statistics: int = 0
 
     @property
     def total(self) -> int:
@@ -116,7 +118,7 @@ class ModelSizes:
 
 @dataclass(frozen=True)
 class Traced:
-    """A training phase, traced on fake tensors: its construction and two updates.
+    """A phase, traced on fake tensors: its construction and two updates.
 
     phase                    name of the phase
     micro_batch_size         samples of a micro-batch

@@ -149,6 +149,8 @@ def _format_layers(demand: Demand, memories: Sequence[RankMemory]) -> list[str]:
 
 
 def _format_time(plan: Plan, phase: PhasePlan, demand: Demand, rates: Mapping[str, DeviceRates]) -> list[str]:
+    if phase.kind == "fit":  # the dtypes of its operators, such as float64, have no known rates
+        return []
     time = predict_phase_time(plan, phase, demand, rates)
     if time is None:
         unknown = (rank.name for rank in plan.ranks if not rates.get(rank.name, DeviceRates()).is_known)

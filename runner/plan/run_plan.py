@@ -59,7 +59,7 @@ class Plan:
     phases      all phases of the task, in order; `selected` names those that run
     phase_keys  keys of the phases if the task declares any, as in the configuration
     config_dir  the user's configuration folder, None if there is none
-    memory      predicted memory of each rank in each training phase; empty if nothing was traced
+    memory      predicted memory of each rank in each phase; empty if nothing was traced
     hooks       enabled hooks of the task file and of packages
     """
 
@@ -210,8 +210,10 @@ def format_rank_table(plan: Plan) -> list[str]:
 
 
 def rank_part(parallelism: Choice, phase: PhasePlan) -> RankPart:
-    """Return the fraction of the model and batch on each rank in this phase."""
+    """Return the fraction of the model and batch on each rank in this phase.
+
+    A phase that fits statistics reads one micro-batch at a time, also in a pipeline.
+    """
     batch = phase.batch
-    return RankPart.from_choice(
-        parallelism, len(batch.shares) * batch.stages, max(batch.shares), batch.accumulation_steps
-    )
+    passes = batch.accumulation_steps if phase.kind == "train" else 1
+    return RankPart.from_choice(parallelism, len(batch.shares) * batch.stages, max(batch.shares), passes)

@@ -35,7 +35,7 @@ from runner.base.task import Progress
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
 from runner.engine.assemble import Parts, assemble
-from runner.engine.loop import Position, train_updates
+from runner.engine.loop import Position
 from runner.engine.objective_phase import make_phase_kind
 from runner.forecast.memory_forecast import forecast
 from runner.host.subprocesses import run_in_subprocess
@@ -86,7 +86,7 @@ def counted(configuration: Configuration, micros: Sequence[int]) -> dict[tuple[s
         warnings.simplefilter("ignore")
         parts = assemble(plan, stack)
         for phase in plan.selected:
-            for micro in micros if phase.kind == "train" else ():
+            for micro in micros:
                 batch = Batch(2 * micro, micro, (2 * micro,))
                 peaks[phase.name, micro] = _count_of(
                     parts, dataclasses.replace(phase, batch=batch, updates=2, epochs=None)
@@ -116,7 +116,7 @@ def _count_of(parts: Parts, phase: PhasePlan) -> int:
         handed = batches()
         for _ in range(2):
             parts.task.begin_update(Progress(phase.name, position.update, 2, 0.0))
-            next(train_updates(work.inputs, handed, position.update + 1))
+            next(work.updates(handed))
     work.release()
     return count.peak
 

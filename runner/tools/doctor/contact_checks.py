@@ -178,7 +178,7 @@ def context_memory(context: CheckContext) -> Iterator[CheckResult]:
 
 @dataclasses.dataclass(frozen=True)
 class RunPrediction:
-    """The predictions for the run.
+    """The predictions for the run: the memory of its most demanding phase, the work of its first training phase.
 
     allocated  peak bytes in tensors
     reserved   peak bytes that torch's allocator reserves, without the margin for kernels that a trace does not see
@@ -197,14 +197,18 @@ def predict_run(request: Request, inventory: Inventory) -> RunPrediction | str:
     configuration = compose(request)
     needs = predict_needs(configuration, inventory)
     plan = make_plan(configuration, inventory, needs=needs)
-    phase = next((planned for planned in plan.phases if planned.name in needs.demands), None)
+    phases = [planned for planned in plan.selected if planned.name in needs.demands]
+    phase = next((planned for planned in phases if planned.kind == "train"), None)
     if phase is None:
         return needs.why_not or "there is no training phase"
     demand, rank = needs.demands[phase.name], dataclasses.replace(plan.ranks[0], unseen=0.0)
-    parts = predict_memory(demand, phase.batch.micro_batch_size, rank).parts
-    allocated = sum(size for part, size in parts.items() if part not in ("libraries", "allocator"))
+    peaks = [
+        predict_memory(needs.demands[planned.name], planned.batch.micro_batch_size, rank).parts for planned in phases
+    ]
+    allocated, allocator = max(
+        (sum(size for part, size in parts.items() if part not in ("libraries", "allocator")), parts.get("allocator", 0))
+        for parts in peaks
+    )
     of_pass, passes = demand.at(phase.batch.micro_batch_size).work.launches, phase.batch.accumulation_steps
     seconds = predict_phase_time(plan, phase, demand, find_rank_rates(plan, list(profile_facts().values())))
-    return RunPrediction(
-        allocated, allocated + parts.get("allocator", 0), demand.step.launches + of_pass * passes, seconds
-    )
+    return RunPrediction(allocated, allocated + allocator, demand.step.launches + of_pass * passes, seconds)
