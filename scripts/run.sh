@@ -50,6 +50,18 @@ is_mode() {
     return 1
 }
 
+# Report an argument that is not a MODE, on few lines, so that it does not scroll off the screen.
+refuse() {
+    if [[ $1 == *=* ]]; then
+        printf 'scripts/run.sh: unknown MODE %s; a MODE comes first, for example\n' "$1" >&2
+        printf '  scripts/run.sh train%s\n' "$(printf ' %q' "$@")" >&2
+    else
+        printf 'scripts/run.sh: unknown MODE %s; choose one of\n' "$1" >&2
+        fmt -w 58 <<<"${modes[*]}" | sed 's/^/  /' >&2
+    fi
+    printf 'for what each of them does: scripts/run.sh --help\n' >&2
+}
+
 choose_mode() {
     local answer i
     for i in "${!modes[@]}"; do
@@ -87,8 +99,7 @@ case ${1:-} in
     shift
     [[ $mode != infer ]] || mode=inference
     if ! is_mode "$mode"; then
-        printf 'scripts/run.sh: unknown MODE %s; choose one of those below\n' "$mode" >&2
-        usage >&2
+        refuse "$mode" "$@"
         exit "$EXIT_USAGE"
     fi
     ;;

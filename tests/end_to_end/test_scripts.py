@@ -264,8 +264,17 @@ def test_without_a_mode_and_a_terminal_usage_goes_to_stderr(checkout: Checkout) 
 def test_an_unknown_mode_is_refused(checkout: Checkout, mode: str) -> None:
     done = checkout.run("run.sh", mode)
     assert (done.returncode, done.stdout) == (64, "")
-    assert f" {mode};" in done.stderr.splitlines()[0]
+    first, *others = done.stderr.splitlines()
+    assert f" {mode};" in first
+    assert len(others) < 10, "they fit a small terminal"
+    assert set(MODES) <= set(" ".join(others).split()) or f"  scripts/run.sh train {mode}" in others
     assert checkout.calls() == []
+
+
+def test_settings_without_a_mode_get_the_line_with_one(checkout: Checkout) -> None:
+    done = checkout.run("run.sh", "+hardware=t4", "run=a b")
+    assert done.returncode == 64
+    assert "  scripts/run.sh train +hardware=t4 run=a\\ b" in done.stderr.splitlines()
 
 
 def test_help_installs_nothing(checkout: Checkout) -> None:
