@@ -13,6 +13,7 @@ from runner.base.accelerator import get_accelerator
 from runner.base.stopwatch import PARTS
 from runner.base.task import Task
 from runner.base.text import format_bytes, format_gib, format_metric
+from runner.config.phases import INFERENCE
 from runner.console import bottleneck
 from runner.console.run_summary import (
     EndOfRun,
@@ -70,8 +71,11 @@ def report_start(
         screen.events.record("resume", update=start.state["phase_update"], checkpoint=start.path.name)
 
 
-def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evidence) -> None:
-    """Print how the run ended, its bottleneck and the possible next steps."""
+def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evidence, *, runs_inference: bool) -> None:
+    """Print how the run ended, its bottleneck and the possible next steps.
+
+    runs_inference  the command would have run inference after the training
+    """
     if run.observers.profiler.only:  # a profile cannot be resumed
         screen.info(f"\n{run.observers.profiler.report or 'nothing was profiled: no update was run'}")
         screen.events.record("end", update=outcome.update, stopped_by=outcome.stopped_by)
@@ -119,7 +123,7 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
             memory=memory,
             places={"run": str(screen.directory.shown), "metrics": str(screen.directory.shown / "metrics.jsonl")},
             notes=tuple(notes),
-            next_commands=tuple(_next_commands(screen, plan, outcome, task)),
+            next_commands=tuple(_next_commands(screen, plan, outcome, task, runs_inference=runs_inference)),
             phases=tuple(_phase_line(name, record) for name, record in run.progress.records.items())
             if len(run.progress.records) > 1
             else (),
@@ -135,12 +139,16 @@ def state_note(expected: int, actual: int) -> list[str]:
     return [f"optimizer state {texts[0]} instead of {texts[1]}"] if actual < expected and texts[0] != texts[1] else []
 
 
-def _next_commands(screen: Screen, plan: Plan, outcome: Outcome, task: Task) -> list[str]:
+def _next_commands(screen: Screen, plan: Plan, outcome: Outcome, task: Task, *, runs_inference: bool) -> list[str]:
     root = "" if plan.settings.output_root == "outputs" else f" output_root={shlex.quote(plan.settings.output_root)}"
+    run = f"run={screen.directory.name}{root}"
     if outcome.stopped_by:
-        return [f"accel-run resume run={screen.directory.name}{root}   (resumes where it stopped)"]
+        resumed = f"accel-run resume {run}   (resumes where it stopped)"
+        # `resume` trains only, unless the run's own settings select inference.
+        is_left = runs_inference and INFERENCE not in (plan.settings.phases or ())
+        return [resumed, *([f"accel-run inference {run}   (afterwards)"] if is_left else [])]
     commands = ["inference"] if type(task).predict is not Task.predict else []
-    return [f"accel-run {command} run={screen.directory.name}{root}" for command in [*commands, "report"]]
+    return [f"accel-run {command} {run}" for command in [*commands, "report"]]
 
 
 def _phase_line(name: str, record: PhaseRecord) -> str:

@@ -154,7 +154,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
             phases=dict(run.progress.records),
         )
         attempt.record = replace(attempt.record, result=result, evidence=choose_evidence(before, evidence))
-        report_end(screen, run, outcome, evidence)
+        report_end(screen, run, outcome, evidence, runs_inference=job.runs_inference)
         return SessionEnd(outcome.exit_code, run.stop.requested is not None, run.dropped)
 
 

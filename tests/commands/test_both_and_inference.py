@@ -6,6 +6,7 @@ import json
 import os
 import re
 import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import pytest
 
 from tests.forkserver import ForkServer
 from tests.suggestions import suggested
+from tests.waiting import wait_until
 
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"
 ON_CPU = ["--task", str(TASK), "device=cpu", "monitor=off", "updates=30", "checkpoint.every=10"]
@@ -61,6 +63,20 @@ def test_both_trains_and_predicts_with_the_run_that_it_trained(server: ForkServe
     assert json.loads((run / "run.json").read_text())["state"] == "done"
     assert list(predictions(run)) == ["answer-0.npy"]
     assert summary(run)["checkpoint_update"] == 30
+
+
+def test_both_that_was_stopped_names_the_commands_for_the_rest(server: ForkServer, tmp_path: Path) -> None:
+    args = [*ON_CPU[:4], "updates=1000", "log_every=1", "task.sleep_s=0.02"]
+    pid = server.start(["both", "run=mine", *args], tmp_path)
+    metrics = tmp_path / "outputs" / "mine" / "metrics.jsonl"
+    wait_until(lambda: metrics.exists() and metrics.stat().st_size)
+    os.kill(pid, signal.SIGINT)
+    result = server.wait()
+    assert result.code == 75, result.err
+    assert not (tmp_path / "outputs" / "mine" / "predictions").exists()
+    *_, resume, inference = result.out.splitlines()
+    assert ("resume" in resume, "inference" in inference) == (True, True)
+    assert suggested(resume) == suggested(inference) == ["run=mine"]
 
 
 def test_both_exits_like_the_training_that_failed_and_predicts_nothing(server: ForkServer, tmp_path: Path) -> None:
