@@ -44,15 +44,6 @@ class RankTiming:
         return self.fixed_s + self.per_sample_s * samples
 
 
-def fit_line(points: Iterable[tuple[int, float]]) -> RankTiming:
-    """Fit a line to (samples, seconds): least relative squares of the medians per distinct sample count.
-
-    Fixed and per-sample time are never negative. With a single distinct count the fixed time is 0.
-    A median tolerates outliers in less than half of the times of its count.
-    """
-    return _regress([CountTiming(n, median(times), len(times), 0.0) for n, times in _by_count(points).items()]).line
-
-
 def fastest_shares(
     total: int, lines: Sequence[RankTiming], caps: Caps | None = None, wait_s: float = 0.0, *, may_drop: bool = False
 ) -> Shares:
@@ -377,7 +368,7 @@ class _Rank:
     def _fit(self) -> None:
         merged = [_merge(timings) for timings in self._timings.values()]
         self._noise = max(MIN_NOISE, median(self._noises or [timing.noise for timing in merged]))
-        self.fitted = _regress(merged, self._noise)
+        self.fitted = fit_line(merged, self._noise)
 
     def _drift(self, timings: Sequence[CountTiming]) -> float:
         """Return measured over predicted time, or 1.0 if the difference is small or within noise."""
@@ -410,7 +401,11 @@ class LineFit(NamedTuple):
         return self.line.seconds(samples) + errors * self.error(samples)
 
 
-def _regress(timings: Sequence[CountTiming], noise: float = 0.0) -> LineFit:
+def fit_line(timings: Sequence[CountTiming], noise: float = 0.0) -> LineFit:
+    """Fit a line to the seconds per number of samples: least relative squares.
+
+    Fixed and per-sample time are never negative. With a single number of samples, the fixed time is 0.
+    """
     weights = [timing.num / max(timing.seconds, 1e-12) ** 2 for timing in timings]
     pairs = list(zip(weights, timings, strict=True))
     w = sum(weights)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import random
 import re
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from itertools import product
+from statistics import median
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 
 from runner.base.errors import Problem
 from runner.base.share_solver import (
+    CountTiming,
     Decision,
     RankTiming,
     ShareSolver,
@@ -36,9 +38,17 @@ lines_of_ranks = st.lists(
 # ---------------------------------------------------------------- the fitted line
 
 
+def line_through(points: Iterable[tuple[int, float]]) -> RankTiming:
+    """Return the line through the median of the seconds of each number of samples."""
+    seconds: dict[int, list[float]] = {}
+    for samples, each in points:
+        seconds.setdefault(samples, []).append(each)
+    return fit_line([CountTiming(n, median(times), len(times), 0.0) for n, times in sorted(seconds.items())]).line
+
+
 @given(st.floats(0, 1), st.floats(1e-5, 1), st.sets(st.integers(1, 300), min_size=2, max_size=6))
 def test_exact_times_recover_the_line(fixed_s: float, per_sample_s: float, counts: set[int]) -> None:
-    line = fit_line([(n, fixed_s + per_sample_s * n) for n in sorted(counts)])
+    line = line_through([(n, fixed_s + per_sample_s * n) for n in sorted(counts)])
     for n in counts:
         assert line.seconds(n) == pytest.approx(
             fixed_s + per_sample_s * n, rel=allowed(torch.float64, 6, growth=300**2)
@@ -46,12 +56,12 @@ def test_exact_times_recover_the_line(fixed_s: float, per_sample_s: float, count
 
 
 def test_a_single_sample_count_gives_a_time_per_sample() -> None:
-    assert fit_line([(8, 2.0), (8, 4.0), (8, 100.0)]) == RankTiming(0.0, 0.5)
+    assert line_through([(8, 2.0), (8, 4.0), (8, 100.0)]) == RankTiming(0.0, 0.5)
 
 
 @given(st.lists(st.tuples(st.integers(1, 50), st.floats(1e-4, 1e3)), min_size=1, max_size=20))
 def test_neither_term_is_negative(points: list[tuple[int, float]]) -> None:
-    line = fit_line(points)
+    line = line_through(points)
     assert line.fixed_s >= 0
     assert line.per_sample_s >= 0
     assert line.seconds(1) > 0
@@ -60,7 +70,7 @@ def test_neither_term_is_negative(points: list[tuple[int, float]]) -> None:
 def test_outliers_do_not_move_the_line() -> None:
     clean = [(n, 0.002 + 0.001 * n) for n in (8, 16, 24) for _ in range(5)]
     loud = [(n, 40 * seconds) if index % 5 < 2 else (n, seconds) for index, (n, seconds) in enumerate(clean)]
-    line = fit_line(loud)
+    line = line_through(loud)
     assert line.fixed_s == pytest.approx(0.002)
     assert line.per_sample_s == pytest.approx(0.001)
 
