@@ -319,8 +319,16 @@ class _Planner(Decisions):
             chosen = max(blocks, key=len)
             self.set("memory", "recompute", list(chosen), "auto")
             fits = all(rank.prediction.fits for rank in self.predict_memory(phases))
-            what = "are recomputed so that the run fits" if fits else "are recomputed, but it still does not fit"
-            self.set("memory", "recompute", list(chosen), f"auto: {len(chosen)} blocks {what}")
+            what = "recomputed so that the run fits" if fits else "recomputed, but it still does not fit"
+            count = len(chosen)
+            reason = (
+                f"auto: {count} block{'s' * (count > 1)} {what}"
+                if count
+                else "auto: the run fits without recomputation"
+            )
+            if not count and not fits:
+                reason = "auto: the run does not fit, and recomputing blocks would not change that"
+            self.set("memory", "recompute", list(chosen), reason)
 
     def predict_memory(self, phases: Sequence[PhasePlan]) -> tuple[RankMemory, ...]:
         if self.needs is None:
