@@ -231,7 +231,7 @@ class ShareSolver:
 
     def _solve(self, block: Sequence[UpdateTimes]) -> Decision:
         for number, rank in enumerate(self.ranks):
-            rank.add(_timings(block, number))
+            rank.add(median_timings(block, number))
         self._is_fitted = True
         new = fastest_shares(self.total, self.lines, self.caps)
         old_s, new_s = slowest_seconds(self.lines, self.current), slowest_seconds(self.lines, new)
@@ -241,7 +241,7 @@ class ShareSolver:
         return self._change(new, old_s, new_s, _describe_slow_rank(self.lines, self.total))
 
     def _resolve(self, block: Sequence[UpdateTimes]) -> Decision | None:
-        factors = [rank.add(_timings(block, number)) for number, rank in enumerate(self.ranks)]
+        factors = [rank.add(median_timings(block, number)) for number, rank in enumerate(self.ranks)]
         fits = [rank.fitted for rank in self.ranks]
         new = fastest_shares(self.total, self.lines, self.caps)
         old_s, new_s = slowest_seconds(self.lines, self.current), slowest_seconds(self.lines, new)
@@ -427,7 +427,8 @@ def fit_line(timings: Sequence[CountTiming], noise: float = 0.0) -> LineFit:
     return LineFit(RankTiming(0.0, wnt / wnn), (0.0, 0.0, variance / wnn))
 
 
-def _timings(block: Sequence[UpdateTimes], rank: int) -> list[CountTiming]:
+def median_timings(block: Sequence[UpdateTimes], rank: int) -> list[CountTiming]:
+    """Return the median and the spread of the rank's seconds for each number of samples."""
     points = _by_count((seen.samples[rank], seen.seconds[rank]) for seen in block)
     middle = {count: median(times) for count, times in points.items() if count > 0}
     timings = []

@@ -315,7 +315,7 @@ class StatisticsPhase(PhaseKind):
                             added = self.fit.add(model, self.gathered, batch)
                         self.gathered, count = _check_added(added, self.fit, self.parts.source)
                         items = items + count
-                    del batch  # before the next is read, so that one batch less is in memory
+                    del batch  # before the next is read, so that one fewer batch is in memory
                     stopwatch.lap("forward")
             self.position.update += 1
             total_items = world.sum(world.zeros() + items) if is_batch_split else items

@@ -7,7 +7,6 @@ import random
 import re
 from collections.abc import Iterable, Sequence
 from itertools import product
-from statistics import median
 
 import pytest
 import torch
@@ -16,12 +15,13 @@ from hypothesis import strategies as st
 
 from runner.base.errors import Problem
 from runner.base.share_solver import (
-    CountTiming,
     Decision,
     RankTiming,
     ShareSolver,
+    UpdateTimes,
     fastest_shares,
     fit_line,
+    median_timings,
     probe_splits,
     slowest_seconds,
 )
@@ -39,11 +39,9 @@ lines_of_ranks = st.lists(
 
 
 def line_through(points: Iterable[tuple[int, float]]) -> RankTiming:
-    """Return the line through the median of the seconds of each number of samples."""
-    seconds: dict[int, list[float]] = {}
-    for samples, each in points:
-        seconds.setdefault(samples, []).append(each)
-    return fit_line([CountTiming(n, median(times), len(times), 0.0) for n, times in sorted(seconds.items())]).line
+    """Return the line that the solver fits to (samples, seconds) of the updates of a single rank."""
+    block = [UpdateTimes((samples,), (seconds,), 0.0) for samples, seconds in points]
+    return fit_line(median_timings(block, 0)).line
 
 
 @given(st.floats(0, 1), st.floats(1e-5, 1), st.sets(st.integers(1, 300), min_size=2, max_size=6))
