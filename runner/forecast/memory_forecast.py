@@ -8,7 +8,7 @@ import warnings
 from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ from runner.plan.memory_trace import Blocks, Bytes, ComputeCost, Layer, ModelSiz
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import PhasePlan, Plan
 
+Result = TypeVar("Result")
 NUM_MEASURED = 2  # samples of a real run if a task cannot be traced
 
 
@@ -85,7 +86,9 @@ class Forecast:
         With a memory budget, all training phases are traced, because the same blocks are recomputed in each of them.
         """
         phases = [phase for phase in self.phases if names is None or phase.name in names]
-        statistics = [self._trace_statistics(phase, micro_batch_size) for phase in phases if phase.kind == "fit"]
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            statistics = [self._trace_statistics(phase, micro_batch_size) for phase in phases if phase.kind == "fit"]
         training = [phase for phase in phases if phase.kind == "train"]
         if training and self.limit:
             return [*statistics, *self._trace_with_budget(micro_batch_size)]
@@ -110,20 +113,31 @@ class Forecast:
     def _trace_phases(self, phases: Sequence[PhasePlan], size: int, recompute: Blocks = ()) -> list[Traced]:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            if not self._why_not:
-                try:
-                    return [self._trace_phase(phase, size, recompute) for phase in phases]
-                except Exception as error:
-                    if isinstance(error, AccelRunError) and not isinstance(error, TaskFault):
-                        raise  # the real run would raise it too
-                    self._why_not = _describe_failure(error, self._source)
-                    if self._parts is not None and not has_room(self._parts.bare):
-                        self._is_too_large = True
-                    else:
-                        self.__exit__()
+            traced = self._try_fake_weights(lambda: [self._trace_phase(phase, size, recompute) for phase in phases])
+            if traced is not None:
+                return traced
             if self._is_too_large:
                 return [self._count_parameters(phase, size) for phase in phases]
             return [self._measure_phase(phase, size, recompute) for phase in phases]
+
+    def _try_fake_weights(self, call: Callable[[], Result]) -> Result | None:
+        """Return the result of `call`, or None if it fails or an earlier call has failed.
+
+        After a failure, the model is built with real weights, if it is not too large.
+        """
+        if self._why_not:
+            return None
+        try:
+            return call()
+        except Exception as error:
+            if isinstance(error, AccelRunError) and not isinstance(error, TaskFault):
+                raise  # the real run would raise it too
+            self._why_not = _describe_failure(error, self._source)
+            if self._parts is not None and not has_room(self._parts.bare):
+                self._is_too_large = True
+            else:
+                self.__exit__()
+            return None
 
     @property
     def least(self) -> int:
@@ -157,16 +171,15 @@ class Forecast:
     def _trace_statistics(self, phase: PhasePlan, size: int) -> Traced:
         """Trace a phase of kind fit, as on the device; if that fails, as on a CPU, which computes with real values.
 
+        Real weights, if the model needs them, change nothing: without a backward pass, all samples can be computed.
         A failure must not hide the demand of the other phases, so it is described in the result.
         """
-        parts, why = self._build(), ""
+        parts, why = self._try_fake_weights(self._build) or self._build(), ""
         steps = min(2, -(-self.shares[phase.name] // size))  # further micro-batches use no more memory than two
         phase = dataclasses.replace(phase, batch=Batch(size * steps, size, (size * steps,)))
         for device in [self.gpu, None] if self.gpu else [None]:
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore")
-                    traced = StatisticsTracer(parts, phase, self._fake_run, self.prefetches, device).trace()
+                traced = StatisticsTracer(parts, phase, self._fake_run, self.prefetches, device).trace()
             except Exception as error:
                 why = f"phase {phase.name}: {_describe_failure(error, self._source)}"
                 continue

@@ -272,6 +272,22 @@ def test_the_prediction_of_statistics_equals_the_count_of_the_real_run(script):
     assert {(traced.phase, 4): traced.peak.total for traced in found if traced.phase != "selection"} == real
 
 
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_model_that_is_built_only_with_real_weights_is_measured_in_all_phases(script, device):
+    file = Path(__file__).with_name("task_that_needs_real_weights.py")
+    gpu = Device("cuda", 0, "a GPU", "GPU-0", 2**34, capability=(8, 0))
+    args = ("precision=fp32", f"micro_batch_size={NUM_MEASURED}", "global_batch_size=4", "prefetch=none")
+    configuration = compose(Request((*args, f"device={device}"), file))
+    statistics, first = forecast(configuration, replace(script.HERE, devices=(gpu,)), [NUM_MEASURED])
+    assert (statistics.phase, statistics.is_exact) == ("statistics", True)
+    line = 1 + [text.endswith("# needs real weights") for text in file.read_text().splitlines()].index(True)
+    assert (first.phase, first.is_exact) == ("first", False)
+    assert first.why_not.startswith(f"{file.name}:{line}: ")
+    if device == "cpu":
+        real = script.counted(configuration, [NUM_MEASURED])
+        assert real == {(traced.phase, NUM_MEASURED): traced.peak.total for traced in (statistics, first)}
+
+
 def test_the_prediction_of_a_coupled_loss_counts_all_its_micro_batches(script):
     """Inputs and embeddings of an update are kept throughout."""
     file = SCRIPT.parents[2] / "docs" / "examples" / "own_clip.py"
