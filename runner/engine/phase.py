@@ -125,6 +125,9 @@ class Phase(PhaseView):
                 stack.callback(hook.close, error)
             stack.callback(self.feed.close)
             with suppressed:
+                if error is not None:
+                    self.hook(OutOfMemory).record_error(error)
+            with suppressed:
                 self.loader.close()
 
     @property

@@ -23,7 +23,7 @@ import torch
 import torch._dynamo  # before any fork
 from torch.distributed.tensor import DTensor
 
-from runner.base.errors import AccelRunError
+from runner.base.errors import AccelRunError, Exit
 from runner.base.oom_errors import halve
 from runner.base.world import World
 from runner.config.configuration import Configuration, compose
@@ -372,12 +372,17 @@ def test_host_out_of_memory_is_exit_81() -> None:
     assert error[:2] == ["HostMemoryError", 81]
 
 
-def test_on_oom_stop_ends_the_run() -> None:
+def test_on_oom_stop_ends_the_run(server: ForkServer, tmp_path: Path) -> None:
     result = trained(Course(more=("on_oom=stop",)), Shortage("forward", 4))
     assert result[0]["error"][:2] == ["DeviceMemoryError", 80]
     assert result[0]["struck"] == [[MICRO]]
     assert "micro_batch_size=4" in result[0]["error"][2]
     assert not result[0]["remembered"]
+    code, _, messages = whole(server, tmp_path, "on_oom=stop", "optimizer=adamw", place="optimizer", limit=4, at=3)
+    assert code == Exit.GPU_MEMORY, messages
+    listed = (tmp_path / "outputs/mine/memory.txt").read_text()
+    for name in ("gradient of 0.weight", "exp_avg of 0.weight"):
+        assert name in listed, "memory is freed before it is listed"
 
 
 @pytest.mark.sampled(1)

@@ -69,6 +69,10 @@ class Averaging(Hook):
         for name, average in self._averages.items():
             copy_values(average, state[name])
 
+    def close(self, error: BaseException | None) -> None:
+        """Free the averages: they are saved, and the next phase needs the memory."""
+        self._averages = {}
+
     @staticmethod
     def load_for_inference(parts: Parts, checkpoint: LoadedCheckpoint) -> None:
         if _evaluates_average(parts.plan.choices[Averaging.name].options) and Averaging.name in checkpoint.stems:

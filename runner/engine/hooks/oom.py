@@ -165,6 +165,17 @@ class OutOfMemory(Hook):
 
     # ------------------------------------------------------------ errors that end the phase
 
+    def record_error(self, error: BaseException) -> None:
+        """Record the memory usage if this error, which ends the phase, is out of memory, before the phase is closed."""
+        cause = find_oom_cause(error)
+        if cause is not None and isinstance(self.phase.explain_error(error), (DeviceMemoryError, HostMemoryError)):
+            self._record_once(cause, error)
+
+    def _record_once(self, cause: OomCause, error: BaseException) -> None:
+        if self.memory is None or self.memory.shortage != cause:
+            with suppress(Exception):
+                self.record_usage(cause, error)
+
     def on_error(self, error: BaseException) -> AccelRunError | None:
         """Return the error that ends the phase; record smaller micro-batches if they may help.
 
@@ -182,9 +193,7 @@ class OutOfMemory(Hook):
             return final
         if cause is None or not isinstance(translated, (DeviceMemoryError, HostMemoryError)):
             return translated
-        if self.memory is None or self.memory.shortage != cause:
-            with suppress(Exception):
-                self.record_usage(cause, error)
+        self._record_once(cause, error)
         return self._complete_error(cause, translated, "")
 
     @property
