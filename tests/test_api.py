@@ -20,6 +20,8 @@ import runner
 from runner import Run, evaluate, open_run, train
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, TaskFault
 from runner.durable.checkpoint import checkpoint_path, load
+from runner.host import command_process
+from runner.host.parent_death import child_command
 from tests.forked_commands import forked_commands
 from tests.forkserver import ForkServer
 from tests.waiting import wait_until
@@ -138,7 +140,15 @@ def interruptible() -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("interruptible")
-def test_an_interrupt_saves_the_run_and_is_raised(tmp_path: Path) -> None:
+def test_an_interrupt_saves_the_run_and_is_raised(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Even if the run ignores SIGINT, as one that a background job of a shell script started."""
+
+    def child_that_ignores_sigint(*args: Any) -> list[str]:
+        python, *flags, program, parent = (command := child_command(*args))[:5]
+        ignore = "import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); "
+        return [python, *flags, ignore + program, parent, *command[5:]]
+
+    monkeypatch.setattr(command_process, "child_command", child_that_ignores_sigint)
     args = (*WORDS, "updates=1000000", "evaluate.every=0", "log_every=1", "run=stopped", f"output_root={tmp_path}")
     args = tuple(word for word in args if word != "updates=6")
     metrics = tmp_path / "stopped" / "metrics.jsonl"

@@ -14,7 +14,7 @@ from runner.base.errors import ConfigError, Problem
 from runner.base.secret import sanitize
 from runner.base.text import wrap_for_terminal
 from runner.commands import COMMANDS
-from runner.config.options import GROUPS, list_options
+from runner.config.options import GROUPS, all_keys, list_options
 from runner.config.overrides import parse_overrides
 from runner.config.request import Request, format_override
 from runner.config.schema import describe_mismatch, did_you_mean, find_nearest, settings_keys
@@ -37,9 +37,9 @@ def parse_arguments(
     command_keys  keys of the command that were parsed before, as candidates for suggestions
     Raises ConfigError if a flag lacks its value, or if the first argument is another command.
     """
-    if argv and not positional and argv[0] in COMMANDS and argv[0] not in GROUPS:
+    if argv and not positional and argv[0] in COMMANDS and argv[0] not in (*GROUPS, *all_keys()):
         example = shlex.join(arg for arg in argv[:2] if "=" not in arg)
-        raise ConfigError(Problem("is another command", argv[0], f"give one command: accel-run {example}"))
+        raise ConfigError(Problem("is a command, not a setting", argv[0], f"use accel-run {example}"))
     pending = list(argv)
     overrides: list[str] = []
     positionals: list[str] = []

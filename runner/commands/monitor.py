@@ -8,7 +8,7 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import closing, suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -82,17 +82,13 @@ def _monitor_live(options: MonitorOptions, folder: Path | None, *, as_json: bool
 
     view = View(interval_s=options.interval_s)
     display = make_display(sys.stdout, sys.stderr, as_json=as_json)
-    try:
-        with (
-            StopRequest("Stopped at once, without a summary.", display.close) as stop,
-            Monitor(folder / "gpu.csv" if folder else None, options.interval_s) as monitor,
-        ):
+    with StopRequest("Stopped at once, without a summary.", display.close) as stop, closing(display):
+        with Monitor(folder / "gpu.csv" if folder else None, options.interval_s) as monitor:
             _follow(monitor, view, display, stop, options.seconds)
+        stop.begin_shutdown()  # a second Ctrl-C must not interrupt the display while it restores the terminal
         if monitor.latest() is not view.latest:
             _add_sample(view, monitor.latest(), monitor)
             display.sample(view)
-    finally:
-        display.close()
     if not view.latest:
         why = "; ".join(monitor.notes) or "the driver does not respond"
         fix = "to find the reason, run accel-run doctor"

@@ -20,6 +20,7 @@ from runner.config.suggestions import (
     make_valid_override,
     suggest_for_deletion,
     suggest_override,
+    suggest_sweep,
     translate_key,
 )
 
@@ -134,8 +135,7 @@ def _read_assignments(request: Request, problems: list[Problem], *, sweeps: bool
     def suggest(key: str, value: str) -> str:
         if len(problems) >= MAX_HINTS:
             return LIST_KEYS_HINT
-        first = value.partition(",")[0] if sweeps and not value.startswith(("[", ",")) else value
-        return suggest_override(key, first, request.command_keys).replace(f"={first}", f"={value}")
+        return (suggest_sweep if sweeps else suggest_override)(key, value, request.command_keys)
 
     pending = list(request.overrides)
     while pending:
@@ -162,15 +162,21 @@ def _read_assignments(request: Request, problems: list[Problem], *, sweeps: bool
             problems.append(Problem(what, f"{argument}{equals_sign} {value}".strip(), suggest(key, value)))
         elif "=" not in argument and not argument.startswith("~"):
             what = "is not a setting; settings have the form key=value"
-            fix = suggestion_for_argument(to_one_line(argument, MAX_SHOWN), list_all_options())
+            fix = _suggest_for_lone(argument)
             if not fix and pending and _may_be_value(pending[0]):  # optimizer.lr 0.1
                 fix = suggest(argument, pending[0])
-                if fix != LIST_KEYS_HINT:
+                if fix != LIST_KEYS_HINT and _suggest_for_lone(pending[0]).replace("+", "") in ("", fix):
                     argument = f"{argument} {pending.pop(0)}"
+                else:
+                    fix = ""
             fix = fix or suggest(argument, "")
             problems.append(Problem(what, argument if argument.strip() else f"{argument!r}", fix))
         else:
             yield argument
+
+
+def _suggest_for_lone(argument: str) -> str:
+    return suggestion_for_argument(to_one_line(argument, MAX_SHOWN), list_all_options())
 
 
 def _may_be_value(argument: str) -> bool:

@@ -44,8 +44,11 @@ MAX_HINTS = 50  # maximum number of unknown keys to find similar ones for; more 
 def suggest_override(key: str, value: str, command_keys: tuple[str, ...] = ()) -> str:
     """Return what to type instead of an invalid override; every suggestion is valid."""
     name, value = to_one_line(key, MAX_SHOWN).replace("-", "_"), to_one_line(value, MAX_SHOWN)
-    if name == "resume":
-        return suggestion_for_key("resume_from", value) if "." in value else f"use accel-run resume {value}".rstrip()
+    if name == "resume":  # a command, too
+        new_run = f"; a new run that starts from another one: resume={value}" if value else ""
+        return f"use accel-run resume {value}".rstrip() + new_run
+    if name == "task" and value.endswith(".py"):
+        return f"use --task {value}"
     if suggestion := translate_key(name, value, command_keys):
         return suggestion
     if name in MAIN_KEYS:
@@ -57,6 +60,25 @@ def suggest_override(key: str, value: str, command_keys: tuple[str, ...] = ()) -
     if match is None or not (is_plausible or match.rpartition(".")[2] == name.rpartition(".")[2]):
         return LIST_KEYS_HINT  # an invalid value shows that another key was meant
     return fix_values(f"use {match}={value or '...'}", command_keys)
+
+
+def suggest_sweep(key: str, value: str, command_keys: tuple[str, ...] = ()) -> str:
+    """Return what to type instead of an invalid override of a sweep, such as lr=0.1,0.2; each value is corrected."""
+    value = to_one_line(value, MAX_SHOWN)
+    if re.match(r"(choice|range|interval)\(", value):
+        return suggest_override(key, "", command_keys).replace("=...", f"={value}")
+    values = [value] if value.startswith(("[", ",")) else value.split(",")
+    first, *others = [suggest_override(key, each, command_keys).split(" ") for each in values]
+    if any(len(words) != len(first) for words in others):
+        return " ".join(first)
+    return " ".join(map(_join_values, zip(first, *others, strict=True)))
+
+
+def _join_values(settings: Sequence[str]) -> str:
+    """Return key=1,2 for key=1 and key=2; the first text if they are not settings of the same key."""
+    keys = {setting.partition("=")[0] for setting in settings}
+    values = dict.fromkeys(setting.partition("=")[2] for setting in settings)
+    return f"{keys.pop()}={','.join(values)}" if len(keys) == 1 and len(values) > 1 else settings[0]
 
 
 def translate_key(name: str, value: str, command_keys: tuple[str, ...]) -> str:

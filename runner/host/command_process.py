@@ -69,7 +69,7 @@ def run_command(args: Sequence[str], *, relay_output: bool = True) -> CommandRes
                 break
             except KeyboardInterrupt:
                 num_interrupts += 1
-                process.send_signal(signal.SIGINT)
+                process.send_signal(signal.SIGTERM)  # handled as SIGINT, which a background job of a script ignores
     except BaseException:  # sys.stdout cannot be written, as a closed notebook's
         process.send_signal(signal.SIGTERM)
         raise

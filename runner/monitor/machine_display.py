@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import select
+import signal
 import sys
 import termios
 import time
@@ -62,16 +63,22 @@ class SampleLines:
 class Keyboard:
     """Reads keys from a terminal as they are pressed, without echo. Ctrl-C and Ctrl-Z remain signals.
 
-    is_open  the stream is a terminal that this process may read
+    is_open  `open` was called, and the stream is a terminal that this process may read
     """
 
     def __init__(self, stream: TextIO | None) -> None:
-        self._fd, self._saved = -1, None
+        self._stream = stream
+        self._fd = -1
+        self._saved: list[Any] | None = None
+
+    def open(self) -> None:
+        """Take over the terminal. Input typed before is discarded: its letters are not meant as keys."""
         with contextlib.suppress(OSError, ValueError, AttributeError, termios.error):  # no terminal, or no stream
-            self._fd = stream.fileno()  # type: ignore[union-attr]
+            self._fd = self._stream.fileno()  # type: ignore[union-attr]
             if not in_background(self._fd):
                 self._saved = termios.tcgetattr(self._fd)
                 tty.setcbreak(self._fd, termios.TCSANOW)
+                termios.tcflush(self._fd, termios.TCIFLUSH)
 
     @property
     def is_open(self) -> bool:
@@ -105,7 +112,7 @@ def in_background(fd: int) -> bool:
 
 
 class FullScreen:
-    """Shows the view on the whole terminal, and restores its content at the end. The key q ends it."""
+    """Shows the view on the whole terminal from the first draw to `close`, which restores it. The key q ends it."""
 
     def __init__(self, stream: TextIO, keys: TextIO | None = None) -> None:
         self._has_quit = False
@@ -114,7 +121,7 @@ class FullScreen:
         self._live: Live | None = Live(console=self._console, screen=True, auto_refresh=False)
         self._size = (0, 0)
         self._keyboard = Keyboard(keys)
-        self._draw(lambda live: live.start())
+        self._is_started = False
 
     @property
     def is_gone(self) -> bool:
@@ -125,6 +132,10 @@ class FullScreen:
         self.draw(view)
 
     def draw(self, view: View) -> None:
+        if not self._is_started:
+            self._is_started = True
+            self._keyboard.open()
+            self._draw(lambda live: live.start())
         view.has_keys = self._keyboard.is_open
 
         def show(live: Live) -> None:
@@ -157,11 +168,14 @@ MachineDisplay = SampleLines | FullScreen
 def make_display(out: TextIO, notes: TextIO, *, as_json: bool) -> MachineDisplay:
     """Return the full screen for a terminal, lines for a pipe, a file or a background job, or JSON.
 
+    A shell script's background job is in the foreground process group of the terminal; it has SIGINT ignored.
+
     notes  the stream for everything that is not a sample
     """
     if as_json:
         return SampleLines(out, notes, lambda view: json.dumps(to_json_object(view)))
-    if out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown") and not in_background(out.fileno()):
+    is_screen = out.isatty() and os.environ.get("TERM") not in ("dumb", "unknown")
+    if is_screen and not in_background(out.fileno()) and signal.getsignal(signal.SIGINT) != signal.SIG_IGN:
         return FullScreen(out, sys.stdin)
     return SampleLines(out, notes, lambda view: format_line(view.latest))
 

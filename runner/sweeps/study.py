@@ -34,11 +34,11 @@ def search(request: Request, options: SweepOptions, *, num_trials: int, budget_s
 
     num_trials  of the whole search, including those of earlier processes
     budget_s    start no new trial after this many seconds; a running trial is not interrupted
-    Runs, signals and resuming work as in a sweep. Raises ConfigError for all invalid range ends before anything is
+    Runs, signals and resuming work as in a sweep. Raises ConfigError for all invalid range limits before anything is
     started, and later if a finished trial does not have the metric; MissingPackage.
     """
     fixed, axes = parse_search_space(request)
-    Console().info(f"search with trials={num_trials}: checking the ends of the ranges")  # loading torch takes seconds
+    Console().info(f"search with trials={num_trials}: checking the range limits")  # loading torch takes seconds
     ends = [replace(fixed, overrides=merge_overrides(fixed.overrides, texts)) for texts in endpoint_overrides(axes)]
     configurations = compose_all(ends)
     require("optuna", "search")

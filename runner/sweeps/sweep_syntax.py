@@ -78,7 +78,7 @@ def expand_sweep(request: Request) -> list[Request]:
 def parse_search_space(request: Request) -> tuple[Request, tuple[SearchSpace, ...]]:
     """Return the fixed part of a search and its space; `log(a,b)` is tag(log,interval(a,b)).
 
-    Raises ConfigError with all problems, including range ends that are invalid for their key.
+    Raises ConfigError with all problems, including range limits that are invalid for their key.
     """
     overrides = tuple(_LOG_CALL.sub(r"tag(log,interval(\1))", text) for text in request.overrides)
     parsed, problems = parse_overrides(replace(request, overrides=overrides), sweeps=True)

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,9 @@ import pytest
 from runner.cli import main
 from runner.durable.directory import RunDirectory
 from runner.engine.run_screen import Screen
+from runner.monitor import machine_display
 from runner.monitor.alerts import Alert
+from runner.monitor.machine_screen import View
 from runner.monitor.samples import COLUMNS
 from tests.forkserver import CompletedCommand, ForkServer
 from tests.nvml_stub import GIB, PAIR, T4, NvmlStub
@@ -217,6 +220,29 @@ def test_a_signal_ends_monitoring_with_summary_and_files(nvml_stub: NvmlStub, tm
     assert process.returncode == 0
     assert "utilization" in out
     assert (the_folder(tmp_path) / "monitor.json").is_file()
+
+
+def test_stop_requests_are_handled_until_the_display_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outside, a signal exits at once, without restoring the terminal."""
+    make_display = machine_display.make_display
+    outside, inside = [], []
+
+    def note_handlers(*args: Any, as_json: bool) -> machine_display.MachineDisplay:
+        outside.append(signal.getsignal(signal.SIGTERM))
+        display = make_display(*args, as_json=as_json)
+        for name in ("sample", "draw", "close"):
+            monkeypatch.setattr(display, name, partial(note_and_call, getattr(display, name)))
+        return display
+
+    def note_and_call(method: Callable[..., None], *args: View) -> None:
+        inside.append(signal.getsignal(signal.SIGTERM))
+        method(*args)
+
+    monkeypatch.setattr(machine_display, "make_display", note_handlers)
+    assert main(["monitor", *SHORT]) == 0
+    assert len(inside) > 1
+    assert all(handler == inside[0] for handler in inside)
+    assert outside[0] != inside[0]
 
 
 # ---------------------------------------------------------------- samples of a run

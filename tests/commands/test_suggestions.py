@@ -23,6 +23,7 @@ from runner.config.options import AXES, GROUPS, find_signature, list_options
 from runner.config.request import Request
 from runner.config.schema import describe_mismatch, find_nearest, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
+from runner.sweeps.sweep_syntax import expand_sweep
 from tests.commands.foreign_arguments import ARGPARSE, FIRST, HUGGING_FACE, HYDRA, LAUNCHERS, LIGHTNING, VALUES
 from tests.commands.test_typos import SLIPS
 
@@ -48,7 +49,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def problems_of(line: str) -> list[tuple[str, str]]:
     """Return (where, fix) of each problem of the arguments of `accel-run train`; empty if they are accepted."""
     try:
-        compose(parse_arguments(shlex.split(line)).request)
+        arguments = parse_arguments(shlex.split(line), multirun=True)
+        for request in expand_sweep(arguments.request) if arguments.multirun else [arguments.request]:
+            compose(request)
     except (InputMissing, AccelRunError) as error:
         return [(problem.where, problem.fix) for problem in error.problems]
     return []
@@ -57,7 +60,8 @@ def problems_of(line: str) -> list[tuple[str, str]]:
 def suggestions(fix: str) -> Iterator[str]:
     """Yield the command lines that a message suggests, as arguments of `accel-run train`."""
     for part in re.split(r"\n|; |, or |, in | \(|\) or |: (?=accel-run)|, then ", fix):
-        text = part.removeprefix("use ").removeprefix("quote it: ").removeprefix("a command comes first: ").strip(" ,)")
+        text = part.removeprefix("use ").removeprefix("quote it: ").removeprefix("a command comes first: ").strip(" ,")
+        text = text.rstrip(")") if text.count(")") > text.count("(") else text
         text = re.sub(r"(?<!\.)\.$", "", text)
         text = re.sub(r"^did you mean (.*)\?$", r"\1", text)
         text = re.sub(r"^(?:[A-Z_]+=\S+ )+", "", text)
@@ -122,7 +126,7 @@ def test_every_suggestion_is_accepted(args: str) -> None:
     _, *rest = SLIPS[args].split("\n")
     for line in rest:
         for suggestion in suggestions(line.strip()) if "use " in line or "did you mean" in line else ():
-            assert refusals(suggestion) == [], suggestion
+            assert refusals("-m " * args.startswith("train -m ") + suggestion) == [], suggestion
 
 
 def test_the_table_of_foreign_overrides_has_enough_rows() -> None:

@@ -56,8 +56,8 @@ accel-run: help: is not a setting; settings have the form key=value
            use accel-run train --help
 """,
     "train import nosuch.pt": """\
-accel-run: import: is another command
-           give one command: accel-run import nosuch.pt
+accel-run: import: is a command, not a setting
+           use accel-run import nosuch.pt
 """,
     "train nosuch.pt": """\
 accel-run: nosuch.pt: is not a setting; settings have the form key=value
@@ -71,6 +71,29 @@ accel-run: 3 problems
      use precision=bf16
   3. updates: is not a setting; settings have the form key=value
      use updates=...
+""",
+    "train resume ../other": """\
+accel-run: resume ../other: is not a setting; settings have the form key=value
+           use accel-run resume ../other; a new run that starts from another one: resume=../other
+""",
+    "train task mytask.py": """\
+accel-run: task mytask.py: is not a setting; settings have the form key=value
+           use --task mytask.py
+""",
+    "train weights mine.pt": """\
+accel-run: 2 problems
+  1. weights: is not a setting; settings have the form key=value
+     use weights=...
+  2. mine.pt: is not a setting; settings have the form key=value
+     use accel-run import mine.pt, then weights=FILE.safetensors
+""",
+    "train -m precision bf17,fp32": """\
+accel-run: precision bf17,fp32: is not a setting; settings have the form key=value
+           use precision=bf16,fp32
+""",
+    "train -m optimizer.momentum choice(0.8,0.9)": """\
+accel-run: optimizer.momentum choice(0.8,0.9): is not a setting; settings have the form key=value
+           use optimizer=sgd optimizer.momentum=choice(0.8,0.9)
 """,
     "train -m lr 0.1,0.2": """\
 accel-run: lr 0.1,0.2: is not a setting; settings have the form key=value

@@ -7,6 +7,7 @@ import io
 import json
 import math
 import re
+import signal
 from collections.abc import Callable
 from pathlib import Path
 
@@ -159,13 +160,18 @@ def test_the_terminal_is_restored_and_no_color_is_respected(monkeypatch: pytest.
 def test_the_key_q_ends_the_screen_and_the_modes_of_the_terminal_are_restored() -> None:
     import os
     import pty
+    import select
     import termios
 
     ours, theirs = pty.openpty()
     with os.fdopen(theirs, "w", encoding="utf-8") as stream, os.fdopen(os.dup(theirs)) as keys:
         before = termios.tcgetattr(theirs)
+        os.write(ours, b"squeue")
+        assert select.select([theirs], [], [], 0)[0] == [], "complete lines only"
         display, view = FullScreen(stream, keys), view_of(T4)
+        assert termios.tcgetattr(theirs) == before, "until the first draw"
         display.draw(view)
+        assert not display.is_gone, "input typed before is discarded"
         assert "q to quit" in shown(view)[0]
         assert not termios.tcgetattr(theirs)[3] & (termios.ECHO | termios.ICANON)
         assert termios.tcgetattr(theirs)[3] & termios.ISIG, "Ctrl-C is a signal"
@@ -214,6 +220,19 @@ def test_a_resized_terminal_is_followed_and_a_lost_one_ends_nothing() -> None:
     display.close()
     with contextlib.suppress(OSError):
         stream.close()
+
+
+def test_a_background_job_of_a_script_gets_lines(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It has the process group of the script, which ignores SIGINT for it."""
+    monkeypatch.setenv("TERM", "xterm")
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        with terminal(80) as (stream, _):
+            for handler, display in ((signal.default_int_handler, FullScreen), (signal.SIG_IGN, SampleLines)):
+                signal.signal(signal.SIGINT, handler)
+                assert type(make_display(stream, io.StringIO(), as_json=False)) is display
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_a_pipe_and_a_dumb_terminal_get_lines(monkeypatch: pytest.MonkeyPatch) -> None:
