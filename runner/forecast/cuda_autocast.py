@@ -5,8 +5,7 @@ CUDA autocast runs norms, exponentials and losses in float32, so a norm between 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
 from typing import Any, Self
 
 import torch
@@ -17,27 +16,56 @@ from torch.utils._pytree import tree_map
 
 
 class CudaAutocastMode(TorchFunctionMode):
-    """Mode in which CPU autocast runs these functions in float32, as CUDA autocast does.
+    """Cast the arguments of CPU tensors as CUDA autocast does, while CPU autocast is enabled.
 
+    CPU autocast itself casts to the half format; the mode adds the functions that only CUDA runs in float32.
     Functions that torch calls internally, as in cross entropy, are not intercepted; for those, a CPU saves at least
     as many bytes.
     """
 
+    device_type = "cpu"
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func in _FLOAT32_FUNCTIONS and torch.is_autocast_enabled("cpu"):
-            args, kwargs = tree_map(_to_float32, (args, kwargs))
+        if torch.is_autocast_enabled(self.device_type):
+            if func in _FLOAT32_RESULTS:
+                kwargs = self._with_float32_result(args, kwargs)
+            elif func in _FLOAT32_FUNCTIONS:
+                args, kwargs = tree_map(self._to_float32, (args, kwargs))
+            elif func in _HALF_FUNCTIONS:
+                args, kwargs = tree_map(self.to_half, (args, kwargs))
         return func(*args, **kwargs)
 
+    def to_half(self, value: Any) -> Any:
+        """Return the argument of a function that runs in the half format: CPU autocast casts it itself."""
+        return value
 
-class GpuAutocast(TorchFunctionMode):
-    """Autocast for fake tensors of a GPU (`FakeRun.on_gpu`). torch.autocast itself needs a GPU, its flags do not.
+    def _with_float32_result(self, args: Any, kwargs: Any) -> Any:
+        has_dtype = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+        is_half = not has_dtype and any(map(self._is_half, args[:1]))
+        return {**kwargs, "dtype": torch.float32} if is_half else kwargs
 
-    within  context in which torch's C++ code sees the device of these tensors, for the functions that autocast casts
+    def _to_float32(self, value: Any) -> Any:
+        return value.float() if self._is_half(value) else value
+
+    def _is_half(self, value: Any) -> bool:
+        is_here = isinstance(value, Tensor) and value.device.type == self.device_type
+        return is_here and value.dtype in (torch.bfloat16, torch.float16)
+
+
+class GpuAutocastMode(CudaAutocastMode):
+    """Enable autocast for fake tensors of a GPU (`FakeRun.on_gpu`), and cast their arguments.
+
+    Casts to the half format, too: a cast in the C++ code of autocast would select the GPU, which aborts the process if
+    torch is a CPU build. `FakeRun` reports these tensors to C++ code as those of a CPU, so it leaves them unchanged.
     """
 
-    def __init__(self, dtype: torch.dtype, within: Callable[[], AbstractContextManager[object]]) -> None:
-        self.dtype, self.within = dtype, within
+    device_type = "cuda"
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.dtype = dtype
+        self.cached: dict[Tensor, Tensor] = {}  # weight -> copy in the half format, until the exit, as in torch
 
     def __enter__(self) -> Self:
         self.before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
@@ -50,16 +78,18 @@ class GpuAutocast(TorchFunctionMode):
         super().__exit__(*error)  # type: ignore[no-untyped-call]
         torch.set_autocast_enabled("cuda", self.before[0])
         torch.set_autocast_dtype("cuda", self.before[1])
-        torch.clear_autocast_cache()
+        self.cached.clear()
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        with self.within() if func in _CAST_FUNCTIONS else nullcontext():
-            return func(*args, **(kwargs or {}))
-
-
-def _to_float32(value: Any) -> Any:
-    is_half = isinstance(value, Tensor) and value.dtype in (torch.bfloat16, torch.float16)
-    return value.float() if is_half else value
+    def to_half(self, value: Any) -> Any:
+        """Return the argument in the half format, except float64, which autocast leaves unchanged."""
+        is_castable = isinstance(value, Tensor) and value.device.type == "cuda" and value.is_floating_point()
+        if not is_castable or value.dtype in (self.dtype, torch.float64):
+            return value
+        if not (value.requires_grad and value.is_leaf and torch.is_autocast_cache_enabled()):
+            return value.to(self.dtype)
+        if value not in self.cached:
+            self.cached[value] = value.to(self.dtype)
+        return self.cached[value]
 
 
 def _find_functions(names: str) -> Iterator[Any]:
@@ -69,16 +99,19 @@ def _find_functions(names: str) -> Iterator[Any]:
                 yield getattr(place, name)
 
 
-_FLOAT32_FUNCTIONS = frozenset(  # aten/src/ATen/autocast_mode.h of torch 2.13, AT_FORALL_FP32 and _SET_OPT_DTYPE
+_FLOAT32_FUNCTIONS = frozenset(  # aten/src/ATen/autocast_mode.h of torch 2.13, AT_FORALL_FP32
     _find_functions(
         "acos asin cosh erfinv exp expm1 log log10 log2 log1p reciprocal rsqrt sinh tan pow __pow__ __rpow__ softplus"
         " layer_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss"
         " kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss"
         " soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist"
-        " renorm logsumexp interpolate prod softmax log_softmax cumprod cumsum sum norm"
+        " renorm logsumexp interpolate softmax log_softmax norm"
     )
 )
-_CAST_FUNCTIONS = _FLOAT32_FUNCTIONS.union(  # AT_FORALL_LOWER_PRECISION_FP of the same file
+_FLOAT32_RESULTS = frozenset(  # of AT_FORALL_FP32_SET_OPT_DTYPE: without a copy of the input in float32
+    _find_functions("prod cumprod cumsum sum")
+)
+_HALF_FUNCTIONS = frozenset(  # AT_FORALL_LOWER_PRECISION_FP of the same file
     _find_functions(
         "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d prelu addmm addmv addr matmul"
         " __matmul__ __rmatmul__ einsum mm mv linear addbmm baddbmm bmm chain_matmul scaled_dot_product_attention"

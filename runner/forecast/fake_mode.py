@@ -147,7 +147,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.ledger = ledger
         self.answers_zero = True
-        self.is_on_gpu = self._shows_gpu = False
+        self.is_on_gpu = False
         self.untraceable = ""
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.is_cached = cached
@@ -236,16 +236,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
         C++ code selects the current device by it, which needs a GPU, or would initialize CUDA on the one of a run.
         """
-        return _CPU if self.is_on_gpu and not self._shows_gpu else tensor.fake_device
-
-    @contextmanager
-    def show_gpu(self) -> Iterator[None]:
-        """Within the context, let C++ code see the GPU, as autocast must to cast its tensors."""
-        before, self._shows_gpu = self._shows_gpu, True
-        try:
-            yield
-        finally:
-            self._shows_gpu = before
+        return _CPU if self.is_on_gpu else tensor.fake_device
 
     @contextmanager
     def without_values(self) -> Iterator[None]:

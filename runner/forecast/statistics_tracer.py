@@ -16,7 +16,7 @@ from runner.base.task import Progress
 from runner.engine.assemble import Parts
 from runner.engine.loop import Position
 from runner.engine.phase_kinds import StatisticsPhase
-from runner.forecast.cuda_autocast import GpuAutocast
+from runner.forecast.cuda_autocast import GpuAutocastMode
 from runner.forecast.fake_mode import FakeRun, record_layers
 from runner.forecast.phase_tracer import NUM_UPDATES, PhaseTracer, find_peak
 from runner.plan.memory_trace import ComputeCost, Traced
@@ -98,7 +98,7 @@ class StatisticsTracer(PhaseTracer):
     def _on_gpu(self, device: torch.device) -> Iterator[None]:
         """Use fake tensors of the GPU for the model, and its autocast for `Fit.add`."""
         parts = self.parts
-        precision: Any = _GpuPrecision(parts.precision.dtype, self.fake_run)
+        precision: Any = _GpuPrecision(parts.precision.dtype)
         world = dataclasses.replace(parts.world, device=device)
         self.parts = dataclasses.replace(parts, world=world, precision=precision)
         try:
@@ -111,11 +111,11 @@ class StatisticsTracer(PhaseTracer):
 class _GpuPrecision:
     """The forward context of a precision on a GPU."""
 
-    def __init__(self, dtype: torch.dtype, fake_run: FakeRun) -> None:
-        self.dtype, self.fake_run = dtype, fake_run
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
 
-    def forward(self) -> GpuAutocast:
-        return GpuAutocast(self.dtype, self.fake_run.show_gpu)
+    def forward(self) -> GpuAutocastMode:
+        return GpuAutocastMode(self.dtype)
 
 
 @contextmanager

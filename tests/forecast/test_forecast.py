@@ -272,11 +272,13 @@ def test_the_prediction_of_statistics_equals_the_count_of_the_real_run(script):
     assert {(traced.phase, 4): traced.peak.total for traced in found if traced.phase != "selection"} == real
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_a_model_that_is_built_only_with_real_weights_is_measured_in_all_phases(script, device):
+@pytest.mark.parametrize(
+    ("device", "precision"), [("cpu", "fp32"), ("cuda", "fp32"), ("cuda", "bf16"), ("cuda", "fp16")]
+)
+def test_a_model_that_is_built_only_with_real_weights_is_measured_in_all_phases(script, device, precision):
     file = Path(__file__).with_name("task_that_needs_real_weights.py")
     gpu = Device("cuda", 0, "a GPU", "GPU-0", 2**34, capability=(8, 0))
-    args = ("precision=fp32", f"micro_batch_size={NUM_MEASURED}", "global_batch_size=4", "prefetch=none")
+    args = (f"precision={precision}", f"micro_batch_size={NUM_MEASURED}", "global_batch_size=4", "prefetch=none")
     configuration = compose(Request((*args, f"device={device}"), file))
     statistics, first = forecast(configuration, replace(script.HERE, devices=(gpu,)), [NUM_MEASURED])
     assert (statistics.phase, statistics.is_exact) == ("statistics", True)

@@ -1,0 +1,57 @@
+"""Fake tensors of a GPU are cast as by CUDA autocast, without a GPU and with a CPU build of torch."""
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from runner.forecast.cuda_autocast import GpuAutocastMode
+from runner.forecast.fake_mode import AllocationLedger, FakeRun
+
+HALF = torch.bfloat16
+
+
+def without_autocast(x, weight):
+    with torch.autocast(x.device.type, enabled=False):
+        return x @ weight
+
+
+@pytest.fixture
+def run():
+    run = FakeRun(AllocationLedger())
+    with run.on_gpu(), run, torch.no_grad():
+        yield run
+
+
+@pytest.mark.parametrize(
+    ("call", "dtype"),
+    [
+        pytest.param(F.linear, HALF, id="linear"),
+        pytest.param(lambda x, weight: F.relu(x @ weight), HALF, id="follows its input"),
+        pytest.param(lambda x, weight: F.layer_norm(x @ weight, (8,)), torch.float32, id="norm"),
+        pytest.param(lambda x, weight: F.softmax(x @ weight, -1), torch.float32, id="softmax"),
+        pytest.param(lambda x, weight: (x @ weight).sum(0), torch.float32, id="sum"),
+        pytest.param(lambda x, weight: (x @ weight).sum(0, dtype=torch.float64), torch.float64, id="requested dtype"),
+        pytest.param(lambda x, weight: x.double() @ weight.double(), torch.float64, id="float64"),
+        pytest.param(without_autocast, torch.float32, id="disabled"),
+    ],
+)
+def test_functions_are_cast_as_on_a_gpu(run, call, dtype):
+    x, weight = torch.empty(4, 8, device="cuda:0"), nn.Parameter(torch.empty(8, 8, device="cuda:0"))
+    with GpuAutocastMode(HALF):
+        result = call(x, weight)
+    assert (result.dtype, result.device) == (dtype, torch.device("cuda:0"))
+
+
+def test_tensors_of_the_host_are_not_cast(run):
+    with GpuAutocastMode(HALF):
+        assert (torch.ones(4, 8) @ torch.ones(8, 8)).dtype == torch.float32
+
+
+def test_the_copy_of_a_weight_is_kept_until_autocast_ends(run):
+    x, weight = torch.empty(4, 8, device="cuda:0"), nn.Parameter(torch.empty(8, 8, device="cuda:0"))
+    run.ledger = AllocationLedger(device_type="cuda")
+    with GpuAutocastMode(HALF):
+        F.linear(x, weight), F.linear(x, weight)
+        assert [block.size for block in run.ledger.blocks_in_use()] == [weight.numel() * HALF.itemsize]
+    assert not run.ledger.blocks_in_use()
