@@ -157,7 +157,7 @@ def test_ctrl_c_writes_a_partial_profile(server: ForkServer, tmp_path: Path) -> 
     assert result.code == 130, result.err
     assert found(tmp_path)["num_updates"] == {"uninstrumented": 3, "operators recorded": 1}
     assert found(tmp_path)["modules"] == []
-    assert "aten::addmm" in result.out
+    assert "aten::addmm" in {row["name"] for row in found(tmp_path, "operators.csv")}
 
 
 def test_ctrl_c_before_profiling_reports_the_completed_updates(server: ForkServer, tmp_path: Path) -> None:

@@ -799,7 +799,10 @@ def test_a_limit_on_open_files_that_is_too_small_is_reported() -> None:
 
 def test_a_rank_that_may_open_no_more_files_reports_the_limit() -> None:
     def main(member: RankInfo) -> NoReturn:
-        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        if member.rank == 0:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+        while True:
+            signal.pause()
 
     ended = run_ranks(main)
     assert ended.code == Exit.SYSTEM
