@@ -2,22 +2,31 @@
 # Run the tests with three workers, because most tests wait more than they compute.
 #
 #   scripts/test.sh              laws, commands, faults in their short form, end-to-end runs: 5 minutes on two cores
+#   scripts/test.sh --slow       also the tests marked slow, as continuous integration does: 20 minutes
 #   scripts/test.sh --all        also all cases of sampled tests, the long fault tests, SLURM, the browser: hours
 #   scripts/test.sh ARGUMENT...  passed to pytest, in one process (paths are relative to the checkout)
 #
-# Random choices follow ACCEL_RUN_SEED (default 1); a failing case names the seed. Without a GPU, tests marked gpu are
-# reported as skipped.
+# Tests marked slow check in more situations what the others execute, too. Random choices follow ACCEL_RUN_SEED (default
+# 1); a failing case names the seed. Without a GPU, tests marked gpu are reported as skipped.
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
 if [[ ${1:-} == -h || ${1:-} == --help ]]; then
-    sed -n '2,9s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
+    sed -n '2,10s/^# \{0,1\}//p' "${BASH_SOURCE[0]}"
     exit
 fi
-if [[ ${1:-} == --all ]]; then
-    export ACCEL_RUN_FAULTS=long
+selected="not slow"
+case ${1:-} in
+--slow)
+    selected=""
     shift
-fi
+    ;;
+--all)
+    export ACCEL_RUN_FAULTS=long
+    selected=""
+    shift
+    ;;
+esac
 set_up --quiet dev
 cd -- "$root"
 
@@ -28,4 +37,4 @@ if (($#)); then
 fi
 # One thread each: oversubscribed threads busy-wait for each other. Files run in the order of tests/conftest.py,
 # longest first.
-OMP_NUM_THREADS=1 exec "${pytest[@]}" --workers 3
+OMP_NUM_THREADS=1 exec "${pytest[@]}" -m "$selected" --workers 3

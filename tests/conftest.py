@@ -110,6 +110,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         if left_out:
             config.hook.pytest_deselected(items=[item for item in items if item in left_out])
             items[:] = [item for item in items if item not in left_out]
+    for item in _outside_samples(items, "slow_beyond"):
+        item.add_marker(pytest.mark.slow)
     of_gpus = [item for item in items if item.get_closest_marker("gpu")]
     if of_gpus and not _has_gpu():
         for item in of_gpus:
@@ -127,13 +129,20 @@ def _has_gpu() -> bool:
 
 def _left_out(items: list[pytest.Item]) -> set[pytest.Item]:
     """Return the cases that only --all runs: those marked long, and those of sampled tests outside a seeded sample."""
-    result = {item for item in items if item.get_closest_marker("long") and len(items) > 1}
+    return {item for item in items if item.get_closest_marker("long") and len(items) > 1} | _outside_samples(
+        items, "sampled"
+    )
+
+
+def _outside_samples(items: list[pytest.Item], name: str) -> set[pytest.Item]:
+    """Return the cases that are not among those chosen by the seed, of each test with the marker `name(count)`."""
+    result: set[pytest.Item] = set()
     cases = defaultdict(list)
     for item in items:
-        if marker := item.get_closest_marker("sampled"):
+        if marker := item.get_closest_marker(name):
             cases[item.nodeid.partition("[")[0], marker.args[0]].append(item)
-    for (name, count), each in cases.items():
-        kept = _chosen(each, count, random.Random(f"{tallies.SEED} {name}"))
+    for (test, count), each in cases.items():
+        kept = _chosen(each, count, random.Random(f"{tallies.SEED} {test}"))
         result.update(item for item in each if item not in kept)
     return result
 

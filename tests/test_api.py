@@ -120,6 +120,7 @@ def global_state() -> list[Any]:
     return [handlers(), threading.active_count(), torch.are_deterministic_algorithms_enabled(), sys.stdout, mask]
 
 
+@pytest.mark.slow
 def test_the_calling_process_is_left_unchanged(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
     before = global_state()
     train(*WORDS, "backend=deterministic", run="quiet", output_root=tmp_path)
@@ -165,6 +166,7 @@ def test_an_interrupt_saves_the_run_and_is_raised(tmp_path: Path, monkeypatch: p
     assert open_run("stopped", output_root=tmp_path).state == "preempted"
 
 
+@pytest.mark.slow
 def test_a_search_by_optuna_trains_one_run_per_trial(tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna", reason="the extra search is not installed")
     optuna.logging.set_verbosity(optuna.logging.ERROR)
@@ -246,6 +248,7 @@ def test_the_package_exports_the_functions() -> None:
     assert {"train", "evaluate", "open_run"} <= set(runner.__all__)
 
 
+@pytest.mark.slow
 def test_a_notebook_shows_progress_and_plots_inline(tmp_path: Path) -> None:
     nbclient = pytest.importorskip("nbclient", reason="nbclient is not installed")
     pytest.importorskip("ipykernel", reason="ipykernel is not installed")

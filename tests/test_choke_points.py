@@ -117,6 +117,7 @@ def asks_a_shell(call: ast.Call) -> bool:
     return "-c" in args and any(str(word).rsplit("/", 1)[-1] in ("sh", "bash", "zsh", "dash") for word in args)
 
 
+@pytest.mark.slow
 def test_names_become_functions_at_the_named_places_only() -> None:
     used = set()
     for path in FILES:
@@ -130,6 +131,7 @@ def test_names_become_functions_at_the_named_places_only() -> None:
     assert set(PLACES) == used, f"listed here, but no longer in the code: {set(PLACES) - used}"
 
 
+@pytest.mark.slow
 def test_nothing_unpickles_and_no_shell_is_started() -> None:
     for path in FILES:
         tree = ast.parse(path.read_text(encoding="utf-8"))
@@ -168,6 +170,7 @@ def test_nothing_unpickles_and_no_shell_is_started() -> None:
                 assert allowed is None or ast.unparse(allowed) == "False", where  # numpy's default is False
 
 
+@pytest.mark.slow
 def test_options_are_called_through_the_one_table_function() -> None:
     for path in FILES:
         if path.name == "choice.py":

@@ -118,6 +118,7 @@ def test_non_finite_values_equal_only_themselves(run: Made, theirs: float | None
     assert compare.main([run("a", [row(1, None)]), run("b", [row(1, theirs)])]) == code
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("args", "code", "output"),
     [
@@ -186,6 +187,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return folder
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("commit", "code"), [("same", 0), ("other", 1)])
 def test_each_commit_is_measured_with_its_own_code(
     repository: Path, capsys: pytest.CaptureFixture[str], commit: str, code: int

@@ -373,6 +373,7 @@ def is_to_be_typed(block: Block) -> bool:
     return block.language in ("", "sh") and RESULTS not in block.page.parents and not is_of_a_recipe
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("block", list(filter(is_to_be_typed, BLOCKS)), ids=str)
 def test_documented_commands_are_accepted(block: Block) -> None:
@@ -395,6 +396,7 @@ def put(block: Block) -> list[str]:
     return shlex.split(result[2] or "")[1:]
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     "block", [each for each in BLOCKS if each.language == "yaml" and each.page != WITH_RECIPES], ids=str
 )
@@ -433,6 +435,7 @@ def test_documented_python_compiles_and_imports_existing_names(block: Block) -> 
     compose(Request((), source))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(40)
 @pytest.mark.parametrize(
     "each", [each for each in UNIQUE if re.match(r"(accel-run|python|(\./)?scripts/\S+)(?= |$)", each.text)], ids=str
@@ -447,6 +450,7 @@ def test_commands_in_sentences_are_accepted(each: Said) -> None:
             check_line(args)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "each", [each for each in SAID if each.page == FOREIGN and re.match(r"[a-z][\w.]*=\S", each.text)], ids=str
 )
@@ -517,6 +521,7 @@ def anchors(page: Path) -> set[str]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_links_resolve(page: Path) -> None:
     for line, _, token in inner(page):
@@ -575,6 +580,7 @@ def test_results_name_their_scripts() -> None:
         assert all((ROOT / name.rstrip(".")).exists() for name in named), named
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))
 def test_prose_can_be_read_as_text(page: Path) -> None:
     """In a terminal too: no line of a paragraph exceeds 140 columns, except for images."""

@@ -47,6 +47,7 @@ def exists(name: str) -> bool:
     return not rest or any(rest[0] in result and {*rest[1:]} <= result[rest[0]] for result in map(defined, modules))
 
 
+@pytest.mark.slow
 def test_names_of_the_code_on_the_page_about_an_update_exist() -> None:
     named = set(re.findall(r"`([A-Za-z_]\w*(?:\.\w+)+)`", PAGE))
     ours = {name for name in named if not name.endswith(NOT_OURS)}
@@ -63,6 +64,7 @@ def test_the_page_about_an_update_has_the_hooks_in_their_order() -> None:
     assert rows == order
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("name", ["engine.loop.gone", "engine.gone.train", "Phase.gone", "Gone.run", "gone.main"])
 def test_a_removed_name_is_detected(name: str) -> None:
     assert not exists(name)

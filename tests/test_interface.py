@@ -266,6 +266,7 @@ def test_a_model_that_does_not_fit_is_refused() -> None:
         chosen(Tied(), ["cpu", "cpu"], capacities=[100, 100])
 
 
+@pytest.mark.slow
 def test_each_of_several_processes_trains_a_copy() -> None:
     def replicate(world: World) -> list[Any]:
         made, messages = chosen(ten_layers(), ["cpu"], capacities=[GIB])

@@ -43,11 +43,13 @@ def every_mutant() -> list[Mutant]:
     return [mutant for path in target_files(ROOT) for mutant in mutants_of(path, (ROOT / path).read_text())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_target_has_mutants(target: str) -> None:
     assert any(mutant.path.startswith(target) for mutant in every_mutant())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", sorted(RESTORING))
 def test_a_restoring_function_has_statements_to_leave_out(name: str) -> None:
     owners = {
@@ -57,6 +59,7 @@ def test_a_restoring_function_has_statements_to_leave_out(name: str) -> None:
     assert owners
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("path", "old", "new"), BY_HAND)
 def test_a_change_by_hand_is_one_mutant_that_compiles(path: str, old: str, new: str) -> None:
     source = (ROOT / path).read_text()
@@ -69,6 +72,7 @@ def test_a_change_by_hand_is_one_mutant_that_compiles(path: str, old: str, new: 
     compile(changed, path, "exec")
 
 
+@pytest.mark.slow
 def test_fields_with_fresh_values_are_saved_in_checkpoints() -> None:
     saved = {
         key.value for path in target_files(ROOT) for node, _, function in places(ast.parse((ROOT / path).read_text()))
@@ -77,6 +81,7 @@ def test_fields_with_fresh_values_are_saved_in_checkpoints() -> None:
     assert set(FRESH) <= saved
 
 
+@pytest.mark.slow
 def test_survivors_with_a_reason_are_mutants() -> None:
     known = {(each.path, each.function, shown(each.before), shown(each.after)) for each in every_mutant()}
     listed = {(row["path"], row["function"], row["before"], row["after"]) for row in

@@ -1,4 +1,4 @@
-"""Sampling of large matrices: by default a seeded sample of the cases runs, with --all every case."""
+"""Sampling of large matrices and marks of slow tests, see scripts/test.sh."""
 
 from __future__ import annotations
 
@@ -24,6 +24,13 @@ def test_small(number): ...
 @pytest.mark.parametrize("one", range(3))
 @pytest.mark.parametrize("other", range(2))
 def test_product(one, other): ...
+
+@pytest.mark.slow_beyond(2)
+@pytest.mark.parametrize("number", range(5))
+def test_costly(number): ...
+
+@pytest.mark.slow
+def test_slow(): ...
 
 @pytest.mark.long
 def test_long(): ...
@@ -53,14 +60,23 @@ class Collected:
 def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(tallies, "IS_LONG", False)
     monkeypatch.setattr(tallies, "SEED", 1)
-    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    sampled\n    long\n")
+    (tmp_path / "pytest.ini").write_text("[pytest]\nmarkers =\n    sampled\n    slow_beyond\n    slow\n    long\n")
     (tmp_path / "test_planted.py").write_text(FILE)
     return tmp_path / "test_planted.py"
 
 
-def collected(file: Path, test: str = "") -> Collected:
+def collected(file: Path, test: str = "", marks: str = "") -> Collected:
     result = Collected()
-    args = ["--collect-only", "-q", "-p", "no:cacheprovider", "--import-mode=importlib", f"--rootdir={file.parent}"]
+    args = [
+        "-m",
+        marks,
+        "--collect-only",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        "--import-mode=importlib",
+        f"--rootdir={file.parent}",
+    ]
     assert pytest.main([*args, f"{file}{test}"], plugins=[conftest, result]) == 0
     return result
 
@@ -74,6 +90,16 @@ def test_the_given_number_of_sampled_cases_runs(file: Path) -> None:
     assert result.num_left_out == 7 + 3 + 1
 
 
+def test_slow_cases_and_tests_run_on_request(file: Path) -> None:
+    assert len(collected(file).of("test_costly")) == 5
+    assert len(collected(file).of("test_slow")) == 1
+    without = collected(file, marks="not slow")
+    assert len(without.of("test_costly")) == 2
+    assert without.of("test_slow") == []
+    assert len(without.of("test_matrix")) == 3
+
+
+@pytest.mark.slow
 def test_the_choice_follows_the_seed(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     first = collected(file).names
     assert collected(file).names == first
@@ -87,10 +113,11 @@ def test_the_choice_follows_the_seed(file: Path, monkeypatch: pytest.MonkeyPatch
 def test_all_cases_run_on_request(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tallies, "IS_LONG", True)
     result = collected(file)
-    assert len(result.names) == 10 + 2 + 6 + 1 + 1
+    assert len(result.names) == 10 + 2 + 6 + 5 + 1 + 1 + 1
     assert result.num_left_out == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", ["test_long", *(f"test_matrix[{number}]" for number in range(10))])
 def test_a_named_case_runs(case: str, file: Path) -> None:
     assert collected(file, f"::{case}").names == [case]

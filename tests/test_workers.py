@@ -54,7 +54,7 @@ def session_with_workers(folder: Path) -> tuple[int, dict[str, tuple[str, str]]]
 @pytest.fixture(scope="module")
 def session(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any:
     folder = tmp_path_factory.mktemp("session")
-    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    sampled\n    long\n")
+    (folder / "pytest.ini").write_text("[pytest]\nmarkers =\n    sampled\n    slow_beyond\n    slow\n    long\n")
     for name, text in FILES.items():
         (folder / f"{name}.py").write_text(SHARED.replace("LOG", repr(str(folder / "log"))) + text)
     code, result = server.call(session_with_workers, folder)
@@ -62,6 +62,7 @@ def session(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Any
     return SimpleNamespace(code=code, found=result, log=log)
 
 
+@pytest.mark.slow
 def test_outcomes_and_texts_are_those_of_the_tests(session: Any) -> None:
     outcomes = {name: outcome for name, (outcome, _) in session.found.items()}
     assert outcomes["test_good.py::test_one"] == outcomes["test_good.py::test_two"] == "passed"
@@ -72,6 +73,7 @@ def test_outcomes_and_texts_are_those_of_the_tests(session: Any) -> None:
     assert "said before" in text
 
 
+@pytest.mark.slow
 def test_a_test_that_kills_its_process_fails_and_the_other_files_run(session: Any) -> None:
     outcome, text = session.found["test_dies.py::test_dies"]
     assert outcome == "failed"

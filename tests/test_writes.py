@@ -204,6 +204,7 @@ def may_be(call: ast.Call, name: str, file: str) -> bool:
     return name.startswith(".") and not is_of_a_path(call, name[1:])
 
 
+@pytest.mark.slow
 def test_files_are_written_at_the_named_places_only() -> None:
     result = {
         place

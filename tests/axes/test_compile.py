@@ -65,6 +65,7 @@ def backward_passes(loss: Tensor) -> int:
     return sum(type(node).__name__ == "CompiledFunctionBackward" for node in seen)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo inspects non-leaf inputs
 def test_a_split_graph_gives_the_gradients_of_its_parts_one_after_the_other_with_the_same_bits() -> None:
     """Each layer has 80 bytes of parameters. A graph returns all gradients at the end of its backward pass."""
@@ -88,6 +89,7 @@ class Own(nn.Module):
         return result
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("option", ["default", "regional"])
 @pytest.mark.parametrize("make", [Own, stack, lambda: nn.Linear(4, 4)], ids=["own", "sequential", "linear"])
 def test_the_called_model_is_the_compiled_one(option: str, make: Callable[[], nn.Module]) -> None:
@@ -121,6 +123,7 @@ class Mine(Task):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("call", "num_warnings"), [("model", 0), ("model[0]", 1)])
 def test_a_task_that_does_not_call_its_model_is_warned_that_nothing_was_compiled(
     server: ForkServer, tmp_path: Path, call: str, num_warnings: int
@@ -282,6 +285,7 @@ def test_inductor_computes_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     torch.testing.assert_close(model(torch.arange(4.0)), plain(torch.arange(4.0)))  # vectorized tanh: last bits differ
 
 
+@pytest.mark.slow
 def test_a_run_that_compiles_nothing_does_not_import_the_compiler(tmp_path: Path) -> None:
     """Dynamo takes two seconds to import, as long as torch and accel-run together."""
     (tmp_path / "task.py").write_text(TASK.replace("{call}", "model"))

@@ -113,6 +113,7 @@ def assert_gone(numbers: list[int]) -> None:
     wait_until(lambda: all(map(is_gone, numbers)), f"all of {numbers} are gone")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_workers_ignore_stop_signals_from_their_first_instruction(method: str) -> None:
@@ -134,6 +135,7 @@ def test_workers_ignore_stop_signals_from_their_first_instruction(method: str) -
     assert out == ""
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("method", ["fork", "spawn"])
 def test_closing_a_loader_kills_a_hanging_worker(method: str) -> None:
@@ -175,6 +177,7 @@ def test_workers_end_in_order_when_their_loader_is_closed(tmp_path: Path) -> Non
     assert len(list(tmp_path.iterdir())) == 2
 
 
+@pytest.mark.slow
 def test_the_model_of_the_task_is_not_sent_to_spawned_workers() -> None:
     """The model may be on a GPU or sharded, and may not be picklable."""
     owner = Owner()
@@ -246,6 +249,7 @@ class Augmented(Squares):
         return load(indices) + neighbors + self.epoch + torch.rand(len(indices))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("make", [partial(default, num_workers=0), partial(default, num_workers=2), thread])
 def test_only_the_fixed_part_of_samples_is_kept(make: Any) -> None:
     """Draws and the epoch are as without a cache, in every loader."""
@@ -321,6 +325,7 @@ class Exits:
         os._exit(self.code)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("code", "expected"), [(Exit.SYSTEM, OSError), (Exit.SOFTWARE, RuntimeError), (0, RuntimeError)]
 )
@@ -444,6 +449,7 @@ def auto(dataset: Any, limit_ms: float) -> Loader:
     return default(kept, CPU, num_workers=2, workers_above_ms=limit_ms, pin_memory=False)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("limit_ms", "num_workers"), [(600_000.0, 0), (1e-6, 2)])
 def test_workers_are_started_if_one_takes_longer_than_the_limit(
     numbers: Path, limit_ms: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
@@ -474,6 +480,7 @@ def test_the_second_of_two_batches_decides(numbers: Path, monkeypatch: pytest.Mo
     assert log.read_text().split() == ["0", "1", "32", "33"]
 
 
+@pytest.mark.slow
 def test_workers_are_started_without_waiting_for_a_slow_measurement(numbers: Path, tmp_path: Path) -> None:
     dataset = Waiting(numbers, awaited=tmp_path / "ready")
     with closing(auto(dataset, 600_000.0)) as loader:

@@ -187,6 +187,7 @@ def test_a_shared_weight_has_the_same_gradient_with_checkpointing_under_autocast
         assert equal(gradients(model), gradients(plain))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo inspects non-leaf inputs
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["checkpoint", "selective matmul"])

@@ -178,6 +178,7 @@ def test_the_state_of_another_schedule_is_refused() -> None:
     cosine(10).load(step(10).state())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", SCHEDULERS)
 @given(updates=st.integers(1, 400), warmup=st.one_of(st.integers(0, 400), st.floats(0, 0.999)))
 def test_factors_are_above_0_and_at_most_1_from_the_first_update_on(option: str, updates: int, warmup: float) -> None:

@@ -66,6 +66,7 @@ def test_the_table_maps_a_name_to_the_function_of_that_name(axis: str) -> None:
         assert function.__name__ == option.replace("-", "_")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axis", "option"), OPTIONS)
 def test_keys_and_defaults_are_those_of_the_signature(axis: str, option: str) -> None:
     if not has_function(axis, option):
@@ -82,6 +83,7 @@ def test_keys_and_defaults_are_those_of_the_signature(axis: str, option: str) ->
         assert key.help, f"the docstring of {option} says what {name} means"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axis", "option"), OPTIONS)
 def test_a_file_documents_itself_and_each_key(axis: str, option: str) -> None:
     first, *lines = file_of(axis, option).read_text(encoding="utf-8").splitlines()

@@ -188,6 +188,7 @@ def test_recomputed_draws_are_the_same(reentrant: bool, known: bool) -> None:
     torch.testing.assert_close(gradient(True), gradient(False), rtol=0, atol=allowed(torch.float64, 8 * 4, growth=3))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fullgraph", [False, True])
 def test_a_compiled_model_has_the_same_draws(fullgraph: bool) -> None:
@@ -213,6 +214,7 @@ def test_a_compiled_model_has_the_same_draws(fullgraph: bool) -> None:
             torch.testing.assert_close(one, other, rtol=LAST_BITS, atol=LAST_BITS)
 
 
+@pytest.mark.slow
 def test_a_compiled_model_may_draw_inside_its_graph() -> None:
     class Model(nn.Module):
         def forward(self, x: Tensor) -> Tensor:
@@ -230,6 +232,7 @@ def test_a_compiled_model_may_draw_inside_its_graph() -> None:
         torch.testing.assert_close(*result, rtol=LAST_BITS, atol=LAST_BITS)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("asked", ["by the layer's name", "by the layer's number"])
 def test_layers_with_independent_draws_share_compiled_code(asked: str) -> None:
     """As with compile=regional: one graph for all layers, epochs and sample positions."""

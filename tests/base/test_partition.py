@@ -84,6 +84,7 @@ def judged(case: dict[str, list[int]], sizes: tuple[int, ...], balance: str) -> 
     return (max(seconds), max(shares), squares) if balance == "time" else (max(shares), squares)
 
 
+@pytest.mark.slow
 @settings(max_examples=400)
 @given(case=cases(), balance=st.sampled_from(["memory", "time"]))
 def test_no_other_split_is_better(case: dict[str, list[int]], balance: partition.Balance) -> None:

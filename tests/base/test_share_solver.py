@@ -83,6 +83,7 @@ def every_split(
     return [split for split in product(*ranges) if sum(split) == total]
 
 
+@pytest.mark.slow
 @settings(max_examples=300)
 @given(lines_of_ranks, st.integers(1, 9), st.booleans(), st.sampled_from([0.0, 0.5, 4.0]), st.data())
 def test_no_other_split_is_faster_than_the_solution(
@@ -140,6 +141,7 @@ def test_a_rank_takes_at_least_one_unless_it_may_be_dropped() -> None:
 # ---------------------------------------------------------------- probing
 
 
+@pytest.mark.slow
 @given(st.integers(2, 8), st.integers(2, 300), st.data())
 def test_probes_respect_caps_and_include_every_rank(size: int, total: int, data: st.DataObject) -> None:
     caps = data.draw(st.lists(st.none() | st.integers(1, 300), min_size=size, max_size=size))
@@ -238,6 +240,7 @@ def test_more_ranks_and_large_fixed_times_come_within_5_percent(lines: list[Rank
         assert ranks.over_best(balance.shares) <= 1.05
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
 @pytest.mark.parametrize("slower", [1, 3])
 def test_noise_changes_the_shares_at_most_once_in_500_updates(noise: float, slower: int) -> None:
@@ -255,6 +258,7 @@ def test_a_gain_below_the_threshold_changes_nothing() -> None:
     assert {each.shares for each in run(ShareSolver(200, 2, threshold=0.005), ranks, 100)} == {(102, 98)}
 
 
+@pytest.mark.slow
 def test_a_gain_within_noise_changes_nothing() -> None:
     """With 8 ranks and 20 % noise, some pair of ranks always seems unequal by more than the threshold."""
     changes = 0
@@ -266,6 +270,7 @@ def test_a_gain_within_noise_changes_nothing() -> None:
     assert changes <= 5
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
 def test_a_flip_of_speeds_is_followed_within_3_solutions(noise: float) -> None:
     fast, slow = RankTiming(0.0005, 0.001), RankTiming(0.0015, 0.003)
@@ -325,6 +330,7 @@ def test_invalid_times_are_ignored() -> None:
 # ---------------------------------------------------------------- fewer ranks
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.10])
 @pytest.mark.parametrize(
     ("lines", "exchange_s", "drop"),

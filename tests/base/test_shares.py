@@ -41,6 +41,7 @@ def problem(shares: tuple[int, ...] | Problem) -> Problem:
 # ---------------------------------------------------------------- proportional
 
 
+@pytest.mark.slow
 @given(st.integers(0, 5000), weights_of_ranks)
 def test_all_samples_are_dealt_and_every_used_rank_gets_one(total: int, weights: list[float]) -> None:
     shares = must(split_proportionally(total, weights))
@@ -51,6 +52,7 @@ def test_all_samples_are_dealt_and_every_used_rank_gets_one(total: int, weights:
         assert all(shares[rank] >= 1 for rank in taking)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 500), weights_of_ranks, st.data())
 def test_no_rank_is_above_its_cap_and_too_small_caps_are_a_problem(
     total: int, weights: list[float], data: st.DataObject

@@ -89,6 +89,7 @@ def test_each_update_is_reported_once_and_in_order(kind: str) -> None:
 STEPS = st.lists(st.tuples(st.sampled_from([*PARTS, "hooks", "stop", *BETWEEN[1:]]), st.integers(0, 8)), max_size=60)
 
 
+@pytest.mark.slow
 @given(STEPS)
 @pytest.mark.parametrize("kind", ["host", "device"])
 def test_the_parts_of_a_phase_add_up_to_its_time(kind: str, steps: list[tuple[str, int]]) -> None:

@@ -34,6 +34,7 @@ def delayed(world_size: int, rank: int, part: str, seconds: float) -> list[dict[
     return [{**USUAL, part: USUAL[part] + seconds * (other == rank)} for other in range(world_size)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [2, 3, 8])
 @pytest.mark.parametrize("part", PARTS)
 def test_an_injected_rank_and_part_are_named_in_95_of_100_trials(world_size: int, part: str) -> None:

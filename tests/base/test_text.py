@@ -114,6 +114,7 @@ def test_terminal_output_is_wrapped_and_piped_output_is_not() -> None:
 HELPS = [overview(), *(import_module(f"runner.commands.{module}").HELP for module, _ in COMMANDS.values())]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [60, 80, 100, 120, 160, 220])
 @pytest.mark.parametrize("text", HELPS, ids=lambda text: " ".join(text.split()[1:4]))
 def test_help_follows_the_width_of_the_terminal(text: str, columns: int) -> None:

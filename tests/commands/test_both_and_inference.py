@@ -85,6 +85,7 @@ def test_both_exits_like_the_training_that_failed_and_predicts_nothing(server: F
     assert not (tmp_path / "outputs" / "mine" / "predictions").exists()
 
 
+@pytest.mark.slow
 def test_a_failed_start_does_not_become_the_last_run(server: ForkServer, folder: Path) -> None:
     failed = server.run(["train", "run=failed", *ON_CPU, "task.fail_at=1"], folder)
     assert failed.code == 70, failed.err
@@ -108,6 +109,7 @@ def test_inference_uses_the_last_trained_run(server: ForkServer, folder: Path) -
     assert not (folder / "outputs" / "first" / "predictions").exists()
 
 
+@pytest.mark.slow
 def test_inference_accepts_a_run_by_name_and_by_folder(server: ForkServer, folder: Path) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()
@@ -199,6 +201,7 @@ def test_an_unknown_key_is_exit_78(server: ForkServer, folder: Path) -> None:
     assert result.err.endswith(" inference.samples?\n")
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("typed", "meant"),
     [
@@ -224,6 +227,7 @@ def test_an_unknown_batch_size_key_gets_the_known_keys(server: ForkServer, folde
     assert "batch_size=" not in result.err
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("typed", ["--batch-size 4", "--batch_size=4", "--bs 4", "--per-device-eval-batch-size 4"])
 def test_a_batch_size_gets_the_key_of_prediction_as_suggestion(typed: str, server: ForkServer, tmp_path: Path) -> None:
     """There is no run, so the keys are those of the default task."""
@@ -233,6 +237,7 @@ def test_a_batch_size_gets_the_key_of_prediction_as_suggestion(typed: str, serve
     assert "global_batch_size=4" in server.run(f"both {typed}", tmp_path).err or "eval" in typed
 
 
+@pytest.mark.slow
 def test_keys_of_the_users_task_are_known(server: ForkServer, tmp_path: Path) -> None:
     """The keys come from the task of the run, not from the default task."""
     source = TASK.read_text().replace("samples: int = 2", "colour: int = 2").replace("range(samples)", "range(colour)")
@@ -242,6 +247,7 @@ def test_keys_of_the_users_task_are_known(server: ForkServer, tmp_path: Path) ->
     assert result.code == 0, result.err
 
 
+@pytest.mark.slow
 def test_a_task_without_predict_reports_what_to_define(server: ForkServer, tmp_path: Path) -> None:
     source = TASK.read_text().replace("def predict", "def no_predict")
     (tmp_path / "mine.py").write_text(source)

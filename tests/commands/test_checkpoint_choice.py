@@ -82,6 +82,7 @@ def test_evaluate_and_inference_use_the_chosen_checkpoint(server: ForkServer, fo
         assert float(predicted.read_text()) == weights["2.bias"].item()
 
 
+@pytest.mark.slow
 def test_status_and_report_mark_the_best_and_the_last(server: ForkServer, folder: Path) -> None:
     lines = {
         line.split(":")[0].split()[-1]: line
@@ -116,6 +117,7 @@ def test_a_refused_resume_does_not_rewind(server: ForkServer, folder: Path) -> N
     assert not (folder / "outputs/mine/metrics-earlier-1.jsonl").exists()
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("old", "new"),
     [

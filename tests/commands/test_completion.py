@@ -292,6 +292,7 @@ IN_BASH = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 def test_bash_completes(folder: Path) -> None:
     script = "source ./completion.bash\n"
     for args, _ in IN_BASH.values():

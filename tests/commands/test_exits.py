@@ -95,6 +95,7 @@ def has_loaded(process: subprocess.Popen[str], library: str) -> bool:
         return True
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="the memory of a process can be read on Linux only")
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
@@ -120,6 +121,7 @@ def test_an_interrupt_during_an_import_exits_quietly_with_130(
     assert not (tmp_path / "outputs" / "mine" / "error.json").exists()
 
 
+@pytest.mark.slow
 def test_a_closed_pipe_is_not_an_error(server: ForkServer, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / ".out")
     reader = os.open(tmp_path / ".out", os.O_RDONLY | os.O_NONBLOCK)
@@ -133,6 +135,7 @@ def test_a_closed_pipe_is_not_an_error(server: ForkServer, tmp_path: Path) -> No
     assert [line for line in result.err.splitlines() if not line.startswith("plan: ")] == []  # slow steps are announced
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [["both", "run=mine"], ["train", "-m", "run=mine", "seed=1,2"]], ids=["both", "sweep"])
 def test_training_continues_when_the_pipe_reader_exits(args: list[str], server: ForkServer, tmp_path: Path) -> None:
     quiet = ROOT / "tests" / "end_to_end" / "task_with_everything.py"
@@ -154,6 +157,7 @@ def test_training_continues_when_the_pipe_reader_exits(args: list[str], server: 
     assert (runs[0] / "predictions" / "summary.json").is_file() == (args[0] == "both")
 
 
+@pytest.mark.slow
 def test_a_training_needs_no_standard_streams(tmp_path: Path) -> None:
     """Uses a real process, since Python sets up its streams when it starts."""
     task = ROOT / "tests" / "faults" / "task_to_attack.py"
@@ -177,6 +181,7 @@ def test_a_full_disk_behind_standard_output_is_exit_74(tmp_path: Path) -> None:
     assert os.strerror(errno.ENOSPC) in done.stderr
 
 
+@pytest.mark.slow
 def test_closed_streams_are_not_an_error(tmp_path: Path) -> None:
     program = f'"{sys.executable}" -m runner'
     line = f"{program} explain precision >&- 2>&-; echo $?; {program} frobnicate 2>&-; echo $?"

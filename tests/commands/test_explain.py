@@ -148,6 +148,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", EXPLAINED)
 def test_the_source_of_a_value_is_shown_with_its_file(
     args: str, folder: Path, capsys: pytest.CaptureFixture[str]

@@ -60,6 +60,7 @@ def folder(server: ForkServer, tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_each_exported_format_gives_the_outputs_of_the_model(server: ForkServer, folder: Path) -> None:
     pytest.importorskip("onnxruntime", reason="the extra onnx is not installed")
     done = server.run(["export", "first"], folder)
@@ -91,6 +92,7 @@ def test_outputs_that_are_not_finite_are_compared_too(server: ForkServer, folder
     assert "DIFFERENT" in noise.out
 
 
+@pytest.mark.slow
 def test_failed_exports_are_reported(server: ForkServer, folder: Path) -> None:
     wrong = server.run(["export", "first", "format=onx"], folder)
     assert (wrong.code, " onnx?" in wrong.err) == (78, True)

@@ -46,6 +46,7 @@ TAKEN: dict[str, Any] = {
 }
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", TAKEN)
 def test_the_tensors_of_a_foreign_file_become_a_safetensors_file(
     server: ForkServer, tmp_path: Path, name: str, screen: Callable[..., None]
@@ -156,6 +157,7 @@ def test_both_predicts_with_trained_and_not_with_initial_weights(server: ForkSer
     assert (tmp_path / "outputs" / "mine" / "predictions" / "answer-0.npy").is_file()
 
 
+@pytest.mark.slow
 def test_weights_of_another_model_are_refused_with_a_list(server: ForkServer, tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
@@ -181,6 +183,7 @@ def test_weights_of_another_model_are_refused_with_a_list(server: ForkServer, tm
         assert not (tmp_path / "outputs" / "never").exists()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("prefix", ["model.", "module.", "_orig_mod.module.", "module.model."])
 def test_prefixes_of_wrappers_are_removed_from_names(server: ForkServer, tmp_path: Path, prefix: str) -> None:
     torch.save({"state_dict": prefixed(prefix, STATE)}, tmp_path / "foreign.pt")
@@ -222,6 +225,7 @@ ODD: dict[str, tuple[Any, str]] = {
 }
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", ODD)
 def test_unsupported_tensors_are_reported_and_leave_no_file(server: ForkServer, tmp_path: Path, name: str) -> None:
     content, messages = ODD[name]

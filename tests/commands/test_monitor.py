@@ -99,6 +99,7 @@ def test_a_pipe_gets_a_line_per_sample_then_a_summary_and_files(monitor: Watch, 
     assert summary["devices"]["gpu0"]["name"] == "Tesla T4"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("room", [700, 1_500])
 def test_incomplete_files_are_named_and_monitoring_exits_with_an_error(
@@ -123,6 +124,7 @@ def test_incomplete_files_are_named_and_monitoring_exits_with_an_error(
     assert [path.name for path in made.iterdir()] == ["gpu.csv"]
 
 
+@pytest.mark.slow
 def test_two_monitors_write_to_two_folders(monitor: Watch, tmp_path: Path) -> None:
     for _ in range(2):
         assert monitor(T4, "seconds=0.1", "log_dir=mine").code == 0
@@ -171,6 +173,7 @@ def test_readings_of_an_unsupported_query_are_absent(monitor: Watch, tmp_path: P
     assert not {"gpu0/power_w", "gpu0/util"} & set(readings)
 
 
+@pytest.mark.slow
 def test_without_a_gpu_cpu_and_ram_are_shown_with_the_reason(monitor: Watch, tmp_path: Path) -> None:
     live = monitor(None, "seconds=0.2", "interval_s=0.1")
     assert live.code == 0
@@ -192,6 +195,7 @@ def test_missing_permission_and_a_lost_gpu_are_reported_and_monitoring_continues
     assert "CPU" in done.out
 
 
+@pytest.mark.slow
 def test_files_are_written_when_the_pipe_reader_exits(nvml_stub: NvmlStub, tmp_path: Path) -> None:
     with subprocess.Popen(
         [*COMMAND, "interval_s=0.1"], env=nvml_stub.environment(T4), cwd=tmp_path,
@@ -206,6 +210,7 @@ def test_files_are_written_when_the_pipe_reader_exits(nvml_stub: NvmlStub, tmp_p
     assert (the_folder(tmp_path) / "monitor.json").is_file()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_ends_monitoring_with_summary_and_files(nvml_stub: NvmlStub, tmp_path: Path, number: int) -> None:
@@ -267,6 +272,7 @@ def run_of_a_pair(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 def test_the_recording_of_a_run_is_summarized_and_plotted_in_its_folder(
     server: ForkServer, run_of_a_pair: Path, screen: Callable[..., None]
 ) -> None:
@@ -278,6 +284,7 @@ def test_the_recording_of_a_run_is_summarized_and_plotted_in_its_folder(
     assert not (run_of_a_pair / "gpu_logs").exists()
 
 
+@pytest.mark.slow
 def test_a_cpu_run_gets_no_advice_about_gpus(server: ForkServer, run_of_a_pair: Path) -> None:
     (run_of_a_pair / "outputs" / "first" / "plan.json").write_text('{"device": "cpu"}')
     done = server.run("monitor run=first", run_of_a_pair)
@@ -285,6 +292,7 @@ def test_a_cpu_run_gets_no_advice_about_gpus(server: ForkServer, run_of_a_pair: 
     assert not any(args in done.out for args in ("GPU 0 utilization", "GPU 1 memory", "GPU 1 processes"))
 
 
+@pytest.mark.slow
 def test_a_lost_gpu_comes_first_in_the_summary_of_a_run(server: ForkServer, run_of_a_pair: Path) -> None:
     row = {"kind": "machine", "what": "lost", "device": "gpu1", "uuid": "GPU-1", "text": "gpu1 (A card) is lost: gone"}
     (run_of_a_pair / "outputs" / "first" / "events.jsonl").write_text(json.dumps(row) + "\n")
@@ -294,6 +302,7 @@ def test_a_lost_gpu_comes_first_in_the_summary_of_a_run(server: ForkServer, run_
     assert not any("GPU 1" in line for line in messages[1:])
 
 
+@pytest.mark.slow
 def test_every_machine_of_a_run_is_summarized_and_plotted(server: ForkServer, run_of_a_pair: Path) -> None:
     run = run_of_a_pair / "outputs" / "first"
     shutil.copy(run / "gpu.csv", run / "gpu-rank8.csv")
@@ -388,6 +397,7 @@ def test_a_folder_that_cannot_be_created_is_an_error_that_names_its_key(
     assert "CPU: " in shown.out
 
 
+@pytest.mark.slow
 def test_help_imports_almost_nothing_and_monitoring_no_torch(nvml_stub: NvmlStub) -> None:
     code = "import json, sys, runner.cli; runner.cli.main(['monitor', *{!r}]); print(json.dumps(sorted(sys.modules)))"
     done = subprocess.run([sys.executable, "-c", code.format(["--help"])], capture_output=True, text=True, check=True)

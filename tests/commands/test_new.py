@@ -70,6 +70,7 @@ def test_training_reduces_the_loss(server: ForkServer, folder: Path) -> None:
     assert record["metrics"]["val/loss"] < 0.3  # 0.69 is chance level
 
 
+@pytest.mark.slow
 def test_it_is_found_from_another_folder(server: ForkServer, folder: Path) -> None:
     elsewhere = folder / "else" / "where"
     elsewhere.mkdir(parents=True)
@@ -83,6 +84,7 @@ def test_it_is_found_from_another_folder(server: ForkServer, folder: Path) -> No
     assert asked.code == 0, asked.err
 
 
+@pytest.mark.slow
 def test_it_resumes_after_sigterm(server: ForkServer, folder: Path) -> None:
     args = ["train", "--task", "./my_task.py", "run=mine", "updates=100000", "log_every=1", *ON_CPU]
     run = folder / "outputs" / "mine"
@@ -99,6 +101,7 @@ def test_it_resumes_after_sigterm(server: ForkServer, folder: Path) -> None:
     assert state(run) == "preempted"
 
 
+@pytest.mark.slow
 def test_it_predicts(server: ForkServer, folder: Path) -> None:
     assert server.run(["train", "--task", "./my_task.py", "run=mine", *SHORT], folder).code == 0
     result = server.run(["inference", "inference.samples=5"], folder)
@@ -108,6 +111,7 @@ def test_it_predicts(server: ForkServer, folder: Path) -> None:
     assert set(inside) <= {0, 1}
 
 
+@pytest.mark.slow
 def test_it_is_swept(server: ForkServer, folder: Path) -> None:
     args = ["train", "-m", "--task", "./my_task.py", "run=mine", "task.hidden=4,8", *SHORT]
     result = server.run(args, folder, env={"IMPORT_FIRST": "tests.forked_trials"})

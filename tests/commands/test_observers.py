@@ -75,6 +75,7 @@ def test_the_wandb_key_is_written_nowhere(tracked: tuple[Path, CompletedCommand]
         assert KEY.encode() not in path.read_bytes(), path
 
 
+@pytest.mark.slow
 def test_the_monitor_writes_gpu_csv(server: ForkServer, tmp_path: Path) -> None:
     result = train(server, tmp_path, "monitor=on", "monitor.interval_s=0.1", "task.sleep_s=0.01")
     assert result.code == 0, result.err
@@ -88,6 +89,7 @@ def test_the_monitor_writes_gpu_csv(server: ForkServer, tmp_path: Path) -> None:
     assert all(0 < float(sample["ram_percent"]) < 100 for sample in samples)
 
 
+@pytest.mark.slow
 def test_the_monitor_summary_covers_the_time_before_a_resume(server: ForkServer, tmp_path: Path) -> None:
     args = ("monitor=on", "monitor.interval_s=0.05", "task.sleep_s=0.01")
     path, seen = tmp_path / "outputs" / "mine" / "monitor.json", []
@@ -108,6 +110,7 @@ def driver(nvml_stub: NvmlStub) -> str:
     return f"import ctypes; ctypes.CDLL({str(nvml_stub.folder / 'new' / 'libnvidia-ml.so.1')!r})\n"
 
 
+@pytest.mark.slow
 def test_a_cpu_run_does_not_monitor_gpus(server: ForkServer, nvml_stub: NvmlStub, tmp_path: Path) -> None:
     env = {"NVML_STUB": str(nvml_stub.write(T4 | {"0.throttle": 64}))}  # throttled, and shared with two processes
     args = ["run=mine", "device=cpu", "monitor=on", "monitor.interval_s=0.05", "--task", str(TASK)]
@@ -169,6 +172,7 @@ def test_without_the_monitor_there_is_no_gpu_csv(server: ForkServer, tmp_path: P
     assert not (tmp_path / "outputs" / "mine" / "gpu.csv").exists()
 
 
+@pytest.mark.slow
 def test_the_profiler_writes_a_trace_and_the_operators(server: ForkServer, tmp_path: Path) -> None:
     result = train(server, tmp_path, "profiler=trace", "updates=20")
     assert result.code == 0, result.err

@@ -8,6 +8,8 @@ import pytest
 
 from tests.forkserver import ForkServer
 
+pytestmark = pytest.mark.slow
+
 TASK = """
 import torch
 import torch.nn.functional as F

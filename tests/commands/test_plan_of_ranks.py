@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import pytest
+
 from tests.forkserver import ForkServer
 from tests.suggestions import suggested
 
 PAIR = "plan +hardware=pair_11gb_8gb global_batch_size=32"
 
 
+@pytest.mark.slow
 def test_an_unequal_pair_shares_an_update_by_memory(server: ForkServer, tmp_path: Path) -> None:
     result = server.run(f"{PAIR} parallelism=ddp parallelism.shares=memory task.size=tiny", tmp_path)
     assert result.code == 0, result.err
@@ -18,6 +21,7 @@ def test_an_unequal_pair_shares_an_update_by_memory(server: ForkServer, tmp_path
     assert re.search(r"19 \(59%\) +1 x 19 +11\.0 GiB +cuda:0: .* 2080 Ti", result.out)
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_split_layer_by_layer_with_bytes(server: ForkServer, tmp_path: Path) -> None:
     result = server.run(f"{PAIR} parallelism=pipeline task.size=tiny", tmp_path)
     assert result.code == 0, result.err
@@ -27,6 +31,7 @@ def test_a_pipeline_is_split_layer_by_layer_with_bytes(server: ForkServer, tmp_p
     assert [row.split()[0] for row in rows] == names, "each layer once, in order"
 
 
+@pytest.mark.slow
 def test_auto_reports_needed_and_available_memory(server: ForkServer, tmp_path: Path) -> None:
     result = server.run(f"{PAIR} parallelism=auto task.size=tiny", tmp_path)
     assert result.code == 0, result.err
@@ -40,6 +45,7 @@ def test_auto_reports_needed_and_available_memory(server: ForkServer, tmp_path: 
     assert suggested(one.out.splitlines()[-1]) == ["hardware=t4", "parallelism=auto", "task.size=tiny"]
 
 
+@pytest.mark.slow
 def test_a_run_that_does_not_fit_is_reported_with_remedies(server: ForkServer, tmp_path: Path) -> None:
     """Libraries leave 100 MiB for tensors, and a micro-batch of 64 samples needs more."""
     profile = tmp_path / "conf" / "hardware" / "small.yaml"
@@ -76,12 +82,14 @@ def test_an_error_of_a_task_is_attributed_to_the_task(server: ForkServer, tmp_pa
     assert "Traceback" not in result.err
 
 
+@pytest.mark.slow
 def test_a_task_without_layers_reports_what_to_define(server: ForkServer, tmp_path: Path) -> None:
     result = server.run(f"{PAIR} parallelism=pipeline task=dynamo", tmp_path)
     assert result.code == 70
     assert "must define layers()" in result.err
 
 
+@pytest.mark.slow
 def test_the_profile_of_a_pair_splits_an_update_and_lists_remedies(server: ForkServer, tmp_path: Path) -> None:
     result = server.run("plan +hardware=pair_11gb_8gb task.size=tiny", tmp_path)
     assert result.code == 0, result.err

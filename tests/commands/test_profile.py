@@ -55,6 +55,7 @@ def planted(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> tup
     return folder, result
 
 
+@pytest.mark.slow
 def test_a_slow_module_has_the_most_self_time_in_forward_and_backward(planted: tuple[Path, CompletedCommand]) -> None:
     folder, result = planted
     rows = {row["module"]: row for row in found(folder, "modules.csv")}
@@ -66,6 +67,7 @@ def test_a_slow_module_has_the_most_self_time_in_forward_and_backward(planted: t
     assert " inner.1 (Sleeper)" in result.out
 
 
+@pytest.mark.slow
 def test_module_times_add_up_to_their_parents_and_to_the_update(planted: tuple[Path, CompletedCommand]) -> None:
     summary = found(planted[0])
     rows = {row["path"]: row for row in summary["modules"]}
@@ -192,6 +194,7 @@ def test_invalid_requests_get_a_message(server: ForkServer, tmp_path: Path) -> N
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_a_graph_is_timed_as_one(server: ForkServer, tmp_path: Path) -> None:
     result = profile(server, tmp_path, "compile=default", "compile.backend=aot_eager", updates=1)
     assert result.code == 0, result.err
@@ -202,6 +205,7 @@ def test_a_graph_is_timed_as_one(server: ForkServer, tmp_path: Path) -> None:
     assert float(model["backward_mean_ms"]) > 0
 
 
+@pytest.mark.slow
 def test_phases_and_ranks_have_profiles(server: ForkServer, tmp_path: Path) -> None:
     args = "parallelism=ddp parallelism.world_size=2 device=cpu monitor=off run=p skip=1 updates=1 global_batch_size=2"
     result = server.run(

@@ -68,6 +68,7 @@ def test_resume_works_from_any_folder_with_the_original_arguments(
     assert set(STOPPED[2:]) <= set(args)
 
 
+@pytest.mark.slow
 def test_the_folder_of_a_run_names_it_and_its_task_must_be_named(
     server: ForkServer, begun: Path, elsewhere: Path
 ) -> None:
@@ -80,6 +81,7 @@ def test_the_folder_of_a_run_names_it_and_its_task_must_be_named(
     assert reached(begun) == 60
 
 
+@pytest.mark.slow
 def test_a_moved_run_resumes_in_its_new_folder(server: ForkServer, begun: Path, elsewhere: Path) -> None:
     (begun / "outputs").rename(elsewhere / "kept")
     result = server.run(["resume", "mine", "output_root=kept"], elsewhere, ON)
@@ -104,6 +106,7 @@ def test_mechanics_may_differ_and_mathematics_only_by_name(server: ForkServer, b
     assert load(checkpoint_path(begun / "outputs" / "mine" / "checkpoints", 70)).update == 70
 
 
+@pytest.mark.slow
 def test_completed_updates_cannot_be_undone(server: ForkServer, begun: Path) -> None:
     refused = server.run("resume updates=10", begun, ON)
     assert refused.code == 88
@@ -126,6 +129,7 @@ def test_a_length_in_the_other_unit_replaces_the_old_one(server: ForkServer, beg
     assert "both are given" not in refused.err
 
 
+@pytest.mark.slow
 def test_a_run_started_with_resume_fresh_can_be_resumed(server: ForkServer, begun: Path) -> None:
     record = begun / "outputs" / "mine" / "run.json"
     content = json.loads(record.read_text())

@@ -66,6 +66,7 @@ def test_a_status_shows_state_task_command_progress_checkpoints_and_the_last_err
     screen(text, replace={r"task\.wait_for=\S+": "task.wait_for=FILE", r"\.py:\d+": ".py:LINE"})
 
 
+@pytest.mark.slow
 def test_finished_runs_are_listed_with_report_and_command(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["runs", "--json"]) == 0
     states = {row["name"]: (row["state"], row["exit_code"]) for row in json.loads(capsys.readouterr().out)}
@@ -96,6 +97,7 @@ def test_a_run_that_failed_shows_its_last_error(folder: Path, capsys: pytest.Cap
     assert lines[-1].strip().startswith(f"{TASK.name}:{line} ")
 
 
+@pytest.mark.slow
 def test_an_error_is_shown_until_the_run_succeeds(
     folder: Path, server: ForkServer, capsys: pytest.CaptureFixture[str]
 ) -> None:

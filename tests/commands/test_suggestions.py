@@ -95,6 +95,7 @@ def refusals(suggestion: str) -> list[tuple[str, str]]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(30)
 @pytest.mark.parametrize("line", TABLE)
 def test_an_override_of_another_tool_gets_a_suggestion(line: str) -> None:
@@ -121,6 +122,7 @@ def test_a_line_without_a_command_gets_the_complete_line(line: str, capsys: pyte
         assert refusals(suggestion) == [], suggestion
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [words for words in SLIPS if words.startswith("train ") and "--task" not in words])
 def test_every_suggestion_is_accepted(args: str) -> None:
     _, *rest = SLIPS[args].split("\n")
@@ -142,6 +144,7 @@ STRANGE = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", STRANGE.split())
 def test_dissimilar_keys_get_no_suggestion(word: str) -> None:
     for line in (f"{word}=true", f"--{word}", f"+{word}=1", f"model.{word}=2"):
@@ -182,6 +185,7 @@ def said_in_code() -> Iterator[tuple[str, str]]:
                 yield f"{file.relative_to(ROOT)}:{node.lineno}", text
 
 
+@pytest.mark.slow
 def test_every_setting_that_a_message_of_the_code_suggests_is_one() -> None:
     keys, tried = all_keys(), 0
     owners = (

@@ -108,6 +108,7 @@ def test_a_trial_prints_only_problems(swept: Swept) -> None:
         assert " updates, " in kept
 
 
+@pytest.mark.slow
 def test_a_trial_prints_everything_on_request(server: ForkServer, tmp_path: Path) -> None:
     args = ["train", "-m", "run=mine", "seed=1,2", "updates=10", *ON_CPU]
     result = server.run(args, tmp_path, env=FORKED | {"ACCEL_RUN_LOG_LEVEL": "info"})
@@ -207,6 +208,7 @@ def test_a_problem_of_several_trials_is_reported_once(
     assert capsys.readouterr().err.count("optimizer.lr=-1: ") == 1
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("number", "to_group"),
     [(signal.SIGINT, True), (signal.SIGTERM, False)],

@@ -204,6 +204,7 @@ def run_with(fault: Fault, server: ForkServer, folder: Path) -> tuple[CompletedC
     return result, json.loads((folder / "outputs" / "mine" / "error.json").read_text())
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.sampled(5)
 @pytest.mark.parametrize("name", FAULTS)
 def test_an_error_of_the_task_is_explained(name: str, server: ForkServer, tmp_path: Path) -> None:
@@ -227,6 +228,7 @@ def test_an_error_of_the_task_is_explained(name: str, server: ForkServer, tmp_pa
         assert (tmp_path / "outputs" / "mine" / "checkpoints" / error["last_checkpoint"]).is_dir()
 
 
+@pytest.mark.slow
 def test_a_run_resumes_from_the_checkpoint_before_the_error(server: ForkServer, tmp_path: Path) -> None:
     run_with(FAULTS["the loss raises"], server, tmp_path)
     (tmp_path / "mine.py").write_text(TASK)
@@ -235,6 +237,7 @@ def test_a_run_resumes_from_the_checkpoint_before_the_error(server: ForkServer, 
     assert "resumes at update 10" in again.out
 
 
+@pytest.mark.slow
 def test_a_task_that_changes_directory_saves_in_the_run_folder(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     went = f"    import os\n    os.chdir({str(tmp_path / 'elsewhere')!r})\n    return Mine(size)\n"
@@ -258,6 +261,7 @@ def test_a_setting_without_default_must_be_given(server: ForkServer, tmp_path: P
     assert server.run(f"{args} task.size=4", tmp_path).code == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("value", "code"), [("3", 0), ("big", 78)])
 @pytest.mark.parametrize("annotation", ["", ": int"])
 def test_a_setting_without_a_type_accepts_any_value(

@@ -50,6 +50,7 @@ def rows(folder: Path) -> list[dict[str, Any]]:
     return [row for row in map(json.loads, lines) if "perf/step_time_ms" in row]
 
 
+@pytest.mark.slow
 def test_the_throughput_is_the_items_over_the_time_from_the_first_update_to_the_last(
     known: float, folder: Path
 ) -> None:
@@ -88,6 +89,7 @@ def test_runs_and_status_show_the_throughput_of_the_run(known: float, folder: Pa
     assert re.search(rf" {re.escape(format_rate(known))} \w+s/s", server.run("status", folder).out)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("args", ["report one", "report one two out=both.html"])
 def test_pages_show_the_throughput_of_the_run(args: str, known: float, folder: Path, server: ForkServer) -> None:

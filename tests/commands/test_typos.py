@@ -440,6 +440,7 @@ def with_all_options(answer: str) -> str:
     return answer.replace(ours, ", ".join(find_files(None)))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("args", SLIPS)
 def test_a_typo_gets_a_suggestion(args: str, answers: dict[str, tuple[int, str, str, bool]]) -> None:
@@ -491,11 +492,13 @@ def test_help_loads_no_library(tmp_path: Path) -> None:
     assert loaded_by(lines, tmp_path, *heavy) == {line: [] for line in lines}
 
 
+@pytest.mark.slow
 def test_commands_that_need_no_torch_do_not_import_it(tmp_path: Path) -> None:
     lines = ["explain precision", "train lrr=3", "train updates=0 seed=-1 optimizer.lr=-1 precsion=fp32"]
     assert loaded_by(lines, tmp_path, "torch", "numpy", "matplotlib") == {line: [] for line in lines}
 
 
+@pytest.mark.slow
 def test_the_state_of_a_run_needs_no_torch(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "mine"
     (run / "checkpoints" / "update-0000000001").mkdir(parents=True)
@@ -506,6 +509,7 @@ def test_the_state_of_a_run_needs_no_torch(tmp_path: Path) -> None:
     assert re.search(r"update-0000000001: .*MANIFEST\.json", done.stdout)
 
 
+@pytest.mark.slow
 def test_a_missing_task_file_is_exit_66(tmp_path: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-m", "runner", "train", "--task", "./mine.py"],

@@ -38,6 +38,7 @@ def composed_by_hydra(groups: dict[str, str]) -> dict[str, Any]:
     return {str(key): value for key, value in tree.items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", range(NUM_CASES))
 def test_options_are_composed_as_hydra_alone_composes_them(number: int, tmp_path: Path) -> None:
     rng = random.Random(f"composition {SEED} {number}")
@@ -49,6 +50,7 @@ def test_options_are_composed_as_hydra_alone_composes_them(number: int, tmp_path
     assert set(choices) == set(GROUPS)
 
 
+@pytest.mark.slow
 def test_libyaml_parses_the_shipped_files_as_omegaconf_does() -> None:
     for file in sorted(CONF.rglob("*.yaml")):
         parsed = OmegaConf.to_container(parse_config(file.read_text(), str(file)))
@@ -84,6 +86,7 @@ def outcome(case: Case, folder: Path) -> str:
     return f"{configuration.flat()!r}\n{to_yaml(configuration)}"
 
 
+@pytest.mark.slow
 def test_files_that_were_parsed_before_change_no_configuration_and_no_message(tmp_path: Path) -> None:
     for number, case in enumerate(cases(KNOWN, 30 * NUM_CASES if IS_LONG else NUM_CASES)):
         folder = tmp_path / str(number)
@@ -93,6 +96,7 @@ def test_files_that_were_parsed_before_change_no_configuration_and_no_message(tm
         assert outcome(case, folder) == first, f"ACCEL_RUN_SEED={SEED}: {case}"
 
 
+@pytest.mark.slow
 def test_each_file_is_parsed_once_in_a_process(folder: Path) -> None:
     def num_parsed(*words: str) -> int:
         """Return the number of files that composing has parsed."""
@@ -106,6 +110,7 @@ def test_each_file_is_parsed_once_in_a_process(folder: Path) -> None:
     assert num_parsed("optimizer=mine", "updates=7", "precision=fp16") == 1
 
 
+@pytest.mark.slow
 def test_a_file_that_changes_is_parsed_again(folder: Path) -> None:
     request = Request(("optimizer=mine",), config_dir=folder)
     assert compose(request).flat()["optimizer.lr"] == 0.5

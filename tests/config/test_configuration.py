@@ -87,6 +87,7 @@ def test_a_plus_before_a_group_changes_nothing() -> None:
     assert (plus.profile, plus.hardware) == (plain.profile, plain.hardware)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("args", "precision", "source"),
     [
@@ -156,6 +157,7 @@ def test_epochs_override_updates_of_weaker_sources(
     assert (result.updates, result.epochs) == expected
 
 
+@pytest.mark.slow
 def test_tuned_values_of_a_task_are_not_used_for_another_option(tmp_path: Path) -> None:
     settings = '{"optimizer.betas": [0.8, 0.9], "optimizer.lr": 0.5, "precision.keep_fp32": ["head"], "seed": 3}'
     task = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
@@ -171,11 +173,13 @@ def test_tuned_values_of_a_task_are_not_used_for_another_option(tmp_path: Path) 
     assert "optimizer.lr" not in other.sources
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", PRECISION_NAMES)
 def test_names_of_precisions_in_other_trainers_are_accepted(name: str) -> None:
     assert composed(f"precision={name}").choices["precision"].name == PRECISION_NAMES[name]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "option"),
     [
@@ -210,6 +214,7 @@ def bare(tmp_path: Path) -> Path:
     return write(tmp_path, {"bare.py": "def build(): ...\n"}) / "bare.py"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("content", ["option: adamw\nlr: 0.25\n", "defaults:\n  - adamw\nlr: 0.25\n"])
 def test_a_config_folder_adds_a_variant_of_an_option(content: str, bare: Path, tmp_path: Path) -> None:
     folder = write(tmp_path, {"optimizer/brisk.yaml": content})
@@ -247,6 +252,7 @@ def test_any_text_can_be_given_as_an_override(text: str) -> None:
     assert compose(Request((format_override("output_root", text),))).settings.output_root == text
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("mark", [b"", b"\xef\xbb\xbf"], ids=["plain", "byte order mark"])
 def test_windows_line_endings_and_byte_order_marks_are_accepted(mark: bytes, tmp_path: Path) -> None:
     folder = tmp_path / "my cönf"
@@ -322,6 +328,7 @@ hardware: {title: mine, devices: []}
 """
 
 
+@pytest.mark.slow
 def test_a_profile_is_stronger_than_the_task_and_weaker_than_the_command_line(tmp_path: Path) -> None:
     """Otherwise a task's setting would override the tuning for a machine."""
     folder = write(tmp_path, {"hardware/mine.yaml": OF_PROFILE, "two.py": OF_TASK_AND_PROFILE})
@@ -419,6 +426,7 @@ FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
 }
 
 
+@pytest.mark.slow
 def test_an_error_in_a_config_folder_names_the_file_or_the_key(tmp_path: Path, screen: Callable[..., None]) -> None:
     messages = []
     for number, (name, (files, args, places)) in enumerate(FAULTS.items()):
@@ -453,6 +461,7 @@ def test_an_error_in_a_task_file_is_reported_without_running_it(text: str, probl
     assert problem in result.what or problem in str(result)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["SETTINGS", "SIZES", "PHASES"])
 @pytest.mark.parametrize(
     "text",
@@ -520,6 +529,7 @@ def test_settings_of_a_task_are_validated(tmp_path: Path, screen: Callable[..., 
     screen(as_text(problems))
 
 
+@pytest.mark.slow
 def test_a_task_selects_an_optimizer_and_the_user_may_select_another(tmp_path: Path) -> None:
     settings = '{"optimizer": "adam", "optimizer.lr": 0.5, "scheduler": "linear", "scheduler.warmup": 7}'
     file = write(tmp_path, {"mine.py": f"SETTINGS = {settings}\ndef build(): ...\n"}) / "mine.py"
@@ -653,6 +663,7 @@ def test_all_problems_are_reported_at_once(screen: Callable[..., None]) -> None:
     screen(as_text(problems))
 
 
+@pytest.mark.slow
 def test_names_of_other_trainers_get_suggestions() -> None:
     known = [*FOREIGN_KEYS]
     for keys in (known[at : at + MAX_HINTS] for at in range(0, len(known), MAX_HINTS)):
@@ -810,6 +821,7 @@ def test_the_yaml_of_a_configuration_can_be_read_back() -> None:
     assert (result["resume_allow"], result["data"]["path"], result["run"]) == (["off", "1"], "1e-3", "null")
 
 
+@pytest.mark.slow
 def test_torch_is_not_needed_to_compose() -> None:
     import subprocess
     import sys

@@ -239,6 +239,7 @@ def test_a_config_file_with_the_name_of_a_users_option_is_reported(
     assert str(folder / "optimizer" / "signed.yaml") in note
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("word", ["scheduler=wsd scheduler.decay=0", "scheduler=warm_restarts scheduler.period=0.0"])
 def test_an_interval_of_zero_is_refused_with_its_type(word: str) -> None:
     with pytest.raises(ConfigError) as caught:

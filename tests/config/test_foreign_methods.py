@@ -35,6 +35,7 @@ def problems_of(text: str, folder: Path) -> list[Problem]:
     return []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", FOREIGN_METHODS)
 def test_a_method_of_another_framework_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
     (problem,) = problems_of(TASK.format(name=name), tmp_path)

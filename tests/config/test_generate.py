@@ -36,6 +36,7 @@ def test_the_page_has_every_setting_and_option() -> None:
     assert sections == {f"{group}={option}" for group in AXES for option in list_options(group)}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", [key for key in ROWS if key.partition(".")[0] not in {"task", "inference"} - {*AXES}])
 def test_an_example_is_accepted(key: str) -> None:
     assert key not in GROUPS
@@ -49,6 +50,7 @@ def editor(group: str) -> Any:
     return jsonschema.Draft7Validator(whole)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "file",
     [file for file in (ROOT / "conf").rglob("*.yaml") if file.parent.name not in ("task", "technique")],

@@ -131,6 +131,7 @@ def test_a_task_that_chooses_its_options_is_composed_once(task: Path, folder: Pa
     assert {"optimizer=sgd", "scheduler=linear"} <= set(composed[0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args",
     [["train", "monitor=off", "device=cpu"], ["plan", "device=cpu"], ["explain", "optimizer.lr"]],
@@ -179,6 +180,7 @@ def profile(folder: Path, option: str, **keys: float) -> None:
     (folder / "hardware" / "box.yaml").write_text(text)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", [*permutations(["hardware=box", "optimizer=nadam"])], ids=" ".join)
 def test_keys_of_a_profile_are_for_the_option_that_it_chooses(task: Path, folder: Path, args: tuple[str, ...]) -> None:
     profile(folder, "sgd", lr=0.25, momentum=0.5)
@@ -190,6 +192,7 @@ def test_keys_of_a_profile_are_for_the_option_that_it_chooses(task: Path, folder
     assert {word for note in typed.notes for word in note.split()} >= {"optimizer.lr=0.25", "optimizer.momentum=0.5"}
 
 
+@pytest.mark.slow
 def test_a_key_that_a_profile_does_not_keep_has_the_value_of_the_option_file(task: Path, folder: Path) -> None:
     profile(folder, "sgd", lr=0.25)
     (folder / "optimizer").mkdir()
@@ -207,6 +210,7 @@ def test_a_typo_in_a_profile_is_reported(task: Path, folder: Path) -> None:
         compose(Request(("hardware=box",), task, folder))
 
 
+@pytest.mark.slow
 def test_a_profile_and_a_folder_choose_options_of_the_task_file(task: Path, folder: Path) -> None:
     task.write_text(OWN + TASK.replace('"optimizer": "sgd", ', ""))
     profile(folder, "halved", lr=0.25)

@@ -39,6 +39,7 @@ TREES = some.dictionaries(
 )
 
 
+@pytest.mark.slow
 @settings(max_examples=60)
 @given(tree=TREES.filter(lambda tree: "${" not in str(tree)))
 def test_omegaconf_reads_back_what_is_written(tree: dict[str, Any]) -> None:

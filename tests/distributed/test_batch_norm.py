@@ -61,6 +61,7 @@ def learned(
     }
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("dimensions", [1, 2, 3])
 @pytest.mark.parametrize("shares", [(5, 3), (1, 7), (2, 5, 1)], ids=str)
@@ -82,6 +83,7 @@ def test_ranks_normalize_as_one_process_with_all_samples(
         assert result["buffers"] == results[0]["buffers"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "options",
@@ -188,6 +190,7 @@ def refused(model: nn.Module) -> list[list[str]]:
     return run_ranks(told, 2)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("norm", "kind"),

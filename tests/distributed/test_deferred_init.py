@@ -113,6 +113,7 @@ def values(model: nn.Module, recording: DeferredInit | None = None) -> Iterator[
         yield name, recording.value(tensor) if recording and recording.is_deferred(tensor) else tensor.detach()
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("min_bytes", [0, 300])
 @pytest.mark.parametrize("name", MODELS)
 def test_values_and_later_random_numbers_are_those_of_an_ordinary_construction(name: str, min_bytes: int) -> None:
@@ -213,6 +214,7 @@ def begun_and_trained(names: list[str], world: World) -> list[Any]:
     return results
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
 @pytest.mark.parametrize("num_ranks", [2, 3])
 def test_ranks_start_from_the_weights_of_one_process_and_train_alike(num_ranks: int) -> None:
@@ -241,6 +243,7 @@ def first_weights(world: World) -> Any:
     return listed(run.parallel.gather_full(run.model.state_dict()))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
 def test_a_model_with_batch_norms_starts_from_the_weights_of_one_process() -> None:
     assert run_ranks(first_weights, 3)[0] == first_weights(ALONE)
@@ -304,6 +307,7 @@ def staged(make: Callable[[], nn.Module], layers: Callable[[Any], Any], example:
     return own, all(cost.activation_bytes for cost in parallel.placement.costs[:-1]), memory.largest
 
 
+@pytest.mark.slow
 def test_pipeline_ranks_initialize_their_layers_to_the_weights_of_one_process() -> None:
     """The layers are measured, and the embedding, which the first and the last stage share, is tied."""
     expected = {name: weight.tolist() for name, weight in built(gpt).state_dict().items()}
@@ -319,6 +323,7 @@ def test_pipeline_ranks_initialize_their_layers_to_the_weights_of_one_process() 
     assert "embedding.weight" in ranks[1][0]
 
 
+@pytest.mark.slow
 def test_a_pipeline_rank_never_holds_more_than_its_stage_and_some_layers() -> None:
     layer = 4 * (WIDE * WIDE + WIDE)
     example = (torch.zeros(1, WIDE),)

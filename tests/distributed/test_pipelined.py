@@ -240,6 +240,7 @@ def name_of(case: dict[str, Any]) -> str:
     return f"{options['schedule']}-{case['world_size']}-{options['split']}-{case['num_layers']}-{case['sizes']}"
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("case", random_cases(24), ids=name_of)
 def test_a_split_changes_neither_loss_nor_gradients(case: dict[str, Any]) -> None:
@@ -263,6 +264,7 @@ def test_a_split_changes_neither_loss_nor_gradients(case: dict[str, Any]) -> Non
             assert ranks[0][number]["split"] == case["options"]["split"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("options", [{"schedule": "1f1b"}, {"schedule": "gpipe"}], ids=str)
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -279,6 +281,7 @@ def test_tied_weights_have_the_gradient_of_both_stages(options: dict[str, Any], 
     assert holders[0] == holders[1]  # bit for bit, otherwise the copies would diverge
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
 def test_layers_pass_tuples_and_the_model_returns_any_structure(schedule: str) -> None:
@@ -301,6 +304,7 @@ def test_micro_batches_of_many_shapes_are_each_sent_with_their_shape() -> None:
     np.testing.assert_allclose(run_ranks(updates, 2)[1], updates(ALONE), rtol=2 * PROMISED[torch.float64])
 
 
+@pytest.mark.slow
 def test_draws_of_a_loss_are_the_same_on_the_first_and_the_last_stage() -> None:
     def update(world: World) -> float:
         torch.manual_seed(100 + world.rank)
@@ -311,6 +315,7 @@ def test_draws_of_a_loss_are_the_same_on_the_first_and_the_last_stage() -> None:
     assert run_ranks(update, 3) == [0.0, 0.0, 0.0]
 
 
+@pytest.mark.slow
 def test_the_random_state_of_rank_0_is_that_of_the_pipeline() -> None:
     def update(world: World) -> list[float]:
         model = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.5), nn.Linear(WIDTH, CLASSES), nn.Dropout(0.5))
@@ -328,6 +333,7 @@ def test_the_random_state_of_rank_0_is_that_of_the_pipeline() -> None:
     assert one == again != other
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("frozen", [(0, 1, 2, 3), (3, 4, 5), (1, 4)], ids=str)
 def test_frozen_layers_on_either_side_change_nothing(frozen: tuple[int, ...]) -> None:
@@ -344,6 +350,7 @@ def test_frozen_layers_on_either_side_change_nothing(frozen: tuple[int, ...]) ->
     assert_same_update(update(ALONE), run_ranks(update, 2), PROMISED[torch.float64])
 
 
+@pytest.mark.slow
 def test_a_layer_may_work_in_place_and_keep_statistics() -> None:
     def update(world: World) -> Any:
         torch.manual_seed(0)
@@ -382,6 +389,7 @@ class Shifted(nn.Module):
         return shifted
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("learns", [False, True])
 @pytest.mark.parametrize(("split", "is_apart"), [([2, 3], True), ([4, 1], False)])
@@ -477,6 +485,7 @@ def test_clipped_updates_and_their_state_are_those_of_one_process(schedule: str,
         assert result["weights"] == result["states"] == {}  # rank 0 has everything
 
 
+@pytest.mark.slow
 def test_half_precision_computes_as_one_process_does() -> None:
     def run(world: World) -> dict[str, Any]:
         made = training(world, lambda: plain(6, torch.float32), precision=bf16)
@@ -486,6 +495,7 @@ def test_half_precision_computes_as_one_process_does() -> None:
     np.testing.assert_allclose(ranks[1]["losses"], run(ALONE)["losses"], rtol=PROMISED[torch.float32])
 
 
+@pytest.mark.slow
 def test_an_overflow_on_one_stage_is_an_overflow_on_all() -> None:
     class Large(nn.Module):
         """Scales the gradient of the preceding layers once, in a micro-batch of the third update."""
@@ -512,6 +522,7 @@ def test_an_overflow_on_one_stage_is_an_overflow_on_all() -> None:
     np.testing.assert_allclose(one["losses"], alone["losses"], rtol=torch.finfo(torch.float16).eps)
 
 
+@pytest.mark.slow
 def test_a_stage_without_parameters_participates_in_all_operations() -> None:
     def run(world: World) -> dict[str, Any]:
         made = training(
@@ -528,6 +539,7 @@ def test_a_stage_without_parameters_participates_in_all_operations() -> None:
     np.testing.assert_allclose(one["losses"], run(ALONE)["losses"], rtol=torch.finfo(torch.float16).eps)
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_several_ranks_is_loaded_by_any_number() -> None:
     saved: dict[str, Tensor] = {}
 
@@ -582,6 +594,7 @@ def test_evaluation_is_that_of_one_process_on_every_rank(schedule: str) -> None:
         assert result == [alone[0], [rank == 0] * 2, 2]
 
 
+@pytest.mark.slow
 def test_evaluation_between_updates_does_not_change_them() -> None:
     def run(world: World, evaluates: bool) -> list[float]:
         made = training(world, lambda: plain(5, torch.float64))
@@ -621,6 +634,7 @@ def wrapping(model: Any) -> Callable[[Pipelined], Any]:
     return lambda parallel: parallel.wrap(model, lambda: layers_of(model), [])
 
 
+@pytest.mark.slow
 def test_fewer_layers_than_stages_are_refused() -> None:
     for result in run_ranks(lambda world: refused(world, wrapping(plain(2, torch.float32))), 3):
         assert "ConfigError 78" in result
@@ -628,6 +642,7 @@ def test_fewer_layers_than_stages_are_refused() -> None:
         assert "has 2" in result
 
 
+@pytest.mark.slow
 def test_a_split_that_does_not_fit_the_model_or_the_memory_is_refused() -> None:
     model = plain(5, torch.float32)
     for options, text in (
@@ -647,6 +662,7 @@ def test_a_split_that_does_not_fit_the_model_or_the_memory_is_refused() -> None:
         assert "the devices have" in result, result
 
 
+@pytest.mark.slow
 def test_layers_that_lose_parameters_are_refused() -> None:
     model = plain(5, torch.float32)
     lost = lambda parallel: parallel.wrap(model, lambda: list(model)[:4], [])  # noqa: E731
@@ -654,6 +670,7 @@ def test_layers_that_lose_parameters_are_refused() -> None:
         assert "miss 4.weight, 4.bias" in result
 
 
+@pytest.mark.slow
 def test_a_task_without_layers_gets_a_message() -> None:
     def unknown(parallel: Pipelined) -> None:
         def layers() -> list[nn.Module]:
@@ -713,6 +730,7 @@ def failing(world: World, where: str) -> list[str]:
     return texts
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("where", "rank", "text"),
@@ -758,6 +776,7 @@ def test_an_error_during_a_pass_is_reported_unchanged_and_ends_the_other_ranks()
     assert "did not end" not in str(raised.value)
 
 
+@pytest.mark.slow
 def test_a_model_cannot_be_called_with_gradients_outside_a_loss() -> None:
     def call(world: World) -> str:
         model = plain(3, torch.float32)
@@ -772,6 +791,7 @@ def test_a_model_cannot_be_called_with_gradients_outside_a_loss() -> None:
 # ---------------------------------------------------------------- splits and stage times
 
 
+@pytest.mark.slow
 def test_ten_equal_layers_are_split_by_the_memory_of_the_ranks() -> None:
     def splits(world: World) -> list[Any]:
         model = nn.Sequential(*(nn.Linear(8, 8) for _ in range(10)))
@@ -790,6 +810,7 @@ def test_ten_equal_layers_are_split_by_the_memory_of_the_ranks() -> None:
     assert table.splitlines()[1].startswith("0 ")
 
 
+@pytest.mark.slow
 def test_a_slow_layer_gets_its_own_stage_if_time_is_balanced() -> None:
     clock = Clock()
 
@@ -809,6 +830,7 @@ def test_a_slow_layer_gets_its_own_stage_if_time_is_balanced() -> None:
     assert run_ranks(splits, 2) == [[3, 1], [3, 1]]
 
 
+@pytest.mark.slow
 def test_all_ranks_start_from_the_weights_of_rank_0() -> None:
     def weights(world: World) -> dict[str, Any]:
         torch.manual_seed(world.rank)
@@ -823,6 +845,7 @@ def test_all_ranks_start_from_the_weights_of_rank_0() -> None:
     assert result == {name: tensor.tolist() for name, tensor in model.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
 def test_the_time_of_a_stage_is_that_of_its_layers(schedule: str) -> None:
@@ -847,6 +870,7 @@ def test_the_time_of_a_stage_is_that_of_its_layers(schedule: str) -> None:
         assert seconds["backward"] < 0.02, "measured by the clock"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("first", "last", "expected"),

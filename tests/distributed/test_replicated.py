@@ -128,6 +128,7 @@ USED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", USED)
 def test_gradients_are_exchanged_before_the_backward_pass_ends(name: str) -> None:
     """All except those of the last layer, one of twelve."""
@@ -168,6 +169,7 @@ def recomputing(model: Layers, world: World, update: int) -> None:
     model.forward = forward
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [2, 3])
 @pytest.mark.parametrize("choose", [changing, recomputing])
 def test_the_order_of_the_exchange_changes_no_bit(choose: Choice, num_ranks: int) -> None:
@@ -205,6 +207,7 @@ def noted(name: str, plain: Callable[..., Any], calls: list[tuple[str, str]]) ->
     return call
 
 
+@pytest.mark.slow
 def test_an_update_has_one_collective_besides_those_of_gradients(tmp_path: Path) -> None:
     """The collective contains sums, flags, times and the requests of hooks."""
     (tmp_path / "task.py").write_text(TASK)

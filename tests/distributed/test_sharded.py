@@ -192,6 +192,7 @@ def trained(world: World, *, updates: int = 6, **options: Any) -> dict[str, Any]
 SPLITS = [((16, 16), 16), ((19, 13), 4), ((31, 1), 8), ((11, 8, 13), 5), ((1, 30, 1), 7)]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("shares", "micro"), SPLITS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["64", "32"])
@@ -223,6 +224,7 @@ def gradient(world: World, shares: tuple[int, ...], micro: int, update: int, dty
     return {"grads": listed(run.parallel.gather_full(result)), "norm": float(norm), "items": int(sums.items)}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["64", "32"])
 @pytest.mark.parametrize("world_size", [2, 3])
@@ -240,6 +242,7 @@ def test_the_gradient_of_random_splits_is_that_of_one_process(world_size: int, d
             assert abs(result[number]["norm"] / alone["norm"] - 1) <= tolerance
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "options",
@@ -260,6 +263,7 @@ def test_keeping_or_recomputing_parameters_does_not_change_the_updates(
 # ---------------------------------------------------------------- dummy passes and unused parameters
 
 
+@pytest.mark.slow
 def test_a_dummy_pass_adds_nothing_even_if_it_is_infinite() -> None:
     """Buffers also ignore dummy passes."""
 
@@ -280,6 +284,7 @@ def test_a_dummy_pass_adds_nothing_even_if_it_is_infinite() -> None:
     assert distance_of_each(alone[3]["model"], first[3]["model"]) < PROMISED[torch.float64]
 
 
+@pytest.mark.slow
 def test_parameters_that_no_rank_used_have_no_gradient_and_do_not_decay() -> None:
     def told(world: World) -> list[Any]:
         run = Run(world, shares=(19, 13), micro=8)
@@ -330,6 +335,7 @@ def test_ranks_may_use_different_parameters() -> None:
     assert alone == first
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", [sharded, partial(sharded, communicate="bfloat16")], ids=["float32", "bfloat16"])
 def test_a_phase_may_train_a_part_of_the_parameters_and_the_next_one_another(strategy: Any) -> None:
@@ -388,6 +394,7 @@ def test_overflow_on_one_rank_is_an_overflow_on_all() -> None:
     assert np.isfinite(results[0]["norms"][1:]).all()
 
 
+@pytest.mark.slow
 def test_overflow_in_the_part_of_one_rank_is_an_overflow_on_all() -> None:
     class Struck(Sharded):
         def reduce(self, sums: Any) -> Any:
@@ -404,6 +411,7 @@ def test_overflow_in_the_part_of_one_rank_is_an_overflow_on_all() -> None:
     assert run_ranks(learn, 2) == [[[1.0, 1.0, 0.0], 3, 8192.0]] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("precision", [bf16, fp16])
 def test_half_precision_learns_as_in_one_process(precision: Any) -> None:
@@ -414,6 +422,7 @@ def test_half_precision_learns_as_in_one_process(precision: Any) -> None:
     assert distance(alone["losses"], results[0]["losses"]) <= torch.finfo(torch.bfloat16).eps
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("communicate", "precision"), [("bfloat16", bf16), ("bfloat16", fp32), ("float16", fp16)])
 def test_parameters_may_be_communicated_in_half_precision(communicate: str, precision: Any) -> None:
@@ -478,6 +487,7 @@ def test_a_run_resumes_with_another_number_of_ranks(name: str) -> None:
     assert result["numbers"] == expected["numbers"]
 
 
+@pytest.mark.slow
 def test_each_rank_holds_its_shard_of_the_weights_of_rank_0() -> None:
     def held(world: World) -> list[Any]:
         torch.manual_seed(world.rank)
@@ -498,6 +508,7 @@ def test_each_rank_holds_its_shard_of_the_weights_of_rank_0() -> None:
 # ---------------------------------------------------------------- between updates
 
 
+@pytest.mark.slow
 def test_an_evaluation_between_updates_keeps_parameters_sharded() -> None:
     def walk(world: World) -> list[Any]:
         run = Run(world, shares=(19, 13), micro=8)
@@ -525,6 +536,7 @@ def test_an_evaluation_between_updates_keeps_parameters_sharded() -> None:
     assert distance(run.model(samples(torch.float64)[0][:2]).tolist(), loaded[2]) < PROMISED[torch.float64]
 
 
+@pytest.mark.slow
 def test_ranks_with_gathered_weights_run_independently() -> None:
     def walk(world: World) -> list[Any]:
         run = Run(world, shares=(19, 13), micro=8)
@@ -550,6 +562,7 @@ def test_ranks_with_gathered_weights_run_independently() -> None:
         assert distance(alone[:2], result[:2]) < PROMISED[torch.float64]
 
 
+@pytest.mark.slow
 def test_blocks_may_return_views_that_are_changed_in_place() -> None:
     class Viewing(nn.Module):
         def __init__(self) -> None:
@@ -594,6 +607,7 @@ def test_statistics_and_buffers_are_those_of_all_ranks() -> None:
     assert run_ranks(gathered, 3) == [[[1.0, 1.0, 1.0], [1.0, 2.0, 3.0]]] * 3
 
 
+@pytest.mark.slow
 def test_synchronized_norms_train_like_one_process_with_the_complete_batch() -> None:
     class Normed(nn.Module):
         def __init__(self) -> None:
@@ -662,6 +676,7 @@ def test_a_loss_that_bypasses_the_model_is_refused_on_all_ranks() -> None:
         assert "outside of model(...)" in messages
 
 
+@pytest.mark.slow
 def test_gradients_are_exchanged_once_per_update_or_after_each_micro_batch() -> None:
     def exchanged(world: World) -> list[int]:
         result = []
@@ -677,6 +692,7 @@ def test_gradients_are_exchanged_once_per_update_or_after_each_micro_batch() -> 
         assert each == 4 * once
 
 
+@pytest.mark.slow
 def test_given_tensors_are_loaded_if_others_are_missing() -> None:
     def loaded(world: World) -> list[Any]:
         result = []

@@ -63,6 +63,7 @@ def write(folder: str, world: World) -> list[Any]:
     return [listed, buffer.nbytes, nbytes]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("num_ranks", [2, 3, 4, 8])
 def test_parts_are_bit_for_bit_what_rank_0_would_gather(num_ranks: int, tmp_path: Path) -> None:
@@ -112,6 +113,7 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("readers", [1, 2, 4])
 def test_parts_are_loaded_by_any_number_of_ranks(readers: int, tmp_path: Path) -> None:

@@ -439,6 +439,7 @@ def some(num_operations: int) -> list[int]:
     return random.Random(SEED).sample(range(num_operations), count)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_at_any_point_of_a_save_leaves_a_valid_checkpoint(tmp_path: Path, kind: str) -> None:
     num_operations = count_operations(lambda: save(tmp_path / "counting", snapshot(2)))
@@ -464,6 +465,7 @@ def test_an_error_at_any_point_of_a_save_leaves_a_valid_checkpoint(tmp_path: Pat
         assert not any(name.startswith(files.TEMPORARY) for name in files.list_names(directory))
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("kind", KINDS)
 def test_an_error_at_any_point_of_retention_leaves_the_newest_two(tmp_path: Path, kind: str) -> None:
     def fill(directory: Path) -> Path:
@@ -535,6 +537,7 @@ def test_a_checkpoint_whose_rows_cannot_be_synced_is_not_saved(tmp_path: Path) -
     assert files.list_names(tmp_path / "checkpoints") == []
 
 
+@pytest.mark.slow
 def test_a_kill_at_any_moment_leaves_a_valid_checkpoint(tmp_path: Path) -> None:
     script = f"""
 import importlib.util, os, random, signal, sys, time

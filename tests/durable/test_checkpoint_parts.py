@@ -165,6 +165,7 @@ def test_a_part_that_shrank_after_its_report_fails_the_save(tmp_path: Path) -> N
     assert load_newest(tmp_path) is None
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("removes", [False, True])
 def test_each_damaged_or_missing_file_is_detected_and_the_older_one_is_used(tmp_path: Path, removes: bool) -> None:
     for name in sorted(file.name for file in saved(tmp_path / "first", 1).iterdir()):

@@ -121,6 +121,7 @@ def cut(operation: str) -> None:
     raise ConnectionResetError(f"cut during {operation}")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("half", [False, True])
 def test_an_upload_truncated_anywhere_is_never_valid(mirror: Mirror, tmp_path: Path, half: bool) -> None:
     with machine(tmp_path / "a", 1, 2) as run:

@@ -91,6 +91,7 @@ def test_a_copy_is_dense_and_equal(word: str) -> None:
     assert torch.equal(room.copy(conjugated), conjugated)
 
 
+@pytest.mark.slow
 def test_copies_of_one_save_do_not_overlap() -> None:
     generator, room = random.Random(0), HostBuffer()
     for _ in range(3):
@@ -155,6 +156,7 @@ def test_a_forked_child_does_not_inherit_the_copy() -> None:
     assert "dc" in flags, "must not be copied on a fork"
 
 
+@pytest.mark.slow
 def test_a_save_takes_no_second_copy_of_the_state(tmp_path: Path) -> None:
     script = f"""
 import torch

@@ -144,6 +144,7 @@ def test_every_kind_of_extension_has_a_recipe_and_each_is_used() -> None:
         assert recipe.commands, recipe.title
 
 
+@pytest.mark.slow
 def test_files_of_the_recipes_are_formatted_and_linted(copy: Path) -> None:
     for args in (["format", "--check"], ["check"]):
         done = subprocess.run(
@@ -153,6 +154,7 @@ def test_files_of_the_recipes_are_formatted_and_linted(copy: Path) -> None:
         assert done.returncode == 0, done.stdout + done.stderr
 
 
+@pytest.mark.slow
 def test_commands_of_the_recipes_use_their_files(copy: Path, server: ForkServer) -> None:
     lines = [list(args[1:]) for recipe in RECIPES for args in recipe.commands if args[0] == "accel-run"]
     assert len(lines) >= len(RECIPES)

@@ -66,6 +66,7 @@ def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path)
     assert 0 < metrics["val/loss"] < 4.158  # ln 64, the loss of an untrained model
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Path) -> None:
     results, args = [], f"{TWO} micro_batch_size=8 averaging=ema"
     for name, faults in (("whole", (None,)), ("cut", ({"at": "update", "number": 8, "by": "raise"}, None))):
@@ -76,6 +77,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Pat
     assert [name for name, tensor in whole.items() if not torch.equal(tensor, cut[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args", [f"{TWO} parallelism.batch_norm=sync", "parallelism.world_size=2 parallelism=pipeline"]
 )

@@ -61,6 +61,7 @@ def assert_equal(result: dict[str, Tensor], expected: dict[str, Tensor]) -> None
 TWO = "parallelism=ddp parallelism.world_size=2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("args", ["", "micro_batch_size=8", f"{TWO} parallelism.shares=[19,13]"])
 def test_a_module_trains_as_in_a_plain_loop(args: str, server: ForkServer, tmp_path: Path) -> None:
     assert_equal(trained(server, tmp_path, args), by_hand())

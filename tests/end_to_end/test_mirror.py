@@ -74,6 +74,7 @@ def test_an_empty_machine_resumes_bit_identically(
     assert len(list(there.glob("mirror/mine/*/"))) == 2
 
 
+@pytest.mark.slow
 def test_training_continues_without_its_mirror(there: Path, capsys: pytest.CaptureFixture[str]) -> None:
     args = [*WORDS, "checkpoint.mirror=faulty://bucket", "checkpoint.mirror_wait_s=0"]
 

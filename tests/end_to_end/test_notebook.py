@@ -33,6 +33,7 @@ def made_small(block: str) -> str:
     return block.replace('"task=gpt", ', '"task=gpt", "task.size=tiny", "micro_batch_size=4", "evaluate.samples=4", ')
 
 
+@pytest.mark.slow
 def test_the_blocks_of_the_page_run_one_after_another(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

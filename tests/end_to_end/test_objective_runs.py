@@ -74,6 +74,7 @@ def test_a_run_equals_a_plain_loop(way: str, server: ForkServer, tmp_path: Path)
         assert distance(expected, result) <= PROMISED[torch.float32] * UPDATES
 
 
+@pytest.mark.slow
 def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Path) -> None:
     """This includes optimizer, schedule and loss scale of each objective, all of which change before it is cut."""
     args = (
@@ -95,6 +96,7 @@ def test_a_resumed_run_is_the_same_bit_for_bit(server: ForkServer, tmp_path: Pat
     assert all(state["schedule"]["level"] < 0.9 for state in expected.values())
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("args", "old", "new"),
     [

@@ -40,6 +40,7 @@ def test_every_example_task_is_tested_and_listed() -> None:
     assert all(f"(examples/{name})" in page for name in EXAMPLES)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", EXAMPLES)
 def test_an_example_trains_two_updates(name: str, server: ForkServer, tmp_path: Path) -> None:
@@ -62,6 +63,7 @@ def changed(folder: Path, old: str, new: str) -> Path:
     return folder / "mine.py"
 
 
+@pytest.mark.slow
 def test_a_mean_of_a_module_accumulates_exactly(server: ForkServer, tmp_path: Path) -> None:
     losses = []
     for number, micro in enumerate(("32", "8")):
@@ -74,6 +76,7 @@ def test_a_mean_of_a_module_accumulates_exactly(server: ForkServer, tmp_path: Pa
     assert losses[0] == pytest.approx(losses[1], rel=PROMISED[torch.float32])
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("old", "new", "messages"),
     [

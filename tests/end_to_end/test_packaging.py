@@ -49,6 +49,7 @@ def installed(wheel: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return environment
 
 
+@pytest.mark.slow
 def test_the_wheel_has_every_config_task_and_module_of_the_checkout(wheel: Path) -> None:
     expected = {
         *(f"runner/{path}" for path in files("conf", "*.yaml")),
@@ -64,6 +65,7 @@ def test_the_wheel_has_every_config_task_and_module_of_the_checkout(wheel: Path)
     assert expected <= names, f"missing in the wheel: {sorted(expected - names)}"
 
 
+@pytest.mark.slow
 def test_the_wheel_has_nothing_else(wheel: Path) -> None:
     names = zipfile.ZipFile(wheel).namelist()
     assert {name.split("/")[0].split("-")[0] for name in names} == {"runner", "accel_run"}
@@ -71,6 +73,7 @@ def test_the_wheel_has_nothing_else(wheel: Path) -> None:
     assert len(names) == len(set(names))
 
 
+@pytest.mark.slow
 def test_the_metadata_match_the_project(wheel: Path) -> None:
     with zipfile.ZipFile(wheel) as archive:
         (name,) = (name for name in archive.namelist() if name.endswith(".dist-info/METADATA"))
@@ -85,6 +88,7 @@ def test_the_metadata_match_the_project(wheel: Path) -> None:
     assert str(metadata.get_payload()).startswith("# accel-run\n")
 
 
+@pytest.mark.slow
 def test_the_sdist_has_everything_that_the_checks_need(built: Path) -> None:
     (sdist,) = built.glob("*.tar.gz")
     with tarfile.open(sdist) as archive:
@@ -102,6 +106,7 @@ def test_the_sdist_has_everything_that_the_checks_need(built: Path) -> None:
     assert expected <= names, f"missing in the sdist: {sorted(expected - names)}"
 
 
+@pytest.mark.slow
 def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) -> None:
     code = "import runner, sys; print(runner.__file__, *runner.__path__, *sys.path, sep='\\n')"
     where, package, *search_path = run(installed / "bin" / "python", "-c", code, cwd=tmp_path).splitlines()
@@ -110,12 +115,14 @@ def test_the_installed_package_is_the_wheels(installed: Path, tmp_path: Path) ->
     assert str(ROOT) not in search_path
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("argv", [["--help"], ["plan"], ["explain", "precision", "+hardware=t4"]])
 def test_the_console_script_works_in_an_empty_folder(installed: Path, tmp_path: Path, argv: list[str]) -> None:
     assert run(installed / "bin" / "accel-run", *argv, cwd=tmp_path).strip()
 
 
+@pytest.mark.slow
 def test_the_installed_program_and_its_metadata_agree_on_the_version(installed: Path, tmp_path: Path) -> None:
     code = "from importlib.metadata import version; print(version('accel-run'))"
     messages = run(installed / "bin" / "python", "-c", code, cwd=tmp_path).strip()
@@ -123,10 +130,12 @@ def test_the_installed_program_and_its_metadata_agree_on_the_version(installed: 
     assert messages == runner.__version__
 
 
+@pytest.mark.slow
 def test_the_module_works_in_an_empty_folder(installed: Path, tmp_path: Path) -> None:
     assert run(installed / "bin" / "python", "-m", "runner", "--help", cwd=tmp_path).strip()
 
 
+@pytest.mark.slow
 def test_a_first_run_repeats_no_warning_or_advert_of_a_library(installed: Path, tmp_path: Path) -> None:
     args = "both device=cpu updates=2 evaluate.samples=32 tracker=wandb inference.samples=1"
     log = tmp_path / "log"

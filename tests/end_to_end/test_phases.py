@@ -27,6 +27,7 @@ def evaluations(folder: Path, phase: str, run: str = "mine") -> list[int]:
     return [row["update"] for row in rows(folder, run) if row["phase"] == phase and any("val/" in key for key in row)]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("every", [10, 7, 20])
 def test_a_save_at_the_last_update_loses_no_row(every: int, server: ForkServer, tmp_path: Path) -> None:
@@ -84,6 +85,7 @@ def test_a_phase_can_be_opened_to_measure_its_updates(tmp_path: Path) -> None:
         assert list(phase.updates()) == [1, 2, 3]
 
 
+@pytest.mark.slow
 def test_a_refused_attempt_does_not_change_the_run(server: ForkServer, tmp_path: Path) -> None:
     assert server.run(BASE, tmp_path).code == 0
     run = tmp_path / "outputs" / "mine"
@@ -119,6 +121,7 @@ def test_refused_phases_change_neither_rows_nor_checkpoints(server: ForkServer, 
     assert rows(tmp_path) == expected, "rows of an attempt without a checkpoint are removed"
 
 
+@pytest.mark.slow
 def test_a_run_with_lost_rows_can_be_resumed(server: ForkServer, tmp_path: Path) -> None:
     assert server.run(BASE, tmp_path).code == 0
     metrics = tmp_path / "outputs" / "mine" / "metrics.jsonl"
@@ -169,6 +172,7 @@ def test_a_batch_larger_than_the_data_is_reported(server: ForkServer, tmp_path: 
     assert "64" in done.out + done.err
 
 
+@pytest.mark.slow
 def test_the_best_checkpoints_are_kept_regardless_of_age(server: ForkServer, tmp_path: Path) -> None:
     args = ["checkpoint.keep=2", "checkpoint.keep_best=2", "checkpoint.best_is=max", "checkpoint.every=1"]
     done = server.run([*BASE, "phases=[one]", "evaluate.every=1", *args], tmp_path)

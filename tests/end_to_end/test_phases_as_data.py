@@ -160,6 +160,7 @@ def test_a_run_killed_in_any_phase_resumes_bit_for_bit(
             assert torch.equal(tensor, mine.tensors(stem)[name]), f"{stem}/{name}"
 
 
+@pytest.mark.slow
 def test_phases_run_one_by_one_give_the_same(
     whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
 ) -> None:
@@ -172,6 +173,7 @@ def test_phases_run_one_by_one_give_the_same(
     assert [one["finished"] for one in run_json(tmp_path)["phases"].values()] == [True] * 4
 
 
+@pytest.mark.slow
 def test_settings_of_a_finished_phase_may_change(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, "phases=[pretrain]", "updates=3", "optimizer.lr=0.3").code == 0
     result = train(server, tmp_path, "phases=[adapter]", "updates=2", "phase.adapter.optimizer=sgd")
@@ -187,6 +189,7 @@ def test_settings_of_a_finished_phase_may_change(server: ForkServer, tmp_path: P
     assert run_json(tmp_path)["phases"]["adapter"]["updates"] == 4
 
 
+@pytest.mark.slow
 def test_a_phase_whose_prerequisite_is_missing_is_refused(server: ForkServer, tmp_path: Path) -> None:
     result = train(server, tmp_path, "phases=[adapter]")
     assert result.code == 66
@@ -203,6 +206,7 @@ def test_a_phase_whose_prerequisite_is_missing_is_refused(server: ForkServer, tm
     assert torch.equal(started["base.weight"], weights(tmp_path, 21)["base.weight"])
 
 
+@pytest.mark.slow
 def test_epochs_0_runs_the_statistics_alone(server: ForkServer, tmp_path: Path) -> None:
     result = train(server, tmp_path, "epochs=0")
     assert result.code == 0, result.err
@@ -212,6 +216,7 @@ def test_epochs_0_runs_the_statistics_alone(server: ForkServer, tmp_path: Path) 
     assert run_json(tmp_path)["phases"]["pretrain"]["updates"] == 5
 
 
+@pytest.mark.slow
 def test_inference_is_the_phase_infer(server: ForkServer, tmp_path: Path) -> None:
     result = train(server, tmp_path, "updates=2", "phases=[statistics,pretrain,infer]")
     assert result.code == 0, result.err
@@ -288,6 +293,7 @@ def test_statistics_do_not_depend_on_the_micro_batch(
     assert torch.allclose(weights(tmp_path, STATISTICS)["mean"], wanted, rtol=allowed(torch.float64, 33), atol=0)
 
 
+@pytest.mark.slow
 def test_precision_is_the_same_in_each_phase(server: ForkServer, tmp_path: Path) -> None:
     result = train(server, tmp_path, "precision=fp16", "precision.init_scale=8", "updates=2")
     assert result.code == 0, result.err
@@ -304,6 +310,7 @@ def finished(folder: Path) -> dict[str, bool]:
 STOPS = ["pretrain:1", "pretrain:22", "pretrain:eval", "patient:eval"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("stop_at", STOPS)
 def test_a_run_stopped_in_any_phase_resumes_bit_for_bit(
@@ -312,6 +319,7 @@ def test_a_run_stopped_in_any_phase_resumes_bit_for_bit(
     stop_and_resume(stop_at, whole[0], server, tmp_path)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("stop_at", ["statistics:3", "statistics:eval"])
 def test_statistics_are_resumed_and_not_stored_twice(
     stop_at: str, whole: tuple[Path, CompletedCommand], server: ForkServer, tmp_path: Path
@@ -332,6 +340,7 @@ def stop_and_resume(stop_at: str, whole: Path, server: ForkServer, tmp_path: Pat
     assert int(weights(tmp_path, PATIENT)["times"]) == 1
 
 
+@pytest.mark.slow
 def test_an_extended_phase_is_unfinished_until_it_has_run(server: ForkServer, tmp_path: Path) -> None:
     args = ["phases=[pretrain]", "task.stop_at=pretrain:5", "task.by=SIGTERM"]
     assert train(server, tmp_path, *args, "updates=3", env={"NO_KILL": "1"}).code == 0
@@ -360,6 +369,7 @@ def test_a_refused_attempt_changes_nothing(server: ForkServer, tmp_path: Path) -
         assert checkpoints == {path.name for path in (run / "checkpoints").iterdir()}, args
 
 
+@pytest.mark.slow
 def test_a_phase_that_stops_early_at_its_best_is_finished(server: ForkServer, tmp_path: Path) -> None:
     args = [
         "phases=[pretrain,adapter]", "phase.pretrain.updates=2", "evaluate.every=2", "phase.adapter.updates=30",
@@ -375,6 +385,7 @@ def test_a_phase_that_stops_early_at_its_best_is_finished(server: ForkServer, tm
     assert train(server, tmp_path, "phases=[patient]", "updates=2").code == 0
 
 
+@pytest.mark.slow
 def test_unfinished_phases_run_in_any_order_that_their_needs_allow(server: ForkServer, tmp_path: Path) -> None:
     assert train(server, tmp_path, "phases=[pretrain]", "updates=2").code == 0
     result = train(server, tmp_path, "phases=[statistics,adapter]", "updates=2")
@@ -382,6 +393,7 @@ def test_unfinished_phases_run_in_any_order_that_their_needs_allow(server: ForkS
     assert finished(tmp_path) == {"pretrain": True, "statistics": True, "adapter": True}
 
 
+@pytest.mark.slow
 def test_the_best_of_a_finished_phase_is_kept_and_another_run_may_start_from_it(
     server: ForkServer, tmp_path: Path
 ) -> None:
@@ -401,6 +413,7 @@ def test_the_best_of_a_finished_phase_is_kept_and_another_run_may_start_from_it(
     assert third["phases"]["adapter"]["updates"] == 2
 
 
+@pytest.mark.slow
 def test_a_folder_of_settings_may_set_those_of_a_phase(server: ForkServer, tmp_path: Path) -> None:
     from runner.base.paths import shipped_path
 
@@ -416,6 +429,7 @@ def test_a_folder_of_settings_may_set_those_of_a_phase(server: ForkServer, tmp_p
     assert "phase.pretrain.updates = 3" in messages.out, messages.err
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("key", "word", "value"),
     [
@@ -442,6 +456,7 @@ def test_a_parameter_that_gets_no_gradient_is_named(server: ForkServer, tmp_path
     assert "head.extra" in result.out + result.err
 
 
+@pytest.mark.slow
 def test_overrides_of_one_phase_beat_those_of_all_which_beat_the_task(server: ForkServer, tmp_path: Path) -> None:
     args = ["updates=3", "phase.adapter.updates=2", "optimizer.lr=0.05", "phases=[pretrain,adapter]"]
     result = train(server, tmp_path, *args)

@@ -137,6 +137,7 @@ def expected(one_process: Path) -> dict[int, float]:
 PIPED, SHARDED = TWO.replace("ddp", "pipeline"), TWO.replace("ddp", "fsdp")
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "args",
@@ -155,6 +156,7 @@ def test_one_and_two_ranks_by_any_strategy_have_the_same_curve(
     assert rows(folder)[-1]["val/loss"] == pytest.approx(rows(one_process)[-1]["val/loss"], rel=SAME_CURVE)
 
 
+@pytest.mark.slow
 def test_a_run_of_two_ranks_resumes_with_one_rank_fsdp_and_a_pipeline(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
@@ -169,6 +171,7 @@ def test_a_run_of_two_ranks_resumes_with_one_rank_fsdp_and_a_pipeline(
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
+@pytest.mark.slow
 def test_checkpoints_in_parts_resume_on_any_number_of_ranks_by_any_strategy(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
@@ -180,6 +183,7 @@ def test_checkpoints_in_parts_resume_on_any_number_of_ranks_by_any_strategy(
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
+@pytest.mark.slow
 def test_ranks_resume_from_a_mirror_in_an_empty_folder(server: ForkServer, folder: Path) -> None:
     args = f"{BASE} {SHARDED} parallelism.checkpoint=parts checkpoint.mirror=file://{folder}/mirror"
     assert_success(server.run(args.replace("updates=12", "updates=4"), folder))
@@ -188,6 +192,7 @@ def test_ranks_resume_from_a_mirror_in_an_empty_folder(server: ForkServer, folde
     assert [*losses(folder)] == [*range(1, 13)], "rows before the download exist, too"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_in_parts_is_exported_tensor_by_tensor_and_used_as_weights(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -218,6 +223,7 @@ def test_a_checkpoint_in_parts_is_exported_tensor_by_tensor_and_used_as_weights(
         assert torch.allclose(tensor, saved[name], rtol=0.0, atol=10 * rate), name
 
 
+@pytest.mark.slow
 def test_a_task_that_needs_the_memory_of_its_weights_is_built_in_full(server: ForkServer, folder: Path) -> None:
     text = (folder / "task.py").read_text()
     (folder / "task.py").write_text(
@@ -230,6 +236,7 @@ def test_a_task_that_needs_the_memory_of_its_weights_is_built_in_full(server: Fo
     assert losses(folder, "whole") == pytest.approx(losses(folder, "alone"), rel=SAME_CURVE)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "args",
@@ -308,6 +315,7 @@ def samples_of_first_epoch(seen: Path) -> list[int]:
     return [index for update in range(3) for index in made[update]]
 
 
+@pytest.mark.slow
 def test_an_error_of_a_task_ends_the_run_with_its_own_message(server: ForkServer, folder: Path) -> None:
     result = server.run(f"{BASE} {TWO} task.fault=raise", folder)
     assert result.code == 70
@@ -323,12 +331,14 @@ def test_a_loss_that_is_not_finite_ends_all_ranks_with_82(server: ForkServer, fo
     assert json.loads((folder / "outputs/r/error.json").read_text())["exit_code"] == 82
 
 
+@pytest.mark.slow
 def test_a_rank_that_exits_during_training_is_lost(server: ForkServer, folder: Path) -> None:
     result = server.run(f"{BASE} {TWO} task.fault=exit", folder)
     assert result.code == 84, result.err
     assert not living(folder)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1], ids=lambda number: number.name)
 def test_a_stopped_run_saves_and_resumes(
@@ -373,6 +383,7 @@ def test_a_model_trained_on_ranks_is_used_by_one_process(server: ForkServer, fol
     assert (folder / "outputs/r/predictions/summary.json").is_file()
 
 
+@pytest.mark.slow
 def test_the_straggler_is_named(server: ForkServer, folder: Path) -> None:
     """One rank takes ten times as long, on an idle or busy machine."""
     args = f"{BASE} {TWO} task.fault=slow".replace("updates=12", "updates=60").replace("size=32", "size=30")
@@ -386,6 +397,7 @@ def test_the_straggler_is_named(server: ForkServer, folder: Path) -> None:
     assert first[1] < 15
 
 
+@pytest.mark.slow
 def test_bad_samples_of_any_rank_are_listed(server: ForkServer, folder: Path) -> None:
     args = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip".replace("updates=12", "epochs=1")
     assert_success(server.run(args, folder))
@@ -396,6 +408,7 @@ def test_bad_samples_of_any_rank_are_listed(server: ForkServer, folder: Path) ->
     assert listed == alone, "with their update"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp"])
 def test_phases_of_statistics_are_merged_over_ranks(strategy: str, server: ForkServer, tmp_path: Path) -> None:
@@ -424,6 +437,7 @@ def test_a_second_signal_exits_immediately_with_130(server: ForkServer, folder: 
     assert not living(folder)
 
 
+@pytest.mark.slow
 def test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting(server: ForkServer, folder: Path) -> None:
     assert_success(server.run(BASE, folder))
     expected = losses(folder)
@@ -435,6 +449,7 @@ def test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting(server: For
     assert losses(folder) == pytest.approx(expected, rel=SAME_CURVE)
 
 
+@pytest.mark.slow
 def test_a_pipeline_with_a_given_split_resumes_with_fewer_stages(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
@@ -458,6 +473,7 @@ save_policy.time = Clock()
 """
 
 
+@pytest.mark.slow
 def test_the_time_limit_saves_one_checkpoint_and_not_two(server: ForkServer, folder: Path) -> None:
     args = f"{BASE} {TWO} checkpoint.every=0.2min checkpoint.keep=100".replace("updates=12", "updates=40")
     args = args.replace("evaluate.every=6", "evaluate.every=0")
@@ -467,12 +483,14 @@ def test_the_time_limit_saves_one_checkpoint_and_not_two(server: ForkServer, fol
     assert [later - earlier for earlier, later in pairwise(kept[:-1])] == [13, 13], kept
 
 
+@pytest.mark.slow
 def test_a_rank_with_only_bad_samples_continues_without_them(server: ForkServer, folder: Path) -> None:
     args = f"{BASE} {TWO} task.bad=true dataloader.bad_samples=skip parallelism.shares=[31,1]"
     assert_success(server.run(args.replace("updates=12", "epochs=30"), folder))
     assert len(events(folder, "bad sample")) == 90
 
 
+@pytest.mark.slow
 def test_an_update_without_items_ends_the_run_before_it_is_saved(server: ForkServer, folder: Path) -> None:
     result = server.run(f"{BASE} {TWO} task.fault=nothing task.at=3 checkpoint.every=2updates log_every=100", folder)
     assert result.code == 70
@@ -480,6 +498,7 @@ def test_an_update_without_items_ends_the_run_before_it_is_saved(server: ForkSer
     assert names == ["update-0000000002"]
 
 
+@pytest.mark.slow
 def test_buffers_of_any_type_and_layout_start_equal(
     server: ForkServer, folder: Path, expected: dict[int, float]
 ) -> None:
@@ -487,6 +506,7 @@ def test_buffers_of_any_type_and_layout_start_equal(
     assert losses(folder, "again") == pytest.approx(expected, rel=SAME_CURVE)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", [33, 1])
 @pytest.mark.parametrize("strategy", ["ddp", "fsdp", "pipeline"])

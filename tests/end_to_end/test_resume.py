@@ -143,6 +143,7 @@ def test_other_mathematics_is_refused_or_must_be_named(server: ForkServer, tmp_p
     assert rows(tmp_path)[-1]["update"] == 60
 
 
+@pytest.mark.slow
 def test_mechanics_may_change_on_resume(server: ForkServer, straight: Straight, tmp_path: Path) -> None:
     changed = tmp_path
     args = BASE

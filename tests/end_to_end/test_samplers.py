@@ -36,6 +36,7 @@ def trained(server: ForkServer, folder: Path, args: str, *faults: dict[str, Any]
     return load(path).tensors("model"), [row["train/loss"] for row in rows if "train/loss" in row]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("sampler", SAMPLERS, ids=lambda words: words.split()[0])
 def test_a_kill_workers_and_ranks_do_not_change_the_run(sampler: str, server: ForkServer, tmp_path: Path) -> None:
@@ -61,6 +62,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("args", "code", "named"), WRONG, ids=[row[0] for row in WRONG])
 def test_an_invalid_sampler_ends_the_run_before_training(
     args: str, code: int, named: str, server: ForkServer, tmp_path: Path

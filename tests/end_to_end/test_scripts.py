@@ -305,6 +305,7 @@ def test_infer_is_inference(checkout: Checkout) -> None:
     assert checkout.run("run.sh", "infer").stdout.splitlines()[2:] == ["inference"]
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("code", [0, 1, 75, 78, 130])
 def test_exit_codes_are_passed_on(checkout: Checkout, code: int) -> None:
     assert checkout.run("run.sh", "status", f"exit={code}").returncode == code
@@ -389,6 +390,7 @@ def test_a_number_of_repetitions_is_checked_first(number: str, proved: Checkout)
 # File modes and run.sh at a terminal
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not shutil.which("shellcheck"), reason="shellcheck is not installed")
 def test_the_scripts_are_clean() -> None:
     command = ["shellcheck", "--external-sources", *SCRIPTS]

@@ -51,6 +51,7 @@ def assert_close(one: Result, other: Result) -> None:
     assert all(distance(tensor.tolist(), other[0][name].tolist()) <= tolerance for name, tensor in one[0].items())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if "length" in kind or kind == "plain"])
 @pytest.mark.parametrize("shards", ["data.shards=1", "data.shards=4 data.shards_per_update=2"])
@@ -82,6 +83,7 @@ WRONG = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("args", "code", "named"), WRONG, ids=[row[0] for row in WRONG])
 def test_settings_that_a_stream_excludes_are_refused(
     args: str, code: int, named: str, server: ForkServer, tmp_path: Path
@@ -91,6 +93,7 @@ def test_settings_that_a_stream_excludes_are_refused(
     assert named in result.err
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_its_shards(server: ForkServer, tmp_path: Path) -> None:
     more = "updates=5 resume_allow=[updates]"
     result = [server.run(f"{TRAIN} {args}", tmp_path) for args in ("updates=3", f"{more} data.shards=2", more)]
@@ -115,6 +118,7 @@ def test_an_incorrect_stream_state_is_reported_and_not_used(server: ForkServer, 
     assert all(torch.equal(tensor, weights[name]) for name, tensor in load(whole).tensors("model").items())
 
 
+@pytest.mark.slow
 def test_a_trained_run_is_evaluated_on_its_stream(server: ForkServer, tmp_path: Path) -> None:
     lines = (f"{TRAIN} updates=3", "evaluate run=mine split=train evaluate.samples=20")
     assert [server.run(line, tmp_path).code for line in lines] == [0, 0]

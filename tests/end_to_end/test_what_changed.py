@@ -112,6 +112,7 @@ def changes(folder: Path) -> list[tuple[int, list[str], list[str]]]:
     return [(each["update"], each["files"], each["samples"]) for each in record(folder)["changes"]]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("draws", ["never", *DRAWS])
 def test_equal_code_and_data_are_not_reported(
     server: ForkServer, trained: dict[str, Path], tmp_path: Path, draws: str
@@ -125,6 +126,7 @@ def test_equal_code_and_data_are_not_reported(
     assert ("sample_rng" in result.err) == (draws == "own"), "only the own generator is warned of"
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("lines", [90, 102])
 def test_a_data_set_of_another_length_is_refused_without_changing_the_run(
     server: ForkServer, copied: Path, lines: int
@@ -153,6 +155,7 @@ def test_a_finished_run_whose_data_changed_stays_finished(server: ForkServer, co
     assert before.stat().st_ino == at_start.st_ino, "the last checkpoint is not rewritten"
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("draws", ["never", "global"])
 def test_changed_samples_are_named_and_recorded(
     server: ForkServer, trained: dict[str, Path], tmp_path: Path, draws: str
@@ -189,6 +192,7 @@ def test_changed_code_and_its_imports_are_named_and_recorded(server: ForkServer,
     assert len(state["changes"]) == 1, "the checkpoint records it, too"
 
 
+@pytest.mark.slow
 def test_code_is_recorded_as_it_was_when_the_run_began(server: ForkServer, tmp_path: Path) -> None:
     """A file edited during training is not the code that the run uses."""
     edits = "from pathlib import Path\ndef draw():\n    Path(__file__).write_text('def draw():\\n    return 0.0')\n"
@@ -201,6 +205,7 @@ def test_code_is_recorded_as_it_was_when_the_run_began(server: ForkServer, tmp_p
     assert changes(tmp_path) == [(30, ["draws.py"], [])]
 
 
+@pytest.mark.slow
 def test_code_that_changes_between_two_phases_is_recorded(server: ForkServer, tmp_path: Path) -> None:
     phases = "PHASES = {'one': {'updates': 10}, 'two': {'updates': 10}}\n"
     write(tmp_path, {**FILES, "mine.py": TASK + phases})
@@ -239,6 +244,7 @@ def test_checkpoints_without_these_records_are_resumed(server: ForkServer, copie
     assert changes(copied) == []
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_run_is_skipped(server: ForkServer, copied: Path) -> None:
     other = server.run(
         WORDS.replace("run=mine updates=30", "run=other").replace("run=mine", "run=other") + " updates=60", copied
@@ -257,6 +263,7 @@ def test_a_checkpoint_of_another_run_is_skipped(server: ForkServer, copied: Path
     assert (mine / "update-0000000040").is_dir()
 
 
+@pytest.mark.slow
 def test_only_checkpoints_of_another_run_are_refused(server: ForkServer, copied: Path) -> None:
     mine = copied / "outputs" / "mine" / "checkpoints"
     other = server.run(WORDS.replace("run=mine", "run=other"), copied)
@@ -283,6 +290,7 @@ def elsewhere(server: ForkServer, copied: Path) -> Path:
     return copied / "others" / "mine" / "checkpoints" / "update-0000000060"
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_with_the_same_name_is_refused_without_changing_the_run(
     server: ForkServer, copied: Path, elsewhere: Path
 ) -> None:
@@ -304,6 +312,7 @@ def test_a_checkpoint_of_a_run_with_the_same_name_is_refused_without_changing_th
     assert resumed(server, copied).code == 0
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_a_run_with_the_same_name_is_accepted_if_allowed(
     server: ForkServer, copied: Path, elsewhere: Path
 ) -> None:
@@ -330,6 +339,7 @@ def uid_of(checkpoint: Path) -> str:
     return result
 
 
+@pytest.mark.slow
 def test_a_run_folder_that_was_moved_or_copied_is_resumed(server: ForkServer, copied: Path) -> None:
     shutil.copytree(copied / "outputs", copied / "copy")
     (copied / "outputs").rename(copied / "moved")
@@ -353,6 +363,7 @@ def _flipped(uid: str) -> str:
     return uid[:3] + ("0" if uid[3] != "0" else "1") + uid[4:]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     "damage", [lambda uid: None, lambda uid: 7, lambda uid: [uid], lambda uid: {}, lambda uid: "", _flipped, str.upper]
@@ -369,6 +380,7 @@ def test_a_run_with_a_damaged_uid_adopts_that_of_its_checkpoints(
     assert record(copied)["uid"] == actual["uid"]
 
 
+@pytest.mark.slow
 def test_a_run_started_from_another_or_fresh_is_a_new_one(server: ForkServer, copied: Path) -> None:
     uids = [record(copied)["uid"]]
     result = server.run(

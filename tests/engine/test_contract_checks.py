@@ -284,6 +284,7 @@ def test_no_error_of_a_task_is_reported_as_internal(args: str, named: str, serve
     assert "Traceback" not in result.err
 
 
+@pytest.mark.slow
 def test_a_metric_without_items_is_shown_in_the_same_way_everywhere(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "mine.py").write_text(TASK.replace('"rare"', '"rare_loss"').replace(', "loss": self.loss(', "} or {("))
     shown = {args: server.run(args, tmp_path) for args in (f"train {ON_CPU}", "runs", "status mine", "report mine")}

@@ -126,6 +126,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     return clock
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("num_updates", [20, 200, 2000])
 @pytest.mark.parametrize("slowed_s", [0.05, 0.5, 3.0])
 def test_best_checkpoints_keep_the_share_of_the_time(
@@ -297,6 +298,7 @@ def rows(run: Path) -> dict[int, float]:
     return {row["update"]: row["val/loss"] for row in result if "val/loss" in row}
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("end", ["done", "failed"])
 def test_a_short_run_leaves_its_best_and_its_last_checkpoint(server: ForkServer, tmp_path: Path, end: str) -> None:
     args = [*RUN, *(["task.fail_at=35"] if end == "failed" else [])]
@@ -316,6 +318,7 @@ def test_a_short_run_leaves_its_best_and_its_last_checkpoint(server: ForkServer,
     assert bests_of(run)[1] == [[values[best], best]]
 
 
+@pytest.mark.slow
 def test_a_lost_best_checkpoint_is_not_compared_with(server: ForkServer, tmp_path: Path) -> None:
     result = server.run(RUN, tmp_path)
     assert result.code == 0, result.err

@@ -145,6 +145,7 @@ def syncs(faults: Faults) -> int:
     return sum(operation in ("fsync", "sync_file_system") for operation, _ in faults.trace)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("refusal", [None, "ENOSYS"])
 def test_a_thousand_small_predictions_are_synced_a_few_times(
     run: RunDirectory, time: Time, refusal: str | None, monkeypatch: pytest.MonkeyPatch

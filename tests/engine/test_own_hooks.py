@@ -150,6 +150,7 @@ def test_another_setting_of_a_hook_is_another_run_unless_allowed(write: Callable
     assert main([*longer, "resume_allow=[updates,hook.drift.size]"]) == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("before", "after"),
     [
@@ -173,6 +174,7 @@ def test_an_error_in_a_hook_is_an_error_of_the_task_with_its_line(
     assert file.name in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_an_error_in_the_hook_of_a_packaged_task_names_the_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

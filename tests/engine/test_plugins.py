@@ -48,6 +48,7 @@ def install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Callabl
     custom_options.clear_package_cache()
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("group", "text", "args"),
     [

@@ -40,6 +40,7 @@ def test_checkpoint_intervals_are_parsed(every: int | str, parsed: tuple[float, 
     assert parse_every(every) == parsed
 
 
+@pytest.mark.slow
 @given(st.from_regex(r"[0-9. ]{0,6}(updates?|epochs?|min(utes?)?)", fullmatch=True))
 def test_every_interval_that_the_schema_accepts_is_parsed(text: str) -> None:
     if describe_mismatch(Every, text) is None:

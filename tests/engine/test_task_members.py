@@ -160,6 +160,7 @@ def train(task: str, args: str, folder: Path, monkeypatch: pytest.MonkeyPatch) -
     return main(["train", "--task", name, "device=cpu", "monitor=off", "updates=2", *args.split()])
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", RETURNS)
 def test_what_a_member_returns_wrongly_is_a_fault_of_the_task(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]

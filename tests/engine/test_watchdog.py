@@ -159,6 +159,7 @@ def family(word: str) -> set[int]:
     return result
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("fault", "args", "messages", "at"),
@@ -220,6 +221,7 @@ def test_a_prediction_that_hangs_is_named(server: ForkServer, folder: Path) -> N
     assert "task.py" in (folder / "outputs/r/predictions/stacks.txt").read_text()
 
 
+@pytest.mark.slow
 def test_a_debugger_and_a_disabled_watchdog_have_no_time_limit(server: ForkServer, folder: Path) -> None:
     result = server.run([*BASE.split(), "task.fault=pdb"], folder, VIRTUAL)
     assert result.code == 0, result.err
@@ -228,6 +230,7 @@ def test_a_debugger_and_a_disabled_watchdog_have_no_time_limit(server: ForkServe
     assert result.code == 0, result.err
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("is_there", [True, False], ids=["no room for anything", "no temporary folder"])
 def test_a_hang_is_reported_also_if_nothing_can_be_written(is_there: bool, server: ForkServer, folder: Path) -> None:
     """There is no checkpoint, and the message does not name one."""
@@ -271,6 +274,7 @@ def test_a_slow_disk_that_makes_progress_is_not_a_hang(server: ForkServer, folde
 SOON_OVER = "import runner.engine.watchdog as watchdog; watchdog.MIN_TIMEOUT_S = 2.0"  # faster than the default
 
 
+@pytest.mark.slow
 def test_updates_that_are_slow_from_the_start_are_not_hangs(server: ForkServer, folder: Path) -> None:
     args = " ".join(word for word in BASE.split() if not word.startswith("watchdog")).replace("updates=12", "updates=3")
     for fault in ("slow", "summary"):

@@ -236,6 +236,7 @@ def test_the_old_and_the_new_form_of_the_setting_are_equal(server: ForkServer, t
     assert missing[0].err == missing[1].err
 
 
+@pytest.mark.slow
 def test_trials_of_a_sweep_start_from_a_run_by_its_name(server: ForkServer, tmp_path: Path) -> None:
     common = ["train", "--task", str(TASK), "updates=1", "device=cpu", "monitor=off", "backend.threads=1"]
     assert server.run([*common, "run=first"], tmp_path).code == 0

@@ -109,6 +109,7 @@ def rows_of(folder: Path) -> list[dict[str, Any]]:
     return [row for row in rows if "train/loss" in row]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("env", [VIRTUAL, {"IMPORT_FIRST": "tests.engine.device_on_host"}], ids=["host", "late device"])
 def test_parts_have_their_time_and_add_up_to_the_run(server: ForkServer, folder: Path, env: dict[str, str]) -> None:
     slept_ms = {"data": 6, "forward": 9, "backward": 12, "optimizer": 15, "hooks": 18, "evaluation": 20, "saving": 40}
@@ -148,6 +149,7 @@ def test_the_end_summary_names_the_bottleneck(server: ForkServer, folder: Path) 
     assert "\nmemory      host: peak " in result.out
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("loader", ["dataloader=thread", "dataloader.num_workers=1"])
 def test_loading_hidden_behind_computation_is_not_data_wait(server: ForkServer, folder: Path, loader: str) -> None:
     hidden = evidence_of(server, folder, f"{loader} task.data=10 task.forward=40", {"READ_MS": "10"})
@@ -168,6 +170,7 @@ def test_the_data_wait_is_shown_before_the_first_row(server: ForkServer, folder:
     assert float(lines[-1]["data_wait"]) > 0.5
 
 
+@pytest.mark.slow
 def test_a_waiting_rank_is_reported(server: ForkServer, folder: Path) -> None:
     ranks = "parallelism=ddp parallelism.world_size=2 device=cpu"
     result = evidence_of(server, folder, f"{ranks} task.forward=30 task.rank=1")
@@ -182,6 +185,7 @@ def test_a_waiting_rank_is_reported(server: ForkServer, folder: Path) -> None:
     assert "rank0/transfer_ms" not in row
 
 
+@pytest.mark.slow
 def test_the_first_update_is_excluded_from_the_parts_of_a_rank(server: ForkServer, folder: Path) -> None:
     ranks = "parallelism=ddp parallelism.world_size=2 device=cpu"
     result = evidence_of(server, folder, f"{ranks} task.first=2000")
@@ -200,6 +204,7 @@ def test_save_costs_are_counted_across_a_resume(server: ForkServer, folder: Path
     assert phase.seconds == pytest.approx(sum(phase.parts_s.values()), abs=TICKS_S)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", ["", "parallelism=ddp parallelism.world_size=2 device=cpu"], ids=["alone", "of two"])
 def test_a_failed_run_keeps_its_measurements(server: ForkServer, folder: Path, rank: str) -> None:
     result = server.run(f"{BASE} task.forward=20 task.fails_at=7 checkpoint=off {rank}", folder, VIRTUAL)
@@ -240,6 +245,7 @@ def test_measurements_continue_across_a_stop(server: ForkServer, folder: Path) -
     assert phase.parts_s["first_update"] >= 0.1
 
 
+@pytest.mark.slow
 def test_varying_shapes_are_counted(server: ForkServer, folder: Path) -> None:
     assert evidence_of(server, folder, f"{RAGGED} updates=40").num_batch_shapes == 3
     assert evidence_of(server, folder, "resume=fresh").num_batch_shapes == 1

@@ -62,6 +62,7 @@ def test_a_damaged_checkpoint_is_moved_aside_and_the_previous_one_used(
         tally.tried += 1
 
 
+@pytest.mark.slow
 def test_only_damaged_checkpoints_never_restart_silently(pair: Pair, amount: Amount, seed: int, tally: Tally) -> None:
     for number in range(amount(150, 20_000)):
         generator = random.Random(f"{seed} both {number}")
@@ -202,6 +203,7 @@ def assert_exit_code(result: CompletedCommand, how: str, *codes: int) -> None:
     assert "Traceback" not in text, f"{how}\n{text}"
 
 
+@pytest.mark.slow
 def test_status_shows_a_damaged_run(
     finished: Path, tmp_path: Path, server: ForkServer, amount: Amount, seed: int, tally: Tally
 ) -> None:
@@ -217,6 +219,7 @@ def test_status_shows_a_damaged_run(
         tally.tried += 1
 
 
+@pytest.mark.slow
 def test_status_shows_a_run_with_arbitrary_files(
     finished: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str],
     amount: Amount, seed: int, tally: Tally,
@@ -247,6 +250,7 @@ def metric_rows(run: Path) -> list[dict[str, object]]:
     return [{key: value for key, value in json.loads(line).items() if "perf/" not in key} for line in lines]
 
 
+@pytest.mark.slow
 def test_a_run_resumes_even_if_other_files_are_damaged(
     finished: Path, tmp_path: Path, server: ForkServer, amount: Amount, seed: int, tally: Tally
 ) -> None:

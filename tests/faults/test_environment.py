@@ -200,6 +200,7 @@ def test_a_full_disk_loses_no_saved_update(
     tally.tried += 1
 
 
+@pytest.mark.slow
 @needs_root
 def test_a_disk_that_is_freed_in_time_loses_nothing(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
@@ -240,6 +241,7 @@ files._system = Failing()
 """
 
 
+@pytest.mark.slow
 def test_a_randomly_failing_disk_loses_no_saved_update(
     server: ForkServer, reference: Reference, tmp_path: Path, seed: int, amount: Amount, tally: Tally
 ) -> None:
@@ -291,6 +293,7 @@ files._system = Once()
 """
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", ["EIO", "ENOSPC"])
 def test_a_disk_that_fails_once_at_the_last_save_loses_nothing(
@@ -334,6 +337,7 @@ LIMITS = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", LIMITS)
 def test_a_system_limit_is_reported(
@@ -360,6 +364,7 @@ assert libc.mount(b"none", b"/dev/shm", b"tmpfs", 0, b"size={}") == 0
 """
 
 
+@pytest.mark.slow
 @needs_root
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("size", ["4k", "64k"])
@@ -385,6 +390,7 @@ SAMPLES = {
 }
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize("act", SAMPLES)
@@ -399,6 +405,7 @@ def test_a_bad_sample_is_reported(act: str, workers: int, server: ForkServer, tm
     tally.tried += 1
 
 
+@pytest.mark.slow
 def test_a_bad_sample_is_skipped_and_listed_on_request(server: ForkServer, tmp_path: Path, tally: Tally) -> None:
     result = server.run([*BASE, "dataloader.bad_samples=skip"], tmp_path, {"ACT": "sample-raises"})
     assert_error(result, 0)
@@ -466,6 +473,7 @@ for name in ("HOME", "USER", "LOGNAME", "XDG_CACHE_HOME", "PATH"):
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_an_unwritable_compile_cache_is_reported_before_the_first_update(
     num_ranks: int, server: ForkServer, tmp_path: Path, tally: Tally
@@ -486,6 +494,7 @@ def test_an_unwritable_compile_cache_is_reported_before_the_first_update(
         tally.tried += 1
 
 
+@pytest.mark.slow
 def test_a_user_without_home_name_or_temporary_folder_can_train(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
@@ -495,6 +504,7 @@ def test_a_user_without_home_name_or_temporary_folder_can_train(
     tally.tried += 1
 
 
+@pytest.mark.slow
 def test_a_temporary_folder_with_a_long_name_serves_data_workers(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
@@ -525,6 +535,7 @@ PLACES = {
 }  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", PLACES)
 def test_a_folder_of_any_name_can_have_runs(name: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
@@ -582,6 +593,7 @@ STREAMS = {
 }
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("name", STREAMS)
 def test_unreadable_files_do_not_block_a_run(
@@ -593,6 +605,7 @@ def test_unreadable_files_do_not_block_a_run(
     tally.tried += 1
 
 
+@pytest.mark.slow
 def test_a_closed_terminal_makes_the_run_save(
     server: ForkServer, reference: Reference, tmp_path: Path, tally: Tally
 ) -> None:
@@ -673,6 +686,7 @@ def test_a_system_without_proc_is_reported(args: list[str], server: ForkServer, 
     tally.tried += 1
 
 
+@pytest.mark.slow
 def test_a_bare_environment_in_another_locale_is_enough(reference: Reference, tmp_path: Path, tally: Tally) -> None:
     """A new process: Python reads these variables at startup, too early for a fork."""
     env = {"PYTHONPATH": str(ROOT), "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", "TMPDIR": "/nowhere"}
@@ -706,6 +720,7 @@ def tracked(server: ForkServer, folder: Path, env: dict[str, str], before: str =
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", NO_WANDB)
 def test_a_wandb_that_cannot_be_imported_loses_no_row(
@@ -723,6 +738,7 @@ def test_a_wandb_that_cannot_be_imported_loses_no_row(
     tally.tried += 1
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("how", ["refused", "black hole"])
 def test_an_unresponsive_network_delays_no_start_and_loses_no_row(

@@ -118,6 +118,7 @@ def test_messages_have_a_fix() -> None:
     assert known <= set(silent), "the table lists a case that no longer exists"
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", WAYS)
 def test_exit_codes_are_reachable(name: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
@@ -406,6 +407,7 @@ RAISED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", RAISED)
 def test_errors_of_a_task_are_reported_with_its_own_lines(

@@ -91,6 +91,7 @@ def test_every_system_call_can_be_recorded_and_can_fail() -> None:
     )
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("history", SHORT, ids=lambda history: history.name)
 def test_every_operation_fails_once(
@@ -147,6 +148,7 @@ def test_careless_opening_is_caught(memory: Path, without: int, is_caught: bool)
         )
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("history", SHORT, ids=lambda history: history.name)
 def test_every_two_operations_fail(
@@ -234,6 +236,7 @@ def with_starts(at: Mapping[int, str], root: Path) -> tuple[Recording, Faults]:
 NAMED = ("mkdir", "rename", "fsync", "open")  # operations that affect names
 
 
+@pytest.mark.slow
 def test_a_failure_followed_by_a_crash_keeps_the_guarantees(
     memory: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
@@ -344,6 +347,7 @@ def failing_read(at: int, code: int) -> Iterator[list[str]]:
         yield calls
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [errno.EIO, errno.EMFILE, errno.EACCES], ids=errno.errorcode.get)
 def test_every_read_of_a_recovery_and_of_a_retention_fails_once(memory: Path, code: int, tally: Tally) -> None:
     def filled(directory: Path) -> Path:

@@ -67,6 +67,7 @@ def test_the_name_of_the_current_folder_does_not_write_the_script_of_a_job(
     assert not list(cluster.rglob("PWNED"))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("place", ["outputs/b/mt.py", "outputs/mt.py", "outputs/a/mt.py", "outputs/b/link.py"])
 def test_no_run_can_name_code_below_the_output_root(

@@ -39,6 +39,7 @@ def files() -> Iterator[tuple[str, str, int, str]]:
     yield "a line end of Unicode", f"{HEAD}#\u2028# @package hydra\n", 89, "the package hydra is not allowed"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("name", "content", "code", "messages"), list(files()), ids=[name for name, *_ in files()])
 def test_files_do_not_grow_without_bound(

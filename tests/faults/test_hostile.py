@@ -197,6 +197,7 @@ def sample_cases(cases: Iterator[Any], count: int, seed: int) -> list[Any]:
     return random.Random(f"{seed} hostile").sample(every, min(len(every), count))
 
 
+@pytest.mark.slow
 def test_hostile_files_are_refused_and_nothing_is_called(
     watch: list[tuple[str, str]], tmp_path: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
@@ -327,6 +328,7 @@ def names() -> list[str]:
     return result
 
 
+@pytest.mark.slow
 def test_no_importable_callable_passes_the_guard_of_files(
     names: list[str], watch: list[tuple[str, str]], tmp_path: Path, tally: Tally
 ) -> None:
@@ -355,6 +357,7 @@ def test_no_importable_callable_passes_the_guard_of_files(
         assert set(sys.modules) == before, name
 
 
+@pytest.mark.slow
 def test_no_importable_callable_is_called_by_its_name(
     names: list[str], watch: list[tuple[str, str]], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:

@@ -41,6 +41,7 @@ output.finish = finish
 """
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("num_ranks", "watchdog"), [(1, "default"), (1, "off"), (2, "default"), (2, "off")])
 def test_a_second_signal_after_the_last_save_keeps_the_exit_code(

@@ -184,6 +184,7 @@ def num_operations(root: Path, outside: Path, real: System) -> int:
     return system.count
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("target", TARGETS)
 def test_a_link_placed_before_an_operation_touches_nothing_outside(
     prepared: Prepared, target: str, amount: Amount, seed: int, tally: Tally
@@ -198,6 +199,7 @@ def test_a_link_placed_before_an_operation_touches_nothing_outside(
         tally.notes[f"refused at {target}"] = int(tally.notes.get(f"refused at {target}", 0)) + messages
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
 def test_racing_links_touch_nothing_outside(
     prepared: Prepared, target: str, amount: Amount, seed: int, tally: Tally

@@ -57,6 +57,7 @@ def test_restarting_a_finished_run_does_not_change_it(
     assert after["run.json"] <= before["run.json"] + 100
 
 
+@pytest.mark.slow
 def test_repeated_failed_starts_do_not_change_a_run(
     tmp_path: Path, server: ForkServer, amount: Amount, tally: Tally
 ) -> None:
@@ -102,6 +103,7 @@ def test_a_row_after_a_torn_one_is_a_separate_line(tmp_path: Path) -> None:
     assert json.loads(lines[2])["kind"] == "resume"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("step_s", [10 * 365 * 86400, -10 * 365 * 86400, 3600])
 def test_a_clock_that_jumps_changes_nothing_that_is_computed(

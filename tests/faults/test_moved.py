@@ -54,6 +54,7 @@ def test_a_run_whose_folder_is_deleted_ends_at_its_next_save(server: ForkServer,
     assert not (tmp_path / "outputs" / "mine").exists()
 
 
+@pytest.mark.slow
 def test_a_removed_lock_is_reacquired(server: ForkServer, tmp_path: Path) -> None:
     result = run(server, tmp_path, "unlock")
     assert result.code == 0, result.err
@@ -68,6 +69,7 @@ def test_a_run_taken_over_by_another_process_stops_writing(server: ForkServer, t
     assert saved(tmp_path / "outputs" / "mine") == [10, 20]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_alive", [True, False])
 def test_without_a_lock_a_running_run_is_not_started_twice(server: ForkServer, tmp_path: Path, is_alive: bool) -> None:
     assert run(server, tmp_path, "none").code == 0

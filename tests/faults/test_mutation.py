@@ -217,6 +217,7 @@ class Names:
         return False
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("history", SHORT, ids=lambda history: history.name)
 def test_every_omitted_sync_and_swapped_step_is_caught(history: History, memory: Path, tally: Tally) -> None:
@@ -271,6 +272,7 @@ def manifest_first(recording: Recording) -> list[Operation]:
     return [*rest[:at], *mine, *rest[at:]]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("name", "change", "equivalent"),
@@ -330,6 +332,7 @@ CODE = [
 ]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize(("name", "module", "attribute", "other", "history"), CODE, ids=[row[0] for row in CODE])
 def test_other_code_is_caught(

@@ -97,6 +97,7 @@ def checked(result: CompletedCommand, run_dir: Path, fault: Fault) -> dict[str, 
     return error
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", FAULTS)
 def test_a_run_ends_with_the_first_update_that_is_not_finite(
@@ -122,6 +123,7 @@ BY_DESIGN = {
 WITH_BAD_SAMPLES = ("missing labels", "mask in the batch")
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("mode", BY_DESIGN)
 def test_intentional_infinities_are_not_reported(mode: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:
@@ -149,6 +151,7 @@ LATE_KERNELS = {
 }
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kernel", LATE_KERNELS)
 def test_the_report_states_if_an_update_was_applied_before_its_values_were_known(
     kernel: str, server: ForkServer, tmp_path: Path, tally: Tally
@@ -190,6 +193,7 @@ def test_statistics_that_stopped_being_finite_are_not_saved(server: ForkServer, 
 # ---------------------------------------------------------------- resuming, and ranks
 
 
+@pytest.mark.slow
 def test_the_same_command_succeeds_once_the_fault_is_fixed(server: ForkServer, tmp_path: Path) -> None:
     whole, broken = tmp_path / "whole", tmp_path / "broken"
     for folder in (whole, broken):
@@ -230,6 +234,7 @@ STAGES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("fault", STAGES)
 def test_the_samples_of_a_pipeline_are_searched(fault: str, server: ForkServer, tmp_path: Path, tally: Tally) -> None:

@@ -196,6 +196,7 @@ def chosen() -> list[Cell]:
     return [random.Random(f"{SEED} {number}").choice(group) for number, group in enumerate(by_place.values())]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("cell", chosen(), ids=str)
 def test_the_update_equals_that_of_a_run_with_smaller_micro_batches(cell: Cell, tally: Tally) -> None:
@@ -221,6 +222,7 @@ def test_the_update_equals_that_of_a_run_with_smaller_micro_batches(cell: Cell, 
 # ---------------------------------------------------------------- tests with one cell each
 
 
+@pytest.mark.slow
 def test_remembered_sizes_equal_a_smaller_micro_batch() -> None:
     """The reference of the other tests equals a run with this micro_batch_size."""
     asked = trained(Course(micro=4))
@@ -278,6 +280,7 @@ def test_a_failed_step_without_changes_is_repeated(kernel: str) -> None:
     assert not result[0]["remembered"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("where", ["forward", "backward"])
 def test_two_ranks_may_be_out_of_memory_in_one_update(where: str) -> None:
@@ -296,6 +299,7 @@ def test_one_rank_may_run_out_of_memory_while_another_is_one_update_behind() -> 
     assert [there["struck"] for there in result] == [[[], [8]], [[6], []]]
 
 
+@pytest.mark.slow
 def test_ranks_in_lockstep_use_the_smallest_micro_batch() -> None:
     """One rank of ddp was out of memory; resumed with fsdp, all ranks need the same number of micro-batches."""
     course = Course(2, strategy="fsdp", more=("parallelism.timeout_s=60",))
@@ -317,6 +321,7 @@ def test_a_model_with_constant_buffers_continues_too() -> None:
     assert (result["error"], result["state"]) == (None, wanted["state"])
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("library", "wanted"), [("torch", "8 GiB"), ("numpy", "16 GiB"), ("Python", "MemoryError")])
 def test_allocation_failures_are_recognized_by_their_messages(library: str, wanted: str) -> None:
@@ -343,6 +348,7 @@ def test_compiled_code_has_the_same_update(ranks: int, where: str, at: int, tall
     assert [there["state"] for there in result] == [there["state"] for there in wanted]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_a_single_sample_that_does_not_fit_ends_the_run_on_all_ranks(ranks: int) -> None:
@@ -463,6 +469,7 @@ STRATEGIES = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_ranks_that_cannot_agree_restart_with_smaller_micro_batches(
@@ -506,6 +513,7 @@ def test_the_same_command_resumes_with_smaller_micro_batches_and_reports_it(
     assert learned(tmp_path) == learned(other)
 
 
+@pytest.mark.slow
 def test_a_data_worker_that_runs_out_of_memory_gets_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
     fields = {"place": "reading", "limit": 4, "at": 0, "on_host": True}
     code, out, messages = whole(server, tmp_path, "micro_batch_size=8", "dataloader.num_workers=1", **fields)
@@ -521,6 +529,7 @@ def test_a_fit_out_of_memory_is_repeated_with_smaller_batches(server: ForkServer
     assert [row.phase for row in oom_history.read_reductions(tmp_path / "outputs/mine")] == ["mean"]
 
 
+@pytest.mark.slow
 def test_predictions_are_computed_in_smaller_batches(server: ForkServer, tmp_path: Path) -> None:
     assert whole(server, tmp_path)[0] == 0
     plant = PLANT.format(fields={"place": "predict", "limit": 2})

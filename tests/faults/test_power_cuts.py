@@ -46,6 +46,7 @@ def test_an_acknowledged_checkpoint_survives_a_power_cut(
     assert not campaign.lost, "\n".join(campaign.lost)
 
 
+@pytest.mark.slow
 def test_a_run_that_loses_power_ends_bit_identical(
     server: ForkServer, amount: Amount, seed: int, tally: Tally, why_not: str
 ) -> None:
@@ -59,6 +60,7 @@ def test_a_run_that_loses_power_ends_bit_identical(
     assert not campaign.lost, "\n".join(campaign.lost)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("careless", [name for name in power_cuts.SYSTEMS if name != "real"])
 def test_a_save_that_does_not_wait_for_the_disk_is_caught(
     careless: str, server: ForkServer, amount: Amount, seed: int, tally: Tally, why_not: str
@@ -72,6 +74,7 @@ def test_a_save_that_does_not_wait_for_the_disk_is_caught(
     assert len(campaign.lost) == num_lost, f"{careless}: only {campaign.lost}"
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("write", [power_cuts.in_place, power_cuts.renamed], ids=["in place", "renamed"])
 def test_torch_save_is_caught(
     write: Callable[..., None], server: ForkServer, amount: Amount, seed: int, tally: Tally, why_not: str

@@ -117,6 +117,7 @@ def processes(word: str) -> list[int]:
     ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_ranks(

@@ -53,6 +53,7 @@ HELD: dict[str, tuple[Cell, list[dict[str, Any]]]] = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("held", HELD)
 def test_a_resumed_run_equals_an_uninterrupted_one(held: str, server: ForkServer, memory: Path, tally: Tally) -> None:
@@ -67,6 +68,7 @@ def drawn() -> tuple[float, float, float]:
     return torch.rand(()).item(), np.random.random(), random.random()
 
 
+@pytest.mark.slow
 def test_a_new_rank_has_its_own_draws(server: ForkServer, memory: Path, tally: Tally) -> None:
     """A run saved by two ranks resumes with four: the first two continue their draws, and all four draw differently."""
     cell = plain(ranks="ddp 2", saves="1")
@@ -166,6 +168,7 @@ def test_each_checkpoint_of_a_resumed_run_equals_that_of_an_uninterrupted_one(
     tally.tried += 1
 
 
+@pytest.mark.slow
 def test_phases_run_one_by_one_equal_all_in_one_process(server: ForkServer, memory: Path, tally: Tally) -> None:
     """A finished phase passes on weights, loss scale, skipped updates, generators and the best metric."""
     cell = plain(precision="fp16 overflowing", phases="three", saves="1")
@@ -188,6 +191,7 @@ def test_phases_run_one_by_one_equal_all_in_one_process(server: ForkServer, memo
     tally.tried += 1
 
 
+@pytest.mark.slow
 def test_time_after_the_last_checkpoint_is_counted(server: ForkServer, memory: Path, tally: Tally) -> None:
     """A failed run records its time in run.json; the resumed run continues from there."""
     cell = plain(saves="1")
@@ -208,6 +212,7 @@ def test_time_after_the_last_checkpoint_is_counted(server: ForkServer, memory: P
     tally.tried += 1
 
 
+@pytest.mark.slow
 def test_measured_shares_are_restored(server: ForkServer, memory: Path, tally: Tally) -> None:
     """Times of ranks are not reproducible: this only checks that a resumed run does not measure shares again."""
     matrix = Matrix(server, memory, tally)

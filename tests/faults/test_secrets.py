@@ -187,6 +187,7 @@ def told(
     return actual, seen
 
 
+@pytest.mark.slow
 def test_no_secret_is_in_files_and_output_of_a_run(
     told: tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]],
     folder: Path,
@@ -216,6 +217,7 @@ def test_no_secret_is_in_files_and_output_of_a_run(
     assert "(MY_PASSWORD)" in (folder / "outputs" / "c" / "error.json").read_text()
 
 
+@pytest.mark.slow
 def test_subprocesses_get_only_needed_secrets(
     told: tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]], canaries: dict[str, str]
 ) -> None:
@@ -227,6 +229,7 @@ def test_subprocesses_get_only_needed_secrets(
         assert not [environment for environment in trackers if canary in environment], name
 
 
+@pytest.mark.slow
 def test_files_of_a_run_are_unreadable_for_others_with_any_umask(
     told: tuple[list[tuple[str, CompletedCommand]], dict[int, tuple[str, str]]], folder: Path, tally: Tally
 ) -> None:
@@ -273,6 +276,7 @@ TYPED = (
 )  # fmt: skip
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     "command",
     [
@@ -325,6 +329,7 @@ def test_a_secret_in_the_settings_of_a_task_is_refused(server: ForkServer, tmp_p
     assert "task.api_key" in result.err
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.sampled(12)
 @pytest.mark.parametrize("value", ["x", "hunter2", "3f9a8c", "0123456789abcdef0123456789abcdef01234567"])
 @pytest.mark.parametrize(
@@ -457,6 +462,7 @@ def test_messages_neither_show_secrets_nor_steer_the_terminal(monkeypatch: pytes
     }
 
 
+@pytest.mark.slow
 def test_a_configuration_does_not_steer_the_terminal(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "conf" / "hardware").mkdir(parents=True)
     (tmp_path / "conf" / "hardware" / "mine.yaml").write_text(
@@ -516,6 +522,7 @@ def test_a_secret_that_is_a_default_of_a_task_is_refused(server: ForkServer, tmp
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("method", ["evaluate", "summarize"])
 def test_the_name_of_a_metric_with_a_secret_reaches_no_file(method: str, server: ForkServer, tmp_path: Path) -> None:
     answer = "(1.0, 1)" if method == "evaluate" else "1.0"
@@ -531,6 +538,7 @@ def test_the_name_of_a_metric_with_a_secret_reaches_no_file(method: str, server:
     assert not [path for path in tmp_path.rglob("*") if path.is_file() and SECRET.encode() in path.read_bytes()]
 
 
+@pytest.mark.slow
 def test_a_secret_that_comes_by_reference_is_refused(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "conf" / "hardware").mkdir(parents=True)
     text = "# @package _global_\ndata: {path: '${oc.env:DATA}'}\nhardware: {title: x, devices: []}\n"
@@ -656,6 +664,7 @@ def test_random_looking_values_are_refused_as_input(value: str, monkeypatch: pyt
     assert value not in redact(f"task.model={value}")
 
 
+@pytest.mark.slow
 def test_an_option_or_a_choice_that_is_also_a_password_can_be_used(server: ForkServer, tmp_path: Path) -> None:
     """Also on resume; another value of the same kind is still refused."""
     option, choice = "rtx3050ti_4gb", "vit_base_patch16_224"
@@ -734,6 +743,7 @@ def test_numbers_hashes_and_data_are_not_secrets(show: Callable[[str], str]) -> 
     assert show(numbers) == numbers
 
 
+@pytest.mark.slow
 def test_every_shipped_setting_and_page_is_free_of_false_alarms() -> None:
     from runner.config.configuration import compose
     from runner.config.options import list_options

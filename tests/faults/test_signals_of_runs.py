@@ -162,6 +162,7 @@ PLANS: tuple[tuple[str, Send, tuple[signal.Signals, ...], int, str], ...] = (
 )
 
 
+@pytest.mark.slow
 def test_signals_sent_to_all_processes_of_a_run(
     server: ForkServer, tmp_path: Path, seed: int, amount: Any, tally: Tally, straight: Any
 ) -> None:
@@ -202,6 +203,7 @@ def test_signals_sent_to_all_processes_of_a_run(
         tally.notes["runs"] = tally.tried * 2
 
 
+@pytest.mark.slow
 def test_the_suite_detects_a_worker_that_exits(server: ForkServer, tmp_path: Path, straight: Any) -> None:
     """If workers died from a stop signal, the run would end like this one, a worker of which is killed."""
 
@@ -222,6 +224,7 @@ def interrupted(server: ForkServer, folder: Path, *args: str, at_update: int = 8
     return server.wait()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("num_ranks", [1, 2])
 def test_a_save_that_cannot_finish_in_time_is_not_started(
@@ -245,12 +248,14 @@ def test_a_save_that_cannot_finish_in_time_is_not_started(
     assert_resumes(server, tmp_path, args, straight(num_ranks, "checkpoint.every=5"))
 
 
+@pytest.mark.slow
 def test_a_save_of_unknown_duration_is_started(server: ForkServer, tmp_path: Path) -> None:
     result = interrupted(server, tmp_path, LOW_GRACE, "checkpoint=off")
     assert result.code == 75, result
     assert newest_valid(tmp_path / "outputs" / "mine" / "checkpoints") is not None
 
 
+@pytest.mark.slow
 def test_a_save_that_fits_the_time_is_written(server: ForkServer, tmp_path: Path, straight: Any) -> None:
     result = interrupted(server, tmp_path, "checkpoint.every=5", "checkpoint.grace_s=30", at_update=12)
     assert result.code == 75, result
@@ -270,6 +275,7 @@ def test_a_due_save_is_not_started_without_time(server: ForkServer, tmp_path: Pa
     assert ("not saved" in " ".join((result.out + result.err).split())) == (missing == 1)
 
 
+@pytest.mark.slow
 def test_without_a_checkpoint_the_exit_code_is_130(server: ForkServer, tmp_path: Path) -> None:
     first = interrupted(server, tmp_path, "checkpoint.every=5", at_update=12)  # measures the duration of a save
     assert first.code == 75

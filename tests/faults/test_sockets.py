@@ -90,6 +90,7 @@ def test_the_check_detects_listening_sockets(network: Tally, server: ForkServer,
     server.clear()
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "args",

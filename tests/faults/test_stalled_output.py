@@ -57,6 +57,7 @@ def updates(run: Path) -> list[int]:
     return [int(json.loads(line)["update"]) for line in lines if line.endswith("}") and "train/loss" in line]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize(
@@ -75,6 +76,7 @@ def test_training_completes_while_output_is_stalled(
     assert json.loads((run / "run.json").read_text())["state"] == "done"
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", PLACES)
 @pytest.mark.parametrize("num_ranks", [1, 2])
@@ -95,6 +97,7 @@ def test_a_stop_signal_is_handled_while_output_is_stalled(
     assert int(saved.name.removeprefix("update-")) == updates(run)[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("place", PLACES)
 def test_a_second_signal_exits_at_once_while_output_is_stalled(server: ForkServer, tmp_path: Path, place: str) -> None:

@@ -213,6 +213,7 @@ def composed(*args: str, micro: int = 4, file: Path | None = None):
     return compose(Request((*sizes, *args, "device=cpu"), file))
 
 
+@pytest.mark.slow
 def test_a_budget_is_met_with_the_fewest_recomputed_blocks(script, tmp_path):
     file = tmp_path / "stacked.py"
     file.write_text(STACKED)
@@ -235,6 +236,7 @@ def test_a_budget_is_met_with_the_fewest_recomputed_blocks(script, tmp_path):
     assert len(ranks.recompute) == 1, "buckets for the gradients need memory, too"
 
 
+@pytest.mark.slow
 def test_checkpointed_blocks_hold_no_converted_weights(script, tmp_path):
     file = tmp_path / "converting.py"
     file.write_text(STACKED)
@@ -263,6 +265,7 @@ def test_the_prediction_equals_the_count_of_the_real_run(script, args):
     assert {(traced.phase, 4): traced.peak.total} == run_in_subprocess(script.counted, configuration, [4])
 
 
+@pytest.mark.slow
 def test_the_prediction_of_statistics_equals_the_count_of_the_real_run(script):
     configuration = composed(file=SCRIPT.parents[2] / "tests" / "stand_ins" / "task_of_fits.py")
     found = forecast(configuration, script.HERE, [4])
@@ -290,6 +293,7 @@ def test_a_model_that_is_built_only_with_real_weights_is_measured_in_all_phases(
         assert real == {(traced.phase, NUM_MEASURED): traced.peak.total for traced in (statistics, first)}
 
 
+@pytest.mark.slow
 def test_the_prediction_of_a_coupled_loss_counts_all_its_micro_batches(script):
     """Inputs and embeddings of an update are kept throughout."""
     file = SCRIPT.parents[2] / "docs" / "examples" / "own_clip.py"
@@ -302,6 +306,7 @@ def test_the_prediction_of_a_coupled_loss_counts_all_its_micro_batches(script):
     assert eight.peak.total > two.peak.total
 
 
+@pytest.mark.slow
 def test_the_prediction_of_several_objectives_equals_the_count_of_the_real_run(script):
     file = SCRIPT.parents[2] / "docs" / "examples" / "own_gan.py"
     configuration = composed(file=file)
@@ -309,6 +314,7 @@ def test_the_prediction_of_several_objectives_equals_the_count_of_the_real_run(s
     assert {(traced.phase, 4): traced.peak.total} == run_in_subprocess(script.counted, configuration, [4])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("has_room", [True, False])
 def test_an_average_takes_as_much_as_the_trained_weights(script, tmp_path, monkeypatch, has_room):
     monkeypatch.setattr("runner.forecast.memory_forecast.has_room", lambda model: has_room)
@@ -398,6 +404,7 @@ def test_parameters_of_a_model_too_large_to_measure_are_known(script, tmp_path, 
     assert traced.peak.total == sum(size for _, size in traced.events) == 4 * weights + 4 * 4
 
 
+@pytest.mark.slow
 def test_nothing_is_allocated_for_a_model_of_124_million_parameters(script):
     configuration = composed("task=gpt", "task.size=124m", micro=1)
     (traced,), grown = run_in_subprocess(_with_memory, configuration, script.HERE)
@@ -407,6 +414,7 @@ def test_nothing_is_allocated_for_a_model_of_124_million_parameters(script):
     assert sum(block.activations for block in traced.blocks) < sum(layer.activations for layer in traced.layers)
 
 
+@pytest.mark.slow
 def test_a_norm_on_a_gpu_has_its_input_in_float32(script, tmp_path):
     """Autocast on a CPU keeps the input in the half format; 8 channels of 32 x 32 in 4 samples."""
     file = tmp_path / "normed.py"
@@ -517,6 +525,7 @@ def test_a_rank_holds_no_more_than_is_predicted(script, tmp_path, strategy, micr
     assert thought.total <= above * most, (most, thought)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("micro", "steps", "args"),
@@ -545,6 +554,7 @@ def test_a_pipeline_rank_holds_the_predicted_memory(script, tmp_path, micro, ste
         assert thought[0] > 2 * thought[1], "not an equal part"
 
 
+@pytest.mark.slow
 def test_memory_between_two_traced_sizes_is_at_most_predicted(script, tmp_path):
     """Only the whole share in one pass needs no memory for accumulated gradients."""
     file = tmp_path / "wide.py"
@@ -557,6 +567,7 @@ def test_memory_between_two_traced_sizes_is_at_most_predicted(script, tmp_path):
     assert Demand.from_traces([whole], AllocatorSettings()).at(12).peak.total >= middle.peak.total
 
 
+@pytest.mark.slow
 def test_operators_that_launch_kernels_are_counted_and_views_are_not(script, tmp_path):
     """Four blocks of two linear layers and a GELU, a last layer, a square and two sums, on 3-dimensional batches."""
     file = tmp_path / "counted.py"
@@ -573,6 +584,7 @@ def test_operators_that_launch_kernels_are_counted_and_views_are_not(script, tmp
     assert 1 <= traced.step.launches < 18, "a fused optimizer has one kernel for all, besides the norm"
 
 
+@pytest.mark.slow
 def test_peak_is_that_of_the_events(script):
     (traced,) = forecast(composed("task=gpt"), script.HERE, [2])
     alive, now, most = {}, 0, 0

@@ -117,6 +117,7 @@ def traced(operations: Operations, cached: bool) -> object:
     return result, ledger.work, allocated, sorted(ledger.events)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     "operations",
     [_attention, _numbers_that_are_equal, _in_place, _norms, _masks, _half, _complex, _update, _fused_update, _devices],

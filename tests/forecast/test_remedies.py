@@ -32,6 +32,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, sample_gib: float, seconds: float) ->
     return *remedies.find_changes(composed(*WORDS), HERE, made, needs, ()), len(asked)
 
 
+@pytest.mark.slow
 def test_untried_remedies_are_reported_and_free_ones_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     result, untried, traces = tried(monkeypatch, 0.1, 2 * remedies.MAX_CPU_S)
     assert {change.overrides[0].partition("=")[0] for change in result} == {"micro_batch_size", "memory"}

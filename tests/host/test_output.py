@@ -80,6 +80,7 @@ def read_slowly(pipe: Pipe, got: bytearray, piece: int = 3000) -> threading.Thre
     return thread
 
 
+@pytest.mark.slow
 def test_a_slow_reader_gets_every_line_in_order(pipe: Pipe) -> None:
     written, got = lines_of(20_000), bytearray()
     with printing(pipe):
@@ -102,6 +103,7 @@ def test_a_reader_that_resumes_receives_the_queued_lines(pipe: Pipe) -> None:
     assert got.decode().splitlines() == written
 
 
+@pytest.mark.slow
 def test_beyond_the_bound_the_oldest_lines_are_dropped_and_counted(pipe: Pipe, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(output, "MAX_BUFFERED_BYTES", 50_000)
     written, got = lines_of(5_000), bytearray()
@@ -219,6 +221,7 @@ def test_a_terminal_of_another_user_is_not_waited_for() -> None:
     assert status == [0]
 
 
+@pytest.mark.slow
 def test_a_socket_is_an_output_too() -> None:
     ours, theirs = socket.socketpair()
     with ours, theirs, os.fdopen(theirs.fileno(), "w", closefd=False) as stream:

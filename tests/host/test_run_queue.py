@@ -90,6 +90,7 @@ def compute_for(seconds: float) -> None:
         sum(range(1000))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").is_file(), reason="the system does not count it")
 def test_waits_for_another_job_on_the_core_are_counted() -> None:
     """scripts/measure/run_queue.py measures the detected fraction."""

@@ -33,6 +33,7 @@ def num_descriptors(member: RankInfo) -> tuple[int, Any]:
     return 0, sum(1 for _ in Path("/proc/self/fd").iterdir())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_a_rank_holds_no_descriptor_for_another_rank(num_ranks: int) -> None:
     """Rank n is forked when the supervisor holds n descriptors."""
@@ -57,6 +58,7 @@ def waiting_children(number: int) -> Iterator[list[int]]:
             os.waitpid(pid, 0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("num_ranks", SIZES)
 def test_reporting_a_hang_scans_the_processes_once(
     num_ranks: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

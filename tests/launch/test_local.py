@@ -69,6 +69,7 @@ def _raise(text: str) -> None:
     raise ValueError(text)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("act", "is_external"),
     [
@@ -164,6 +165,7 @@ def test_ranks_rendezvous_in_the_private_folder() -> None:
     assert run_ranks(main).results == ([0o700, 2.0], [0o700, 2.0])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("code", [3, 78, 255])
 @pytest.mark.parametrize("leave", [sys.exit, os._exit, None], ids=["sys.exit", "os._exit", "return"])
 def test_exit_codes_of_ranks_are_kept(code: int, leave: Callable[[int], Any] | None) -> None:
@@ -181,6 +183,7 @@ def test_exit_codes_of_ranks_are_kept(code: int, leave: Callable[[int], Any] | N
     assert ("test_local.py" in ending.cause.traceback) == (leave is sys.exit)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGRTMIN])
 def test_the_signal_that_ended_a_rank_is_named(number: int) -> None:
     ending = run_ranks(on_rank(1, lambda: os.kill(os.getpid(), number)))
@@ -192,6 +195,7 @@ def test_the_signal_that_ended_a_rank_is_named(number: int) -> None:
     assert to_error(ending).exit_code == Exit.RANK_LOST
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(("codes", "together"), [((0, 0), 0), ((75, 75), 75), ((0, 75), 75), ((75, 3), 3), ((3, 0), 3)])
 def test_the_exit_codes_of_all_ranks_give_one(codes: tuple[int, int], together: int) -> None:
     ending = run_ranks(lambda member: (codes[member.rank], "told"))
@@ -242,6 +246,7 @@ def test_no_exit_handler_of_the_supervisor_runs_in_a_rank(tmp_path: Path, monkey
 # ---------------------------------------------------------------- causes and victims
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("seed", range(6))
 def test_a_killed_rank_is_named_and_no_process_is_left(seed: int) -> None:
@@ -387,6 +392,7 @@ def test_if_all_errors_are_consequences_the_silent_rank_is_also_named() -> None:
     assert to_error(ending).exit_code == Exit.RANK_LOST
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("crash", "name"), [(partial(ctypes.string_at, 0), "SIGSEGV"), (os.abort, "SIGABRT")])
 def test_a_crashed_rank_has_its_own_traceback(crash: Callable[[], object], name: str) -> None:
     def crashing_function() -> None:
@@ -467,6 +473,7 @@ def test_a_rank_that_cannot_join_is_a_victim() -> None:
 # ---------------------------------------------------------------- processes started by ranks
 
 
+@pytest.mark.slow
 def test_processes_started_by_a_rank_do_not_outlive_a_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "OTHERS_S", 0.3)
 
@@ -519,6 +526,7 @@ def test_a_process_whose_main_thread_has_exited_is_killed_too(tmp_path: Path) ->
     assert not psutil.pid_exists(int((tmp_path / "pid").read_text()))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("is_at_once", [True, False])
 @pytest.mark.parametrize("of_rank", [0, 1])
 def test_a_signal_while_a_rank_starts_leaves_no_rank(
@@ -634,6 +642,7 @@ def often_reminded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "REMINDER_S", 0.02)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.usefixtures("often_reminded")
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGUSR1])
 @pytest.mark.parametrize("whole_group", [False, True], ids=["one", "group"])
@@ -656,6 +665,7 @@ def test_a_stop_reaches_ranks_that_have_no_handler_yet(tmp_path: Path) -> None:
     assert json.loads((tmp_path / "ending").read_text())["code"] == 75
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("first", "second"), [(signal.SIGINT, signal.SIGINT), (signal.SIGTERM, signal.SIGINT)])
 def test_a_second_stop_signal_ends_all_at_once_with_130(
     first: signal.Signals, second: signal.Signals, tmp_path: Path
@@ -757,6 +767,7 @@ def test_a_process_that_has_started_cuda_does_not_fork(monkeypatch: pytest.Monke
         run_ranks(lambda member: (0, None))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("refused", ["fork", "pidfd_open"])
 def test_if_not_all_ranks_can_start_none_is_left(refused: str, monkeypatch: pytest.MonkeyPatch) -> None:
     real, calls = getattr(os, refused), []

@@ -101,6 +101,7 @@ def test_srun_gets_the_cores_of_the_job(cluster: Path) -> None:
     assert "--cpus-per-task=6" in run_script(cluster, 0)[1]
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("code", "restarts", "is_queued"),
     [

@@ -163,6 +163,7 @@ def test_ranks_join_if_their_agents_have_counted_different_numbers_of_restarts(t
     assert [one.error for one in result] == [""] * 2
 
 
+@pytest.mark.slow
 def test_two_machines_train_like_one_process(
     namespaces: tuple[str, str], server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

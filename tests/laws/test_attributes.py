@@ -59,6 +59,7 @@ UNUSED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("kept", "body"), USED.values(), ids=USED)
 def test_an_attribute_used_by_later_passes_stops_the_run_with_a_fix(
     kept: str, body: str, server: ForkServer, tmp_path: Path
@@ -69,6 +70,7 @@ def test_an_attribute_used_by_later_passes_stops_the_run_with_a_fix(
     assert 'self.register_buffer("kept"' in result.err
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(("kept", "body"), UNUSED.values(), ids=UNUSED)
 def test_an_attribute_that_no_later_pass_uses_is_ignored(
     kept: str, body: str, server: ForkServer, tmp_path: Path
@@ -88,6 +90,7 @@ ADDED = {
 }
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("how", ADDED)
 def test_a_buffer_added_by_the_first_update_stops_the_run_if_checkpoints_contain_it(
     how: str, server: ForkServer, tmp_path: Path

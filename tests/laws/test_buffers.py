@@ -67,6 +67,7 @@ def references(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> 
     return reference
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("strategy", STRATEGIES)
 @pytest.mark.parametrize("fails", ENDS)
@@ -174,6 +175,7 @@ def test_statistics_of_norms_are_the_mean_over_the_ranks() -> None:
     assert actual[0]["norm.num_batches_tracked"] == 1
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("is_seen_at_once", [True, False])
 def test_a_change_without_version_counter_is_synchronized_or_refused(is_seen_at_once: bool) -> None:
     """The first update compares bits; later ones do not, and ranks must not continue with different buffers."""

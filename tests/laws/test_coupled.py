@@ -161,6 +161,7 @@ def by_hand(kind: type[Any], dtype: torch.dtype) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [Clip, Triplets])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
@@ -206,6 +207,7 @@ class Dropped(Clip):
         return model(batch[0] - model.mean, batch[1])  # type: ignore[operator]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("place", [0, 1])
 def test_a_micro_batch_without_readable_samples_changes_nothing(place: int) -> None:
     def weights(world: World) -> list[Any]:

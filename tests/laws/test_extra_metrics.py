@@ -69,6 +69,7 @@ def measured(
     return [[float(total) / max(float(count), 1) for total, count in (step.extra["large"],)] for step in steps]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("shares", "micro"), [((32,), 8), ((32,), 5), ((19, 13), 4), ((31, 1), 8), ((11, 8, 13), 5)])
 def test_micro_batches_and_ranks_do_not_change_a_training_metric(shares: tuple[int, ...], micro: int) -> None:

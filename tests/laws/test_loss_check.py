@@ -287,6 +287,7 @@ def test_a_sum_and_an_undecidable_loss_are_not_reported(name: str, precision: An
     assert said(SUMS[name], precision=precision) == ""
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("name", MEANS)
 def test_a_mean_with_a_count_is_refused_with_the_call_to_change(name: str) -> None:
     loss, fix = MEANS[name]
@@ -345,6 +346,7 @@ def in_training_only(model: nn.Module, batch: Any) -> Any:
     return F.cross_entropy(model(batch[0]), batch[1]), len(batch[1])
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("loss", [drawn_by_numpy("mean"), with_anchor, in_training_only])
 def test_undecidable_losses_are_reported(loss: Loss) -> None:
     assert check_loss_is_sum(parts_of(model_of()), loss, micro_of(batch_of()))
@@ -511,6 +513,7 @@ def trained(
     return tensors, [row.get("train/loss") for row in rows]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "args",
@@ -530,6 +533,7 @@ def test_the_check_changes_no_bit_of_the_training(args: str, server: ForkServer,
     assert [name for name, tensor in without.items() if not torch.equal(tensor, with_check[name])] == []
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("args", ["", "dataloader.num_workers=1", "parallelism=pipeline parallelism.world_size=2"])
 def test_reading_a_second_sample_changes_no_bit_of_the_training(args: str, server: ForkServer, tmp_path: Path) -> None:

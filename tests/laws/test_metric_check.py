@@ -165,6 +165,7 @@ class Points(Task):
 """
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("args", ["parallelism=single", "parallelism=ddp parallelism.world_size=2"])
 def test_a_run_with_a_mean_ends_before_its_first_update(server: ForkServer, tmp_path: Path, args: str) -> None:
     (tmp_path / "mine.py").write_text(FILE)

@@ -122,6 +122,7 @@ def measured(world: World, task: Task, size: int, coupled: int = 16, number: int
     return result.measured()
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("size", [37, 8, 5])
 @pytest.mark.parametrize("world_size", [1, 2, 3])
@@ -138,6 +139,7 @@ def test_batches_and_ranks_do_not_change_a_metric(size: int, world_size: int) ->
         assert one == pytest.approx({name: float(value) for name, value in whole.items()}, rel=PROMISED[torch.float64])
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("size", "world_size"), [(16, 1), (5, 1), (5, 2), (3, 3)])
 def test_a_coupled_loss_is_evaluated_over_as_many_samples_as_an_update_has(size: int, world_size: int) -> None:
     result = run_ranks(lambda world: measured(world, Contrast(), size), world_size)
@@ -220,6 +222,7 @@ class Measured(Points):
         return self.kept
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("number", "world_size"), [(NUM_SAMPLES, 1), (NUM_SAMPLES, 2), (NUM_SAMPLES, 3), (5, 2)])
 def test_metrics_of_torchmetrics_are_merged(number: int, world_size: int) -> None:
     (first, *others) = run_ranks(lambda world: measured(world, Measured(), 5, number=number), world_size)
@@ -454,6 +457,7 @@ def with_metric(metric: nn.Module) -> Task:
     return Own()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [16, 37], ids=["one batch per rank", "several"])
 @pytest.mark.parametrize("kind", [Counted, Buffered, Maximum, Ids, Scores])
 def test_an_undeclared_state_is_refused_on_ranks_alone(kind: type[nn.Module], number: int) -> None:
@@ -497,6 +501,7 @@ class Objects(Total):
             self.shared = [self.shared, self.shared]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", [Inferred, Last, Objects])
 def test_an_attribute_that_the_result_does_not_depend_on_is_no_state(kind: type[nn.Module]) -> None:
     alone = measured(ALONE, with_metric(kind()), 8)
@@ -569,6 +574,7 @@ def test_a_metric_of_too_many_numbers_is_refused() -> None:
         measured(ALONE, Large(), 8)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("world_size", [1, 2])
 def test_a_kept_metric_starts_empty_in_each_evaluation(world_size: int) -> None:
     def twice(world: World) -> list[dict[str, float]]:

@@ -79,6 +79,7 @@ def check_same(runs: Runs, name: str) -> None:
         assert other == pytest.approx(one, rel=ADAPTIVE)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("way", WAYS)
 def test_a_run_that_draws_is_the_same_with_any_mechanics(way: str, runs: Runs) -> None:
@@ -88,6 +89,7 @@ def test_a_run_that_draws_is_the_same_with_any_mechanics(way: str, runs: Runs) -
         assert json.loads((runs.folder / name / "outputs" / "mine" / "passes.json").read_text())["smaller"]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("end", ["SIGTERM", "SIGKILL"])
 @pytest.mark.parametrize(

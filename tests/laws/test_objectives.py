@@ -202,6 +202,7 @@ def by_hand(kind: type[Any], dtype: torch.dtype) -> dict[str, Any]:
     return {"losses": losses, "weights": weights_of(task.model)}
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [Adversarial, ActorCritic, Distilled])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])

@@ -106,6 +106,7 @@ def loader(kind: str, dataset: Any, **options: Any) -> dataloader.Loader:
     return dataloader.default(fetcher, CPU, num_workers=int(kind), pin_memory=False, **options)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["1", "2", "thread"])
 def test_workers_do_not_change_the_batches(kind: str) -> None:
     order = Order(23, 8, 3, seed=4)
@@ -145,6 +146,7 @@ def test_a_bad_sample_is_named(kind: str) -> None:
     reader.close()
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["0", "2", "thread"])
 def test_a_bad_sample_is_skipped_and_listed_on_request(kind: str) -> None:
     reader = loader(kind, Squares(), bad_samples="skip")
@@ -210,6 +212,7 @@ def test_a_keyed_permutation_has_each_sample_once(sizes: Iterable[int]) -> None:
         assert np.array_equal(np.sort(result), np.arange(size))
 
 
+@pytest.mark.slow
 @given(st.integers(1, 10**10), st.integers(0, 2**40), st.integers(0, 200))
 def test_any_part_of_a_keyed_permutation_is_computed_alone(size: int, seed: int, count: int) -> None:
     order = KeyedPermutation(seed, 3, size)
@@ -229,6 +232,7 @@ def surplus(counts: Any, categories: int) -> float:
     return float((statistic - (categories - 1)) / np.sqrt(2 * (categories - 1)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("size", [2, 3, 4, 5])
 def test_every_permutation_of_a_few_samples_is_as_likely(size: int) -> None:
     result = Counter(tuple(KeyedPermutation(seed, 0, size)[:size].tolist()) for seed in range(4000))

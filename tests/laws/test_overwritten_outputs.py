@@ -12,6 +12,8 @@ import pytest
 
 from tests.forkserver import ForkServer
 
+pytestmark = pytest.mark.slow
+
 TASK = """
 import torch, torch.nn.functional as F
 from torch import nn

@@ -110,6 +110,7 @@ def trained(
 SPLITS = [((16, 16), 16), ((19, 13), 19), ((19, 13), 4), ((31, 1), 8), ((11, 8, 13), 5), ((1, 30, 1), 7)]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize(("shares", "micro"), SPLITS, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["fp64", "fp32"])
@@ -202,6 +203,7 @@ def test_only_parameters_used_by_some_rank_have_a_gradient() -> None:
             np.testing.assert_allclose(one, other, rtol=PROMISED[torch.float64], atol=PROMISED[torch.float64])
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("reentrant", [False, True])
 def test_a_gradient_accumulated_in_several_parts_is_complete(reentrant: bool) -> None:
     """A block is applied three times with recomputation; reentrant checkpoints add to its gradient three times."""

@@ -90,6 +90,7 @@ def reference() -> Draws:
     return draws_of(read(reader("0", Drawing()), Order(SIZE, 8, 8, seed=4)))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("kind", [*READERS, "thread"])
 def test_the_reader_does_not_change_the_draws_of_a_sample(kind: str, reference: Draws) -> None:
@@ -109,6 +110,7 @@ def test_resumes_and_ranks_do_not_change_the_draws_of_a_sample(
     assert result == reference
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["0", "3"])
 def test_reading_from_any_update_on_gives_the_same_draws(kind: str, reference: Draws) -> None:
     for start in (1, 4):
@@ -133,6 +135,7 @@ def states() -> tuple[bytes, Any, Any]:
     return torch.get_rng_state().numpy().tobytes(), (name, keys.tolist(), *rest), random.getstate()  # type: ignore[union-attr]
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("kind", ["0", "1", "thread"])
 @pytest.mark.parametrize("num_normal", [0, 1])
 def test_reading_does_not_advance_the_generators_of_this_process(kind: str, num_normal: int) -> None:
@@ -222,6 +225,7 @@ class Unreliable(Drawing):
         return result
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["0", "3", "thread"])
 def test_bad_samples_do_not_change_the_draws_of_the_others(kind: str, reference: Draws) -> None:
     batches = read(reader(kind, Unreliable(always), bad_samples="skip"), Order(SIZE, 8, 4, seed=4))
@@ -236,6 +240,7 @@ def mixed(samples: list[Tensor]) -> Tensor:
     return torch.cat([torch.stack(samples), torch.tensor([drawn()] * len(samples), dtype=torch.float64)], dim=1)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("kind", ["1", "3", "spawn", "thread"])
 def test_draws_of_collate_depend_on_the_samples_of_its_batch(kind: str) -> None:
@@ -264,6 +269,7 @@ class Together(Drawing):
         return torch.cat([where, numbers], dim=1)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["1", "3", "thread"])
 def test_draws_for_a_complete_batch_depend_on_its_samples(kind: str) -> None:
     order = Order(SIZE, 8, 3, seed=4)
@@ -390,6 +396,7 @@ class SeedsItself(Kept):
         return torch.tensor([0, index, torch.rand(()).item()], dtype=torch.float64)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("where", ["memory", "device"])
 def test_samples_are_cached_only_if_they_are_equal_in_each_epoch(where: str) -> None:
     with pytest.raises(DataError):

@@ -164,6 +164,7 @@ def read(workers: int, order: Order, number: int, size: int = SIZE) -> list[torc
         reader.close()
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(3)
 @kinds
 @pytest.mark.parametrize("workers", [1, 3])

@@ -94,6 +94,7 @@ def assert_close(one: dict[str, Tensor], other: dict[str, Tensor], tolerance: fl
         torch.testing.assert_close(tensor, other[name], rtol=0, atol=tolerance)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("adaptive", [False, True])
 def test_an_update_equals_that_of_a_plain_loop(adaptive: bool, tmp_path: Path) -> None:
     expected, measured = by_hand(tmp_path / "hand", adaptive=adaptive)
@@ -102,6 +103,7 @@ def test_an_update_equals_that_of_a_plain_loop(adaptive: bool, tmp_path: Path) -
     assert losses(tmp_path / "run") == pytest.approx(measured, rel=TOLERANCE), "the loss before the ascent is reported"
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("args", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("ddp", 3)])
 def test_neither_accumulation_nor_ranks_change_an_update(args: str, world_size: int, tmp_path: Path) -> None:
     expected = trained(tmp_path / "one", "micro_batch_size=8")
@@ -158,6 +160,7 @@ def test_an_update_that_ran_out_of_memory_in_the_second_pass_is_repeated(tmp_pat
     assert_close(saved(tmp_path / "short"), expected, TOLERANCE)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("strategy", ["fsdp", "pipeline"])
 def test_sharded_weights_are_refused(strategy: str) -> None:
     with pytest.raises(ConfigError) as caught:
@@ -165,6 +168,7 @@ def test_sharded_weights_are_refused(strategy: str) -> None:
     assert [problem.where for problem in caught.value.problems] == ["sharpness=sam"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("example", ["own_gan", "own_clip"])
 def test_objectives_and_coupled_losses_are_perturbed_for_any_micro_batches(
     example: str, server: ForkServer, tmp_path: Path

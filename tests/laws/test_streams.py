@@ -131,6 +131,7 @@ def test_each_sample_is_read_once_per_epoch(kind: str, num_shards: int, together
         assert set(part[:, 1].tolist()) == {float(epoch)}
 
 
+@pytest.mark.slow_beyond(2)
 @shards
 def test_a_stream_without_a_length_repeats_each_shard_completely(num_shards: int, together: int) -> None:
     source = source_of(Files, num_shards)
@@ -146,6 +147,7 @@ def test_a_stream_without_a_length_repeats_each_shard_completely(num_shards: int
             assert set(part[:, 1].tolist()) == {float(each)}
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.sampled(8)
 @kinds
 @shards
@@ -161,6 +163,7 @@ def test_ranks_divide_the_updates_of_one_process(
     assert all(torch.equal(torch.cat(of_ranks), whole) for whole, *of_ranks in zip(alone, *parts, strict=True))
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.sampled(6)
 @kinds
 @pytest.mark.parametrize(("num_shards", "together"), [(1, 1), (3, 3), (4, 2)])
@@ -173,6 +176,7 @@ def test_workers_read_the_same_samples(kind: str, num_shards: int, together: int
     assert all(torch.equal(one, other) for one, other in zip(mine, theirs, strict=True))
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.sampled(10)
 @kinds
 @shards
@@ -234,6 +238,7 @@ def test_a_stream_does_not_touch_the_global_generators() -> None:
     assert torch.equal(before, torch.get_rng_state())
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("num_shards", [1, 2, 3])
 @pytest.mark.parametrize("workers", [0, 2])
 def test_a_data_set_that_divides_itself_among_workers_is_divided_into_shards(num_shards: int, workers: int) -> None:
@@ -291,6 +296,7 @@ class Raising(Files):
         raise ValueError("cut off")
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("workers", [0, 2])
 @pytest.mark.parametrize(
     ("kind", "num_shards", "what"),

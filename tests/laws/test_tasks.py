@@ -355,6 +355,7 @@ class Updated:
             assert float((self.moved - other.moved).abs().max()) < PROMISED_OF_TASKS * scale
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", CASES)
 def test_micro_batches_and_ranks_do_not_change_the_update(case: str, fresh: Callable[[str], Task]) -> None:
@@ -364,6 +365,7 @@ def test_micro_batches_and_ranks_do_not_change_the_update(case: str, fresh: Call
     run_ranks(lambda world: updated(world, fresh(case), shares=(9, 7)).check_is(whole), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("case", ["tractodiff", "dynamo joint"])
 def test_sharding_the_model_does_not_change_the_update(case: str, fresh: Callable[[str], Task]) -> None:
@@ -378,6 +380,7 @@ def test_splitting_the_model_into_stages_does_not_change_the_update(case: str, f
     run_ranks(lambda world: updated(world, fresh(case), (5, 11), strategy=Pipelined).check_is(whole), 2)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("case", ["cape", "nmt packed", "nmt padded", "tractodiff unet"])
 def test_metrics_of_a_pipeline_are_those_of_the_model(case: str, fresh: Callable[[str], Task]) -> None:
@@ -399,6 +402,7 @@ def test_metrics_of_a_pipeline_are_those_of_the_model(case: str, fresh: Callable
             assert of_rank[name] == pytest.approx(pair, rel=OF_METRICS, abs=OF_METRICS), name
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("case", ["tractodiff unet", "cape", "gpt", "nmt padded", "nmt packed"])
 def test_a_model_split_over_devices_of_one_process_is_the_same_model(case: str, fresh: Callable[[str], Task]) -> None:
     task = fresh(case)
@@ -428,6 +432,7 @@ def test_a_model_split_over_devices_of_one_process_is_the_same_model(case: str, 
         torch.testing.assert_close(one, other, rtol=PROMISED_OF_TASKS, atol=PROMISED_OF_TASKS)
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("case", DRAWS)
 def test_draws_of_a_task_change_the_loss(case: str, fresh: Callable[[str], Task]) -> None:
     """Otherwise the comparison above would prove nothing about random numbers."""
@@ -440,6 +445,7 @@ def test_draws_of_a_task_change_the_loss(case: str, fresh: Callable[[str], Task]
     assert losses[0] != pytest.approx(losses[1], rel=PROMISED[torch.float32])
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("split", ["train", "val"])
 @pytest.mark.parametrize("case", READ)
 def test_cached_batches_are_those_read_and_are_not_read_again(
@@ -476,6 +482,7 @@ def test_cached_batches_are_those_read_and_are_not_read_again(
         assert are_equal(micro.batch, expected.batch)
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.sampled(7)
 @pytest.mark.parametrize("case", CASES)
 def test_metrics_do_not_depend_on_batches(case: str, fresh: Callable[[str], Task]) -> None:

@@ -129,6 +129,7 @@ except ConfigError as error:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "expected"),
     [
@@ -144,6 +145,7 @@ def test_devices_are_chosen_by_number_or_uuid(nvml_stub: NvmlStub, devices: str,
     assert nvml_stub.run(AROUND, PAIR, DEVICES=devices, CUDA_DEVICE_ORDER="PCI_BUS_ID") == expected
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("devices", "messages"),
     [
@@ -158,6 +160,7 @@ def test_invalid_devices_get_a_message(nvml_stub: NvmlStub, devices: str, messag
     assert nvml_stub.run(AROUND, PAIR, DEVICES=devices, CUDA_DEVICE_ORDER="PCI_BUS_ID").startswith(messages)
 
 
+@pytest.mark.slow
 def test_a_numpy_number_is_accepted(nvml_stub: NvmlStub) -> None:
     code = AROUND.replace('json.loads(os.environ["DEVICES"])', "__import__('numpy').arange(1, 2)")
     assert nvml_stub.run(code, PAIR, CUDA_DEVICE_ORDER="PCI_BUS_ID") == [PAIR["1.uuid"]]
@@ -191,6 +194,7 @@ def test_plotting_without_samples_reports_what_to_do(tmp_path: Path) -> None:
         GPUStats(tmp_path).plot_stats()
 
 
+@pytest.mark.slow
 def test_a_missing_device_is_reported_with_the_existing_ones(nvml_stub: NvmlStub) -> None:
     messages = nvml_stub.run(AROUND, PAIR, DEVICES="[0, 7]", CUDA_DEVICE_ORDER="PCI_BUS_ID")
 
@@ -235,6 +239,7 @@ assert stats.get_summary()["whole"]["samples"] == 1, "even the shortest block le
     assert (tmp_path / "gpu_logs" / "gpu.csv").is_file()
 
 
+@pytest.mark.slow
 def test_a_gpu_is_in_the_summary_with_its_energy(nvml_stub: NvmlStub) -> None:
     code = """
 import json, time
@@ -255,6 +260,7 @@ print(json.dumps(stats.get_summary()))
     assert summary["whole"]["slowed"] == {"gpu0": {"power limit": 1.0}}
 
 
+@pytest.mark.slow
 def test_plots_are_in_one_folder_per_start(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     stats = GPUStats(tmp_path / "logs", 0.02)

@@ -60,6 +60,7 @@ def size_of(png: bytes) -> tuple[int, int]:
     return width, height
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     ("gpus", "names"),
@@ -139,11 +140,13 @@ def test_phases_are_shaded_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not any("phase" in args for args in words_of(nameless))
 
 
+@pytest.mark.slow
 def test_a_thousand_phase_changes_are_drawn_with_few_artists(monkeypatch: pytest.MonkeyPatch) -> None:
     figure = figures_of(samples_of(2000, phases=("train", "evaluate") * 1000), monkeypatch)["gpu0.png"]
     assert all(len(axes.collections) <= 4 for axes in figure.axes)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("gpus", "is_mixed"), [(1, False), (2, True), (8, False), (8, True)])
 def test_legend_and_panels_are_in_the_figure_and_do_not_overlap(
@@ -171,6 +174,7 @@ def test_a_name_shared_by_all_gpus_is_shown_once(monkeypatch: pytest.MonkeyPatch
     assert [args for args in words_of(figure) if "GPU" in args] == ["GPU 0", "GPU 1"]
 
 
+@pytest.mark.slow
 def test_eight_gpus_have_a_line_and_a_color_each(monkeypatch: pytest.MonkeyPatch) -> None:
     figure = figures_of(samples_of(100, 8), monkeypatch)["gpus.png"]
     for axes in figure.axes:
@@ -205,12 +209,14 @@ def test_few_samples_are_all_drawn(count: int) -> None:
     assert float(np.nanmax(line.high)) == count - 1
 
 
+@pytest.mark.slow
 def test_time_axes_have_readable_units(monkeypatch: pytest.MonkeyPatch) -> None:
     for seconds, unit in {100: "s", 1000: "min", 20_000: "h", 500_000: "days"}.items():
         figure = figures_of(samples_of(11, times=np.linspace(0, seconds, 11)), monkeypatch)["gpu0.png"]
         assert figure.axes[-1].get_xlabel().endswith(f"({unit})")
 
 
+@pytest.mark.slow
 def test_pyplot_state_is_not_changed(tmp_path: Path) -> None:
     code = (
         "import sys, numpy as np, warnings; warnings.simplefilter('error')\n"

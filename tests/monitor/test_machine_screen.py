@@ -90,6 +90,7 @@ def test_the_history_is_bounded() -> None:
     assert {len(values) for values in view.history.values()} == {MAX_SAMPLES}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("columns", [1, 5, 12, 20, 30, 49, 60, 79, 120, 300])
 def test_no_line_is_wider_than_the_terminal(columns: int) -> None:
     for view in (view_of(T4, users=USERS), eight(), view_of({}, gpus=0, missing=["no GPU " * 20])):

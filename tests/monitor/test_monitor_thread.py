@@ -107,6 +107,7 @@ def test_only_visible_gpus_are_monitored(nvml_stub: NvmlStub) -> None:
     assert {row["uuid"] for row in rows_of(seen["csv"])} == {PAIR["1.uuid"]}
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("name", [f"MIG-{SLICED['0.uuid']}/2/0", "MIG-0000bbbb"])
 def test_a_mig_instance_is_monitored_by_either_name(nvml_stub: NvmlStub, name: str) -> None:
     row = rows_of(nvml_stub.run(WATCH, SLICED, CUDA_VISIBLE_DEVICES=name)["csv"])[0]
@@ -284,6 +285,7 @@ def test_starting_and_stopping_twice_leaves_no_thread() -> None:
     assert monitor.latest(), "even the shortest run leaves one sample"
 
 
+@pytest.mark.slow
 def test_child_processes_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Host, "SELDOM_S", 0.0)
     monkeypatch.setattr(Host, "SEARCH_SHARE", 1.0)
@@ -399,6 +401,7 @@ print(json.dumps({"csv": path.read_text(), "notes": monitor.notes, "latest": dic
 """
 
 
+@pytest.mark.slow
 def test_a_lost_gpu_has_empty_cells_and_the_others_continue(nvml_stub: NvmlStub, screen: Callable[..., None]) -> None:
     seen = nvml_stub.run(LOSE, PAIR, CUDA_DEVICE_ORDER="PCI_BUS_ID")
     rows = rows_of(seen["csv"])
@@ -491,6 +494,7 @@ print(json.dumps({"users": users, "mine": os.getpid(), "parent": os.getppid(), "
 """
 
 
+@pytest.mark.slow
 def test_processes_on_a_gpu_are_distinguished_from_this_run(nvml_stub: NvmlStub, screen: Callable[..., None]) -> None:
     seen = nvml_stub.run(USERS, T4 | {"0.throttle": 0})
     by_pid = {pid: rest for pid, *rest in seen["users"]}
@@ -544,6 +548,7 @@ def test_cpu_load_is_relative_to_the_affinity_mask(monkeypatch: pytest.MonkeyPat
     assert host.sample()["cpu/percent"] == pytest.approx(75)
 
 
+@pytest.mark.slow
 def test_a_child_started_after_the_last_scan_belongs_to_the_run(nvml_stub: NvmlStub) -> None:
     code = """
 import json, os, pathlib, subprocess, sys
@@ -566,6 +571,7 @@ child.communicate(b"")
     assert nvml_stub.run(code, T4) == [False, [True, True, False]]
 
 
+@pytest.mark.slow
 def test_pids_of_another_namespace_are_unknown(nvml_stub: NvmlStub) -> None:
     seen = nvml_stub.run(USERS, T4 | {"0.throttle": 0}, MINE="no")
 
@@ -597,6 +603,7 @@ os._exit(0)  # the driver sleeps on: the monitor has stopped without it
 """
 
 
+@pytest.mark.slow
 def test_with_a_hanging_driver_no_reading_is_stale_and_cpu_and_ram_continue(nvml_stub: NvmlStub) -> None:
     readings, line, news, has_users, table = nvml_stub.run(HANG, T4 | {"0.processes": ""})
     last = rows_of(table)[-1]

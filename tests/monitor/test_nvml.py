@@ -79,6 +79,7 @@ def test_two_different_gpus_are_listed_in_bus_order_with_their_sizes(nvml_stub: 
     assert [facts["capability"] for facts in seen["gpus"]] == [[7, 5], [8, 6]]
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("state", "args"),
     [
@@ -97,6 +98,7 @@ def test_without_nvml_there_is_a_reason_and_no_gpu(nvml_stub: NvmlStub, state: A
     assert seen["gpus"] == []
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("code", [2, 3, 4, 999])
 def test_a_missing_reading_is_none_and_does_not_affect_others(nvml_stub: NvmlStub, code: int) -> None:
     broken: State = T4 | dict.fromkeys(

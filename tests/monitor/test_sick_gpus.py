@@ -71,6 +71,7 @@ QUIET = {"0.throttle": 0, "0.processes": "", "1.processes": ""}
 BY_BUS = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID"}
 
 
+@pytest.mark.slow
 def test_a_gpu_lost_during_a_run_is_reported_everywhere_and_has_no_readings(nvml_stub: NvmlStub) -> None:
     lost: State = {f"1.err.{name}": 15 for name in ("power", "util", "memory_total", "temperature", "sm_clock")}
     seen = examined(nvml_stub, PAIR | QUIET, lost, **BY_BUS)
@@ -89,6 +90,7 @@ def test_a_gpu_lost_during_a_run_is_reported_everywhere_and_has_no_readings(nvml
     assert "bus" not in why_not[0]
 
 
+@pytest.mark.slow
 def test_errors_of_the_driver_are_alerts_and_verdicts_once(nvml_stub: NvmlStub) -> None:
     events = {"event_types": 11}
     seen = examined(nvml_stub, PAIR | QUIET | events, {"events": "0:8:79,0:8:79,1:2:0"}, **BY_BUS)
@@ -98,6 +100,7 @@ def test_errors_of_the_driver_are_alerts_and_verdicts_once(nvml_stub: NvmlStub) 
     assert sorted(high) == ["GPU 0 error", "GPU 1 memory errors"]
 
 
+@pytest.mark.slow
 def test_counted_memory_errors_and_the_event_of_the_same_error_are_one_alert(nvml_stub: NvmlStub) -> None:
     seen = examined(nvml_stub, T4 | QUIET | {"event_types": 11}, {"0.ecc_uncorrected": 2, "events": "0:2:0"})
 
@@ -107,6 +110,7 @@ def test_counted_memory_errors_and_the_event_of_the_same_error_are_one_alert(nvm
     assert card["state"] == "FAIL"
 
 
+@pytest.mark.slow
 def test_denied_counters_are_empty_and_denied_errors_reported_as_unmonitored(nvml_stub: NvmlStub) -> None:
     denied = {f"0.err.{name}": 4 for name in ("power", "energy", "ecc_uncorrected", "events")}
     seen = examined(nvml_stub, T4 | QUIET | {"event_types": 11} | denied)
@@ -121,6 +125,7 @@ def test_denied_counters_are_empty_and_denied_errors_reported_as_unmonitored(nvm
     assert "power_w" in card["seen"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("bits", "level"), [(4, "note"), (64, "high"), (8 | 128, "high")])
 def test_throttled_clocks_are_a_verdict_by_their_reason(nvml_stub: NvmlStub, bits: int, level: str) -> None:
     seen = examined(nvml_stub, T4 | QUIET | {"0.throttle": bits})
@@ -133,6 +138,7 @@ def test_throttled_clocks_are_a_verdict_by_their_reason(nvml_stub: NvmlStub, bit
 FIRST, SECOND = SLICED["0.mig.0.uuid"], SLICED["0.mig.1.uuid"]
 
 
+@pytest.mark.slow
 def test_an_error_in_another_instance_is_not_reported_here(nvml_stub: NvmlStub) -> None:
     """An XID event has the GPU instance; without it, the event concerns every instance of the GPU."""
     state, mine = SLICED | {"event_types": 11}, {"CUDA_VISIBLE_DEVICES": str(SECOND)}
@@ -142,6 +148,7 @@ def test_an_error_in_another_instance_is_not_reported_here(nvml_stub: NvmlStub) 
     assert kinds(examined(nvml_stub, state, {"events": "0:8:79"}, **mine)) == [("xid", "gpu0")]
 
 
+@pytest.mark.slow
 def test_an_instance_is_measured_alone_and_its_gpu_is_not_called_idle(nvml_stub: NvmlStub) -> None:
     users = {"0.mig.1.processes": f"4000000:{GIB}", "0.mig.1.memory_used": 30 * GIB}
     seen = examined(nvml_stub, SLICED | users, CUDA_VISIBLE_DEVICES=str(SECOND))
@@ -153,6 +160,7 @@ def test_an_instance_is_measured_alone_and_its_gpu_is_not_called_idle(nvml_stub:
     assert entry[1] == SLICED["0.uuid"]
 
 
+@pytest.mark.slow
 def test_a_container_that_may_read_one_instance_only_has_its_memory(nvml_stub: NvmlStub) -> None:
     denied = {f"0.err.{name}": 4 for name in ("memory_total", "util", "power", "processes")}
     seen = examined(nvml_stub, SLICED | denied, CUDA_VISIBLE_DEVICES=str(FIRST))
@@ -161,6 +169,7 @@ def test_a_container_that_may_read_one_instance_only_has_its_memory(nvml_stub: N
     assert kinds(seen) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("wanted", "uuids"),
     [
@@ -180,6 +189,7 @@ def test_hidden_gpus_are_neither_sampled_nor_reported(nvml_stub: NvmlStub, wante
     assert f"gpu{len(uuids)}/memory_total_gib" not in seen["readings"][0]
 
 
+@pytest.mark.slow
 def test_processes_of_others_are_an_alert_and_a_verdict(nvml_stub: NvmlStub) -> None:
     """A process of the run among those that NVML lists shows that both number processes alike."""
     own = os.getpid()
@@ -194,6 +204,7 @@ def test_processes_of_others_are_an_alert_and_a_verdict(nvml_stub: NvmlStub) -> 
     assert states["GPU 1"] == "warn"
 
 
+@pytest.mark.slow
 def test_processes_of_unknown_owners_are_neither_an_alert_nor_a_verdict(nvml_stub: NvmlStub) -> None:
     """In a container, NVML lists processes by numbers of the host, which may be those of the run."""
     seen = examined(nvml_stub, PAIR | QUIET | gpu(1, processes=f"{PARENT}:{GIB}"), IN_CONTAINER="1", **BY_BUS)

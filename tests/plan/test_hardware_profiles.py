@@ -141,6 +141,7 @@ def test_computed_facts_follow_from_their_formula(name: str) -> None:
                 assert device[fact] == pytest.approx(math.prod(factors[:2]) / 8), formula
 
 
+@pytest.mark.slow
 def test_hydra_composes_every_profile_and_the_command_line_beats_it(tmp_path: Path) -> None:
     for group, options in OPTIONS.items():
         for option in options:

@@ -69,6 +69,7 @@ def torch_with(*gpus: Gpu, **changes: Any) -> TorchView:
     return replace(CUDA_BUILD, devices=devices, **changes)
 
 
+@pytest.mark.slow
 @needs_a_cpu_build
 def test_gpus_under_a_torch_without_cuda_are_listed_in_order_with_the_reason(nvml_stub: NvmlStub) -> None:
     alone, pair = nvml_stub.run(TAKE, T4, THEN=as_text(PAIR))["taken"]
@@ -82,6 +83,7 @@ def test_gpus_under_a_torch_without_cuda_are_listed_in_order_with_the_reason(nvm
     assert all("no CUDA" in each["why_not"] for each in (t4, *pair["devices"]))
 
 
+@pytest.mark.slow
 @needs_a_cpu_build
 def test_without_a_gpu_there_is_a_reason_and_a_cpu_from_a_few_files(nvml_stub: NvmlStub) -> None:
     answer = nvml_stub.run(TAKE, None)

@@ -233,6 +233,7 @@ def test_recomputed_blocks_are_those_chosen_by_the_trace() -> None:
     assert known.recompute_at(5) == (), "a trace with more samples did not need it"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "device", "is_wanted"),
     [
@@ -259,6 +260,7 @@ def test_library_memory_is_estimated_with_a_margin_and_unknown_gpus_use_the_maxi
     assert get_overhead("cpu", None).communication == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("strategy", "passes"), [("ddp", 2), ("fsdp", 1), ("fsdp", 2)])
 def test_figures_that_are_bounds_are_marked_as_such(strategy: str, passes: int) -> None:
     needs = MemoryNeeds({"train": demand(2, 8)})

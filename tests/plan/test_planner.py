@@ -91,6 +91,7 @@ def test_plans_share_no_mutable_state() -> None:
     assert plan("precision=auto", on=machine(A100)).choices["precision"].options["keep_fp32"] == []
 
 
+@pytest.mark.slow
 def test_planning_does_not_import_torch() -> None:
     code = """if True:
         import sys
@@ -138,6 +139,7 @@ AUTO_IS_A_VALUE = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("devices", [(), (T4,), (A100,), (MPS,)])
 @pytest.mark.parametrize(
     "args", [("backend=auto",), ("tracker=wandb", "optimizer=sgd"), ("dataloader=thread", "optimizer=adam")]
@@ -270,6 +272,7 @@ REFUSED = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("word", "here", "instead"), REFUSED)
 def test_impossible_requests_are_refused(word: str, here: Inventory, instead: str) -> None:
     group = word.partition("=")[0]
@@ -278,6 +281,7 @@ def test_impossible_requests_are_refused(word: str, here: Inventory, instead: st
     assert suggested(problem.fix) == list(dict.fromkeys([f"{group}={instead}", f"{group}=auto"]))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("word", ["precision=bf16", "attention=flash", "precision=fp16"])
 @pytest.mark.parametrize("here", [A100, MPS], ids=["a100", "mps"])
 def test_possible_requests_are_kept(word: str, here: Device) -> None:
@@ -286,6 +290,7 @@ def test_possible_requests_are_kept(word: str, here: Device) -> None:
     assert (made.choices[group].name, made.reason(group), made.notes) == (name, "command line", ())
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("selected", "here", "instead"),
     [("precision: bf16", T4, "fp16"), ("precision: tf32", T4, "fp32"), ("attention: flash", T4, "efficient")],
@@ -381,6 +386,7 @@ def test_an_absent_machine_can_be_planned_for(profile: str) -> None:
     assert made.choices["precision"].name == selected_options("hardware", profile)["precision"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("words", [("parallelism=ddp",), ("parallelism=auto",), ()])
 def test_more_gpus_than_a_profile_describes_can_be_planned_for(words: tuple[str, ...]) -> None:
     asked = configuration("hardware=h100", *words, "parallelism.world_size=8", "global_batch_size=64")
@@ -473,6 +479,7 @@ def test_workers_compose_samples_cached_in_memory_if_that_is_slow() -> None:
     assert spawned["dataloader.num_workers"] == 0  # not measured
 
 
+@pytest.mark.slow
 def test_all_problems_are_reported_at_once() -> None:
     args = ("precision=bf16", "attention=flash", "dataloader.cache=device", "dataloader.num_workers=2")
     problems = refused(*args, on=machine(T4))
@@ -535,6 +542,7 @@ def test_a_batch_that_does_not_divide_is_reported_with_sizes_that_do(
     assert result.fix.endswith(f" {instead}")
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("args", "on", "split_mib"),
     [
@@ -604,6 +612,7 @@ CANNOT = [
 ]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("args", CANNOT)
 def test_unsupported_combinations_are_refused(args: tuple[str, ...]) -> None:
     assert refused("global_batch_size=32", "precision=fp32", *args, on=machine(*PAIR))[0].where == args[-1]
@@ -620,6 +629,7 @@ def test_fsdp_over_several_ranks_needs_a_torch_whose_gradients_are_right(version
     assert plan(*args, "parallelism.world_size=1", on=on).world_size == 1
 
 
+@pytest.mark.slow
 def test_problems_and_notes_of_a_plan_in_full(screen: Callable[..., None]) -> None:
     pair = machine(*PAIR)
     asked = [

@@ -1,5 +1,6 @@
 """memory=budget recomputes enough blocks to fit if possible, and no more than needed."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -19,6 +20,7 @@ def taking(blocks, fixed=500):
     return takes
 
 
+@pytest.mark.slow
 @given(BLOCKS, st.integers(0, 13_000))
 def test_it_fits_whenever_recomputing_everything_does(blocks, limit):
     takes = taking(blocks)

@@ -110,6 +110,7 @@ def test_compiled_operators_other_than_products_access_less_memory() -> None:
     assert compiled.part(PRODUCTS) == eager.part(PRODUCTS)
 
 
+@pytest.mark.slow
 @given(st.integers(0, 10**6), st.sampled_from([("none", LAUNCH_S), ("selective", SELECTIVE_LAUNCH_S)]))
 @settings(max_examples=10)
 def test_an_eager_update_on_a_gpu_takes_at_least_the_time_of_its_kernel_launches(

@@ -34,6 +34,8 @@ from tests.forkserver import ForkServer
 from tests.projects import local_files, plain_loops
 from tests.rounding import ADAPTIVE, PROMISED, distance
 
+pytestmark = pytest.mark.slow
+
 HERE = Path(__file__).parent
 SEED = 3
 COMMON = f"run=mine device=cpu monitor=off seed={SEED} dataloader.num_workers=0 log_every=1 checkpoint.every=2"

@@ -92,6 +92,7 @@ def test_an_update_waits_for_nothing_and_launches_little_beyond_a_plain_loop(
     assert more.total() <= kernels * UPDATES, more
 
 
+@pytest.mark.slow
 def test_gradients_are_exchanged_during_the_backward_pass(stand_in: StandIn, tmp_path: Path) -> None:
     """On NCCL's own stream: buckets are reduced while earlier layers still compute."""
     (tmp_path / "counted").mkdir()

@@ -37,6 +37,7 @@ assert take_inventory().devices == inventory.devices
 """
 
 
+@pytest.mark.slow
 def test_memory_of_one_gpu_is_predicted_and_cuda_is_not_initialized_before_the_run(stand_in: StandIn) -> None:
     stand_in.program("t4", NEEDS.format(task=str(TASK)))
 
@@ -109,6 +110,7 @@ def test_a_rank_that_fails_over_nccl_is_named_and_no_process_is_left(
 SMALL = f"--task {FAILING} task.rank=-1"
 
 
+@pytest.mark.slow
 def test_first_contact_without_a_gpu_runs_on_the_stand_in_and_says_so(server: ForkServer, tmp_path: Path) -> None:
     """Started without the stand-in, in a folder that has its own `tests`."""
     (tmp_path / "tests").mkdir()
@@ -169,6 +171,7 @@ print("events", *events)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("option", ["reduce-overhead", "off"])
 def test_each_forward_pass_starts_an_iteration_of_cuda_graphs(option: str, stand_in: StandIn, tmp_path: Path) -> None:
     """Of training and of evaluation. The stand-in has no graphs, so calls are recorded."""

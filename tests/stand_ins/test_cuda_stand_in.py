@@ -26,6 +26,7 @@ def seen(stand_in: StandIn) -> Seen:
     return {result["name"]: result for result in map(json.loads, lines)}
 
 
+@pytest.mark.slow_beyond(3)
 @pytest.mark.parametrize("name", [name for name, (kind, _) in PLANTED.items() if kind])
 def test_a_planted_misuse_is_reported_by_its_kind(name: str, seen: Seen) -> None:
     kinds = {text.partition(":")[0] for text in seen[name]["misuses"]}
@@ -207,6 +208,7 @@ def test_only_visible_devices_exist(named: str, stand_in: StandIn) -> None:
     stand_in.program("pair", VISIBLE, {"CUDA_VISIBLE_DEVICES": named})
 
 
+@pytest.mark.slow
 def test_a_process_that_starts_with_the_stand_in_has_its_devices() -> None:
     """In all other tests, forks get their devices after torch was imported."""
     line = [sys.executable, "-c", VISIBLE]

@@ -40,6 +40,7 @@ print("peaks", json.dumps({{name: [predicted[name], 2**30 * gib] for name, gib i
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "settings", ["precision=bf16", pytest.param("precision=fp32 prefetch=none", marks=pytest.mark.long)]
 )

@@ -56,6 +56,7 @@ RUNS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("number", range(len(RUNS)))
 def test_a_run_on_gpus_has_no_race_and_one_context_for_each_process(

@@ -29,6 +29,7 @@ def reported(stand_in: StandIn, nvml_stub: NvmlStub, tmp_path_factory: pytest.Te
     return stand_in.server.call(run_commands, library, tmp_path_factory.mktemp("commands"))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", SCENARIOS)
 def test_every_command_reports_the_same_gpus(name: str, reported: Mapping[str, Reported]) -> None:
     seen, scenario = reported[name], SCENARIOS[name]
@@ -49,6 +50,7 @@ def test_every_command_reports_the_same_gpus(name: str, reported: Mapping[str, R
         assert float(free[1]) == pytest.approx(scenario.usable[name_of_device], rel=0.005)  # rounded to three digits
 
 
+@pytest.mark.slow
 def test_a_sick_gpu_is_reported_with_each_reason(reported: Mapping[str, Reported]) -> None:
     seen = reported["sick"]
     assert seen.findings("processes") == {"GPU 0": "warn"}
@@ -58,6 +60,7 @@ def test_a_sick_gpu_is_reported_with_each_reason(reported: Mapping[str, Reported
     assert (readings["gpu0/throttle_reasons"], readings["gpu0/ecc_uncorrected"]) == (64, 2)
 
 
+@pytest.mark.slow
 def test_denied_counters_have_no_readings(reported: Mapping[str, Reported]) -> None:
     readings = reported["denied"].monitor["readings"]
     assert not {"gpu0/util", "gpu0/power_w"} & readings.keys()
@@ -65,6 +68,7 @@ def test_denied_counters_have_no_readings(reported: Mapping[str, Reported]) -> N
     assert reported["denied"].monitor["missing"]
 
 
+@pytest.mark.slow
 def test_a_lost_gpu_and_a_hidden_one_have_their_reason(reported: Mapping[str, Reported]) -> None:
     def reasons(name: str) -> dict[str, str]:
         devices = reported[name].doctor["hardware"]["devices"]
@@ -75,6 +79,7 @@ def test_a_lost_gpu_and_a_hidden_one_have_their_reason(reported: Mapping[str, Re
     assert reasons("hidden").keys() == {FIRST, SECOND}
 
 
+@pytest.mark.slow
 def test_indices_that_differ_from_the_drivers_are_reported(reported: Mapping[str, Reported]) -> None:
     assert reported["pair"].findings("numbering") == {"cuda:0": "warn", "cuda:1": "warn"}
     for name in ("t4", "by number"):  # the only GPU that torch sees has the driver's index

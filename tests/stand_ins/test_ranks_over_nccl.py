@@ -97,17 +97,17 @@ def _with_marks(function: Callable[..., None], marks: Sequence[pytest.Mark]) -> 
     return function
 
 
-ONE, LONG = pytest.mark.sampled(1), pytest.mark.long
+ONE, SLOW, LONG = pytest.mark.sampled(1), pytest.mark.slow, pytest.mark.long
 # SIGKILL, an exception on one rank, an early exit, SIGSTOP, a slow rank, a collective that one rank calls alone.
-test_ranks = copied(faults.test_ranks, ONE)
-test_a_killed_rank = copied(whole_runs.test_a_killed_rank_is_named_and_the_others_resume, ONE)
+test_ranks = copied(faults.test_ranks, ONE, SLOW)
+test_a_killed_rank = copied(whole_runs.test_a_killed_rank_is_named_and_the_others_resume, ONE, SLOW)
 test_an_exception = copied(whole_runs.test_an_error_of_a_task_ends_the_run_with_its_own_message)
 test_an_early_exit = copied(whole_runs.test_a_rank_that_exits_during_training_is_lost, LONG)
 test_a_loss_that_is_not_finite = copied(whole_runs.test_a_loss_that_is_not_finite_ends_all_ranks_with_82, LONG)
-test_a_signal = copied(whole_runs.test_a_stopped_run_saves_and_resumes, ONE)
+test_a_signal = copied(whole_runs.test_a_stopped_run_saves_and_resumes, ONE, SLOW)
 test_a_second_signal = copied(whole_runs.test_a_second_signal_exits_immediately_with_130, LONG)
 test_a_killed_launcher = copied(whole_runs.test_no_process_is_left_when_the_launcher_is_killed, LONG)
-test_out_of_memory = copied(shortages.test_ranks_that_cannot_agree_restart_with_smaller_micro_batches, ONE)
+test_out_of_memory = copied(shortages.test_ranks_that_cannot_agree_restart_with_smaller_micro_batches, ONE, SLOW)
 test_a_fresh_run = copied(whole_runs.test_a_fresh_run_that_loses_a_rank_resumes_instead_of_restarting, LONG)
 test_fewer_stages = copied(whole_runs.test_a_pipeline_with_a_given_split_resumes_with_fewer_stages, LONG)
 test_bad_samples = copied(whole_runs.test_a_rank_with_only_bad_samples_continues_without_them, LONG)
@@ -213,6 +213,7 @@ NO_FAILURE = {
 }
 
 
+@pytest.mark.slow
 def test_every_test_of_failing_ranks_runs_over_nccl_too_or_has_a_reason() -> None:
     tests = ROOT / "tests"
     run = {f"{Path(test.__code__.co_filename).relative_to(tests).as_posix()}::{test.__name__}" for test in COPIED}
@@ -242,6 +243,7 @@ assert pytest.main({args}) == 0
 """
 
 
+@pytest.mark.slow
 def test_ranks_that_are_forks_of_the_tests_fail_the_same_over_nccl(stand_in: StandIn) -> None:
     args = ["-q", "--assert=plain", "-p", "no:cacheprovider", "--timeout=0"]
     args += [f"tests/{name}" for name in IN_PROCESS]

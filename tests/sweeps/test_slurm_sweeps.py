@@ -43,6 +43,7 @@ def states(cluster: Path) -> list[tuple[str, ...]]:
     return table(cluster, "state", "exit_code")
 
 
+@pytest.mark.slow
 def test_a_grid_is_an_array_whose_table_is_that_of_a_local_sweep(
     cluster: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +63,7 @@ def test_a_grid_is_an_array_whose_table_is_that_of_a_local_sweep(
     assert arrays(cluster) == ["1-4%2"], "finished trials are not repeated"
 
 
+@pytest.mark.slow
 def test_failures_have_the_exit_codes_of_a_local_sweep_and_are_retried_on_request(
     cluster: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -77,6 +79,7 @@ def test_failures_have_the_exit_codes_of_a_local_sweep_and_are_retried_on_reques
     assert states(cluster) == [("finished", "0"), ("finished", "0"), ("failed", "137")]
 
 
+@pytest.mark.slow
 def test_a_canceled_job_is_stopped_alone_and_submitted_again_by_the_same_command(cluster: Path) -> None:
     for name in ("held", "release"):
         (cluster / name).touch()
@@ -90,6 +93,7 @@ def test_a_canceled_job_is_stopped_alone_and_submitted_again_by_the_same_command
     assert states(cluster) == [("finished", "0")] * 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("is_recorded", [True, False], ids=["recorded", "killed before it was recorded"])
 def test_an_interrupted_command_leaves_its_jobs_which_the_same_command_follows(
     is_recorded: bool, cluster: Path, capsys: pytest.CaptureFixture[str]
@@ -125,6 +129,7 @@ def test_trials_that_ended_while_nobody_followed_are_not_repeated(cluster: Path)
     assert arrays(cluster) == ["1-2"]
 
 
+@pytest.mark.slow
 def test_a_search_submits_as_many_trials_as_may_run_and_learns_their_results(cluster: Path) -> None:
     pytest.importorskip("optuna")
     search = ["search", "optimizer.lr=log(1e-5,1e-1)", *TASK]

@@ -74,6 +74,7 @@ def test_the_maximum_number_of_trials_is_accepted() -> None:
     assert len(expand_sweep(Request((f"seed=range({MAX_TRIALS})",)))) == MAX_TRIALS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("word", "axis"),
     [
@@ -114,6 +115,7 @@ def test_an_unknown_key_is_reported_once_with_a_suggestion() -> None:
     assert result.fix.endswith(" optimizer.lr?")
 
 
+@pytest.mark.slow
 def test_shared_settings_compose_as_in_each_combination() -> None:
     requests = expand_sweep(Request(("optimizer=adamw,sgd", "seed=1,2", "hardware=t4")))
     together, alone = compose_all(requests), [compose_all([request])[0] for request in requests]

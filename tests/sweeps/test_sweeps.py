@@ -112,6 +112,7 @@ def test_resuming_after_kills_gives_the_same_table(args: list[str], server: Fork
         assert 3 not in began, f"seed {seed}"
 
 
+@pytest.mark.slow
 def test_a_stopped_sweep_leaves_a_table_and_a_second_one_on_its_folder_is_refused(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -130,6 +131,7 @@ def test_a_stopped_sweep_leaves_a_table_and_a_second_one_on_its_folder_is_refuse
     assert Sweep.read(tmp_path / "outputs" / "mine").record.process.state == "preempted"
 
 
+@pytest.mark.slow
 def test_a_trial_that_a_third_signal_kills_has_not_failed(server: ForkServer, tmp_path: Path) -> None:
     pid = start(server, [*GRID, "task.act=deaf", "together=2"], tmp_path, SAVED="never")
     trials = [tmp_path / f"outputs/mine/mine-{number}" for number in (1, 2)]
@@ -143,6 +145,7 @@ def test_a_trial_that_a_third_signal_kills_has_not_failed(server: ForkServer, tm
     assert [row["state"] for row in rows(tmp_path)] == ["stopped", "stopped", "waiting", "waiting"]
 
 
+@pytest.mark.slow
 def test_a_trial_with_a_missing_or_different_folder_is_run(server: ForkServer, tmp_path: Path) -> None:
     assert run(server, GRID, tmp_path)[0] == 0
     shutil.rmtree(tmp_path / "outputs" / "mine" / "mine-2")
@@ -154,6 +157,7 @@ def test_a_trial_with_a_missing_or_different_folder_is_run(server: ForkServer, t
     assert lines == ["[2/4]", "[2/4]", "[3/4]", "[3/4]"], "at its start and its end"
 
 
+@pytest.mark.slow
 def test_trials_that_fail_in_every_way_do_not_stop_the_rest(server: ForkServer, tmp_path: Path) -> None:
     args = ["train", "-m", "task.act=fail,killed,bad,other,good", *TASK]
     code, _, err = run(server, args, tmp_path)
@@ -169,6 +173,7 @@ def test_trials_that_fail_in_every_way_do_not_stop_the_rest(server: ForkServer, 
     assert [row["state"] for row in rows(tmp_path)][:2] == ["finished", "failed"]
 
 
+@pytest.mark.slow
 def test_changed_common_settings_are_reported_on_resume(server: ForkServer, tmp_path: Path) -> None:
     assert run(server, [*GRID, "updates=10"], tmp_path)[0] == 0
     code, _, err = run(server, [*GRID, "updates=20"], tmp_path)
@@ -177,12 +182,14 @@ def test_changed_common_settings_are_reported_on_resume(server: ForkServer, tmp_
     assert "updates=20" in err
 
 
+@pytest.mark.slow
 def test_a_metric_missing_in_the_first_trial_is_reported_at_its_end(server: ForkServer, tmp_path: Path) -> None:
     code, _, err = run(server, [*GRID, "metric=val/los"], tmp_path)
     assert code == 0, err
     assert len([line for line in err.splitlines() if "val/los," in line]) == 1
 
 
+@pytest.mark.slow
 def test_resuming_waits_for_trials_of_a_killed_sweep_that_still_save(server: ForkServer, tmp_path: Path) -> None:
     args, saved = [*GRID, "task.act=deaf"], tmp_path / "saved"
     pid = start(server, args, tmp_path, SAVED=str(saved))
@@ -199,6 +206,7 @@ def test_resuming_waits_for_trials_of_a_killed_sweep_that_still_save(server: For
     assert result.out.count(str(saves)) == 1
 
 
+@pytest.mark.slow
 def test_concurrent_trials_overlap_and_lines_name_their_trial(server: ForkServer, tmp_path: Path) -> None:
     code, out, err = run(
         server, [*GRID, "together=2", "task.act=meet"], tmp_path, WANDB_RUN_ID="abc", WANDB_MODE="offline"
@@ -214,6 +222,7 @@ def test_concurrent_trials_overlap_and_lines_name_their_trial(server: ForkServer
     assert {tuple(record(tmp_path, number)["wandb"]) for number in (1, 2, 3, 4)} == {("WANDB_MODE",)}
 
 
+@pytest.mark.slow
 def test_a_search_can_be_extended_but_not_with_another_space_or_goal(server: ForkServer, tmp_path: Path) -> None:
     needs_optuna()
     few = ["trials=2" if word.startswith("trials") else word for word in SEARCH]
@@ -233,6 +242,7 @@ def test_a_search_can_be_extended_but_not_with_another_space_or_goal(server: For
     assert "1e-05" in err
 
 
+@pytest.mark.slow
 def test_failed_and_non_finite_trials_do_not_stop_a_search(server: ForkServer, tmp_path: Path) -> None:
     optuna = pytest.importorskip("optuna")
     args = ["search", "task.act=fail,bad,good", "trials=8", "seed=1", "task.seconds=0.01", *TASK]
@@ -246,6 +256,7 @@ def test_failed_and_non_finite_trials_do_not_stop_a_search(server: ForkServer, t
     assert states == ["COMPLETE" if act == "good" else "FAIL" for act in acts]
 
 
+@pytest.mark.slow
 def test_a_metric_that_no_trial_has_ends_a_search_with_those_it_has(server: ForkServer, tmp_path: Path) -> None:
     needs_optuna()
     code, out, err = run(server, [*SEARCH, "metric=val/los"], tmp_path)
@@ -257,11 +268,13 @@ def test_a_metric_that_no_trial_has_ends_a_search_with_those_it_has(server: Fork
     assert "[1/5]" not in out, "the first trial is complete, and is not repeated"
 
 
+@pytest.mark.slow
 def test_a_search_whose_trials_all_fail_exits_with_the_first_code(server: ForkServer, tmp_path: Path) -> None:
     needs_optuna()
     assert run(server, ["search", "optimizer.lr=log(1e-5,1e-1)", "task.act=fail", "trials=1", *TASK], tmp_path)[0] == 70
 
 
+@pytest.mark.slow
 def test_without_optuna_the_install_command_is_shown(tmp_path: Path) -> None:
     (tmp_path / "optuna.py").write_text("raise ModuleNotFoundError('no optuna', name='optuna')")
     env = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
@@ -331,6 +344,7 @@ def test_a_damaged_sweep_file_is_read_as_far_as_possible(tmp_path: Path) -> None
 STRANGE = (None, True, 2**70, math.inf, math.nan, "\x1b[31mred", [], {}, [[]], {"a": {"b": None}}, {"a": 3})
 
 
+@pytest.mark.slow
 def test_arbitrary_sweep_files_get_a_message(tmp_path: Path) -> None:
     run = tmp_path / "outputs" / "mine" / "mine-1"
     run.mkdir(parents=True)
@@ -442,6 +456,7 @@ def test_a_damaged_journal_ends_a_search_with_a_message(tmp_path: Path) -> None:
 # ---------------------------------------------------------------- sweeps of wandb
 
 
+@pytest.mark.slow
 def test_arguments_that_wandb_sweeps_produce_are_settings() -> None:
     import yaml
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
@@ -460,6 +475,7 @@ def test_arguments_that_wandb_sweeps_produce_are_settings() -> None:
     assert configuration.choices["scheduler"].name == "linear"
 
 
+@pytest.mark.slow
 def test_lists_switches_and_null_as_wandb_writes_them_are_settings() -> None:
     from wandb.sdk.launch.sweeps.utils import create_sweep_command_args
 
@@ -486,6 +502,7 @@ def test_trials_at_once_are_divided_among_the_devices_and_cores(monkeypatch: pyt
     assert [slot.environment for slot in divide_resources([""], 4, 2).slots] == [{"OMP_NUM_THREADS": "2"}] * 2
 
 
+@pytest.mark.slow
 def test_trials_that_take_all_devices_run_alone() -> None:
     several = [compose(Request(("parallelism=ddp",)))]
     assert assign_slots(several, 1) == Packing()
@@ -496,6 +513,7 @@ def test_trials_that_take_all_devices_run_alone() -> None:
     assert len(assign_slots(alone, 2).slots) == 2, "auto selects one device here"
 
 
+@pytest.mark.slow
 def test_planning_a_sweep_does_not_import_torch(tmp_path: Path) -> None:
     task = ROOT / "tests" / "end_to_end" / "task_with_everything.py"
     main = (

@@ -80,6 +80,7 @@ def changed(folder: Path, change: Callable[[Content], object], split: str = "tra
 # The letters
 
 
+@pytest.mark.slow
 def test_letters_of_a_category_have_the_same_points_in_every_font(letters: Splits) -> None:
     every = [letter for split in letters.values() for letter in split]
     assert len(every) > 400
@@ -92,6 +93,7 @@ def test_letters_of_a_category_have_the_same_points_in_every_font(letters: Split
         assert np.abs(places - places.mean(axis=0)).max() < 0.3, "the same corner in every font"
 
 
+@pytest.mark.slow
 def test_no_letter_and_no_similar_one_is_in_two_splits(letters: Splits) -> None:
     names = {split: {letter.name for letter in members} for split, members in letters.items()}
     assert sum(map(len, names.values())) == len(set.union(*names.values()))
@@ -100,6 +102,7 @@ def test_no_letter_and_no_similar_one_is_in_two_splits(letters: Splits) -> None:
         assert len({where[name] for name in kin if name in where}) == 1, kin
 
 
+@pytest.mark.slow
 def test_no_held_out_letter_resembles_one_of_training(letters: Splits) -> None:
     assert find_resembling([*letters["val"], *letters["test"]], letters["train"]) == set()
     where = {letter.name: split for split, members in letters.items() for letter in members}
@@ -107,6 +110,7 @@ def test_no_held_out_letter_resembles_one_of_training(letters: Splits) -> None:
         assert len({where[name] for name in likenesses if name in where}) == 1, likenesses
 
 
+@pytest.mark.slow
 def test_a_letter_resembles_its_mirror_image_walked_backwards_from_elsewhere(letters: Splits) -> None:
     letter = next(letter for letter in letters["train"] if letter.name == "F")
     points = [point for point, code in enumerate(letter.codes) if code != 79]
@@ -123,6 +127,7 @@ def test_a_letter_resembles_its_mirror_image_walked_backwards_from_elsewhere(let
     assert find_resembling([replace(letter, name="bent", outlines=bent)], [letter]) == set()
 
 
+@pytest.mark.slow
 def test_letters_are_drawn_where_their_keypoints_are(few: Splits) -> None:
     letter = next(letter for letter in few["train"] if letter.name == "1")
     drawing = draw(letter, "DejaVuSans-Bold.ttf", image_size=64, rng=sample_rng(0, 0, 1))
@@ -137,6 +142,7 @@ def test_letters_are_drawn_where_their_keypoints_are(few: Splits) -> None:
         assert np.ptp(picture[top : top + 4, left : left + 4], axis=(0, 1)).max() > 60
 
 
+@pytest.mark.slow
 def test_keypoints_pushed_out_by_a_pose_are_recorded(written: Path) -> None:
     for split in ("train", "val", "test"):
         content = json.loads((written / "annotations" / f"{split}.json").read_text())
@@ -147,6 +153,7 @@ def test_keypoints_pushed_out_by_a_pose_are_recorded(written: Path) -> None:
         assert [row["num_keypoints"] for row in content["annotations"]] == [(p[:, 2] > 0).sum() for p in triples]
 
 
+@pytest.mark.slow
 def test_written_records_are_read_back(written: Path, few: Splits) -> None:
     number = 0
     for split, letters in few.items():
@@ -169,6 +176,7 @@ def test_written_records_are_read_back(written: Path, few: Splits) -> None:
 # Episodes
 
 
+@pytest.mark.slow
 def test_a_batch_equals_its_stacked_samples(written: Path) -> None:
     for augmentation in (None, Augmentation()):
         data = episodes(written, augmentation=augmentation)
@@ -178,6 +186,7 @@ def test_a_batch_equals_its_stacked_samples(written: Path) -> None:
                 assert torch.equal(batch[name][row], value), name
 
 
+@pytest.mark.slow
 def test_support_and_queries_are_different_objects_of_one_category(written: Path) -> None:
     data = episodes(written, "val", queries=3)
     objects = data.__getitems__(range(len(data)))["object"]
@@ -187,6 +196,7 @@ def test_support_and_queries_are_different_objects_of_one_category(written: Path
         assert len({data.poses.annotations[position].category.name for position in row}) == 1
 
 
+@pytest.mark.slow
 def test_training_changes_with_the_epoch_and_validation_does_not(written: Path) -> None:
     for augmentation in (Augmentation(), None):
         data = episodes(written, augmentation=augmentation)
@@ -197,6 +207,7 @@ def test_training_changes_with_the_epoch_and_validation_does_not(written: Path) 
         assert torch.equal(data[3]["query_xy"], first)
 
 
+@pytest.mark.slow
 def test_categories_of_any_number_of_keypoints_are_padded(written: Path) -> None:
     data = episodes(written, max_keypoints=20)
     batch = data.__getitems__(range(len(data)))
@@ -307,6 +318,7 @@ def keypoints_of(content: Content, number: int = 0) -> list[float]:
     return result
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("change", "match"),
     [
@@ -332,6 +344,7 @@ def test_an_invalid_file_is_refused(folder: Path, change: Callable[[Content], ob
     assert "train.json" in str(caught.value)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("key", ["images", "annotations", "categories"])
 def test_a_field_of_any_type_is_read_or_refused(written: Path, tmp_path: Path, key: str) -> None:
     (tmp_path / "images").symlink_to(written / "images")
@@ -358,6 +371,7 @@ def test_a_field_of_any_type_is_read_or_refused(written: Path, tmp_path: Path, k
             assert field == "file_name"
 
 
+@pytest.mark.slow
 def test_a_category_needs_two_objects(folder: Path) -> None:
     """As MP-100 lists them: a category with one object, and one of another split, are left out."""
 
@@ -379,6 +393,7 @@ def test_a_category_needs_two_objects(folder: Path) -> None:
         read_pose_set(changed(folder, keep_none), "train")
 
 
+@pytest.mark.slow
 def test_objects_without_a_visible_keypoint_are_skipped_and_counted(folder: Path) -> None:
     def hide(content: Content) -> None:
         content["annotations"][0]["keypoints"] = [-5.0, 900.0, 0.0] * (len(keypoints_of(content)) // 3)
@@ -390,6 +405,7 @@ def test_objects_without_a_visible_keypoint_are_skipped_and_counted(folder: Path
     assert len(poses.annotations) == len(whole.annotations) - 1
 
 
+@pytest.mark.slow
 def test_visible_keypoints_outside_the_crop_are_counted_and_named(folder: Path) -> None:
     def shrink(content: Content) -> None:
         for row in content["annotations"][1:3]:
@@ -408,6 +424,7 @@ def test_visible_keypoints_outside_the_crop_are_counted_and_named(folder: Path) 
     assert data.places(range(len(data)))["query_visible"].any(dim=-1).all()
 
 
+@pytest.mark.slow
 def test_invisible_keypoints_may_hold_anything(folder: Path) -> None:
     poses = read_pose_set(
         changed(folder, lambda c: keypoints_of(c).__setitem__(slice(0, 3), [-7.0, 1e9, 0.0])), "train"
@@ -467,6 +484,7 @@ def test_mp100_is_read_as_it_is(tmp_path: Path) -> None:
     assert batch["query_xy"].max() <= 1
 
 
+@pytest.mark.slow
 def test_missing_files_are_named(folder: Path) -> None:
     with pytest.raises(InputMissing, match="nowhere does not exist") as caught:
         read_pose_set(folder / "nowhere", "train")
@@ -482,6 +500,7 @@ def test_missing_files_are_named(folder: Path) -> None:
         read_pose_set(folder, "val")
 
 
+@pytest.mark.slow
 def test_invalid_json_and_images_are_refused(folder: Path) -> None:
     annotations = read_pose_set(folder, "train").annotations
     annotations[0].image.write_bytes(b"no picture")
@@ -497,6 +516,7 @@ def test_invalid_json_and_images_are_refused(folder: Path) -> None:
         read_pose_set(folder, "train")
 
 
+@pytest.mark.slow
 def test_validation_never_sees_a_category_of_training(folder: Path) -> None:
     train, val = read_pose_set(folder, "train"), read_pose_set(folder, "val")
     check_disjoint([train, val])
@@ -506,6 +526,7 @@ def test_validation_never_sees_a_category_of_training(folder: Path) -> None:
         check_disjoint([train, poses])
 
 
+@pytest.mark.slow
 def test_mp100_folds_are_read_by_number(folder: Path, tmp_path: Path) -> None:
     for split in ("train", "val", "test"):
         path = folder / "annotations" / f"{split}.json"
@@ -516,6 +537,7 @@ def test_mp100_folds_are_read_by_number(folder: Path, tmp_path: Path) -> None:
     assert len(build(Context(0, folder, tmp_path), image_size=SIDE, fold=3).dataset("test"))
 
 
+@pytest.mark.slow
 def test_only_the_named_categories_are_trained_on(folder: Path) -> None:
     poses = read_pose_set(folder, "train")
     name = poses.categories[1].name
@@ -525,11 +547,13 @@ def test_only_the_named_categories_are_trained_on(folder: Path) -> None:
         select_categories(poses, ["?"])
 
 
+@pytest.mark.slow
 def test_errors_are_explained(folder: Path) -> None:
     with pytest.raises(AccelRunError, match="multiple of 32"):
         build(Context(0, folder, folder), image_size=50)
 
 
+@pytest.mark.slow
 def test_a_worker_process_gets_no_pictures(written: Path) -> None:
     data = episodes(written)
     data.__getitems__([0, 1])

@@ -88,6 +88,7 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
 # The support
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("decoding", [False, True])
 def test_the_prediction_depends_on_the_support(kind: str, decoding: bool) -> None:
@@ -128,6 +129,7 @@ def test_every_parameter_gets_a_gradient(kind: str) -> None:
 # Invisible keypoints and padding
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("value", [0.3, math.nan, math.inf])
 def test_invisible_and_missing_keypoints_are_not_in_the_loss(value: float) -> None:
     model, batch = make_model(), make_batch()
@@ -221,6 +223,7 @@ def composed(model: PoseTransformer) -> Any:
     return call
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", [*KINDS, "pretrained"])
 def test_layers_compose_to_the_model(kind: str) -> None:
     model = make_model("deformable" if kind == "pretrained" else kind, pretrained=kind == "pretrained")
@@ -360,6 +363,7 @@ def test_deformable_attention_reads_around_its_place() -> None:
     torch.testing.assert_close(attention(torch.randn(2, 2, 8), at, attention.prepare(maps)), expected)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_published_size_has_a_resnet_50(kind: str) -> None:
     with torch.device("meta"):
@@ -394,6 +398,7 @@ def test_a_frozen_norm_is_batch_norm_in_eval_mode() -> None:
     assert not list(frozen.parameters())
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_model_overfits_one_episode(kind: str) -> None:

@@ -45,6 +45,7 @@ def predictions(task: CategoryAgnosticPose, seed: int = 0, **options: Any) -> li
         return list(task.predict(task.model.eval(), torch.Generator().manual_seed(seed), **options))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("attention", ["dense", "deformable"])
 def test_loss_and_metrics_are_sums_with_counts(folder: Path, attention: str) -> None:
@@ -62,6 +63,7 @@ def test_loss_and_metrics_are_sums_with_counts(folder: Path, attention: str) -> 
     assert len(task.blocks()) == 4
 
 
+@pytest.mark.slow
 def test_baselines_are_of_the_episodes_that_are_evaluated(folder: Path) -> None:
     task = make_task(folder)
     data = task.dataset("val")
@@ -94,6 +96,7 @@ def test_splits_have_disjoint_categories(folder: Path) -> None:
     assert task.dataset("val").augmentation is None
 
 
+@pytest.mark.slow
 def test_inference_writes_coco_results_and_pictures(folder: Path) -> None:
     task = make_task(folder)
     *single, last = predictions(task, samples=5, batch_size=2, pictures=2)
@@ -117,6 +120,7 @@ def test_inference_writes_coco_results_and_pictures(folder: Path) -> None:
     assert all("within 0.2" in prediction.text for prediction in single)
 
 
+@pytest.mark.slow
 def test_inference_depends_on_the_seed_and_not_on_the_batch(folder: Path) -> None:
     task = make_task(folder)
     first = predictions(task, 1, samples=4, batch_size=1, pictures=0)

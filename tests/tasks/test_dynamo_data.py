@@ -71,6 +71,7 @@ def folder(tmp_path: Path) -> Path:
 # Tokens
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "args", ["def f(x, *, y=-1):\n    return 'a_b'", "Zürich — 東京\t\r\n  ²٣ x\u00a0y", "", "   "]
 )
@@ -80,6 +81,7 @@ def test_tokenization_is_lossless(args: str, corpus: Corpus) -> None:
         assert tokenizer.encode_with_offsets(args)[0] == tokenizer.encode(args)
 
 
+@pytest.mark.slow
 def test_offsets_are_the_characters_of_a_token_without_the_space_before_it(corpus: Corpus) -> None:
     for args in ("def  f(x = None, y='utf-8'):\n    pass", "über das Maß"):
         tokens, offsets = corpus.tokenizer.encode_with_offsets(args)
@@ -101,18 +103,21 @@ def test_pieces_are_the_most_frequent_pairs() -> None:
 # The records
 
 
+@pytest.mark.slow
 def test_the_library_gives_enough_records_of_every_task(corpus: Corpus) -> None:
     for task in TASKS:
         assert len(corpus.tables["train"][task].source) >= 500
         assert min(len(corpus.tables[split][task].source) for split in ("val", "test")) >= 40
 
 
+@pytest.mark.slow
 def test_evaluated_records_are_not_in_the_training_data(corpus: Corpus) -> None:
     for task in TASKS:
         texts = {split: {_bare(record, task) for record in corpus.records(split, task)} for split in SPLITS}
         assert not texts["train"] & (texts["val"] | texts["test"]), task
 
 
+@pytest.mark.slow
 def test_requests_of_validation_and_test_have_different_wording(corpus: Corpus) -> None:
     for task in set(TASKS) - {"qa"}:
         used = {split: {source_text(r, task).split("\n")[0] for r in corpus.records(split, task)} for split in SPLITS}
@@ -120,6 +125,7 @@ def test_requests_of_validation_and_test_have_different_wording(corpus: Corpus) 
         assert not used["val"] & used["test"]
 
 
+@pytest.mark.slow
 def test_a_request_identifies_its_task_only_by_its_content(corpus: Corpus) -> None:
     for split, task in itertools.product(SPLITS, set(TASKS) - {"qa"}):
         wordings = {f"{o}{wanted}{e}".lower() for o, e in pairs_of(split) for wanted in WANTED[task]}
@@ -139,6 +145,7 @@ def test_an_answer_is_the_default_of_the_requested_parameter() -> None:
         assert re.search(rf"\b{record['question']}=$", record["context"][: record["start"]])
 
 
+@pytest.mark.slow
 def test_answers_are_exactly_their_tokens(corpus: Corpus) -> None:
     for split in SPLITS:
         table = corpus.tables[split]["qa"]
@@ -159,6 +166,7 @@ def test_a_character_position_is_not_a_token_position() -> None:
     assert token_span(offsets, 5, 11) == (2, 4)
 
 
+@pytest.mark.slow
 def test_classification_is_balanced_and_has_no_label_leakage(corpus: Corpus) -> None:
     for split in SPLITS:
         records = corpus.records(split, "classification")
@@ -250,6 +258,7 @@ def test_a_file_that_is_not_a_list_of_records_is_refused(folder: Path) -> None:
 # Samples
 
 
+@pytest.mark.slow
 def test_a_training_round_has_one_record_of_each_task(corpus: Corpus) -> None:
     rounds = Rounds(corpus.tables["train"], cycle=True)
     batch = rounds.__getitems__([0, len(rounds) - 1])
@@ -261,6 +270,7 @@ def test_a_training_round_has_one_record_of_each_task(corpus: Corpus) -> None:
             assert row[row != PAD].tolist() == [t for t in table.source[index % len(table.source)].tolist() if t != PAD]
 
 
+@pytest.mark.slow
 def test_every_validation_record_is_evaluated_once(corpus: Corpus) -> None:
     rounds = Rounds(corpus.tables["val"], cycle=False)
     counts = torch.zeros(len(TASKS), dtype=torch.long)
@@ -271,6 +281,7 @@ def test_every_validation_record_is_evaluated_once(corpus: Corpus) -> None:
     assert counts.tolist() == [len(table.source) for table in corpus.tables["val"].values()]
 
 
+@pytest.mark.slow
 def test_masked_tokens_depend_on_seed_epoch_and_index_only(corpus: Corpus) -> None:
     texts = MaskedTexts(corpus.tables["train"], 0, 2048, fixed=False)
     together, alone = texts.__getitems__([3, 7]), texts[7]
@@ -288,6 +299,7 @@ def test_masked_tokens_depend_on_seed_epoch_and_index_only(corpus: Corpus) -> No
     assert torch.equal(fixed[7]["source"], before)
 
 
+@pytest.mark.slow
 def test_only_masked_tokens_differ_and_are_the_targets(corpus: Corpus) -> None:
     texts = MaskedTexts(corpus.tables["train"], 0, 2048, fixed=False)
     batch = texts.__getitems__(range(64))
@@ -328,6 +340,7 @@ def test_limits_apply_to_training_records_of_their_task(folder: Path, tmp_path: 
         limit_records(corpus, {"poetry": 3})
 
 
+@pytest.mark.slow
 def test_no_instruction_is_in_two_splits_of_held_out_requests() -> None:
     for task in TASKS:
         instructions = [wanted for wording in HELD_OUT_WANTED.values() for wanted in wording[task]]

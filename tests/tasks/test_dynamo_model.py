@@ -87,6 +87,7 @@ def test_adapters_that_start_at_zero_change_no_bit(task: DynamoTask) -> None:
     assert not torch.count_nonzero(Dynamo(SMALL).adapters[0]["q"].B)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("target", TARGETS)
 def test_an_adapter_acts_in_each_projection_and_only_on_records_with_weight(task: DynamoTask, target: str) -> None:
     model = task.model
@@ -120,6 +121,7 @@ def test_every_parameter_is_in_one_part_and_phases_name_parts(task: DynamoTask) 
     assert set().union(*(keys["trains"] for keys in PHASES.values())) == set(PARTS)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("phase", PHASES)
 def test_gradients_reach_exactly_the_trained_parameters(task: DynamoTask, phase: str) -> None:
     task.begin_phase(phase)
@@ -204,6 +206,7 @@ def test_the_routing_loss_is_lowest_for_a_confident_correct_router() -> None:
 # The loss
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("phase", PHASES)
 def test_the_loss_of_a_batch_is_the_sum_over_its_samples(task: DynamoTask, phase: str) -> None:
     task.begin_phase(phase)
@@ -301,6 +304,7 @@ def test_a_misrouted_record_counts_as_wrong(task: DynamoTask) -> None:
     assert all(float(value) == float(all_right[name][0]) for name, (value, _) in measured(made, batch, None).items())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("phase", PHASES)
 def test_baselines_are_of_metrics_that_exist(task: DynamoTask, phase: str) -> None:
     task.begin_phase(phase)
@@ -323,6 +327,7 @@ def predictions(task: DynamoTask, phase: str, **options: Any) -> list[Any]:
         return list(task.predict(task.model.eval(), torch.Generator().manual_seed(0), **options))
 
 
+@pytest.mark.slow
 def test_inference_answers_records_of_each_task_and_shows_the_routing(task: DynamoTask) -> None:
     made = predictions(task, "joint", samples=2)
     names = [name for prediction in made for name in prediction.files]

@@ -60,6 +60,7 @@ def folder(tmp_path: Path) -> Path:
 # The text
 
 
+@pytest.mark.slow
 def test_every_document_is_in_one_split(corpus: Corpus) -> None:
     names = json.loads((corpus.cache / "documents.json").read_text())
     together = [name for split in SPLITS for name in names[split]]
@@ -83,6 +84,7 @@ def test_training_documents_arrive_unchanged_and_others_without_known_blocks(cor
         assert len(corpus.files[split].read_bytes()) > 0.9 * sum(paths[name].stat().st_size for name in names[split])
 
 
+@pytest.mark.slow
 def test_no_five_lines_of_held_out_text_are_in_the_training_text(corpus: Corpus) -> None:
     def runs(split: str) -> Iterator[tuple[str, ...]]:
         for document in corpus.files[split].read_text().split("\0"):
@@ -124,6 +126,7 @@ def test_the_text_is_the_standard_library() -> None:
     assert sum(document.path.stat().st_size for document in documents) > 5e6
 
 
+@pytest.mark.slow
 def test_the_same_python_gives_the_same_bytes(corpus: Corpus, tmp_path: Path) -> None:
     again = open_bytes(None, tmp_path)
     assert again.cache.name == corpus.cache.name
@@ -352,6 +355,7 @@ def test_baselines_equal_a_count_by_hand() -> None:
     assert bigram_bits_per_byte(train_array, val_array) == pytest.approx(bigram / (len(val) - 1))
 
 
+@pytest.mark.slow
 def test_baselines_are_counted_once(corpus: Corpus) -> None:
     assert corpus.text is not None
     figures = bits_per_byte_baselines(corpus.text, corpus.cache)

@@ -165,6 +165,7 @@ def test_recomputed_blocks_drop_the_same_elements(rates: dict[str, float]) -> No
     torch.testing.assert_close(update(again), update(kept), rtol=0, atol=0)
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo accesses .grad of non-leaf inputs
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("compiled", [default, regional])
@@ -228,6 +229,7 @@ def test_bits_per_byte_of_bytes_is_the_loss_in_bits() -> None:
 # Sampling
 
 
+@pytest.mark.slow
 def test_the_same_seed_gives_the_same_samples_in_batches_of_any_size() -> None:
     task = make_task()
     options: dict[str, Any] = {"samples": 5, "max_new_tokens": 20, "prompt": "def "}
@@ -294,6 +296,7 @@ def test_a_sample_ends_where_the_document_ends() -> None:
 # The options
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize(
     ("options", "shape"),
     [

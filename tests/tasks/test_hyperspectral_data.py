@@ -37,6 +37,7 @@ def make(kind: str, cache: Path, split: str = "train", num_cubes: int = 6, chann
     return photograph_scenes(cache, split, num_cubes, 40, 48, channels)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("kind", ["photographs", "synthetic"])
 def test_a_sample_is_the_same_each_time_alone_or_in_a_batch(kind: str, cache: Path) -> None:
     data = make(kind, cache)
@@ -53,6 +54,7 @@ def test_a_sample_is_the_same_each_time_alone_or_in_a_batch(kind: str, cache: Pa
     assert len(pickle.dumps(data)) < 10_000, "data workers get names, not pixels"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["photographs", "synthetic"])
 def test_a_mask_covers_its_targets_exactly(kind: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     data = make(kind, cache)
@@ -74,6 +76,7 @@ def test_targets_always_absorb_at_the_same_wavelengths_and_decoys_elsewhere(cach
             assert all(abs(at - line) > 2 * scenes.LINE_WIDTH for line, _ in scenes.LINES)
 
 
+@pytest.mark.slow
 def test_a_photograph_is_in_one_split_only(cache: Path) -> None:
     names = [name for split in PHOTOGRAPHS.values() for name in split]
     assert len(names) == len(set(names)) == 8
@@ -264,6 +267,7 @@ def fitted(task: AnomalyTask) -> AnomalyTask:
     return task
 
 
+@pytest.mark.slow
 def test_cubes_without_masks_can_be_scored_but_not_trained_on(tmp_path: Path) -> None:
     write_cubes(tmp_path)
     for mask in tmp_path.glob("*_mask.npy"):
@@ -288,6 +292,7 @@ def test_settings_of_simulated_cubes_are_refused_with_a_path(tmp_path: Path) -> 
         build(Context(0, tmp_path, tmp_path), height=5)
 
 
+@pytest.mark.slow
 def test_the_batch_of_inference_changes_the_calls_and_not_the_scores(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,6 +316,7 @@ def test_the_batch_of_inference_changes_the_calls_and_not_the_scores(
             assert ours.items == theirs.items
 
 
+@pytest.mark.slow
 def test_inference_writes_maps_of_test_cubes(tmp_path: Path) -> None:
     task = build(Context(0, None, tmp_path), data="synthetic", num_cubes=8, height=20, width=24, channels=12)
     assert isinstance(task, AnomalyTask)
@@ -360,6 +366,7 @@ def test_scores_of_envi_cubes_equal_those_of_spectral(tmp_path: Path) -> None:
     assert distance(expected, ours) <= of_whitening(np.asarray(cube, dtype=np.float64).reshape(-1, cube.shape[-1]))
 
 
+@pytest.mark.slow
 def test_gradients_start_from_the_statistics_of_your_envi_cubes(tmp_path: Path) -> None:
     for split in ("train", "val", "test"):
         write_envi(tmp_path / "cubes" / split, "scene")

@@ -114,6 +114,7 @@ def train(task: AnomalyTask, batch: dict[str, Tensor], updates: int) -> None:
         optimizer.step()
 
 
+@pytest.mark.slow
 def test_training_beats_rx_on_held_out_cubes(make: Any) -> None:
     task = make(num_cubes=24)
     train(task, run_fit(task), 150)
@@ -211,6 +212,7 @@ def test_targets_and_background_have_equal_weight(make: Any) -> None:
 # Deep SVDD
 
 
+@pytest.mark.slow
 def test_deep_svdd_does_not_collapse(make: Any) -> None:
     task = make(head="svdd", num_cubes=16)
     model = task.model
@@ -301,6 +303,7 @@ def test_iou_and_f1_are_summed_over_batches_without_unknown_pixels() -> None:
 # The options
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("head", ["rx", "svdd"])
 def test_the_model_is_traced_with_the_example(make: Any, head: str) -> None:
     task = make(head=head)
@@ -317,6 +320,7 @@ def test_the_model_is_traced_with_the_example(make: Any, head: str) -> None:
         assert value.untyped_storage().nbytes() == value.nbytes, name
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     "options", [{"components": 13}, {"channels": 2}, {"data": "photographs", "height": 400, "width": 64}]
 )

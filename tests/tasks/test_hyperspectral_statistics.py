@@ -41,6 +41,7 @@ def gathered(fit: PixelStatistics, *batches: dict[str, Tensor]) -> State:
     return state
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("num_parts", [1, 2, 5])
 @pytest.mark.parametrize("offset", [0.0, 100.0])

@@ -104,6 +104,7 @@ def test_numbers_are_read_and_written() -> None:
 # The standard library
 
 
+@pytest.mark.slow
 def test_held_out_descriptions_are_not_in_the_training_data(library: Pairs) -> None:
     seen = {source for source, _ in library["train"]}
     for split in ("val", "test"):
@@ -112,6 +113,7 @@ def test_held_out_descriptions_are_not_in_the_training_data(library: Pairs) -> N
     assert len(library["train"]) > 4000
 
 
+@pytest.mark.slow
 def test_the_vocabulary_is_built_from_training_data_only(library: Pairs, corpus: Corpus) -> None:
     alone = Pieces.learn((text for pair in library["train"] for text in pair), 2000)
     assert isinstance(corpus.vocabulary, Pieces)
@@ -119,6 +121,7 @@ def test_the_vocabulary_is_built_from_training_data_only(library: Pairs, corpus:
     assert corpus.vocabulary.num_tokens == 2000
 
 
+@pytest.mark.slow
 def test_pairs_are_complete_and_in_order(library: Pairs, corpus: Corpus) -> None:
     assert texts(corpus, "val") == library["val"]
 
@@ -328,6 +331,7 @@ def test_random_pairs_are_the_same_for_a_seed_and_have_the_published_shape() -> 
 # Baselines
 
 
+@pytest.mark.slow
 def test_baselines_are_what_a_constant_answer_achieves(library: Pairs, corpus: Corpus) -> None:
     result = baselines(corpus, 50, 20)
     likeliest = Counter(target for _, target in library["train"]).most_common(1)[0][0]
@@ -339,6 +343,7 @@ def test_baselines_are_what_a_constant_answer_achieves(library: Pairs, corpus: C
     assert 3 < result["loss"] < np.log(2000)
 
 
+@pytest.mark.slow
 def test_the_name_copying_rule_is_scored_like_exact_match(library: Pairs, corpus: Corpus) -> None:
     right = [target == f"{source.partition(':')[0].split('.')[-1]}(self)" for source, target in library["val"]]
     assert (

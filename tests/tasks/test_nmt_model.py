@@ -210,6 +210,7 @@ def test_position_codes_are_exact_in_half_precision(dtype: torch.dtype) -> None:
     assert torch.equal(before[target.segments == 1], after[target.segments == 1])
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("rates", [{"dropout": 0.5}, {"attention_dropout": 0.5}], ids=str)
 def test_dropout_acts_in_training_only(task: Translation, rates: dict[str, float]) -> None:
     task = make_task(packed=task.packed, **rates)
@@ -227,6 +228,7 @@ def test_dropout_acts_in_training_only(task: Translation, rates: dict[str, float
     assert torch.equal(logits(), task.model(source, target))
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore:The .grad attribute")  # Dynamo accesses .grad of non-leaf inputs
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("compiled", "graphs"), [(default, 1), (regional, 2)])
@@ -287,6 +289,7 @@ def composed(task: Translation) -> Callable[..., Tensor]:
     return call
 
 
+@pytest.mark.slow_beyond(2)
 @pytest.mark.parametrize("rates", [{}, {"dropout": 0.3}, {"dropout": 0.1, "attention_dropout": 0.3}], ids=str)
 def test_layers_compose_to_the_model(task: Translation, rates: dict[str, float]) -> None:
     task = make_task(packed=task.packed, **rates)
@@ -299,6 +302,7 @@ def test_layers_compose_to_the_model(task: Translation, rates: dict[str, float])
     assert held == set(task.model.parameters())
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("beam", [1, 3])
 def test_layers_decode_as_the_model_does(task: Translation, beam: int) -> None:
     source = batch_of(task, 40, "val").source
@@ -355,6 +359,7 @@ def score(task: Translation, source: Rows, made: Tensor) -> Tensor:
     return mean
 
 
+@pytest.mark.slow_beyond(1)
 def test_a_beam_as_wide_as_the_vocabulary_finds_the_best_of_two_tokens(task: Translation) -> None:
     shape = replace(SMALL, target_length=2)
     source = batch_of(task, 6, "val").source
@@ -371,6 +376,7 @@ def test_a_beam_as_wide_as_the_vocabulary_finds_the_best_of_two_tokens(task: Tra
             torch.testing.assert_close(score(task, alone, result[row : row + 1])[0], best)
 
 
+@pytest.mark.slow_beyond(1)
 def test_a_beam_does_not_depend_on_other_sources(task: Translation) -> None:
     source = batch_of(task, 9, "val").source
     with torch.no_grad():
@@ -384,6 +390,7 @@ def test_a_beam_does_not_depend_on_other_sources(task: Translation) -> None:
 # The task
 
 
+@pytest.mark.slow_beyond(1)
 def test_metrics_do_not_depend_on_the_batch(task: Translation) -> None:
     data = task.dataset("val")
     with torch.no_grad():
@@ -394,6 +401,7 @@ def test_metrics_do_not_depend_on_the_batch(task: Translation) -> None:
         assert count == sum(part[name][1] for part in parts)
 
 
+@pytest.mark.slow
 def test_an_overfitted_batch_is_decoded_exactly() -> None:
     task = make_task(packed=True, far=False)
     batch, held = batch_of(task, 4), PairData(*sides(task, 4), SMALL.source_length, SMALL.target_length)
@@ -432,6 +440,7 @@ def test_the_loss_is_float32_under_autocast(task: Translation) -> None:
         assert task.loss(task.model, batch_of(task))[0].dtype == torch.float32
 
 
+@pytest.mark.slow
 def test_inference_writes_pairs_and_a_report_on_attention(task: Translation) -> None:
     with torch.no_grad():
         made = list(task.predict(task.model.eval(), torch.Generator(), samples=5, batch_size=2, beam=2))
@@ -454,6 +463,7 @@ def test_inference_reports_that_attention_dropout_leaves_no_choice_of_kernels() 
     assert not last.plots
 
 
+@pytest.mark.slow
 def test_a_text_of_the_user_is_translated(task: Translation) -> None:
     with torch.no_grad():
         made = list(task.predict(task.model.eval(), torch.Generator(), source=" 5 6 7 "))

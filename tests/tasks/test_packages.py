@@ -72,6 +72,7 @@ def prepared(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> Pa
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("args", "package"),
@@ -90,6 +91,7 @@ def test_a_missing_package_stops_a_command_before_its_first_update(
     assert not (prepared / "outputs" / "mine").exists(), "there is nothing to resume"
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("task", "package"), [*sorted(WHILE_BUILDING), ("tractodiff", "scipy")])
 def test_a_package_that_is_missing_while_the_task_is_built_names_the_extra(
     server: ForkServer, tmp_path: Path, task: str, package: str

@@ -12,6 +12,8 @@ import torch
 from runner.durable.checkpoint import LoadedCheckpoint, load, newest_valid
 from tests.forkserver import ForkServer
 
+pytestmark = pytest.mark.slow
+
 # Small enough to take seconds; each resumes in the phase in which it was stopped.
 WORDS = {
     "cape": ["updates=6", "global_batch_size=4", "micro_batch_size=2"],

@@ -169,6 +169,7 @@ def test_a_condition_is_seven_places_and_eight_directions() -> None:
 # The volume
 
 
+@pytest.mark.slow
 def test_streamlines_are_inside_the_mask(volume: Path) -> None:
     tracts = Pieces(volume, "train").tracts
     inside = tracts.fields.mask.sample(tracts.points, torch.zeros(len(tracts.points), dtype=torch.long))
@@ -202,10 +203,12 @@ def digest_in_filled_memory() -> str:
     return digest_of(result)
 
 
+@pytest.mark.slow
 def test_tracking_is_deterministic(traced: Any, server: ForkServer) -> None:
     assert digest_of(traced) == server.call(digest_in_filled_memory)
 
 
+@pytest.mark.slow
 def test_no_streamline_is_in_two_splits_and_each_split_has_some(volume: Path) -> None:
     tracts = Pieces(volume, "train").tracts
     for split in SPLITS:
@@ -216,6 +219,7 @@ def test_no_streamline_is_in_two_splits_and_each_split_has_some(volume: Path) ->
     assert not firsts["val"] & firsts["test"]
 
 
+@pytest.mark.slow
 def test_bundles_are_held_out_by_subject_and_atlases_exclude_it(bundles: Path) -> None:
     tracts = Pieces(bundles, "train").tracts
     assert [[tracts.names[subject] for subject in tracts.subjects(split)] for split in SPLITS] == [
@@ -230,6 +234,7 @@ def test_bundles_are_held_out_by_subject_and_atlases_exclude_it(bundles: Path) -
 # The pieces
 
 
+@pytest.mark.slow
 def test_a_piece_is_the_points_that_follow(volume: Path) -> None:
     pieces = Pieces(volume, "val")
     tracts = pieces.tracts
@@ -248,6 +253,7 @@ def test_a_piece_is_the_points_that_follow(volume: Path) -> None:
     torch.testing.assert_close(back["condition"][-3:], unit_steps(line.flip(0)[:2])[0])
 
 
+@pytest.mark.slow
 def test_training_pieces_are_extrapolated_beyond_the_end(volume: Path) -> None:
     pieces = Pieces(volume, "train")
     line = pieces.tracts.streamlines("train", 0)[0]
@@ -256,6 +262,7 @@ def test_training_pieces_are_extrapolated_beyond_the_end(volume: Path) -> None:
     assert_close(last["points"], step * torch.arange(1, 17)[:, None], terms=16, growth=16)
 
 
+@pytest.mark.slow
 def test_only_training_pieces_may_lack_a_history(volume: Path) -> None:
     train, val = Pieces(volume, "train").spread(2000), Pieces(volume, "val").spread(2000)
     directions = train["condition"][:, 322:].view(-1, 8, 3).norm(dim=2)
@@ -267,6 +274,7 @@ def test_only_training_pieces_may_lack_a_history(volume: Path) -> None:
     assert (val["condition"][:, -3:].norm(dim=1) > 0.99).all()
 
 
+@pytest.mark.slow
 def test_dropped_history_depends_on_the_epoch_and_not_on_the_reader(volume: Path) -> None:
     pieces, same = Pieces(volume, "train", 3), pickle.loads(pickle.dumps(Pieces(volume, "train", 3)))
     first = pieces.spread(300)["condition"]
@@ -278,6 +286,7 @@ def test_dropped_history_depends_on_the_epoch_and_not_on_the_reader(volume: Path
     assert torch.equal(first[:, :322], second[:, :322])
 
 
+@pytest.mark.slow
 def test_a_worker_process_gets_the_name_of_the_folder_only(volume: Path) -> None:
     assert len(pickle.dumps(Pieces(volume, "train"))) < 1000
 
@@ -380,5 +389,6 @@ def test_a_path_that_is_not_a_folder_is_missing(tmp_path: Path) -> None:
         prepare(tmp_path / "empty", tmp_path / "cache", data="volume", step=1.0)
 
 
+@pytest.mark.slow
 def test_nothing_is_downloaded(bundles: Path) -> None:
     assert bundles.exists()

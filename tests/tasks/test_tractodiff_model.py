@@ -138,6 +138,7 @@ def test_a_step_of_ddim_keeps_the_noise() -> None:
 # The model
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("denoiser", ["gru", "unet"])
 def test_every_parameter_gets_a_gradient(denoiser: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -188,6 +189,7 @@ def test_full_is_the_published_size(denoiser: Any, millions: float) -> None:
     assert sum(weight.numel() for weight in model.parameters()) / 1e6 == pytest.approx(millions, abs=0.001)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("denoiser", ["gru", "unet"])
 @pytest.mark.filterwarnings("ignore:The tensor attributes")  # a warning of torch about the GRU
 def test_the_model_is_traced_with_the_example(denoiser: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -202,6 +204,7 @@ def test_the_model_is_traced_with_the_example(denoiser: str, cache: Path, monkey
 # The loss
 
 
+@pytest.mark.slow
 def test_a_loss_is_a_sum_over_pieces(task: TractoDiff) -> None:
     batch = task.train.spread(7)
     loss, items = task.loss(task.model, batch)
@@ -214,6 +217,7 @@ def test_a_loss_is_a_sum_over_pieces(task: TractoDiff) -> None:
     assert loss.dtype == torch.float32
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("denoiser", ["gru", "unet"])
 def test_the_loss_is_float32_under_autocast(denoiser: str, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     task = make_task(cache, monkeypatch, denoiser=denoiser)
@@ -264,6 +268,7 @@ def test_leaving_the_mask_costs_and_pulls_points_back(task: TractoDiff) -> None:
         assert (task.inside(edge + step, batch) < before)[pulled].all()
 
 
+@pytest.mark.slow
 def test_training_reduces_the_loss(task: TractoDiff) -> None:
     batch = task.train.spread(32)
     optimizer = torch.optim.Adam(task.model.parameters(), lr=1e-2)
@@ -290,6 +295,7 @@ def test_the_baseline_extrapolates_linearly(task: TractoDiff) -> None:
     assert 0 < baseline["inside"] < 1
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("data", ["volume", "bundles"])
 def test_the_stronger_baseline_copies_the_nearest_training_piece(
@@ -399,6 +405,7 @@ def predict(task: TractoDiff, seed: int = 0, **options: Any) -> Any:
         return prediction
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seeds_from", ["streamlines", "mask"])
 def test_other_programs_open_the_written_streamlines(task: TractoDiff, tmp_path: Path, seeds_from: str) -> None:
     from dipy.io.streamline import load_tractogram
@@ -420,12 +427,14 @@ def test_other_programs_open_the_written_streamlines(task: TractoDiff, tmp_path:
     assert prediction.plots["small_64D.png"].startswith(b"\x89PNG")
 
 
+@pytest.mark.slow
 def test_the_same_seed_grows_the_same_streamlines(task: TractoDiff) -> None:
     first = predict(task, 1).files["small_64D.trk"]
     assert predict(task, 1).files["small_64D.trk"] == first
     assert predict(task, 2).files["small_64D.trk"] != first
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("split", ["val", "test"])
 def test_grown_streamlines_are_compared_with_the_requested_split(task: TractoDiff, split: str) -> None:
     options: dict[str, Any] = {} if split == "test" else {"split": split}  # the default is test
@@ -436,6 +445,7 @@ def test_grown_streamlines_are_compared_with_the_requested_split(task: TractoDif
     assert "no test" not in prediction.text
 
 
+@pytest.mark.slow
 def test_val_is_used_if_there_is_no_test_split(task: TractoDiff) -> None:
     task.tracts.split[task.tracts.split == 2] = 0
     prediction = predict(task)
@@ -452,6 +462,7 @@ def test_lines_are_read_back_unchanged() -> None:
         assert_close(back, line, terms=2 * 4)
 
 
+@pytest.mark.slow
 def test_shards_grow_the_same_streamlines_as_one_process(task: TractoDiff) -> None:
     def grown(**options: Any) -> dict[str, bytes]:
         generator = torch.Generator().manual_seed(0)
@@ -491,6 +502,7 @@ def test_a_line_connects_if_both_ends_are_near_those_of_one_line() -> None:
     assert not connects(crossing, [one, other], 1.0)
 
 
+@pytest.mark.slow
 def test_another_program_reads_a_tck_file_unchanged(task: TractoDiff) -> None:
     files = predict(task).files
     lines = [nibabel.streamlines.load(io.BytesIO(files[f"small_64D.{kind}"])).streamlines for kind in ("trk", "tck")]
@@ -504,5 +516,6 @@ def test_invalid_shapes_of_pieces_and_diffusion_are_refused(task: TractoDiff, op
         predict(task, **options)
 
 
+@pytest.mark.slow
 def test_ddim_grows_streamlines_too(task: TractoDiff) -> None:
     assert predict(task, steps=3).files["small_64D.trk"] != predict(task).files["small_64D.trk"]

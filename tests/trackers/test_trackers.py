@@ -145,6 +145,7 @@ def test_disabled_starts_nothing(tmp_path: Path, screen: Callable[..., None]) ->
 # The real wandb, offline
 
 
+@pytest.mark.slow
 def test_without_a_key_every_row_is_in_an_offline_folder(tmp_path: Path, screen: Callable[..., None]) -> None:
     tracker = make(tmp_path, tags=["t"], group="g")
     tracker.start()
@@ -162,6 +163,7 @@ def test_without_a_key_every_row_is_in_an_offline_folder(tmp_path: Path, screen:
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, f"{path} can be read by others"
 
 
+@pytest.mark.slow
 def test_a_resumed_run_has_each_update_once(tmp_path: Path) -> None:
     first = make(tmp_path)
     first.start()
@@ -224,6 +226,7 @@ def test_a_killed_run_leaves_its_rows_and_no_process(tmp_path: Path) -> None:
 # The real wandb with working and faulty servers
 
 
+@pytest.mark.slow
 def test_online_rows_arrive_and_a_resumed_run_sends_each_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Server() as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
@@ -248,6 +251,7 @@ def test_online_rows_arrive_and_a_resumed_run_sends_each_once(tmp_path: Path, mo
         assert not path.is_file() or KEY.encode() not in path.read_bytes(), f"the key is in {path}"
 
 
+@pytest.mark.slow
 def test_if_the_server_refuses_the_key_the_run_is_offline(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with Server(status=401) as server:
         monkeypatch.setenv("WANDB_BASE_URL", server.url)
@@ -262,6 +266,7 @@ def test_if_the_server_refuses_the_key_the_run_is_offline(tmp_path: Path, monkey
     assert KEY not in tracker.note
 
 
+@pytest.mark.slow
 def test_a_network_that_swallows_everything_costs_no_time_and_no_rows(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +285,7 @@ def test_a_network_that_swallows_everything_costs_no_time_and_no_rows(
     assert held == list(range(len(held)))
 
 
+@pytest.mark.slow
 def test_start_and_log_return_before_the_server_has_answered(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     may_answer = threading.Event()
 
@@ -300,6 +306,7 @@ def test_start_and_log_return_before_the_server_has_answered(tmp_path: Path, mon
         assert server.updates == list(range(100))
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("does", [{"status": 500}, {"delay_s": 1.0}, {"lives_for": 0}, {"lives_for": 6}], ids=str)
 def test_a_server_that_fails_is_slow_or_dies_loses_and_doubles_no_row(
@@ -387,6 +394,7 @@ def fake_rows(tmp_path: Path, mode: str) -> list[int]:
     return [json.loads(line)["update"] for line in path.read_text().splitlines()] if path.exists() else []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "does", ["hangs in init", "raises in init", "exits in init", "interrupts in init", "dies in init"]
 )
@@ -405,6 +413,7 @@ def test_a_start_online_that_fails_ends_offline_with_every_row(
     assert KEY not in tracker.note
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("does", ["raises", "exits", "dies"])
 def test_a_wandb_that_fails_during_a_run_continues_offline(tmp_path: Path, fake: Any, does: str) -> None:
     fake(online=does)
@@ -466,6 +475,7 @@ def test_rows_that_a_killed_process_may_not_have_flushed_are_counted(tmp_path: P
     assert tracker.num_dropped == 40
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("does", ["ok", "dawdles", "dawdles in init"])
 def test_a_detached_process_keeps_every_row_and_ends(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, does: str
@@ -538,6 +548,7 @@ def test_rows_of_a_thread_that_does_not_end_in_time_are_counted(
     assert num_dropped == 100
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("does", ["never ends", "hangs in init", "hangs"])
 def test_a_detached_process_that_hangs_ends(
     tmp_path: Path, fake: Any, monkeypatch: pytest.MonkeyPatch, does: str

@@ -66,6 +66,7 @@ def by_hand(seen: list[dict[str, Tensor]], option: str) -> dict[str, Tensor]:
     return average
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("option", "args"), [("ema", EMA), ("swa", ("averaging=swa",))])
 def test_the_average_equals_that_of_a_plain_loop(option: str, args: tuple[str, ...], tmp_path: Path) -> None:
     with open_phase(request_of(tmp_path, *args)) as phase:
@@ -105,6 +106,7 @@ def test_resuming_does_not_change_a_bit_of_the_average(strategy: str, tmp_path: 
         assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(("args", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2), ("pipeline", 2)])
 def test_neither_accumulation_nor_ranks_change_the_average(args: str, world_size: int, tmp_path: Path) -> None:
@@ -119,6 +121,7 @@ def test_neither_accumulation_nor_ranks_change_the_average(args: str, world_size
     assert_close(saved(folder), saved(tmp_path / "straight"))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("is_evaluated", [True, False])
 def test_evaluation_and_inference_use_the_average_on_request(
     is_evaluated: bool, server: ForkServer, tmp_path: Path

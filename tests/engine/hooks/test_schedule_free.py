@@ -103,6 +103,7 @@ def test_an_evaluation_does_not_change_training(tmp_path: Path) -> None:
         assert_close(saved(tmp_path / "often", stem), saved(tmp_path / "never", stem), 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("strategy", ["single", "ddp", "fsdp"])
 def test_resuming_does_not_change_a_bit(strategy: str, tmp_path: Path) -> None:
     args = (f"parallelism={strategy}", *([] if strategy == "single" else ["parallelism.world_size=2"]))
@@ -125,6 +126,7 @@ def test_resuming_does_not_change_a_bit(strategy: str, tmp_path: Path) -> None:
         assert_close(saved(tmp_path / "stopped", stem), saved(tmp_path / "straight", stem), 0.0)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("args", "world_size"), [("micro_batch_size=2", 1), ("ddp", 2), ("fsdp", 2)])
 def test_neither_accumulation_nor_ranks_change_the_weights(args: str, world_size: int, tmp_path: Path) -> None:
     trained(tmp_path / "one", "micro_batch_size=8")

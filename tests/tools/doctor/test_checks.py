@@ -90,6 +90,7 @@ def test_formats_are_those_of_the_device() -> None:
 # ---------------------------------------------------------------- the machine
 
 
+@pytest.mark.slow
 def test_a_low_limit_of_open_files_is_reported_with_a_fix() -> None:
     messages = limits_under(
         "resource.setrlimit(resource.RLIMIT_NOFILE, (300, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))"

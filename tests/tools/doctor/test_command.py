@@ -96,6 +96,7 @@ def test_warnings_are_exit_0(server: ForkServer, tmp_path: Path) -> None:
     assert server.run("doctor checks=[odd]", tmp_path, before=FAILING).code == 0
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_an_interrupted_run_leaves_nothing(
     server: ForkServer, tmp_path: Path, short: Path, number: signal.Signals
@@ -126,6 +127,7 @@ def test_a_read_only_folder_fails_with_an_alternative(server: ForkServer, tmp_pa
     assert " output_root=" in actual["fix"]
 
 
+@pytest.mark.slow
 def test_gpus_that_torch_cannot_use_fail_with_the_reason(nvml_stub: NvmlStub, tmp_path: Path) -> None:
     import subprocess
     import sys

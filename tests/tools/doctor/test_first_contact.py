@@ -121,6 +121,7 @@ INSTALLED = "from runner.tools.doctor import rehearsal; rehearsal.ROOT = rehears
 NO_COMPILER = "import os; os.environ['PATH'] = '/nonexistent'"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize(
     ("args", "before", "shown"),

@@ -54,6 +54,7 @@ def test_the_state_of_a_gpu_is_reported_and_a_power_limit_under_load_is_normal(
     screen("\n".join(each["seen"] for each in result))
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("bits", "args"), [(64, "cooling"), (4 + 8, "power supply"), (128, "cables")])
 def test_a_throttled_gpu_is_reported_with_what_to_check(nvml_stub: NvmlStub, bits: int, args: str) -> None:
     t4 = told(nvml_stub, T4 | {"0.throttle": bits})["driver"][1]
@@ -68,6 +69,7 @@ def test_missing_readings_are_omitted(nvml_stub: NvmlStub) -> None:
     assert (quiet["state"], quiet["seen"]) == ("ok", "Quiet")
 
 
+@pytest.mark.slow
 def test_memory_that_could_not_be_corrected_fails(nvml_stub: NvmlStub) -> None:
     assert told(nvml_stub, T4 | {"0.ecc_uncorrected": 0})["driver"][1]["state"] == "ok"
     t4 = told(nvml_stub, T4 | {"0.ecc_uncorrected": 3})["driver"][1]
@@ -75,6 +77,7 @@ def test_memory_that_could_not_be_corrected_fails(nvml_stub: NvmlStub) -> None:
     assert re.search(r"\b3 errors\b", t4["seen"])
 
 
+@pytest.mark.slow
 def test_other_processes_are_listed_by_size_with_memory_if_known(
     nvml_stub: NvmlStub,
 ) -> None:
@@ -92,6 +95,7 @@ def test_other_processes_are_listed_by_size_with_memory_if_known(
     assert silent["state"] == "skip"
 
 
+@pytest.mark.slow
 def test_an_empty_process_list_does_not_mean_an_idle_gpu(nvml_stub: NvmlStub) -> None:
     def alone(**values: object) -> dict[str, Any]:
         state = {key: value for key, value in T4.items() if key not in ("0.memory_used", "0.util")}
@@ -108,6 +112,7 @@ def test_an_empty_process_list_does_not_mean_an_idle_gpu(nvml_stub: NvmlStub) ->
     assert told(nvml_stub, bare | {"0.processes": ""})["processes"][0]["state"] == "skip"
 
 
+@pytest.mark.slow
 def test_a_process_is_named_only_if_its_pid_is_in_this_namespace(nvml_stub: NvmlStub) -> None:
     state = T4 | {"0.processes": f"{os.getpid()}:{GIB}"}
     (inside,) = told(nvml_stub, state, CONTAINER="1")["processes"]
@@ -117,6 +122,7 @@ def test_a_process_is_named_only_if_its_pid_is_in_this_namespace(nvml_stub: Nvml
     assert pids_are_of_host() == (psutil.Process().name() in outside["seen"])
 
 
+@pytest.mark.slow
 def test_differing_indices_are_shown_by_uuid(nvml_stub: NvmlStub) -> None:
     slow, fast = (PAIR["0.name"], PAIR["0.uuid"]), (PAIR["1.name"], PAIR["1.uuid"])
     turned = told(nvml_stub, PAIR, SEES=json.dumps([fast, slow]))["numbering"]
@@ -130,6 +136,7 @@ def test_differing_indices_are_shown_by_uuid(nvml_stub: NvmlStub) -> None:
     assert "CUDA_VISIBLE_DEVICES=" in by_bus[0]["fix"]
 
 
+@pytest.mark.slow
 def test_an_invalid_entry_of_cuda_visible_devices_is_reported(nvml_stub: NvmlStub) -> None:
     for wanted in ("1,7", "GPU-9999", "0,0"):
         *_, last = told(nvml_stub, PAIR, CUDA_VISIBLE_DEVICES=wanted)["numbering"]
@@ -137,6 +144,7 @@ def test_an_invalid_entry_of_cuda_visible_devices_is_reported(nvml_stub: NvmlStu
         assert wanted in last["seen"]
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(
     ("built", "state", "args"),
     [
@@ -160,6 +168,7 @@ def test_a_machine_without_a_gpu_has_nothing_to_fix(nvml_stub: NvmlStub) -> None
         assert {each["state"] for each in findings} == {"skip"}
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize(("error", "args"), [(9, "not loaded"), (4, "no permission"), (18, "different versions")])
 def test_an_installed_driver_that_does_not_respond_fails(nvml_stub: NvmlStub, error: int, args: str) -> None:
     (driver,) = told(nvml_stub, DRIVER | {"err.init": error})["driver"]

@@ -105,6 +105,7 @@ ENDS: dict[str, tuple[Callable[[], object], str]] = {
 }
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", ENDS)
 def test_a_check_that_exits_early_is_a_finding_and_the_rest_runs(name: str, tmp_path: Path) -> None:
@@ -121,6 +122,7 @@ def test_a_check_that_exits_early_is_a_finding_and_the_rest_runs(name: str, tmp_
     assert two.why == "because"
 
 
+@pytest.mark.slow
 def test_a_check_that_ends_badly_does_not_end_the_others(tmp_path: Path) -> None:
     messages = found(tmp_path, crashes=breaking(crash), hangs=breaking(hang), after=fine)
 
@@ -232,6 +234,7 @@ def test_checks_that_need_torch_are_skipped_if_it_cannot_be_imported(tmp_path: P
     assert [each.state for each in findings if each.check == "disk"] == ["ok"]
 
 
+@pytest.mark.slow
 def test_a_crashing_gpu_check_does_not_prevent_cpu_checks(tmp_path: Path) -> None:
     from runner.tools.doctor.software import torch
 

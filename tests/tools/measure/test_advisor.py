@@ -260,6 +260,7 @@ def profile_of(args: str, evidence: str = "data wait: 40 % of the time") -> Prof
     return Profile(tuple(args.split()), "tuned for gpt", "tune", (evidence,))
 
 
+@pytest.mark.slow
 def test_a_profile_composes_and_has_its_effect(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     chosen = profile_of("precision=bf16 dataloader.num_workers=2 micro_batch_size=8 checkpoint.every=10min")
@@ -275,6 +276,7 @@ def test_a_profile_composes_and_has_its_effect(tmp_path: Path, monkeypatch: pyte
     assert "data wait: 40 % " in file.read_text()
 
 
+@pytest.mark.slow
 def test_a_profile_keeps_earlier_selections(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -288,6 +290,7 @@ def test_a_profile_keeps_earlier_selections(tmp_path: Path, monkeypatch: pytest.
     )
 
 
+@pytest.mark.slow
 def test_a_foreign_file_is_kept_and_our_own_is_replaced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     file, _ = write_profile(profile_of("dataloader.num_workers=2"), Request(), "mine")
@@ -370,6 +373,7 @@ def test_measurements_of_a_failed_run_are_used_with_a_note(
     assert seen[0].evidence.updates == RUN.updates
 
 
+@pytest.mark.slow
 def test_a_planted_wait_is_found_and_tried(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -391,6 +395,7 @@ def test_a_planted_wait_is_found_and_tried(
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_advice_without_time_for_trials_reports_the_short_budget(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -404,6 +409,7 @@ def test_advice_without_time_for_trials_reports_the_short_budget(
     assert not any(each["tried"] for each in result["advice"])
 
 
+@pytest.mark.slow
 def test_advice_uses_the_settings_of_a_run_without_changing_it(
     server: ForkServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

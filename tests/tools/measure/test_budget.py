@@ -143,6 +143,7 @@ def planted(starts: list[float], update_s: float, noise: float, compiling: int) 
     ]
 
 
+@pytest.mark.slow
 @ON_FAKES
 @given(UNLIKE, st.floats(5.0, 200.0))
 def test_no_variant_exceeds_the_budget(

@@ -111,6 +111,7 @@ OTHERS = {
 }
 
 
+@pytest.mark.slow
 def test_a_variant_with_different_weights_is_flagged_despite_equal_losses(comparison: Comparison) -> None:
     """The losses of the first updates of a warm-up do not show what the optimizer does."""
     variants = [Variant("as it is"), *(Variant(name, args) for name, args in OTHERS.items())]
@@ -187,6 +188,7 @@ def test_disturbances_are_reported() -> None:
     assert "noisy" in next(describe_disturbances(ComparisonResult([uneven], "interleaved")))
 
 
+@pytest.mark.slow
 def test_every_variant_compiles_once_and_restarts_use_the_cache(comparison: Comparison) -> None:
     names = [Variant("as it is"), Variant("quick", ("task.sleep_ms=0",))]
     comparison.compare(names, CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, interleave=False), lambda _: None)
@@ -204,6 +206,7 @@ def test_results_can_be_written_as_json(trials: ComparisonResult) -> None:
     assert rows[3]["median_ms"] is None
 
 
+@pytest.mark.slow
 def test_variants_that_do_not_fit_together_run_in_turn(comparison: Comparison) -> None:
     limits = CompareLimits(budget_s=60, rounds=(3, 3), block_s=0.03, interleave=False)
 
@@ -216,6 +219,7 @@ def test_variants_that_do_not_fit_together_run_in_turn(comparison: Comparison) -
     assert ratio.middle > 1.1
 
 
+@pytest.mark.slow
 def test_variants_restart_between_blocks(comparison: Comparison, monkeypatch: pytest.MonkeyPatch) -> None:
     """This shows differences between processes that run the same code."""
     monkeypatch.setattr(compare, "leave_out", lambda *_, **__: None)
@@ -304,6 +308,7 @@ def test_blocks_of_all_variants_have_similar_duration(trials: ComparisonResult) 
     assert quick.updates * quick.median_ms > 0.3 * slow.updates * slow.median_ms
 
 
+@pytest.mark.slow
 def test_batches_prefetched_while_suspended_do_not_count(
     comparison: Comparison, planted: Planted, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -322,6 +327,7 @@ def test_batches_prefetched_while_suspended_do_not_count(
     assert ratio.middle < 28 / 24 * 1.1, "at most the computation is hidden"
 
 
+@pytest.mark.slow
 def test_a_block_includes_periodic_work_if_there_is_time(comparison: Comparison) -> None:
     rare = ("task.sleep_ms=1", "checkpoint.every=100")  # the period is fifty times as long as a block
     rarer = ("task.sleep_ms=1", "checkpoint.every=100000")
@@ -351,6 +357,7 @@ def test_slow_updates_with_deep_prefetch_end_in_time_with_a_reason(comparison: C
     assert SHORT_BUDGET in actual.notes
 
 
+@pytest.mark.slow
 def test_no_block_starts_that_would_miss_the_deadline(comparison: Comparison) -> None:
     variants = [Variant("as it is", ("task.sleep_ms=200",)), Variant("quick", ("task.sleep_ms=100",))]
     limits = CompareLimits(budget_s=15, rounds=(60, 60), block_s=0.5)
@@ -361,6 +368,7 @@ def test_no_block_starts_that_would_miss_the_deadline(comparison: Comparison) ->
     assert actual.of("quick").why_not == NO_TIME_LEFT or len(actual.baseline.blocks) >= MIN_ROUNDS
 
 
+@pytest.mark.slow
 def test_a_variant_that_does_not_start_in_time_is_ended_and_reported(comparison: Comparison) -> None:
     variants = [Variant("as it is"), Variant("slow", ("task.start_s=60",))]
 
@@ -371,6 +379,7 @@ def test_a_variant_that_does_not_start_in_time_is_ended_and_reported(comparison:
     assert len(actual.baseline.blocks) == 3
 
 
+@pytest.mark.slow
 def test_available_cores_are_limited_by_affinity_and_cgroup(
     comparison: Comparison, trials: ComparisonResult, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -123,6 +123,7 @@ def legend_of(figure: Any) -> list[str]:
 # ---------------------------------------------------------------- files
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("full_resolution")
 def test_each_plot_is_beside_the_results(results: Results) -> None:
     drawn = draw_plots(results)
@@ -143,6 +144,7 @@ def test_a_plot_names_the_task_of_its_data_or_none(results: Results, tmp_path: P
         assert "task" not in notes(figure.axes[0])
 
 
+@pytest.mark.slow
 def test_an_outdated_plot_is_removed(results: Results) -> None:
     draw_plots(results)
     results.clean()
@@ -368,6 +370,7 @@ def boxes(figure: Any) -> Iterator[tuple[str, Any]]:
             yield text.get_text(), text.get_window_extent(renderer)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.usefixtures("full_resolution")
 @pytest.mark.parametrize("name", PICTURES)
@@ -389,6 +392,7 @@ def test_texts_do_not_overlap_or_leave_the_plot(request: pytest.FixtureRequest, 
         assert width < 1 or height < 1, f"{first!r} lies on {second!r}"
 
 
+@pytest.mark.slow
 def test_names_are_shown_verbatim(tmp_path: Path) -> None:
     odd = Results(tmp_path)
     names = ["_hidden", "$x$", "a_b^c", "日本", "back\\slash", "%s {0}", "x" * 200]
@@ -401,6 +405,7 @@ def test_names_are_shown_verbatim(tmp_path: Path) -> None:
         size_of(render_png(figure))
 
 
+@pytest.mark.slow
 @settings(max_examples=25, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     st.dictionaries(
@@ -426,6 +431,7 @@ def test_any_times_and_any_facts_can_be_drawn(
         assert figure.axes
 
 
+@pytest.mark.slow
 def test_a_prefix_names_the_plots_of_results_without_one(tmp_path: Path) -> None:
     Results(tmp_path).put({name: row(column) for name, column in COLUMNS.items()})
     assert main(["benchmark", "plots", f"folder={tmp_path}", "prefix=mine-"]) == 0

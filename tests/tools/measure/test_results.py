@@ -66,6 +66,7 @@ def fresh() -> Iterator[Any]:
 # ---------------------------------------------------------------- storing and reading
 
 
+@pytest.mark.slow
 def test_stored_results_are_read_back(fresh: Any) -> None:
     @given(tables)
     def law(table: dict[str, list[float]]) -> None:
@@ -91,6 +92,7 @@ def test_every_value_of_a_row_is_read_back(results: Results) -> None:
     assert result == LadderRow(**{**vars(row), "session": 2, "date": result.date, "hardware": HARDWARE})
 
 
+@pytest.mark.slow
 def test_a_remeasured_technique_replaces_only_its_column(fresh: Any) -> None:
     @given(tables, tables)
     def law(first: dict[str, list[float]], second: dict[str, list[float]]) -> None:
@@ -255,6 +257,7 @@ def test_damaged_results_are_refused_and_nothing_is_changed(results: Results, co
     assert (results.csv.read_bytes(), results.json.read_bytes()) == (before, content)
 
 
+@pytest.mark.slow
 def test_any_json_is_read_or_refused(fresh: Any) -> None:
     leaves = st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=3)
     keys = st.sampled_from(["techniques", "a", "updates_ms", "ratio", "middle", "numerics", "members", "session"])
@@ -331,6 +334,7 @@ def _put_many(folder: Path, name: str) -> None:
         Results(folder).put(rows({f"{name}{number}": [1.0 + number]}))
 
 
+@pytest.mark.slow
 def test_concurrent_writers_lose_no_column(tmp_path: Path) -> None:
     context = multiprocessing.get_context("fork")
     writers = [context.Process(target=_put_many, args=(tmp_path, name)) for name in "abcd"]

@@ -178,6 +178,7 @@ def test_every_sentence_has_a_number(case: str) -> None:
     assert all(any(char.isdigit() for char in finding.evidence) for finding in findings(given))
 
 
+@pytest.mark.slow
 def test_every_proposal_is_a_valid_override() -> None:
     proposed = {
         candidate.overrides

@@ -55,6 +55,7 @@ def lines_of(axes: Any) -> list[list[float]]:
     return [list(line.get_ydata()) for line in axes.lines if len(line.get_ydata()) > 1]
 
 
+@pytest.mark.slow
 @settings(max_examples=25)
 @given(runs)
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, False, False)])
@@ -77,6 +78,7 @@ def test_every_column_has_the_baseline_of_its_session(given_runs: list[tuple[set
         assert all(row.mode == str(run_of(columns[name])) for name, row in rows.items())
 
 
+@pytest.mark.slow
 @settings(max_examples=8)
 @given(runs)
 @example([({"bf16", "compile"}, True, False), ({"bf16"}, False, False)])

@@ -41,6 +41,7 @@ def simulated(seed: int, num: int, gain: float, noise: Draw) -> Ratio:
     return paired_ratio((10 * gain * slow).tolist(), (10 * fast).tolist(), seed)
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("noise", [quiet, spiky])
 @pytest.mark.parametrize("num", [6, 10, 20])
@@ -63,6 +64,7 @@ def test_the_interval_of_few_rounds_is_wide(num: int, noise: Draw) -> None:
     assert all(ratio.low <= ratio.middle <= ratio.high for ratio in result)
 
 
+@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("noise", [quiet, spiky])
 def test_a_gain_of_a_third_is_detected_and_none_is_not(noise: Draw) -> None:
     planted = [simulated(seed, 15, 1.3, noise) for seed in range(40)]
@@ -131,6 +133,7 @@ def in_processes(seed: int, num_cells: int, lives: int, sigma: float, noise: Dra
     return ComparisonResult(cells, "interleaved")
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("noise", [quiet, spiky])
 @pytest.mark.parametrize("num_cells", [2, 5])
@@ -150,6 +153,7 @@ def test_the_interval_includes_the_spread_between_processes(
     assert np.mean([ratio.verdict == "no clear change" for ratio in result if ratio]) >= 0.97
 
 
+@pytest.mark.slow
 def test_without_the_spread_between_processes_the_interval_would_be_too_narrow() -> None:
     made = [in_processes(seed, 5, 2, 0.014, spiky) for seed in range(200)]
     for trials in made:
@@ -160,6 +164,7 @@ def test_without_the_spread_between_processes_the_interval_would_be_too_narrow()
     assert np.mean([ratio.low <= 1 <= ratio.high for ratio in result if ratio]) < 0.8
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("lives", [2, 3, 6])
 @pytest.mark.parametrize("num_cells", [2, 3, 9])

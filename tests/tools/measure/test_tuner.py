@@ -150,6 +150,7 @@ def test_the_best_of_every_axis_is_found() -> None:
     assert {each.candidate.name for each in result.tried} == {"a=1", "a=2", "a=3", "a=4", "a=5", "b=1", "b=2", "c=1"}
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(
     st.lists(st.floats(0.5, 2.0), min_size=5, max_size=5),
@@ -167,6 +168,7 @@ def test_without_noise_the_best_is_found(of_a: list[float], of_b: list[float], o
     assert ms(result.overrides) <= BASE_MS
 
 
+@pytest.mark.slow
 def test_on_a_noisy_machine_no_slowdown_is_chosen_and_gains_are_usually_found() -> None:
     helps, none = speeds(a_3=0.75, b_1=1.05), speeds(a_1=1.02, a_2=1.01, b_1=1.1)
     found_it = 0
@@ -251,6 +253,7 @@ def test_a_setting_that_starts_too_slowly_is_not_chosen() -> None:
     assert "100 updates" in result.tried[0].outcome.reason
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("startup_s", [0.1, 2.0, 10.0])
 @pytest.mark.parametrize("budget_s", [1.0, 20.0, 100.0, 600.0])
 def test_the_budget_is_kept(budget_s: float, startup_s: float) -> None:
@@ -352,6 +355,7 @@ def offered(there: TuneTarget, args: Overrides = ()) -> dict[str, Offer]:
     return {name: there.offers(name)(args) for name in AXES}
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("gpu", [None, A100])
 def test_no_candidate_changes_the_mathematics(gpu: Device | None) -> None:
@@ -382,6 +386,7 @@ def test_mechanics_are_distinguished_from_mathematics() -> None:
     assert all(map(is_mechanics, ("precision", "compile.dynamic", "phase.train.micro_batch_size", "optimizer.kernel")))
 
 
+@pytest.mark.slow
 def test_impossible_candidates_are_skipped_with_the_reason() -> None:
     on_t4, on_cpu = offered(place("task=gpt", gpu=T4)), offered(place("task=gpt"))
 
@@ -393,6 +398,7 @@ def test_impossible_candidates_are_skipped_with_the_reason() -> None:
     assert "no GPU" in on_cpu["copies"].skipped["copies"]
 
 
+@pytest.mark.slow
 def test_command_line_settings_are_kept() -> None:
     there = place("task=gpt", "precision=fp32", "dataloader.num_workers=0", "compile=off", gpu=A100)
 
@@ -412,6 +418,7 @@ def build(*, a: int = 1):
 """
 
 
+@pytest.mark.slow
 def test_settings_of_a_task_are_searched_and_the_profile_applies(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -472,6 +479,7 @@ def test_reader_candidates_follow_from_earlier_results() -> None:
     assert [each.name for each in more] == ["dataloader.depth=4", "dataloader.depth=8"]
 
 
+@pytest.mark.slow
 def test_a_thread_without_a_cache_equals_one_worker() -> None:
     there = place("task=gpt")
     names = {each.name for each in there.offers("readers")(()).candidates}
@@ -505,6 +513,7 @@ def tuned(proof: TriedCandidate | None) -> TuneReport:
     return TuneReport("gpt", "a processor", "train", 31.2, result)
 
 
+@pytest.mark.slow
 def test_a_profile_composes_and_contains_exactly_the_winner(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
@@ -525,6 +534,7 @@ def test_a_profile_composes_and_contains_exactly_the_winner(tmp_path: Path, monk
         assert args in text
 
 
+@pytest.mark.slow
 def test_after_a_failed_verification_the_profile_is_empty_and_states_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -539,6 +549,7 @@ def test_after_a_failed_verification_the_profile_is_empty_and_states_it(
         assert "profile is empty" in "\n".join(format_result(tuned(proof)))
 
 
+@pytest.mark.slow
 def test_a_profile_in_use_is_extended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     write_profile(make_profile(tuned(BOTH)), Request(), "first")
@@ -610,6 +621,7 @@ def test_typos_get_suggestions_before_anything_is_measured(
         run(args.split())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("task", "axes", "args", "wins"),
     [
@@ -685,6 +697,7 @@ def test_every_trial_includes_the_first_evaluation() -> None:
     assert all(limits.time_first_evaluation for limits in seen)
 
 
+@pytest.mark.slow
 def test_recompilation_for_evaluation_counts_as_start_time() -> None:
     settings_ = ("updates=100", "global_batch_size=24", "device=cpu", "backend.threads=1")
     limits = CompareLimits(budget_s=60, rounds=(1, 1), block_s=0.02, time_first_evaluation=True)

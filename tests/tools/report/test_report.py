@@ -216,6 +216,7 @@ def test_a_running_run_and_damaged_lines_are_reported(tmp_path: Path) -> None:
     assert "(1.2 of 2.1 s)" in page.words, "without a summary, the rows show where the time goes"
 
 
+@pytest.mark.slow
 def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
     path = full_run(tmp_path)
     (path / "plan.json").write_text(json.dumps(plan("ddp")))
@@ -228,6 +229,7 @@ def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
     assert messages.keys() == CHARTS - {"memory"}, "no row has its memory"
 
 
+@pytest.mark.slow
 def test_untrusted_text_is_neither_markup_nor_a_secret(tmp_path: Path) -> None:
     evil = "</title><script>alert(1)</script><img src=x onerror=alert(1)>\x1b[31m$\\frac{\udc80\x00&amp;\ufffe'\""
     token = "hf_" + "a1B2" * 10
@@ -251,6 +253,7 @@ def test_untrusted_text_is_neither_markup_nor_a_secret(tmp_path: Path) -> None:
     assert "\x00" not in page.text
 
 
+@pytest.mark.slow
 def test_invalid_files_do_not_break_the_page(tmp_path: Path) -> None:
     wrong: Any = {"phases": 3, "evidence": {"seconds": "x", "parts_s": {"forward": "y"}, "ranks_s": 7}, "metrics": [1], "baselines": 4, "started": 5,
                   "command": ["a"], "overrides": 3, "task": {"x": 1}, "state": []}  # fmt: skip
@@ -271,6 +274,7 @@ def test_invalid_files_do_not_break_the_page(tmp_path: Path) -> None:
 math_nan = float("nan")
 
 
+@pytest.mark.slow
 def test_impossible_figures_break_no_other_chart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = [
         {
@@ -370,6 +374,7 @@ def test_a_page_reloads_only_while_it_is_watched(full: Page) -> None:
     assert reloads(render_html(PageContent(), 2.5)) == ["2.5"]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_watching_a_finished_run_writes_its_page_once_and_returns(
     tmp_path: Path,
@@ -382,6 +387,7 @@ def test_watching_a_finished_run_writes_its_page_once_and_returns(
     assert main(["report", "full", "--watch", "every_s=0", f"output_root={tmp_path}"]) == 78
 
 
+@pytest.mark.slow
 def test_long_contents_are_shortened_and_the_first_chart_is_kept(tmp_path: Path) -> None:
     long = "&" * 120_000
     for name in ("one", "two"):
@@ -407,6 +413,7 @@ def test_links_out_of_the_run_are_not_followed(tmp_path: Path) -> None:
     assert re.search(r"gpu\.csv\b.* regular", page.words)
 
 
+@pytest.mark.slow
 def test_many_runs_have_a_row_each_and_one_legend(tmp_path: Path) -> None:
     names = [f"gpt-20260131-14253{number}-ab12cd" for number in range(7)]
     for number, name in enumerate(names):
@@ -434,6 +441,7 @@ def test_runs_are_compared_by_curves_figures_and_differing_settings(tmp_path: Pa
     assert "seed" not in differ
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undrawn")
 def test_the_page_is_in_the_run_folder_and_overwrites_no_other_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -537,6 +545,7 @@ def shown(text: str, folder: Path, *, dark: bool) -> tuple[list[dict[str, Any]],
     return json.loads(html.unescape(result)), re.findall(r"CONSOLE.*", done.stderr), picture
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(CHROMIUM is None, reason="chromium is not installed")
 @pytest.mark.parametrize("dark", [False, True], ids=["light", "dark"])
 def test_a_browser_shows_it_light_and_dark_narrow_and_wide_without_requests(

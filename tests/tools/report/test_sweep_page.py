@@ -43,6 +43,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return sweep_of(tmp_path, 20)
 
 
+@pytest.mark.slow
 def test_a_page_about_a_search_has_its_table_charts_and_the_best_compared(
     folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -61,6 +62,7 @@ def test_a_page_about_a_search_has_its_table_charts_and_the_best_compared(
     assert Path("here.html").is_file()
 
 
+@pytest.mark.slow
 def test_a_page_about_500_trials_is_small(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     path = sweep_of(tmp_path, 500)
@@ -70,6 +72,7 @@ def test_a_page_about_500_trials_is_small(tmp_path: Path, monkeypatch: pytest.Mo
     assert "trials0" in text
 
 
+@pytest.mark.slow
 def test_invalid_sweep_files_do_not_break_the_page(folder: Path) -> None:
     (folder / "lr-3" / "run.json").write_text(
         '{"state": 3, "metrics": [], "phases": {"train": {"seconds": "x"}}, "exit_code": "a"}'

@@ -29,6 +29,7 @@ def rows(result: SuiteReport) -> dict[tuple[object, object], Mapping[str, object
     return {(row["of an update"], row["micro-batch"]): row for row in named}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_the_fastest_size_that_fits_is_recommended(tmp_path: Path) -> None:
     """A micro-batch takes 6 ms whatever its size, and 16 samples do not fit."""
@@ -48,6 +49,7 @@ def test_the_fastest_size_that_fits_is_recommended(tmp_path: Path) -> None:
     assert result.headline in screen(result)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_settings_that_do_not_fit_are_measured_from_the_first_size_that_does(tmp_path: Path) -> None:
     result = report(tmp_path, "task.pass_ms=4", "task.most=4", micro="8,4,2")
@@ -56,6 +58,7 @@ def test_settings_that_do_not_fit_are_measured_from_the_first_size_that_does(tmp
     assert result.data["recommended_micro_batch_size"] == 4
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_no_size_is_recommended_for_batch_norms(tmp_path: Path) -> None:
     """Their statistics depend on the micro-batch, so another size would change the results."""
@@ -66,6 +69,7 @@ def test_no_size_is_recommended_for_batch_norms(tmp_path: Path) -> None:
     assert any("batch norms" in note for note in result.notes)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_another_training_is_measured_and_not_recommended(tmp_path: Path) -> None:
     """An update of twice the samples takes the same time, but changes the training."""
@@ -96,6 +100,7 @@ def test_default_sizes_divide_the_update_evenly(samples: int, sizes: list[int]) 
     assert list(halve_repeatedly(samples)) == sizes
 
 
+@pytest.mark.slow
 def test_a_budget_in_which_nothing_can_start_is_refused(server: ForkServer, tmp_path: Path) -> None:
     """Runs in real time; if the baseline does start within the budget, the table reports that no other variant did."""
     result = server.run(f"benchmark suite=batch --task {TASK} {' '.join(SETTINGS)} budget_s=0.01", tmp_path)

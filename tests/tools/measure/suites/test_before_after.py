@@ -39,6 +39,7 @@ def profile(folder: Path, *settings: str) -> Path:
     return folder
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_faster_settings_are_reported_as_faster(tmp_path: Path) -> None:
     """Reading 16 samples takes 16 ms, and samples cached in memory are not read again. 256 samples are 16 updates."""
@@ -64,6 +65,7 @@ def test_faster_settings_are_reported_as_faster(tmp_path: Path) -> None:
     assert json.loads(result.files[0].read_text())["biggest"]["after"]["size"] == 32
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_plain_settings_against_plain_settings_are_no_clear_change(tmp_path: Path) -> None:
     args = plain_overrides(compose(Request(SETTINGS, TASK)))
@@ -103,6 +105,7 @@ def before(request: Request) -> Configuration:
     )
 
 
+@pytest.mark.slow
 def test_plain_settings_keep_the_mathematics_of_the_loader(tmp_path: Path) -> None:
     lines = ("defaults:", "  - override /dataloader: thread", "dataloader:", "  drop_last: true")
 
@@ -125,6 +128,7 @@ KEYS = (
 )  # fmt: skip
 
 
+@pytest.mark.slow
 @pytest.mark.sampled(10)
 @pytest.mark.parametrize("typed", [*OPTIONS, *KEYS])
 def test_command_line_settings_apply_before_and_after(typed: str) -> None:
@@ -137,6 +141,7 @@ def test_command_line_settings_apply_before_and_after(typed: str) -> None:
         assert result[key] == after[key], key
 
 
+@pytest.mark.slow
 def test_settings_that_are_not_given_are_plain_in_before() -> None:
     result = before(Request(("device=cpu", "backend.threads=1"), TASK)).flat()
 

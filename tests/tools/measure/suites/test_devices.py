@@ -58,6 +58,7 @@ def slow_clock(planted: Planted) -> Iterator[None]:
     planted.read_s = READ_S
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds", "slow_clock")
 def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
     result = run(asked("devices", tmp_path, None, *SETTINGS, devices="cpu:1,cpu:2", batches="2,8", sides="16,8"))
@@ -81,6 +82,7 @@ def test_both_phases_are_measured_small_and_large(tmp_path: Path) -> None:
     assert not result.skipped
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("text", "args"),
     [
@@ -105,6 +107,7 @@ def test_invalid_numbers_are_refused(tmp_path: Path, key: str, text: str) -> Non
         run(asked("devices", tmp_path, None, **{key: text}))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds", "slow_clock")
 def test_any_task_is_compared_by_batch(tmp_path: Path) -> None:
     """It has no statistics pass, and its samples have one size."""

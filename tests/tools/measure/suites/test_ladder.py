@@ -87,19 +87,23 @@ def columns_of(folder: Path) -> dict[str, list[float]]:
 # ---------------------------------------------------------------- measurements
 
 
+@pytest.mark.slow
 def test_a_technique_without_effect_is_no_clear_change(rows: dict[str, dict[str, object]]) -> None:
     assert rows["nothing"]["verdict"] == "no clear change"
 
 
+@pytest.mark.slow
 def test_a_technique_that_costs_a_tenth_more_is_slower(rows: dict[str, dict[str, object]]) -> None:
     assert rows["slow"]["verdict"] == "worse"
 
 
+@pytest.mark.slow
 def test_a_faster_technique_is_found(rows: dict[str, dict[str, object]]) -> None:
     assert rows["quick"]["verdict"] == "better"
     assert not rows["quick"]["is_wrong"]
 
 
+@pytest.mark.slow
 def test_a_technique_that_changes_gradients_is_flagged_and_not_combined(rows: dict[str, dict[str, object]]) -> None:
     assert rows["quick_and_wrong"]["verdict"] == "better, but wrong"
     for row in rows.values():
@@ -114,6 +118,7 @@ def test_a_key_without_a_value_is_a_clear_error(word: str, fix: str) -> None:
     assert raised.value.problems == (Problem("needs a value", word, f"use {fix}"),)
 
 
+@pytest.mark.slow
 def test_unmeasurable_techniques_are_listed_with_the_reason(measured: tuple[SuiteReport, Path]) -> None:
     skipped = measured[0].skipped
 
@@ -123,6 +128,7 @@ def test_unmeasurable_techniques_are_listed_with_the_reason(measured: tuple[Suit
     assert all(reason in "\n".join(screen(measured[0])) for reason in skipped.values())
 
 
+@pytest.mark.slow
 def test_the_fastest_of_exclusive_techniques_is_combined(
     measured: tuple[SuiteReport, Path], rows: dict[str, dict[str, object]]
 ) -> None:
@@ -131,6 +137,7 @@ def test_the_fastest_of_exclusive_techniques_is_combined(
     assert not any(name.endswith(" slow") for name in rows)
 
 
+@pytest.mark.slow
 def test_techniques_are_stacked_in_order(
     measured: tuple[SuiteReport, Path], rows: dict[str, dict[str, object]]
 ) -> None:
@@ -142,6 +149,7 @@ def test_techniques_are_stacked_in_order(
     assert "quick" in measured[0].headline
 
 
+@pytest.mark.slow
 def test_start_compilation_memory_and_kernels_are_reported(
     rows: dict[str, dict[str, object]],
 ) -> None:
@@ -158,6 +166,7 @@ def test_start_compilation_memory_and_kernels_are_reported(
 # ---------------------------------------------------------------- stored results
 
 
+@pytest.mark.slow
 def test_the_table_has_a_column_per_variant_and_a_row_per_step(measured: tuple[SuiteReport, Path]) -> None:
     report, folder = measured
     columns = columns_of(folder)
@@ -167,6 +176,7 @@ def test_the_table_has_a_column_per_variant_and_a_row_per_step(measured: tuple[S
     assert statistics.median(columns["quick"]) < statistics.median(columns[BASELINE])
 
 
+@pytest.mark.slow
 def test_stored_columns_equal_reported_ones(measured: tuple[SuiteReport, Path]) -> None:
     report, folder = measured
     rows = Results(folder).rows()
@@ -177,6 +187,7 @@ def test_stored_columns_equal_reported_ones(measured: tuple[SuiteReport, Path]) 
     json.dumps(dict(report.data), allow_nan=False)
 
 
+@pytest.mark.slow
 def test_the_baseline_is_measured_alone(tmp_path: Path, config_dir: Path) -> None:
     results = Results(tmp_path)
     results.put({BASELINE: LadderRow(updates_ms=(1.0, 1.0)), "bf16": LadderRow(updates_ms=(2.0,))})
@@ -189,6 +200,7 @@ def test_the_baseline_is_measured_alone(tmp_path: Path, config_dir: Path) -> Non
     assert len(columns[BASELINE]) == 4
 
 
+@pytest.mark.slow
 def test_only_the_stack_is_measured_if_only_the_stack_is_requested(tmp_path: Path, config_dir: Path) -> None:
     wanted = wanted_in(tmp_path, config_dir, techniques="[nothing,quick]", modes="cumulative", steps="4", rounds="4")
 
@@ -223,6 +235,7 @@ def test_float16_starts_after_the_others_on_a_cpu(tmp_path: Path, config_dir: Pa
     assert begun == [BASELINE, "nothing", "fused", "fp16", BASELINE, "fp16", "nothing", "fused"]
 
 
+@pytest.mark.slow
 def test_an_interrupted_benchmark_keeps_its_measurements(
     tmp_path: Path, config_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -261,6 +274,7 @@ def test_a_slow_starting_technique_without_gain_is_not_stacked(tmp_path: Path, c
     assert "302 s" in climbing.skipped["up to slow"]
 
 
+@pytest.mark.slow
 def test_remeasuring_a_technique_adds_its_baseline_and_keeps_other_columns(tmp_path: Path, config_dir: Path) -> None:
     results = Results(tmp_path)
     times = {BASELINE: (1.0, 1.0), "bf16": (2.0,), "nothing": (3.0,)}
@@ -280,6 +294,7 @@ def test_remeasuring_a_technique_adds_its_baseline_and_keeps_other_columns(tmp_p
 # ---------------------------------------------------------------- requests
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("args", "options", "messages"),
     [
@@ -337,6 +352,7 @@ def test_the_table_is_created_emptied_and_removed(tmp_path: Path, config_dir: Pa
         results.rows()
 
 
+@pytest.mark.slow
 def test_results_are_plotted_if_there_are_any(
     measured: tuple[SuiteReport, Path], tmp_path: Path, config_dir: Path
 ) -> None:
@@ -357,6 +373,7 @@ def test_a_batch_is_the_samples_of_an_update(tmp_path: Path, config_dir: Path) -
 # ---------------------------------------------------------------- techniques
 
 
+@pytest.mark.slow
 def test_every_shipped_technique_can_be_read_and_composes() -> None:
     known = load_techniques(None)
 
@@ -366,6 +383,7 @@ def test_every_shipped_technique_can_be_read_and_composes() -> None:
         compose(Request(stack_overrides([technique], known[BASELINE], configuration)))
 
 
+@pytest.mark.slow
 def test_the_baseline_is_without_every_technique() -> None:
     known = load_techniques(None)
     plain = compose(Request(known[BASELINE].overrides)).flat()
@@ -414,6 +432,7 @@ def test_every_argument_of_the_ladder_is_accepted() -> None:
     assert {*ladder.ACTIONS, "all"} <= set(RESERVED_NAMES)
 
 
+@pytest.mark.slow
 def test_another_optimizer_keeps_the_mathematics() -> None:
     """A comparison of optimizers must not compare different learning rates by mistake."""
     given = ("task=nmt", "optimizer.weight_decay=0.03", "optimizer.lr_scales={encoder: 0.5}")
@@ -441,6 +460,7 @@ def build(*, width: int = 3): ...
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [(), ("phase.second.optimizer.betas=[0.8,0.9]",), ("optimizer.lr=0.5",)])
 def test_another_optimizer_keeps_the_mathematics_of_each_phase(tmp_path: Path, given: tuple[str, ...]) -> None:
     task = tmp_path / "phased.py"
@@ -488,6 +508,7 @@ def test_steps_are_taken_from_beginning_to_end(num: int, kept: tuple[float, ...]
     assert ladder.take_evenly_spaced([0.0, 1.0, 2.0, 3.0, 4.0, 5.0], num) == kept
 
 
+@pytest.mark.slow
 def test_techniques_without_time_are_reported_with_the_baseline(tmp_path: Path, config_dir: Path) -> None:
     """It is not an error that they were not tried: a larger budget tries them."""
     (config_dir / "benchmark" / "technique" / "late.yaml").write_text("overrides: [task.start_s=300]\n")

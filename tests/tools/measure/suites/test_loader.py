@@ -20,6 +20,7 @@ def report(tmp_path: Path, *args: str, **options: str) -> SuiteReport:
     return run(asked("loader", tmp_path, TASK, *SETTINGS, *args, **options))
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_a_cache_wins_if_reading_is_slow(tmp_path: Path) -> None:
     """Reading a sample takes 3 ms and an update 6 ms, so 24 of 30 ms are data wait."""
@@ -48,6 +49,7 @@ def test_a_cache_wins_if_reading_is_slow(tmp_path: Path) -> None:
     assert set(map(str, left_out)) <= set(result.skipped)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_a_loader_that_changes_nothing_is_no_clear_change(tmp_path: Path) -> None:
     """Reading is fast, so prefetching hides nothing. Without a cache, a thread counts as one worker process."""
@@ -59,6 +61,7 @@ def test_a_loader_that_changes_nothing_is_no_clear_change(tmp_path: Path) -> Non
     assert {row[0] for row in table.rows} == {"as it is", str(LoaderVariant(1, 2, pin=False, cache="none"))}
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("few_rounds")
 def test_without_a_comparison_nothing_is_recommended(tmp_path: Path) -> None:
     result = report(tmp_path, workers="0", prefetch="2", cache="none")

@@ -141,6 +141,7 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_rates, "MAX_SIDE", 512)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("quick")
 def test_products_by_a_planted_clock_have_the_exact_rate(asked: MachineRequest) -> None:
     rates = {(rate.name, rate.size): rate.median for rate in machine_rates.matmul(asked, 60.0).rates}
@@ -284,6 +285,7 @@ def small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(machine_rates, "CACHE_FACTOR", 0)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_all_limits_are_measured_and_stored(tmp_path: Path) -> None:
     report = machine.run(wanted(tmp_path, rounds="3"))

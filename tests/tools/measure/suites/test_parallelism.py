@@ -29,6 +29,7 @@ def report(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *args: str, **option
     return run(asked("parallelism", tmp_path, TASK, *SETTINGS, *args, **options))
 
 
+@pytest.mark.slow
 def test_two_ranks_reach_the_known_speedup(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sample takes 3 ms, on each rank."""
     result = report(tmp_path, monkeypatch, "task.sample_ms=3", forms="single,equal,shares,pipeline", updates="3")
@@ -55,6 +56,7 @@ class Alone(Comparison):
         return ComparisonResult(result, "interleaved")
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_time")  # stages do not take part in the collectives that synchronize virtual clocks
 def test_a_pipeline_of_two_ranks_has_enough_micro_batches(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """With one micro-batch per update, each stage would always wait for the other."""
@@ -71,6 +73,7 @@ def test_a_pipeline_of_two_ranks_has_enough_micro_batches(tmp_path: Path, monkey
     assert "pipeline against single: " in result.headline
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("real_time")
 def test_a_budget_that_ends_before_the_first_block_is_an_error(tmp_path: Path) -> None:
     wanted = replace(asked("parallelism", tmp_path, LAYERS, forms="single", updates="1"), budget_s=0.01)
@@ -79,6 +82,7 @@ def test_a_budget_that_ends_before_the_first_block_is_an_error(tmp_path: Path) -
         run(wanted)
 
 
+@pytest.mark.slow
 def test_shares_that_change_nothing_are_no_gain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     result = report(tmp_path, monkeypatch, "task.sample_ms=1", forms="equal", updates="5")
 
