@@ -184,6 +184,7 @@ GLOO_ONLY = {
 NO_FAILURE = {
     "faults/test_errors.py::test_every_exit_code_is_reached_by_a_fault",
     "faults/test_out_of_memory.py::test_an_unrecoverable_out_of_memory_error_names_the_line_of_the_task",
+    "faults/test_out_of_memory.py::test_on_oom_stop_ends_the_run",
     "faults/test_secrets.py::test_an_option_or_a_choice_that_is_also_a_password_can_be_used",
     "faults/test_secrets.py::test_files_of_a_run_are_unreadable_for_others_with_any_umask",
     "faults/test_secrets.py::test_no_secret_is_in_files_and_output_of_a_run",
@@ -213,7 +214,6 @@ NO_FAILURE = {
 }
 
 
-@pytest.mark.slow
 def test_every_test_of_failing_ranks_runs_over_nccl_too_or_has_a_reason() -> None:
     tests = ROOT / "tests"
     run = {f"{Path(test.__code__.co_filename).relative_to(tests).as_posix()}::{test.__name__}" for test in COPIED}
