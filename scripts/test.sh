@@ -6,8 +6,8 @@
 #   scripts/test.sh --all        also all cases of sampled tests, the long fault tests, SLURM, the browser: hours
 #   scripts/test.sh ARGUMENT...  passed to pytest, in one process (paths are relative to the checkout)
 #
-# Tests marked slow check in more situations what the others execute, too. Random choices follow ACCEL_RUN_SEED (default
-# 1); a failing case names the seed. Without a GPU, tests marked gpu are reported as skipped.
+# Tests marked slow mostly run the same code as the others, in more situations. Random choices follow ACCEL_RUN_SEED
+# (default 1); a failing case names the seed. Without a GPU, tests marked gpu are reported as skipped.
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -188,10 +188,8 @@ class Forecast:
             "parameters": sum(weight.nbytes for weight in parts.bare.parameters()),
             "buffers": sum(buffer.nbytes for buffer in parts.bare.buffers()),
         }
-        return Traced(
-            phase.name, size, 1, Bytes(**sizes), tuple(enumerate(sizes.values())), (), (), ComputeCost(), ComputeCost(),
-            model=ModelSizes(shapes_repeat=True), is_exact=False, why_not=f"{why}; only the model is counted",
-        )  # fmt: skip
+        known = _trace_of_sizes(phase, size, sizes, f"{why}; only the model is counted")
+        return dataclasses.replace(known, model=ModelSizes(shapes_repeat=True))
 
     def _measure_phase(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
         """Measure a few samples and scale the result to the requested size."""
@@ -217,14 +215,19 @@ class Forecast:
         if keeps_average(self.plan):
             sizes["optimizer"] += sizes["gradients"]
         why_not = f"{self._why_not}; the model is too large to be measured here, so activations are not counted"
-        events = tuple((number, taken) for number, taken in enumerate(sizes.values()) if taken)
-        known = Traced(
-            phase.name, size, 1, Bytes(**sizes), events, (), (), ComputeCost(), ComputeCost(),
-            is_exact=False, why_not=why_not,
-        )  # fmt: skip
+        known = _trace_of_sizes(phase, size, sizes, why_not)
         without = known.peak.total - known.peak.gradients
         found = measure_model(model, self._build().task.blocks(), [weight for _, weight in trained])
         return dataclasses.replace(known, without_gradients_bytes=without, model=found)
+
+
+def _trace_of_sizes(phase: PhasePlan, size: int, sizes: Mapping[str, int], why_not: str) -> Traced:
+    """Return a trace without passes: bytes that are allocated once, by their field of Bytes."""
+    events = tuple((number, taken) for number, taken in enumerate(sizes.values()) if taken)
+    return Traced(
+        phase.name, size, 1, Bytes(**sizes), events, (), (), ComputeCost(), ComputeCost(),
+        is_exact=False, why_not=why_not,
+    )  # fmt: skip
 
 
 def min_batch_size(model: nn.Module) -> int:

@@ -319,16 +319,14 @@ class _Planner(Decisions):
             chosen = max(blocks, key=len)
             self.set("memory", "recompute", list(chosen), "auto")
             fits = all(rank.prediction.fits for rank in self.predict_memory(phases))
-            what = "recomputed so that the run fits" if fits else "recomputed, but it still does not fit"
-            count = len(chosen)
-            reason = (
-                f"auto: {count} block{'s' * (count > 1)} {what}"
-                if count
-                else "auto: the run fits without recomputation"
-            )
-            if not count and not fits:
-                reason = "auto: the run does not fit, and recomputing blocks would not change that"
-            self.set("memory", "recompute", list(chosen), reason)
+            if chosen:
+                blocks = f"{len(chosen)} block{'s' * (len(chosen) > 1)} recomputed"
+                reason = f"{blocks} so that the run fits" if fits else f"{blocks}, but it still does not fit"
+            elif fits:
+                reason = "the run fits without recomputation"
+            else:
+                reason = "the run does not fit, and recomputing blocks would not change that"
+            self.set("memory", "recompute", list(chosen), f"auto: {reason}")
 
     def predict_memory(self, phases: Sequence[PhasePlan]) -> tuple[RankMemory, ...]:
         if self.needs is None:
