@@ -1,4 +1,4 @@
-"""Check the shape of runner/: sizes are limited, imports go down only, names are unique.
+"""Check the shape of the project: sizes are limited, imports go down only, names are unique, the top level is fixed.
 
     python scripts/lint_shape.py
 
@@ -12,6 +12,7 @@ layer        imports go down only; axes do not import each other; tasks import o
 cycle        modules do not import each other in a cycle, including imports for type checkers and inside functions
 name         names of modules and of public classes are unique, so that a search finds one thing
 late         imports inside functions do not become more; commands/ and cli.py, whose start they keep fast, do not count
+top          the top level holds what TOP_LEVEL names; a file that a redirection created by mistake is not committed
 
 NOT_YET lists the current exceptions. It may only shrink: an entry that is no longer needed is also a finding.
 Exit 0: nothing found. 1: findings.
@@ -21,6 +22,7 @@ from __future__ import annotations
 
 import ast
 import gc
+import subprocess
 import sys
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -55,6 +57,11 @@ FLOORS = {
 }  # fmt: skip
 CONTRACT = {f"runner.base.{name}" for name in ("task", "values", "errors", "noise", "packages", "picture")}
 CONTRACT.add("runner.axes.attention")  # nmt reports which kernel ran each of its calls
+TOP_LEVEL = frozenset(
+    ".ci .dockerignore .editorconfig .gitattributes .github .gitignore .gitmessage .pre-commit-config.yaml CHANGELOG.md"
+    " CITATION.cff CONTRIBUTING.md Dockerfile LICENSE README.md SECURITY.md changelog.d conf docs pyproject.toml runner"
+    " scripts tasks tests".split()
+)
 NOT_YET: frozenset[tuple[str, str]] = frozenset()  # (rule, subject)
 
 
@@ -84,7 +91,7 @@ class Module:
 def main() -> int:
     """Print each finding; return the exit code."""
     modules = parse_all()
-    found = {finding.key: finding for finding in (*findings(modules), *late_imports(modules))}
+    found = {finding.key: finding for finding in (*findings(modules), *late_imports(modules), *top_level(tracked()))}
     for key, finding in sorted(found.items()):
         if key not in NOT_YET:
             print(f"{finding.rule}: {finding.subject}: {finding.detail}")
@@ -92,6 +99,18 @@ def main() -> int:
     for rule, subject in stale:
         print(f"{rule}: {subject}: no longer an exception; remove it from NOT_YET")
     return int(bool(stale or found.keys() - NOT_YET))
+
+
+def tracked() -> list[str]:
+    """Return the paths that git tracks, relative to the root of the checkout."""
+    listed = subprocess.run(["git", "ls-files", "-z"], cwd=ROOT, check=True, stdout=subprocess.PIPE, text=True)
+    return listed.stdout.split("\0")[:-1]
+
+
+def top_level(paths: Iterable[str]) -> Iterator[Finding]:
+    """Yield each name at the top level that TOP_LEVEL does not contain."""
+    for name in sorted({path.partition("/")[0] for path in paths} - TOP_LEVEL):
+        yield Finding("top", name, "not a name of the top level")
 
 
 @cache

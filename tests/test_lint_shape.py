@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from scripts.lint_shape import MAX_LATE, findings, late_imports, parse
+from scripts.lint_shape import MAX_LATE, findings, late_imports, parse, top_level
 
 METHODS = "".join(f"    def f{number}(self): ...\n" for number in range(31))
 FIELDS = "".join(f"    f{number}: int\n" for number in range(15))
@@ -70,3 +70,8 @@ def test_imports_inside_functions_are_counted_outside_of_commands() -> None:
     exact = "def f():\n" + "    import a\n" * MAX_LATE + "import b\n"
     assert list(late_imports([parse("runner/base/a.py", exact)])) == []
     assert [each.rule for each in late_imports([parse("runner/base/a.py", "")])] == ["late"]
+
+
+def test_a_name_that_does_not_belong_to_the_top_level_is_found() -> None:
+    found = top_level(["--task", "README.md", "runner/base/a.py", "out/a.txt", "out/b.txt"])
+    assert [each.subject for each in found] == ["--task", "out"]

@@ -320,8 +320,8 @@ class _Planner(Decisions):
             self.set("memory", "recompute", list(chosen), "auto")
             fits = all(rank.prediction.fits for rank in self.predict_memory(phases))
             if chosen:
-                blocks = f"{len(chosen)} block{'s' * (len(chosen) > 1)} recomputed"
-                reason = f"{blocks} so that the run fits" if fits else f"{blocks}, but it still does not fit"
+                recomputed = f"{len(chosen)} block{'s' * (len(chosen) > 1)} recomputed"
+                reason = f"{recomputed} so that the run fits" if fits else f"{recomputed}, but it still does not fit"
             elif fits:
                 reason = "the run fits without recomputation"
             else:
