@@ -8,6 +8,8 @@ with OMP_NUM_THREADS=1 or torch.set_num_threads(1).
 
 from __future__ import annotations
 
+import faulthandler
+import gc
 import json
 import os
 import signal
@@ -30,15 +32,20 @@ IS_OVER_NCCL = os.environ.get("RANKS_OVER") == "nccl"
 
 
 def run_ranks(function: Callable[[World], Any], world_size: int, *, limit_s: float = 120.0) -> list[Any]:
-    """Return the JSON result of `function(world)` of each rank; raise AssertionError with a rank's traceback."""
+    """Return the JSON result of `function(world)` of each rank.
+
+    Raises AssertionError with the tracebacks of ranks that failed, and the stacks of ranks that did not end.
+    """
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         pids = {_forked(function, rank, world_size, Path(folder)): rank for rank in range(world_size)}
-        codes = _waited(pids, limit_s)
+        codes = _waited(pids, Path(folder), limit_s)
         late = [rank for rank in range(world_size) if rank not in codes]
         results: list[Any] = []
         messages = [
-            path.read_text() for path in sorted(Path(folder).glob("error-*"), key=lambda path: path.stat().st_mtime)
+            path.read_text()
+            for kind in ("error", "stack")
+            for path in sorted(Path(folder).glob(f"{kind}-*"), key=lambda path: path.stat().st_mtime)
         ]
         why = f"exit codes by rank {codes}" + (f", ranks {late} did not end" if late else "")
         assert not late, "\n".join([why, *messages])
@@ -53,6 +60,8 @@ def _forked(function: Callable[[World], Any], rank: int, world_size: int, folder
     if pid:
         return pid
     code = 1
+    gc.freeze()  # as in ranks of a run: finalizers of inherited garbage may wait for threads that a fork does not have
+    faulthandler.register(signal.SIGUSR2, file=(folder / f"stack-{rank}").open("w"))
     try:
         member = RankInfo(rank, rank, world_size, world_size, f"file://{folder}/store")
         with join_process_group(member, torch.device("cuda", rank) if IS_OVER_NCCL else CPU, timeout_s=60.0) as world:
@@ -65,8 +74,8 @@ def _forked(function: Callable[[World], Any], rank: int, world_size: int, folder
         os._exit(code)  # no exit handlers of pytest
 
 
-def _waited(pids: dict[int, int], limit_s: float) -> dict[int, int]:
-    """Return the exit codes by rank; kill the ranks that do not end in time and leave them out."""
+def _waited(pids: dict[int, int], folder: Path, limit_s: float) -> dict[int, int]:
+    """Return the exit codes by rank; let the ranks that do not end in time write their stacks, and leave them out."""
     codes: dict[int, int] = {}
 
     def all_ended() -> bool:
@@ -81,6 +90,10 @@ def _waited(pids: dict[int, int], limit_s: float) -> dict[int, int]:
         wait_until(all_ended, timeout_s=limit_s)
     for pid, rank in pids.items():
         if rank not in codes:
+            os.kill(pid, signal.SIGUSR2)
+            stack = folder / f"stack-{rank}"
+            with suppress(AssertionError):
+                wait_until(lambda stack=stack: "most recent call first" in stack.read_text(), timeout_s=30.0)
             os.kill(pid, signal.SIGKILL)
             os.waitpid(pid, 0)
     return codes
