@@ -57,11 +57,12 @@ FLOORS = {
 }  # fmt: skip
 CONTRACT = {f"runner.base.{name}" for name in ("task", "values", "errors", "noise", "packages", "picture")}
 CONTRACT.add("runner.axes.attention")  # nmt reports which kernel ran each of its calls
-TOP_LEVEL = frozenset(
-    ".ci .dockerignore .editorconfig .gitattributes .github .gitignore .gitmessage .pre-commit-config.yaml CHANGELOG.md"
-    " CITATION.cff CONTRIBUTING.md Dockerfile LICENSE README.md SECURITY.md changelog.d conf docs pyproject.toml runner"
-    " scripts tasks tests".split()
-)
+TOP_LEVEL = frozenset({
+    ".ci", ".dockerignore", ".editorconfig", ".gitattributes", ".github", ".gitignore", ".gitmessage",
+    ".pre-commit-config.yaml", "CHANGELOG.md", "CITATION.cff", "CONTRIBUTING.md", "Dockerfile", "LICENSE",
+    "README.md", "SECURITY.md", "changelog.d", "conf", "docs", "pyproject.toml", "runner", "scripts", "tasks",
+    "tests",
+})  # fmt: skip
 NOT_YET: frozenset[tuple[str, str]] = frozenset()  # (rule, subject)
 
 
