@@ -50,6 +50,7 @@ def _answer_all(requests: TextIO, answers: TextIO) -> None:
             try:
                 if "twin" in request:
                     _be_twin(*request["twin"])
+                _renew_thread_pool()
                 _prepare(request)
                 code = _call(request) if "function" in request else runner.cli.main(request["words"])
             except BaseException:
@@ -74,6 +75,17 @@ def _be_twin(requests: str, answers: str) -> None:
             os.dup2(os.open(os.devnull, os.O_RDWR), number)
         _answer_all(reading, writing)
     os._exit(0)
+
+
+def _renew_thread_pool() -> None:
+    """Replace torch's thread pool, which a fork makes unusable, as the backend of a run does.
+
+    torch does it at the first use. The threads of the autograd engine, one per GPU, are not synchronized there: one of
+    them may find no pool, which aborts the process.
+    """
+    import torch
+
+    torch.set_num_threads(torch.get_num_threads())
 
 
 def _prepare(request: Mapping[str, Any]) -> None:
