@@ -100,8 +100,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
                             f"predictions/{name}": _encode(name, content) for name, content in prediction.files.items()
                         } | {f"plots/{name}": picture for name, picture in prediction.plots.items()}
                         names.update(contents)
-                        heading = f"\n--- {', '.join(prediction.files)}\n"
-                        outbox.put(contents, heading + prediction.text if prediction.text else "")
+                        outbox.put(contents, printed_text(prediction, num))
                 outbox.write()
             return PredictionSummary(num, items, time.perf_counter() - began, calls)
 
@@ -222,6 +221,19 @@ def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]
         yield calls
 
 
+def printed_text(prediction: Prediction, number: int) -> str:
+    """Return what to print of the prediction with this number, counted from 1; empty for nothing.
+
+    Many predictions would scroll the summary of a training off the screen. A prediction without items, such as a table
+    of all others, is always printed.
+    """
+    if not prediction.text or (prediction.items and number > MAX_PRINTED + 1):
+        return ""
+    if prediction.items and number > MAX_PRINTED:
+        return "\n... (further predictions are only in files)"
+    return f"\n--- {', '.join(prediction.files)}\n{prediction.text}"
+
+
 class Outbox:
     """Write prediction files in batches: one fsync per file costs more than most predictions.
 
@@ -312,7 +324,7 @@ def iterate_predictions(
         predictions = _get_iterator(result, parts)
         for number in itertools.count():
             on_next()
-            # Random draws in a data set read by `predict` must not depend on earlier predictions.
+            # Random draws in a dataset read by `predict` must not depend on earlier predictions.
             with seeded_generators(seed, "prediction", number), task_errors(parts.source, "predict"):
                 prediction = next(predictions, _END)
             if prediction is _END:
@@ -415,5 +427,6 @@ def _format_summary(result: PredictionSummary, item: str) -> str:
     )
 
 
+MAX_PRINTED = 8  # predictions whose text is printed
 CALL = "call"  # the part of the stopwatch in which the model computes
 OUTBOX_FILES, OUTBOX_BYTES, OUTBOX_S = 256, 64 << 20, 2.0  # limits of files waiting to be written

@@ -132,6 +132,17 @@ def test_a_percentile_is_reported_only_with_enough_values(time: Time, calls: int
     assert sum(value is not None for value in result.values()) == known
 
 
+def test_only_the_first_predictions_and_tables_are_printed() -> None:
+    predictions = [Prediction({f"{number}.txt": "x"}, f"text {number}") for number in range(1, 12)]
+    table = Prediction({"table.txt": "x"}, "table", items=0)
+    texts = [module.printed_text(prediction, number) for number, prediction in enumerate(predictions, 1)]
+
+    assert [f"text {number}" in text for number, text in enumerate(texts, 1)] == [True] * 8 + [False] * 3
+    assert [bool(text) for text in texts] == [True] * 9 + [False] * 2, "one line for all others"
+    assert module.printed_text(table, 11) == "\n--- table.txt\ntable"
+    assert module.printed_text(Prediction({"a.txt": "x"}), 1) == ""
+
+
 # ---------------------------------------------------------------- on disk
 
 
