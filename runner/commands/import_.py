@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import secrets
+import shlex
 import signal
 import sys
 from pathlib import Path
 
 from runner.commands.arguments import parse_arguments
+from runner.config.request import format_override
 
 HELP = """usage: accel-run import FILE [NEW.safetensors] [key=ENTRY]
 
@@ -39,7 +41,7 @@ def run(argv: list[str]) -> int:
         raise InputMissing("file not found", where=arguments.positional[0] or "import", fix=_EXAMPLE)
     target = Path(arguments.positional[1]).expanduser() if arguments.positional[1:] else source.with_suffix(_ENDING)
     if source.suffix == _ENDING:
-        raise ConfigError(Problem("is already safetensors", str(source), f"use accel-run train weights={source}"))
+        raise ConfigError(Problem("is already safetensors", str(source), f"use accel-run train {_weights(source)}"))
     if target.suffix != _ENDING:
         raise ConfigError(Problem("must end with .safetensors", str(target), f"use {target.with_suffix(_ENDING)}"))
     from concurrent.futures.process import BrokenProcessPool
@@ -65,8 +67,12 @@ def run(argv: list[str]) -> int:
     entry = f" of {result.entry}" if result.entry else ""
     skipped = f"; {result.num_skipped} entries that are not tensors were skipped" if result.num_skipped else ""
     print(f"wrote {target}: {result.num_tensors} tensors{entry}, {result.num_bytes / 2**20:.1f} MiB{skipped}")
-    print(f"start from it: accel-run train weights={target}")
+    print(f"start from it: accel-run train {_weights(target)}")
     return 0
+
+
+def _weights(file: Path) -> str:
+    return shlex.quote(format_override("weights", str(file)))
 
 
 _EXAMPLE = "use accel-run import model.pt"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import keyword
+import shlex
 import sys
 from importlib.util import find_spec
 from pathlib import Path
@@ -82,7 +83,8 @@ def run(argv: list[str]) -> int:
     except OSError as error:
         fix = "choose an existing folder with write permission"
         raise CannotCreate(f"cannot be written: {error.strerror}", where=str(path), fix=fix) from error
-    print(f"wrote {path}; try it: accel-run train --task ./{path}")
+    shown = shlex.quote(str(path) if path.is_absolute() else f"./{path}")
+    print(f"wrote {path}; try it: accel-run train --task {shown}")
     return 0
 
 

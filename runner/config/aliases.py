@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Collection, Iterator, Mapping
 
 # Accepted aliases of the precision options.
@@ -348,13 +349,13 @@ def suggestion_for_argument(argument: str, groups: Mapping[str, Collection[str]]
     groups  group -> its options
     """
     if argument.endswith(".py"):
-        return f"use --task {argument}"
+        return f"use --task {shlex.quote(argument)}"
     if argument.endswith((".yaml", ".yml")):
         return "use --config-dir DIR, the folder that holds the file, and GROUP=NAME for the file in it"
     if argument.endswith(".safetensors"):
-        return f"use weights={argument}"
+        return f"use {shlex.quote(f'weights={argument}')}"
     if argument.endswith((".pt", ".pth", ".bin", ".ckpt")):
-        return f"use accel-run import {argument}, then weights=FILE.safetensors"
+        return f"use accel-run import {shlex.quote(argument)}, then weights=FILE.safetensors"
     if argument.startswith(("cuda", "cpu", "mps", "xpu")):
         return f"use device={argument}"
     for group in ("task", "hardware", "precision", "parallelism", "optimizer", "scheduler", "tracker"):

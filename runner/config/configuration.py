@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import partial
@@ -225,7 +226,8 @@ def tree_of(configuration: Configuration) -> dict[str, Any]:
 def _check_paths(request: Request) -> None:
     if request.task_file and not request.task_file.is_file():
         file = request.task_file.with_suffix(".py")
-        fix = f"use --task {file}" if file.is_file() else f"create it: accel-run new {file}"
+        name = shlex.quote(str(file))
+        fix = f"use --task {name}" if file.is_file() else f"create it: accel-run new {name}"
         raise InputMissing(f"{request.task_file} does not exist", where="--task", fix=fix)
     if request.config_dir and not request.config_dir.is_dir():
         raise InputMissing(

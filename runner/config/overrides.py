@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -225,7 +226,7 @@ def split_overrides(
             elif option not in available:
                 suggestion = suggestion_for_option(key, option) or did_you_mean(option, available)
                 if key == "task" and option.endswith(".py"):
-                    suggestion = f"use --task {to_one_line(option, MAX_SHOWN)}"
+                    suggestion = f"use --task {shlex.quote(to_one_line(option, MAX_SHOWN))}"
                 listed = "one of " + ", ".join(available)
                 problems.append(Problem(f"unknown {key}; must be {listed}", argument, suggestion))
             else:

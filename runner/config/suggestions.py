@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -48,7 +49,7 @@ def suggest_override(key: str, value: str, command_keys: tuple[str, ...] = ()) -
         new_run = f"; a new run that starts from another one: resume={value}" if value else ""
         return f"use accel-run resume {value}".rstrip() + new_run
     if name == "task" and value.endswith(".py"):
-        return f"use --task {value}"
+        return f"use --task {shlex.quote(value)}"
     if suggestion := translate_key(name, value, command_keys):
         return suggestion
     if name in MAIN_KEYS:

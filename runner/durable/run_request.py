@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -111,7 +112,7 @@ def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> Non
     raise SecurityRefusal(
         f"this run was made with task file {task_file}; a run folder alone never decides which code runs",
         where=str(directory.path),
-        fix=f"read that file; if you trust it, use --task {task_file}",
+        fix=f"read that file; if you trust it, use --task {shlex.quote(str(task_file))}",
     )
 
 

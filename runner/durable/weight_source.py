@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import shlex
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -123,14 +124,14 @@ def _find_in_folder(path: Path, where: str) -> WeightSource:
         _check_complete(shards, where)
         return WeightSource(f"{path} ({len(tensors)} shards)", tuple((path / name).resolve() for name in tensors))
     if tensors:
-        fix = f"name one of them: weights={path / tensors[0]}"
+        fix = f"name one of them: {shlex.quote(format_override('weights', str(path / tensors[0])))}"
         raise ConfigError(Problem(f"has several safetensors files and no index: {abbreviate(tensors, 5)}", where, fix))
     pickles = [name for name in names if name.endswith((".bin", ".pt", ".pth", ".ckpt"))]
     if pickles:
         raise SecurityRefusal(
             f"contains only pickle files, which may execute code when loaded: {abbreviate(pickles, 5)}",
             where=where,
-            fix=f"convert one without executing it: accel-run import {path / pickles[0]}",
+            fix=f"convert one without executing it: accel-run import {shlex.quote(str(path / pickles[0]))}",
         )
     what = "has no weights: it is not a run or a checkpoint, and has no .safetensors file"
     fix = "name a folder with model.safetensors, or with model.safetensors.index.json and its shards"

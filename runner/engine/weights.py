@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -176,7 +177,7 @@ def read_weights(file: Path, where: str = "") -> dict[str, StoredTensor]:
             raise SecurityRefusal(
                 "is a pickle, which may run code when it is read",
                 where=where,
-                fix=f"convert it to safetensors without executing it: accel-run import {file}",
+                fix=f"convert it to safetensors without executing it: accel-run import {shlex.quote(str(file))}",
             ) from None
         fix = "it may be truncated: download it again"
         raise DataError(f"is not in the safetensors format: {error}", where=where, fix=fix) from error

@@ -6,6 +6,7 @@ import argparse
 import os
 import pickle
 import re
+import shlex
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -63,6 +64,16 @@ def test_the_tensors_of_a_foreign_file_become_a_safetensors_file(
     assert actual.keys() == {key for key in entry if isinstance(entry[key], torch.Tensor)}
     assert all(torch.equal(actual[key], entry[key]) for key in actual)
     assert (tmp_path / "foreign.safetensors").stat().st_mode & 0o777 == 0o600
+
+
+def test_the_printed_command_quotes_the_file(server: ForkServer, tmp_path: Path) -> None:
+    torch.save(STATE, tmp_path / "my model.pt")
+    result = server.run(["import", "my model.pt"], tmp_path)
+    assert (result.code, result.err) == (0, "")
+    command = shlex.split(result.out.partition("start from it: accel-run ")[2])
+    explained = server.run(["explain", "weights.source", *command[1:]], tmp_path)
+    assert (explained.code, explained.err) == (0, "")
+    assert "my model.safetensors" in explained.out
 
 
 def test_the_legacy_format_is_read_too(server: ForkServer, tmp_path: Path) -> None:

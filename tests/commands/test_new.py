@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import shlex
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -40,6 +41,20 @@ def test_it_has_under_40_lines_and_names_itself(folder: Path) -> None:
     assert len(text.splitlines()) < 40
     assert LINE in text
     assert "class MyTask(Task)" in text
+
+
+@pytest.mark.parametrize("is_absolute", [True, False])
+def test_the_printed_command_names_the_file(
+    is_absolute: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    place = Path("a folder") / "my_task.py"
+    place.parent.mkdir()
+    assert main(["new", str(place.absolute() if is_absolute else place)]) == 0
+    command = shlex.split(capsys.readouterr().out.partition("try it: ")[2])
+    assert command[:3] == ["accel-run", "train", "--task"]
+    assert Path(command[3]).resolve() == (tmp_path / place).resolve()
+    assert main(["explain", "task.hidden", *command[2:]]) == 0
 
 
 @pytest.mark.sampled(1)
