@@ -1,4 +1,4 @@
-"""Train a LightningModule: its steps, its data loaders' data sets, its optimizer and its schedule.
+"""Train a LightningModule: its steps, its data loaders' datasets, its optimizer and its schedule.
 
 A task file of a few lines, see docs/examples/own_lightning.py. Lightning need not be installed: any nn.Module with
 these methods works. Methods without a counterpart are rejected by name when the task is built.
@@ -44,7 +44,7 @@ UNSUPPORTED: Mapping[str, str] = {
     **dict.fromkeys(("on_save_checkpoint", "on_load_checkpoint"), "keep the state in a buffer"),
     **dict.fromkeys(
         ("transfer_batch_to_device", "on_before_batch_transfer", "on_after_batch_transfer"),
-        "do it in the data set, or in training_step",
+        "do it in the dataset, or in training_step",
     ),
 }  # fmt: skip
 _LIBRARIES = ("torch.", "lightning.", "pytorch_lightning.", "lightning_fabric.")
@@ -113,7 +113,7 @@ class LightningTask(Task):
 
     @property
     def split(self) -> str:
-        """The split whose data set was requested last."""
+        """The split whose dataset was requested last."""
         return next(reversed(self._loaders), "train")
 
     def _sums(self, logged: Mapping[str, tuple[Tensor, int | None]], batch: Any, prefix: str) -> dict[str, Sum]:
@@ -221,7 +221,7 @@ def configured_schedule(updates: int, epochs: float | None = None) -> Callable[[
     if isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau):
         raise TaskFault("configure_optimizers returns ReduceLROnPlateau", fix="use scheduler=plateau")
     if not per_update and epochs is None:
-        what = "the schedule of configure_optimizers steps once per epoch, whose number is not known"
+        what = "the schedule of configure_optimizers steps once per epoch, but the number of epochs is unknown"
         raise TaskFault(what, fix="call configured_schedule(updates, epochs)")
     every = int(config.get("frequency", 1)) * (1 if per_update else max(1, round(updates / (epochs or 1))))
     return _factors(optimizer, scheduler, updates // every + 1, every)

@@ -42,7 +42,7 @@ class TransformersTask(Task):
 
     Args:
         model: a PreTrainedModel with a head.
-        data: a folder that `save_to_disk` wrote, or a DatasetDict, or a mapping of splits to data sets.
+        data: a folder that `save_to_disk` wrote, or a DatasetDict, or a mapping of splits to datasets.
         collator: samples -> batch, such as DataCollatorWithPadding(tokenizer); default: default_data_collator.
         loss: (outputs, batch) -> (sum over the items, number of items), for heads that have no loss here.
         compute_metrics: (predictions, labels) -> {name: number} of all samples, as for Trainer; reported as

@@ -113,7 +113,7 @@ class WorkerLoader(Loader):
                 multiprocessing_context=worker_context(self.start_method),
                 worker_init_fn=partial(init_worker, os.getpid()),
                 # A private generator, because a new iterator must not draw from the model's. It seeds the workers'
-                # own generators, for data sets that create generators themselves: different on each rank.
+                # own generators, for datasets that create generators themselves: different on each rank.
                 generator=torch.Generator().manual_seed(self.fetcher.streams.number("workers", *first)),
             )
             # Set before workers run any other code.
@@ -157,8 +157,8 @@ class AutoLoader(Loader):
     Receiving a batch from a worker costs this process time, too: it maps the tensors, and page-locks them in a thread
     that takes the interpreter lock from the training.
 
-    A worker measures, because a data set may open a file at its first sample: workers forked afterwards would share its
-    position. The samples of the second batch are far from those of the first one in the data set, so that the first
+    A worker measures, because a dataset may open a file at its first sample: workers forked afterwards would share its
+    position. The samples of the second batch are far from those of the first one in the dataset, so that the first
     read does not bring them into the page cache.
     """
 
@@ -202,8 +202,8 @@ class AutoLoader(Loader):
         try:
             seconds = [item.batch for item in reader.batches([key, distant])]
         except Exception:
-            # Training reports errors of the data set itself. A slow worker lives until the loader is closed: if it were
-            # killed, a file that the data set is writing would stay incomplete.
+            # Training reports errors of the dataset itself. A slow worker lives until the loader is closed: if it were
+            # killed, a file that the dataset is writing would stay incomplete.
             return None
         reader.close()
         return float(seconds[-1])
@@ -347,7 +347,7 @@ def thread(
     assert pin_memory != "auto", "the plan resolves it"
     cached = cache_samples(fetcher, cache, device)
     if cache == "none" or has_fixed_part(fetcher.dataset):
-        # Random generators belong to a process: a data set in a thread would draw from those of the model trained
+        # Random generators belong to a process: a dataset in a thread would draw from those of the model trained
         # in parallel, and neither would be reproducible. See docs/decisions/0019.
         return WorkerLoader(cached, num_workers=1, pin_memory=pin_memory, prefetch_factor=depth, start_method="fork")
     return ThreadLoader(cached, depth=depth, pin_memory=pin_memory and cache != "device")
@@ -363,18 +363,18 @@ class PinnedLoader(Loader):
 def cache_samples(fetcher: Fetcher, where: str, device: torch.device) -> Fetcher:
     """Read all samples once and return a fetcher that keeps them as one tensor per field.
 
-    Of a data set with `load_fixed`, only that part is kept.
+    Of a dataset with `load_fixed`, only that part is kept.
     """
     if where == "none":
         return fetcher
     if has_fixed_part(fetcher.dataset):
         return _cache_fixed_part(fetcher, where)
     if fetcher.set_epoch is not None:
-        raise _changing_samples("the data set has set_epoch", where)
+        raise _changing_samples("the dataset has set_epoch", where)
     parts = _read_twice(fetcher, len(fetcher), where)
     if any(part.bad for part in parts):
         bad = [index for part in parts for index, _ in part.bad]
-        fix = "use dataloader.cache=none, or remove them from the data set"
+        fix = "use dataloader.cache=none, or remove them from the dataset"
         raise DataError(f"bad samples cannot be cached: {bad}", where=f"dataloader.cache={where}", fix=fix)
     samples = _rows([part.batch for part in parts], len(fetcher), where)
     kept = CachedDataset(
@@ -390,7 +390,9 @@ def _cache_fixed_part(fetcher: Fetcher, where: str) -> Fetcher:
     if where == "device":
         raise ConfigError(
             Problem(
-                "the batches of this data set are composed in host memory", f"dataloader.cache={where}", "use memory"
+                "the batches of this dataset are composed in host memory",
+                f"dataloader.cache={where}",
+                "use dataloader.cache=memory",
             )
         )
     dataset: Any = fetcher.dataset
@@ -415,7 +417,7 @@ def _read_twice(fetcher: Fetcher, num_samples: int, where: str) -> list[MicroBat
     ]
     parts = [fetcher[key] for key in keys]
     if fetcher.streams.has_drawn:
-        # A data set may seed the generators itself and draw the same numbers each time: compare two epochs.
+        # A dataset may seed the generators itself and draw the same numbers each time: compare two epochs.
         for key, part in zip(keys, parts, strict=True):
             if not are_equal(part.batch, fetcher[key._replace(epoch=1)].batch):
                 raise _changing_samples("they use random numbers", where)
@@ -433,7 +435,7 @@ def _rows(batches: list[Any], num_samples: int, where: str) -> Any:
     map_tensors(lambda tensor: lengths.append(len(tensor) if tensor.dim() else 0), samples)
     if set(lengths) != {num_samples}:
         what = f"a batch must have one row per sample, but {num_samples} samples have {max(lengths)} rows"
-        raise DataError(what, where=place, fix=f"{fix}, or define load_fixed and compose in the data set")
+        raise DataError(what, where=place, fix=f"{fix}, or define load_fixed and compose in the dataset")
     return samples
 
 

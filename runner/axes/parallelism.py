@@ -4,7 +4,7 @@ Keys of several options:
 
 world_size  number of ranks; auto: one per GPU
 batch_norm  per_rank: each rank normalizes over its own micro-batch; sync: over the micro-batches of all ranks
-restarts    how often a run resumes on the remaining ranks after a rank was killed
+restarts    maximum number of restarts from the last checkpoint, with the remaining ranks, after a rank is killed
 timeout_s   seconds after which a rank that does not respond is considered lost
 """
 
@@ -36,7 +36,6 @@ def ddp(
     """Give each rank a copy of the model and a share of each update; summed gradients are divided by the true count.
 
     shares      samples of an update for each rank: equal, by memory, by measured speed, or numbers such as [19,13]
-    restarts    maximum number of restarts from the last checkpoint, with the remaining ranks, after a rank is killed
     """
     return Replicated(world, is_lockstep=batch_norm == "sync") if world.world_size > 1 else Parallel(world)
 
@@ -68,8 +67,9 @@ def fsdp(
     gradients              between the micro-batches of an update. full: unsharded, reduced after the last one; sharded:
                            reduced after each, which needs less memory and more communication; auto: full if it fits
     checkpoint             whole: rank 0 gathers and writes checkpoints; parts: each rank writes its shards
-    init                   full: each rank builds the whole model, then shards it; meta: without memory, and each rank
-                           initializes its shards, to the same values; auto: meta if the task allows it
+    init                   full: each rank builds the whole model, then shards it; meta: large tensors are built on the
+                           meta device, and each rank initializes its shards to the same values; auto: meta if the
+                           task allows it
     Source: torch.distributed.fsdp.fully_shard; Zhao et al., PyTorch FSDP, VLDB 2023 (hybrid sharding: section 3.2.2).
     """
     if world.world_size == 1:
@@ -104,8 +104,8 @@ def pipeline(
     schedule    1f1b: backward as early as possible; gpipe: all forward passes first
     split       number of layers of each stage; null: by balance
     balance     memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
-    init        full: each rank builds the whole model, then frees other layers; meta: without memory, and each rank
-                initializes its layers, to the same values; auto: meta if the task allows it
+    init        full: each rank builds the whole model, then frees other layers; meta: large tensors are built on the
+                meta device, and each rank initializes its layers to the same values; auto: meta if the task allows it
     Source: torch.distributed.pipelining; Narayanan et al., Efficient Large-Scale Language Model Training, SC 2021.
     """
     if world.world_size == 1:

@@ -25,7 +25,7 @@ class TrainingSamples:
 
     weights   () -> weight of each sample, (num_samples,)
     lengths   () -> length of each sample, (num_samples,)
-    sizes     () -> number of samples of each concatenated data set
+    sizes     () -> number of samples of each concatenated dataset
     is_array  the run started with an order that is drawn as an array; see `shuffled_sampler`
     """
 
@@ -108,8 +108,8 @@ def mixture(
 ) -> Sampler:
     """Draw from several datasets with weights. `dataset` returns a `torch.utils.data.ConcatDataset` of them.
 
-    Each data set is shuffled and read completely before its samples are repeated. Each update has the shares of
-    the data sets, up to a few samples.
+    Each dataset is shuffled and read completely before its samples are repeated. Each update has the shares of
+    the datasets, up to a few samples.
 
     weights      weight of each dataset, e.g. [0.7, 0.3]; []: the same for all
     num_samples  samples drawn in an epoch; null: as many as the datasets have
@@ -117,14 +117,14 @@ def mixture(
     sizes = samples.sizes()
     shares = np.asarray(weights or [1.0] * len(sizes), dtype=np.float64)
     if len(shares) != len(sizes):
-        what = f"has {len(shares)} weights, but the training data consists of {len(sizes)} data sets"
-        raise _option_error(f"weights={weights}", what, "give one weight per data set")
+        what = f"has {len(shares)} weights, but the training data consists of {len(sizes)} datasets"
+        raise _option_error(f"weights={weights}", what, "give one weight per dataset")
     if not (np.isfinite(shares).all() and (shares >= 0).all() and shares.any()):
         raise _option_error(f"weights={weights}", "must have weights of at least 0, and one above 0", "e.g. [0.7, 0.3]")
     empty = [number for number, size in enumerate(sizes) if not size and shares[number] > 0]
     if empty:
         raise DataError(
-            f"data sets {abbreviate(empty)} of the mixture, counted from 0, are empty",
+            f"datasets {abbreviate(empty)} of the mixture, counted from 0, are empty",
             where="sampler=mixture",
             fix="leave them out of the ConcatDataset, or give them the weight 0 in sampler.weights",
         )
@@ -279,7 +279,7 @@ def _offset_repeats(drawn: IntArray, size: int) -> IntArray:
 
 
 def _draw_passes(seed: int, source: int, size: int, draws: range, offset: int) -> IntArray:
-    """Return these draws from a data set of `size` samples, which is shuffled in each pass.
+    """Return these draws from a dataset of `size` samples, which is shuffled in each pass.
 
     offset  added once in the second pass, twice in the third and so on: repeated samples get other random numbers
     """
@@ -294,7 +294,7 @@ def _draw_passes(seed: int, source: int, size: int, draws: range, offset: int) -
 
 
 def _quotas(shares: FloatArray, count: int) -> IntArray:
-    """Return how many of `count` draws each data set gets, by largest remainders."""
+    """Return how many of `count` draws each dataset gets, by largest remainders."""
     quotas = np.floor(shares * count).astype(np.int64)
     rest = count - int(quotas.sum())
     quotas[np.argsort(quotas - shares * count, kind="stable")[:rest]] += 1

@@ -14,7 +14,7 @@ class BatchSamples(NamedTuple):
     """Identify the samples of a batch, in order, to draw random numbers per sample.
 
     seed     seed of the run
-    indices  of the samples in their data set
+    indices  of the samples in their dataset
     places   positions of the samples in the order of the epoch
     """
 
@@ -48,7 +48,7 @@ class MicroBatch(NamedTuple):
     """A batch; `last` marks the last micro-batch of this rank's update; `bad` lists (index, reason) of skipped samples.
 
     counts   False: a dummy micro-batch that keeps the ranks in step and must not contribute; `batch` may be None
-    samples  None if unknown, as for batches that were not read from a data set
+    samples  None if unknown, as for batches that were not read from a dataset
     marks    shard -> position after this batch, for the shards of a stream that it read
     """
 

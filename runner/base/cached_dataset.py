@@ -1,4 +1,4 @@
-"""Data sets whose samples, or the fixed part of them, are kept as one tensor per field."""
+"""Datasets whose samples, or the fixed part of them, are kept as one tensor per field."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from runner.base.batch import map_tensors
 
 
 class CachedDataset:
-    """All samples of a data set as tensors; a batch is one index selection of rows."""
+    """All samples of a dataset as tensors; a batch is one index selection of rows."""
 
     def __init__(self, samples: Any, num_samples: int) -> None:
         self.samples = samples
@@ -30,7 +30,7 @@ class CachedDataset:
 
 
 class FixedPart:
-    """The fixed part of a data set."""
+    """The fixed part of a dataset."""
 
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
@@ -46,7 +46,7 @@ class FixedPart:
 
 
 class ComposedDataset:
-    """A data set whose fixed part is cached."""
+    """A dataset whose fixed part is cached."""
 
     def __init__(self, dataset: Any, fixed: CachedDataset) -> None:
         self.dataset, self.fixed = dataset, fixed

@@ -1,4 +1,4 @@
-"""Whether a data set reads many samples at once, and how."""
+"""Whether a dataset reads many samples at once, and how."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ def _is_plain(tensor: Tensor) -> bool:
 
 
 def has_fixed_part(dataset: Any) -> bool:
-    """Return whether a data set divides reading into `load_fixed`, which can be cached, and `compose`."""
+    """Return whether a dataset divides reading into `load_fixed`, which can be cached, and `compose`."""
     return hasattr(dataset, "load_fixed") and hasattr(dataset, "compose")
 
 
 def batch_reader(dataset: Dataset) -> Callable[[list[int]], Any] | None:
-    """Return the `__getitems__` of a data set; None if it would read sample by sample.
+    """Return the `__getitems__` of a dataset; None if it would read sample by sample.
 
     Samples that are read together share one random stream, which depends on the micro-batch.
     """

@@ -1,4 +1,4 @@
-"""Read the batch of a key from a data set, in whichever process."""
+"""Read the batch of a key from a dataset, in whichever process."""
 
 from __future__ import annotations
 
@@ -75,11 +75,11 @@ class Fetcher:
 
     @property
     def probe_indices(self) -> list[int]:
-        """The samples whose content identifies the data set."""
+        """The samples whose content identifies the dataset."""
         return sorted({0, len(self) // 2, len(self) - 1})
 
     def dataset_indices(self, indices: list[int]) -> list[int]:
-        """Return indices in the data set: `MicroBatchKey` adds `num_samples` for each repetition in the epoch."""
+        """Return indices in the dataset: `MicroBatchKey` adds `num_samples` for each repetition in the epoch."""
         size = self.num_samples
         return indices if max(indices) < size else [index % size for index in indices]
 
@@ -156,7 +156,7 @@ def _is_default(collate: Collate) -> bool:
 
 
 def traceback_line(error: ExceptionInfo) -> str:
-    """Return file:line of the data set's own code: the last line outside of installed packages and Python."""
+    """Return file:line of the dataset's own code: the last line outside of installed packages and Python."""
     python = str(Path(os.__file__).parent)
     frames = [
         frame

@@ -321,7 +321,7 @@ def _first_tensor(batch: Any) -> Tensor:
 
 
 _GOLDEN = 0x9E3779B97F4A7C15  # odd; 2**64 divided by the golden ratio
-_STREAM = 0x6E6F6973  # separate from the order of the samples and the draws of data sets
+_STREAM = 0x6E6F6973  # separate from the order of the samples and the draws of datasets
 _UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
 _current: _Pass | None = None
 _noise_of_batch = _new_noise

@@ -32,7 +32,7 @@ class Permutation(Protocol):
 class MicroBatchKey(NamedTuple):
     """Loader key of a micro-batch: samples `indices` of epoch `epoch`; `last` marks the last one of this rank's update.
 
-    indices  of samples; in a data set of n samples, `index + n` is sample `index` drawn again in the epoch, with other
+    indices  of samples; in a dataset of n samples, `index + n` is sample `index` drawn again in the epoch, with other
              random numbers
     counts   False: read only to keep the ranks in step, or empty because this rank has no samples
     first    position of the first sample in the order of the epoch
@@ -248,7 +248,7 @@ def order_rng(seed: int, *numbers: int) -> np.random.Generator:
 
 
 def spread_evenly(num_samples: int, count: int | None) -> Indices:
-    """Return `count` sample indices, evenly spaced over the data set and always the same; all if None."""
+    """Return `count` sample indices, evenly spaced over the dataset and always the same; all if None."""
     if count is None or count >= num_samples:
         return list(range(num_samples))
     return [index * num_samples // count for index in range(count)]

@@ -1,8 +1,8 @@
 """Seed the global random generators for each sample that is read, from seed, split, epoch and index.
 
-torch's, NumPy's and Python's global generators belong to a process. A data set that draws from them, as the transforms
+torch's, NumPy's and Python's global generators belong to a process. A dataset that draws from them, as the transforms
 of torchvision do, would draw different numbers in another worker, rank or resumed run, and in the training process
-would change the draws of the model's dropout. So code of a data set runs inside `SampleStreams.read`: generators
+would change the draws of the model's dropout. So code of a dataset runs inside `SampleStreams.read`: generators
 are seeded for each sample and restored afterwards.
 """
 
@@ -40,11 +40,11 @@ class GlobalGenerator(Protocol):
 
 
 class SampleStreams:
-    """Provide the global generators of this process to code of a data set, and restore them.
+    """Provide the global generators of this process to code of a dataset, and restore them.
 
     Use of generators is detected, not assumed. All are seeded for the first samples; later, only
     those that were used. The others are compared before and after each batch: if one has changed, that batch is
-    read again with it seeded. A data set that does not draw thus costs one comparison per batch.
+    read again with it seeded. A dataset that does not draw thus costs one comparison per batch.
 
     Not thread-safe: while one thread reads, no other may draw.
     """
@@ -53,14 +53,14 @@ class SampleStreams:
         self.split = split
         self._num_to_learn = _LEARNING_SAMPLES
         self._is_learning = False  # all generators are seeded for this batch, to detect which are used
-        self._used: list[int] = []  # indices of generators that the data set used
+        self._used: list[int] = []  # indices of generators that the dataset used
         self._seeded: Sequence[int] = ()  # indices of those seeded for the samples of this batch
         self._generators: Sequence[GlobalGenerator] = ()  # of this batch: its code may change the current GPU
         self._seeded_states: list[Any] = []  # while learning: states of all generators after seeding
 
     @property
     def has_drawn(self) -> bool:
-        """True once the data set has used a global generator."""
+        """True once the dataset has used a global generator."""
         return bool(self._used)
 
     @property

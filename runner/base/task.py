@@ -28,7 +28,7 @@ class Dataset(Protocol):
     Samples with a random part, or batches that are not one row per sample, are cached by `dataloader.cache` if the data
     set divides `__getitems__` into two methods, which then is `self.compose(self.load_fixed, indices)`:
     `load_fixed(indices)` returns a tensor, or a tuple or dict of tensors, with a row per index, always the same;
-    `compose(load, indices)` returns the batch, and calls `load` for any indices of the data set.
+    `compose(load, indices)` returns the batch, and calls `load` for any indices of the dataset.
     """
 
     def __len__(self) -> int: ...

@@ -30,7 +30,7 @@ OPTION_TABLES: Mapping[str, tuple[str, str]] = {
 HOOK_TABLE, HOOK = "HOOKS", "hook"
 # table -> what to use instead; docs/decisions/0023-tables-that-stay-closed.md has the reasons
 CLOSED_TABLES: Mapping[str, str] = {
-    "DATALOADERS": "return your own data set from dataset(split), and set dataloader.KEY",
+    "DATALOADERS": "return your own dataset from dataset(split), and set dataloader.KEY",
     "PRECISIONS": "use precision=bf16 precision.keep_fp32=[NAME], or cast inside the model",
     "PARALLELISMS": "use a shipped strategy; CONTRIBUTING.md has the steps to add one",
     "TECHNIQUES": "put NAME.yaml with `overrides: [KEY=VALUE]` into benchmark/technique of the folder of --config-dir",

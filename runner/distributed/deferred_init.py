@@ -329,7 +329,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 values[ref.storage] = _storage_like(ref, leaf)
 
     def replace_leaked(self, model: nn.Module) -> None:
-        """Give all other deferred tensors that still exist, such as those of data sets, their values in place.
+        """Give all other deferred tensors that still exist, such as those of datasets, their values in place.
 
         Raises RuntimeError if one cannot be replaced.
         """

@@ -273,7 +273,7 @@ class BatchReader:
     def another_index(self, index: int) -> int:
         """Return the index of another sample."""
         if len(self._loader.fetcher) < 2:
-            raise IndexError("the data set has one sample")
+            raise IndexError("the dataset has one sample")
         return (index + 1) % len(self._loader.fetcher)
 
 

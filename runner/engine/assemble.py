@@ -87,14 +87,14 @@ class Parts:
         if not len(fetcher):
             where = str(self.plan.settings.data.path or self.source)
             fix = f"dataset({split!r}) must return samples; see data.path and data.train_samples"
-            raise DataError(f"the data set of split {split} is empty", where=where, fix=fix)
+            raise DataError(f"the dataset of split {split} is empty", where=where, fix=fix)
         return fetcher
 
     def _dataset(self, split: str) -> Any:
-        """Return the data set of a split, or the source of a stream."""
+        """Return the dataset of a split, or the source of a stream."""
         task, wanted = self.task, self.plan.settings.data.shards
         allowed = () if split == "train" else NotImplementedError
-        # Use the same seed on every rank: a data set that is split at random must be split identically.
+        # Use the same seed on every rank: a dataset that is split at random must be split identically.
         draws = seeded_generators(self.plan.settings.seed, split, "dataset")
         if type(task).stream is not Task.stream and (split == "train" or type(task).dataset is Task.dataset):
             return StreamSource(split, wanted or 1, make=task.stream)

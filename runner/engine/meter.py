@@ -298,12 +298,12 @@ class Meter:
             if count < 0:
                 raise TaskFault(
                     f"the losses of an update count {count:g} items (update {number}), but must count 0 or more each",
-                    fix="return (the sum, the number of items): len(y), or mask.sum()",
+                    fix="return the sum and the number of items, such as len(y) or mask.sum()",
                 )
             if count == 0:
                 raise TaskFault(
                     f"loss returned a count of 0 for all micro-batches (update {number})",
-                    fix="return (the sum, the number of items); or are all its samples bad? events.jsonl lists them",
+                    fix="return the sum and the number of items; if all samples of the update are bad, events.jsonl lists them",
                 )
 
 

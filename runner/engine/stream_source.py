@@ -1,4 +1,4 @@
-"""Open the shards of a stream: those of `Task.stream`, or of an iterable data set as torch's workers divide it."""
+"""Open the shards of a stream: those of `Task.stream`, or of an iterable dataset as torch's workers divide it."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ _SINGLE_RANK_ENV = {"RANK": "0", "WORLD_SIZE": "1"}
 
 
 def is_stream(dataset: Any) -> bool:
-    """Return whether a data set can only be iterated over, such as torch's IterableDataset or one of `datasets`.
+    """Return whether a dataset can only be iterated over, such as torch's IterableDataset or one of `datasets`.
 
     The StreamingDataset of MosaicML is an IterableDataset with an index. By index, its order is that of the runner;
     iterated over, it divides itself among processes, which wait for each other.
@@ -34,7 +34,7 @@ def is_stream(dataset: Any) -> bool:
 
 
 def is_exhaustible(dataset: Any) -> bool:
-    """Return whether a data set can be read only once: a generator or another iterator without a state."""
+    """Return whether a dataset can be read only once: a generator or another iterator without a state."""
     return hasattr(dataset, "__next__") and not isinstance(dataset, IterableDataset) and not _has_state(dataset)
 
 
@@ -42,7 +42,7 @@ def is_exhaustible(dataset: Any) -> bool:
 class StreamSource:
     """A stream that is divided into shards. Everything in it is deterministic, given the global generators.
 
-    dataset  an iterable data set; None: `make` returns the samples of a shard
+    dataset  an iterable dataset; None: `make` returns the samples of a shard
     make     (split, shard, num_shards) -> iterable
     limit    number of samples of each epoch that are used, from its beginning; None: all
     """
@@ -77,14 +77,14 @@ class StreamSource:
         return samples
 
     def _copy_dataset(self) -> Any:
-        """Return a copy of the data set, which may store its epoch, position and loaded state in attributes."""
+        """Return a copy of the dataset, which may store its epoch, position and loaded state in attributes."""
         try:
             return copy.deepcopy(self.dataset)
         except Exception as error:
             if self.num_shards == 1:
                 return self.dataset
             raise DataError(
-                f"the data set cannot be copied for each shard: {error_line(error)}",
+                f"the dataset cannot be copied for each shard: {error_line(error)}",
                 where=f"data.shards={self.num_shards}",
                 fix="define stream(split, shard, num_shards) instead, or use data.shards=1",
             ) from error
@@ -100,7 +100,7 @@ class StreamSource:
 
     def _full_lengths(self) -> tuple[int, ...] | None:
         shards = range(self.num_shards)
-        if self.make is None:  # the length of a data set is that of all shards
+        if self.make is None:  # the length of a dataset is that of all shards
             total = _length(self.dataset)
             return None if total is None else tuple(_even_part(total, shard, self.num_shards) for shard in shards)
         lengths = [_length(self._make_shard(shard)) for shard in shards]
@@ -108,7 +108,7 @@ class StreamSource:
 
     @contextmanager
     def reading(self, shard: int) -> Iterator[None]:
-        """Let `torch.utils.data.get_worker_info` return the shard, by which data sets divide themselves.
+        """Let `torch.utils.data.get_worker_info` return the shard, by which datasets divide themselves.
 
         Without a shard it returns None, also in workers of a loader, which do not divide the data here. Nor do ranks:
         webdataset, which divides its files by RANK and WORLD_SIZE or raises an error, sees a single rank.

@@ -88,7 +88,7 @@ def _make_stream_sampler(samples: StreamSamples, plan: Plan, phase: PhasePlan, *
     problems = []
     if plan.choices["sampler"].name != "shuffle":
         what = "a stream is read in its own order"
-        problems.append(Problem(what, f"sampler={plan.choices['sampler'].name}", "use sampler=shuffle, or a data set"))
+        problems.append(Problem(what, f"sampler={plan.choices['sampler'].name}", "use sampler=shuffle, or a dataset"))
     if num_shards % shards_per_update:
         what = f"must divide the number of shards, {num_shards}"
         problems.append(Problem(what, f"data.shards_per_update={shards_per_update}", _list_divisors(num_shards)))
@@ -162,15 +162,15 @@ def _dataset_sizes(parts: Parts, fetcher: Fetcher) -> Sequence[int]:
     ends = getattr(fetcher.dataset, "cumulative_sizes", None)
     if ends is None:
         raise TaskFault(
-            f"sampler=mixture needs several data sets, but dataset returned a {type(fetcher.dataset).__name__}",
+            f"sampler=mixture needs several datasets, but dataset returned a {type(fetcher.dataset).__name__}",
             where=locate_definition(parts.task.dataset, parts.source),
             fix="return torch.utils.data.ConcatDataset([one, other])",
         )
     if len(fetcher) < ends[-1]:
         raise DataError(
-            "data.train_samples selects the first samples, so data sets of the mixture would be missing",
+            "data.train_samples selects the first samples, so datasets of the mixture would be missing",
             where=f"data.train_samples={len(fetcher)}",
-            fix="use sampler.num_samples for a shorter epoch, or shorten the data sets in the task",
+            fix="use sampler.num_samples for a shorter epoch, or shorten the datasets in the task",
         )
     return [int(end - start) for start, end in zip([0, *ends[:-1]], ends, strict=True)]
 

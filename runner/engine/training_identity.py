@@ -1,4 +1,4 @@
-"""Record and compare the data sets and code of a run, which its settings do not identify.
+"""Record and compare the datasets and code of a run, which its settings do not identify.
 
 Settings that differ on resume are found by `engine/resumption.py`. They do not show that the file behind `data.path`
 has other samples, or that the task's file was edited.
@@ -37,7 +37,7 @@ Hashes = dict[str, str]  # index of a sample, or path of a file -> hash
 
 
 def fingerprint_data(fetchers: Mapping[str, Fetcher], loader: Loader) -> tuple[dict[str, Any], list[str]]:
-    """Return, per split, the data set length and the hashes of its `Fetcher.probe_indices`; and the varying splits.
+    """Return, per split, the dataset length and the hashes of its `Fetcher.probe_indices`; and the varying splits.
 
     The first sample of a varying split differs when it is read again: it depends on something other than its index and
     the global random generators, which are seeded the same. If a sample is slow to read, the others are skipped,
@@ -67,7 +67,7 @@ def _hash_samples(
 ) -> Mapping[str, _ProbedSamples]:
     """Return the hashes of samples per split, or none if reading fails: training reports that error itself.
 
-    If training uses workers, a worker reads the samples. A data set may open a file at its first sample: workers forked
+    If training uses workers, a worker reads the samples. A dataset may open a file at its first sample: workers forked
     afterwards would share its file position, and an open file cannot be sent to spawned workers.
     """
     reader = loader.new_like(_HashingFetcher(fetchers, indices))
@@ -132,10 +132,10 @@ def hash_content(sample: Any, memo: dict[int, tuple[Any, str]] | None = None) ->
 
 
 def check_lengths(before: Mapping[str, Any], now: Mapping[str, Any]) -> None:
-    """Raise IncompatibleResume if the length of a data set changed, because the sample order then differs."""
+    """Raise IncompatibleResume if the length of a dataset changed, because the sample order then differs."""
     problems = [
         Problem(
-            f"the data set of split {split} had {before[split]['samples']:,} samples, and has {data['samples']:,} now",
+            f"the dataset of split {split} had {before[split]['samples']:,} samples, and has {data['samples']:,} now",
             f'dataset("{split}")',
             "use the data that the run was trained with, or start a new run with another run=NAME",
         )

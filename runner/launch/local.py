@@ -135,7 +135,7 @@ def _check_can_fork(num_ranks: int) -> None:
     if threading.current_thread() is not threading.main_thread():
         what = f"ranks must be started from the main thread, not from thread {threading.current_thread().name}"
     elif others:
-        what = f"ranks cannot be forked while other threads run: {abbreviate(others)}; a debugger or profiler has some"
+        what = f"ranks cannot be forked while other threads run, such as a debugger's: {abbreviate(others)}"
     elif cuda_is_initialized():
         what = "ranks cannot be forked after CUDA was initialized in this process"
     else:

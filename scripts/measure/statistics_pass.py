@@ -3,7 +3,7 @@
 loop     Welford's update pixel by pixel in numpy, timed on a subset of the pixels and extrapolated linearly
 memory   reads every value once from memory: a float32 sum of each batch
 files    the same data in the page cache, one .npy file per cube, read as in a run, with the same sum
-disk     the same files, removed from the page cache: the cost for a data set larger than memory
+disk     the same files, removed from the page cache: the cost for a dataset larger than memory
 pass     phase 1 with the same batches, from memory, files and disk
 
 Each round times all variants in one process; ratios are medians over rounds.

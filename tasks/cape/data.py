@@ -321,7 +321,7 @@ def read_crop(annotation: Annotation, crop: Crop, image_size: int) -> Tensor:
         with pillow.open(annotation.image) as file:
             image = file.convert("RGB")
     except (OSError, SyntaxError) as error:
-        raise _fault(annotation.image, f"must be a picture, but cannot be read: {error}") from error
+        raise _fault(annotation.image, f"must be an image, but cannot be read: {error}") from error
     if image.size != annotation.image_size:
         expected, given = ("{} x {}".format(*size) for size in (annotation.image_size, image.size))
         raise _fault(annotation.image, f"must be {expected} pixels, as the annotations say, but is {given}")

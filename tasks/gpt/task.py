@@ -148,10 +148,10 @@ class GPT(Task):
 
         prompt          text to continue; empty: the beginning of a document
         samples         number of continuations
-        max_new_tokens  tokens made for each, fewer where the model ends the document
-        temperature     divides the logits: below 1 likely tokens become likelier, 0 always takes the likeliest
-        top_k           only the k likeliest tokens can be drawn; null: all
-        batch_size      continuations made at once: more raises the throughput, and the latency; they stay the same
+        max_new_tokens  maximum number of tokens generated for each; the end of a document ends it earlier
+        temperature     divides the logits: below 1 favors likely tokens, 0 is greedy decoding
+        top_k           sample from the k most likely tokens only; null: from all
+        batch_size      continuations generated at once: more raise throughput and latency, the results stay the same
         """
         tokenizer = self.corpus.tokenizer
         prompt_tokens = tokenizer.encode(prompt)

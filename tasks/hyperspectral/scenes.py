@@ -176,7 +176,7 @@ def _prepared(cache: Path, name: str) -> Path:
     source = Path(require("skimage.data", "hyperspectral").__file__).parent / name
     if not source.is_file():
         what = f"{source} does not exist: this scikit-image came without its photographs"
-        raise InputMissing(what, where="task.data", fix="install a whole scikit-image, or use task.data=synthetic")
+        raise InputMissing(what, where="task.data", fix="install a complete scikit-image, or use task.data=synthetic")
     picture = require("skimage.io", "hyperspectral").imread(source)[..., :3].astype(np.float32) / 255
     smaller = max(1, min(picture.shape[:2]) // 400)
     rows, columns = (length // smaller for length in picture.shape[:2])

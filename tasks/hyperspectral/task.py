@@ -62,7 +62,8 @@ def build(
 ) -> Task:
     """Statistics of all pixels in one pass, then a detector of targets that starts from them.
 
-    size           tiny, small or full: number of cubes, their height, width and channels, see SHAPES
+    size           number of cubes x height x width x channels: tiny 96 x 64 x 64 x 24, small 200 x 128 x 128 x 50, full
+                   1000 x 256 x 256 x 100
     head           rx: RX score of learned components, trained on masks; svdd: Deep SVDD, trained on all but targets
     data           photographs: scikit-image's, expanded to channels by a filter bank; synthetic: generated spectra
     num_cubes      training cubes; null: depends on size. Validation and test have a quarter each, 8 to 64

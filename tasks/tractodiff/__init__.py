@@ -1,1 +1,1 @@
-"""Diffusion of streamline pieces: tractography that samples the continuation of a fiber."""
+"""Diffusion of streamline segments: tractography that samples the continuation of a fiber."""

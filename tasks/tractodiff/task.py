@@ -81,7 +81,7 @@ def build(
 class TractoDiff(Task):
     """Samples the next 16 points of a streamline."""
 
-    item = "piece"
+    item = "segment"
     baseline_name = "straight line"
 
     def __init__(self, train: Pieces, model: StreamlineDiffusion) -> None:
@@ -168,21 +168,21 @@ class TractoDiff(Task):
         shard: Count = 0,
         num_shards: PositiveInt = 1,
     ) -> Iterator[Prediction]:
-        """Yield the streamlines grown in each held-out subject, as .trk and .tck, with figures and a plot.
+        """Yield the streamlines generated in each held-out subject, as .trk and .tck, with figures and a plot.
 
         split       test, or val if there are no test streamlines: not used to choose the checkpoint; val: used for it
         seeds       streamlines per subject
-        seeds_from  streamlines: points of held-out streamlines, which are compared with the grown ones; mask: random
-                    points in the mask
+        seeds_from  streamlines: points of held-out streamlines, which are compared with the generated ones; mask:
+                    random points in the mask
         steps       null: ancestral sampling with all diffusion steps; otherwise DDIM with this number of steps
-        batch_size  seeds grown together and written to separate files, which ranks share; null: all of a subject
-        advance     points to keep of each piece of 16 before the next one is sampled
+        batch_size  seeds tracked at once and written to separate files, which ranks share; null: all of a subject
+        advance     points to keep of each segment of 16 before the next one is sampled
         max_points  maximum number of points on each side of a seed
-        shard       grow the batches whose number modulo num_shards is this
+        shard       track only the batches whose number modulo num_shards is this
         num_shards  ranks that share the batches
         """
         if advance > NUM_POINTS:
-            what = f"must be at most {NUM_POINTS}, the points of a piece, but is {advance}"
+            what = f"must be at most {NUM_POINTS}, the points of a segment, but is {advance}"
             raise ConfigError(Problem(what, "inference.advance"))
         if steps is not None and steps > self.model.schedule.num_steps:
             what = f"must be at most {self.model.schedule.num_steps}, the diffusion steps of the model, but is {steps}"

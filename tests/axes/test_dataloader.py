@@ -398,7 +398,7 @@ def test_a_batch_of_tensors_is_one_operation_for_each_tensor() -> None:
 def test_a_sample_that_a_subset_does_not_have_is_named() -> None:
     with pytest.raises(DataError, match="sample 1 cannot be read") as raised:
         fetcher(Subset(make_tensors(), [0, 99, 1]))[MicroBatchKey(0, [0, 1], last=True)]
-    assert raised.value.problems[0].where == "", "no line of the runner, if the data set has none"
+    assert raised.value.problems[0].where == "", "no line of the runner, if the dataset has none"
 
 
 class Waiting:
@@ -486,7 +486,7 @@ def test_workers_are_started_without_waiting_for_a_slow_measurement(numbers: Pat
     with closing(auto(dataset, 600_000.0)) as loader:
         found = loader.batches(iter(KEYS))  # returns, although no sample can be read yet
         assert (loader.num_workers, loader.decision) == (2, "")
-        assert len(multiprocessing.active_children()) == 3  # the slow one may be writing a file of the data set
+        assert len(multiprocessing.active_children()) == 3  # the slow one may be writing a file of the dataset
         dataset.awaited.touch()  # type: ignore[union-attr]
         assert [item.batch.tolist() for item in found] == [key.indices for key in KEYS]
     assert multiprocessing.active_children() == []

@@ -149,14 +149,14 @@ FAULTS = {
         "raised KeyError: 'x'",
         "return {}['x']",
     ),
-    "the data set is empty": Fault("return 64", "return 0", 65, "the data set of split train is empty"),
-    "the data set is nothing": Fault(
+    "the dataset is empty": Fault("return 64", "return 0", 65, "the dataset of split train is empty"),
+    "the dataset is nothing": Fault(
         "return Points()", "Points()", 70, 'dataset("train") must return samples with len() and [index]', "def dataset("
     ),
-    "the data set has no length": Fault(
+    "the dataset has no length": Fault(
         "def __len__", "def length", 70, 'dataset("train") must return samples with len() and [index]', "def dataset("
     ),
-    "the data set raises": Fault(
+    "the dataset raises": Fault(
         "return Points()", "raise OSError('the disk is gone')", 70, "raised OSError: the disk is gone", "raise OSError"
     ),
     "a sample raises": Fault(

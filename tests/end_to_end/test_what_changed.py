@@ -84,7 +84,7 @@ def files_of_run(folder: Path) -> Iterator[tuple[str, bytes]]:
 
 @pytest.fixture(scope="module")
 def trained(server: ForkServer, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    """Folders with a finished run, by how its data set draws random numbers."""
+    """Folders with a finished run, by how its dataset draws random numbers."""
     actual = {}
     for name, draws in {"never": FILES["draws.py"], **DRAWS}.items():
         folder = tmp_path_factory.mktemp(name)

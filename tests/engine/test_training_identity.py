@@ -27,7 +27,7 @@ from runner.engine.training_identity import (
 
 
 class Opening:
-    """Opens its file at the first sample, like data sets that must not share the file between workers."""
+    """Opens its file at the first sample, like datasets that must not share the file between workers."""
 
     def __init__(self, path: Path) -> None:
         self.path, self.opened = path, -1

@@ -401,7 +401,7 @@ def test_a_bad_sample_is_reported(act: str, workers: int, server: ForkServer, tm
     error = error_of(tmp_path / "outputs" / "mine")
     if "cannot be read" in cause:
         assert error["place"]["samples"] in ([17], [77])
-        assert error["where"].startswith(f"{TASK}:"), "the line of the data set"
+        assert error["where"].startswith(f"{TASK}:"), "the line of the dataset"
     tally.tried += 1
 
 

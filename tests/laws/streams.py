@@ -90,7 +90,7 @@ KINDS: dict[str, type[Files]] = {
 
 
 class ByWorker(IterableDataset):  # type: ignore[type-arg]
-    """A data set that divides itself among workers as in torch's documentation."""
+    """A dataset that divides itself among workers as in torch's documentation."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         info = get_worker_info()
@@ -99,14 +99,14 @@ class ByWorker(IterableDataset):  # type: ignore[type-arg]
 
 
 class Undivided(IterableDataset):  # type: ignore[type-arg]
-    """A data set that every worker reads completely."""
+    """A dataset that every worker reads completely."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         yield from (torch.tensor([float(number)]) for number in NUMBERS)
 
 
 class Unseeded(IterableDataset):  # type: ignore[type-arg]
-    """A data set with an unseeded generator."""
+    """A dataset with an unseeded generator."""
 
     def __iter__(self) -> Iterator[torch.Tensor]:
         numbers = list(NUMBERS)

@@ -1,4 +1,4 @@
-"""A data set's draws from the global generators are a function of (seed, epoch, index), whichever process reads it."""
+"""A dataset's draws from the global generators are a function of (seed, epoch, index), whichever process reads it."""
 
 from __future__ import annotations
 
@@ -425,7 +425,7 @@ def test_one_changing_sample_disables_the_cache() -> None:
 
 
 class Missing(Kept):
-    """Samples with NaN that are equal each time, of a data set that seeds the generators itself."""
+    """Samples with NaN that are equal each time, of a dataset that seeds the generators itself."""
 
     def __getitem__(self, index: int) -> Tensor:
         random.seed(index)

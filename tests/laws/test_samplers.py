@@ -37,7 +37,7 @@ WEIGHTS = np.random.default_rng(6).random(SIZE) ** 3
 
 
 def samples(batch: int = 8, *, drop_last: bool = False, **other: Any) -> TrainingSamples:
-    """Return 53 samples with weights and lengths, in data sets of 40, 10 and 3."""
+    """Return 53 samples with weights and lengths, in datasets of 40, 10 and 3."""
     content = {"weights": WEIGHTS, "lengths": LENGTHS, "sizes": SIZES, **other}
     return TrainingSamples(
         num_samples=len(content["weights"]),
@@ -236,7 +236,7 @@ def test_a_sample_drawn_again_in_an_epoch_gets_other_random_numbers() -> None:
 
 
 def test_a_mixture_has_its_shares_in_every_prefix_and_covers_each_data_set() -> None:
-    """After p draws, the count of each of the S data sets is within S + 1 of its share of p."""
+    """After p draws, the count of each of the S datasets is within S + 1 of its share of p."""
     shares = np.array([0.2, 0.5, 0.3])
     sampler = mixture(samples(), weights=[2, 5, 3])
     drawn = np.concatenate([sampler.draw(3, epoch, window) for epoch in range(30) for window in range(7)]) % SIZE
@@ -315,10 +315,10 @@ WRONG: list[tuple[str, Callable[[], object], type[AccelRunError]]] = [
     ("a weight that is NaN", lambda: weighted(samples(weights=[1.0, float("nan")])), DataError),
     ("no weight above 0", lambda: weighted(samples(weights=[0.0, 0.0])), DataError),
     ("too few to draw", lambda: weighted(samples(weights=[1.0, 0.0]), replacement=False), ConfigError),
-    ("weights of other data sets", lambda: mixture(samples(), weights=[0.5, 0.5]), ConfigError),
-    ("a data set of weight below 0", lambda: mixture(samples(), weights=[0.5, 0.5, -1.0]), ConfigError),
-    ("no data set with weight", lambda: mixture(samples(), weights=[0.0, 0.0, 0.0]), ConfigError),
-    ("an empty data set", lambda: mixture(samples(sizes=[3, 0])), DataError),
+    ("weights of other datasets", lambda: mixture(samples(), weights=[0.5, 0.5]), ConfigError),
+    ("a dataset of weight below 0", lambda: mixture(samples(), weights=[0.5, 0.5, -1.0]), ConfigError),
+    ("no dataset with weight", lambda: mixture(samples(), weights=[0.0, 0.0, 0.0]), ConfigError),
+    ("an empty dataset", lambda: mixture(samples(sizes=[3, 0])), DataError),
     ("a sample over the budget", lambda: token_budget(samples(lengths=[5, 90], weights=[1, 1]), tokens=64), DataError),
     ("a length of 0", lambda: token_budget(samples(lengths=[5, 0], weights=[1, 1])), DataError),
     ("micro-batches above updates", lambda: token_budget(samples(), tokens=64, micro_tokens=65), ConfigError),

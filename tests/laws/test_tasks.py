@@ -186,7 +186,7 @@ PIPELINED = (
     *("tractodiff", "tractodiff unet", "cape", "gpt", "gpt, dropout", "gpt 350m, dropout"),
     *("nmt packed", "nmt padded, dropout", "nmt packed, attention dropout"),
 )
-READ = (  # one for each data set
+READ = (  # one for each dataset
     *("tractodiff", "cape", "nmt packed", "nmt padded", "gpt", "dynamo pretrain", "dynamo joint", "hyperspectral rx"),
 )
 DRAWS = (  # losses that draw random numbers

@@ -1,4 +1,4 @@
-"""A vision transformer with mixup in the data set, so that pairs do not depend on the micro-batch."""
+"""A vision transformer with mixup in the dataset, so that pairs do not depend on the micro-batch."""
 
 import numpy as np
 import torch

@@ -506,7 +506,7 @@ def test_invalid_json_and_images_are_refused(folder: Path) -> None:
     annotations[0].image.write_bytes(b"no picture")
     Image.new("RGB", (8, 8)).save(annotations[1].image)
     for annotation, match in zip(
-        annotations, ["must be a picture", "must be 32 x 32 pixels.* but is 8 x 8"], strict=False
+        annotations, ["must be an image", "must be 32 x 32 pixels.* but is 8 x 8"], strict=False
     ):
         with pytest.raises(DataError, match=match) as caught:
             read_crop(annotation, "image", SIDE)

@@ -17,9 +17,9 @@ from runner.engine.watchdog import DATA
 
 
 class DataChanges(Hook):
-    """Compares data sets by length and by hashes of samples.
+    """Compares datasets by length and by hashes of samples.
 
-    A data set of another length is refused on all ranks. Changed code and samples may be intended, such as a bug fix:
+    A dataset of another length is refused on all ranks. Changed code and samples may be intended, such as a bug fix:
     rank 0 warns about them and records them.
     """
 
@@ -27,7 +27,7 @@ class DataChanges(Hook):
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self._data: dict[str, Any] = {}  # split -> length and hashes of its data set
+        self._data: dict[str, Any] = {}  # split -> length and hashes of its dataset
 
     def state_dict(self) -> dict[str, Any]:
         return self._data

@@ -65,7 +65,7 @@ def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> 
     if None not in counts and not sum(filter(None, counts)):
         return TaskFault(
             f"loss returned a count of 0 for all micro-batches (update {search.update})",
-            fix="return (the sum, the number of items); or are all its samples bad? events.jsonl lists them",
+            fix="return the sum and the number of items; if all samples of the update are bad, events.jsonl lists them",
         )
     samples = [number for result in results for number in result.samples]
     rank, worst = min(enumerate(results), key=lambda pair: (not pair[1].what, list(_FIXES).index(pair[1].kind)))
@@ -214,12 +214,13 @@ class _UpdateSearch:
         return bad
 
 
+_CHANGE = "lower optimizer.lr, with resume_allow=[optimizer.lr], raise scheduler.warmup or set max_grad_norm"
 _FIXES = {  # most informative first
     "samples": "fix these samples, or let the dataset raise an error for them and use dataloader.bad_samples=skip",
-    "module": "lower optimizer.lr, raise scheduler.warmup or set max_grad_norm, as resume_allow permits; or fix it",
-    "loss": "fix the loss, or lower optimizer.lr, as resume_allow permits",
-    "parameters": "lower optimizer.lr, as resume_allow permits",
+    "module": f"{_CHANGE}; or fix the module",
+    "loss": f"fix the loss; or {_CHANGE}",
+    "parameters": "lower optimizer.lr, with resume_allow=[optimizer.lr]",
     "applied": "use optimizer.kernel=fused: it detects the overflow before the step, and the run names the module",
     "overflow": "scale the loss down: the squares of gradients of this size overflow",
-    "unknown": "lower optimizer.lr, raise scheduler.warmup or set max_grad_norm, as resume_allow permits",
+    "unknown": _CHANGE,
 }

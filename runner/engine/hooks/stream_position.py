@@ -20,7 +20,7 @@ from runner.engine.watchdog import DATA
 
 
 class StreamPosition(Hook):
-    """Tracks how far the completed updates have read the shards of a stream; inactive for other data sets.
+    """Tracks how far the completed updates have read the shards of a stream; inactive for other datasets.
 
     A checkpoint has the position of the rank that is furthest in each shard, because any rank may read it after a
     resume.
@@ -137,7 +137,7 @@ def raise_if_invalid(check: StreamCheck, num_shards: int) -> None:
     """Raise DataError for a stream that cannot be used for training."""
     if not check.is_repeatable:
         raise DataError(
-            "the stream returns other samples each time it is opened: processes that share it would train on some"
+            "the stream returns different samples each time it is opened: processes that share it would train on some"
             " samples twice and miss others, and no run could be resumed",
             where="stream",
             fix="shuffle with random, numpy.random or torch, whose global generators are seeded, or seed your own"

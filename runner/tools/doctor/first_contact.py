@@ -50,7 +50,7 @@ SEGMENT_BYTES = 2 * MIB  # the smallest allocation of torch's allocator from the
 MIN_CONTEXT_BYTES = 100 * MIB  # a context needs 300 to 500 MiB
 SAMPLE_INTERVAL_S = 0.5
 MAX_WAITS = 2.0  # per update: loss and norm for a line of progress (docs/gpu-costs.md)
-SIMULATED = "This GPU is simulated: a rehearsal of the command on the CPU. It says nothing about a real GPU."
+SIMULATED = "This GPU is simulated: a dry run of the command on the CPU. The results do not apply to a real GPU."
 
 
 def contact_checks(request: Request) -> Mapping[str, DoctorCheck]:

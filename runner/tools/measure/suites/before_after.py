@@ -105,7 +105,7 @@ def _has_key(group: str, option: str, key: str) -> bool:
     return signature is not None and key in signature.keys
 
 
-# ---------------------------------------------------------------- biggest batch
+# ---------------------------------------------------------------- largest batch
 
 
 @dataclass(frozen=True)
@@ -252,12 +252,12 @@ def _list_skipped(
         skipped["GPU busy"] = "there is no GPU with a driver that reports it"
     if not skipped.keys() & {f"inference, {name}" for name in inferred} and _inference_row(inferred)[1] is None:
         skipped["inference"] = "the task does not predict"
-    return skipped | {f"biggest batch, {name}": each.why for name, each in biggest.items() if each.size is None}
+    return skipped | {f"largest batch, {name}": each.why for name, each in biggest.items() if each.size is None}
 
 
 def _make_notes(suite_request: SuiteRequest, biggest: Mapping[str, Biggest]) -> list[str]:
-    notes = [f"biggest batch {name}: {each.why}" for name, each in biggest.items() if each.size is not None]
-    notes += ["the biggest batch was measured once per variant, by doubling"] if notes else []
+    notes = [f"largest batch {name}: {each.why}" for name, each in biggest.items() if each.size is not None]
+    notes += ["the largest batch was measured once per variant, by doubling"] if notes else []
     notes.append("memory was measured once per variant")
     typed = [item for item in suite_request.request.overrides if override_key(item).partition(".")[0] in VARIED_GROUPS]
     return [*notes, f"set on the command line, so the same before and after: {' '.join(typed)}"] if typed else notes
@@ -287,8 +287,8 @@ def _inference_row(inferred: Mapping[str, Replies | str]) -> tuple[Value, ...]:
 
 
 def largest_row(before: Biggest, after: Biggest) -> tuple[Value, ...]:
-    """Return the row of the biggest batch; unknown if larger sizes of the smaller one were not tried."""
-    name, sizes = "biggest batch, samples", [biggest for biggest in (before, after) if biggest.size]
+    """Return the row of the largest batch; unknown if larger sizes of the smaller one were not tried."""
+    name, sizes = "largest batch, samples", [biggest for biggest in (before, after) if biggest.size]
     if len(sizes) == 2 and not min(sizes, key=lambda biggest: (biggest.size or 0, biggest.is_all)).is_all:
         return (name, before.size, after.size, "", "unknown: no time for larger ones")
     return _single_reading_row(name, before.size, after.size)

@@ -53,7 +53,7 @@ def test_faster_settings_are_reported_as_faster(tmp_path: Path) -> None:
     assert epoch["sure"] == speed["sure"] == "better"
     assert epoch["before"] == pytest.approx(16 / speed["before"])
     assert epoch["after"] == pytest.approx(16 / speed["after"])
-    biggest = messages["biggest batch, samples"]
+    biggest = messages["largest batch, samples"]
     assert (biggest["before"], biggest["after"], biggest["sure"]) == (32, 32, "no clear change")
     inference = messages["inference, ms per row"]["before"]
     assert 1.9 < inference < 20, "each of 4 rows sleeps for 2 ms when it is predicted"
@@ -74,9 +74,9 @@ def test_plain_settings_against_plain_settings_are_no_clear_change(tmp_path: Pat
 
     assert result.headline.startswith("no clear change")
     assert rows(result)["time per epoch, s"]["sure"] == "no clear change"
-    assert rows(result)["biggest batch, samples"]["before"] is None
-    assert "none was tried" in result.skipped["biggest batch, before"]
-    assert not any("biggest batch" in note for note in result.notes)
+    assert rows(result)["largest batch, samples"]["before"] is None
+    assert "none was tried" in result.skipped["largest batch, before"]
+    assert not any("largest batch" in note for note in result.notes)
 
 
 @pytest.mark.parametrize(
@@ -94,7 +94,7 @@ def test_plain_settings_against_plain_settings_are_no_clear_change(tmp_path: Pat
 def test_the_largest_batch_was_tried_to_be_exceeded(before: Biggest, after: Biggest, sure: str) -> None:
     row = largest_row(before, after)
 
-    assert row[:3] == ("biggest batch, samples", before.size, after.size)
+    assert row[:3] == ("largest batch, samples", before.size, after.size)
     assert str(row[4]).startswith(sure)
 
 
