@@ -303,7 +303,7 @@ class Meter:
             if count == 0:
                 raise TaskFault(
                     f"loss returned a count of 0 for all micro-batches (update {number})",
-                    fix="return the sum and the number of items; if all samples of the update are bad, events.jsonl lists them",
+                    fix="return the sum and the number of items; events.jsonl lists the samples if all are bad",
                 )
 
 

@@ -65,7 +65,7 @@ def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> 
     if None not in counts and not sum(filter(None, counts)):
         return TaskFault(
             f"loss returned a count of 0 for all micro-batches (update {search.update})",
-            fix="return the sum and the number of items; if all samples of the update are bad, events.jsonl lists them",
+            fix="return the sum and the number of items; events.jsonl lists the samples if all are bad",
         )
     samples = [number for result in results for number in result.samples]
     rank, worst = min(enumerate(results), key=lambda pair: (not pair[1].what, list(_FIXES).index(pair[1].kind)))
