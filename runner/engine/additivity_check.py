@@ -33,7 +33,6 @@ from runner.engine.contract_checks import Number, validate_loss, validate_metric
 from runner.engine.controlled_pass import ChangesWeights, ControlledPass, Draws, list_tensors
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.evaluate import eval_mode
-from runner.engine.mean_rewrite import find_mean_call
 from runner.engine.metric_states import MetricStates
 
 TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels round differently; a mean is off by a half
@@ -424,9 +423,8 @@ def _loss_fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tu
         what = f"loss returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
         return what, locate_definition(loss, parts.source), _COUNT_FIX
     if kind == "mean":
-        where, fix = find_mean_call(loss, parts.source)
         what = f"loss returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
-        return what, where, fix
+        return what, locate_definition(loss, parts.source), _MEAN_FIX
     name = type(parts.task).__name__
     what = f"loss must be the sum over the items of a batch, but it is not: {figures}"
     fix = f"return a sum; if the samples of a batch belong together, as in a contrastive loss, write in class {name}:"
@@ -440,15 +438,18 @@ def _metric_fault(name: str, verdict: _Verdict, parts: Parts) -> tuple[str, str,
     if verdict.kind == "count":
         what = f"evaluate returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
         return what, locate_definition(evaluate, parts.source), _COUNT_FIX
-    where, fix = find_mean_call(evaluate, parts.source, name)
     what = f"evaluate returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
-    return what, where, fix
+    return what, locate_definition(evaluate, parts.source), _MEAN_FIX
 
 
 _PER_BATCH = "its count is the same for a batch and for its halves, so its value depends on the size of the batches"
 _NOT_SPLITTABLE = "the batch cannot be cut into two halves"
 _NOT_ADDITIVE = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"
 _PLAIN_TYPES = (bool, int, float, str, type(None))
+_MEAN_FIX = (
+    'use reduction="sum", as in F.cross_entropy(logits, y, reduction="sum") or nn.MSELoss(reduction="sum"), '
+    "and x.sum() instead of x.mean()"
+)
 _COUNT_FIX = "return the number of items as the count, such as len(y); len(batch) is the number of tensors in a batch"
 
 
