@@ -17,11 +17,6 @@ from typing import Any, NamedTuple
 from runner.base.errors import Problem
 from runner.base.shares import Caps, Shares, format_sum, split_proportionally
 
-DROP_MARGIN = 0.02  # minimum relative gain of fewer ranks
-DROP_CONFIRMATIONS = 3  # consecutive decisions
-SIMILAR_COUNTS = 0.75  # minimum ratio of two sample counts that are nearly equal
-TRIAL_UPDATES = 5
-TRIAL_EVERY = 5  # blocks between two trials of fewer ranks that are not known to be faster
 CLEAR_GAIN = 0.10  # a smaller gain must be found twice in a row
 MIN_GAIN_ERRORS = 2.5  # standard errors that a gain must exceed
 DRIFT = 0.05  # relative change of a rank's time that counts as a change of speed, if also above 3 standard errors
@@ -44,21 +39,16 @@ class RankTiming:
         return self.fixed_s + self.per_sample_s * samples
 
 
-def fastest_shares(
-    total: int, lines: Sequence[RankTiming], caps: Caps | None = None, wait_s: float = 0.0, *, may_drop: bool = False
-) -> Shares:
+def fastest_shares(total: int, lines: Sequence[RankTiming], caps: Caps | None = None) -> Shares:
     """Return the shares of `total` samples that minimize the time of the slowest rank; exact.
 
-    Each rank takes at least 1 and at most its cap. With `may_drop` a rank may take 0, and a single rank is chosen
-    if it is faster than several including the `wait_s` seconds of their communication. Samples are assigned one by
-    one to the rank that finishes first; ties go to the rank with fewer samples, then to the lower rank. The caps must
-    sum to at least `total`.
+    Each rank takes at least 1 and at most its cap. Samples are assigned one by one to the rank that finishes first;
+    ties go to the rank with fewer samples, then to the lower rank. The caps must sum to at least `total`.
     """
     most = [total if caps is None or (cap := caps[rank]) is None else min(cap, total) for rank in range(len(lines))]
-    least = 0 if may_drop else 1
-    assert len(lines) * least <= total <= sum(most), (total, caps)
-    assert min(most) >= least, caps
-    start = _bisect_shares(total, lines, most, least)
+    assert len(lines) <= total <= sum(most), (total, caps)
+    assert min(most) >= 1, caps
+    start = _bisect_shares(total, lines, most)
     queue = [(line.seconds(n + 1), n, rank) for rank, (line, n) in enumerate(zip(lines, start, strict=True))]
     queue = [entry for entry in queue if entry[1] < most[entry[2]]]
     heapq.heapify(queue)
@@ -68,34 +58,26 @@ def fastest_shares(
         shares[rank] = n + 1
         if n + 1 < most[rank]:
             heapq.heappush(queue, (lines[rank].seconds(n + 2), n + 1, rank))
-    if may_drop and sum(share > 0 for share in shares) > 1:
-        alone = _fastest_single(total, lines, most)
-        if alone is not None and lines[alone].seconds(total) <= slowest_seconds(lines, shares) + wait_s:
-            return tuple(total if rank == alone else 0 for rank in range(len(lines)))
     return tuple(shares)
 
 
 def slowest_seconds(lines: Sequence[RankTiming], shares: Sequence[int]) -> float:
-    """Return the seconds of the slowest rank; ranks without samples take none."""
-    return max(line.seconds(share) if share else 0.0 for line, share in zip(lines, shares, strict=True))
+    """Return the seconds of the slowest rank."""
+    return max(line.seconds(share) for line, share in zip(lines, shares, strict=True))
 
 
 @dataclass(frozen=True)
 class Decision:
     """A change of shares from the next update on, with its reason.
 
-    shares  samples per rank; 0 for ranks to drop
-    old_s   predicted seconds per update before the change; measured ones with `drop`
+    old_s   predicted seconds per update before the change
     new_s   predicted seconds per update after the change
-    reason  message for the user
-    drop    ranks to drop: an update is faster without them
     """
 
     shares: Shares
     old_s: float
     new_s: float
     reason: str
-    drop: Shares = ()
 
 
 class CountTiming(NamedTuple):
@@ -108,11 +90,10 @@ class CountTiming(NamedTuple):
 
 
 class UpdateTimes(NamedTuple):
-    """One update: samples and busy seconds per rank, and seconds of the gradient exchange."""
+    """Samples and busy seconds of each rank in one update."""
 
     samples: Shares
     seconds: tuple[float, ...]
-    exchange_s: float
 
 
 class ShareSolver:
@@ -121,8 +102,7 @@ class ShareSolver:
     First, a few unequal splits are tried, so that each rank is timed at two sample counts. Then the shares are
     optimized, again after every `every` updates. They change only if the predicted gain is above `threshold`,
     significant given the noise, and large or found twice. After a change of a rank's speed its old times are
-    rescaled. If fewer ranks may be faster, they are tried, and reported once after several
-    consecutive confirmations.
+    rescaled.
 
     caps      maximum samples per rank
     start     initial shares; default: as equal as the caps allow
@@ -153,9 +133,6 @@ class ShareSolver:
         self._trials: list[Shares] = splits * PROBE_ROUNDS
         self._block: list[UpdateTimes] = []
         self._is_unconfirmed_gain = False  # whether the next solution may confirm a gain
-        self._confirmations = 0
-        self._until_trial = 0  # blocks until fewer ranks are tried again
-        self._is_reported = False
 
     @property
     def shares(self) -> Shares:
@@ -172,16 +149,13 @@ class ShareSolver:
         trial = num - self._warm_up_left
         return self._trials[trial] if 0 <= trial < len(self._trials) else self.current
 
-    def observe(
-        self, seconds: Sequence[float], samples: Sequence[int] | None = None, exchange_s: float = 0.0
-    ) -> Decision | None:
+    def observe(self, seconds: Sequence[float], samples: Sequence[int] | None = None) -> Decision | None:
         """Add the busy seconds of each rank in the last update; return the resulting change, if any.
 
-        samples     samples per rank, if not `shares`: those of a smaller last update, or of a split decided earlier
-        exchange_s  seconds of communication during which no rank waits for another
+        samples  samples per rank, if not `shares`: those of a smaller last update, or of a split decided earlier
         All ranks must pass the same values.
         """
-        times = UpdateTimes(self.shares if samples is None else tuple(samples), tuple(seconds), exchange_s)
+        times = UpdateTimes(self.shares if samples is None else tuple(samples), tuple(seconds))
         if len(self.ranks) == 1:
             return None
         if self._warm_up_left:
@@ -203,9 +177,6 @@ class ShareSolver:
             "known": self._is_fitted,
             "ranks": [rank.state() for rank in self.ranks],
             "gained": self._is_unconfirmed_gain,
-            "verdicts": self._confirmations,
-            "until_trial": self._until_trial,
-            "said": self._is_reported,
         }
 
     def load(self, state: Mapping[str, Any]) -> None:
@@ -220,8 +191,7 @@ class ShareSolver:
         self.current, self._is_fitted = current, True
         for rank, known in zip(self.ranks, state["ranks"], strict=True):
             rank.load(known)
-        self._confirmations, self._until_trial = state["verdicts"], state["until_trial"]
-        self._is_unconfirmed_gain, self._is_reported = state["gained"], state["said"]
+        self._is_unconfirmed_gain = state["gained"]
         self._trials = []
 
     def _is_due(self) -> bool:
@@ -250,54 +220,17 @@ class ShareSolver:
         gains = new_s < old_s * (1 - self.threshold) and surely_new < surely_old
         before, self._is_unconfirmed_gain = self._is_unconfirmed_gain, gains
         if gains and (before or new_s < old_s * (1 - CLEAR_GAIN)):
-            self._confirmations, self._is_unconfirmed_gain = 0, False
+            self._is_unconfirmed_gain = False
             return self._change(
                 new, old_s, new_s, _describe_speed_change(factors) or _describe_slow_rank(self.lines, self.total)
             )
-        return self._check_fewer_ranks(block)
+        return None
 
     def _change(self, new: Shares, old_s: float, new_s: float, why: str) -> Decision:
         change = f"shares {_format_shares(self.current)} -> {_format_shares(new)}"
         reason = f"{why}: {change}, {_ms(old_s)} -> {_ms(new_s)} ms per update"
         self.current = new
         return Decision(new, old_s, new_s, reason)
-
-    def _check_fewer_ranks(self, block: Sequence[UpdateTimes]) -> Decision | None:
-        unprobed = [times for times in block if times.samples == self.current]
-        if self._is_reported or not unprobed:
-            return None
-        together_s = median(max(times.seconds) + times.exchange_s for times in unprobed)
-        more_s = max(0.0, together_s - slowest_seconds(self.lines, self.current))  # communication and noise
-        shares = fastest_shares(self.total, self.lines, self.caps, more_s, may_drop=True)
-        kept = tuple(rank for rank, share in enumerate(shares) if share)
-        drop = tuple(rank for rank, share in enumerate(shares) if not share)
-        alone_s, at_most_s = (
-            max(self.ranks[rank].seconds(shares[rank], errors) for rank in kept) + more_s * (len(kept) > 1)
-            for errors in (0, 1)
-        )
-        faster = bool(drop) and alone_s * (1 + DROP_MARGIN) < together_s
-        surely = faster and at_most_s * (1 + DROP_MARGIN) < together_s
-        self._confirmations = self._confirmations + 1 if surely else 0
-        self._until_trial = max(0, self._until_trial - 1)
-        if self._confirmations >= DROP_CONFIRMATIONS:
-            self._is_reported = True
-            return Decision(shares, together_s, alone_s, _reason_to_drop(drop, kept, together_s, alone_s), drop)
-        candidate = shares if faster else self._promising_single_rank(together_s)
-        if candidate and (faster or not self._until_trial):
-            self._trials = [_nearly_without(candidate, self.lines, self.caps)] * TRIAL_UPDATES
-            self._until_trial = TRIAL_EVERY
-        return None
-
-    def _promising_single_rank(self, together_s: float) -> Shares:
-        best = {
-            rank: rank_fit.seconds(self.total, -MIN_GAIN_ERRORS)
-            for rank, rank_fit in enumerate(self.ranks)
-            if self.caps is None or (cap := self.caps[rank]) is None or cap >= self.total
-        }
-        rank = min(best, key=lambda rank: (best[rank], rank), default=None)
-        if rank is None or best[rank] * (1 + DROP_MARGIN) >= together_s:
-            return ()
-        return tuple(self.total if other == rank else 0 for other in range(len(self.ranks)))
 
 
 def probe_splits(total: int, base: Sequence[int], caps: Caps | None = None) -> list[Shares]:
@@ -342,18 +275,6 @@ class _Rank:
         self._noises = [*self._noises, *(timing.noise for timing in timings if timing.num > PROBE_ROUNDS)][-MAX_BLOCKS:]
         self._fit()
         return factor
-
-    def seconds(self, samples: int, errors: float) -> float:
-        """Return the expected seconds plus `errors` standard errors, from timings at similar sample counts if any.
-
-        A line cannot model a limit beyond which everything is slower, so measurements take precedence.
-        """
-        near = [count for count in self._timings if SIMILAR_COUNTS * samples <= count <= samples]
-        if not near:
-            return self.fitted.seconds(samples, errors)
-        tried = _merge(self._timings[max(near)])
-        longer = self.fitted.line.seconds(samples) / self.fitted.line.seconds(tried.samples)
-        return tried.seconds * longer * (1 + errors * MEDIAN_ERROR * self._noise / sqrt(tried.num))
 
     def state(self) -> dict[str, Any]:
         flat = [list(timing) for timings in self._timings.values() for timing in timings]
@@ -452,13 +373,13 @@ def _merge(timings: Sequence[CountTiming]) -> CountTiming:
     return CountTiming(timings[0].samples, seconds, num, median(timing.noise for timing in timings))
 
 
-def _bisect_shares(total: int, lines: Sequence[RankTiming], most: Sequence[int], least: int) -> list[int]:
+def _bisect_shares(total: int, lines: Sequence[RankTiming], most: Sequence[int]) -> list[int]:
     """Return the samples that each rank finishes by a common time, found by bisection, with few left to assign."""
     low, high = 0.0, max(line.seconds(total) for line in lines)
-    best = [least] * len(lines)
+    best = [1] * len(lines)
     for _ in range(64):
         middle = (low + high) / 2
-        shares = [max(least, min(cap, _samples_by(middle, line, cap))) for line, cap in zip(lines, most, strict=True)]
+        shares = [max(1, min(cap, _samples_by(middle, line, cap))) for line, cap in zip(lines, most, strict=True)]
         if sum(shares) <= total:
             low, best = middle, shares
         else:
@@ -473,21 +394,6 @@ def _samples_by(seconds: float, line: RankTiming, cap: int) -> int:
         return 0
     num = min(cap, int((seconds - line.fixed_s) / line.per_sample_s))
     return num - 1 if line.seconds(num) > seconds else num  # the division may round up
-
-
-def _fastest_single(total: int, lines: Sequence[RankTiming], most: Sequence[int]) -> int | None:
-    able = [rank for rank, cap in enumerate(most) if cap >= total]
-    return min(able, key=lambda rank: (lines[rank].seconds(total), rank), default=None)
-
-
-def _nearly_without(shares: Shares, lines: Sequence[RankTiming], caps: Caps | None) -> Shares:
-    kept = [rank for rank, share in enumerate(shares) if share]
-    rest = sum(shares) - (len(shares) - len(kept))
-    parts = fastest_shares(
-        rest, [lines[rank] for rank in kept], None if caps is None else [caps[rank] for rank in kept]
-    )
-    given = dict(zip(kept, parts, strict=True))
-    return tuple(given.get(rank, 1) for rank in range(len(shares)))
 
 
 def _fits_caps(shares: Shares, caps: Caps | None) -> bool:
@@ -518,17 +424,6 @@ def _describe_speed_change(factors: Sequence[float]) -> str:
     ratio = max(factor, 1 / factor)
     digits = 1 if ratio >= 1.15 else 2
     return f"rank {most} became {ratio:.{digits}f} times {'slower' if factor > 1 else 'faster'}"
-
-
-def _reason_to_drop(drop: Shares, kept: Shares, together_s: float, alone_s: float) -> str:
-    def named(ranks: Shares) -> str:
-        return f"rank{'s' if len(ranks) > 1 else ''} {', '.join(str(rank) for rank in ranks)}"
-
-    with_alone = " alone" if len(kept) == 1 else ""
-    return (
-        f"training is faster without {named(drop)}: {_ms(alone_s)} ms per update with {named(kept)}{with_alone},"
-        f" {_ms(together_s)} ms with all"
-    )
 
 
 def _format_shares(shares: Shares) -> str:

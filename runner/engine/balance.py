@@ -77,8 +77,7 @@ class MeasuredShares(FixedShares):
     def observe(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: Shares) -> ShareChange:
         with self._lock:
             busy_s = [sum(rank_seconds[part] for part in PARTS if part != "wait") for rank_seconds in seconds]
-            exchange_s = min(rank_seconds["wait"] for rank_seconds in seconds)
-            decision = self.balance.observe(busy_s, samples, exchange_s)
+            decision = self.balance.observe(busy_s, samples)
             self._num_received = max(0, update - 1)
             for number in [number for number in self._assigned if number < update - _MAX_LAG]:
                 del self._assigned[number]

@@ -40,12 +40,10 @@ class SessionEnd:
     """Result of a rank's part of a run; identical on all ranks.
 
     is_stop_requested  a stop was requested, perhaps only during the last update
-    dropped            ranks without which the run is faster: it was saved and restarts without them
     """
 
     code: Exit
     is_stop_requested: bool = False
-    dropped: tuple[int, ...] = ()
 
 
 def choose_run_name(configuration: Configuration) -> str:

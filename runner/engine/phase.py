@@ -164,8 +164,6 @@ class Phase(PhaseView):
             raise self.translate_error(error) from error
         if self.record.finished and not self.hook(Checkpointing).is_unsaved:
             return None
-        if self.run.dropped:
-            return "to continue with fewer ranks"
         name = self.run.stop.requested
         # The launcher forwards another signal than the one that the user sent.
         return "as asked" if name is None or self.parts.world.is_supervised else name

@@ -203,7 +203,6 @@ class TrainingRun:
     host_buffers   host memory for two copies of the state
     progress_mark  read by the watchdog
     forward_state  names of the state that forward passes change
-    dropped        ranks to drop: the run is faster without them, and continues without them
     mirror         copies checkpoints to object storage
     """
 
@@ -219,7 +218,6 @@ class TrainingRun:
     host_buffers: tuple[HostBuffer, HostBuffer] = field(default_factory=lambda: (HostBuffer(), HostBuffer()))
     progress_mark: ProgressMark = field(default_factory=ProgressMark)
     forward_state: ForwardNames = field(default_factory=ForwardNames)
-    dropped: tuple[int, ...] = ()
     mirror: NoMirror = field(default_factory=NoMirror)
 
     @property

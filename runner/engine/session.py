@@ -92,7 +92,7 @@ def _run_other_rank(job: Job, world: World) -> SessionEnd:
         run.progress_mark = progress_mark
         with _expected_errors(job.plan):
             outcome = train(run, start)
-        return SessionEnd(outcome.exit_code, run.stop.requested is not None, run.dropped)
+        return SessionEnd(outcome.exit_code, run.stop.requested is not None)
 
 
 @contextmanager
@@ -155,7 +155,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
         )
         attempt.record = replace(attempt.record, result=result, evidence=choose_evidence(before, evidence))
         report_end(screen, run, outcome, evidence, runs_inference=job.runs_inference)
-        return SessionEnd(outcome.exit_code, run.stop.requested is not None, run.dropped)
+        return SessionEnd(outcome.exit_code, run.stop.requested is not None)
 
 
 @contextmanager

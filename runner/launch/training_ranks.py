@@ -93,7 +93,7 @@ def _enable_crash_reports() -> None:
 
 
 def _train_on_ranks(job: Job) -> tuple[SessionEnd, Job]:
-    """Start the ranks; restart from the last checkpoint without ranks that were killed or slow the run down."""
+    """Start the ranks; restart from the last checkpoint without a rank that was killed."""
     import_before_fork(job.plan)
     restarts = int(job.plan.choices["parallelism"].options.get("restarts", 0))
     attempt, start_time = 0, time.time()
@@ -102,12 +102,8 @@ def _train_on_ranks(job: Job) -> tuple[SessionEnd, Job]:
         result = run_ranks(partial(_rank_main, job), job.plan.world_size, attempt=attempt, on_notice=_report_exit)
         attempt += 1
         if result.cause is None:
-            results = [returned for returned in result.results if returned is not None]  # killed ranks have no result
-            dropped = tuple(results[0][1]) if results else ()
-            if not dropped or result.stop or result.code != Exit.PREEMPTED:
-                return SessionEnd(Exit(result.code), bool(result.stop) or any(stopped for stopped, _ in results)), job
-            job = _drop_ranks(job, dropped, start_time)
-            continue
+            # The result of a killed rank is None.
+            return SessionEnd(Exit(result.code), bool(result.stop) or any(result.results)), job
         error = to_error(result)
         # No restart after a hang: it would recur, and its cause needs an investigation.
         has_stacks = error.exit_code == Exit.HANG or result.cause.signal is not None
@@ -119,7 +115,7 @@ def _train_on_ranks(job: Job) -> tuple[SessionEnd, Job]:
         if not restarts or not _may_restart(result):
             raise error
         restarts -= 1
-        job = _drop_ranks(job, (result.cause.rank,), start_time)
+        job = _drop_rank(job, result.cause.rank, start_time)
 
 
 def _report_exit(notice: RankNotice) -> None:
@@ -128,10 +124,10 @@ def _report_exit(notice: RankNotice) -> None:
         Console().warning(notice.text)
 
 
-def _rank_main(job: Job, member: RankInfo) -> tuple[int, Any]:
-    """Run as a rank; return its exit code, whether a stop was requested, and the ranks to drop."""
+def _rank_main(job: Job, member: RankInfo) -> tuple[int, bool]:
+    """Run as a rank; return its exit code, and whether a stop was requested."""
     end = run_as_rank(job.plan, member, partial(run_rank, job))
-    return int(end.code), (end.is_stop_requested, end.dropped)
+    return int(end.code), end.is_stop_requested
 
 
 def _may_restart(result: LaunchResult) -> bool:
@@ -139,9 +135,9 @@ def _may_restart(result: LaunchResult) -> bool:
     return result.stop is None and result.cause is not None and result.cause.signal == "SIGKILL"
 
 
-def _drop_ranks(job: Job, lost: tuple[int, ...], start_time: float) -> Job:
-    """Return the job without these ranks (at least one remains), resuming if this start has written a checkpoint."""
-    kept = [rank for rank in range(job.plan.world_size) if rank not in lost] or [0]
+def _drop_rank(job: Job, lost: int, start_time: float) -> Job:
+    """Return the job without this rank, resuming if this start has written a checkpoint."""
+    kept = [rank for rank in range(job.plan.world_size) if rank != lost]
     left = [job.plan.ranks[rank] for rank in kept]
     parallelism = job.configuration.choices["parallelism"]
     options = options_for_ranks(parallelism.options, kept, job.plan.world_size)

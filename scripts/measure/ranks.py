@@ -306,7 +306,6 @@ def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, 
             "ms": statistics.median(blocks),
             "lines": known,
             "shares": now,
-            "dropped": opened.run.dropped,
         }
 
 

@@ -74,9 +74,6 @@ class LoadBalance(Hook):
         columns = {f"balance/{key}": value for key, value in row.items()}
         phase.hook(Metrics).write({"update": update, "phase": phase.name, **columns})
         screen.record_event("shares", update=update, reason=decision.reason, **row)
-        if decision.drop and phase.parts.world.is_supervised and not phase.is_over:
-            phase.run.dropped = decision.drop
-            phase.stop()
 
     def _add_to_tally(self) -> None:
         ranks_s = self.phase.run.tally.ranks_s
