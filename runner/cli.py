@@ -160,15 +160,14 @@ def _task_help(argv: Sequence[str]) -> str:
 def _unknown_command(argv: Sequence[str]) -> AccelRunError:
     import difflib
 
-    from runner.config.aliases import suggestion_for_command
-    from runner.config.options import list_all_options
-
     arg = argv[0]
     names = [name for name, (_, summary) in COMMANDS.items() if summary]
-    fix = suggestion_for_command(arg, list_all_options())
-    if not fix and (close := difflib.get_close_matches(arg.lower(), names, n=1, cutoff=0.6)):
+    if arg.startswith("-") or "=" in arg:
+        fix = "a command comes first, such as accel-run train"
+    elif close := difflib.get_close_matches(arg.lower(), names, n=1, cutoff=0.6):
         fix = f"did you mean accel-run {close[0]}?"
-    fix = fix or f"commands: {', '.join(names)}"
+    else:
+        fix = f"commands: {', '.join(names)}"
     error = UsageError("unknown command", where=arg, fix=fix)
     error.exit_code = Exit.CONFIG
     return error

@@ -1,10 +1,9 @@
-"""Settings and commands of other tools: suggest the equivalent here, without ever accepting them silently."""
+"""Settings of other tools: suggest the equivalent here, without ever accepting them silently."""
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Mapping
 
 # Accepted aliases of the precision options.
 PRECISION_NAMES = {
@@ -71,7 +70,8 @@ _EQUIVALENTS: Mapping[str, str] = {
     "averaging=swa": "swa swa_lr swa_lrs",
     "seed={}": "random_seed manual_seed rng_seed data_seed seed_everything",
     "device=cuda": "use_cuda cuda use_gpu",
-    "device={}": "accelerator gpu gpu_id device_id",
+    "device={}": "accelerator",
+    "device=cuda:{}": "gpu gpu_id device_id",
     "device=cpu": "no_cuda cpu use_cpu",
     f"{_RANKS}, or device=cuda:0 for one of them": "devices gpus num_gpus ngpus n_gpus gpu_ids device_ids",
     _RANKS: "nproc_per_node world_size num_processes nprocs nproc",
@@ -98,7 +98,6 @@ _EQUIVALENTS: Mapping[str, str] = {
     "dataloader.pin_memory=false": "no_pin_mem no_pin_memory",
     "dataloader.prefetch_factor={}": "prefetch_factor dataloader_prefetch_factor",
     "dataloader.drop_last={}": "drop_last dataloader_drop_last",
-    "leave it out: workers are always persistent": "persistent_workers dataloader_persistent_workers",
     "data.path={}": "data dataset data_dir data_path dataroot data_root train_data data.dir data.root",
     "data.train_samples={}": "max_train_samples num_train_samples",
     "evaluate.samples={}": "max_eval_samples num_eval_samples",
@@ -122,7 +121,7 @@ _EQUIVALENTS: Mapping[str, str] = {
     "checkpoint.best_is=max": "greater_is_better",
     "early_stopping.metric={}": "early_stopping.monitor",
     "early_stopping.best_is={}": "early_stopping.mode",
-    "checkpoint=off": "enable_checkpointing no_save",
+    "checkpoint=off": "no_save",
     "evaluate.every={}": "eval_every eval_steps eval_interval val_every val_check_interval eval_freq "
     "val_interval validation_steps",
     "evaluate.every=100 (updates)": "check_val_every_n_epoch evaluation_strategy eval_strategy do_eval",
@@ -154,7 +153,7 @@ _EQUIVALENTS: Mapping[str, str] = {
     "resume=fresh": "no_resume overwrite overwrite_output_dir",
     f"phases=[NAME], where NAME is one of {TASK_PHASES}": "phase",
     "ACCEL_RUN_LOG_LEVEL=debug accel-run train": "verbose verbosity",
-    "ACCEL_RUN_LOG_LEVEL=warning accel-run train": "quiet q silent enable_progress_bar disable_tqdm",
+    "ACCEL_RUN_LOG_LEVEL=warning accel-run train": "quiet q silent disable_tqdm",
     "accel-run train": "do_train",
     "accel-run evaluate split=test": "eval evaluate_only eval_only test test_only do_test",
     "accel-run inference": "do_predict predict",
@@ -190,6 +189,7 @@ _ABSENT_REASONS: Mapping[str, str] = {
     "the first module that produces a NaN is always named in the error": "detect_anomaly anomaly_detection",
     "the length of a run is set by updates or epochs": "min_epochs min_steps max_time",
     "data is sent to the tracker only": "push_to_hub hub_model_id hub_token",
+    "workers are always persistent": "persistent_workers dataloader_persistent_workers",
     "accel-run plan lists all settings": "num_sanity_val_steps reload_dataloaders_every_n_epochs "
     "barebones plugins",
 }  # fmt: skip
@@ -200,147 +200,21 @@ _CONTAINERS = (
     " loader optim optimizer scheduler lr_scheduler wandb logger logging checkpoint ckpt evaluate eval parallelism"
     " memory precision hf lightning deepspeed dist distributed"
 )
-_RENAMED_GROUPS = {
-    "optim": "optimizer",
-    "opt": "optimizer",
-    "ckpt": "checkpoint",
-    "lr_scheduler": "scheduler",
-    "sched": "scheduler",
-}
-
-# Group -> suggestion -> other names of the option.
-FOREIGN_OPTIONS: Mapping[str, Mapping[str, str]] = {
-    "scheduler": {
-        "cosine": "cos cosine_warmup cosine_annealing cosineannealinglr cosine_with_warmup cosineannealing",
-        "warm_restarts": "cosineannealingwarmrestarts cosine_with_restarts",
-        "one_cycle": "onecycle onecyclelr 1cycle",
-        "plateau": "reducelronplateau reduce_on_plateau",
-        "multistep": "multisteplr multi_step",
-        "step": "steplr",
-        "linear": "linearlr linear_with_warmup",
-        "wsd": "warmup_stable_decay warmup_stable trapezoidal",
-        "inverse_sqrt": "invsqrt rsqrt noam inverse_square_root",
-        "polynomial": "poly polynomiallr polynomial_decay",
-        "constant": "none off null no constant_with_warmup constantlr",
-    },
-    "precision": {"fp16 or precision=bf16": "mixed amp true on", "fp32": "none off false no"},
-    "compile": {"default": "true on inductor yes"},
-    "tracker": {"tensorboard": "tb tensor_board", "wandb": "w&b weights_and_biases true on yes"},
-    "parallelism": {
-        "ddp": "dp data ddp_spawn distributed dataparallel",
-        "fsdp": "fsdp2 zero deepspeed zero1 zero2 zero3 deepspeed_stage_1 deepspeed_stage_2 deepspeed_stage_3 "
-        "deepspeed_stage_2_offload deepspeed_stage_3_offload",
-        "pipeline": "pp gpipe",
-        "single": "none off false no null",
-    },
-    "attention": {
-        "flash": "flash_attention_2 flash2 flash_attention fa2",
-        "math": "eager",
-        "auto": "sdpa",
-        "efficient": "xformers mem_efficient memory_efficient",
-    },
-    "optimizer": {
-        "adamw8bit": "adam8bit 8bit adamw_8bit adam_8bit adamw_bnb_8bit",
-        "adamw": "adamw_torch adamw_fused adamw_torch_fused torch.optim.adamw",
-        "adam": "torch.optim.adam",
-        "sgd": "torch.optim.sgd",
-        "nadam": "torch.optim.nadam",
-        "rmsprop": "rms_prop torch.optim.rmsprop",
-        "lion": "lion_32bit",
-        "adafactor": "torch.optim.adafactor",
-        "muon": "torch.optim.muon muon_adamw",
-    },
-    "profiler": {"trace": "simple advanced pytorch true on torch"},
-    "launcher": {
-        "local": "none off false no null pytorch torchrun accelerate mpi",
-        "slurm": "submitit submitit_slurm sbatch srun",
-    },
-    "backend": {"fast": "benchmark cudnn_benchmark", "deterministic": "reproducible"},
-    "memory": {"checkpoint": "checkpointing gradient_checkpointing full true"},
-    "hardware": {
-        "auto": "gpu cuda default v100 p100 k80 l4 l40 l40s a10 a10g gtx1080ti rtx2080ti",
-        "rtx_high": "rtx4090 rtx3090 4090 3090 rtx4080 4080",
-        "rtx_mid": "rtx3060 3060 rtx4060 4060",
-        "rtx3050ti_4gb": "rtx3050 3050 rtx3050ti 3050ti",
-    },
-}
-
-# Command -> names that users of other tools may try.
-_COMMANDS: Mapping[str, str] = {
-    "accel-run train": "fit run start launch go main",
-    "accel-run resume": "continue restart go-on",
-    "accel-run inference": "predict generate sample serve",
-    "accel-run evaluate": "test eval validate",
-    "accel-run runs": "list ls history",
-    "accel-run status": "show info ps state",
-    "accel-run monitor": "watch top nvidia-smi gpu",
-    "accel-run doctor": "check diagnose env environment verify",
-    "accel-run new my_task.py": "init create scaffold template",
-    "accel-run tune": "optimize autotune",
-    "accel-run benchmark": "bench speed",
-    "accel-run train -m optimizer.lr=0.001,0.003": "sweep grid",
-    "accel-run search 'optimizer.lr=log(1e-5,1e-2)'": "lr_find lr-find hpo optuna",
-    "accel-run plan": "config settings args options dry-run dryrun",
-    "accel-run import FILE.pt": "convert load",
-    "accel-run tune, or accel-run advise": "faster",
-    "press Ctrl-C in its terminal, or kill -TERM its process; accel-run resume continues the run": "stop kill "
-    "cancel abort",
-    "accel-run --version": "version -v",
-    "accel-run train; several devices: parallelism=ddp": "python python3 torchrun accelerate runner accel-run",
-}
-FOREIGN_COMMANDS: Mapping[str, str] = {
-    name: suggestion for suggestion, names in _COMMANDS.items() for name in names.split()
-}
 
 
 def suggestion_for_key(key: str, value: str = "") -> str:
     """Return a suggestion for a key of another tool and its value; empty if unknown."""
     name = key.lower().replace("-", "_")
     group, _, inner = name.partition(".")
-    names = [name, *([inner] if inner and group in _CONTAINERS.split() else [])]
-    for candidate in names:
+    for candidate in (name, inner if group in _CONTAINERS.split() else ""):
         if candidate in ABSENT:
             return f"there is no such setting: {ABSENT[candidate]}"
         if candidate in FOREIGN_KEYS:
-            return _fill_in_value(candidate, FOREIGN_KEYS[candidate], value)
+            suggestion = FOREIGN_KEYS[candidate]
+            if "{}" not in suggestion and value.lower() in ("false", "no", "off", "0", "null", "none"):
+                return "leave it out"
+            return f"use {suggestion.replace('{}', value or '...')}"
     return ""
-
-
-def _fill_in_value(key: str, suggestion: str, value: str) -> str:
-    """Return the suggestion with the value. A flag that is off, or that is always on here, is left out."""
-    is_off = value.lower() in ("false", "no", "off", "0", "null", "none")
-    is_flag = is_off or value.lower() in ("", "true", "yes", "on", "1")
-    if "{}" not in suggestion and is_flag and is_off != key.startswith("enable_"):
-        return "leave it out"
-    return _format_suggestion(suggestion.replace("{}", value or "..."))
-
-
-def equivalent_keys(key: str) -> Iterator[str]:
-    """Yield the keys that a key in a group of another tool may mean: trainer.precision, train.epochs, ckpt.every."""
-    group, _, inner = key.lower().replace("-", "_").replace("/", ".").partition(".")
-    yield f"{group}.{inner}" if inner else group
-    if inner and group in _RENAMED_GROUPS:
-        yield f"{_RENAMED_GROUPS[group]}.{inner}"
-    if inner and group in _CONTAINERS.split():
-        yield inner
-
-
-def suggestion_for_option(group: str, option: str) -> str:
-    """Return a suggestion for an option under another tool's name; empty if unknown."""
-    foreign_names = FOREIGN_OPTIONS.get(group, {})
-    return next(
-        (f"use {group}={name}" for name, others in foreign_names.items() if option.lower() in others.split()), ""
-    )
-
-
-def suggestion_for_value(key: str, value: object) -> str:
-    """Return a suggestion for a device or a run under another tool's name; empty if unknown."""
-    text = str(value).lower()
-    if key == "device" and (gpu := re.fullmatch(r"(?:gpu|cuda|nvidia)?:?(\d*)", text)):
-        return f"use device=cuda{':' if gpu[1] else ''}{gpu[1]}"
-    if key == "resume" and text in ("false", "no", "never", "none", "off"):
-        return "use resume=fresh"
-    return f"use {_RESUME}" if key == "resume" and text in ("last", "latest", "newest", "true", "yes", "best") else ""
 
 
 def suggestion_for_argument(argument: str, groups: Mapping[str, Collection[str]]) -> str:
@@ -362,21 +236,3 @@ def suggestion_for_argument(argument: str, groups: Mapping[str, Collection[str]]
         if argument.lower() in groups[group]:
             return f"use {'+' if group == 'hardware' else ''}{group}={argument.lower()}"
     return ""
-
-
-def suggestion_for_command(argument: str, groups: Mapping[str, Collection[str]]) -> str:
-    """Return a suggestion for a first argument that is not a command; empty if unknown.
-
-    groups  group -> its options
-    """
-    if argument in FOREIGN_COMMANDS:
-        return _format_suggestion(FOREIGN_COMMANDS[argument])
-    flag = suggestion_for_key(argument.lstrip("-")) if argument.startswith("-") else ""
-    if flag.startswith("use accel-run "):
-        return flag
-    is_setting = argument.startswith("-") or "=" in argument or suggestion_for_argument(argument, groups)
-    return "a command comes first, such as accel-run train" if is_setting else ""
-
-
-def _format_suggestion(text: str) -> str:
-    return text if text.startswith("press") else f"use {text}"

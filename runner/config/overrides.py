@@ -8,22 +8,13 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import Problem, to_one_line
-from runner.config.aliases import suggestion_for_argument, suggestion_for_option
+from runner.config.aliases import suggestion_for_argument
 from runner.config.guarded_yaml import MAX_DEPTH, refuse_calls
 from runner.config.options import GROUPS, all_keys, canonical_option, list_all_options, list_options
-from runner.config.request import Request, format_value, override_key, plain_override_key
+from runner.config.request import Request, format_value
 from runner.config.schema import MAX_SHOWN, did_you_mean, find_nearest
 from runner.config.settings import MAIN_KEYS
-from runner.config.suggestions import (
-    LIST_KEYS_HINT,
-    MAX_HINTS,
-    is_valid_override,
-    make_valid_override,
-    suggest_for_deletion,
-    suggest_override,
-    suggest_sweep,
-    translate_key,
-)
+from runner.config.suggestions import LIST_KEYS_HINT, MAX_HINTS, suggest_override
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -41,7 +32,7 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
 
     parsed: list[Override] = []
     problems: list[Problem] = []
-    for argument in _read_assignments(request, problems, sweeps=sweeps):
+    for argument in _read_assignments(request, problems):
         if len(problems) >= MAX_PARSE_PROBLEMS:
             what = "and the arguments after it were not parsed: too many before it are invalid"
             problems.append(Problem(what, argument, "fix those first; put many settings into a file"))
@@ -55,7 +46,7 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
             override = parse_override(argument)
         except INVALID as error:
             what = f"cannot be parsed: {_explain_syntax_error(argument, error)}"
-            problems.append(Problem(what, argument, _suggest_syntax(argument)))
+            problems.append(Problem(what, argument, "write lists as KEY=[1,2]; quote texts: 'KEY=\"a b\"'"))
             continue
         refuse_calls(override.key_or_group, None, argument)
         if "${" in argument.partition("=")[2]:
@@ -63,25 +54,17 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
             problems.append(Problem("${...} is allowed in files only", argument, fix))
             continue
         if override.is_sweep_override() and not sweeps:
-            problems.append(_sweep_problem(override, argument, request.command_keys))
+            problems.append(_sweep_problem(override, argument))
             continue
         parsed.append(override)
     return parsed, problems
 
 
-def _sweep_problem(override: Override, argument: str, command_keys: tuple[str, ...]) -> Problem:
-    """Return the problem of several values where one is needed, such as gpus=0,1 or betas=0.9,0.95."""
-    key, _, value = argument.partition("=")
-    name = key.lstrip("+")
-    suggestion = f"use {name}=[{value}]" if is_valid_override(f"{name}=[{value}]") else ""
-    if name not in (*GROUPS, *command_keys) and name not in all_keys():
-        suggestion = translate_key(name, value, command_keys)
-    if suggestion:
-        return Problem("is not one value", argument, suggestion)
+def _sweep_problem(override: Override, argument: str) -> Problem:
+    """Return the problem of several values where one is needed, such as optimizer.betas=0.9,0.95."""
     is_interval = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
     advice = "find the best of them with accel-run search" if is_interval else "run them all with accel-run train -m"
-    quoting_hint = f", or quote it: '{_quote(argument)}'" if _can_be_quoted(argument) else ""
-    return Problem("is a sweep over several values", argument, f"{advice}{quoting_hint}")
+    return Problem("is a sweep over several values; a list is written [1,2]", argument, advice)
 
 
 def _explain_syntax_error(argument: str, error: BaseException) -> str:
@@ -102,23 +85,7 @@ def _explain_syntax_error(argument: str, error: BaseException) -> str:
     return quoted if special_characters else "the value is not a text, a number or a list"
 
 
-def _suggest_syntax(argument: str) -> str:
-    """Return a suggestion for an argument that cannot be parsed."""
-    key, _, value = argument.partition("=")
-    if _INCOMPLETE_LIST.search(argument):
-        return "use key=1,2, or choice(1,2)"
-    if _can_be_quoted(argument):
-        return f"quote it: '{_quote(argument)}'"
-    return f"use {make_valid_override(override_key(key), value.strip(chr(34)))}"
-
-
 _INCOMPLETE_LIST = re.compile(r"=\s*,|,\s*,|,\s*$|=\s*(choice|range|interval|glob)\(\s*\)$")
-
-
-def _can_be_quoted(argument: str) -> bool:
-    """Return whether the value may be a text: that of a group or of a number may not."""
-    key = override_key(argument)
-    return is_valid_override(_quote(argument)) if key in GROUPS or key in all_keys() else True
 
 
 def _nesting_depth(argument: str) -> int:
@@ -130,13 +97,13 @@ def _nesting_depth(argument: str) -> int:
     return deepest
 
 
-def _read_assignments(request: Request, problems: list[Problem], *, sweeps: bool) -> Iterator[str]:
+def _read_assignments(request: Request, problems: list[Problem]) -> Iterator[str]:
     """Yield arguments of the form key=value; report `--lr 0.1`, `lr 0.1` and arguments without value as problems."""
 
     def suggest(key: str, value: str) -> str:
         if len(problems) >= MAX_HINTS:
             return LIST_KEYS_HINT
-        return (suggest_sweep if sweeps else suggest_override)(key, value, request.command_keys)
+        return suggest_override(key, value, request.command_keys)
 
     pending = list(request.overrides)
     while pending:
@@ -186,11 +153,6 @@ def _may_be_value(argument: str) -> bool:
     return not is_key and "=" not in argument and not argument.startswith(("-", "~", "+"))
 
 
-def _quote(argument: str) -> str:
-    key, _, value = argument.partition("=")
-    return f'{to_one_line(key, MAX_SHOWN)}="{to_one_line(value, MAX_SHOWN)}"'
-
-
 def split_overrides(
     parsed: list[Override], request: Request, problems: list[Problem]
 ) -> tuple[dict[str, str], list[tuple[str, Any, str]]]:
@@ -200,9 +162,7 @@ def split_overrides(
     for override in parsed:
         key, argument = override.key_or_group, override.input_line or ""
         if override.is_delete():
-            problems.append(
-                Problem("settings cannot be deleted", argument, suggest_for_deletion(plain_override_key(argument)))
-            )
+            problems.append(Problem("settings cannot be deleted", argument, "leave it out, or set another value"))
         elif key == "hydra" or key.startswith(("hydra.", "hydra/")):
             problems.append(
                 Problem(
@@ -224,7 +184,7 @@ def split_overrides(
             elif key == "task" and request.task_file:
                 problems.append(Problem("the task is given twice, here and by --task", argument, "give one of them"))
             elif option not in available:
-                suggestion = suggestion_for_option(key, option) or did_you_mean(option, available)
+                suggestion = did_you_mean(option, available)
                 if key == "task" and option.endswith(".py"):
                     suggestion = f"use --task {shlex.quote(to_one_line(option, MAX_SHOWN))}"
                 listed = "one of " + ", ".join(available)

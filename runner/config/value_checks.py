@@ -7,13 +7,20 @@ from typing import Any
 
 from runner.base.division import divide
 from runner.base.errors import Problem, to_one_line
-from runner.config.aliases import suggestion_for_value
 from runner.config.known_keys import Schema
 from runner.config.layers import Setting, setting_values
 from runner.config.phases import INFERENCE
 from runner.config.request import format_value
-from runner.config.schema import MAX_SHOWN, Expression, describe_mismatch, did_you_mean, find_nearest, literal_choices
-from runner.config.suggestions import suggest_value
+from runner.config.schema import (
+    MAX_SHOWN,
+    REQUIRED,
+    Expression,
+    Key,
+    describe_mismatch,
+    did_you_mean,
+    find_nearest,
+    literal_choices,
+)
 
 
 def check_values(merged: Mapping[str, Setting], schema: Schema, reported: set[str]) -> list[Problem]:
@@ -28,25 +35,30 @@ def check_values(merged: Mapping[str, Setting], schema: Schema, reported: set[st
         if name.startswith("phase.") and tree[name] == tree.get(name.split(".", 2)[2]):
             continue  # reported for the run
         mismatch = describe_mismatch(key.type, tree[name])
-        literal = tree[name] if isinstance(tree[name], str) else ""
-        near = did_you_mean(literal, literal_choices(key.type)) if mismatch and literal else ""
-        if name == "phases" and literal:
-            known = [phase.declared.name for phase in schema.phases] or ["train"]
-            near = f"use phases=[{find_nearest(literal, known) or known[0]}]"
-        near = near or (suggest_value(name, key, tree[name]) if mismatch else "")
         file = f"{merged[name].file}: " if merged[name].file else ""
-        problem = Problem(mismatch or "", f"{file}{name}={format_value(tree[name])}", near)
-        if mismatch and problem.where not in reported:
-            problems.append(problem)
+        where = f"{file}{name}={format_value(tree[name])}"
+        if mismatch and where not in reported:
+            problems.append(Problem(mismatch, where, _suggest_value(name, key, tree[name], schema)))
     return problems
+
+
+def _suggest_value(name: str, key: Key, value: Any, schema: Schema) -> str:
+    literal = value if isinstance(value, str) else ""
+    if name == "phases" and literal:
+        known = [phase.declared.name for phase in schema.phases] or ["train"]
+        return f"use phases=[{find_nearest(literal, known) or known[0]}]"
+    if near := did_you_mean(literal, literal_choices(key.type)):
+        return near
+    has_default = key.default not in (None, REQUIRED) and not describe_mismatch(key.type, key.default)
+    return f"use {name}={format_value(key.default)}, the default" if has_default else ""
 
 
 def find_contradictions(tree: Mapping[str, Any], schema: Schema, *, is_single: bool) -> list[Problem]:
     """Return contradictions between individually valid keys that do not depend on the machine."""
     problems = []
-    resumed = tree.get("resume")
-    if isinstance(resumed, str) and (suggestion := suggestion_for_value("resume", resumed)):
-        problems.append(Problem("does not name a run to start from", f"resume={resumed}", suggestion))
+    if tree.get("resume") == "last":  # it could mean the run itself, or the newest other one
+        fix = "accel-run resume continues the last run; resume=NAME starts a new one from another"
+        problems.append(Problem("does not name a run to start from", "resume=last", fix))
     total, micro = tree.get("global_batch_size"), tree.get("micro_batch_size")
     if not is_single or not isinstance(total, int) or total < 1:
         pass

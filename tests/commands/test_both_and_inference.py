@@ -220,21 +220,14 @@ def test_a_key_of_training_gets_the_key_of_prediction_as_suggestion(
     assert server.run(f"inference {meant}", folder).code == 0
 
 
-def test_an_unknown_batch_size_key_gets_the_known_keys(server: ForkServer, folder: Path) -> None:
-    result = server.run("inference --batch-size 4", folder)
-    assert result.code == 78
-    assert "inference.samples" in result.err
-    assert "batch_size=" not in result.err
-
-
 @pytest.mark.slow_beyond(1)
-@pytest.mark.parametrize("typed", ["--batch-size 4", "--batch_size=4", "--bs 4", "--per-device-eval-batch-size 4"])
+@pytest.mark.parametrize("typed", ["--batch-size 4", "--batch_size=4"])
 def test_a_batch_size_gets_the_key_of_prediction_as_suggestion(typed: str, server: ForkServer, tmp_path: Path) -> None:
     """There is no run, so the keys are those of the default task."""
     result = server.run(f"inference {typed}", tmp_path)
     assert result.code == 78
     assert result.err.splitlines()[-1].split() == ["use", "inference.batch_size=4"]
-    assert "global_batch_size=4" in server.run(f"both {typed}", tmp_path).err or "eval" in typed
+    assert "global_batch_size=4" in server.run(f"both {typed}", tmp_path).err
 
 
 @pytest.mark.slow

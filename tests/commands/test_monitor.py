@@ -380,8 +380,6 @@ def test_a_typo_gets_a_suggestion(capsys: pytest.CaptureFixture[str], screen: Ca
 def test_monitor_flags_given_to_train_get_a_suggestion(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--monitor-only"]) == 78
     assert suggested(capsys.readouterr().err)[-1] == "seconds=30"
-    assert main(["--monitor-only"]) == 78
-    assert suggested(capsys.readouterr().err)[-1] == "seconds=30"
 
 
 def test_a_folder_that_cannot_be_created_is_an_error_that_names_its_key(

@@ -13,21 +13,14 @@ from omegaconf import OmegaConf
 
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, Problem
 from runner.base.paths import shipped_path
-from runner.config.aliases import (
-    FOREIGN_KEYS,
-    FOREIGN_OPTIONS,
-    PRECISION_NAMES,
-    TASK_PHASES,
-    suggestion_for_key,
-    suggestion_for_option,
-)
+from runner.config.aliases import FOREIGN_KEYS, PRECISION_NAMES, TASK_PHASES, suggestion_for_key
 from runner.config.config_files import selected_options, shipped_options
 from runner.config.configuration import Configuration, compose, to_yaml
 from runner.config.options import AXES, GROUPS, find_signature, list_options
 from runner.config.request import Request, format_override, merge_overrides
 from runner.config.schema import did_you_mean, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
-from runner.config.suggestions import MAX_HINTS, fix_values
+from runner.config.suggestions import MAX_HINTS
 from runner.sweeps.sweep_syntax import expand_sweep
 from tests.suggestions import suggested
 
@@ -669,7 +662,7 @@ def test_names_of_other_trainers_get_suggestions() -> None:
     for keys in (known[at : at + MAX_HINTS] for at in range(0, len(known), MAX_HINTS)):
         result = refused(*(f"{key}=1" for key in keys))
         suggestions = [suggestion_for_key(key, "1").replace(TASK_PHASES, "train") for key in keys]
-        expected = [(f"{key}=1", fix_values(text)) for key, text in zip(keys, suggestions, strict=True)]
+        expected = [(f"{key}=1", text) for key, text in zip(keys, suggestions, strict=True)]
         assert [(problem.where, problem.fix) for problem in result] == expected
 
 
@@ -687,14 +680,6 @@ def test_suggested_names_exist(messages: str) -> None:
             assert key in {*settings_keys(Settings), *MAIN_KEYS} or name in own, key
         elif value not in ("{}", "NAME"):
             assert value in list_options(key), key
-
-
-@pytest.mark.parametrize("group", FOREIGN_OPTIONS)
-def test_foreign_options_get_a_suggestion(group: str) -> None:
-    for messages, others in FOREIGN_OPTIONS[group].items():
-        assert messages.split()[0] in list_options(group)
-        for other in others.split():
-            assert suggestion_for_option(group, other.upper()) == f"use {group}={messages}"
 
 
 # ---------------------------------------------------------------- sweeps and merged overrides

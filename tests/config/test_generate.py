@@ -15,7 +15,8 @@ import pytest
 import yaml
 
 from runner.config.options import AXES, GROUPS, all_keys, list_options
-from runner.config.suggestions import is_valid_override
+from runner.config.override_grammar import parse_override
+from runner.config.schema import describe_mismatch
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "settings.md").read_text(encoding="utf-8")
@@ -40,7 +41,9 @@ def test_the_page_has_every_setting_and_option() -> None:
 @pytest.mark.parametrize("key", [key for key in ROWS if key.partition(".")[0] not in {"task", "inference"} - {*AXES}])
 def test_an_example_is_accepted(key: str) -> None:
     assert key not in GROUPS
-    assert is_valid_override(ROWS[key].replace("\\|", "|")), ROWS[key]
+    override = parse_override(ROWS[key].replace("\\|", "|"))
+    assert override.key_or_group == key
+    assert any(describe_mismatch(known.type, override.value()) is None for known in all_keys()[key]), ROWS[key]
 
 
 @cache
