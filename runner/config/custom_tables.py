@@ -10,12 +10,11 @@ from __future__ import annotations
 import ast
 import dataclasses
 import re
-from collections import deque
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from runner.base.errors import Problem
 from runner.base.paths import shipped_path
@@ -39,10 +38,6 @@ ENABLED = "enabled"  # key of every hook
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _RESERVED_NAMES = ("true", "false", "null", "nan", "inf")  # an override with one of these values is not a text
 _TABLES = {*OPTION_TABLES, HOOK_TABLE}
-_CHANGING_METHODS = {  # of mappings and lists
-    *("append", "clear", "extend", "insert", "pop", "popitem", "remove", "reverse", "setdefault", "sort", "update"),
-    *("__delitem__", "__iadd__", "__ior__", "__setitem__"),
-}
 
 
 @dataclass(frozen=True)
@@ -91,7 +86,7 @@ def read_tables(file: Path, location: str, package: str = "") -> ParsedTables:
         unparsed = Problem(f"{file} cannot be parsed", where, "reinstall the package, or uninstall it")
         return {}, (unparsed,) if package else ()  # a task file is reported by read_task
     options: dict[tuple[str, str], CustomOption] = {}
-    problems = [*_closed_table_problems(tree, where), *_dynamic_table_problems(tree, where, file)]
+    problems = [*_closed_table_problems(tree, where)]
     for table, value in _find_tables(tree):
         if table == HOOK_TABLE:
             entries = _read_hooks(value, classes, functions, where, problems)
@@ -135,100 +130,15 @@ def _closed_table_problems(tree: ast.Module, where: str) -> Iterator[Problem]:
                 yield Problem(what, where, CLOSED_TABLES[name])
 
 
-def find_dynamic_assignments(tree: ast.Module, names: Collection[str], file: Path) -> Iterator[tuple[str, int, str]]:
-    """Yield (name, line, what) for each statement of `file` that sets one of the names in a way that parsing misses.
+def find_changed_tables(values: Mapping[str, Any], options: Options) -> Iterator[str]:
+    """Yield the tables that have another number of entries in an executed module than when it was parsed.
 
-    The file is parsed, not executed: such a statement would have no effect.
+    values  variables of the module
     """
-    parsed = _parsed_targets(tree)
-    for node, visible in _nodes_in_module_scope(tree, frozenset(names)):
-        changed = _find_changed_name(node)
-        if changed in visible:
-            name, what = changed, f"{changed} is changed after its definition, but the file is parsed, not executed"
-        elif isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store) and node.id in visible:
-            if node in parsed:
-                continue
-            name = node.id
-            what = f"{name} must be assigned alone, at the top level of the file, which is parsed, not executed"
-        elif imported := visible & _imported_names(node, tree, file):
-            name = min(imported)
-            what = f"{name} is imported, and imports are not followed"
-        else:
-            continue
-        yield name, getattr(node, "lineno", 0), what
-
-
-def _parsed_targets(tree: ast.Module) -> set[ast.expr]:
-    """Return the targets that are no problem: those of `NAME = value` at the top level, and those without a value.
-
-    The target of `NAME |= value` is among them, because the statement itself is reported.
-    """
-    targets = {node.targets[0] for node in tree.body if isinstance(node, ast.Assign) and len(node.targets) == 1}
-    targets |= {node.target for node in tree.body if isinstance(node, ast.AnnAssign)}
-    for node in ast.walk(tree):
-        if isinstance(node, ast.AugAssign) or (isinstance(node, ast.AnnAssign) and node.value is None):
-            targets.add(node.target)
-    return targets
-
-
-def _nodes_in_module_scope(tree: ast.Module, names: frozenset[str]) -> Iterator[tuple[ast.AST, frozenset[str]]]:
-    """Yield each node with the names that are variables of the module there: in functions, only those of `global`."""
-    nodes: deque[tuple[ast.AST, frozenset[str]]] = deque([(tree, names)])
-    while nodes:
-        node, visible = nodes.popleft()
-        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)):
-            declared = {name for inner in ast.walk(node) if isinstance(inner, ast.Global) for name in inner.names}
-            visible &= declared
-        if visible:
-            yield node, visible
-            nodes.extend((child, visible) for child in ast.iter_child_nodes(node))
-
-
-def _find_changed_name(node: ast.AST) -> str:
-    """Return the variable whose value the node changes; empty if it changes none."""
-    value: ast.AST | None = None
-    match node:
-        case ast.AugAssign(target=ast.Name() as value):
-            pass
-        case ast.Call(func=ast.Attribute(value=value, attr=method)):
-            value = value if method in _CHANGING_METHODS else None
-        case ast.Subscript(ctx=ast.Store() | ast.Del()) | ast.Name(ctx=ast.Del()):
-            value = node
-    while isinstance(value, ast.Subscript):
-        value = value.value
-    return value.id if isinstance(value, ast.Name) else ""
-
-
-def _imported_names(node: ast.AST, tree: ast.Module, file: Path) -> set[str]:
-    """Return the names that an import binds; for `import *`, those that a module beside `file` assigns."""
-    if not isinstance(node, (ast.Import, ast.ImportFrom)):
-        return set()
-    bound = {alias.asname or alias.name for alias in node.names}
-    if isinstance(node, ast.ImportFrom) and bound == {"*"}:
-        module = file.parent.joinpath(*(node.module or "__init__").split(".")).with_suffix(".py")
-        with suppress(SyntaxError, ValueError, OSError, RecursionError, MemoryError):
-            return _assigned_names(read_module(module)) - _assigned_names(tree)
-        return set()
-    return bound
-
-
-def _assigned_names(tree: ast.Module) -> set[str]:
-    return {
-        node.id
-        for statement in tree.body
-        if isinstance(statement, (ast.Assign, ast.AnnAssign))
-        for node in ast.walk(statement)
-        if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store)
-    }
-
-
-def _dynamic_table_problems(tree: ast.Module, where: str, file: Path) -> Iterator[Problem]:
-    for name, line, what in find_dynamic_assignments(tree, _TABLES, file):
-        yield Problem(what, f"{where}:{line}", f"write all entries into {_example(name)}")
-
-
-def _example(table: str) -> str:
-    return "HOOKS = [MyHook]" if table == HOOK_TABLE else f'{table} = {{"mine": mine}}'
+    for table in sorted(_TABLES):
+        num_parsed = sum(option.table == table for option in options.values())
+        if len(values.get(table, ())) != num_parsed:
+            yield table
 
 
 def _read_options(

@@ -10,7 +10,7 @@ from typing import Any
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret_refusal import secret_problems
-from runner.config.custom_tables import find_dynamic_assignments
+from runner.config.custom_tables import find_changed_tables, read_tables
 from runner.config.options import list_options, shipped_tasks, task_source
 from runner.config.phases import DeclaredPhase, parse_phases
 from runner.config.request import Request
@@ -66,10 +66,6 @@ def read_task(name: str, request: Request, resolve_size: Callable[[Any], str], p
         if isinstance(key.default, Expression):
             what = f"the default of {argument} must be a literal, such as 64 or 'text', but is {key.default.text}"
             problems.append(Problem(what, str(source), "use None or a literal, and compute the value in build"))
-    problems += [
-        Problem(what, f"{source}:{line}", f"write all entries into {name} = {{...}}")
-        for name, line, what in find_dynamic_assignments(tree, _LITERALS, source)
-    ]
     settings, sizes, phases = (_read_literal(tree, name, source, problems) for name in _LITERALS)
     default_values = {
         f"{prefix}.{name}": key.default
@@ -110,6 +106,19 @@ def _explain_unreadable(error: Exception, name: str, source: Path) -> Problem:
         what = f"there is no task of that name; must be one of {available} ({source}: {error.strerror})"
         return Problem(what, f"task={name}", "use --task FILE for a task of your own")
     return Problem(f"is not a Python file: {error}", str(source), "use --task FILE.py")
+
+
+def find_changed_declarations(values: Mapping[str, Any], source: Path) -> Iterator[str]:
+    """Yield the declarations that differ in the executed file from what was parsed, and would have no effect.
+
+    values  variables of the executed file
+    """
+    tree = read_module(source)
+    for name in _LITERALS:
+        if values.get(name, {}) != _read_literal(tree, name, source, []):
+            yield name
+    options, _ = read_tables(source, str(source))
+    yield from find_changed_tables(values, options)
 
 
 def read_objectives(file: Path) -> Mapping[str, Any]:

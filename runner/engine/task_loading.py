@@ -23,6 +23,7 @@ from runner.base.world import World
 from runner.config.custom_options import packaged_task_module
 from runner.config.option_table import import_packaged, load_file
 from runner.config.options import task_source
+from runner.config.task_file import find_changed_declarations
 from runner.distributed.deferred_init import DeferredInit
 from runner.distributed.parallel import Parallel
 from runner.engine.adapter import make_adapter
@@ -37,6 +38,9 @@ def load_task(plan: Plan) -> Task:
     file = Path(plan.task_file) if plan.task_file else None
     source = task_source(choice.name, file)
     module = _import(choice.name, file)
+    if changed := [*find_changed_declarations(vars(module), source)]:
+        what = f"{changed[0]} is changed or imported by code, but the file is parsed, not executed"
+        raise ConfigError(Problem(what, str(source), f"write all entries into {changed[0]} at its top level"))
     path = plan.settings.data.path
     context = Context(
         seed=plan.settings.seed,

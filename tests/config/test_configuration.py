@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import runpy
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from itertools import permutations
 from pathlib import Path
@@ -21,6 +23,7 @@ from runner.config.request import Request, format_override, merge_overrides
 from runner.config.schema import did_you_mean, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
 from runner.config.suggestions import MAX_HINTS
+from runner.config.task_file import find_changed_declarations
 from runner.sweeps.sweep_syntax import expand_sweep
 from tests.suggestions import suggested
 
@@ -460,36 +463,27 @@ def test_an_error_in_a_task_file_is_reported_without_running_it(text: str, probl
     "text",
     [
         "from common import {0}",
-        "from common import settings as {0}",
+        "from common import *",
         "{0} = {{}}\n{0}['seed'] = 1",
         "{0} = {{}}\n{0} |= {{'seed': 1}}",
-        "{0} = {{}}\n{0}.update(seed=1)",
-        "{0} = {{}}\n{0} = {{}}",
-        "if True:\n    {0} = {{}}",
-        "other = {0} = {{}}",
-        "{0}, other = {{}}, {{}}",
-        "print({0} := {{}})",
-        "from common import *",
-        "{0} = {{}}\n{0}.setdefault('seed', 1)",
-        "{0} = {{}}\n{0}.pop('seed')",
-        "{0} = {{}}\ndel {0}['seed']",
-        "{0} = {{}}\n{0}['seed']['a'] = 1",
-        "{0} = {{}}\n{0}['seed'].update(a=1)",
-        "{0} = {{}}\ndef change():\n    global {0}\n    {0}['seed'] = 1",
+        "{0} = {{'seed': {{}}}}\n{0}['seed'].update(a=1)",
+        "if True:\n    {0} = {{'seed': 1}}",
+        "{0} = {{}}\ndef change():\n    global {0}\n    {0}['seed'] = 1\nchange()",
     ],
 )
-def test_declarations_that_parsing_misses_are_refused(text: str, name: str, tmp_path: Path) -> None:
-    files = {"mine.py": f"def build(): ...\n{text.format(name)}\n", "common.py": f"{name} = {{}}\n"}
-    file = write(tmp_path, files) / "mine.py"
-    (result,) = refused(task=file)
-    assert str(result).startswith(f"{file}:{text.count(chr(10)) + 2}: "), "the line of the statement"
-    assert name in result.what
+def test_declarations_that_parsing_misses_are_found_when_the_file_is_executed(
+    text: str, name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, "common", raising=False)
+    common = f"{name} = {{'seed': 1}}\n"
+    file = write(tmp_path, {"mine.py": f"{text.format(name)}\n", "common.py": common}) / "mine.py"
+    assert [*find_changed_declarations(runpy.run_path(str(file)), file)] == [name]
 
 
-def test_other_uses_of_declared_names_are_accepted(tmp_path: Path) -> None:
+def test_declared_names_may_be_used_otherwise(tmp_path: Path) -> None:
     uses = """
 from math import *
-from common import *
 from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     PHASES: dict
@@ -500,12 +494,11 @@ class Net:
 def build(*, size: str = "a"):
     PHASES = []
     PHASES.append(SETTINGS.copy())
-def choose(SIZES):
-    SIZES.append(SETTINGS["seed"])
 SEEDS = [SETTINGS.get("seed"), *SETTINGS.values()]
 """
-    file = write(tmp_path, {"mine.py": uses, "common.py": "SETTINGS = {}\n"}) / "mine.py"
+    file = write(tmp_path, {"mine.py": uses}) / "mine.py"
     assert composed(task=file).settings.seed == 3
+    assert not [*find_changed_declarations(runpy.run_path(str(file)), file)]
 
 
 def test_settings_of_a_task_are_validated(tmp_path: Path, screen: Callable[..., None]) -> None:
