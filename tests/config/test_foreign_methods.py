@@ -1,4 +1,4 @@
-"""Methods of other frameworks are errors that name the method to define instead, before any code runs."""
+"""Methods of other frameworks are errors, before any code runs."""
 
 from __future__ import annotations
 
@@ -36,10 +36,11 @@ def problems_of(text: str, folder: Path) -> list[Problem]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", FOREIGN_METHODS)
+@pytest.mark.parametrize("name", sorted(FOREIGN_METHODS))
 def test_a_method_of_another_framework_is_refused_with_its_line(name: str, tmp_path: Path) -> None:
     (problem,) = problems_of(TASK.format(name=name), tmp_path)
-    assert (problem.where, problem.fix) == (f"{tmp_path / 'mine.py'}:9", FOREIGN_METHODS[name])
+    assert problem.where == f"{tmp_path / 'mine.py'}:9"
+    assert name in problem.what
 
 
 def test_other_methods_and_those_that_the_task_calls_are_allowed(tmp_path: Path) -> None:
