@@ -7,7 +7,6 @@ import io
 import itertools
 import json
 import math
-import threading
 import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
@@ -237,8 +236,8 @@ def printed_text(prediction: Prediction, number: int) -> str:
 class Outbox:
     """Write prediction files in batches: one fsync per file costs more than most predictions.
 
-    Files are written after `OUTBOX_S` at the latest, in another thread. Completed predictions are written even if a
-    later one fails.
+    Files are written by the first prediction that completes `OUTBOX_S` after the last write. Completed predictions are
+    written even if a later one fails.
 
     show  prints the text of a prediction once its files are on disk, so that printed predictions are never lost
     """
@@ -248,39 +247,22 @@ class Outbox:
         self._contents: dict[str, bytes] = {}
         self._texts: list[str] = []
         self._size = 0
-        self._lock = threading.Lock()  # of the queue
-        # Held during a write: writes are in order, and each text is printed after its files.
-        self._writing = threading.Lock()
-        self._timer: threading.Timer | None = None
-        self._error: Exception | None = None  # set by the timer thread
+        self._last_write = time.monotonic()
 
     def put(self, contents: Mapping[str, bytes], text: str = "") -> None:
-        """Queue the files of a prediction; they are on disk after the next `write`, which also runs on a timer."""
-        with self._lock:
-            self._contents |= contents
-            self._texts += [text] if text else []
-            self._size += sum(map(len, contents.values()))
-            is_full = len(self._contents) >= OUTBOX_FILES or self._size >= OUTBOX_BYTES or self._error is not None
-            if not is_full and self._timer is None:
-                self._timer = threading.Timer(OUTBOX_S, self._write_on_timer)
-                self._timer.daemon = True
-                self._timer.start()
-        if is_full:
+        """Queue the files of a prediction; write all queued files if they are many, large or late."""
+        self._contents |= contents
+        self._texts += [text] if text else []
+        self._size += sum(map(len, contents.values()))
+        is_full = len(self._contents) >= OUTBOX_FILES or self._size >= OUTBOX_BYTES
+        if is_full or time.monotonic() - self._last_write >= OUTBOX_S:
             self.write()
 
     def write(self) -> None:
-        """Write all queued files. Raises StorageError, also for an earlier background write."""
-        with self._writing:
-            self._write_queued()
-
-    def _write_queued(self) -> None:
-        with self._lock:
-            if self._timer is not None:
-                self._timer.cancel()
-            contents, texts, error = self._contents, self._texts, self._error
-            self._contents, self._texts, self._size, self._timer, self._error = {}, [], 0, None, None
-        if error is not None:
-            raise error
+        """Write all queued files."""
+        contents, texts = self._contents, self._texts
+        self._contents, self._texts, self._size = {}, [], 0
+        self._last_write = time.monotonic()
         if contents:
             self._write_best_effort(contents)
         for text in texts:
@@ -292,13 +274,6 @@ class Outbox:
         except StorageError:  # the disk may have space for some of them
             for name, content in contents.items():
                 self.directory.write(name, content)
-
-    def _write_on_timer(self) -> None:
-        with self._writing:
-            try:
-                self._write_queued()
-            except Exception as error:
-                self._error = error
 
     def __enter__(self) -> Outbox:
         return self

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import inspect
 import json
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -173,23 +172,11 @@ def test_a_thousand_small_predictions_are_synced_a_few_times(
     assert batches <= syncs(faults) <= (8 * batches if refusal is None else 2000 + 8 * batches)
 
 
-class NeverDue:
-    """A timer that does not fire."""
-
-    daemon = False
-
-    def __init__(self, *_: Any) -> None: ...
-
-    def start(self) -> None: ...
-
-    def cancel(self) -> None: ...
-
-
 @pytest.mark.parametrize(("count", "size"), [(OUTBOX_FILES, 1), (2, module.OUTBOX_BYTES // 2)])
-def test_many_or_large_predictions_are_written_before_the_timer(
+def test_many_or_large_predictions_are_written_before_they_are_due(
     count: int, size: int, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(threading, "Timer", NeverDue)
+    monkeypatch.setattr(module, "OUTBOX_S", float("inf"))
     content = bytes(size)
     with files.use_system(Quick()), Outbox(run, print) as outbox:
         for number in range(count - 1):
@@ -213,37 +200,11 @@ def test_completed_predictions_are_written_when_a_later_one_fails(run: RunDirect
 
 def test_a_text_is_shown_once_its_files_are_on_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "OUTBOX_S", 0.0)
-    shown = threading.Event()
     result: list[tuple[str, bool]] = []
-
-    def show(text: str) -> None:
-        result.append((text, (run.predictions / "a.txt").exists()))
-        shown.set()
-
-    with Outbox(run, show) as outbox:
+    with Outbox(run, lambda text: result.append((text, (run.predictions / "a.txt").exists()))) as outbox:
         outbox.put({"predictions/a.txt": b"x"}, "a")
-        assert shown.wait(60)  # nothing else is queued or written
-        assert result == [("a", True)]
+        assert result == [("a", True)]  # nothing else is queued or written
     assert result == [("a", True)]
-
-
-def test_the_next_prediction_does_not_wait_for_a_late_write(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "OUTBOX_S", 0.0)
-    begun, may_end = threading.Event(), threading.Event()
-    write_all = run.write_all
-
-    def write(contents: Any) -> None:
-        begun.set()
-        assert may_end.wait(60)
-        write_all(contents)
-
-    monkeypatch.setattr(run, "write_all", write)
-    with Outbox(run, print) as outbox:
-        outbox.put({"predictions/a.txt": b"x"})
-        assert begun.wait(60)
-        outbox.put({"predictions/b.txt": b"x"})  # would block forever
-        may_end.set()
-    assert sorted(path.name for path in run.predictions.iterdir()) == ["a.txt", "b.txt"]
 
 
 def test_a_valid_prediction_reads_no_source(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -253,20 +214,18 @@ def test_a_valid_prediction_reads_no_source(monkeypatch: pytest.MonkeyPatch) -> 
     assert validate_prediction(prediction, Task.predict, Path("task.py")) is prediction
 
 
-def test_an_error_of_an_asynchronous_write_is_raised_later(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "OUTBOX_S", 0.0)
-    failed = threading.Event()
+def test_the_text_of_a_prediction_that_cannot_be_written_is_not_shown(
+    run: RunDirectory, monkeypatch: pytest.MonkeyPatch
+) -> None:
     shown: list[str] = []
 
     def write(name: str, data: bytes) -> None:
-        failed.set()
         raise StorageError(f"cannot write {name}")
 
     monkeypatch.setattr(run, "write_all", lambda contents: write(*next(iter(contents.items()))))
     monkeypatch.setattr(run, "write", write)
     with pytest.raises(StorageError), Outbox(run, shown.append) as outbox:
         outbox.put({"predictions/a.txt": b"x"}, "a")
-        assert failed.wait(60)
     assert shown == []
 
 
