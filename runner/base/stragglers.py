@@ -22,11 +22,10 @@ MIN_FREQUENCY = 0.6  # minimum fraction of the updates with the same straggler
 class Straggler:
     """A straggler, and the part of the update in which it exceeds the others most.
 
-    lost_s        seconds per update that the others wait for it
-    lost          the same as a fraction of the update, 0 to 1
-    own_s         seconds of the straggler in that part
-    others_s      median seconds of the other ranks in that part
-    num_samples   samples of the rank and of all, if it is a straggler only because it has more of them, else None
+    lost_s    seconds per update that the others wait for it
+    lost      the same as a fraction of the update, 0 to 1
+    own_s     seconds of the straggler in that part
+    others_s  median seconds of the other ranks in that part
     """
 
     rank: int
@@ -35,27 +34,20 @@ class Straggler:
     lost: float
     own_s: float
     others_s: float
-    num_samples: tuple[int, int] | None = None
 
     def __str__(self) -> str:
-        why = ""
-        if self.num_samples:
-            share, total = self.num_samples
-            why = f" (it has {share} of {total} samples and is not slower per sample)"
         return (
             f"rank {self.rank} is a straggler: its {self.part} takes {_ms(self.own_s)}, that of the others"
-            f" {_ms(self.others_s)}; {100 * self.lost:.0f} % of each update is spent waiting for it{why}"
+            f" {_ms(self.others_s)}; {100 * self.lost:.0f} % of each update is spent waiting for it"
         )
 
 
-def find_straggler(
-    updates: Sequence[Update], samples: Sequence[int] | None = None, threshold: float = THRESHOLD
-) -> Straggler | None:
+def find_straggler(updates: Sequence[Update], threshold: float = THRESHOLD) -> Straggler | None:
     """Return the straggler in these updates, or None.
 
     It is the rank with the longest busy time, if the others wait for it for more than `threshold` of an update.
     Times are not divided by samples: shares are balanced so that all ranks finish together, and then a rank that is
-    slower per sample delays no other. `samples` per rank only tell a slow rank from one with too many samples.
+    slower per sample delays no other.
     All values are medians over the updates, so a single outlier has no effect. Time that all ranks wait
     (communication) is not lost: only the waiting time beyond that of the slowest rank is.
     """
@@ -78,9 +70,7 @@ def find_straggler(
     own = {part: median(update[rank].get(part, 0.0) for update in updates) for part in PARTS}
     theirs = {part: median(_seconds(updates, other, part) for other in others) for part in PARTS}
     part = max(PARTS, key=lambda part: own[part] - theirs[part])
-    crowded = samples is not None and _only_has_more_samples(updates, rank, others, part, samples)
-    num_samples = (samples[rank], sum(samples)) if samples is not None and crowded else None
-    return Straggler(rank, part, lost_s, lost_s / update_s, own[part], theirs[part], num_samples)
+    return Straggler(rank, part, lost_s, lost_s / update_s, own[part], theirs[part])
 
 
 class StragglerDetector:
@@ -116,7 +106,7 @@ class StragglerDetector:
         self._updates.append(update)
         if len(self._updates) < self.window:
             return None
-        current = find_straggler(tuple(self._updates), self._samples, self.threshold)
+        current = find_straggler(tuple(self._updates), self.threshold)
         self._updates.clear()
         if current and current.lost_s < MIN_LOST_S:
             current = None
@@ -138,16 +128,6 @@ def _waited(update: Update, rank: int, slowest: int) -> float:
 
 def _seconds(updates: Sequence[Update], rank: int, part: str) -> float:
     return median(update[rank].get(part, 0.0) for update in updates)
-
-
-def _only_has_more_samples(
-    updates: Sequence[Update], rank: int, others: Sequence[int], part: str, samples: Sequence[int]
-) -> bool:
-    """Return whether the rank has more samples than the others and is not slower per sample."""
-    per_sample = [_seconds(updates, other, part) / samples[other] for other in others if samples[other]]
-    if part == "optimizer" or not per_sample or samples[rank] <= median(samples[other] for other in others):
-        return False
-    return _seconds(updates, rank, part) / samples[rank] <= median(per_sample) * (1 + THRESHOLD)
 
 
 def _ms(seconds: float) -> str:

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-
-from torch import Tensor
+from collections.abc import Iterator
 
 from runner.base import noise
-from runner.base.batch import MicroBatch, ShardMark, first_shape, map_tensors
+from runner.base.batch import MicroBatch, ShardMark, first_shape
 from runner.engine.loop import Position
 from runner.engine.watchdog import DATA, UPDATE, ProgressMark
 
@@ -60,22 +58,3 @@ def _prepend(first: list[MicroBatch], batches: Iterator[MicroBatch]) -> Iterator
     """Yield `first`, then the others; unlike itertools.chain, do not keep the first in memory until the end."""
     yield first.pop()
     yield from batches
-
-
-def watch_shapes(batches: Iterator[MicroBatch], warn: Callable[[str], None]) -> Iterator[MicroBatch]:
-    """Yield the batches; warn once if their shapes vary: backend=fast searches for kernels for each new shape."""
-    seen: set[tuple[tuple[int, ...], ...]] = set()
-    warned = False
-    for batch in batches:
-        if not warned and batch.counts:
-            shapes: list[tuple[int, ...]] = []
-
-            def add_shape(tensor: Tensor, shapes: list[tuple[int, ...]] = shapes) -> None:
-                shapes.append(tuple(tensor.shape))
-
-            map_tensors(add_shape, batch.batch)
-            seen.add(tuple(shapes))
-            if len(seen) > 3:  # the usual shape, a smaller last micro-batch, and the last batch of an epoch
-                warned = True
-                warn("the shapes of the batches vary; backend=fast searches kernels for each: use backend=default")
-        yield batch

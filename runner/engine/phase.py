@@ -22,7 +22,7 @@ from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.balance import make_shares
 from runner.engine.checkpoint_state import convert_state_errors
 from runner.engine.error_diagnosis import explain
-from runner.engine.feed import Feed, watch_shapes
+from runner.engine.feed import Feed
 from runner.engine.frozen_base import load_weights
 from runner.engine.hooks import HOOKS
 from runner.engine.hooks.checkpointing import Checkpointing, hook_state
@@ -221,10 +221,7 @@ class Phase(PhaseView):
     def _read_batches(self) -> Iterator[MicroBatch]:
         self.hook(StreamPosition).seek()
         keys = self.order.from_update(self.position.update, self.shares.of)
-        batches = self.parts.prefetch(iter(self.loader.batches(keys)), self.stopwatch.lap)
-        if self.run.plan.choices["backend"].name == "fast":
-            batches = watch_shapes(batches, self.run.observers.screen.warn)
-        return batches
+        return self.parts.prefetch(iter(self.loader.batches(keys)), self.stopwatch.lap)
 
     def finish_work(self) -> None:
         if not self.is_over or self.closed:
