@@ -280,7 +280,7 @@ def find_system_limit(error: BaseException) -> SystemLimit | None:
     """
     if isinstance(error, AccelRunError):
         return None
-    for exception in _exception_chain(error):
+    for exception in exception_chain(error):
         if isinstance(exception, OSError) and exception.errno in (errno.EMFILE, errno.ENFILE):
             where = os.fsdecode(exception.filename) if exception.filename is not None else ""
             return SystemLimit("too many files are open", where=where, fix="raise the limit with ulimit -n")
@@ -295,13 +295,15 @@ def find_system_limit(error: BaseException) -> SystemLimit | None:
     return None
 
 
-def _exception_chain(error: BaseException) -> Iterator[BaseException]:
+def exception_chain(error: BaseException) -> Iterator[BaseException]:
+    """Yield an error and its causes: compilers wrap the errors of the code that they call."""
     seen: list[BaseException] = []
-    current: BaseException | None = error
-    while current is not None and current not in seen:
-        seen.append(current)
-        yield current
-        current = current.__cause__ or (None if current.__suppress_context__ else current.__context__)
+    while error not in seen:  # `raise error from error` is a cycle
+        seen.append(error)
+        yield error
+        inner = getattr(error, "inner_exception", None)  # torch._dynamo hides the cause here
+        context = None if error.__suppress_context__ else error.__context__
+        error = (inner if isinstance(inner, BaseException) else None) or error.__cause__ or context or error
 
 
 _MAPPING_ERRORS = (  # messages of the dynamic linker

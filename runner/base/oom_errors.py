@@ -10,7 +10,7 @@ from typing import Literal
 
 import torch
 
-from runner.base.errors import DataError
+from runner.base.errors import DataError, exception_chain
 from runner.base.text import RemoteError, error_message, first_line
 
 Side = Literal["device", "host"]
@@ -52,17 +52,6 @@ def halve(size: int) -> int | None:
     return -(-size // 2) if size > 1 else None
 
 
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yield an error and its causes: compilers wrap the errors of the code that they call."""
-    seen: list[BaseException] = []
-    while error not in seen:
-        seen.append(error)
-        yield error
-        inner = getattr(error, "inner_exception", None)  # torch._dynamo hides the cause here
-        context = None if error.__suppress_context__ else error.__context__
-        error = (inner if isinstance(inner, BaseException) else None) or error.__cause__ or context or error
-
-
 def _unreadable_sample(error: BaseException) -> str:
     if isinstance(error, RemoteError):
         return first_line(error.info.message) if DataError.__name__ in error.info.bases else ""
@@ -70,7 +59,7 @@ def _unreadable_sample(error: BaseException) -> str:
 
 
 def _classes_and_messages(error: BaseException) -> Iterator[tuple[Sequence[str], str]]:
-    for exception in _chain(error):
+    for exception in exception_chain(error):
         remote = exception.info if isinstance(exception, RemoteError) else None
         if remote is None:  # by class: a task may define one with the same name as torch's
             yield [name for name, kind in _KINDS.items() if isinstance(exception, kind)], error_message(exception)

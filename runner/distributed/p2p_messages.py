@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from runner.base.bitwise import view_bytes
 from runner.base.errors import TaskFault
 from runner.base.world import World
 
@@ -26,7 +27,7 @@ def send(value: Any, rank: int, device: torch.device) -> None:
     dist.send(torch.tensor([len(head)]), rank)
     dist.send(head, rank)
     for tensor in tensors:
-        dist.send(_view_bytes(tensor.to(device)), rank)
+        dist.send(view_bytes(tensor.to(device)), rank)
 
 
 def receive(rank: int, device: torch.device) -> Any:
@@ -37,7 +38,7 @@ def receive(rank: int, device: torch.device) -> Any:
     dist.recv(head, rank)
     tensors, structure = _allocate(head, device)
     for tensor in tensors:
-        dist.recv(_view_bytes(tensor), rank)
+        dist.recv(view_bytes(tensor), rank)
     return _unpack(structure, tensors)
 
 
@@ -50,11 +51,11 @@ def broadcast(value: Any, source: int, world: World) -> Any:
     dist.broadcast(head, source)
     if world.rank == source:
         for tensor in tensors:
-            dist.broadcast(_view_bytes(tensor.to(world.device)), source)
+            dist.broadcast(view_bytes(tensor.to(world.device)), source)
         return value
     tensors, structure = _allocate(head, world.device)
     for tensor in tensors:
-        dist.broadcast(_view_bytes(tensor), source)
+        dist.broadcast(view_bytes(tensor), source)
     return _unpack(structure, tensors)
 
 
@@ -112,8 +113,3 @@ def _unpack(structure: list[Any], tensors: list[Tensor]) -> Any:
         return content
     parts = [_unpack(part, tensors) for part in content]
     return tuple(parts) if kind == "tuple" else parts
-
-
-def _view_bytes(tensor: Tensor) -> Tensor:
-    """Return the memory of a contiguous tensor as bytes, because not all dtypes can be sent."""
-    return tensor.reshape(-1).view(torch.uint8)

@@ -5,16 +5,13 @@ from __future__ import annotations
 import re
 import traceback
 
-from runner.base.errors import AccelRunError, Exit
+from runner.base.errors import AccelRunError, Exit, exception_chain
 from runner.base.text import error_message
 
 
 def is_peer_loss(error: BaseException) -> bool:
     """Return whether the root cause is the loss of another rank, however the error was wrapped."""
-    seen: list[BaseException] = []
-    while error not in seen:  # `raise error from error` is a cycle
-        seen.append(error)
-        error = error.__cause__ or (None if error.__suppress_context__ else error.__context__) or error
+    *_, error = exception_chain(error)
     text = error_message(error)
     kinds = {kind.__name__ for kind in type(error).__mro__}
     if kinds & {"DistNetworkError", "DistStoreError"}:

@@ -28,7 +28,7 @@ def rewind_run(run: RunDirectory, choice: str, report: Callable[[str], None]) ->
     labels = f" ({', '.join(chosen.labels)})" if chosen.labels else ""
     with RunDirectory.create_or_open(run.path.parent, run.name) as directory:
         is_last = newest_name(directory.checkpoints) == start.path.name
-        copy = None if is_last else _copy_metrics(directory)  # first: a kill in between must not lose rows
+        copy = None if is_last else copy_metrics(directory)  # first: a kill in between must not lose rows
         moved = set_aside_newer(directory.checkpoints, start.update)
     later = (
         f"; {len(moved)} later checkpoint{'s' * (len(moved) > 1)} set aside in checkpoints/earlier-*" if moved else ""
@@ -62,7 +62,8 @@ def _undo_rewind(
         return True
 
 
-def _copy_metrics(directory: RunDirectory) -> Path | None:
+def copy_metrics(directory: RunDirectory) -> Path | None:
+    """Keep the metrics as metrics-earlier-N.jsonl; return its path, None without metrics."""
     if not files.exists(directory.metrics):
         return None
     number = 1

@@ -12,6 +12,7 @@ from runner.base.errors import IncompatibleResume, InputMissing, Problem
 from runner.durable.checkpoint import MANIFEST, LoadedCheckpoint, load, load_newest, recover, set_aside
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog, read_rows
+from runner.durable.rewind import copy_metrics
 from runner.durable.run_identity import manifest_uid
 from runner.engine import oom_history
 from runner.engine.checkpoint_state import check_state
@@ -201,7 +202,9 @@ def find_resume_point(
         phases_to_run(plan, None, directory)  # raises before anything is renamed
         if set_aside(directory.checkpoints):
             screen.info("resume=fresh: earlier checkpoints were renamed to checkpoints/earlier-*")
-        _archive_metrics(directory, metrics)
+        if metrics.length:
+            copy_metrics(directory)
+        metrics.cut(0)
         oom_history.remove_reductions(directory)
         return None
     run, allows_others = directory.owner, _ANOTHER_RUN in plan.settings.resume_allow
@@ -253,15 +256,6 @@ def _load_requested(requested: str, plan: Plan, directory: RunDirectory) -> Load
         fix = f"accel-run status {other.name} shows its checkpoints; accel-run runs lists other runs"
         raise InputMissing(f"run {other.name} has no valid checkpoint", where=f"resume={requested}", fix=fix)
     return recovered
-
-
-def _archive_metrics(directory: RunDirectory, metrics: AppendLog) -> None:
-    if metrics.length:
-        number = 1
-        while (directory.path / f"metrics-earlier-{number}.jsonl").exists():
-            number += 1
-        directory.write(f"metrics-earlier-{number}.jsonl", directory.metrics.read_bytes())
-        metrics.cut(0)
 
 
 def _last_update(metrics: Path) -> int:

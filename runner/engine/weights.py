@@ -10,6 +10,7 @@ from typing import TypeVar
 
 from torch import Tensor, nn
 
+from runner.axes.optimizer import is_under, module_prefixes
 from runner.base.errors import ConfigError, DataError, IncompatibleResume, Problem, SecurityRefusal, StorageError
 from runner.base.stored_tensor import StoredTensor
 from runner.base.text import abbreviate
@@ -99,7 +100,10 @@ def match_weights(
     """
     _check_modules(options.only, model_tensors)
     found, stripped = strip_prefixes(tensors, model_tensors)
-    is_used = {name: not options.only or _is_under(name, options.only) for name in {*model_tensors, *found}}
+    is_used = {
+        name: not options.only or any(is_under(name, module) for module in options.only)
+        for name in {*model_tensors, *found}
+    }
     result = WeightMatch(
         stripped=stripped, ignored=sorted(name for name in found if name not in model_tensors or not is_used[name])
     )
@@ -212,7 +216,7 @@ def _apply_renames(tensors: dict[str, StoredTensor], setting: Mapping[str, str])
         raise ConfigError(problems)
     renamed: dict[str, StoredTensor] = {}
     for name, tensor in tensors.items():
-        old = max((old for old in rename if _is_under(name, [old])), key=len, default=None)
+        old = max((old for old in rename if is_under(name, old)), key=len, default=None)
         new = name if old is None else f"{rename[old]}{name.removeprefix(old)}".removeprefix(".")
         if new in renamed:
             what = f"two tensors would be named {new}"
@@ -238,12 +242,12 @@ def check_names(source: WeightSource, options: WeightsSettings) -> None:
 
 def _find_unmatched(renamed: Collection[str], names: Collection[str]) -> list[Problem]:
     """Return a problem for each renamed module or tensor that is not the longest match of any name."""
-    used = {max((old for old in renamed if _is_under(name, [old])), key=len, default=None) for name in names}
+    used = {max((old for old in renamed if is_under(name, old)), key=len, default=None) for name in names}
     return [
         Problem(
             f"the weights have no {old}; they have {abbreviate(sorted(names), _MAX_NAMES)}",
             f"weights.rename.{old}",
-            did_you_mean(old, _modules(names)),
+            did_you_mean(old, module_prefixes([*names])),
         )
         for old in sorted(renamed)
         if old not in used
@@ -257,25 +261,13 @@ def _check_modules(only: Iterable[str], names: Collection[str]) -> None:
         Problem(
             f"the model has no {name}; it has {abbreviate(top_modules, 8)}",
             "weights.only",
-            did_you_mean(name, _modules(names)),
+            did_you_mean(name, module_prefixes([*names])),
         )
         for name in only
-        if not any(_is_under(tensor, [name]) for tensor in names)
+        if not any(is_under(tensor, name) for tensor in names)
     ]
     if problems:
         raise ConfigError(problems)
-
-
-def _modules(names: Iterable[str]) -> list[str]:
-    modules: dict[str, None] = {}
-    for name in names:
-        parts = name.split(".")
-        modules |= dict.fromkeys(".".join(parts[:end]) for end in range(1, len(parts) + 1))
-    return list(modules)
-
-
-def _is_under(name: str, modules: Iterable[str]) -> bool:
-    return any(name == module or name.startswith(f"{module}.") for module in modules)
 
 
 def _format_table(result: WeightMatch, source: str) -> str:
