@@ -57,7 +57,6 @@ class RunDirectory:
         self.is_new = is_new
         self._lock = lock
         self.config = self.path / "config.yaml"  # composed configuration
-        self.overrides = self.path / "overrides.yaml"  # of the command line
         self.command = self.path / "command.sh"  # reproduces the run
         self.plan = self.path / "plan.json"  # derived values with their reasons
         self.environment = self.path / "environment.json"  # hardware and versions

@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shlex
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, TypeGuard
 
-from runner.base.errors import AccelRunError, DataError, SecurityRefusal
+from runner.base.errors import DataError, SecurityRefusal
 from runner.base.text import abbreviate
 from runner.config.configuration import compose
 from runner.config.request import Request, merge_overrides
 from runner.durable.directory import LAST, RunDirectory, is_sweep
-from runner.durable.files import read
-from runner.durable.record_files import read_plan, read_record
+from runner.durable.record_files import read_record
 
 
 @dataclass(frozen=True)
@@ -67,8 +64,7 @@ def load_run_request(directory: RunDirectory, root: Path, request: Request) -> R
 
     root     folder whose runs are trusted
     request  if it names a task file, that of the run is ignored
-    Raises DataError if neither run.json nor the files beside it have them, SecurityRefusal if an untrusted run
-    specifies which code to execute.
+    Raises DataError if run.json is damaged, SecurityRefusal if an untrusted run specifies which code to execute.
     """
     origin = _read_settings(directory)
     if request.task_file is None and origin.task_file is not None:
@@ -79,24 +75,15 @@ def load_run_request(directory: RunDirectory, root: Path, request: Request) -> R
 def _read_settings(directory: RunDirectory) -> RunRequest:
     record = read_record(directory.path)
     origin, overrides = record.origin, record.origin.overrides
-    paths: list[Any] = [origin.task_file, origin.config_dir, origin.folder]
+    paths = (origin.task_file, origin.config_dir, origin.folder)
     is_wrong = any(name.partition(".")[0] in vars(origin) for name in record.wrong)
-    if (
-        is_wrong
-        or overrides is None
-        or not all(map(_is_valid_argument, overrides))
-        or origin.task is None
-        or not _are_paths(paths)
-    ):
-        overrides, plan = _read_overrides(directory.overrides), read_plan(directory.path)
-        paths = [plan.task_file, plan.config_dir, plan.folder]
-        if overrides is None or not plan.is_known or _PATHS & {*plan.wrong} or not _are_paths(paths):
-            raise DataError(
-                f"the settings of run {directory.name} are unknown: run.json is damaged, and overrides.yaml or "
-                "plan.json, too",
-                where=str(directory.shown),
-                fix="pass the settings again: accel-run train run=NAME ..., or accel-run advise task=NAME",
-            )
+    arguments = (*(overrides or ()), *(path for path in paths if path is not None))
+    if is_wrong or overrides is None or origin.task is None or not all(map(_is_valid_argument, arguments)):
+        raise DataError(
+            f"the settings of run {directory.name} are unknown: run.json is damaged",
+            where=str(directory.shown),
+            fix="pass the settings again: accel-run train run=NAME ..., or accel-run advise task=NAME",
+        )
     task_file, config_dir, folder = (Path(path) if path else None for path in paths)
     return RunRequest(overrides, task_file, config_dir, folder)
 
@@ -116,24 +103,8 @@ def _refuse_foreign(task_file: Path, directory: RunDirectory, root: Path) -> Non
     )
 
 
-def _read_overrides(file: Path) -> tuple[str, ...] | None:
-    try:
-        lines = read(file, at_most=1 << 20).decode().split("\n")
-        overrides = [json.loads(line.removeprefix("- ")) for line in lines if line not in ("", "[]")]
-    except (AccelRunError, ValueError, RecursionError):
-        return None
-    return tuple(overrides) if any(lines) and all(map(_is_valid_argument, overrides)) else None
-
-
-def _are_paths(values: Iterable[object]) -> TypeGuard[list[str | None]]:
-    return all(value is None or _is_valid_argument(value) for value in values)
-
-
 def _is_valid_argument(value: object) -> bool:
     try:
         return isinstance(value, str) and b"\0" not in os.fsencode(value)
     except UnicodeEncodeError:
         return False
-
-
-_PATHS = {"task_file", "config_dir", "folder"}

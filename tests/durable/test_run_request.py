@@ -11,16 +11,13 @@ from runner.config.request import Request
 from runner.durable.directory import RunDirectory
 from runner.durable.run_request import RunRequest, load_run_request
 
-WORDS = '- "task=classification"\n- "log_every=3"\n'
-PLAN = '{"task_file": "/where/task.py", "config_dir": "/where/conf"}'
 TRUSTED = Request(task_file=Path("/where/task.py"))
 
 
-def left_by(folder: Path, record: str, args: str = "", plan: str = "") -> RunDirectory:
-    """Return a run directory that contains these files."""
+def left_by(folder: Path, record: str) -> RunDirectory:
+    """Return a run directory with this run.json."""
     folder.mkdir(exist_ok=True)
-    for name, text in (("run.json", record), ("overrides.yaml", args), ("plan.json", plan)):
-        (folder / name).write_text(text)
+    (folder / "run.json").write_text(record)
     return RunDirectory.join(folder)
 
 
@@ -38,15 +35,12 @@ def left_by(folder: Path, record: str, args: str = "", plan: str = "") -> RunDir
     ],
 )
 def test_a_damaged_record_is_not_another_task(tmp_path: Path, record: str) -> None:
-    whole = load_run_request(left_by(tmp_path / "whole", record, WORDS, PLAN), tmp_path, TRUSTED)
-    assert whole == RunRequest(("task=classification", "log_every=3"), Path("/where/task.py"), Path("/where/conf"))
-    for args, plan in ((WORDS, ""), ("", PLAN), ('- "task=cl', PLAN), ("- 3\n", PLAN), (WORDS, '{"task_file": 3}')):
-        with pytest.raises(DataError, match="the settings of run less are unknown"):
-            load_run_request(left_by(tmp_path / "less", record, args, plan), tmp_path, TRUSTED)
+    with pytest.raises(DataError, match="the settings of run damaged are unknown"):
+        load_run_request(left_by(tmp_path / "damaged", record), tmp_path, TRUSTED)
 
 
 def test_a_run_without_overrides_has_none(tmp_path: Path) -> None:
-    made = left_by(tmp_path / "run", "", "[]\n", '{"task_file": null}')
+    made = left_by(tmp_path / "run", '{"task": "gpt", "overrides": [], "task_file": null}')
     assert load_run_request(made, tmp_path, Request()) == RunRequest((), None, None)
 
 
