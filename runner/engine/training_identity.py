@@ -6,7 +6,6 @@ has other samples, or that the task's file was edited.
 
 from __future__ import annotations
 
-import ast
 import hashlib
 import os
 import sys
@@ -15,7 +14,6 @@ import time
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
-from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, ModuleType
 from typing import Any, NamedTuple
@@ -180,54 +178,42 @@ def changed_samples(
 
 
 def changed_files(before: Hashes, now: Hashes) -> list[str]:
-    """Return the task files that were edited, added or removed."""
-    return sorted(name for name in {*before, *now} if before.get(name) != now.get(name))
+    """Return the files that were edited."""
+    return sorted(name for name in before.keys() & now.keys() if before[name] != now[name])
 
 
 def fingerprint_code(source: Path) -> Hashes:
-    """Return the hash of the task's file and of all local modules that it imports, by path relative to its folder.
+    """Return the hash of the task's file and of all local modules that are loaded, by path relative to its folder.
 
-    Local modules are neither installed (site-packages) nor part of Python or accel-run. They are found by the import
-    statements in the files, which may run later. Modules imported in other ways, such as by importlib, are found if
-    they are below the task's folder and already loaded.
+    Local modules are neither installed (site-packages) nor part of Python or accel-run.
     """
+    folder = f"{source.parent}{os.sep}"
+    local = sorted(filter(_is_local, _loaded_files()), key=lambda file: (not file.startswith(folder), file))
     hashes: Hashes = {}
-    loaded = list(_loaded_files())
-    queue = [(source, _find_package(source, loaded)), *_find_loaded_modules(source.parent, loaded)]
-    while queue and len(hashes) < _MAX_FILES:
-        file, package = queue.pop(0)
-        name = os.path.relpath(file, source.parent)
-        if name in hashes:
-            continue
-        try:
-            content = file.read_bytes()
-            tree = ast.parse(content)
-        except (OSError, SyntaxError, ValueError, RecursionError):
-            continue
-        hashes[name] = hashlib.blake2b(content, digest_size=16).hexdigest()
-        for imported in _imported_names(tree, package):
-            imported_file, imported_package = _locate_module(imported)
-            if imported_file is not None and _is_local(imported_file):
-                queue.append((imported_file, imported_package))
+    for file in [str(source), *local][:_MAX_FILES]:
+        with suppress(OSError):
+            content = Path(file).read_bytes()
+            hashes[os.path.relpath(file, source.parent)] = hashlib.blake2b(content, digest_size=16).hexdigest()
     return hashes
 
 
-def _find_loaded_modules(folder: Path, loaded: Sequence[tuple[str, str]]) -> list[tuple[Path, str]]:
-    prefix = f"{folder}{os.sep}"
-    packages = {Path(name): package for name, package in loaded if name.startswith(prefix)}
-    return sorted((file, package) for file, package in packages.items() if _is_local(file))
-
-
-def _loaded_files() -> Iterator[tuple[str, str]]:
-    """Yield the file and the package of each loaded module.
+def _loaded_files() -> Iterator[str]:
+    """Yield the file of each loaded module.
 
     There are thousands. Their attributes are not queried, because modules of torch search for missing ones.
     """
     for module in list(sys.modules.values()):
-        attributes = getattr(module, "__dict__", {})
-        name = attributes.get("__file__")
+        name = getattr(module, "__dict__", {}).get("__file__")
         if isinstance(name, str):
-            yield name, attributes.get("__package__") or ""
+            yield name
+
+
+def _is_local(file: str) -> bool:
+    if not file.endswith(".py"):
+        return False
+    if file.startswith(_SHIPPED_TASKS):
+        return True
+    return not file.startswith(_INSTALLED) and "/site-packages/" not in file and "/dist-packages/" not in file
 
 
 def describe_changes(files: Sequence[str], samples: Sequence[str]) -> str:
@@ -235,69 +221,6 @@ def describe_changes(files: Sequence[str], samples: Sequence[str]) -> str:
     parts = [f"code: {abbreviate(files)}"] if files else []
     parts += [f"data: {abbreviate(samples)}"] if samples else []
     return "; ".join(parts)
-
-
-def _find_package(source: Path, loaded: Sequence[tuple[str, str]]) -> str:
-    paths = (str(source), os.path.realpath(source))
-    return next((package for name, package in loaded if name in paths), "")
-
-
-def _imported_names(tree: ast.AST, package: str) -> Iterator[str]:
-    """Yield the fully qualified names that a file's import statements may refer to, including parent packages."""
-    parents = package.split(".")
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Import):
-            names = [alias.name for alias in node.names]
-        elif isinstance(node, ast.ImportFrom):
-            ancestors = parents[: len(parents) - node.level + 1] if node.level else []
-            base = ".".join([*ancestors, *([node.module] if node.module else [])])
-            names = [base, *(f"{base}.{alias.name}" for alias in node.names)]
-        else:
-            continue
-        for name in names:
-            parts = name.split(".")
-            yield from (".".join(parts[: end + 1]) for end in range(len(parts)))
-
-
-def _locate_module(name: str) -> tuple[Path | None, str]:
-    """Return the file and the package of a module, or (None, "") if it does not exist.
-
-    Modules are located without importing them.
-    """
-    if name in sys.modules:
-        file, package = getattr(sys.modules[name], "__file__", None), getattr(sys.modules[name], "__package__", None)
-        return (Path(file), package or "") if isinstance(file, str) else (None, "")
-    spec = _find_spec(name)
-    if spec is None or not spec.has_location or not spec.origin:
-        return None, ""
-    return Path(spec.origin), name if spec.submodule_search_locations is not None else name.rpartition(".")[0]
-
-
-def _find_spec(name: str) -> ModuleSpec | None:
-    """Return the spec of a module, named after the last part of its name.
-
-    PathFinder looks up the parent of a namespace package in sys.modules, so it cannot be given the full name of one
-    whose parent is not imported. It searches the folders of the parent for the last part only.
-    """
-    parent, _, last = name.rpartition(".")
-    if not parent:
-        return PathFinder.find_spec(name)
-    if parent in sys.modules:
-        folders = getattr(sys.modules[parent], "__path__", None)
-    else:
-        spec = _find_spec(parent)
-        folders = spec.submodule_search_locations if spec else None
-    return PathFinder.find_spec(last, list(folders)) if folders else None
-
-
-def _is_local(file: Path) -> bool:
-    if file.suffix != ".py":
-        return False
-    if file.is_relative_to(shipped_path("tasks")):
-        return True
-    if {"site-packages", "dist-packages"} & set(file.parts):
-        return False
-    return not any(file.is_relative_to(folder) for folder in (PACKAGE, *_PYTHON_FOLDERS))
 
 
 def _hash_value(digest: Any, value: Any, memo: dict[int, tuple[Any, str]] | None) -> None:
@@ -350,4 +273,6 @@ _SCALARS = (bool, int, float, complex, str, bytes, np.generic, type(None))
 _MAX_READ_S = 0.25  # time limit for reading samples before the first update
 _MAX_FILES = 200  # a library developed next to the task, such as a checkout of torch, has thousands of files
 _BLOCK, _NUM_BLOCKS = 1 << 16, 64
-_PYTHON_FOLDERS = tuple({Path(sysconfig.get_paths()[name]) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_PYTHON_FOLDERS = {sysconfig.get_paths()[name] for name in ("stdlib", "platstdlib", "purelib", "platlib")}
+_INSTALLED = tuple(f"{folder}{os.sep}" for folder in (PACKAGE, *_PYTHON_FOLDERS))
+_SHIPPED_TASKS = f"{shipped_path('tasks')}{os.sep}"
