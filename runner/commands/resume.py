@@ -52,7 +52,6 @@ def run(argv: list[str]) -> int:
         )
     from runner.durable.rewind import rewind_run
     from runner.durable.run_request import find_run, load_run_request
-    from runner.engine.repro_script import build_argv
     from runner.launch.start import train
 
     print_progress = progress_printer("resume")
@@ -69,7 +68,7 @@ def run(argv: list[str]) -> int:
     resumed = origin.request(
         replace(request, overrides=(*overrides, *run_overrides)), without=_dropped_keys(origin.overrides, overrides)
     )
-    print_progress(f"{shlex.join(['accel-run', *build_argv(resumed)])}   (in {Path.cwd()})")
+    print_progress(f"{shlex.join(['accel-run', *resumed.train_arguments()])}   (in {Path.cwd()})")
     member = detect_rank(os.environ)
     is_first = member is None or member.rank == 0  # other ranks of torchrun wait for it before they look
     with rewind_run(directory, checkpoint, print_progress) if checkpoint and is_first else nullcontext():

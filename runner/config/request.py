@@ -21,6 +21,13 @@ class Request:
     config_dir: Path | None = None
     command_keys: tuple[str, ...] = ()
 
+    def train_arguments(self, new_overrides: Iterable[str] = ()) -> list[str]:
+        """Return the command-line arguments of `accel-run` that train with this request and the new overrides."""
+        argv = ["train"]
+        argv += ["--task", str(self.task_file)] if self.task_file else []
+        argv += ["--config-dir", str(self.config_dir)] if self.config_dir else []
+        return [*argv, *merge_overrides(self.overrides, new_overrides)]
+
 
 def merge_overrides(old: Iterable[str], new: Iterable[str]) -> tuple[str, ...]:
     """Return the old overrides without those of the new keys and their subkeys, followed by the new ones."""

@@ -53,7 +53,7 @@ class RunAttempt:
         """Create an attempt at a job; values that persist are copied from the previous record of the run."""
         previous, plan, request = read_record(directory.path), job.plan, job.request
         # For `resume run=NAME`, record the settings of the run instead of the arguments.
-        arguments = repro_script.build_argv(request) if sys.argv[1:2] == ["resume"] else sys.argv[1:]
+        arguments = request.train_arguments() if sys.argv[1:2] == ["resume"] else sys.argv[1:]
         record = RunRecord(
             name=job.name,
             names=tuple(sorted({directory.name, *directory.owner.names})),  # the folder may have been renamed

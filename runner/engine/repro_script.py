@@ -22,9 +22,8 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
     Settings contain no secrets (runner/base/secret.py rejects them) and the environment is not recorded; a folder
     name that contains a secret is written without it.
     """
-    argv = build_argv(
-        replace(request, overrides=tuple(override for override in request.overrides if not _names_run(override)))
-    )
+    kept = tuple(override for override in request.overrides if not _names_run(override))
+    argv = replace(request, overrides=kept).train_arguments()
     lines = [
         "#!/bin/sh",
         f"# Trains with the settings of the run {name} again, as a new run. Further arguments are settings:",
@@ -41,14 +40,6 @@ def script(request: Request, name: str, folder: Path, python: str, *, started_el
         'exec accel-run "$@"',
     ]
     return redact("".join(f"{line}\n" for line in lines)).encode(errors="surrogateescape")
-
-
-def build_argv(request: Request) -> list[str]:
-    """Return the command-line arguments of `accel-run` for this request."""
-    argv = ["train"]
-    argv += ["--task", str(request.task_file)] if request.task_file else []
-    argv += ["--config-dir", str(request.config_dir)] if request.config_dir else []
-    return [*argv, *request.overrides]
 
 
 def _names_run(override: str) -> bool:

@@ -21,7 +21,6 @@ from typing import Any
 from runner.base.errors import ConfigError, Exit, Problem, RankLost, SystemLimit
 from runner.base.packages import require
 from runner.config.configuration import Configuration
-from runner.config.request import merge_overrides
 from runner.durable.directory import check_run_name, generate_run_name
 from runner.durable.signals import StopRequest
 from runner.host.parent_death import child_command
@@ -66,7 +65,8 @@ class RayCluster:
             raise SystemLimit(f"cannot use a Ray cluster: {error}", where="launcher=ray", fix=fix) from error
         try:
             with StopRequest() as stop:  # after ray.init, which installs another handler
-                return self._train(ray, _rank_command(configuration, name), restarts, stop)
+                command = configuration.request.train_arguments(["launcher=local", f"run={name}"])
+                return self._train(ray, command, restarts, stop)
         finally:
             ray.shutdown()
 
@@ -233,13 +233,6 @@ def _wait_for_all(ray: Any, refs: Sequence[Any], stop: StopRequest) -> bool:
         if len(ray.wait(refs, num_returns=len(refs), timeout=POLL_S)[0]) == len(refs):
             return True
     return False
-
-
-def _rank_command(configuration: Configuration, name: str) -> list[str]:
-    request = configuration.request
-    command = ["train", *merge_overrides(request.overrides, ["launcher=local", f"run={name}"])]
-    command += ["--task", str(request.task_file)] if request.task_file else []
-    return command + (["--config-dir", str(request.config_dir)] if request.config_dir else [])
 
 
 _LOST_FIX = "run the command again to resume from the last checkpoint"

@@ -18,7 +18,6 @@ from runner.base.errors import ConfigError, Exit, Problem, SystemLimit
 from runner.base.packages import require
 from runner.base.rank_env import detect_rank
 from runner.config.configuration import Configuration
-from runner.config.request import merge_overrides
 from runner.durable.directory import check_run_name, generate_run_name
 from runner.durable.files import make_directory
 from runner.launch.job_queue import EXIT_CODE_SUFFIX, JOB_FOLDER
@@ -101,10 +100,7 @@ class Slurm:
             overrides.append(f"checkpoint.grace_s={self.signal_s}")
         if configuration.settings.resume == "fresh":
             overrides.append("resume=fresh")
-        request = configuration.request
-        command = [sys.executable, "-m", "runner", "train", *merge_overrides(request.overrides, overrides)]
-        command += ["--task", str(request.task_file)] if request.task_file else []
-        return command + (["--config-dir", str(request.config_dir)] if request.config_dir else [])
+        return [sys.executable, "-m", "runner", *configuration.request.train_arguments(overrides)]
 
     def _submit_job(self, folder: Path, name: str, command: str, setup: list[str], array: str = "") -> str:
         submitit = require("submitit", "slurm")

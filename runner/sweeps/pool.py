@@ -16,7 +16,6 @@ from typing import IO, Any, ClassVar, Self
 
 from runner.config.request import Request
 from runner.durable.signals import MAY_BE_IGNORED
-from runner.engine.repro_script import build_argv
 from runner.host.parent_death import child_command
 from runner.records.events import Console
 from runner.sweeps.trials import Trial
@@ -139,7 +138,7 @@ class LocalPool(TrialPool):
         slot = self._free.pop(0)
         environment = {key: value for key, value in os.environ.items() if key not in SINGLE_RUN_VARIABLES}
         environment |= {key: value for key, value in self._environment.items() if not environment.get(key)}
-        command = child_command(build_argv(request), signal.SIGTERM)  # a trial saves if the sweep is killed
+        command = child_command(request.train_arguments(), signal.SIGTERM)  # a trial saves if the sweep is killed
         output: dict[str, Any] = {} if self._is_alone else {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
         process = subprocess.Popen(
             command, stdin=None if self._is_alone else subprocess.DEVNULL, env={**environment, **slot.environment},

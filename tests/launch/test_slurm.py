@@ -247,6 +247,7 @@ def test_a_task_file_and_a_config_folder_are_passed_on(cluster: Path) -> None:
     assert submit(compose(request)) == 0
     assert options(cluster)["partition"] == "long"
     given = run_script(cluster, 0)[1]
-    assert given[-4:] == ["--task", str(cluster / "my task.py"), "--config-dir", str(cluster / "conf")]
+    start = given.index("--task")
+    assert given[start:][:4] == ["--task", str(cluster / "my task.py"), "--config-dir", str(cluster / "conf")]
     with pytest.raises(InputMissing):
         compose(Request(("launcher=ours",), cluster / "none.py"))
