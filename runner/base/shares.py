@@ -73,11 +73,11 @@ def fixed_shares(shares: Sequence[int], world_size: int, total: int) -> Shares |
         )
     if len(shares) != world_size:
         what = f"must have one number per rank ({world_size}), but has {len(shares)}"
-        return Problem(what, where, _one_per_rank_fix(shares, world_size))
+        return Problem(what, where, f"give {world_size} numbers, or use parallelism.world_size={max(1, len(shares))}")
     if min(shares) < 1:
         rank = next(rank for rank, share in enumerate(shares) if share < 1)
         what = f"must be at least 1 for each rank, but is {shares[rank]} for rank {rank}"
-        return Problem(what, where, _drop_zero_fix(shares))
+        return Problem(what, where, f"leave rank {rank} out with parallelism.world_size={max(1, world_size - 1)}")
     return tuple(shares) if sum(shares) == total else split_proportionally(total, shares)
 
 
@@ -186,20 +186,6 @@ def _does_not_fit(total: int, caps: Sequence[int]) -> Problem:
     capacity = sum(caps)
     what = f"must be at most the capacity of all ranks ({format_sum(caps)}: {capacity}), but is {total}"
     return Problem(what, f"global_batch_size={total}", f"use global_batch_size={capacity}, or add ranks")
-
-
-def _one_per_rank_fix(shares: Sequence[int], world_size: int) -> str:
-    wanted = f"use parallelism.world_size={len(shares)}, or " if shares else "use "
-    example = (*shares[:world_size], *(1,) * (world_size - len(shares)))
-    return f"{wanted}{world_size} numbers, as in parallelism.shares={format_shares(example)}"
-
-
-def _drop_zero_fix(shares: Sequence[int]) -> str:
-    kept = [share for share in shares if share > 0]
-    if len(kept) == len(shares) or not kept:
-        return f"use parallelism.shares={format_shares([max(1, share) for share in shares])}"
-    again = f" parallelism.shares={format_shares(kept)}" if len(kept) > 1 else ""
-    return f"use parallelism.world_size={len(kept)}{again}"
 
 
 def _format_term(run: Sequence[RankShare]) -> str:

@@ -149,12 +149,12 @@ def test_given_shares_are_used_as_counts_or_as_proportions() -> None:
 @pytest.mark.parametrize(
     ("shares", "world_size", "total", "where", "instead"),
     [
-        ((5, 3, 2), 2, 32, "parallelism.shares=[5,3,2]", "parallelism.world_size=3 parallelism.shares=[5,3]"),
-        ((5,), 2, 32, "parallelism.shares=[5]", "parallelism.world_size=1 parallelism.shares=[5,1]"),
-        ((), 2, 32, "parallelism.shares=[]", "parallelism.shares=[1,1]"),
+        ((5, 3, 2), 2, 32, "parallelism.shares=[5,3,2]", "parallelism.world_size=3"),
+        ((5,), 2, 32, "parallelism.shares=[5]", "parallelism.world_size=1"),
+        ((), 2, 32, "parallelism.shares=[]", "parallelism.world_size=1"),
         ((32, 0), 2, 32, "parallelism.shares=[32,0]", "parallelism.world_size=1"),
-        ((16, -1, 16), 3, 32, "parallelism.shares=[16,-1,16]", "parallelism.world_size=2 parallelism.shares=[16,16]"),
-        ((0, 0), 2, 32, "parallelism.shares=[0,0]", "parallelism.shares=[1,1]"),
+        ((16, -1, 16), 3, 32, "parallelism.shares=[16,-1,16]", "parallelism.world_size=2"),
+        ((0, 0), 2, 32, "parallelism.shares=[0,0]", "parallelism.world_size=1"),
         ((1, 1, 1, 1), 4, 3, "global_batch_size=3", "parallelism.world_size=3 global_batch_size=4"),
     ],
 )
