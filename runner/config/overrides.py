@@ -21,9 +21,8 @@ if TYPE_CHECKING:
 
 
 MAX_ARGUMENT_CHARACTERS = 20_000  # maximum characters of an argument
-
-
 MAX_PARSE_PROBLEMS = 200  # number of problems after which the remaining arguments are not parsed
+_SYNTAX = "write lists as KEY=[1,2], and quote texts with special characters: 'KEY=\"a b\"'"
 
 
 def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Override], list[Problem]]:
@@ -44,9 +43,8 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
             continue
         try:
             override = parse_override(argument)
-        except INVALID as error:
-            what = f"cannot be parsed: {_explain_syntax_error(argument, error)}"
-            problems.append(Problem(what, argument, "write lists as KEY=[1,2]; quote texts: 'KEY=\"a b\"'"))
+        except INVALID:
+            problems.append(Problem("must be KEY=VALUE, but cannot be parsed", argument, _SYNTAX))
             continue
         refuse_calls(override.key_or_group, None, argument)
         if "${" in argument.partition("=")[2]:
@@ -65,27 +63,6 @@ def _sweep_problem(override: Override, argument: str) -> Problem:
     is_interval = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
     advice = "find the best of them with accel-run search" if is_interval else "run them all with accel-run train -m"
     return Problem("is a sweep over several values; a list is written [1,2]", argument, advice)
-
-
-def _explain_syntax_error(argument: str, error: BaseException) -> str:
-    """Explain why an argument is invalid, without terms of the grammar."""
-    if isinstance(error, RecursionError):
-        return "it is nested too deeply"
-    key, _, value = argument.partition("=")
-    if not re.fullmatch(r"[+~]{0,2}[A-Za-z_][\w./@-]*", key):
-        return "a setting is written key=value; a key has letters, digits, _ and dots"
-    if _INCOMPLETE_LIST.search(argument):
-        return "a list has an empty value"
-    for opening, closing in ("[]", "{}", "()"):
-        if value.count(opening) != value.count(closing):
-            unmatched = opening if value.count(opening) > value.count(closing) else closing
-            return f"{unmatched} has no counterpart"
-    special_characters = sorted(set(value) & set("(){}[]:,;&|<>?!*^`\\\"'#= "))
-    quoted = f"the value has {' '.join(special_characters)}, which must be quoted; lists are written with [ and ]"
-    return quoted if special_characters else "the value is not a text, a number or a list"
-
-
-_INCOMPLETE_LIST = re.compile(r"=\s*,|,\s*,|,\s*$|=\s*(choice|range|interval|glob)\(\s*\)$")
 
 
 def _nesting_depth(argument: str) -> int:

@@ -160,8 +160,8 @@ accel-run: updates=1000.0: must be an integer of at least 1 or null, but is 1000
 accel-run: scheduler=CosineAnnealingLR: unknown scheduler; must be one of constant, cosine, linear, multistep, one_cycle, plateau, step, warm_restarts
 """,
     "train optimizer.betas=(0.9,0.95)": """\
-accel-run: optimizer.betas=(0.9,0.95): cannot be parsed: the value has ( ) ,, which must be quoted; lists are written with [ and ]
-           write lists as KEY=[1,2]; quote texts: 'KEY="a b"'
+accel-run: optimizer.betas=(0.9,0.95): must be KEY=VALUE, but cannot be parsed
+           write lists as KEY=[1,2], and quote texts with special characters: 'KEY="a b"'
 """,
     "train lrr=3": """\
 accel-run: lrr=3: unknown key
@@ -232,8 +232,8 @@ accel-run: --budget 5: unknown option; settings have the form key=value
            use budget_s=5
 """,
     "train x=[1,2": """\
-accel-run: x=[1,2: cannot be parsed: [ has no counterpart
-           write lists as KEY=[1,2]; quote texts: 'KEY="a b"'
+accel-run: x=[1,2: must be KEY=VALUE, but cannot be parsed
+           write lists as KEY=[1,2], and quote texts with special characters: 'KEY="a b"'
 """,
     "train optimizer=adamm": """\
 accel-run: optimizer=adamm: unknown optimizer; must be one of adam, adamw, adamw8bit, sgd
