@@ -15,7 +15,7 @@ from runner.base.secret import sanitize
 from runner.base.text import wrap_for_terminal
 from runner.commands import COMMANDS
 from runner.config.options import GROUPS, all_keys, list_options
-from runner.config.overrides import parse_overrides
+from runner.config.overrides import EMPTY_RUN, parse_overrides
 from runner.config.request import Request, format_override
 from runner.config.schema import describe_mismatch, did_you_mean, find_nearest, settings_keys
 
@@ -93,6 +93,8 @@ def parse_run_request(argv: list[str], command_keys: Iterable[str] = ()) -> Requ
         _, problems = parse_overrides(request)
         raise ConfigError(problems)
     run_overrides = [arg for arg in request.overrides if arg.startswith("run=")]
+    if "run=" in run_overrides or "" in arguments.positional:
+        raise ConfigError(EMPTY_RUN)
     if arguments.positional and run_overrides:
         what = f"names a second run in addition to {arguments.positional[0]}"
         raise ConfigError(Problem(what, run_overrides[-1], "remove one of them"))

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import sanitize
 from runner.commands.arguments import parse_command_keys, progress_printer
+from runner.config.overrides import EMPTY_RUN
 
 if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
@@ -137,7 +138,9 @@ def parse_report_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
         )
     for arg in argv:
         key, has_value, _ = arg.partition("=")
-        if arg.startswith("-"):
+        if arg in ("run=", ""):
+            problems.append(EMPTY_RUN)
+        elif arg.startswith("-"):
             problems.append(Problem("unknown option", arg, "use accel-run report --help"))
         elif has_value and key not in COMMAND_KEYS and not Path(arg).is_dir():
             problems.append(
@@ -148,7 +151,9 @@ def parse_report_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
             Problem(f"names a second run in addition to {names[0]}", f"run={keys['run']}", "leave out run=")
         )
     if keys["out"] and not keys["out"].endswith(".html"):
-        problems.append(Problem("must end with .html", f"out={keys['out']}", f"use out={keys['out'] or 'report'}.html"))
+        problems.append(
+            Problem("must end with .html", f"out={keys['out']}", f"use out={Path(keys['out']).with_suffix('.html')}")
+        )
     if problems:
         raise ConfigError(problems)
     return keys, names or ([keys["run"]] if keys["run"] else [])

@@ -42,7 +42,7 @@ from runner.config.options import AXES, collect_option_names, custom_option_note
 from runner.config.overrides import parse_overrides, split_overrides
 from runner.config.phases import PHASE_GROUPS
 from runner.config.request import Request
-from runner.config.schema import settings_types
+from runner.config.schema import find_nearest, settings_types
 from runner.config.settings import EarlyStoppingSettings, EvaluateSettings, Settings
 from runner.config.suggestions import name_phases
 from runner.config.task_file import read_task
@@ -227,7 +227,10 @@ def _check_paths(request: Request) -> None:
     if request.task_file and not request.task_file.is_file():
         file = request.task_file.with_suffix(".py")
         name = shlex.quote(str(file))
+        others = sorted(path.stem for path in file.parent.glob("*.py"))
         fix = f"use --task {name}" if file.is_file() else f"create it: accel-run new {name}"
+        if not file.is_file() and (near := find_nearest(file.stem, others)):
+            fix = f"use --task {shlex.quote(str(file.with_stem(near)))}"
         raise InputMissing(f"{request.task_file} does not exist", where="--task", fix=fix)
     if request.config_dir and not request.config_dir.is_dir():
         raise InputMissing(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 from collections.abc import Iterator
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import Problem, to_one_line
@@ -19,6 +20,7 @@ from runner.config.suggestions import LIST_KEYS_HINT, MAX_HINTS, suggest_overrid
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
 
+EMPTY_RUN = Problem("names no run", "run=", "use run=NAME, or leave it out")
 
 MAX_ARGUMENT_CHARACTERS = 20_000  # maximum characters of an argument
 MAX_PARSE_PROBLEMS = 200  # number of problems after which the remaining arguments are not parsed
@@ -162,12 +164,21 @@ def split_overrides(
                 problems.append(Problem("the task is given twice, here and by --task", argument, "give one of them"))
             elif option not in available:
                 suggestion = did_you_mean(option, available)
-                if key == "task" and option.endswith(".py"):
-                    suggestion = f"use --task {shlex.quote(to_one_line(option, MAX_SHOWN))}"
+                if key == "task" and (file := _task_file(option)):
+                    suggestion = f"use --task {shlex.quote(to_one_line(file, MAX_SHOWN))}"
                 listed = "one of " + ", ".join(available)
                 problems.append(Problem(f"unknown {key}; must be {listed}", argument, suggestion))
             else:
                 groups[key] = option
+        elif key == "run" and override.value() == "":  # as from run=$NAME, where NAME is not set
+            problems.append(EMPTY_RUN)
         else:
             values.append((key, override.value(), argument))
     return groups, values
+
+
+def _task_file(option: str) -> str:
+    """Return the task file that the value of task= means, if any: FILE.py, or NAME of NAME.py in this folder."""
+    if option.endswith(".py"):
+        return option
+    return f"./{option}.py" if option.isidentifier() and Path(f"{option}.py").is_file() else ""

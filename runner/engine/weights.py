@@ -183,7 +183,7 @@ def read_weights(file: Path, where: str = "") -> dict[str, StoredTensor]:
                 where=where,
                 fix=f"convert it to safetensors without executing it: accel-run import {shlex.quote(str(file))}",
             ) from None
-        fix = "it may be truncated: download it again"
+        fix = "it may be truncated: download it again" if file.suffix == ".safetensors" else "name a .safetensors file"
         raise DataError(f"is not in the safetensors format: {error}", where=where, fix=fix) from error
 
 

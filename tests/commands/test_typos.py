@@ -335,6 +335,26 @@ accel-run: FOLDER/without_build.py: has no function build()
 accel-run: FOLDER/broken.py: is not valid Python, line 1: '(' was never closed
            fix that line
 """,
+    "train run=": """\
+accel-run: run=: names no run
+           use run=NAME, or leave it out
+""",
+    "inference run=": """\
+accel-run: run=: names no run
+           use run=NAME, or leave it out
+""",
+    "report run=": """\
+accel-run: run=: names no run
+           use run=NAME, or leave it out
+""",
+    "report first out=x.pdf": """\
+accel-run: out=x.pdf: must end with .html
+           use out=x.html
+""",
+    "train task=broken": """\
+accel-run: task=broken: unknown task; must be one of cape, dynamo, gpt, hyperspectral, nmt, tractodiff
+           use --task ./broken.py
+""",
     "explain optimizer.lrr": """\
 accel-run: optimizer.lrr: unknown key
            did you mean optimizer.lr?
@@ -409,6 +429,16 @@ def test_a_typo_gets_a_suggestion(args: str, answers: dict[str, tuple[int, str, 
     code, out, err, torch_is_loaded = answers[args]
     assert err == with_all_options(SLIPS[args])
     assert (code, out, torch_is_loaded) == (78, "", False)
+
+
+def test_a_missing_task_file_gets_the_nearest_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    folder = tmp_path / "a folder"
+    folder.mkdir()
+    (folder / "my_task.py").write_text("")
+    assert main(["train", "--task", str(folder / "my_tsk.py")]) == 66
+    assert capsys.readouterr().err.endswith(f" use --task '{folder / 'my_task.py'}'\n")
+    assert main(["train", "--task", str(folder / "other.py")]) == 66
+    assert capsys.readouterr().err.endswith(f" accel-run new '{folder / 'other.py'}'\n")
 
 
 def test_spaces_around_the_equals_sign_are_refused_and_the_key_is_named(capsys: pytest.CaptureFixture[str]) -> None:
