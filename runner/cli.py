@@ -265,7 +265,9 @@ _EXIT_CODES = {
 def _print_error(text: str) -> None:
     with suppress(OSError, ValueError):  # broken pipe or closed stream
         if sys.stderr is not None:  # print would take standard output instead
-            print(wrap_for_terminal(sanitize(text), sys.stderr), file=sys.stderr, flush=True)
+            # One write, with the end of the line: ranks of torchrun print their errors at the same time.
+            sys.stderr.write(wrap_for_terminal(sanitize(text), sys.stderr) + "\n")
+            sys.stderr.flush()
 
 
 def _flush_stdout(code: int) -> int:

@@ -17,6 +17,12 @@ from runner.tools.doctor.findings import CheckResult
 REDRAW_INTERVAL_S = 0.2
 
 
+class _Console(Console):
+    def on_broken_pipe(self) -> None:
+        """Raise the BrokenPipeError that is being handled, instead of exiting with 1: `accel-run doctor | head`."""
+        raise  # noqa: PLE0704
+
+
 class DoctorDisplay:
     """Prints one line per finding, colored on a terminal, and below them a status line with the running check.
 
@@ -26,7 +32,7 @@ class DoctorDisplay:
 
     def __init__(self, out: TextIO, live: TextIO | None = None) -> None:
         self._live = live if live is not None and _is_drawable(live) else None
-        self._console = Console(file=out, highlight=False, soft_wrap=True, force_terminal=_is_drawable(out))
+        self._console = _Console(file=out, highlight=False, soft_wrap=True, force_terminal=_is_drawable(out))
         self._drawn_at, self._is_drawn = 0.0, False
 
     def show(self, finding: CheckResult) -> None:

@@ -198,5 +198,17 @@ def test_a_terminal_shows_the_running_check(monkeypatch: pytest.MonkeyPatch) -> 
     assert "\x1b[32mok" in shown
 
 
+def test_a_closed_pipe_is_no_error() -> None:
+    from runner.tools.doctor.display import DoctorDisplay
+    from runner.tools.doctor.findings import ok
+
+    reader, writer = os.pipe()
+    os.close(reader)
+    with open(writer, "w") as pipe:  # noqa: PTH123 - a descriptor
+        with pytest.raises(BrokenPipeError):  # which the command line ignores
+            DoctorDisplay(pipe).show(ok("cpu fp32", "95 GFLOP/s"))
+        os.dup2(os.open(os.devnull, os.O_WRONLY), pipe.fileno())  # for the flush when it is closed
+
+
 def is_running(pid: int) -> bool:
     return process_state(pid) not in ("", "Z")
