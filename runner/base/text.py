@@ -202,10 +202,15 @@ def reflow(text: str, columns: int) -> str:
             continue
         joined.append(line)
         cell = max((match.end() for match in re.finditer(r"\S {2,}(?=\S)", line)), default=0)
-    return "\n".join(part for line in joined for part in _wrap_help_line(line, columns))
+    num_usage_lines = joined.index("") if joined[0].startswith("usage:") and "" in joined else 0
+    return "\n".join(
+        part
+        for number, line in enumerate(joined)
+        for part in _wrap_help_line(line, columns, is_usage=number < num_usage_lines)
+    )
 
 
-def _wrap_help_line(line: str, columns: int) -> list[str]:
+def _wrap_help_line(line: str, columns: int, *, is_usage: bool = False) -> list[str]:
     if len(line) <= columns:
         return [line]
     text = line.lstrip()
@@ -216,7 +221,9 @@ def _wrap_help_line(line: str, columns: int) -> list[str]:
         return [line[: cells[-1].start(1)], *_wrap_line(description, columns, 0)]
     if indent > columns // 2:  # the description of the line above
         return _wrap_line(" " * 6 + text, columns, 0)
-    return _wrap_line(line, columns, 2 if indent else len("usage: ") + 2 if text.startswith("usage:") else 0)
+    if is_usage:  # not a command to paste
+        return _wrap_line(line, columns, 2 if indent else len("usage: ") + 2, kept=_USAGE_PART)
+    return _wrap_line(line, columns, 2 if indent else 0)
 
 
 def wrap(text: str, columns: int) -> str:
@@ -233,11 +240,14 @@ def wrap(text: str, columns: int) -> str:
     )
 
 
-def _wrap_line(line: str, columns: int, hanging: int = 2, below: int = 0) -> list[str]:
+def _wrap_line(
+    line: str, columns: int, hanging: int = 2, below: int = 0, *, kept: re.Pattern[str] | None = None
+) -> list[str]:
     """Wrap a line.
 
     hanging  indentation of continuation lines, relative to the first
     below    indentation of the next line; if it equals the column of the last cell, that line is another entry
+    kept     what is not broken; default: commands
     """
     if len(line) <= columns:
         return [line]
@@ -245,7 +255,7 @@ def _wrap_line(line: str, columns: int, hanging: int = 2, below: int = 0) -> lis
     text = line.lstrip()
     lead = len(line) - len(text)
     parts = textwrap.wrap(
-        _COMMAND.sub(lambda match: match[0].replace(" ", "\0"), text), columns, initial_indent=" " * lead,
+        (kept or _COMMAND).sub(lambda match: match[0].replace(" ", "\0"), text), columns, initial_indent=" " * lead,
         subsequent_indent=" " * ((cells[-1] + hanging * (cells[-1] == below)) if cells else lead + hanging),
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
@@ -307,5 +317,6 @@ def _escape(char: str) -> str:
 
 _SEQUENCE = re.compile(r"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)?|[@-Z\\-_])")  # ECMA-48
 _COMMAND = re.compile(r"(?:(?<=  )|(?<=: )|^(?:\S+ {2,})?)accel-run \S+(?: (?:[-+./'\"]\S*|\S*=\S*))*")
+_USAGE_PART = re.compile(r"accel-run \S+|\[[^\[\]]*\]")
 NOT_MEASURED = "not measured"
 _MAX_LINES, _MAX_COLUMNS = 12, 400

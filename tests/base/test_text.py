@@ -121,6 +121,8 @@ def test_help_follows_the_width_of_the_terminal(text: str, columns: int) -> None
     shown = reflow(text, columns)
     assert shown.split() == text.split()
     lines = shown.split("\n")
+    if lines[0].startswith("usage:"):
+        assert max(map(len, lines[: lines.index("")])) <= columns, "usage lines are not commands to paste"
     for line in lines:
         assert len(line) <= columns or "accel-run " in line or max(map(len, line.split())) > columns // 2
     for line, below in pairwise(lines):  # lines of a paragraph at the left edge are filled
