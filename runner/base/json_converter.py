@@ -93,7 +93,7 @@ def _json_keys(kind: type[Any]) -> frozenset[str]:
 
 
 def _decode_value(hint: Any, value: Any, name: str, wrong: list[str]) -> Any:
-    """Convert a JSON value to the type `hint`; return _WRONG, and add `name` to `wrong`, if it does not match."""
+    """Convert a JSON value to the type `hint`; return _INVALID, and add `name` to `wrong`, if it does not match."""
     origin, inner = get_origin(hint), get_args(hint)
     if hint is Any:
         return value

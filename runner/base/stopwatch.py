@@ -44,7 +44,7 @@ class Lap(NamedTuple):
 class Stopwatch:
     """Accumulate the seconds of each part: call `lap` at the end of each part, `stop` at the end of each update.
 
-    each  called with the lap of every update, in order, once it is known
+    on_lap  called with the lap of every update, in order, once it is known
     """
 
     def __init__(self, on_lap: Callable[[Lap], object] | None = None) -> None:

@@ -492,7 +492,7 @@ def _read_and_verify(path: Path, *, hashes_tensors: bool = True) -> LoadedCheckp
 
 
 def _read_with_retry(path: Path) -> LoadedCheckpoint:
-    """Like `_examine`, with a second attempt after a transient read error."""
+    """Read and verify a checkpoint, with a second attempt after a transient read error."""
     try:
         return _read_and_verify(path)
     except StorageError:

@@ -43,7 +43,7 @@ class RunDirectory:
     path   absolute: a task may change the working directory
     shown  as given by the user
     is_new the folder did not exist before
-    lacked_lock  the folder existed, but its lock file had been removed
+    lost_lock_file  the folder existed, but its lock file had been removed
     skipped  names of newer runs that `last` skipped
     """
 

@@ -19,7 +19,7 @@ def seal(manifest: Mapping[str, Any]) -> bytes:
 
 
 def is_sealed(manifest: Mapping[str, Any], text: bytes) -> bool:
-    """Return whether `text` is byte for byte the output of `sealed`: even changed whitespace is detected."""
+    """Return whether `text` is byte for byte the output of `seal`: even changed whitespace is detected."""
     try:
         return seal({key: value for key, value in manifest.items() if key != "sha256"}) == text
     except RecursionError:

@@ -121,7 +121,7 @@ class Meter:
 
     write        receives each finished row
     readings     returns further values of a row, such as the loss scale or GPU utilization
-    watch        time breakdown of the phase
+    stopwatch    time breakdown of the phase
     is_starting  the first update of the phase is the first of its process and is not timed; `restart_clock` follows it
     send         copies device numbers to the host
     """
