@@ -318,15 +318,13 @@ class _BatchComparison:
     def _compare_once(self, seed: int, draws: Draws) -> dict[str, _Verdict]:
         forward = self.parts.precision.forward
         values = self._evaluate(forward, seed, draws)
-        if self._agree(bool(draws.selecting)):  # known since the halves, after the batch was evaluated
-            values = self._evaluate(forward, seed, draws)
         if self._agree(_is_suspicious(values)) and self.parts.precision.dtype is not torch.float32:
             forward = nullcontext  # recompute in float32: the difference may be rounding of large sums
             values = self._evaluate(forward, seed, draws) or values
         reason = ""
         if self._agree(_is_suspicious(values)):
             again = self._evaluate(forward, seed + _NUM_ATTEMPTS, draws) or {}
-            if draws.unresolved:
+            if draws.selects_samples:
                 reason = "it selects samples of the batch at random"
             elif not all(value.is_sum or value.is_close(again.get(name)) for name, value in (values or {}).items()):
                 reason = "it draws random numbers that differ between samples, as with NumPy"

@@ -19,22 +19,20 @@ class ChangesWeights(Exception):
 class Draws:
     """The random numbers of one comparison. Operations are identified by their number in the pass and their name.
 
-    firsts      operation -> its limits, and its first number in the first pass
-    selecting   operations whose limits depend on the size of the batch: they select samples of it
-    unresolved  True if such an operation does not select one sample for each
+    firsts           operation -> its limits, and its first number in the first pass
+    selects_samples  True if the limits of an operation depend on the size of the batch: it selects samples of it
     """
 
     firsts: dict[tuple[int, str], tuple[tuple[float, ...], Tensor]] = field(default_factory=dict)
-    selecting: set[tuple[int, str]] = field(default_factory=set)
-    unresolved: bool = False
+    selects_samples: bool = False
 
 
 class ControlledPass(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Give all samples the same random numbers, and raise before an operation changes a model parameter.
 
     Each tensor of random numbers is filled with its first element, and those of halves with the one of the batch.
-    Otherwise the numbers of a sample would depend on the size of its batch. An operation that selects samples of the
-    batch selects each one for itself: the sample of the batch may not be in a half. Fused kernels run without dropout.
+    Otherwise the numbers of a sample would depend on the size of its batch. Operations that select samples of the batch
+    are left as they are: the sample of the batch may not be in a half. Fused kernels run without dropout.
     """
 
     def __init__(self, model: nn.Module, draws: Draws) -> None:
@@ -70,15 +68,10 @@ class ControlledPass(TorchDispatchMode):  # type: ignore[no-untyped-call]
         operation = self.num_draws, name
         self.num_draws += 1
         first_limits, first = self.draws.firsts.setdefault(operation, (limits, drawn.flatten()[0].clone()))
-        if name != "aten::randperm" and limits != first_limits:
-            self.draws.selecting.add(operation)
-        if name != "aten::randperm" and operation not in self.draws.selecting:
-            drawn.fill_(first)
-        elif name in _WHOLE and drawn.dim() and limits[-1] - sum(limits[:-1]) == len(drawn):
-            drawn.copy_(torch.arange(*limits).view(-1, *[1] * (drawn.dim() - 1)))
+        if name == "aten::randperm" or limits != first_limits:
+            self.draws.selects_samples = True
         else:
-            drawn.fill_(drawn.flatten()[0].clone())  # `first` may be above the limit
-            self.draws.unresolved = True
+            drawn.fill_(first)
 
 
 def _without_dropout(function: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
@@ -98,11 +91,11 @@ def _storage_id(tensor: Tensor) -> int:
     return int(local.untyped_storage()._cdata)
 
 
-_WHOLE = {f"aten::{name}" for name in ("randint", "randint_like", "random_", "randperm", "multinomial")}
-_DRAWING = _WHOLE | {  # operations whose result consists of random numbers; _WHOLE: of whole ones below a limit
+_DRAWING = {  # operations whose result consists of random numbers
     f"aten::{name}{ending}"
-    for name in ("rand", "rand_like", "randn", "randn_like", "bernoulli", "binomial", "cauchy", "exponential",
-                 "geometric", "log_normal", "normal", "poisson", "uniform", "_standard_gamma")
+    for name in ("rand", "rand_like", "randn", "randn_like", "randint", "randint_like", "random", "randperm",
+                 "multinomial", "bernoulli", "binomial", "cauchy", "exponential", "geometric", "log_normal", "normal",
+                 "poisson", "uniform", "_standard_gamma")
     for ending in ("", "_")
 }  # fmt: skip
 

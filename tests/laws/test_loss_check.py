@@ -248,8 +248,6 @@ MEANS: dict[str, Loss] = {
     "a mean with draws for each sample": denoised("mean"),
     "a mean with heavy draws": heavy("mean"),
     "a mean over masked samples": masked("mean"),
-    "a mean over a mixture of samples": mixed("mean"),
-    "a mean with random negatives": with_negatives("mean"),
     "a mean with as many steps as samples": with_steps(SIZE, "mean"),
     "a mean with fused dropout": with_fused_dropout("mean"),
     "a mean by hand": weighted_by_hand,
@@ -321,7 +319,9 @@ def in_training_only(model: nn.Module, batch: Any) -> Any:
 
 
 @pytest.mark.slow_beyond(1)
-@pytest.mark.parametrize("loss", [drawn_by_numpy("mean"), with_anchor, in_training_only])
+@pytest.mark.parametrize(
+    "loss", [drawn_by_numpy("mean"), mixed("mean"), with_negatives("mean"), with_anchor, in_training_only]
+)
 def test_undecidable_losses_are_reported(loss: Loss) -> None:
     assert check_loss_is_sum(parts_of(model_of()), loss, micro_of(batch_of()))
     assert not check_loss_is_sum(parts_of(model_of()), SUMS["a sum"], micro_of(batch_of()))
