@@ -92,7 +92,7 @@ BY_HAND = (
         "{newest.update, *(number for _, number in find_best_checkpoints(newest))}",
         "{newest.update}",
     ),
-    ("runner/durable/rewind.py", "None if is_last else _copy_metrics(directory)", "None"),
+    ("runner/durable/rewind.py", "None if is_last else copy_metrics(directory)", "None"),
     ("runner/engine/run.py", 'int(state["updates_before"]), records', "0, records"),
     ("runner/engine/run.py", 'none_to_nan(state["metrics"]), kept)', "{}, kept)"),
     ("runner/engine/run.py", '(state["metrics"]), kept)', '(state["metrics"]), [])'),
