@@ -1,12 +1,7 @@
 """Measure overhead and speedup of several ranks on this machine: two forked ranks over gloo.
 
-step      an update of gpt tiny on 2 equal ranks, against a loop with DistributedDataParallel written by hand
-start     from starting the process to the first update of 2 ranks, against torchrun and a bare script
-slow      one rank 2 and 3 times slower: equal shares, a proportional split, measured shares, and the best there is
-flip      the slow rank and the fast one change places in mid-run
-alone     a rank so slow that it costs more than it brings: measured shares against the better rank alone
-name      who is slow, and where: seeded trials with an injected delay
-overhead  what measuring costs: updates with it and without it, in turns
+step  an update of gpt tiny on 2 equal ranks, against a loop with DistributedDataParallel written by hand
+slow  one rank 2 and 3 times slower: equal shares, a proportional split, measured shares, and the best there is
 
 Run: python scripts/measure/ranks.py step --rounds 20
 """
@@ -15,12 +10,8 @@ from __future__ import annotations
 
 import argparse
 import io
-import json
-import math
 import os
-import random
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
@@ -32,8 +23,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist  # noqa: TID251 - a script that compares with loops written by hand
-import torch.nn.functional as F
-from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from update import Case, by_hand
 
 ROOT = Path(__file__).parents[2]
 BATCH = 32
@@ -44,86 +35,18 @@ import torch.distributed as dist
 from runner import Context, Task
 from runner.tasks.gpt.task import build as build_gpt
 
-def build(context: Context, *, factor: float = 1.0, ms_per_sample: float = 1.0, flip_at: int = 0) -> Task:
+def build(context: Context, *, factor: float = 1.0, ms_per_sample: float = 1.0) -> Task:
     task = build_gpt(context, size="tiny")
-    inner, state = task.loss, {"update": 0}
-    rank = dist.get_rank() if dist.is_initialized() else 0
+    inner = task.loss
 
     def loss(model, batch):
-        slow = 0 if flip_at and state["update"] >= flip_at else 1
-        if model.training and rank == slow:
+        if model.training and dist.get_rank() == 1:
             time.sleep(len(batch[0]) * ms_per_sample / 1e3 * (factor - 1))
         return inner(model, batch)
 
     task.loss = loss
-    task.begin_update = lambda progress: state.update(update=progress.update)
     return task
 '''
-DELAYED_TASK = '''
-"""A small model of which one part takes longer on one rank."""
-import time
-import torch, torch.nn.functional as F
-import torch.distributed as dist
-from torch import nn
-from runner import Task
-
-class Data(torch.utils.data.Dataset):
-    def __init__(self, delay): self.delay = delay
-    def __len__(self): return 4096
-    def __getitem__(self, index): return torch.full((64,), index / 4096), index % 4
-    def __getitems__(self, indices):
-        time.sleep(self.delay)
-        return [self[index] for index in indices]
-
-class Slow(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx, x, delay):
-        ctx.delay = delay
-        return x.clone()
-    @staticmethod
-    def backward(ctx, gradient):
-        time.sleep(ctx.delay)
-        return gradient, None
-
-class Delayed(Task):
-    def __init__(self, part, rank, seconds):
-        self.model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 4))
-        self.delays = {part: seconds} if dist.get_rank() == rank else {}
-        if "optimizer" in self.delays:
-            from torch.optim.optimizer import register_optimizer_step_pre_hook
-            register_optimizer_step_pre_hook(lambda *_: time.sleep(seconds))
-    def dataset(self, split): return Data(self.delays.get("data", 0.0) if split == "train" else 0.0)
-    def loss(self, model, batch):
-        x, y = batch
-        time.sleep(self.delays.get("forward", 0.0))
-        return F.cross_entropy(Slow.apply(model(x), self.delays.get("backward", 0.0)), y, reduction="sum"), len(y)
-
-def build(*, part: str = "forward", rank: int = 0, delay_ms: float = 0.0) -> Task:
-    return Delayed(part, rank, delay_ms / 1e3)
-'''
-BARE = """
-import sys, time
-import numpy as np
-import torch, torch.distributed as dist, torch.nn.functional as F
-from torch.nn.parallel import DistributedDataParallel
-sys.path.insert(0, sys.argv[2])
-from tasks.gpt.model import Shape, Transformer
-
-dist.init_process_group("gloo")
-torch.manual_seed(0)
-tokens = np.memmap(sys.argv[1], dtype=np.uint8, mode="r")
-model = Transformer(Shape(num_layers=4, num_heads=4, width=128, block_size=64, vocab_size=256))
-ddp = DistributedDataParallel(model)
-optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4, fused=True)
-starts = np.random.default_rng(dist.get_rank()).integers(0, len(tokens) - 65, 8)
-rows = torch.from_numpy(np.stack([tokens[start : start + 65] for start in starts]).astype(np.int64))
-logits = ddp(rows[:, :-1])
-F.cross_entropy(logits.reshape(-1, 256), rows[:, 1:].reshape(-1)).backward()
-torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-optimizer.step()
-if dist.get_rank() == 0:
-    print(time.time())
-"""
 
 
 def on_two_ranks(function: Callable[[Any], Any]) -> Any:
@@ -157,52 +80,18 @@ def measure_ms_per_update(updates: Iterator[Any], number: int) -> float:
     return 1e3 * (time.perf_counter() - began) / number
 
 
-# ---------------------------------------------------------------- step
-
-
-def hand_loop(world: Any, total: int) -> Iterator[None]:
-    """Return a hand-written loop by an expert in torch."""
-    from runner.tasks.gpt.task import build
-    from torch.nn.parallel import DistributedDataParallel
-
-    from runner.base.paths import cache_folder
-    from runner.base.task import Context
-
-    torch.manual_seed(0)
-    task = build(Context(0, None, cache_folder()), size="tiny")
-    dataset, model = task.dataset("train"), DistributedDataParallel(task.model, gradient_as_bucket_view=True)
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [weight for weight in parameters if weight.dim() > 1], "weight_decay": 0.1},
-        {"params": [weight for weight in parameters if weight.dim() < 2], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=3e-4, betas=(0.9, 0.95), fused=True)
-    mine = BATCH // world.world_size
-    step = 0
-    while True:
-        order = torch.randperm(len(dataset), generator=torch.Generator().manual_seed(0))[world.rank :: 2].tolist()
-        for start in range(0, len(order) - mine, mine):
-            x, y = dataset.__getitems__(order[start : start + mine])
-            logits = model(x)
-            F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1)).backward()
-            nn.utils.clip_grad_norm_(parameters, 1.0, foreach=True)
-            for group in groups:
-                group["lr"] = 3e-4 * 0.5 * (1 + math.cos(math.pi * step / total))
-            optimizer.step()
-            optimizer.zero_grad()
-            step += 1
-            yield
-
-
 def step(arguments: argparse.Namespace) -> float:
-    """Print both times of an update and their ratio."""
+    """Print both times of an update and their ratio; by hand, both ranks train on the same samples."""
 
     def both(world: Any) -> dict[str, list[float]]:
         times: dict[str, list[float]] = {"hand": [], "ours": []}
+        share = BATCH // world.world_size
+        case = Case(torch.device("cpu"), "tiny", "fp32", share, share, is_compiled=False)
         with ExitStack() as stack:
             total = (arguments.rounds + 2) * arguments.block
+            wrap = partial(DistributedDataParallel, gradient_as_bucket_view=True)
             ours = phase(world, stack, "task.size=tiny", f"updates={total}", "precision=fp32").updates()
-            loops = {"hand": hand_loop(world, total), "ours": ours}
+            loops: dict[str, Iterator[Any]] = {"hand": by_hand(case, total, wrap=wrap), "ours": ours}
             for round_ in range(arguments.rounds + 1):
                 for name in sorted(loops, reverse=bool(round_ % 2)):
                     dist.barrier()
@@ -211,69 +100,15 @@ def step(arguments: argparse.Namespace) -> float:
                         times[name].append(spent)
         return times
 
-    return told("DistributedDataParallel", on_two_ranks(both))
-
-
-def told(other: str, times: dict[str, list[float]]) -> float:
-    """Print the medians of two interleaved loops, and return the ratio."""
-    first, second = times
-    ratios = sorted(mine / theirs for mine, theirs in zip(times[second], times[first], strict=True))
+    times = on_two_ranks(both)
+    ratios = sorted(ours / hand for ours, hand in zip(times["ours"], times["hand"], strict=True))
     low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
     for name, spent in times.items():
         print(f"{name:<9} {statistics.median(spent):.1f} ms per update")
-    ratio = statistics.median(times[second]) / statistics.median(times[first])
-    print(f"{second} / {first} ({other}): {ratio:.3f} (paired {statistics.median(ratios):.3f}, 80 % of rounds {low:.3f}"
-          f" to {high:.3f})")  # fmt: skip
+    ratio = statistics.median(times["ours"]) / statistics.median(times["hand"])
+    print(f"ours / hand (DistributedDataParallel): {ratio:.3f} (paired {statistics.median(ratios):.3f}, 80 % of rounds"
+          f" {low:.3f} to {high:.3f})")  # fmt: skip
     return statistics.median(ratios)
-
-
-# ---------------------------------------------------------------- start
-
-
-def start(arguments: argparse.Namespace) -> float:
-    """Print the seconds until the first update of two ranks, with accel-run and with torchrun."""
-    from runner.base.paths import cache_folder
-
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    times: dict[str, list[float]] = {"torchrun": [], "ours": []}
-    with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder) / "bare.py"
-        script.write_text(BARE)
-
-        def bare() -> float:
-            tokens = max((cache_folder() / "gpt").rglob("train*"), key=lambda path: path.stat().st_mtime)
-            words = ["torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(script)]
-            began = time.time()
-            done = subprocess.run(
-                [sys.executable, "-m", *words, str(tokens), str(ROOT)],
-                capture_output=True, text=True, timeout=120, env=environment, check=False,
-            )  # fmt: skip
-            return float(done.stdout.split()[0]) - began
-
-        def ours(number: int) -> float:
-            words = ["train", f"output_root={folder}", f"run=s{number}", "updates=1", "evaluate.samples=16",
-                     "device=cpu", "parallelism=ddp", "parallelism.world_size=2"]  # fmt: skip
-            began = time.time()
-            subprocess.run(
-                [sys.executable, "-m", "runner", *words],
-                capture_output=True, text=True, check=True, timeout=120, env=environment,
-            )  # fmt: skip
-            rows = [json.loads(line) for line in (Path(folder) / f"s{number}/events.jsonl").read_text().splitlines()]
-            return float(next(row["unix_s"] for row in rows if row["kind"] == "first update")) - began
-
-        ours(0)  # prepares the tokens and warms the disk cache
-        bare()
-        for number in range(1, arguments.rounds + 1):
-            times["torchrun"].append(bare())
-            times["ours"].append(ours(number))
-    for name, seconds in times.items():
-        print(f"{name:<9} {statistics.median(seconds):.2f} s (min {min(seconds):.2f}, max {max(seconds):.2f})")
-    ratio = statistics.median(times["ours"]) / statistics.median(times["torchrun"])
-    print(f"ours / torchrun: {ratio:.2f}")
-    return ratio
-
-
-# ---------------------------------------------------------------- slow ranks
 
 
 def per_sample_ms(world: Any) -> float:
@@ -288,24 +123,24 @@ def per_sample_ms(world: Any) -> float:
 
 def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, Any]:
     """Train with one slow rank; return the milliseconds of an update at the end, and the fitted lines of the ranks."""
+    from runner.engine.hooks.rank_sync import RankSync
+
     with ExitStack() as stack:
         words = [f"task.{key}={value}" for key, value in options.items()]
-        total = updates + 200
-        opened = phase(world, stack, f"updates={total}", f"parallelism.shares={shares}", "precision=fp32",
+        opened = phase(world, stack, f"updates={updates + 200}", f"parallelism.shares={shares}", "precision=fp32",
                        "scheduler=constant", "log_every=10000", *words, task=SLOW_TASK)  # fmt: skip
-        made = opened.updates()
+        made, sync = opened.updates(), opened.hook(RankSync)
         measure_ms_per_update(made, updates)
-        blocks = [measure_ms_per_update(made, 10) for _ in range(12)]
-        balance = getattr(opened.shares, "balance", None)
-        known = [[line.fixed_s, line.per_sample_s] for line in balance.lines] if balance else []
-        now = list(balance.shares) if balance else list(opened.order.shares)
-        waits = [min(there["wait"] for there in update) for update in opened.parts_of_ranks[-120:]]
-        exchange = 1e3 * statistics.median(waits)
+        blocks, exchanges = [], []
+        for _ in range(12):
+            blocks.append(measure_ms_per_update(made, 10))
+            exchanges.append(min(seconds["wait"] for seconds in sync.status.seconds))
+        balance = opened.shares.balance if shares == "speed" else None
         return {
-            "exchange_ms": exchange,
+            "exchange_ms": 1e3 * statistics.median(exchanges),
             "ms": statistics.median(blocks),
-            "lines": known,
-            "shares": now,
+            "lines": [[line.fixed_s, line.per_sample_s] for line in balance.lines] if balance else [],
+            "shares": list(balance.shares if balance else opened.order.shares),
         }
 
 
@@ -343,113 +178,18 @@ def slow(arguments: argparse.Namespace) -> float:
     return worst
 
 
-def flip(arguments: argparse.Namespace) -> float:
-    """Print the time of an update after the slow rank became the fast one, three solutions later."""
-    cost = on_two_ranks(per_sample_ms)
-    options = {"factor": 3.0, "ms_per_sample": round(cost, 3)}
-    before = on_two_ranks(lambda world: settled(world, "speed", 80, **options))
-    after = on_two_ranks(lambda world: settled(world, "speed", 80 + 60, flip_at=80, **options))
-    lines = list(reversed(before["lines"]))
-    best = optimum_ms(lines) + after["exchange_ms"]
-    ratio = after["ms"] / best
-    print(f"before {before['ms']:.1f} ms, shares {before['shares']}; 60 updates after the flip {after['ms']:.1f} ms,"
-          f" shares {after['shares']}; {ratio:.3f} of the new best ({best:.1f} ms with exchange)")  # fmt: skip
-    return ratio
-
-
-def alone(arguments: argparse.Namespace) -> float:
-    """Print the time of an update with a rank that is 60 times slower, and with the faster rank alone."""
-    cost = on_two_ranks(per_sample_ms)
-    folder = tempfile.mkdtemp()
-    task = Path(folder) / "task_of_script.py"
-    task.write_text(SLOW_TASK)
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    times: dict[str, list[float]] = {}
-    for name, words in (
-        ("alone", ["parallelism=single", "task.factor=1"]),
-        ("ranks", ["parallelism=ddp", "parallelism.shares=speed", "task.factor=60"]),
-    ):
-        subprocess.run(
-            [sys.executable, "-m", "runner", "train", "--task", str(task), f"output_root={folder}", f"run={name}",
-             "updates=400", "evaluate.every=0", "evaluate.samples=32", f"global_batch_size={BATCH}", "precision=fp32",
-             f"task.ms_per_sample={cost:.3f}", "scheduler=constant", "log_every=10", *words],
-            check=True, env=environment, capture_output=not arguments.verbose, timeout=600,
-        )  # fmt: skip
-        rows = [json.loads(line) for line in (Path(folder) / name / "metrics.jsonl").read_text().splitlines()]
-        times[name] = [row["perf/step_time_ms"] for row in rows if row.get("update", 0) > 250 and "train/loss" in row]
-    ratio = statistics.median(times["ranks"]) / statistics.median(times["alone"])
-    medians = {name: statistics.median(spent) for name, spent in times.items()}
-    print(f"alone {medians['alone']:.1f} ms, measured shares {medians['ranks']:.1f} ms"
-          f" an update after 250 updates: {ratio:.3f}")  # fmt: skip
-    return ratio
-
-
-# ---------------------------------------------------------------- naming
-
-
-def name(arguments: argparse.Namespace) -> float:
-    """Print in how many seeded trials the slow rank and part were named correctly."""
-    right, wrong = 0, []
-    for seed in range(arguments.rounds):
-        drawn = random.Random(seed)
-        part, rank = drawn.choice(["data", "forward", "backward", "optimizer"]), drawn.randrange(2)
-        words = (f"task.part={part}", f"task.rank={rank}", "task.delay_ms=10", "updates=60", "scheduler=constant")
-
-        def trial(world: Any, words: tuple[str, ...] = words) -> list[Any]:
-            with ExitStack() as stack:
-                opened = phase(world, stack, *words, task=DELAYED_TASK)
-                made = opened.updates()
-                for _ in range(50):
-                    next(made)
-                found = opened.slow.found
-                return [found.rank, found.part] if found else []
-
-        found = on_two_ranks(trial)
-        right += found == [rank, part]
-        wrong += [] if found == [rank, part] else [f"seed {seed}: {part} of rank {rank} was called {found}"]
-    print(f"{right} of {arguments.rounds} named correctly")
-    print("\n".join(wrong), end="\n" if wrong else "")
-    return 1.0 - right / arguments.rounds
-
-
-def overhead(arguments: argparse.Namespace) -> float:
-    """Print the time of an update with and without timing, interleaved."""
-
-    def both(world: Any) -> dict[str, list[float]]:
-        times: dict[str, list[float]] = {"without": [], "with": []}
-        with ExitStack() as stack:
-            total = (2 * arguments.rounds + 4) * arguments.block
-            opened = phase(world, stack, "task.size=tiny", f"updates={total}", "precision=fp32")
-            made, heed = opened.updates(), opened._heed
-            for round_ in range(arguments.rounds + 1):
-                for which in sorted(times, reverse=bool(round_ % 2)):
-                    opened._heed = heed if which == "with" else (lambda step: None)
-                    spent = measure_ms_per_update(made, arguments.block)
-                    if round_:
-                        times[which].append(spent)
-        return times
-
-    return told("not telling each other", on_two_ranks(both))
-
-
-MEASUREMENTS = {
-    "step": step, "start": start, "slow": slow, "flip": flip, "alone": alone, "name": name, "overhead": overhead,
-}  # fmt: skip
-
-
 def main() -> int:
     """Print the measurement; exit 1 if its figure is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=MEASUREMENTS)
+    parser.add_argument("what", choices=("step", "slow"))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--block", type=int, default=10)
     parser.add_argument("--limit", type=float, default=None, help="maximum of the figure; exit 1 above")
-    parser.add_argument("--verbose", action="store_true")
     arguments = parser.parse_args()
     sys.path.insert(0, str(ROOT))
     os.environ["OMP_NUM_THREADS"] = "1"
     print(f"torch {torch.__version__}, 2 ranks of 1 thread over gloo, {time.strftime('%Y-%m-%d')}")
-    figure = MEASUREMENTS[arguments.what](arguments)
+    figure = {"step": step, "slow": slow}[arguments.what](arguments)
     return int(arguments.limit is not None and figure > arguments.limit)
 
 

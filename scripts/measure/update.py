@@ -27,7 +27,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, redirect_stdout
 from dataclasses import dataclass
 from pathlib import Path
@@ -61,12 +61,15 @@ class Case:
         return [*words, *(["--compile"] if self.is_compiled else []), *self.words_of_ours]
 
 
-def by_hand(case: Case, total: int, *, has_half_loss: bool = False) -> Iterator[None]:
-    """A handwritten loop by an expert in torch."""
+def by_hand(
+    case: Case, total: int, *, has_half_loss: bool = False, wrap: Callable[[Any], Any] | None = None
+) -> Iterator[None]:
+    """A handwritten loop by an expert in torch; `wrap` is applied to the model."""
     task = _build(case)
     device, dataset = case.device, task.dataset("train")
     parameters = list(task.model.to(device).parameters())
-    model = torch.compile(task.model) if case.is_compiled else task.model
+    model = wrap(task.model) if wrap else task.model
+    model = torch.compile(model) if case.is_compiled else model
     groups = [
         {"params": [weight for weight in parameters if weight.dim() > 1], "weight_decay": 0.1},
         {"params": [weight for weight in parameters if weight.dim() < 2], "weight_decay": 0.0},

@@ -93,7 +93,6 @@ def compute_for(seconds: float) -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/thread-self/schedstat").is_file(), reason="the system does not count it")
 def test_waits_for_another_job_on_the_core_are_counted() -> None:
-    """scripts/measure/run_queue.py measures the detected fraction."""
     before = os.sched_getaffinity(0)
     core = min(before)
     os.sched_setaffinity(0, {core})
