@@ -9,15 +9,12 @@
 
 A mutant is one change of one expression or statement, applied in a copy of the checkout, never in the checkout.
 Messages and asserts are not changed, and `strict=True` of zip is not removed. Tests that execute the changed
-statement run in a fork of a process that has imported the unchanged runner, with the changed function replaced, which
-takes seconds; a mutant that survives this is judged again in processes that import the changed file. Tests in the file
-that mirrors the module come first, then the others, the fastest first, up to `--budget` seconds of recorded test time.
-A test that fails for the first time runs again with the mutant and without it; if it does not fail and pass, it is
-left out.
+statement run in a fork of a process that has imported torch, but nothing of the runner. Tests in the file that mirrors
+the module come first, then the others, the fastest first, up to `--budget` seconds of recorded test time. A test that
+fails for the first time runs again with the mutant and without it; if it does not fail and pass, it is left out.
 Mutants "not restored" are made from the functions that restore state (RESTORING): each assignment and each call in
 them is left out in turn, so a new field has its mutant without an edit here.
 
-A mutant that a test has killed is not run again while its file and that of the test are the same.
 The map of statements and the copy are kept in --cache (default ~/.cache/accel-run/mutants). Statements are found again
 by their text, so the map survives edits elsewhere in a file; `collect` runs only test files that changed since.
 Equivalent mutants, which no test can detect, are listed with a reason in scripts/mutants_equivalent.toml.
@@ -31,11 +28,9 @@ import argparse
 import ast
 import copy
 import ctypes
-import gc
 import hashlib
 import importlib
 import importlib.util
-import inspect
 import json
 import os
 import random
@@ -48,10 +43,9 @@ import time
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, suppress
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from types import CodeType, FunctionType
 from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -108,6 +102,7 @@ FRESH = {
 SIGNATURES = "tests/axes/test_yaml_is_signature.py::"
 RESUME_LAWS = ("tests/faults/test_resume_state.py::test_each_checkpoint",)  # detects most fields that are not restored
 UNKNOWN_S = 120.0
+NONE_LEFT = 5  # pytest: all tests were deselected
 PROCESS_LIMIT_S = 45.0  # in addition to four times the recorded time, because a busy machine is not a hang
 WARM = (
     "torch", "torch._dynamo", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining",
@@ -544,7 +539,6 @@ def collect(cache: Path, only: Sequence[str]) -> None:
     copied(tree)
     keys = instrument(tree, cache / "reached")
     warm()
-    follow_moves(tree, maps)
     for name in files_of_tests(tree, only):
         digest, kept = digest_of(tree / name), map_of(maps, name)
         if kept.exists() and json.loads(kept.read_text())["digest"] == digest:
@@ -575,21 +569,6 @@ def collect(cache: Path, only: Sequence[str]) -> None:
 def map_of(maps: Path, name: str) -> Path:
     """Return the file with the map of a test file."""
     return maps / (name.replace("/", "+") + ".json")
-
-
-def follow_moves(tree: Path, maps: Path) -> None:
-    """Rename the map of each test file that has another path now, with the same content."""
-    names = files_of_tests(tree)
-    known = {map_of(maps, name) for name in names}
-    rows = {path: json.loads(path.read_text()) for path in maps.glob("*.json") if path not in known}
-    before = {row["digest"]: path for path, row in rows.items()}
-    for name in names:
-        old = before.pop(digest_of(tree / name), None)
-        if old is not None and not map_of(maps, name).exists():
-            row = rows[old]
-            row["tests"] = {f"{name}::{test.partition('::')[2]}": found for test, found in row["tests"].items()}
-            map_of(maps, name).write_text(json.dumps(row))
-            old.unlink()
 
 
 def files_of_tests(tree: Path, only: Sequence[str] = ()) -> list[str]:
@@ -695,76 +674,7 @@ def run_pytest(tree: Path, arguments: Sequence[str], plugins: Sequence[Any]) -> 
         str(tree),
         "--tb=short",
     ]
-    return int(pytest.main([*common, *arguments], plugins=[*plugins, ForkedServer()]))
-
-
-class ForkedServer:
-    """The fork server of the tests is a fork of this process too, made before it imports the runner."""
-
-    def __init__(self) -> None:
-        (self.read, self.write), (self.answer, self.out) = os.pipe(), os.pipe()
-        self.pid = os.fork()
-        if self.pid == 0:
-            os.dup2(self.read, 0)
-            os.dup2(self.out, 1)
-            for descriptor in (self.read, self.write, self.answer, self.out):
-                os.close(descriptor)
-            if os.read(0, 1) != b"\n":  # never needed
-                os._exit(0)
-            sys.stdin, sys.stdout = os.fdopen(0, "r"), os.fdopen(1, "w")
-            from tests import forkserver
-
-            exec(forkserver.SERVER, {"__name__": "__main__"})  # noqa: S102 - a constant of the tests
-            os._exit(0)
-        os.close(self.read)
-        os.close(self.out)
-
-    def pytest_collection_finish(self) -> None:
-        from tests import forkserver
-
-        real, plugin = subprocess.Popen, self
-
-        def started(arguments: Any, *given: Any, **named: Any) -> Any:
-            others = {key for key, value in named.get("env", os.environ).items() if os.environ.get(key) != value}
-            is_plain = others <= {"PYTHONPATH", "OMP_NUM_THREADS"}  # else it is of another machine, see tests/stand_ins
-            if isinstance(arguments, list) and forkserver.SERVER in arguments and plugin.pid and is_plain:
-                pid, plugin.pid = plugin.pid, 0
-                os.write(plugin.write, b"\n")
-                return Started(pid, plugin.write, plugin.answer)
-            return real(arguments, *given, **named)
-
-        namespace = type("subprocess_of_tests", (), {"Popen": staticmethod(started), "PIPE": subprocess.PIPE})
-        forkserver.subprocess = namespace  # type: ignore[attr-defined]
-
-    def pytest_sessionfinish(self) -> None:
-        if self.pid:
-            os.close(self.write)
-            os.waitpid(self.pid, 0)
-
-
-class Started(AbstractContextManager["Started"]):
-    """What the tests need of subprocess.Popen."""
-
-    def __init__(self, pid: int, write: int, read: int) -> None:
-        self.pid, self.returncode = pid, None
-        self.stdin, self.stdout = os.fdopen(write, "w"), os.fdopen(read, "r")
-
-    def __exit__(self, *error: object) -> None:
-        self.stdin.close()
-        self.stdout.close()
-        self.wait()
-
-    def poll(self) -> int | None:
-        if self.returncode is None:
-            ended, status = os.waitpid(self.pid, os.WNOHANG)
-            if ended:
-                self.returncode = os.waitstatus_to_exitcode(status)
-        return self.returncode
-
-    def wait(self, timeout: float | None = None) -> int:
-        while self.poll() is None:
-            time.sleep(0.005)
-        return self.returncode or 0
+    return int(pytest.main([*common, *arguments], plugins=plugins))
 
 
 def in_fork(function: Any, log: Path, limit_s: float) -> tuple[int | None, float]:
@@ -805,8 +715,7 @@ def in_fork(function: Any, log: Path, limit_s: float) -> tuple[int | None, float
 def end_children() -> None:
     """Kill and reap the remaining processes of a test; as the subreaper, this process is their parent."""
     for _ in range(200):
-        found = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
-        children = [pid for pid in found if pid not in KEPT]
+        children = [int(pid) for pid in Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()]
         if not children:
             return
         for pid in children:
@@ -815,109 +724,6 @@ def end_children() -> None:
         for pid in children:
             with suppress(ChildProcessError):
                 os.waitpid(pid, 0)
-
-
-class WarmProcess:
-    """A process that has imported the unchanged runner; its forks run tests with one function replaced.
-
-    Most of the time of a verdict is otherwise the import of the runner. A mutant that is killed so is killed; one that
-    survives is judged again in a process that imports the changed file, because code that ran during the import, and
-    cached results, are those of the unchanged file.
-    """
-
-    def __init__(self, tree: Path, log: Path) -> None:
-        (asked, self._ask), (self._answer, answer) = os.pipe(), os.pipe()
-        self.pid = os.fork()
-        if self.pid:
-            os.close(asked)
-            os.close(answer)
-            self._requests, self._answers = os.fdopen(self._ask, "w"), os.fdopen(self._answer)
-            return
-        try:
-            os.setsid()
-            os.close(self._ask)
-            os.close(self._answer)
-            ctypes.CDLL(None).prctl(36, 1, 0, 0, 0)  # PR_SET_CHILD_SUBREAPER is not inherited
-            self._serve(tree, log, os.fdopen(asked), os.fdopen(answer, "w"))
-        finally:
-            os._exit(0)
-
-    def run(self, tests: Sequence[str], told: Path, limit_s: float, mutant: Mutant, changed: bytes) -> int | None:
-        """Run tests with the function of the mutant replaced. Returns the exit code of pytest, None after the limit.
-
-        NOT_REPLACED: the change is not inside a function that can be replaced.
-        """
-        row = [list(tests), str(told), limit_s, mutant.path, mutant.function, changed.decode()]
-        print(json.dumps(row), file=self._requests, flush=True)
-        code = json.loads(self._answers.readline())
-        return None if code is None else int(code)
-
-    def close(self) -> None:
-        self._requests.close()
-        os.waitpid(self.pid, 0)
-
-    @staticmethod
-    def _serve(tree: Path, log: Path, requests: Any, answers: Any) -> None:
-        enter(tree)
-        with log.open("w") as file:
-            os.dup2(file.fileno(), 1)
-            os.dup2(file.fileno(), 2)
-        from tests.composed import composed
-        from tests.warm import import_all
-
-        import_all()
-        composed()
-        for path in target_files(tree):
-            importlib.import_module(path.removesuffix(".py").replace("/", "."))
-        gc.collect()
-        gc.freeze()
-        for line in requests:
-            tests, told, limit_s, path, function, changed = json.loads(line)
-
-            def judge() -> int:
-                if not replace_function(tree, path, function, changed):  # noqa: B023 - called before the next line
-                    return NOT_REPLACED
-                return run_pytest(tree, ["-x", *tests], [Ordered(tests, Path(told)).hooks()])  # noqa: B023
-
-            code, _ = in_fork(judge, log, limit_s)
-            print(json.dumps(code), file=answers, flush=True)
-
-
-NOT_REPLACED = 99
-NONE_LEFT = 5  # pytest: all tests were deselected
-
-
-def replace_function(tree: Path, path: str, name: str, source: str) -> bool:
-    """Replace the code of a function of an imported module by that of another source; return False if it cannot be.
-
-    name  qualified, without <locals>; of a function in a function, the outer one is replaced
-    """
-    place: Any = sys.modules[path.removesuffix(".py").replace("/", ".")]
-    for part in filter(None, name.split(".")):
-        place = vars(place).get(part)
-        place = getattr(place, "fget", None) or getattr(place, "func", None) or place
-        place = getattr(place, "__func__", place)
-        if hasattr(place, "cache_info"):
-            return False
-        place = inspect.unwrap(place) if callable(place) and not isinstance(place, type) else place
-        if isinstance(place, FunctionType):
-            break
-    if not isinstance(place, FunctionType):
-        return False
-    left = [compile(source, str(tree / path), "exec", dont_inherit=True)]
-    old = place.__code__
-    while left:
-        code = left.pop()
-        if (code.co_qualname, code.co_firstlineno) == (old.co_qualname, old.co_firstlineno):
-            if code.co_freevars != old.co_freevars:
-                return False
-            place.__code__ = code
-            return True
-        left += [each for each in code.co_consts if isinstance(each, CodeType)]
-    return False
-
-
-KEPT: set[int] = set()  # children that are no leftovers
 
 
 class Ordered:
@@ -965,32 +771,6 @@ class Result:
     seconds: float = 0.0
 
 
-class Verdicts:
-    """Mutants that were killed, as long as the changed file and the file of the test that failed stay the same."""
-
-    def __init__(self, file: Path, tree: Path) -> None:
-        self.file, self.tree = file, tree
-        self.rows: dict[str, Any] = json.loads(file.read_text()) if file.exists() else {}
-
-    def known(self, mutant: Mutant) -> dict[str, Any] | None:
-        """Return the earlier result of a mutant, None if it must be judged."""
-        row = self.rows.get(mutant.key)
-        if row is None or row["files"] != self._digests(row["result"]):
-            return None
-        return {**row["result"], "line": mutant.line}
-
-    def kept(self, result: dict[str, Any]) -> dict[str, Any]:
-        """Store the result of a mutant that was killed by a test; return the result."""
-        if result["status"] == "killed" and "::" in result["by"]:
-            self.rows[result["key"]] = {"files": self._digests(result), "result": result}
-            self.file.write_text(json.dumps(self.rows))
-        return result
-
-    def _digests(self, result: Mapping[str, Any]) -> list[str]:
-        files = (self.tree / result["path"], self.tree / result["by"].partition("::")[0])
-        return [digest_of(file) if file.exists() else "" for file in files]
-
-
 class Judge:
     """Runs tests on mutants, one mutant after the other."""
 
@@ -1005,9 +785,6 @@ class Judge:
         for path in target_files(self.tree):
             apply(self.tree, path, (self.tree / path).read_bytes())
         warm()
-        self.warm = WarmProcess(self.tree, cache / "run.log")
-        KEPT.add(self.warm.pid)
-        self.now: tuple[Mutant, bytes] | None = None  # what is replaced in forks of the warm process
 
     def judged(self, mutant: Mutant) -> Result:
         """Apply a mutant, run its tests, and take it back."""
@@ -1024,15 +801,8 @@ class Judge:
             return result
         try:
             apply(self.tree, mutant.path, changed)
-            if mutant.function:
-                self.now = mutant, changed
-                self._run(mutant, result, source, changed)
-                self.now = None
-            if result.status in ("", "survived"):
-                result.num_tests = 0
-                self._run(mutant, result, source, changed)
+            self._run(mutant, result, source, changed)
         finally:
-            self.now = None
             apply(self.tree, mutant.path, source)
         result.seconds = round(time.monotonic() - began, 1)
         if result.status == "killed":
@@ -1077,11 +847,9 @@ class Judge:
     def _is_sound(self, test: str, path: str, source: bytes, changed: bytes) -> bool:
         """Return whether a test that failed fails again, and passes without the mutant; tried once for each test."""
         if test not in self.sound:
-            fails_again, now = self._failed([test]) is not None, self.now
+            fails_again = self._failed([test]) is not None
             apply(self.tree, path, source)
-            self.now = now and (now[0], source)
             self.sound[test] = fails_again and self._failed([test]) is None
-            self.now = now
             apply(self.tree, path, changed)
         return self.sound[test]
 
@@ -1109,14 +877,7 @@ class Judge:
         def run() -> int:
             return run_pytest(self.tree, ["-x", *arguments], [Ordered(tests, told).hooks()])
 
-        limit_s = PROCESS_LIMIT_S + 4 * expected_s
-        code: int | None = NOT_REPLACED
-        if self.now is not None:
-            code = self.warm.run(arguments, told, limit_s, *self.now)
-            if code and not told.exists():  # the function cannot be replaced, or no test could be run
-                code = NOT_REPLACED
-        if code == NOT_REPLACED:
-            code, _ = in_fork(run, log, limit_s)
+        code, _ = in_fork(run, log, PROCESS_LIMIT_S + 4 * expected_s)
         if code in (0, NONE_LEFT):
             return None
         if told.exists():
@@ -1199,13 +960,12 @@ def run(options: argparse.Namespace) -> int:
         chosen = [mutant for mutant in every if mutant.key in before]
     print(f"{len(every)} places to change; {len(chosen)} selected by seed {options.seed}", flush=True)
     rows: list[dict[str, Any]] = []
-    verdicts = Verdicts(cache / "verdicts.json", judge.tree)
     for number, mutant in enumerate(chosen, start=1):
         done = before.get(mutant.key)
         if done is not None and done["status"] in ("killed", "invalid"):
             rows.append(done)
             continue
-        row = verdicts.known(mutant) or verdicts.kept(asdict(judge.judged(mutant)))
+        row = asdict(judge.judged(mutant))
         rows.append(row)
         row_of_log = [row["status"], row["by"], f"({row['num_tests']} tests, {row['seconds']} s)", str(mutant)]
         print(f"{number}/{len(chosen)} {mutant.key}", *filter(None, row_of_log), flush=True)

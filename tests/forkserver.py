@@ -28,7 +28,7 @@ from typing import Any, TextIO, TypeVar
 ROOT = Path(__file__).parent.parent
 T = TypeVar("T")
 PR_SET_PDEATHSIG = 1  # linux/prctl.h
-SERVER = "from tests.forkserver import serve; serve()"  # scripts/mutants.py runs it in a fork instead
+SERVER = "from tests.forkserver import serve; serve()"
 
 
 def serve() -> None:

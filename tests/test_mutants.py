@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import ast
-import importlib
-import json
-import sys
 import tomllib
 from functools import cache
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -24,15 +20,10 @@ from scripts.mutants import (
     SIGNATURES,
     TARGETS,
     Mutant,
-    Verdicts,
-    digest_of,
-    follow_moves,
     is_restoring,
-    map_of,
     mirror_of,
     mutants_of,
     places,
-    replace_function,
     shown,
     target_files,
 )
@@ -106,111 +97,7 @@ def test_every_target_is_mirrored_by_tests() -> None:
     assert all((ROOT / mirror_of(ROOT, path)).exists() for path in target_files(ROOT))
 
 
-def test_the_map_of_a_test_file_follows_it(tmp_path: Path) -> None:
-    tree, maps = tmp_path / "tree", tmp_path / "maps"
-    moved = tree / "tests/new/test_a.py"
-    for folder in (moved.parent, maps):
-        folder.mkdir(parents=True)
-    moved.write_text("def test_a(): ...")
-    row = {"digest": digest_of(moved), "statements": [], "tests": {"tests/old/test_a.py::test_a": {"passed": True}}}
-    map_of(maps, "tests/old/test_a.py").write_text(json.dumps(row))
-    follow_moves(tree, maps)
-    assert [path.name for path in maps.iterdir()] == ["tests+new+test_a.py.json"]
-    assert list(json.loads(map_of(maps, "tests/new/test_a.py").read_text())["tests"]) == ["tests/new/test_a.py::test_a"]
-
-
 def test_restoring_functions_are_found_by_name_and_by_module() -> None:
     assert is_restoring("runner/engine/meter.py", "Meter.load")
     assert is_restoring("runner/engine/weights.py", "load_initial_weights")
     assert not is_restoring("runner/engine/training.py", "load_initial_weights")
-
-
-MODULE = """
-from contextlib import contextmanager
-from functools import cache, cached_property
-
-def plain():
-    return 1
-
-def outer():
-    def inner():
-        return 1
-    return inner()
-
-@contextmanager
-def managed():
-    yield 1
-
-@cache
-def cached():
-    return 1
-
-class Parent:
-    def method(self):
-        return 1
-
-class Child(Parent):
-    def method(self):
-        assert super().method()
-        return 1
-    @property
-    def value(self):
-        return 1
-    @cached_property
-    def kept(self):
-        return 1
-    @classmethod
-    def made(cls):
-        return 1
-"""
-CALLS = {
-    "plain": "module.plain()",
-    "outer.inner": "module.outer()",
-    "managed": "module.managed().__enter__()",
-    "Child.method": "module.Child().method()",
-    "Child.value": "module.Child().value",
-    "Child.kept": "module.Child().kept",
-    "Child.made": "module.Child.made()",
-}
-
-
-@pytest.fixture
-def module(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """Return the name of an imported module with MODULE as its source."""
-    name = f"module_of_{tmp_path.name.rstrip('0123456789_')}"
-    (tmp_path / f"{name}.py").write_text(MODULE)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.delitem(sys.modules, name, raising=False)
-    importlib.invalidate_caches()
-    importlib.import_module(name)
-    return name
-
-
-@pytest.mark.parametrize("function", CALLS)
-def test_a_function_of_an_imported_module_gets_the_code_of_a_mutant(function: str, module: str, tmp_path: Path) -> None:
-    changed = MODULE.replace("return 1", "return 2").replace("yield 1", "yield 2")
-    assert replace_function(tmp_path, f"{module}.py", function, changed)
-    assert eval(CALLS[function], {"module": sys.modules[module]}) == 2
-
-
-@pytest.mark.parametrize("function", ["cached", "", "Child", "missing"])
-def test_a_change_whose_effect_an_import_or_a_cache_may_hold_is_not_put_into_a_function(
-    function: str, module: str, tmp_path: Path
-) -> None:
-    assert not replace_function(tmp_path, f"{module}.py", function, MODULE)
-
-
-@pytest.mark.parametrize(("edited", "is_known"), [("", True), ("runner/a.py", False), ("tests/test_a.py", False)])
-def test_the_verdict_on_a_mutant_holds_while_its_file_and_the_test_are_the_same(
-    edited: str, is_known: bool, tmp_path: Path
-) -> None:
-    for name in ("runner/a.py", "tests/test_a.py"):
-        (tmp_path / name).parent.mkdir()
-        (tmp_path / name).write_text("def a():\n    return 1\n")
-    first, *_ = mutants_of("runner/a.py", (tmp_path / "runner/a.py").read_text())
-    result: dict[str, Any] = {"key": first.key, "path": first.path, "status": "killed", "by": "tests/test_a.py::test_a"}
-    Verdicts(tmp_path / "verdicts.json", tmp_path).kept(result)
-    if edited:
-        (tmp_path / edited).write_text("def a():\n    return 2\n")
-    actual = Verdicts(tmp_path / "verdicts.json", tmp_path).known(first)
-    assert (actual is not None) is is_known
