@@ -2,20 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
 from dataclasses import dataclass
-from statistics import fmean, median
+from statistics import median
 
 from runner.base.errors import AccelRunError, Exit
 from runner.base.json_converter import encode
 from runner.config.configuration import Configuration, compose
 from runner.config.options import find_signature
 from runner.config.request import override_key
-from runner.monitor.gpu_driver import open_driver
-from runner.monitor.nvml import Gpu, Nvml, iter_instances
+from runner.monitor.monitor_thread import Monitor
 from runner.tools.measure.compare import MIN_ROUNDS, CompareLimits
 from runner.tools.measure.comparison_result import ComparisonResult, Variant, VariantResult
 from runner.tools.measure.measurement_context import MeasurementContext
@@ -47,7 +44,7 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
         share_s = SHARE_OF_INFERENCE * suite_request.budget_s
         command = {"do": "predict", "least_s": share_s / (2 * len(variants) * MIN_ROUNDS)}
         inferred = call_interleaved(context, variants, suite_request, command, share_s)
-        busy = _measure_gpu_busy(context, result, suite_request)
+        busy = measure_gpu_busy(context, result, suite_request)
         biggest = {variant.name: _find_biggest(context, variant, suite_request, max_size) for variant in variants}
     notes = [*context.notes, *result.notes, *_make_notes(suite_request, biggest)]
     skipped = result.skipped | _list_skipped(inferred, busy, biggest)
@@ -159,44 +156,24 @@ def _find_biggest(context: MeasurementContext, variant: Variant, suite_request: 
 # ---------------------------------------------------------------- GPU utilization
 
 
-def _measure_gpu_busy(
+def measure_gpu_busy(
     context: MeasurementContext, result: ComparisonResult, suite_request: SuiteRequest
 ) -> dict[str, float | None]:
-    nvml = open_driver()
-    gpu = next((gpu for gpu in iter_instances(nvml.gpus) if gpu.uuid == context.plan.device_uuid), None)
+    """Return the mean utilization of the GPU by variant in percent, None if unknown."""
     busy: dict[str, float | None] = dict.fromkeys(trial.name for trial in result.variants)
-    for trial in result.variants if gpu is not None else ():
+    uuid = context.plan.device_uuid
+    for trial in result.variants if uuid else ():
         if trial.blocks:
             suite_request.log(f"measuring GPU utilization, {trial.name}")
             updates = max(1, round(1e3 * WATCHED_S / trial.median_ms))
             with (
                 context.comparison.open_variant(trial.variant, CompareLimits()) as (call, _),
-                watch_utilization(nvml, gpu) as readings,
+                Monitor(None, SAMPLE_INTERVAL_S, uuids=[uuid]) as monitor,
             ):
                 call({"do": "run", "updates": updates})
-            busy[trial.name] = fmean(readings) if readings else None
+            utilization = monitor.summary().whole.metrics.get("gpu0/util")
+            busy[trial.name] = utilization.mean if utilization else None
     return busy
-
-
-@contextmanager
-def watch_utilization(nvml: Nvml, gpu: Gpu | None) -> Iterator[list[float]]:
-    """Sample the utilization of the GPU during the block; yield the list that receives the percentages."""
-    readings: list[float] = []
-    stopped = threading.Event()
-
-    def sample() -> None:
-        while not stopped.wait(SAMPLE_INTERVAL_S):
-            value = nvml.read(gpu, ["util_percent"])["util_percent"] if gpu else None
-            if value is not None:
-                readings.append(value)
-
-    thread = threading.Thread(target=sample, name="GPU utilization", daemon=True)
-    thread.start()
-    try:
-        yield readings
-    finally:
-        stopped.set()
-        thread.join()
 
 
 # ---------------------------------------------------------------- results

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from contextlib import nullcontext
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,10 +15,12 @@ from runner.base.errors import ConfigError
 from runner.base.paths import shipped_path
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request, merge_overrides
+from runner.monitor.monitor_thread import NoMonitor
+from runner.monitor.samples import Stat, Summary, SummaryPart
 from runner.tools.measure.suite import SuiteReport
-from runner.tools.measure.suites.before_after import Biggest, largest_row, plain_overrides, run, watch_utilization
+from runner.tools.measure.suites import before_after
+from runner.tools.measure.suites.before_after import Biggest, largest_row, plain_overrides, run
 from tests.tools.measure.suites.asked import asked
-from tests.waiting import wait_until
 
 TASK = Path(__file__).parents[1] / "task_of_sizes.py"
 SETTINGS = ("updates=64", "device=cpu", "backend.threads=1", "global_batch_size=16")
@@ -156,17 +160,29 @@ def test_an_optimizer_without_kernels_is_unchanged() -> None:
     assert ("optimizer.kernel=for-loop" in plain_overrides(configuration)) == has_kernel
 
 
-def test_gpu_utilization_is_sampled_during_computation() -> None:
-    answers = iter([75.0, None, 50.0])
+def test_gpu_utilization_is_measured_during_computation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    calls: list[object] = []
 
-    class Driver:
-        def read(self, gpu: object, names: list[str]) -> dict[str, float | None]:
-            return {"util_percent": next(answers, 25.0)}
+    class Watch(NoMonitor):
+        def __init__(self, *_: object, uuids: list[str]) -> None:
+            calls.append(uuids)
 
-    with watch_utilization(Driver(), object()) as seen:  # type: ignore[arg-type]
-        wait_until(lambda: len(seen) >= 3, "the driver is asked again and again")
+        def stop(self) -> None:
+            calls.append("stop")
 
-    assert seen[:3] == [75.0, 50.0, 25.0]
+        def summary(self) -> Summary:
+            return Summary(SummaryPart(metrics={"gpu0/util": Stat(75.0, 50.0, 100.0, 3.0)}))
+
+    monkeypatch.setattr(before_after, "Monitor", Watch)
+    comparison = SimpleNamespace(open_variant=lambda *_: nullcontext((calls.append, None)))
+    context: Any = SimpleNamespace(plan=SimpleNamespace(device_uuid="GPU-1"), comparison=comparison)
+    timed = SimpleNamespace(name="after", blocks=[1], median_ms=100.0, variant=None)
+    result: Any = SimpleNamespace(variants=[SimpleNamespace(name="before", blocks=[]), timed])
+
+    busy = before_after.measure_gpu_busy(context, result, asked("before_after", tmp_path, TASK))
+
+    assert busy == {"before": None, "after": 75.0}
+    assert calls == [["GPU-1"], {"do": "run", "updates": 30}, "stop"]
 
 
 @pytest.mark.parametrize(("key", "text"), [("biggest", "-1"), ("biggest", "1e3")])
