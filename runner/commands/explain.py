@@ -10,7 +10,6 @@ from runner.base.errors import ConfigError, Problem
 from runner.base.secret import sanitize
 from runner.base.text import wrap_for_terminal
 from runner.commands.arguments import parse_arguments
-from runner.commands.plan import display_value
 from runner.config.aliases import FOREIGN_KEYS
 from runner.config.configuration import Choice, Configuration, compose
 from runner.config.custom_options import find_by_reference
@@ -18,7 +17,7 @@ from runner.config.custom_tables import hook_keys
 from runner.config.objective_keys import OBJECTIVE, list_objective_keys
 from runner.config.options import AXES, GROUPS, find_signature, list_options, option_with_key, task_source
 from runner.config.phases import LENGTHS, PHASE_GROUPS
-from runner.config.request import Request, plain_override_key
+from runner.config.request import Request, format_value, plain_override_key
 from runner.config.schema import Key, did_you_mean, read_functions, settings_keys
 from runner.config.settings import Settings
 from runner.config.task_file import read_objectives
@@ -42,7 +41,7 @@ def run(argv: list[str]) -> int:
     configuration = compose(request)
     if key not in configuration.flat():
         raise ConfigError(Problem("unknown key", key, _suggest_key(key, configuration)))
-    value = display_value(configuration.flat()[key])
+    value = format_value(configuration.flat()[key])
     lines = [f"{key} = {value}", f"  set by {describe_source(key, configuration)}"]
     for removed, reduced in _remove_overrides(key, request):
         try:
@@ -71,7 +70,7 @@ def _describe_key(key: str, value: str, configuration: Configuration) -> Iterato
     documented = _find_key(key, configuration)
     is_set_by_task = configuration.sources.get(key, "").partition(" ")[0] == "task"
     if documented and is_set_by_task and key.split(".", maxsplit=1)[0] not in ("task", "inference"):
-        yield f"  without the task: {display_value(documented.default)}, the default"
+        yield f"  without the task: {format_value(documented.default)}, the default"
     if documented and documented.help:
         yield f"  meaning: {documented.help}"
     if key in GROUPS:
@@ -84,7 +83,7 @@ def _describe_key(key: str, value: str, configuration: Configuration) -> Iterato
 def _describe_value(key: str, configuration: Configuration) -> str:
     values = configuration.flat()
     if key in values:
-        return f"{display_value(values[key])}, set by {describe_source(key, configuration)}"
+        return f"{format_value(values[key])}, set by {describe_source(key, configuration)}"
     group = key.split(".", maxsplit=1)[0]
     return f"not defined, because {group}={configuration.choices[group].name} has no such key"
 

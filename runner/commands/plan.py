@@ -11,7 +11,7 @@ from runner.base.text import format_table, wrap_for_terminal
 from runner.commands.arguments import SETTINGS_HELP, parse_arguments, progress_printer
 from runner.config.config_files import profile_facts
 from runner.config.configuration import compose
-from runner.config.request import merge_overrides
+from runner.config.request import format_value, merge_overrides
 
 if TYPE_CHECKING:
     from collections.abc import Callable, Sequence
@@ -52,7 +52,7 @@ def run(argv: list[str]) -> int:
     plan = make_plan(configuration, inventory, needs=demand)
     memory_lines, changes = _predict_memory(configuration, inventory, plan, demand, on_wait)
     title = f"plan for {machine}: {plan.device_name}"
-    rows = [(key, display_value(value), plan.reason(key)) for key, value in plan.values().items()]
+    rows = [(key, format_value(value), plan.reason(key)) for key, value in plan.values().items()]
     batches = "\n".join(map(str, plan.selected)) if plan.phase_keys else str(plan.batch)
     sections = [
         f"{title}\n{batches}",
@@ -95,16 +95,3 @@ def train_command(configuration: Configuration, changes: Sequence[str] = ()) -> 
     if request.config_dir:
         argv += ["--config-dir", str(request.config_dir)]
     return shlex.join(["accel-run", "train", *argv])
-
-
-def display_value(value: object) -> str:
-    """Format a value as on the command line."""
-    if value is None:
-        return "null"
-    return (
-        str(value).lower()
-        if isinstance(value, bool)
-        else str(value).replace(" ", "")
-        if isinstance(value, list)
-        else str(value)
-    )
