@@ -23,8 +23,10 @@ from typing import Any
 from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.loaded_torch import torch_uuids
 from runner.monitor.gpu_driver import open_driver
-from runner.monitor.monitor_thread import MachineSamples, Monitor, read_samples
+from runner.monitor.monitor_thread import Monitor
 from runner.monitor.nvml import Nvml, strip_uuid_prefix, visible
+from runner.monitor.samples import MachineSamples
+from runner.monitor.samples_file import read_samples
 
 
 class GPUStats:

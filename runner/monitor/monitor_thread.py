@@ -21,23 +21,8 @@ from runner.monitor.alerts import Alert, AlertMonitor
 from runner.monitor.gpu_driver import open_driver
 from runner.monitor.machine_sample import Gpus, GpuUser, Host, ProcessTree
 from runner.monitor.nvml import Gpu, Nvml, visible
-from runner.monitor.samples import COLUMNS, MachineSamples, Readings, SampledGpu, SampleTally, Summary
+from runner.monitor.samples import Readings, SampledGpu, SampleTally, Summary
 from runner.monitor.samples_file import SamplesFile, read_samples
-
-__all__ = [
-    "COLUMNS",
-    "MONITORS",
-    "Alert",
-    "GpuUser",
-    "MachineSamples",
-    "Monitor",
-    "NoMonitor",
-    "Readings",
-    "SampledGpu",
-    "Summary",
-    "format_line",
-    "read_samples",
-]  # fmt: skip
 
 READ_TIMEOUT_S = 1.0  # timeout for reading the GPUs; CPU and RAM are sampled even if the driver hangs
 OPEN_TIMEOUT_S = 10.0  # timeout for the first answer: an unused driver first initializes the GPUs, a second each
@@ -167,7 +152,6 @@ class Monitor(NoMonitor):
             self._thread = self._gpu_thread = None
 
     def enter_phase(self, phase: str) -> None:
-        """Mark the samples from now on with this phase."""
         self._phase = phase
 
     def latest(self) -> Readings:
@@ -182,10 +166,6 @@ class Monitor(NoMonitor):
         return {name: value for name, value in self.latest().items() if name.rpartition("/")[2] not in _NOT_IN_ROWS}
 
     def line(self) -> str:
-        """Return `GPU: 8.2/16.0GB (51%) | Util: 85% | CPU: 45.3% | RAM: 67.2%`, without missing readings.
-
-        GB are GiB, as in nvidia-smi. Several GPUs are numbered: `GPU0: ...`, `GPU1: ...`.
-        """
         return format_line(self.latest(), len(self._devices))
 
     def users(self) -> Mapping[str, tuple[GpuUser, ...]]:
@@ -198,11 +178,9 @@ class Monitor(NoMonitor):
 
     @property
     def notes(self) -> tuple[str, ...]:  # type: ignore[override]
-        """What is not monitored and why, and alerts."""
         return tuple(alert.text for alert in self._alerts)
 
     def new_alerts(self) -> tuple[Alert, ...]:
-        """Return the alerts since the last call, each once."""
         self._note_stale()
         alerts = self._alerts
         new, self._num_reported = alerts[self._num_reported :], len(alerts)
@@ -356,6 +334,8 @@ class _GpuSample:
 
 def format_line(sample: Readings, num_gpus: int = 1) -> str:
     """Return a sample as one line of text, `GPU: 8.2/16.0GB (51%) | Util: 85% | CPU: 45.3% | RAM: 67.2%`.
+
+    Missing readings are left out. GB are GiB, as in nvidia-smi.
 
     num_gpus  number of monitored GPUs; several are numbered, even if only one of them responds
     """

@@ -26,9 +26,10 @@ from omegaconf import OmegaConf
 from runner.base.errors import ConfigError
 from runner.monitor import monitor_thread as module
 from runner.monitor.machine_sample import Host, QuotaCpuLoad
-from runner.monitor.monitor_thread import COLUMNS, MONITORS, Monitor, NoMonitor, Summary, format_line, read_samples
+from runner.monitor.monitor_thread import MONITORS, Monitor, NoMonitor, format_line
 from runner.monitor.nvml import Gpu, Nvml
-from runner.monitor.samples import SummaryPart
+from runner.monitor.samples import COLUMNS, Summary, SummaryPart
+from runner.monitor.samples_file import read_samples
 from tests.nvml_stub import PAIR, ROOT, SLICED, T4, NvmlStub
 from tests.waiting import wait_until
 
