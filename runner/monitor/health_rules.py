@@ -62,11 +62,11 @@ def assess_health(
     of_run  a run was monitored, whose own processes are not counted; otherwise the machine
     on_gpu  the run used the monitored GPUs; otherwise they are not assessed
     """
-    rules = (*RULES, check_other_processes if of_run else check_several_processes)
     lost = {str(alert.facts.get("device")) for alert in alerts if alert.kind == "lost"}
     excluded = lost if on_gpu else {gpu for gpu, _ in _gpus(summary)}
     assessed = _exclude_gpus(summary, excluded)
-    found = [*judge_driver_reports(summary, alerts), *(verdict for rule in rules for verdict in rule(assessed))]
+    found = [*judge_driver_reports(summary, alerts), *(verdict for rule in RULES for verdict in rule(assessed))]
+    found += check_processes(assessed, of_run=of_run)
     if not on_gpu and excluded:
         message = "this run computed on the CPU: their load is from other processes"
         found.append(HealthVerdict("note", "GPUs", message, f"{len(excluded)} monitored"))
@@ -128,15 +128,21 @@ def check_throttling(summary: Summary) -> Iterator[HealthVerdict]:
             yield HealthVerdict(level, f"{title} clocks", message, ", ".join(evidence))
 
 
-def check_other_processes(summary: Summary) -> Iterator[HealthVerdict]:
-    """Check for processes on a GPU that do not belong to the run."""
-    message = "shared with other processes, which use its time and memory"
-    return _check_process_count(summary, 1, message)
-
-
-def check_several_processes(summary: Summary) -> Iterator[HealthVerdict]:
-    """Check for several processes on a GPU."""
-    return _check_process_count(summary, 2, "they share its time and memory")
+def check_processes(summary: Summary, *, of_run: bool) -> Iterator[HealthVerdict]:
+    """Check for processes on a GPU that do not belong to the run, or for several if the machine was monitored."""
+    most, message = (
+        (0, "shared with other processes, which use its time and memory")
+        if of_run
+        else (1, "they share its time and memory")
+    )
+    for gpu, title in _gpus(summary):
+        others = summary.whole.metrics.get(f"{gpu}/other_processes")
+        memory_gib = summary.whole.metrics.get(f"{gpu}/other_memory_gib")
+        if others is not None and others.max > most:
+            evidence = [f"at most {others.max:.0f} at once"] + (
+                [f"with {memory_gib.max:.1f} GiB"] if memory_gib else []
+            )
+            yield HealthVerdict("high", f"{title} processes", message, ", ".join(evidence))
 
 
 def check_host_memory(summary: Summary) -> Iterator[HealthVerdict]:
@@ -202,17 +208,6 @@ def format_phases(summary: Summary) -> list[str]:
         ]
         rows.append((f"phase {name}", format_duration(part.seconds), ", ".join(means)))
     return format_table(rows, "<><") if len(named) > 1 else []
-
-
-def _check_process_count(summary: Summary, min_processes: int, message: str) -> Iterator[HealthVerdict]:
-    for gpu, title in _gpus(summary):
-        others = summary.whole.metrics.get(f"{gpu}/other_processes")
-        memory_gib = summary.whole.metrics.get(f"{gpu}/other_memory_gib")
-        if others is not None and others.max >= min_processes:
-            evidence = [f"at most {others.max:.0f} at once"] + (
-                [f"with {memory_gib.max:.1f} GiB"] if memory_gib else []
-            )
-            yield HealthVerdict("high", f"{title} processes", message, ", ".join(evidence))
 
 
 def _format_stat(stat: Stat, digits: int) -> tuple[str, str, str]:
