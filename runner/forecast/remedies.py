@@ -88,7 +88,7 @@ def _candidates(configuration: Configuration, inventory: Inventory, plan: Plan) 
     if plan.choices["precision"].name in ("fp32", "tf32") and used:
         if all(gpu.native_bf16 for gpu in used):
             yield ("precision=bf16",)
-        elif all(gpu.fp16_tensor_cores for gpu in used):
+        elif all(gpu.formats.fp16 for gpu in used):
             yield ("precision=fp16",)
     known = list_options("memory", configuration.request.config_dir)
     keeps = plan.choices["memory"].function in ("none", "selective")

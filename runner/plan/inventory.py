@@ -68,21 +68,6 @@ class Device:
         return self.formats.bf16
 
     @property
-    def native_tf32(self) -> bool:
-        """Whether it computes TensorFloat-32 natively."""
-        return self.formats.tf32
-
-    @property
-    def fp16_tensor_cores(self) -> bool:
-        """Whether it computes float16 natively."""
-        return self.formats.fp16
-
-    @property
-    def flash_attention(self) -> bool:
-        """Whether PyTorch's flash attention runs on it."""
-        return self.formats.flash
-
-    @property
     def generation(self) -> str:
         """The property that determines its formats: `capability 7.5`, `gfx90a` or `no capability`."""
         if self.capability is not None:
@@ -120,7 +105,6 @@ class Cpu:
 
     @property
     def device(self) -> Device:
-        """The CPU as a training device."""
         return Device("cpu", 0, self.name, memory_bytes=self.memory_bytes)
 
 
@@ -148,7 +132,6 @@ class Inventory:
         return tuple(device for device in self.devices if device.usable)
 
     def to_json(self) -> str:
-        """Return the inventory as JSON text."""
         return json.dumps(encode(self), indent=1)
 
     @staticmethod

@@ -81,7 +81,6 @@ def make_plan(
 
 
 def plan_this_process(configuration: Configuration) -> tuple[Plan, Inventory]:
-    """Plan for this process on this machine."""
     apply_allocator_settings(configuration)
     inventory = take_inventory()
     planned = make_plan(configuration, inventory)
@@ -219,9 +218,7 @@ class _Planner(Decisions):
         self.ranks = self._limit_memory([RankDevice.of(gpu, self.inventory) for gpu in gpus])
         self.set("parallelism", "world_size", len(gpus), why or self.reasons.get("parallelism.world_size", "as given"))
         used = [gpu for gpu in gpus if gpu is not None]
-        weakest = min(
-            used, key=lambda gpu: (gpu.capability or (0, 0), gpu.native_bf16, gpu.fp16_tensor_cores), default=None
-        )
+        weakest = min(used, key=lambda gpu: (gpu.capability or (0, 0), gpu.native_bf16, gpu.formats.fp16), default=None)
         if weakest is not None and len({(gpu.capability, gpu.architecture) for gpu in used}) > 1:
             self.notes.append(f"all ranks compute in one format, chosen for {weakest.name}")
         return weakest

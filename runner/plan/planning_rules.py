@@ -23,9 +23,9 @@ def _precision(planner: Decisions, gpu: Device | None) -> None:
         needed = "of CDNA 2 or RDNA 3 or above" if gpu.architecture else "of capability 8.0 or above"
         needed = "with XMX" if gpu.kind == "xpu" else needed
         why = f"needs a GPU {needed}; {gpu.name} has {gpu.generation} and only emulates bfloat16"
-        instead = "fp16" if gpu.fp16_tensor_cores else "fp32"
+        instead = "fp16" if gpu.formats.fp16 else "fp32"
         planner.reject_or_replace("precision", why, instead, "no native bfloat16")
-    elif name == "tf32" and not (gpu and gpu.native_tf32):
+    elif name == "tf32" and not (gpu and gpu.formats.tf32):
         actual = f"{gpu.name} has {gpu.generation}" if gpu else "this is a CPU"
         why = f"needs a GPU of capability 8.0 or above; {actual}"
         planner.reject_or_replace("precision", why, "fp32", "no TF32 support")
@@ -40,7 +40,7 @@ def _native_precision(gpu: Device | None) -> tuple[str, str]:
         return "fp32", "auto: on a CPU bfloat16 helps only large models; measure before using it"
     if gpu.native_bf16:
         return "bf16", f"auto: {gpu.name} ({gpu.generation}) supports bfloat16 natively"
-    if gpu.fp16_tensor_cores:
+    if gpu.formats.fp16:
         why = "has float16 tensor cores but only emulates bfloat16"
         return "fp16", f"auto: {gpu.name} ({gpu.generation}) {why}"
     return "fp32", f"auto: {gpu.name} has no tensor cores"
@@ -129,7 +129,7 @@ def _prefetch(planner: Decisions, gpu: Device | None) -> None:
 
 def _attention(planner: Decisions, gpu: Device | None) -> None:
     name = planner.choices["attention"].function
-    if name == "flash" and gpu and gpu.kind == "cuda" and not gpu.flash_attention:
+    if name == "flash" and gpu and gpu.kind == "cuda" and not gpu.formats.flash:
         why = f"flash needs capability 8.0; {gpu.name} is below"
         if gpu.architecture:
             why = f"torch has no flash kernels for {gpu.architecture} ({gpu.name})"

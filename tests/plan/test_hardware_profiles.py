@@ -85,8 +85,8 @@ def test_every_fact_has_its_source(name: str) -> None:
 def test_facts_agree_with_each_other(name: str) -> None:
     for device, planned in zip(devices(name), inventory_from_profile(profile(name)["hardware"]).devices, strict=False):
         assert planned.native_bf16 == ("bf16_tensor_tflops" in device)
-        assert planned.native_tf32 == ("tf32_tflops" in device)
-        assert planned.fp16_tensor_cores == ("fp16_tensor_tflops" in device)
+        assert planned.formats.tf32 == ("tf32_tflops" in device)
+        assert planned.formats.fp16 == ("fp16_tensor_tflops" in device)
         assert device["fp16_tensor_tflops"] == device.get("bf16_tensor_tflops", device["fp16_tensor_tflops"])
 
 
@@ -95,8 +95,8 @@ def test_the_options_selected_are_native_to_every_device_of_the_profile(name: st
     chosen = selected(name)
     for device in inventory_from_profile(profile(name)["hardware"]).devices:
         assert device.native_bf16 or chosen["override /precision"] != "bf16"
-        assert device.fp16_tensor_cores or chosen["override /precision"] != "fp16"
-        assert device.flash_attention or chosen.get("override /attention") != "flash"
+        assert device.formats.fp16 or chosen["override /precision"] != "fp16"
+        assert device.formats.flash or chosen.get("override /attention") != "flash"
 
 
 @pytest.mark.parametrize("name", [name for name in NAMES if "guidance" in profile(name)["hardware"]])
@@ -120,8 +120,8 @@ def test_every_tier_has_guidance() -> None:
 def test_a_t4_is_planned_without_bfloat16_and_tf32() -> None:
     (device,) = inventory_from_profile(profile("t4")["hardware"]).devices
 
-    assert (device.native_bf16, device.native_tf32, device.flash_attention) == (False, False, False)
-    assert device.fp16_tensor_cores
+    assert (device.native_bf16, device.formats.tf32, device.formats.flash) == (False, False, False)
+    assert device.formats.fp16
 
 
 def test_the_profiles_auto_and_cpu_have_no_gpu() -> None:

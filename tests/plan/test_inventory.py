@@ -235,7 +235,7 @@ def test_an_amd_gpu_computes_natively_what_its_architecture_does() -> None:
 
     assert new.usable
     assert new.free_bytes == 60 * GIB
-    assert (new.native_bf16, new.fp16_tensor_cores, new.flash_attention, new.native_tf32) == (True, True, True, False)
+    assert (new.native_bf16, new.formats.fp16, new.formats.flash, new.formats.tf32) == (True, True, True, False)
     assert new.generation == "gfx90a"
     assert not old.native_bf16
     assert not notes
@@ -276,8 +276,8 @@ def test_native_formats_follow_from_the_capability(
 ) -> None:
     device = Device("cuda", 0, name, capability=capability)
 
-    assert device.fp16_tensor_cores is fp16
-    assert {device.native_bf16, device.native_tf32, device.flash_attention} == {bf16_tf32_flash}
+    assert device.formats.fp16 is fp16
+    assert {device.native_bf16, device.formats.tf32, device.formats.flash} == {bf16_tf32_flash}
 
 
 def system(root: Path, **files: str) -> Path:

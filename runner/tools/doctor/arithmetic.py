@@ -58,15 +58,14 @@ def matmul(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def formats(device: Device, inventory: Inventory) -> list[FormatUnderTest]:
-    """Return the formats to test on a device."""
     if device.kind == "cpu":
         bf16 = inventory.cpu.native_bf16
         tf32 = "TF32 is a format of NVIDIA's tensor cores"
         half = "avx512_fp16" in inventory.cpu.flags or "amx_fp16" in inventory.cpu.flags
     else:
-        bf16, half = device.native_bf16, device.fp16_tensor_cores
+        bf16, half = device.native_bf16, device.formats.fp16
         missing = "torch has no TF32 on AMD GPUs" if device.architecture else "needs capability 8.0"
-        tf32 = "" if device.native_tf32 else missing
+        tf32 = "" if device.formats.tf32 else missing
     fp64 = {"mps": "Metal has no float64", "xpu": "many Intel GPUs have no float64"}.get(device.kind, "")
     return [
         FormatUnderTest(device, "fp32", 24),

@@ -286,10 +286,10 @@ def precision(facts: Facts) -> RuleFinding | None:
         return None
     hardware = f"{gpu.name} has {gpu.generation}"
     if used in ("fp32", "tf32") and gpu.native_bf16:
-        others = ["precision=tf32"] if used == "fp32" and gpu.native_tf32 else []
+        others = ["precision=tf32"] if used == "fp32" and gpu.formats.tf32 else []
         evidence = f"precision={used}, and {hardware}: its tensor cores support bfloat16"
         return _make_finding(evidence, "precision=bf16", *others)
-    if used == "fp32" and gpu.fp16_tensor_cores:
+    if used == "fp32" and gpu.formats.fp16:
         return _make_finding(f"precision=fp32, and {hardware}: its tensor cores support float16", "precision=fp16")
     if used == "bf16" and not gpu.native_bf16:
         return _make_finding(f"precision=bf16, which is emulated: {hardware}", "precision=fp16", "precision=fp32")
