@@ -38,7 +38,6 @@ COMMAND_KEYS = {"budget_s": "120"}
 
 
 def run(argv: list[str]) -> int:
-    """Print the advice."""
     from runner.tools.measure.advisor import AdviceInputs, advise, as_json
 
     keys, rest, is_json = parse_command_keys(argv, COMMAND_KEYS)
@@ -85,7 +84,6 @@ def _load_run_request(request: Request) -> tuple[Request, AdviceInputs, tuple[st
 
 
 def format_advice(advice: Advice) -> list[str]:
-    """Return the lines to print."""
     lines = [f"{advice.task} on {advice.device_name}: an update takes {advice.update_ms:.4g} ms", ""]
     if advice.entries:
         lines.append("advice, largest gain first")

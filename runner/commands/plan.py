@@ -37,7 +37,6 @@ examples
 
 
 def run(argv: list[str]) -> int:
-    """Print the plan."""
     from runner.plan.planner import SEE_PLAN, make_plan, planning_inventory
     from runner.plan.run_plan import format_rank_table
 

@@ -68,7 +68,6 @@ class RunRow:
 
 
 def run(argv: list[str]) -> int:
-    """Print a line per run."""
     from runner.base.paths import parse_path
     from runner.durable.directory import list_runs, list_sweeps
 

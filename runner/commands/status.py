@@ -30,7 +30,6 @@ examples
 
 
 def run(argv: list[str]) -> int:
-    """Print the state of a run."""
     from runner.config.configuration import compose
     from runner.durable.directory import LAST, RunDirectory, find_sweep
     from runner.durable.run_request import report_skipped

@@ -76,7 +76,6 @@ def parse_tune_arguments(argv: list[str]) -> tuple[Request, float, str, bool]:
 
 
 def format_result(tuned: TuneReport) -> list[str]:
-    """Return the lines to print."""
     search = tuned.result
     lines = [f"{tuned.task} on {tuned.device_name}: an update takes {tuned.update_ms:.4g} ms as configured", ""]
     if search.adopted:

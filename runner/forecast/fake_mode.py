@@ -114,11 +114,9 @@ class AllocationLedger:
             weakref.finalize(storage, self._ignored.discard, address)
 
     def blocks_in_use(self) -> list[StorageBlock]:
-        """Return the blocks in use."""
         return [block for block, _ in self._in_use.values()]
 
     def record_operation(self, flops: int, moved: int, launches: int) -> None:
-        """Record the cost of an operation."""
         self.work[self.stage] = self.work.get(self.stage, ComputeCost()) + ComputeCost(
             flops, moved, launches, moved if flops else 0
         )

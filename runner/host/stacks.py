@@ -121,7 +121,6 @@ def is_collective(call: StackFrame) -> bool:
 
 
 def is_debugger(file: str) -> bool:
-    """Return whether the file belongs to a debugger."""
     return Path(file).name in _DEBUGGERS or "/pydevd" in file or "/debugpy/" in file or "/IPython/" in file
 
 

@@ -44,7 +44,6 @@ class AlertMonitor:
     def check(
         self, readings: Readings, users: Mapping[int, Sequence[GpuUser]], events: Iterable[GpuEvent]
     ) -> list[Alert]:
-        """Return the new alerts of this sample."""
         alerts: list[_Keyed] = []
         for index, gpu in enumerate(self._gpus):
             alerts += self._check_access(index, gpu)

@@ -37,7 +37,6 @@ class SampleLines:
         self.is_gone = False
 
     def sample(self, view: View) -> None:
-        """Show a new sample."""
         self.draw(view)
         try:
             print(sanitize(self._text(view)), file=self._out, flush=True)

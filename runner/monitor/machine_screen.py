@@ -51,7 +51,6 @@ class View:
     latest: Readings = field(default_factory=dict)
 
     def add(self, readings: Readings) -> None:
-        """Add a sample."""
         self.latest = readings
         length = max((len(values) for values in self.history.values()), default=0)
         for name in readings:

@@ -117,7 +117,6 @@ class Summary:
 
     @staticmethod
     def from_samples(samples: MachineSamples) -> Summary:
-        """Summarize samples."""
         return SampleTally.from_samples(samples).summary(samples.devices, samples.notes)
 
     def to_json(self) -> dict[str, Any]:
@@ -135,7 +134,6 @@ class SampleTally:
 
     @staticmethod
     def from_samples(samples: MachineSamples) -> SampleTally:
-        """Return the sums of these samples."""
         tally = SampleTally()
         for phase, span_s, after_gap, readings in samples.readings():
             tally.add(phase, span_s, readings, after_gap=after_gap)
@@ -165,7 +163,6 @@ class SampleTally:
                     part.increases[energy] += value * span_s
 
     def summary(self, devices: Mapping[str, SampledGpu], notes: Sequence[str] = ()) -> Summary:
-        """Return the summary of the samples so far."""
         whole = _Sums()
         for part in self._parts.values():
             whole.merge(part)

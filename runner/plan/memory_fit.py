@@ -256,12 +256,10 @@ class RankPart:
     rank: int = 0
 
     def for_rank(self, rank: int) -> RankPart:
-        """Return the part of another rank."""
         return dataclasses.replace(self, rank=rank)
 
     @staticmethod
     def from_choice(choice: Choice, count: int, share: int = 0, passes: int = 1) -> RankPart:
-        """Return the part of a rank with this choice of parallelism."""
         options, in_flight = choice.options, 1.0
         if choice.function == "pipeline" and count > 1:
             counts = max_in_flight(options["schedule"], count, min(passes, MAX_TRACED_MICRO_BATCHES))

@@ -37,7 +37,6 @@ class Bytes:
 
     @property
     def total(self) -> int:
-        """Return their sum."""
         return sum(vars(self).values())
 
 

@@ -73,7 +73,6 @@ def number_machines(ranks: Sequence[RankDevice], local_ranks: Sequence[int]) -> 
 
 
 def ranks_per_machine(ranks: Sequence[RankDevice]) -> tuple[int, ...]:
-    """Return the number of ranks on each machine."""
     return tuple(Counter(rank.machine for rank in ranks).values())
 
 

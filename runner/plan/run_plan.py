@@ -31,7 +31,6 @@ class PhasePlan(PhaseSettings):
     objectives: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
 
     def __str__(self) -> str:
-        """Return a one-line summary of the phase."""
         parts = [f"{self.name} ({self.kind})"]
         if self.kind == "train":
             length = f"{self.updates} updates" if self.updates is not None else f"{self.epochs:g} epochs"
@@ -105,7 +104,6 @@ class Plan:
 
     @property
     def world_size(self) -> int:
-        """Return the number of ranks."""
         return len(self.ranks)
 
     @property
@@ -161,7 +159,6 @@ class Plan:
         }
 
     def reason(self, key: str) -> str:
-        """Return why `key` has its value."""
         return self.reasons.get(key, "default")
 
     def to_json(self) -> str:

@@ -48,11 +48,9 @@ class DeviceWaits:
         self._num_updates = 0
 
     def start(self) -> None:
-        """Start recording."""
         self._open.enter_context(_intercept_warnings(self._record))
 
     def stop(self) -> None:
-        """Stop recording."""
         self._open.close()
 
     @contextmanager

@@ -59,7 +59,6 @@ class Console:
         self.log("info", text)
 
     def warning(self, text: str) -> None:
-        """Log a warning."""
         self.log("warning", text)
 
     def warn_once(self, text: str) -> None:
@@ -69,7 +68,6 @@ class Console:
             self.warning(text)
 
     def error(self, text: str) -> None:
-        """Log an error."""
         self.log("error", text)
 
     def print_through(self, note: Callable[[str], None] | None) -> None:
@@ -81,7 +79,6 @@ class Console:
         self._file.close()
 
     def log(self, level: Level, text: str) -> None:
-        """Log at this level."""
         text = sanitize(text)
         self._file.append(f"{_now()} {level:<7} {text}\n")
         if LEVELS.index(level) < self._min_level:
@@ -110,7 +107,6 @@ class Events:
         return self._file.num_lost
 
     def close(self) -> None:
-        """Close the file."""
         self._file.close()
 
 

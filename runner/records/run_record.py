@@ -134,7 +134,6 @@ class RunRecord:
         return self != RunRecord()
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of run.json."""
         content: dict[str, Any] = encode(self)
         return content | {"version": VERSION}
 
@@ -174,6 +173,5 @@ class ErrorRecord:
         return decode(cls, clean(tree) if clean else tree).value if tree else None
 
     def to_json(self) -> dict[str, Any]:
-        """Return the content of error.json."""
         content: dict[str, Any] = encode(self)
         return content

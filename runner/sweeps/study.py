@@ -107,7 +107,6 @@ class Study:
         return trials
 
     def is_reported(self, trial: Trial) -> bool:
-        """Return whether the result was reported to Optuna."""
         return bool(self._study.get_trials(deepcopy=False)[trial.number - 1].state.is_finished())
 
     def report_value(self, trial: Trial, value: float | None) -> None:

@@ -127,7 +127,6 @@ class Sweep:
         return self.record.goal
 
     def results(self) -> list[Result]:
-        """Return the result of every trial, in order."""
         return [self.result(trial) for trial in self.trials]
 
     def result(self, trial: Trial) -> Result:

@@ -52,7 +52,6 @@ class DoctorDisplay:
         print(f"\r\x1b[K{text[: columns - 1]}", end="", file=self._live, flush=True)
 
     def clear_status(self) -> None:
-        """Clear the status line."""
         if self._is_drawn and self._live is not None:
             print("\r\x1b[K", end="", file=self._live, flush=True)
         self._is_drawn = False

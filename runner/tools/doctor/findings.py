@@ -41,12 +41,10 @@ class CheckResult:
     took_s: float = 0.0
 
     def to_json(self) -> dict[str, Any]:
-        """Return the result as JSON-serializable data."""
         return dataclasses.asdict(self)
 
     @staticmethod
     def from_json(values: Mapping[str, Any]) -> CheckResult:
-        """Return the result from the output of `to_json`."""
         return CheckResult(**values)
 
 

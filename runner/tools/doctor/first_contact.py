@@ -195,7 +195,6 @@ def _compare_training(device: Device, expected: RunPrediction | str, folder: Pat
 
 
 def compare_memory(subject: str, predicted: float, measured: float) -> CheckResult:
-    """Compare predicted and measured bytes."""
     difference = ""
     if measured > (1 + MEMORY_TOLERANCE) * predicted + SEGMENT_BYTES:
         difference = "kernels allocate memory that the trace does not see; runs near the limit may be out of memory"

@@ -358,7 +358,6 @@ class Comparison:
         return True
 
     def run_block(self, result: ComparisonResult, trial: VariantResult, number: int) -> None:
-        """Run one block of a variant."""
         process = self.processes.get(trial.name) or self.start(trial, self.deadline)
         if process is None:
             if isinstance(self.last_error, BudgetExhausted) and trial is result.baseline:

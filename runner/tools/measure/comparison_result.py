@@ -175,7 +175,6 @@ class VariantResult:
         return None if peak is None else float(peak)
 
     def process_blocks(self, number: int) -> list[Block]:
-        """Return the blocks of one process."""
         return [block for block in self.blocks.values() if block.process == number]
 
     def process_s(self, number: int) -> float:
@@ -320,11 +319,9 @@ class ComparisonResult:
         return self.variants[0]
 
     def of(self, name: str) -> VariantResult:
-        """Return the variant with this name."""
         return next(trial for trial in self.variants if trial.name == name)
 
     def against(self, trial: VariantResult) -> VariantResult:
-        """Return the variant that this one is compared with."""
         return self.of(trial.variant.against) if trial.variant.against else self.baseline
 
     @property

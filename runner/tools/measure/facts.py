@@ -90,7 +90,6 @@ class Criterion:
 
     @property
     def verdict(self) -> Verdict:
-        """Return the recommendation for this value."""
         if self.value is None:
             return "unknown"
         if self.gpu_from is not None and self.value >= self.gpu_from:

@@ -148,7 +148,6 @@ class VariantProcess(JsonSocket):
         self.end()
 
     def run(self, updates: int, timeout_s: float) -> float:
-        """Run updates; return their seconds."""
         reply = self.run_block(updates, timeout_s)
         return float(reply["seconds"] - reply["run_queue_wait_s"])
 

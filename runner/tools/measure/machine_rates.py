@@ -77,7 +77,6 @@ class MachineOperation:
 
     @property
     def subject(self) -> str:
-        """Name of the operation in messages."""
         return f"{self.device} {self.name}"
 
 
@@ -112,7 +111,6 @@ class MachineResults:
     threads: int | None = None
 
     def add(self, part: str, other: MachineResults) -> None:
-        """Add the results of a part."""
         self.rates += other.rates
         self.skipped |= other.skipped
         self.notes += other.notes

@@ -121,7 +121,6 @@ class SuiteReport:
 
 
 def make_table(title: str, columns: Columns, rows: Iterable[VariantResult]) -> SuiteTable:
-    """Make a table with a row for each variant."""
     return SuiteTable(title, tuple(columns), [[value(row) for value in columns.values()] for row in rows])
 
 
@@ -215,7 +214,6 @@ def select_variant(
 
 
 def format_verdict(result: ComparisonResult, trial: VariantResult) -> str:
-    """Format the verdict on a variant for a table."""
     return "baseline" if trial is result.baseline else result.outcome(trial).verdict
 
 

@@ -39,7 +39,6 @@ class LadderRequest:
     rounds: int
 
     def variant(self, name: str, members: Iterable[Technique]) -> Variant:
-        """Return the variant that stacks these techniques."""
         return Variant(name, stack_overrides(members, self.base, self.configuration))
 
     def effective(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
@@ -256,7 +255,6 @@ class Ladder:
         return row
 
     def report(self) -> SuiteReport:
-        """Return the report of all rows."""
         measured = {name: row for name, row in self.rows.items() if row.update_ms > 0}
         notes = tuple(dict.fromkeys(self.notes))
         rows = [replace_nonfinite({"variant": name, **row.as_json()}) for name, row in self.rows.items()]
@@ -379,7 +377,6 @@ def _make_row(
 
 
 def take_evenly_spaced(values: Sequence[float], num: int) -> tuple[float, ...]:
-    """Return at most `num` of the values, evenly spaced."""
     if len(values) <= num:
         return tuple(values)
     return tuple(values[index * len(values) // num] for index in range(num))
