@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from runner.base.division import Batch
-from runner.base.text import format_bytes, format_table
+from runner.base.text import format_bytes, format_rate, format_table
 from runner.plan.cuda_allocator import AllocatorSettings
 from runner.plan.memory_fit import (
     Demand,
@@ -156,7 +156,9 @@ def _format_time(plan: Plan, phase: PhasePlan, demand: Demand, rates: Mapping[st
         unknown = (rank.name for rank in plan.ranks if not rates.get(rank.name, DeviceRates()).is_known)
         why = next((f"no hardware profile lists {name}" for name in unknown), "the operators are unknown")
         return [_format_row("update time", f"not predicted: {why}")]
-    rate = f"{phase.batch.global_batch_size / time.seconds:,.3g} samples/s{'' if time.is_complete else ' at most'}"
+    rate = (
+        f"{format_rate(phase.batch.global_batch_size / time.seconds)} samples/s{'' if time.is_complete else ' at most'}"
+    )
     lines = [_format_row("update time", f"{time}, {rate}")]
     for part in time.parts:
         seconds = "unknown" if part.seconds is None else format_seconds(part.seconds)

@@ -48,6 +48,12 @@ def without(name: str) -> dict[str, Tensor]:
     return {other: tensor for other, tensor in changed().items() if other != name}
 
 
+def test_another_task_is_the_only_problem() -> None:
+    with pytest.raises(IncompatibleResume) as refused:
+        compare(BEFORE, {"seed": 2, "task": "mine", "task.hidden": 8}, ["seed"])
+    assert [problem.where for problem in refused.value.problems] == ["task"]
+
+
 def test_weights_and_buffers_are_restored(tmp_path: Path) -> None:
     given, result = changed(), model()
     load_model(result, saved(given, tmp_path), PARALLEL)
