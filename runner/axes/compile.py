@@ -211,6 +211,13 @@ def _check_compiler(device: torch.device, backend: str) -> None:
             "compile",
             "apt install g++, set CXX, or use compile=off",
         )
+    elif device.type == "cpu" and " " in (folder := _torch_folder()):
+        # Its command for the linker contains the path without quotes (torch 2.13).
+        problem = Problem(
+            f"inductor cannot link with torch in a path with a space: {folder}",
+            "compile",
+            "use compile=off, or another environment: ACCEL_RUN_VENV=FOLDER scripts/setup.sh",
+        )
     elif device.type == "cuda" and find_spec("triton") is None:
         problem = Problem("compiling for CUDA needs Triton", "compile", "pip install triton, or use compile=off")
     elif device.type == "cuda" and not (_c_compiler() and _python_header().is_file()):
@@ -234,6 +241,10 @@ def _check_compiler(device: torch.device, backend: str) -> None:
 
 def _cpp_compiler() -> str:
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+
+
+def _torch_folder() -> str:
+    return str(Path(torch.__file__).parent)
 
 
 def _c_compiler() -> str | None:

@@ -247,6 +247,17 @@ def test_a_missing_cpp_compiler_is_reported_before_the_first_update(
     assert len(calls) == 1
 
 
+def test_a_path_of_torch_with_a_space_is_reported_before_the_first_update(
+    monkeypatch: pytest.MonkeyPatch, calls: list[Any]
+) -> None:
+    monkeypatch.setenv("CXX", sys.executable)
+    monkeypatch.setattr(torch, "__file__", "/my checkout/.venv/lib/python3.11/site-packages/torch/__init__.py")
+    with pytest.raises(ConfigError, match="/my checkout/"):
+        default(stack(), [], CPU)
+    default(stack(), [], CPU, backend="eager")
+    assert len(calls) == 1
+
+
 def test_missing_triton_compilers_and_old_gpus_are_reported_before_the_first_update(
     monkeypatch: pytest.MonkeyPatch, calls: list[Any]
 ) -> None:
