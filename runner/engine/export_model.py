@@ -128,7 +128,8 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
     _write_parity(trained, parities)
     shown = trained.directory.shown / folder.name
     for name, parity in parities.items():
-        verdict = "equal but for rounding" if parity.holds else "DIFFERENT"
+        same = "equal but for rounding" if parity.largest_difference else "identical"
+        verdict = same if parity.holds else "DIFFERENT"
         console.info(
             f"{name:<12} {shown / parity.file}  {parity.bytes / 2**20:.1f} MiB  {verdict}"
             f" (largest difference {parity.largest_difference:.1e})"

@@ -64,7 +64,7 @@ class FirstUpdate(Hook):
             phase.stopwatch.lap("starting")
         if reason:
             phase.run.observers.screen.info(
-                f"{phase.name}: could not check that loss is a sum: {reason}. It must return the sum over the items of"
+                f"{phase.name}: loss not checked to be a sum: {reason}. It must return the sum over the items of"
                 ' a batch, such as with reduction="sum", and their number'
             )
 
@@ -79,7 +79,7 @@ class FirstUpdate(Hook):
             return
         for reason, names in check_metrics_are_sums(parts, evaluation.held_out, indices).items():
             phase.run.observers.screen.info(
-                f"{phase.name}: could not check that evaluate returns sums ({', '.join(names)}): {reason}"
+                f"{phase.name}: metrics not checked to be sums: {', '.join(names)} ({reason})"
             )
         phase.stopwatch.lap("starting")
 

@@ -77,7 +77,7 @@ def _make_differences_table(runs: Sequence[RunData], labels: Sequence[str]) -> P
     keys = dict.fromkeys(key for run in runs for key in run.settings)
     rows = []
     for key in keys:
-        values = [format_value(run.settings[key]) if key in run.settings else "not there" for run in runs]
+        values = [format_value(run.settings[key]) if key in run.settings else "absent" for run in runs]
         if len(set(values)) > 1 and key not in ("run", "output_root", "resume"):
             rows.append((key, *values))
     unknown = [label for label, run in zip(labels, runs, strict=True) if not run.settings]
