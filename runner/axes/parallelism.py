@@ -92,6 +92,7 @@ def pipeline(
     world: World,
     *,
     world_size: PositiveInt | Auto = "auto",
+    stages: PositiveInt | Literal["all"] = "all",
     schedule: Literal["1f1b", "gpipe"] = "1f1b",
     split: list[PositiveInt] | None = None,
     balance: Literal["memory", "time"] = "memory",
@@ -101,6 +102,8 @@ def pipeline(
 ) -> Parallel:
     """Give each rank some layers of the model; micro-batches pass through the ranks and back.
 
+    stages      ranks that hold one copy of the model together: all, or a number that divides world_size. With several
+                copies, each processes its share of an update, and gradients are summed over the copies
     schedule    1f1b: backward as early as possible; gpipe: all forward passes first
     split       number of layers of each stage; null: by balance
     balance     memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
@@ -112,7 +115,15 @@ def pipeline(
         return Parallel(world)
     from runner.distributed.pipelined import Pipelined  # imports torch's compiler, which is slow
 
-    return Pipelined(world, schedule=schedule, split=split, balance=balance, init=init)
+    return Pipelined(
+        world,
+        stages=stages if isinstance(stages, int) else None,
+        schedule=schedule,
+        split=split,
+        balance=balance,
+        init=init,
+        timeout_s=timeout_s,
+    )
 
 
 def auto(world: World, *, world_size: PositiveInt | Auto = "auto") -> Parallel:

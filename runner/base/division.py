@@ -14,9 +14,9 @@ class Batch:
     """Division of a global batch: it is the sum of the shares, and each share is the sum of its micro-batches.
 
     micro_batch_size  maximum number of samples in a forward pass of a rank
-    shares            samples per update for each rank
+    shares            samples per update for each rank, or for each copy of the model that consists of several ranks
     in_one_pass       each rank runs its whole share as one micro-batch, also if shares change during the run
-    stages            pipeline stages (ranks) per micro-batch; 1: each rank has separate micro-batches
+    stages            ranks of a copy of the model, the stages of a pipeline
     """
 
     global_batch_size: int
@@ -26,9 +26,13 @@ class Batch:
     stages: int = 1
 
     @property
-    def world_size(self) -> int:
-        """Return the number of ranks."""
+    def num_shares(self) -> int:
+        """Return the number of shares, one for each copy of the model."""
         return len(self.shares)
+
+    def share_of(self, rank: int) -> int:
+        """Return the samples per update that pass through a rank."""
+        return self.shares[rank // self.stages]
 
     @property
     def max_micro_batch_size(self) -> int:
@@ -42,20 +46,21 @@ class Batch:
 
     def __str__(self) -> str:
         if self.stages > 1:
-            parts = [f"{self.accumulation_steps} micro-batches of {self.micro_batch_size}"]
-            num_full, rest = divmod(self.global_batch_size, self.micro_batch_size)
-            parts = [f"{num_full} micro-batches of {self.micro_batch_size}", f"one of {rest}"] if rest else parts
-            return f"{self.global_batch_size} samples per update = {' and '.join(parts)}, through {self.stages} stages"
-        product = self.micro_batch_size * self.accumulation_steps * self.world_size
+            num_full, rest = divmod(max(self.shares), self.micro_batch_size)
+            parts = [f"{num_full} micro-batches of {self.micro_batch_size}"] + ([f"one of {rest}"] if rest else [])
+            copies = f", in each of {self.num_shares} pipelines" if self.num_shares > 1 else ""
+            text = f"{self.global_batch_size} samples per update = {' and '.join(parts)}, through {self.stages} stages"
+            return text + copies
+        product = self.micro_batch_size * self.accumulation_steps * self.num_shares
         if product == self.global_batch_size:
-            ranks = f"{self.world_size} rank" + ("s" if self.world_size > 1 else "")
+            ranks = f"{self.num_shares} rank" + ("s" if self.num_shares > 1 else "")
             return (
                 f"{self.global_batch_size} samples per update = micro-batch {self.micro_batch_size}"
                 f" x {self.accumulation_steps} accumulation x {ranks}"
             )
-        no_names = [""] * self.world_size
+        no_names = [""] * self.num_shares
         return format_identity(
-            rank_shares(self.shares, no_names, [None] * self.world_size, [self.micro_batch_size] * self.world_size)
+            rank_shares(self.shares, no_names, [None] * self.num_shares, [self.micro_batch_size] * self.num_shares)
         )
 
 

@@ -19,8 +19,10 @@ class World:
     """Rank, size and device of this process, and the collectives that the engine needs.
 
     heartbeat_folder  folder for heartbeats of ranks started by our own launcher; None: started by another launcher
+    group             process group of the ranks of this world; None: all processes
 
-    All ranks must call a collective, in the same order. In a world of size 1 it returns its argument.
+    All ranks must call a collective, in the same order. In a world of size 1 it returns its argument. Ranks in
+    arguments are those of this world.
     """
 
     device: torch.device
@@ -29,6 +31,7 @@ class World:
     world_size: int = 1
     num_local_ranks: int = 1
     heartbeat_folder: Path | None = None
+    group: Any = None
 
     @property
     def is_supervised(self) -> bool:
@@ -67,19 +70,24 @@ class World:
     def sum(self, tensor: Tensor) -> Tensor:
         """All-reduce the tensor in place (sum); return it."""
         if self.world_size > 1:
-            dist.all_reduce(tensor)
+            dist.all_reduce(tensor, group=self.group)
         return tensor
 
     def sum_async(self, tensor: Tensor) -> Any:
         """Start an all-reduce of the tensor in place (sum); call `wait()` on the result."""
         assert self.world_size > 1, "needs several ranks"
-        return dist.all_reduce(tensor, async_op=True)
+        return dist.all_reduce(tensor, group=self.group, async_op=True)
 
     def max(self, tensor: Tensor) -> Tensor:
         """All-reduce the tensor in place (maximum); return it."""
         if self.world_size > 1:
-            dist.all_reduce(tensor, dist.ReduceOp.MAX)
+            dist.all_reduce(tensor, dist.ReduceOp.MAX, group=self.group)
         return tensor
+
+    def broadcast_tensor(self, tensor: Tensor, source: int = 0) -> None:
+        """Copy the tensor of rank `source` into those of all ranks, which have its shape and dtype."""
+        if self.world_size > 1:
+            dist.broadcast(tensor, group=self.group, group_src=source)
 
     def gather(self, value: Any) -> list[Any]:
         """All-gather a JSON-serializable value; return the list in rank order."""
@@ -88,11 +96,11 @@ class World:
         mine = _encode(value)
         sizes = torch.zeros(self.world_size, dtype=torch.int64)
         sizes[self.rank] = len(mine)
-        dist.all_reduce(sizes)
+        dist.all_reduce(sizes, group=self.group)
         padded = torch.zeros(int(sizes.max()), dtype=torch.uint8)
         padded[: len(mine)] = mine
         rows = [torch.empty_like(padded) for _ in range(self.world_size)]
-        dist.all_gather(rows, padded)
+        dist.all_gather(rows, padded, group=self.group)
         return [_decode(row[:size]) for row, size in zip(rows, sizes.tolist(), strict=True)]
 
     def gather_on_first(self, value: Any) -> list[Any]:
@@ -104,12 +112,12 @@ class World:
             return [value]
         mine = _encode(value)
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(self.world_size)] if self.is_first else None
-        dist.gather(torch.tensor([len(mine)]), sizes)
+        dist.gather(torch.tensor([len(mine)]), sizes, group=self.group, group_dst=0)
         longest = self.max(torch.tensor([len(mine)]))
         padded = torch.zeros(int(longest), dtype=torch.uint8)
         padded[: len(mine)] = mine
         rows = [torch.empty_like(padded) for _ in range(self.world_size)] if self.is_first else None
-        dist.gather(padded, rows)
+        dist.gather(padded, rows, group=self.group, group_dst=0)
         return [_decode(row[: int(size)]) for row, size in zip(rows or (), sizes or (), strict=True)]
 
     def broadcast(self, value: Any) -> Any:
@@ -118,9 +126,9 @@ class World:
             return value
         mine = _encode(value if self.is_first else None)
         size = torch.tensor([len(mine)])
-        dist.broadcast(size, 0)
+        self.broadcast_tensor(size)
         content = mine if self.is_first else torch.empty(int(size), dtype=torch.uint8)
-        dist.broadcast(content, 0)
+        self.broadcast_tensor(content)
         return _decode(content)
 
     def any(self, flag: bool) -> bool:

@@ -201,8 +201,9 @@ def _format_disabled(techniques: Iterable[TechniqueLine]) -> list[str]:
 def _format_batch(batch: Batch) -> str:
     if len(set(batch.shares)) > 1:
         return f"{batch.global_batch_size} = {' + '.join(map(str, batch.shares))} (samples per rank)"
-    factors = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.world_size}"
-    return f"{batch.global_batch_size} = {factors} (micro-batch x accumulation x ranks)"
+    factors = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.num_shares}"
+    copies = "ranks" if batch.stages == 1 else "pipelines"
+    return f"{batch.global_batch_size} = {factors} (micro-batch x accumulation x {copies})"
 
 
 def _format_count(number: int) -> str:

@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.base.bitwise import view_bytes
@@ -17,12 +16,12 @@ from runner.base.task import State
 from runner.base.world import World
 
 
-def broadcast_model(model: nn.Module) -> None:
+def broadcast_model(model: nn.Module, world: World) -> None:
     """Copy the parameters and buffers of rank 0 to every rank; tensors on the meta device have no values."""
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if not tensor.is_meta:
-                _copy_from_rank_0(tensor)
+                _copy_from_rank_0(tensor, world)
 
 
 def merge_states(merge: Callable[[State, State], State], state: State, world: World) -> State:
@@ -40,22 +39,23 @@ def merge_states(merge: Callable[[State, State], State], state: State, world: Wo
         )
     result: State | None = None
     for rank in range(world.world_size):
-        theirs = {name: _broadcast(state[name], rank) for name in sorted(state)}  # dict order may differ between ranks
+        # sorted, because the order of a dict may differ between ranks
+        theirs = {name: _broadcast(state[name], rank, world) for name in sorted(state)}
         result = theirs if result is None else merge(result, theirs)
     assert result is not None
     return result
 
 
-def _broadcast(tensor: Tensor, rank: int) -> Tensor:
+def _broadcast(tensor: Tensor, rank: int, world: World) -> Tensor:
     """Return the tensor of a rank, sent as bytes: not every type can be sent, and not every tensor is dense."""
     received = tensor.detach().clone(memory_format=torch.contiguous_format)
     if received.numel():
-        dist.broadcast(received.view(-1).view(torch.uint8), rank)
+        world.broadcast_tensor(received.view(-1).view(torch.uint8), rank)
     return received
 
 
-def _copy_from_rank_0(tensor: Tensor) -> None:
-    theirs = _broadcast(tensor, 0)
+def _copy_from_rank_0(tensor: Tensor, world: World) -> None:
+    theirs = _broadcast(tensor, 0, world)
     mine = tensor.detach().clone(memory_format=torch.contiguous_format)
     if mine.numel() and not torch.equal(mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)):
         tensor.copy_(theirs)

@@ -16,7 +16,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.base.bitwise import bitwise_equal, is_dense, view_bytes
@@ -37,17 +36,24 @@ class _Recorded(NamedTuple):
 class BufferSync:
     """Synchronize the buffers of a model that changed on any rank.
 
-    source   rank whose buffers are broadcast, except for running statistics of norms
-    others   modules to skip, because only some ranks have them
-    modules  modules whose buffers are synchronized
+    source    rank whose buffers are broadcast
+    averages  average running statistics of norms over the ranks instead; False: only `source` computes them
+    others    modules to skip, because only some ranks have them
+    modules   modules whose buffers are synchronized
 
     Per update, call `begin_update`, run forward passes, all-reduce `flags` over the ranks, and call `apply`.
     """
 
     def __init__(
-        self, model: nn.Module, world: World, source: int = 0, others: Collection[nn.Module] = frozenset()
+        self,
+        model: nn.Module,
+        world: World,
+        source: int = 0,
+        others: Collection[nn.Module] = frozenset(),
+        *,
+        averages: bool = True,
     ) -> None:
-        self.model, self.world, self.source, self.others = model, world, source, others
+        self.model, self.world, self.source, self.others, self.averages = model, world, source, others, averages
         self._is_first = True
         self._before: list[Tensor | None] = []  # copies, during the first update
         self._unversioned: set[str] = set()  # buffers that change without a version increment
@@ -91,8 +97,8 @@ class BufferSync:
         refs = [ref for ref, changed in zip(self._refs, total, strict=False) if changed and _is_plain(ref)]
         if refs:
             with torch.no_grad():
-                _average([ref for ref in refs if _is_statistic(ref)], self.world)
-                _broadcast([ref for ref in refs if not _is_statistic(ref)], self.source, self.world)
+                _average([ref for ref in refs if self._is_averaged(ref)], self.world)
+                _broadcast([ref for ref in refs if not self._is_averaged(ref)], self.source, self.world)
             self._record()
 
     def check(self) -> None:
@@ -105,7 +111,7 @@ class BufferSync:
         for group in _by_device(refs):
             mine = torch.cat([view_bytes(_tensor(ref)) for ref in group])
             theirs = mine.clone()
-            dist.broadcast(theirs, self.source)
+            self.world.broadcast_tensor(theirs, self.source)
             if not torch.equal(theirs, mine):
                 sizes = [_tensor(ref).nbytes for ref in group]
                 for ref, one, other in zip(group, torch.split(mine, sizes), torch.split(theirs, sizes), strict=True):
@@ -120,6 +126,9 @@ class BufferSync:
                 f"buffers differ between ranks, and torch did not record a change: {abbreviate(names)}",
                 fix="change a buffer in place, as buffer.copy_(new), not through buffer.data or numpy",
             )
+
+    def _is_averaged(self, ref: BufferRef) -> bool:
+        return self.averages and _is_statistic(ref)
 
     # ------------------------------------------------------------ detecting changes on this rank
 
@@ -234,19 +243,19 @@ def _average(refs: Sequence[BufferRef], world: World) -> None:
     """All-reduce statistics (mean over the ranks) and batch counts (maximum), in the widest format."""
     for group in _by_device([ref for ref in refs if _tensor(ref).is_floating_point()]):
         flat = torch.cat([_tensor(ref).detach().reshape(-1) for ref in group]).to(world.widest)
-        dist.all_reduce(flat)
+        world.sum(flat)
         flat.div_(world.world_size)  # one kernel for all: one per buffer would cost more than the message
         _write_back(group, torch.split(flat, [_tensor(ref).numel() for ref in group]))
     for group in _by_device([ref for ref in refs if not _tensor(ref).is_floating_point()]):
         flat = torch.cat([_tensor(ref).detach().reshape(-1) for ref in group]).to(torch.int64)
-        dist.all_reduce(flat, dist.ReduceOp.MAX)
+        world.max(flat)
         _write_back(group, torch.split(flat, [_tensor(ref).numel() for ref in group]))
 
 
 def _broadcast(refs: Sequence[BufferRef], source: int, world: World) -> None:
     for group in _by_device(refs):
         content = torch.cat([view_bytes(_tensor(ref)) for ref in group])
-        dist.broadcast(content, source)
+        world.broadcast_tensor(content, source)
         if world.rank != source:
             parts = torch.split(content, [_tensor(ref).nbytes for ref in group])
             # slices may start at any offset, but views of numbers must be aligned

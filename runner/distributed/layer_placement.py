@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from typing import Any
 
 import torch
@@ -19,6 +20,7 @@ from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.world import World
 from runner.distributed.agreement import catch_exception, raise_on_all_ranks
 from runner.distributed.layer_costs import LayerCost, estimate_costs, measure_costs, parameter_names
+from runner.distributed.rank_grid import RankGrid
 from runner.host.resources import memory_bytes
 
 Example = Callable[[], Sequence[Tensor]]
@@ -61,7 +63,7 @@ class Placement:
 
 
 def place_layers(
-    world: World,
+    grid: RankGrid,
     model: nn.Module,
     layers: Sequence[nn.Module],
     request: PlacementRequest,
@@ -70,13 +72,18 @@ def place_layers(
 ) -> Placement:
     """Return the placement, from layer costs on rank 0 and device memory of all ranks; the same on all ranks.
 
+    A stage has the memory and the speed of its weakest copy.
+
     weights  context in which a layer has its weights on the CPU, if they are not allocated yet
 
     Raises ConfigError on all ranks if there is none.
     """
     costs: list[LayerCost] = []
+    world, size = grid.world, grid.copy.world_size
     raise_on_all_ranks(
-        catch_exception(lambda: costs.extend(_costs(world, model, layers, request, example, weights))), world, WHERE
+        catch_exception(lambda: costs.extend(_costs(world, size, model, layers, request, example, weights))),
+        world,
+        WHERE,
     )
     mine = {
         "memory": device_bytes(world.device) // (1 if world.device.type == "cuda" else world.num_local_ranks),
@@ -88,13 +95,18 @@ def place_layers(
     costs = [LayerCost(**cost) for cost in per_rank[0]["costs"]]
     devices = [
         partition.StageDevice(
-            of_rank["memory"],
-            _speed(per_rank[0]["seconds"], of_rank["seconds"]),
-            f"rank {rank} ({of_rank['device']})",
+            min(of_rank["memory"] for of_rank in per_rank[stage::size]),
+            _speed(per_rank[0]["seconds"], max(of_rank["seconds"] for of_rank in per_rank[stage::size])),
+            format_stage_device(range(stage, len(per_rank), size), per_rank[stage]["device"]),
         )
-        for rank, of_rank in enumerate(per_rank)
+        for stage in range(size)
     ]
     return plan_placement(costs, devices, request)
+
+
+def format_stage_device(ranks: Sequence[int], device: str) -> str:
+    """Return the name of the device of a stage: `rank 0 (cuda:0)`, or with several pipelines `ranks 0, 2 (cuda:0)`."""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))} ({device})"
 
 
 def plan_placement(
@@ -119,7 +131,7 @@ def plan_placement(
 
 @dataclass(frozen=True)
 class Tie:
-    """A parameter shared by several stages; its first rank counts it in the norm."""
+    """A parameter shared by several stages; the first of them counts it in the norm."""
 
     weight: nn.Parameter
     group: Any
@@ -133,8 +145,10 @@ class Tie:
             dist.all_reduce(self.weight.grad, group=self.group)
 
 
-def shared_parameters(world: World, model: nn.Module, layers: Sequence[nn.Module], split: partition.Split) -> list[Tie]:
-    """Return the parameters of this rank that other ranks share; collective, because it creates groups."""
+def shared_parameters(
+    grid: RankGrid, model: nn.Module, layers: Sequence[nn.Module], split: partition.Split
+) -> list[Tie]:
+    """Return the parameters of this stage that other stages share; collective, because it creates groups."""
     holders: dict[str, set[int]] = {}
     weights = dict(model.named_parameters())
     for number, stage in enumerate(split.ranges):
@@ -143,19 +157,20 @@ def shared_parameters(world: World, model: nn.Module, layers: Sequence[nn.Module
                 holders.setdefault(name, set()).add(number)
     groups: dict[tuple[int, ...], Any] = {}
     ties = []
-    for name in sorted(name for name, ranks in holders.items() if len(ranks) > 1):
-        ranks = tuple(sorted(holders[name]))
-        if ranks not in groups:
-            groups[ranks] = dist.new_group(list(ranks))
-        if world.rank in ranks:
-            ties.append(Tie(weights[name], groups[ranks], world.rank == ranks[0]))
+    rank, size = grid.copy.rank, grid.copy.world_size
+    for name in sorted(name for name, stages in holders.items() if len(stages) > 1):
+        stages = tuple(sorted(holders[name]))
+        if stages not in groups:
+            rows = [[first + stage for stage in stages] for first in range(0, grid.world.world_size, size)]
+            timeout = timedelta(seconds=grid.timeout_s)
+            groups[stages], _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)  # type: ignore[no-untyped-call]
+        if rank in stages:
+            ties.append(Tie(weights[name], groups[stages], rank == stages[0]))
     return ties
 
 
-def shared_modules(
-    world: World, model: nn.Module, layers: Sequence[nn.Module], split: partition.Split
-) -> list[nn.Module]:
-    """Return the modules that belong to layers of several ranks, in model order."""
+def shared_modules(model: nn.Module, layers: Sequence[nn.Module], split: partition.Split) -> list[nn.Module]:
+    """Return the modules that belong to layers of several stages, in model order."""
     holders: dict[nn.Module, set[int]] = {}
     for number, stage in enumerate(split.ranges):
         for layer in stage:
@@ -222,6 +237,7 @@ WHERE = "parallelism=pipeline"
 
 def _costs(
     world: World,
+    num_stages: int,
     model: nn.Module,
     layers: Sequence[nn.Module],
     request: PlacementRequest,
@@ -230,7 +246,7 @@ def _costs(
 ) -> list[LayerCost]:
     """Measure the layers if possible, else estimate costs from their parameters."""
     place = torch.device("cpu") if weights else next(iter(model.parameters())).device
-    if example is None or place != world.device or len(layers) < world.world_size:
+    if example is None or place != world.device or len(layers) < num_stages:
         return estimate_costs(model, layers)
     try:
         inputs = map_tensors(lambda tensor: tensor.to(place), tuple(example()))

@@ -21,24 +21,22 @@ class SendFailed(NamedTuple):
     text: str
 
 
-def send(value: Any, rank: int, device: torch.device) -> None:
-    """Send a value to a rank that calls `receive`."""
+def send(value: Any, rank: int, world: World, device: torch.device) -> None:
+    """Send a value to a rank that calls `receive`, its tensors by way of `device`."""
     head, tensors = _pack(value)
-    dist.send(torch.tensor([len(head)]), rank)
-    dist.send(head, rank)
-    for tensor in tensors:
-        dist.send(view_bytes(tensor.to(device)), rank)
+    for message in (torch.tensor([len(head)]), head, *(view_bytes(tensor.to(device)) for tensor in tensors)):
+        dist.send(message, group=world.group, group_dst=rank)
 
 
-def receive(rank: int, device: torch.device) -> Any:
+def receive(rank: int, world: World, device: torch.device) -> Any:
     """Receive a value from a rank, with its tensors on `device`."""
     size = torch.zeros(1, dtype=torch.int64)
-    dist.recv(size, rank)
+    dist.recv(size, group=world.group, group_src=rank)
     head = torch.empty(int(size), dtype=torch.uint8)
-    dist.recv(head, rank)
+    dist.recv(head, group=world.group, group_src=rank)
     tensors, structure = _allocate(head, device)
     for tensor in tensors:
-        dist.recv(view_bytes(tensor), rank)
+        dist.recv(view_bytes(tensor), group=world.group, group_src=rank)
     return _unpack(structure, tensors)
 
 
@@ -46,16 +44,16 @@ def broadcast(value: Any, source: int, world: World) -> Any:
     """Return the value of rank `source` on all ranks; values of other ranks are ignored."""
     head, tensors = _pack(value if world.rank == source else None)
     size = torch.tensor([len(head)])
-    dist.broadcast(size, source)
+    world.broadcast_tensor(size, source)
     head = head if world.rank == source else torch.empty(int(size), dtype=torch.uint8)
-    dist.broadcast(head, source)
+    world.broadcast_tensor(head, source)
     if world.rank == source:
         for tensor in tensors:
-            dist.broadcast(view_bytes(tensor.to(world.device)), source)
+            world.broadcast_tensor(view_bytes(tensor.to(world.device)), source)
         return value
     tensors, structure = _allocate(head, world.device)
     for tensor in tensors:
-        dist.broadcast(view_bytes(tensor), source)
+        world.broadcast_tensor(view_bytes(tensor), source)
     return _unpack(structure, tensors)
 
 

@@ -84,7 +84,10 @@ class Parallel:
     """Interface of a strategy; this base class implements a single process.
 
     is_lockstep       every rank must run the same number of micro-batches per update, because they contain collectives
-    splits_batch  each rank gets its share of an update; False: every rank reads the whole update
+    splits_batch      each rank gets its own share of an update; False: the ranks that hold a copy of the model read the
+                      same samples
+    batch_rank        number of the share that this rank reads
+    counts_samples    this rank counts what it reads; False: another rank counts the same samples
     supports_groups  `set_groups` is implemented
     num_parts     ranks that write a checkpoint: their shards, which `checkpoint_tensors` returns; 1: rank 0 writes all
     places_model  `wrap` moves this rank's part to the device; the whole model may not fit
@@ -105,6 +108,7 @@ class Parallel:
 
     def __init__(self, world: World) -> None:
         self.world = world
+        self.batch_rank, self.counts_samples = world.rank, True
         self.stopwatch: Stopwatch = new_stopwatch(world.device)
 
     # ------------------------------------------------------------ the model

@@ -1,5 +1,8 @@
 """Pipeline parallelism: each rank has some layers of the model, and micro-batches pass through all ranks.
 
+Several pipelines of equal size can train together: each has a copy of the model and processes its share of an update,
+and the ranks of the same stage all-reduce their gradients during the last backward pass.
+
 Built on torch.distributed.pipelining, which schedules the ranks. Its stages receive explicit shapes, and its steps
 receive micro-batch indices instead of a batch to split. Micro-batches are therefore those of the loader, of any type,
 and those of another shape form a separate step. Gradients are sums, as everywhere.
@@ -12,13 +15,12 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
@@ -33,8 +35,15 @@ from runner.base.stored_tensor import Saved, in_memory
 from runner.base.task import State
 from runner.base.world import World
 from runner.distributed import p2p_messages
-from runner.distributed.agreement import broadcast_model, catch_exception, format_error_line, raise_on_all_ranks
+from runner.distributed.agreement import (
+    broadcast_model,
+    catch_exception,
+    format_error_line,
+    merge_states,
+    raise_on_all_ranks,
+)
 from runner.distributed.buffer_sync import BufferSync, check_copies
+from runner.distributed.join import TIMEOUT_S
 from runner.distributed.layer_placement import (
     WHERE,
     Example,
@@ -49,6 +58,8 @@ from runner.distributed.layer_placement import (
     shared_parameters,
 )
 from runner.distributed.parallel import Copy, ForwardPasses, ModelInit, Parallel, Sums, copy_to_host
+from runner.distributed.rank_grid import split_ranks
+from runner.distributed.stage_copies import StageCopies
 from runner.distributed.stages import (
     Call,
     ModelCalled,
@@ -67,6 +78,9 @@ from runner.distributed.stages import (
 class Pipelined(Parallel):
     """Contiguous stages of layers, one per rank.
 
+    stages    number of stages, which divides the number of ranks; None: as many as ranks. Consecutive ranks form a
+              pipeline
+    timeout_s  timeout of collectives between some of the ranks
     schedule  1f1b: backward passes as early as possible; gpipe: all forward passes first, which keeps the activations
               of all micro-batches
     split     number of layers of each stage; None: by `balance`
@@ -83,14 +97,19 @@ class Pipelined(Parallel):
         self,
         world: World,
         *,
+        stages: int | None = None,
         schedule: partition.Schedule = "1f1b",
         split: Sequence[int] | None = None,
         balance: partition.Balance = "memory",
         init: ModelInit = "full",
+        timeout_s: float = TIMEOUT_S,
     ) -> None:
         super().__init__(world)
+        self.grid = split_ranks(world, stages or world.world_size, timeout_s)
+        self.pipeline, self.replicas = self.grid.copy, self.grid.replicas
+        self.batch_rank, self.counts_samples = self.replicas.rank, self.pipeline.is_first
         self.init = init
-        self.schedule = PipelineSchedule(world, schedule)
+        self.schedule = PipelineSchedule(self.pipeline, schedule)
         self.num_stages = self.schedule.num_stages
         self.request = PlacementRequest(schedule, None, split, balance)
         self._example: Example | None = None
@@ -103,7 +122,8 @@ class Pipelined(Parallel):
         self._shapes: dict[int, list[Shapes]] = {}
         self._placeholder: nn.Parameter | None = None
         self._known_shapes: Sequence[Shapes] = ()
-        self._buffers: BufferSync
+        self._buffers: BufferSync  # outside of the layers
+        self._copies: StageCopies
 
     # ------------------------------------------------------------ the model
 
@@ -124,22 +144,24 @@ class Pipelined(Parallel):
             deferred.prepare(model, self.world.device)  # before layers(), whose modules may share buffers
         all_layers = layers_on_all_ranks(self.world, model, layers)
         if not self.world.is_simulated:
-            broadcast_model(model)
+            broadcast_model(model, self.world)
         weights = deferred.materialized if deferred else None
-        self.placement = place_layers(self.world, model, all_layers, self.request, self._example, weights)
-        own_layers = [all_layers[layer] for layer in self.placement.split.ranges[self.world.rank]]
+        self.placement = place_layers(self.grid, model, all_layers, self.request, self._example, weights)
+        own_layers = [all_layers[layer] for layer in self.placement.split.ranges[self.pipeline.rank]]
         if deferred:
             deferred.materialize(model, own_layers, self.world.device)
-        self.stage = Stage(self.world.rank, self.num_stages, own_layers, model, self.world, self.stopwatch)
+        self.stage = Stage(self.pipeline.rank, self.num_stages, own_layers, model, self.world, self.stopwatch)
         own_modules = {module for layer in own_layers for module in layer.modules()}
         self._parameters = set(self.stage.parameters())
-        self._tied = shared_parameters(self.world, model, all_layers, self.placement.split)
-        self._shared_modules = shared_modules(self.world, model, all_layers, self.placement.split)
+        self._tied = shared_parameters(self.grid, model, all_layers, self.placement.split)
+        self._shared_modules = shared_modules(model, all_layers, self.placement.split)
         layer_modules = {module for layer in all_layers for module in layer.modules()}
         free_layers(model, own_modules, self._parameters, layer_modules)
         move_buffers(model, layer_modules, self.world.device)
         # Modules outside of the layers that the loss changes are changed on the rank that computes it.
-        self._buffers = BufferSync(model, self.world, self.num_stages - 1, others=layer_modules)
+        self._buffers = BufferSync(model, self.pipeline, self.num_stages - 1, others=layer_modules, averages=False)
+        unchanged = layer_modules - own_modules if self.stage.is_last else set(model.modules()) - own_modules
+        self._copies = StageCopies(self.replicas, model, unchanged)
         tensors = (*self.stage.parameters(), *self.stage.buffers())
         if any(tensor.device != self.world.device for tensor in tensors):  # fake tensors cannot be moved
             self.stage.to(self.world.device)
@@ -170,21 +192,24 @@ class Pipelined(Parallel):
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
         self._buffers.begin_phase()
+        self._copies.begin([weight for weight in parameters if weight in self._parameters])
         self.schedule.clear()
         self._shapes.clear()
 
     def end(self) -> None:
+        self._copies.end()
         self.schedule.clear()
         self._shapes.clear()
 
     def accumulate(self, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         self._buffers.begin_update()
+        self._copies.begin_update()
         micros, bad, failure = _read_update(batches)
         noise.start_pass(None)  # passes overlap: each step sets its own samples
         self.stopwatch.lap("data")
         seed = int(torch.randint(2**62, ()))
         inputs: list[Call] = []
-        if failure is None and self.world.is_first:
+        if failure is None and self.pipeline.is_first:
             failure = catch_exception(lambda: inputs.extend(self._model_calls(passes, micros, seed)))
         keys = self._agree(failure, len(micros), seed, inputs)
         tally = StageSums(self.world.zeros(), self.world.zeros())
@@ -194,19 +219,22 @@ class Pipelined(Parallel):
             count = len(list(group))
             part = slice(first, first + count)
             work = StageWork(passes, micros[part], inputs[part], keys.seed + first, tally)
+            if first + count == len(micros):
+                work = work._replace(before_last_pass=self._copies.begin_last_pass)
             self._run(work, key, count)
             first += count
         if self._placeholder is not None:
             (self._placeholder * 0).sum().backward()  # type: ignore[no-untyped-call]
-        return Sums(tally.loss_sum, tally.items, bad if self.world.is_first else ())  # all ranks read the same batches
+        return Sums(tally.loss_sum, tally.items, bad if self.counts_samples else ())
 
     def reduce(self, sums: Sums) -> Sums:
+        assert isinstance(sums.items, Tensor)
+        numbers = self._copies.reduce(torch.stack([sums.loss_sum, sums.items]))
         for tie in self._tied:
             tie.add()
-        assert isinstance(sums.items, Tensor)
-        loss_sum, items = self.world.sum(torch.stack([sums.loss_sum, sums.items]))
+        loss_sum, items = self.pipeline.sum(numbers)
         if self._buffers.modules:
-            self._buffers.apply(self.world.sum(self._buffers.flags()))
+            self._buffers.apply(self.pipeline.sum(self._buffers.flags()))
         self.stopwatch.lap("wait")
         return Sums(loss_sum, items, sums.bad)
 
@@ -218,33 +246,40 @@ class Pipelined(Parallel):
             twice = torch.linalg.vector_norm(torch.stack(torch._foreach_norm(counted_twice)).to(square.dtype)).square()
             # infinite gradients remain infinite instead of becoming NaN
             square = torch.where(torch.isfinite(square), (square - twice).clamp(min=0), square)
-        return self.world.sum(square).sqrt().to(local.dtype)
+        return self.pipeline.sum(square).sqrt().to(local.dtype)
 
     def any_overflow(self, overflow: Tensor) -> Tensor:
-        return self.world.max(overflow)
+        return self.pipeline.max(overflow)
 
     # ------------------------------------------------------------ between updates
 
+    def buffer_update(self) -> AbstractContextManager[None]:
+        return self._copies.buffer_update()
+
     def check_buffers(self) -> None:
         self._buffers.check()
-        check_copies(self._buffers.model, self._shared_modules, self.world)
+        check_copies(self._buffers.model, self._shared_modules, self.pipeline)
+        self._copies.check_buffers()
 
     def gather_full(self, tensors: Mapping[str, Tensor], copy: Copy = copy_to_host) -> dict[str, Tensor]:
-        """Gather tensors by name; for a shared one, that of the first rank."""
+        """Gather tensors by name from the stages of the first copy; for a shared one, that of the first stage."""
+        if not self.replicas.is_first:
+            return {}
         mine = {
             name: tensor
             for name, tensor in tensors.items()
             if not tensor.is_meta and not name.startswith(f"{PLACEHOLDER}.")
         }
-        names = self.world.gather(list(mine))
-        source = {name: rank for rank in reversed(range(self.world.world_size)) for name in names[rank]}
-        result = {name: copy(mine[name]) for name in mine if self.world.is_first}
-        for rank in range(1, self.world.world_size):
+        stages, host = self.pipeline, torch.device("cpu")
+        names = stages.gather(list(mine))
+        source = {name: rank for rank in reversed(range(self.num_stages)) for name in names[rank]}
+        result = {name: copy(mine[name]) for name in mine if stages.is_first}
+        for rank in range(1, self.num_stages):
             selected = [name for name in names[rank] if source[name] == rank]
-            if self.world.rank == rank:
-                p2p_messages.send(tuple(mine[name].detach().cpu() for name in selected), 0, torch.device("cpu"))
-            elif self.world.is_first:
-                result |= zip(selected, p2p_messages.receive(rank, torch.device("cpu")), strict=True)
+            if stages.rank == rank:
+                p2p_messages.send(tuple(mine[name].detach().cpu() for name in selected), 0, stages, host)
+            elif stages.is_first:
+                result |= zip(selected, p2p_messages.receive(rank, stages, host), strict=True)
         order = dict.fromkeys([*tensors, *source])
         return {name: result[name] for name in order if name in result}
 
@@ -256,17 +291,21 @@ class Pipelined(Parallel):
                     tensor.copy_(in_memory(saved[name]))
 
     def merge_state(self, merge: Callable[[State, State], State], state: State) -> State:
-        """Return rank 0's state: all ranks see all data, but only rank 0 has the state from before a resume."""
+        """Return the merged states of the first stages: all stages see all data of their copy of the model.
+
+        After a resume, only rank 0 has the state from before.
+        """
         result = {name: tensor.contiguous().clone() for name, tensor in state.items()}
         for tensor in result.values():
-            dist.broadcast(tensor, 0)
-        return result
+            self.pipeline.broadcast_tensor(tensor)
+        return merge_states(merge, result, self.replicas) if self.replicas.world_size > 1 else result
 
     # ------------------------------------------------------------ evaluation
 
     def evaluation_batches(self, keys: Sequence[MicroBatchKey]) -> list[MicroBatchKey]:
-        """Give every batch to every rank; rank 0 counts them."""
-        return [key if self.world.is_first else key._replace(counts=False) for key in keys]
+        """Give each copy of the model its part of the batches; its first stage counts them."""
+        mine = keys[self.replicas.rank :: self.replicas.world_size]
+        return [key if self.counts_samples else key._replace(counts=False) for key in mine]
 
     # ------------------------------------------------------------ efficiency
 
@@ -293,16 +332,17 @@ class Pipelined(Parallel):
                 raise model_not_called_error()
 
     def _agree(self, failure: Exception | None, count: int, seed: int, inputs: Sequence[Call]) -> _Keys:
-        """Return rank 0's description of the micro-batches; raises on all ranks if one of them failed."""
-        first = self.world.is_first
+        """Return the first stage's description of the micro-batches; raises on all ranks if one of them failed."""
+        first = self.pipeline.is_first
         message = torch.tensor([int(failure is not None), count, -count, seed if first else -1])
-        failed, most, least, seed = self.world.max(message).tolist()
-        if failed or most != -least:
-            differs = f"ranks read different numbers of micro-batches, from {-least} to {most}"
-            raise_on_all_ranks(failure or (None if failed else AccelRunError(differs)), self.world, WHERE)
+        failed, most, least, seed = self.pipeline.max(message).tolist()
+        if not failed and most != -least:
+            failure = AccelRunError(f"ranks read different numbers of micro-batches, from {-least} to {most}")
+        if self.replicas.any(bool(failed) or failure is not None):
+            raise_on_all_ranks(failure, self.world, WHERE)
         keys = torch.tensor([hash_shapes(call) for call in inputs] if first else [0] * count, dtype=torch.int64)
         if count:
-            dist.broadcast(keys, 0)
+            self.pipeline.broadcast_tensor(keys)
         self.stopwatch.lap("wait")
         return _Keys(seed, keys.tolist())
 
@@ -311,7 +351,7 @@ class Pipelined(Parallel):
             self._shapes[key] = [*self._known_shapes] or self._infer_shapes(work)
         step = self.schedule.step(self.stage, count, key, self._shapes[key])
         self.stage.begin(work, self._shapes[key], self._handle_calls)
-        numbers = [torch.arange(count)] if self.world.is_first else []
+        numbers = [torch.arange(count)] if self.pipeline.is_first else []
         target = torch.arange(count) if self.stage.is_last else None
         try:
             step.step(*numbers, target=target, return_outputs=False)
@@ -339,14 +379,14 @@ class Pipelined(Parallel):
 
         noise.switch_pass(work.micros[0].samples)
         with torch.no_grad(), restore_buffers(modules):
-            outcome = run_stage(self.stage, self.world, call, work.passes.forward, checked)
-        raise_on_all_ranks(outcome.failure, self.world, WHERE)
-        return [Shapes.from_description(shapes) for shapes in self.world.gather(outcome.shapes)]
+            outcome = run_stage(self.stage, self.pipeline, call, work.passes.forward, checked)
+        raise_on_all_ranks(outcome.failure, self.pipeline, WHERE)
+        return [Shapes.from_description(shapes) for shapes in self.pipeline.gather(outcome.shapes)]
 
     # ------------------------------------------------------------ one pass through all stages
 
     def _evaluate(self, *inputs: Any, **named: Any) -> Any:
-        """Return the model's output on all ranks; collective."""
+        """Return the model's output on all ranks of this copy of the model, which all call it."""
         if torch.is_grad_enabled():
             raise TaskFault(
                 "a pipelined model can be called with gradients only by a loss, once per batch",
@@ -354,14 +394,14 @@ class Pipelined(Parallel):
                 fix="call it under torch.no_grad()",
             )
         outputs: list[Any] = []
-        outcome = run_stage(self.stage, self.world, Call(inputs, named), nullcontext, outputs.append)
+        outcome = run_stage(self.stage, self.pipeline, Call(inputs, named), nullcontext, outputs.append)
         text = None if outcome.failure is None else format_error_line(outcome.failure)
         failure = outcome.failure or (
             catch_exception(lambda: p2p_messages.check_sendable(outputs[0])) if outputs else None
         )
         text = text or (None if failure is None else format_error_line(failure))
         shared = p2p_messages.SendFailed(text) if text is not None else (outputs[0] if outputs else None)
-        output = p2p_messages.broadcast(shared, self.num_stages - 1, self.world)
+        output = p2p_messages.broadcast(shared, self.num_stages - 1, self.pipeline)
         if failure is not None:
             raise failure
         if isinstance(output, p2p_messages.SendFailed):
@@ -458,6 +498,7 @@ class PipelineSchedule:
             stage.number,
             self.num_stages,
             self.world.device,
+            group=self.world.group,
             input_args=shapes[stage.number].meta_tensors(),
             output_args=self._output_shapes(shapes, stage.number),
         )

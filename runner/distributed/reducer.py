@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.base.world import World
@@ -67,7 +66,7 @@ class _Bucket:
         self.position = position
         self.is_late |= self.work is not None
 
-    def launch(self) -> None:
+    def launch(self, world: World) -> None:
         """Copy the gradients, zeros for missing ones, and start the all-reduce."""
         present = [index for index, weight in enumerate(self.parameters) if weight.grad is not None]
         if len(present) < len(self.parameters):
@@ -76,7 +75,7 @@ class _Bucket:
             torch._foreach_copy_(
                 [self.views[index] for index in present], [dense_gradient(self.parameters[index]) for index in present]
             )
-        self.work = dist.all_reduce(self.flat, async_op=True)
+        self.work = world.sum_async(self.flat)
 
     def wait(self) -> None:
         """Wait for the all-reduce, if one was started."""
@@ -136,8 +135,8 @@ class Reducer:
             self._launch()
         on_host = sums.device.type == "cpu"
         numbers = torch.cat([sums, mine.to(sums.dtype)]) if on_host else sums
-        work = dist.all_reduce(numbers, async_op=True)
-        other = None if on_host else dist.all_reduce(mine, async_op=True)
+        work = self.world.sum_async(numbers)
+        other = None if on_host else self.world.sum_async(mine)
         for bucket in self.buckets:
             bucket.wait()
         work.wait()
@@ -168,7 +167,7 @@ class Reducer:
         return arrival
 
     def _launch(self) -> None:
-        self._order[self._next].launch()
+        self._order[self._next].launch(self.world)
         self._next += 1
 
     def _positions(self) -> list[float]:
@@ -185,7 +184,7 @@ class Reducer:
         for bucket, late in zip(self.buckets, num_late, strict=True):
             is_unused = all(id(weight) in absent_ids for weight in bucket.parameters)
             if late or (bucket.is_unused and not is_unused):
-                bucket.launch()
+                bucket.launch(self.world)
                 bucket.wait()
             bucket.was_late |= late > 0
             bucket.is_unused = is_unused

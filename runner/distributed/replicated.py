@@ -41,7 +41,7 @@ class Replicated(Parallel):
     def wrap(
         self, model: nn.Module, layers: Callable[[], Sequence[nn.Module]], blocks: Sequence[nn.Module]
     ) -> nn.Module:
-        broadcast_model(model)
+        broadcast_model(model, self.world)
         self._buffers = BufferSync(model, self.world)
         return model
 

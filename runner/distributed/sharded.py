@@ -13,7 +13,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from datetime import timedelta
 from typing import Any, Literal, TypeGuard
 
 import torch
@@ -37,6 +36,7 @@ from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.dummy_pass import without_side_effects
 from runner.distributed.join import TIMEOUT_S
 from runner.distributed.parallel import Copy, ForwardPasses, ModelInit, Parallel, Sums, copy_to_host
+from runner.distributed.rank_grid import split_ranks
 
 CommunicationDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -104,7 +104,7 @@ class Sharded(Parallel):
         units = [block for block in dict.fromkeys(blocks) if block is not model]
         _check_shardable(model, units, self.communicate)
         shards = self.deferred.prepare(model, self.world.device) if self.deferred else None
-        broadcast_model(model)
+        broadcast_model(model, self.world)
         mesh = self._make_mesh()
         scalars = {weight for weight in model.parameters() if weight.dim() == 0}
         for module in units:
@@ -137,11 +137,8 @@ class Sharded(Parallel):
         if size == count:
             return init_device_mesh(kind, (count,))
         ranks = torch.arange(count).view(-1, size)
-        timeout = timedelta(seconds=self.timeout_s)  # init_device_mesh sets none for its groups
-        groups = [
-            dist.new_subgroups_by_enumeration(rows.tolist(), timeout=timeout)[0]  # type: ignore[no-untyped-call]
-            for rows in (ranks.t(), ranks)
-        ]
+        grid = split_ranks(self.world, size, self.timeout_s)  # init_device_mesh sets no timeout for its groups
+        groups = [grid.replicas.group, grid.copy.group]
         return DeviceMesh.from_group(groups, kind, ranks, mesh_dim_names=("replicas", "shards"))
 
     def _shard(

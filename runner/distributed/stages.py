@@ -47,13 +47,17 @@ class StageSums:
 
 
 class StageWork(NamedTuple):
-    """Micro-batches of one step, with the model's arguments on the rank of the first stage."""
+    """Micro-batches of one step, with the model's arguments on the rank of the first stage.
+
+    before_last_pass  called before the last backward pass of the update
+    """
 
     passes: ForwardPasses
     micros: Sequence[MicroBatch]
     inputs: Sequence[Call]
     seed: int
     tally: StageSums
+    before_last_pass: Callable[[], object] = lambda: None
 
 
 class Shapes(NamedTuple):
@@ -122,6 +126,10 @@ class Stage(nn.Module):
         """Set the micro-batches of the next calls, in order."""
         self._work, self._shapes, self._handle_calls, self._next, self.failure = work, shapes, handle_calls, 0, None
 
+    def before_last_pass(self) -> None:
+        """Prepare for the last backward pass of the step."""
+        self._work.before_last_pass()
+
     def end(self) -> None:
         """Release the micro-batches."""
         del self._work
@@ -181,6 +189,8 @@ class TimedStage(PipelineStage):
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         stage: Any = self.submod
         stage.stopwatch.lap("wait")
+        if kwargs["last_backward"]:
+            stage.before_last_pass()
         output = super().backward_one_chunk(*args, **kwargs)
         stage.stopwatch.lap("backward")
         return output
@@ -223,7 +233,7 @@ def run_stage(
     failure: Exception | None = None
     value: Any = ()
     if stage.number:
-        value = p2p_messages.receive(stage.number - 1, world.device)
+        value = p2p_messages.receive(stage.number - 1, world, world.device)
         if isinstance(value, p2p_messages.SendFailed):
             failure, value = RankLost(value.text, where="parallelism=pipeline"), ()
     shapes = Shapes.describe(value)
@@ -239,7 +249,7 @@ def run_stage(
             failure = error
     if not stage.is_last:
         sent = value if failure is None else p2p_messages.SendFailed(format_error_line(failure))
-        p2p_messages.send(sent, stage.number + 1, world.device)
+        p2p_messages.send(sent, stage.number + 1, world, world.device)
     return PassOutcome(failure, shapes)
 
 

@@ -298,7 +298,6 @@ class StatisticsPhase(PhaseKind):
     def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
         world, parallel, model = self.parts.world, self.parts.parallel, self.parts.model
         stopwatch = parallel.stopwatch
-        is_batch_split = world.world_size > 1 and parallel.splits_batch
         while self.position.update < self.total:
             stopwatch.lap("hooks")
             items: Tensor | int = 0
@@ -309,7 +308,7 @@ class StatisticsPhase(PhaseKind):
                 while not last:
                     batch, last, skipped, counts, *_ = next(batches)
                     stopwatch.lap("data")
-                    bad += skipped if is_batch_split or world.is_first else ()
+                    bad += skipped if parallel.counts_samples else ()
                     if counts:
                         with self.parts.precision.forward():
                             added = self.fit.add(model, self.gathered, batch)
@@ -318,8 +317,10 @@ class StatisticsPhase(PhaseKind):
                     del batch  # before the next is read, so that one fewer batch is in memory
                     stopwatch.lap("forward")
             self.position.update += 1
-            total_items = world.sum(world.zeros() + items) if is_batch_split else items
-            stopwatch.lap("wait" if is_batch_split else "forward")
+            total_items = items
+            if world.world_size > 1:
+                total_items = world.sum(world.zeros() + (items if parallel.counts_samples else 0))
+            stopwatch.lap("wait" if world.world_size > 1 else "forward")
             stopwatch.stop(self.position.update)
             yield StepInfo(self.position.update, None, total_items, None, None, bad)
 

@@ -35,7 +35,7 @@ def make_order(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: LoadedCh
     the sampler needs.
     """
     plan, batch = parts.plan, phase.batch
-    is_batch_split = parts.parallel.splits_batch and parts.world.world_size > 1
+    is_batch_split = parts.world.world_size > 1 and len(batch.shares) > 1
     is_trained = phase.kind == "train"
     choice = plan.choices["sampler"]
     samples_info = TrainingSamples(
@@ -68,7 +68,7 @@ def make_order(parts: Parts, phase: PhasePlan, fetcher: Fetcher, start: LoadedCh
         seed=plan.settings.seed,
         drop_last=samples_info.drop_last,
         shares=batch.shares if is_batch_split else (),
-        rank=parts.world.rank if is_batch_split else 0,
+        rank=parts.parallel.batch_rank if is_batch_split else 0,
         is_lockstep=parts.parallel.is_lockstep,
         sampler=sampler,
     )

@@ -201,8 +201,7 @@ def _deciding_sizes(plan: Plan) -> set[PhaseSize]:
     """Return the deciding sizes: the largest micro-batch per phase and kind of device."""
     sizes: dict[tuple[str, str], int] = {}
     for phase in plan.selected:
-        shares = phase.batch.shares if phase.batch.stages == 1 else phase.batch.shares * plan.world_size
-        for rank, share in zip(plan.ranks, shares, strict=False):
-            kind = (phase.name, rank.name)
-            sizes[kind] = max(1, sizes.get(kind, 0), min(phase.batch.micro_batch_size, share))
+        for number, rank in enumerate(plan.ranks):
+            kind, samples = (phase.name, rank.name), min(phase.batch.micro_batch_size, phase.batch.share_of(number))
+            sizes[kind] = max(1, sizes.get(kind, 0), samples)
     return {(name, size) for (name, _), size in sizes.items()}

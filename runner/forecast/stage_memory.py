@@ -21,7 +21,13 @@ from runner.base.division import Batch
 from runner.config.configuration import Choice
 from runner.distributed.join import simulated_world
 from runner.distributed.layer_costs import LayerCost, detach_inputs, estimate_costs, measure_saved_bytes
-from runner.distributed.layer_placement import Placement, PlacementRequest, check_layers, plan_placement
+from runner.distributed.layer_placement import (
+    Placement,
+    PlacementRequest,
+    check_layers,
+    format_stage_device,
+    plan_placement,
+)
 from runner.distributed.pipelined import Pipelined, model_not_called_error
 from runner.distributed.stages import Call, ModelCalled, Shapes
 from runner.engine.assemble import assemble
@@ -43,7 +49,7 @@ class StagePrediction:
 
     def __init__(self, plan: Plan) -> None:
         choice = plan.choices["parallelism"]
-        self.full_plan, self.options, self.count = plan, choice.options, plan.world_size
+        self.full_plan, self.options, self.count = plan, choice.options, plan.batch.stages
         self.phases = [phase for phase in plan.selected if phase.kind == "train"]
         self.prefetches = plan.choices["prefetch"].function == "stream"
         is_gpu = plan.device.startswith("cuda")
@@ -71,25 +77,29 @@ class StagePrediction:
 
     def plan_placement(self, size: int) -> Placement:
         """Return the layers per device for micro-batches of this size. Raises ConfigError if there is no split."""
-        total = self.full_plan.batch.global_batch_size
+        share = max(self.full_plan.batch.shares)
         costs = [
             dataclasses.replace(cost, activation_bytes=math.ceil(cost.activation_bytes * size / self.num_samples))
             for cost in self.costs
         ]
+        ranks = self.full_plan.ranks
         devices = [
-            partition.StageDevice(rank.memory_bytes or UNKNOWN_DEVICE_BYTES, 1.0, f"rank {number} ({rank.device})")
-            for number, rank in enumerate(self.full_plan.ranks)
+            partition.StageDevice(
+                min(rank.memory_bytes or UNKNOWN_DEVICE_BYTES for rank in ranks[stage :: self.count]),
+                1.0,
+                format_stage_device(range(stage, len(ranks), self.count), ranks[stage].device),
+            )
+            for stage in range(self.count)
         ]
         options = self.options
-        number = -(-total // size)
+        number = -(-share // size)
         request = PlacementRequest(options["schedule"], number, options["split"], options["balance"], samples=size)
         return plan_placement(costs, devices, request)
 
     def trace(self, phase: PhasePlan, size: int) -> list[Traced]:
         """Return the demand of each rank in this phase and micro-batch size. Raises ConfigError without a split."""
-        total = phase.batch.global_batch_size
         split = self.plan_placement(size).split
-        many = -(-total // size)
+        many = -(-max(phase.batch.shares) // size)
         few = min(many, self.count + 1)  # the largest number in flight, and one more
         batch = Batch(few * size, size, (few * size,), stages=self.count)
         traced_phase = dataclasses.replace(phase, batch=batch, updates=NUM_UPDATES, epochs=None)

@@ -158,9 +158,10 @@ def options_for_ranks(options: Mapping[str, Any], kept: Sequence[int], world_siz
         adapted["shares"] = [adapted["shares"][rank] for rank in kept]
     if adapted.get("split"):
         adapted["split"] = None  # applies to another number of stages
-    shard_size = adapted.get("shard_size")
-    if isinstance(shard_size, int) and len(kept) % shard_size and len(kept) > 1:
-        adapted["shard_size"] = "all"
+    for key in ("shard_size", "stages"):  # ranks of a copy of the model
+        size = adapted.get(key)
+        if isinstance(size, int) and len(kept) % size and len(kept) > 1:
+            adapted[key] = "all"
     return adapted
 
 

@@ -12,6 +12,7 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import reduce
+from typing import Any
 
 from runner.base.partition import max_in_flight
 from runner.base.text import format_bytes
@@ -241,7 +242,8 @@ class RankPart:
     shard_size  ranks that hold one copy of the model together with fsdp; 0: all
     in_flight   micro-batches whose activations a stage of a pipeline keeps simultaneously, for each stage
     passes      micro-batches of an update, which a pipeline reads at once
-    rank        rank of the stages in a pipeline
+    stages      ranks of each pipeline; 0: all
+    rank        number of the rank
     """
 
     strategy: str = "single"
@@ -253,17 +255,25 @@ class RankPart:
     shard_size: int = 0
     in_flight: float = 1.0
     passes: int = 1
+    stages: int = 0
     rank: int = 0
+
+    @property
+    def num_stages(self) -> int:
+        """Return the number of ranks that hold a copy of the model together in a pipeline."""
+        return self.stages or self.count
 
     def for_rank(self, rank: int) -> RankPart:
         return dataclasses.replace(self, rank=rank)
 
     @staticmethod
     def from_choice(choice: Choice, count: int, share: int = 0, passes: int = 1) -> RankPart:
-        options, in_flight = choice.options, 1.0
+        """Return the part of a rank with this choice of parallelism."""
+        options, in_flight, stages = choice.options, 1.0, 0
         if choice.function == "pipeline" and count > 1:
-            counts = max_in_flight(options["schedule"], count, min(passes, MAX_TRACED_MICRO_BATCHES))
-            in_flight = max(counts) / count
+            stages = num_stages(options, count)
+            counts = max_in_flight(options["schedule"], stages, min(passes, MAX_TRACED_MICRO_BATCHES))
+            in_flight = max(counts) / stages
             in_flight *= passes / min(passes, MAX_TRACED_MICRO_BATCHES) if options["schedule"] == "gpipe" else 1
         reshards = bool(options.get("reshard_after_forward", True))
         shard_size = options.get("shard_size")
@@ -277,7 +287,14 @@ class RankPart:
             shard_size=shard_size if isinstance(shard_size, int) else 0,
             in_flight=in_flight,
             passes=passes,
+            stages=stages,
         )
+
+
+def num_stages(options: Mapping[str, Any], count: int) -> int:
+    """Return the stages of a pipeline over `count` ranks: all ranks if the requested number does not divide them."""
+    stages = options.get("stages")
+    return stages if isinstance(stages, int) and count % stages == 0 else count
 
 
 @dataclass(frozen=True)
@@ -306,25 +323,25 @@ class MemoryPrediction:
 def predict_memory(demand: Demand, samples: int, rank: RankDevice, part: RankPart | None = None) -> MemoryPrediction:
     """Return the predicted peak memory of the rank's device at this micro-batch size.
 
-    ddp adds a permanent bucket for every gradient. A pipeline rank was traced with its layers; otherwise it is
-    assumed to have an even part of the model. For fsdp, see `_shard_sizes`.
+    ddp and several pipelines add a permanent bucket for every gradient. A pipeline rank was traced with its layers;
+    otherwise it is assumed to have an even part of the model. For fsdp, see `_shard_sizes`.
     Source: Rajbhandari et al., ZeRO, 2020, section 5; Narayanan et al., PipeDream-2BW, 2021 (1F1B); both as written in
     runner/distributed/.
     """
     part = part or RankPart()
     is_pipeline = part.count > 1 and part.strategy == "pipeline"
     has_stages = is_pipeline and bool(demand.stages)
-    demand = demand.stages[part.rank] if has_stages else demand
+    demand = demand.stages[part.rank % part.num_stages] if has_stages else demand
     point = demand.at(samples, part.share)
     sizes = {name: int(vars(point.peak)[name]) for name in PART_NAMES}
     overhead = max(0, point.reserved - point.peak.total) / max(1, point.peak.total) if rank.is_gpu else 0.0
-    if part.count > 1 and part.strategy == "ddp":
+    if part.count > 1 and (part.strategy == "ddp" or (is_pipeline and part.num_stages < part.count)):
         sizes["gradients"] += max(demand.model.trained, point.peak.gradients)
-    elif part.count > 1 and part.strategy == "fsdp":
+    if part.count > 1 and part.strategy == "fsdp":
         sizes |= _shard_sizes(demand, point, part)
     elif is_pipeline and not has_stages:
         for name in ("parameters", "gradients", "optimizer"):
-            sizes[name] = -(-sizes[name] // part.count)
+            sizes[name] = -(-sizes[name] // part.num_stages)
         sizes["activations"] = round(sizes["activations"] * part.in_flight)
         sizes["inputs"] *= part.passes
     tensors = sum(sizes.values())

@@ -13,6 +13,7 @@ from typing import Literal
 
 from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Problem
+from runner.base.shares import equal_shares
 from runner.base.text import format_bytes
 from runner.config.allocator_settings import allocator_environment
 from runner.config.config_files import shipped_options, user_profile_file
@@ -27,6 +28,7 @@ from runner.plan.memory_fit import (
     RankPart,
     choose_micro_batch_size,
     largest_micro_batch,
+    num_stages,
     predict_memory,
 )
 from runner.plan.planning_rules import RULES, optimizer_kernel, why_no_fsdp
@@ -334,8 +336,7 @@ class _Planner(Decisions):
             demand = self.needs.demands.get(phase.name)
             for number, rank in enumerate(self.ranks if demand else ()):
                 assert demand is not None
-                share = phase.batch.shares[number] if phase.batch.stages == 1 else phase.batch.global_batch_size
-                samples = max(1, min(share, phase.batch.micro_batch_size))
+                samples = max(1, min(phase.batch.share_of(number), phase.batch.micro_batch_size))
                 prediction = predict_memory(demand, samples, rank, part.for_rank(number))
                 is_exact = demand.is_exact and (phase.batch.stages == 1 or bool(demand.stages))
                 is_exact = is_exact and (self.allocator.is_modelled or not rank.is_gpu)
@@ -371,7 +372,7 @@ class _Planner(Decisions):
             self.reasons[f"{lead}micro_batch_size"] = reason if batch.stages > 1 else share_reason
         self.reasons[f"{lead}shares"] = why
         is_even = len(set(batch.shares)) == 1
-        per_rank = f"({batch.micro_batch_size} x {batch.world_size})" if is_even else f"{batch.micro_batch_size}"
+        per_rank = f"({batch.micro_batch_size} x {batch.num_shares})" if is_even else f"{batch.micro_batch_size}"
         samples = batch.global_batch_size if is_even else max(batch.shares)
         self.reasons[f"{lead}accumulation_steps"] = f"{samples} / {per_rank}"
         return batch
@@ -379,10 +380,16 @@ class _Planner(Decisions):
     def _split_update(self, total: int, micro: int | Literal["auto"], phase: str | None) -> tuple[Batch | Problem, str]:
         function, count = self.choices["parallelism"].function, len(self.ranks)
         if function == "pipeline" and count > 1:
-            micro = self._stage_micro_batch_size(total, phase) if micro == "auto" else micro
-            batch = divide(total, micro, (total,), ragged=True)
+            stages = num_stages(self.choices["parallelism"].options, count)
+            shares = equal_shares(count // stages, total)
+            if isinstance(shares, Problem):
+                return shares, ""
+            micro = self._stage_micro_batch_size(max(shares), stages, phase) if micro == "auto" else micro
+            batch = divide(total, micro, shares, ragged=True)
             why = "every rank processes all samples with some of the layers"
-            return (batch if isinstance(batch, Problem) else dataclasses.replace(batch, stages=count)), why
+            if len(shares) > 1:
+                why = f"each {stages} consecutive ranks process an equal share, each with some of the layers"
+            return (batch if isinstance(batch, Problem) else dataclasses.replace(batch, stages=stages)), why
         rule = self.choices["parallelism"].options.get("shares", "equal")
         shares, why = split_shares(rule, total, self.ranks)
         if isinstance(shares, Problem):
@@ -402,9 +409,9 @@ class _Planner(Decisions):
             micro = cpu_limit
         return divide(total, micro, shares, ragged=function != "single" or is_free), why
 
-    def _stage_micro_batch_size(self, total: int, phase: str | None) -> int:
+    def _stage_micro_batch_size(self, share: int, stages: int, phase: str | None) -> int:
         """Return the micro-batch size of a pipeline, small enough to keep all stages busy and to fit in memory."""
-        micro = max(1, -(-total // (MICRO_BATCHES_PER_STAGE * len(self.ranks))))
+        micro = max(1, -(-share // (MICRO_BATCHES_PER_STAGE * stages)))
         part = RankPart.from_choice(self.choices["parallelism"], len(self.ranks))
         for demand in self.needs.select(phase) if self.needs is not None else ():
             if demand.stages:

@@ -189,6 +189,8 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
     if choice.function == "pipeline" and compiled.function not in ("off", "regional"):
         what = "compiles the whole model, but a pipeline rank holds only some of its layers"
         planner.problems.append(Problem(what, f"compile={compiled.name}", "use compile=regional, or compile=off"))
+    if choice.function == "pipeline":
+        _check_copy_size(planner, "stages")
     if choice.function != "fsdp":
         return
     if len(planner.ranks) > 1 and (why_not := why_no_fsdp(planner.inventory.torch_version)):
@@ -215,19 +217,26 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
 
 def _shard_size(planner: Decisions) -> None:
     """Resolve parallelism.shard_size=auto, and refuse a number that does not divide the ranks."""
-    size, count = planner.choices["parallelism"].options["shard_size"], len(planner.ranks)
-    machines = ranks_per_machine(planner.ranks)
-    if size == "auto":
+    if planner.choices["parallelism"].options["shard_size"] == "auto":
+        machines = ranks_per_machine(planner.ranks)
         planner.set("parallelism", "shard_size", *_automatic_shard_size(planner, machines))
+    else:
+        _check_copy_size(planner, "shard_size")
+
+
+def _check_copy_size(planner: Decisions, key: str) -> None:
+    """Refuse a number of ranks per copy of the model that does not divide the ranks."""
+    size, count = planner.choices["parallelism"].options[key], len(planner.ranks)
+    machines = ranks_per_machine(planner.ranks)
     if not isinstance(size, int) or count == 1:
         return
     if size == 1 or count % size:
         sizes = ", ".join(str(divisor) for divisor in range(2, count + 1) if count % divisor == 0)
         fix = f"use {sizes}, or parallelism=ddp for a copy of the model on each rank"
         what = f"must divide the {count} ranks into groups of several, each with a copy of the model"
-        planner.problems.append(Problem(what, f"parallelism.shard_size={size}", fix))
+        planner.problems.append(Problem(what, f"parallelism.{key}={size}", fix))
     elif len(machines) > 1 and (len(set(machines)) > 1 or (size % machines[0] and machines[0] % size)):
-        what = f"parallelism.shard_size={size}: some groups share a machine with others and extend to the next one"
+        what = f"parallelism.{key}={size}: some groups share a machine with others and extend to the next one"
         planner.notes.append(f"{what} ({', '.join(map(str, machines))} ranks per machine)")
 
 

@@ -38,8 +38,8 @@ class PhasePlan(PhaseSettings):
         else:
             parts.append("one pass over the training data")
         batch = self.batch
-        product = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.world_size}"
-        is_even = batch.micro_batch_size * batch.accumulation_steps * batch.world_size == batch.global_batch_size
+        product = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.num_shares}"
+        is_even = batch.micro_batch_size * batch.accumulation_steps * batch.num_shares == batch.global_batch_size
         product = product if is_even else " + ".join(map(str, batch.shares))
         parts.append(f"{batch.global_batch_size} samples per update ({product})")
         parts += [f"trains {', '.join(self.trains)}"] if self.trains is not None else []
@@ -192,8 +192,10 @@ def format_rank_table(plan: Plan) -> list[str]:
     """Return the ranks as lines of text: device, memory, share of an update, and micro-batches."""
     if plan.batch.stages > 1:
         sizes = [f", {rank.memory_bytes / 2**30:.1f} GiB" if rank.memory_bytes else "" for rank in plan.ranks]
+        pipelines = plan.batch.num_shares > 1
         return [
             f"rank {number}: {rank.device}: {rank.name}{size}"
+            + (f", stage {number % plan.batch.stages} of pipeline {number // plan.batch.stages}" if pipelines else "")
             for number, (rank, size) in enumerate(zip(plan.ranks, sizes, strict=True))
         ]
     return format_lines(

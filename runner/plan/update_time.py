@@ -359,11 +359,15 @@ class _Update:
         return UpdateTime(tuple(parts))
 
     def predict_pipeline(self) -> UpdateTime:
-        count, batch = len(self.devices), self.phase.batch
-        sizes = _split_share(batch.global_batch_size, batch.micro_batch_size)
+        batch = self.phase.batch
+        count, copies = batch.stages, batch.num_shares
+        sizes = _split_share(max(batch.shares), batch.micro_batch_size)
         stages, share = (self.demand.stages, 1.0) if self.demand.stages else ((self.demand,) * count, 1 / count)
         passes = [stage.at(sizes[0]).work.scale(share) for stage in stages]
-        seconds = [self.pass_time(work, device) for work, device in zip(passes, self.devices, strict=True)]
+        seconds = [
+            max(self.pass_time(work, device) for device in self.devices[stage::count])
+            for stage, work in enumerate(passes)
+        ]
         slowest = max(range(count), key=lambda rank: seconds[rank])
         work = sum(passes[slowest : slowest + 1] * len(sizes), ComputeCost())
         parts = self._compute_parts(work, stages[slowest].step.scale(share), self.devices[slowest], slowest)
@@ -372,12 +376,29 @@ class _Update:
         bubble = max(0.0, busy - seconds[slowest] * len(sizes))
         parts.append(Part(BUBBLE, bubble, f"{schedule}, {len(sizes)} micro-batches, {count} stages"))
         parts.append(self._exchange_activations(schedule, seconds, passes, len(sizes)))
+        if copies > 1:
+            parts.append(self._reduce_over_copies(stages, seconds, share))
         return UpdateTime(tuple(parts))
+
+    def _reduce_over_copies(self, stages: Sequence[Demand], seconds: Sequence[float], fraction: float) -> Part:
+        """Return the time of the slowest stage to all-reduce its gradients over the copies of the model."""
+        ring = make_ring_across(self.devices, len(stages))
+        if ring is None:
+            return Part(COMMUNICATION, None, "no hardware profile states the link of each device")
+        traffic = max(
+            (
+                reduce_buckets([round(size * fraction) for size in stage.model.buckets], each * BACKWARD_FRACTION, ring)
+                for stage, each in zip(stages, seconds, strict=True)
+            ),
+            key=lambda traffic: traffic.exposed,
+        )
+        how = f"gradients over {ring.count} pipelines, {format_seconds(traffic.total)} in total"
+        return Part(COMMUNICATION, traffic.exposed, how)
 
     def _exchange_activations(
         self, schedule: partition.Schedule, seconds: Sequence[float], passes: Sequence[ComputeCost], num_passes: int
     ) -> Part:
-        ring = make_ring(self.devices)
+        ring = make_ring(self.devices[: self.phase.batch.stages])
         if ring is None or not self.demand.stages:
             return Part(COMMUNICATION, None, "link or size of the messages between stages")
         received = max(work.received for work in passes)

@@ -41,7 +41,7 @@ class LoadBalance(Hook):
             self._seconds.append(seconds)
         if step.update % phase.run.plan.settings.log_every == 0:
             self._idle = phase.parts.parallel.idle_fractions()
-        if not phase.order.shares:  # stages of a pipeline have different work
+        if not phase.parts.parallel.splits_batch:  # stages of a pipeline have different work
             return
         straggler = self._straggler_detector.observe(seconds, status.samples)
         if straggler:

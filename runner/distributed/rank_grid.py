@@ -1,0 +1,48 @@
+"""Divide all ranks into groups of consecutive ranks that each hold one copy of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+from datetime import timedelta
+from typing import NamedTuple
+
+import torch
+import torch.distributed as dist
+
+from runner.base.world import World
+
+
+class RankGrid(NamedTuple):
+    """The worlds of this rank.
+
+    world      all ranks
+    copy       ranks that hold a copy of the model together
+    replicas   ranks that hold the same part of the model, one of each copy
+    timeout_s  timeout of collectives in groups of ranks
+    """
+
+    world: World
+    copy: World
+    replicas: World
+    timeout_s: float
+
+
+def split_ranks(world: World, size: int, timeout_s: float) -> RankGrid:
+    """Divide the ranks into copies of `size` ranks, which divides their number. A collective: it creates groups.
+
+    timeout_s  timeout of collectives, because new groups do not inherit that of the world
+    """
+    if size == world.world_size:
+        return RankGrid(world, world, dataclasses.replace(world, rank=0, world_size=1), timeout_s)
+    rows = torch.arange(world.world_size).view(-1, size)
+    timeout = timedelta(seconds=timeout_s)
+    across, inside = (
+        dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)[0]  # type: ignore[no-untyped-call]
+        for ranks in (rows.t(), rows)
+    )
+    return RankGrid(
+        world,
+        dataclasses.replace(world, rank=world.rank % size, world_size=size, group=inside),
+        dataclasses.replace(world, rank=world.rank // size, world_size=len(rows), group=across),
+        timeout_s,
+    )

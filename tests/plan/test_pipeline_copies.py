@@ -1,0 +1,85 @@
+"""parallelism.stages: several pipelines, each with a copy of the model."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from runner.base.errors import ConfigError
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.launch.training_ranks import options_for_ranks
+from runner.plan.inventory import Cpu, Inventory
+from runner.plan.memory_fit import GIB, MemoryNeeds, RankPart, predict_memory
+from runner.plan.planner import MICRO_BATCHES_PER_STAGE, make_plan
+from runner.plan.run_plan import Plan, rank_part
+from runner.plan.update_time import BUBBLE, COMMUNICATION, PRODUCTS
+from tests.plan.test_shard_size import on_machines
+from tests.plan.test_strategy import model
+from tests.plan.test_update_time import DEVICE, known, predict, staged
+
+RANKS = 4
+
+
+def plan_for(stages: int | str, *args: str, memory: MemoryNeeds | None = None) -> Plan:
+    args = ("parallelism=pipeline", f"parallelism.stages={stages}", "global_batch_size=33", "device=cpu", *args)
+    inventory = Inventory((), Cpu("a CPU", 8, 8, 8 * GIB))
+    return make_plan(compose(Request(args)), inventory, on_machines(RANKS), memory)
+
+
+def test_each_pipeline_has_an_equal_share() -> None:
+    batch = plan_for(2).batch
+    assert (batch.shares, batch.stages) == ((17, 16), 2)
+    assert [batch.share_of(rank) for rank in range(RANKS)] == [17, 17, 16, 16]
+    assert batch.micro_batch_size == -(-17 // (2 * MICRO_BATCHES_PER_STAGE))
+    assert (plan_for("all").batch.shares, plan_for("all").batch.stages) == ((33,), RANKS)
+
+
+@pytest.mark.parametrize("stages", [1, 3, 8])
+def test_stages_that_do_not_divide_the_ranks_are_refused(stages: int) -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_for(stages)
+    (problem,) = caught.value.problems
+    assert problem.where == f"parallelism.stages={stages}"
+    assert "use 2, 4, or" in problem.fix
+
+
+def test_fewer_samples_than_pipelines_are_refused() -> None:
+    with pytest.raises(ConfigError) as caught:
+        plan_for(2, "global_batch_size=1")
+    assert [problem.where for problem in caught.value.problems] == ["global_batch_size=1"]
+
+
+def test_a_copy_adds_a_bucket_for_each_gradient_of_the_stage() -> None:
+    need, rank = model(20), on_machines(RANKS)[0]
+    copies, single = (predict_memory(need, 2, rank, RankPart("pipeline", count, stages=2)) for count in (4, 2))
+    assert copies.parts["gradients"] == 2 * single.parts["gradients"]
+    others = {name for name in single.parts if name not in ("gradients", "allocator")}
+    assert {name: copies.parts[name] for name in others} == {name: single.parts[name] for name in others}
+
+
+def test_the_copies_of_a_stage_need_the_same_memory() -> None:
+    small, large = model(4), model(12)
+    staged_model = dataclasses.replace(model(16), stages=(small, large))
+    plan = plan_for(2, memory=MemoryNeeds({"train": staged_model}))
+    totals = [memory.prediction.total for memory in plan.memory]
+    assert totals[:2] == totals[2:]
+    assert totals[0] < totals[1]
+    part = rank_part(plan.choices["parallelism"], plan.phases[0])
+    assert (part.count, part.num_stages) == (RANKS, 2)
+
+
+def test_gradients_of_the_copies_are_exchanged() -> None:
+    """The bubble is that of a pipeline with half of the samples."""
+    args = ("micro_batch_size=1", "parallelism=pipeline", "parallelism.stages=2")
+    one = known(predict(*args, "global_batch_size=8", need=staged(2, 0), devices=(DEVICE,) * 2))
+    two = known(predict(*args, "global_batch_size=16", need=staged(2, 0), devices=(DEVICE,) * 4))
+    for part in (PRODUCTS, BUBBLE):
+        assert two.part(part) == pytest.approx(one.part(part))
+    assert one.part(COMMUNICATION) == 0 < two.part(COMMUNICATION)
+
+
+@pytest.mark.parametrize(("kept", "expected"), [([0, 1, 2], "all"), ([0, 3], 2), ([1], 2)])
+def test_ranks_that_do_not_fill_pipelines_form_a_single_one(kept: list[int], expected: int | str) -> None:
+    assert options_for_ranks({"stages": 2}, kept, RANKS)["stages"] == expected
