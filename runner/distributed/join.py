@@ -145,6 +145,9 @@ def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> 
         timeout=timedelta(seconds=timeout_s),
         device_id=device if device.type == "cuda" else None,
     )
+    # Wait for all: if a rank that has connected fails and exits while another one still connects, that one would report
+    # that it cannot connect. On the host, by gloo.
+    dist.all_reduce(torch.zeros(()))
 
 
 def _store_prefix(rank_info: RankInfo) -> str:
