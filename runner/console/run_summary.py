@@ -199,11 +199,11 @@ def _format_disabled(techniques: Iterable[TechniqueLine]) -> list[str]:
 
 
 def _format_batch(batch: Batch) -> str:
+    copy = "rank" if batch.stages == 1 else "pipeline"
     if len(set(batch.shares)) > 1:
-        return f"{batch.global_batch_size} = {' + '.join(map(str, batch.shares))} (samples per rank)"
+        return f"{batch.global_batch_size} = {' + '.join(map(str, batch.shares))} (samples per {copy})"
     factors = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.num_shares}"
-    copies = "ranks" if batch.stages == 1 else "pipelines"
-    return f"{batch.global_batch_size} = {factors} (micro-batch x accumulation x {copies})"
+    return f"{batch.global_batch_size} = {factors} (micro-batch x accumulation x {copy}s)"
 
 
 def _format_count(number: int) -> str:
