@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from datetime import timedelta
 from typing import Any
 
 import torch
@@ -20,7 +19,7 @@ from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.world import World
 from runner.distributed.agreement import catch_exception, raise_on_all_ranks
 from runner.distributed.layer_costs import LayerCost, estimate_costs, measure_costs, parameter_names
-from runner.distributed.rank_grid import RankGrid
+from runner.distributed.rank_grid import RankGrid, new_groups
 from runner.host.resources import memory_bytes
 
 Example = Callable[[], Sequence[Tensor]]
@@ -162,8 +161,7 @@ def shared_parameters(
         stages = tuple(sorted(holders[name]))
         if stages not in groups:
             rows = [[first + stage for stage in stages] for first in range(0, grid.world.world_size, size)]
-            timeout = timedelta(seconds=grid.timeout_s)
-            groups[stages], _ = dist.new_subgroups_by_enumeration(rows, timeout=timeout)  # type: ignore[no-untyped-call]
+            groups[stages] = new_groups(rows, grid.timeout_s)
         if rank in stages:
             ties.append(Tie(weights[name], groups[stages], rank == stages[0]))
     return ties

@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from datetime import timedelta
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
 
 from runner.base.world import World
+
+
+def new_groups(groups: Sequence[Sequence[int]], timeout_s: float) -> Any:
+    """Create process groups of these ranks; return the group of this rank, None if it is in none. A collective."""
+    group, _ = dist.new_subgroups_by_enumeration(  # type: ignore[no-untyped-call]
+        groups, timeout=timedelta(seconds=timeout_s)
+    )
+    dist.all_reduce(torch.zeros(()))  # wait until all ranks have connected, as in a new world
+    return group
 
 
 class RankGrid(NamedTuple):
@@ -35,11 +45,7 @@ def split_ranks(world: World, size: int, timeout_s: float) -> RankGrid:
     if size == world.world_size:
         return RankGrid(world, world, dataclasses.replace(world, rank=0, world_size=1), timeout_s)
     rows = torch.arange(world.world_size).view(-1, size)
-    timeout = timedelta(seconds=timeout_s)
-    across, inside = (
-        dist.new_subgroups_by_enumeration(ranks.tolist(), timeout=timeout)[0]  # type: ignore[no-untyped-call]
-        for ranks in (rows.t(), rows)
-    )
+    across, inside = (new_groups(ranks.tolist(), timeout_s) for ranks in (rows.t(), rows))
     return RankGrid(
         world,
         dataclasses.replace(world, rank=world.rank % size, world_size=size, group=inside),
