@@ -188,9 +188,9 @@ class Numbers(Dataset[Tensor]):
 
 
 @pytest.mark.parametrize("pins", [False, True])
-def test_workers_that_are_forked_after_the_gpu_was_used_read_on_the_host(pins: bool, device: torch.device) -> None:
+def test_a_worker_that_is_forked_after_the_gpu_was_used_reads_on_the_host(pins: bool, device: torch.device) -> None:
     torch.ones(1, device=device)
-    loader = DataLoader(Numbers("cpu"), batch_size=2, num_workers=2, multiprocessing_context="fork", pin_memory=pins)
+    loader = DataLoader(Numbers("cpu"), batch_size=2, num_workers=1, multiprocessing_context="fork", pin_memory=pins)
     read = torch.cat([batch.to(device, non_blocking=pins) for batch in loader])
     assert read[:, 0].tolist() == list(range(8))
 
