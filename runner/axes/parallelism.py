@@ -50,6 +50,7 @@ def fsdp(
     reshard_after_forward: bool = True,
     communicate: Literal["float32", "bfloat16", "float16"] = "float32",
     gradients: Literal["auto", "full", "sharded"] = "auto",
+    evaluation: Literal["auto", "whole", "sharded"] = "auto",
     checkpoint: Literal["whole", "parts"] = "whole",
     init: Literal["auto", "full", "meta"] = "auto",
     restarts: Count = 3,
@@ -66,6 +67,9 @@ def fsdp(
     communicate            communication format of parameters; a 16-bit format must match precision
     gradients              between the micro-batches of an update. full: unsharded, reduced after the last one; sharded:
                            reduced after each, which needs less memory and more communication; auto: full if it fits
+    evaluation             whole: each rank gathers the whole model for an evaluation; sharded: each call of the model
+                           gathers one block after another, and only its forward pass can be called; auto: whole if it
+                           fits
     checkpoint             whole: rank 0 gathers and writes checkpoints; parts: each rank writes its shards
     init                   full: each rank builds the whole model, then shards it; meta: large tensors are built on the
                            meta device, and each rank initializes its shards to the same values; auto: meta if the
@@ -82,6 +86,7 @@ def fsdp(
         communicate=communicate,
         shards_gradients=gradients == "sharded",
         saves_parts=checkpoint == "parts",
+        gathers_model=evaluation != "sharded",
         init=init,
         shard_size=shard_size if isinstance(shard_size, int) else None,
         timeout_s=timeout_s,

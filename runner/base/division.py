@@ -48,9 +48,12 @@ class Batch:
         if self.stages > 1:
             num_full, rest = divmod(max(self.shares), self.micro_batch_size)
             parts = [f"{num_full} micro-batches of {self.micro_batch_size}"] + ([f"one of {rest}"] if rest else [])
-            copies = f", in each of {self.num_shares} pipelines" if self.num_shares > 1 else ""
-            text = f"{self.global_batch_size} samples per update = {' and '.join(parts)}, through {self.stages} stages"
-            return text + copies
+            text = f"{' and '.join(parts)}, through {self.stages} stages"
+            if len(set(self.shares)) > 1:
+                text = f"{' + '.join(map(str, self.shares))} samples of {self.num_shares} pipelines, at most {text}"
+            elif self.num_shares > 1:
+                text += f", in each of {self.num_shares} pipelines"
+            return f"{self.global_batch_size} samples per update = {text}"
         product = self.micro_batch_size * self.accumulation_steps * self.num_shares
         if product == self.global_batch_size:
             ranks = f"{self.num_shares} rank" + ("s" if self.num_shares > 1 else "")
@@ -81,7 +84,7 @@ def divide(
 
 
 def _too_large(total: int, micro: int, shares: tuple[int, ...]) -> Problem:
-    of_ranks = f"the largest share of a rank ({max(shares)} of {total})"
+    of_ranks = f"the largest share of an update ({max(shares)} of {total})"
     limit = f"global_batch_size ({total})" if len(shares) == 1 else of_ranks
     return Problem(
         f"must be at most {limit}, but is {micro}",

@@ -1,8 +1,9 @@
-"""The world: all processes that train together; a single process is a world of size 1, not a special case."""
+"""The world: processes that train together; a single process is a world of size 1, not a special case."""
 
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,8 @@ class World:
     """Rank, size and device of this process, and the collectives that the engine needs.
 
     heartbeat_folder  folder for heartbeats of ranks started by our own launcher; None: started by another launcher
-    group             process group of the ranks of this world; None: all processes
+    group             process group of a world that has some of the processes; None: all processes
+    all_ranks         the ranks of such a world among all processes, in its order
 
     All ranks must call a collective, in the same order. In a world of size 1 it returns its argument. Ranks in
     arguments are those of this world.
@@ -32,6 +34,7 @@ class World:
     num_local_ranks: int = 1
     heartbeat_folder: Path | None = None
     group: Any = None
+    all_ranks: Sequence[int] = ()
 
     @property
     def is_supervised(self) -> bool:
@@ -45,8 +48,12 @@ class World:
 
     @property
     def is_first(self) -> bool:
-        """True on rank 0, which writes files and prints."""
+        """True on rank 0, which writes files and prints if the world has all processes."""
         return self.rank == 0
+
+    def number_of(self, rank: int) -> int:
+        """Return the number of a rank among all processes, for messages."""
+        return self.all_ranks[rank] if self.all_ranks else rank
 
     @property
     def machine_name(self) -> str:

@@ -92,14 +92,13 @@ def place_layers(
     }
     per_rank = world.gather(mine)
     costs = [LayerCost(**cost) for cost in per_rank[0]["costs"]]
-    devices = [
-        partition.StageDevice(
-            min(of_rank["memory"] for of_rank in per_rank[stage::size]),
-            _speed(per_rank[0]["seconds"], max(of_rank["seconds"] for of_rank in per_rank[stage::size])),
-            format_stage_device(range(stage, len(per_rank), size), per_rank[stage]["device"]),
-        )
-        for stage in range(size)
-    ]
+    devices = []
+    for stage in range(size):
+        copies = per_rank[stage::size]
+        smallest = min(copies, key=lambda of_rank: of_rank["memory"])
+        name = format_stage_device(range(stage, len(per_rank), size), smallest["device"])
+        speed = _speed(per_rank[0]["seconds"], max(of_rank["seconds"] for of_rank in copies))
+        devices.append(partition.StageDevice(smallest["memory"], speed, name))
     return plan_placement(costs, devices, request)
 
 

@@ -254,7 +254,10 @@ class Parallel:
     # ------------------------------------------------------------ evaluation
 
     def gather_parameters(self, model: nn.Module) -> AbstractContextManager[None]:
-        """Return a context in which each rank can call any method of the model independently, without gradients."""
+        """Return a context in which each rank can call the model independently, without gradients.
+
+        Any method can be called, unless a strategy keeps parts of the model on other ranks: then only `forward`.
+        """
         return nullcontext()
 
     def evaluation_batches(self, keys: Sequence[Any]) -> list[Any]:

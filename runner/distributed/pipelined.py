@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from itertools import groupby
 from typing import Any, NamedTuple
@@ -223,6 +223,9 @@ class Pipelined(Parallel):
                 work = work._replace(before_last_pass=self._copies.begin_last_pass)
             self._run(work, key, count)
             first += count
+        if not micros:
+            with passes.forward():  # saves the state to restore if another pipeline overflows
+                pass
         if self._placeholder is not None:
             (self._placeholder * 0).sum().backward()  # type: ignore[no-untyped-call]
         return Sums(tally.loss_sum, tally.items, bad if self.counts_samples else ())
@@ -253,8 +256,13 @@ class Pipelined(Parallel):
 
     # ------------------------------------------------------------ between updates
 
-    def buffer_update(self) -> AbstractContextManager[None]:
-        return self._copies.buffer_update()
+    @contextmanager
+    def buffer_update(self) -> Iterator[None]:
+        if self.replicas.world_size == 1:  # all stages see the same data
+            yield
+            return
+        with self._buffers.update(), self._copies.buffer_update():  # on exit first the copies of the last stage
+            yield
 
     def check_buffers(self) -> None:
         self._buffers.check()

@@ -48,7 +48,12 @@ def split_ranks(world: World, size: int, timeout_s: float) -> RankGrid:
     across, inside = (new_groups(ranks.tolist(), timeout_s) for ranks in (rows.t(), rows))
     return RankGrid(
         world,
-        dataclasses.replace(world, rank=world.rank % size, world_size=size, group=inside),
-        dataclasses.replace(world, rank=world.rank // size, world_size=len(rows), group=across),
+        _part_of(world, rows[world.rank // size].tolist(), inside),
+        _part_of(world, rows[:, world.rank % size].tolist(), across),
         timeout_s,
     )
+
+
+def _part_of(world: World, ranks: Sequence[int], group: Any) -> World:
+    number = ranks.index(world.rank)
+    return dataclasses.replace(world, rank=number, world_size=len(ranks), group=group, all_ranks=ranks)

@@ -69,6 +69,7 @@ class Sharded(Parallel):
         communicate: CommunicationDtype = "float32",
         shards_gradients: bool = False,
         saves_parts: bool = False,
+        gathers_model: bool = True,
         init: ModelInit = "auto",
         shard_size: int | None = None,
         timeout_s: float = TIMEOUT_S,
@@ -77,6 +78,7 @@ class Sharded(Parallel):
         self.shard_size = shard_size or world.world_size
         self.num_parts = self.shard_size if saves_parts else 1
         self.timeout_s = timeout_s
+        self.gathers_model = gathers_model
         self.init = init
         self.reshard_after_forward = reshard_after_forward
         self.communicate = communicate
@@ -337,8 +339,42 @@ class Sharded(Parallel):
 
     # ------------------------------------------------------------ evaluation
 
+    def gather_parameters(self, model: nn.Module) -> AbstractContextManager[None]:
+        return self._gather_all(model) if self.gathers_model else self._share_calls(model)
+
     @contextmanager
-    def gather_parameters(self, model: nn.Module) -> Iterator[None]:
+    def _share_calls(self, model: nn.Module) -> Iterator[None]:
+        """Let each rank call the model any number of times; each call gathers one block after another.
+
+        Those gathers are collectives, so before a call the ranks exchange whether any of them still calls the model. A
+        rank that has finished repeats its last call until all have.
+        """
+        kind = self.world.device.type
+        last: list[Any] = []
+
+        @torch.compiler.disable  # type: ignore[untyped-decorator]
+        def remember(_: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
+            self.world.any(True)
+            last[:] = args, named, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
+
+        hook = model.register_forward_pre_hook(remember, prepend=True, with_kwargs=True)  # before torch gathers
+        try:
+            yield
+        finally:
+            hook.remove()
+        while self.world.any(False):  # not after an error, which ends all ranks
+            if not last:
+                raise TaskFault(
+                    "the model is not called for the batches of this rank, but it is for those of others",
+                    where="parallelism.evaluation=sharded",
+                    fix="call the model for each batch, or use parallelism.evaluation=whole",
+                )
+            args, named, is_enabled, dtype = last
+            with torch.no_grad(), torch.autocast(kind, dtype, is_enabled), without_side_effects(model):
+                model(*args, **named)
+
+    @contextmanager
+    def _gather_all(self, model: nn.Module) -> Iterator[None]:
         """Gather all parameters on every rank inside the context; each may run any number of passes without gradients.
 
         Any method of the model can be called, not only `forward`. Each device needs memory for all parameters.
@@ -361,7 +397,7 @@ class Sharded(Parallel):
     def edit_parameters(self, model: nn.Module) -> Iterator[None]:
         """Gather all parameters on every rank inside the context; changes are kept."""
         saved_names = model.state_dict().keys()
-        with self.gather_parameters(model):
+        with self._gather_all(model):
             yield
             named = [*model.named_parameters(), *model.named_buffers()]
             edited = {name: tensor.detach().clone() for name, tensor in named if name in saved_names}

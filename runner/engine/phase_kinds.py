@@ -82,9 +82,12 @@ class PhaseKind:
         """Return the lines to print at the start of the phase."""
         return []
 
-    def names_without_gradient(self) -> list[str]:
-        """Return the trainable parameters without gradient in the first update; call once, because it removes hooks."""
-        return []
+    def first_gradients(self) -> dict[str, bool]:
+        """Return the trainable parameters of this rank, and whether one had a gradient in the first update.
+
+        Call once, because it removes hooks.
+        """
+        return {}
 
     @property
     def trained_names(self) -> Collection[str]:
@@ -253,9 +256,9 @@ class GradientPhase(PhaseKind):
         total = sum(weight.numel() for weight in self.parts.bare.parameters())
         return [f"trains {', '.join(sizes)}: {count:,} of {total:,} parameters ({count / total:.1%})"]
 
-    def names_without_gradient(self) -> list[str]:
+    def first_gradients(self) -> dict[str, bool]:
         self._remove_grad_hooks()
-        return [name for name in self.owned if name not in self._with_gradient]
+        return {name: name in self._with_gradient for name in self.owned}
 
     @property
     def trained_names(self) -> Collection[str]:

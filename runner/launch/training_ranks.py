@@ -137,7 +137,7 @@ def _may_restart(result: LaunchResult) -> bool:
 
 def _drop_rank(job: Job, lost: int, start_time: float) -> Job:
     """Return the job without this rank, resuming if this start has written a checkpoint."""
-    kept = [rank for rank in range(job.plan.world_size) if rank != lost]
+    kept = ranks_to_keep(job.configuration.choices["parallelism"].options, lost, job.plan.world_size)
     left = [job.plan.ranks[rank] for rank in kept]
     parallelism = job.configuration.choices["parallelism"]
     options = options_for_ranks(parallelism.options, kept, job.plan.world_size)
@@ -151,17 +151,26 @@ def _drop_rank(job: Job, lost: int, start_time: float) -> Job:
     return dataclasses.replace(job, configuration=configuration, plan=plan)
 
 
+def ranks_to_keep(options: Mapping[str, Any], lost: int, world_size: int) -> list[int]:
+    """Return the ranks that continue without a lost one: those of the complete pipelines, if there are any."""
+    others = [rank for rank in range(world_size) if rank != lost]
+    stages = options.get("stages")
+    if not isinstance(stages, int):
+        return others
+    return [rank for rank in others if rank // stages != lost // stages] or others
+
+
 def options_for_ranks(options: Mapping[str, Any], kept: Sequence[int], world_size: int) -> dict[str, Any]:
     """Return the options of a strategy for the ranks that are kept, of `world_size`."""
     adapted = dict(options)
     if isinstance(adapted.get("shares"), list) and len(adapted["shares"]) == world_size:
         adapted["shares"] = [adapted["shares"][rank] for rank in kept]
-    if adapted.get("split"):
-        adapted["split"] = None  # applies to another number of stages
     for key in ("shard_size", "stages"):  # ranks of a copy of the model
         size = adapted.get(key)
         if isinstance(size, int) and len(kept) % size and len(kept) > 1:
             adapted[key] = "all"
+    if adapted.get("split") and not isinstance(adapted.get("stages"), int):
+        adapted["split"] = None  # applies to another number of stages
     return adapted
 
 

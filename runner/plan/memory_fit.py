@@ -237,6 +237,7 @@ class RankPart:
 
     share       largest share of an update of any rank; smaller micro-batches accumulate. 0: one micro-batch
     reshards    fsdp frees blocks after the forward pass
+    gathers_model     fsdp gathers the whole model for evaluations
     shards_gradients  fsdp reduces gradients after each micro-batch of an update, not after the last one
     gathered_size     bytes of a parameter that fsdp gathers, relative to those of its shard on all ranks
     shard_size  ranks that hold one copy of the model together with fsdp; 0: all
@@ -250,6 +251,7 @@ class RankPart:
     count: int = 1
     share: int = 0
     reshards: bool = True
+    gathers_model: bool = True
     shards_gradients: bool = False
     gathered_size: float = 1.0
     shard_size: int = 0
@@ -282,6 +284,7 @@ class RankPart:
             count,
             share,
             reshards,
+            gathers_model=options.get("evaluation") != "sharded",
             shards_gradients=options.get("gradients") == "sharded",
             gathered_size=1.0 if options.get("communicate", "float32") == "float32" else 0.5,
             shard_size=shard_size if isinstance(shard_size, int) else 0,
@@ -363,7 +366,8 @@ def _shard_sizes(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str
     Gathered parameters: those outside of blocks for the whole pass, and one block with its communication buffer; with
     reshards=False all blocks. Unsharded gradients exist for one block, or for the parameters outside of blocks, and
     once more for communication; between the micro-batches of an update, for all parameters, unless they are reduced
-    after each. Evaluation gathers all parameters, and has neither gradients nor saved activations.
+    after each. Evaluation has neither gradients nor saved activations. It gathers all parameters, or those that a
+    training pass gathers.
 
     The peak with gradients g(t) / count is convex in 1 / count: at most the line between its values for 0 and 1.
     Source: torch/distributed/fsdp/_fully_shard/_fsdp_collectives.py and _fsdp_param_group.py, torch 2.13.
@@ -384,7 +388,7 @@ def _shard_sizes(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str
     outside = demand.model.outside if demand.model.outside or block else peak.parameters
     gathered = round(part.gathered_size * (outside + 2 * block if part.reshards else peak.parameters + block))
     training = gathered + gradients + outside + 2 * block
-    evaluation = round(part.gathered_size * (peak.parameters + max(outside, block)))
+    evaluation = round(part.gathered_size * (peak.parameters + max(outside, block))) if part.gathers_model else 0
     gathered += max(0, evaluation - training)
     uneven = demand.model.row * (count - 1) // count
     states = -(-peak.optimizer // max(1, peak.parameters))  # state tensors with the shapes of the parameters

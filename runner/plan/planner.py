@@ -383,7 +383,9 @@ class _Planner(Decisions):
             stages = num_stages(self.choices["parallelism"].options, count)
             shares = equal_shares(count // stages, total)
             if isinstance(shares, Problem):
-                return shares, ""
+                what = f"must be at least the number of pipelines ({count // stages}), but is {total}"
+                fix = f"use global_batch_size={count // stages}, or parallelism.stages=all"
+                return Problem(what, f"global_batch_size={total}", fix), ""
             micro = self._stage_micro_batch_size(max(shares), stages, phase) if micro == "auto" else micro
             batch = divide(total, micro, shares, ragged=True)
             why = "every rank processes all samples with some of the layers"

@@ -203,6 +203,7 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
         fix = f"use precision={communicated}, or parallelism.communicate=float32"
         planner.problems.append(Problem(what, f"parallelism.communicate={choice.options['communicate']}", fix))
     _shard_size(planner)
+    _evaluation_of_shards(planner)
     _gradient_shards(planner)
     if planner.choices["memory"].options.get("channels_last") == "auto":
         planner.set("memory", "channels_last", False, "fsdp shards parameters in memory order, row by row")
@@ -253,7 +254,7 @@ def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[
     share = -(-settings.global_batch_size // count)
     micro = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
     part = RankPart.from_choice(planner.choices["parallelism"], count, share)
-    part = dataclasses.replace(part, shard_size=size)
+    part = dataclasses.replace(part, shard_size=size, gathers_model=False)
     if planner.needs and not any(
         planner.needs.fits(planner.ranks, [samples] * count, part) for samples in (micro or 1, micro or share)
     ):
@@ -261,19 +262,47 @@ def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[
     return size, f"auto: parameters are gathered within each of {len(machines)} machines; the network carries sums only"
 
 
+def _evaluation_of_shards(planner: Decisions) -> None:
+    """Resolve parallelism.evaluation=auto: sharded if evaluations of the whole model are what does not fit."""
+    options = planner.choices["parallelism"].options
+    if options["evaluation"] != "auto":
+        return
+    is_sharded = {"auto": (False, True), "full": (False,), "sharded": (True,)}[options["gradients"]]
+
+    def rank_of_first_fit(*, gathers_model: bool) -> int:
+        """Return how many ways to keep gradients do not fit, the cheapest first."""
+        part = dataclasses.replace(_part_of_shards(planner), gathers_model=gathers_model)
+        fits = [_shards_fit(planner, dataclasses.replace(part, shards_gradients=shards)) for shards in is_sharded]
+        return [*fits, True].index(True)
+
+    whole, sharded = rank_of_first_fit(gathers_model=True), rank_of_first_fit(gathers_model=False)
+    if sharded < whole and len(planner.ranks) > 1:
+        reason = "auto: the whole model does not fit a device, as an evaluation would need"
+        planner.set("parallelism", "evaluation", "sharded", reason)
+    else:
+        fits = "the whole model fits each device" if whole < len(is_sharded) else "nothing fits"
+        reason = "memory was not traced" if planner.needs is None else fits
+        planner.set("parallelism", "evaluation", "whole", f"auto: {reason}")
+
+
+def _part_of_shards(planner: Decisions) -> RankPart:
+    count = len(planner.ranks)
+    share = -(-planner.configuration.settings.global_batch_size // count)
+    return RankPart.from_choice(planner.choices["parallelism"], count, share)
+
+
+def _shards_fit(planner: Decisions, part: RankPart) -> bool:
+    """Return whether an update fits, one sample or the whole share at a time; True if the memory was not traced."""
+    size = planner.configuration.settings.micro_batch_size
+    micro = size if isinstance(size, int) else None
+    sizes = {micro or 1, micro or part.share}
+    return planner.needs is None or any(planner.needs.fits(planner.ranks, [n] * part.count, part) for n in sizes)
+
+
 def _gradient_shards(planner: Decisions) -> None:
     if planner.choices["parallelism"].options["gradients"] != "auto":
         return
-    count, settings = len(planner.ranks), planner.configuration.settings
-    share = -(-settings.global_batch_size // count)
-    micro = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
-    part = RankPart.from_choice(planner.choices["parallelism"], count, share)
-
-    def fits(part: RankPart) -> bool:
-        sizes = {micro or 1, micro or share}
-        return planner.needs is None or any(planner.needs.fits(planner.ranks, [n] * count, part) for n in sizes)
-
-    if count == 1 or fits(part):
+    if len(planner.ranks) == 1 or _shards_fit(planner, _part_of_shards(planner)):
         reason = "memory was not traced" if planner.needs is None else "unsharded gradients fit"
         planner.set("parallelism", "gradients", "full", f"auto: {reason}")
     else:

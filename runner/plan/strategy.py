@@ -48,7 +48,8 @@ def choose_strategy(
     available = f"{format_bytes(min(capacities))} of the {'smaller' if are_unequal else 'same'} device"
 
     def fits_all(strategy: str, size: int = samples) -> bool:
-        return needs.fits(ranks, [size] * count, RankPart(strategy, count, share, shards_gradients=True))
+        part = RankPart(strategy, count, share, gathers_model=False, shards_gradients=True)
+        return needs.fits(ranks, [size] * count, part)
 
     hybrid = {"shard_size": "auto"} if len(ranks_per_machine(ranks)) > 1 else {}
     shards_fit = can_shard and (fits_all("fsdp") or fits_all("fsdp", micro or share))

@@ -364,13 +364,14 @@ class _Update:
         sizes = _split_share(max(batch.shares), batch.micro_batch_size)
         stages, share = (self.demand.stages, 1.0) if self.demand.stages else ((self.demand,) * count, 1 / count)
         passes = [stage.at(sizes[0]).work.scale(share) for stage in stages]
-        seconds = [
-            max(self.pass_time(work, device) for device in self.devices[stage::count])
+        weakest = [
+            max(self.devices[stage::count], key=lambda device, work=work: self.pass_time(work, device))  # type: ignore[misc]
             for stage, work in enumerate(passes)
         ]
+        seconds = [self.pass_time(work, device) for work, device in zip(passes, weakest, strict=True)]
         slowest = max(range(count), key=lambda rank: seconds[rank])
         work = sum(passes[slowest : slowest + 1] * len(sizes), ComputeCost())
-        parts = self._compute_parts(work, stages[slowest].step.scale(share), self.devices[slowest], slowest)
+        parts = self._compute_parts(work, stages[slowest].step.scale(share), weakest[slowest], slowest)
         schedule = self.plan.choices["parallelism"].options["schedule"]
         busy = _simulate_schedule(schedule, seconds, len(sizes), 0.0)
         bubble = max(0.0, busy - seconds[slowest] * len(sizes))
@@ -398,11 +399,13 @@ class _Update:
     def _exchange_activations(
         self, schedule: partition.Schedule, seconds: Sequence[float], passes: Sequence[ComputeCost], num_passes: int
     ) -> Part:
-        ring = make_ring(self.devices[: self.phase.batch.stages])
-        if ring is None or not self.demand.stages:
-            return Part(COMMUNICATION, None, "link or size of the messages between stages")
+        size = self.phase.batch.stages
+        rings = [make_ring(self.devices[first : first + size]) for first in range(0, len(self.devices), size)]
         received = max(work.received for work in passes)
-        busy, total = (_simulate_schedule(schedule, seconds, num_passes, each) for each in (0.0, ring.send(received)))
+        sends = [ring.send(received) for ring in rings if ring is not None]
+        if len(sends) < len(rings) or not self.demand.stages:
+            return Part(COMMUNICATION, None, "link or size of the messages between stages")
+        busy, total = (_simulate_schedule(schedule, seconds, num_passes, each) for each in (0.0, max(sends)))
         return Part(COMMUNICATION, total - busy, f"messages of {format_bytes(received)} between stages, not overlapped")
 
     def _compute_parts(self, work: ComputeCost, step: ComputeCost, device: DeviceRates, rank: int) -> list[Part]:

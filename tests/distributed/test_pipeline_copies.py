@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from runner.axes.precision import fp16
 from runner.base.batch import MicroBatch
 from runner.base.order import MicroBatchKey
 from runner.base.world import World
@@ -20,6 +21,7 @@ from runner.engine.loop import train_updates
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_pipelined import (
     ALONE,
+    CLASSES,
     WIDTH,
     Tied,
     batches,
@@ -112,6 +114,71 @@ def buffers_of(world: World, stages: int) -> dict[str, Any]:
     return listed({name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta})
 
 
+def fitted_buffers(world: World) -> dict[str, Any]:
+    """Return the buffers after a phase without gradients, in which every rank of a pipeline sees the same data."""
+    torch.manual_seed(0)
+    model = Normalized().double()
+    parallel = Pipelined(world, stages=STAGES, split=[2, 2])
+    parallel.wrap(model, lambda: layers_of(model), [])
+    with parallel.buffer_update(), torch.no_grad():
+        for micro in batches([4], DOUBLE, seed=parallel.batch_rank):
+            model.inputs(micro.batch["x"])
+            model.seen += 1 + parallel.batch_rank
+    parallel.check_buffers()
+    return listed({name: buffer for name, buffer in model.named_buffers() if not buffer.is_meta})
+
+
+class Overflowing(nn.Module):
+    """Multiplies its input so that it overflows, in the call of this number."""
+
+    def __init__(self, call: int | None) -> None:
+        super().__init__()
+        self.calls, self.call = 0, call
+
+    def forward(self, x: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            self.calls += 1
+        return x * 1e30 if self.calls == self.call and torch.is_grad_enabled() else x
+
+
+def skipped_update(world: World) -> list[Any]:
+    """Overflow in an update of the first pipeline, in which the second one has no samples."""
+    model = nn.Sequential(
+        nn.Linear(WIDTH, WIDTH),
+        Overflowing(1 if world.rank < STAGES else None),
+        nn.BatchNorm1d(3),
+        nn.Linear(WIDTH, CLASSES),
+    )
+    made = training(
+        world, lambda: model, precision=lambda *args: fp16(*args, init_scale=256.0), stages=STAGES, split=[2, 2]
+    )
+    micros = batches([3], torch.float32)
+    if made.parallel.batch_rank:
+        micros = [micro._replace(counts=False) for micro in micros]
+    list(train_updates(made, iter(micros), 1))
+    statistics = model[2].running_mean
+    return [made.precision.num_skipped(), statistics.is_meta or statistics.isfinite().all().item()]
+
+
+def failing(world: World) -> str:
+    """Fail in the last stage of the last pipeline; return what this rank reports."""
+
+    def loss(model: nn.Module, batch: Any) -> Any:
+        if world.rank == RANKS - 1:
+            raise ValueError("planted")
+        return token_loss(model, batch)
+
+    model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
+    parallel = Pipelined(world, stages=STAGES)
+    wrapped = parallel.wrap(model, lambda: list(model), [])
+    parallel.begin(list(parallel.owned_parameters(dict(model.named_parameters())).values()))
+    try:
+        parallel.accumulate(passes_of(wrapped, loss), iter(batches([2], DOUBLE)))
+    except Exception as error:
+        return str(error)
+    return ""
+
+
 def of_rank(world: World) -> dict[str, Any]:
     parallel = Pipelined(world, stages=STAGES)
     keys = [MicroBatchKey(0, [number], number == 4) for number in range(5)]
@@ -119,6 +186,9 @@ def of_rank(world: World) -> dict[str, Any]:
     return {
         "run": run_of(world),
         "buffers": buffers_of(world, STAGES),
+        "fitted": fitted_buffers(world),
+        "skipped": skipped_update(world),
+        "failure": failing(world),
         "evaluated": [[*key.indices, key.counts] for key in parallel.evaluation_batches(keys)],
         "merged": parallel.merge_state(lambda one, other: {"sum": one["sum"] + other["sum"]}, state)["sum"].tolist(),
     }
@@ -161,6 +231,22 @@ def test_buffers_outside_of_the_layers_are_those_of_the_last_stage(results: list
     for name in ("seen", "inputs.running_mean", "inputs.num_batches_tracked"):
         assert all(result["buffers"][name] == results[0]["buffers"][name] for result in results)
     assert results[0]["buffers"]["inputs.num_batches_tracked"] == [2 * len(SIZES[0])]
+
+
+def test_buffers_that_change_without_gradients_are_the_same_on_all_ranks(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        for name in ("seen", "inputs.running_mean", "inputs.num_batches_tracked"):
+            assert result["fitted"][name] == results[0]["fitted"][name]
+    assert results[0]["fitted"]["seen"] == [1], "that of the first pipeline, as with several ranks of ddp"
+
+
+def test_an_overflow_where_one_pipeline_has_no_samples_leaves_no_trace(results: list[dict[str, Any]]) -> None:
+    assert [result["skipped"] for result in results] == [[1, True]] * RANKS
+
+
+def test_a_failing_rank_is_named_by_its_number_among_all_ranks(results: list[dict[str, Any]]) -> None:
+    assert results[3]["failure"] == "planted"
+    assert f"rank {RANKS - 1} failed" in results[2]["failure"]
 
 
 def test_running_statistics_of_the_loss_are_not_averaged_with_stages_that_do_not_compute_it() -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any
 
 import pytest
 
 from runner.base.errors import ConfigError
 from runner.config.configuration import compose
 from runner.config.request import Request
-from runner.launch.training_ranks import options_for_ranks
+from runner.launch.training_ranks import options_for_ranks, ranks_to_keep
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.memory_fit import GIB, MemoryNeeds, RankPart, predict_memory
 from runner.plan.planner import MICRO_BATCHES_PER_STAGE, make_plan
@@ -48,7 +49,9 @@ def test_stages_that_do_not_divide_the_ranks_are_refused(stages: int) -> None:
 def test_fewer_samples_than_pipelines_are_refused() -> None:
     with pytest.raises(ConfigError) as caught:
         plan_for(2, "global_batch_size=1")
-    assert [problem.where for problem in caught.value.problems] == ["global_batch_size=1"]
+    (problem,) = caught.value.problems
+    assert problem.where == "global_batch_size=1"
+    assert plan_for(2, problem.fix.split()[1].rstrip(",")).batch.shares == (1, 1)
 
 
 def test_a_copy_adds_a_bucket_for_each_gradient_of_the_stage() -> None:
@@ -80,6 +83,29 @@ def test_gradients_of_the_copies_are_exchanged() -> None:
     assert one.part(COMMUNICATION) == 0 < two.part(COMMUNICATION)
 
 
-@pytest.mark.parametrize(("kept", "expected"), [([0, 1, 2], "all"), ([0, 3], 2), ([1], 2)])
-def test_ranks_that_do_not_fill_pipelines_form_a_single_one(kept: list[int], expected: int | str) -> None:
-    assert options_for_ranks({"stages": 2}, kept, RANKS)["stages"] == expected
+@pytest.mark.parametrize(
+    ("stages", "lost", "kept", "adapted"),
+    [
+        (2, 5, [0, 1, 2, 3, 6, 7], {"stages": 2, "split": [3, 1]}),  # its pipeline ends with it
+        (8, 0, [1, 2, 3, 4, 5, 6, 7], {"stages": "all", "split": None}),  # no pipeline is complete
+        ("all", 1, [0, 2, 3, 4, 5, 6, 7], {"stages": "all", "split": None}),
+    ],
+)
+def test_a_run_that_lost_a_rank_keeps_its_complete_pipelines(
+    stages: int | str, lost: int, kept: list[int], adapted: dict[str, Any]
+) -> None:
+    options = {"stages": stages, "split": [3, 1]}
+    assert ranks_to_keep(options, lost, 8) == kept
+    assert options_for_ranks(options, kept, 8) == adapted
+
+
+@pytest.mark.parametrize("slow", [0, 1, 2, 3])
+def test_the_slowest_copy_of_a_stage_decides(slow: int) -> None:
+    args = ("micro_batch_size=1", "global_batch_size=16", "parallelism=pipeline", "parallelism.stages=2")
+    assert DEVICE.flops_per_s is not None
+    devices = [DEVICE] * RANKS
+    devices[slow] = dataclasses.replace(DEVICE, flops_per_s=DEVICE.flops_per_s / 4)
+    fast, time = (
+        known(predict(*args, need=staged(2, 0), devices=each)) for each in ((DEVICE,) * RANKS, tuple(devices))
+    )
+    assert time.part(PRODUCTS) == pytest.approx(4 * fast.part(PRODUCTS))

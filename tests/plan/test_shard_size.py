@@ -61,7 +61,7 @@ def test_auto_is_the_ranks_of_a_machine_if_there_are_several_equal_ones(
     assert made.reasons["parallelism.shard_size"].startswith("auto: ")
 
 
-@pytest.mark.parametrize(("gib", "expected"), [(16, 4), (10, "all")])
+@pytest.mark.parametrize(("gib", "expected"), [(16, 4), (6, "all")])
 def test_auto_shards_over_all_ranks_if_a_shard_of_one_machine_does_not_fit(gib: float, expected: int | str) -> None:
     made = plan_for(on_machines(4, 4, gib=gib), "auto", needs(model(24)))
     assert made.choices["parallelism"].options["shard_size"] == expected
@@ -114,6 +114,23 @@ def test_gradients_stay_sharded_between_micro_batches_only_if_they_do_not_fit(gi
     assert made.choices["parallelism"].options["gradients"] == expected
     assert made.reasons["parallelism.gradients"].startswith("auto: ")
     assert all(memory.prediction.fits for memory in made.memory)
+
+
+@pytest.mark.parametrize(
+    ("gib", "activations", "expected"),
+    [
+        (13, 1.0, ("whole", "full")),
+        (12, 1.0, ("whole", "sharded")),
+        (11, 1.0, ("sharded", "sharded")),
+        (11, 0.05, ("sharded", "full")),
+        (2, 1.0, ("whole", "sharded")),  # nothing fits
+    ],
+)
+def test_evaluations_gather_the_model_if_it_fits(gib: float, activations: float, expected: tuple[str, str]) -> None:
+    made = plan_for(on_machines(4, gib=gib), "all", needs(model(24, activations=activations)))
+    options = made.choices["parallelism"].options
+    assert (options["evaluation"], options["gradients"]) == expected
+    assert all(memory.prediction.fits for memory in made.memory) == (gib > 2)
 
 
 def test_sharded_gradients_are_sent_after_each_micro_batch() -> None:

@@ -55,7 +55,8 @@ def needs(demand: Demand) -> MemoryNeeds:
         (model(10, layers=None), devices(11, 8), None, "fsdp", {}, "even shards fit"),
         (model(22), devices(16, 16), None, "fsdp", {}, "a shard fits"),
         (model(25), devices(16, 16), None, "fsdp", {}, "a shard fits"),  # if gradients stay sharded
-        (model(26), devices(16, 16), None, "pipeline", {}, "too large for fsdp"),  # evaluation gathers all parameters
+        (model(29), devices(16, 16), None, "fsdp", {}, "a shard fits"),  # if evaluations gather one block at a time
+        (model(30), devices(16, 16), None, "pipeline", {}, "too large for fsdp"),
     ],
 )
 def test_the_simplest_fitting_strategy_is_chosen(

@@ -112,10 +112,11 @@ class FirstUpdate(Hook):
 
     def _warn_missing_gradients(self) -> None:
         parts = self.phase.parts
-        missed_by_rank = parts.world.gather(self.phase.work.names_without_gradient())
-        missed = missed_by_rank[0]
-        if parts.parallel.splits_batch:  # samples of other ranks may reach these parameters
-            missed = [name for name in missed if all(name in names for names in missed_by_rank)]
+        reached: dict[str, bool] = {}
+        for of_rank in parts.world.gather(self.phase.work.first_gradients()):  # a stage of a pipeline has some of them
+            for name, has_gradient in of_rank.items():  # samples of other ranks may reach a parameter
+                reached[name] = reached.get(name, False) or has_gradient
+        missed = [name for name, has_gradient in reached.items() if not has_gradient]
         if missed and self.phase.position.update == 1:  # after a resume, the first update has other samples
             self.phase.run.observers.screen.warn(
                 f"no gradient reached {abbreviate(missed)} in the first update of {self.phase.name}"
