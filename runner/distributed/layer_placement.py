@@ -79,8 +79,9 @@ def place_layers(
     """
     costs: list[LayerCost] = []
     world, size = grid.world, grid.copy.world_size
+    usable = example if len(layers) >= size else None  # otherwise there is no split anyway
     raise_on_all_ranks(
-        catch_exception(lambda: costs.extend(_costs(world, size, model, layers, request, example, weights))),
+        catch_exception(lambda: costs.extend(_costs(world, model, layers, request, usable, weights))),
         world,
         WHERE,
     )
@@ -234,7 +235,6 @@ WHERE = "parallelism=pipeline"
 
 def _costs(
     world: World,
-    num_stages: int,
     model: nn.Module,
     layers: Sequence[nn.Module],
     request: PlacementRequest,
@@ -243,7 +243,7 @@ def _costs(
 ) -> list[LayerCost]:
     """Measure the layers if possible, else estimate costs from their parameters."""
     place = torch.device("cpu") if weights else next(iter(model.parameters())).device
-    if example is None or place != world.device or len(layers) < num_stages:
+    if example is None or place != world.device:
         return estimate_costs(model, layers)
     try:
         inputs = map_tensors(lambda tensor: tensor.to(place), tuple(example()))
