@@ -3,7 +3,7 @@
     python scripts/mutants.py collect              # once: which tests execute which statements, and how long they take
     python scripts/mutants.py run --count 140      # a seeded selection, and every restored field of a checkpoint
     python scripts/mutants.py run --only runner/durable --count 30 --seed 1
-    python scripts/mutants.py run --keys KEY --tests tests/base/test_order.py  # by chosen tests, which need no map
+    python scripts/mutants.py run --keys KEY --tests tests/base/test_batch.py  # by chosen tests, which need no map
     python scripts/mutants.py run --resume FILE    # only those that FILE does not list as killed
     python scripts/mutants.py page FILE            # the table for docs/results
 

@@ -143,13 +143,15 @@ def train(overrides: tuple[str, ...]) -> dict[str, tuple[Figures, list[float]]] 
 
 
 def compare(predicted: Figures, measured: Figures) -> str:
-    """Return the figures that are known: predicted / measured = ratio."""
+    """Return the measured figures; of those that are predicted: predicted / measured = ratio."""
     columns = []
     for field in dataclasses.fields(Figures):
         expected, found = vars(predicted)[field.name], vars(measured)[field.name]
-        if math.isfinite(found):
-            name, unit = field.name.split("_")
+        name, unit = field.name.removesuffix("_gib").removesuffix("_ms"), "ms" if field.name == "update_ms" else "GiB"
+        if math.isfinite(expected) and math.isfinite(found):
             columns.append(f"{name} {expected:.3f} / {found:.3f} {unit} = {expected / found:.2f}")
+        elif math.isfinite(found):
+            columns.append(f"{name} {found:.3f} {unit}, not predicted")
     return ";  ".join(columns)
 
 
