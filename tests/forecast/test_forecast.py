@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
@@ -200,12 +201,18 @@ def build():
 
 @pytest.fixture(scope="module")
 def script():
-    """Return scripts/measure/memory.py, which counts the memory of real runs independently of the prediction."""
+    """Return scripts/measure/memory.py, which counts the memory of real runs independently of the prediction.
+
+    Its runs are forks of this process: they would wait forever for OpenMP threads that a fork does not have.
+    """
+    num_threads = torch.get_num_threads()
+    torch.set_num_threads(1)
     spec = importlib.util.spec_from_file_location("measure_memory", SCRIPT)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     yield module
     del sys.modules[spec.name]
+    torch.set_num_threads(num_threads)
 
 
 def composed(*args: str, micro: int = 4, file: Path | None = None):
