@@ -89,7 +89,7 @@ class TuneTarget:
         try:
             after = self.values(merge_overrides(overrides, candidate.overrides))
         except AccelRunError as error:
-            return format_reason(error)
+            return error.problems[0].what  # its fix is another candidate
         changed = [key for key in before.keys() | after.keys() if before.get(key) != after.get(key)]
         if not changed:
             return "it does not change the plan on this machine"
