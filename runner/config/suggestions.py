@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import re
 import shlex
 from collections.abc import Sequence
 from dataclasses import replace
 
 from runner.base.errors import Problem, to_one_line
 from runner.config.aliases import TASK_PHASES, suggestion_for_key
-from runner.config.options import GROUPS, all_keys
-from runner.config.schema import MAX_SHOWN, find_nearest
+from runner.config.options import GROUPS, all_keys, canonical_option, list_options
+from runner.config.schema import MAX_SHOWN, describe_mismatch, find_nearest
 from runner.config.settings import MAIN_KEYS
 
 LIST_KEYS_HINT = "accel-run plan shows every key"
@@ -27,7 +28,7 @@ def suggest_override(key: str, value: str, command_keys: tuple[str, ...] = ()) -
     if suggestion := translate_key(name, value, command_keys):
         return suggestion
     match = find_nearest(name, [*GROUPS, *MAIN_KEYS, *command_keys, *all_keys()])
-    return f"use {match}={value or '...'}" if match else LIST_KEYS_HINT
+    return _omit_refused_values(f"use {match}={value or '...'}", command_keys) if match else LIST_KEYS_HINT
 
 
 def translate_key(name: str, value: str, command_keys: tuple[str, ...]) -> str:
@@ -35,7 +36,37 @@ def translate_key(name: str, value: str, command_keys: tuple[str, ...]) -> str:
     for own in (name.lower(), f"inference.{name.lower()}"):
         if own in command_keys:
             return f"use {own}={value or '...'}" if own != name else ""
-    return suggestion_for_key(name, value)
+    return _omit_refused_values(suggestion_for_key(name, value), command_keys)
+
+
+def _omit_refused_values(suggestion: str, command_keys: tuple[str, ...]) -> str:
+    """Return the suggestion with `...` for each value that its setting would refuse: what is suggested must work."""
+
+    def checked(match: re.Match[str]) -> str:
+        key, value = match["key"], match["value"]
+        is_own = key in command_keys or not (key in GROUPS or key in all_keys())
+        values = [value] if value.startswith("[") else value.split(",")
+        return match[0] if is_own or all(_is_accepted(key, each) for each in values) else f"{key}=..."
+
+    return _SETTING.sub(checked, suggestion)
+
+
+def _is_accepted(key: str, text: str) -> bool:
+    """Return whether some option has this key and accepts the value; placeholders such as NAME are accepted."""
+    from runner.config.override_grammar import INVALID, parse_override  # Hydra is slow to import
+
+    if re.fullmatch(r"\.\.\.|\[?[A-Z]+\]?", text):
+        return True
+    try:
+        value = parse_override(f"{key}={text}").value()
+    except INVALID:
+        return False
+    if key in GROUPS:
+        return canonical_option(key, value, list_options(key)) in list_options(key)
+    return any(describe_mismatch(known.type, value) is None for known in all_keys()[key])
+
+
+_SETTING = re.compile(r"(?<![\w.'])(?P<key>[a-z][\w.]*)=(?P<value>\S+?)(?=[,;)]?(?:\s|$))")
 
 
 def name_phases(problem: Problem, names: Sequence[str]) -> Problem:

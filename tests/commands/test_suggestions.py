@@ -25,6 +25,7 @@ from runner.config.schema import describe_mismatch, find_nearest, settings_keys
 from runner.config.settings import MAIN_KEYS, Settings
 from runner.sweeps.sweep_syntax import expand_sweep
 from tests.commands.foreign_arguments import ARGPARSE, FIRST, HUGGING_FACE, HYDRA, LAUNCHERS, LIGHTNING
+from tests.commands.test_typos import SLIPS
 
 ROOT = Path(__file__).parent.parent.parent
 TABLE = {**ARGPARSE, **LIGHTNING, **HUGGING_FACE, **LAUNCHERS, **HYDRA}
@@ -92,6 +93,15 @@ def refusals(suggestion: str) -> list[tuple[str, str]]:
         if not where.startswith("--task") and " " not in where.strip():
             result.append((where, fix))
     return result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("args", [words for words in SLIPS if words.startswith("train ") and "--task" not in words])
+def test_every_suggestion_is_accepted(args: str) -> None:
+    _, *rest = SLIPS[args].split("\n")
+    for line in rest:
+        for suggestion in suggestions(line.strip()) if "use " in line or "did you mean" in line else ():
+            assert refusals("-m " * args.startswith("train -m ") + suggestion) == [], suggestion
 
 
 @pytest.mark.slow

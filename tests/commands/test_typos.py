@@ -48,7 +48,7 @@ accel-run: 3 problems
   1. optimizer.lr 0.1: is not a setting; settings have the form key=value
      use optimizer.lr=0.1
   2. precision bf17: is not a setting; settings have the form key=value
-     use precision=bf17
+     use precision=...
   3. updates: is not a setting; settings have the form key=value
      use updates=...
 """,
@@ -69,7 +69,7 @@ accel-run: 2 problems
 """,
     "train -m precision bf17,fp32": """\
 accel-run: precision bf17,fp32: is not a setting; settings have the form key=value
-           use precision=bf17,fp32
+           use precision=...
 """,
     "train -m optimizer.momentum choice(0.8,0.9)": """\
 accel-run: optimizer.momentum choice(0.8,0.9): is not a setting; settings have the form key=value
@@ -141,7 +141,7 @@ accel-run: num_workers=4: unknown key
     "train accelerator=gpu devices=2": """\
 accel-run: 2 problems
   1. accelerator=gpu: unknown key
-     use device=gpu
+     use device=...
   2. devices=2: unknown key
      use parallelism=ddp parallelism.world_size=2, or device=cuda:0 for one of them
 """,
@@ -169,7 +169,7 @@ accel-run: lrr=3: unknown key
 """,
     "train lr=abc": """\
 accel-run: lr=abc: unknown key
-           use optimizer.lr=abc
+           use optimizer.lr=...
 """,
     "train optimizer.lr=abc": """\
 accel-run: optimizer.lr=abc: must be a number above 0, but is "abc"
