@@ -89,6 +89,8 @@ def _renew_thread_pool() -> None:
 
 
 def _prepare(request: Mapping[str, Any]) -> None:
+    for number, handler in ((signal.SIGINT, signal.default_int_handler), (signal.SIGHUP, signal.SIG_DFL)):
+        signal.signal(number, handler)  # the tests may run under nohup, or in the background of a script
     os.setsid()
     os.chdir(request["cwd"])
     os.environ.update(request["env"])

@@ -345,7 +345,8 @@ class Pipelined(Parallel):
         message = torch.tensor([int(failure is not None), count, -count, seed if first else -1])
         failed, most, least, seed = self.pipeline.max(message).tolist()
         if not failed and most != -least:
-            failure = AccelRunError(f"ranks read different numbers of micro-batches, from {-least} to {most}")
+            differs = f"ranks read different numbers of micro-batches, from {-least} to {most}"
+            failure = AccelRunError(differs)
         if self.replicas.any(bool(failed) or failure is not None):
             raise_on_all_ranks(failure, self.world, WHERE)
         keys = torch.tensor([hash_shapes(call) for call in inputs] if first else [0] * count, dtype=torch.int64)

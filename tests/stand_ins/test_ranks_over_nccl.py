@@ -163,6 +163,9 @@ GLOO_ONLY = {
     "distributed/test_pipelined.py::test_an_error_during_a_pass_is_reported_unchanged_and_ends_the_other_ranks": (
         "gloo reports the closed connection; NCCL does not, and the launcher ends the ranks (test_ranks)"
     ),
+    "distributed/test_pipeline_copies.py::test_a_failing_rank_is_named_by_its_number_among_all_ranks": (
+        "its batches are on the CPU; whole pipelines fail over NCCL in test_ranks"
+    ),
     "launch/test_two_nodes.py::test_the_machines_share_only_the_network": "sockets of gloo, which NCCL does not use",
     "launch/test_two_nodes.py::test_a_machine_without_peers_times_out": "there is no process group yet",
     "launch/test_two_nodes.py::test_ranks_join_if_their_agents_have_counted_different_numbers_of_restarts": (
