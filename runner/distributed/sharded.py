@@ -37,6 +37,7 @@ from runner.distributed.dummy_pass import without_side_effects
 from runner.distributed.join import TIMEOUT_S
 from runner.distributed.parallel import Copy, ForwardPasses, ModelInit, Parallel, Sums, copy_to_host
 from runner.distributed.rank_grid import split_ranks
+from runner.distributed.shared_calls import SharedCalls, parts_of
 
 CommunicationDtype = Literal["float32", "bfloat16", "float16"]
 
@@ -90,7 +91,7 @@ class Sharded(Parallel):
         self._counts = True
         self._watched: set[nn.Module] = set()  # whose gathered parameters have hooks, in this phase
         self._hooked: set[Tensor] = set()
-        self._is_gathered = False
+        self._is_gathered = self._has_gathered = False
         self._trained: list[nn.Parameter] = []
         self._scalar_gradients: list[Tensor] = []
 
@@ -117,7 +118,7 @@ class Sharded(Parallel):
         if shards:
             shards.materialize(model)
         assert isinstance(model, FSDPModule)
-        for part in _parts(model):
+        for part in parts_of(model):
             part.set_gradient_divide_factor(1.0)
             part.set_force_sum_reduction_for_comms(True)  # gloo supports no other
             if hasattr(part, "set_reduce_scatter_unused_params"):  # older torch: all ranks must use the same
@@ -125,7 +126,7 @@ class Sharded(Parallel):
         # Now, while all parameters to be trained require gradients: fully_shard derives formats from these only.
         model._get_fsdp_state()._lazy_init()
         self._root = model
-        for part in _parts(model):
+        for part in parts_of(model):
             assert isinstance(part, nn.Module)
             part.register_forward_pre_hook(self._watch_gradients)  # after torch's own, which gathers the parameters
         self._replicate_scalars(model, mesh)
@@ -190,9 +191,12 @@ class Sharded(Parallel):
     def _free_without_backward(self, model: nn.Module, *_: Any) -> None:
         """Free the gathered parameters after a forward pass without gradients, which no backward pass frees."""
         if not torch.is_grad_enabled() and not self._is_gathered:
-            self._swap_scalars(plain=False)
-            for part in _parts(model):
-                part.reshard()
+            self._free_gathered(model)
+
+    def _free_gathered(self, model: nn.Module) -> None:
+        self._swap_scalars(plain=False)
+        for part in parts_of(model):
+            part.reshard()
 
     def _swap_scalars(self, *, plain: bool) -> None:
         for scalar in self._scalars.values():
@@ -347,31 +351,27 @@ class Sharded(Parallel):
         """Let each rank call the model any number of times; each call gathers one block after another.
 
         Those gathers are collectives, so before a call the ranks exchange whether any of them still calls the model. A
-        rank that has finished repeats its last call until all have.
+        rank that has finished takes part in the gathers of the others until all have.
         """
-        kind = self.world.device.type
-        last: list[Any] = []
-
-        @torch.compiler.disable  # type: ignore[untyped-decorator]
-        def remember(_: nn.Module, args: tuple[Any, ...], named: Mapping[str, Any]) -> None:
-            self.world.any(True)
-            last[:] = args, named, torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)
-
-        hook = model.register_forward_pre_hook(remember, prepend=True, with_kwargs=True)  # before torch gathers
+        self._allocate_gathered(model)
+        calls = SharedCalls(self.world, model, self._free_gathered, reshards=self.reshard_after_forward)
         try:
-            yield
-        finally:
-            hook.remove()
-        while self.world.any(False):  # not after an error, which ends all ranks
-            if not last:
-                raise TaskFault(
-                    "the model is not called for the batches of this rank, but it is for those of others",
-                    where="parallelism.evaluation=sharded",
-                    fix="call the model for each batch, or use parallelism.evaluation=whole",
-                )
-            args, named, is_enabled, dtype = last
-            with torch.no_grad(), torch.autocast(kind, dtype, is_enabled), without_side_effects(model):
-                model(*args, **named)
+            with calls.watched():
+                yield
+        except RuntimeError as error:
+            if "mixed torch.Tensor and DTensor" not in str(error):
+                raise
+            raise calls.outside_error() from error
+        while self.world.any(False):
+            calls.join()
+
+    def _allocate_gathered(self, model: nn.Module) -> None:
+        """Gather each part once: in torch.inference_mode, a first gather would create tensors unusable in training."""
+        if not self._has_gathered:
+            self._has_gathered = True
+            for part in parts_of(model):
+                part.unshard()
+                part.reshard()
 
     @contextmanager
     def _gather_all(self, model: nn.Module) -> Iterator[None]:
@@ -381,7 +381,7 @@ class Sharded(Parallel):
         """
         self._is_gathered = True
         self._swap_scalars(plain=True)
-        for part in _parts(model):
+        for part in parts_of(model):
             part.set_reshard_after_forward(False, recurse=False)
             part.unshard()
         try:
@@ -389,7 +389,7 @@ class Sharded(Parallel):
         finally:
             self._is_gathered = False
             self._swap_scalars(plain=False)
-            for part in _parts(model):
+            for part in parts_of(model):
                 part.set_reshard_after_forward(part is not self._root and self.reshard_after_forward, recurse=False)
                 part.reshard()
 
@@ -447,16 +447,12 @@ class _Scalar:
         return DTensor.from_local(tensor, self.mesh, [Replicate()] * self.mesh.ndim, run_check=False)
 
 
-def _parts(root: nn.Module) -> list[FSDPModule]:
-    return [module for module in root.modules() if isinstance(module, FSDPModule)]
-
-
 def _unify_dtypes(root: nn.Module) -> None:
     """Give gradients of one communication group the same dtype: if some were accumulated in float32, all are.
 
     torch creates zeros of the 16-bit format for unused parameters, and then rejects mixed dtypes (2.13).
     """
-    for part in _parts(root):
+    for part in parts_of(root):
         for group in part._get_fsdp_state()._fsdp_param_groups:
             for fsdp_param in group.fsdp_params:
                 if (

@@ -387,7 +387,7 @@ def _shard_sizes(demand: Demand, point: TracedPoint, part: RankPart) -> dict[str
     block = demand.model.block
     outside = demand.model.outside if demand.model.outside or block else peak.parameters
     gathered = round(part.gathered_size * (outside + 2 * block if part.reshards else peak.parameters + block))
-    training = gathered + gradients + outside + 2 * block
+    training = gathered + gradients + outside + 2 * block + peak.activations
     evaluation = round(part.gathered_size * (peak.parameters + max(outside, block))) if part.gathers_model else 0
     gathered += max(0, evaluation - training)
     uneven = demand.model.row * (count - 1) // count

@@ -254,7 +254,8 @@ def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[
     share = -(-settings.global_batch_size // count)
     micro = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
     part = RankPart.from_choice(planner.choices["parallelism"], count, share)
-    part = dataclasses.replace(part, shard_size=size, gathers_model=False)
+    gathers_model = planner.choices["parallelism"].options["evaluation"] == "whole"
+    part = dataclasses.replace(part, shard_size=size, gathers_model=gathers_model)
     if planner.needs and not any(
         planner.needs.fits(planner.ranks, [samples] * count, part) for samples in (micro or 1, micro or share)
     ):

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from runner.base.errors import TaskFault
@@ -22,8 +22,7 @@ from tests.rounding import allowed, distance
 pytestmark = pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
 RANKS = 3
 DOUBLE = torch.float64
-keeps_shards = partial(Sharded, gathers_model=False)
-SHARES = {2: (19, 13), RANKS: (11, 10, 11)}
+SHARES = {2: (19, 13), RANKS: (11, 10, 11), 4: (8, 8, 8, 8)}
 
 
 class Gathered:
@@ -99,54 +98,102 @@ def test_no_rank_has_the_whole_model(results: list[dict[str, Any]]) -> None:
 
 
 class Stepping(nn.Module):
-    """Counts its passes in a buffer, in eval mode too, and draws noise."""
+    """Counts its passes, appends to a cache that it receives, and fails if it is told to."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(2))
-        self.register_buffer("passes", torch.zeros(()))
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(3))
+        self.passes = 0
 
-    def forward(self, x: Tensor, *, shift: float) -> Tensor:
+    def forward(self, x: Tensor, *, cache: list[Tensor], fails: bool = False) -> Tensor:
         self.passes += 1
-        for block in self.blocks:
+        for number, block in enumerate(self.blocks):
             x = block(x)
-        return x + shift
+            if fails and number == 1:
+                raise ValueError("planted")
+        cache.append(x)
+        return x + torch.randn(())
 
 
-def repeated(world: World) -> list[float]:
+def stepping(world: World, **options: Any) -> tuple[Stepping, Sharded, Any]:
+    torch.manual_seed(0)
     model = Stepping()
-    parallel = keeps_shards(world)
-    wrapped = parallel.wrap(model, list, list(model.blocks))
-    assert isinstance(wrapped, FSDPModule)
-    formats = []
-    model.blocks[0].register_forward_hook(lambda module, args, output: formats.append(str(output.dtype)))
-    with parallel.gather_parameters(wrapped), torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-        for _ in range(1 + world.rank):
-            wrapped(torch.ones(1, 4), shift=1.0)
-    return [float(model.passes), len(formats), len(set(formats))]
+    parallel = Sharded(world, gathers_model=False, **options)
+    return model, parallel, parallel.wrap(model, list, list(model.blocks))
 
 
-def test_a_repeated_call_has_no_side_effects_and_the_same_format() -> None:
-    assert run_ranks(repeated, 2) == [[1.0, 2, 1], [2.0, 2, 1]]
+def joined(world: World, **options: Any) -> list[Any]:
+    model, parallel, wrapped = stepping(world, **options)
+    cache: list[Tensor] = []
+    before = torch.get_rng_state()
+    with parallel.gather_parameters(wrapped), torch.no_grad():
+        for _ in range(2 * world.rank):  # rank 0 does not call it
+            wrapped(torch.ones(1, 4), cache=cache)
+    return [model.passes, len(cache), torch.equal(before, torch.get_rng_state())]
 
 
-def uncalled(world: World) -> str:
-    model = Stepping()
-    parallel = keeps_shards(world)
-    wrapped = parallel.wrap(model, list, list(model.blocks))
-    try:
+@pytest.mark.parametrize("options", [{}, {"reshard_after_forward": False}], ids=str)
+def test_a_rank_that_has_finished_takes_part_without_side_effects(options: dict[str, Any]) -> None:
+    assert run_ranks(partial(joined, **options), 2) == [[0, 0, True], [2, 2, False]]
+
+
+def caught(world: World) -> list[float]:
+    """Catch an error of one rank in the middle of a call, then change the weights and evaluate again."""
+    _, parallel, wrapped = stepping(world)
+    for fails in (world.rank == 1, False):
         with parallel.gather_parameters(wrapped), torch.no_grad():
-            if world.rank:
-                wrapped(torch.ones(1, 4), shift=1.0)
-    except TaskFault as error:
-        return error.problems[0].where
-    except Exception as error:
-        return type(error).__name__
-    return "no error"
+            for _ in range(2):
+                with suppress(ValueError):
+                    wrapped(torch.ones(1, 4), cache=[], fails=fails)
+        with torch.no_grad():
+            for weight in wrapped.parameters():
+                weight.zero_()
+    outputs: list[Tensor] = []
+    with parallel.gather_parameters(wrapped):
+        wrapped(torch.ones(1, 4), cache=outputs)  # with gradients, and without a backward pass
+    with parallel.gather_parameters(wrapped), torch.no_grad():
+        wrapped(torch.ones(1, 4), cache=outputs)
+    return [float(output.detach().abs().sum()) for output in outputs]
 
 
-def test_a_rank_that_never_calls_the_model_gets_a_message() -> None:
-    assert "parallelism.evaluation=sharded" in run_ranks(uncalled, 2)
+def test_calls_that_fail_leave_no_gathered_weights_and_no_rank_waiting() -> None:
+    assert run_ranks(caught, 2) == [[0.0, 0.0]] * 2
+
+
+def inferred(world: World) -> list[float]:
+    run = run_of(world, gathers_model=False)
+    x, _ = samples(DOUBLE)
+    with run.parallel.gather_parameters(run.model), torch.inference_mode():
+        for _ in range(1 + world.rank):
+            run.model(x[:2])
+    return [float(step.loss_sum) for step in run.advance(2) if step.loss_sum is not None]
+
+
+def test_an_evaluation_in_inference_mode_may_come_before_the_first_update() -> None:
+    run = Run(World(CPU))
+    expected = [float(step.loss_sum) for step in run.advance(2) if step.loss_sum is not None]
+    for losses in run_ranks(inferred, 2):
+        assert distance(expected, losses) <= allowed(DOUBLE, terms=32)
+
+
+@pytest.mark.parametrize("name", ["block", "root"])
+def test_parts_of_the_model_cannot_be_called(name: str) -> None:
+    def refused(world: World) -> str:
+        run = run_of(world, gathers_model=False)
+        x, _ = samples(DOUBLE)
+        with pytest.raises(TaskFault) as caught, run.parallel.gather_parameters(run.model), torch.no_grad():
+            {"block": run.model.blocks[0], "root": run.model.embed}[name](x)  # type: ignore[index,operator]
+        return caught.value.problems[0].where
+
+    assert run_ranks(refused, 2) == ["parallelism.evaluation=sharded"] * 2
+
+
+def test_groups_of_ranks_share_calls() -> None:
+    outputs = run_ranks(lambda world: outputs_of(run_of(world, gathers_model=False, shard_size=2), world.rank), 4)
+    expected = outputs_of(Run(World(CPU)), 4)
+    for rank, of_rank in enumerate(outputs):
+        assert len(of_rank) == rank
+        assert not rank or distance(expected[:rank], of_rank) <= allowed(DOUBLE, terms=32)
 
 
 def test_the_weights_of_a_fit_are_written_in_the_whole_model() -> None:

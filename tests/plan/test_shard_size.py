@@ -121,8 +121,8 @@ def test_gradients_stay_sharded_between_micro_batches_only_if_they_do_not_fit(gi
     [
         (13, 1.0, ("whole", "full")),
         (12, 1.0, ("whole", "sharded")),
-        (11, 1.0, ("sharded", "sharded")),
-        (11, 0.05, ("sharded", "full")),
+        (10, 1.0, ("sharded", "sharded")),
+        (10, 0.05, ("sharded", "full")),
         (2, 1.0, ("whole", "sharded")),  # nothing fits
     ],
 )
