@@ -86,6 +86,7 @@ class Sharded(Parallel):
         self.shards_gradients = shards_gradients
         self._root: FSDPModule | None = None
         self._buffers: BufferSync
+        self._calls: SharedCalls | None = None  # of evaluations that do not gather the model
         self._scalars: dict[nn.Parameter, _Scalar] = {}
         self._used: dict[nn.Parameter, bool] = {}  # whether a counted pass gave it a gradient in this update
         self._counts = True
@@ -132,6 +133,9 @@ class Sharded(Parallel):
         self._replicate_scalars(model, mesh)
         model.register_forward_hook(self._free_without_backward)
         self._buffers = BufferSync(model, self.world)
+        if not self.gathers_model:
+            reshards = self.reshard_after_forward
+            self._calls = SharedCalls(self.world, model, self._free_gathered, reshards=reshards)
         return model
 
     def _make_mesh(self) -> DeviceMesh:
@@ -354,7 +358,8 @@ class Sharded(Parallel):
         rank that has finished takes part in the gathers of the others until all have.
         """
         self._allocate_gathered(model)
-        calls = SharedCalls(self.world, model, self._free_gathered, reshards=self.reshard_after_forward)
+        calls = self._calls
+        assert calls is not None, "the model is wrapped"
         try:
             with calls.watched():
                 yield

@@ -25,7 +25,7 @@ def parts_of(root: nn.Module) -> list[FSDPModule]:
 
 
 class SharedCalls:
-    """The calls of one evaluation.
+    """The calls of the evaluations of a model, whose hooks are registered once, before the model is compiled or called.
 
     free      frees the gathered parameters of the model
     reshards  a part is freed after its forward pass, and gathered again if it is called again
@@ -37,21 +37,22 @@ class SharedCalls:
         self.order = parts_of(model)
         self._gathered: list[Any] = []  # parts that the current call has gathered
         self._depth = 0  # the model may call itself
+        self._is_watched = False
+        # Before the hooks of torch, which gather. Compiled code ignores hooks that are added or removed later.
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end, always_call=True)
+        inner: list[Any] = self.order[1:]
+        for part in inner:
+            part.register_forward_pre_hook(self._enter, prepend=True)
 
     @contextmanager
     def watched(self) -> Iterator[None]:
         """Tell the other ranks of each call inside, and complete the gathers of calls that fail."""
-        inner = parts_of(self.model)[1:]
-        hooks = [  # before those of torch, which gather
-            self.model.register_forward_pre_hook(self._begin, prepend=True),
-            *(part.register_forward_pre_hook(self._enter, prepend=True) for part in inner),  # type: ignore[attr-defined]
-            self.model.register_forward_hook(self._end, always_call=True),
-        ]
+        self._is_watched = True
         try:
             yield
         finally:
-            for hook in hooks:
-                hook.remove()
+            self._is_watched, self._depth = False, 0
 
     def join(self) -> None:
         """Take part in the gathers of a call by other ranks."""
@@ -74,6 +75,8 @@ class SharedCalls:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _begin(self, *_: Any) -> None:
+        if not self._is_watched:
+            return
         self._depth += 1
         if self._depth == 1:
             self.world.any(True)
@@ -81,14 +84,16 @@ class SharedCalls:
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _enter(self, part: nn.Module, *_: Any) -> None:
+        if not self._is_watched:
+            return
         if not self._depth:
             raise self.outside_error()
         self._gathered.append(part)
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
     def _end(self, *_: Any) -> None:
-        self._depth -= 1
-        if self._depth:
+        self._depth -= self._is_watched
+        if self._depth or not self._is_watched:
             return
         if sys.exc_info()[0] is None:
             self.order = self._gathered

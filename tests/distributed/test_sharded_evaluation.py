@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from contextlib import suppress
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ from runner.base.world import World
 from runner.distributed.sharded import Sharded
 from runner.plan.planning_rules import why_no_fsdp
 from tests.distributed.ranks import CPU, run_ranks
-from tests.distributed.test_sharded import Run, listed, samples
+from tests.distributed.test_sharded import Run, listed, make_model, samples
 from tests.rounding import allowed, distance
 
 pytestmark = pytest.mark.skipif(bool(why_no_fsdp(torch.__version__)), reason="the plan refuses this version of torch")
@@ -186,6 +187,32 @@ def test_parts_of_the_model_cannot_be_called(name: str) -> None:
         return caught.value.problems[0].where
 
     assert run_ranks(refused, 2) == ["parallelism.evaluation=sharded"] * 2
+
+
+def compiled(world: World) -> list[Any]:
+    """Train and evaluate twice; each rank calls the compiled blocks a different number of times."""
+    model = make_model(DOUBLE)
+    warnings.filterwarnings("ignore", message="The .grad attribute")  # dynamo looks at all attributes of tensors
+    if world.world_size > 1:
+        for block in model.blocks:
+            block.compile(backend="eager")  # type: ignore[no-untyped-call]
+    run = Run(
+        world, shares=SHARES[world.world_size], micro=4, model=model, strategy=partial(Sharded, gathers_model=False)
+    )
+    run.advance(1)
+    first = outputs_of(run, 1 + world.rank)
+    run.advance(2)
+    return [first[0], outputs_of(run, 3 - 2 * world.rank)[0]]
+
+
+def test_compiled_blocks_may_be_called_different_numbers_of_times() -> None:
+    run = Run(World(CPU))
+    expected = []
+    for update in (1, 2):
+        run.advance(update)
+        expected.append(outputs_of(run, 1)[0])
+    for outputs in run_ranks(compiled, 2):
+        assert distance(expected, outputs) <= allowed(DOUBLE, terms=32)
 
 
 def test_groups_of_ranks_share_calls() -> None:
