@@ -21,7 +21,7 @@ class World:
 
     heartbeat_folder  folder for heartbeats of ranks started by our own launcher; None: started by another launcher
     group             process group of a world that has some of the processes; None: all processes
-    all_ranks         the ranks of such a world among all processes, in its order
+    global_ranks      the ranks of such a world among all processes, in its order
 
     All ranks must call a collective, in the same order. In a world of size 1 it returns its argument. Ranks in
     arguments are those of this world.
@@ -34,7 +34,7 @@ class World:
     num_local_ranks: int = 1
     heartbeat_folder: Path | None = None
     group: Any = None
-    all_ranks: Sequence[int] = ()
+    global_ranks: Sequence[int] = ()
 
     @property
     def is_supervised(self) -> bool:
@@ -51,9 +51,9 @@ class World:
         """True on rank 0, which writes files and prints if the world has all processes."""
         return self.rank == 0
 
-    def number_of(self, rank: int) -> int:
+    def global_rank(self, rank: int) -> int:
         """Return the number of a rank among all processes, for messages."""
-        return self.all_ranks[rank] if self.all_ranks else rank
+        return self.global_ranks[rank] if self.global_ranks else rank
 
     @property
     def machine_name(self) -> str:

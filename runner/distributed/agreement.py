@@ -112,7 +112,7 @@ def raise_on_all_ranks(failure: Exception | None, world: World, where: str) -> N
         raise failure
     for rank, text in enumerate(texts):
         if text is not None:
-            raise RankLost(f"rank {world.number_of(rank)} failed: {text}", where=where)
+            raise RankLost(f"rank {world.global_rank(rank)} failed: {text}", where=where)
 
 
 def format_error_line(error: Exception) -> str:

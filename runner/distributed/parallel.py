@@ -88,11 +88,12 @@ class Parallel:
                       same samples
     batch_rank        number of the share that this rank reads
     counts_samples    this rank counts what it reads; False: another rank counts the same samples
-    supports_groups  `set_groups` is implemented
-    num_parts     ranks that write a checkpoint: their shards, which `checkpoint_tensors` returns; 1: rank 0 writes all
-    places_model  `wrap` moves this rank's part to the device; the whole model may not fit
-    init          full: each rank builds the whole model; meta: without its large tensors, which `wrap` initializes from
-                  `deferred`; auto: meta, or full if the task does not allow it
+    supports_groups   `set_groups` is implemented
+    num_parts         ranks that write a checkpoint: their shards, which `checkpoint_tensors` returns; 1: rank 0 writes
+                      all
+    places_model      `wrap` moves this rank's part to the device; the whole model may not fit
+    init              full: each rank builds the whole model; meta: without its large tensors, which `wrap` initializes
+                      from `deferred`; auto: meta, or full if the task does not allow it
 
     If micro-batches fail on some rank, all ranks discard the update, unless they are in step: a failure inside a
     collective leaves the other ranks blocked in it, and the ranks must be restarted.

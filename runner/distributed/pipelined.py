@@ -80,12 +80,12 @@ class Pipelined(Parallel):
 
     stages    number of stages, which divides the number of ranks; None: as many as ranks. Consecutive ranks form a
               pipeline
-    timeout_s  timeout of collectives between some of the ranks
     schedule  1f1b: backward passes as early as possible; gpipe: all forward passes first, which keeps the activations
               of all micro-batches
     split     number of layers of each stage; None: by `balance`
     balance   memory: equal fraction of each device's memory; time: minimize the time of the slowest stage
     init      how the model is built, see Parallel
+    timeout_s timeout of collectives between some of the ranks
     """
 
     is_lockstep = True

@@ -56,4 +56,4 @@ def split_ranks(world: World, size: int, timeout_s: float) -> RankGrid:
 
 def _part_of(world: World, ranks: Sequence[int], group: Any) -> World:
     number = ranks.index(world.rank)
-    return dataclasses.replace(world, rank=number, world_size=len(ranks), group=group, all_ranks=ranks)
+    return dataclasses.replace(world, rank=number, world_size=len(ranks), group=group, global_ranks=ranks)

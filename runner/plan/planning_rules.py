@@ -245,20 +245,14 @@ def _automatic_shard_size(planner: Decisions, machines: Sequence[int]) -> tuple[
     """Return the number of ranks of a machine if machines are equal and a shard fits, else "all"; and the reason."""
     if len(machines) == 1:
         return "all", "auto: all ranks are on one machine"
-    size, count = machines[0], len(planner.ranks)
+    size = machines[0]
     if len(set(machines)) > 1:
         return "all", f"auto: the machines are unequal ({', '.join(map(str, machines))} ranks)"
     if size == 1:
         return "all", "auto: one rank per machine"
-    settings = planner.configuration.settings
-    share = -(-settings.global_batch_size // count)
-    micro = settings.micro_batch_size if isinstance(settings.micro_batch_size, int) else None
-    part = RankPart.from_choice(planner.choices["parallelism"], count, share)
     gathers_model = planner.choices["parallelism"].options["evaluation"] == "whole"
-    part = dataclasses.replace(part, shard_size=size, gathers_model=gathers_model)
-    if planner.needs and not any(
-        planner.needs.fits(planner.ranks, [samples] * count, part) for samples in (micro or 1, micro or share)
-    ):
+    part = dataclasses.replace(_part_of_shards(planner), shard_size=size, gathers_model=gathers_model)
+    if not _shards_fit(planner, part):
         return "all", f"auto: 1/{size} of the model does not fit a device"
     return size, f"auto: parameters are gathered within each of {len(machines)} machines; the network carries sums only"
 
@@ -270,13 +264,13 @@ def _evaluation_of_shards(planner: Decisions) -> None:
         return
     is_sharded = {"auto": (False, True), "full": (False,), "sharded": (True,)}[options["gradients"]]
 
-    def rank_of_first_fit(*, gathers_model: bool) -> int:
-        """Return how many ways to keep gradients do not fit, the cheapest first."""
+    def index_of_first_fit(*, gathers_model: bool) -> int:
+        """Return the index of the first way to keep gradients that fits; their number if none does."""
         part = dataclasses.replace(_part_of_shards(planner), gathers_model=gathers_model)
         fits = [_shards_fit(planner, dataclasses.replace(part, shards_gradients=shards)) for shards in is_sharded]
         return [*fits, True].index(True)
 
-    whole, sharded = rank_of_first_fit(gathers_model=True), rank_of_first_fit(gathers_model=False)
+    whole, sharded = index_of_first_fit(gathers_model=True), index_of_first_fit(gathers_model=False)
     if sharded < whole and len(planner.ranks) > 1:
         reason = "auto: the whole model does not fit a device, as an evaluation would need"
         planner.set("parallelism", "evaluation", "sharded", reason)

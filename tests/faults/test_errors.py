@@ -67,7 +67,7 @@ WITHOUT_ADVICE = {
     },
     "problems that have their own advice": {"SharedConfigError(problems)", "SharedConfigError(error.problems)"},
     "of another rank, whose own words are what is told": {
-        "RankLost(f'rank {world.number_of(rank)} failed: {text}', where=where)", "RankLost(output.text, where=WHERE)",
+        "RankLost(f'rank {world.global_rank(rank)} failed: {text}', where=where)", "RankLost(output.text, where=WHERE)",
         "RankLost(value.text, where='parallelism=pipeline')", "AccelRunError(differs)",
         "RankLost(f'rank {rank} is out of memory', where=self._describe_location(cause))",
     },
