@@ -17,7 +17,14 @@ from functools import partial
 from importlib import import_module
 from pathlib import Path
 
-from runner.base.errors import AccelRunError, Exit, UsageError, find_system_limit, format_error
+from runner.base.errors import (
+    AccelRunError,
+    Exit,
+    RepeatedConfigError,
+    UsageError,
+    find_system_limit,
+    format_error,
+)
 from runner.base.secret import sanitize
 from runner.base.secret_refusal import refuse_secrets
 from runner.base.text import error_line, error_message, first_line, wrap_for_terminal, wrap_help
@@ -43,6 +50,8 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
     with _exit_on_signals(final_code, for_good=argv is None), nonblocking_streams() if is_training else nullcontext():
         try:
             code = _dispatch(arguments)
+        except RepeatedConfigError as error:
+            code = int(error.exit_code)
         except AccelRunError as error:
             report(error)
             code = int(error.exit_code)

@@ -164,6 +164,10 @@ class SharedConfigError(ConfigError):
     """A ConfigError that every rank raises, and that is reported once."""
 
 
+class RepeatedConfigError(ConfigError):
+    """A ConfigError that the first rank of this machine reports; the others exit without a message."""
+
+
 class UsageError(AccelRunError):
     """The command line cannot be parsed."""
 

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import os
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.values import LOCAL_PATH, URL
 
+_left_folders: list[str] = []  # by `working_folder`
 PACKAGE = Path(__file__).resolve().parent.parent
 
 
@@ -39,3 +42,30 @@ def parse_path(text: str) -> Path:
     if re.match(URL, text):
         raise ConfigError(Problem(f"must be {LOCAL_PATH}", text, "use a local folder, or mount the remote one"))
     return Path(os.path.expanduser(text))  # noqa: PTH111 - Path.expanduser raises without a home folder
+
+
+@contextmanager
+def working_folder(folder: Path) -> Iterator[None]:
+    """Change the working directory; `path_for_user` allows for the user's shell, which stays where it is."""
+    try:
+        previous = os.getcwd()  # noqa: PTH109 - compared with what os.chdir is given
+    except FileNotFoundError:  # it was removed
+        previous = ""
+    os.chdir(folder)
+    _left_folders.append(previous)
+    try:
+        yield
+    finally:
+        _left_folders.pop()
+        with suppress(OSError):
+            os.chdir(previous)
+
+
+def is_elsewhere() -> bool:
+    """Return whether this process works in another folder than the user's shell."""
+    return bool(_left_folders) and _left_folders[0] != os.getcwd()  # noqa: PTH109
+
+
+def path_for_user(path: Path) -> Path:
+    """Return the path as the user can use it: absolute if this process works in another folder."""
+    return path.absolute() if is_elsewhere() else path

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from runner.base.errors import ConfigError, Problem
+from runner.base.errors import ConfigError, Problem, RepeatedConfigError
 
 _UNKNOWN = 10**18  # in place of an invalid number
 
@@ -34,7 +34,8 @@ def detect_rank(environment: Mapping[str, str]) -> RankInfo | None:
     """Return the rank that torchrun or srun assigned to this process; None if none did.
 
     Neither the shell of a batch script nor a step with a single task is a rank. torchrun takes precedence over srun,
-    because srun may start one torchrun per machine. Raises ConfigError with all invalid variables.
+    because srun may start one torchrun per machine. Raises ConfigError with all invalid variables, or
+    RepeatedConfigError on the ranks of a machine other than its first.
     """
     if "RANK" in environment:
         return _read_torchrun(environment)
@@ -88,13 +89,13 @@ def _read_torchrun(environment: Mapping[str, str]) -> RankInfo:
     num_local_ranks = variables.number("LOCAL_WORLD_SIZE", least=1, most=world_size)
     rank = RankInfo(
         variables.number("RANK", most=world_size - 1),
-        variables.number("LOCAL_RANK", most=num_local_ranks - 1),
+        local_rank := variables.number("LOCAL_RANK", most=num_local_ranks - 1),
         world_size,
         num_local_ranks,
         f"tcp://{variables.text('MASTER_ADDR')}:{variables.number('MASTER_PORT', least=1, most=_MAX_PORT)}",
         variables.number("TORCHELASTIC_RESTART_COUNT", default=0),
     )
-    variables.raise_problems()
+    variables.raise_problems(local_rank)
     return rank
 
 
@@ -109,13 +110,13 @@ def _read_srun(environment: Mapping[str, str]) -> RankInfo | None:
     num_local_ranks = _num_local_tasks(variables, world_size)
     rank = RankInfo(
         variables.number("SLURM_PROCID", most=world_size - 1),
-        variables.number("SLURM_LOCALID", most=num_local_ranks - 1),
+        local_rank := variables.number("SLURM_LOCALID", most=num_local_ranks - 1),
         world_size,
         num_local_ranks,
         f"tcp://{_first_host(variables)}:{port}",
         variables.number("SLURM_RESTART_COUNT", default=0),
     )
-    variables.raise_problems()
+    variables.raise_problems(local_rank)
     return rank
 
 
@@ -192,17 +193,25 @@ class _Variables:
         self._problems[name] = f"{expected}, but is {value}" if value else "not set"
         return _UNKNOWN
 
-    def raise_problems(self) -> None:
-        """Raise ConfigError if a variable is invalid; those with the same problem are named together."""
+    def raise_problems(self, local_rank: int) -> None:
+        """Raise ConfigError if a variable is invalid; those with the same problem are named together.
+
+        Ranks cannot communicate yet. All ranks of a machine have the same variables, except for their rank
+        numbers, so the first rank reports problems of the others.
+        """
         names: dict[str, list[str]] = {}
         for name, what in self._problems.items():
             names.setdefault(what, []).append(name)
         if names:
             problems = [Problem(what, ", ".join(invalid), _FIX) for what, invalid in names.items()]
-            raise ConfigError([*(replace(problem, fix="") for problem in problems[:-1]), problems[-1]])
+            problems = [*(replace(problem, fix="") for problem in problems[:-1]), problems[-1]]
+            if 0 < local_rank < _UNKNOWN and not _OWN_VARIABLES & self._problems.keys():
+                raise RepeatedConfigError(problems)
+            raise ConfigError(problems)
 
 
 _FIX = "start the ranks with torchrun, or with srun and one task per rank; unset RANK to train alone"
+_OWN_VARIABLES = {"RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"}  # differ between the ranks of a machine
 _MAX_PORT = 2**16 - 1
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers batch scripts and interactive shells from here on
 _GROUP = r"(?:[A-Za-z0-9_.-]+|\[\d[\d,-]*\])+"

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from runner.base.secret import sanitize
 from runner.base.text import format_table, wrap_for_terminal
-from runner.commands.arguments import parse_budget, parse_command_keys, parse_run_request, progress_printer
+from runner.commands.arguments import JSON, parse_budget, parse_command_keys, parse_run_request, progress_printer
 from runner.config.configuration import compose
 from runner.config.request import Request
 
@@ -40,9 +40,9 @@ COMMAND_KEYS = {"budget_s": "120"}
 def run(argv: list[str]) -> int:
     from runner.tools.measure.advisor import AdviceInputs, advise, as_json
 
-    keys, rest, is_json = parse_command_keys(argv, COMMAND_KEYS)
+    keys, rest, is_json = parse_command_keys(argv, COMMAND_KEYS, JSON)
     budget_s = parse_budget(keys["budget_s"], COMMAND_KEYS["budget_s"])
-    request = parse_run_request(rest, keys)
+    request = parse_run_request(rest, (*keys, JSON))
     is_run_named = any(arg.startswith("run=") for arg in request.overrides)
     uses_run = is_run_named or not (request.overrides or request.task_file)
     measured_request, inputs, notes = _load_run_request(request) if uses_run else (request, AdviceInputs(), ())

@@ -19,6 +19,8 @@ from runner.config.overrides import EMPTY_RUN, parse_overrides
 from runner.config.request import Request, format_override
 from runner.config.schema import describe_mismatch, did_you_mean, find_nearest, settings_keys
 
+JSON = "--json"
+
 
 @dataclass(frozen=True)
 class Arguments:
@@ -34,7 +36,7 @@ def parse_arguments(
 ) -> Arguments:
     """Separate `--task FILE`, `--config-dir DIR`, `-m` and up to `positional` positional arguments from the overrides.
 
-    command_keys  keys of the command that were parsed before, as candidates for suggestions
+    command_keys  keys and flags of the command that were parsed before, as candidates for suggestions
     Raises ConfigError if a flag lacks its value, or if the first argument is another command.
     """
     if argv and not positional and argv[0] in COMMANDS and argv[0] not in (*GROUPS, *all_keys()):
@@ -89,9 +91,7 @@ def parse_run_request(argv: list[str], command_keys: Iterable[str] = ()) -> Requ
     """
     arguments = parse_arguments(argv, positional=1, command_keys=command_keys)
     request = arguments.request
-    if any(arg.startswith("-") for arg in request.overrides):
-        _, problems = parse_overrides(request)
-        raise ConfigError(problems)
+    refuse_unknown_options(request)
     run_overrides = [arg for arg in request.overrides if arg.startswith("run=")]
     if "run=" in run_overrides or "" in arguments.positional:
         raise ConfigError(EMPTY_RUN)
@@ -103,10 +103,20 @@ def parse_run_request(argv: list[str], command_keys: Iterable[str] = ()) -> Requ
     )
 
 
-def parse_command_keys(argv: Sequence[str], defaults: Mapping[str, str]) -> tuple[dict[str, str], list[str], bool]:
-    """Return the values of a command's own keys, the other arguments, and whether `--json` was given.
+def refuse_unknown_options(request: Request) -> None:
+    """Raise ConfigError with all invalid arguments if one has the form of an option, such as --jsn."""
+    if any(arg.startswith("-") for arg in request.overrides):
+        _, problems = parse_overrides(request)
+        raise ConfigError(problems)
+
+
+def parse_command_keys(
+    argv: Sequence[str], defaults: Mapping[str, str], flag: str = ""
+) -> tuple[dict[str, str], list[str], bool]:
+    """Return the values of a command's own keys, the other arguments, and whether the flag was given.
 
     defaults  key -> default value
+    flag      the flag of the command, such as --json; empty: it has none
     Raises ConfigError for a key without a value.
     """
     values, rest, problems = dict(defaults), [], []
@@ -116,11 +126,11 @@ def parse_command_keys(argv: Sequence[str], defaults: Mapping[str, str]) -> tupl
             values[key] = value
         elif key in values:
             problems.append(Problem("needs a value", key, f"use {key}={_EXAMPLES.get(key, defaults[key]) or 'NAME'}"))
-        elif arg != "--json":
+        elif not flag or arg != flag:
             rest.append(arg)
     if problems:
         raise ConfigError(problems)
-    return values, rest, "--json" in argv
+    return values, rest, flag in argv
 
 
 @dataclass(frozen=True)

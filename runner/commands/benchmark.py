@@ -11,7 +11,7 @@ from typing import Any
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import sanitize
 from runner.base.text import terminal_width, wrap_for_terminal
-from runner.commands.arguments import parse_arguments, parse_budget, parse_command_keys, progress_printer
+from runner.commands.arguments import JSON, parse_arguments, parse_budget, parse_command_keys, progress_printer
 from runner.config.configuration import compose
 from runner.config.schema import did_you_mean
 from runner.tools.measure.suites import SUITES
@@ -72,9 +72,9 @@ def parse_benchmark_arguments(argv: list[str]) -> tuple[str, Any, bool]:
     if suite not in SUITES:
         what = f"must be one of {', '.join(SUITES)}"
         raise ConfigError(Problem(what, f"suite={suite}", did_you_mean(suite, SUITES)))
-    keys, rest, as_json = parse_command_keys(argv, {**COMMAND_KEYS, **SUITES[suite].options})
+    keys, rest, as_json = parse_command_keys(argv, {**COMMAND_KEYS, **SUITES[suite].options}, JSON)
     budget_s = parse_budget(keys["budget_s"], COMMAND_KEYS["budget_s"])
-    arguments = parse_arguments(rest, positional=len(rest), command_keys=keys)
+    arguments = parse_arguments(rest, positional=len(rest), command_keys=(*keys, JSON))
     compose(arguments.request)  # report invalid settings before measuring
     options = {key: keys[key] for key in SUITES[suite].options}
     suite_request = SuiteRequest(

@@ -6,7 +6,13 @@ import json
 from contextlib import nullcontext
 
 from runner.base.errors import ConfigError, Problem
-from runner.commands.arguments import CHECKPOINT_HELP, parse_command_keys, parse_run_request, pop_checkpoint_choice
+from runner.commands.arguments import (
+    CHECKPOINT_HELP,
+    JSON,
+    parse_command_keys,
+    parse_run_request,
+    pop_checkpoint_choice,
+)
 
 HELP = f"""usage: accel-run evaluate [last|NAME|DIR] [split=val] [checkpoint=best|last|N] [key=value ...] [--json]
        accel-run evaluate weights=FILE [split=val] [key=value ...] [--json]
@@ -33,9 +39,9 @@ COMMAND_KEYS = {"split": "val"}
 
 def run(argv: list[str]) -> int:
     """Evaluate; return 0, or 130 after a signal."""
-    keys, rest, as_json = parse_command_keys(argv, COMMAND_KEYS)
+    keys, rest, as_json = parse_command_keys(argv, COMMAND_KEYS, JSON)
     checkpoint, rest = pop_checkpoint_choice(rest)
-    request = parse_run_request(rest, COMMAND_KEYS)
+    request = parse_run_request(rest, (*keys, JSON))
     from runner.durable.directory import is_safe_path
 
     if "/" in keys["split"] or not is_safe_path(keys["split"]):

@@ -9,7 +9,7 @@ from functools import partial
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import sanitize
 from runner.base.text import wrap_for_terminal
-from runner.commands.arguments import parse_arguments
+from runner.commands.arguments import parse_arguments, refuse_unknown_options
 from runner.config.aliases import FOREIGN_KEYS
 from runner.config.configuration import Choice, Configuration, compose
 from runner.config.custom_options import find_by_reference
@@ -35,6 +35,7 @@ examples
 def run(argv: list[str]) -> int:
     """Print the sources of the key, highest precedence first."""
     arguments = parse_arguments(argv, positional=1)
+    refuse_unknown_options(arguments.request)
     if not arguments.positional:
         raise ConfigError(Problem("needs a key", "explain", "use accel-run explain optimizer.lr"))
     key, request = arguments.positional[0], arguments.request

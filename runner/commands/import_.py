@@ -8,7 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
-from runner.commands.arguments import parse_arguments
+from runner.commands.arguments import parse_arguments, refuse_unknown_options
 from runner.config.request import format_override
 
 HELP = """usage: accel-run import FILE [NEW.safetensors] [key=ENTRY]
@@ -33,6 +33,7 @@ def run(argv: list[str]) -> int:
     from runner.base.errors import ConfigError, InputMissing, Problem
 
     arguments = parse_arguments(argv, positional=2)
+    refuse_unknown_options(arguments.request)
     keys = [arg.partition("=")[2] for arg in arguments.request.overrides if arg.startswith("key=")]
     if not arguments.positional or len(keys) < len(arguments.request.overrides) or len(keys) > 1:
         raise ConfigError(Problem("needs exactly one file", "import", _EXAMPLE))

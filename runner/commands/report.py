@@ -141,7 +141,9 @@ def parse_report_arguments(argv: list[str]) -> tuple[dict[str, str], list[str]]:
         if arg in ("run=", ""):
             problems.append(EMPTY_RUN)
         elif arg.startswith("-"):
-            problems.append(Problem("unknown option", arg, "use accel-run report --help"))
+            problems.append(
+                Problem("unknown option", arg, did_you_mean(arg, (WATCH, "--help")) or "use accel-run report --help")
+            )
         elif has_value and key not in COMMAND_KEYS and not Path(arg).is_dir():
             problems.append(
                 Problem("unknown key", arg, did_you_mean(key, COMMAND_KEYS) or f"known: {', '.join(COMMAND_KEYS)}")

@@ -8,12 +8,17 @@ from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from runner.base.errors import ConfigError, Problem
-from runner.base.paths import parse_path
+from runner.base.paths import parse_path, working_folder
 from runner.base.rank_env import detect_rank
 from runner.commands.arguments import parse_run_request, pop_checkpoint_choice, progress_printer
-from runner.config.request import format_override, override_key
+from runner.config.request import Request, format_override, override_key
+
+if TYPE_CHECKING:
+    from runner.durable.directory import RunDirectory
+    from runner.durable.run_request import RunRequest
 
 HELP = """usage: accel-run resume [last|NAME|DIR] [checkpoint=best|last|N] [key=value ...]
 
@@ -50,20 +55,31 @@ def run(argv: list[str]) -> int:
         raise ConfigError(
             Problem("has no effect: accel-run resume uses the checkpoints of the run", resume_arguments[-1], fix)
         )
-    from runner.durable.rewind import rewind_run
     from runner.durable.run_request import find_run, load_run_request
-    from runner.launch.start import train
 
     print_progress = progress_printer("resume")
     directory, root = find_run(request, print_progress)
     origin = load_run_request(directory, root, request)
     overrides = tuple(arg for arg in request.overrides if override_key(arg) not in ("run", "output_root"))
-    if origin.folder is not None and origin.folder.is_dir():
-        os.chdir(origin.folder)
-    elif origin.folder is not None:
+    folder = origin.folder
+    if folder is not None and not folder.is_dir():
         print_progress(
-            f"{origin.folder}, where this run was started, no longer exists: relative paths now start at this folder"
+            f"{folder}, where this run was started, no longer exists: relative paths now start at this folder"
         )
+        folder = None
+    with working_folder(folder) if folder is not None else nullcontext():
+        return _resume(directory, origin, replace(request, overrides=overrides), checkpoint)
+
+
+def _resume(directory: RunDirectory, origin: RunRequest, request: Request, checkpoint: str | None) -> int:
+    """Resume in the working directory.
+
+    request  has only settings that differ from those of the run
+    """
+    from runner.durable.rewind import rewind_run
+    from runner.launch.start import train
+
+    print_progress, overrides = progress_printer("resume"), request.overrides
     run_overrides = (f"run={directory.name}", *_root_override(directory.path.parent, origin.overrides))
     resumed = origin.request(
         replace(request, overrides=(*overrides, *run_overrides)), without=_dropped_keys(origin.overrides, overrides)

@@ -159,7 +159,7 @@ def format_runs(runs: Sequence[RunRow], now: float, columns: int = 0) -> list[st
     """
     header = ("run", "task", "state", "updates", "metric", "items/s", "written", "size")
     rows = [header, *(_format_row(row, now) for row in runs)]
-    return format_table(rows, "<<<><>>>", ("size", "items/s", "written", "task"), columns)
+    return format_table(rows, "<<<><>>>", ("size", "items/s", "written", "task", "updates", "metric"), columns)
 
 
 def _format_row(row: RunRow, now: float) -> tuple[str, ...]:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from runner.base.errors import AccelRunError
 from runner.base.secret import sanitize
 from runner.base.text import format_table, wrap_for_terminal
-from runner.commands.arguments import parse_arguments, parse_budget, parse_command_keys, progress_printer
+from runner.commands.arguments import JSON, parse_arguments, parse_budget, parse_command_keys, progress_printer
 from runner.config.configuration import compose
 from runner.config.request import Request
 
@@ -68,9 +68,9 @@ def run(argv: list[str]) -> int:
 
 def parse_tune_arguments(argv: list[str]) -> tuple[Request, float, str, bool]:
     """Return request, budget in seconds, profile name, and whether to print JSON. Raises ConfigError."""
-    keys, rest, is_json = parse_command_keys(argv, COMMAND_KEYS)
+    keys, rest, is_json = parse_command_keys(argv, COMMAND_KEYS, JSON)
     budget_s = parse_budget(keys["budget_s"], COMMAND_KEYS["budget_s"])
-    request = parse_arguments(rest, command_keys=keys).request
+    request = parse_arguments(rest, command_keys=(*keys, JSON)).request
     task = compose(request).choices["task"].name  # report invalid settings before measuring
     return request, budget_s, keys["profile"] or f"{task}_tuned", is_json
 

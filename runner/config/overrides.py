@@ -13,7 +13,7 @@ from runner.config.aliases import suggestion_for_argument
 from runner.config.guarded_yaml import MAX_DEPTH, refuse_calls
 from runner.config.options import GROUPS, all_keys, canonical_option, list_all_options, list_options
 from runner.config.request import Request, format_value
-from runner.config.schema import MAX_SHOWN, did_you_mean, find_nearest
+from runner.config.schema import MAX_SHOWN, did_you_mean
 from runner.config.settings import MAIN_KEYS
 from runner.config.suggestions import LIST_KEYS_HINT, MAX_HINTS, suggest_override
 
@@ -93,8 +93,6 @@ def _read_assignments(request: Request, problems: list[Problem]) -> Iterator[str
                 value = pending.pop(0)
                 argument = f"{argument} {value}"
             what, fix = "unknown option; settings have the form key=value", suggest(key, value)
-            if find_nearest(key, ["help"]):
-                fix = "did you mean --help?"
             if key in ("m", "multirun"):
                 what, fix = "unknown option here", "accel-run train -m runs each of several values; search needs no -m"
             problems.append(Problem(what, argument, fix))

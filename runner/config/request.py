@@ -13,7 +13,7 @@ from typing import Any
 class Request:
     """Arguments of a command line, before they are parsed.
 
-    command_keys  keys of the command besides settings: a typo may be meant as one of them
+    command_keys  keys and flags of the command besides settings: a typo may be meant as one of them
     """
 
     overrides: tuple[str, ...] = ()

@@ -23,12 +23,17 @@ def suggest_override(key: str, value: str, command_keys: tuple[str, ...] = ()) -
     if name == "resume":  # a command, too
         new_run = f"; a new run that starts from another one: resume={value}" if value else ""
         return f"use accel-run resume {value}".rstrip() + new_run
-    if name == "task" and value.endswith(".py"):
-        return f"use --task {shlex.quote(value)}"
     if suggestion := translate_key(name, value, command_keys):
         return suggestion
-    match = find_nearest(name, [*GROUPS, *MAIN_KEYS, *command_keys, *all_keys()])
-    return _omit_refused_values(f"use {match}={value or '...'}", command_keys) if match else LIST_KEYS_HINT
+    own_keys = [own for own in command_keys if not own.startswith("--")]
+    match = find_nearest(name, [*GROUPS, *MAIN_KEYS, *own_keys, *all_keys()])
+    if match == "task" and value.endswith(".py"):
+        return f"use --task {shlex.quote(value)}"
+    if match:
+        return _omit_refused_values(f"use {match}={value or '...'}", command_keys)
+    flags = [own.removeprefix("--") for own in ("--help", "--config-dir", *command_keys) if own.startswith("--")]
+    flag = find_nearest(name.replace("_", "-"), flags)
+    return f"did you mean --{flag}?" if flag else LIST_KEYS_HINT
 
 
 def translate_key(name: str, value: str, command_keys: tuple[str, ...]) -> str:

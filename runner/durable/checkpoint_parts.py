@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import DataError, StorageError
 from runner.durable import files
+from runner.durable.safetensors_header import InvalidFormat
 
 if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
     from torch import Tensor
@@ -120,7 +121,7 @@ def open_files(paths: Sequence[Path], check: Callable[[Path], None] | None = Non
 
     Raises DataError if a file is not in the safetensors format, or if the parts are inconsistent.
     """
-    from runner.durable.stored_tensors import InvalidFormat, join_parts, open_tensors
+    from runner.durable.stored_tensors import join_parts, open_tensors
 
     if check and len(paths) == 1:
         check(paths[0])

@@ -8,6 +8,7 @@ import json
 import os
 import re
 import secrets
+import shlex
 import socket
 from collections.abc import Callable, Mapping
 from datetime import datetime
@@ -24,7 +25,9 @@ from runner.base.errors import (
     SecurityRefusal,
     StorageError,
 )
+from runner.base.paths import is_elsewhere, path_for_user
 from runner.base.text import abbreviate
+from runner.config.request import format_override
 from runner.durable import files
 from runner.durable.record_files import read_record
 from runner.durable.run_identity import RunIdentity, read_identity
@@ -41,7 +44,7 @@ class RunDirectory:
     Created by `create_or_open` (takes the lock), `join` (a rank whose launcher has the lock) or `find` (read-only).
 
     path   absolute: a task may change the working directory
-    shown  as given by the user
+    shown  as given by the user; absolute if this process works in another folder than the user
     is_new the folder did not exist before
     lost_lock_file  the folder existed, but its lock file had been removed
     skipped  names of newer runs that `last` skipped
@@ -51,7 +54,7 @@ class RunDirectory:
     lost_lock_file = False
 
     def __init__(self, path: Path, *, writable: bool, lock: files.Lock | None = None, is_new: bool = False) -> None:
-        self.path, self.shown = path.absolute(), path
+        self.path, self.shown = path.absolute(), path_for_user(path)
         self.name = path.name
         self.writable = writable
         self.is_new = is_new
@@ -162,6 +165,16 @@ class RunDirectory:
         if _is_folder(Path(run).expanduser()):
             what = f"the folder {run} is not a run: it has none of {', '.join(_RUN_FILES)}"
         raise InputMissing(what, where=f"run={run}", fix=_suggest_runs(run, existing))
+
+    def argument(self, output_root: str) -> str:
+        """Return the argument that names this run in a command of the user.
+
+        output_root  folder of the runs, as a setting
+        """
+        if is_elsewhere():
+            return shlex.quote(format_override("run", str(self.path)))
+        root = "" if output_root == "outputs" else f" output_root={shlex.quote(output_root)}"
+        return f"run={self.name}{root}"
 
     @property
     def owner(self) -> RunIdentity:

@@ -6,9 +6,7 @@ and all pages that were read count as memory of the process until the file is cl
 
 from __future__ import annotations
 
-import json
 import math
-import os
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
@@ -20,12 +18,8 @@ from torch import Tensor
 from runner.base.errors import DataError
 from runner.base.stored_tensor import StoredTensor
 from runner.durable import files
-from runner.durable.system_errors import storage_errors
+from runner.durable.safetensors_header import InvalidFormat, invalid_header, read_header, read_into
 from runner.durable.tensors import DTYPES, view_bytes
-
-
-class InvalidFormat(Exception):
-    """A file that is not in the safetensors format."""
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:
@@ -34,25 +28,20 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
     Raises InvalidFormat if the header is invalid, StorageError if the file cannot be read.
     """
     size = files.file_size(path)
-    length = int.from_bytes(read_at(path, 0, min(8, size)), "little")
-    if size < 8 or length > min(size - 8, _MAX_HEADER_BYTES):
-        raise InvalidFormat(f"its header would have {length} bytes, but the file has {size}")
-    text = read_at(path, 8, length)
+    header, position = read_header(path)
     try:
-        header = json.loads(text)
-        header.pop("__metadata__", None)
         spans = sorted((*entry["data_offsets"], name) for name, entry in header.items())
         tensors: dict[str, StoredTensor] = {}
         end = 0
         for start, stop, name in spans:
-            tensor = _describe(path, header[name], 8 + length + start)
+            tensor = _describe(path, header[name], position + start)
             if start != end or stop - start != tensor.nbytes:
                 raise InvalidFormat(f"{name} has {tensor.nbytes} bytes, but is stored from {start} to {stop}")
             tensors[name], end = tensor, stop
     except (ValueError, LookupError, TypeError, AttributeError, RecursionError) as error:
-        raise InvalidFormat(f"its header is invalid: {type(error).__name__}: {error}") from error
-    if 8 + length + end != size:
-        raise InvalidFormat(f"its tensors have {end} bytes, but the file has {size - 8 - length} after the header")
+        raise invalid_header(error) from error
+    if position + end != size:
+        raise InvalidFormat(f"its tensors have {end} bytes, but the file has {size - position} after the header")
     return tensors
 
 
@@ -66,31 +55,7 @@ def _describe(path: Path, entry: dict[str, Any], offset: int) -> StoredTensor:
 
 
 def _fill(path: Path, offset: int, row_bytes: int, start: int, rows: Tensor) -> None:
-    _read_into(path, offset + start * row_bytes, view_bytes(rows))
-
-
-def read_at(path: Path, position: int, size: int) -> bytes:
-    """Return `size` bytes of a file. Raises DataError if it is shorter, StorageError if it cannot be read."""
-    content = bytearray(size)
-    _read_into(path, position, memoryview(content))
-    return bytes(content)
-
-
-def _read_into(path: Path, position: int, view: memoryview) -> None:
-    with storage_errors("read", path):
-        descriptor = files.open_regular(path)
-        try:
-            while view:
-                count = os.preadv(descriptor, [view], position)
-                if not count:
-                    raise DataError(
-                        "became shorter while it was read",
-                        where=str(path),
-                        fix="run the command again while no other process changes the file",
-                    )
-                view, position = view[count:], position + count
-        finally:
-            os.close(descriptor)
+    read_into(path, offset + start * row_bytes, view_bytes(rows))
 
 
 def join_parts(parts: Sequence[dict[str, StoredTensor]], where: Path) -> dict[str, StoredTensor]:
@@ -139,4 +104,3 @@ _TORCH_DTYPES = {
         torch.uint8, torch.bool,
     )
 }  # fmt: skip
-_MAX_HEADER_BYTES = 100 << 20  # the limit of safetensors

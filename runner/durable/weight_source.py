@@ -1,4 +1,4 @@
-"""Find the safetensors files that `weights=` names: a run, a checkpoint, a file, shards, or a Hugging Face folder."""
+"""Find the files that `weights=` and `resume=` name: a run, a checkpoint, a file, shards, or a Hugging Face folder."""
 
 from __future__ import annotations
 
@@ -14,10 +14,12 @@ from runner.base.errors import AccelRunError, ConfigError, DataError, InputMissi
 from runner.base.json_values import as_dict
 from runner.base.text import abbreviate
 from runner.config.request import format_override
+from runner.config.settings import Settings
 from runner.durable import files
 from runner.durable.checkpoint import FORMAT_OF_PARTS, MANIFEST, LoadedCheckpoint, load
 from runner.durable.checkpoint_choice import choose_checkpoint
 from runner.durable.directory import LAST, RunDirectory, is_run, is_run_name
+from runner.durable.safetensors_header import InvalidFormat, read_header, refusal
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,41 @@ def find_weights(value: str, root: Path) -> WeightSource:
         labels = f" ({', '.join(chosen.labels)})" if chosen.labels else ""
         return _find_in_checkpoint(chosen.checkpoint, f"run {run.name}, {chosen.checkpoint.path.name}{labels}")
     raise _not_found_error(where, "")
+
+
+def check_start(settings: Settings, name: str) -> None:
+    """Check, without torch, what `weights=` and `resume=` of a new run `name` name: that it exists, and its format.
+
+    Raises AccelRunError as loading it would. The values of the weights are not read.
+    """
+    if (settings.root / name).exists():
+        return  # it resumes from its own checkpoints
+    if source := settings.weights.source:
+        weights = find_weights(str(source), settings.root)
+        for file in (*weights.files, *weights.average):
+            try:
+                read_header(file)
+            except InvalidFormat as error:
+                where = f"weights={source}"
+                where = where if len(weights.files) == 1 else f"{where}: {file.name}"
+                raise refusal(file, error, where) from None
+    if settings.resume not in ("auto", "fresh"):
+        find_start(settings.resume, settings.root)
+
+
+def find_start(requested: str, root: Path, created: RunDirectory | None = None) -> RunDirectory | Path:
+    """Return what `resume=` names: the folder of a checkpoint, or a run.
+
+    created  run of this process, which "last" does not mean
+    """
+    path = Path(requested).expanduser()
+    if (path / MANIFEST).is_file():
+        return path.absolute()
+    try:
+        return RunDirectory.find(root, requested, created=created)
+    except InputMissing as error:
+        (problem,) = error.problems
+        raise InputMissing(problem.what, where=f"resume={requested}", fix=problem.fix) from None
 
 
 def resolve_run_names(overrides: Iterable[str], root: Path) -> tuple[str, ...]:

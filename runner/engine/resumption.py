@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from runner.base.errors import IncompatibleResume, InputMissing, Problem
-from runner.durable.checkpoint import MANIFEST, LoadedCheckpoint, load, load_newest, recover, set_aside
+from runner.durable.checkpoint import LoadedCheckpoint, load, load_newest, recover, set_aside
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog, read_rows
 from runner.durable.rewind import copy_metrics
 from runner.durable.run_identity import manifest_uid
+from runner.durable.weight_source import find_start
 from runner.engine import oom_history
 from runner.engine.checkpoint_state import check_state
 from runner.engine.run_screen import Screen
@@ -228,7 +229,13 @@ def find_resume_point(
         return None
     if requested != "auto":
         screen.info(f"resume={requested} has no effect: this run already has checkpoints")
-    check_resume(plan, check_state(start), screen.info)
+    try:
+        check_resume(plan, check_state(start), screen.info)
+    except IncompatibleResume as error:
+        *others, last = error.problems
+        hint = f"to resume it with its own settings: accel-run resume {directory.argument(plan.settings.output_root)}"
+        error.problems = (*others, replace(last, fix=f"{last.fix}\n{hint}"))
+        raise
     phases_to_run(plan, start, directory)
     if run.has_other_uid(start.manifest):
         screen.warn(
@@ -246,14 +253,9 @@ def find_resume_point(
 
 def _load_requested(requested: str, plan: Plan, directory: RunDirectory) -> LoadedCheckpoint:
     """Return the checkpoint selected by resume=: that folder, or the newest valid one of a run."""
-    path = Path(requested).expanduser()
-    if (path / MANIFEST).is_file():
-        return load(path.absolute())
-    try:
-        other = RunDirectory.find(plan.settings.root, requested, created=directory)
-    except InputMissing as error:
-        (problem,) = error.problems
-        raise InputMissing(problem.what, where=f"resume={requested}", fix=problem.fix) from None
+    other = find_start(requested, plan.settings.root, directory)
+    if isinstance(other, Path):
+        return load(other)
     recovered = load_newest(other.checkpoints, other.owner)
     if recovered is None:
         fix = f"accel-run status {other.name} shows its checkpoints; accel-run runs lists other runs"

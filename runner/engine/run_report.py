@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -140,8 +139,7 @@ def state_note(expected: int, actual: int) -> list[str]:
 
 
 def _next_commands(screen: Screen, plan: Plan, outcome: Outcome, task: Task, *, runs_inference: bool) -> list[str]:
-    root = "" if plan.settings.output_root == "outputs" else f" output_root={shlex.quote(plan.settings.output_root)}"
-    run = f"run={screen.directory.name}{root}"
+    run = screen.directory.argument(plan.settings.output_root)
     if outcome.stopped_by:
         resumed = f"accel-run resume {run}   (resumes where it stopped)"
         # `resume` trains only, unless the run's own settings select inference.

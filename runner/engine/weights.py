@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -11,14 +10,14 @@ from typing import TypeVar
 from torch import Tensor, nn
 
 from runner.axes.optimizer import is_under, module_prefixes
-from runner.base.errors import ConfigError, DataError, IncompatibleResume, Problem, SecurityRefusal, StorageError
+from runner.base.errors import ConfigError, DataError, IncompatibleResume, Problem, StorageError
 from runner.base.stored_tensor import StoredTensor
 from runner.base.text import abbreviate
 from runner.config.schema import did_you_mean
 from runner.config.settings import Settings, WeightsSettings
 from runner.distributed.parallel import Parallel
-from runner.durable import files
-from runner.durable.stored_tensors import InvalidFormat, join_parts, open_tensors, read_at
+from runner.durable.safetensors_header import InvalidFormat, refusal
+from runner.durable.stored_tensors import join_parts, open_tensors
 from runner.durable.weight_source import WeightSource, find_weights
 from runner.engine.adapter import Adapter
 
@@ -175,16 +174,7 @@ def read_weights(file: Path, where: str = "") -> dict[str, StoredTensor]:
     try:
         return open_tensors(file)
     except InvalidFormat as error:
-        where = where or str(file)
-        # Checked only after a failure: a valid file with a header of 640 bytes starts like a pickle.
-        if read_at(file, 0, min(4, files.file_size(file))).startswith(_PICKLE_PREFIXES):
-            raise SecurityRefusal(
-                "is a pickle, which may run code when it is read",
-                where=where,
-                fix=f"convert it to safetensors without executing it: accel-run import {shlex.quote(str(file))}",
-            ) from None
-        fix = "it may be truncated: download it again" if file.suffix == ".safetensors" else "name a .safetensors file"
-        raise DataError(f"is not in the safetensors format: {error}", where=where, fix=fix) from error
+        raise refusal(file, error, where or str(file)) from None
 
 
 def strip_prefixes(tensors: dict[str, Value], names: Collection[str]) -> tuple[dict[str, Value], str]:
@@ -306,4 +296,3 @@ def _describe_tensor(tensor: Tensor | StoredTensor) -> str:
 
 _MAX_NAMES = 5
 _WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")  # prefixes of DataParallel and DDP, torch.compile, Lightning
-_PICKLE_PREFIXES = (b"PK\x03\x04", b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05")

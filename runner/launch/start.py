@@ -11,6 +11,7 @@ from runner.base.rank_env import RankInfo, detect_rank
 from runner.config.configuration import compose
 from runner.config.phases import INFERENCE
 from runner.config.request import Request, merge_overrides, override_key
+from runner.durable.weight_source import check_start
 from runner.engine.job import choose_run_name
 from runner.host.other_load import OtherLoad, choose_wait_policy
 from runner.host.output import nonblocking_streams
@@ -60,6 +61,8 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
         return _infer(request, None)
     require_installed(configuration.choices["tracker"].function)
     name = choose_run_name(configuration)
+    if member is None:  # with several, the ranks load the weights together and report errors once
+        check_start(configuration.settings, name)
     if "torch" not in sys.modules and (member is None or member.rank == 0):  # importing takes seconds
         console.info(f"starting run {name}: loading PyTorch")
         if wait_policy:

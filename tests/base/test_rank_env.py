@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from runner.base.errors import ConfigError, Exit
+from runner.base.errors import ConfigError, Exit, RepeatedConfigError
 from runner.base.rank_env import RankInfo, detect_rank, expand_hosts, expand_tasks
 
 TORCHRUN = {
@@ -149,6 +149,18 @@ def test_all_invalid_variables_are_reported_and_no_valid_one(
     assert {problem.where for problem in caught.value.problems} == changes.keys()
     assert all(changes[problem.where] in problem.what for problem in caught.value.problems)
     assert [bool(problem.fix) for problem in caught.value.problems] == [False] * (len(changes) - 1) + [True]
+
+
+@pytest.mark.parametrize(("environment", "local_rank"), [(TORCHRUN, "LOCAL_RANK"), (SRUN, "SLURM_LOCALID")])
+def test_one_rank_of_a_machine_reports_what_all_have(environment: dict[str, str], local_rank: str) -> None:
+    def is_silent(**changes: str) -> bool:
+        with pytest.raises(ConfigError) as caught:
+            detect_rank({**environment, **changes})
+        return isinstance(caught.value, RepeatedConfigError)
+
+    assert not is_silent(**{"MASTER_PORT": "99999", local_rank: "0"})
+    assert is_silent(**{"MASTER_PORT": "99999", local_rank: "1"})
+    assert not is_silent(**{"MASTER_PORT": "99999", local_rank: "x"}), "only this rank has that value"
 
 
 @pytest.mark.parametrize(

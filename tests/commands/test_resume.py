@@ -60,6 +60,10 @@ def test_resume_works_from_any_folder_with_the_original_arguments(
     assert result.err.endswith(f"   (in {begun})\n")
     assert reached(begun) == 60
     assert not list(elsewhere.glob("outputs"))
+    run = begun / "outputs" / "mine"
+    shown = [line.split(maxsplit=1)[1] for line in result.out.splitlines() if line.startswith(("directory", "run  "))]
+    assert shown[1:] == [str(run), str(run)]
+    assert shlex.split(result.out.splitlines()[-1])[-1] == f'run="{run}"', "which works where the shell is"
     record = json.loads((begun / "outputs" / "mine" / "run.json").read_text())
     assert record["state"] == "done"
     assert sorted(record["overrides"]) == sorted(word for word in STOPPED[2:])

@@ -39,6 +39,26 @@ accel-run: help: is not a setting; settings have the form key=value
 accel-run: import: is a command, not a setting
            use accel-run import nosuch.pt
 """,
+    "evaluate --jsn": """\
+accel-run: --jsn: unknown option; settings have the form key=value
+           did you mean --json?
+""",
+    "import --jsn model.pt": """\
+accel-run: --jsn model.pt: unknown option; settings have the form key=value
+           accel-run plan shows every key
+""",
+    "search --json optimizer.lr=log(1e-4,1e-2)": """\
+accel-run: --json: unknown option; settings have the form key=value
+           accel-run plan shows every key
+""",
+    "report --wach": """\
+accel-run: --wach: unknown option
+           did you mean --watch?
+""",
+    "train --tsk ./mine.py": """\
+accel-run: --tsk ./mine.py: unknown option; settings have the form key=value
+           use --task ./mine.py
+""",
     "train nosuch.pt": """\
 accel-run: nosuch.pt: is not a setting; settings have the form key=value
            use accel-run import nosuch.pt, then weights=FILE.safetensors

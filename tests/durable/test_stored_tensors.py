@@ -14,7 +14,8 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runner.base.errors import DataError, StorageError
-from runner.durable.stored_tensors import InvalidFormat, join_parts, open_tensors
+from runner.durable.safetensors_header import InvalidFormat
+from runner.durable.stored_tensors import join_parts, open_tensors
 from runner.durable.tensors import DTYPES, serialize_header, stream_tensors, view_bytes
 
 

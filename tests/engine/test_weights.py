@@ -230,6 +230,20 @@ def test_a_name_that_the_weights_lack_leaves_no_run_folder(server: ForkServer, t
     assert not (tmp_path / "outputs").exists()
 
 
+def test_weights_that_cannot_be_loaded_are_refused_before_torch_is_imported(server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "short.safetensors").write_bytes(b"\0" * 7)
+    torch.save({}, tmp_path / "model.pt")
+    args = ["train", "--task", str(TASK), "device=cpu", "run=mine"]
+    for setting, code in (
+        ("weights=short.safetensors", 65), ("weights=model.pt", 89), ("weights=nowhere", 66), ("resume=nowhere", 66),
+    ):  # fmt: skip
+        result = server.run([*args, setting], tmp_path)
+        assert result.code == code, result.err
+        assert setting in result.err
+        assert "loading PyTorch" not in result.out, "printed before torch is imported"
+    assert not (tmp_path / "outputs").exists()
+
+
 def test_the_old_and_the_new_form_of_the_setting_are_equal(server: ForkServer, tmp_path: Path) -> None:
     missing = [server.run(f"train task=gpt {key}=nowhere", tmp_path) for key in ("weights", "weights.source")]
     assert [result.code for result in missing] == [66, 66]

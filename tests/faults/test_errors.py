@@ -61,12 +61,14 @@ WAYS = {
 
 # Messages with neither a requirement nor a fix, by the reason.
 WITHOUT_ADVICE = {
-    "what must be is found before": {
+    "the caller has the requirement": {
         "Problem(wrong, f'SETTINGS[{key!r}]')", "Problem(wrong, arg)", "Problem(what, files)", "Problem(what, where)",
         "Problem(what, 'capacities')", "Problem(what, 'launcher.signal_s')", "IncompatibleResume(str(problems[0]))",
     },
-    "problems that have their own advice": {"SharedConfigError(problems)", "SharedConfigError(error.problems)"},
-    "of another rank, whose own words are what is told": {
+    "problems that have their own advice": {
+        "SharedConfigError(problems)", "SharedConfigError(error.problems)", "RepeatedConfigError(problems)",
+    },
+    "reported by another rank, in its words": {
         "RankLost(f'rank {world.global_rank(rank)} failed: {text}', where=where)", "RankLost(output.text, where=WHERE)",
         "RankLost(value.text, where='parallelism=pipeline')", "AccelRunError(differs)",
         "RankLost(f'rank {rank} is out of memory', where=self._describe_location(cause))",

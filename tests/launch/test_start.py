@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.errors import ConfigError, Exit
+from runner.cli import main
 from runner.launch.on_ranks import check_agreement
 from tests.launch.forked import CompletedFork, forked, started_elsewhere
 
@@ -76,6 +77,19 @@ def test_an_error_on_every_rank_is_reported_once(tmp_path: Path) -> None:
     result = ranks(tmp_path, args, args, num_local_ranks=2)
     assert [rank.value for rank in result] == [Exit.CONFIG, Exit.CONFIG]
     assert ["optimizer.lrr=1" in rank.err for rank in result] == [True, False]
+
+
+def test_an_invalid_variable_of_every_rank_is_reported_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        monkeypatch.setenv("LOCAL_RANK", rank)
+        assert main(["train"]) == Exit.CONFIG
+        assert ("MASTER_PORT" in capsys.readouterr().err) == (rank == "0")
 
 
 def test_an_error_on_another_machine_is_reported_there(tmp_path: Path) -> None:
