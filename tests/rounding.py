@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 import torch
 
-PROMISED = {torch.float64: 1e-12, torch.float32: 1e-6}  # of an update, for all shares; relative; docs/own-task.md
+PROMISED = {torch.float64: 1e-12, torch.float32: 1e-6}  # of an update, for all shares; relative; docs/losses.md
 PROMISED_OF_TASKS = 1e-9  # of the shipped tasks in float64, relative to the largest weight change; docs/own-task.md
 # Of weights trained by Adam, float64. Adam divides each gradient by its own magnitude: where that is a thousandth of
 # the largest gradient, to which rounding errors are relative, the relative error is a thousand times larger.

@@ -3,7 +3,7 @@
     accel-run train --task ./own_lightning.py precision=bf16 parallelism=ddp
 
 The optimizer and the schedule are those of configure_optimizers, and the datasets are those of the data loaders.
-Lightning need not be installed: any nn.Module with these methods works. docs/own-task.md lists what is refused.
+Lightning need not be installed: any nn.Module with these methods works. docs/adapters.md lists what is refused.
 """
 
 import torch

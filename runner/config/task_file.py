@@ -174,7 +174,7 @@ def find_foreign_methods(tree: ast.Module, source: Path) -> Iterator[Problem]:
     for node, member in found:
         if member.name not in used_names:
             what = f"{node.name}.{member.name} is a method of another framework, and is never called here"
-            fix = "define loss, evaluate and predict, or use runner.adapters.lightning: docs/own-task.md"
+            fix = "define loss, evaluate and predict, or use runner.adapters.lightning: docs/adapters.md"
             yield Problem(what, f"{source}:{member.lineno}", fix)
 
 
