@@ -31,7 +31,7 @@ THROUGHPUT = "perf/throughput"
 """Key in metrics.jsonl: items per second from the end of a process's first update until the row."""
 
 Seconds = Mapping[str, float]
-Bookmark = Callable[[], Seconds]
+TimeSnapshot = Callable[[], Seconds]
 
 
 class Lap(NamedTuple):
@@ -88,7 +88,7 @@ class Stopwatch:
         """Return the seconds of the newest completed update, including the time before it; None before the first."""
         return Lap(self._update, _subtract(self._stopped, self._before)) if self._stopped else None
 
-    def bookmark(self) -> Bookmark:
+    def snapshot(self) -> TimeSnapshot:
         """Return a function for the totals at the end of the last update, valid once the device has reached it."""
         spent = self._stopped
         return lambda: spent
@@ -148,7 +148,7 @@ class DeviceStopwatch(Stopwatch):
     def last(self) -> Lap | None:
         return self._last
 
-    def bookmark(self) -> Bookmark:
+    def snapshot(self) -> TimeSnapshot:
         if not self._pending:
             spent = dict(self._spent)
             return lambda: spent
@@ -201,7 +201,7 @@ def new_stopwatch(device: torch.device, on_lap: Callable[[Lap], object] | None =
 
 
 def seconds_between(since: Seconds, until: Seconds) -> dict[str, float]:
-    """Return the seconds per part between two bookmarks; parts without time are missing."""
+    """Return the seconds per part between two snapshots; parts without time are missing."""
     return _subtract(until, since)
 
 

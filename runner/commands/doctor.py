@@ -96,7 +96,7 @@ def _run_first_contact(argv: list[str]) -> int:
     examination = Examination(checks, options.device, options.root, checks=checks)
     findings, _, code = _run_checks(examination, is_json=is_json)
     if not any(finding.check not in ("torch", "gpus") for finding in findings):
-        _rehearse_or_refuse(argv, options.device, has_gpu=bool(examination.inventory and examination.inventory.devices))
+        _simulate_or_refuse(argv, options.device, has_gpu=bool(examination.inventory and examination.inventory.devices))
     hardware = _hardware(examination) or {"devices": []}
     content = json.loads(_format_json(make_report(findings, hardware, request.overrides, __version__)))
     make_directory(options.root)
@@ -109,17 +109,19 @@ def _run_first_contact(argv: list[str]) -> int:
     return code
 
 
-def _rehearse_or_refuse(argv: list[str], device: str, *, has_gpu: bool) -> NoReturn:
+def _simulate_or_refuse(argv: list[str], device: str, *, has_gpu: bool) -> NoReturn:
     """Restart the command on a simulated GPU. Raises DeviceMissing if there is a GPU, or no simulation."""
     from runner.base.loaded_torch import is_stand_in
-    from runner.tools.doctor import rehearsal
+    from runner.tools.doctor import simulated_gpu
 
     fix = "accel-run doctor shows why"
-    if rehearsal.find_stand_in(rehearsal.ROOT) and not (has_gpu or is_stand_in() or device == "cpu"):
-        print("accel-run: no GPU here: rehearsing on a simulated one, compiled on first use (30 s)", file=sys.stderr)
-        if not (reason := rehearsal.build_stand_in(rehearsal.ROOT)):
-            rehearsal.start_rehearsal(rehearsal.ROOT, ["doctor", CONTACT, *argv])
-        fix += f". A simulated GPU cannot be compiled: {reason}. To try again: python -m {rehearsal.STAND_IN} build"
+    if simulated_gpu.find_stand_in(simulated_gpu.ROOT) and not (has_gpu or is_stand_in() or device == "cpu"):
+        print(
+            "accel-run: no GPU here: the checks run on a simulated one, compiled on first use (30 s)", file=sys.stderr
+        )
+        if not (reason := simulated_gpu.build_stand_in(simulated_gpu.ROOT)):
+            simulated_gpu.run_on_simulated_gpu(simulated_gpu.ROOT, ["doctor", CONTACT, *argv])
+        fix += f". A simulated GPU cannot be compiled: {reason}. To try again: python -m {simulated_gpu.STAND_IN} build"
     raise DeviceMissing(
         "there is no GPU here that torch can use, so nothing can be compared", where=f"device={device}", fix=fix
     )

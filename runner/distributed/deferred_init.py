@@ -97,7 +97,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._storages: list[torch.UntypedStorage] = []  # kept, so that addresses stay unique
         self._sizes: list[int] = []  # of the storages in bytes, when they were created
         self._digest = hashlib.sha256()
-        self._disguise = _Disguise(self)
+        self._disguise = _CpuDeviceMode(self)
         self._is_replaying = False
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
@@ -349,7 +349,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
             torch.utils.swap_tensors(tensor, value)  # type: ignore[no-untyped-call]
 
 
-class _Disguise(TorchFunctionMode):
+class _CpuDeviceMode(TorchFunctionMode):
     """Let deferred tensors appear to be on the CPU: torch.nn.init skips some initializations of meta tensors."""
 
     def __init__(self, deferred: DeferredInit) -> None:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.errors import DataError, IncompatibleResume, StorageError
 from runner.durable import checkpoint_parts, files
-from runner.durable.manifest import SAFE_NAME, is_entry, is_sealed, parse_json, seal
+from runner.durable.manifest import SAFE_NAME, has_valid_hash, is_entry, parse_json, serialize_manifest
 from runner.durable.run_identity import RunIdentity, manifest_uid
 
 if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
@@ -245,8 +245,8 @@ def recover(directory: Path, run: RunIdentity = ANY_RUN, *, allows_others: bool 
         try:
             checkpoint = _read_with_retry(path)
             _check_owner(checkpoint, run, allows_others=allows_others)
-        except _Namesake:
-            raise _namesake_error(checkpoint, run) from None
+        except _SameName:
+            raise _same_name_error(checkpoint, run) from None
         except StorageError as error:
             unreadable.append(path)
             skipped.append((path.name, (error.problems[0].what,)))
@@ -390,7 +390,7 @@ def _write_checkpoint(temporary: Path, snapshot: Snapshot) -> None:
         entries += checkpoint_parts.collect_parts(temporary, snapshot.part)
     version = FORMAT_OF_PARTS if snapshot.part else FORMAT_VERSION
     manifest = {"format_version": version, "update": snapshot.update, **snapshot.facts, "files": entries}
-    files.write_new(temporary / MANIFEST, [seal(manifest)])
+    files.write_new(temporary / MANIFEST, [serialize_manifest(manifest)])
     files.fsync_directory(temporary)
 
 
@@ -437,7 +437,7 @@ class _Foreign(_Damaged):
     """A checkpoint of another run."""
 
 
-class _Namesake(_Foreign):
+class _SameName(_Foreign):
     """A checkpoint of another run with the same name, such as one in another output_root."""
 
 
@@ -453,12 +453,12 @@ def _check_owner(checkpoint: LoadedCheckpoint, run: RunIdentity, *, allows_other
         name = checkpoint.manifest["run_id"]
         raise _Foreign(f"it belongs to another run, {name}; to start from it: resume=FOLDER in a new run")
     if has_other_uid:
-        raise _Namesake(
+        raise _SameName(
             f"it belongs to another run with the same name, {manifest_uid(checkpoint.manifest)}; this one is {run.uid}"
         )
 
 
-def _namesake_error(checkpoint: LoadedCheckpoint, run: RunIdentity) -> IncompatibleResume:
+def _same_name_error(checkpoint: LoadedCheckpoint, run: RunIdentity) -> IncompatibleResume:
     uid = manifest_uid(checkpoint.manifest)
     return IncompatibleResume(
         f"{checkpoint.path.name} belongs to another run with the same name: {uid}; this run is {run.uid}",
@@ -506,7 +506,7 @@ def _read_manifest(path: Path) -> dict[str, Any]:
     manifest = parse_json(text)
     if not isinstance(manifest, dict):
         raise _Damaged(f"{MANIFEST} does not hold a JSON object")
-    _require(is_sealed(manifest, text), f"{MANIFEST} does not match its own hash")
+    _require(has_valid_hash(manifest, text), f"{MANIFEST} does not match its own hash")
     version, update, entries = (manifest.get(key) for key in ("format_version", "update", "files"))
     _require(version in _VERSIONS, f"format_version must be one of {_VERSIONS}, but is {version!r}")
     _require(

@@ -11,17 +11,17 @@ from typing import Any
 SAFE_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 
 
-def seal(manifest: Mapping[str, Any]) -> bytes:
+def serialize_manifest(manifest: Mapping[str, Any]) -> bytes:
     """Serialize a manifest; its first key is the hash of the others in canonical JSON."""
     content = json.loads(json.dumps(manifest))  # as a reader sees it: string keys, lists for tuples
     canonical = json.dumps(content, sort_keys=True, separators=(",", ":")).encode()
     return json.dumps({"sha256": hashlib.sha256(canonical).hexdigest(), **content}, indent=1).encode() + b"\n"
 
 
-def is_sealed(manifest: Mapping[str, Any], text: bytes) -> bool:
-    """Return whether `text` is byte for byte the output of `seal`: even changed whitespace is detected."""
+def has_valid_hash(manifest: Mapping[str, Any], text: bytes) -> bool:
+    """Return whether `text` is exactly what `serialize_manifest` returns: changed whitespace is detected."""
     try:
-        return seal({key: value for key, value in manifest.items() if key != "sha256"}) == text
+        return serialize_manifest({key: value for key, value in manifest.items() if key != "sha256"}) == text
     except RecursionError:
         return False
 

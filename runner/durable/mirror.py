@@ -27,7 +27,7 @@ from runner.base.text import abbreviate
 from runner.durable import files
 from runner.durable.checkpoint import MANIFEST, LoadedCheckpoint, checkpoint_path, install, load, load_newest
 from runner.durable.directory import RunDirectory
-from runner.durable.manifest import is_sealed
+from runner.durable.manifest import has_valid_hash
 from runner.durable.mirror_store import MirrorError, MirrorStore
 from runner.durable.run_identity import is_valid_uid, manifest_uid
 
@@ -94,7 +94,7 @@ class Mirror:
         """Return whether a folder has a valid manifest; some stores keep a partial file after an interrupted upload."""
         content = self.store.read(f"{folder}/{MANIFEST}", _MAX_SMALL_BYTES) or b""
         manifest = parse_object(content) or {}
-        return str(manifest.get("sha256"))[:_NUM_DIGITS] == folder[-_NUM_DIGITS:] and is_sealed(manifest, content)
+        return str(manifest.get("sha256"))[:_NUM_DIGITS] == folder[-_NUM_DIGITS:] and has_valid_hash(manifest, content)
 
     def _folders(self, uid: str) -> list[str]:
         return [name for name in reversed(self.store.names(uid)) if _NAME.fullmatch(name)]

@@ -88,7 +88,10 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
                 progress_mark.now = (PREDICTION, num + 1)
 
             began = time.perf_counter()
-            with time_calls(parts.model, parts.world.device) as calls, Outbox(directory, console.info) as outbox:
+            with (
+                time_calls(parts.model, parts.world.device) as calls,
+                PredictionWriter(directory, console.info) as writer,
+            ):
                 with closing(iterate_predictions(current_plan, parts, on_next)) as predictions:
                     for prediction in predictions:
                         progress_mark.completed_kinds.add(PREDICTION)
@@ -99,8 +102,8 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
                             f"predictions/{name}": _encode(name, content) for name, content in prediction.files.items()
                         } | {f"plots/{name}": picture for name, picture in prediction.plots.items()}
                         names.update(contents)
-                        outbox.put(contents, printed_text(prediction, num))
-                outbox.write()
+                        writer.put(contents, printed_text(prediction, num))
+                writer.write()
             return PredictionSummary(num, items, time.perf_counter() - began, calls)
 
         world.gather(None)  # timing starts when every rank has its model
@@ -233,11 +236,11 @@ def printed_text(prediction: Prediction, number: int) -> str:
     return f"\n--- {', '.join(prediction.files)}\n{prediction.text}"
 
 
-class Outbox:
+class PredictionWriter:
     """Write prediction files in batches: one fsync per file costs more than most predictions.
 
-    Files are written by the first prediction that completes `OUTBOX_S` after the last write. Completed predictions are
-    written even if a later one fails.
+    Files are written by the first prediction that completes `MAX_WRITE_DELAY_S` after the last write. Completed
+    predictions are written even if a later one fails.
 
     show  prints the text of a prediction once its files are on disk, so that printed predictions are never lost
     """
@@ -254,8 +257,8 @@ class Outbox:
         self._contents |= contents
         self._texts += [text] if text else []
         self._size += sum(map(len, contents.values()))
-        is_full = len(self._contents) >= OUTBOX_FILES or self._size >= OUTBOX_BYTES
-        if is_full or time.monotonic() - self._last_write >= OUTBOX_S:
+        is_full = len(self._contents) >= MAX_QUEUED_FILES or self._size >= MAX_QUEUED_BYTES
+        if is_full or time.monotonic() - self._last_write >= MAX_WRITE_DELAY_S:
             self.write()
 
     def write(self) -> None:
@@ -275,7 +278,7 @@ class Outbox:
             for name, content in contents.items():
                 self.directory.write(name, content)
 
-    def __enter__(self) -> Outbox:
+    def __enter__(self) -> PredictionWriter:
         return self
 
     def __exit__(self, kind: object, *_: object) -> None:
@@ -404,4 +407,4 @@ def _format_summary(result: PredictionSummary, item: str) -> str:
 
 MAX_PRINTED = 8  # predictions whose text is printed
 CALL = "call"  # the part of the stopwatch in which the model computes
-OUTBOX_FILES, OUTBOX_BYTES, OUTBOX_S = 256, 64 << 20, 2.0  # limits of files waiting to be written
+MAX_QUEUED_FILES, MAX_QUEUED_BYTES, MAX_WRITE_DELAY_S = 256, 64 << 20, 2.0  # limits of files waiting to be written

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from runner.base.async_copy import PendingCopy, start_copy
 from runner.base.errors import TaskFault
-from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT, Bookmark, Seconds, Stopwatch, seconds_between
+from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT, Seconds, Stopwatch, TimeSnapshot, seconds_between
 from runner.base.world import World
 from runner.engine.loop import StepInfo
 
@@ -91,8 +91,8 @@ class TimedUpdate:
 class _Window:
     """Updates of one row: time range, number of losses, and number of untimed updates."""
 
-    since: Bookmark
-    until: Bookmark
+    since: TimeSnapshot
+    until: TimeSnapshot
     num_losses: int
     num_untimed: int
     extra: Sequence[str] = ()  # names of further metrics, whose sums and counts end the numbers
@@ -210,7 +210,7 @@ class Meter:
         self._is_starting = False
 
     def _begin_window(self) -> None:
-        self._since = self.stopwatch.bookmark()
+        self._since = self.stopwatch.snapshot()
         self._untimed = len(self._items)  # number of untimed updates in this window
 
     def data_wait(self) -> float | None:
@@ -232,7 +232,7 @@ class Meter:
             row: Row = {"update": step.update, "phase": self.phase}
             row |= {"lr": step.lr} if step.lr is not None else {}
             untimed = len(self._items) if self._is_starting else self._untimed
-            window = _Window(self._since, self.stopwatch.bookmark(), len(self._losses), untimed, tuple(self._extra))
+            window = _Window(self._since, self.stopwatch.snapshot(), len(self._losses), untimed, tuple(self._extra))
             norm = math.nan if step.grad_norm is None else step.grad_norm
             extra = [number for pair in self._extra.values() for number in pair]
             numbers, copy = self._copy_to_host([*self._losses, *self._items, norm, *extra])

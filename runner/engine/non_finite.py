@@ -120,7 +120,7 @@ class ModuleCalls:
         """End the forward pass: later calls are recomputations for the backward pass."""
         self._is_over = True
 
-    def find_culprit(self) -> ModuleCall | None:
+    def find_origin(self) -> ModuleCall | None:
         """Return the first call that produced NaN, or the call whose infinities became NaN in another call.
 
         Without NaN: the call that produced the infinities in the model's output. Masks contain -inf, and logits may, so
@@ -134,14 +134,14 @@ class ModuleCalls:
                 producer = call
         return producer if any(call.is_outer and any(call.output) for call in self.completed) else None
 
-    def find_backward_culprit(self) -> ModuleCall | None:
+    def find_backward_origin(self) -> ModuleCall | None:
         """Return the innermost module nearest to the loss that received finite gradients and returned others."""
         candidates = [call for call in self.completed if call.breaks_gradient]
-        culprit = candidates[-1] if candidates else None
+        origin = candidates[-1] if candidates else None
         for call in reversed(candidates):
-            if culprit is not None and call.name != culprit.name and f"{call.name}.".startswith(_prefix(culprit.name)):
-                culprit = call
-        return culprit
+            if origin is not None and call.name != origin.name and f"{call.name}.".startswith(_prefix(origin.name)):
+                origin = call
+        return origin
 
     def _enter(self, name: str, module: nn.Module, args: Any, kwargs: Any) -> None:
         if not self._is_over:

@@ -61,7 +61,7 @@ class StorageBlock:
 
 
 @dataclass
-class AllocationLedger:
+class AllocationRecorder:
     """Record allocations, frees and operations.
 
     kind         kind of tensors that are created now
@@ -141,9 +141,9 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     cached       False: trace each operation, also if it is in the cache; the results are the same
     """
 
-    def __init__(self, ledger: AllocationLedger, *, cached: bool = True) -> None:
+    def __init__(self, recorder: AllocationRecorder, *, cached: bool = True) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.ledger = ledger
+        self.recorder = recorder
         self.answers_zero = True
         self.is_on_gpu = False
         self.untraceable = ""
@@ -177,9 +177,9 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if entry is not None:
             result = self._cache.outputs(entry, tensors)
             for tensor in _tensors(result):
-                self.ledger.record_tensor(tensor)
+                self.recorder.record_tensor(tensor)
             if entry.cost:
-                self.ledger.record_operation(*entry.cost)
+                self.recorder.record_operation(*entry.cost)
             return result
         try:
             result = self._trace(func, args, kwargs, tensors)
@@ -221,7 +221,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", "The .grad attribute")  # torch reads it even if the tensor is not a leaf
             fake = self.fakes.from_tensor(tensor)
-        self.ledger.ignore(fake)
+        self.recorder.ignore(fake)
         return fake
 
     def _creates_on_gpu(self, kwargs: Any) -> bool:
@@ -254,7 +254,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         before = self.is_on_gpu, self.is_cached
         self.is_on_gpu, self.is_cached = True, False  # keys of the cache do not contain the device
-        self.ledger.device_type = "cuda"
+        self.recorder.device_type = "cuda"
         init_gpu_context = fake_tensor.init_gpu_context
         vars(fake_tensor)["init_gpu_context"] = lambda device: None  # it would initialize CUDA; private in torch 2.13
         try:
@@ -322,7 +322,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Record outputs and cost of an operation; return the cost: operations, bytes, launches; None for a view."""
         outputs = _tensors(result)
         for tensor in outputs:
-            self.ledger.record_tensor(tensor)
+            self.recorder.record_tensor(tensor)
         if func.is_view:
             return None
         flops = _FLOPS.get(func.overloadpacket)
@@ -330,7 +330,7 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         written = _written_tensors(func, args, kwargs) if func._schema.is_mutable else outputs
         moved = sum(tensor.numel() * tensor.element_size() for tensor in [*tensors, *written])
         cost = (count, moved, int(func.namespace != "prim" and func.overloadpacket not in _WITHOUT_KERNEL))
-        self.ledger.record_operation(*cost)
+        self.recorder.record_operation(*cost)
         return cost
 
 
@@ -338,19 +338,19 @@ CONVOLUTIONS = (nn.Conv1d, nn.Conv2d, nn.Conv3d, nn.ConvTranspose1d, nn.ConvTran
 
 
 @contextmanager
-def record_layers(ledger: AllocationLedger, model: nn.Module) -> Iterator[None]:
-    """Record the running module of the model in the ledger."""
+def record_layers(recorder: AllocationRecorder, model: nn.Module) -> Iterator[None]:
+    """Record the running module of the model in the recorder."""
     names = {module: name for name, module in model.named_modules()}
 
     def enter(module: nn.Module, inputs: Any) -> None:
-        ledger.layers.append(names.get(module, ledger.layers[-1]))
+        recorder.layers.append(names.get(module, recorder.layers[-1]))
         if isinstance(module, CONVOLUTIONS):
-            ledger.convolved.add((ledger.layers[-1], tuple(inputs[0].shape[1:])))
+            recorder.convolved.add((recorder.layers[-1], tuple(inputs[0].shape[1:])))
         if isinstance(module, nn.LSTM) and any(isinstance(weight, FakeTensor) for weight in module.parameters()):
             raise NotTraceable("an LSTM uses another kernel with fake weights")
 
     def leave(module: nn.Module, _: Any, __: Any) -> None:
-        ledger.layers.pop()
+        recorder.layers.pop()
 
     hooks = [register_module_forward_pre_hook(enter), register_module_forward_hook(leave, always_call=True)]
     try:

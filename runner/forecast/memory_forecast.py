@@ -25,7 +25,7 @@ from runner.engine.assemble import Parts, assemble
 from runner.engine.coupled import is_coupled
 from runner.engine.error_diagnosis import make_task_fault
 from runner.forecast.cuda_autocast import CudaAutocastMode
-from runner.forecast.fake_mode import AllocationLedger, FakeRun
+from runner.forecast.fake_mode import AllocationRecorder, FakeRun
 from runner.forecast.phase_tracer import NUM_UPDATES, PhaseTracer, keeps_average, measure_model
 from runner.forecast.statistics_tracer import StatisticsTracer
 from runner.plan.inventory import Inventory, read_cpu
@@ -69,7 +69,7 @@ class Forecast:
         self.phases = self.plan.selected
         self._stack = ExitStack()
         self._parts: Parts | None = None
-        self._fake_run = FakeRun(AllocationLedger())
+        self._fake_run = FakeRun(AllocationRecorder())
         self._why_not = ""
         self._is_too_large = False  # measured on this machine
 

@@ -25,7 +25,14 @@ from runner.engine.loop import Position, train_updates
 from runner.engine.objective_phase import make_phase_kind
 from runner.engine.phase_kinds import GradientPhase
 from runner.engine.train_order import make_order
-from runner.forecast.fake_mode import CONVOLUTIONS, AllocationLedger, FakeRun, NotTraceable, StorageBlock, record_layers
+from runner.forecast.fake_mode import (
+    CONVOLUTIONS,
+    AllocationRecorder,
+    FakeRun,
+    NotTraceable,
+    StorageBlock,
+    record_layers,
+)
 from runner.plan.memory_trace import Bytes, Event, Layer, ModelSizes, Traced
 from runner.plan.run_plan import PhasePlan, Plan
 
@@ -40,7 +47,7 @@ class PhaseTracer:
     def __init__(self, parts: Parts, phase: PhasePlan, fake_run: FakeRun, prefetches: bool, caveat: str = "") -> None:
         self.caveat = caveat  # why a run may need more than what is traced
         self.parts, self.phase, self.fake_run, self.prefetches = parts, phase, fake_run, prefetches
-        self.ledger = fake_run.ledger = AllocationLedger()
+        self.recorder = fake_run.recorder = AllocationRecorder()
         self.saved_blocks: list[StorageBlock] = []  # activations of the latest forward pass
         self.trained: list[nn.Parameter] = []
         self.kept_bytes: list[int] = []  # of tensors created in passes that are alive after each update
@@ -49,16 +56,16 @@ class PhaseTracer:
 
     def trace(self) -> Traced:
         """Trace two updates and return their demand."""
-        parts, phase, ledger = self.parts, self.phase, self.ledger
+        parts, phase, recorder = self.parts, self.phase, self.recorder
         order, fetcher = self._open_phase()
         position = Position(phase.name)
-        with self.fake_run, record_layers(ledger, parts.bare), without_samples(), ExitStack() as stack:
-            ledger.kind = "optimizer"
+        with self.fake_run, record_layers(recorder, parts.bare), without_samples(), ExitStack() as stack:
+            recorder.kind = "optimizer"
             work = make_phase_kind(phase, parts, order, position)
             assert isinstance(work, GradientPhase), "see StatisticsTracer"
             self.trained = [*work.owned.values()]
             averages = [weight.detach().clone() for weight in self.trained] if keeps_average(parts.plan) else []
-            ledger.kind = "temporary"
+            recorder.kind = "temporary"
             stack.callback(averages.clear)
             stack.callback(work.release)
             for weight in self.trained:
@@ -68,18 +75,18 @@ class PhaseTracer:
             stack.enter_context(self._mark_update(parts.parallel))
             batches = self._prefetch(self._read(order, fetcher))
             for _ in range(NUM_UPDATES):
-                ledger.work.clear()
-                ledger.layer_flops.clear()
-                ledger.convolved.clear()
-                ledger.stage = "forward"
+                recorder.work.clear()
+                recorder.layer_flops.clear()
+                recorder.convolved.clear()
+                recorder.stage = "forward"
                 parts.task.begin_update(Progress(phase.name, position.update, NUM_UPDATES, 0.0))
                 next(train_updates(training, batches, position.update + 1))
                 for tensor in (tensor for optimizer in training.optimizers for tensor in state_tensors(optimizer)):
-                    ledger.record_tensor(tensor, "optimizer")
-                self.convolved.append(set(ledger.convolved))
+                    recorder.record_tensor(tensor, "optimizer")
+                self.convolved.append(set(recorder.convolved))
                 self.after_update()
             self._check_traceable()
-            return self._make_result(tuple(ledger.events))
+            return self._make_result(tuple(recorder.events))
 
     def _open_phase(self) -> tuple[Order, Fetcher]:
         """Record the model and begin the phase; return the order of the samples and their source."""
@@ -88,7 +95,7 @@ class PhaseTracer:
         for kind, tensors in (("parameters", parts.bare.parameters()), ("buffers", parts.bare.buffers())):
             for tensor in tensors:
                 if tensor.device.type != "meta":  # tensors of other pipeline stages are on meta
-                    self.ledger.record_tensor(tensor, kind)
+                    self.recorder.record_tensor(tensor, kind)
         parts.task.begin_phase(phase.name)
         fetcher = parts.fetcher("train")
         order = dataclasses.replace(
@@ -132,12 +139,14 @@ class PhaseTracer:
 
     def _record_inputs(self, batch: Any) -> int:
         blocks: list[StorageBlock | None] = []
-        map_tensors(lambda tensor: blocks.append(self.ledger.record_tensor(tensor, "inputs")), batch)
+        map_tensors(lambda tensor: blocks.append(self.recorder.record_tensor(tensor, "inputs")), batch)
         return sum(block.size for block in blocks if block)
 
     def after_update(self) -> None:
         """Record which tensors of the update's passes are still alive."""
-        self.kept_bytes.append(sum(block.size for block in self.ledger.blocks_in_use() if block.kind in GROWING_KINDS))
+        self.kept_bytes.append(
+            sum(block.size for block in self.recorder.blocks_in_use() if block.kind in GROWING_KINDS)
+        )
 
     def _prefetch(self, batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         """Yield the batches and keep each alive until the next is requested, as prefetching does."""
@@ -157,16 +166,16 @@ class PhaseTracer:
     @contextmanager
     def forward(self) -> Iterator[None]:
         """Record tensors created inside that are alive at exit as saved for the backward pass."""
-        first = len(self.ledger.blocks)
-        self.ledger.stage = "forward"
+        first = len(self.recorder.blocks)
+        self.recorder.stage = "forward"
         with self.fake_run.without_values():
             yield
         self.saved_blocks = [
-            b for b in self.ledger.blocks_in_use() if b.number >= first and b.kind in ("temporary", "activations")
+            b for b in self.recorder.blocks_in_use() if b.number >= first and b.kind in ("temporary", "activations")
         ]
         for block in self.saved_blocks:
             block.kind = "activations"
-        self.ledger.stage = "backward"
+        self.recorder.stage = "backward"
 
     @contextmanager
     def _mark_update(self, parallel: Parallel) -> Iterator[None]:
@@ -175,7 +184,7 @@ class PhaseTracer:
 
         def accumulate(passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
             sums = prediction(passes, batches)
-            self.ledger.stage = "update"
+            self.recorder.stage = "update"
             return sums
 
         vars(parallel)["accumulate"] = accumulate
@@ -186,32 +195,32 @@ class PhaseTracer:
 
     def _record_gradient(self, weight: Tensor) -> None:
         if weight.grad is not None:
-            self.ledger.record_tensor(weight.grad, "gradients")
+            self.recorder.record_tensor(weight.grad, "gradients")
 
     def _make_result(self, events: tuple[Event, ...]) -> Traced:
-        ledger, steps = self.ledger, self.phase.batch.accumulation_steps
-        by_layer: dict[str, int] = dict.fromkeys(ledger.layer_flops, 0)
+        recorder, steps = self.recorder, self.phase.batch.accumulation_steps
+        by_layer: dict[str, int] = dict.fromkeys(recorder.layer_flops, 0)
         for block in self.saved_blocks:
             by_layer[block.layer] = by_layer.get(block.layer, 0) + block.size
-        layers = tuple(Layer(name, size, ledger.layer_flops.get(name, 0) // steps) for name, size in by_layer.items())
-        others = [event for event in events if ledger.blocks[event[0]].kind != "gradients"]
-        passes = ledger.work["forward"] + ledger.work["backward"]
+        layers = tuple(Layer(name, size, recorder.layer_flops.get(name, 0) // steps) for name, size in by_layer.items())
+        others = [event for event in events if recorder.blocks[event[0]].kind != "gradients"]
+        passes = recorder.work["forward"] + recorder.work["backward"]
         why_not = self._why_not()
         return Traced(
             phase=self.phase.name,
             micro_batch_size=self.phase.batch.micro_batch_size,
             accumulation_steps=steps,
-            peak=find_peak(events, ledger.blocks),
+            peak=find_peak(events, recorder.blocks),
             events=events,
             layers=layers,
             blocks=tuple(_sum_submodules(name, layers) for name in self._find_blocks()),
             work=passes.merge(passes, lambda total, _: total // steps),
-            step=ledger.work["update"],
+            step=recorder.work["update"],
             model=dataclasses.replace(
                 self._measure_model(),
                 shapes_repeat=all(shapes == self.convolved[0] for shapes in self.convolved),
             ),
-            without_gradients_bytes=find_peak(others, ledger.blocks).total,
+            without_gradients_bytes=find_peak(others, recorder.blocks).total,
             is_exact=not why_not,
             why_not=why_not,
         )

@@ -35,7 +35,7 @@ from runner.engine.contract_checks import validate_modules
 from runner.engine.task_loading import task_errors
 from runner.engine.train_order import make_order
 from runner.forecast.cuda_autocast import CudaAutocastMode
-from runner.forecast.fake_mode import AllocationLedger, FakeRun
+from runner.forecast.fake_mode import AllocationRecorder, FakeRun
 from runner.forecast.memory_forecast import plan_for_host
 from runner.forecast.phase_tracer import NUM_UPDATES, PhaseTracer
 from runner.plan.memory_trace import ComputeCost, Traced
@@ -62,7 +62,7 @@ class StagePrediction:
 
     def __enter__(self) -> StagePrediction:
         """Raise TaskFault if the task does not declare its layers."""
-        self.fake_run = FakeRun(AllocationLedger())
+        self.fake_run = FakeRun(AllocationRecorder())
         with _ignore_warnings(), self.fake_run, self.fake_run.fake_parameters():
             self.parts = assemble(self.plan, self._stack)
         with task_errors(self.parts.source, "layers"):
@@ -118,12 +118,12 @@ class StagePrediction:
         except NotImplementedError:
             return estimate_costs(model, self.layers), 1
         size = next((tensor.shape[0] for tensor in value if isinstance(tensor, torch.Tensor) and tensor.dim()), 1)
-        ledger = self.fake_run.ledger
+        recorder = self.fake_run.recorder
         for number, (cost, layer) in enumerate(zip(estimate_costs(model, self.layers), self.layers, strict=True)):
-            ledger.stage = cost.name
+            recorder.stage = cost.name
             call = (lambda given, layer=layer: layer(*given)) if number == 0 else layer
             kept, value = measure_saved_bytes(layer, call, detach_inputs(value))
-            done = ledger.work.get(ledger.stage)
+            done = recorder.work.get(recorder.stage)
             costs.append(dataclasses.replace(cost, activation_bytes=kept, seconds=float(done.flops if done else 0)))
         return costs, size
 
@@ -148,7 +148,7 @@ class StagePrediction:
     def _trace_rank(
         self, phase: PhasePlan, split: partition.Split, shapes: Sequence[Shapes], rank: int, many: int
     ) -> Traced:
-        fake_run = FakeRun(AllocationLedger())
+        fake_run = FakeRun(AllocationRecorder())
         with ExitStack() as stack:
             world = stack.enter_context(simulated_world(rank, self.count))
             with fake_run, fake_run.fake_parameters():

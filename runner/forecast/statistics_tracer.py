@@ -45,27 +45,27 @@ class StatisticsTracer(PhaseTracer):
                 stack.enter_context(self._on_gpu(self.device))
             order, fetcher = self._open_phase()
             stack.enter_context(self.fake_run)
-            stack.enter_context(record_layers(self.ledger, self.parts.bare))
+            stack.enter_context(record_layers(self.recorder, self.parts.bare))
             stack.enter_context(without_samples())
-            self.ledger.kind = "statistics"
+            self.recorder.kind = "statistics"
             position = Position(self.phase.name)
             self.work = StatisticsPhase(self.phase, self.parts, order, position)
-            self.ledger.kind = "temporary"
+            self.recorder.kind = "temporary"
             batches = self._prefetch(self._read(order, fetcher))
             stack.enter_context(self.fake_run.without_values())
             for _ in range(min(NUM_UPDATES, self.work.total)):
                 self.parts.task.begin_update(Progress(self.phase.name, position.update, NUM_UPDATES, 0.0))
-                self.ledger.convolved.clear()
+                self.recorder.convolved.clear()
                 next(self.work.updates(batches))
-                self.convolved.append(set(self.ledger.convolved))
+                self.convolved.append(set(self.recorder.convolved))
                 self._record_state()
                 self.after_update()
             self._check_traceable()
             return self._make_statistics()
 
     def _make_statistics(self) -> Traced:
-        events, why_not = tuple(self.ledger.events), self._why_not()
-        peak = find_peak(events, self.ledger.blocks)
+        events, why_not = tuple(self.recorder.events), self._why_not()
+        peak = find_peak(events, self.recorder.blocks)
         return Traced(
             phase=self.phase.name,
             micro_batch_size=self.phase.batch.micro_batch_size,
@@ -92,7 +92,7 @@ class StatisticsTracer(PhaseTracer):
 
     def _record_state(self) -> None:
         for value in self.work.gathered.values():
-            self.ledger.record_tensor(value, "statistics")
+            self.recorder.record_tensor(value, "statistics")
 
     @contextmanager
     def _on_gpu(self, device: torch.device) -> Iterator[None]:

@@ -44,15 +44,15 @@ def nonblocking_streams() -> Iterator[None]:
     if any(isinstance(stream, (_Stream, _BestEffortStream)) for stream in before):
         yield
         return
-    outlets: dict[tuple[int, ...], _Outlet] = {}
-    sys.stdout, sys.stderr = (stream and cast(TextIO, _wrap(stream, outlets)) for stream in before)
+    targets: dict[tuple[int, ...], _OutputTarget] = {}
+    sys.stdout, sys.stderr = (stream and cast(TextIO, _wrap(stream, targets)) for stream in before)
     try:
         yield
     finally:
         finish()
         sys.stdout, sys.stderr = before
-        for outlet in outlets.values():
-            outlet.close()
+        for target in targets.values():
+            target.close()
 
 
 @contextmanager
@@ -107,14 +107,14 @@ def finish(limit_s: float = FINISH_S) -> None:
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # a task may have replaced the streams
             stream.flush()
-    for outlet in list(_OUTLETS):
-        outlet.finish(limit_s)
+    for target in list(_OUTPUT_TARGETS):
+        target.finish(limit_s)
 
 
 def stop_threads() -> None:
     """Stop the threads of this module, so that the process may fork; the next write restarts one if needed."""
-    for outlet in list(_OUTLETS):
-        outlet.stop_threads()
+    for target in list(_OUTPUT_TARGETS):
+        target.stop_threads()
 
 
 def write_if_ready(text: str) -> None:
@@ -124,20 +124,20 @@ def write_if_ready(text: str) -> None:
             os.write(2, text.encode(errors="replace"))
 
 
-def _wrap(stream: TextIO, outlets: dict[tuple[int, ...], _Outlet]) -> _Stream | _BestEffortStream:
-    """Wrap the descriptor of `stream`; streams of the same file share one outlet, which preserves their order."""
+def _wrap(stream: TextIO, targets: dict[tuple[int, ...], _OutputTarget]) -> _Stream | _BestEffortStream:
+    """Wrap the descriptor of `stream`; streams of the same file share one target, which preserves their order."""
     try:
         descriptor = stream.fileno()
         with suppress(OSError):
             stream.flush()
         place = _file_identity(descriptor)
-        if place not in outlets:
-            outlets[place] = _Outlet(descriptor)
-        outlet = outlets[place]
-        outlet.descriptors.append(descriptor)
+        if place not in targets:
+            targets[place] = _OutputTarget(descriptor)
+        target = targets[place]
+        target.descriptors.append(descriptor)
     except (OSError, ValueError, AttributeError):  # in-memory streams, as in tests and notebooks
         return _BestEffortStream(stream)
-    return _Stream(stream, outlet, descriptor)
+    return _Stream(stream, target, descriptor)
 
 
 class _BestEffortStream:
@@ -160,10 +160,10 @@ class _BestEffortStream:
 
 
 class _Stream:
-    """A line-buffered text stream for an outlet; other attributes (isatty, encoding, fileno) are the original's."""
+    """A line-buffered text stream for a target; other attributes (isatty, encoding, fileno) are the original's."""
 
-    def __init__(self, stream: TextIO, outlet: _Outlet, descriptor: int) -> None:
-        self._stream, self._outlet, self._descriptor = stream, outlet, descriptor
+    def __init__(self, stream: TextIO, target: _OutputTarget, descriptor: int) -> None:
+        self._stream, self._target, self._descriptor = stream, target, descriptor
         self._place = _file_identity(descriptor)
         self._line = bytearray()
         self.buffer = _Bytes(self)
@@ -179,12 +179,12 @@ class _Stream:
             self.write(line)
 
     def flush(self) -> None:
-        with self._outlet.lock:
+        with self._target.lock:
             data, self._line = bytes(self._line), bytearray()
         self._send(redact_message(data.decode(errors="surrogateescape")).encode(errors="surrogateescape"))
 
     def add(self, data: bytes) -> None:
-        with self._outlet.lock:
+        with self._target.lock:
             self._line += data
         if b"\n" in data or b"\r" in data or len(self._line) > select.PIPE_BUF:
             self.flush()
@@ -201,7 +201,7 @@ class _Stream:
             with suppress(OSError):
                 _write_all(self._descriptor, data)
             return
-        self._outlet.put(data)
+        self._target.put(data)
 
 
 class _Bytes:
@@ -221,7 +221,7 @@ class _Bytes:
         return getattr(self._text._stream.buffer, name)
 
 
-class _Outlet:
+class _OutputTarget:
     """One terminal, pipe, socket or file, and the output that its reader has not accepted yet.
 
     descriptors  those of standard output and standard error that refer to it
@@ -240,7 +240,7 @@ class _Outlet:
         self._is_guarded = self._is_closed = False
         self._thread: threading.Thread | None = None
         self._stop_thread = threading.Event()
-        _OUTLETS.add(self)
+        _OUTPUT_TARGETS.add(self)
 
     def put(self, data: bytes) -> None:
         """Write the buffer and then `data` as far as the reader accepts it now, and buffer the rest."""
@@ -268,7 +268,7 @@ class _Outlet:
     def close(self) -> None:
         self.stop_threads()
         self._is_closed = True
-        _OUTLETS.discard(self)
+        _OUTPUT_TARGETS.discard(self)
         for descriptor in {self._original, self._nonblocking} - {None}:
             with suppress(OSError):
                 os.close(cast(int, descriptor))
@@ -447,22 +447,22 @@ def _file_identity(descriptor: int) -> tuple[int, ...]:
 
 
 _PROCESS_LIFETIME = ExitStack()
-_OUTLETS: weakref.WeakSet[_Outlet] = weakref.WeakSet()
+_OUTPUT_TARGETS: weakref.WeakSet[_OutputTarget] = weakref.WeakSet()
 
 
 def _before_fork() -> None:
-    for outlet in list(_OUTLETS):
-        outlet.before_fork()
+    for target in list(_OUTPUT_TARGETS):
+        target.before_fork()
 
 
 def _after_fork_in_parent() -> None:
-    for outlet in list(_OUTLETS):
-        outlet.after_fork_in_parent()
+    for target in list(_OUTPUT_TARGETS):
+        target.after_fork_in_parent()
 
 
 def _after_fork_in_child() -> None:
-    for outlet in list(_OUTLETS):
-        outlet.after_fork_in_child()
+    for target in list(_OUTPUT_TARGETS):
+        target.after_fork_in_child()
 
 
 os.register_at_fork(before=_before_fork, after_in_parent=_after_fork_in_parent, after_in_child=_after_fork_in_child)

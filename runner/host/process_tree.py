@@ -71,7 +71,7 @@ def kill_descendants(sessions: Set[int], ignored: Set[int], others_s: float | No
     started, num_empty = time.monotonic(), 0
     while num_empty < 2:  # one scan may miss a process whose parent exits during it
         waited_s = time.monotonic() - started
-        left = list(_living_processes(ignored, sessions))
+        left = list(_live_processes(ignored, sessions))
         # A new leader of a session may not have called setsid yet.
         in_sessions = [process for process in left if sessions & {process.session, process.pid}]
         if waited_s > KILL_TIMEOUT_S:
@@ -102,7 +102,7 @@ class _Process:
         return self.state == "Z" and self.num_threads <= 1
 
 
-def _living_processes(ignored: Set[int], sessions: Set[int]) -> Iterator[_Process]:
+def _live_processes(ignored: Set[int], sessions: Set[int]) -> Iterator[_Process]:
     """Yield the living processes among the descendants and sessions. Reaps orphans that have ended, but not ranks."""
     processes = list(_processes())
     yield from (process for process in processes if process.session in sessions and not process.is_zombie)

@@ -38,7 +38,7 @@ from runner.base.order import Order
 from runner.base.task import Progress
 from runner.config.request import Request
 from runner.durable.directory import RunDirectory
-from runner.engine.infer import Outbox, iterate_predictions, time_calls
+from runner.engine.infer import PredictionWriter, iterate_predictions, time_calls
 from runner.engine.opening import open_run
 from runner.engine.phase import Phase
 from runner.engine.run import TrainingRun
@@ -176,12 +176,12 @@ def measure_inference(run: TrainingRun, rounds: int) -> dict[str, list[float]]:
 
     def ours() -> None:
         directory: RunDirectory = run.directory
-        with time_calls(parts.model, parts.world.device), Outbox(directory, lambda text: None) as outbox:
+        with time_calls(parts.model, parts.world.device), PredictionWriter(directory, lambda text: None) as writer:
             for prediction in iterate_predictions(run.plan, parts):
                 files = {f"predictions/{name}": _encode(content) for name, content in prediction.files.items()}
                 plots = {f"plots/{name}": content for name, content in prediction.plots.items()}
-                outbox.put(files | plots, prediction.text)
-            outbox.write()
+                writer.put(files | plots, prediction.text)
+            writer.write()
 
     run.directory.subfolder("predictions")
     run.directory.subfolder("plots")

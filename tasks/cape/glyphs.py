@@ -137,7 +137,7 @@ def letters_by_split() -> dict[str, list[Letter]]:
             name = kin[name]
         return name
 
-    for one, other in _kin(letters):
+    for one, other in _similar_pairs(letters):
         first, second = sorted((root(one), root(other)))
         kin[second] = first
     splits: dict[str, list[Letter]] = {"train": [], "val": [], "test": []}
@@ -217,7 +217,7 @@ def _letter(name: str, outlines: Mapping[str, tuple[tuple[int, ...], Array]]) ->
     shapes = {
         font: shape
         for font, shape in shapes.items()
-        if _misfit(reference, shape) < 0.15 and np.abs(reference - shape).max() < 0.3
+        if _affine_error(reference, shape) < 0.15 and np.abs(reference - shape).max() < 0.3
     }
     keypoints = _select_keypoints(codes, np.mean(list(shapes.values()), axis=0))
     if len(shapes) < MIN_FONTS or len(keypoints) < KEYPOINTS[0]:
@@ -239,7 +239,7 @@ def _center(points: Array) -> Array:
     return shape
 
 
-def _misfit(one: Array, other: Array) -> float:
+def _affine_error(one: Array, other: Array) -> float:
     """Return the maximum distance between two outlines after the best affine map."""
     lifted = np.concatenate([one, np.ones((len(one), 1))], axis=1)
     solution = np.linalg.lstsq(lifted, other, rcond=None)[0]
@@ -325,7 +325,7 @@ def _shapes(letter: Letter) -> set[bytes]:
     }
 
 
-def _kin(letters: Sequence[Letter]) -> Iterator[tuple[str, str]]:
+def _similar_pairs(letters: Sequence[Letter]) -> Iterator[tuple[str, str]]:
     forms: dict[str, str] = {}
     contours: dict[tuple[Any, ...], str] = {}
     alike: dict[tuple[int, ...], list[Letter]] = defaultdict(list)
@@ -340,7 +340,7 @@ def _kin(letters: Sequence[Letter]) -> Iterator[tuple[str, str]]:
                     yield letter.name, contours.setdefault(key, letter.name)
         for other_letter in alike[letter.codes]:
             one, other_shape = (next(iter(each.outlines.values())) for each in (letter, other_letter))
-            if min(_misfit(one, other_shape), _misfit(other_shape, one)) < LIKENESS:
+            if min(_affine_error(one, other_shape), _affine_error(other_shape, one)) < LIKENESS:
                 yield letter.name, other_letter.name
         alike[letter.codes].append(letter)
 
@@ -354,7 +354,7 @@ def draw(letter: Letter, font: str, *, image_size: int, rng: np.random.Generator
     redrawn, pixels = 0, _random_pose(rng, shape, image_size)
     while (visible := _inside(pixels[chosen], image_size)).mean() < MIN_INSIDE:
         redrawn, pixels = redrawn + 1, _random_pose(rng, shape, image_size)
-    picture = _paint(rng, letter.codes, pixels, image_size)
+    picture = _render(rng, letter.codes, pixels, image_size)
     keypoints = np.where(visible[:, None], np.insert(pixels[chosen].round(2), 2, 2.0, axis=1), 0.0)
     low, high = pixels.min(axis=0).clip(0, image_size), pixels.max(axis=0).clip(0, image_size)
     return Drawing(picture, keypoints, np.concatenate([low, high - low]).round(2), redrawn)
@@ -378,7 +378,7 @@ def _inside(points: Array, image_size: int) -> Array:
     return np.all((points >= 0) & (points < image_size), axis=1)  # type: ignore[no-any-return]
 
 
-def _paint(rng: np.random.Generator, codes: Sequence[int], pixels: Array, image_size: int) -> Array:
+def _render(rng: np.random.Generator, codes: Sequence[int], pixels: Array, image_size: int) -> Array:
     """Draw the letter in one color on a background of smooth spots: (S, S, 3) uint8."""
     from matplotlib.path import Path as Outline
 

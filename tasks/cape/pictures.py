@@ -67,18 +67,18 @@ def episode_picture(batch: Batch, row: int, xy: Tensor, hits: Tensor, category: 
     figure.suptitle(f"Category {category.name}: {found} of {seen} keypoints within {THRESHOLD:g} of the object's side")
     shown = batch["support_visible"][row]
     _show(axes[0], batch["support_image"][row], "Support, as given")
-    _bones(axes[0], batch["support_xy"][row], shown, category, TRUE)
+    _draw_skeleton(axes[0], batch["support_xy"][row], shown, category, TRUE)
     _points(axes[0], batch["support_xy"][row], shown, TRUE, label=None)
     for number in range(queries):
         axis, true, visible = axes[1 + number], batch["query_xy"][row, number], batch["query_visible"][row, number]
         guessed, hit = xy[number], hits[number]
         _show(axis, batch["query_image"][row, number], f"Query {number + 1}: {int(hit.sum())} of {int(visible.sum())}")
-        _bones(axis, guessed, batch["present"][row], category, HIT)
+        _draw_skeleton(axis, guessed, batch["present"][row], category, HIT)
         for point in visible.nonzero().flatten().tolist():
             ends = [[float(guessed[point, side]), float(true[point, side])] for side in (0, 1)]
             axis.plot(*ends, color="white", linewidth=0.9, alpha=0.9)
         first = number == 0
-        _rings(axis, true, visible, label="true" if first else None)
+        _draw_true_keypoints(axis, true, visible, label="true" if first else None)
         _points(axis, guessed, hit, HIT, label="guessed, within" if first else None)
         _points(axis, guessed, visible & ~hit, MISS, label="guessed, too far" if first else None)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
@@ -91,7 +91,7 @@ def _show(axis: Any, image: Tensor, title: str) -> None:
     axis.set(xlim=(0, 1), ylim=(1, 0), xticks=[], yticks=[])
 
 
-def _bones(axis: Any, xy: Tensor, shown: Tensor, category: Category, color: str) -> None:
+def _draw_skeleton(axis: Any, xy: Tensor, shown: Tensor, category: Category, color: str) -> None:
     for start, end in category.skeleton:
         if shown[start] and shown[end]:
             ends = xy[[start, end]].T.tolist()
@@ -106,6 +106,6 @@ def _points(axis: Any, xy: Tensor, shown: Tensor, color: str, *, label: str | No
         axis.annotate(str(number + 1), place, fontsize=6, color="white", ha="center", va="center_baseline", zorder=4)
 
 
-def _rings(axis: Any, xy: Tensor, shown: Tensor, *, label: str | None) -> None:
+def _draw_true_keypoints(axis: Any, xy: Tensor, shown: Tensor, *, label: str | None) -> None:
     x, y = xy[shown].T.tolist() if shown.any() else ([], [])
     axis.scatter(x, y, s=90, facecolors="none", edgecolors=TRUE, linewidths=1.6, zorder=2, label=label)

@@ -127,7 +127,7 @@ def postfix(node: ast.expr) -> list[str] | None:
     return None
 
 
-def remove_giveaways(text: str, name: str) -> str:
+def remove_label_words(text: str, name: str) -> str:
     """Return the text without the name of the documented object and without words that reveal its kind."""
     if name.strip("_"):
         text = re.sub(rf"(?<!\w){re.escape(name)}(?!\w)", "it", text)
@@ -136,7 +136,7 @@ def remove_giveaways(text: str, name: str) -> str:
 
 def _of_docstring(node: ast.FunctionDef | ast.ClassDef, text: str) -> Iterator[tuple[str, Record]]:
     is_class = isinstance(node, ast.ClassDef)
-    plain = shortened(remove_giveaways(text, node.name))
+    plain = shortened(remove_label_words(text, node.name))
     if len(plain) >= 20:
         yield "classification", {"text": plain, "label": "class" if is_class else "function"}
     first, _, rest = text.partition("\n\n")

@@ -26,7 +26,7 @@ from torch import Tensor
 from runner.base.errors import ConfigError, DataError, InputMissing, Problem
 
 from .model import MAX_SEGMENTS, Rows
-from .vocabulary import BEGIN, END, FIRST_ORDINARY, Numbers, Pieces, Vocabulary
+from .vocabulary import BEGIN, END, FIRST_ORDINARY, Numbers, SubwordVocabulary, Vocabulary
 
 Array = np.ndarray[Any, np.dtype[np.int64]]
 Texts = list[tuple[str, str]]
@@ -112,7 +112,7 @@ class PairData:
     def __getitems__(self, indices: Sequence[int]) -> Batch:
         """Return the batch itself, one row per pair; S and T are always the maximum lengths."""
         rows = np.arange(len(indices))
-        places = Places(rows, np.zeros_like(rows), np.zeros_like(rows), np.ones_like(rows), len(rows))
+        places = RowPacking(rows, np.zeros_like(rows), np.zeros_like(rows), np.ones_like(rows), len(rows))
         return _lay_out(self.sources, self.labels, np.asarray(indices), places, self.source_length, self.target_length)
 
 
@@ -145,7 +145,7 @@ class PackedData(PairData):
 
 
 @dataclass(frozen=True)
-class Places:
+class RowPacking:
     """Position of each pair of a batch: its row, the starts of its source and target, and its number from 1."""
 
     rows: Array
@@ -155,7 +155,7 @@ class Places:
     num_rows: int
 
 
-def packed(sources: Array, targets: Array, source_room: int, target_room: int, most: int) -> Places:
+def packed(sources: Array, targets: Array, source_room: int, target_room: int, most: int) -> RowPacking:
     """Pack pairs of these lengths: the longest first, each into the first row with enough space."""
     filled = [(0, 0, 0)]  # per row: source tokens, target tokens, pairs; the last row is empty
     places = np.empty((4, len(sources)), dtype=np.int64)
@@ -170,7 +170,7 @@ def packed(sources: Array, targets: Array, source_room: int, target_room: int, m
         if n == 0:
             filled.append((0, 0, 0))
         filled[row] = (s + source, t + target, n + 1)
-    return Places(places[0], places[1], places[2], places[3], len(filled) - 1)
+    return RowPacking(places[0], places[1], places[2], places[3], len(filled) - 1)
 
 
 @dataclass(frozen=True)
@@ -205,7 +205,7 @@ def open_pairs(data_path: Path | None, cache: Path, *, vocab_size: int) -> Corpu
         if not all(pairs.values()):
             empty = ", ".join(split for split, found in pairs.items() if not found)
             raise DataError(f"there are too few pairs: none is left for {empty}", where="data.path", fix=FORMATS)
-        vocabulary = Pieces.learn((text for pair in pairs["train"] for text in pair), vocab_size)
+        vocabulary = SubwordVocabulary.learn((text for pair in pairs["train"] for text in pair), vocab_size)
         arrays = {}
         for split, found in pairs.items():
             for side, name in enumerate(("sources", "targets")):
@@ -228,7 +228,7 @@ def open_pairs(data_path: Path | None, cache: Path, *, vocab_size: int) -> Corpu
         {split: Sequences(read[f"{split}.{side}.tokens"], read[f"{split}.{side}.starts"]) for split in splits}
         for side in ("sources", "targets")
     ]
-    return Corpus(sides[0], sides[1], Pieces(pieces))
+    return Corpus(sides[0], sides[1], SubwordVocabulary(pieces))
 
 
 def random_pairs(seed: int, *, vocab_size: int, source_length: int, target_length: int) -> Corpus:
@@ -399,7 +399,7 @@ def _shorten(line: str) -> str:
 
 
 def _lay_out(
-    sources: Sequences, targets: Sequences, pairs: Array, places: Places, source_room: int, target_room: int
+    sources: Sequences, targets: Sequences, pairs: Array, places: RowPacking, source_room: int, target_room: int
 ) -> Batch:
     """Return the batch with the pairs at these places."""
     source, _ = _rows(sources, pairs, places, places.source_starts, source_room, shifted=False)
@@ -409,7 +409,7 @@ def _lay_out(
 
 
 def _rows(
-    sequences: Sequences, pairs: Array, places: Places, starts: Array, room: int, *, shifted: bool
+    sequences: Sequences, pairs: Array, places: RowPacking, starts: Array, room: int, *, shifted: bool
 ) -> tuple[Rows, Tensor]:
     """Return rows of sequences, and their tokens; `shifted`: the rows are shifted right, after a begin token."""
     lengths = sequences.lengths[pairs]

@@ -15,7 +15,17 @@ from torch import Tensor, nn
 from runner.base.noise import SampleNoise
 from runner.base.task import FunctionLayer
 
-from .model import OPEN, Cache, PairNoise, Rows, Transformer, embed, make_fence, source_draws, target_draws
+from .model import (
+    ALL_VISIBLE,
+    Cache,
+    PairNoise,
+    Rows,
+    Transformer,
+    embed,
+    make_attention_mask,
+    source_draws,
+    target_draws,
+)
 
 Values = tuple[Tensor, ...]
 
@@ -37,7 +47,7 @@ def split_layers(model: Transformer) -> list[nn.Module]:
         x, y, *rest = values
         source, _, noise = _unpack(rest)
         draws = source_draws(rates, noise, source).of_layer(number)
-        return model.encoder[number](x, make_fence(source, source, packed=packed), draws), y, *rest
+        return model.encoder[number](x, make_attention_mask(source, source, packed=packed), draws), y, *rest
 
     def end_source(values: Values) -> Values:
         x, *rest = values
@@ -46,9 +56,9 @@ def split_layers(model: Transformer) -> list[nn.Module]:
     def decode(number: int, values: Values) -> Values:
         memory, y, *rest = values
         source, target, noise = _unpack(rest)
-        own = make_fence(target, target, packed=True) if packed else OPEN
+        own = make_attention_mask(target, target, packed=True) if packed else ALL_VISIBLE
         draws = target_draws(rates, noise, source, target).of_layer(number)
-        y = model.decoder[number](y, memory, own, make_fence(target, source, packed=packed), None, draws)
+        y = model.decoder[number](y, memory, own, make_attention_mask(target, source, packed=packed), None, draws)
         return memory, y, *rest
 
     def end(values: Values) -> Tensor:

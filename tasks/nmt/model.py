@@ -45,20 +45,20 @@ class Rows(NamedTuple):
     positions: Tensor
 
 
-class Fence(NamedTuple):
-    """The keys that a query may attend to: given by a mask or by codes; without either, all keys.
+class AttentionMask(NamedTuple):
+    """The keys that a query may attend to: given by a mask of padding or by codes; without either, all keys.
 
-    mask        (R, 1, 1, K), True for visible keys
+    padding     (R, 1, 1, K), True for visible keys
     query_code  (R, 1, Q, E): 1 in the channel of the query's segment, else 0
     key_code    (R, 1, K, E): 0 in the channel of the key's segment, else a large negative number
     """
 
-    mask: Tensor | None = None
+    padding: Tensor | None = None
     query_code: Tensor | None = None
     key_code: Tensor | None = None
 
 
-OPEN = Fence()
+ALL_VISIBLE = AttentionMask()
 
 
 class DropoutRates(NamedTuple):
@@ -128,13 +128,13 @@ def attend(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    fence: Fence,
+    mask: AttentionMask,
     *,
     causal: bool = False,
     dropout: float = 0.0,
     noise: SampleNoise | None = None,
 ) -> Tensor:
-    """Return the attention (R, H, Q, D) of queries (R, H, Q, D) to the keys that the fence allows.
+    """Return the attention (R, H, Q, D) of queries (R, H, Q, D) to the keys that the mask allows.
 
     Codes are appended to queries and keys as channels. They add exactly 0 to the score of a query and a key of the same
     segment, and subtract FAR from all other scores, including those of padding, whose exponential is then exactly 0. So
@@ -145,21 +145,21 @@ def attend(
     """
     size, heads = q.shape[-1], q.shape[1]
     scale = None
-    if fence.query_code is not None and fence.key_code is not None:
-        q = torch.cat([q, fence.query_code.to(q.dtype).expand(-1, heads, -1, -1)], dim=-1)
-        k = torch.cat([k, fence.key_code.to(k.dtype).expand(-1, heads, -1, -1)], dim=-1)
+    if mask.query_code is not None and mask.key_code is not None:
+        q = torch.cat([q, mask.query_code.to(q.dtype).expand(-1, heads, -1, -1)], dim=-1)
+        k = torch.cat([k, mask.key_code.to(k.dtype).expand(-1, heads, -1, -1)], dim=-1)
         scale = size**-0.5
     if noise is not None:
         scores = (q @ k.transpose(-2, -1)) * size**-0.5
-        if fence.mask is not None:
-            scores = scores.masked_fill(~fence.mask, float("-inf"))
+        if mask.padding is not None:
+            scores = scores.masked_fill(~mask.padding, float("-inf"))
         if causal:
             future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
             scores = scores.masked_fill(future, float("-inf"))
         weights = scores.softmax(dim=-1).permute(0, 2, 3, 1)  # (R, Q, K, H)
         return noise.dropout(weights, dropout).permute(0, 3, 1, 2) @ v
     if scale is None:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=fence.mask, is_causal=causal)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask.padding, is_causal=causal)
     v = F.pad(v, (0, MAX_SEGMENTS))  # the flash kernel needs one head size for all three
     return F.scaled_dot_product_attention(q, k, v, is_causal=causal, scale=scale)[..., :size]
 
@@ -210,8 +210,8 @@ class Transformer(nn.Module):
         memory = self._encode(source, noise) if cache is None or cache.length == 0 else None
         draws = target_draws(self.rates, noise, source, target)
         x = embed(self.embedding, self.target_positions, target, self.rates.residual, draws)
-        own = make_fence(target, target, packed=self.packed) if self.packed and cache is None else OPEN
-        across = make_fence(target, source, packed=self.packed)
+        own = make_attention_mask(target, target, packed=self.packed) if self.packed and cache is None else ALL_VISIBLE
+        across = make_attention_mask(target, source, packed=self.packed)
         for number, layer in enumerate(self.decoder):
             past = None if cache is None else cache.layers[number]
             x = layer(x, memory, own, across, past, draws.of_layer(number))
@@ -222,9 +222,9 @@ class Transformer(nn.Module):
     def _encode(self, source: Rows, noise: PairNoise | None) -> Tensor:
         draws = source_draws(self.rates, noise, source)
         x = embed(self.embedding, self.source_positions, source, self.rates.residual, draws)
-        fence = make_fence(source, source, packed=self.packed)
+        mask = make_attention_mask(source, source, packed=self.packed)
         for number, layer in enumerate(self.encoder):
-            x = layer(x, fence, draws.of_layer(number))
+            x = layer(x, mask, draws.of_layer(number))
         memory: Tensor = self.encoder_norm(x)
         return memory
 
@@ -255,14 +255,14 @@ def _draws(rates: DropoutRates, noise: PairNoise | None, name: str, tokens: Rows
     )
 
 
-def make_fence(queries: Rows, keys: Rows, *, packed: bool) -> Fence:
-    """Return the fence that separates segments by codes if rows are packed, otherwise padding by a mask."""
+def make_attention_mask(queries: Rows, keys: Rows, *, packed: bool) -> AttentionMask:
+    """Return a mask of other segments, as codes, if rows are packed; otherwise a mask of padding."""
     if not packed:
-        return Fence(mask=(keys.segments != 0)[:, None, None])
+        return AttentionMask(padding=(keys.segments != 0)[:, None, None])
     numbers = torch.arange(1, MAX_SEGMENTS + 1, device=keys.segments.device)
     own = queries.segments[:, None, :, None] == numbers
     other = keys.segments[:, None, :, None] != numbers
-    return Fence(query_code=own.float(), key_code=other.float() * -FAR)
+    return AttentionMask(query_code=own.float(), key_code=other.float() * -FAR)
 
 
 class EncoderLayer(nn.Module):
@@ -276,8 +276,8 @@ class EncoderLayer(nn.Module):
         self.mlp_norm = nn.LayerNorm(shape.width)
         self.mlp = FeedForward(shape, rates.residual)
 
-    def forward(self, x: Tensor, fence: Fence, draws: Draws = NOTHING) -> Tensor:
-        attended: Tensor = self.attention(self.attention_norm(x), fence, noise=draws.own)
+    def forward(self, x: Tensor, mask: AttentionMask, draws: Draws = NOTHING) -> Tensor:
+        attended: Tensor = self.attention(self.attention_norm(x), mask, noise=draws.own)
         x = x + apply_dropout(attended, self.rates.residual, draws.tokens)
         transformed: Tensor = self.mlp(self.mlp_norm(x), draws.tokens)
         return x + apply_dropout(transformed, self.rates.residual, draws.tokens)
@@ -300,8 +300,8 @@ class DecoderLayer(nn.Module):
         self,
         x: Tensor,
         memory: Tensor | None,
-        own: Fence,
-        across: Fence,
+        own: AttentionMask,
+        across: AttentionMask,
         past: LayerCache | None = None,
         draws: Draws = NOTHING,
     ) -> Tensor:
@@ -326,7 +326,7 @@ class SelfAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        fence: Fence,
+        mask: AttentionMask,
         *,
         causal: bool = False,
         past: LayerCache | None = None,
@@ -335,7 +335,7 @@ class SelfAttention(nn.Module):
         q, k, v = _heads(self.qkv(x), 3, self.num_heads)
         if past is not None:
             k, v = past.extend(k, v)
-        y = attend(q, k, v, fence, causal=causal, dropout=self.dropout, noise=noise)
+        y = attend(q, k, v, mask, causal=causal, dropout=self.dropout, noise=noise)
         projected: Tensor = self.output(y.transpose(1, 2).flatten(2))
         return projected
 
@@ -354,7 +354,7 @@ class CrossAttention(nn.Module):
         self,
         x: Tensor,
         memory: Tensor | None,
-        fence: Fence,
+        mask: AttentionMask,
         past: LayerCache | None = None,
         noise: SampleNoise | None = None,
     ) -> Tensor:
@@ -366,7 +366,7 @@ class CrossAttention(nn.Module):
             k, v = _heads(self.kv(memory), 2, self.num_heads)
             if past is not None:
                 past.source = k, v
-        y = attend(q, k, v, fence, dropout=self.dropout, noise=noise)
+        y = attend(q, k, v, mask, dropout=self.dropout, noise=noise)
         projected: Tensor = self.output(y.transpose(1, 2).flatten(2))
         return projected
 

@@ -27,7 +27,7 @@ class Vocabulary(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
 
-class Pieces:
+class SubwordVocabulary:
     """Padding, begin, end, a joint for two words without a space between them, 256 bytes, then the pieces.
 
     pieces  strings into which PIECE splits a text, the most frequent first
@@ -42,7 +42,7 @@ class Pieces:
         self._known: dict[str, list[int]] = {}
 
     @classmethod
-    def learn(cls, texts: Iterable[str], size: int) -> Pieces:
+    def learn(cls, texts: Iterable[str], size: int) -> SubwordVocabulary:
         """Return a vocabulary of at most `size` tokens: the most frequent pieces of `texts` that occur at least twice.
 
         Raises ConfigError if `size` is too small for any piece.

@@ -72,13 +72,13 @@ class Tracts:
         return sorted(set(self.subject[self.split == SPLITS.index(split)].tolist()))
 
 
-class Pieces:
+class SegmentDataset:
     """Sample i is 16 consecutive points of a streamline, relative to the point before them, and the condition there.
 
     Each point of a streamline gives two samples, one per direction. In training, one sample in five lacks a random part
-    of its history, and half of these all of it, so that the model can start from a seed. Such a piece may also continue
-    straight beyond the end of its streamline, so that grown streamlines leave the mask. Held-out pieces have only real
-    points, and always have a known direction.
+    of its history, and half of these all of it, so that the model can start from a seed. Such a segment may also
+    continue straight beyond the end of its streamline, so that generated streamlines leave the mask. Held-out segments
+    have only real points, and always have a known direction.
     """
 
     def __init__(self, folder: Path, split: str, seed: int = 0) -> None:
@@ -104,9 +104,9 @@ class Pieces:
         self.num_remembered = torch.full((len(self),), NUM_DIRECTIONS)
         if self.split == "train":
             rng = np.random.default_rng([self.seed, epoch])
-            forgets = rng.choice(3, size=len(self), p=[0.8, 0.1, 0.1])
+            missing = rng.choice(3, size=len(self), p=[0.8, 0.1, 0.1])
             some = rng.integers(0, NUM_DIRECTIONS, size=len(self))
-            self.num_remembered = torch.from_numpy(np.select([forgets == 0, forgets == 1], [NUM_DIRECTIONS, 0], some))
+            self.num_remembered = torch.from_numpy(np.select([missing == 0, missing == 1], [NUM_DIRECTIONS, 0], some))
 
     def __len__(self) -> int:
         return len(self._line)
@@ -138,7 +138,7 @@ class Pieces:
         }
 
     def compose(self, load: Callable[[Sequence[int]], Any], indices: Sequence[int]) -> Batch:
-        """Return a batch of loaded pieces that remember a part of their history."""
+        """Return a batch of loaded segments with a part of their history."""
         at = torch.as_tensor(indices)
         loaded = dict(load(indices))
         values, before = loaded.pop("values"), loaded.pop("before")
@@ -151,7 +151,7 @@ class Pieces:
         """Return the points (B, 16, 3) after the training point that is most similar to the start of each sample.
 
         The distance combines the position, in mm from the image center, and the last direction: a difference of
-        directions counts as the distance to which it leads over half a piece. Candidates have a step before them, and
+        directions counts as the distance to which it leads over half a segment. Candidates have a step before them, and
         16 real points after them.
         """
         places = ((self.num_left >= NUM_POINTS) & (self.num_known >= 1)).nonzero()[:, 0]
@@ -174,7 +174,7 @@ class Pieces:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Send only the name of the folder to a worker process."""
-        return Pieces, (self.folder, self.split, self.seed)
+        return SegmentDataset, (self.folder, self.split, self.seed)
 
 
 def prepare(data_path: Path | None, cache: Path, *, data: Literal["volume", "bundles"], step: float) -> Path:
@@ -199,7 +199,7 @@ def prepare(data_path: Path | None, cache: Path, *, data: Literal["volume", "bun
 
 
 def write(subjects: Sequence[Subject], step: float, folder: Path) -> None:
-    """Write the prepared data. Raises DataError if no streamline is long enough for a piece."""
+    """Write the prepared data. Raises DataError if no streamline is long enough for a segment."""
     lines, owner, split, bundle = [], [], [], []
     names = sorted({name for subject in subjects for name in subject.bundle})
     for number, subject in enumerate(subjects):

@@ -1,4 +1,4 @@
-"""The network that predicts a piece of a streamline from a noisy one: an encoder of the condition and a denoiser."""
+"""The network that predicts a segment of a streamline from a noisy one: an encoder of the condition and a denoiser."""
 
 from __future__ import annotations
 

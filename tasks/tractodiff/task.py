@@ -1,7 +1,7 @@
 """Tractography by diffusion: predict the next 16 points of a streamline from local image data and previous steps.
 
-Items are pieces of streamlines. The metric is the mean direct-flip distance to the true points; the baseline continues
-straight.
+Items are segments of streamlines. The metric is the mean direct-flip distance to the true points; the baseline
+continues straight.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from runner.base.noise import per_sample_noise
 from runner.base.task import Context, Prediction, Sum, Task
 from runner.base.values import Count, Positive, PositiveInt
 
-from .data import Batch, Pieces, Tracts, prepare
+from .data import Batch, SegmentDataset, Tracts, prepare
 from .fields import Fields
-from .growing import SegmentSampler, pieces
+from .generation import SegmentSampler, sample_segments
 from .lines import mdf
 from .model import NUM_POINTS, Shape, StreamlineDiffusion
 from .tracking import Seeds, Tracking
@@ -75,7 +75,7 @@ def build(
     folder = prepare(context.data_path, context.cache / "tractodiff", data=data, step=step)
     shape = SHAPES[size]
     model = StreamlineDiffusion(shape, diffusion_steps or shape.num_steps, denoiser)
-    return TractoDiff(Pieces(folder, "train", context.seed), model)
+    return TractoDiff(SegmentDataset(folder, "train", context.seed), model)
 
 
 class TractoDiff(Task):
@@ -84,7 +84,7 @@ class TractoDiff(Task):
     item = "segment"
     baseline_name = "straight line"
 
-    def __init__(self, train: Pieces, model: StreamlineDiffusion) -> None:
+    def __init__(self, train: SegmentDataset, model: StreamlineDiffusion) -> None:
         self.train = train
         self.tracts: Tracts = train.tracts
         self.model: StreamlineDiffusion = model
@@ -100,15 +100,15 @@ class TractoDiff(Task):
     def packages(self) -> Mapping[str, Mapping[str, str]]:
         return {"train": {"scipy": "tractodiff"}, "infer": {"nibabel": "tractodiff"}}  # the baseline, and .trk files
 
-    def dataset(self, split: str) -> Pieces:
-        return self.train if split == "train" else Pieces(self.train.folder, split)
+    def dataset(self, split: str) -> SegmentDataset:
+        return self.train if split == "train" else SegmentDataset(self.train.folder, split)
 
     def loss(self, model: nn.Module, batch: Batch) -> Sum:
-        """Return 20 MDF + 10 collision, summed over the pieces, MDF in units of the model's scale.
+        """Return 20 MDF + 10 collision, summed over the segments, MDF in units of the model's scale.
 
-        Every second piece is evaluated again at the least noisy 5 % of the steps, where the prediction is close to a
+        Every second segment is evaluated again at the least noisy 5 % of the steps, where the prediction is close to a
         sample. The collision is the fraction of its points outside the mask whose true points are inside. It is counted
-        twice, to represent all pieces.
+        twice, to represent all segments.
         """
         schedule, points, condition = self.model.schedule, batch["points"] / self.model.scale, batch["condition"]
         noise, count = per_sample_noise(batch), len(points)
@@ -126,15 +126,15 @@ class TractoDiff(Task):
         return 20 * distance + 10 * collision, count
 
     def evaluate(self, model: nn.Module, batch: Batch) -> Mapping[str, Sum]:
-        """Return the loss, and for sampled pieces the MDF in mm and the fraction of their points in the mask."""
+        """Return the loss, and for sampled segments the MDF in mm and the fraction of their points in the mask."""
         noise, dtype = per_sample_noise(batch), batch["points"].dtype
-        drawn = pieces(model, self.model, batch["condition"], lambda: noise.normal(NUM_POINTS, 3, dtype=dtype))
+        drawn = sample_segments(model, self.model, batch["condition"], lambda: noise.normal(NUM_POINTS, 3, dtype=dtype))
         return {"loss": self.loss(model, batch)} | self._measured(drawn, batch)
 
     def baselines(self) -> Mapping[str, float]:
         """Return the metrics of continuing straight: the last known direction, with the mean step of the training data.
 
-        `mdf_mm_nearest_piece` is the result of copying the training piece with the nearest start and last direction.
+        `mdf_mm_nearest_piece` is the result of copying the training segment with the nearest start and last direction.
         """
         batch = self.dataset("val").spread(4096)
         direction = batch["condition"][:, -3:]

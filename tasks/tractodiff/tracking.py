@@ -13,7 +13,7 @@ from torch import Tensor
 from runner.base.task import Content, Prediction
 
 from .data import Tracts
-from .growing import SegmentSampler, grow
+from .generation import SegmentSampler, generate_streamlines
 from .lines import Array, connects, length, mdf, resample_by_count, tck, trk, voxels
 from .pictures import draw_side_by_side
 
@@ -22,7 +22,7 @@ NUM_COMPARED_POINTS = 12  # points for the comparison of complete streamlines, a
 
 @dataclass(frozen=True)
 class Seeds:
-    """Seeds of one subject, grown together.
+    """Seeds of one subject, generated together.
 
     start     (N, 3) mm
     partners  number of the held-out streamline of each seed; None: random seeds in the mask
@@ -44,43 +44,43 @@ class Tracking:
     def prediction(self, seeds: Seeds, draw: SegmentSampler, inside: Callable[[Tensor], Tensor]) -> Prediction:
         """Return the files of one batch of seeds."""
         start = time.perf_counter()
-        grown = grow(draw, inside, seeds.start, advance=self.advance, max_points=self.max_points)
-        lines = [line.cpu().numpy() for line in grown]  # waits for the device
+        generated = generate_streamlines(draw, inside, seeds.start, advance=self.advance, max_points=self.max_points)
+        lines = [line.cpu().numpy() for line in generated]  # waits for the device
         seconds = time.perf_counter() - start
         figures = self.figures(seeds, lines)
         text = _format_figures(figures)
         figures["seconds_per_streamline"] = seconds / len(lines)
         return Prediction(*self._files(seeds, lines, figures, text, draw.count))
 
-    def figures(self, seeds: Seeds, grown: list[Array]) -> dict[str, object]:
+    def figures(self, seeds: Seeds, generated: list[Array]) -> dict[str, object]:
         """Return lengths, and by bundle the distance to the held-out streamlines and the voxels of both.
 
-        grown  a line (n, 3) per seed; a single point if it did not grow
+        generated  a line (n, 3) per seed; a single point if it was not extended
         """
         real = self._real(seeds)
-        lines = [line for line in grown if len(line) > 1]
+        lines = [line for line in generated if len(line) > 1]
         found: dict[str, object] = {
             "subject": self.tracts.names[seeds.subject],
             "split": self.split,
-            "seeds": len(grown),
+            "seeds": len(generated),
             "streamlines": len(lines),
             "mean_length_mm": _mean([length(line) for line in lines]),
             "real_streamlines": len(real),
             "real_mean_length_mm": _mean([length(line) for line in real]),
         }
         if seeds.partners is not None:
-            pairs = [(line, real[partner]) for line, partner in zip(grown, seeds.partners, strict=True)]
+            pairs = [(line, real[partner]) for line, partner in zip(generated, seeds.partners, strict=True)]
             found["mdf_to_real_through_seed_mm"] = _mean(_distances(pairs))
-            found["bundles"] = self._by_bundle(seeds, seeds.partners, grown, real)
+            found["bundles"] = self._by_bundle(seeds, seeds.partners, generated, real)
         return found
 
     def _by_bundle(
-        self, seeds: Seeds, partners: Sequence[int], grown: list[Array], real: list[Array]
+        self, seeds: Seeds, partners: Sequence[int], generated: list[Array], real: list[Array]
     ) -> dict[str, dict[str, float]]:
         """Return the figures of each bundle in which there are seeds.
 
-        overlap and overreach are the numbers of voxels of grown lines inside and outside of the held-out lines of the
-        bundle, relative to the number of voxels of the held-out lines. valid_connections is the share of the seeds
+        overlap and overreach are the numbers of voxels of generated lines inside and outside of the held-out lines of
+        the bundle, relative to the number of voxels of the held-out lines. valid_connections is the share of the seeds
         whose lines end within two voxels of both ends of a held-out line of the bundle.
         Source: Cote et al., Tractometer, Medical Image Analysis 17, 2013, which draws end regions by hand.
         """
@@ -91,7 +91,7 @@ class Tracking:
         for bundle in sorted({labels[partner] for partner in partners}):
             pairs = [
                 (line, real[partner])
-                for line, partner in zip(grown, partners, strict=True)
+                for line, partner in zip(generated, partners, strict=True)
                 if labels[partner] == bundle
             ]
             held_out = [line for line, label in zip(real, labels, strict=True) if label == bundle]
@@ -109,12 +109,12 @@ class Tracking:
         return found
 
     def _files(
-        self, seeds: Seeds, grown: list[Array], figures: dict[str, object], text: str, items: int
+        self, seeds: Seeds, generated: list[Array], figures: dict[str, object], text: str, items: int
     ) -> tuple[dict[str, Content], str, int, dict[str, bytes]]:
         """Return files, text, items and plots of a prediction."""
         subject = self.tracts.names[seeds.subject]
         name = subject if seeds.number is None else f"{subject}-{seeds.number:03d}"
-        lines = [line for line in grown if len(line) > 1]
+        lines = [line for line in generated if len(line) > 1]
         shape = self.tracts.fields.shapes[seeds.subject].tolist()
         files: dict[str, Content] = {
             f"{name}.trk": trk(lines, self.tracts.affines[seeds.subject], shape),
@@ -153,7 +153,7 @@ def _format_figures(figures: dict[str, object]) -> str:
 
 
 def _distances(pairs: Sequence[tuple[Array, Array]]) -> list[float]:
-    """Return the MDF of pairs of lines, without seeds that did not grow."""
+    """Return the MDF of pairs of lines, without seeds that were not extended."""
     even = [
         tuple(torch.from_numpy(resample_by_count(line, NUM_COMPARED_POINTS)) for line in pair)
         for pair in pairs

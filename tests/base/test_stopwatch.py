@@ -99,14 +99,14 @@ def test_the_parts_of_a_phase_add_up_to_its_time(kind: str, steps: list[tuple[st
         patch.setattr(torch, "Event", FakeEvent)
         stopwatch = Stopwatch() if kind == "host" else DeviceStopwatch(torch.device("cuda"))
         expected: dict[str, float] = {}
-        update, bookmarks = 0, [stopwatch.bookmark()]
+        update, snapshots = 0, [stopwatch.snapshot()]
         for part, eighths in steps:
             line.now += eighths / 8
             if part == "stop":
                 line.now -= eighths / 8  # stop() does not add a lap: the update ended with its last lap
                 update += 1
                 stopwatch.stop(update)
-                bookmarks.append(stopwatch.bookmark())
+                snapshots.append(stopwatch.snapshot())
             elif part in BETWEEN[1:]:
                 expected["hooks"] = expected.get("hooks", 0.0) + eighths / 8
                 with stopwatch.during(part):
@@ -121,8 +121,8 @@ def test_the_parts_of_a_phase_add_up_to_its_time(kind: str, steps: list[tuple[st
             part: seconds for part, seconds in expected.items() if seconds
         }
         assert sum(spent.values()) == line.now - 100.0
-        windows = [seconds_between(one(), other()) for one, other in itertools.pairwise(bookmarks)]
-        rest = seconds_between(bookmarks[-1](), spent)
+        windows = [seconds_between(one(), other()) for one, other in itertools.pairwise(snapshots)]
+        rest = seconds_between(snapshots[-1](), spent)
         assert sum(sum(window.values()) for window in [*windows, rest]) == line.now - 100.0
 
 
@@ -199,17 +199,17 @@ def test_device_events_are_read_when_complete_and_never_waited_for(line: Timelin
     assert line.waited == 0
 
 
-def test_a_bookmark_reports_the_time_at_which_it_was_set(line: Timeline) -> None:
+def test_a_snapshot_reports_the_time_at_which_it_was_set(line: Timeline) -> None:
     device = DeviceStopwatch(torch.device("cuda"))
-    bookmarks = []
+    snapshots = []
     for update in range(1, 4):
         line.now += 1.0
         device.lap("forward")
         device.stop(update)
-        bookmarks.append(device.bookmark())
+        snapshots.append(device.snapshot())
     line.reached = 110.0
     device.stop(4)
-    assert [bookmark() for bookmark in bookmarks] == [{"forward": 1.0}, {"forward": 2.0}, {"forward": 3.0}]
+    assert [snapshot() for snapshot in snapshots] == [{"forward": 1.0}, {"forward": 2.0}, {"forward": 3.0}]
 
 
 def test_completed_events_are_reused(line: Timeline) -> None:

@@ -25,7 +25,7 @@ from runner.base.errors import DataError, Exit, StorageError
 from runner.durable import checkpoint, checkpoint_writer, files, tensors
 from runner.durable.checkpoint import Snapshot, checkpoint_path, recover, retain, save, verify
 from runner.durable.checkpoint_writer import CheckpointWriter
-from runner.durable.manifest import seal
+from runner.durable.manifest import serialize_manifest
 from runner.durable.system import System
 from runner.durable.system_errors import storage_errors
 from tests.faults.recording import Faults, Killed
@@ -261,9 +261,9 @@ def test_a_hostile_manifest_with_a_good_hash_is_refused(tmp_path: Path, change: 
     path = save(tmp_path, Snapshot(1, {}, {}, {}))
     manifest = json.loads((path / "MANIFEST.json").read_text())
     del manifest["sha256"]
-    (path / "MANIFEST.json").write_bytes(seal(manifest))
+    (path / "MANIFEST.json").write_bytes(serialize_manifest(manifest))
     assert verify(path) == []
-    (path / "MANIFEST.json").write_bytes(seal(manifest | change))
+    (path / "MANIFEST.json").write_bytes(serialize_manifest(manifest | change))
     assert verify(path)
 
 
@@ -295,7 +295,7 @@ def test_a_file_that_is_not_safetensors_is_invalid(tmp_path: Path) -> None:
     manifest = json.loads((path / "MANIFEST.json").read_text())
     del manifest["sha256"]
     manifest["files"].append({"name": "model.safetensors", "size": size, "sha256": sha256})
-    (path / "MANIFEST.json").write_bytes(seal(manifest))
+    (path / "MANIFEST.json").write_bytes(serialize_manifest(manifest))
     with pytest.raises(DataError, match="not in the safetensors format"):
         checkpoint.load(path).tensors("model")
 

@@ -20,7 +20,7 @@ from runner.durable import files
 from runner.durable.directory import RunDirectory
 from runner.engine import infer as module
 from runner.engine.contract_checks import validate_prediction
-from runner.engine.infer import OUTBOX_FILES, Outbox, PredictionSummary, time_calls
+from runner.engine.infer import MAX_QUEUED_FILES, PredictionSummary, PredictionWriter, time_calls
 from tests.faults.recording import Faults, Quick
 from tests.forkserver import ForkServer
 
@@ -163,26 +163,26 @@ def test_a_thousand_small_predictions_are_synced_a_few_times(
     faults = Faults()
     if refusal:  # a system without syncfs: each file is synced, with the same guarantees
         monkeypatch.setattr(type(faults.inner), "sync_file_system", _refused)
-    with files.use_system(faults), Outbox(run, print) as outbox:
+    with files.use_system(faults), PredictionWriter(run, print) as writer:
         for number in range(1000):
-            outbox.put({f"predictions/{number}.txt": b"x", f"plots/{number}.png": b"y"})
+            writer.put({f"predictions/{number}.txt": b"x", f"plots/{number}.png": b"y"})
 
-    batches = -(-2000 // OUTBOX_FILES)
+    batches = -(-2000 // MAX_QUEUED_FILES)
     assert len(list(run.predictions.iterdir())) == len(list(run.plots.iterdir())) == 1000
     assert batches <= syncs(faults) <= (8 * batches if refusal is None else 2000 + 8 * batches)
 
 
-@pytest.mark.parametrize(("count", "size"), [(OUTBOX_FILES, 1), (2, module.OUTBOX_BYTES // 2)])
+@pytest.mark.parametrize(("count", "size"), [(MAX_QUEUED_FILES, 1), (2, module.MAX_QUEUED_BYTES // 2)])
 def test_many_or_large_predictions_are_written_before_they_are_due(
     count: int, size: int, run: RunDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(module, "OUTBOX_S", float("inf"))
+    monkeypatch.setattr(module, "MAX_WRITE_DELAY_S", float("inf"))
     content = bytes(size)
-    with files.use_system(Quick()), Outbox(run, print) as outbox:
+    with files.use_system(Quick()), PredictionWriter(run, print) as writer:
         for number in range(count - 1):
-            outbox.put({f"predictions/{number}.bin": content})
+            writer.put({f"predictions/{number}.bin": content})
         assert list(run.predictions.glob("*")) == []
-        outbox.put({f"predictions/{count - 1}.bin": content})
+        writer.put({f"predictions/{count - 1}.bin": content})
         assert len(list(run.predictions.glob("*"))) == count
 
 
@@ -191,18 +191,18 @@ def _refused(*_: Any) -> None:
 
 
 def test_completed_predictions_are_written_when_a_later_one_fails(run: RunDirectory) -> None:
-    with pytest.raises(ZeroDivisionError), Outbox(run, print) as outbox:
-        outbox.put({"predictions/a.txt": b"x"})
+    with pytest.raises(ZeroDivisionError), PredictionWriter(run, print) as writer:
+        writer.put({"predictions/a.txt": b"x"})
         assert not (run.predictions / "a.txt").exists()
         _ = 1 / 0
     assert (run.predictions / "a.txt").exists()
 
 
 def test_a_text_is_shown_once_its_files_are_on_disk(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "OUTBOX_S", 0.0)
+    monkeypatch.setattr(module, "MAX_WRITE_DELAY_S", 0.0)
     result: list[tuple[str, bool]] = []
-    with Outbox(run, lambda text: result.append((text, (run.predictions / "a.txt").exists()))) as outbox:
-        outbox.put({"predictions/a.txt": b"x"}, "a")
+    with PredictionWriter(run, lambda text: result.append((text, (run.predictions / "a.txt").exists()))) as writer:
+        writer.put({"predictions/a.txt": b"x"}, "a")
         assert result == [("a", True)]  # nothing else is queued or written
     assert result == [("a", True)]
 
@@ -224,8 +224,8 @@ def test_the_text_of_a_prediction_that_cannot_be_written_is_not_shown(
 
     monkeypatch.setattr(run, "write_all", lambda contents: write(*next(iter(contents.items()))))
     monkeypatch.setattr(run, "write", write)
-    with pytest.raises(StorageError), Outbox(run, shown.append) as outbox:
-        outbox.put({"predictions/a.txt": b"x"}, "a")
+    with pytest.raises(StorageError), PredictionWriter(run, shown.append) as writer:
+        writer.put({"predictions/a.txt": b"x"}, "a")
     assert shown == []
 
 
@@ -240,17 +240,17 @@ class Full(Quick):
 
 def test_a_disk_that_fills_up_keeps_the_predictions_that_fit(run: RunDirectory) -> None:
     """As with single files, those of a batch before the first that does not fit are written."""
-    with pytest.raises(StorageError), files.use_system(Full()), Outbox(run, print) as outbox:
+    with pytest.raises(StorageError), files.use_system(Full()), PredictionWriter(run, print) as writer:
         for number in range(8):
-            outbox.put({f"predictions/{number}.txt": b"x" * number})
+            writer.put({f"predictions/{number}.txt": b"x" * number})
     assert sorted(path.name for path in run.predictions.iterdir()) == [f"{number}.txt" for number in range(5)]
 
 
 def test_few_files_are_synced_one_by_one(run: RunDirectory) -> None:
     """A sync of the file system would also wait for the writes of all other programs."""
     faults = Faults()
-    with files.use_system(faults), Outbox(run, print) as outbox:
-        outbox.put({"predictions/a.txt": b"x", "plots/a.png": b"y"})
+    with files.use_system(faults), PredictionWriter(run, print) as writer:
+        writer.put({"predictions/a.txt": b"x", "plots/a.png": b"y"})
     assert "sync_file_system" not in [operation for operation, _ in faults.trace]
 
 

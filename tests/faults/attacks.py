@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.durable.checkpoint import MANIFEST, STATE
-from runner.durable.manifest import seal
+from runner.durable.manifest import serialize_manifest
 
 Attack = Callable[[Path], None]
 
@@ -45,7 +45,7 @@ def resealed(folder: Path, change: Callable[[dict[str, Any]], None] = lambda _: 
         for name in names
     ]
     change(manifest)
-    (folder / MANIFEST).write_bytes(seal(manifest))
+    (folder / MANIFEST).write_bytes(serialize_manifest(manifest))
 
 
 def attacks(outside: Path) -> Iterator[tuple[str, Attack]]:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.durable import checkpoint, files
-from runner.durable.manifest import seal
+from runner.durable.manifest import serialize_manifest
 from tests.faults import saver
 
 Content = dict[str, bytes]  # file name -> content
@@ -152,7 +152,7 @@ def manifest_forged(pair: Pair, update: int, generator: random.Random) -> tuple[
     del manifest["sha256"]
     what, change = generator.choice(_FORGERIES)
     change(manifest, generator.choice(manifest["files"]))
-    content["MANIFEST.json"] = seal(manifest)
+    content["MANIFEST.json"] = serialize_manifest(manifest)
     return what, content
 
 

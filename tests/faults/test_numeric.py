@@ -328,7 +328,7 @@ def test_a_module_with_non_finite_input_is_not_blamed() -> None:
     with record_calls(model) as calls:
         calls.begin()
         model(torch.ones(1, 2))
-    assert str(calls.find_culprit()).endswith("(Siamese)")
+    assert str(calls.find_origin()).endswith("(Siamese)")
     calls.begin()
     model(torch.ones(1, 2))
     assert not calls.completed, "its hooks have been removed"
@@ -354,7 +354,7 @@ def test_the_innermost_module_whose_backward_pass_is_not_finite_is_named(model: 
         loss = model(torch.ones(1, 2, requires_grad=True)).sum()
         calls.end()
         loss.backward()
-    assert str(calls.find_backward_culprit()) == f"{name} (Root)"
+    assert str(calls.find_backward_origin()) == f"{name} (Root)"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])

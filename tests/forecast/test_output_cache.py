@@ -7,7 +7,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.forecast.fake_mode import AllocationLedger, FakeRun
+from runner.forecast.fake_mode import AllocationRecorder, FakeRun
 
 Operations = Callable[[nn.ParameterList, Tensor], object]
 
@@ -86,14 +86,14 @@ def _tensors(value: object) -> list[Tensor]:
 
 
 def traced(operations: Operations, cached: bool) -> object:
-    """Return metadata and shared storages of the results of three passes, and what the ledger recorded."""
-    ledger, result = AllocationLedger(), []
-    run = FakeRun(ledger, cached=cached)
+    """Return metadata and shared storages of the results of three passes, and what the recorder recorded."""
+    recorder, result = AllocationRecorder(), []
+    run = FakeRun(recorder, cached=cached)
     with run:
         with run.fake_parameters():
             weights = nn.ParameterList([nn.Parameter(torch.ones(8, 8)), nn.Parameter(torch.ones(8))])
         for number in range(3):
-            ledger.stage = f"pass {number}"
+            recorder.stage = f"pass {number}"
             answers = _tensors(operations(weights, torch.linspace(-1, 1, 32).view(4, 8)))
             places = {id(answer.untyped_storage()): None for answer in answers}
             result.append(
@@ -113,8 +113,8 @@ def traced(operations: Operations, cached: bool) -> object:
                 ]
             )
             del answers
-    allocated = [event for event in ledger.events if event[1]]
-    return result, ledger.work, allocated, sorted(ledger.events)
+    allocated = [event for event in recorder.events if event[1]]
+    return result, recorder.work, allocated, sorted(recorder.events)
 
 
 @pytest.mark.slow_beyond(2)
@@ -141,7 +141,7 @@ def test_operations_that_torch_decomposes_are_traced_as_computed_ones(dtype: tor
         places = torch.zeros(2, 5, 1, 2, dtype=dtype)
         return [grad for grad in grads if grad is not None] + [F.grid_sample(x, places, align_corners=False)]
 
-    run = FakeRun(AllocationLedger())
+    run = FakeRun(AllocationRecorder())
     with torch.no_grad():
         with run, run.fake_parameters():
             fakes = compute()
@@ -152,18 +152,18 @@ def test_operations_that_torch_decomposes_are_traced_as_computed_ones(dtype: tor
 
 def test_device_queries_are_not_counted_as_operations() -> None:
     """The engine queries the device of every gradient, which reads no memory."""
-    ledger = AllocationLedger()
-    run = FakeRun(ledger)
+    recorder = AllocationRecorder()
+    run = FakeRun(recorder)
     with run:
         with run.fake_parameters():
             layer = nn.Linear(64, 64)
-        ledger.work.clear()
+        recorder.work.clear()
         assert layer.weight.device == torch.device("cpu")
-    assert not ledger.work
+    assert not recorder.work
 
 
 def test_only_the_tensor_that_is_written_loses_its_values() -> None:
-    run = FakeRun(AllocationLedger())
+    run = FakeRun(AllocationRecorder())
     with run:
         with run.fake_parameters():
             weights = nn.ParameterList([nn.Parameter(torch.ones(4, 8))])
@@ -175,15 +175,15 @@ def test_only_the_tensor_that_is_written_loses_its_values() -> None:
 
 @pytest.mark.parametrize("cached", [True, False])
 def test_bytes_of_products_are_counted_separately(cached: bool) -> None:
-    ledger = AllocationLedger()
-    run = FakeRun(ledger, cached=cached)
+    recorder = AllocationRecorder()
+    run = FakeRun(recorder, cached=cached)
     with run:
         with run.fake_parameters():
             weights = nn.ParameterList([nn.Parameter(torch.ones(8, 8))])
-        ledger.work.clear()
+        recorder.work.clear()
         for _ in range(2):
             (torch.ones(4, 8) @ weights[0]).relu()
-    work = ledger.work[ledger.stage]
+    work = recorder.work[recorder.stage]
     read_and_written = 4 * (4 * 8 + 8 * 8 + 4 * 8)
     assert work.product_bytes == 2 * read_and_written
     assert work.flops == 2 * 2 * 4 * 8 * 8

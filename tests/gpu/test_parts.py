@@ -51,10 +51,10 @@ def test_device_events_cost_no_synchronization() -> None:
             stopwatch.lap("forward")
             stopwatch.stop(update)
         outer[1].record()
-        bookmark = stopwatch.bookmark()
+        snapshot = stopwatch.snapshot()
     finally:
         torch.cuda.set_sync_debug_mode("default")
     spent = stopwatch.finish()
     least_s, most_s = (sum(one.elapsed_time(other) for one, other in events) / 1e3 for events in (inner, [outer]))
     assert 0 < 0.999 * least_s <= spent["forward"] <= 1.001 * most_s
-    assert sum(seconds_between({}, bookmark()).get(part, 0.0) for part in PARTS) == pytest.approx(spent["forward"])
+    assert sum(seconds_between({}, snapshot()).get(part, 0.0) for part in PARTS) == pytest.approx(spent["forward"])

@@ -36,7 +36,7 @@ from runner.tasks.dynamo.text import (
     extract_records,
     pairs_of,
     postfix,
-    remove_giveaways,
+    remove_label_words,
     standard_library_records,
 )
 from runner.tasks.dynamo.tokenizer import BEGIN, END, MASK, PAD, Tokenizer, learn_pieces
@@ -175,7 +175,7 @@ def test_classification_is_balanced_and_has_no_label_leakage(corpus: Corpus) -> 
         for record in records:
             args = set(re.findall("[a-z]+", record["text"].split("\n", 1)[1].lower()))
             assert not args & {"class", "function", "method", "instance", "object", "classes", "functions"}
-    text = remove_giveaways("A Foo is a class, not Food.", "Foo")
+    text = remove_label_words("A Foo is a class, not Food.", "Foo")
     assert text.split() == ["A", "it", "is", "a", "it,", "not", "Food."]
 
 

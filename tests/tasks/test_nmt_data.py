@@ -27,7 +27,7 @@ from runner.tasks.nmt.data import (
     standard_library,
 )
 from runner.tasks.nmt.task import build
-from runner.tasks.nmt.vocabulary import BEGIN, END, JOINT, LEAST_SIZE, PAD, Numbers, Pieces
+from runner.tasks.nmt.vocabulary import BEGIN, END, JOINT, LEAST_SIZE, PAD, Numbers, SubwordVocabulary
 from torch.utils.data import default_collate
 
 from runner.base.batch import are_equal
@@ -57,7 +57,7 @@ def texts(corpus: Corpus, split: str) -> list[tuple[str, str]]:
 
 # The vocabulary
 
-LEARNED = Pieces.learn(["get the name", "get_name(self, name, default=None)", "(self, the_name=3)"] * 2, 300)
+LEARNED = SubwordVocabulary.learn(["get the name", "get_name(self, name, default=None)", "(self, the_name=3)"] * 2, 300)
 
 
 @given(st.text() | st.text("getnamself_(), =Xé3\n"))
@@ -84,10 +84,10 @@ def test_a_word_is_one_token_in_a_description_and_in_a_signature() -> None:
 def test_pieces_are_the_most_frequent_ones_without_duplicates() -> None:
     assert LEARNED.pieces[0] == "name"
     assert len(set(LEARNED.pieces)) == len(LEARNED.pieces)
-    assert Pieces.learn(["a b c a b a"] * 2, LEAST_SIZE + 2).pieces == ["a", "b"]
+    assert SubwordVocabulary.learn(["a b c a b a"] * 2, LEAST_SIZE + 2).pieces == ["a", "b"]
 
 
-@pytest.mark.parametrize("make", [lambda: Pieces.learn(["a"], LEAST_SIZE), lambda: Numbers(3)])
+@pytest.mark.parametrize("make", [lambda: SubwordVocabulary.learn(["a"], LEAST_SIZE), lambda: Numbers(3)])
 def test_a_too_small_vocabulary_is_refused(make: Any) -> None:
     with pytest.raises(ConfigError, match=r"task\.vocab_size"):
         make()
@@ -115,8 +115,8 @@ def test_held_out_descriptions_are_not_in_the_training_data(library: Pairs) -> N
 
 @pytest.mark.slow
 def test_the_vocabulary_is_built_from_training_data_only(library: Pairs, corpus: Corpus) -> None:
-    alone = Pieces.learn((text for pair in library["train"] for text in pair), 2000)
-    assert isinstance(corpus.vocabulary, Pieces)
+    alone = SubwordVocabulary.learn((text for pair in library["train"] for text in pair), 2000)
+    assert isinstance(corpus.vocabulary, SubwordVocabulary)
     assert corpus.vocabulary.pieces == alone.pieces
     assert corpus.vocabulary.num_tokens == 2000
 

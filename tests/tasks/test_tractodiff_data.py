@@ -1,4 +1,4 @@
-"""Pieces of streamlines: held out correctly, in one space, with the history that a tracker would know."""
+"""Segments of streamlines: held out correctly, in one space, with the history that a tracker would know."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from runner.tasks.tractodiff import data, sources
-from runner.tasks.tractodiff.data import SPLITS, Pieces, prepare
+from runner.tasks.tractodiff.data import SPLITS, SegmentDataset, prepare
 from runner.tasks.tractodiff.fields import CONDITION_SIZE, NUM_CHANNELS, NUM_SH, Fields
 from runner.tasks.tractodiff.lines import length, mdf, resample_by_step, trk, unit_steps
 from torch import Tensor
@@ -171,7 +171,7 @@ def test_a_condition_is_seven_places_and_eight_directions() -> None:
 
 @pytest.mark.slow
 def test_streamlines_are_inside_the_mask(volume: Path) -> None:
-    tracts = Pieces(volume, "train").tracts
+    tracts = SegmentDataset(volume, "train").tracts
     inside = tracts.fields.mask.sample(tracts.points, torch.zeros(len(tracts.points), dtype=torch.long))
     assert len(tracts.ends) > 1000
     assert (inside >= 0.5).float().mean() > 0.95  # the last points are where tracking stopped, just outside
@@ -181,7 +181,7 @@ def test_the_direction_field_follows_the_streamlines(one_subject: Path, tmp_path
     """Diffusion is fast along A, and so the signal is low there, for any orientation of the image."""
     from dipy.reconst.shm import real_sh_descoteaux
 
-    pieces = Pieces(prepare(one_subject, tmp_path, data="volume", step=1.0), "train")
+    pieces = SegmentDataset(prepare(one_subject, tmp_path, data="volume", step=1.0), "train")
     coefficients = pieces.tracts.fields.image(0)[5, 5, 5, :NUM_SH].numpy().astype(np.float64)
     axes = np.eye(3)
     theta, phi = np.arccos(axes[:, 2]), np.arctan2(axes[:, 1], axes[:, 0])
@@ -210,9 +210,9 @@ def test_tracking_is_deterministic(traced: Any, server: ForkServer) -> None:
 
 @pytest.mark.slow
 def test_no_streamline_is_in_two_splits_and_each_split_has_some(volume: Path) -> None:
-    tracts = Pieces(volume, "train").tracts
+    tracts = SegmentDataset(volume, "train").tracts
     for split in SPLITS:
-        assert len(Pieces(volume, split)) > 100
+        assert len(SegmentDataset(volume, split)) > 100
     firsts = {split: {tuple(line[0].tolist()) for line in tracts.streamlines(split, 0)} for split in SPLITS}
     assert not firsts["train"] & firsts["val"]
     assert not firsts["train"] & firsts["test"]
@@ -221,7 +221,7 @@ def test_no_streamline_is_in_two_splits_and_each_split_has_some(volume: Path) ->
 
 @pytest.mark.slow
 def test_bundles_are_held_out_by_subject_and_atlases_exclude_it(bundles: Path) -> None:
-    tracts = Pieces(bundles, "train").tracts
+    tracts = SegmentDataset(bundles, "train").tracts
     assert [[tracts.names[subject] for subject in tracts.subjects(split)] for split in SPLITS] == [
         ["sub_1", "sub_2", "sub_3"],
         ["sub_4"],
@@ -236,7 +236,7 @@ def test_bundles_are_held_out_by_subject_and_atlases_exclude_it(bundles: Path) -
 
 @pytest.mark.slow
 def test_a_piece_is_the_points_that_follow(volume: Path) -> None:
-    pieces = Pieces(volume, "val")
+    pieces = SegmentDataset(volume, "val")
     tracts = pieces.tracts
     count = len(pieces) // 2
     line = tracts.streamlines("val", 0)[0]
@@ -255,7 +255,7 @@ def test_a_piece_is_the_points_that_follow(volume: Path) -> None:
 
 @pytest.mark.slow
 def test_training_pieces_are_extrapolated_beyond_the_end(volume: Path) -> None:
-    pieces = Pieces(volume, "train")
+    pieces = SegmentDataset(volume, "train")
     line = pieces.tracts.streamlines("train", 0)[0]
     last = pieces[len(line) - 2]  # only one real point is left
     step = line[-1] - line[-2]
@@ -264,7 +264,7 @@ def test_training_pieces_are_extrapolated_beyond_the_end(volume: Path) -> None:
 
 @pytest.mark.slow
 def test_only_training_pieces_may_lack_a_history(volume: Path) -> None:
-    train, val = Pieces(volume, "train").spread(2000), Pieces(volume, "val").spread(2000)
+    train, val = SegmentDataset(volume, "train").spread(2000), SegmentDataset(volume, "val").spread(2000)
     directions = train["condition"][:, 322:].view(-1, 8, 3).norm(dim=2)
     known = (directions > 0.5).sum(dim=1)
     share = torch.bincount(known, minlength=9) / len(known)
@@ -276,7 +276,7 @@ def test_only_training_pieces_may_lack_a_history(volume: Path) -> None:
 
 @pytest.mark.slow
 def test_dropped_history_depends_on_the_epoch_and_not_on_the_reader(volume: Path) -> None:
-    pieces, same = Pieces(volume, "train", 3), pickle.loads(pickle.dumps(Pieces(volume, "train", 3)))
+    pieces, same = SegmentDataset(volume, "train", 3), pickle.loads(pickle.dumps(SegmentDataset(volume, "train", 3)))
     first = pieces.spread(300)["condition"]
     pieces.set_epoch(1)
     second = pieces.spread(300)["condition"]
@@ -288,7 +288,7 @@ def test_dropped_history_depends_on_the_epoch_and_not_on_the_reader(volume: Path
 
 @pytest.mark.slow
 def test_a_worker_process_gets_the_name_of_the_folder_only(volume: Path) -> None:
-    assert len(pickle.dumps(Pieces(volume, "train"))) < 1000
+    assert len(pickle.dumps(SegmentDataset(volume, "train"))) < 1000
 
 
 # The user's brains
@@ -305,8 +305,8 @@ def test_data_are_prepared_once_and_again_if_they_changed(one_subject: Path, tmp
     make_subject(tmp_path / "brains" / "ben", num_lines=3)
     second = prepare(tmp_path / "brains", tmp_path / "cache", data="volume", step=1.0)
     assert second != first
-    assert Pieces(second, "train").tracts.names == ["anna", "ben"]
-    assert Pieces(second, "val").tracts.subjects("val") == [1]
+    assert SegmentDataset(second, "train").tracts.names == ["anna", "ben"]
+    assert SegmentDataset(second, "val").tracts.subjects("val") == [1]
 
 
 def expect(damaged: Path, error: type[Exception], match: str, **options: Any) -> None:

@@ -1,4 +1,4 @@
-"""The diffusion schedule is the published one, the model uses its condition, and streamlines grow as in training."""
+"""The diffusion schedule is the published one; the model uses its condition; generation matches training."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ import torch
 from runner.tasks.tractodiff import task as module
 from runner.tasks.tractodiff.diffusion import Schedule
 from runner.tasks.tractodiff.fields import CONDITION_SIZE
-from runner.tasks.tractodiff.growing import grow
+from runner.tasks.tractodiff.generation import generate_streamlines
 from runner.tasks.tractodiff.lines import connects, mdf, trk, unit_steps
 from runner.tasks.tractodiff.model import Shape, StreamlineDiffusion
 from runner.tasks.tractodiff.task import SHAPES, TractoDiff, build
@@ -362,7 +362,7 @@ class Knowing(torch.nn.Module):
 # Growing
 
 
-def test_streamlines_grow_in_both_directions_until_they_leave_the_mask() -> None:
+def test_streamlines_are_extended_in_both_directions_until_they_leave_the_mask() -> None:
     """A model that continues in the last direction, or along R from a seed, draws a line through the whole box."""
     histories = []
 
@@ -377,22 +377,22 @@ def test_streamlines_grow_in_both_directions_until_they_leave_the_mask() -> None
         return ((points >= 0) & (points <= 30)).all(dim=1)
 
     seeds = torch.tensor([[10.0, 5, 5], [29.0, 1, 2], [15.0, 0, 0]])
-    lines = grow(draw, inside, seeds, advance=8, max_points=100)
+    lines = generate_streamlines(draw, inside, seeds, advance=8, max_points=100)
     for seed, line in zip(seeds, lines, strict=True):
         assert line[:, 0].tolist() == list(range(31))
         assert (line[:, 1:] == seed[1:]).all()
     assert histories[0] == [0, 0, 0]  # seeds have no history
     assert histories[1] == [8, 8]  # one line has left the box
     assert [8, 1, 8] in histories  # backward, the forward part is the history
-    short = grow(draw, inside, seeds, advance=16, max_points=5)
+    short = generate_streamlines(draw, inside, seeds, advance=16, max_points=5)
     assert [len(line) for line in short] == [11, 7, 11]
 
 
-def test_a_seed_that_cannot_grow_stays_a_single_point() -> None:
+def test_a_seed_that_cannot_be_extended_stays_a_single_point() -> None:
     def draw(tails: Tensor) -> Tensor:
         return tails[:, -1:] + torch.arange(1.0, 17)[:, None]
 
-    (line,) = grow(
+    (line,) = generate_streamlines(
         draw, lambda points: torch.zeros(len(points), dtype=torch.bool), torch.zeros(1, 3), advance=8, max_points=9
     )
     assert line.tolist() == [[0, 0, 0]]
@@ -428,7 +428,7 @@ def test_other_programs_open_the_written_streamlines(task: TractoDiff, tmp_path:
 
 
 @pytest.mark.slow
-def test_the_same_seed_grows_the_same_streamlines(task: TractoDiff) -> None:
+def test_the_same_seed_gives_the_same_streamlines(task: TractoDiff) -> None:
     first = predict(task, 1).files["small_64D.trk"]
     assert predict(task, 1).files["small_64D.trk"] == first
     assert predict(task, 2).files["small_64D.trk"] != first
@@ -436,7 +436,7 @@ def test_the_same_seed_grows_the_same_streamlines(task: TractoDiff) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("split", ["val", "test"])
-def test_grown_streamlines_are_compared_with_the_requested_split(task: TractoDiff, split: str) -> None:
+def test_generated_streamlines_are_compared_with_the_requested_split(task: TractoDiff, split: str) -> None:
     options: dict[str, Any] = {} if split == "test" else {"split": split}  # the default is test
     prediction = predict(task, **options)
     figures = json.loads(prediction.files["small_64D.json"])
@@ -463,16 +463,16 @@ def test_lines_are_read_back_unchanged() -> None:
 
 
 @pytest.mark.slow
-def test_shards_grow_the_same_streamlines_as_one_process(task: TractoDiff) -> None:
-    def grown(**options: Any) -> dict[str, bytes]:
+def test_shards_generate_the_same_streamlines_as_one_process(task: TractoDiff) -> None:
+    def generated(**options: Any) -> dict[str, bytes]:
         generator = torch.Generator().manual_seed(0)
         with torch.no_grad():
             result = list(task.predict(task.model.eval(), generator, seeds=7, max_points=24, batch_size=2, **options))
         return {name: content for each in result for name, content in each.files.items() if not name.endswith(".json")}
 
-    whole = grown()
+    whole = generated()
     assert len(whole) == 2 * 4
-    assert grown(shard=0, num_shards=2) | grown(shard=1, num_shards=2) == whole
+    assert generated(shard=0, num_shards=2) | generated(shard=1, num_shards=2) == whole
 
 
 def test_figures_of_a_bundle_compare_the_voxels_of_both(task: TractoDiff) -> None:
@@ -517,5 +517,5 @@ def test_invalid_shapes_of_pieces_and_diffusion_are_refused(task: TractoDiff, op
 
 
 @pytest.mark.slow
-def test_ddim_grows_streamlines_too(task: TractoDiff) -> None:
+def test_ddim_generates_streamlines_too(task: TractoDiff) -> None:
     assert predict(task, steps=3).files["small_64D.trk"] != predict(task).files["small_64D.trk"]

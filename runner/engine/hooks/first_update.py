@@ -129,7 +129,7 @@ class FirstUpdate(Hook):
 
     def _finish_startup(self, step: StepInfo) -> None:
         phase, run = self.phase, self.phase.run
-        phase.hook(Timekeeping).until_first_update = phase.stopwatch.bookmark()
+        phase.hook(Timekeeping).until_first_update = phase.stopwatch.snapshot()
         seconds = time.perf_counter() - self._start
         run.observers.screen.show_first_update(step.update, seconds, run.parts.attention, phase.work.attention)
         run.tally.num_workers = phase.loader.num_workers

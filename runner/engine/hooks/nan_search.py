@@ -168,10 +168,10 @@ class _UpdateSearch:
         """Return the origin in the forward pass; None if its loss is finite, because other values are then harmless."""
         if is_finite(loss):
             return None
-        culprit, has_bad_samples = calls.find_culprit(), not is_finite(batch)
-        if culprit is not None:
-            inputs = "have no NaN" if culprit.inputs.inf or culprit.inputs.mask else "are finite"
-            origin = self._origin("module", f"first in the output of {culprit}, whose inputs {inputs}", micro)
+        call, has_bad_samples = calls.find_origin(), not is_finite(batch)
+        if call is not None:
+            inputs = "have no NaN" if call.inputs.inf or call.inputs.mask else "are finite"
+            origin = self._origin("module", f"first in the output of {call}, whose inputs {inputs}", micro)
             return origin._replace(samples=self._find_bad_samples(micro) if has_bad_samples else ())
         if has_bad_samples:
             return self._blame_samples(micro)
@@ -179,9 +179,9 @@ class _UpdateSearch:
         return self._origin("loss", f"all modules are finite, but the loss is not ({place})", micro)
 
     def _check_backward(self, calls: ModuleCalls, micro: MicroBatchKey) -> _Origin | None:
-        culprit = calls.find_backward_culprit()
-        if culprit is not None:
-            what = f"first in the backward pass of {culprit}, whose forward pass is finite"
+        call = calls.find_backward_origin()
+        if call is not None:
+            what = f"first in the backward pass of {call}, whose forward pass is finite"
             return self._origin("module", what, micro)
         gradients = [weight.grad for weight in self.training.parameters if weight.grad is not None]
         if any(call.outside or call.inside for call in calls.completed) or not is_finite(gradients):

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 
 from runner.base.accelerator import get_accelerator
-from runner.base.stopwatch import PARTS, Bookmark, Seconds
+from runner.base.stopwatch import PARTS, Seconds, TimeSnapshot
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.meter import add_times
@@ -22,7 +22,7 @@ class Timekeeping(Hook):
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self.until_first_update: Bookmark | None = None
+        self.until_first_update: TimeSnapshot | None = None
         self._updates_before = 0  # updates of earlier processes
         self._seconds_before, self._parts_before = phase.record.seconds, phase.record.parts_s
         self._has_ended = False

@@ -23,7 +23,7 @@ from runner.tools.doctor.first_contact import (
     format_page,
     make_report,
 )
-from runner.tools.doctor.rehearsal import ROOT, find_stand_in
+from runner.tools.doctor.simulated_gpu import ROOT, find_stand_in
 from tests.forkserver import ForkServer
 
 T4 = Device("cuda", 0, "Tesla T4", memory_bytes=15 << 30, capability=(7, 5))
@@ -117,7 +117,9 @@ def test_the_page_has_every_difference_with_its_sentence() -> None:
     assert "Tesla T4" in text
 
 
-INSTALLED = "from runner.tools.doctor import rehearsal; rehearsal.ROOT = rehearsal.PACKAGE"  # no tests beside it
+INSTALLED = (
+    "from runner.tools.doctor import simulated_gpu; simulated_gpu.ROOT = simulated_gpu.PACKAGE"  # no tests beside it
+)
 NO_COMPILER = "import os; os.environ['PATH'] = '/nonexistent'"
 
 

@@ -116,7 +116,7 @@ class Ladder:
                 self.measure_isolated(members)
             members = self._remaining(members)
             if "cumulative" in self.request.modes:
-                members = self._drop_rivals(members)
+                members = self._drop_exclusive(members)
         if self._is_impossible():
             why = "; ".join(f"{name}: {why}" for name, why in self.skipped.items())
             raise ConfigError(Problem(f"none can be measured here: {why}", "techniques", "use techniques=all"))
@@ -172,7 +172,7 @@ class Ladder:
                 self.rows[name] = dataclasses.replace(row, own=result.ratio(trial, before))
             before = trial
 
-    def _drop_rivals(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
+    def _drop_exclusive(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
         """Drop techniques that change the numerical results; of mutually exclusive ones, keep only the fastest."""
         kept: list[Technique] = []
         for technique in members:

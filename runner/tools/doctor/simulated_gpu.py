@@ -1,4 +1,4 @@
-"""Rehearse `accel-run doctor first_contact` on a simulated GPU, in a checkout on a machine without a GPU.
+"""Run `accel-run doctor first_contact` on a simulated GPU, in a checkout on a machine without a GPU.
 
 The simulation belongs to the tests, which an installed package does not have. It is only started as a command, so that
 this package imports nothing from the tests.
@@ -33,7 +33,7 @@ def build_stand_in(root: Path) -> str:
     return lines[-1] if done.returncode else ""
 
 
-def start_rehearsal(root: Path, argv: Sequence[str]) -> NoReturn:
+def run_on_simulated_gpu(root: Path, argv: Sequence[str]) -> NoReturn:
     """Replace this process by `accel-run` with these arguments on the simulated GPU, which signals then reach."""
     sys.stdout.flush()
     sys.stderr.flush()

@@ -14,7 +14,7 @@ from .model import NUM_POINTS, StreamlineDiffusion
 Draw = Callable[[Tensor], Tensor]
 
 
-def pieces(
+def sample_segments(
     model: nn.Module,
     bare: StreamlineDiffusion,
     condition: Tensor,
@@ -34,7 +34,7 @@ def pieces(
 
 
 class SegmentSampler:
-    """Draw the next 16 points (B, 16, 3) after the last 9 ones (B, 9, 3), all in mm, and count the pieces.
+    """Draw the next 16 points (B, 16, 3) after the last 9 ones (B, 9, 3), all in mm, and count the segments.
 
     If fewer than 9 points are known, the first one is repeated, so that its directions are zero, as in training.
     """
@@ -61,16 +61,16 @@ class SegmentSampler:
             shape = (len(last), NUM_POINTS, 3)
             return torch.randn(shape, generator=self.generator, device=self.generator.device)
 
-        return last[:, None] + pieces(self.model, self.bare, condition, noise, self.num_steps)
+        return last[:, None] + sample_segments(self.model, self.bare, condition, noise, self.num_steps)
 
 
-def grow(
+def generate_streamlines(
     draw: Draw, inside: Callable[[Tensor], Tensor], seeds: Tensor, *, advance: int, max_points: int
 ) -> list[Tensor]:
     """Return a streamline (n, 3) through each seed (N, 3), n at least 1; all points are inside.
 
     inside      points (M, 3) -> (M,) bool
-    advance     number of points to keep of each piece of 16 before the next one is drawn
+    advance     number of points to keep of each segment of 16 before the next one is drawn
     max_points  on each side of the seed
     """
     ahead = _one_way(draw, inside, seeds[:, None].expand(-1, NUM_DIRECTIONS + 1, -1), advance, max_points)
@@ -88,14 +88,14 @@ def _one_way(
 ) -> list[Tensor]:
     """Return the points (n, 3) that follow each of the tails (N, 9, 3), n from 0 to `max_points`."""
     lines = [[tail[:0]] for tail in tails]
-    growing = torch.arange(len(tails), device=tails.device)
+    active = torch.arange(len(tails), device=tails.device)
     for start in range(0, max_points, advance):
         points = draw(tails)[:, : min(advance, max_points - start)]
         kept = inside(points.reshape(-1, 3)).view(points.shape[:2]).int().cumprod(dim=1).sum(dim=1)
-        for number, line, count in zip(growing.tolist(), points, kept.tolist(), strict=True):
+        for number, line, count in zip(active.tolist(), points, kept.tolist(), strict=True):
             lines[number].append(line[:count])
         whole = kept == points.shape[1]
-        growing, tails = growing[whole], torch.cat([tails, points], dim=1)[whole, -NUM_DIRECTIONS - 1 :]
-        if not len(growing):
+        active, tails = active[whole], torch.cat([tails, points], dim=1)[whole, -NUM_DIRECTIONS - 1 :]
+        if not len(active):
             break
     return [torch.cat(parts) for parts in lines]
