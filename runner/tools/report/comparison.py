@@ -9,6 +9,7 @@ from dataclasses import replace
 from runner.base.picture import COLORS, new_figure
 from runner.base.text import NOT_MEASURED, abbreviate, format_metric
 from runner.tools.report.chart_parts import Chart, Drawing, MissingPart, bin_curve, label_axes, smooth
+from runner.tools.report.comparison_noise import describe_noise
 from runner.tools.report.page import Page, PageHead, PageTable, Step
 from runner.tools.report.page_tables import format_value
 from runner.tools.report.page_tiles import make_tiles
@@ -69,7 +70,7 @@ def _make_figures_table(runs: Sequence[RunData], labels: Sequence[str]) -> PageT
     ]
     names = dict.fromkeys(name for of_run in figures for name, text in of_run.items() if text)
     rows = [(name, *(of_run.get(name) or "-" for of_run in figures)) for name in names]
-    return _transpose_if_wide(PageTable("figures", "Figures", ("", *labels), rows))
+    return _transpose_if_wide(PageTable("figures", "Figures", ("", *labels), rows, describe_noise(runs, labels)))
 
 
 def _make_differences_table(runs: Sequence[RunData], labels: Sequence[str]) -> PageTable:

@@ -1,0 +1,97 @@
+"""State which differences between compared runs may be noise: of other seeds for metrics, of the rows for times."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+
+from runner.base.text import abbreviate
+from runner.tools.measure.statistics import student_quantile
+from runner.tools.report.run_data import RunData
+
+Groups = Sequence[Sequence[int]]  # numbers of runs that differ in their seed only
+
+
+def describe_noise(runs: Sequence[RunData], labels: Sequence[str]) -> str:
+    """Return which differences between the runs are within noise, and how to measure it; empty if nothing is known."""
+    return "; ".join((*_describe_metrics(runs, labels), *_describe_times(runs, labels)))
+
+
+def _describe_metrics(runs: Sequence[RunData], labels: Sequence[str]) -> Iterator[str]:
+    """Yield a statement for each metric that all runs have.
+
+    The noise of a metric is its standard deviation over seeds, pooled over all groups of runs that differ in nothing
+    else. A difference is within noise if Student's t-test at 95 % does not reject that it is 0.
+    """
+    metrics = [_finite(run.metrics) for run in runs]
+    names = [name for name in metrics[0] if all(name in of_run for of_run in metrics)]
+    groups = _group_by_settings(runs)
+    freedom = sum(len(group) - 1 for group in groups)
+    if not names or not groups:
+        return
+    if len(groups) == 1:
+        yield "the runs differ only in their seeds: the differences of their metrics are noise"
+        return
+    if freedom < _MIN_FREEDOM:
+        advice = f"sh {runs[0].display_path}/command.sh run={runs[0].name}-seed1 seed=1"
+        yield f"differences of metrics may be noise; to measure it, repeat runs with two other seeds: {advice}"
+        return
+    for name in names:
+        values = [[metrics[number][name] for number in group] for group in groups]
+        squares = sum(sum((value - statistics.fmean(each)) ** 2 for value in each) for each in values)
+        sigma = math.sqrt(squares / freedom)
+        pairs = []
+        for (one, first), (other, second) in itertools.combinations(zip(groups, values, strict=True), 2):
+            limit = student_quantile(freedom) * sigma * math.sqrt(1 / len(first) + 1 / len(second))
+            if abs(statistics.fmean(first) - statistics.fmean(second)) <= limit:
+                pairs.append(f"{_name_group(one, labels)} and {_name_group(other, labels)}")
+        scale = f"standard deviation over seeds: {sigma:.2g}"
+        yield (
+            f"{name}: within noise ({scale}): {abbreviate(pairs)}"
+            if pairs
+            else f"{name}: all differences exceed the noise ({scale})"
+        )
+
+
+def _describe_times(runs: Sequence[RunData], labels: Sequence[str]) -> Iterator[str]:
+    """Yield the pairs of runs whose median time of an update is within the range of most rows of the other."""
+    pairs = [
+        f"{labels[one]} and {labels[other]}"
+        for one, other in itertools.combinations(range(len(runs)), 2)
+        if _includes(runs[one], runs[other]) and _includes(runs[other], runs[one])
+    ]
+    if pairs:
+        yield f"update time: within the variation of the rows: {abbreviate(pairs)}"
+
+
+def _includes(run: RunData, other: RunData) -> bool:
+    if run.evidence is None or other.evidence is None:
+        return False
+    low, high, median = run.evidence.step_time_low_ms, run.evidence.step_time_high_ms, other.evidence.step_time_ms
+    return low is not None and high is not None and median is not None and low <= median <= high
+
+
+def _group_by_settings(runs: Sequence[RunData]) -> Groups:
+    """Return the groups of runs whose settings are equal but for the seed; empty if settings are unknown."""
+    groups: dict[str, list[int]] = {}
+    for number, run in enumerate(runs):
+        if not run.settings:
+            return []
+        settings = {key: value for key, value in run.settings.items() if key not in _IGNORED_KEYS}
+        groups.setdefault(json.dumps(settings, sort_keys=True, default=str), []).append(number)
+    return list(groups.values())
+
+
+def _finite(metrics: Mapping[str, float | None]) -> dict[str, float]:
+    return {name: value for name, value in metrics.items() if value is not None and math.isfinite(value)}
+
+
+def _name_group(group: Sequence[int], labels: Sequence[str]) -> str:
+    return labels[group[0]] if len(group) == 1 else f"the mean of {abbreviate([labels[number] for number in group])}"
+
+
+_MIN_FREEDOM = 2  # with one repetition, almost any difference would be within noise
+_IGNORED_KEYS = ("seed", "run", "output_root", "resume", "resume_allow")
