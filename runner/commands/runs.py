@@ -94,15 +94,13 @@ def read_run_row(path: Path) -> RunRow:
     from runner.durable.files import read_last_row
     from runner.durable.record_files import read_plan, read_record
     from runner.durable.run_state import derive_state
-    from runner.records.evidence import throughput
 
     record, plan = read_record(path), read_plan(path)
     last = read_last_row(path / "metrics.jsonl")
     state = derive_state(record)
     reached = [*record.result.phases.values()][-1:]  # a run that stopped before its first row of metrics
-    phase, update = (
-        (last.get("phase"), last.get("update")) if last or not reached else (reached[0].name, reached[0].updates)
-    )
+    phase = last.get("phase") if last or not reached else reached[0].name
+    update = record.num_updates(str(phase), last)
     loss = {"train/loss": last["train/loss"]} if is_number(last.get("train/loss")) else {}
     totals = {phase_plan.name: phase_plan.updates for phase_plan in plan.phases}
     return RunRow(
@@ -117,7 +115,7 @@ def read_run_row(path: Path) -> RunRow:
         record.result.metrics or loss,
         last_modified(path),
         _folder_size(path),
-        throughput(record.evidence, read_last_row(path / "metrics.jsonl", THROUGHPUT)),
+        record.throughput(read_last_row(path / "metrics.jsonl", THROUGHPUT)),
     )
 
 

@@ -103,8 +103,6 @@ def _print(text: str) -> None:
 
 
 def _print_phases(directory: RunDirectory, record: RunRecord) -> None:
-    from runner.records.evidence import throughput
-
     plan = read_plan(directory.path)
     last_rows: dict[str, dict[str, Any]] = {}
     losses: dict[str, dict[str, float | None]] = {}
@@ -121,17 +119,16 @@ def _print_phases(directory: RunDirectory, record: RunRecord) -> None:
     starts = {str(row.get("phase")): row for row in read_rows(directory.events) if row.get("kind") == "phase"}
     for phase, row in last_rows.items():
         total = starts.get(phase, {}).get("total") or plan.updates or "?"
+        update = record.num_updates(phase, row)
         loss_text = "  ".join(f"{name} {format_metric(value)}" for name, value in losses[phase].items())
         finished_note = (
-            ", finished"
-            if phase in ended_phases and ended_phases[phase].finished and row.get("update") != total
-            else ""
+            ", finished" if phase in ended_phases and ended_phases[phase].finished and update != total else ""
         )
-        _print(f"  phase       {phase}: update {row.get('update')} of {total}{finished_note}   {loss_text}")
+        _print(f"  phase       {phase}: update {update} of {total}{finished_note}   {loss_text}")
     if not last_rows:
         reached = [f"{name}: update {phase.updates} of {phase.total}" for name, phase in ended_phases.items()]
         _print(f"  phase       {reached[-1] if reached else 'no update yet'}")
-    items_per_s = throughput(record.evidence, last)
+    items_per_s = record.throughput(last)
     if items_per_s is not None:
         item = starts.get(str(last.get("phase")), {}).get("item") or "item"
         _print(f"  throughput  {format_rate(items_per_s)} {item}s/s, first update excluded")

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
 
-from runner.base.json_values import is_number
-from runner.base.stopwatch import THROUGHPUT
 from runner.records.phase_record import PhaseRecord, SampleCounts
 
 
@@ -113,18 +109,6 @@ def choose_evidence(earlier: Evidence | None, newest: Evidence) -> Evidence:
     new_values, old_values = vars(newest), vars(earlier)
     is_same = all(new_values[name] in (None, old_values[name]) for name in _COMPARED_SETTINGS)
     return replace(earlier, phases=newest.phases or earlier.phases, unfinished=newest.unfinished) if is_same else newest
-
-
-def throughput(evidence: Evidence | None, last_row: Mapping[str, Any]) -> float | None:
-    """Return the items per second of a run, as shown on every screen and page, or None if unknown.
-
-    evidence  measurements in its run.json, if it has ended
-    last_row  the newest row of its metrics.jsonl that has `THROUGHPUT`, for a run that has not ended
-    """
-    if evidence is not None and evidence.items_per_s is not None:
-        return evidence.items_per_s
-    value: Any = last_row.get(THROUGHPUT)
-    return float(value) if is_number(value) and math.isfinite(value) else None
 
 
 MIN_UPDATE_RATIO = 10  # ratio of update counts above which older but longer measurements are preferred

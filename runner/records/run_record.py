@@ -6,6 +6,7 @@ wrong type are handled alike: values that cannot be read are unknown, and `probl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -13,7 +14,8 @@ from typing import Any
 
 from runner.base.errors import Problem
 from runner.base.json_converter import INLINE, NOT_STORED, decode, encode
-from runner.base.json_values import parse_object
+from runner.base.json_values import is_number, parse_object
+from runner.base.stopwatch import THROUGHPUT
 from runner.records.evidence import Evidence
 from runner.records.phase_record import PhaseRecord
 
@@ -127,6 +129,23 @@ class RunRecord:
                 f"is of a newer version ({decoded.value.version}) of accel-run: values that it added are not shown"
             )
         return replace(decoded.value, problem=problem, wrong=decoded.wrong)
+
+    def throughput(self, last_row: Mapping[str, Any]) -> float | None:
+        """Return the items per second of the run, as shown on every screen and page, or None if unknown.
+
+        last_row  the newest row of its metrics.jsonl that has `THROUGHPUT`, used until the last process has ended:
+                  until then, `evidence` is that of an earlier process
+        """
+        value: Any = last_row.get(THROUGHPUT)
+        of_row = float(value) if is_number(value) and math.isfinite(value) else None
+        of_evidence = self.evidence.items_per_s if self.evidence is not None else None
+        first, second = (of_row, of_evidence) if self.process.state == "running" else (of_evidence, of_row)
+        return first if first is not None else second
+
+    def num_updates(self, phase: str, last_row: Mapping[str, Any]) -> Any:
+        """Return the completed updates of a phase, which may be more than those of its last row of metrics."""
+        reached = self.result.phases.get(phase)  # empty until the last process has ended
+        return reached.updates if reached is not None else last_row.get("update")
 
     @property
     def is_known(self) -> bool:

@@ -236,11 +236,12 @@ def test_a_loss_missing_from_the_last_evaluation_is_not_an_earlier_one(
     assert any(f"val/loss {NOT_MEASURED}" in line for line in status(capsys, "finished"))
 
 
-def test_a_run_that_stops_before_its_first_row_of_metrics_reports_its_update(
-    folder: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize("rows", ["", '{"update": 1, "phase": "train", "train/loss": 1.0}\n'])
+def test_a_run_that_stops_between_two_rows_of_metrics_reports_its_update(
+    rows: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     stopped = folder / "outputs" / "stopped"
-    (stopped / "metrics.jsonl").write_text("")
+    (stopped / "metrics.jsonl").write_text(rows)
     result = json.loads((stopped / "run.json").read_text())["phases"]["train"]
     reached = f"{result['updates']} of {result['total']}"
     assert [line for line in status(capsys, "stopped") if reached in line]

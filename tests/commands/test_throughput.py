@@ -104,12 +104,17 @@ def test_pages_show_the_throughput_of_the_run(args: str, known: float, folder: P
     assert f" {format_rate(known)} " in text
 
 
+@pytest.mark.parametrize(
+    "evidence",
+    [{"evidence": None}, {"state": "running", "pid": 0, "evidence": {"items_per_s": 1.0}}],
+    ids=["first process", "resumed: evidence of an earlier process"],
+)
 def test_a_run_that_has_not_ended_has_the_throughput_of_its_last_row(
-    known: float, folder: Path, server: ForkServer
+    evidence: dict[str, Any], known: float, folder: Path, server: ForkServer
 ) -> None:
     path = folder / "outputs" / "one" / "run.json"
     kept = path.read_text()
-    path.write_text(json.dumps({key: value for key, value in record(folder).items() if key != "evidence"}))
+    path.write_text(json.dumps(record(folder) | evidence))
     try:
         (row,) = json.loads(server.run("runs --json", folder).out)
         assert row["items_per_s"] == rows(folder)[-1]["perf/throughput"]

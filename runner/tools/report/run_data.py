@@ -28,7 +28,7 @@ from runner.durable.record_files import read_error, read_plan, read_record
 from runner.durable.run_state import RunState, derive_state
 from runner.monitor.samples import MachineSamples
 from runner.monitor.samples_file import read_samples
-from runner.records.evidence import Evidence, throughput
+from runner.records.evidence import Evidence
 from runner.records.plan_record import PlanRecord
 from runner.records.run_record import ErrorRecord, RunRecord
 
@@ -140,7 +140,7 @@ class RunData:
     @property
     def throughput(self) -> float | None:
         """Items per second."""
-        return throughput(self.evidence, {THROUGHPUT: self.curves.last(THROUGHPUT)})
+        return self.record.throughput({THROUGHPUT: self.curves.last(THROUGHPUT)})
 
     @property
     def parts_s(self) -> dict[str, float]:
