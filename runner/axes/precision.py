@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from typing import Any, Literal
 
 import torch
@@ -46,6 +46,23 @@ class _Preceded:
         return self._context.__exit__(*error)
 
 
+class _Nested:
+    """A context that enters another one, and one that `make` returns."""
+
+    def __init__(self, outer: AbstractContextManager[Any], make: Callable[[], AbstractContextManager[Any]]) -> None:
+        self._outer, self._make = outer, make
+        self._open: list[ExitStack] = []
+
+    def __enter__(self) -> None:
+        with ExitStack() as stack:
+            stack.enter_context(self._outer)
+            stack.enter_context(self._make())
+            self._open.append(stack.pop_all())
+
+    def __exit__(self, *error: Any) -> bool | None:
+        return self._open.pop().__exit__(*error)
+
+
 def _local_flag(flag: Tensor) -> Tensor:
     return flag
 
@@ -82,6 +99,10 @@ class Precision:
     def before_forward(self, begin: Callable[[], None]) -> None:
         """Call `begin` at the start of each forward pass."""
         self._forward = _Preceded(begin, self._forward)
+
+    def add_context(self, make: Callable[[], AbstractContextManager[Any]]) -> None:
+        """Enter the context that `make` returns in each forward pass."""
+        self._forward = _Nested(self._forward, make)
 
     def backward(self, loss: Tensor, factor: float = 1.0) -> None:
         """Accumulate the gradients of `loss * factor`, scaled if the format needs it."""

@@ -204,10 +204,11 @@ def _keys_in_help(text: str) -> list[str]:
 def _complete_suite(line: TypedLine) -> tuple[list[str], list[str]]:
     from runner.commands.benchmark import COMMAND_KEYS
     from runner.tools.measure.suites import SUITES, SuiteDeclaration
-    from runner.tools.measure.technique import find_files
+    from runner.tools.measure.technique import find_techniques
 
     suite = SUITES.get(line.overrides.get("suite", COMMAND_KEYS["suite"]), SuiteDeclaration(""))
-    arguments = (*suite.positional, *(find_files(line.config_dir) if "techniques" in suite.options else ()))
+    known = find_techniques(line.config_dir, line.task_file) if "techniques" in suite.options else ()
+    arguments = (*suite.positional, *known)
     return [arg for arg in arguments if arg not in line.positionals], [*COMMAND_KEYS, *suite.options]
 
 

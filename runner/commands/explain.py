@@ -12,7 +12,7 @@ from runner.base.text import wrap_for_terminal
 from runner.commands.arguments import parse_arguments, refuse_unknown_options
 from runner.config.aliases import FOREIGN_KEYS
 from runner.config.configuration import Choice, Configuration, compose
-from runner.config.custom_options import find_by_reference
+from runner.config.custom_options import find_by_reference, own_keys
 from runner.config.custom_tables import hook_keys
 from runner.config.objective_keys import OBJECTIVE, list_objective_keys
 from runner.config.options import AXES, GROUPS, find_signature, list_options, option_with_key, task_source
@@ -110,8 +110,8 @@ def describe_source(key: str, configuration: Configuration) -> str:
         choice = configuration.choices[group]
         if source == "config folder":
             return f"your folder ({_config_file(f'{group}/{choice.name}', request)})"
-        if ":" in choice.function:
-            return f"the default ({choice.function.rsplit(':', 2)[0]})"
+        if key.partition(".")[2] in own_keys(choice.reference):
+            return f"the default ({choice.reference.rsplit(':', 2)[0]})"
         file_name = choice.name if choice.name in list_options(group) else choice.function
         return f"the default (conf/{group}/{file_name}.yaml)"
     hook = _find_hook(key, configuration)
@@ -141,7 +141,7 @@ def _config_file(name: str, request: Request) -> str:
 def _find_key(key: str, configuration: Configuration) -> Key | None:
     group, _, name = key.partition(".")
     if group in AXES and name:
-        signature = find_signature(group, configuration.choices[group].function)
+        signature = find_signature(group, configuration.choices[group].reference)
         return signature.keys.get(name) if signature else None
     hook = _find_hook(key, configuration)
     custom_hook = find_by_reference(hook.function) if hook else None

@@ -38,7 +38,7 @@ from runner.config.layers import (
     unused_setting_notes,
 )
 from runner.config.objective_keys import OBJECTIVE, check_objective_options, nest_objectives
-from runner.config.options import AXES, collect_option_names, custom_option_notes, option_reference
+from runner.config.options import AXES, collect_option_names, custom_option_notes, find_extension, option_reference
 from runner.config.overrides import parse_overrides, split_overrides
 from runner.config.phases import PHASE_GROUPS
 from runner.config.request import Request
@@ -51,11 +51,20 @@ from runner.config.value_checks import check_values, find_contradictions
 
 @dataclass(frozen=True)
 class Choice:
-    """The chosen option of a group: its name, the function that implements it, and its keys."""
+    """The chosen option of a group: its name, the function that implements it, and its keys.
+
+    extension  reference to a function of the task or a package that extends a shipped one; empty: none
+    """
 
     name: str
     function: str
     options: Mapping[str, Any]
+    extension: str = ""
+
+    @property
+    def reference(self) -> str:
+        """Return what `find_signature` accepts for this option with all its keys."""
+        return self.extension or self.function
 
 
 @dataclass(frozen=True)
@@ -246,12 +255,10 @@ def _build_configuration(
     def keys_under(group: str) -> dict[str, Any]:
         return {key.removeprefix(f"{group}."): value for key, value in tree.items() if key.startswith(f"{group}.")}
 
-    axis_choices = {
-        group: Choice(
-            choices[group], option_reference(group, schema.functions[group], request.task_file), keys_under(group)
-        )
-        for group in AXES
-    }
+    axis_choices = {}
+    for group in AXES:
+        function, extension = find_extension(group, schema.functions[group], request.task_file)
+        axis_choices[group] = Choice(choices[group], function, keys_under(group), extension)
     task = request.task_file.stem if request.task_file else choices["task"]
     axis_choices["task"] = Choice(task, task, keys_under("task"))
     settings = _build_settings(Settings, tree)

@@ -12,13 +12,12 @@ from pathlib import Path
 from runner.base.errors import Problem
 from runner.config.custom_tables import (
     HOOK,
-    HOOK_TABLE,
-    OPTION_TABLES,
     CustomOption,
     Options,
     ParsedTables,
     find_name_error,
     read_tables,
+    table_group,
 )
 from runner.config.schema import read_functions
 
@@ -45,8 +44,14 @@ def table_problems(task_file: Path | None) -> list[Problem]:
 def find_by_reference(reference: str) -> CustomOption | None:
     """Return the option with this reference; None if there is none."""
     location, table, name = [*reference.rsplit(":", 2), "", ""][:3]
-    group = HOOK if table == HOOK_TABLE else OPTION_TABLES.get(table, ("",))[0]
-    return find_custom_options(Path(location) if location.endswith(".py") else None).get((group, name))
+    options = find_custom_options(Path(location) if location.endswith(".py") else None)
+    return options.get((table_group(table), name))
+
+
+def own_keys(reference: str) -> tuple[str, ...]:
+    """Return the keys of the function with this reference; empty if there is none."""
+    custom = find_by_reference(reference)
+    return custom.own if custom else ()
 
 
 def packaged_task_file(name: str) -> Path | None:

@@ -2,7 +2,8 @@
 
 A table of options is a literal mapping, `OPTIMIZERS = {"lion": lion}`; hooks are a literal list of classes,
 `HOOKS = [LogImages]`. As with shipped options, the parameters after `*` are the keys, and the docstring describes
-them.
+them. An entry of some tables extends a shipped option, `PRECISIONS = {"float8": ("bf16", float8)}`, and has its keys,
+too. Techniques of the benchmark are literal overrides, `TECHNIQUES = {"fast": ["precision=bf16"]}`.
 """
 
 from __future__ import annotations
@@ -17,35 +18,52 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import Problem
-from runner.base.paths import shipped_path
+from runner.base.paths import PACKAGE, shipped_path
+from runner.config.aliases import PRECISION_NAMES
 from runner.config.schema import Expression, Key, Signature, read_classes, read_docstring, read_functions, read_module
 
-# table -> the group of its options, and the parameters that the runner passes
-OPTION_TABLES: Mapping[str, tuple[str, str]] = {
-    "OPTIMIZERS": ("optimizer", "parameters"),
-    "SCHEDULERS": ("scheduler", "updates"),
-    "SAMPLERS": ("sampler", "samples"),
+
+@dataclass(frozen=True)
+class OptionTable:
+    """A table of options that a task file or a package may define.
+
+    parameters  parameters that the runner passes to a function of the table
+    bases       shipped options that an entry must extend; empty: an entry is a function alone
+    shared      keys that each entry has in common with the shipped option `default`
+    """
+
+    group: str
+    parameters: tuple[str, ...]
+    bases: tuple[str, ...] = ()
+    shared: tuple[str, ...] = ()
+
+
+OPTION_TABLES: Mapping[str, OptionTable] = {
+    "OPTIMIZERS": OptionTable("optimizer", ("parameters",)),
+    "SCHEDULERS": OptionTable("scheduler", ("updates",)),
+    "SAMPLERS": OptionTable("sampler", ("samples",)),
+    "DATALOADERS": OptionTable("dataloader", ("read", "requests"), shared=("pin_memory", "drop_last", "bad_samples")),
+    "PRECISIONS": OptionTable("precision", ("model",), bases=("fp32", "tf32", "bf16", "fp16")),
+    "PARALLELISMS": OptionTable("parallelism", ("gradients",), bases=("ddp",)),
 }
 HOOK_TABLE, HOOK = "HOOKS", "hook"
-# table -> what to use instead; docs/decisions/0023-tables-that-stay-closed.md has the reasons
-CLOSED_TABLES: Mapping[str, str] = {
-    "DATALOADERS": "return your own dataset from dataset(split), and set dataloader.KEY",
-    "PRECISIONS": "use precision=bf16 precision.keep_fp32=[NAME], or cast inside the model",
-    "PARALLELISMS": "use a shipped strategy; CONTRIBUTING.md has the steps to add one",
-    "TECHNIQUES": "put NAME.yaml with `overrides: [KEY=VALUE]` into benchmark/technique of the folder of --config-dir",
-}
+TECHNIQUE_TABLE, TECHNIQUE = "TECHNIQUES", "technique"
+RESERVED_TECHNIQUES = ("step", "all", "init", "reset", "clean", "plots")  # a column of the results, and arguments
 ENABLED = "enabled"  # key of every hook
 _NAME = re.compile(r"[a-z][a-z0-9_-]*")
 _RESERVED_NAMES = ("true", "false", "null", "nan", "inf")  # an override with one of these values is not a text
-_TABLES = {*OPTION_TABLES, HOOK_TABLE}
+_TABLES = {*OPTION_TABLES, HOOK_TABLE, TECHNIQUE_TABLE}
 
 
 @dataclass(frozen=True)
 class CustomOption:
-    """An option, a hook or a task that is not shipped.
+    """An option, a hook, a technique or a task that is not shipped.
 
     location  file of the task, or module of the package
     package   name and version of the package; empty for a task file
+    own       keys of its function; the signature also has those of the shipped option that it extends
+    base      shipped option that it extends; empty: none
+    content   of a technique
     """
 
     group: str
@@ -54,6 +72,9 @@ class CustomOption:
     location: str
     signature: Signature
     package: str = ""
+    own: tuple[str, ...] = ()
+    base: str = ""
+    content: Any = None
 
     @property
     def reference(self) -> str:
@@ -86,16 +107,28 @@ def read_tables(file: Path, location: str, package: str = "") -> ParsedTables:
         unparsed = Problem(f"{file} cannot be parsed", where, "reinstall the package, or uninstall it")
         return {}, (unparsed,) if package else ()  # a task file is reported by read_task
     options: dict[tuple[str, str], CustomOption] = {}
-    problems = [*_closed_table_problems(tree, where)]
+    problems: list[Problem] = []
     for table, value in _find_tables(tree):
+        group = table_group(table)
         if table == HOOK_TABLE:
-            entries = _read_hooks(value, classes, functions, where, problems)
+            for name, signature in _read_hooks(value, classes, functions, where, problems):
+                options[group, name] = CustomOption(group, name, table, location, signature, package)
+        elif table == TECHNIQUE_TABLE:
+            for name, content in _read_techniques(value, where, problems):
+                signature = Signature(name, (), {}, " ".join(content["overrides"]))
+                options[group, name] = CustomOption(group, name, table, location, signature, package, content=content)
         else:
-            entries = _read_options(table, value, functions, where, problems)
-        for name, signature in entries:
-            group = HOOK if table == HOOK_TABLE else OPTION_TABLES[table][0]
-            options[group, name] = CustomOption(group, name, table, location, signature, package)
+            for name, signature, base in _read_options(table, value, functions, where, problems):
+                keys = {**_inherited_keys(OPTION_TABLES[table], base), **signature.keys}
+                full, own = dataclasses.replace(signature, keys=keys), tuple(signature.keys)
+                options[group, name] = CustomOption(group, name, table, location, full, package, own, base)
     return options, tuple(problems)
+
+
+def table_group(table: str) -> str:
+    """Return the group of a table's entries; empty for an unknown table."""
+    groups = {HOOK_TABLE: HOOK, TECHNIQUE_TABLE: TECHNIQUE}
+    return groups.get(table) or (OPTION_TABLES[table].group if table in OPTION_TABLES else "")
 
 
 def find_name_error(group: str, name: object) -> tuple[str, str] | None:
@@ -105,8 +138,11 @@ def find_name_error(group: str, name: object) -> tuple[str, str] | None:
             f"the name must be a string of lowercase letters, digits, _ and -, other than {', '.join(_RESERVED_NAMES)}"
         )
         return what, f'use a name such as "my_{group}"'
-    if (shipped_path("conf") / group / f"{name}.yaml").is_file():
+    folder = shipped_path("conf") / ("benchmark/technique" if group == TECHNIQUE else group)
+    if (folder / f"{name}.yaml").is_file() or (group == "precision" and name in PRECISION_NAMES):
         return f"{group}={name} is a shipped option", f'use another name, such as "my_{name}"'
+    if group == TECHNIQUE and name in RESERVED_TECHNIQUES:
+        return f"{name} is an argument of benchmark", f'use another name, such as "my_{name}"'
     return None
 
 
@@ -118,16 +154,6 @@ def _find_tables(tree: ast.Module) -> Iterator[tuple[str, ast.expr]]:
                 | ast.AnnAssign(target=ast.Name(id=name), value=ast.expr() as value)
             ) if name in _TABLES:
                 yield name, value
-
-
-def _closed_table_problems(tree: ast.Module, where: str) -> Iterator[Problem]:
-    for node in tree.body:
-        match node:
-            case ast.Assign(targets=[ast.Name(id=name)]) | ast.AnnAssign(target=ast.Name(id=name)) if (
-                name in CLOSED_TABLES
-            ):
-                what = f"{name} is not a table of a task: open ones are {', '.join(sorted(_TABLES))}"
-                yield Problem(what, where, CLOSED_TABLES[name])
 
 
 def find_changed_tables(values: Mapping[str, Any], options: Options) -> Iterator[str]:
@@ -143,33 +169,91 @@ def find_changed_tables(values: Mapping[str, Any], options: Options) -> Iterator
 
 def _read_options(
     table: str, value: ast.expr, functions: Mapping[str, Signature], where: str, problems: list[Problem]
-) -> Iterator[tuple[str, Signature]]:
-    group, first_parameter = OPTION_TABLES[table]
+) -> Iterator[tuple[str, Signature, str]]:
+    """Yield the name, the function and the extended option of each valid entry."""
+    declared = OPTION_TABLES[table]
     if not isinstance(value, ast.Dict):
-        what = f'{table} must be a literal mapping of names to functions of this file, such as {{"mine": mine}}'
-        problems.append(Problem(what, where))
+        what = f"{table} must be a literal mapping of names to functions of this file"
+        problems.append(Problem(what, where, f"{table} = {_example(declared)}"))
         return
-    for key, function in zip(value.keys, value.values, strict=True):
+    for key, entry in zip(value.keys, value.values, strict=True):
         name = key.value if isinstance(key, ast.Constant) else None
+        base, function = _split_entry(entry)
         signature = functions.get(function.id) if isinstance(function, ast.Name) else None
-        error = find_name_error(group, name) or _find_function_error(first_parameter, signature)
+        error = find_name_error(declared.group, name) or _find_entry_error(declared, base, signature)
         if error:
-            entry = ast.unparse(key) if key is not None else "**"
-            problems.append(Problem(error[0], f"{where}: {table}[{entry}]", error[1]))
+            shown = ast.unparse(key) if key is not None else "**"
+            problems.append(Problem(error[0], f"{where}: {table}[{shown}]", error[1]))
         elif signature is not None:
-            yield str(name), signature
+            yield str(name), signature, base
 
 
-def _find_function_error(first_parameter: str, signature: Signature | None) -> tuple[str, str] | None:
-    if signature is None:
-        return (
-            "must be a function that this file defines",
-            f"define it with def, and {first_parameter} as its first argument",
-        )
-    if len(signature.runner) != 1:
-        what = f"the function must take one argument before *, but takes {len(signature.runner)}"
-        return what, f"use def {signature.name}({first_parameter}, *, ...)"
+def _split_entry(entry: ast.expr) -> tuple[str, ast.expr]:
+    """Return the extended option and the function of an entry."""
+    match entry:
+        case ast.Tuple(elts=[ast.Constant(value=str(base)), function]):
+            return base, function
+    return "", entry
+
+
+def _example(table: OptionTable) -> str:
+    return f'{{"mine": ("{table.bases[-1]}", mine)}}' if table.bases else '{"mine": mine}'
+
+
+def _find_entry_error(table: OptionTable, base: str, signature: Signature | None) -> tuple[str, str] | None:
+    parameters = ", ".join(table.parameters)
+    if table.bases and base not in table.bases:
+        what = f"must be a pair of {' or '.join(table.bases)}, and a function that this file defines"
+        return what, f"as in {_example(table)}"
+    if signature is None or bool(base) != bool(table.bases):
+        return "must be a function that this file defines", f"define it with def mine({parameters}, *, ...)"
+    if len(signature.runner) != len(table.parameters):
+        count, many = len(table.parameters), "arguments" if len(table.parameters) > 1 else "argument"
+        what = f"the function must take {count} {many} before *, but takes {len(signature.runner)}"
+        return what, f"use def {signature.name}({parameters}, *, ...)"
+    taken = [key for key in signature.keys if key in _inherited_keys(table, base)]
+    if taken:
+        return f"{taken[0]} is already a key of this option", "choose another name for this parameter"
     return _find_key_error(signature)
+
+
+def _inherited_keys(table: OptionTable, base: str) -> Mapping[str, Key]:
+    """Return the keys that an entry has besides those of its function."""
+    if not base and not table.shared:
+        return {}
+    keys = read_functions(PACKAGE / "axes" / f"{table.group}.py")[base or "default"].keys
+    return keys if base else {name: keys[name] for name in table.shared}
+
+
+def _read_techniques(value: ast.expr, where: str, problems: list[Problem]) -> Iterator[tuple[str, dict[str, Any]]]:
+    try:
+        entries = ast.literal_eval(value)
+    except ValueError:
+        entries = None
+    if not isinstance(entries, dict):
+        example = f'{TECHNIQUE_TABLE} = {{"mine": ["precision=bf16"]}}'
+        problems.append(Problem(f"{TECHNIQUE_TABLE} must be a literal mapping of names to overrides", where, example))
+        return
+    for name, entry in entries.items():
+        content = {"overrides": entry} if isinstance(entry, (list, tuple)) else entry
+        error = find_name_error(TECHNIQUE, name) or find_technique_error(content)
+        if error:
+            problems.append(Problem(error[0], f"{where}: {TECHNIQUE_TABLE}[{name!r}]", error[1]))
+        else:
+            yield name, content
+
+
+def find_technique_error(content: Any) -> tuple[str, str] | None:
+    """Return what is wrong with the content of a technique, and an example; None if it is valid."""
+    if not isinstance(content, dict) or not content.keys() <= {"overrides", "needs"} or "overrides" not in content:
+        keys = "overrides: a list of key=value, and needs: a mapping of group to option"
+        return f"must contain {keys}", "as in overrides: [precision=bf16]"
+    overrides, needs = content["overrides"], content.get("needs") or {}
+    if not isinstance(overrides, (list, tuple)) or not all(isinstance(item, str) and "=" in item for item in overrides):
+        return "overrides must be a list of key=value", "as in [precision=bf16]"
+    if not isinstance(needs, dict) or not all(isinstance(part, str) for pair in needs.items() for part in pair):
+        return "needs must be a mapping of group to option", "as in {optimizer: adamw}"
+    return None
 
 
 def _find_key_error(signature: Signature) -> tuple[str, str] | None:

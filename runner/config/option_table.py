@@ -32,7 +32,8 @@ def call_option(table: Mapping[str, Callable[..., Result]], option: str, /, *arg
         entries = getattr(_import_module(location), table_name)
         if table_name == HOOK_TABLE:  # a list of classes
             entries = {hook_name(kind.__name__): kind for kind in entries}
-        function: Callable[..., Result] = entries[name]
+        entry = entries[name]
+        function: Callable[..., Result] = entry[1] if isinstance(entry, tuple) else entry  # ("bf16", function)
         return function(*args, **keys)
     except AccelRunError:
         raise

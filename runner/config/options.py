@@ -101,6 +101,14 @@ def option_reference(group: str, option: str, task_file: Path | None) -> str:
     return custom.reference if custom else option
 
 
+def find_extension(group: str, option: str, task_file: Path | None) -> tuple[str, str]:
+    """Return what `option_reference` returns, and the reference to a function that extends that option; "" if none."""
+    custom = find_custom_options(task_file).get((group, option))
+    return (
+        (custom.base, custom.reference) if custom and custom.base else (option_reference(group, option, task_file), "")
+    )
+
+
 def custom_choices(functions: Mapping[str, str], task_file: Path | None) -> Iterator[tuple[str, str, str]]:
     """Yield group, option and origin of the chosen options that are not shipped."""
     custom = find_custom_options(task_file)
@@ -114,7 +122,9 @@ def custom_option_notes(functions: Mapping[str, str], task: str, request: Reques
     for group, option, origin in custom_choices({**functions, TASK: task}, request.task_file):
         file = request.config_dir / group / f"{option}.yaml" if request.config_dir else None
         values = f", with the values of {file}" if file and file.is_file() else ""
-        yield f"{group}={option} is from {origin}{values}"
+        base = find_custom_options(request.task_file)[group, option].base
+        extended = f", and extends {group}={base}" if base else ""
+        yield f"{group}={option} is from {origin}{extended}{values}"
     for hook in find_custom_hooks(request.task_file):
         yield f"hook {hook.name} is from {hook.origin}"
 

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 from runner.config.custom_options import TASK
-from runner.config.custom_tables import HOOK, hook_keys, read_tables
+from runner.config.custom_tables import HOOK, TECHNIQUE, hook_keys, read_tables
 from runner.config.request import format_value
 from runner.config.schema import REQUIRED, Expression, Key, read_functions
 
@@ -33,6 +33,9 @@ def _option_rows(task_file: Path) -> Iterator[tuple[str, str]]:
     for (group, name), option in read_tables(task_file, str(task_file))[0].items():
         if group == HOOK:
             yield from (_row(full, key) for full, key in hook_keys(option).items())
+            continue
+        if group == TECHNIQUE:
+            yield f"benchmark {name}", option.signature.summary
             continue
         yield f"{group}={name}", option.signature.summary
         yield from (_row(f"{group}.{key.name}", key) for key in option.signature.keys.values())

@@ -14,11 +14,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from runner.base.errors import TaskFault
 from runner.base.world import World
 from runner.distributed.parallel import dense_gradient
 
 BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
 FIRST_BUCKET_BYTES = 1 << 20
+# Replaces a tensor by its sum over the ranks, and returns an object with wait(), or None if it is done.
+SumGradients = Callable[[Tensor], Any]
+MAX_ERROR = 0.25  # of a custom sum, relative to the largest number: a mean over 2 ranks has 0.5
 
 
 class _Bucket:
@@ -66,7 +70,7 @@ class _Bucket:
         self.position = position
         self.is_late |= self.work is not None
 
-    def launch(self, world: World) -> None:
+    def launch(self, sum_gradients: SumGradients) -> None:
         """Copy the gradients, zeros for missing ones, and start the all-reduce."""
         present = [index for index, weight in enumerate(self.parameters) if weight.grad is not None]
         if len(present) < len(self.parameters):
@@ -75,7 +79,7 @@ class _Bucket:
             torch._foreach_copy_(
                 [self.views[index] for index in present], [dense_gradient(self.parameters[index]) for index in present]
             )
-        self.work = world.sum_async(self.flat)
+        self.work = sum_gradients(self.flat)
 
     def wait(self) -> None:
         """Wait for the all-reduce, if one was started."""
@@ -99,9 +103,16 @@ class Reducer:
     after its bucket was launched is still correct: all ranks exchange that bucket again at the end.
     """
 
-    def __init__(self, parameters: Sequence[nn.Parameter], world: World, bucket_bytes: int) -> None:
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        world: World,
+        bucket_bytes: int,
+        sum_gradients: SumGradients | None = None,
+    ) -> None:
         self.parameters = list(parameters)
         self.world = world
+        self._custom_sum = CustomSum(sum_gradients, world) if sum_gradients else None
         self.buckets = [_Bucket(group) for group in _group_parameters(self.parameters, bucket_bytes)]
         self.is_last = False
         self._order = list(self.buckets)  # the same on all ranks
@@ -150,6 +161,8 @@ class Reducer:
             self._adapt(is_absent, num_late.tolist(), positions.tolist())
         for bucket in self.buckets:
             bucket.finish()
+        if self._custom_sum:
+            self._custom_sum.raise_if_wrong()
         for weight, is_none in zip(self.parameters, is_absent, strict=True):
             if is_none:
                 weight.grad = None
@@ -167,7 +180,7 @@ class Reducer:
         return arrival
 
     def _launch(self) -> None:
-        self._order[self._next].launch(self.world)
+        self._order[self._next].launch(self._custom_sum or self.world.sum_async)
         self._next += 1
 
     def _positions(self) -> list[float]:
@@ -184,7 +197,7 @@ class Reducer:
         for bucket, late in zip(self.buckets, num_late, strict=True):
             is_unused = all(id(weight) in absent_ids for weight in bucket.parameters)
             if late or (bucket.is_unused and not is_unused):
-                bucket.launch(self.world)
+                bucket.launch(self._custom_sum or self.world.sum_async)
                 bucket.wait()
             bucket.was_late |= late > 0
             bucket.is_unused = is_unused
@@ -193,6 +206,57 @@ class Reducer:
         place = dict(zip(map(id, self.buckets), positions, strict=True))
         used = [bucket for bucket in self.buckets if not bucket.is_unused]
         self._order = sorted(used, key=lambda bucket: (bucket.was_late, place[id(bucket)]))
+
+
+class CustomSum:
+    """A function of a task file or a package that replaces gradients by their sum over the ranks.
+
+    The first update compares its results with an all-reduce, and those of the ranks with each other: copies of the
+    model that receive different gradients would diverge. All ranks find the same errors.
+    """
+
+    def __init__(self, function: SumGradients, world: World) -> None:
+        self._function, self._world = function, world
+        self._is_checking = True
+        self._error = self._difference = 0.0
+
+    def __call__(self, flat: Tensor) -> Any:
+        if not self._is_checking:
+            work = self._function(flat)
+            return _DONE if work is None else work
+        exact = flat.clone()
+        self._world.sum_async(exact).wait()
+        work = self._function(flat)
+        if work is not None:
+            work.wait()
+        first = flat.clone()
+        self._world.broadcast_tensor(first)
+        differs = (first.view(torch.uint8) != flat.view(torch.uint8)).any()
+        largest = exact.abs().max().clamp(min=torch.finfo(flat.dtype).tiny)
+        found = torch.stack([(flat - exact).abs().max() / largest, differs.to(flat.dtype)]).float()
+        error, difference = self._world.max(found.nan_to_num(nan=0.0, posinf=1.0)).tolist()  # NaN: of the loss
+        self._error, self._difference = max(self._error, error), max(self._difference, difference)
+        return _DONE
+
+    def raise_if_wrong(self) -> None:
+        """End the check of the first update. Raises TaskFault for another result than a sum, or unequal results."""
+        self._is_checking = False
+        what = ""
+        if self._error > MAX_ERROR:
+            what = f"must replace the gradients by their sum over the ranks; the error is {100 * self._error:.0f} %"
+        elif self._difference:
+            what = "returns different gradients on different ranks"
+        if what:
+            fix = "end with the same collective on all ranks, such as torch.distributed.all_reduce(gradients)"
+            raise TaskFault(f"the function that sums gradients {what}", where="PARALLELISMS", fix=fix)
+
+
+class _Done:
+    def wait(self) -> None:
+        """Return: the sum is complete."""
+
+
+_DONE = _Done()
 
 
 def bucket_sizes(parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> tuple[int, ...]:

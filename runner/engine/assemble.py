@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +29,15 @@ from runner.base.sample_rng import seeded_generators
 from runner.base.task import Task
 from runner.base.world import World
 from runner.config.configuration import Choice
+from runner.config.custom_options import own_keys
 from runner.config.option_table import call_option
 from runner.config.options import task_source
 from runner.distributed.batch_norm import synchronize_batch_norms
 from runner.distributed.parallel import Parallel
+from runner.distributed.replicated import Replicated
 from runner.engine.contract_checks import check_length, validate_modules
 from runner.engine.coupled import check_strategy, is_coupled
+from runner.engine.custom_loader import CustomLoader
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.objectives import parse_objectives, unsupported_error
 from runner.engine.stream_reader import StreamFetcher, StreamSamples, read_all_samples
@@ -129,7 +133,12 @@ class Parts:
         """Raise ConfigError for options of the data loader that do not work with a stream."""
         options = self.plan.choices["dataloader"].options
         problems = []
-        if options["cache"] != "none":
+        if ":" in self.plan.choices["dataloader"].function:
+            what = "a stream is read in order by the shipped loaders only"
+            problems.append(
+                Problem(what, f"dataloader={self.plan.choices['dataloader'].name}", "use dataloader=default")
+            )
+        elif options["cache"] != "none":
             problems.append(
                 Problem("a stream is not kept in memory", f"dataloader.cache={options['cache']}", "use none")
             )
@@ -142,7 +151,10 @@ class Parts:
     def loader(self, fetcher: Fetcher) -> Loader:
         """Return the data loader selected by the dataloader axis."""
         choice = self.plan.choices["dataloader"]
-        return call_option(DATALOADERS, choice.function, fetcher, self.world.device, **choice.options)
+        if ":" not in choice.function:
+            return call_option(DATALOADERS, choice.function, fetcher, self.world.device, **choice.options)
+        where, pins = choice.function.rpartition(":")[0], bool(choice.options["pin_memory"])
+        return CustomLoader(fetcher, _own_function(choice), choice.name, where, pins=pins)
 
 
 def assemble(
@@ -167,6 +179,8 @@ def assemble(
     attention: Attention = _make(ATTENTIONS, choices["attention"], world.device)
     stack.enter_context(attention.context())  # for the whole run: checkpointing recomputes forward passes in backward
     parallel: Parallel = _make(PARALLELISMS, choices["parallelism"], world)
+    if choices["parallelism"].extension and isinstance(parallel, Replicated):
+        parallel.sum_gradients = _own_function(choices["parallelism"])
     task, build_notes = build_task(plan, parallel, world, loaded)
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
     _check_state(task.model, source)
@@ -188,12 +202,14 @@ def assemble(
             warnings.simplefilter("always", UserWarning)
             notes = list(_make(MEMORIES, choices["memory"], bare, blocks, world.device))
             precision = _make(PRECISIONS, choices["precision"], world, bare)
+            if choices["precision"].extension:
+                _extend_precision(precision, choices["precision"], bare)
             stack.enter_context(precision.flags)
             begin_forward = _make(COMPILES, choices["compile"], bare, blocks, world.device)
         if begin_forward and not is_any_coupled:  # there, other forward passes run before the backward pass of one
             precision.before_forward(begin_forward)
         notes += [str(warning.message) for warning in caught if str(warning.message) not in notes]
-        notes += find_odd_sizes(bare, world.device) if choices["precision"].name in ("bf16", "fp16") else []
+        notes += find_odd_sizes(bare, world.device) if choices["precision"].function in ("bf16", "fp16") else []
     prefetch = _make(PREFETCHES, choices["prefetch"], world.device)
     parallel.expect_inputs(task.example, plan.batch.micro_batch_size, plan.batch.accumulation_steps)
     with task_errors(source, "distributing the model"):
@@ -221,7 +237,29 @@ def _check_state(model: nn.Module, source: Path) -> None:
 
 
 def _make(table: Mapping[str, Any], choice: Choice, *args: Any) -> Any:
-    return call_option(table, choice.function, *args, **choice.options)
+    extended = own_keys(choice.extension)
+    options = {key: value for key, value in choice.options.items() if key not in extended}
+    return call_option(table, choice.function, *args, **options)
+
+
+def _own_function(choice: Choice) -> Callable[..., Any]:
+    """Return the function of a task file or a package, with its keys."""
+    options = {key: choice.options[key] for key in own_keys(choice.reference)}
+    return partial(call_option, {}, choice.reference, **options)
+
+
+def _extend_precision(precision: Precision, choice: Choice, model: nn.Module) -> None:
+    """Let the function of a task file or a package change the model, and use the context that it returns."""
+    context = _own_function(choice)(model)
+    if context is not None and not callable(context):
+        raise TaskFault(
+            f"precision={choice.name} must return None or a function that returns a context, but returned"
+            f" {type(context).__name__}",
+            where=choice.extension.rpartition(":")[0],
+            fix="return None, or functools.partial(context, ...), which is called for each forward pass",
+        )
+    if context is not None:
+        precision.add_context(context)
 
 
 def find_odd_sizes(model: nn.Module, device: torch.device) -> list[str]:

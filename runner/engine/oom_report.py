@@ -125,7 +125,7 @@ def suggest_settings(plan: Plan, found: MemoryAccount | None, samples: int) -> l
             lines.append(f"end other processes on this GPU: {', '.join(map(str, found.others))}")
         if found is not None and found.is_fragmented and not choices["memory"].options.get("allocator"):
             lines.append("memory.allocator=expandable_segments:True (free memory is fragmented)")
-        if choices["precision"].name in ("fp32", "tf32") and "cuda" in plan.device:
+        if choices["precision"].function in ("fp32", "tf32") and "cuda" in plan.device:
             lines.append("precision=auto (half of the memory for activations)")
         if choices["memory"].name == "none":
             lines.append("memory=checkpoint (activations are recomputed in the backward pass, about a third slower)")

@@ -68,6 +68,8 @@ def optimizer_kernel(gpu: Device | None, parallelism: str, optimizer: str) -> tu
 
 def _workers(planner: Decisions, gpu: Device | None) -> None:
     options = planner.choices["dataloader"].options
+    if ":" in planner.choices["dataloader"].function:  # a loader of the task decides how it reads
+        return
     cores = planner.inventory.cpu.logical_cores
     # Ranks on other machines do not share these cores.
     local_uuids = {device.uuid for device in planner.inventory.usable}
@@ -197,7 +199,7 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
         fix = 'pip install "torch>=2.13", or use parallelism=ddp or parallelism=pipeline'
         planner.problems.append(Problem(why_not, f"parallelism={choice.name}", fix))
     communicated = {"bfloat16": "bf16", "float16": "fp16"}.get(str(choice.options["communicate"]))
-    precision = planner.choices["precision"].name
+    precision = planner.choices["precision"].function
     if communicated and communicated != precision:
         what = f"parameters can be communicated only in the format of precision, which is {precision}"
         fix = f"use precision={communicated}, or parallelism.communicate=float32"

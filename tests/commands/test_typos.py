@@ -15,7 +15,7 @@ import pytest
 from runner.cli import main
 from runner.commands import COMMANDS
 from runner.config.options import list_options
-from runner.tools.measure.technique import SHIPPED_ORDER, find_files
+from runner.tools.measure.technique import SHIPPED_ORDER, find_techniques
 
 # arguments -> exact stderr
 SLIPS: dict[str, str] = {
@@ -439,7 +439,7 @@ def with_all_options(answer: str) -> str:
         assert set(listed.split(", ")) <= set(list_options(group)), "the table names an option that no longer exists"
         answer = answer.replace(listed, ", ".join(list_options(group)))
     ours = ", ".join(SHIPPED_ORDER)
-    return answer.replace(ours, ", ".join(find_files(None)))
+    return answer.replace(ours, ", ".join(find_techniques(None)))
 
 
 @pytest.mark.slow

@@ -180,14 +180,6 @@ def test_a_table_that_code_changes_ends_the_run_when_the_file_is_executed(
     assert table in message
 
 
-@pytest.mark.parametrize("table", ["DATALOADERS", "PRECISIONS", "PARALLELISMS", "TECHNIQUES"])
-def test_a_closed_table_is_refused_by_name(table: str, write: Callable[[str], Path]) -> None:
-    file = write(f"{NEVER_RUN}\n{table} = {{'mine': build}}\n")
-    (problem,) = problems_of(file)
-    assert table in problem.what
-    assert problem.fix
-
-
 def test_the_hook_of_a_package_is_off_until_it_is_enabled_and_names_its_package(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

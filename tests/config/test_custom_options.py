@@ -165,6 +165,23 @@ def test_explain_names_the_file_of_a_users_option(
         ("OPTIMIZERS = {'adamw': signed}", ": OPTIMIZERS['adamw']"),
         ("OPTIMIZERS = {'mine': build}", ": OPTIMIZERS['mine']"),
         ("def own(parameters, *, lr=1 + 1): ...\nOPTIMIZERS = {'mine': own}", ": OPTIMIZERS['mine']"),
+        ("OPTIMIZERS = {'mine': ('sgd', signed)}", ": OPTIMIZERS['mine']"),
+        ("DATALOADERS = {'mine': signed}", ": DATALOADERS['mine']"),
+        ("DATALOADERS = {'thread': signed}", ": DATALOADERS['thread']"),
+        ("def own(read, requests, *, drop_last=True): ...\nDATALOADERS = {'mine': own}", ": DATALOADERS['mine']"),
+        ("PRECISIONS = {'mine': signed}", ": PRECISIONS['mine']"),
+        ("PRECISIONS = {'mine': ('fp8', signed)}", ": PRECISIONS['mine']"),
+        ("PRECISIONS = {'float16': ('fp16', signed)}", ": PRECISIONS['float16']"),
+        ("def own(model, *, keep_fp32=1): ...\nPRECISIONS = {'mine': ('bf16', own)}", ": PRECISIONS['mine']"),
+        ("PARALLELISMS = {'mine': ('fsdp', signed)}", ": PARALLELISMS['mine']"),
+        ("PARALLELISMS = [signed]", ""),
+        ("TECHNIQUES = [signed]", ""),
+        ("TECHNIQUES = {'mine': signed}", ""),
+        ("TECHNIQUES = {'mine': 'precision=bf16'}", ": TECHNIQUES['mine']"),
+        ("TECHNIQUES = {'mine': ['bf16']}", ": TECHNIQUES['mine']"),
+        ("TECHNIQUES = {'mine': {'needs': {}}}", ": TECHNIQUES['mine']"),
+        ("TECHNIQUES = {'bf16': ['precision=bf16']}", ": TECHNIQUES['bf16']"),
+        ("TECHNIQUES = {'plots': ['precision=bf16']}", ": TECHNIQUES['plots']"),
     ],
 )
 def test_a_table_of_the_wrong_shape_is_one_problem_with_its_place(
@@ -174,6 +191,16 @@ def test_a_table_of_the_wrong_shape_is_one_problem_with_its_place(
     assert [problem.where for problem in problems_of(file)] == [f"{file}{where}"]
     assert main(["plan", "--task", str(file)]) == 78
     assert capsys.readouterr().err.count("accel-run:") == 1
+
+
+def test_an_extension_has_the_keys_of_its_base_and_of_its_function(write: Callable[[str], Path]) -> None:
+    own = "def rounded(model, *, bits: int = 8): ...\nPRECISIONS = {'rounded': ('fp16', rounded)}\n"
+    file = write(own + NEVER_RUN)
+    chosen = compose(Request(("precision=rounded", "precision.init_scale=4.0"), file)).choices["precision"]
+    assert (chosen.name, chosen.function, chosen.extension) == ("rounded", "fp16", f"{file}:PRECISIONS:rounded")
+    assert (chosen.options["init_scale"], chosen.options["bits"]) == (4.0, 8)
+    (problem,) = problems_of(file, "precision=rounded", "precision.bit=1")
+    assert problem.fix == did_you_mean("precision.bit", ["precision.bits"])
 
 
 def test_a_key_of_an_option_may_have_any_name() -> None:

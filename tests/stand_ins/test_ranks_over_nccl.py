@@ -18,6 +18,7 @@ import pytest
 
 from runner.distributed import join
 from runner.launch import local
+from tests.end_to_end import test_own_tables as own_tables
 from tests.end_to_end import test_ranks as whole_runs
 from tests.end_to_end.test_ranks import expected, folder, one_process
 from tests.faults import test_errors as errors
@@ -112,6 +113,8 @@ test_a_fresh_run = copied(whole_runs.test_a_fresh_run_that_loses_a_rank_resumes_
 test_fewer_stages = copied(whole_runs.test_a_pipeline_with_a_given_split_resumes_with_fewer_stages, LONG)
 test_bad_samples = copied(whole_runs.test_a_rank_with_only_bad_samples_continues_without_them, LONG)
 test_a_killed_run = copied(whole_runs.test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit, LONG)
+test_an_exact_sum = copied(own_tables.test_an_exact_sum_of_gradients_trains_bitwise_like_ddp, SLOW)
+test_a_wrong_sum = copied(own_tables.test_a_wrong_sum_of_gradients_ends_the_first_update, SLOW)
 test_not_finite = copied(numeric.test_ranks_stop_together_and_the_rank_is_named, LONG)
 test_a_pipeline_that_is_not_finite = copied(numeric.test_the_samples_of_a_pipeline_are_searched, LONG)
 
@@ -203,6 +206,8 @@ NO_FAILURE = {
     "end_to_end/test_coupled_runs.py::test_unsupported_strategies_are_refused_by_name",
     "end_to_end/test_objective_runs.py::test_a_resumed_run_is_the_same_bit_for_bit",
     "end_to_end/test_objective_runs.py::test_untrainable_configurations_are_refused",
+    "end_to_end/test_own_tables.py::test_a_custom_loader_trains_bitwise_like_the_shipped_one",
+    "end_to_end/test_own_tables.py::test_plan_explain_and_completion_know_the_options",
 } | {
     f"end_to_end/test_ranks.py::{test.__name__}"
     for test in (

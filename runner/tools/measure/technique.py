@@ -5,10 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.paths import shipped_path
 from runner.config.configuration import Choice, Configuration, PhaseSettings
+from runner.config.custom_options import find_custom_options
+from runner.config.custom_tables import RESERVED_TECHNIQUES, TECHNIQUE, CustomOption, find_technique_error
 from runner.config.guarded_yaml import read_guarded
 from runner.config.options import find_signature
 from runner.config.request import format_value, merge_overrides
@@ -47,17 +50,25 @@ class Technique:
         return ""
 
 
-def load_techniques(config_dir: Path | None) -> dict[str, Technique]:
+def load_techniques(config_dir: Path | None, task_file: Path | None = None) -> dict[str, Technique]:
     """Return all techniques by name, the baseline first, in the order in which they are stacked.
 
-    A user's file replaces a shipped one of the same name. Raises ConfigError, SecurityRefusal.
+    A file of the user replaces a shipped one of the same name, or an entry of TECHNIQUES of the task file or a
+    package. Raises ConfigError, SecurityRefusal.
     """
-    return {name: _read_technique(file, file.parent) for name, file in find_files(config_dir).items()}
+    return {
+        name: _read_technique(found, found.parent)
+        if isinstance(found, Path)
+        else _to_technique(name, found.content, f"{found.location}: {found.table}[{name!r}]")
+        for name, found in find_techniques(config_dir, task_file).items()
+    }
 
 
-def find_files(config_dir: Path | None) -> dict[str, Path]:
-    """Return name -> file, in the order of `load_techniques`."""
-    by_name: dict[str, Path] = {}
+def find_techniques(config_dir: Path | None, task_file: Path | None = None) -> dict[str, Path | CustomOption]:
+    """Return name -> file or entry of TECHNIQUES, in the order of `load_techniques`."""
+    by_name: dict[str, Path | CustomOption] = {
+        name: option for (group, name), option in find_custom_options(task_file).items() if group == TECHNIQUE
+    }
     for root in [shipped_path("conf"), *([config_dir] if config_dir else [])]:
         by_name |= {file.stem: file for file in (root / FOLDER).glob("*.yaml")}
     rank = {name: number for number, name in enumerate(SHIPPED_ORDER)}
@@ -127,22 +138,20 @@ def _read_technique(file: Path, root: Path) -> Technique:
     """Read a technique from a file. Raises ConfigError for invalid content."""
     import yaml  # type: ignore[import-untyped]
 
-    if file.stem in RESERVED_NAMES or not is_valid_name(file.stem):
+    if file.stem in RESERVED_TECHNIQUES or not is_valid_name(file.stem):
         what = "cannot be the name of a technique: it is reserved, or not printable"
         raise ConfigError(Problem(what, str(file), "rename the file"))
     content = yaml.safe_load(read_guarded(file, root))
-    keys = "overrides: a list of key=value, and needs: a mapping of group to option"
-    if not isinstance(content, dict) or not content.keys() <= {"overrides", "needs"} or "overrides" not in content:
-        raise ConfigError(Problem(f"must contain {keys}", str(file), "as in overrides: [precision=bf16]"))
-    overrides, needs = content["overrides"], content.get("needs") or {}
-    if not isinstance(overrides, list) or not all(isinstance(item, str) and "=" in item for item in overrides):
-        raise ConfigError(Problem("must be a list of key=value", f"{file}: overrides", "as in [precision=bf16]"))
-    if not isinstance(needs, dict) or not all(isinstance(part, str) for pair in needs.items() for part in pair):
-        raise ConfigError(Problem("must be a mapping of group to option", f"{file}: needs", "as in {optimizer: adamw}"))
-    return Technique(file.stem, tuple(overrides), needs)
+    return _to_technique(file.stem, content, str(file))
 
 
-RESERVED_NAMES = (STEP, "all", "init", "reset", "clean", "plots")  # a column, and positional arguments
+def _to_technique(name: str, content: Any, where: str) -> Technique:
+    error = find_technique_error(content)
+    if error:
+        raise ConfigError(Problem(error[0], where, error[1]))
+    return Technique(name, tuple(content["overrides"]), content.get("needs") or {})
+
+
 # Order of the shipped techniques: formats, layout, compilation, kernels, copies. Others follow by name.
 SHIPPED_ORDER = (BASELINE, "tf32", "bf16", "fp16", "channels_last", "compile", "flash", "fused", "8bit",
          "autotune", "non_blocking", "prefetch")  # fmt: skip

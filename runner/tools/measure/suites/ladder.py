@@ -307,7 +307,7 @@ def parse_request(suite_request: SuiteRequest) -> LadderRequest:
     if problems:
         raise ConfigError(problems)
     positional = [name for name in suite_request.positional if name != "all"]
-    known = load_techniques(suite_request.request.config_dir)
+    known = load_techniques(suite_request.request.config_dir, suite_request.request.task_file)
     if positional and options["techniques"] != defaults["techniques"]:
         what = f"cannot be combined with {' '.join(positional)}, which also name techniques"
         raise ConfigError(Problem(what, f"techniques={options['techniques']}", "use one of them"))

@@ -17,6 +17,7 @@ from runner.base.errors import ConfigError, DataError, InputMissing, Problem
 from runner.base.json_values import replace_nonfinite
 from runner.commands.benchmark import run as benchmark
 from runner.config.configuration import compose
+from runner.config.custom_tables import RESERVED_TECHNIQUES
 from runner.config.request import Request
 from runner.tools.measure import suite
 from runner.tools.measure.compare import Comparison
@@ -29,7 +30,6 @@ from runner.tools.measure.suites import ladder
 from runner.tools.measure.suites.ladder import run
 from runner.tools.measure.technique import (
     BASELINE,
-    RESERVED_NAMES,
     SHIPPED_ORDER,
     Technique,
     load_techniques,
@@ -429,7 +429,7 @@ def test_a_reserved_name_is_refused(tmp_path: Path, name: str) -> None:
 
 
 def test_every_argument_of_the_ladder_is_accepted() -> None:
-    assert {*ladder.ACTIONS, "all"} <= set(RESERVED_NAMES)
+    assert {*ladder.ACTIONS, "all"} <= set(RESERVED_TECHNIQUES)
 
 
 @pytest.mark.slow

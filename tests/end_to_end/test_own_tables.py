@@ -1,0 +1,172 @@
+"""Data loaders, precisions, gradient sums and techniques of a task file train as the options that they extend."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from runner.base.errors import Exit
+from runner.commands.complete import candidates
+from runner.durable.checkpoint import load, newest_valid
+from tests.forkserver import ForkServer
+
+TASK = Path(__file__).with_name("task_of_tables.py")
+COMMON = f"--task {TASK} device=cpu monitor=off run=mine"
+TWO = "parallelism.world_size=2 parallelism.shares=[9,7] micro_batch_size=4"
+
+
+def run(server: ForkServer, folder: Path, args: str, fault: dict[str, Any] | None = None) -> Any:
+    folder.mkdir(exist_ok=True)
+    env = {"IMPORT_FIRST": "tests.faults.ending", "FAULT": json.dumps(fault or {})}
+    return server.run(f"train {COMMON} {args}", folder, env)
+
+
+def weights(folder: Path) -> dict[str, Tensor]:
+    path = newest_valid(folder / "outputs" / "mine" / "checkpoints")
+    assert path is not None
+    return dict(load(path).tensors("model"))
+
+
+def trained(server: ForkServer, folder: Path, args: str) -> dict[str, Tensor]:
+    result = run(server, folder, args)
+    assert result.code == 0, result.err
+    return weights(folder)
+
+
+def are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
+    return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
+
+
+@pytest.mark.slow_beyond(2)
+@pytest.mark.parametrize("loader", ["plain", "workers", "threads"])
+@pytest.mark.parametrize("ranks", ["", f"parallelism=ddp {TWO}"], ids=["one", "two"])
+def test_a_custom_loader_trains_bitwise_like_the_shipped_one(
+    server: ForkServer, tmp_path: Path, loader: str, ranks: str
+) -> None:
+    """Also with an incomplete update per epoch, evaluations, and after a kill."""
+    draws = "task.draws=false" if loader == "threads" else ""
+    wanted = trained(server, tmp_path / "shipped", f"{ranks} {draws} dataloader.num_workers=0")
+    folder = tmp_path / "custom"
+    args = f"{ranks} {draws} dataloader={loader}"
+    assert run(server, folder, args, {"at": "update", "number": 6, "by": "SIGKILL"}).code == -9
+    assert are_equal(trained(server, folder, args), wanted)
+
+
+def test_drop_last_is_a_key_of_every_loader(server: ForkServer, tmp_path: Path) -> None:
+    shipped = trained(server, tmp_path / "shipped", "dataloader.drop_last=true dataloader.num_workers=0")
+    custom = trained(server, tmp_path / "custom", "dataloader=plain dataloader.drop_last=true")
+    assert are_equal(custom, shipped)
+
+
+@pytest.mark.slow_beyond(2)
+@pytest.mark.parametrize("loader", ["swapped", "short", "bare", "in_threads", "fails"])
+def test_a_loader_that_does_not_return_the_requested_batches_ends_the_run(
+    server: ForkServer, tmp_path: Path, loader: str
+) -> None:
+    result = run(server, tmp_path / "run", f"dataloader={loader}")
+    assert result.code == Exit.SOFTWARE
+    assert result.err.count("accel-run:") == 1
+    assert loader in result.err or "thread" in result.err
+    assert not newest_valid(tmp_path / "run" / "outputs" / "mine" / "checkpoints")
+
+
+@pytest.mark.parametrize(("custom", "base"), [("same32", "fp32"), ("same16", "fp16")])
+def test_a_precision_that_changes_nothing_trains_bitwise_like_the_extended_one(
+    server: ForkServer, tmp_path: Path, custom: str, base: str
+) -> None:
+    key = "precision.init_scale=1024" if base == "fp16" else ""
+    one, other = (
+        trained(server, tmp_path / name, f"precision={name} {key} dataloader.num_workers=0") for name in (custom, base)
+    )
+    assert are_equal(one, other)
+
+
+def test_a_precision_changes_the_model_and_resumes_exactly(server: ForkServer, tmp_path: Path) -> None:
+    args = "precision=rounded precision.bits=4 dataloader.num_workers=0"
+    whole = trained(server, tmp_path / "whole", args)
+    assert [name for name in whole if "parametrizations" in name]
+    assert run(server, tmp_path / "killed", args, {"at": "update", "number": 6, "by": "SIGKILL"}).code == -9
+    assert are_equal(trained(server, tmp_path / "killed", args), whole)
+    result = run(server, tmp_path / "killed", "precision=bf16 updates=9")
+    assert result.code == Exit.INCOMPATIBLE_RESUME
+
+
+def test_the_context_of_a_precision_surrounds_each_forward_pass(server: ForkServer, tmp_path: Path) -> None:
+    one, other = (
+        trained(server, tmp_path / name, f"precision={name} dataloader.num_workers=0") for name in ("noted", "same32")
+    )
+    assert not are_equal(one, other)
+    losses = [
+        json.loads((tmp_path / name / "outputs" / "mine" / "run.json").read_text())["metrics"]["val/loss"]
+        for name in ("noted", "same32")
+    ]
+    assert losses[0] != losses[1]
+
+
+def test_a_precision_that_returns_another_value_ends_the_run_before_it_trains(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    result = run(server, tmp_path / "run", "precision=wrong")
+    assert result.code == Exit.SOFTWARE
+    assert result.err.count("accel-run:") == 1
+
+
+def test_an_exact_sum_of_gradients_trains_bitwise_like_ddp(server: ForkServer, tmp_path: Path) -> None:
+    wanted = trained(server, tmp_path / "ddp", f"parallelism=ddp {TWO} dataloader.num_workers=0")
+    args = f"parallelism=exact {TWO} dataloader.num_workers=0"
+    killed = run(server, tmp_path / "exact", args, {"at": "update", "number": 6, "by": "SIGKILL"})
+    assert killed.code == -9
+    assert are_equal(trained(server, tmp_path / "exact", args), wanted)
+
+
+def test_a_compressed_sum_is_near_the_exact_one(server: ForkServer, tmp_path: Path) -> None:
+    options = f"{TWO} dataloader.num_workers=0 optimizer=sgd optimizer.lr=0.1"
+    one, other = (trained(server, tmp_path / name, f"parallelism={name} {options}") for name in ("compressed", "ddp"))
+    start = trained(server, tmp_path / "start", f"parallelism=ddp {options} updates=1 optimizer.lr=1e-30")
+    assert not are_equal(one, other)
+    for name in one:
+        change = (other[name] - start[name]).abs().max()
+        # each of 7 sums is rounded to 8 bits after each of 2 terms
+        assert (one[name] - other[name]).abs().max() <= 4 * 7 * torch.finfo(torch.bfloat16).eps * change
+
+
+@pytest.mark.parametrize("name", ["mean", "unequal"])
+def test_a_wrong_sum_of_gradients_ends_the_first_update(server: ForkServer, tmp_path: Path, name: str) -> None:
+    result = run(server, tmp_path / "run", f"parallelism={name} {TWO} dataloader.num_workers=0")
+    assert result.code == Exit.SOFTWARE
+    assert result.err.count("PARALLELISMS") == 1
+    assert not newest_valid(tmp_path / "run" / "outputs" / "mine" / "checkpoints")
+
+
+def test_plan_explain_and_completion_know_the_options(server: ForkServer, tmp_path: Path) -> None:
+    chosen = f"dataloader=threads precision=rounded parallelism=compressed {TWO}"
+    planned = server.run(f"plan --task {TASK} device=cpu {chosen} dataloader.ahead=5", tmp_path, {})
+    assert planned.code == 0, planned.err
+    for line in ("dataloader=threads", "precision=rounded", "parallelism=compressed"):
+        assert f"{line} is from {TASK}" in planned.out + planned.err
+    explained = server.run(f"explain precision.bits --task {TASK} device=cpu {chosen}", tmp_path, {})
+    assert f"({TASK})" in explained.out
+    typo = server.run(f"plan --task {TASK} device=cpu dataloader=thrads", tmp_path, {})
+    assert typo.code == Exit.CONFIG
+    assert "threads" in typo.err
+    before = ["train", "--task", str(TASK)]
+    assert "parallelism=compressed" in candidates([*before, "parallelism=c"])
+    assert "precision.bits=" in candidates([*before, "precision=rounded", "precision.b"])
+    assert "small" in candidates(["benchmark", "--task", str(TASK), "s"])
+    shown = server.run(f"train --help --task {TASK}", tmp_path, {}).out
+    assert [line for line in shown.splitlines() if "benchmark small" in line and "micro_batch_size=4" in line]
+
+
+def test_a_technique_of_the_task_file_is_measured(server: ForkServer, tmp_path: Path) -> None:
+    args = f"benchmark small --task {TASK} device=cpu monitor=off steps=2 rounds=1 budget_s=60"
+    result = server.run(args, tmp_path, {})
+    assert result.code == 0, result.err
+    assert "small" in result.out
+    unknown = server.run(f"benchmark smal --task {TASK} device=cpu", tmp_path, {})
+    assert unknown.code == Exit.CONFIG
+    assert "small" in unknown.err
