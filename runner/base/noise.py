@@ -70,7 +70,14 @@ class SampleNoise:
 
         p  a number, or a tensor that broadcasts against (*rows, *shape)
         """
-        return self.uniform(*shape, dtype=torch.float32) < p
+        # A compiler fuses the conversion to float32, and numbers of its graph are not known here.
+        rounded = 0.0 if isinstance(p, Tensor) or torch.compiler.is_compiling() else float(np.float32(p))
+        if not 0 < rounded < 1:
+            return self.uniform(*shape, dtype=torch.float32) < p
+        # `uniform < p` in fewer steps: 24 bits below a limit are 64 bits below the limit followed by zeros.
+        limit = math.ceil(rounded * 2**24) << 40
+        # Flipping the highest bit maps the order of unsigned numbers to that of signed ones.
+        return self._bits(shape, is_high_half=True).bitwise_xor_(-(2**63)) <= limit - 1 - 2**63
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
         """Return x (*rows, ...) with elements zeroed with probability p, the others divided by 1 - p; in training.
@@ -115,17 +122,18 @@ class SampleNoise:
         chosen = [row for row, place in enumerate(places) if place % n == 0]
         return _copy_to_device(torch.tensor(chosen, dtype=torch.int64, device="cpu"), self.keys.device)
 
-    def _bits(self, shape: tuple[int, ...]) -> Tensor:
-        """Return 64 random bits per element, (*rows, *shape) int64."""
+    def _bits(self, shape: tuple[int, ...], *, is_high_half: bool = False) -> Tensor:
+        """Return 64 random bits per element, (*rows, *shape) int64; is_high_half: only the highest 31 are used."""
         number, self._next = _number_draw(self._next)
-        device, keys = self.keys.device, self.keys
-        element = torch.zeros((1,) * len(shape), dtype=torch.int64, device=device)
-        for axis, size in enumerate(shape):
-            # A factor per axis, not a flat index, which would depend on the sizes of later axes.
-            along = torch.arange(size, device=device) * _to_signed(_GOLDEN ** (2 * axis + 1) % 2**64)
-            element = element + along.view(-1, *(1,) * (len(shape) - 1 - axis))
-        element = _mix(element + _to_signed(_derive_salt(0, number)))
-        return _mix(element ^ keys.view(*keys.shape, *(1,) * len(shape)))
+        keys = self.keys
+        if _current is None or torch.compiler.is_compiling() or math.prod(shape) > _MAX_KEPT_ELEMENTS:
+            elements = _hash_elements(shape, number, keys.device)
+        else:
+            kind = (shape, number, keys.device, type(keys))
+            if kind not in _current.elements:
+                _current.elements[kind] = _hash_elements(shape, number, keys.device)
+            elements = _current.elements[kind]
+        return _mix(elements ^ keys.view(*keys.shape, *(1,) * len(shape)), is_high_half=is_high_half)
 
 
 def per_sample_noise(batch: Any, name: str = "") -> SampleNoise:
@@ -191,11 +199,15 @@ class _Positions:
 
 
 class _Pass:
-    """One forward pass over known samples."""
+    """One forward pass over known samples.
+
+    elements  hashed positions of elements, which layers of one shape share
+    """
 
     def __init__(self, samples: BatchSamples) -> None:
         self.samples, self.places = samples, _Positions(samples.places)
         self.calls: dict[str, int] = {}  # by name
+        self.elements: dict[Any, Tensor] = {}
         self._keys: dict[tuple[torch.device, int], Tensor] = {}
 
     def keys(self, device: torch.device, salt: int) -> Tensor:
@@ -266,16 +278,27 @@ def _remember(tag: int | None, value: Any) -> None:
             _numbers.popitem(last=False)
 
 
-def _mix(x: Tensor) -> Tensor:
+def _hash_elements(shape: tuple[int, ...], number: int, device: torch.device) -> Tensor:
+    """Return a number for each position of a draw, int64 of this shape."""
+    elements = torch.zeros((1,) * len(shape), dtype=torch.int64, device=device)
+    for axis, size in enumerate(shape):
+        # A factor per axis, not a flat index, which would depend on the sizes of later axes.
+        along = torch.arange(size, device=device) * _to_signed(_GOLDEN ** (2 * axis + 1) % 2**64)
+        elements = elements + along.view(-1, *(1,) * (len(shape) - 1 - axis))
+    return _mix(elements + _to_signed(_derive_salt(0, number)))
+
+
+def _mix(x: Tensor, *, is_high_half: bool = False) -> Tensor:
     """Mix 64-bit numbers so that each output bit depends on all input bits; int64 represents unsigned 64 bits.
 
     Operates in place: allocating memory for each step would take longer than the arithmetic.
+    is_high_half: without the last step, which changes only the lowest 33 bits.
     Source: Steele et al., Fast Splittable Pseudorandom Number Generators, OOPSLA 2014; constants are variant 13 of
     Stafford, Better Bit Mixing, 2011.
     """
     x = x.bitwise_xor_(_high_bits(x, 34)).mul_(_to_signed(0xBF58476D1CE4E5B9))
     x = x.bitwise_xor_(_high_bits(x, 37)).mul_(_to_signed(0x94D049BB133111EB))
-    return x.bitwise_xor_(_high_bits(x, 33))
+    return x if is_high_half else x.bitwise_xor_(_high_bits(x, 33))
 
 
 def _high_bits(x: Tensor, num_bits: int) -> Tensor:
@@ -320,6 +343,7 @@ def _first_tensor(batch: Any) -> Tensor:
     return current
 
 
+_MAX_KEPT_ELEMENTS = 1 << 20  # of a draw: 8 MiB; attention weights have more
 _GOLDEN = 0x9E3779B97F4A7C15  # odd; 2**64 divided by the golden ratio
 _STREAM = 0x6E6F6973  # separate from the order of the samples and the draws of datasets
 _UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterator
 
 import numpy as np
@@ -16,6 +17,7 @@ from torch.utils.checkpoint import checkpoint
 from runner import SampleNoise, per_sample_noise
 from runner.base import noise
 from runner.base.batch import BatchSamples
+from tests.operations import Operations
 from tests.rounding import allowed
 
 SEED = 7
@@ -297,6 +299,25 @@ def test_integers_are_uniform_over_the_range() -> None:
 def test_booleans_are_true_with_the_given_probability(p: float) -> None:
     share = float(many().bernoulli(p, SIZE).double().mean())
     assert abs(share - p) <= 4.5 * math.sqrt(p * (1 - p) / (NUM * SIZE))
+
+
+@pytest.mark.parametrize("p", [0.0, 1e-50, 1e-9, 2.0**-24, 0.1, 0.3, 0.5, 0.7, 1 - 2.0**-24, 1 - 1e-9, 1.0])
+def test_booleans_are_uniform_numbers_below_the_probability(p: float) -> None:
+    uniform = many().uniform(SIZE, dtype=torch.float32)
+    for limit in (p, *uniform.flatten()[:3].tolist()):  # also probabilities that equal a number
+        assert torch.equal(many().bernoulli(limit, SIZE), uniform < limit)
+
+
+def test_layers_of_one_shape_share_what_does_not_depend_on_the_sample() -> None:
+    noise.start_pass(samples(INDICES))
+    first, second = (per_sample_noise(torch.ones(len(INDICES), 1), name) for name in ("first", "second"))
+    with Operations() as of_first:
+        first.bernoulli(0.1, 7, 5)
+    with Operations() as of_second:
+        second.bernoulli(0.1, 7, 5)
+    assert Counter(of_first.names)["arange"] == 2
+    assert "arange" not in of_second.names
+    assert Counter(of_second.names)["mul_"] == 2, "one hash, of the numbers of samples and elements together"
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
