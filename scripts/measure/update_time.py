@@ -49,6 +49,7 @@ TITAN = "pytorch/torchtitan, benchmarks/llama3_h100_202412_torchtitan.md"
 TITAN_A100 = "pytorch/torchtitan, docs/performance.md"
 OWN = "docs/results/2026-11-26-h200.md"
 OWN_RUNS = "docs/results/2026-11-26-h200-predictions.md"
+OWN_H100 = "docs/results/2026-11-27-gpus.md"
 CHECKPOINT = ("memory=checkpoint",)
 HALF_CHECKPOINT = ("memory=checkpoint", "memory.every=2")
 
@@ -161,6 +162,10 @@ ROWS = [
         overrides=CHECKPOINT),
     Row("GPT-2 124M, 1 x H200, selective", OWN_RUNS, "h200", GPT2, 1024, (16, 1, 1), seconds=0.0749,
         overrides=("memory=selective",), is_calibration=True),
+    Row("GPT-2 124M, 1 x H100", OWN_H100, "h100", GPT2, 1024, (16, 1, 1), seconds=0.0557),
+    Row("GPT-2 124M, fp32, 1 x H100", OWN_H100, "h100", GPT2, 1024, (16, 1, 1), seconds=0.3053,
+        overrides=("precision=fp32",)),
+    Row("GPT-2 124M, 4 micro-batches, 1 x H100", OWN_H100, "h100", GPT2, 1024, (8, 4, 1), seconds=0.1291),
     llm_foundry_row("h100", "760m", 2048, (24, 2, 8), 63147),
     llm_foundry_row("h100", "1b", 2048, (14, 1, 8), 45455, is_calibration=True),
     llm_foundry_row("h100", "1b", 2048, (20, 1, 64), 44402),
