@@ -19,7 +19,7 @@ The map of statements and the copy are kept in --cache (default ~/.cache/accel-r
 by their text, so the map survives edits elsewhere in a file; `collect` runs only test files that changed since.
 Equivalent mutants, which no test can detect, are listed with a reason in scripts/mutants_equivalent.toml.
 
-Exit 0: at least --least percent of those that are not equivalent were killed. 1: fewer. 64: invalid command line.
+Exit 0: at least --least percent of those that are not equivalent were killed. 1: fewer. 2: invalid command line.
 """
 
 from __future__ import annotations
@@ -531,8 +531,8 @@ class Recorder:
         return Hooks()
 
 
-def collect(cache: Path, only: Sequence[str]) -> None:
-    """Run each test file whose map is missing or of another version, and keep its map."""
+def collect(cache: Path, only: Sequence[str], *, is_slow: bool) -> None:
+    """Run each test file whose map is missing or of another version, and keep its map; is_slow: also slow tests."""
     tree, maps = cache / "collected", cache / "maps"
     maps.mkdir(parents=True, exist_ok=True)
     tree.mkdir(exist_ok=True)
@@ -547,7 +547,7 @@ def collect(cache: Path, only: Sequence[str]) -> None:
 
         def record(name: str = name, digest: str = digest, kept: Path = kept) -> int:
             recorder = Recorder(cache / "reached")
-            code = run_pytest(tree, [name, "-m", "not gpu"], [recorder.hooks()])
+            code = run_pytest(tree, [name, "-m", "not gpu" if is_slow else "not gpu and not slow"], [recorder.hooks()])
             used = sorted({number for test in recorder.tests.values() for number in test.get("hits", ())})
             place = {number: index for index, number in enumerate(used)}
             for test in recorder.tests.values():
@@ -701,11 +701,12 @@ def in_fork(function: Any, log: Path, limit_s: float) -> tuple[int | None, float
             os._exit(code)
     code = None
     while time.monotonic() < began + limit_s:
-        ended, status = os.waitpid(pid, os.WNOHANG)
-        if ended:
+        ended, status = os.waitpid(-1, os.WNOHANG)  # also its orphans: a test may wait until they are gone
+        if ended == pid:
             code = os.waitstatus_to_exitcode(status)
             break
-        time.sleep(0.01)
+        if not ended:
+            time.sleep(0.01)
     else:
         os.kill(pid, signal.SIGKILL)
     end_children()
@@ -996,6 +997,7 @@ def main() -> int:
     verbs = parser.add_subparsers(dest="verb", required=True)
     mapped = verbs.add_parser("collect", help="map statements to tests")
     mapped.add_argument("--only", action="append", default=[], metavar="PATH", help="test files or folders")
+    mapped.add_argument("--slow", action="store_true", help="also the tests marked slow; use another --cache for them")
     runs = verbs.add_parser("run", help="apply mutants and run tests")
     runs.add_argument("--seed", type=int, default=0)
     runs.add_argument("--count", type=int, default=140, help="mutants besides those of restored fields")
@@ -1013,11 +1015,13 @@ def main() -> int:
     verbs.add_parser("page", help="print the tables of a result").add_argument("file", type=Path)
     options = parser.parse_args()
     if options.verb == "collect":
-        collect(options.cache.resolve(), options.only)
+        collect(options.cache.resolve(), options.only, is_slow=options.slow)
         return 0
     if options.verb == "page":
         print("\n".join(tables(json.loads(options.file.read_text())["mutants"])))
         return 0
+    if missing := [test for test in options.tests if not (ROOT / test.partition("::")[0]).exists()]:
+        parser.error(f"no such test file: {', '.join(missing)}")
     options.cache, options.out = options.cache.resolve(), options.out.resolve()
     return run(options)
 

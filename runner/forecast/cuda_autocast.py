@@ -11,6 +11,7 @@ from typing import Any, Self
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_map
 
@@ -30,6 +31,8 @@ class CudaAutocastMode(TorchFunctionMode):
         if torch.is_autocast_enabled(self.device_type):
             if func in _FLOAT32_RESULTS:
                 kwargs = self._with_float32_result(args, kwargs)
+            elif func in _SOFTMAX_FUNCTIONS:
+                return self._softmax(func, args, kwargs)
             elif func in _FLOAT32_FUNCTIONS:
                 args, kwargs = tree_map(self._to_float32, (args, kwargs))
             elif func in _HALF_FUNCTIONS:
@@ -39,6 +42,16 @@ class CudaAutocastMode(TorchFunctionMode):
     def to_half(self, value: Any) -> Any:
         """Return the argument of a function that runs in the half format: CPU autocast casts it itself."""
         return value
+
+    def _softmax(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """Return the result in float32; kernels of a GPU read float16 and write float32 without a copy of the input."""
+        values = [*args, *kwargs.values()]
+        dtype = next((value for value in values if isinstance(value, torch.dtype)), torch.float32)
+        dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
+        if isinstance(values[0], FakeTensor) and values[0].dtype == torch.float16 and dtype == torch.float32:
+            return _SOFTMAX_FUNCTIONS[func](values[0], -1 if dim is None else dim, True)
+        args, kwargs = tree_map(self._to_float32, (args, kwargs))
+        return func(*args, **kwargs)
 
     def _with_float32_result(self, args: Any, kwargs: Any) -> Any:
         has_dtype = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
@@ -105,9 +118,13 @@ _FLOAT32_FUNCTIONS = frozenset(  # aten/src/ATen/autocast_mode.h of torch 2.13, 
         " layer_norm group_norm cosine_similarity poisson_nll_loss cosine_embedding_loss nll_loss hinge_embedding_loss"
         " kl_div l1_loss smooth_l1_loss huber_loss mse_loss margin_ranking_loss multilabel_margin_loss"
         " soft_margin_loss triplet_margin_loss multi_margin_loss binary_cross_entropy_with_logits dist pdist cdist"
-        " renorm logsumexp interpolate softmax log_softmax norm"
+        " renorm logsumexp interpolate norm"
     )
 )
+_SOFTMAX_FUNCTIONS = {  # of AT_FORALL_FP32_SET_OPT_DTYPE: function -> operator that can convert float16
+    **dict.fromkeys((F.softmax, torch.softmax, Tensor.softmax), torch.ops.aten._softmax),
+    **dict.fromkeys((F.log_softmax, torch.log_softmax, Tensor.log_softmax), torch.ops.aten._log_softmax),
+}
 _FLOAT32_RESULTS = frozenset(  # of AT_FORALL_FP32_SET_OPT_DTYPE: without a copy of the input in float32
     _find_functions("prod cumprod cumsum sum")
 )

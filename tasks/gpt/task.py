@@ -106,8 +106,11 @@ class GPT(Task):
         """Return the cross-entropy in nats summed over the tokens y (B, T), always in float32."""
         x, y = batch
         # Created here and not in the model, so that torch.compile can make one graph of the model.
-        logits = model(x, noise=self.model.noise(x)).float()
-        return F.cross_entropy(logits.view(-1, logits.shape[-1]), y.view(-1), reduction="sum"), y.numel()
+        logits = model(x, noise=self.model.noise(x))
+        # Not F.cross_entropy: autocast leaves it in the half format, and a copy of the logits in float32 is large.
+        # On a GPU, log_softmax reads float16 and writes float32.
+        log_probabilities = F.log_softmax(logits.view(-1, logits.shape[-1]), dim=-1, dtype=torch.float32)
+        return F.nll_loss(log_probabilities, y.view(-1), reduction="sum"), y.numel()
 
     def evaluate(self, model: nn.Module, batch: tuple[Tensor, Tensor]) -> Mapping[str, Sum]:
         """Return the loss per token and, if the text is known, in bits per byte."""

@@ -55,3 +55,22 @@ def test_the_copy_of_a_weight_is_kept_until_autocast_ends(run):
         F.linear(x, weight), F.linear(x, weight)
         assert [block.size for block in run.recorder.blocks_in_use()] == [weight.numel() * HALF.itemsize]
     assert not run.recorder.blocks_in_use()
+
+
+@pytest.mark.parametrize("dtype", [None, torch.float32])
+@pytest.mark.parametrize("of_module", [torch, F, torch.Tensor])
+@pytest.mark.parametrize("name", ["softmax", "log_softmax"])
+@pytest.mark.parametrize(("half", "num_copies"), [(torch.float16, 0), (torch.bfloat16, 1)])
+def test_softmax_copies_bfloat16_but_not_float16(run, name, of_module, dtype, half, num_copies):
+    x = torch.empty(4, 8, device="cuda:0", dtype=half)
+    run.recorder = AllocationRecorder(device_type="cuda")
+    with GpuAutocastMode(half):
+        result = getattr(of_module, name)(x, dim=-1, dtype=dtype)
+    assert result.dtype == torch.float32
+    assert [block.size for block in run.recorder.blocks] == [result.nbytes] * (1 + num_copies)
+
+
+def test_softmax_has_the_requested_format(run):
+    x = torch.empty(4, 8, device="cuda:0", dtype=torch.float16)
+    with GpuAutocastMode(torch.float16):
+        assert F.log_softmax(x, -1, dtype=torch.float64).dtype == torch.float64

@@ -191,6 +191,23 @@ def test_each_device_has_a_separate_generator(stand_in: StandIn) -> None:
     stand_in.program("a100x2", GENERATORS)
 
 
+SOFTMAX = """
+import torch
+for function in (torch.softmax, torch.log_softmax):
+    x = torch.randn(6, 50, device="cuda", dtype=torch.float16, requires_grad=True)
+    results, gradients = [], []
+    for fused in (True, False):
+        results.append(function(x, -1, dtype=torch.float32) if fused else function(x.float(), -1))
+        gradients += torch.autograd.grad((results[-1] ** 2).sum(), x)
+    assert torch.equal(*results) and torch.equal(*gradients), (results, gradients)
+    assert results[0].dtype == torch.float32 and gradients[0].dtype == torch.float16
+"""
+
+
+def test_softmax_of_float16_in_float32_is_that_of_a_copy(stand_in: StandIn) -> None:
+    stand_in.program("t4", SOFTMAX)
+
+
 def test_collectives_are_correct_on_a_separate_stream(stand_in: StandIn) -> None:
     stand_in.program("a100x2", "from tests.stand_ins.collectives import main; main()")
 

@@ -89,7 +89,9 @@ class Call {
         name_, ")");
     stream_ = current_key(device_);
     record();
+    Tensor float16_result = convert_arguments_of_softmax(first);
     op_.redispatchBoxed(kOnCPU, stack_);
+    if (float16_result.defined()) stack_->back() = float16_result.copy_(stack_->back().toTensor());
     for (auto& [original, alias] : aliases_) adopt_new_size(original, alias);
     size_t results = stack_->size() - schema_.returns().size();
     for (size_t i = 0; i < schema_.returns().size(); ++i) (*stack_)[results + i] = on_device_again(i, (*stack_)[results + i]);
@@ -162,6 +164,25 @@ class Call {
       else
         TORCH_CHECK(false, "Expected a 'cuda' device type for generator but found 'cpu'");
     }
+  }
+
+  // Kernels of a GPU read float16 and write float32, and the reverse in the backward pass; those of a CPU do not.
+  // Returns the tensor for the result of such a backward pass, which is its `out` argument.
+  Tensor convert_arguments_of_softmax(size_t first) {
+    IValue* arguments = &(*stack_)[first];
+    if ((name_ == "aten::_softmax" || name_ == "aten::_log_softmax") && arguments[2].toBool()) {
+      TORCH_CHECK(arguments[0].toTensor().scalar_type() == at::kHalf, "conversion is supported for Half type only");
+      arguments[0] = arguments[0].toTensor().to(at::kFloat);
+      arguments[2] = false;
+    }
+    if ((name_ == "aten::_softmax_backward_data" || name_ == "aten::_log_softmax_backward_data") &&
+        arguments[0].toTensor().scalar_type() == at::kFloat && arguments[3].toScalarType() == at::kHalf) {
+      Tensor result = arguments[4].toTensor();
+      arguments[3] = at::kFloat;
+      arguments[4] = at::empty_like(result, result.options().dtype(at::kFloat));
+      return result;
+    }
+    return Tensor();
   }
 
   void record() {
