@@ -30,6 +30,7 @@ from runner.base.secret_refusal import refuse_secrets
 from runner.base.text import error_line, error_message, first_line, wrap_for_terminal, wrap_help
 from runner.commands import COMMANDS, TRAINING
 from runner.host.output import nonblocking_streams, open_closed_streams, write_if_ready
+from runner.host.thread_start import limit_thread_starts
 from runner.version import __version__
 
 
@@ -45,6 +46,7 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
         # Long-running code enables it again (engine/hooks/first_update.py, engine/infer.py).
         gc.disable()
         open_closed_streams()
+        limit_thread_starts()
     is_training = bool(arguments) and arguments[0] in TRAINING
     final_code: list[int] = []
     with _exit_on_signals(final_code, for_good=argv is None), nonblocking_streams() if is_training else nullcontext():

@@ -27,6 +27,7 @@ from runner.host.output import make_streams_nonblocking
 from runner.host.parent_death import die_with_parent
 from runner.host.scratch import shared_folder
 from runner.host.stacks import dump_on_signal
+from runner.host.thread_start import limit_thread_starts
 
 
 class PicklerWithoutModel(ForkingPickler):
@@ -78,8 +79,9 @@ class _Queue(queues.Queue):  # type: ignore[type-arg]  # not subscriptable in Py
         self._error = RemoteError(describe_exception(error))
         lost = [obj, *self._buffer]  # type: ignore[attr-defined]
         self._buffer.clear()  # type: ignore[attr-defined]
-        for number, _ in lost:
-            self._send(number, self._error)
+        for item in lost:
+            if item is not None:  # the request to end, after which the worker is killed
+                self._send(item[0], self._error)
 
     def _send(self, number: int, error: RemoteError) -> None:
         self._sem.acquire(block=False)  # type: ignore[attr-defined]  # the reader releases it
@@ -139,6 +141,7 @@ def init_worker(parent_pid: int, worker: int) -> None:
     torch's workers check for their parent every 5 s, and one that starts while its parent dies sees another parent.
     """
     die_with_parent(parent_pid)
+    limit_thread_starts()
     make_streams_nonblocking()
     sys.excepthook = _print_unexpected_error
     for number in _STOP_SIGNALS:

@@ -31,6 +31,7 @@ from runner.base.text import RemoteError
 from runner.config.configuration import compose
 from runner.config.option_table import call_option
 from runner.config.request import Request
+from runner.host.loader_processes import worker_context
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
 from runner.plan.planner import make_plan
 from tests.axes.worker_data import Owner
@@ -522,3 +523,13 @@ def test_reading_is_measured_unless_the_number_of_workers_is_set(words: tuple[st
     gpu = Device("cuda", 0, "Tesla T4", "GPU-0", 15 * GIB, capability=(7, 5))
     plan = make_plan(compose(Request(words)), Inventory((gpu,), Cpu("a processor", 8, 16, 64 * GIB)))
     assert plan.choices["dataloader"].options["workers_above_ms"] == limit_ms
+
+
+def test_a_lost_request_to_end_is_not_reported_as_a_lost_batch(monkeypatch: pytest.MonkeyPatch) -> None:
+    queue = worker_context("fork").Queue()
+    lost: list[int] = []
+    monkeypatch.setattr(queue, "_send", lambda number, _: lost.append(number))  # lint-tests: private: the pipe
+    queue._buffer.append((2, "indices"))  # lint-tests: private: of multiprocessing
+    queue._on_queue_feeder_error(MemoryError(), None)  # lint-tests: private: a method for subclasses to override
+    assert lost == [2]
+    queue.close()

@@ -57,7 +57,7 @@ class Kind:
 KINDS = {
     "open files": Kind(tuple(range(3, 72)), {(1, 1): (26,), (1, 2): (8, 22, 28), (2, 1): (20,)}),
     "processes": Kind(tuple(range(1, 28)), {(1, 1): (5,), (1, 2): (3, 6, 9), (2, 1): (2, 3)}),
-    "address space": Kind((*range(0, 64, 4), *range(64, 1024, 64), 2048), {(1, 2): (16,), (2, 1): (0, 48)}),
+    "address space": Kind((*range(0, 64, 4), *range(64, 1024, 16), 2048), {(1, 2): (16,), (2, 1): (0, 48)}),
 }
 SHAPES = ((1, 0), (1, 1), (1, 2), (1, 3), (2, 0), (2, 1), (2, 2))
 # Exit codes under a limit. Ranks may also be lost (84): system libraries abort a rank that gets no thread.
