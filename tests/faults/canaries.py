@@ -16,6 +16,7 @@ NAMES = (
     "AZURE_STORAGE_CONNECTION_STRING", "DOCKER_AUTH_CONFIG", "AWS_BEARER_TOKEN_BEDROCK", "API_KEY_2", "API_TOKEN_1",
     "apiToken", "dbPassword", "URL_SIG", "X_SIGNATURE", "DB_URL", "REDIS_URL", "SLACK_HOOK", "BLOB_SAS", "TLS_PEM",
     "SSH_KEY", "MASTER_KEY", "sshkey", "GHTOKEN", "CONN_STR", "OPENAI_KEY", "LOGIN_PIN", "LOGIN_OTP", "SESSION_ID",
+    "OTP_SEED", "WALLET_MNEMONIC", "GITHUB_RECOVERY_CODES",
 )  # fmt: skip
 DIGITS, UPPER = string.digits, string.digits + string.ascii_uppercase
 HEX, PLAIN = string.digits + "abcdef", string.ascii_letters + string.digits
@@ -43,7 +44,9 @@ SHAPES = (
     "dp.pt.{plain:43}", "hvb.{plain:90}", "SK{hex:32}", "key-{hex:32}", "1234567890:AA{plain:33}",
     "MTk{plain:23}.{plain:6}.{plain:38}",
     "https://x.webhook.office.com/webhookb2/{hex:32}@{hex:32}/IncomingWebhook/{hex:32}/{hex:32}",
-    "abc8Q~{plain:34}",
+    "abc8Q~{plain:34}", "tfp_{plain:59}", "pul-{hex:40}", "EAACEdEose0cBA{plain:60}", "AQVN{plain:35}",
+    "kgat_{hex:32}", "ops_eyJ{plain:200}", "sntrys_eyJ{plain:80}", "nfp_{plain:36}", "jina_{plain:60}",
+    "tvly-dev-{plain:32}", "CFPAT-{plain:43}",
     "wandb_key={hex:40}", "password: hunter2{plain:16}", '"client_secret": "{plain:24}"', "Cookie: {plain:30}",
 )  # fmt: skip
 KINDS = {"digits": DIGITS, "upper": UPPER, "hex": HEX, "plain": PLAIN}
