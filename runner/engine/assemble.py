@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Collection, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -25,6 +25,7 @@ from runner.base.errors import ConfigError, DataError, Problem, TaskFault
 from runner.base.fetcher import Fetcher
 from runner.base.global_rng import seed_everything
 from runner.base.order import rank_seed
+from runner.base.rank_env import environment
 from runner.base.sample_rng import seeded_generators
 from runner.base.task import Task
 from runner.base.world import World
@@ -41,7 +42,7 @@ from runner.engine.custom_loader import CustomLoader
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.objectives import parse_objectives, unsupported_error
 from runner.engine.stream_reader import StreamFetcher, StreamSamples, read_all_samples
-from runner.engine.stream_source import StreamSource, is_exhaustible, is_stream
+from runner.engine.stream_source import StreamSource, is_exhaustible, is_stream, undivided
 from runner.engine.task_loading import build_task, task_errors
 from runner.host.scratch import check_compile_cache, keep_compiled_code_private
 from runner.plan.run_plan import Plan
@@ -102,8 +103,8 @@ class Parts:
         draws = seeded_generators(self.plan.settings.seed, split, "dataset")
         if type(task).stream is not Task.stream and (split == "train" or type(task).dataset is Task.dataset):
             return StreamSource(split, wanted or 1, make=task.stream)
-        with draws, task_errors(self.source, f'dataset("{split}")', allow=allowed):
-            dataset = task.dataset(split)
+        with draws, self._rank_variables(), task_errors(self.source, f'dataset("{split}")', allow=allowed):
+            dataset = undivided(task.dataset(split))
         if is_exhaustible(dataset):
             raise TaskFault(
                 f'dataset("{split}") returned a {type(dataset).__name__}, which can be read only once',
@@ -122,6 +123,13 @@ class Parts:
             )
         check_length(dataset, f'dataset("{split}")', task.dataset, self.source)
         return dataset
+
+    def _rank_variables(self) -> AbstractContextManager[None]:
+        """Set the variables of torchrun: datasets that share memory between the ranks of a machine read them."""
+        world = self.world
+        ranks = {"RANK": world.rank, "WORLD_SIZE": world.world_size}
+        ranks |= {"LOCAL_RANK": world.local_rank, "LOCAL_WORLD_SIZE": world.num_local_ranks}
+        return environment({name: str(value) for name, value in ranks.items()} if world.world_size > 1 else {})
 
     def _load_stream(self, stream: StreamSource) -> list[Any]:
         """Read the samples of a stream for evaluation. Raises NotImplementedError if the task lacks the split."""

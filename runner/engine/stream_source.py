@@ -3,19 +3,19 @@
 from __future__ import annotations
 
 import copy
-import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import IterableDataset
+from torch.utils.data import IterableDataset, Subset
 from torch.utils.data._utils import worker
 from torch.utils.data._utils.worker import WorkerInfo
 
 from runner.base.errors import DataError, TaskFault
 from runner.base.json_state import decode_state, encode_state
+from runner.base.rank_env import environment
 from runner.base.text import error_line
 from runner.engine.error_diagnosis import locate_definition
 
@@ -116,7 +116,7 @@ class StreamSource:
         info = None
         if self.make is None and self.num_shards > 1:
             info = WorkerInfo(id=shard, num_workers=self.num_shards, seed=0, dataset=self.dataset)
-        with _worker_info(info), _single_rank():
+        with _worker_info(info), environment(_SINGLE_RANK_ENV):
             yield
 
 
@@ -179,15 +179,12 @@ def _worker_info(info: WorkerInfo | None) -> Iterator[None]:
         worker._worker_info = before
 
 
-@contextmanager
-def _single_rank() -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in _SINGLE_RANK_ENV}
-    os.environ.update(_SINGLE_RANK_ENV)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value
+def undivided(dataset: Any) -> Any:
+    """Return the samples of all ranks: the length of a `StreamingDataset` of MosaicML is that of the share of a rank.
+
+    Checked with mosaicml-streaming 0.13.
+    """
+    names = [f"{kind.__module__}.{kind.__name__}" for kind in type(dataset).__mro__]
+    if "streaming.base.dataset.StreamingDataset" not in names or len(dataset) == dataset.epoch_size:
+        return dataset
+    return Subset(dataset, range(dataset.epoch_size))

@@ -244,7 +244,7 @@ def test_metrics_of_torchmetrics_are_merged(number: int, world_size: int) -> Non
 
 
 class MeanOfClasses(torchmetrics.classification.MulticlassAveragePrecision):
-    """Computes a scalar and a vector, like MeanAveragePrecision for detection, which needs torchvision."""
+    """Computes a scalar and a vector, like the one of test_detection_metrics.py, which needs torchvision."""
 
     def __init__(self) -> None:
         super().__init__(num_classes=2, average=None)
