@@ -12,6 +12,7 @@ from rich.console import Console
 from rich.text import Text
 
 from runner.base.secret import sanitize
+from runner.base.text import wrap_for_terminal
 from runner.tools.doctor.findings import CheckResult
 
 REDRAW_INTERVAL_S = 0.2
@@ -65,17 +66,16 @@ class DoctorDisplay:
                     self._print("", "")
                     self._print(state, f"{finding.check}: {_format_finding(finding)}")
                     self._print("", f"why  {sanitize(finding.why)}")
-                    self._print("", f"fix  {sanitize(finding.fix)}")
+                    self._print("", f"fix  {sanitize(finding.fix)}", is_command=True)
         self._console.print(f"\n{count_states(findings)}, in {took_s:.1f} s", markup=False)
 
-    def _print(self, state: str, text: str) -> None:
-        line = (
-            Text()
-            .append(f"{state:<4}", _STATE_STYLES.get(state))
-            .append(f"  {text}", "dim" if state == "skip" else None)
+    def _print(self, state: str, text: str, *, is_command: bool = False) -> None:
+        """Print a line, wrapped to the terminal unless it has a command to paste."""
+        line = f"{state:<4}  {text}".rstrip()
+        line = line if is_command else wrap_for_terminal(line, self._console.file)
+        self._console.print(
+            Text().append(line[:4], _STATE_STYLES.get(state)).append(line[4:], "dim" if state == "skip" else None)
         )
-        line.rstrip()
-        self._console.print(line)
 
 
 def count_states(findings: Iterable[CheckResult]) -> str:

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import pty
+import re
 import signal
+import struct
+import termios
 from collections.abc import Callable
 from pathlib import Path
 
@@ -196,6 +200,26 @@ def test_a_terminal_shows_the_running_check(monkeypatch: pytest.MonkeyPatch) -> 
     assert "matmul         cpu fp32 ... 3 s" in shown
     assert shown.index("... 3 s") < shown.index("\r\x1b[K", 5) < shown.index("95 GFLOP/s")
     assert "\x1b[32mok" in shown
+
+
+def test_findings_are_wrapped_to_the_terminal_and_commands_are_not() -> None:
+    from runner.tools.doctor.display import DoctorDisplay
+    from runner.tools.doctor.findings import warn
+
+    fix = f"pip install {'package ' * 12}".strip()
+    reader, writer = pty.openpty()
+    fcntl.ioctl(writer, termios.TIOCSWINSZ, struct.pack("HHHH", 24, 60, 0, 0))
+    with open(writer, "w") as terminal:  # noqa: PTH123 - a descriptor
+        finding = warn("disk", "a file system without space " * 4, fix, why="checkpoints need space " * 4)
+        display = DoctorDisplay(terminal)
+        display.show(finding)
+        display.show_summary([finding], 1.0)
+        shown = ""
+        while "skip, in" not in shown:
+            shown += os.read(reader, 65536).decode()
+    os.close(reader)
+    lines = re.sub(r"\x1b\[[0-9;]*m", "", shown).splitlines()
+    assert [line.strip() for line in lines if len(line) > 60] == [f"fix  {fix}"]
 
 
 def test_a_closed_pipe_is_no_error() -> None:
