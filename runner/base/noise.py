@@ -47,7 +47,7 @@ class SampleNoise:
         return _high_bits(self._bits(shape), num_bits).to(dtype).mul_(2.0**-num_bits)
 
     def normal(self, *shape: int, dtype: torch.dtype | None = None) -> Tensor:
-        """Return numbers from N(0, 1), up to 6.7 in size; computed in float64 if available, then rounded.
+        """Return numbers from N(0, 1), up to 6.7 in absolute value; computed in float64 if available, then rounded.
 
         Source: Box and Muller, A Note on the Generation of Random Normal Deviates, 1958, with 32 bits for each of two
         uniform numbers.

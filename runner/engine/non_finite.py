@@ -74,7 +74,7 @@ class ModuleCall:
     """One call of a module.
 
     is_outer  no other call contains it
-    outside   has an element for each gradient by the output that is not finite; `inside`: by an input
+    outside   has an element per non-finite gradient with respect to the output; `inside`: to an input
     """
 
     name: str

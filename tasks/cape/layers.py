@@ -100,7 +100,7 @@ def _support_layers(model: PoseTransformer) -> list[nn.Module]:
 
 
 def _decoder_layers(model: PoseTransformer) -> list[nn.Module]:
-    """Return layers that append coordinates and types to the proposals, and one that returns the values of a Guess."""
+    """Return layers that append coordinates and types to the proposals, and one that returns the predictions."""
     first = 3 + len(model.inputs)  # number of the values before the proposals
 
     def decode(layer: nn.Module, values: Values) -> Values:

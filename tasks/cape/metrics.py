@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from .data import Batch, Episodes, copy_support
-from .model import COORDINATE, END, Guess
+from .model import COORDINATE, END, KeypointPredictions
 
 THRESHOLD = 0.2  # relative to the longer side of the object
 
@@ -41,13 +41,13 @@ def score_keypoints(xy: Tensor, batch: Batch) -> tuple[Tensor, Tensor]:
     return (distances <= THRESHOLD) & batch["query_visible"], distances
 
 
-def score_guess(guess: Guess, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+def score_predictions(predictions: KeypointPredictions, batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
     """Return hits and distances (B, Q, K), and which queries (B, Q) end right after the last keypoint.
 
     A keypoint after the predicted end is not a hit.
     """
-    hits, distances = score_keypoints(guess.xy[:, -1, :-1].float().view_as(batch["query_xy"]), batch)
-    is_end = (guess.types[:, -1].argmax(dim=-1) == END).view(*hits.shape[:2], -1)
+    hits, distances = score_keypoints(predictions.xy[:, -1, :-1].float().view_as(batch["query_xy"]), batch)
+    is_end = (predictions.types[:, -1].argmax(dim=-1) == END).view(*hits.shape[:2], -1)
     goes_on = is_end.cumsum(dim=-1) == 0
     ended = goes_on.sum(dim=-1) == batch["present"].sum(dim=1)[:, None]
     return hits & goes_on[..., :-1], distances, ended

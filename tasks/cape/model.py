@@ -41,7 +41,7 @@ class Shape:
     pretrained: bool = False
 
 
-class Guess(NamedTuple):
+class KeypointPredictions(NamedTuple):
     """Predictions for T = K + 1 tokens of N queries: K keypoints and an end token.
 
     proposals  (N, T, 2) coordinates from feature similarity alone
@@ -55,7 +55,7 @@ class Guess(NamedTuple):
 
 
 class PoseTransformer(nn.Module):
-    """Map support and query images to a Guess for each query.
+    """Map support and query images to predictions for each query.
 
     A residual network and a transformer encoder process all images. The features at the support's keypoints, with
     their coordinates and order, are the support tokens. Their similarity to the query's features gives an initial
@@ -86,8 +86,8 @@ class PoseTransformer(nn.Module):
         self.likeness = nn.ModuleList(nn.Linear(C, C) for _ in range(2))
         self.decoder = nn.ModuleList(DecoderLayer(shape) for _ in range(shape.decoder_layers))
 
-    def forward(self, batch: Mapping[str, Tensor], cache: Decoding | None = None) -> Guess:
-        """Return the Guess for the N = B Q queries of a batch of episodes (see data.Episodes).
+    def forward(self, batch: Mapping[str, Tensor], cache: Decoding | None = None) -> KeypointPredictions:
+        """Return the predictions for the N = B Q queries of a batch of episodes (see data.Episodes).
 
         cache  None: predict each keypoint from the true previous ones; otherwise predict only the next token, from the
                predictions in the cache
@@ -99,16 +99,16 @@ class PoseTransformer(nn.Module):
         context = DecoderContext(tokens, present[:, None, None], query)
         return self._through_layers(steps + self.previous(batch), proposals, context)
 
-    def _next(self, batch: Mapping[str, Tensor], cache: Decoding) -> Guess:
+    def _next(self, batch: Mapping[str, Tensor], cache: Decoding) -> KeypointPredictions:
         if cache.read is None:
             query, tokens, present = self.read(batch)
             context = DecoderContext(tokens, present[:, None, None], query)
             cache.read = (*self.steps(query, tokens, present), context)
             cache.layers = [DecoderCache() for _ in self.decoder]
         steps, proposals, context = cache.read
-        done = len(cache.guessed)
+        done = len(cache.predicted)
         now = slice(done, done + 1)
-        inputs = self.coordinates(cache.guessed[-1]) if done else self.begin.expand(len(steps), 1, -1)
+        inputs = self.coordinates(cache.predicted[-1]) if done else self.begin.expand(len(steps), 1, -1)
         return self._through_layers(steps[:, now] + inputs, proposals[:, now], context, cache.layers)
 
     def read(self, batch: Mapping[str, Tensor]) -> tuple[Maps, Tensor, Tensor]:
@@ -165,14 +165,14 @@ class PoseTransformer(nn.Module):
         """
         start = self.begin.expand(batch["query_xy"].shape[:2].numel(), 1, -1)
         if cache is not None:
-            return torch.cat([start, *map(self.coordinates, cache.guessed)], dim=1)
+            return torch.cat([start, *map(self.coordinates, cache.predicted)], dim=1)
         seen = batch["query_visible"].flatten(0, 1)[..., None]
         tokens = self.coordinates(torch.where(seen, batch["query_xy"].flatten(0, 1), 0.5))
         return torch.cat([start, torch.where(seen, tokens, self.unknown)], dim=1)
 
     def _through_layers(
         self, x: Tensor, proposals: Tensor, context: DecoderContext, caches: Sequence[DecoderCache] | None = None
-    ) -> Guess:
+    ) -> KeypointPredictions:
         places, types = [proposals], []
         kept: Sequence[DecoderCache | None] = caches or [None] * len(self.decoder)
         for layer, cache in zip(self.decoder, kept, strict=True):
@@ -180,17 +180,17 @@ class PoseTransformer(nn.Module):
             x, moved, kinds = layer(x, places[-1].detach(), context, cache)
             places.append(moved)
             types.append(kinds)
-        return Guess(proposals, torch.stack(places[1:], dim=1), torch.stack(types, dim=1))
+        return KeypointPredictions(proposals, torch.stack(places[1:], dim=1), torch.stack(types, dim=1))
 
 
-def decode(model: nn.Module, batch: Mapping[str, Tensor]) -> Guess:
-    """Return the Guess with autoregressive decoding of all queries in parallel."""
-    cache, guesses = Decoding(), []
+def decode(model: nn.Module, batch: Mapping[str, Tensor]) -> KeypointPredictions:
+    """Return the predictions of autoregressive decoding of all queries in parallel."""
+    cache, tokens = Decoding(), []
     for _ in range(batch["present"].shape[1] + 1):
-        guess = Guess(*(part[..., -1:, :] for part in model(batch, cache)))
-        cache.guessed.append(guess.xy[:, -1])
-        guesses.append(guess)
-    return Guess(*(torch.cat(parts, dim=-2) for parts in zip(*guesses, strict=True)))
+        predictions = KeypointPredictions(*(part[..., -1:, :] for part in model(batch, cache)))
+        cache.predicted.append(predictions.xy[:, -1])
+        tokens.append(predictions)
+    return KeypointPredictions(*(torch.cat(parts, dim=-2) for parts in zip(*tokens, strict=True)))
 
 
 def order_embedding(count: int, like: Tensor) -> Tensor:
@@ -282,13 +282,13 @@ class DecoderCache:
 class Decoding:
     """State of autoregressive decoding: the predictions so far, and what the next step reuses.
 
-    guessed  predicted coordinates (N, 1, 2) of each token
-    read     query vectors and proposals of all tokens, and the context of the decoder; None before the first step
-    layers   keys and values of the decoder layers
+    predicted  coordinates (N, 1, 2) of each token
+    read       query vectors and proposals of all tokens, and the context of the decoder; None before the first step
+    layers     keys and values of the decoder layers
     """
 
     def __init__(self) -> None:
-        self.guessed: list[Tensor] = []
+        self.predicted: list[Tensor] = []
         self.read: tuple[Tensor, Tensor, DecoderContext] | None = None
         self.layers: list[DecoderCache] = []
 

@@ -71,16 +71,16 @@ def episode_picture(batch: Batch, row: int, xy: Tensor, hits: Tensor, category: 
     _points(axes[0], batch["support_xy"][row], shown, TRUE, label=None)
     for number in range(queries):
         axis, true, visible = axes[1 + number], batch["query_xy"][row, number], batch["query_visible"][row, number]
-        guessed, hit = xy[number], hits[number]
+        predicted, hit = xy[number], hits[number]
         _show(axis, batch["query_image"][row, number], f"Query {number + 1}: {int(hit.sum())} of {int(visible.sum())}")
-        _draw_skeleton(axis, guessed, batch["present"][row], category, HIT)
+        _draw_skeleton(axis, predicted, batch["present"][row], category, HIT)
         for point in visible.nonzero().flatten().tolist():
-            ends = [[float(guessed[point, side]), float(true[point, side])] for side in (0, 1)]
+            ends = [[float(predicted[point, side]), float(true[point, side])] for side in (0, 1)]
             axis.plot(*ends, color="white", linewidth=0.9, alpha=0.9)
         first = number == 0
         _draw_true_keypoints(axis, true, visible, label="true" if first else None)
-        _points(axis, guessed, hit, HIT, label="guessed, within" if first else None)
-        _points(axis, guessed, visible & ~hit, MISS, label="guessed, too far" if first else None)
+        _points(axis, predicted, hit, HIT, label="predicted, within tolerance" if first else None)
+        _points(axis, predicted, visible & ~hit, MISS, label="predicted, too far" if first else None)
     figure.legend(loc="outside lower center", ncols=3, frameon=False)
     return encode_png(figure)
 

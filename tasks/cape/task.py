@@ -24,8 +24,8 @@ from runner.base.values import Count, Factor, Fraction, PositiveInt
 from .data import Augmentation, Batch, Episodes, PoseSet, check_disjoint, copy_support, read_pose_set, select_categories
 from .glyphs import prepare_glyphs
 from .layers import split_layers
-from .metrics import THRESHOLD, copy_baseline, score_guess, score_keypoints, target_types
-from .model import COORDINATE, Guess, PoseTransformer, Shape, decode
+from .metrics import THRESHOLD, copy_baseline, score_keypoints, score_predictions, target_types
+from .model import COORDINATE, KeypointPredictions, PoseTransformer, Shape, decode
 from .pictures import category_table, coco_results, episode_picture
 
 SETTINGS = {
@@ -160,8 +160,8 @@ class CategoryAgnosticPose(Task):
         Each decoder layer has this loss. The L1 error is added for the proposals from feature similarity, and the
         cross-entropy for the end of each query.
         """
-        guess = model(self._hide_keypoints(batch) if self.model.training else batch)
-        return self._loss(Guess(*guess), batch)  # a pipeline returns a plain tuple
+        predictions = model(self._hide_keypoints(batch) if self.model.training else batch)
+        return self._loss(KeypointPredictions(*predictions), batch)  # a pipeline returns a plain tuple
 
     def _hide_keypoints(self, batch: Batch) -> Batch:
         """Return the batch with a fraction `forget` of the query's keypoints hidden from the model."""
@@ -169,13 +169,13 @@ class CategoryAgnosticPose(Task):
         hidden = per_sample_noise(batch).bernoulli(self.forget, *visible.shape[1:])
         return {**batch, "query_visible": visible & ~hidden}
 
-    def _loss(self, guess: Guess, batch: Batch) -> Sum:
+    def _loss(self, predictions: KeypointPredictions, batch: Batch) -> Sum:
         visible = batch["query_visible"].flatten(0, 1)
         true = torch.where(visible[..., None], batch["query_xy"].flatten(0, 1), 0.0)
-        places = torch.cat([guess.proposals[:, None], guess.xy], dim=1)[:, :, :-1].float()
+        places = torch.cat([predictions.proposals[:, None], predictions.xy], dim=1)[:, :, :-1].float()
         missed = torch.where(visible[:, None, :, None], (places - true[:, None]).abs(), 0.0).sum()
         types, counted = target_types(batch)
-        logits = guess.types.float()
+        logits = predictions.types.float()
         types = types[:, None].expand(logits.shape[:-1])
         each = F.cross_entropy(logits.flatten(0, 2), types.flatten(), reduction="none").view(types.shape)
         return COORDINATE_WEIGHT * missed + (each * counted[:, None]).sum(), visible.sum()
@@ -187,8 +187,8 @@ class CategoryAgnosticPose(Task):
         distance  mean distance relative to that side
         ended     fraction of the queries that end right after the last keypoint
         """
-        guess = decode(model, batch)
-        hits, distances, ended = score_guess(guess, batch)
+        predictions = decode(model, batch)
+        hits, distances, ended = score_predictions(predictions, batch)
         visible = batch["query_visible"]
         return {
             "loss": self.loss(model, batch),
@@ -256,10 +256,10 @@ def decode_episodes(
     for start in range(0, len(indices), batch_size):
         batch = episodes.__getitems__(indices[start : start + batch_size])
         moved = {name: value.to(device) for name, value in batch.items()}
-        guess = decode(model, moved)
-        hits = score_guess(guess, moved)[0].cpu()
-        xy = guess.xy[:, -1, :-1].float().cpu().view_as(batch["query_xy"])
-        scores = guess.types[:, -1, :-1].float().softmax(dim=-1)[..., COORDINATE].cpu().view_as(hits)
+        predictions = decode(model, moved)
+        hits = score_predictions(predictions, moved)[0].cpu()
+        xy = predictions.xy[:, -1, :-1].float().cpu().view_as(batch["query_xy"])
+        scores = predictions.types[:, -1, :-1].float().softmax(dim=-1)[..., COORDINATE].cpu().view_as(hits)
         for row in range(len(hits)):
             yield batch, row, xy[row], scores[row], hits[row]
 

@@ -470,7 +470,7 @@ def test_workers_are_started_if_one_takes_longer_than_the_limit(
 
 
 def test_the_second_of_two_batches_decides(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The first one may open files; the samples of the second are not beside those of the first."""
+    """The first one may open files; the samples of the second are not adjacent to those of the first."""
     clock = iter([0.0, 100.0, 100.0, 100.001])  # in the worker, which is forked
     monkeypatch.setattr(dataloader, "MAX_MEASUREMENT_S", 600.0)
     monkeypatch.setattr(dataloader, "time", SimpleNamespace(perf_counter=clock.__next__))

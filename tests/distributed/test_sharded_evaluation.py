@@ -81,7 +81,7 @@ def test_ranks_call_the_model_different_numbers_of_times(results: list[dict[str,
         assert distance(expected[: 1 + 2 * rank], result["outputs"]) <= tolerance
 
 
-def test_training_goes_on_as_without_an_evaluation(results: list[dict[str, Any]]) -> None:
+def test_training_continues_as_without_an_evaluation(results: list[dict[str, Any]]) -> None:
     def without(world: World) -> Any:
         run = run_of(world, gathers_model=False)
         run.advance(4)

@@ -30,7 +30,7 @@ def test_it_fits_whenever_recomputing_everything_does(blocks, limit):
 
 
 @given(BLOCKS, st.integers(0, 13_000), st.integers(0, 13_000))
-def test_more_memory_never_asks_for_more_blocks(blocks, one, other):
+def test_more_memory_never_requires_more_blocks(blocks, one, other):
     alike = [Layer("block", 100, 100) for _ in blocks]
     small, large = sorted((one, other))
     counts = [len(choose_recomputed_blocks(alike, taking(alike), limit)) for limit in (small, large)]

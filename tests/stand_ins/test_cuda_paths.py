@@ -111,7 +111,7 @@ SMALL = f"--task {FAILING} task.rank=-1"
 
 
 @pytest.mark.slow
-def test_first_contact_without_a_gpu_runs_on_the_stand_in_and_says_so(server: ForkServer, tmp_path: Path) -> None:
+def test_first_contact_without_a_gpu_runs_on_the_stand_in_and_reports_it(server: ForkServer, tmp_path: Path) -> None:
     """Started without the stand-in, in a folder that has its own `tests`."""
     (tmp_path / "tests").mkdir()
     (tmp_path / "tests/__init__.py").touch()

@@ -116,7 +116,7 @@ def test_an_interrupted_command_leaves_its_jobs_which_the_same_command_follows(
     assert states(cluster) == [("finished", "0")] * 3
 
 
-def test_trials_that_ended_while_nobody_followed_are_not_repeated(cluster: Path) -> None:
+def test_trials_that_ended_after_the_sweep_stopped_are_not_repeated(cluster: Path) -> None:
     command = ["train", "-m", "task.act=good,fail", *TASK]
     for name in ("held", "interrupt"):
         (cluster / name).touch()

@@ -13,8 +13,8 @@ import torch.nn.functional as F
 from runner.tasks.cape.attention import DeformableMapAttention, Maps, cell_centers, sample
 from runner.tasks.cape.backbone import FrozenBatchNorm2d, PretrainedResNet50
 from runner.tasks.cape.layers import split_layers
-from runner.tasks.cape.metrics import score_guess, score_keypoints, target_types
-from runner.tasks.cape.model import COORDINATE, END, CoordinateEmbedding, Guess, PoseTransformer, Shape
+from runner.tasks.cape.metrics import score_keypoints, score_predictions, target_types
+from runner.tasks.cape.model import COORDINATE, END, CoordinateEmbedding, KeypointPredictions, PoseTransformer, Shape
 from runner.tasks.cape.model import decode as decode_with_gradients
 from runner.tasks.cape.task import SHAPES, CategoryAgnosticPose
 from torch import Tensor, nn
@@ -76,7 +76,7 @@ def make_batch(counts: tuple[int, ...] = (5, 3), queries: int = 2, max_keypoints
     }
 
 
-def decode(model: Any, batch: Mapping[str, Tensor]) -> Guess:
+def decode(model: Any, batch: Mapping[str, Tensor]) -> KeypointPredictions:
     with torch.no_grad():
         return decode_with_gradients(model, batch)
 
@@ -94,14 +94,14 @@ def rows_of(batch: Batch, rows: slice) -> Batch:
 def test_the_prediction_depends_on_the_support(kind: str, decoding: bool) -> None:
     model, batch = make_model(kind), make_batch()
     with torch.no_grad():
-        guess = decode if decoding else lambda model, batch: model(batch)
-        before = guess(model, batch)
+        call = decode if decoding else lambda model, batch: model(batch)
+        before = call(model, batch)
         for name, changed in {
             "support_image": 1 - batch["support_image"],
             "support_xy": 1 - batch["support_xy"],
             "support_visible": batch["present"],
         }.items():
-            after = guess(model, {**batch, name: changed})
+            after = call(model, {**batch, name: changed})
             real = F.pad(batch["present"].repeat_interleave(2, 0), (0, 1))
             assert ((after.xy[:, -1] - before.xy[:, -1]).abs().amax(-1)[real] > 1e-5).float().mean() > 0.9, name
 
@@ -109,9 +109,9 @@ def test_the_prediction_depends_on_the_support(kind: str, decoding: bool) -> Non
 def test_every_prediction_depends_on_every_support_keypoint() -> None:
     model, batch = make_model(), make_batch((5,))
     xy = batch["support_xy"].requires_grad_()
-    guess = model(batch)
+    predictions = model(batch)
     for point in range(5):
-        (gradient,) = torch.autograd.grad(guess.xy[0, -1, point].sum(), xy, retain_graph=True)
+        (gradient,) = torch.autograd.grad(predictions.xy[0, -1, point].sum(), xy, retain_graph=True)
         reached = gradient[0].abs().sum(dim=-1) > 0
         assert reached.tolist() == batch["support_visible"][0].tolist()
 
@@ -185,8 +185,8 @@ def test_the_loss_equals_a_computation_by_hand() -> None:
     batch["query_xy"] = torch.tensor([[[[0.2, 0.4], [0.5, 0.5], [0.0, 0.0]]]])
     batch["query_visible"] = torch.tensor([[[True, False, False]]])
     xy = torch.tensor([[[[0.3, 0.4], [0.9, 0.9], [0.1, 0.1], [0.5, 0.5]]]])
-    guess = Guess(xy[0], xy.repeat(1, 2, 1, 1), torch.zeros(1, 2, 4, 2))
-    loss, items = make_task(nn.Identity()).loss(lambda _: guess, batch)  # type: ignore[arg-type]
+    predictions = KeypointPredictions(xy[0], xy.repeat(1, 2, 1, 1), torch.zeros(1, 2, 4, 2))
+    loss, items = make_task(nn.Identity()).loss(lambda _: predictions, batch)  # type: ignore[arg-type]
     # the L1 of one point in the proposals and two layers; the types of that point and of the end in two layers
     assert float(loss) == pytest.approx(3 * 5 * 0.1 + 2 * 2 * math.log(2))
     assert int(items) == 1
@@ -214,7 +214,7 @@ def test_queries_without_a_visible_keypoint_are_excluded_from_the_loss() -> None
 def composed(model: PoseTransformer) -> Any:
     first, *rest = split_layers(model)
 
-    def call(*inputs: Any) -> Guess:
+    def call(*inputs: Any) -> KeypointPredictions:
         value = first(*inputs)
         for layer in rest:
             value = layer(value)
@@ -307,8 +307,8 @@ def test_a_keypoint_after_the_end_is_not_a_hit() -> None:
     xy = F.pad(batch["query_xy"].flatten(0, 1), (0, 0, 0, 1))[:, None]
     kinds = torch.full((2, 1, 5), COORDINATE)
     kinds[0, 0, 2] = kinds[1, 0, 2] = END  # the first query ends too early
-    guess = Guess(xy[:, 0], xy, F.one_hot(kinds, 2).float())
-    hits, distances, result = score_guess(guess, batch)
+    predictions = KeypointPredictions(xy[:, 0], xy, F.one_hot(kinds, 2).float())
+    hits, distances, result = score_predictions(predictions, batch)
     assert hits.sum(dim=-1).flatten().tolist() == [2, 2]
     assert result.flatten().tolist() == [False, True]
     assert distances.sum() == 0
@@ -411,6 +411,6 @@ def test_the_model_overfits_one_episode(kind: str) -> None:
         optimizer.zero_grad()
         (loss / items).backward()
         optimizer.step()
-    hits, _, result = score_guess(decode(model.eval(), batch), batch)
+    hits, _, result = score_predictions(decode(model.eval(), batch), batch)
     assert hits.sum() >= 7  # of eight, since decoding continues from its own predictions
     assert result.all()

@@ -1,4 +1,4 @@
-"""Processes of checks: a crash or hang is a finding with the name of the check, and does not affect other checks."""
+"""Check processes: a crash or hang is a finding with the name of the check, and does not affect other checks."""
 
 from __future__ import annotations
 
