@@ -211,7 +211,7 @@ class Pipelined(Parallel):
         inputs: list[Call] = []
         if failure is None and self.pipeline.is_first:
             failure = catch_exception(lambda: inputs.extend(self._model_calls(passes, micros, seed)))
-        keys = self._agree(failure, len(micros), seed, inputs)
+        keys = self._agree(passes, micros, inputs, seed, failure)
         tally = StageSums(self.world.zeros(), self.world.zeros())
         self.schedule.begin_update()
         first = 0
@@ -339,25 +339,37 @@ class Pipelined(Parallel):
             else:
                 raise model_not_called_error()
 
-    def _agree(self, failure: Exception | None, count: int, seed: int, inputs: Sequence[Call]) -> _Keys:
-        """Return the first stage's description of the micro-batches; raises on all ranks if one of them failed."""
-        first = self.pipeline.is_first
+    def _agree(
+        self,
+        passes: ForwardPasses,
+        micros: Sequence[MicroBatch],
+        inputs: Sequence[Call],
+        seed: int,
+        failure: Exception | None,
+    ) -> _Keys:
+        """Return the first stage's description of the micro-batches, whose shapes are then known.
+
+        Raises on all ranks of all pipelines if one of them failed: in `failure`, or while it inferred shapes.
+        """
+        first, count = self.pipeline.is_first, len(micros)
         message = torch.tensor([int(failure is not None), count, -count, seed if first else -1])
         failed, most, least, seed = self.pipeline.max(message).tolist()
+        keys = torch.tensor([hash_shapes(call) for call in inputs] if first else [0] * count, dtype=torch.int64)
         if not failed and most != -least:
             differs = f"ranks read different numbers of micro-batches, from {-least} to {most}"
-            failure = AccelRunError(differs)
-        if self.replicas.any(bool(failed) or failure is not None):
-            raise_on_all_ranks(failure, self.world, WHERE)
-        keys = torch.tensor([hash_shapes(call) for call in inputs] if first else [0] * count, dtype=torch.int64)
-        if count:
+            failed, failure = True, AccelRunError(differs)
+        elif not failed and count:
             self.pipeline.broadcast_tensor(keys)
+            calls = inputs or [Call((), {})] * count  # the first stage receives the arguments of the model
+            for key, micro, call in zip(keys.tolist(), micros, calls, strict=True):
+                if key not in self._shapes and not failed:
+                    failed, failure = self._infer_shapes(passes, micro, call, key)
+        if self.replicas.any(bool(failed)):
+            raise_on_all_ranks(failure, self.world, WHERE)
         self.stopwatch.lap("wait")
         return _Keys(seed, keys.tolist())
 
     def _run(self, work: StageWork, key: int, count: int) -> None:
-        if key not in self._shapes:
-            self._shapes[key] = [*self._known_shapes] or self._infer_shapes(work)
         step = self.schedule.step(self.stage, count, key, self._shapes[key])
         self.stage.begin(work, self._shapes[key], self._handle_calls)
         numbers = [torch.arange(count)] if self.pipeline.is_first else []
@@ -372,25 +384,33 @@ class Pipelined(Parallel):
             self.stage.end()
         self.stopwatch.lap("wait")
 
-    def _infer_shapes(self, work: StageWork) -> list[Shapes]:
+    def _infer_shapes(
+        self, passes: ForwardPasses, micro: MicroBatch, call: Call, key: int
+    ) -> tuple[bool, Exception | None]:
         """Infer the input shapes of each stage by running one micro-batch without gradients.
 
-        Errors in layers and loss are found here, while no rank waits for another one.
+        Errors in layers and loss are found here, while no rank waits for another one. Returns whether a rank of this
+        pipeline failed, and the failure of this rank.
         """
+        if self._known_shapes:
+            self._shapes[key] = [*self._known_shapes]
+            return False, None
         modules = {*self.stage.modules(), *self._buffers.modules}
-        call = work.inputs[0] if work.inputs else Call((), {})
 
         def checked(output: Any) -> None:
             fresh = map_tensors(_as_leaf, output)
-            with torch.enable_grad(), self._handle_calls(ReplayedCall(fresh)), work.passes.forward():
-                noise.switch_pass(work.micros[0].samples)
-                work.passes.loss(work.passes.model, work.micros[0].batch)
+            with torch.enable_grad(), self._handle_calls(ReplayedCall(fresh)), passes.forward():
+                noise.switch_pass(micro.samples)
+                passes.loss(passes.model, micro.batch)
 
-        noise.switch_pass(work.micros[0].samples)
+        noise.switch_pass(micro.samples)
         with torch.no_grad(), restore_buffers(modules):
-            outcome = run_stage(self.stage, self.pipeline, call, work.passes.forward, checked)
-        raise_on_all_ranks(outcome.failure, self.pipeline, WHERE)
-        return [Shapes.from_description(shapes) for shapes in self.pipeline.gather(outcome.shapes)]
+            outcome = run_stage(self.stage, self.pipeline, call, passes.forward, checked)
+        found = self.pipeline.gather([outcome.failure is not None, outcome.shapes])
+        failed = any(has_failed for has_failed, _ in found)
+        if not failed:
+            self._shapes[key] = [Shapes.from_description(shapes) for _, shapes in found]
+        return failed, outcome.failure
 
     # ------------------------------------------------------------ one pass through all stages
 

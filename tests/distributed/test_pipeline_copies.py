@@ -160,22 +160,28 @@ def skipped_update(world: World) -> list[Any]:
     return [made.precision.num_skipped(), statistics.is_meta or statistics.isfinite().all().item()]
 
 
-def failing(world: World) -> str:
-    """Fail in the last stage of the last pipeline; return what this rank reports."""
+def failing(world: World, phase: str) -> str:
+    """Fail in the last stage of the last pipeline; return what this rank reports.
+
+    phase  first: in the first micro-batch, while this pipeline infers shapes; later: in a micro-batch of another shape
+    """
+    calls = []
 
     def loss(model: nn.Module, batch: Any) -> Any:
-        if world.rank == RANKS - 1:
+        result = token_loss(model, batch)
+        calls.append(len(batch["x"]))
+        if world.rank == RANKS - 1 and calls[-1] == {"first": 2, "later": 1}[phase]:
             raise ValueError("planted")
-        return token_loss(model, batch)
+        return result
 
     model = nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(4))).double()
     parallel = Pipelined(world, stages=STAGES)
     wrapped = parallel.wrap(model, lambda: list(model), [])
     parallel.begin(list(parallel.owned_parameters(dict(model.named_parameters())).values()))
     try:
-        parallel.accumulate(passes_of(wrapped, loss), iter(batches([2], DOUBLE)))
+        parallel.accumulate(passes_of(wrapped, loss), iter(batches([2, 1], DOUBLE)))
     except Exception as error:
-        return str(error)
+        return f"{type(error).__name__}: {error}"
     return ""
 
 
@@ -243,10 +249,13 @@ def test_an_overflow_where_one_pipeline_has_no_samples_leaves_no_trace(results: 
     assert [result["skipped"] for result in results] == [[1, True]] * RANKS
 
 
-def test_a_failing_rank_is_named_by_its_number_among_all_ranks() -> None:
-    *_, beside, failed = run_ranks(failing, RANKS)
-    assert failed == "planted"
-    assert f"rank {RANKS - 1} failed" in beside
+@pytest.mark.parametrize("phase", ["first", "later"])
+def test_an_error_in_one_pipeline_reaches_all_ranks_with_its_rank_and_text(phase: str) -> None:
+    *others, failed = run_ranks(lambda world: failing(world, phase), RANKS)
+    assert failed == "ValueError: planted"
+    for other in others:
+        assert other.startswith("RankLost")
+        assert f"rank {RANKS - 1} failed: ValueError: planted" in other
 
 
 def test_running_statistics_of_the_loss_are_not_averaged_with_stages_that_do_not_compute_it() -> None:
