@@ -47,6 +47,8 @@ PLACES: dict[tuple[str, str, str], str] = {
     ("runner/engine/contract_checks.py", "*", "getattr"): "members of Task and Hook that the file spells out",
     ("runner/engine/coupled.py", "is_coupled", "getattr"): "methods of Task that the line spells out",
     ("runner/engine/objectives.py", "parse_objectives", "getattr"): "two groups that the file spells out",
+    ("runner/distributed/shared_calls.py", "watched", "getattr"): "functions of torch that the file spells out",
+    ("runner/distributed/shared_calls.py", "watched", "setattr"): "functions of torch that the file spells out, put back at the end",
     ("runner/distributed/sharded.py", "*", "getattr"): "a literal of the option communicate",
     ("runner/engine/hooks/hook.py", "hooks_with", "getattr"): "a method of Hook that the callers spell out",
     ("runner/engine/hooks/forward_state.py", "*", "getattr"): "parameters and buffers that a module itself lists",

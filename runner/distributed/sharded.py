@@ -367,8 +367,6 @@ class Sharded(Parallel):
             if "mixed torch.Tensor and DTensor" not in str(error):
                 raise
             raise calls.outside_error() from error
-        while self.world.any(False):
-            calls.join()
 
     def _allocate_gathered(self, model: nn.Module) -> None:
         """Gather each part once: in torch.inference_mode, a first gather would create tensors unusable in training."""

@@ -1,17 +1,20 @@
 """Calls of a sharded model by ranks that call it different numbers of times, as in an evaluation.
 
 Each call gathers the parts of the model one after another. These gathers are collectives, so a rank that has finished
-takes part in them until all ranks have finished.
+takes part in them until all ranks have finished. A collective of the task itself, such as that of a metric, must
+therefore follow the same number of calls on every rank: otherwise it would be paired with a gather.
 """
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -47,16 +50,58 @@ class SharedCalls:
 
     @contextmanager
     def watched(self) -> Iterator[None]:
-        """Tell the other ranks of each call inside, and complete the gathers of calls that fail."""
+        """Announce each call inside to the other ranks, and complete the gathers of calls that fail.
+
+        On exit without an error, takes part in the calls of the other ranks until all have finished. Raises TaskFault
+        on all ranks if some run a collective of torch.distributed while others call the model, or have finished.
+        """
+        plain = {name: getattr(dist, name) for name in COLLECTIVES}
         self._is_watched = True
+        try:
+            for name, function in plain.items():
+                setattr(dist, name, self._announced(function))
+            yield
+        finally:
+            for name, function in plain.items():
+                setattr(dist, name, function)
+            self._is_watched, self._depth = False, 0
+        while self._agree(_FINISHED) == _CALLS:
+            self._gather(self.order)
+
+    def _agree(self, mine: int) -> int:
+        """Return what the ranks do next: run a collective, else call the model, else none of these."""
+        lowest, highest = self.world.max(torch.tensor([-mine, mine])).tolist()
+        if highest == _RUNS_COLLECTIVE != -lowest:
+            raise TaskFault(
+                "a rank calls a collective of torch.distributed while another rank "
+                + ("calls the model" if -lowest == _CALLS else "has finished its batches"),
+                where="parallelism.evaluation=sharded",
+                fix="return sums from evaluate, or use Task.metrics, instead of a collective (such as torchmetrics'"
+                " dist_sync_on_step); or use parallelism.evaluation=whole",
+            )
+        return int(highest)
+
+    def _announced(self, function: Callable[..., Any]) -> Callable[..., Any]:
+        """Return a collective that first compares with the other ranks, unless it is called inside the model."""
+
+        @functools.wraps(function)
+        def announced(*args: Any, **kwargs: Any) -> Any:
+            groups = [each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)]
+            if self._is_watched and not self._depth and all(group is dist.group.WORLD for group in groups):
+                with self._own_collectives():
+                    self._agree(_RUNS_COLLECTIVE)
+                    return function(*args, **kwargs)  # which may consist of others
+            return function(*args, **kwargs)
+
+        return announced
+
+    @contextmanager
+    def _own_collectives(self) -> Iterator[None]:
+        self._is_watched = False
         try:
             yield
         finally:
-            self._is_watched, self._depth = False, 0
-
-    def join(self) -> None:
-        """Take part in the gathers of a call by other ranks."""
-        self._gather(self.order)
+            self._is_watched = True
 
     def outside_error(self) -> TaskFault:
         """Return the error for a use of a part of the model that is not gathered."""
@@ -79,7 +124,8 @@ class SharedCalls:
             return
         self._depth += 1
         if self._depth == 1:
-            self.world.any(True)
+            with self._own_collectives():
+                self._agree(_CALLS)
             self._gathered = [self.model]
 
     @torch.compiler.disable  # type: ignore[untyped-decorator]
@@ -100,6 +146,17 @@ class SharedCalls:
             self.free(self.model)
             return
         # The caller may catch the error, while other ranks are inside the call.
-        self._gather(self.order[len(self._gathered) :])
+        with self._own_collectives():
+            self._gather(self.order[len(self._gathered) :])
         root: Any = self.model
         root._get_fsdp_state()._state_ctx.iter_forward_root = None  # torch resets it after complete calls only
+
+
+_FINISHED, _CALLS, _RUNS_COLLECTIVE = range(3)
+# Of torch.distributed, on all ranks: point-to-point messages and those of another group cannot be paired with a gather.
+COLLECTIVES = (
+    "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
+    "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list",
+    "gather", "gather_object", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
+    "scatter_object_list",
+)  # fmt: skip

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -231,3 +232,53 @@ def test_the_weights_of_a_fit_are_written_in_the_whole_model() -> None:
         return listed(run.parallel.gather_full(run.model.state_dict()))
 
     assert {value for row in run_ranks(edited, 2)[0]["head.weight"] for value in row} == {2.0}
+
+
+def summed(world: World, calls: int, style: str) -> str:
+    """Call the model, then a collective, then the model again; return the sum, or the error."""
+    model, parallel, wrapped = stepping(world)
+    total = torch.tensor([world.rank + 1.0])
+    try:
+        with parallel.gather_parameters(wrapped), torch.no_grad():
+            for _ in range(calls):
+                wrapped(torch.ones(1, 4), cache=[])
+            if style == "sum":
+                dist.all_reduce(total)
+            elif style == "objects":
+                results: list[Any] = [None] * world.world_size
+                dist.all_gather_object(results, world.rank)
+                total = torch.tensor([sum(results) + 3.0 - len(results) / 2])
+            elif world.is_first:
+                dist.all_reduce(total)
+            wrapped(torch.ones(1, 4), cache=[])
+    except TaskFault as fault:
+        return fault.problems[0].what
+    assert model.passes == calls + 1
+    return str(float(total))
+
+
+@pytest.mark.parametrize("style", ["sum", "objects"])
+def test_a_collective_of_the_task_may_follow_equal_numbers_of_calls(style: str) -> None:
+    assert run_ranks(lambda world: summed(world, 2, style), 2) == [{"sum": "3.0", "objects": "3.0"}[style]] * 2
+
+
+@pytest.mark.parametrize("style", ["sum", "objects", "sum on rank 0"])
+def test_a_collective_of_the_task_while_other_ranks_call_the_model_is_an_error_on_all_ranks(style: str) -> None:
+    calls = 1 if style == "sum on rank 0" else None
+    what = "a rank calls a collective of torch.distributed while another rank calls the model"
+    found = run_ranks(lambda world: summed(world, calls or 1 + world.rank, style), 2)
+    assert found == [what] * 2
+
+
+def test_a_collective_of_the_task_after_other_ranks_have_finished_is_an_error_on_all_ranks() -> None:
+    def late(world: World) -> str:
+        _, parallel, wrapped = stepping(world)
+        with pytest.raises(TaskFault) as caught, parallel.gather_parameters(wrapped), torch.no_grad():
+            wrapped(torch.ones(1, 4), cache=[])
+            if world.is_first:
+                dist.barrier()
+        dist.barrier()  # the functions of torch are back
+        return caught.value.problems[0].what
+
+    what = "a rank calls a collective of torch.distributed while another rank has finished its batches"
+    assert run_ranks(late, 2) == [what] * 2
