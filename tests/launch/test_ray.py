@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -196,3 +197,14 @@ def test_trials_of_a_sweep_run_on_the_cluster(cluster: Any, nodes: list[Any], tm
     subprocess.run(words, cwd=tmp_path, check=True, capture_output=True)
     for number in (1, 2):
         assert len(losses(tmp_path, f"grid/grid-{number}")) == 5
+
+
+def test_an_address_without_a_cluster_is_reported(tmp_path: Path) -> None:
+    with socket.socket() as closed:
+        closed.bind(("127.0.0.1", 0))  # and does not listen
+        address = f"127.0.0.1:{closed.getsockname()[1]}"
+        words = command(tmp_path, "nowhere", "launcher=ray", f"launcher.address={address}", *TWO)
+        done = subprocess.run(words, cwd=tmp_path, check=False, capture_output=True, text=True)
+    assert done.returncode == 71, done.stderr
+    assert "launcher.address" in done.stderr
+    assert done.stderr.count("gcs_client.cc") == 2, "Ray prints a line for each attempt"
