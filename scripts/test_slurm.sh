@@ -407,7 +407,7 @@ a_sweep_keeps_its_limit_and_resumes_a_canceled_trial() {
     wait "$pid" || code=$?
     printf 'exit code %s after %s s; at most %s jobs at once\n' "$code" $((SECONDS - started)) "$(most_at_once "$array")"
     [[ $code == 75 && $(most_at_once "$array") == 2 ]] || return 1
-    [[ $(cut -d, -f4 outputs/grid/results.csv | tail -n +2 | tr '\n' ' ') == "done stopped done done " ]] || return 1
+    [[ $(cut -d, -f4 outputs/grid/results.csv | tail -n +2 | tr '\n' ' ') == "finished stopped finished finished " ]] || return 1
     "${command[@]}" || return 1
     scontrol show job "$(submission_of grid 2)" | grep -q 'ArrayTaskId=2 ' || return 1
     for code in 1 2 3 4; do finished "grid/grid-$code" 100 || return 1; done

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import importlib.util
 import json
 import shutil
 import socket
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -108,8 +110,18 @@ needs_s3 = pytest.mark.skipif(
 )
 
 
+@pytest.fixture(scope="module")
+def storage_threads() -> None:
+    """Start the two threads of fsspec for asynchronous storage, which never end."""
+    from fsspec.asyn import get_loop
+
+    loop = get_loop()
+    loop.set_default_executor(ThreadPoolExecutor(max_workers=1))
+    asyncio.run_coroutine_threadsafe(asyncio.to_thread(int), loop).result()
+
+
 @pytest.fixture
-def bucket(monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def bucket(storage_threads: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """Start an S3 server and yield the URL of a folder in an empty bucket."""
     from moto.server import ThreadedMotoServer
 
