@@ -6,10 +6,12 @@ import dataclasses
 from collections.abc import Sequence
 
 from runner.base.errors import Problem
+from runner.base.text import format_bytes
 from runner.plan.decisions import Decisions
 from runner.plan.inventory import Device
 from runner.plan.memory_fit import RankPart
 from runner.plan.rank_devices import ranks_per_machine
+from runner.plan.strategy import MAX_MEMORY_RATIO
 
 READ_MS = 1.0
 SPLIT_MIB = 25  # the size of a bucket of gradients
@@ -198,6 +200,10 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
     if len(planner.ranks) > 1 and (why_not := why_no_fsdp(planner.inventory.torch_version)):
         fix = 'pip install "torch>=2.13", or use parallelism=ddp or parallelism=pipeline'
         planner.problems.append(Problem(why_not, f"parallelism={choice.name}", fix))
+    memories = [rank.capacity_bytes for rank in planner.ranks]
+    if all(memories) and max(memories) > MAX_MEMORY_RATIO * min(memories):
+        usable = f"shards are even, so no device can hold more than the smallest one ({format_bytes(min(memories))})"
+        planner.notes.append(f"parallelism=fsdp: {usable}; parallelism=pipeline divides the layers by memory")
     communicated = {"bfloat16": "bf16", "float16": "fp16"}.get(str(choice.options["communicate"]))
     precision = planner.choices["precision"].function
     if communicated and communicated != precision:

@@ -605,6 +605,14 @@ def test_impossible_shares_are_refused(word: str) -> None:
     assert refused(*PAIR_WORDS, word, on=machine(*PAIR))[0].where == word
 
 
+def test_the_plan_says_that_fsdp_shards_evenly_on_unequal_devices() -> None:
+    for devices, is_said in ((PAIR, True), ((PAIR[0], dataclasses.replace(PAIR[0], index=1)), False)):
+        made = plan("parallelism=fsdp", "parallelism.world_size=2", on=machine(*devices))
+        notes = [note for note in made.notes if "shards are even" in note]
+        assert bool(notes) == is_said
+        assert all("(8 GiB)" in note and "parallelism=pipeline" in note for note in notes)
+
+
 CANNOT = [
     ("parallelism=pipeline", "compile=default"),
     ("parallelism=fsdp", "parallelism.communicate=bfloat16"),
