@@ -166,7 +166,7 @@ GLOO_ONLY = {
     "distributed/test_pipelined.py::test_an_error_during_a_pass_is_reported_unchanged_and_ends_the_other_ranks": (
         "gloo reports the closed connection; NCCL does not, and the launcher ends the ranks (test_ranks)"
     ),
-    "distributed/test_pipeline_copies.py::test_a_failing_rank_is_named_by_its_number_among_all_ranks": (
+    "distributed/test_pipeline_copies.py::test_an_error_in_one_pipeline_reaches_all_ranks_with_its_rank_and_text": (
         "its batches are on the CPU; whole pipelines fail over NCCL in test_ranks"
     ),
     "launch/test_two_nodes.py::test_the_machines_share_only_the_network": "sockets of gloo, which NCCL does not use",
@@ -200,6 +200,9 @@ NO_FAILURE = {
     "distributed/test_pipelined.py::test_a_task_without_layers_gets_a_message",
     "distributed/test_sharded_evaluation.py::test_a_rank_that_has_finished_takes_part_without_side_effects",
     "distributed/test_sharded_evaluation.py::test_calls_that_fail_leave_no_gathered_weights_and_no_rank_waiting",
+    "distributed/test_sharded_evaluation.py::test_a_collective_of_the_task_after_other_ranks_have_finished_is_an_error_on_all_ranks",
+    "distributed/test_sharded_evaluation.py::test_a_collective_of_the_task_may_follow_equal_numbers_of_calls",
+    "distributed/test_sharded_evaluation.py::test_a_collective_of_the_task_while_other_ranks_call_the_model_is_an_error_on_all_ranks",
     "distributed/test_sharded_evaluation.py::test_parts_of_the_model_cannot_be_called",
     "distributed/test_world.py::test_the_time_to_meet_grows_with_the_number_of_ranks",
     "end_to_end/test_coupled_runs.py::test_a_resumed_run_is_the_same_bit_for_bit",
