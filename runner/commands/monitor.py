@@ -164,7 +164,7 @@ def _show_run(root: Path, name: str, *, as_json: bool) -> int:
     from runner.durable.directory import RunDirectory
     from runner.durable.record_files import read_plan
     from runner.durable.run_request import report_skipped
-    from runner.monitor.samples import Summary
+    from runner.monitor.sample_columns import summarize_samples
     from runner.monitor.samples_file import read_samples
 
     directory = RunDirectory.find(root, name)
@@ -176,7 +176,7 @@ def _show_run(root: Path, name: str, *, as_json: bool) -> int:
     for path in sorted(directory.path.glob("gpu-rank*.csv"), key=_rank_in_name):
         if len(samples := read_samples(path)):
             machines[f"rank{_rank_in_name(path)}-"] = samples
-    summaries = {prefix: Summary.from_samples(samples) for prefix, samples in machines.items()}
+    summaries = {prefix: summarize_samples(samples) for prefix, samples in machines.items()}
     if as_json:
         other_machines = {prefix[:-1]: summary.to_json() for prefix, summary in summaries.items() if prefix}
         print(json.dumps(summaries[""].to_json() | ({"machines": other_machines} if other_machines else {})))

@@ -49,7 +49,8 @@ class CudaAutocastMode(TorchFunctionMode):
         dtype = next((value for value in values if isinstance(value, torch.dtype)), torch.float32)
         dim = kwargs.get("dim", args[1] if len(args) > 1 else None)
         if isinstance(values[0], FakeTensor) and values[0].dtype == torch.float16 and dtype == torch.float32:
-            return _SOFTMAX_FUNCTIONS[func](values[0], -1 if dim is None else dim, True)
+            operator = _SOFTMAX_FUNCTIONS[func]
+            return operator(values[0], -1 if dim is None else dim, True)
         args, kwargs = tree_map(self._to_float32, (args, kwargs))
         return func(*args, **kwargs)
 

@@ -197,8 +197,10 @@ class Monitor(NoMonitor):
         missing = f"the summary does not include the earlier samples in {self.path_csv}"
         if self.lost or self._num_earlier_bytes > MAX_EARLIER_BYTES:
             return replace(summary, notes=(*summary.notes, missing))
+        from runner.monitor.sample_columns import summarize_samples  # numpy
+
         try:
-            whole = Summary.from_samples(read_samples(self.path_csv))
+            whole = summarize_samples(read_samples(self.path_csv))
         except AccelRunError as error:
             return replace(summary, notes=(*summary.notes, f"{missing}: {error}"))
         return replace(whole, notes=(*self.notes, *whole.notes))

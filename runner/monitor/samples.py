@@ -5,9 +5,8 @@ A missing reading is an empty cell, NaN in an array, and absent from a mapping; 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -71,14 +70,6 @@ class MachineSamples:
         intervals = np.diff(self.times_s, prepend=self.times_s[:1])
         return (intervals < 0) | (intervals > 1.5 * self.spans_s + GAP_TOLERANCE_S)
 
-    def readings(self) -> Iterator[tuple[str, float, bool, Readings]]:
-        """Yield (phase, span in seconds, whether a gap precedes it, readings) of each sample."""
-        columns = {name: column.tolist() for name, column in self.values.items()}
-        spans, gaps = self.spans_s.tolist(), self.gaps().tolist()
-        for row, (phase, span, after_gap) in enumerate(zip(self.phases, spans, gaps, strict=True)):
-            values = {name: column[row] for name, column in columns.items()}
-            yield phase, span, after_gap, {name: value for name, value in values.items() if not math.isnan(value)}
-
 
 @dataclass(frozen=True)
 class Stat:
@@ -115,10 +106,6 @@ class Summary:
     devices: Mapping[str, SampledGpu] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
 
-    @staticmethod
-    def from_samples(samples: MachineSamples) -> Summary:
-        return SampleTally.from_samples(samples).summary(samples.devices, samples.notes)
-
     def to_json(self) -> dict[str, Any]:
         """Return the content of monitor.json; numbers have six digits."""
         content: dict[str, Any] = _round_floats(asdict(self))
@@ -129,19 +116,16 @@ class SampleTally:
     """Sums over samples, in constant memory."""
 
     def __init__(self) -> None:
-        self._parts: dict[str, _Sums] = {}
+        self._parts: dict[str, PhaseSums] = {}
         self._counters: dict[str, float] = {}  # last value of each counter since the last gap
 
-    @staticmethod
-    def from_samples(samples: MachineSamples) -> SampleTally:
-        tally = SampleTally()
-        for phase, span_s, after_gap, readings in samples.readings():
-            tally.add(phase, span_s, readings, after_gap=after_gap)
-        return tally
+    def of_phase(self, phase: str) -> PhaseSums:
+        """Return the sums of a phase, to which samples may be added."""
+        return self._parts.setdefault(phase, PhaseSums())
 
     def add(self, phase: str, span_s: float, readings: Readings, *, after_gap: bool = False) -> None:
         """Add a sample that represents `span_s` seconds; increases of counters across a gap are not counted."""
-        part = self._parts.setdefault(phase, _Sums())
+        part = self.of_phase(phase)
         part.seconds += span_s
         part.samples += 1
         if after_gap:
@@ -163,7 +147,7 @@ class SampleTally:
                     part.increases[energy] += value * span_s
 
     def summary(self, devices: Mapping[str, SampledGpu], notes: Sequence[str] = ()) -> Summary:
-        whole = _Sums()
+        whole = PhaseSums()
         for part in self._parts.values():
             whole.merge(part)
         phases = {name: part.to_part() for name, part in self._parts.items()}
@@ -176,7 +160,7 @@ class SampleTally:
         return value - previous if previous is not None and value >= previous else None
 
 
-class _Sums:
+class PhaseSums:
     """The sums of a phase.
 
     values     metric -> [seconds, seconds x value, min, max]
@@ -195,7 +179,7 @@ class _Sums:
         sums = self.values.setdefault(name, [0.0, 0.0, low, high])
         sums[:] = sums[0] + seconds, sums[1] + total, min(sums[2], low), max(sums[3], high)
 
-    def merge(self, other: _Sums) -> None:
+    def merge(self, other: PhaseSums) -> None:
         self.seconds += other.seconds
         self.samples += other.samples
         for name, (seconds, total, low, high) in other.values.items():

@@ -19,6 +19,7 @@ from runner.monitor.health_rules import (
     format_phases,
 )
 from runner.monitor.nvml import THROTTLE_MEANINGS, THROTTLE_REASONS
+from runner.monitor.sample_columns import summarize_samples
 from runner.monitor.samples import MachineSamples, SampledGpu, Stat, Summary, SummaryPart
 
 
@@ -181,8 +182,8 @@ def test_several_phases_have_a_line_each(screen: Callable[..., None]) -> None:
     samples = MachineSamples(
         times, np.ones(6), ("lora",) * 2 + ("router",) * 4, {"gpu0/util": times * 10, "cpu/percent": times}
     )
-    screen("\n".join(format_phases(Summary.from_samples(samples))))
+    screen("\n".join(format_phases(summarize_samples(samples))))
     assert (
-        format_phases(Summary.from_samples(MachineSamples(times, np.ones(6), ("train",) * 6, {"cpu/percent": times})))
+        format_phases(summarize_samples(MachineSamples(times, np.ones(6), ("train",) * 6, {"cpu/percent": times})))
         == []
     )

@@ -28,6 +28,7 @@ from runner.monitor import monitor_thread as module
 from runner.monitor.machine_sample import Host, QuotaCpuLoad
 from runner.monitor.monitor_thread import MONITORS, Monitor, NoMonitor, format_line
 from runner.monitor.nvml import Gpu, Nvml
+from runner.monitor.sample_columns import summarize_samples
 from runner.monitor.samples import COLUMNS, Summary, SummaryPart
 from runner.monitor.samples_file import read_samples
 from tests.nvml_stub import PAIR, ROOT, SLICED, T4, NvmlStub
@@ -374,7 +375,7 @@ def test_the_summary_is_that_of_the_file(tmp_path: Path) -> None:
         wait_until(lambda: "one" in monitor.summary().phases and monitor.summary().whole.samples > 3)
         monitor.enter_phase("two, or three")
         wait_until(lambda: "two, or three" in monitor.summary().phases)
-    mine, read = monitor.summary().whole, Summary.from_samples(read_samples(path))
+    mine, read = monitor.summary().whole, summarize_samples(read_samples(path))
 
     assert mine.samples == read.whole.samples
     assert mine.seconds == pytest.approx(read.whole.seconds, abs=ROUNDING_S * mine.samples)
@@ -668,7 +669,7 @@ def test_the_summary_of_a_resumed_run_includes_the_earlier_samples(tmp_path: Pat
     first, second = sampled(path).summary().whole, sampled(path).summary().whole
 
     assert second.samples == len(read_samples(path)) > first.samples
-    read_s = Summary.from_samples(read_samples(path)).whole.seconds
+    read_s = summarize_samples(read_samples(path)).whole.seconds
     assert second.seconds == pytest.approx(read_s, abs=ROUNDING_S * second.samples)
 
 

@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
 
 from runner.base.errors import DataError, InputMissing
-from runner.monitor.samples import COLUMNS, SampledGpu, SampleTally, Summary, SummaryPart
+from runner.monitor.sample_columns import CHUNK_ROWS, summarize_samples
+from runner.monitor.samples import COLUMNS, MachineSamples, SampledGpu, SampleTally, Summary, SummaryPart
 from runner.monitor.samples_file import read_samples
 
 
@@ -115,8 +118,8 @@ def test_unmonitored_time_is_a_gap(tmp_path: Path) -> None:
     samples = read_samples(path)
 
     assert samples.gaps().tolist() == [False, False, True, False]
-    assert Summary.from_samples(samples).whole.seconds == 4.0
-    assert Summary.from_samples(samples).whole.energy_j == {"gpu0": 200.0}
+    assert summarize_samples(samples).whole.seconds == 4.0
+    assert summarize_samples(samples).whole.energy_j == {"gpu0": 200.0}
 
 
 def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
@@ -125,7 +128,7 @@ def test_a_file_of_an_older_version_is_read(tmp_path: Path) -> None:
     samples = read_samples(path)
 
     assert samples.spans_s.tolist() == [0, 1, 1, 3], "a gap counts as at most three samples"
-    assert Summary.from_samples(samples).whole.metrics["gpu0/util"].mean == 9.0
+    assert summarize_samples(samples).whole.metrics["gpu0/util"].mean == 9.0
 
 
 def test_a_torn_or_damaged_row_is_skipped_and_reported(tmp_path: Path, screen: Callable[..., None]) -> None:
@@ -151,7 +154,7 @@ def test_another_gpu_is_summarized_separately(tmp_path: Path) -> None:
         row(second, uuid="GPU-new", util_percent=90, memory_used_gib=16, memory_total_gib=80, energy_j=1000 + second)
         for second in (3, 4)
     ]
-    summary = Summary.from_samples(read_samples(written(tmp_path / "gpu.csv", *before, *after)))
+    summary = summarize_samples(read_samples(written(tmp_path / "gpu.csv", *before, *after)))
     metrics = summary.whole.metrics
 
     assert summary.devices == {"gpu0": SampledGpu("", "GPU-new"), "gpu1": SampledGpu("", "GPU-a")}
@@ -171,7 +174,7 @@ def test_reordered_gpus_keep_their_identity(tmp_path: Path) -> None:
 def test_only_memory_errors_while_monitored_count(tmp_path: Path) -> None:
     counts = {1: 5, 2: 5, 50: 0, 51: 0, 99: 0, 100: 2, 101: 3}
     path = written(tmp_path / "gpu.csv", *(row(second, ecc_uncorrected=count) for second, count in counts.items()))
-    stat = Summary.from_samples(read_samples(path)).whole.metrics["gpu0/ecc_uncorrected"]
+    stat = summarize_samples(read_samples(path)).whole.metrics["gpu0/ecc_uncorrected"]
 
     assert (stat.min, stat.max) == (0, 3)
 
@@ -182,7 +185,7 @@ def test_a_clock_set_back_is_a_gap_and_time_stays_monotonic(tmp_path: Path, scre
 
     assert samples.gaps().tolist() == [False, False, True, False]
     assert samples.times_s.tolist() == sorted(samples.times_s.tolist())
-    assert Summary.from_samples(samples).whole.energy_j == {"gpu0": 2.0}, "the counter was not sampled meanwhile"
+    assert summarize_samples(samples).whole.energy_j == {"gpu0": 2.0}, "the counter was not sampled meanwhile"
     screen("\n".join(samples.notes))
 
 
@@ -226,4 +229,45 @@ def test_a_file_with_only_a_header_has_no_samples(tmp_path: Path) -> None:
 
     assert len(samples) == 0
     assert samples.gaps().tolist() == []
-    assert Summary.from_samples(samples) == Summary()
+    assert summarize_samples(samples) == Summary()
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_samples_added_by_columns_have_the_sums_of_single_ones(seed: int) -> None:
+    """Phases that return, gaps, missing readings, counters that are reset, and changing reasons of slow clocks."""
+    random = np.random.default_rng(seed)
+    num = 60
+    spans = random.uniform(0.5, 2.0, num)
+    times = np.cumsum(spans + random.choice([0.0, 30.0], num, p=[0.9, 0.1]))
+    steps = random.integers(0, 50, num) * random.choice([1, -20], num, p=[0.9, 0.1])
+    values: dict[str, Any] = {
+        "cpu/percent": random.uniform(0, 100, num),
+        "gpu0/power_w": random.uniform(50, 300, num),
+        "gpu0/energy_j": 1000.0 + np.cumsum(steps),
+        "gpu0/ecc_corrected": np.cumsum(random.integers(0, 2, num)).astype(float),
+        "gpu0/throttle_reasons": random.choice([0.0, 4.0, 36.0], num),
+        "gpu1/power_w": random.uniform(50, 300, num),
+    }
+    for column in values.values():
+        column[random.random(num) < 0.3] = math.nan
+    phases = tuple(random.choice(["", "fit", "train"], num).tolist())
+    samples = MachineSamples(times, spans, phases, values)
+
+    tally = SampleTally()
+    for row, after_gap in enumerate(samples.gaps().tolist()):
+        readings = {name: float(column[row]) for name, column in values.items() if not math.isnan(column[row])}
+        tally.add(phases[row], float(spans[row]), readings, after_gap=after_gap)
+    single, by_columns = (one.to_json() for one in (tally.summary({}), summarize_samples(samples)))
+    assert by_columns == single, "rounded to six digits, because the order of additions differs"
+
+
+def test_a_damaged_cell_costs_its_row_only(tmp_path: Path) -> None:
+    num = 2 * CHUNK_ROWS
+    rows = [row(second, util_percent=second % 7, cpu_percent=second % 5) for second in range(num)]
+    damaged = {3: {"util_percent": "x"}, CHUNK_ROWS: {"timestamp": ""}, num - 1: {"cpu_percent": "nan"}}
+    samples = read_samples(written(tmp_path / "gpu.csv", *(one | damaged.get(at, {}) for at, one in enumerate(rows))))
+    kept = [second for second in range(num) if second not in damaged]
+    assert samples.times_s.tolist() == kept
+    assert samples.values["gpu0/util"].tolist() == [second % 7 for second in kept]
+    assert samples.values["cpu/percent"].tolist() == [second % 5 for second in kept]
+    assert len(samples.notes) == 1
