@@ -27,23 +27,18 @@ MAX_METRIC_SAMPLES = 32  # an evaluation may be slow
 
 
 class FirstUpdate(Hook):
-    """Runs checks and start-up work around the first update of a phase or of the process.
-
-    checks_task  whether to check that loss and metrics are sums
-    """
+    """Runs checks and start-up work around the first update of a phase or of the process."""
 
     def __init__(self, phase: PhaseView) -> None:
         super().__init__(phase)
-        self.checks_task = True
         self._is_first = True
         self._start = 0.0
         self._saved_buffers: frozenset[str] = frozenset()
 
     def begin(self) -> None:
         self._saved_buffers = _list_saved_buffers(self.phase.parts.bare)
-        if self.checks_task:
-            self._check_loss()
-            self._check_metrics()
+        self._check_loss()
+        self._check_metrics()
         self._start = time.perf_counter()
 
     def _check_loss(self) -> None:

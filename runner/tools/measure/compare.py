@@ -252,7 +252,6 @@ class Comparison:
             "compiled": str(self.compiled_folder(variant)),
             "phase": self.limits.phase,
             "run_evaluations": self.limits.run_evaluations,
-            "checks_task": self.num_started == 1,  # the task of all variants is the same
             "settle": variant.ranks.settle if variant.ranks else 0,
         }
 

@@ -42,7 +42,6 @@ from runner.engine.evaluate import BatchSizes, evaluate
 from runner.engine.hooks import HOOKS
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
-from runner.engine.hooks.first_update import FirstUpdate
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.infer import iterate_predictions
@@ -131,8 +130,8 @@ def serve(descriptor: int, errors: int, parent: int, ranks: int, stacks: str) ->
     return int(Exit.DONE)
 
 
-class UpdateRecorder(Hook):
-    """Records the results of the first updates of a variant.
+class FirstUpdates(Hook):
+    """Records the results of the first updates.
 
     moved  sketch of the change of the weights; None: unknown
     draws  whether the updates drew random numbers, as dropout does
@@ -169,16 +168,14 @@ class UpdateRecorder(Hook):
 class MeasuredPhase(Phase):
     """A phase without an end.
 
-    real_total   number of updates of the real phase
-    checks_task  whether to check that loss and metrics are sums, which takes as long as several evaluations
+    real_total  number of updates of the real phase
     """
 
-    kinds_of_hooks = (UpdateRecorder, *HOOKS)
+    kinds_of_hooks = (FirstUpdates, *HOOKS)
 
-    def __init__(self, run: TrainingRun, planned: PhasePlan, *, run_evaluations: bool, checks_task: bool) -> None:
+    def __init__(self, run: TrainingRun, planned: PhasePlan, *, run_evaluations: bool) -> None:
         unlimited = dataclasses.replace(planned.early_stopping, patience=None)
         super().__init__(run, dataclasses.replace(planned, early_stopping=unlimited), None)
-        self.hook(FirstUpdate).checks_task = checks_task
         evaluation = self.hook(Evaluation)
         self.real_total = self.total
         self.period_of_evaluation = evaluation.every if evaluation.held_out is not None else 0
@@ -272,7 +269,6 @@ class TrainingVariant:
         phase: str | None,
         run_evaluations: bool,
         *,
-        checks_task: bool = True,
         settle: int = 0,
     ) -> Reply:
         """Build the run and its phase; return a description of them.
@@ -281,14 +277,13 @@ class TrainingVariant:
         phase            phase to run; None: the first training phase. Earlier phases without gradients run before it,
                          earlier training phases do not: the time of an update does not depend on the weights
         run_evaluations  run evaluations as often as the real phase
-        checks_task      check that loss and metrics are sums
         settle           number of updates until shares by measured speed have settled
         """
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = compiled
         task, folder = (Path(path) if path else None for path in (task_file, config_dir))
         self.run = self.stack.enter_context(open_run(Request(tuple(overrides), task, folder), self.world))
         planned = self._prepare_phase(phase)
-        self.phase = MeasuredPhase(self.run, planned, run_evaluations=run_evaluations, checks_task=checks_task)
+        self.phase = MeasuredPhase(self.run, planned, run_evaluations=run_evaluations)
         self.stack.enter_context(self.phase)
         self.is_open = True
         self.updates = self.phase.updates()
@@ -352,7 +347,7 @@ class TrainingVariant:
         """Return losses, memory and kernels of all updates so far."""
         accelerator = get_accelerator(self.run.parts.world.device)
         peak, total = accelerator.peak_memory(), accelerator.total_bytes()
-        first = self.phase.hook(UpdateRecorder)
+        first = self.phase.hook(FirstUpdates)
         found: Reply = {
             "losses": [float(step.loss_sum) / float(step.items) for step in first.first if step.loss_sum is not None],
             "grad_norms": [float(step.grad_norm) for step in first.first if step.grad_norm is not None],

@@ -103,38 +103,6 @@ def test_a_variant_with_different_results_is_flagged(trials: ComparisonResult) -
     assert numerics.differ
 
 
-NOTES_EVALUATIONS = """
-from pathlib import Path
-import torch
-from runner import Task
-
-class Noting(Task):
-    def __init__(self, log, name):
-        self.log, self.name, self.model = Path(log), name, torch.nn.Linear(4, 1)
-
-    def dataset(self, split):
-        return torch.utils.data.TensorDataset(torch.ones(64, 4))
-
-    def loss(self, model, batch):
-        if not model.training:
-            with self.log.open("a") as file:
-                print(self.name, file=file)
-        return model(batch[0]).square().sum(), len(batch[0])
-
-def build(*, log: str, name: str = "baseline") -> Task:
-    return Noting(log, name)
-"""
-
-
-def test_the_sums_of_a_task_are_checked_once_for_all_variants(tmp_path: Path) -> None:
-    task, log = tmp_path / "noting.py", tmp_path / "log"
-    task.write_text(NOTES_EVALUATIONS)
-    with Comparison(Request((*SETTINGS, f"task.log={log}"), task)) as made:
-        result = made.compare([Variant("baseline"), Variant("other", ("task.name=other",))], LIMITS, lambda _: None)
-    assert len(result.of("other").blocks) >= 3
-    assert set(log.read_text().split()) == {"baseline"}
-
-
 OTHERS = {
     "as quick": ("optimizer.kernel=fused", "task.sleep_ms=0"),
     "other rate": ("optimizer.lr=0.003",),
