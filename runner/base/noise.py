@@ -126,13 +126,10 @@ class SampleNoise:
         """Return 64 random bits per element, (*rows, *shape) int64; is_high_half: only the highest 31 are used."""
         number, self._next = _number_draw(self._next)
         keys = self.keys
-        if _current is None or torch.compiler.is_compiling() or math.prod(shape) > _MAX_KEPT_ELEMENTS:
+        if torch.compiler.is_compiling():
             elements = _hash_elements(shape, number, keys.device)
         else:
-            kind = (shape, number, keys.device, type(keys))
-            if kind not in _current.elements:
-                _current.elements[kind] = _hash_elements(shape, number, keys.device)
-            elements = _current.elements[kind]
+            elements = _hashed.get(shape, number, keys)
         return _mix(elements ^ keys.view(*keys.shape, *(1,) * len(shape)), is_high_half=is_high_half)
 
 
@@ -157,6 +154,7 @@ def per_sample_noise(batch: Any, name: str = "") -> SampleNoise:
 def start_pass(samples: BatchSamples | None) -> None:
     """Start a pass over these samples, None: unknown ones. The previous pass, including backward, must be complete."""
     _numbers.clear()
+    _hashed.clear()
     switch_pass(samples)
 
 
@@ -199,15 +197,11 @@ class _Positions:
 
 
 class _Pass:
-    """One forward pass over known samples.
-
-    elements  hashed positions of elements, which layers of one shape share
-    """
+    """One forward pass over known samples."""
 
     def __init__(self, samples: BatchSamples) -> None:
         self.samples, self.places = samples, _Positions(samples.places)
         self.calls: dict[str, int] = {}  # by name
-        self.elements: dict[Any, Tensor] = {}
         self._keys: dict[tuple[torch.device, int], Tensor] = {}
 
     def keys(self, device: torch.device, salt: int) -> Tensor:
@@ -278,6 +272,28 @@ def _remember(tag: int | None, value: Any) -> None:
             _numbers.popitem(last=False)
 
 
+class _HashedElements:
+    """Hashed positions of elements, which the layers of one shape share in a pass; the last used ones are kept."""
+
+    def __init__(self) -> None:
+        self._kept: OrderedDict[Any, Tensor] = OrderedDict()
+
+    def clear(self) -> None:
+        self._kept.clear()
+
+    def get(self, shape: tuple[int, ...], number: int, keys: Tensor) -> Tensor:
+        """Return `_hash_elements` for draws with these keys."""
+        kind = (shape, number, keys.device, getattr(keys, "fake_mode", None), torch.is_inference_mode_enabled())
+        elements = self._kept.pop(kind, None)
+        if elements is None:
+            elements = _hash_elements(shape, number, keys.device)
+        if elements.numel() <= _MAX_KEPT_ELEMENTS:
+            self._kept[kind] = elements
+            while sum(kept.numel() for kept in self._kept.values()) > _MAX_KEPT_ELEMENTS:
+                self._kept.popitem(last=False)
+        return elements
+
+
 def _hash_elements(shape: tuple[int, ...], number: int, device: torch.device) -> Tensor:
     """Return a number for each position of a draw, int64 of this shape."""
     elements = torch.zeros((1,) * len(shape), dtype=torch.int64, device=device)
@@ -343,9 +359,10 @@ def _first_tensor(batch: Any) -> Tensor:
     return current
 
 
-_MAX_KEPT_ELEMENTS = 1 << 20  # of a draw: 8 MiB; attention weights have more
+_MAX_KEPT_ELEMENTS = 1 << 20  # 8 MiB
 _GOLDEN = 0x9E3779B97F4A7C15  # odd; 2**64 divided by the golden ratio
 _STREAM = 0x6E6F6973  # separate from the order of the samples and the draws of datasets
 _UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+_hashed = _HashedElements()
 _current: _Pass | None = None
 _noise_of_batch = _new_noise

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import gc
 import math
+import weakref
 from collections import Counter
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,6 +15,7 @@ import torch
 from scipy import stats
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounter
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 from runner import SampleNoise, per_sample_noise
@@ -318,6 +322,52 @@ def test_layers_of_one_shape_share_what_does_not_depend_on_the_sample() -> None:
     assert Counter(of_first.names)["arange"] == 2
     assert "arange" not in of_second.names
     assert Counter(of_second.names)["mul_"] == 2, "one hash, of the numbers of samples and elements together"
+
+
+def test_a_prediction_runs_the_operators_of_a_run() -> None:
+    """Memory and time are predicted with unknown samples."""
+    names = []
+    for known in (samples(INDICES), None):
+        noise.start_pass(known)
+        batch = torch.ones(len(INDICES), 1)
+        layers = [per_sample_noise(batch, name) for name in "abc"]
+        with Operations() as seen:
+            for layer in layers:
+                layer.dropout(torch.ones(len(INDICES), 7, 5), 0.1)
+        names.append([name for name in seen.names if name != "randint"])
+    assert names[0] == names[1]
+
+
+def test_draws_keep_a_bounded_number_of_hashed_elements() -> None:
+    noise.start_pass(samples(INDICES[:2]))
+    draws = per_sample_noise(torch.ones(2, 1))
+    made: list[weakref.ref[Tensor]] = []
+
+    class Watching(TorchDispatchMode):  # type: ignore[no-untyped-call]
+        def __torch_dispatch__(self, function: Any, types: Any, given: Any = (), named: Any = None) -> Any:
+            result = function(*given, **(named or {}))
+            made.extend([weakref.ref(result)] if isinstance(result, Tensor) else [])
+            return result
+
+    with Watching():  # type: ignore[no-untyped-call]
+        for _ in range(40):
+            draws.normal(512, 512)
+    gc.collect()
+    kept = {tensor.data_ptr(): tensor.nbytes for one in made if (tensor := one()) is not None}
+    assert 0 < sum(kept.values()) <= (8 << 20) + 1024
+
+
+def test_a_model_is_compiled_once_with_and_without_known_samples() -> None:
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter)
+    def draw(keys: Tensor) -> Tensor:
+        return SampleNoise(keys).dropout(torch.ones(4, 5), 0.3)
+
+    for known in (samples(INDICES), None, samples(INDICES)):
+        noise.start_pass(known)
+        draw(torch.arange(4))
+    assert counter.frame_count == 1
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])

@@ -1,7 +1,7 @@
 """The update of every shipped task does not depend on how its samples are divided into micro-batches and ranks.
 
-Everything is computed in float64, even if a task converts to float32 with `.float()`: the remaining differences are
-rounding errors, which cannot hide an error in the mathematics.
+Everything is computed in float64, even if a task converts to float32: the remaining differences are rounding errors,
+which cannot hide an error in the mathematics.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from runner import auto_parallelize
@@ -262,11 +263,12 @@ def wide(batch: Any) -> Any:
 
 @contextmanager
 def float64() -> Iterator[None]:
-    """Use float64 instead of float32, even for `.float()`."""
+    """Use float64 instead of float32, even for `.float()` and `log_softmax(dtype=torch.float32)`."""
     torch.set_default_dtype(torch.float64)
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(Tensor, "float", Tensor.double)
+            patch.setattr(F, "log_softmax", lambda x, dim, dtype: x.double().log_softmax(dim))
             yield
     finally:
         torch.set_default_dtype(torch.float32)
