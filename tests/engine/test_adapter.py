@@ -19,6 +19,7 @@ from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.durable import checkpoint
 from runner.engine.adapter import lora
+from runner.engine.frozen_base import frozen_digest, load_weights
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.opening import open_phase
@@ -166,14 +167,30 @@ def test_other_frozen_weights_are_refused(tmp_path: Path) -> None:
     more = request_of(tmp_path, "scheduler=constant", "resume_allow=[updates]")
     path = checkpoint.checkpoint_path(tmp_path / "mine" / "checkpoints", 3)
     with open_phase(more) as phase:
-        from runner.engine.frozen_base import load_weights
-
         parts = phase.run.parts
         load_weights(parts, checkpoint.load(path))
+        digest = frozen_digest(parts)
         with torch.no_grad():
             next(parts.bare.parameters()).add_(1e-9)
+        assert frozen_digest(parts) != digest
         with pytest.raises(IncompatibleResume):
             load_weights(parts, checkpoint.load(path))
+
+
+def test_frozen_weights_that_are_swapped_or_reshaped_have_another_digest(tmp_path: Path) -> None:
+    with open_phase(request_of(tmp_path)) as phase:
+        parts = phase.run.parts
+        frozen = [weight for weight in parts.bare.parameters() if not weight.requires_grad]
+        digests = [frozen_digest(parts)]
+        with torch.no_grad():
+            for weight in frozen:
+                weight.zero_()
+        digests.append(frozen_digest(parts))
+        matrix = next(weight for weight in frozen if weight.dim() == 2)
+        matrix.data = matrix.data.reshape(-1, 1)  # the same bytes
+        digests.append(frozen_digest(parts))
+    assert None not in digests
+    assert len(set(digests)) == 3
 
 
 @pytest.mark.parametrize(

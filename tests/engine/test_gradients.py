@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.engine.gradients import clear, correct_and_clip
+from runner.engine.gradients import SharedSamples, clear, correct_and_clip
 from tests.rounding import allowed
 
 ROUNDED = allowed(torch.float64, 3 * 4 + 5 + 1, growth=3)  # a sum of this many squares, then three products
@@ -66,3 +68,17 @@ def test_cleared_gradients_are_released() -> None:
     model(torch.ones(1, 2)).sum().backward()
     clear(model.parameters())
     assert all(weight.grad is None for weight in model.parameters())
+
+
+def test_a_retried_update_repeats_only_what_it_read_again() -> None:
+    def batches(*names: str) -> Any:
+        return [SimpleNamespace(name=name, last=name == names[-1], samples=None) for name in names]
+
+    samples = SharedSamples(iter([*batches("failed", "not read"), *batches("one", "two"), *batches("next update")]))
+    first = samples.read(again=False, keep=True)
+    assert next(first).name == "failed"
+    next(first)  # as the feed is rewound after out of memory: the rest of the failed attempt is not read again
+    assert [micro.name for micro in samples.read(again=True, keep=True)] == ["one", "two"]
+    assert [micro.name for micro in samples.read(again=False, keep=True)] == ["one", "two"]
+    samples.end()
+    assert [micro.name for micro in samples.read(again=False, keep=True)] == ["next update"]

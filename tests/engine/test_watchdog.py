@@ -10,6 +10,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+import torch
 
 from runner.engine.watchdog import (
     CHECKPOINT,
@@ -22,6 +23,7 @@ from runner.engine.watchdog import (
     START,
     SUMMARY,
     UPDATE,
+    WORKER,
     WatchdogLimits,
     WorkDurations,
     format_hang,
@@ -371,6 +373,19 @@ def test_recompilation_has_the_limit_of_compilation() -> None:
 def test_a_hang_is_named_within_a_minute() -> None:
     assert MIN_TIMEOUT_S + 2 * 0.25 + (stacks.ANSWER_S + 1.0) + REPORT_TIMEOUT_S + 1.0 < 60.0  # single process
     assert MIN_TIMEOUT_S + 2 * 0.25 + 2 * 0.5 + stacks.ANSWER_S + 3.0 < 60.0  # with several ranks
+
+
+def test_the_first_stuck_data_worker_of_a_hang_is_shown() -> None:
+    def stack(file: str) -> str:
+        return f'Thread 0x0001 (most recent call first):\n  File "{file}", line 7 in read\n'
+
+    idle = stack(torch.__file__)  # waits in a library
+    text = format_hang({
+        "rank 0": stack("/home/me/train.py"), f"{WORKER} 0": idle, f"{WORKER} 1": stack("/home/me/data.py"),
+        f"{WORKER} 2": stack("/home/me/other.py"),
+    })  # fmt: skip
+    shown = [name for name in ("rank 0", f"{WORKER} 0", f"{WORKER} 1", f"{WORKER} 2") if name in text]
+    assert shown == ["rank 0", f"{WORKER} 1"]
 
 
 def test_what_to_do_about_a_hang_names_the_setting_of_its_limit_if_there_is_one() -> None:
