@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0  # exceeded only if the command hangs

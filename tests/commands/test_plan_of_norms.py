@@ -8,7 +8,6 @@ import pytest
 
 from tests.forkserver import ForkServer
 
-pytestmark = pytest.mark.slow
 
 TASK = """
 import torch

@@ -121,7 +121,6 @@ def alone() -> dict[str, Any]:
     return summary(run, run.advance(UPDATES))
 
 
-@pytest.mark.slow
 def test_groups_of_ranks_do_not_change_the_updates(results: list[dict[str, Any]], alone: dict[str, Any]) -> None:
     """Shares are unequal, and each rank accumulates several micro-batches of its own number."""
     tolerance = allowed(torch.float64, terms=sum(alone["items"]))
@@ -132,14 +131,12 @@ def test_groups_of_ranks_do_not_change_the_updates(results: list[dict[str, Any]]
     assert distance_of_each(alone["model"], results[0]["model"]) <= tolerance
 
 
-@pytest.mark.slow
 def test_the_groups_hold_the_same_weights_bit_for_bit(results: list[dict[str, Any]]) -> None:
     assert results[0]["local"] == results[2]["local"]
     assert results[1]["local"] == results[3]["local"]
     assert results[0]["local"] != results[1]["local"], "each rank of a group has its own shard"
 
 
-@pytest.mark.slow
 def test_each_row_is_saved_once_and_parts_are_what_rank_0_would_gather(
     results: list[dict[str, Any]], folder: str
 ) -> None:
@@ -152,7 +149,6 @@ def test_each_row_is_saved_once_and_parts_are_what_rank_0_would_gather(
     assert written[2:] == [0, 0], "the first group writes"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("key", ["continued", "continued by all"])
 def test_a_run_resumes_with_groups_of_another_size(
     key: str, results: list[dict[str, Any]], alone: dict[str, Any]
@@ -165,7 +161,6 @@ def single(world: World) -> Parallel:
     return Parallel(world)
 
 
-@pytest.mark.slow
 def test_a_run_resumes_on_another_number_of_ranks(
     results: list[dict[str, Any]], alone: dict[str, Any], folder: str
 ) -> None:
@@ -175,7 +170,6 @@ def test_a_run_resumes_on_another_number_of_ranks(
         assert distance_of_each(alone["model"], resumed["model"]) <= PROMISED[torch.float64]
 
 
-@pytest.mark.slow
 def test_weights_that_are_initialized_in_groups_are_those_of_one_process(results: list[dict[str, Any]]) -> None:
     assert results[0]["meta"] == listed(built(Tied).state_dict())
 
@@ -186,7 +180,6 @@ def sharded_after_each_micro_batch(world: World) -> Any:
     return run.saved()["model"]
 
 
-@pytest.mark.slow
 def test_groups_may_reduce_gradients_after_each_micro_batch() -> None:
     alone = run_of(ALONE)
     alone.advance(2)

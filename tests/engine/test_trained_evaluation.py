@@ -55,7 +55,6 @@ def by_hand(folder: Path, update: int, split: str) -> float:
     return float(total) / float(items)
 
 
-@pytest.mark.slow_beyond(1)
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("args", [(), TWO_RANKS, EMA, (*EMA, *TWO_RANKS), ("precision=bf16",)], ids=" ".join)
 def test_evaluate_equals_the_evaluation_inside_training_bit_for_bit(
@@ -67,7 +66,6 @@ def test_evaluate_equals_the_evaluation_inside_training_bit_for_bit(
     assert record["update"] == 6
 
 
-@pytest.mark.slow
 def test_evaluate_of_a_resumed_run_equals_that_of_an_uninterrupted_one(server: ForkServer, tmp_path: Path) -> None:
     (tmp_path / "resumed").mkdir()
     uninterrupted = train(server, tmp_path, "scheduler=constant")
@@ -77,7 +75,6 @@ def test_evaluate_of_a_resumed_run_equals_that_of_an_uninterrupted_one(server: F
         assert evaluated(server, folder, "mine", "checkpoint=last")["metrics"] == uninterrupted
 
 
-@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("args", [(), TWO_RANKS], ids=["one", "two"])
 def test_every_sample_of_a_split_counts_once(args: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
     train(server, tmp_path, *args)
@@ -89,7 +86,6 @@ def test_every_sample_of_a_split_counts_once(args: tuple[str, ...], server: Fork
     assert json.loads(written.read_text()) == record
 
 
-@pytest.mark.slow
 def test_evaluate_uses_the_best_checkpoint_by_default(server: ForkServer, tmp_path: Path) -> None:
     args = ("evaluate.every=1", "checkpoint.every=1updates", "checkpoint.keep=9", "checkpoint.best_is=max")
     train(server, tmp_path, *args)
@@ -116,7 +112,6 @@ def test_the_seconds_of_an_evaluation_are_between_its_begin_and_its_end(
     assert json.loads(written.read_text())["seconds"] == 5
 
 
-@pytest.mark.slow
 def test_evaluate_needs_no_run_if_weights_are_given(server: ForkServer, tmp_path: Path) -> None:
     train(server, tmp_path)
     path = checkpoint.checkpoint_path(tmp_path / "outputs/mine/checkpoints", 6)
@@ -128,7 +123,6 @@ def test_evaluate_needs_no_run_if_weights_are_given(server: ForkServer, tmp_path
     assert refused(server, tmp_path, "mine", "weights=w.safetensors").code == 78, "its settings would not apply"
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("args", [(), TWO_RANKS], ids=["one", "two"])
 def test_output_of_a_task_is_not_in_the_json(args: tuple[str, ...], server: ForkServer, tmp_path: Path) -> None:
     text = TASK.read_text().replace("    return Regression", '    print("loading")\n    return Regression')
@@ -145,7 +139,6 @@ def refused(server: ForkServer, folder: Path, *args: str) -> CompletedCommand:
     return result
 
 
-@pytest.mark.slow
 def test_a_misspelled_split_is_a_configuration_error(server: ForkServer, tmp_path: Path) -> None:
     lacks = "if split not in ('train', 'val'): raise InputMissing('there is none', where='data.path', fix='add it')"
     text = TASK.read_text().replace("def dataset(self, split):\n", f"def dataset(self, split):\n        {lacks}\n")
@@ -159,7 +152,6 @@ def test_a_misspelled_split_is_a_configuration_error(server: ForkServer, tmp_pat
     assert refused(server, tmp_path, "split=test").code == 66
 
 
-@pytest.mark.slow
 def test_missing_runs_and_checkpoints_are_refused_with_existing_ones(server: ForkServer, tmp_path: Path) -> None:
     train(server, tmp_path, "checkpoint.every=2updates", "checkpoint.keep=5")
     assert refused(server, tmp_path, "split=dev").code == 78
@@ -175,7 +167,6 @@ def test_missing_runs_and_checkpoints_are_refused_with_existing_ones(server: For
     assert "damaged: 4" in damaged.err
 
 
-@pytest.mark.slow
 def test_an_evaluation_starts_with_the_batch_size_an_earlier_one_was_reduced_to(
     server: ForkServer, tmp_path: Path
 ) -> None:

@@ -270,7 +270,6 @@ def _moves(char: str) -> bool:
     )
 
 
-@pytest.mark.slow
 def test_every_configuration_is_valid_or_refused_with_a_message(
     known: dict[str, str], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
@@ -293,7 +292,6 @@ def refused(*args: str) -> None:
         compose(Request(args))
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("key", ["updates", "task", "x", "optimizer.lr_scales.x", "resume_allow"])
 def test_overrides_of_any_length_and_depth_take_bounded_steps(
@@ -315,7 +313,6 @@ def test_overrides_of_any_length_and_depth_take_bounded_steps(
             tally.tried += 1
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize(
     "word", ["x{}=1", "updates={}1", "task.size=[{}", "--x{}", "optimzer=adam", "optimizer.lr_scales.x{}=fast"]
@@ -346,7 +343,6 @@ for words in json.load(sys.stdin):
 """
 
 
-@pytest.mark.slow
 def test_no_configuration_needs_torch(known: dict[str, str], amount: Callable[[int, int], int], tally: Tally) -> None:
     asked = [case.words for case in cases(known, amount(12, 600)) if not case.files]
     done = subprocess.run(
@@ -356,7 +352,6 @@ def test_no_configuration_needs_torch(known: dict[str, str], amount: Callable[[i
     tally.tried += len(asked)
 
 
-@pytest.mark.slow
 def test_the_command_answers_with_its_exit_code(
     known: dict[str, str], tmp_path: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:

@@ -117,7 +117,6 @@ def processes(word: str) -> list[int]:
     ]
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(2)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_ranks(

@@ -367,7 +367,6 @@ def cells(count: int, is_covering: bool) -> list[Cell]:
     return sorted((Cell(drawn(rng), number) for number in range(count)), key=lambda cell: cell.course())
 
 
-@pytest.mark.slow
 def test_every_interrupted_run_equals_an_uninterrupted_one(
     server: ForkServer, fast_disk: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
@@ -396,7 +395,6 @@ def test_every_interrupted_run_equals_an_uninterrupted_one(
         matrix.assert_enough_interruptions(len(chosen))
 
 
-@pytest.mark.slow
 def test_drawing_runs_are_the_same_with_any_reader_and_any_kills(
     server: ForkServer, fast_disk: Path, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
@@ -424,7 +422,6 @@ def test_drawing_runs_are_the_same_with_any_reader_and_any_kills(
 READERS = {name: overrides for name, overrides in AXES["workers"].items() if name in ("1", "3", "thread")}
 
 
-@pytest.mark.slow
 def test_samples_draw_the_same_with_any_reader_and_on_any_ranks(
     server: ForkServer, fast_disk: Path, seed: int, amount: Callable[[int, int], int], tally: Tally
 ) -> None:
@@ -455,7 +452,6 @@ def plain(**levels: str) -> Cell:
     return Cell(tuple(({axis: next(iter(table)) for axis, table in AXES.items()} | levels).values()), 0)
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     ("broken", "message"),
@@ -477,7 +473,6 @@ def test_an_incorrect_resume_is_caught(
     tally.tried += 1
 
 
-@pytest.mark.slow
 def test_a_run_stopped_in_its_last_evaluation_is_saved_as_finished_after_resuming(
     server: ForkServer, fast_disk: Path, tally: Tally
 ) -> None:
@@ -487,7 +482,6 @@ def test_a_run_stopped_in_its_last_evaluation_is_saved_as_finished_after_resumin
     tally.tried += 1
 
 
-@pytest.mark.slow
 def test_a_matrix_without_interruptions_is_caught(server: ForkServer, fast_disk: Path, tally: Tally) -> None:
     matrix = Matrix(server, fast_disk, tally)
     matrix.check(plain(), [{"at": "nowhere", "by": "SIGKILL"}])
@@ -496,7 +490,6 @@ def test_a_matrix_without_interruptions_is_caught(server: ForkServer, fast_disk:
     tally.tried += 1
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("keeps", ["batch norm", "moving average"])
 @pytest.mark.parametrize("ranks", ["ddp 2", "fsdp 2"])

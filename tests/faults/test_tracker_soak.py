@@ -24,7 +24,6 @@ from tests.wandb_server import KEY, MARK, Server, log_all, marked, offline_rows,
 NUM_ROWS = 120
 
 
-@pytest.mark.slow
 def test_a_randomly_failing_wandb_loses_and_duplicates_no_row(
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

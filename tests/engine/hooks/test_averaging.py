@@ -121,7 +121,6 @@ def test_neither_accumulation_nor_ranks_change_the_average(args: str, world_size
     assert_close(saved(folder), saved(tmp_path / "straight"))
 
 
-@pytest.mark.slow_beyond(1)
 @pytest.mark.parametrize("is_evaluated", [True, False])
 def test_evaluation_and_inference_use_the_average_on_request(
     is_evaluated: bool, server: ForkServer, tmp_path: Path

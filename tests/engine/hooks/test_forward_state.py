@@ -64,7 +64,6 @@ def forward_state(folder: Path) -> dict[str, Tensor]:
     return load(path).tensors("forward_state")
 
 
-@pytest.mark.slow
 @pytest.mark.sampled(4)
 @pytest.mark.parametrize("end", ENDS)
 def test_a_resumed_run_has_the_state_that_forward_passes_changed(
@@ -81,7 +80,6 @@ def test_a_resumed_run_has_the_state_that_forward_passes_changed(
     assert all(torch.equal(tensor, kept_found[name]) for name, tensor in kept.items())
 
 
-@pytest.mark.slow_beyond(1)
 def test_an_evaluation_of_a_checkpoint_uses_the_state_that_forward_passes_changed(
     straight: tuple[Path, Any], server: ForkServer
 ) -> None:
