@@ -68,7 +68,7 @@ def check_start(settings: Settings, name: str) -> None:
 
     Raises AccelRunError as loading it would. The values of the weights are not read.
     """
-    if (settings.root / name).exists():
+    if files.exists(settings.root / name):
         return  # it resumes from its own checkpoints
     if source := settings.weights.source:
         weights = find_weights(str(source), settings.root)

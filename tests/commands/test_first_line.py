@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 
-
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 60.0  # exceeded only if the command hangs
 IMPORTED = "torch is imported"

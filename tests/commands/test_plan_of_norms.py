@@ -8,7 +8,6 @@ import pytest
 
 from tests.forkserver import ForkServer
 
-
 TASK = """
 import torch
 import torch.nn.functional as F

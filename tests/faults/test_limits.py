@@ -22,7 +22,6 @@ from tests.faults.tallies import Tally
 from tests.forkserver import ForkServer
 from tests.waiting import wait_until
 
-
 TASK = Path(__file__).with_name("task_to_attack.py")
 BASE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "run=mine", "updates=10", "backend.threads=1"]
 LIMIT_S = 60.0  # reached only if a run hangs
