@@ -10,7 +10,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from runner.base.errors import AccelRunError, ConfigError, DataError, InputMissing, Problem, SecurityRefusal
+from runner.base.errors import (
+    AccelRunError,
+    ConfigError,
+    DataError,
+    InputMissing,
+    Problem,
+    SecurityRefusal,
+    StorageError,
+)
 from runner.base.json_values import as_dict
 from runner.base.text import abbreviate
 from runner.config.request import format_override
@@ -68,8 +76,11 @@ def check_start(settings: Settings, name: str) -> None:
 
     Raises AccelRunError as loading it would. The values of the weights are not read.
     """
-    if files.exists(settings.root / name):
-        return  # it resumes from its own checkpoints
+    try:
+        if files.exists(settings.root / name):
+            return  # it resumes from its own checkpoints
+    except StorageError:
+        return  # creating the run reports it
     if source := settings.weights.source:
         weights = find_weights(str(source), settings.root)
         for file in (*weights.files, *weights.average):
