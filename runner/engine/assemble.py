@@ -204,14 +204,18 @@ def assemble(
             bare = task.model if is_placed else task.model.to(world.device)
         if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
             bare = synchronize_batch_norms(bare, world)
-        with task_errors(source, "blocks"):
-            blocks = validate_modules(task.blocks(), task.blocks, source)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
+            context = None
+            if choices["precision"].extension:  # first, because it may replace modules, blocks included
+                context = _change_model(bare, choices)
+                _check_state(bare, source)
+            with task_errors(source, "blocks"):
+                blocks = validate_modules(task.blocks(), task.blocks, source)
             notes = list(_make(MEMORIES, choices["memory"], bare, blocks, world.device))
             precision = _make(PRECISIONS, choices["precision"], world, bare)
-            if choices["precision"].extension:
-                _extend_precision(precision, choices["precision"], bare)
+            if context:
+                precision.add_context(context)
             stack.enter_context(precision.flags)
             begin_forward = _make(COMPILES, choices["compile"], bare, blocks, world.device)
         if begin_forward and not is_any_coupled:  # there, other forward passes run before the backward pass of one
@@ -256,18 +260,35 @@ def _own_function(choice: Choice) -> Callable[..., Any]:
     return partial(call_option, {}, choice.reference, **options)
 
 
-def _extend_precision(precision: Precision, choice: Choice, model: nn.Module) -> None:
-    """Let the function of a task file or a package change the model, and use the context that it returns."""
-    context = _own_function(choice)(model)
-    if context is not None and not callable(context):
-        raise TaskFault(
-            f"precision={choice.name} must return None or a function that returns a context, but returned"
-            f" {type(context).__name__}",
-            where=choice.extension.rpartition(":")[0],
-            fix="return None, or functools.partial(context, ...), which is called for each forward pass",
-        )
-    if context is not None:
-        precision.add_context(context)
+def _change_model(
+    model: nn.Module, choices: Mapping[str, Choice]
+) -> Callable[[], AbstractContextManager[Any]] | None:
+    """Let the precision of a task file or a package change the model; return the contexts of its forward passes."""
+    choice, memory = choices["precision"], choices["memory"]
+    make = _own_function(choice)(model)
+    if make is not None and not callable(make):
+        raise _wrong_result(choice, f"returned {type(make).__name__}")
+    if make is None:
+        return None
+    if memory.function != "none":  # the backward pass would recompute activations outside of the context
+        what = f"does not work with precision={choice.name}, whose context is not entered in recomputations"
+        raise ConfigError(Problem(what, f"memory={memory.name}", "use memory=none, or another precision"))
+
+    def make_context() -> AbstractContextManager[Any]:
+        context = make()
+        if not isinstance(context, AbstractContextManager):
+            raise _wrong_result(choice, f"that function returned {type(context).__name__}")
+        return context
+
+    return make_context
+
+
+def _wrong_result(choice: Choice, what: str) -> TaskFault:
+    return TaskFault(
+        f"precision={choice.name} must return None or a function that returns a context, but {what}",
+        where=choice.extension.rpartition(":")[0],
+        fix="return None, or functools.partial(context, ...), which is called for each forward pass",
+    )
 
 
 def find_odd_sizes(model: nn.Module, device: torch.device) -> list[str]:

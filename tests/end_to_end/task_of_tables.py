@@ -126,9 +126,35 @@ def wrong_result(model):
     return 8
 
 
+def replaced(model):
+    """Replace the linear layers."""
+    for index, module in enumerate(model):
+        if isinstance(module, nn.Linear):
+            model[index] = nn.Linear(module.in_features, module.out_features)
+
+
+def unstored(model):
+    """Add a state that a checkpoint cannot store."""
+
+    class Own(nn.Linear):
+        def get_extra_state(self):
+            return 8
+
+        def set_extra_state(self, state):
+            pass
+
+    model[0] = Own(2, 16)
+
+
+def no_context(model):
+    """Return a function that returns no context."""
+    return lambda: 8
+
+
 PRECISIONS = {
     "rounded": ("bf16", rounded), "noted": ("fp32", noted), "same32": ("fp32", unchanged),
     "same16": ("fp16", unchanged), "wrong": ("fp32", wrong_result),
+    "replaced": ("fp32", replaced), "unstored": ("fp32", unstored), "no_context": ("fp32", no_context),
 }  # fmt: skip
 
 
@@ -193,6 +219,9 @@ class Mine(Task):
 
     def dataset(self, split):
         return Points(72 if split == "train" else 24, self.draws and split == "train")
+
+    def blocks(self):
+        return [module for module in self.model if isinstance(module, nn.Linear)]
 
     def loss(self, model, batch):
         points, labels = batch

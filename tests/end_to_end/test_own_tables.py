@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +13,12 @@ from torch import Tensor
 
 from runner.base.errors import Exit
 from runner.commands.complete import candidates
+from runner.config.configuration import compose
+from runner.config.request import Request
 from runner.durable.checkpoint import load, newest_valid
+from runner.engine.assemble import assemble
+from runner.plan.inventory import Cpu, Inventory
+from runner.plan.planner import make_plan
 from tests.forkserver import ForkServer
 
 TASK = Path(__file__).with_name("task_of_tables.py")
@@ -108,12 +114,30 @@ def test_the_context_of_a_precision_surrounds_each_forward_pass(server: ForkServ
     assert losses[0] != losses[1]
 
 
+@pytest.mark.parametrize("name", ["wrong", "no_context", "unstored"])
 def test_a_precision_that_returns_another_value_ends_the_run_before_it_trains(
-    server: ForkServer, tmp_path: Path
+    server: ForkServer, tmp_path: Path, name: str
 ) -> None:
-    result = run(server, tmp_path / "run", "precision=wrong")
+    result = run(server, tmp_path / "run", f"precision={name} dataloader.num_workers=0")
     assert result.code == Exit.SOFTWARE
     assert result.err.count("accel-run:") == 1
+    assert TASK.name in result.err
+    assert "Traceback" not in result.err
+
+
+def test_a_precision_with_a_context_is_not_combined_with_recomputation(server: ForkServer, tmp_path: Path) -> None:
+    """Recomputations in the backward pass would not enter it, and the gradients would be wrong."""
+    result = run(server, tmp_path / "run", "precision=noted memory=checkpoint")
+    assert result.code == Exit.CONFIG
+    assert "memory=none" in result.err
+
+
+def test_activations_of_modules_that_a_precision_replaces_are_recomputed() -> None:
+    configuration = compose(Request(("device=cpu", "precision=replaced", "memory=checkpoint"), TASK))
+    plan = make_plan(configuration, Inventory((), Cpu("a processor", 2, 4, 8 << 30)))
+    with ExitStack() as stack:
+        parts = assemble(plan, stack)
+        assert [name for name, module in parts.bare.named_children() if "forward" in vars(module)] == ["0", "2"]
 
 
 def test_an_exact_sum_of_gradients_trains_bitwise_like_ddp(server: ForkServer, tmp_path: Path) -> None:
