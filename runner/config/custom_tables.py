@@ -228,7 +228,7 @@ def _inherited_keys(table: OptionTable, base: str) -> Mapping[str, Key]:
 def _read_techniques(value: ast.expr, where: str, problems: list[Problem]) -> Iterator[tuple[str, dict[str, Any]]]:
     try:
         entries = ast.literal_eval(value)
-    except ValueError:
+    except (ValueError, TypeError):  # TypeError: a key that is not hashable
         entries = None
     if not isinstance(entries, dict):
         example = f'{TECHNIQUE_TABLE} = {{"mine": ["precision=bf16"]}}'

@@ -177,6 +177,8 @@ def test_explain_names_the_file_of_a_users_option(
         ("PARALLELISMS = [signed]", ""),
         ("TECHNIQUES = [signed]", ""),
         ("TECHNIQUES = {'mine': signed}", ""),
+        ("TECHNIQUES = {[1]: ['precision=bf16']}", ""),
+        ("TECHNIQUES = {{1}: 2}", ""),
         ("TECHNIQUES = {'mine': 'precision=bf16'}", ": TECHNIQUES['mine']"),
         ("TECHNIQUES = {'mine': ['bf16']}", ": TECHNIQUES['mine']"),
         ("TECHNIQUES = {'mine': {'needs': {}}}", ": TECHNIQUES['mine']"),
