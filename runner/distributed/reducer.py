@@ -211,17 +211,18 @@ class Reducer:
 class CustomSum:
     """A function of a task file or a package that replaces gradients by their sum over the ranks.
 
-    The first update compares its results with an all-reduce, and those of the ranks with each other: copies of the
-    model that receive different gradients would diverge. All ranks find the same errors.
+    The results of each bucket are compared with an all-reduce, and those of the ranks with each other, until its sum
+    was finite and not zero: copies of the model that receive different gradients would diverge. All ranks find the
+    same errors.
     """
 
     def __init__(self, function: SumGradients, world: World) -> None:
         self._function, self._world = function, world
-        self._is_checking = True
+        self._checked: set[int] = set()  # addresses of the buckets, which exist as long as the reducer
         self._error = self._difference = 0.0
 
     def __call__(self, flat: Tensor) -> Any:
-        if not self._is_checking:
+        if flat.data_ptr() in self._checked:
             work = self._function(flat)
             return _DONE if work is None else work
         exact = flat.clone()
@@ -232,15 +233,19 @@ class CustomSum:
         first = flat.clone()
         self._world.broadcast_tensor(first)
         differs = (first.view(torch.uint8) != flat.view(torch.uint8)).any()
-        largest = exact.abs().max().clamp(min=torch.finfo(flat.dtype).tiny)
-        found = torch.stack([(flat - exact).abs().max() / largest, differs.to(flat.dtype)]).float()
-        error, difference = self._world.max(found.nan_to_num(nan=0.0, posinf=1.0)).tolist()  # NaN: of the loss
-        self._error, self._difference = max(self._error, error), max(self._difference, difference)
+        largest = exact.abs().max()
+        distance = (flat - exact).abs().max() / largest.clamp(min=torch.finfo(flat.dtype).tiny)
+        overflows, vanishes = ~largest.isfinite(), largest == 0
+        found = torch.stack([distance, *(flag.to(flat.dtype) for flag in (differs, overflows, vanishes))]).float()
+        error, difference, overflowed, vanished = self._world.max(found.nan_to_num(nan=1.0, posinf=1.0)).tolist()
+        if not overflowed:  # as for a loss that is not finite, or the first updates of a loss scale
+            self._error, self._difference = max(self._error, error), max(self._difference, difference)
+        if not overflowed and not vanished:
+            self._checked.add(flat.data_ptr())
         return _DONE
 
     def raise_if_wrong(self) -> None:
-        """End the check of the first update. Raises TaskFault for another result than a sum, or unequal results."""
-        self._is_checking = False
+        """Raise TaskFault for another result than a sum, or unequal results."""
         what = ""
         if self._error > MAX_ERROR:
             what = f"must replace the gradients by their sum over the ranks; the error is {100 * self._error:.0f} %"

@@ -188,7 +188,7 @@ def assemble(
     stack.enter_context(attention.context())  # for the whole run: checkpointing recomputes forward passes in backward
     parallel: Parallel = _make(PARALLELISMS, choices["parallelism"], world)
     if choices["parallelism"].extension and isinstance(parallel, Replicated):
-        parallel.sum_gradients = _own_function(choices["parallelism"])
+        parallel.sum_gradients = _own_sum(choices["parallelism"])
     task, build_notes = build_task(plan, parallel, world, loaded)
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
     _check_state(task.model, source)
@@ -258,6 +258,24 @@ def _own_function(choice: Choice) -> Callable[..., Any]:
     """Return the function of a task file or a package, with its keys."""
     options = {key: choice.options[key] for key in own_keys(choice.reference)}
     return partial(call_option, {}, choice.reference, **options)
+
+
+def _own_sum(choice: Choice) -> Callable[[torch.Tensor], Any]:
+    """Return the sum of gradients of a task file or a package."""
+    function = _own_function(choice)
+
+    def sum_gradients(gradients: torch.Tensor) -> Any:
+        work = function(gradients)
+        if work is not None and not hasattr(work, "wait"):
+            raise TaskFault(
+                f"parallelism={choice.name} must return None or an object with wait(), but returned"
+                f" {type(work).__name__}",
+                where=choice.extension.rpartition(":")[0],
+                fix="replace the gradients in place, as gradients.copy_(result) does, and return None",
+            )
+        return work
+
+    return sum_gradients
 
 
 def _change_model(

@@ -15,10 +15,11 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from runner.base.batch import MicroBatch
+from runner.base.errors import TaskFault
 from runner.base.world import World
 from runner.config.request import Request
 from runner.distributed.parallel import ForwardPasses
-from runner.distributed.reducer import bucket_sizes
+from runner.distributed.reducer import CustomSum, bucket_sizes
 from runner.distributed.replicated import Replicated
 from runner.engine.opening import open_phase
 from tests.distributed.ranks import run_ranks
@@ -229,3 +230,37 @@ def test_an_update_has_one_collective_besides_those_of_gradients(tmp_path: Path)
 
     for updates in run_ranks(counted, 2):
         assert updates == [[["all_reduce", "torch.float32"], ["all_reduce", "torch.float64"]]] * 27
+
+
+def test_a_custom_sum_is_checked_until_each_bucket_had_numbers_to_compare() -> None:
+    """The gradients of a first update may overflow, as with a loss scale, or be zero."""
+
+    def halve(gradients: Tensor) -> None:
+        dist.all_reduce(gradients)
+        gradients /= 2
+
+    def find_faults(world: World) -> list[str]:
+        custom, faults = CustomSum(halve, world), []
+        for value in (float("inf"), float("nan"), 0.0, 2.0):
+            custom(torch.full((3,), value, device=world.device))
+            try:
+                custom.raise_if_wrong()
+            except TaskFault:
+                faults.append(f"{value}")
+        return faults
+
+    assert run_ranks(find_faults, 2) == [["2.0"]] * 2
+
+
+def test_a_custom_sum_must_not_return_nan_for_finite_gradients() -> None:
+    def erase(gradients: Tensor) -> None:
+        gradients.fill_(float("nan"))
+
+    def find_fault(world: World) -> str:
+        custom = CustomSum(erase, world)
+        custom(torch.ones(3, device=world.device))
+        with pytest.raises(TaskFault) as caught:
+            custom.raise_if_wrong()
+        return str(caught.value)
+
+    assert all("100 %" in fault for fault in run_ranks(find_fault, 2))

@@ -167,6 +167,13 @@ def test_a_wrong_sum_of_gradients_ends_the_first_update(server: ForkServer, tmp_
     assert not newest_valid(tmp_path / "run" / "outputs" / "mine" / "checkpoints")
 
 
+def test_a_sum_that_returns_its_result_ends_the_run(server: ForkServer, tmp_path: Path) -> None:
+    result = run(server, tmp_path / "run", f"parallelism=returns {TWO} dataloader.num_workers=0")
+    assert result.code == Exit.SOFTWARE
+    assert result.err.count("parallelism=returns must return None or an object with wait()") == 1
+    assert TASK.name in result.err
+
+
 def test_plan_explain_and_completion_know_the_options(server: ForkServer, tmp_path: Path) -> None:
     chosen = f"dataloader=threads precision=rounded parallelism=compressed {TWO}"
     planned = server.run(f"plan --task {TASK} device=cpu {chosen} dataloader.ahead=5", tmp_path, {})
