@@ -278,9 +278,7 @@ def _own_sum(choice: Choice) -> Callable[[torch.Tensor], Any]:
     return sum_gradients
 
 
-def _change_model(
-    model: nn.Module, choices: Mapping[str, Choice]
-) -> Callable[[], AbstractContextManager[Any]] | None:
+def _change_model(model: nn.Module, choices: Mapping[str, Choice]) -> Callable[[], AbstractContextManager[Any]] | None:
     """Let the precision of a task file or a package change the model; return the contexts of its forward passes."""
     choice, memory = choices["precision"], choices["memory"]
     make = _own_function(choice)(model)

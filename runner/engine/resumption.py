@@ -9,6 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import IncompatibleResume, InputMissing, Problem
+from runner.base.paths import PACKAGE, shipped_path
+from runner.config.schema import read_functions
 from runner.durable.checkpoint import LoadedCheckpoint, load, load_newest, recover, set_aside
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog, read_rows
@@ -74,7 +76,7 @@ def compare(
             continue
         difference = Difference(key, before.get(key), now.get(key))
         what = f"was {difference.before} in the checkpoint and is {difference.now} now"
-        key_class = _classify(key)
+        key_class = "by name" if _is_of_own_sum(key, before, now) else _classify(key)
         is_allowed = _is_under(key, allowed) or _is_under(_strip_phase(key), allowed)
         if key_class == "mechanics" or (key_class == "by name" and is_allowed):
             differences.append(difference)
@@ -105,6 +107,16 @@ def _classify(key: str) -> str:
     if key == "optimizer" or _is_under(key, FIXED_KEYS):
         return "fixed"
     return "by name" if _is_under(key, KEYS_ALLOWED_BY_NAME) else "mechanics"
+
+
+def _is_of_own_sum(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether the key chooses or configures a sum of gradients that is not shipped, and may be inexact."""
+    names = {str(values.get("parallelism", "auto")) for values in (before, now)}
+    if all((shipped_path("conf") / "parallelism" / f"{name}.yaml").is_file() for name in names):
+        return False
+    shipped = read_functions(PACKAGE / "axes" / "parallelism.py")["ddp"].keys
+    is_own = key.startswith("parallelism.") and key.removeprefix("parallelism.") not in shipped
+    return key == "parallelism" or (is_own and len(names) == 1)
 
 
 def _is_under(key: str, roots: Iterable[str]) -> bool:

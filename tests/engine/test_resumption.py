@@ -100,6 +100,25 @@ def test_changes_of_the_mathematics_must_be_allowed_by_name(key: str, is_gone: b
         assert [difference.key for difference in compare(BEFORE, now, [allowed])] == [key]
 
 
+@pytest.mark.parametrize(("before", "now"), [("mine", "ddp"), ("ddp", "mine"), ("mine", "other"), ("mine", "single")])
+def test_another_sum_of_gradients_must_be_allowed_by_name(before: str, now: str) -> None:
+    """Shipped strategies compute the same."""
+    old, new = ({**BEFORE, "parallelism": name, f"parallelism.{name}": 1} for name in (before, now))
+    with pytest.raises(IncompatibleResume) as caught:
+        compare(old, new, ())
+    assert [problem.where for problem in caught.value.problems] == ["parallelism"]
+    assert compare(old, new, ["parallelism"])
+
+
+def test_the_keys_of_a_sum_of_gradients_must_be_allowed_by_name() -> None:
+    old = {**BEFORE, "parallelism": "mine", "parallelism.bits": 8, "parallelism.world_size": 2}
+    with pytest.raises(IncompatibleResume) as caught:
+        compare(old, old | {"parallelism.bits": 4, "parallelism.world_size": 3}, ())
+    assert [problem.where for problem in caught.value.problems] == ["parallelism.bits"]
+    for changed in ({"parallelism": "ddp"}, {"parallelism": "fsdp"}, {"parallelism.world_size": 3}):
+        assert compare(old | {"parallelism": "single"}, old | {"parallelism": "single"} | changed, ())
+
+
 @pytest.mark.parametrize("key", ["seed", "task", "task.size", "optimizer", "phase.body.trains"])
 def test_changes_that_make_another_run_are_always_refused(key: str) -> None:
     with pytest.raises(IncompatibleResume) as caught:
