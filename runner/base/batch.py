@@ -82,13 +82,15 @@ def map_tensors(function: Callable[[Tensor], Any], value: Any) -> Any:
 def _pin(value: Any) -> Any:
     """Return the value with its tensors in page-locked memory.
 
-    Other types than those of most batches are left to torch's private function, which DataLoader calls for a batch
-    without `pin_memory` (torch 2.11 to 2.13).
+    Tensors that a loader read onto a GPU cannot be pinned and are kept. Other types than those of most batches are left
+    to torch's private function, which DataLoader calls for a batch without `pin_memory` (torch 2.11 to 2.13).
     """
     if type(value) is Tensor:
-        return value.pin_memory()
+        return value.pin_memory() if value.device.type == "cpu" else value
     if type(value) is tuple or type(value) is list:
         return type(value)([_pin(item) for item in value])
+    if type(value) is dict:
+        return {key: _pin(item) for key, item in value.items()}
     return pin_memory.pin_memory(value)  # type: ignore[no-untyped-call]
 
 

@@ -110,3 +110,10 @@ def test_tensors_of_a_batch_are_copied_even_if_another_value_cannot_be(other: An
     if isinstance(other, torch.Tensor):
         assert copied["more"][0].requires_grad
         assert copied["more"][0].is_leaf
+
+
+def test_tensors_that_are_not_in_host_memory_are_not_pinned() -> None:
+    on_device = torch.empty(2, device="meta")  # as one of a loader that decodes on the GPU
+    batch = MicroBatch({"x": on_device, "y": [on_device]}, last=True).pin_memory().batch
+    assert batch["x"] is on_device
+    assert batch["y"][0] is on_device
