@@ -88,7 +88,11 @@ def _parse_loaders(suite_request: SuiteRequest, cores: int, *, has_gpu: bool) ->
 
 
 def _current_loader(context: MeasurementContext) -> LoaderVariant:
-    options = context.plan.choices["dataloader"].options
+    choice = context.plan.choices["dataloader"]
+    if ":" in choice.function:
+        what = "suite=loader compares settings of the shipped data loader"
+        raise ConfigError(Problem(what, f"dataloader={choice.name}", "use dataloader=default"))
+    options = choice.options
     prefetch = options.get("depth", options.get("prefetch_factor", 0))
     workers = options.get("num_workers", THREAD)
     return LoaderVariant(workers, int(prefetch), options["pin_memory"] is True, options["cache"]).effective

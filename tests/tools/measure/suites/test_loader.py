@@ -99,3 +99,13 @@ def test_loaders_without_prefetch_are_measured_once(tmp_path: Path) -> None:
 def test_invalid_loader_values_are_refused(tmp_path: Path, key: str, text: str) -> None:
     with pytest.raises(ConfigError, match=f"{key}={text}.*must be"):
         report(tmp_path, **{key: text})
+
+
+def test_a_loader_of_the_task_file_is_refused(tmp_path: Path) -> None:
+    task = tmp_path / "own_loader.py"
+    task.write_text(
+        f"{TASK.read_text()}\n\ndef plain(read, requests):\n"
+        '    """Read in this process."""\n    return map(read, requests)\n\n\nDATALOADERS = {"plain": plain}\n'
+    )
+    with pytest.raises(ConfigError, match="dataloader=plain"):
+        run(asked("loader", tmp_path, task, *SETTINGS[:-1], "dataloader=plain"))
