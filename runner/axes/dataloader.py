@@ -102,7 +102,7 @@ class WorkerLoader(Loader):
         with warnings.catch_warnings():  # the plan warns about more workers than cores
             warnings.filterwarnings("ignore", "This DataLoader will create", UserWarning)
             loader: torch.utils.data.DataLoader[MicroBatch] = torch.utils.data.DataLoader(
-                _InWorker(self.fetcher),  # type: ignore[arg-type]
+                WorkerFetcher(self.fetcher),  # type: ignore[arg-type]
                 batch_size=None,
                 collate_fn=_identity,  # torch's default would convert tuples to lists
                 sampler=_Keys(chain(first, keys)),
@@ -447,7 +447,7 @@ def _changing_samples(why: str, where: str) -> DataError:
     )
 
 
-class _InWorker:
+class WorkerFetcher:
     """A fetcher that returns an error as a value, which torch would wrap in a traceback.
 
     Batches are moved to shared memory here: if that is full, torch's queue thread would print a
@@ -475,15 +475,15 @@ class _InWorker:
         except (Exception, SystemExit) as error:  # the task's collate may call sys.exit
             return RemoteError(describe_exception(error))
 
-    def __reduce__(self) -> tuple[Callable[..., _InWorker], tuple[bytes]]:
+    def __reduce__(self) -> tuple[Callable[..., WorkerFetcher], tuple[bytes]]:
         """Pickle without the task's model: it may be on a GPU, where each worker would allocate memory, or sharded."""
         content = io.BytesIO()
         PicklerWithoutModel(content, self.fetcher.model).dump(self.fetcher)
         return _unpickle, (content.getvalue(),)
 
 
-def _unpickle(content: bytes) -> _InWorker:
-    return _InWorker(ForkingPickler.loads(content))
+def _unpickle(content: bytes) -> WorkerFetcher:
+    return WorkerFetcher(ForkingPickler.loads(content))
 
 
 class _Keys(Sequence[MicroBatchKey]):

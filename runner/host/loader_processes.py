@@ -144,13 +144,18 @@ def init_worker(parent_pid: int, worker: int) -> None:
     limit_thread_starts()
     make_streams_nonblocking()
     sys.excepthook = _print_unexpected_error
-    for number in _STOP_SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
+    ignore_stop_signals()
     folder = shared_folder()
     if folder is not None:  # where it writes its stacks if something hangs
         with suppress(OSError):
             dump_on_signal(folder)
+
+
+def ignore_stop_signals() -> None:
+    """Ignore stop signals in this process, also those that were blocked at its start."""
+    for number in _STOP_SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, _STOP_SIGNALS)
 
 
 def _print_unexpected_error(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:

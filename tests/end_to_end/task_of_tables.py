@@ -197,12 +197,13 @@ PARALLELISMS = {
 }  # fmt: skip
 
 
-def build(*, draws: bool = True) -> Task:
+def build(*, draws: bool = True, dropout: float = 0.0) -> Task:
     """A perceptron.
 
-    draws  add noise to the samples
+    draws    add noise to the samples
+    dropout  of the hidden units
     """
-    return Mine(draws)
+    return Mine(draws, dropout)
 
 
 class Points(Dataset):
@@ -220,8 +221,8 @@ class Points(Dataset):
 
 
 class Mine(Task):
-    def __init__(self, draws):
-        self.model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Linear(16, 2))
+    def __init__(self, draws, dropout):
+        self.model = nn.Sequential(nn.Linear(2, 16), nn.ReLU(), nn.Dropout(dropout), nn.Linear(16, 2))
         self.draws = draws
 
     def dataset(self, split):

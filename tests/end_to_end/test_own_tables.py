@@ -54,8 +54,8 @@ def are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 def test_a_custom_loader_trains_bitwise_like_the_shipped_one(
     server: ForkServer, tmp_path: Path, loader: str, ranks: str
 ) -> None:
-    """Also with an incomplete update per epoch, evaluations, and after a kill."""
-    draws = "task.draws=false" if loader == "threads" else ""
+    """Also with dropout, an incomplete update per epoch, evaluations, and after a kill."""
+    draws = f"task.dropout=0.5 task.draws={'false' if loader == 'threads' else 'true'}"
     wanted = trained(server, tmp_path / "shipped", f"{ranks} {draws} dataloader.num_workers=0")
     folder = tmp_path / "custom"
     args = f"{ranks} {draws} dataloader={loader}"

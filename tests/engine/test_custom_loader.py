@@ -1,0 +1,184 @@
+"""A data loader of a task file is refused if the run would train on other data, or not repeat it."""
+
+from __future__ import annotations
+
+import random
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch._utils import ExceptionWrapper
+from torch.utils.data import DataLoader
+
+from runner.base.errors import AccelRunError, DataError, TaskFault
+from runner.base.fetcher import Fetcher
+from runner.base.order import MicroBatchKey
+from runner.engine.custom_loader import CustomLoader
+
+KEYS = [MicroBatchKey(0, [2, 1], True, first=0), MicroBatchKey(0, [0, 3], True, first=2)]
+
+
+class Numbers:
+    def __init__(self, broken: int = -1) -> None:
+        self.broken = broken
+
+    def __len__(self) -> int:
+        return 4
+
+    def __getitem__(self, index: int) -> int:
+        if index == self.broken:
+            raise KeyError("broken sample")
+        return index
+
+
+class NumbersOfEpochs(Numbers):
+    def set_epoch(self, epoch: int) -> None:
+        """Change the samples in each epoch."""
+
+
+class Signals(Numbers):
+    def __getitem__(self, index: int) -> int:
+        return int(signal.getsignal(signal.SIGTERM) == signal.SIG_IGN)
+
+
+def loaded(load: Callable[..., Any], dataset: Numbers | None = None, bad_samples: str = "stop") -> Iterator[list[int]]:
+    fetcher = Fetcher(dataset or Numbers(), torch.tensor, bad_samples=bad_samples)
+    loader = CustomLoader(fetcher, load, "mine", "task.py", pins=False)
+    try:
+        yield from (batch.batch.tolist() for batch in loader.batches(iter(KEYS)))
+    finally:
+        loader.close()
+
+
+def filled(read: Any, requests: Any) -> Iterator[Any]:
+    for request in requests:
+        yield read.fill(request, read.collate([read.dataset[index] for index in read.indices(request)]))
+
+
+def in_workers(read: Any, requests: Any) -> Iterator[Any]:
+    yield from DataLoader(read, batch_size=None, sampler=requests, num_workers=1)
+
+
+@pytest.mark.parametrize("start", [filled, in_workers])
+def test_a_loader_reads_the_samples_of_each_request(start: Callable[..., Any]) -> None:
+    assert list(loaded(start)) == [[2, 1], [0, 3]]
+
+
+def test_a_request_that_the_loader_changes_in_place_is_refused() -> None:
+    def changing(read: Any, requests: Any) -> Iterator[Any]:
+        for request in requests:
+            request.indices[:] = [0, 0]
+            yield read(request)
+
+    with pytest.raises(TaskFault, match="must follow"):
+        list(loaded(changing))
+
+
+def test_indices_may_be_sorted_in_place() -> None:
+    def sorting(read: Any, requests: Any) -> Iterator[Any]:
+        for request in requests:
+            read.indices(request).sort()
+            yield read(request)
+
+    assert list(loaded(sorting)) == [[2, 1], [0, 3]]
+
+
+def draws() -> tuple[float, float, float]:
+    return torch.rand(()).item(), float(np.random.random()), random.random()
+
+
+def test_a_loader_draws_other_random_numbers_than_the_model() -> None:
+    """Reproducible ones, also at its start: torch's DataLoader seeds its workers with them."""
+    drawn: list[Any] = []
+
+    def drawing(read: Any, requests: Any) -> Any:
+        drawn.append(draws())
+
+        def rest() -> Iterator[Any]:
+            for request in requests:
+                drawn.append(draws())
+                yield read(request)
+            drawn.append(draws())
+
+        return rest()
+
+    before = torch.get_rng_state(), np.random.get_state(legacy=False), random.getstate()
+    list(loaded(drawing))
+    first = drawn.copy()
+    drawn.clear()
+    assert torch.equal(before[0], torch.get_rng_state())
+    assert np.array_equal(before[1]["state"]["key"], np.random.get_state(legacy=False)["state"]["key"])
+    assert before[2] == random.getstate()
+    draws()
+    list(loaded(drawing))
+    assert drawn == first
+
+
+def test_a_loader_that_reads_samples_itself_is_refused_if_they_change_with_the_epoch() -> None:
+    def direct(read: Any, requests: Any) -> Iterator[Any]:
+        for request in requests:
+            yield read.fill(request, torch.tensor(request.indices))
+
+    for start in (filled, direct):
+        with pytest.raises(TaskFault, match="set_epoch"):
+            list(loaded(start, NumbersOfEpochs()))
+    assert list(loaded(in_workers, NumbersOfEpochs())) == [[2, 1], [0, 3]]
+
+
+def test_bad_samples_cannot_be_skipped_by_a_loader_that_collates() -> None:
+    with pytest.raises(TaskFault, match="bad_samples=skip"):
+        list(loaded(filled, bad_samples="skip"))
+    assert list(loaded(in_workers, Numbers(broken=1), bad_samples="skip")) == [[2], [0, 3]]
+
+
+def in_threads(read: Any, requests: Any) -> Iterator[Any]:
+    def load(request: Any) -> Any:
+        return read.fill(request, read.collate([read.dataset[index] for index in read.indices(request)]))
+
+    with ThreadPoolExecutor(1) as pool:
+        yield from (pool.submit(load, request).result() for request in requests)
+
+
+def filled_in_workers(read: Any, requests: Any) -> Iterator[Any]:
+    """Raise errors as torch's DataLoader does for those of a worker."""
+    try:
+        yield from filled(read, requests)
+    except KeyError:
+        ExceptionWrapper(where="in DataLoader worker process 0").reraise()  # type: ignore[no-untyped-call]
+
+
+@pytest.mark.parametrize("start", [filled, in_threads, in_workers, filled_in_workers])
+def test_the_error_of_an_unreadable_sample_names_the_line(start: Callable[..., Any]) -> None:
+    with pytest.raises(AccelRunError) as raised:
+        list(loaded(start, Numbers(broken=1)))
+    problem = raised.value.problems[0]
+    assert problem.where.startswith(f"{__file__}:")
+    assert "Traceback" not in problem.what
+    assert "KeyError: 'broken sample'" in problem.what
+    if start is in_workers:
+        assert isinstance(raised.value, DataError)
+        assert "sample 1" in problem.what
+
+
+def test_an_error_outside_of_the_task_names_the_option() -> None:
+    def without_arguments() -> None:
+        pass
+
+    with pytest.raises(TaskFault) as raised:
+        list(loaded(without_arguments))
+    assert raised.value.problems[0].where == "task.py"
+
+
+@pytest.mark.parametrize("method", ["fork", "spawn"])
+def test_workers_of_torch_ignore_stop_signals(method: str) -> None:
+    """They are needed until the update is complete; a scheduler sends signals to every process."""
+
+    def started(read: Any, requests: Any) -> Iterator[Any]:
+        yield from DataLoader(read, None, sampler=requests, num_workers=1, multiprocessing_context=method)
+
+    assert list(loaded(started, Signals())) == [[1, 1], [1, 1]]
+    assert signal.getsignal(signal.SIGTERM) != signal.SIG_IGN
