@@ -78,8 +78,8 @@ def load_initial_weights(
         raise IncompatibleResume(
             f"these are weights of another model; {'; '.join(problems)}",
             where=f"weights={options.source}",
-            fix="use the task options they were trained with; to load those that match: weights.strict=false, "
-            "weights.only=[MODULE] or weights.rename={OLD: NEW}",
+            fix="use the task options they were trained with, and the precision if a task file defines it; to load "
+            "those that match: weights.strict=false, weights.only=[MODULE] or weights.rename={OLD: NEW}",
         )
     parallel.load(model, {names[name]: tensor for name, tensor in result.matched.items()})
     return _format_table(result, source.shown)

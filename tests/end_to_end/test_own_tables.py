@@ -114,6 +114,23 @@ def test_the_context_of_a_precision_surrounds_each_forward_pass(server: ForkServ
     assert losses[0] != losses[1]
 
 
+def test_weights_of_another_precision_are_loaded_by_new_names(server: ForkServer, tmp_path: Path) -> None:
+    """The function of a precision changes the names before weights are loaded."""
+    plain = trained(server, tmp_path / "run", "precision=fp32 updates=1 dataloader.num_workers=0")
+    args = "run=other weights=mine precision=rounded precision.bits=20 updates=1 optimizer.lr=1e-30"
+    refused = run(server, tmp_path / "run", args)
+    assert refused.code == Exit.INCOMPATIBLE_RESUME
+    assert "precision" in refused.err.partition("task options")[2]
+    names = {f"{layer}.weight": f"{layer}.parametrizations.weight.original" for layer in (0, 2)}
+    renamed = ",".join(f"{old}:{new}" for old, new in names.items())
+    result = run(server, tmp_path / "run", f"{args} weights.rename={{{renamed}}}")
+    assert result.code == 0, result.err
+    path = newest_valid(tmp_path / "run" / "outputs" / "other" / "checkpoints")
+    assert path is not None
+    loaded = dict(load(path).tensors("model"))
+    assert all(loaded[names.get(name, name)].equal(tensor) for name, tensor in plain.items())
+
+
 @pytest.mark.parametrize("name", ["wrong", "no_context", "unstored"])
 def test_a_precision_that_returns_another_value_ends_the_run_before_it_trains(
     server: ForkServer, tmp_path: Path, name: str
