@@ -15,7 +15,7 @@ from runner.config.options import GROUPS, all_keys, canonical_option, list_all_o
 from runner.config.request import Request, format_value
 from runner.config.schema import MAX_SHOWN, did_you_mean
 from runner.config.settings import MAIN_KEYS
-from runner.config.suggestions import LIST_KEYS_HINT, MAX_HINTS, suggest_instead_of_sweep, suggest_override
+from runner.config.suggestions import LIST_KEYS_HINT, MAX_HINTS, suggest_override
 
 if TYPE_CHECKING:
     from hydra.core.override_parser.types import Override
@@ -54,17 +54,16 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
             problems.append(Problem("${...} is allowed in files only", argument, fix))
             continue
         if override.is_sweep_override() and not sweeps:
-            problems.append(_sweep_problem(override, argument, request.command_keys))
+            problems.append(_sweep_problem(override, argument))
             continue
         parsed.append(override)
     return parsed, problems
 
 
-def _sweep_problem(override: Override, argument: str, command_keys: tuple[str, ...]) -> Problem:
+def _sweep_problem(override: Override, argument: str) -> Problem:
     """Return the problem of several values where one is needed, such as optimizer.betas=0.9,0.95."""
     is_interval = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
     advice = "find the best of them with accel-run search" if is_interval else "run them all with accel-run train -m"
-    advice = suggest_instead_of_sweep(override.key_or_group, argument.partition("=")[2], command_keys) or advice
     return Problem("is a sweep over several values; a list is written [1,2]", argument, advice)
 
 

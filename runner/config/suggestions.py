@@ -36,14 +36,6 @@ def suggest_override(key: str, value: str, command_keys: tuple[str, ...] = ()) -
     return f"did you mean --{flag}?" if flag else LIST_KEYS_HINT
 
 
-def suggest_instead_of_sweep(key: str, text: str, command_keys: tuple[str, ...]) -> str:
-    """Return the setting with a list for several values where a list is accepted, or that of another tool's key."""
-    if key in GROUPS or key in all_keys() or key in command_keys:
-        as_list = f"[{text}]"
-        return f"use {key}={as_list}" if key not in GROUPS and _is_accepted(key, as_list) else ""
-    return translate_key(key, text, command_keys) or ("" if "." in key else LIST_KEYS_HINT)
-
-
 def translate_key(name: str, value: str, command_keys: tuple[str, ...]) -> str:
     """Return a suggestion for a key of another tool, or for a key of the command in other letters; else empty."""
     for own in (name.lower(), f"inference.{name.lower()}"):

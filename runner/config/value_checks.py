@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from runner.base.division import divide
@@ -50,29 +49,8 @@ def _suggest_value(name: str, key: Key, value: Any, schema: Schema) -> str:
         return f"use phases=[{find_nearest(literal, known) or known[0]}]"
     if near := did_you_mean(literal, literal_choices(key.type)):
         return near
-    for candidate in [int(value)] if isinstance(value, float) and value.is_integer() else _normalize(literal):
-        if not describe_mismatch(key.type, candidate):
-            return f"use {name}={candidate}"
     has_default = key.default not in (None, REQUIRED) and not describe_mismatch(key.type, key.default)
     return f"use {name}={format_value(key.default)}, the default" if has_default else ""
-
-
-def _normalize(text: str) -> Iterator[int | str]:
-    """Yield values that were probably meant: 1000 for 1k, 100 for 100steps, 2epochs for 2ep, 1epochs for epoch."""
-    parsed = re.fullmatch(r"(?P<number>\d+(?:\.\d+)?)?\s*(?P<unit>[A-Za-z]+)", text)
-    if parsed is None:
-        return
-    number, unit = float(parsed["number"] or 1), parsed["unit"].lower()
-    if unit in _FACTORS and parsed["number"]:
-        yield round(number * _FACTORS[unit])
-    if unit in ("ep", "epoch", "epochs"):
-        yield f"{number:g}epochs"
-
-
-# Units after a number of updates, with the number of updates in each.
-_FACTORS = dict.fromkeys(("step", "steps", "it", "iter", "iters", "iterations", "batches"), 1) | {
-    "k": 1_000, "m": 1_000_000,
-}  # fmt: skip
 
 
 def find_contradictions(tree: Mapping[str, Any], schema: Schema, *, is_single: bool) -> list[Problem]:

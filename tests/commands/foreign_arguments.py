@@ -166,7 +166,6 @@ LIGHTNING = {
     "devices=2": "parallelism=ddp parallelism.world_size=2",
     "devices=auto": "parallelism=ddp",
     "gpus=1": "device=cuda",
-    "gpus=0,1": "parallelism=ddp parallelism.world_size=",
     "ckpt_path=last.ckpt": "accel-run resume",
     "default_root_dir=out": "output_root=out",
     "save_top_k=3": "checkpoint.keep=3",

@@ -173,25 +173,8 @@ accel-run: resume=last: does not name a run to start from
 accel-run: --resume: unknown option; settings have the form key=value
            use accel-run resume
 """,
-    "train updates=1k": """\
-accel-run: updates=1k: must be an integer of at least 1 or null, but is "1k"
-           use updates=1000
-""",
-    "train evaluate.every=50it": """\
-accel-run: evaluate.every=50it: must be an integer of at least 0 or auto, but is "50it"
-           use evaluate.every=50
-""",
-    "train optimizer.betas=0.9,0.99": """\
-accel-run: optimizer.betas=0.9,0.99: is a sweep over several values; a list is written [1,2]
-           use optimizer.betas=[0.9,0.99]
-""",
-    "train xq=1,2": """\
-accel-run: xq=1,2: is a sweep over several values; a list is written [1,2]
-           accel-run plan shows every key
-""",
     "train updates=1e3": """\
 accel-run: updates=1000.0: must be an integer of at least 1 or null, but is 1000.0
-           use updates=1000
 """,
     "train scheduler=CosineAnnealingLR": """\
 accel-run: scheduler=CosineAnnealingLR: unknown scheduler; must be one of constant, cosine, linear, multistep, one_cycle, plateau, step, warm_restarts
