@@ -294,8 +294,7 @@ _NAME = re.compile(
     r"|(?:auth|access|api|bot|refresh|session|csrf|bearer|hf|gh|gl|github|gitlab|npm|wandb|slack)token$"
     r"|(?:^|_)(?:db|pg|my_?sql|postgres|redis|smtp|mail|ftp|ssh|user|admin|root|login)pass$"
     r"|(?:^|_)(?:github|gitlab|gh|git|azure|ado|access)_pat$|(?:^|_)wandb_?key$"
-    r"|(?:^|_)(?:(?:otp|totp|wallet|hd)_seed|seed_phrase|mnemonic|recovery_codes?)$"
-    r"|^(?:database_url|docker_auth_config|aws_bearer_token_bedrock)$"
+    r"|(?:^|_)wallet_mnemonic$|^(?:database_url|docker_auth_config|aws_bearer_token_bedrock)$"
 )
 _HARMLESS_NAME = re.compile(
     r"(?:^|_)(?:per|class|register|pad|end|eos|bos|start|stop|mask|unk|sep|cls|special|next|image|text|first|last"
@@ -305,6 +304,7 @@ _HARMLESS_NAME = re.compile(
 # secrets if the value looks random
 _AMBIGUOUS_NAME = re.compile(
     r"_key$|(?:^|_)(?:pat|sig|signature|sid|session_id|sas|pin|pwd|otp|totp|pem|(?:slack|teams|discord)_?hook"
+    r"|(?:otp|totp|wallet|hd)_seed|recovery_codes?"
     r"|(?:db|database|redis|mongo(?:db)?|postgres|pg|mysql|amqp|broker)_ur[il])$"
 )
 _FOLDERS = ("PWD", "OLDPWD")  # variables of every shell
@@ -313,6 +313,7 @@ _VALUE_AFTER = re.compile(r"(?P<name>[A-Za-z][\w.-]*)(?:\s*[=:]\s*|\s+)(?=\S)")
 _RANDOM = re.compile(r"(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{10,}")  # one word of letters and digits
 
 _DIGIT = r"(?=[A-Za-z_-]*\d)"  # keys contain digits, words joined by dashes mostly do not
+_WORD_DIGIT = r"(?=[A-Za-z]*\d+[A-Za-z])"  # a digit inside the first word
 _WORD_BOUNDARY = "(?![A-Za-z0-9])"
 _PASSWORD = r"""[^/\s@]+(?:@[^/\s@"'<>,;]+)*"""  # in a URL; an @ in it should be %40 and often is not
 # Prefix of a secret -> pattern of the rest. Searching for the prefix first is 100 times as fast as the pattern.
@@ -330,7 +331,7 @@ _SHAPES: Mapping[str, str] = {
     "~": r"(?<=\dQ~)[\w~.-]{31,}",  # of an application of Azure: five characters before it name the key
     "sbp_": r"[0-9a-f]{40}", "AGE-SECRET-KEY-": r"1[0-9A-Z]{50,}", "tskey-": r"(?:auth|api|client)-[\w-]{16,}",
     **dict.fromkeys(("pscale_tkn_", "pscale_pw_", "pscale_oauth_"), r"[\w.=-]{32,}"), "HRKU-": r"[\w-]{30,}",
-    "pul-": rf"[0-9a-f]{{40}}{_WORD_BOUNDARY}", "AQVN": rf"{_DIGIT}[\w-]{{34,}}", "nfp_": r"[A-Za-z0-9]{36,}",
+    "pul-": rf"[0-9a-f]{{40}}{_WORD_BOUNDARY}", "AQVN": rf"{_DIGIT}[\w-]{{34,}}", "nfp_": rf"{_WORD_DIGIT}[A-Za-z0-9]{{36,}}",
     **dict.fromkeys(("ops_eyJ", "sntrys_eyJ"), r"[\w+/=-]{40,}"),
     **dict.fromkeys(("dp.pt.", "dp.st.", "dp.ct.", "dp.sa."), r"(?:[\w-]+\.)?[A-Za-z0-9]{40,}"),
     "dapi": rf"[0-9a-f]{{32}}(?:-\d)?{_WORD_BOUNDARY}", "hvs.": r"[\w-]{20,}",
@@ -341,7 +342,7 @@ _SHAPES: Mapping[str, str] = {
     r"|(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{20,}(?![\w-]))",
     "nvapi-": rf"{_DIGIT}[\w-]{{20,}}", "gsk_": rf"{_DIGIT}[A-Za-z0-9]{{20,}}", "r8_": rf"{_DIGIT}[A-Za-z0-9]{{20,}}",
     "pplx-": r"[A-Za-z0-9]{32,}", "xai-": r"[A-Za-z0-9]{32,}", "rpa_": r"[A-Za-z0-9]{32,}",
-    **dict.fromkeys(("kgat_", "KGAT_"), r"[0-9a-f]{32}"), "jina_": r"[A-Za-z0-9]{40,}", "tvly-": r"[\w-]{24,}",
+    **dict.fromkeys(("kgat_", "KGAT_"), r"[0-9a-f]{32}"), "jina_": r"[A-Za-z0-9]{40,}", "tvly-": rf"(?:dev-|prod-)?{_WORD_DIGIT}[A-Za-z0-9]{{24,}}",
     **dict.fromkeys(("lsv2_pt_", "lsv2_sk_"), r"[0-9a-f]{32}_[0-9a-f]{10}"), "pcsk_": r"\w{40,}",
     # code, packages, messages, payments
     **dict.fromkeys(("dckr_pat_", "dckr_oat_"), r"[\w-]{20,}"), "ATBB": rf"{_DIGIT}[A-Za-z0-9]{{24,}}",
@@ -358,7 +359,8 @@ _SHAPES: Mapping[str, str] = {
     "npm_": r"[A-Za-z0-9]{30,}", "pypi-AgE": r"[\w-]{16,}", "ATATT3": r"[\w=-]{20,}",
     **dict.fromkeys(("xoxa-", "xoxb-", "xoxe-", "xoxo-", "xoxp-", "xoxr-", "xoxs-", "xapp-"), r"[A-Za-z0-9-]{20,}"),
     **dict.fromkeys(("sk_live_", "sk_test_", "rk_live_", "rk_test_"), r"[A-Za-z0-9]{16,}"),
-    "tfp_": r"[\w-]{40,}", "EAA": rf"{_DIGIT}[A-Za-z0-9]{{60,}}", "CFPAT-": r"[\w-]{40,}",
+    "tfp_": rf"{_WORD_DIGIT}[A-Za-z0-9]{{40,}}", "EAA": rf"{_WORD_DIGIT}[A-Za-z0-9]{{60,}}",
+    "CFPAT-": rf"{_WORD_DIGIT}[A-Za-z0-9][\w-]{{39,}}",
     "whsec_": r"[A-Za-z0-9+/=]{20,}", "SG.": r"[\w-]{16,}\.[\w-]{16,}",
     **dict.fromkeys(("shpat_", "shpss_", "shpca_", "shppa_"), r"[0-9a-f]{32}"),
     "eyJ": r"[\w-]{10,}\.[\w-]{10,}(?:\.[\w-]*)*",  # a JSON Web Token
