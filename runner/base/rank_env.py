@@ -197,8 +197,8 @@ class _Variables:
     def raise_problems(self, local_rank: int) -> None:
         """Raise ConfigError if a variable is invalid; those with the same problem are named together.
 
-        Ranks cannot communicate yet. All ranks of a machine have the same variables, except for their rank
-        numbers, so the first rank reports problems of the others.
+        Ranks cannot communicate yet. Those that torchrun or srun started have the same variables on a machine, except
+        for their rank numbers, so the first one reports problems of the others.
         """
         names: dict[str, list[str]] = {}
         for name, what in self._problems.items():
@@ -206,7 +206,8 @@ class _Variables:
         if names:
             problems = [Problem(what, ", ".join(invalid), _FIX) for what, invalid in names.items()]
             problems = [*(replace(problem, fix="") for problem in problems[:-1]), problems[-1]]
-            if 0 < local_rank < _UNKNOWN and not _OWN_VARIABLES & self._problems.keys():
+            is_started_together = any(name in self.environment for name in ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"))
+            if is_started_together and 0 < local_rank < _UNKNOWN and not _OWN_VARIABLES & self._problems.keys():
                 raise RepeatedConfigError(problems)
             raise ConfigError(problems)
 

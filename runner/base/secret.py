@@ -331,7 +331,8 @@ _SHAPES: Mapping[str, str] = {
     "~": r"(?<=\dQ~)[\w~.-]{31,}",  # of an application of Azure: five characters before it name the key
     "sbp_": r"[0-9a-f]{40}", "AGE-SECRET-KEY-": r"1[0-9A-Z]{50,}", "tskey-": r"(?:auth|api|client)-[\w-]{16,}",
     **dict.fromkeys(("pscale_tkn_", "pscale_pw_", "pscale_oauth_"), r"[\w.=-]{32,}"), "HRKU-": r"[\w-]{30,}",
-    "pul-": rf"[0-9a-f]{{40}}{_WORD_BOUNDARY}", "AQVN": rf"{_DIGIT}[\w-]{{34,}}", "nfp_": rf"{_WORD_DIGIT}[A-Za-z0-9]{{36,}}",
+    "pul-": rf"[0-9a-f]{{40}}{_WORD_BOUNDARY}", "AQVN": rf"{_DIGIT}[\w-]{{34,}}",
+    "nfp_": rf"{_WORD_DIGIT}[A-Za-z0-9]{{36,}}",
     **dict.fromkeys(("ops_eyJ", "sntrys_eyJ"), r"[\w+/=-]{40,}"),
     **dict.fromkeys(("dp.pt.", "dp.st.", "dp.ct.", "dp.sa."), r"(?:[\w-]+\.)?[A-Za-z0-9]{40,}"),
     "dapi": rf"[0-9a-f]{{32}}(?:-\d)?{_WORD_BOUNDARY}", "hvs.": r"[\w-]{20,}",
@@ -342,7 +343,8 @@ _SHAPES: Mapping[str, str] = {
     r"|(?=[A-Za-z]*\d)(?=\d*[A-Za-z])[A-Za-z0-9]{20,}(?![\w-]))",
     "nvapi-": rf"{_DIGIT}[\w-]{{20,}}", "gsk_": rf"{_DIGIT}[A-Za-z0-9]{{20,}}", "r8_": rf"{_DIGIT}[A-Za-z0-9]{{20,}}",
     "pplx-": r"[A-Za-z0-9]{32,}", "xai-": r"[A-Za-z0-9]{32,}", "rpa_": r"[A-Za-z0-9]{32,}",
-    **dict.fromkeys(("kgat_", "KGAT_"), r"[0-9a-f]{32}"), "jina_": r"[A-Za-z0-9]{40,}", "tvly-": rf"(?:dev-|prod-)?{_WORD_DIGIT}[A-Za-z0-9]{{24,}}",
+    **dict.fromkeys(("kgat_", "KGAT_"), r"[0-9a-f]{32}"), "jina_": r"[A-Za-z0-9]{40,}",
+    "tvly-": rf"(?:dev-|prod-)?{_WORD_DIGIT}[A-Za-z0-9]{{24,}}",
     **dict.fromkeys(("lsv2_pt_", "lsv2_sk_"), r"[0-9a-f]{32}_[0-9a-f]{10}"), "pcsk_": r"\w{40,}",
     # code, packages, messages, payments
     **dict.fromkeys(("dckr_pat_", "dckr_oat_"), r"[\w-]{20,}"), "ATBB": rf"{_DIGIT}[A-Za-z0-9]{{24,}}",

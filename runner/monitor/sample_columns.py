@@ -161,16 +161,27 @@ class _SampleTable:
         try:
             self._add_intact(intact)
         except ValueError:
-            intact = [row for row in intact if self._is_intact(row)]
+            intact = list(self._mend(intact))
             self._add_intact(intact)
         return len(rows) - len(intact)
 
-    def _is_intact(self, row: list[str]) -> bool:
-        try:
-            self._parse([row])
-        except ValueError:
-            return False
-        return True
+    def _mend(self, rows: Sequence[list[str]]) -> Iterator[list[str]]:
+        """Yield the rows without damaged cells, leaving out rows that need them.
+
+        Not needed are the cells of the machine in later rows of a sample, and those of a GPU in a row without one.
+        """
+        before = self._time
+        for row in rows:
+            cells = dict(zip(self._header, row, strict=True))
+            unread = [] if cells["device"].startswith("gpu") else list(self._gpu_columns)
+            unread += self._machine_columns if cells["timestamp"] == before else []
+            mended = list((cells | {column.name: "" for column in unread}).values())
+            try:
+                self._parse([mended])
+            except ValueError:
+                continue
+            before = cells["timestamp"]
+            yield mended
 
     def _parse(self, rows: Sequence[list[str]]) -> tuple[dict[str, Sequence[str]], dict[str, Floats]]:
         """Return the cells and the numbers of each column; those of an empty column are left out.

@@ -155,12 +155,18 @@ def test_all_invalid_variables_are_reported_and_no_valid_one(
 def test_one_rank_of_a_machine_reports_what_all_have(environment: dict[str, str], local_rank: str) -> None:
     def is_silent(**changes: str) -> bool:
         with pytest.raises(ConfigError) as caught:
-            detect_rank({**environment, **changes})
+            detect_rank({**environment, "TORCHELASTIC_RUN_ID": "none", **changes})
         return isinstance(caught.value, RepeatedConfigError)
 
     assert not is_silent(**{"MASTER_PORT": "99999", local_rank: "0"})
     assert is_silent(**{"MASTER_PORT": "99999", local_rank: "1"})
     assert not is_silent(**{"MASTER_PORT": "99999", local_rank: "x"}), "only this rank has that value"
+
+
+def test_each_rank_that_was_started_by_hand_reports_its_variables() -> None:
+    with pytest.raises(ConfigError) as caught:
+        detect_rank({**TORCHRUN, "MASTER_PORT": "99999", "RANK": "1", "LOCAL_RANK": "1"})
+    assert not isinstance(caught.value, RepeatedConfigError), "nothing says that another rank reports the same"
 
 
 @pytest.mark.parametrize(

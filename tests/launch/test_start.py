@@ -82,7 +82,10 @@ def test_an_error_on_every_rank_is_reported_once(tmp_path: Path) -> None:
 def test_an_invalid_variable_of_every_rank_is_reported_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    variables = {"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "99999"}
+    variables = {
+        "WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "99999",
+        "TORCHELASTIC_RUN_ID": "none",
+    }  # fmt: skip
     for name, value in variables.items():
         monkeypatch.setenv(name, value)
     for rank in ("0", "1"):

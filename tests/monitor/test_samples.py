@@ -271,3 +271,14 @@ def test_a_damaged_cell_costs_its_row_only(tmp_path: Path) -> None:
     assert samples.values["gpu0/util"].tolist() == [second % 7 for second in kept]
     assert samples.values["cpu/percent"].tolist() == [second % 5 for second in kept]
     assert len(samples.notes) == 1
+
+
+def test_damaged_cells_that_are_not_read_cost_nothing(tmp_path: Path) -> None:
+    rows = [
+        row(10, util_percent=50, cpu_percent=5), row(10, "gpu1", util_percent=70, cpu_percent="x"),
+        row(11, "cpu", util_percent="x", cpu_percent=6),
+    ]  # fmt: skip
+    samples = read_samples(written(tmp_path / "gpu.csv", *rows))
+    assert samples.values["cpu/percent"].tolist() == [5, 6]
+    assert samples.values["gpu1/util"].tolist()[0] == 70
+    assert samples.notes == ()
