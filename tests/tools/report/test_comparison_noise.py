@@ -54,6 +54,33 @@ def test_runs_with_one_seed_get_advice(tmp_path: Path) -> None:
     assert found.split(script)[1].split()[:2] == ["run=0.1-0-seed1", "seed=1;"]
 
 
+def test_repetitions_with_one_seed_show_no_noise(tmp_path: Path) -> None:
+    names = ("a", "b", "c", "d")
+    runs = []
+    for name in names:
+        lr, loss = ("0.2", 2.1) if name == "d" else ("0.1", 2.0)
+        path = make_run(
+            tmp_path, name, run__json=record(name, metrics={"val/loss": loss}),
+            config__yaml=f"seed: 0\noptimizer:\n  lr: {lr}\n",
+        )  # fmt: skip
+        runs.append(read_run_data(RunDirectory(path, writable=False)))
+    assert "exceed" not in describe_noise(runs, names)
+    assert "seed" not in describe_noise(runs[:3], names), "nothing but code or data may differ"
+
+
+def test_an_unfinished_run_is_not_compared(tmp_path: Path) -> None:
+    path = make_run(
+        tmp_path, "stopped", run__json=record("stopped", metrics={"val/loss": 9.0}, state="interrupted"),
+        config__yaml="seed: 5\noptimizer:\n  lr: 0.1\n",
+    )  # fmt: skip
+    compared(tmp_path, {"0.1": [2.0, 2.2], "0.2": [2.1, 2.3]})
+    names = ["0.1-0", "0.1-1", "0.2-0", "0.2-1"]
+    runs = [read_run_data(RunDirectory(tmp_path / name, writable=False)) for name in names]
+    stopped = read_run_data(RunDirectory(path, writable=False))
+    assert "val/loss" in describe_noise(runs, names)
+    assert "val/loss" not in describe_noise([*runs, stopped], [*names, "stopped"])
+
+
 def test_runs_that_differ_in_their_seed_only_differ_by_noise(tmp_path: Path) -> None:
     found = compared(tmp_path, {"0.1": [2.0, 3.0]})
     assert "exceed" not in found
