@@ -8,6 +8,7 @@ therefore follow the same number of calls on every rank: otherwise it would be p
 from __future__ import annotations
 
 import functools
+import inspect
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -53,7 +54,8 @@ class SharedCalls:
         """Announce each call inside to the other ranks, and complete the gathers of calls that fail.
 
         On exit without an error, takes part in the calls of the other ranks until all have finished. Raises TaskFault
-        on all ranks if some run a collective of torch.distributed while others call the model, or have finished.
+        on all ranks if some run a collective of torch.distributed while others call the model, or have finished. Not
+        seen are collectives that were imported by name, and those of other groups.
         """
         plain = {name: getattr(dist, name) for name in COLLECTIVES}
         self._is_watched = True
@@ -83,11 +85,12 @@ class SharedCalls:
 
     def _announced(self, function: Callable[..., Any]) -> Callable[..., Any]:
         """Return a collective that first compares with the other ranks, unless it is called inside the model."""
+        place = list(inspect.signature(function).parameters).index("group")
 
         @functools.wraps(function)
         def announced(*args: Any, **kwargs: Any) -> Any:
-            groups = [each for each in (*args, *kwargs.values()) if isinstance(each, dist.ProcessGroup)]
-            if self._is_watched and not self._depth and all(group is dist.group.WORLD for group in groups):
+            group = kwargs.get("group", args[place] if place < len(args) else None)
+            if self._is_watched and not self._depth and group in (None, dist.group.WORLD):
                 with self._own_collectives():
                     self._agree(_RUNS_COLLECTIVE)
                     return function(*args, **kwargs)  # which may consist of others
@@ -158,5 +161,5 @@ COLLECTIVES = (
     "all_gather", "all_gather_coalesced", "all_gather_into_tensor", "all_gather_object", "all_reduce",
     "all_reduce_coalesced", "all_to_all", "all_to_all_single", "barrier", "broadcast", "broadcast_object_list",
     "gather", "gather_object", "monitored_barrier", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter",
-    "scatter_object_list",
+    "scatter_object_list", *(name for name in ("all_gather_single", "reduce_scatter_single") if hasattr(dist, name)),
 )  # fmt: skip

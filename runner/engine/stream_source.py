@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch.utils.data import IterableDataset, Subset
+from torch.utils.data import Dataset, IterableDataset, Subset
 from torch.utils.data._utils import worker
 from torch.utils.data._utils.worker import WorkerInfo
 
@@ -182,9 +182,28 @@ def _worker_info(info: WorkerInfo | None) -> Iterator[None]:
 def undivided(dataset: Any) -> Any:
     """Return the samples of all ranks: the length of a `StreamingDataset` of MosaicML is that of the share of a rank.
 
-    Checked with mosaicml-streaming 0.13.
+    Checked with mosaicml-streaming 0.13. Raises TaskFault if another dataset contains one.
     """
+    if _is_divided(dataset):
+        return Subset(dataset, range(dataset.epoch_size))
+    if any(map(_is_divided, _find_parts(dataset, depth=4))):
+        raise TaskFault(
+            "a dataset contains a StreamingDataset, whose length is that of the share of one rank",
+            where="dataset",
+            fix="return the StreamingDataset itself; change samples in its __getitem__, or in collate",
+        )
+    return dataset
+
+
+def _is_divided(dataset: Any) -> bool:
     names = [f"{kind.__module__}.{kind.__name__}" for kind in type(dataset).__mro__]
-    if "streaming.base.dataset.StreamingDataset" not in names or len(dataset) == dataset.epoch_size:
-        return dataset
-    return Subset(dataset, range(dataset.epoch_size))
+    return "streaming.base.dataset.StreamingDataset" in names and len(dataset) != dataset.epoch_size
+
+
+def _find_parts(dataset: Any, depth: int) -> Iterator[Any]:
+    """Yield the datasets that a dataset has as attributes or in lists, such as those of a Subset or ConcatDataset."""
+    for value in getattr(dataset, "__dict__", {}).values() if depth else ():
+        for part in value if isinstance(value, (list, tuple)) else (value,):
+            if isinstance(part, Dataset):
+                yield part
+                yield from _find_parts(part, depth - 1)

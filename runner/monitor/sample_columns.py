@@ -175,13 +175,13 @@ class _SampleTable:
             cells = dict(zip(self._header, row, strict=True))
             unread = [] if cells["device"].startswith("gpu") else list(self._gpu_columns)
             unread += self._machine_columns if cells["timestamp"] == before else []
-            mended = list((cells | {column.name: "" for column in unread}).values())
+            intact_row = list((cells | {column.name: "" for column in unread}).values())
             try:
-                self._parse([mended])
+                self._parse([intact_row])
             except ValueError:
                 continue
             before = cells["timestamp"]
-            yield mended
+            yield intact_row
 
     def _parse(self, rows: Sequence[list[str]]) -> tuple[dict[str, Sequence[str]], dict[str, Floats]]:
         """Return the cells and the numbers of each column; those of an empty column are left out.

@@ -238,6 +238,7 @@ def summed(world: World, calls: int, style: str) -> str:
     """Call the model, then a collective, then the model again; return the sum, or the error."""
     model, parallel, wrapped = stepping(world)
     total = torch.tensor([world.rank + 1.0])
+    alone = dist.new_group([0])
     try:
         with parallel.gather_parameters(wrapped), torch.no_grad():
             for _ in range(calls):
@@ -248,6 +249,10 @@ def summed(world: World, calls: int, style: str) -> str:
                 results: list[Any] = [None] * world.world_size
                 dist.all_gather_object(results, world.rank)
                 total = torch.tensor([sum(results) + 3.0 - len(results) / 2])
+            elif style == "group of one rank":
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore")  # of torch, on the other rank
+                    dist.all_reduce(total, group=alone)
             elif world.is_first:
                 dist.all_reduce(total)
             wrapped(torch.ones(1, 4), cache=[])
@@ -260,6 +265,11 @@ def summed(world: World, calls: int, style: str) -> str:
 @pytest.mark.parametrize("style", ["sum", "objects"])
 def test_a_collective_of_the_task_may_follow_equal_numbers_of_calls(style: str) -> None:
     assert run_ranks(lambda world: summed(world, 2, style), 2) == [{"sum": "3.0", "objects": "3.0"}[style]] * 2
+
+
+def test_a_collective_of_a_group_without_this_rank_is_none_of_all_ranks() -> None:
+    found = run_ranks(lambda world: summed(world, 2, "group of one rank"), 2)
+    assert found == ["1.0", "2.0"]
 
 
 @pytest.mark.parametrize("style", ["sum", "objects", "sum on rank 0"])

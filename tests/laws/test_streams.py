@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from collections.abc import Callable
 from itertools import chain, islice
 from typing import Any
 
@@ -15,14 +16,14 @@ from hypothesis import strategies as st
 
 from runner.axes.dataloader import Loader, default
 from runner.base.batch import MicroBatch, ShardMark
-from runner.base.errors import DataError
+from runner.base.errors import DataError, TaskFault
 from runner.base.json_state import decode_state, encode_state
 from runner.base.order import Order
 from runner.base.stream_order import RoundRobin, StreamSampler, decode_index
 from runner.base.task import Task
 from runner.engine.hooks.stream_position import StreamCheck, check_stream, raise_if_invalid
 from runner.engine.stream_reader import StreamFetcher, StreamSamples, read_all_samples
-from runner.engine.stream_source import StreamSource, is_stream
+from runner.engine.stream_source import StreamSource, is_stream, undivided
 from tests.laws.streams import FILES, KINDS, NUMBERS, ByWorker, Files, Liar, Stateful, Undivided, Unseeded, WithLength
 
 CPU = torch.device("cpu")
@@ -383,3 +384,35 @@ def test_a_state_is_the_same_after_json(state: Any) -> None:
         return type(one) is type(other) and bool(one == other)
 
     assert same(decode_state(json.loads(json.dumps(encode_state(state)))), state)
+
+
+class _Divided(torch.utils.data.Dataset[int]):
+    """Like mosaicml-streaming: its length is the share of a rank."""
+
+    epoch_size = 72
+
+    def __len__(self) -> int:
+        return 36
+
+    def __getitem__(self, index: int) -> int:
+        return index
+
+
+_Divided.__module__, _Divided.__name__ = "streaming.base.dataset", "StreamingDataset"
+
+
+@pytest.mark.parametrize(
+    "wrap",
+    [
+        lambda dataset: torch.utils.data.Subset(dataset, range(len(dataset))),
+        lambda dataset: torch.utils.data.ConcatDataset([dataset, dataset]),
+        lambda dataset: torch.utils.data.Subset(torch.utils.data.ConcatDataset([dataset]), range(3)),
+    ],
+    ids=["subset", "concatenated", "both"],
+)
+def test_a_dataset_with_the_share_of_a_rank_is_completed_or_refused(wrap: Callable[[Any], Any]) -> None:
+    assert len(undivided(_Divided())) == 72
+    with pytest.raises(TaskFault):
+        undivided(wrap(_Divided()))
+    plain = [1, 2, 3]
+    assert undivided(plain) is plain
