@@ -121,7 +121,8 @@ def test_weights_of_another_precision_are_loaded_by_new_names(server: ForkServer
     refused = run(server, tmp_path / "run", args)
     assert refused.code == Exit.INCOMPATIBLE_RESUME
     assert "precision" in refused.err.partition("task options")[2]
-    names = {f"{layer}.weight": f"{layer}.parametrizations.weight.original" for layer in (0, 2)}
+    weighted = [name.removesuffix(".weight") for name in plain if name.endswith(".weight")]
+    names = {f"{layer}.weight": f"{layer}.parametrizations.weight.original" for layer in weighted}
     renamed = ",".join(f"{old}:{new}" for old, new in names.items())
     result = run(server, tmp_path / "run", f"{args} weights.rename={{{renamed}}}")
     assert result.code == 0, result.err
@@ -154,7 +155,9 @@ def test_activations_of_modules_that_a_precision_replaces_are_recomputed() -> No
     plan = make_plan(configuration, Inventory((), Cpu("a processor", 2, 4, 8 << 30)))
     with ExitStack() as stack:
         parts = assemble(plan, stack)
-        assert [name for name, module in parts.bare.named_children() if "forward" in vars(module)] == ["0", "2"]
+        layers = [module for module in parts.bare.children() if isinstance(module, torch.nn.Linear)]
+        assert layers
+        assert all("forward" in vars(layer) for layer in layers)
 
 
 def test_an_exact_sum_of_gradients_trains_bitwise_like_ddp(server: ForkServer, tmp_path: Path) -> None:
