@@ -124,7 +124,8 @@ def custom_option_notes(functions: Mapping[str, str], task: str, request: Reques
         values = f", with the values of {file}" if file and file.is_file() else ""
         base = find_custom_options(request.task_file)[group, option].base
         extended = f", and extends {group}={base}" if base else ""
-        yield f"{group}={option} is from {origin}{extended}{values}"
+        scope = ", and reads the training data only" if group == "dataloader" else ""
+        yield f"{group}={option} is from {origin}{extended}{scope}{values}"
     for hook in find_custom_hooks(request.task_file):
         yield f"hook {hook.name} is from {hook.origin}"
 
