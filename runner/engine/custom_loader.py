@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from multiprocessing import active_children
 from multiprocessing.reduction import ForkingPickler
 from typing import Any
 
@@ -25,7 +26,7 @@ from runner.base.paths import PACKAGE
 from runner.base.sample_rng import seeded_generators
 from runner.base.task import Dataset
 from runner.base.text import RemoteError, describe_exception, first_line
-from runner.host.loader_processes import PicklerWithoutModel, ignore_stop_signals
+from runner.host.loader_processes import PicklerWithoutModel, ignore_stop_signals, kill_workers
 
 FIX = "yield read(request), or read.fill(request, batch), once for each request, in order"
 
@@ -36,6 +37,7 @@ class LoadedBatch:
 
     request: MicroBatchKey
     batch: MicroBatch | AccelRunError | RemoteError
+    worker: int = 0  # PID of the worker of torch's DataLoader that read it
 
 
 class RequestReader:
@@ -70,7 +72,8 @@ class RequestReader:
         if get_worker_info() is not None and not self._ignores_signals:
             ignore_stop_signals()
             self._ignores_signals = True
-        return LoadedBatch(request, WorkerFetcher(self._fetcher)[request])
+        worker = os.getpid() if self._ignores_signals else 0
+        return LoadedBatch(request, WorkerFetcher(self._fetcher)[request], worker)
 
     __getitem__ = __call__  # so that torch's DataLoader accepts it as a dataset
 
@@ -170,6 +173,7 @@ class CustomLoader(Loader):
         super().__init__(fetcher)
         self._load, self._name, self._where, self._pins = load, name, where, pins
         self._open: list[Any] = []
+        self._workers: set[int] = set()
 
     def new_like(self, fetcher: Fetcher) -> Loader:
         # Other fetchers return more than batches. A worker reads, because forked processes of the custom loader would
@@ -199,6 +203,7 @@ class CustomLoader(Loader):
         if loaded.request != key:
             found, wanted = (f"samples {request.indices[:3]}..." for request in (loaded.request, key))
             raise self._fault(f"yields the batch of {found} where that of {wanted} must follow")
+        self._workers.add(loaded.worker)
         if isinstance(loaded.batch, Exception):
             raise loaded.batch
         return loaded.batch
@@ -231,6 +236,8 @@ class CustomLoader(Loader):
             if hasattr(loaded, "close"):  # a generator, whose `finally` blocks stop its workers
                 with suppress(Exception):
                     loaded.close()
+                # Python would wait at exit for one that still reads: it ignores torch's SIGTERM.
+                kill_workers([child for child in active_children() if child.pid in self._workers])
         self._open.clear()
 
 

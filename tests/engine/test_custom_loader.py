@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import random
 import signal
+import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from multiprocessing import active_children
 from typing import Any
 
 import numpy as np
@@ -182,3 +184,21 @@ def test_workers_of_torch_ignore_stop_signals(method: str) -> None:
 
     assert list(loaded(started, Signals())) == [[1, 1], [1, 1]]
     assert signal.getsignal(signal.SIGTERM) != signal.SIG_IGN
+
+
+class Hanging(Numbers):
+    def __getitem__(self, index: int) -> int:
+        if index == KEYS[1].indices[0]:
+            time.sleep(1000)
+        return index
+
+
+@pytest.mark.slow
+def test_a_worker_that_still_reads_is_killed_at_the_end() -> None:
+    batches = loaded(in_workers, Hanging())
+    assert next(batches) == KEYS[0].indices
+    workers = active_children()
+    batches.close()  # type: ignore[attr-defined]
+    for worker in workers:
+        worker.join(60)
+    assert [worker.exitcode for worker in workers] == [-signal.SIGKILL]
