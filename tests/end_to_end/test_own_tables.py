@@ -200,7 +200,7 @@ def test_plan_explain_and_completion_know_the_options(server: ForkServer, tmp_pa
     assert planned.code == 0, planned.err
     for line in ("dataloader=threads", "precision=rounded", "parallelism=compressed"):
         assert f"{line} is from {TASK}" in planned.out + planned.err
-    assert f"dataloader=threads is from {TASK}, and reads the training data only" in planned.out + planned.err
+    assert "training data only" in planned.out + planned.err
     explained = server.run(f"explain precision.bits --task {TASK} device=cpu {chosen}", tmp_path, {})
     assert f"({TASK})" in explained.out
     typo = server.run(f"plan --task {TASK} device=cpu dataloader=thrads", tmp_path, {})

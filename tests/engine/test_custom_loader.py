@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import signal
-import time
+import threading
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from multiprocessing import active_children
@@ -189,7 +189,7 @@ def test_workers_of_torch_ignore_stop_signals(method: str) -> None:
 class Hanging(Numbers):
     def __getitem__(self, index: int) -> int:
         if index == KEYS[1].indices[0]:
-            time.sleep(1000)
+            threading.Event().wait()
         return index
 
 
