@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping
 from contextlib import AbstractContextManager, ExitStack, nullcontext
@@ -125,11 +126,16 @@ class Parts:
         return dataset
 
     def _rank_variables(self) -> AbstractContextManager[None]:
-        """Set the variables of torchrun: datasets that share memory between the ranks of a machine read them."""
+        """Set the variables of torchrun for mosaicml-streaming, whose ranks share memory on a machine.
+
+        Only where the task has imported it: another dataset might read its rank there, and divide itself.
+        """
         world = self.world
+        if world.world_size == 1 or "streaming.base.dataset" not in sys.modules:
+            return nullcontext()
         ranks = {"RANK": world.rank, "WORLD_SIZE": world.world_size}
         ranks |= {"LOCAL_RANK": world.local_rank, "LOCAL_WORLD_SIZE": world.num_local_ranks}
-        return environment({name: str(value) for name, value in ranks.items()} if world.world_size > 1 else {})
+        return environment({name: str(value) for name, value in ranks.items()})
 
     def _load_stream(self, stream: StreamSource) -> list[Any]:
         """Read the samples of a stream for evaluation. Raises NotImplementedError if the task lacks the split."""

@@ -128,3 +128,33 @@ def test_a_task_file_is_compiled_at_each_start(tmp_path: Path) -> None:
         del sys.modules["compiled_twice"]
         sys.path.remove(str(tmp_path))
     assert not (tmp_path / "__pycache__").exists()
+
+
+DIVIDED = """
+import os
+import torch
+from runner import Task
+
+class Divided(Task):
+    def __init__(self):
+        self.model = torch.nn.Linear(1, 1)
+
+    def dataset(self, split):
+        rank, ranks = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        return torch.arange(64.0).view(-1, 1)[rank::ranks]
+
+    def loss(self, model, batch):
+        return model(batch).square().sum(), len(batch)
+
+def build():
+    return Divided()
+"""
+
+
+def test_a_dataset_that_reads_variables_of_torchrun_is_not_divided_on_ranks(server: ForkServer, tmp_path: Path) -> None:
+    task = tmp_path / "divided.py"
+    task.write_text(DIVIDED)
+    ranks = ["parallelism=ddp", "parallelism.world_size=2", "global_batch_size=8", "updates=2"]
+    result = server.run(["train", "--task", str(task), *ranks, *ON_CPU], tmp_path)
+    assert result.code == 0, result.err
+    assert of_run(tmp_path)["evidence"]["num_samples"] == 64
