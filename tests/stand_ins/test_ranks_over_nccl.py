@@ -115,6 +115,7 @@ test_bad_samples = copied(whole_runs.test_a_rank_with_only_bad_samples_continues
 test_a_killed_run = copied(whole_runs.test_a_resumed_run_of_two_ranks_is_the_same_bit_for_bit, LONG)
 test_an_exact_sum = copied(own_tables.test_an_exact_sum_of_gradients_trains_bitwise_like_ddp, SLOW)
 test_a_wrong_sum = copied(own_tables.test_a_wrong_sum_of_gradients_ends_the_first_update, SLOW)
+test_a_sum_that_returns_its_result = copied(own_tables.test_a_sum_that_returns_its_result_ends_the_run, SLOW)
 test_not_finite = copied(numeric.test_ranks_stop_together_and_the_rank_is_named, LONG)
 test_a_pipeline_that_is_not_finite = copied(numeric.test_the_samples_of_a_pipeline_are_searched, LONG)
 
@@ -203,6 +204,7 @@ NO_FAILURE = {
     "distributed/test_sharded_evaluation.py::test_a_collective_of_the_task_after_other_ranks_have_finished_is_an_error_on_all_ranks",
     "distributed/test_sharded_evaluation.py::test_a_collective_of_the_task_may_follow_equal_numbers_of_calls",
     "distributed/test_sharded_evaluation.py::test_a_collective_of_the_task_while_other_ranks_call_the_model_is_an_error_on_all_ranks",
+    "distributed/test_sharded_evaluation.py::test_a_collective_of_a_group_without_this_rank_is_none_of_all_ranks",
     "distributed/test_sharded_evaluation.py::test_parts_of_the_model_cannot_be_called",
     "distributed/test_world.py::test_the_time_to_meet_grows_with_the_number_of_ranks",
     "end_to_end/test_coupled_runs.py::test_a_resumed_run_is_the_same_bit_for_bit",
