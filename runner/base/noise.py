@@ -283,13 +283,14 @@ class _HashedElements:
 
     def get(self, shape: tuple[int, ...], number: int, keys: Tensor) -> Tensor:
         """Return `_hash_elements` for draws with these keys."""
+        # Fake tensors of two modes, and tensors of inference mode and others, cannot be used together.
         kind = (shape, number, keys.device, getattr(keys, "fake_mode", None), torch.is_inference_mode_enabled())
         elements = self._kept.pop(kind, None)
         if elements is None:
             elements = _hash_elements(shape, number, keys.device)
         if elements.numel() <= _MAX_KEPT_ELEMENTS:
             self._kept[kind] = elements
-            while sum(kept.numel() for kept in self._kept.values()) > _MAX_KEPT_ELEMENTS:
+            while len(self._kept) > _MAX_KEPT or sum(kept.numel() for kept in self._kept.values()) > _MAX_KEPT_ELEMENTS:
                 self._kept.popitem(last=False)
         return elements
 
@@ -359,7 +360,7 @@ def _first_tensor(batch: Any) -> Tensor:
     return current
 
 
-_MAX_KEPT_ELEMENTS = 1 << 20  # 8 MiB
+_MAX_KEPT, _MAX_KEPT_ELEMENTS = 32, 1 << 20  # 8 MiB
 _GOLDEN = 0x9E3779B97F4A7C15  # odd; 2**64 divided by the golden ratio
 _STREAM = 0x6E6F6973  # separate from the order of the samples and the draws of datasets
 _UNIFORM_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}

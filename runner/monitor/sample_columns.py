@@ -39,16 +39,16 @@ def summarize_samples(samples: MachineSamples) -> Summary:
     """Return the summary that `SampleTally.add` for each sample leads to."""
     tally = SampleTally()
     phases = np.array(samples.phases, dtype=object)
+    segments = np.cumsum(samples.gaps(), dtype=np.intp)  # a number for the samples between two gaps
     for phase in dict.fromkeys(samples.phases):
-        _add_columns(tally.of_phase(phase), samples, phases == phase)
+        _add_columns(tally.of_phase(phase), samples, phases == phase, segments)
     return tally.summary(samples.devices, samples.notes)
 
 
-def _add_columns(sums: PhaseSums, samples: MachineSamples, selected: NDArray[np.bool_]) -> None:
+def _add_columns(sums: PhaseSums, samples: MachineSamples, selected: NDArray[np.bool_], segments: Ints) -> None:
     """Add the selected samples, (N,) bool, to the sums of their phase."""
     sums.seconds += _add_up(samples.spans_s[selected])
     sums.samples += int(selected.sum())
-    segments = np.cumsum(samples.gaps(), dtype=np.intp)  # a number for the samples between two gaps
     for name, column in samples.values.items():
         device, _, metric = name.partition("/")
         rows = np.flatnonzero(selected & ~np.isnan(column))
@@ -78,7 +78,7 @@ def _add_up(values: Floats) -> float:
     return float(np.cumsum(values)[-1]) if len(values) else 0.0
 
 
-def _find_increases(column: Floats, segments: NDArray[np.intp]) -> Floats:
+def _find_increases(column: Floats, segments: Ints) -> Floats:
     """Return the increase of a counter at each sample, NaN if unknown: the first of a segment, or after a reset."""
     increases = np.full(len(column), math.nan)
     known = np.flatnonzero(~np.isnan(column))
@@ -88,7 +88,7 @@ def _find_increases(column: Floats, segments: NDArray[np.intp]) -> Floats:
     return increases
 
 
-def _has_counter(column: Floats | None, segments: NDArray[np.intp]) -> NDArray[np.bool_]:
+def _has_counter(column: Floats | None, segments: Ints) -> NDArray[np.bool_]:
     """Return for each sample whether the counter was read at it, or before it in its segment."""
     if column is None:
         return np.zeros(len(segments), dtype=bool)

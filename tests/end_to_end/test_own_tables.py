@@ -44,6 +44,14 @@ def trained(server: ForkServer, folder: Path, args: str) -> dict[str, Tensor]:
     return weights(folder)
 
 
+def refused(server: ForkServer, folder: Path, args: str) -> str:
+    """Return the message of a run that ends with one, for an error of the task."""
+    result = run(server, folder, args)
+    assert result.code == Exit.SOFTWARE
+    assert result.err.count("accel-run:") == 1
+    return str(result.err)
+
+
 def are_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
     return one.keys() == other.keys() and all(one[name].equal(other[name]) for name in one)
 
@@ -74,10 +82,8 @@ def test_drop_last_is_a_key_of_every_loader(server: ForkServer, tmp_path: Path) 
 def test_a_loader_that_does_not_return_the_requested_batches_ends_the_run(
     server: ForkServer, tmp_path: Path, loader: str
 ) -> None:
-    result = run(server, tmp_path / "run", f"dataloader={loader}")
-    assert result.code == Exit.SOFTWARE
-    assert result.err.count("accel-run:") == 1
-    assert loader in result.err or "thread" in result.err
+    message = refused(server, tmp_path / "run", f"dataloader={loader}")
+    assert loader in message or "thread" in message
     assert not newest_valid(tmp_path / "run" / "outputs" / "mine" / "checkpoints")
 
 
@@ -136,11 +142,9 @@ def test_weights_of_another_precision_are_loaded_by_new_names(server: ForkServer
 def test_a_precision_that_returns_another_value_ends_the_run_before_it_trains(
     server: ForkServer, tmp_path: Path, name: str
 ) -> None:
-    result = run(server, tmp_path / "run", f"precision={name} dataloader.num_workers=0")
-    assert result.code == Exit.SOFTWARE
-    assert result.err.count("accel-run:") == 1
-    assert TASK.name in result.err
-    assert "Traceback" not in result.err
+    message = refused(server, tmp_path / "run", f"precision={name} dataloader.num_workers=0")
+    assert TASK.name in message
+    assert "Traceback" not in message
 
 
 def test_a_precision_with_a_context_is_not_combined_with_recomputation(server: ForkServer, tmp_path: Path) -> None:
