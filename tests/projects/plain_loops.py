@@ -124,6 +124,10 @@ def resnet_augmented(loop: Loop) -> Metrics:
     return {"val/accuracy": (loop.model.eval()(images).argmax(1) == labels).double().mean().item()}
 
 
+def timm_resnet(loop: Loop) -> Metrics:
+    return resnet_augmented(loop)
+
+
 def unet_diffusion(loop: Loop) -> Metrics:
     optimizer = torch.optim.Adam(loop.model.parameters(), lr=0.002)
     averaged = AveragedModel(loop.model, multi_avg_fn=get_ema_multi_avg_fn(0.9))

@@ -1,4 +1,4 @@
-"""Twenty typical projects: each trains like its plain PyTorch loop, resumes after a kill, and runs on ranks.
+"""Twenty-one typical projects: each trains like its plain PyTorch loop, resumes after a kill, and runs on ranks.
 
 A project is a task file; `plain_loops.py` has its loop without the runner. Both use the same samples in each update,
 random numbers of each sample and initial weights.
@@ -53,6 +53,7 @@ PROJECTS: dict[str, tuple[str, ...]] = {
     "hf_bert": ("transformers",),
     "vit_mixup": (),
     "resnet_augmented": (),
+    "timm_resnet": ("timm", "torchvision"),
     "unet_diffusion": (),
     "vae": (),
     "dcgan": (),
@@ -70,7 +71,7 @@ PROJECTS: dict[str, tuple[str, ...]] = {
     "graph_network": (),
 }
 # A batch norm depends on the samples of a forward pass: exact only without micro-batches, and synchronized over ranks.
-OF_RANKS = dict.fromkeys(("resnet_augmented", "dcgan"), "parallelism.batch_norm=sync")
+OF_RANKS = dict.fromkeys(("resnet_augmented", "timm_resnet", "dcgan"), "parallelism.batch_norm=sync")
 
 
 @pytest.fixture(autouse=True)
