@@ -1,0 +1,442 @@
+"""Both kinds of phases in one process: the parameters they change, their state, and what they leave behind."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from runner.axes.precision import fp32
+from runner.base.batch import MicroBatch
+from runner.base.errors import ConfigError, NumericError, TaskFault
+from runner.base.task import Fit, State, Task
+from runner.base.world import World
+from runner.config.configuration import compose
+from runner.config.request import Request
+from runner.distributed.parallel import Parallel
+from runner.engine.loop import Position, StepInfo
+from runner.engine.phase_kinds import (
+    GradientPhase,
+    PhaseKind,
+    StatisticsPhase,
+    check_parameters,
+    count_updates,
+    weight_per_item,
+)
+from runner.plan.inventory import Cpu, Inventory
+from runner.plan.planner import make_plan
+from runner.plan.run_plan import PhasePlan, Plan
+from tests.distributed.ranks import CPU, run_ranks
+
+HERE = Path(__file__)
+ALONE = World(CPU)
+TASK = Path(__file__).with_name("task_that_is_saved.py")
+
+
+@cache
+def plan_of(*settings: str) -> Plan:
+    args = ("device=cpu", "global_batch_size=8", "updates=4", *settings)
+    return make_plan(compose(Request(args, TASK)), Inventory((), Cpu("a processor", 2, 4, 0)))
+
+
+class Points(Task):
+    """A model of two layers, of which the second has no bias and a part that has no gradient."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.ModuleDict(
+            {"body": nn.Linear(3, 2), "head": nn.Linear(2, 1, bias=False), "spare": nn.Linear(1, 1)}
+        )
+        self.model["spare"].bias.requires_grad_(False)
+
+    def loss(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+        parts: Any = model
+        return parts["head"](parts["body"](batch)).square().sum(), len(batch)
+
+
+def parts_of(task: Task, *settings: str, world: World = ALONE, **others: Any) -> Any:
+    given = {"model": task.model, "bare": task.model, "precision": fp32(world, task.model), "parallel": Parallel(world)}
+    return SimpleNamespace(task=task, source=HERE, plan=plan_of(*settings), world=world, **{**given, **others})
+
+
+def order(updates_per_epoch: int = 3, num_samples: int = 20) -> Any:
+    return SimpleNamespace(updates_per_epoch=updates_per_epoch, num_samples=num_samples)
+
+
+def training(
+    trains: list[str] | None = None, *settings: str, task: Task | None = None, update: int = 0, **others: Any
+) -> tuple[GradientPhase, Any]:
+    """Return a phase of training at this update, and its parts."""
+    parts = parts_of(task or Points(), *settings, **others)
+    phase = replace(parts.plan.phases[0], trains=trains)
+    return GradientPhase(phase, parts, order(), Position("train", update)), parts
+
+
+def micro(batch: Any, *, last: bool = True, **others: Any) -> MicroBatch:
+    return MicroBatch(batch, last, **others)
+
+
+def points(number: int = 8, seed: int = 0) -> Tensor:
+    return torch.randn(number, 3, generator=torch.Generator().manual_seed(seed))
+
+
+def saved(phase: PhaseKind) -> Any:
+    """Return what a checkpoint of the phase has, as read from it."""
+    tensors, numbers = phase.state(lambda tensor: tensor.clone())
+    copies = {stem: dict(named) for stem, named in tensors.items()}
+    return SimpleNamespace(tensors=copies.__getitem__, stored=copies.__getitem__, state=numbers)
+
+
+# ---------------------------------------------------------------- training
+
+
+def test_only_the_parameters_of_the_phase_are_trained_until_it_is_released() -> None:
+    phase, parts = training(["head"])
+    named = dict(parts.bare.named_parameters())
+    assert [*phase.trained_names] == ["head.weight"]
+    assert [name for name, weight in named.items() if weight.requires_grad] == ["head.weight"]
+    before = {name: weight.detach().clone() for name, weight in named.items()}
+    info = next(phase.updates(iter([micro(points())])))
+    assert (info.update, int(info.items)) == (1, 8)
+    assert [name for name, weight in named.items() if not torch.equal(weight, before[name])] == ["head.weight"]
+    phase.release()
+    assert [name for name, weight in named.items() if not weight.requires_grad] == ["spare.bias"]
+    assert all(weight.grad is None for weight in named.values())
+    assert all(not optimizer.state for optimizer in phase.inputs.optimizers)
+
+
+def test_the_first_update_shows_which_parameters_have_no_gradient() -> None:
+    phase, parts = training()
+    next(phase.updates(iter([micro(points())])))
+    assert phase.first_gradients() == {
+        "body.weight": True, "body.bias": True, "head.weight": True, "spare.weight": False,
+    }  # fmt: skip
+    assert not has_hooks(parts.bare)
+
+
+def has_hooks(model: nn.Module) -> bool:
+    weights: list[Any] = [*model.parameters()]
+    return any(weight._post_accumulate_grad_hooks for weight in weights)  # lint-tests: private: torch has no public way
+
+
+def test_a_released_phase_leaves_no_hooks() -> None:
+    phase, parts = training()
+    assert has_hooks(parts.bare)
+    phase.release()
+    assert not has_hooks(parts.bare)
+
+
+@pytest.mark.parametrize(
+    ("trains", "lines"),
+    [
+        (None, []),
+        (["head", "body.bias"], ["trains head (2), body.bias (2): 4 of 12 parameters (33.3%)"]),
+    ],
+)
+def test_a_phase_of_some_parameters_prints_their_share(trains: list[str] | None, lines: list[str]) -> None:
+    phase, _ = training(trains)
+    assert phase.start_lines() == lines
+
+
+@pytest.mark.parametrize("trains", [["hed"], ["head", "body.w"], []])
+def test_parameters_that_do_not_exist_are_refused_before_any_phase(trains: list[str]) -> None:
+    task, phase = Points(), replace(plan_of().phases[0], trains=trains)
+    with pytest.raises(ConfigError) as caught:
+        check_parameters([phase], task.model)
+    assert len(caught.value.problems) == 1
+    if trains == ["hed"]:
+        assert "head" in caught.value.problems[0].fix
+    check_parameters([replace(phase, kind="fit"), replace(phase, trains=["head"])], task.model)
+
+
+def test_parameters_that_the_task_freezes_are_not_trained_by_name() -> None:
+    with pytest.raises(ConfigError):
+        training(["spare.bias"])
+
+
+def test_a_resumed_phase_continues_like_an_uninterrupted_one() -> None:
+    batches = [micro(points(seed=number)) for number in range(4)]
+    phase, parts = training()
+    updates = phase.updates(iter(batches))
+    next(updates)
+    next(updates)
+    weights = {name: weight.detach().clone() for name, weight in parts.bare.named_parameters()}
+    start = saved(phase)
+    expected = [float(info.loss_sum) for info in updates if info.loss_sum is not None]
+    again, parts_again = training(update=2)
+    parts_again.bare.load_state_dict(weights)
+    again.load(start)
+    result = [float(info.loss_sum) for info in again.updates(iter(batches[2:])) if info.loss_sum is not None]
+    assert result == expected
+    assert len(result) == 2
+    for one, other in zip(parts.bare.parameters(), parts_again.bare.parameters(), strict=True):
+        assert torch.equal(one, other)
+
+
+def test_the_state_of_a_phase_that_trains_a_part_has_that_part_only() -> None:
+    phase, _ = training(["head"])
+    next(phase.updates(iter([micro(points())])))
+    start = saved(phase)
+    assert {name.partition(".")[0] for name in start.tensors("optimizer")} == {"head"}
+    expected, actual = phase.state_bytes()
+    assert expected > 0
+    assert actual >= expected
+
+
+def test_a_phase_restores_only_the_states_of_its_rank() -> None:
+    """Another rank owns the other parameters; the states of both are in the checkpoint."""
+
+    class Half(Parallel):
+        def owned_parameters(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+            return {name: weight for name, weight in named.items() if name.startswith("head")}
+
+    phase, _ = training()
+    next(phase.updates(iter([micro(points())])))
+    start = saved(phase)
+    again, _ = training(update=1, parallel=Half(ALONE))
+    again.load(start)
+    assert {*again.owned} == {"head.weight"}
+    mine = saved(again)
+    assert {name.partition(".")[0] for name in mine.tensors("optimizer")} == {"head"}
+    for name, tensor in mine.tensors("optimizer").items():
+        assert torch.equal(tensor, start.tensors("optimizer")[name])
+
+
+@pytest.mark.parametrize(
+    ("skipped", "skipped_before", "update", "fails"),
+    [(4, 0, 4, True), (5, 1, 4, True), (4, 1, 4, False), (3, 0, 4, False), (0, 0, 0, False)],
+)
+def test_a_phase_of_skipped_updates_only_has_learned_nothing(
+    skipped: int, skipped_before: int, update: int, fails: bool
+) -> None:
+    phase, parts = training(update=update)
+    phase.position.skipped_before = skipped_before
+    parts.precision.num_skipped = lambda: skipped
+    if fails:
+        with pytest.raises(NumericError):
+            phase.close()
+    else:
+        assert phase.close() == {}
+
+
+@pytest.mark.parametrize(("name", "factor"), [("val/accuracy", 0.5), ("val/loss", 1.0)])
+def test_a_schedule_observes_its_metric(name: str, factor: float) -> None:
+    phase, _ = training(
+        None, "scheduler=plateau", "scheduler.metric=val/accuracy", "scheduler.gamma=0.5", "scheduler.patience=0"
+    )
+    for _ in range(2):
+        phase.observe({name: 1.0})
+    assert phase.training.schedule.factor(4) == factor
+
+
+def test_a_loss_of_the_phase_replaces_that_of_the_task() -> None:
+    class Named(Points):
+        @property
+        def losses(self) -> Any:
+            return {"train": self.other}
+
+        def other(self, model: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
+            total, count = self.loss(model, batch)
+            return total * 0.0 + 3.0 * count, count
+
+    phase, _ = training(task=Named())
+    assert phase.task_losses.keys() == {""}
+    assert float(next(phase.updates(iter([micro(points())]))).loss_sum) == 24.0
+
+
+def test_a_task_with_pairs_of_samples_has_a_loss_that_is_not_additive() -> None:
+    class Pairs(Task):
+        def __init__(self) -> None:
+            self.model = nn.Linear(3, 2)
+
+        def embed(self, model: nn.Module, batch: Tensor) -> Tensor:
+            result: Tensor = model(batch)
+            return result
+
+        def couple(self, embeddings: Tensor) -> tuple[Tensor, int]:
+            return (embeddings @ embeddings.T).square().sum(), len(embeddings)
+
+    phase, parts = training(task=Pairs())
+    assert not phase.is_additive
+    assert training()[0].is_additive
+    codes = parts.model(points()).detach()
+    info = next(phase.updates(iter([micro(points()[:3], last=False), micro(points()[3:])])))
+    assert float(info.loss_sum) == pytest.approx(float((codes @ codes.T).square().sum()))
+    assert int(info.items) == 8
+
+
+# ---------------------------------------------------------------- statistics
+
+
+class Mean(Fit):
+    def start(self) -> State:
+        return {"total": torch.zeros(3), "count": torch.zeros(())}
+
+    def add(self, model: nn.Module, state: State, batch: Tensor) -> tuple[State, int]:
+        assert not torch.is_grad_enabled()
+        return {"total": state["total"] + batch.sum(0), "count": state["count"] + len(batch)}, len(batch)
+
+    def merge(self, one: State, other: State) -> State:
+        return {name: one[name] + other[name] for name in one}
+
+    def finish(self, model: nn.Module, state: State) -> Mapping[str, float]:
+        return {"first": float(state["total"][0] / state["count"]), "count": state["count"]}  # type: ignore[dict-item]
+
+
+def fit_phase(fit: Any, *, updates: int = 2, update: int = 0, world: World = ALONE, **others: Any) -> StatisticsPhase:
+    class Fitted(Points):
+        @property
+        def fits(self) -> Mapping[str, Fit]:
+            return {"statistics": fit} if fit is not None else {}
+
+    task, phase = Fitted(), SimpleNamespace(name="statistics")
+    position = Position("statistics", update)
+    return StatisticsPhase(phase, parts_of(task, world=world, **others), order(updates), position)  # type: ignore[arg-type]
+
+
+def batches_of(world: World = ALONE) -> Iterator[MicroBatch]:
+    """Yield two updates: one of two micro-batches of which a sample is bad, and one with a dummy micro-batch."""
+    x = points(20, seed=world.rank)
+    yield micro(x[:4], last=False, bad=((4, "is damaged"),))
+    yield micro(x[4:8], bad=((9, "is damaged"),))
+    yield micro(x[8:12], last=False, counts=False)
+    yield micro(x[12:15])
+
+
+def items(info: StepInfo) -> float:
+    return float(info.items)
+
+
+def test_a_fit_reads_the_data_once_and_shows_its_result() -> None:
+    phase = fit_phase(Mean())
+    result = [*phase.updates(batches_of())]
+    assert [(info.update, items(info), info.loss_sum, info.lr, info.grad_norm) for info in result] == [
+        (1, 8.0, None, None, None), (2, 3.0, None, None, None),
+    ]  # fmt: skip
+    assert [info.bad for info in result] == [((4, "is damaged"), (9, "is damaged")), ()]
+    x = torch.cat([points(20)[:8], points(20)[12:15]])
+    assert phase.close() == {"first": pytest.approx(float(x.mean(0)[0])), "count": 11.0}
+    assert (phase.total, phase.has_interim_evaluation) == (2, False)
+    assert phase.start_lines() == []
+    assert (phase.state_bytes(), phase.first_gradients(), [*phase.trained_names], phase.attention) == (
+        (0, 0),
+        {},
+        [],
+        {},
+    )
+
+
+def test_a_resumed_fit_continues_with_its_state_on_the_first_rank() -> None:
+    phase = fit_phase(Mean())
+    all_batches = [*batches_of()]
+    next(phase.updates(iter(all_batches)))
+    start = saved(phase)
+    again = fit_phase(Mean(), update=1)
+    again.load(start)
+    assert [info.update for info in again.updates(iter(all_batches[2:]))] == [2]
+    assert float(again.close()["count"]) == 11.0
+    other = fit_phase(Mean(), world=replace(ALONE, rank=1))
+    other.load(start)
+    assert float(other.gathered["count"]) == 0.0
+    phase.release()
+    assert phase.gathered == {}
+
+
+@pytest.mark.parametrize("others_count", [True, False])
+def test_the_items_of_a_fit_are_those_of_all_ranks_that_count(others_count: bool) -> None:
+    def counted(world: World) -> list[Any]:
+        parallel = Parallel(world)
+        parallel.counts_samples = others_count or world.is_first
+        result = [*fit_phase(Mean(), world=world, parallel=parallel).updates(batches_of(world))]
+        return [[items(info) for info in result], [len(info.bad) for info in result]]
+
+    factor = 1 + others_count
+    first, second = run_ranks(counted, 2)
+    assert first[0] == second[0] == [8.0 * factor, 3.0 * factor]
+    assert (first[1], second[1]) == ([2, 0], [2, 0] if others_count else [0, 0])
+
+
+def test_a_fit_that_the_task_does_not_define_is_refused() -> None:
+    with pytest.raises(TaskFault) as caught:
+        fit_phase(None)
+    assert "statistics" in caught.value.problems[0].fix
+
+
+@pytest.mark.parametrize("answer", [None, ({},), ({}, 1, 2), ([], 1), ({}, 1.0)], ids=str)
+def test_an_invalid_answer_of_add_is_refused(answer: Any) -> None:
+    class Wrong(Mean):
+        def add(self, model: nn.Module, state: State, batch: Tensor) -> Any:
+            return answer
+
+    with pytest.raises(TaskFault):
+        next(fit_phase(Wrong()).updates(batches_of()))
+
+
+def test_the_number_of_items_may_be_a_tensor() -> None:
+    class Counted(Mean):
+        def add(self, model: nn.Module, state: State, batch: Tensor) -> Any:
+            return state, torch.tensor(len(batch))
+
+    assert [items(info) for info in fit_phase(Counted()).updates(batches_of())] == [8.0, 3.0]
+
+
+@pytest.mark.parametrize("answer", [{"mean": "large"}, {"mean": torch.zeros(2)}, 3.0, {"mean": None}], ids=str)
+def test_an_invalid_result_of_a_fit_is_refused(answer: Any) -> None:
+    class Wrong(Mean):
+        def finish(self, model: nn.Module, state: State) -> Any:
+            return answer
+
+    with pytest.raises(TaskFault):
+        fit_phase(Wrong()).close()
+
+
+def test_a_fit_need_not_show_anything() -> None:
+    class Silent(Mean):
+        def finish(self, model: nn.Module, state: State) -> Any:
+            return None
+
+    assert fit_phase(Silent()).close() == {}
+
+
+# ---------------------------------------------------------------- numbers
+
+
+@pytest.mark.parametrize(
+    ("epochs", "updates_per_epoch", "updates"), [(1, 7, 7), (1.1, 100, 110), (0.5, 3, 2), (1e-9, 10, 1), (2.01, 10, 21)]
+)
+def test_epochs_are_decimal_numbers_rounded_up_to_updates(epochs: float, updates_per_epoch: int, updates: int) -> None:
+    assert count_updates(epochs, updates_per_epoch) == updates
+
+
+@pytest.mark.parametrize(("settings", "total"), [((), 4), (("updates=null", "epochs=2.5"), 8)])
+def test_a_phase_is_as_long_as_its_updates_or_epochs(settings: tuple[str, ...], total: int) -> None:
+    assert training(None, *settings)[0].total == total
+
+
+@pytest.mark.parametrize(
+    ("num_samples", "items_per_sample", "weight"), [(20, 1.0, 1 / 8), (20, 4.0, 1 / 32), (5, 2.0, 0.1)]
+)
+def test_gradients_are_scaled_by_the_items_of_an_update(
+    num_samples: int, items_per_sample: float, weight: float
+) -> None:
+    task = Points()
+    task.items_per_sample = items_per_sample  # type: ignore[misc, assignment]
+    phase: PhasePlan = plan_of().phases[0]
+    result = weight_per_item(phase, parts_of(task), order(num_samples=num_samples))
+    assert math.isclose(result, weight)
+
+
+@pytest.mark.parametrize(
+    "call", [lambda kind: kind.updates(iter(())), lambda kind: kind.state(Tensor.clone), lambda kind: kind.load(None)]
+)
+def test_a_kind_of_phases_must_define_its_updates_and_state(call: Callable[[PhaseKind], object]) -> None:
+    with pytest.raises(NotImplementedError):
+        call(PhaseKind())
