@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -239,28 +240,24 @@ def test_a_failure_that_cannot_be_recorded_is_reported_as_such(run: RunDirectory
 
 
 def test_an_interrupted_process_can_be_recorded_by_its_launcher(run: RunDirectory, tmp_path: Path) -> None:
-    job: Any = Job(*[None] * 4, name="mine")  # type: ignore[arg-type]
+    job: Any = SimpleNamespace(name="mine", folder=run.path)
     began = time.time()
     started(run)
     run.release()
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Job, "folder", property(lambda self: tmp_path / self.name))
-        record_failure(job, Hang("hangs"), began + 3600.0, "of an earlier start", 3)
-        assert read_error(run.path) is None
-        record_failure(job, Hang("hangs"), began, "stacks", 8)
-        assert (error_of(run).reached, error_of(run).exit_code) == (8, Exit.HANG)
-        assert (run.path / "stacks.txt").read_text() == "stacks"
-        patch.setattr(Job, "folder", property(lambda self: tmp_path / "missing"))
-        record_failure(job, Hang("hangs"), began, "", 8)
-    assert not (tmp_path / "missing").exists()
+    record_failure(job, Hang("hangs"), began + 3600.0, "of an earlier start", 3)
+    assert read_error(run.path) is None
+    record_failure(job, Hang("hangs"), began, "stacks", 8)
+    assert (error_of(run).reached, error_of(run).exit_code) == (8, Exit.HANG)
+    assert (run.path / "stacks.txt").read_text() == "stacks"
+    record_failure(SimpleNamespace(name="other", folder=tmp_path / "other"), Hang("hangs"), began, "", 8)  # type: ignore[arg-type]
+    assert not (tmp_path / "other").exists()
 
 
-def test_a_failure_without_stacks_writes_none(run: RunDirectory, monkeypatch: pytest.MonkeyPatch) -> None:
-    job: Any = Job(*[None] * 4, name="mine")  # type: ignore[arg-type]
+def test_a_failure_without_stacks_writes_none(run: RunDirectory) -> None:
+    job: Any = SimpleNamespace(name="mine", folder=run.path)
     began = time.time()
     started(run)
     run.release()
-    monkeypatch.setattr(Job, "folder", property(lambda self: run.path))
     record_failure(job, Hang("hangs"), began)
     assert read_record(run.path).process.state == "failed"
     assert not (run.path / "stacks.txt").exists()

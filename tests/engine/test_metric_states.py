@@ -331,7 +331,7 @@ def test_a_metric_without_samples_on_any_rank_is_nan() -> None:
 
 
 def coupled(size: int, factor: float = 1.0) -> MetricStates:
-    members = {
+    members: dict[str, Any] = {
         "embed": lambda self, model, batch: batch,
         "couple": lambda self, codes: (factor * codes.sum() * len(codes), len(codes)),
     }

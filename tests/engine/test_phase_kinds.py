@@ -88,6 +88,11 @@ def points(number: int = 8, seed: int = 0) -> Tensor:
     return torch.randn(number, 3, generator=torch.Generator().manual_seed(seed))
 
 
+def loss_of(info: StepInfo) -> float:
+    assert info.loss_sum is not None
+    return float(info.loss_sum)
+
+
 def saved(phase: PhaseKind) -> Any:
     """Return what a checkpoint of the phase has, as read from it."""
     tensors, numbers = phase.state(lambda tensor: tensor.clone())
@@ -170,11 +175,11 @@ def test_a_resumed_phase_continues_like_an_uninterrupted_one() -> None:
     next(updates)
     weights = {name: weight.detach().clone() for name, weight in parts.bare.named_parameters()}
     start = saved(phase)
-    expected = [float(info.loss_sum) for info in updates if info.loss_sum is not None]
+    expected = [*map(loss_of, updates)]
     again, parts_again = training(update=2)
     parts_again.bare.load_state_dict(weights)
     again.load(start)
-    result = [float(info.loss_sum) for info in again.updates(iter(batches[2:])) if info.loss_sum is not None]
+    result = [*map(loss_of, again.updates(iter(batches[2:])))]
     assert result == expected
     assert len(result) == 2
     for one, other in zip(parts.bare.parameters(), parts_again.bare.parameters(), strict=True):
@@ -249,7 +254,7 @@ def test_a_loss_of_the_phase_replaces_that_of_the_task() -> None:
 
     phase, _ = training(task=Named())
     assert phase.task_losses.keys() == {""}
-    assert float(next(phase.updates(iter([micro(points())]))).loss_sum) == 24.0
+    assert loss_of(next(phase.updates(iter([micro(points())])))) == 24.0
 
 
 def test_a_task_with_pairs_of_samples_has_a_loss_that_is_not_additive() -> None:
@@ -269,7 +274,7 @@ def test_a_task_with_pairs_of_samples_has_a_loss_that_is_not_additive() -> None:
     assert training()[0].is_additive
     codes = parts.model(points()).detach()
     info = next(phase.updates(iter([micro(points()[:3], last=False), micro(points()[3:])])))
-    assert float(info.loss_sum) == pytest.approx(float((codes @ codes.T).square().sum()))
+    assert loss_of(info) == pytest.approx(float((codes @ codes.T).square().sum()))
     assert int(info.items) == 8
 
 
@@ -428,7 +433,7 @@ def test_gradients_are_scaled_by_the_items_of_an_update(
     num_samples: int, items_per_sample: float, weight: float
 ) -> None:
     task = Points()
-    task.items_per_sample = items_per_sample  # type: ignore[misc, assignment]
+    task.items_per_sample = items_per_sample
     phase: PhasePlan = plan_of().phases[0]
     result = weight_per_item(phase, parts_of(task), order(num_samples=num_samples))
     assert math.isclose(result, weight)
