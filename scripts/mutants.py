@@ -8,7 +8,7 @@
     python scripts/mutants.py page FILE            # the table for docs/results
 
 A mutant is one change of one expression or statement, applied in a copy of the checkout, never in the checkout.
-Messages and asserts are not changed, and `strict=True` of zip is not removed. Tests that execute the changed
+Messages and asserts are not changed, nor is `strict=True` of zip, which asserts too. Tests that execute the changed
 statement run in a fork of a process that has imported torch, but nothing of the runner. Tests in the file that mirrors
 the module come first, then the others, the fastest first, up to `--budget` seconds of recorded test time. A test that
 fails for the first time runs again with the mutant and without it; if it does not fail and pass, it is left out.
@@ -217,6 +217,7 @@ def places(tree: ast.Module) -> Iterator[tuple[Any, Any, str]]:
                     not isinstance(child, ast.AST)
                     or isinstance(child, (ast.Assert, ast.JoinedStr))
                     or is_message(child)
+                    or (is_zip(node) and isinstance(child, ast.keyword))
                 ):
                     continue
                 inside = function
@@ -225,6 +226,11 @@ def places(tree: ast.Module) -> Iterator[tuple[Any, Any, str]]:
                 yield from walk(child, statement, inside)
 
     yield from walk(tree, None, "")
+
+
+def is_zip(node: ast.AST) -> bool:
+    """Return whether a node calls zip, whose `strict=True` is an assertion: it changes no result of a valid program."""
+    return isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "zip"
 
 
 def is_message(node: ast.AST) -> bool:
@@ -287,9 +293,7 @@ def changes(node: Any, statement: Any, function: str, *, restores: bool) -> Iter
                 if isinstance(key, ast.Constant) and key.value in FRESH:
                     yield "not restored", str(FRESH[key.value]), value
     match node:
-        case ast.Call(func=ast.Name(id="zip")):
-            pass
-        case ast.Call(keywords=[*_, ast.keyword(arg=str())]) if not restores:
+        case ast.Call(keywords=[*_, ast.keyword(arg=str())]) if not restores and not is_zip(node):
             new = copy.deepcopy(node)
             new.keywords.pop()
             yield "argument removed", new, node
@@ -952,6 +956,8 @@ def run(options: argparse.Namespace) -> int:
         for mutant in mutants_of(path, (judge.tree / path).read_text())
     ]  # fmt: skip
     chosen = selection(every, options.count, options.seed)
+    if options.no_fields:
+        chosen = [mutant for mutant in chosen if mutant.operator != "not restored"]
     if options.operator:
         chosen = [mutant for mutant in chosen if mutant.operator == options.operator]
     if options.keys:
@@ -1002,6 +1008,7 @@ def main() -> int:
     runs.add_argument("--seed", type=int, default=0)
     runs.add_argument("--count", type=int, default=140, help="mutants besides those of restored fields")
     runs.add_argument("--only", action="append", default=[], metavar="PATH", help="files or folders to change")
+    runs.add_argument("--no-fields", action="store_true", help="leave out the mutants of restored fields")
     runs.add_argument("--operator", help="mutants of this kind only, such as 'not restored'")
     runs.add_argument("--keys", nargs="+", default=[], help="these mutants only, as printed")
     runs.add_argument(
