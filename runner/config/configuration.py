@@ -66,6 +66,11 @@ class Choice:
         """Return what `find_signature` accepts for this option with all its keys."""
         return self.extension or self.function
 
+    @property
+    def location(self) -> str:
+        """File or module, and table, of an option of the task or a package; empty for a shipped one."""
+        return self.reference.rpartition(":")[0]
+
 
 @dataclass(frozen=True)
 class PhaseSettings:

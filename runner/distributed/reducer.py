@@ -47,8 +47,9 @@ class _Bucket:
         start = 0
         for weight in parameters:
             # with the parameter's layout: optimizer kernels require gradients of the same layout
+            dense = torch.empty_like(weight, memory_format=torch.preserve_format, device="meta")
             self.views.append(
-                self.flat[start : start + weight.numel()].as_strided(weight.shape, _strides(weight), start)
+                self.flat[start : start + weight.numel()].as_strided(weight.shape, tuple(dense.stride()), start)
             )
             start += weight.numel()
         self.awaited = Counter(map(id, parameters))
@@ -108,11 +109,11 @@ class Reducer:
         parameters: Sequence[nn.Parameter],
         world: World,
         bucket_bytes: int,
-        sum_gradients: SumGradients | None = None,
+        custom_sum: CustomSum | None = None,
     ) -> None:
         self.parameters = list(parameters)
         self.world = world
-        self._custom_sum = CustomSum(sum_gradients, world) if sum_gradients else None
+        self._custom_sum = custom_sum
         self.buckets = [_Bucket(group) for group in _group_parameters(self.parameters, bucket_bytes)]
         self.is_last = False
         self._order = list(self.buckets)  # the same on all ranks
@@ -214,22 +215,21 @@ class CustomSum:
     The results of each bucket are compared with an all-reduce, and those of the ranks with each other, until its sum
     was finite and not zero: copies of the model that receive different gradients would diverge. All ranks find the
     same errors.
+
+    option  its name, and where it is defined
     """
 
-    def __init__(self, function: SumGradients, world: World) -> None:
-        self._function, self._world = function, world
+    def __init__(self, function: SumGradients, world: World, option: str, where: str) -> None:
+        self._function, self._world, self._option, self._where = function, world, option, where
         self._checked: set[int] = set()  # addresses of the buckets, which exist as long as the reducer
         self._error = self._difference = 0.0
 
     def __call__(self, flat: Tensor) -> Any:
         if flat.data_ptr() in self._checked:
-            work = self._function(flat)
-            return _DONE if work is None else work
+            return self._call(flat)
         exact = flat.clone()
         self._world.sum_async(exact).wait()
-        work = self._function(flat)
-        if work is not None:
-            work.wait()
+        self._call(flat).wait()
         first = flat.clone()
         self._world.broadcast_tensor(first)
         differs = (first.view(torch.uint8) != flat.view(torch.uint8)).any()
@@ -244,6 +244,17 @@ class CustomSum:
             self._checked.add(flat.data_ptr())
         return _DONE
 
+    def _call(self, flat: Tensor) -> Any:
+        work = self._function(flat)
+        if work is not None and not hasattr(work, "wait"):
+            raise TaskFault(
+                f"parallelism={self._option} must return None or an object with wait(), but returned"
+                f" {type(work).__name__}",
+                where=self._where,
+                fix="replace the gradients in place, as gradients.copy_(result) does, and return None",
+            )
+        return _DONE if work is None else work
+
     def raise_if_wrong(self) -> None:
         """Raise TaskFault for another result than a sum, or unequal results."""
         what = ""
@@ -253,7 +264,7 @@ class CustomSum:
             what = "returns different gradients on different ranks"
         if what:
             fix = "end with the same collective on all ranks, such as torch.distributed.all_reduce(gradients)"
-            raise TaskFault(f"the function that sums gradients {what}", where="PARALLELISMS", fix=fix)
+            raise TaskFault(f"parallelism={self._option} {what}", where=self._where, fix=fix)
 
 
 class _Done:
@@ -283,9 +294,3 @@ def _group_parameters(parameters: Sequence[nn.Parameter], bucket_bytes: int) -> 
         size += weight.numel() * weight.element_size()
     if group:
         yield group
-
-
-def _strides(weight: Tensor) -> tuple[int, ...]:
-    """Return the strides of a dense tensor; row-major strides for others."""
-    dense = torch.empty_like(weight, memory_format=torch.preserve_format, device="meta")
-    return tuple(dense.stride())

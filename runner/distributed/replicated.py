@@ -22,7 +22,7 @@ from runner.distributed.agreement import broadcast_model, merge_states
 from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.dummy_pass import run_dummy_pass
 from runner.distributed.parallel import Copy, Discarded, ForwardPasses, Parallel, Sums, copy_to_host
-from runner.distributed.reducer import BUCKET_BYTES, Reducer, SumGradients
+from runner.distributed.reducer import BUCKET_BYTES, CustomSum, Reducer
 
 
 class Replicated(Parallel):
@@ -32,7 +32,7 @@ class Replicated(Parallel):
         super().__init__(world)
         self.is_lockstep = is_lockstep  # synchronized batch norms run collectives in each forward and backward pass
         self.bucket_bytes = bucket_bytes
-        self.sum_gradients: SumGradients | None = None  # instead of an all-reduce
+        self.make_sum: Callable[[], CustomSum] | None = None  # instead of an all-reduce
         self._reducer: Reducer | None = None
         self._group_reducers: list[Reducer] = []
         self._buffers: BufferSync
@@ -47,8 +47,11 @@ class Replicated(Parallel):
         return model
 
     def begin(self, parameters: Sequence[nn.Parameter]) -> None:
-        self._reducer = Reducer(parameters, self.world, self.bucket_bytes, self.sum_gradients)
+        self._reducer = self._make_reducer(parameters)
         self._buffers.begin_phase()
+
+    def _make_reducer(self, parameters: Sequence[nn.Parameter]) -> Reducer:
+        return Reducer(parameters, self.world, self.bucket_bytes, self.make_sum() if self.make_sum else None)
 
     def end(self) -> None:
         if self._reducer is not None:
@@ -58,7 +61,7 @@ class Replicated(Parallel):
     def set_groups(self, groups: Sequence[Sequence[nn.Parameter]]) -> None:
         for reducer in self._group_reducers:
             reducer.close()
-        self._group_reducers = [Reducer(group, self.world, self.bucket_bytes, self.sum_gradients) for group in groups]
+        self._group_reducers = [self._make_reducer(group) for group in groups]
         self._selected: set[int] = set()
 
     def select_group(self, group: int) -> None:

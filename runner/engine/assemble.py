@@ -36,6 +36,7 @@ from runner.config.option_table import call_option
 from runner.config.options import task_source
 from runner.distributed.batch_norm import synchronize_batch_norms
 from runner.distributed.parallel import Parallel
+from runner.distributed.reducer import CustomSum
 from runner.distributed.replicated import Replicated
 from runner.engine.contract_checks import check_length, validate_modules
 from runner.engine.coupled import check_strategy, is_coupled
@@ -145,18 +146,15 @@ class Parts:
 
     def _check_options(self) -> None:
         """Raise ConfigError for options of the data loader that do not work with a stream."""
-        options = self.plan.choices["dataloader"].options
+        choice = self.plan.choices["dataloader"]
         problems = []
-        if ":" in self.plan.choices["dataloader"].function:
+        if choice.location:
             what = "a stream is read in order by the shipped loaders only"
-            problems.append(
-                Problem(what, f"dataloader={self.plan.choices['dataloader'].name}", "use dataloader=default")
-            )
-        elif options["cache"] != "none":
-            problems.append(
-                Problem("a stream is not kept in memory", f"dataloader.cache={options['cache']}", "use none")
-            )
-        if options["bad_samples"] != "stop":
+            problems.append(Problem(what, f"dataloader={choice.name}", "use dataloader=default"))
+        elif choice.options["cache"] != "none":
+            where = f"dataloader.cache={choice.options['cache']}"
+            problems.append(Problem("a stream is not kept in memory", where, "use none"))
+        if choice.options["bad_samples"] != "stop":
             what = "a stream cannot continue after a sample that raises an error"
             problems.append(Problem(what, "dataloader.bad_samples=skip", "use stop, and skip them in the stream"))
         if problems:
@@ -165,10 +163,10 @@ class Parts:
     def loader(self, fetcher: Fetcher) -> Loader:
         """Return the data loader selected by the dataloader axis."""
         choice = self.plan.choices["dataloader"]
-        if ":" not in choice.function:
-            return call_option(DATALOADERS, choice.function, fetcher, self.world.device, **choice.options)
-        where, pins = choice.function.rpartition(":")[0], bool(choice.options["pin_memory"])
-        return CustomLoader(fetcher, _own_function(choice), choice.name, where, pins=pins)
+        if choice.location:
+            pins = bool(choice.options["pin_memory"])
+            return CustomLoader(fetcher, _own_function(choice), choice.name, choice.location, pins=pins)
+        return call_option(DATALOADERS, choice.function, fetcher, self.world.device, **choice.options)
 
 
 def assemble(
@@ -193,8 +191,10 @@ def assemble(
     attention: Attention = _make(ATTENTIONS, choices["attention"], world.device)
     stack.enter_context(attention.context())  # for the whole run: checkpointing recomputes forward passes in backward
     parallel: Parallel = _make(PARALLELISMS, choices["parallelism"], world)
-    if choices["parallelism"].extension and isinstance(parallel, Replicated):
-        parallel.sum_gradients = _own_sum(choices["parallelism"])
+    if choices["parallelism"].location and isinstance(parallel, Replicated):
+        own_sum = _own_function(choices["parallelism"])
+        where = choices["parallelism"].location
+        parallel.make_sum = partial(CustomSum, own_sum, world, choices["parallelism"].name, where)
     task, build_notes = build_task(plan, parallel, world, loaded)
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
     _check_state(task.model, source)
@@ -213,7 +213,7 @@ def assemble(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             context = None
-            if choices["precision"].extension:  # first, because it may replace modules, blocks included
+            if choices["precision"].location:  # first, because it may replace modules, blocks included
                 context = _change_model(bare, choices)
                 _check_state(bare, source)
             with task_errors(source, "blocks"):
@@ -266,24 +266,6 @@ def _own_function(choice: Choice) -> Callable[..., Any]:
     return partial(call_option, {}, choice.reference, **options)
 
 
-def _own_sum(choice: Choice) -> Callable[[torch.Tensor], Any]:
-    """Return the sum of gradients of a task file or a package."""
-    function = _own_function(choice)
-
-    def sum_gradients(gradients: torch.Tensor) -> Any:
-        work = function(gradients)
-        if work is not None and not hasattr(work, "wait"):
-            raise TaskFault(
-                f"parallelism={choice.name} must return None or an object with wait(), but returned"
-                f" {type(work).__name__}",
-                where=choice.extension.rpartition(":")[0],
-                fix="replace the gradients in place, as gradients.copy_(result) does, and return None",
-            )
-        return work
-
-    return sum_gradients
-
-
 def _change_model(model: nn.Module, choices: Mapping[str, Choice]) -> Callable[[], AbstractContextManager[Any]] | None:
     """Let the precision of a task file or a package change the model; return the contexts of its forward passes."""
     choice, memory = choices["precision"], choices["memory"]
@@ -308,7 +290,7 @@ def _change_model(model: nn.Module, choices: Mapping[str, Choice]) -> Callable[[
 def _wrong_result(choice: Choice, what: str) -> TaskFault:
     return TaskFault(
         f"precision={choice.name} must return None or a function that returns a context, but {what}",
-        where=choice.extension.rpartition(":")[0],
+        where=choice.location,
         fix="return None, or functools.partial(context, ...), which is called for each forward pass",
     )
 

@@ -70,7 +70,7 @@ def optimizer_kernel(gpu: Device | None, parallelism: str, optimizer: str) -> tu
 
 def _workers(planner: Decisions, gpu: Device | None) -> None:
     options = planner.choices["dataloader"].options
-    if ":" in planner.choices["dataloader"].function:  # a loader of the task decides how it reads
+    if planner.choices["dataloader"].location:  # a loader of the task decides how it reads
         return
     cores = planner.inventory.cpu.logical_cores
     # Ranks on other machines do not share these cores.
@@ -210,7 +210,11 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
         what = f"parameters can be communicated only in the format of precision, which is {precision}"
         fix = f"use precision={communicated}, or parallelism.communicate=float32"
         planner.problems.append(Problem(what, f"parallelism.communicate={choice.options['communicate']}", fix))
-    _shard_size(planner)
+    if planner.choices["parallelism"].options["shard_size"] == "auto":
+        machines = ranks_per_machine(planner.ranks)
+        planner.set("parallelism", "shard_size", *_automatic_shard_size(planner, machines))
+    else:
+        _check_copy_size(planner, "shard_size")
     _evaluation_of_shards(planner)
     _gradient_shards(planner)
     if planner.choices["memory"].options.get("channels_last") == "auto":
@@ -222,15 +226,6 @@ def _parallelism(planner: Decisions, gpu: Device | None) -> None:
     if planner.choices["optimizer"].function == "sgd" and planner.choices["optimizer"].options["kernel"] == "fused":
         what = "torch has no fused SGD for sharded parameters"
         planner.problems.append(Problem(what, "optimizer.kernel=fused", "use optimizer.kernel=foreach"))
-
-
-def _shard_size(planner: Decisions) -> None:
-    """Resolve parallelism.shard_size=auto, and refuse a number that does not divide the ranks."""
-    if planner.choices["parallelism"].options["shard_size"] == "auto":
-        machines = ranks_per_machine(planner.ranks)
-        planner.set("parallelism", "shard_size", *_automatic_shard_size(planner, machines))
-    else:
-        _check_copy_size(planner, "shard_size")
 
 
 def _check_copy_size(planner: Decisions, key: str) -> None:

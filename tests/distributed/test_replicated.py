@@ -240,7 +240,7 @@ def test_a_custom_sum_is_checked_until_each_bucket_had_numbers_to_compare() -> N
         gradients /= 2
 
     def find_faults(world: World) -> list[str]:
-        custom, faults = CustomSum(halve, world), []
+        custom, faults = CustomSum(halve, world, "halve", "task.py"), []
         for value in (float("inf"), float("nan"), 0.0, 2.0):
             custom(torch.full((3,), value, device=world.device))
             try:
@@ -257,7 +257,7 @@ def test_a_custom_sum_must_not_return_nan_for_finite_gradients() -> None:
         gradients.fill_(float("nan"))
 
     def find_fault(world: World) -> str:
-        custom = CustomSum(erase, world)
+        custom = CustomSum(erase, world, "erase", "task.py")
         custom(torch.ones(3, device=world.device))
         with pytest.raises(TaskFault) as caught:
             custom.raise_if_wrong()

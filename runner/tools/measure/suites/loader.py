@@ -89,7 +89,7 @@ def _parse_loaders(suite_request: SuiteRequest, cores: int, *, has_gpu: bool) ->
 
 def _current_loader(context: MeasurementContext) -> LoaderVariant:
     choice = context.plan.choices["dataloader"]
-    if ":" in choice.function:
+    if choice.location:
         what = "suite=loader compares settings of the shipped data loader"
         raise ConfigError(Problem(what, f"dataloader={choice.name}", "use dataloader=default"))
     options = choice.options
