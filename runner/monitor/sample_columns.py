@@ -28,6 +28,7 @@ from runner.monitor.samples import (
 
 Floats = NDArray[np.float64]
 Ints = NDArray[np.intp]
+Bools = NDArray[np.bool_]
 
 CHUNK_ROWS = 1 << 9  # they fit in the cache of a core: larger chunks are slower
 
@@ -40,13 +41,26 @@ def summarize_samples(samples: MachineSamples) -> Summary:
     tally = SampleTally()
     phases = np.array(samples.phases, dtype=object)
     segments = np.cumsum(samples.gaps(), dtype=np.intp)  # a number for the samples between two gaps
+    counters = {name: column for name, column in samples.values.items() if name.rpartition("/")[2] in COUNTERS}
+    increases = {name: _find_increases(column, segments) for name, column in counters.items()}
+    counted = {name: _has_counter(column, segments) for name, column in counters.items()}
     for phase in dict.fromkeys(samples.phases):
-        _add_columns(tally.of_phase(phase), samples, phases == phase, segments)
+        _add_columns(tally.of_phase(phase), samples, phases == phase, increases, counted)
     return tally.summary(samples.devices, samples.notes)
 
 
-def _add_columns(sums: PhaseSums, samples: MachineSamples, selected: NDArray[np.bool_], segments: Ints) -> None:
-    """Add the selected samples, (N,) bool, to the sums of their phase."""
+def _add_columns(
+    sums: PhaseSums,
+    samples: MachineSamples,
+    selected: Bools,
+    increases: Mapping[str, Floats],
+    counted: Mapping[str, Bools],
+) -> None:
+    """Add the selected samples, (N,), to the sums of their phase.
+
+    increases  counter -> (N,) its increase at each sample
+    counted    counter -> (N,) whether it was read at the sample, or before
+    """
     sums.seconds += _add_up(samples.spans_s[selected])
     sums.samples += int(selected.sum())
     for name, column in samples.values.items():
@@ -56,9 +70,9 @@ def _add_columns(sums: PhaseSums, samples: MachineSamples, selected: NDArray[np.
         if not len(rows):
             continue
         if metric in COUNTERS:
-            increases = _find_increases(column, segments)[rows]
-            if metric != "energy_j" or not np.isnan(increases).all():
-                sums.increases[name] += _add_up(np.nan_to_num(increases))
+            known = increases[name][rows]
+            if metric != "energy_j" or not np.isnan(known).all():
+                sums.increases[name] += _add_up(np.nan_to_num(known))
         elif metric == "throttle_reasons":
             sums.known_s[device] += _add_up(spans)
             for bits in np.unique(values).tolist():
@@ -68,7 +82,7 @@ def _add_columns(sums: PhaseSums, samples: MachineSamples, selected: NDArray[np.
             sums.add_value(name, _add_up(spans), _add_up(spans * values), float(values.min()), float(values.max()))
             energy = f"{device}/energy_j"
             if metric == "power_w":
-                uncounted = ~_has_counter(samples.values.get(energy), segments)[rows]
+                uncounted = ~counted[energy][rows] if energy in counted else np.full(len(rows), fill_value=True)
                 if uncounted.any():
                     sums.increases[energy] += _add_up((spans * values)[uncounted])
 
@@ -88,12 +102,10 @@ def _find_increases(column: Floats, segments: Ints) -> Floats:
     return increases
 
 
-def _has_counter(column: Floats | None, segments: Ints) -> NDArray[np.bool_]:
+def _has_counter(column: Floats, segments: Ints) -> Bools:
     """Return for each sample whether the counter was read at it, or before it in its segment."""
-    if column is None:
-        return np.zeros(len(segments), dtype=bool)
     last = np.maximum.accumulate(np.where(np.isnan(column), -1, np.arange(len(column))))
-    has_counter: NDArray[np.bool_] = (last >= 0) & (segments[last] == segments)
+    has_counter: Bools = (last >= 0) & (segments[last] == segments)
     return has_counter
 
 
