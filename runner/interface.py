@@ -161,7 +161,17 @@ class PipelineParallel(nn.Module):
 
         Raises ConfigError if the batch has fewer samples than parts, or a tensor of the output has no dimension.
         """
-        calls = self._parts(inputs, named)
+        sizes: list[int] = []
+        map_tensors(lambda tensor: sizes.append(tensor.shape[0] if tensor.dim() else 0), [inputs, named])
+        size = sizes[0] if sizes else 0
+        if size < self.num_microbatches or len(set(sizes)) > 1:
+            what = f"needs at least num_microbatches ({self.num_microbatches}) samples, but got {size}"
+            if len(set(sizes)) > 1:
+                what = f"needs tensors with the same number of samples, but got {', '.join(map(str, sizes))}"
+            fix = f"use num_microbatches={size}" if size else "pass a batch"
+            raise ConfigError(Problem(what, "PipelineParallel", fix))
+        stops = [size * number // self.num_microbatches for number in range(self.num_microbatches + 1)]
+        calls = [_slice_samples(slice(start, stop), inputs, named) for start, stop in pairwise(stops)]
         values: list[Any] = [None] * len(calls)
         # Each tick runs another micro-batch on each device. GPUs compute while kernels of the next ones are launched.
         for tick in range(len(calls) + len(self._stages) - 1):
@@ -213,19 +223,6 @@ class PipelineParallel(nn.Module):
         for stage in self._stages:
             stage.move(placed)
             placed |= stage.parameters
-
-    def _parts(self, inputs: tuple[Any, ...], named: dict[str, Any]) -> list[tuple[tuple[Any, ...], dict[str, Any]]]:
-        sizes: list[int] = []
-        map_tensors(lambda tensor: sizes.append(tensor.shape[0] if tensor.dim() else 0), [inputs, named])
-        size = sizes[0] if sizes else 0
-        if size < self.num_microbatches or len(set(sizes)) > 1:
-            what = f"needs at least num_microbatches ({self.num_microbatches}) samples, but got {size}"
-            if len(set(sizes)) > 1:
-                what = f"needs tensors with the same number of samples, but got {', '.join(map(str, sizes))}"
-            fix = f"use num_microbatches={size}" if size else "pass a batch"
-            raise ConfigError(Problem(what, "PipelineParallel", fix))
-        stops = [size * number // self.num_microbatches for number in range(self.num_microbatches + 1)]
-        return [_slice_samples(slice(start, stop), inputs, named) for start, stop in pairwise(stops)]
 
 
 def _slice_samples(

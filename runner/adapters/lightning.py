@@ -66,7 +66,17 @@ class LightningTask(Task):
     """
 
     def __init__(self, module: nn.Module, *, items: Callable[[Any], int] | None = None) -> None:
-        _check(module)
+        needed = ("training_step", "train_dataloader", "configure_optimizers")
+        missing = [name for name in needed if not _has(module, name)]
+        if missing:
+            fix = "a LightningDataModule has the loaders: set module.train_dataloader = data.train_dataloader"
+            raise TaskFault(f"{type(module).__name__} has no {missing[0]}", fix=fix)
+        if not getattr(module, "automatic_optimization", True):
+            what = "automatic_optimization=False: the module steps its optimizers itself"
+            raise TaskFault(what, fix="write a task with OBJECTIVES")
+        for name, fix in UNSUPPORTED.items():
+            if _has(module, name):
+                raise TaskFault(f"{type(module).__name__}.{name} would never be called", fix=fix)
         self.module, self.items = module, items or count_samples
         self.trainer = TrainerStub()
         self.model = LightningSteps(module, self.trainer)
@@ -149,7 +159,10 @@ class LightningSteps(nn.Module):
         self._logged: dict[str, tuple[Tensor, int | None]] = {}
         module.log = self._log  # type: ignore[assignment]
         module.log_dict = self._log_dict  # type: ignore[assignment]
-        attach_trainer(module, trainer)
+        if any(kind.__name__ == "LightningModule" for kind in type(module).__mro__):
+            module._trainer = trainer  # type: ignore[assignment]  # lightning 2.0 to 2.6: the setter wants a Trainer
+        else:
+            module.trainer = trainer  # type: ignore[assignment]
 
     def forward(self, step: str, batch: Any) -> tuple[Tensor | None, dict[str, tuple[Tensor, int | None]]]:
         self._logged.clear()
@@ -179,14 +192,6 @@ class TrainerStub:
         self.max_epochs: float | None = None
         self.current_epoch = self.global_step = 0
         self.training, self.sanity_checking, self.logger = True, False, None
-
-
-def attach_trainer(module: nn.Module, trainer: TrainerStub) -> None:
-    """Set `trainer` of the module; of a LightningModule, the private attribute behind the property."""
-    if _is_lightning_module(module):
-        module._trainer = trainer  # type: ignore[assignment]  # lightning 2.0 to 2.6: the setter wants a Trainer
-    else:
-        module.trainer = trainer  # type: ignore[assignment]
 
 
 def configured_optimizer(parameters: Sequence[tuple[str, nn.Parameter]]) -> Optimizer:
@@ -270,25 +275,7 @@ def count_samples(batch: Any) -> int:
     return count_samples(next(iter(batch.values() if isinstance(batch, Mapping) else batch)))
 
 
-def _check(module: nn.Module) -> None:
-    needed = ("training_step", "train_dataloader", "configure_optimizers")
-    missing = [name for name in needed if not _has(module, name)]
-    if missing:
-        fix = "a LightningDataModule has the loaders: set module.train_dataloader = data.train_dataloader"
-        raise TaskFault(f"{type(module).__name__} has no {missing[0]}", fix=fix)
-    if not getattr(module, "automatic_optimization", True):
-        what = "automatic_optimization=False: the module steps its optimizers itself"
-        raise TaskFault(what, fix="write a task with OBJECTIVES")
-    for name, fix in UNSUPPORTED.items():
-        if _has(module, name):
-            raise TaskFault(f"{type(module).__name__}.{name} would never be called", fix=fix)
-
-
 def _has(module: nn.Module, name: str) -> bool:
     """Return whether the module or a class of the user defines the method; LightningModule defines all of them."""
     kinds = [kind for kind in type(module).__mro__ if not f"{kind.__module__}.".startswith(_LIBRARIES)]
     return name in vars(module) or any(name in vars(kind) for kind in kinds)
-
-
-def _is_lightning_module(module: nn.Module) -> bool:
-    return any(kind.__name__ == "LightningModule" for kind in type(module).__mro__)

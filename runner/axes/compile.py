@@ -211,7 +211,7 @@ def _check_compiler(device: torch.device, backend: str) -> None:
             "compile",
             "apt install g++, set CXX, or use compile=off",
         )
-    elif device.type == "cpu" and " " in (folder := _torch_folder()):
+    elif device.type == "cpu" and " " in (folder := str(Path(torch.__file__).parent)):
         # Its command for the linker contains the path without quotes (torch 2.13).
         problem = Problem(
             f"inductor cannot link with torch in a path with a space: {folder}",
@@ -241,10 +241,6 @@ def _check_compiler(device: torch.device, backend: str) -> None:
 
 def _cpp_compiler() -> str:
     return os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
-
-
-def _torch_folder() -> str:
-    return str(Path(torch.__file__).parent)
 
 
 def _c_compiler() -> str | None:

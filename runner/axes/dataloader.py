@@ -173,18 +173,15 @@ class AutoLoader(Loader):
         keys = iter(keys)
         first = list(islice(keys, 1))
         if self._chosen is None:
-            self._choose(first)
+            seconds = self._measure(first[0]) if first and first[0].indices else None
+            is_fast = seconds is not None and seconds < self._limit_s
+            self._chosen = self._inline if is_fast else self._workers
+            self.num_workers, self.max_prefetched = self._chosen.num_workers, self._chosen.max_prefetched
+            if seconds is not None:
+                readers = f"{self.num_workers} data workers" if self.num_workers else "no data workers"
+                self.decision = f"{readers}: reading a batch takes {1e3 * seconds:.2g} ms"
         assert self._chosen is not None
         return self._chosen.batches(chain(first, keys))
-
-    def _choose(self, first: Sequence[MicroBatchKey]) -> None:
-        seconds = self._measure(first[0]) if first and first[0].indices else None
-        is_fast = seconds is not None and seconds < self._limit_s
-        self._chosen = self._inline if is_fast else self._workers
-        self.num_workers, self.max_prefetched = self._chosen.num_workers, self._chosen.max_prefetched
-        if seconds is not None:
-            readers = f"{self.num_workers} data workers" if self.num_workers else "no data workers"
-            self.decision = f"{readers}: reading a batch takes {1e3 * seconds:.2g} ms"
 
     def _measure(self, key: MicroBatchKey) -> float | None:
         """Return the seconds that a worker needs for the second of two batches; None if it is slow or fails."""

@@ -92,7 +92,11 @@ def selective(
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022;
             torch.utils.checkpoint.create_selective_checkpoint_contexts.
     """
-    contexts = partial(create_selective_checkpoint_contexts, _saved_operations(save))
+    attention = [
+        getattr(torch.ops.aten, name).default for name in _ATTENTION_OPERATIONS if hasattr(torch.ops.aten, name)
+    ]
+    products = [getattr(torch.ops.aten, name).default for name in _PRODUCT_OPERATIONS]
+    contexts = partial(create_selective_checkpoint_contexts, attention + (products if save == "matmul" else []))
     _checkpoint_blocks(model, blocks, blocks, context_fn=contexts)
     kept = "matrix products and attention" if save == "matmul" else "attention"
     summary = _describe_checkpointing(blocks, blocks, f"recomputed in the backward pass except {kept}")
@@ -199,14 +203,6 @@ def _checkpoint_forward(block: nn.Module, frees_conversions: bool, **options: An
 
 def _drop_self(function: Callable[..., Any], _: nn.Module, *inputs: Any, **named: Any) -> Any:
     return function(*inputs, **named)
-
-
-def _saved_operations(save: str) -> list[Any]:
-    attention = [
-        getattr(torch.ops.aten, name).default for name in _ATTENTION_OPERATIONS if hasattr(torch.ops.aten, name)
-    ]
-    products = [getattr(torch.ops.aten, name).default for name in _PRODUCT_OPERATIONS]
-    return attention + (products if save == "matmul" else [])
 
 
 def _describe_checkpointing(chosen: Sequence[nn.Module], blocks: Sequence[nn.Module], how: str) -> str:

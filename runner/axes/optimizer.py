@@ -270,7 +270,8 @@ def muon(
     Source: Jordan et al., Muon, 2024; Liu et al., Muon is Scalable for LLM Training, 2025, for the scale.
     """
     _refuse_shards(parameters, "muon")
-    _refuse_unmatched(adamw_for, [name for name, _ in parameters], "optimizer.adamw_for")
+    if problems := _unmatched_problems(adamw_for, [name for name, _ in parameters], "optimizer.adamw_for"):
+        raise ConfigError(problems)
 
     def rule(name: str, parameter: nn.Parameter) -> str:
         is_matrix = parameter.dim() == 2 and not any(is_under(name, prefix) for prefix in adamw_for)
@@ -447,11 +448,6 @@ def _unmatched_problems(prefixes: Iterable[str], names: Sequence[str], key: str)
         for prefix in prefixes
         if not any(is_under(name, prefix) for name in names)
     ]
-
-
-def _refuse_unmatched(prefixes: Iterable[str], names: Sequence[str], key: str) -> None:
-    if problems := _unmatched_problems(prefixes, names, key):
-        raise ConfigError(problems)
 
 
 def _refuse_shards(parameters: Parameters, option: str) -> None:

@@ -145,22 +145,18 @@ class Precision:
         if numbers is not None and getattr(optimizer, "_step_supports_amp_scaling", False):
             # the interface that GradScaler uses with fused kernels
             optimizer.grad_scale = None  # type: ignore[attr-defined]
-            optimizer.found_inf = self._find_nonfinite(numbers)  # type: ignore[attr-defined]
+            found = torch.zeros((), device=numbers.device)
+            if self._one is None or self._one.device != numbers.device:
+                self._one = torch.ones((), device=numbers.device)
+            # GradScaler's kernel: it also multiplies the numbers by one.
+            torch._amp_foreach_non_finite_check_and_unscale_([numbers], found, self._one)
+            optimizer.found_inf = found  # type: ignore[attr-defined]
             optimizer.step()
             del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
         else:
             optimizer.step()
         if numbers is not None:  # last, so that a failed step leaves no pending copy
             self._pending_values = start_copy(numbers)  # read one update later, without synchronization
-
-    def _find_nonfinite(self, numbers: Tensor) -> Tensor:
-        """Return 1.0 if a number is not finite, else 0.0."""
-        found = torch.zeros((), device=numbers.device)
-        if self._one is None or self._one.device != numbers.device:
-            self._one = torch.ones((), device=numbers.device)
-        # GradScaler's kernel: it also multiplies the numbers by one.
-        torch._amp_foreach_non_finite_check_and_unscale_([numbers], found, self._one)
-        return found
 
     def discard(self) -> None:
         """Discard the current update's pending values, but none of the previous update."""

@@ -77,24 +77,16 @@ def divide(
     if micro == "auto":
         return Batch(total, max(shares), shares, in_one_pass=True)
     if micro > max(shares):
-        return _too_large(total, micro, shares)
+        of_ranks = f"the largest share of an update ({max(shares)} of {total})"
+        limit = f"global_batch_size ({total})" if len(shares) == 1 else of_ranks
+        return Problem(
+            f"must be at most {limit}, but is {micro}",
+            f"micro_batch_size={micro}",
+            f"use micro_batch_size={max(shares)}, or global_batch_size={micro * len(shares)}",
+        )
     if not ragged and total % micro:
-        return _does_not_divide(total, micro)
+        below, above = total // micro * micro, -(-total // micro) * micro
+        near = ", ".join(str(size) for size in (below, above) if size > 0)
+        what = f"must be a multiple of micro_batch_size ({micro}), but is {total}"
+        return Problem(what, f"global_batch_size={total}", f"nearest: {near}")
     return Batch(total, micro, shares)
-
-
-def _too_large(total: int, micro: int, shares: tuple[int, ...]) -> Problem:
-    of_ranks = f"the largest share of an update ({max(shares)} of {total})"
-    limit = f"global_batch_size ({total})" if len(shares) == 1 else of_ranks
-    return Problem(
-        f"must be at most {limit}, but is {micro}",
-        f"micro_batch_size={micro}",
-        f"use micro_batch_size={max(shares)}, or global_batch_size={micro * len(shares)}",
-    )
-
-
-def _does_not_divide(total: int, micro: int) -> Problem:
-    below, above = total // micro * micro, -(-total // micro) * micro
-    near = ", ".join(str(size) for size in (below, above) if size > 0)
-    what = f"must be a multiple of micro_batch_size ({micro}), but is {total}"
-    return Problem(what, f"global_batch_size={total}", f"nearest: {near}")

@@ -77,7 +77,7 @@ class SampleNoise:
         # `uniform < p` in fewer steps: 24 bits below a limit are 64 bits below the limit followed by zeros.
         limit = math.ceil(rounded * 2**24) << 40
         # Flipping the highest bit maps the order of unsigned numbers to that of signed ones.
-        return self._bits(shape, is_high_half=True).bitwise_xor_(-(2**63)) <= limit - 1 - 2**63
+        return self._bits(shape, only_high_bits=True).bitwise_xor_(-(2**63)) <= limit - 1 - 2**63
 
     def dropout(self, x: Tensor, p: float) -> Tensor:
         """Return x (*rows, ...) with elements zeroed with probability p, the others divided by 1 - p; in training.
@@ -122,15 +122,15 @@ class SampleNoise:
         chosen = [row for row, place in enumerate(places) if place % n == 0]
         return _copy_to_device(torch.tensor(chosen, dtype=torch.int64, device="cpu"), self.keys.device)
 
-    def _bits(self, shape: tuple[int, ...], *, is_high_half: bool = False) -> Tensor:
-        """Return 64 random bits per element, (*rows, *shape) int64; is_high_half: only the highest 31 are used."""
+    def _bits(self, shape: tuple[int, ...], *, only_high_bits: bool = False) -> Tensor:
+        """Return 64 random bits per element, (*rows, *shape) int64; only_high_bits: only the highest 31 are used."""
         number, self._next = _number_draw(self._next)
         keys = self.keys
         if torch.compiler.is_compiling():
             elements = _hash_elements(shape, number, keys.device)
         else:
             elements = _hashed.get(shape, number, keys)
-        return _mix(elements ^ keys.view(*keys.shape, *(1,) * len(shape)), is_high_half=is_high_half)
+        return _mix(elements ^ keys.view(*keys.shape, *(1,) * len(shape)), only_high_bits=only_high_bits)
 
 
 def per_sample_noise(batch: Any, name: str = "") -> SampleNoise:
@@ -219,7 +219,14 @@ class _Pass:
 
 
 def _new_noise(batch: Any, name: str) -> SampleNoise:
-    tensor = _first_tensor(batch)
+    tensor: Any = batch
+    while not isinstance(tensor, Tensor):
+        parts: Iterable[Any] = tensor if isinstance(tensor, (tuple, list)) else ()
+        if isinstance(tensor, Mapping):
+            parts = tensor.values()
+        tensor = next((part for part in parts if isinstance(part, (Tensor, tuple, list, Mapping))), None)
+        if tensor is None:
+            raise TypeError(f"per_sample_noise(batch) needs a batch with a tensor, but {type(batch).__name__} has none")
     if _current is None:
         (base,) = torch.randint(2**62, (1,), device="cpu")
         numbers = _mix(torch.arange(len(tensor), device="cpu") * _to_signed(_GOLDEN) + base)
@@ -305,17 +312,17 @@ def _hash_elements(shape: tuple[int, ...], number: int, device: torch.device) ->
     return _mix(elements + _to_signed(_derive_salt(0, number)))
 
 
-def _mix(x: Tensor, *, is_high_half: bool = False) -> Tensor:
+def _mix(x: Tensor, *, only_high_bits: bool = False) -> Tensor:
     """Mix 64-bit numbers so that each output bit depends on all input bits; int64 represents unsigned 64 bits.
 
     Operates in place: allocating memory for each step would take longer than the arithmetic.
-    is_high_half: without the last step, which changes only the lowest 33 bits.
+    only_high_bits: without the last step, which changes only the lowest 33 bits.
     Source: Steele et al., Fast Splittable Pseudorandom Number Generators, OOPSLA 2014; constants are variant 13 of
     Stafford, Better Bit Mixing, 2011.
     """
     x = x.bitwise_xor_(_high_bits(x, 34)).mul_(_to_signed(0xBF58476D1CE4E5B9))
     x = x.bitwise_xor_(_high_bits(x, 37)).mul_(_to_signed(0x94D049BB133111EB))
-    return x if is_high_half else x.bitwise_xor_(_high_bits(x, 33))
+    return x if only_high_bits else x.bitwise_xor_(_high_bits(x, 33))
 
 
 def _high_bits(x: Tensor, num_bits: int) -> Tensor:
@@ -346,18 +353,6 @@ def _copy_to_device(tensor: Tensor, device: torch.device) -> Tensor:
     if device.type == "cuda" and type(tensor) is Tensor:
         tensor = tensor.pin_memory()
     return tensor.to(device, non_blocking=True)
-
-
-def _first_tensor(batch: Any) -> Tensor:
-    current = batch
-    while not isinstance(current, Tensor):
-        parts: Iterable[Any] = current if isinstance(current, (tuple, list)) else ()
-        if isinstance(current, Mapping):
-            parts = current.values()
-        current = next((part for part in parts if isinstance(part, (Tensor, tuple, list, Mapping))), None)
-        if current is None:
-            raise TypeError(f"per_sample_noise(batch) needs a batch with a tensor, but {type(batch).__name__} has none")
-    return current
 
 
 _MAX_KEPT, _MAX_KEPT_ELEMENTS = 32, 1 << 20  # 8 MiB

@@ -135,10 +135,6 @@ class Order:
         per_epoch = self.update_sampler.start(self.seed, 0, self.updates_per_epoch) if epoch else 0
         return epoch * per_epoch + self.update_sampler.start(self.seed, epoch, window)
 
-    def micro_batch_size_at(self, update: int) -> int:
-        """Return the maximum micro-batch size in update number `update` (from 0)."""
-        return min([self.micro_batch_size, *(size for first, size in self.smaller if update >= first)])
-
     def micro_batches(self, update: int, shares: Shares | None = None) -> Iterator[MicroBatchKey]:
         """Yield the micro-batches of this rank in update number `update`; a dummy one if the rank has no samples.
 
@@ -148,7 +144,7 @@ class Order:
         indices_of_update = self.update_sampler.draw(self.seed, epoch, window)
         split_by = shares or self.shares
         bounds = rank_slices(len(indices_of_update), split_by) if split_by else [(0, len(indices_of_update))]
-        size = self.micro_batch_size_at(update)
+        size = min([self.micro_batch_size, *(size for first, size in self.smaller if update >= first)])
         per_rank = [self.update_sampler.split(indices_of_update[first:stop], size) for first, stop in bounds]
         mine = per_rank[self.rank]
         position = self.update_sampler.start(self.seed, epoch, window) + bounds[self.rank][0]

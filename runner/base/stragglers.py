@@ -54,7 +54,7 @@ def find_straggler(updates: Sequence[Update], threshold: float = THRESHOLD) -> S
     if not updates or len(updates[0]) < 2:
         return None
     ranks = range(len(updates[0]))
-    busy = [[_busy(times) for times in update] for update in updates]
+    busy = [[sum(times.get(part, 0.0) for part in PARTS) for times in update] for update in updates]
     medians = [median(row[rank] for row in busy) for rank in ranks]
     rank = max(ranks, key=lambda rank: (medians[rank], -rank))
     others = [other for other in ranks if other != rank]
@@ -116,10 +116,6 @@ class StragglerDetector:
         previous, self.found = self.found, current
         is_known = current and previous and (current.rank, current.part) == (previous.rank, previous.part)
         return None if is_known else current
-
-
-def _busy(times: Mapping[str, float]) -> float:
-    return sum(times.get(part, 0.0) for part in PARTS)
 
 
 def _waited(update: Update, rank: int, slowest: int) -> float:

@@ -102,19 +102,16 @@ def first_line(text: str) -> str:
 
 def truncate(text: str) -> str:
     """Return the text without control characters, in at most 12 lines of at most 400 characters."""
-    lines = strip_escapes(text).strip("\n").split("\n")
+    plain = _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\t", "    ")
+    lines = (
+        "".join(char if char == "\n" or char.isprintable() else _escape(char) for char in plain).strip("\n").split("\n")
+    )
     cut = [
         line if len(line) <= _MAX_COLUMNS else f"{line[:_MAX_COLUMNS]} ... ({len(line) - _MAX_COLUMNS} more characters)"
         for line in lines
     ]
     more = [f"... ({len(lines) - _MAX_LINES} more lines)"] if len(lines) > _MAX_LINES else []
     return "\n".join(cut[:_MAX_LINES] + more).rstrip()
-
-
-def strip_escapes(text: str) -> str:
-    """Return the text without terminal escapes, colors and characters that hide others."""
-    plain = _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\t", "    ")
-    return "".join(char if char == "\n" or char.isprintable() else _escape(char) for char in plain)
 
 
 def format_table(

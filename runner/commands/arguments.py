@@ -156,24 +156,20 @@ def parse_options(
         if arg in flags:
             options.flags.add(arg)
         elif key in keys and has_value:
-            value = _convert(text, keys[key].type)
+            candidates: list[Any] = [None] if text in ("null", "none", "") else [text]
+            for number_type in (int, float):
+                with suppress(ValueError):
+                    candidates.append(number_type(text))
+            value = next(
+                (value for value in candidates if describe_mismatch(keys[key].type, value) is None),
+                candidates[len(candidates) > 1],
+            )
             if wrong := describe_mismatch(keys[key].type, value):
                 problems.append(Problem(wrong, arg))
             options.given[key] = value
         else:
             problems.append(_unknown_argument(arg, keys, flags, guess))
     return options, problems
-
-
-def _convert(text: str, annotation: Any) -> Any:
-    """Return the text as a value of this type, or as it is if it does not match."""
-    candidates: list[Any] = [None] if text in ("null", "none", "") else [text]
-    for number_type in (int, float):
-        with suppress(ValueError):
-            candidates.append(number_type(text))
-    return next(
-        (value for value in candidates if describe_mismatch(annotation, value) is None), candidates[len(candidates) > 1]
-    )
 
 
 def _unknown_argument(arg: str, keys: Collection[str], flags: Collection[str], guess: Callable[[str], str]) -> Problem:

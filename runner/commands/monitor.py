@@ -216,7 +216,7 @@ def _print_assessment(
 
     columns = max(30, os.get_terminal_size(1).columns or 80) if sys.stdout.isatty() else 0
     for line in format_assessment(summary, alerts, of_run=of_run, on_gpu=on_gpu):
-        text = line.replace("°", "") if _prints_only_ascii() else line
+        text = line.replace("°", "") if not (sys.stdout.encoding or "").lower().startswith("utf") else line
         is_prose = columns and text.startswith(("high ", "low ", "note ", "good "))
         print_line(
             textwrap.fill(text, columns, subsequent_indent=" " * 6, break_on_hyphens=False) if is_prose else text
@@ -305,10 +305,6 @@ def parse_monitor_arguments(argv: Sequence[str]) -> tuple[MonitorOptions, set[st
 
 def _guess_setting(arg: str) -> str:
     return f"seconds={arg}" if arg.replace(".", "", 1).isdecimal() else f"run={arg}"
-
-
-def _prints_only_ascii() -> bool:
-    return not (sys.stdout.encoding or "").lower().startswith("utf")
 
 
 def _print_out(text: str) -> None:

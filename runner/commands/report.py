@@ -59,7 +59,9 @@ def run(argv: list[str]) -> int:
         directories = [RunDirectory.find(root, name) for name in names or [LAST]]
         for directory in directories:
             report_skipped(directory, progress_printer("report"))
-        _refuse_duplicates(directories, names)
+        paths = [directory.path.resolve() for directory in directories]
+        if duplicates := [arg for index, arg in enumerate(names) if paths[index] in paths[:index]]:
+            raise ConfigError(Problem("is the same run as an earlier argument", arg, "remove it") for arg in duplicates)
         read = partial(_read_runs, directories)
         out = out or _default_output(directories)
         owner = directories[0] if out.absolute() == directories[0].report else None
@@ -166,13 +168,6 @@ def _is_valid_period(text: str) -> bool:
         return 1 <= float(text) < float("inf")
     except ValueError:
         return False
-
-
-def _refuse_duplicates(directories: list[RunDirectory], argv: list[str]) -> None:
-    """Raise ConfigError if a run is given twice."""
-    paths = [directory.path.resolve() for directory in directories]
-    if duplicates := [arg for index, arg in enumerate(argv) if paths[index] in paths[:index]]:
-        raise ConfigError(Problem("is the same run as an earlier argument", arg, "remove it") for arg in duplicates)
 
 
 def _default_output(directories: list[RunDirectory]) -> Path:

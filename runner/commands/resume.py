@@ -81,24 +81,20 @@ def _resume(directory: RunDirectory, origin: RunRequest, request: Request, check
 
     print_progress, overrides = progress_printer("resume"), request.overrides
     run_overrides = (f"run={directory.name}", *_root_override(directory.path.parent, origin.overrides))
+    has_new_length = {"updates", "epochs"} & set(map(override_key, overrides))
     resumed = origin.request(
-        replace(request, overrides=(*overrides, *run_overrides)), without=_dropped_keys(origin.overrides, overrides)
+        replace(request, overrides=(*overrides, *run_overrides)),
+        without={
+            "run",
+            *(["resume"] if "resume=fresh" in origin.overrides else []),
+            *(["updates", "epochs"] if has_new_length else []),
+        },
     )
     print_progress(f"{shlex.join(['accel-run', *resumed.train_arguments()])}   (in {Path.cwd()})")
     member = detect_rank(os.environ)
     is_first = member is None or member.rank == 0  # other ranks of torchrun wait for it before they look
     with rewind_run(directory, checkpoint, print_progress) if checkpoint and is_first else nullcontext():
         return int(train(resumed))
-
-
-def _dropped_keys(overrides: Sequence[str], new_overrides: Sequence[str]) -> set[str]:
-    """Return the keys to drop: a new length replaces the old one, also in the other unit."""
-    has_new_length = {"updates", "epochs"} & set(map(override_key, new_overrides))
-    return {
-        "run",
-        *(["resume"] if "resume=fresh" in overrides else []),
-        *(["updates", "epochs"] if has_new_length else []),
-    }
 
 
 def _root_override(folder: Path, overrides: Sequence[str]) -> list[str]:

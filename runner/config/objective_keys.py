@@ -34,7 +34,7 @@ def list_objective_keys(
         norm_help = "maximum gradient norm for clipping; null: that of the run"
         keys[f"{prefix}max_grad_norm"] = Key(f"{prefix}max_grad_norm", Positive | None, max_norm, norm_help)
         for group in PHASE_GROUPS:
-            option = _selected_option(name, group, declaration, selected)
+            option = str(selected.get(f"{OBJECTIVE}.{name}.{group}", declaration.get(group, selected[group])))
             keys[prefix + group] = Key(prefix + group, str, option, f"option of {group}")
             option_signature = signature(group, option)
             for key, option_key in (option_signature.keys if option_signature else {}).items():
@@ -55,10 +55,6 @@ def check_objective_options(
             if selected.get(key, available[0]) not in available:
                 what = f"unknown {group}; must be one of {', '.join(available)}"
                 yield Problem(what, f"{key}={selected[key]}", did_you_mean(str(selected[key]), available))
-
-
-def _selected_option(name: str, group: str, declaration: Mapping[str, Any], selected: Mapping[str, Any]) -> str:
-    return str(selected.get(f"{OBJECTIVE}.{name}.{group}", declaration.get(group, selected[group])))
 
 
 def nest_objectives(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:

@@ -54,17 +54,14 @@ def parse_overrides(request: Request, *, sweeps: bool = False) -> tuple[list[Ove
             problems.append(Problem("${...} is allowed in files only", argument, fix))
             continue
         if override.is_sweep_override() and not sweeps:
-            problems.append(_sweep_problem(override, argument))
+            is_interval = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
+            advice = (
+                "find the best of them with accel-run search" if is_interval else "run them all with accel-run train -m"
+            )
+            problems.append(Problem("is a sweep over several values; a list is written [1,2]", argument, advice))
             continue
         parsed.append(override)
     return parsed, problems
-
-
-def _sweep_problem(override: Override, argument: str) -> Problem:
-    """Return the problem of several values where one is needed, such as optimizer.betas=0.9,0.95."""
-    is_interval = override.value_type is not None and override.value_type.name == "INTERVAL_SWEEP"
-    advice = "find the best of them with accel-run search" if is_interval else "run them all with accel-run train -m"
-    return Problem("is a sweep over several values; a list is written [1,2]", argument, advice)
 
 
 def _nesting_depth(argument: str) -> int:

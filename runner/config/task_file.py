@@ -166,7 +166,7 @@ def find_foreign_methods(tree: ast.Module, source: Path) -> Iterator[Problem]:
     found = [
         (node, member)
         for node in tree.body
-        if isinstance(node, ast.ClassDef) and any(_is_task(base) for base in node.bases)
+        if isinstance(node, ast.ClassDef) and any(ast.unparse(base) in ("Task", "runner.Task") for base in node.bases)
         for member in node.body
         if isinstance(member, ast.FunctionDef) and member.name in FOREIGN_METHODS
     ]
@@ -176,7 +176,3 @@ def find_foreign_methods(tree: ast.Module, source: Path) -> Iterator[Problem]:
             what = f"{node.name}.{member.name} is a method of another framework, and is never called here"
             fix = "define loss, evaluate and predict, or use runner.adapters.lightning: docs/adapters.md"
             yield Problem(what, f"{source}:{member.lineno}", fix)
-
-
-def _is_task(base: ast.expr) -> bool:
-    return ast.unparse(base) in ("Task", "runner.Task")

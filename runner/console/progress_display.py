@@ -194,7 +194,7 @@ class Bar(ProgressDisplay):
         line = Text(no_wrap=True, overflow="crop").append(percent, style="bold")
         columns = min(BAR_COLUMNS, width - _total_width(percent, figures) - 1)
         if columns >= MIN_BAR_COLUMNS:
-            done, empty = ("█", "░") if self._unicode else ("#", ".")
+            done, empty = ("█", "░") if self._console.encoding.lower().startswith("utf") else ("#", ".")
             filled = int(fraction * columns)
             line.append(" ").append(done * filled, style="green").append(empty * (columns - filled), style="dim")
         line.append(("  " + "  ".join(text for text, _ in figures)).rstrip())
@@ -206,10 +206,6 @@ class Bar(ProgressDisplay):
         text, rank = figure
         self._widths[name] = max(self._widths.get(name, 0), len(text))
         return text.ljust(self._widths[name]), rank
-
-    @property
-    def _unicode(self) -> bool:
-        return self._console.encoding.lower().startswith("utf")
 
 
 class TerminalConsole(Console):

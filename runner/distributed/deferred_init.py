@@ -123,18 +123,14 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         if any(map(self.is_deferred, tensors)):
             return self._run_on_deferred(function, args, kwargs)
         if not tensors and _is_on_cpu(function, kwargs):
-            return self._create(function, args, kwargs)
+            result = function(*_on_meta(args), **_on_meta({**kwargs, "device": _META}))
+            is_dense = isinstance(result, Tensor) and result.layout is torch.strided
+            if not is_dense or result.untyped_storage().nbytes() < self.min_bytes:
+                return function(*args, **kwargs)
+            # The default dtype may be another one when the operation is replayed.
+            self._record(function, args, {**kwargs, "dtype": result.dtype}, result)
+            return result
         return function(*args, **kwargs)
-
-    def _create(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Create a tensor from no other one: on the meta device if it is large."""
-        result = function(*_on_meta(args), **_on_meta({**kwargs, "device": _META}))
-        is_dense = isinstance(result, Tensor) and result.layout is torch.strided
-        if not is_dense or result.untyped_storage().nbytes() < self.min_bytes:
-            return function(*args, **kwargs)
-        # The default dtype may be another one when the operation is replayed.
-        self._record(function, args, {**kwargs, "dtype": result.dtype}, result)
-        return result
 
     def _run_on_deferred(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         written = list(_written_tensors(function, args, kwargs))
@@ -181,7 +177,13 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for storage in operation.writes:
             self._writers[storage].append(len(self._operations))
         self._operations.append(operation)
-        self._add_to_digest(operation)
+        parts = [operation.function.name(), operation.generator, *tree_leaves((operation.args, dict(operation.kwargs)))]
+        for part in parts:
+            if isinstance(part, Tensor):
+                dense = part.detach().resolve_conj().resolve_neg().contiguous().cpu()
+                self._digest.update(dense.reshape(-1).view(torch.uint8).numpy().data if dense.numel() else b"")
+            elif not isinstance(part, torch.Generator):
+                self._digest.update(str(part).encode())
 
     def _draw(self, function: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
         """Draw the random numbers of an operation and discard them; return the generator's state before."""
@@ -245,15 +247,6 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return tree_map(  # type: ignore[no-any-return]
             lambda value: self.value(value) if isinstance(value, Tensor) and self.is_deferred(value) else value, values
         )
-
-    def _add_to_digest(self, operation: _Operation) -> None:
-        parts = [operation.function.name(), operation.generator, *tree_leaves((operation.args, dict(operation.kwargs)))]
-        for part in parts:
-            if isinstance(part, Tensor):
-                dense = part.detach().resolve_conj().resolve_neg().contiguous().cpu()
-                self._digest.update(dense.reshape(-1).view(torch.uint8).numpy().data if dense.numel() else b"")
-            elif not isinstance(part, torch.Generator):
-                self._digest.update(str(part).encode())
 
     def digest(self) -> str:
         """Return a hash of everything recorded; if it is equal on two ranks, so are all tensors."""

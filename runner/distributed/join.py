@@ -62,22 +62,12 @@ def join_process_group(rank_info: RankInfo, device: torch.device, *, timeout_s: 
     try:
         yield world
     except BaseException:
-        _abandon_group(has_own_launcher=has_own_launcher)
+        if not has_own_launcher:
+            with suppress(Exception):
+                call_with_timeout(ABORT_S, dist.distributed_c10d._abort_process_group)
         raise
     gc.collect()  # drop remaining references to the group before it is destroyed
     dist.destroy_process_group()
-
-
-def _abandon_group(*, has_own_launcher: bool) -> None:
-    """Abandon the process group after an error, while other ranks may be inside a collective that this one never joins.
-
-    Destroying an NCCL group waits for the kernels of such collectives until their timeout, and the cause would be lost.
-    A rank started by accel-run reports the error and ends by os._exit; under torchrun or srun, it first aborts its
-    kernels.
-    """
-    if not has_own_launcher:
-        with suppress(Exception):
-            call_with_timeout(ABORT_S, dist.distributed_c10d._abort_process_group)
 
 
 @contextmanager
@@ -137,9 +127,12 @@ def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> 
     """Create the process group. Raises RuntimeError or OSError."""
     get_accelerator(device).activate()  # the current device is per thread, and NCCL initializes on it
     store = _open_store(rank_info, timedelta(seconds=_rendezvous_s(rank_info, timeout_s)))
+    is_new = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=PrefixStore(_store_prefix(rank_info), store),
+        store=PrefixStore(
+            f"of-{rank_info.world_size}" if is_new else f"attempt-{rank_info.attempt}-of-{rank_info.world_size}", store
+        ),
         rank=rank_info.rank,
         world_size=rank_info.world_size,
         timeout=timedelta(seconds=timeout_s),
@@ -148,17 +141,6 @@ def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> 
     # Wait for all: if a rank that has connected fails and exits while another one still connects, that one would report
     # that it cannot connect. On the host, by gloo.
     dist.all_reduce(torch.zeros(()))
-
-
-def _store_prefix(rank_info: RankInfo) -> str:
-    """Return the part of the store for this start of the ranks.
-
-    A store hosted by an agent of torchrun outlives the ranks, so the prefix contains the number of the attempt. A store
-    that rank 0 hosts on a new port serves this start only, and must not contain it: each agent counts its own restarts,
-    and the count of a node that rejoins starts at 0, so the ranks of different agents would not meet.
-    """
-    is_new = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
-    return f"of-{rank_info.world_size}" if is_new else f"attempt-{rank_info.attempt}-of-{rank_info.world_size}"
 
 
 def _rendezvous_s(rank_info: RankInfo, timeout_s: float) -> float:

@@ -221,7 +221,19 @@ class Pipelined(Parallel):
             work = StageWork(passes, micros[part], inputs[part], keys.seed + first, tally)
             if first + count == len(micros):
                 work = work._replace(before_last_pass=self._copies.begin_last_pass)
-            self._run(work, key, count)
+            step = self.schedule.step(self.stage, count, key, self._shapes[key])
+            self.stage.begin(work, self._shapes[key], self._handle_calls)
+            numbers = [torch.arange(count)] if self.pipeline.is_first else []
+            target = torch.arange(count) if self.stage.is_last else None
+            try:
+                step.step(*numbers, target=target, return_outputs=False)
+            except Exception:
+                if self.stage.failure is not None:
+                    raise self.stage.failure from None  # torch wraps it in an error with all shapes
+                raise
+            finally:
+                self.stage.end()
+            self.stopwatch.lap("wait")
             first += count
         if not micros:
             with passes.forward():  # saves the state to restore if another pipeline overflows
@@ -368,21 +380,6 @@ class Pipelined(Parallel):
             raise_on_all_ranks(failure, self.world, WHERE)
         self.stopwatch.lap("wait")
         return _Keys(seed, keys.tolist())
-
-    def _run(self, work: StageWork, key: int, count: int) -> None:
-        step = self.schedule.step(self.stage, count, key, self._shapes[key])
-        self.stage.begin(work, self._shapes[key], self._handle_calls)
-        numbers = [torch.arange(count)] if self.pipeline.is_first else []
-        target = torch.arange(count) if self.stage.is_last else None
-        try:
-            step.step(*numbers, target=target, return_outputs=False)
-        except Exception:
-            if self.stage.failure is not None:
-                raise self.stage.failure from None  # torch wraps it in an error with all shapes
-            raise
-        finally:
-            self.stage.end()
-        self.stopwatch.lap("wait")
 
     def _infer_shapes(
         self, passes: ForwardPasses, micro: MicroBatch, call: Call, key: int

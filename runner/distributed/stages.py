@@ -244,7 +244,14 @@ def run_stage(
             if stage.is_last:
                 finish(value)
             else:
-                check_stage_output(value, stage.number)
+                tensors = value if type(value) is tuple else (value,)
+                if not tensors or not all(isinstance(part, Tensor) and part.is_floating_point() for part in tensors):
+                    raise TaskFault(
+                        "the output of a stage must be a floating-point tensor or a tuple of such, but is"
+                        f" {_describe_type(value)} after stage {stage.number}",
+                        where="parallelism=pipeline",
+                        fix="split the model at other points in layers()",
+                    )
         except Exception as error:  # of any type: the other ranks must be informed
             failure = error
     if not stage.is_last:
@@ -269,17 +276,6 @@ def _sendable(tensor: Tensor) -> Tensor:
     """Return a tensor that can be sent and that accepts a gradient, even if all layers before it are frozen."""
     tensor = tensor.contiguous()
     return tensor if tensor.requires_grad else tensor.detach().requires_grad_()
-
-
-def check_stage_output(value: Any, stage: int) -> None:
-    tensors = value if type(value) is tuple else (value,)
-    if not tensors or not all(isinstance(part, Tensor) and part.is_floating_point() for part in tensors):
-        raise TaskFault(
-            "the output of a stage must be a floating-point tensor or a tuple of such, but is"
-            f" {_describe_type(value)} after stage {stage}",
-            where="parallelism=pipeline",
-            fix="split the model at other points in layers()",
-        )
 
 
 def _describe_type(value: Any) -> str:

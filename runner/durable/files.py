@@ -114,7 +114,18 @@ def write_new(
     views = [memoryview(chunk).cast("B") for chunk in chunks]
     with closing(HashThread(views)) as hash_thread:
         with _create_file(path) as descriptor:
-            size = _write_in_blocks(descriptor, views)
+            # Write the bytes and start write-back early; return their number. This shortens the final sync: 1.2
+            # GB took 0.3 s instead of 0.5 s to the end of the sync (scripts/measure/save.py).
+            size = flushed = 0
+            for block in split_into_blocks(views):
+                _write_all(descriptor, block)
+                count_call()
+                size += len(block)
+                end = size - size % _PAGE  # a page that still grows would be written twice
+                if end - flushed >= BLOCK:
+                    with suppress(OSError):  # only a hint
+                        _system.begin_write_back(descriptor, flushed, end - flushed)
+                    flushed = end
             if is_synced:
                 _system.fsync(descriptor)
         return size, hash_thread.hexdigest()
@@ -502,25 +513,6 @@ def _remove(path: Path) -> None:
 def _write_all(descriptor: int, data: memoryview) -> None:
     while data:
         data = data[_system.write(descriptor, data) :]
-
-
-def _write_in_blocks(descriptor: int, views: Sequence[memoryview]) -> int:
-    """Write the bytes and start write-back early; return their number.
-
-    This shortens the final sync: 1.2 GB took 0.3 s instead of 0.5 s to the end of the sync
-    (scripts/measure/save.py).
-    """
-    size = flushed = 0
-    for block in split_into_blocks(views):
-        _write_all(descriptor, block)
-        count_call()
-        size += len(block)
-        end = size - size % _PAGE  # a page that still grows would be written twice
-        if end - flushed >= BLOCK:
-            with suppress(OSError):  # only a hint
-                _system.begin_write_back(descriptor, flushed, end - flushed)
-            flushed = end
-    return size
 
 
 def _get_mode(path: Path) -> int:

@@ -66,13 +66,6 @@ def load_run_request(directory: RunDirectory, root: Path, request: Request) -> R
     request  if it names a task file, that of the run is ignored
     Raises DataError if run.json is damaged, SecurityRefusal if an untrusted run specifies which code to execute.
     """
-    origin = _read_settings(directory)
-    if request.task_file is None and origin.task_file is not None:
-        _refuse_foreign(origin.task_file, directory, root)
-    return origin
-
-
-def _read_settings(directory: RunDirectory) -> RunRequest:
     record = read_record(directory.path)
     origin, overrides = record.origin, record.origin.overrides
     paths = (origin.task_file, origin.config_dir, origin.folder)
@@ -85,6 +78,8 @@ def _read_settings(directory: RunDirectory) -> RunRequest:
             fix="pass the settings again: accel-run train run=NAME ..., or accel-run advise task=NAME",
         )
     task_file, config_dir, folder = (Path(path) if path else None for path in paths)
+    if request.task_file is None and task_file is not None:
+        _refuse_foreign(task_file, directory, root)
     return RunRequest(overrides, task_file, config_dir, folder)
 
 

@@ -10,7 +10,6 @@ import math
 from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,7 +33,13 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
         tensors: dict[str, StoredTensor] = {}
         end = 0
         for start, stop, name in spans:
-            tensor = _describe(path, header[name], position + start)
+            entry = header[name]
+            shape = entry["shape"]
+            if not all(type(length) is int and 0 <= length < 1 << 63 for length in shape):
+                raise ValueError(f"invalid shape {shape}")
+            dtype = _TORCH_DTYPES[entry["dtype"]]
+            row_bytes = math.prod(shape[1:]) * dtype.itemsize
+            tensor = StoredTensor(torch.Size(shape), dtype, partial(_fill, path, position + start, row_bytes))
             if start != end or stop - start != tensor.nbytes:
                 raise InvalidFormat(f"{name} has {tensor.nbytes} bytes, but is stored from {start} to {stop}")
             tensors[name], end = tensor, stop
@@ -43,15 +48,6 @@ def open_tensors(path: Path) -> dict[str, StoredTensor]:
     if position + end != size:
         raise InvalidFormat(f"its tensors have {end} bytes, but the file has {size - position} after the header")
     return tensors
-
-
-def _describe(path: Path, entry: dict[str, Any], offset: int) -> StoredTensor:
-    shape = entry["shape"]
-    if not all(type(length) is int and 0 <= length < 1 << 63 for length in shape):
-        raise ValueError(f"invalid shape {shape}")
-    dtype = _TORCH_DTYPES[entry["dtype"]]
-    row_bytes = math.prod(shape[1:]) * dtype.itemsize
-    return StoredTensor(torch.Size(shape), dtype, partial(_fill, path, offset, row_bytes))
 
 
 def _fill(path: Path, offset: int, row_bytes: int, start: int, rows: Tensor) -> None:

@@ -58,20 +58,17 @@ class ControlledPass(TorchDispatchMode):  # type: ignore[no-untyped-call]
             args, kwargs = _without_dropout(function, args, kwargs)
         result = function(*args, **kwargs)
         if function._schema.name in _DRAWING and result.numel():
-            self._unify(function._schema.name, args, result)
+            limits = tuple(value for value in args if isinstance(value, int | float))
+            if function._schema.name == "aten::multinomial":
+                limits = (args[0].shape[-1],)
+            operation = self.num_draws, function._schema.name
+            self.num_draws += 1
+            first_limits, first = self.draws.firsts.setdefault(operation, (limits, result.flatten()[0].clone()))
+            if function._schema.name == "aten::randperm" or limits != first_limits:
+                self.draws.selects_samples = True
+            else:
+                result.fill_(first)
         return result
-
-    def _unify(self, name: str, args: Any, drawn: Tensor) -> None:
-        limits = tuple(value for value in args if isinstance(value, int | float))
-        if name == "aten::multinomial":
-            limits = (args[0].shape[-1],)
-        operation = self.num_draws, name
-        self.num_draws += 1
-        first_limits, first = self.draws.firsts.setdefault(operation, (limits, drawn.flatten()[0].clone()))
-        if name == "aten::randperm" or limits != first_limits:
-            self.draws.selects_samples = True
-        else:
-            drawn.fill_(first)
 
 
 def _without_dropout(function: Any, args: Any, kwargs: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:

@@ -228,7 +228,13 @@ class _CoupledUpdate:
         """Return a scalar whose backward pass backpropagates the gradients of this micro-batch's embeddings."""
         tensors = batch.tensors
         if batch is not self._with_graph:
-            _restore_buffers(batch.buffers)
+            for (module, key), saved in batch.buffers.items():
+                current = module._buffers.get(key)
+                if current is None or current.shape != saved.shape or not is_writable(current):
+                    module._buffers[key] = saved
+                    continue
+                with torch.no_grad():
+                    current.copy_(saved)
             _restore_generators(batch.rng_states)
             noise.start_pass(batch.micro.samples)
             tensors = self.source.embed(model, batch.micro.batch).tensors
@@ -277,7 +283,10 @@ class _CoupledUpdate:
             batch.buffers = {key: state.copy for key, state in before.items() if state.is_changed(key)}
             changed_buffers |= batch.buffers.keys()
             check_rows(embedding, micro.samples, self.source.embed, self.source.source)
-            self._check_structure(embedding)
+            if self.kind is not None and self.kind != embedding.kind:
+                what = f"embed returned {self.kind} for a micro-batch and {embedding.kind} for another one"
+                raise TaskFault(what, where=str(self.source.source), fix=EMBED_FIX)
+            self.kind, self.has_gradient = embedding.kind, [tensor.requires_grad for tensor in embedding.tensors]
             tensors = embedding.tensors
             batch.tensors = tensors if last else tuple(tensor.detach().clone() for tensor in tensors)
             del embedding, tensors
@@ -291,13 +300,6 @@ class _CoupledUpdate:
         if self.source.changed_buffers is not None:
             return self.source.changed_buffers
         return [(module, key) for module in self.passes.model.modules() for key in module._buffers]
-
-    def _check_structure(self, embedding: Embedding) -> None:
-        """Raise TaskFault if an earlier micro-batch of the update had embeddings of another structure."""
-        if self.kind is not None and self.kind != embedding.kind:
-            what = f"embed returned {self.kind} for a micro-batch and {embedding.kind} for another one"
-            raise TaskFault(what, where=str(self.source.source), fix=EMBED_FIX)
-        self.kind, self.has_gradient = embedding.kind, [tensor.requires_grad for tensor in embedding.tensors]
 
     def _compute_gradients(self, *, failed: bool) -> None:
         """Compute the loss of the embeddings of all ranks, and its gradient with respect to those of this rank."""
@@ -362,16 +364,6 @@ def _record_states(buffers: Mapping[_BufferKey, Tensor]) -> dict[_BufferKey, _Bu
 def _find_dense_buffers(keys: Iterable[_BufferKey]) -> dict[_BufferKey, Tensor]:
     buffers = {(module, key): module._buffers.get(key) for module, key in keys}
     return {key: tensor for key, tensor in buffers.items() if tensor is not None and is_dense(tensor)}
-
-
-def _restore_buffers(buffers: _Buffers) -> None:
-    for (module, key), saved in buffers.items():
-        current = module._buffers.get(key)
-        if current is None or current.shape != saved.shape or not is_writable(current):
-            module._buffers[key] = saved
-            continue
-        with torch.no_grad():
-            current.copy_(saved)
 
 
 def _restore_generators(rng_states: Sequence[bytes]) -> None:

@@ -288,7 +288,11 @@ def export_weights(source: ModelSource, checkpoint: LoadedCheckpoint, folder: Pa
     stem = averaged_stem(checkpoint)
     if stem:
         tensors |= expand_shared_names(model, checkpoint.stored(stem))
-    replaced_by = _shared_names(model)
+    # Map each further name of a shared parameter to the first one, which safetensors stores.
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    replaced_by = {other: first for first, *others in map(sorted, names.values()) for other in others}
     tensors = {name: tensor for name, tensor in tensors.items() if name not in replaced_by}
     draft = folder / f"{files.TEMPORARY}{file_name}-{secrets.token_hex(4)}"
     files.write_stream(draft, _file_content(tensors, replaced_by))
@@ -311,14 +315,6 @@ def _build_without_memory(plan: Plan) -> nn.Module:
     except Exception:  # it needs the values of its tensors; another error is raised again
         seed_everything(plan.settings.seed)
         return load_task(plan).model
-
-
-def _shared_names(model: nn.Module) -> dict[str, str]:
-    """Map each further name of a shared parameter to the first one, which safetensors stores."""
-    names: dict[int, list[str]] = {}
-    for name, weight in model.named_parameters(remove_duplicate=False):
-        names.setdefault(id(weight), []).append(name)
-    return {other: first for first, *others in map(sorted, names.values()) for other in others}
 
 
 def _file_content(tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:

@@ -56,20 +56,16 @@ def load_weights(parts: Parts, start: LoadedCheckpoint) -> None:
     if left_out:
         if settings.weights.source:
             load_initial_weights(settings, parts.bare, parts.parallel, adapter)
-        _check_frozen(parts, start.state)
+        is_same = parts.world.broadcast(frozen_digest(parts) == start.state.get(DIGEST))
+        if not is_same:
+            source = parts.plan.settings.weights.source
+            fix = f"restore the file of weights={source}" if source else "use the seed and the task options of the run"
+            raise IncompatibleResume(
+                "the frozen weights of the model are not those that the adapter was trained with",
+                where="adapter.checkpoint=adapter",
+                fix=f"{fix}; adapter.checkpoint=all stores them in each checkpoint",
+            )
     load_model(parts.bare, start, parts.parallel, omitted=left_out)
-
-
-def _check_frozen(parts: Parts, state: Mapping[str, object]) -> None:
-    is_same = parts.world.broadcast(frozen_digest(parts) == state.get(DIGEST))
-    if not is_same:
-        source = parts.plan.settings.weights.source
-        fix = f"restore the file of weights={source}" if source else "use the seed and the task options of the run"
-        raise IncompatibleResume(
-            "the frozen weights of the model are not those that the adapter was trained with",
-            where="adapter.checkpoint=adapter",
-            fix=f"{fix}; adapter.checkpoint=all stores them in each checkpoint",
-        )
 
 
 def load_model(

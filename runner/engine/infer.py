@@ -267,16 +267,13 @@ class PredictionWriter:
         self._contents, self._texts, self._size = {}, [], 0
         self._last_write = time.monotonic()
         if contents:
-            self._write_best_effort(contents)
+            try:
+                self.directory.write_all(contents)
+            except StorageError:  # the disk may have space for some of them
+                for name, content in contents.items():
+                    self.directory.write(name, content)
         for text in texts:
             self.show(text)
-
-    def _write_best_effort(self, contents: Mapping[str, bytes]) -> None:
-        try:
-            self.directory.write_all(contents)
-        except StorageError:  # the disk may have space for some of them
-            for name, content in contents.items():
-                self.directory.write(name, content)
 
     def __enter__(self) -> PredictionWriter:
         return self

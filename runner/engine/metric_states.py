@@ -240,7 +240,10 @@ class _TorchMetricState:
             return {self.name: math.nan}
         unequal: list[str] = []
         if world.world_size > 1:
-            unequal = self._find_unequal_attributes(world)
+            changed = world.gather(self.watch.changed() if self.watch is not None and self.is_updated else None)
+            updated = [attributes for attributes in changed if attributes is not None]
+            names = dict.fromkeys(name for attributes in updated for name in attributes)
+            unequal = [name for name in names if len({attributes.get(name) for attributes in updated}) > 1]
             undeclared = world.gather(self._find_undeclared(unequal, self._last))
             self._refuse_attributes(sorted({name for names in undeclared for name in names}))
             self._merge(world)
@@ -329,13 +332,6 @@ class _TorchMetricState:
                 return False
         names = [dict(itertools.islice(_flatten(self.name, each), MAX_NUMBERS)).keys() for each in results]
         return names[0] != names[1]
-
-    def _find_unequal_attributes(self, world: World) -> list[str]:
-        """Return attributes that updates have changed to other values on other ranks."""
-        changed = world.gather(self.watch.changed() if self.watch is not None and self.is_updated else None)
-        updated = [attributes for attributes in changed if attributes is not None]
-        names = dict.fromkeys(name for attributes in updated for name in attributes)
-        return [name for name in names if len({attributes.get(name) for attributes in updated}) > 1]
 
     def _find_undeclared(self, unequal: Collection[str], contribution: Any) -> list[str]:
         """Return attributes on which the result of this rank depends and that are not merged.

@@ -70,7 +70,8 @@ def parse_objectives(task: Task, phase: PhasePlan) -> list[ObjectiveSpec]:
     declared = {
         name: _override_keys(content, phase.objectives.get(name, {})) for name, content in task.objectives.items()
     }
-    file = _task_file(task)
+    location = getattr(sys.modules.get(type(task).__module__), "__file__", None)
+    file = Path(location) if location else None
     for name, content in declared.items():
         where = f"OBJECTIVES[{name!r}]"
         if not isinstance(content, Mapping):
@@ -138,11 +139,6 @@ def _override_keys(content: Any, overrides: Mapping[str, Any]) -> Any:
     replaced = {group for group in GROUPS if overrides.get(group, content.get(group)) != content.get(group)}
     kept = {key: value for key, value in content.items() if key.partition(".")[0] not in replaced}
     return {**kept, **{key: value for key, value in overrides.items() if value is not None}}
-
-
-def _task_file(task: Task) -> Path | None:
-    file = getattr(sys.modules.get(type(task).__module__), "__file__", None)
-    return Path(file) if file else None
 
 
 def _check_parameters(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Iterator[Problem]:

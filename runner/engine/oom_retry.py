@@ -172,11 +172,6 @@ class UpdateSnapshot:
             self._numpy: Any = np.random.get_state(legacy=False)
         if self._uses_python_rng:
             self._python = random.getstate()
-        self._copy_buffers()
-        self._constant_tensors = [module._buffers.get(name) for module, name in self._constant_places]
-        self._versions = self._version_counters()
-
-    def _copy_buffers(self) -> None:
         buffers = [module._buffers.get(name) for module, name in self._places]
         if len(buffers) != len(self._sources) or any(
             buffer is not source for buffer, source in zip(buffers, self._sources, strict=True)
@@ -191,6 +186,8 @@ class UpdateSnapshot:
         if buffers:
             with torch.no_grad():
                 torch._foreach_copy_(self._copies, self._sources)
+        self._constant_tensors = [module._buffers.get(name) for module, name in self._constant_places]
+        self._versions = self._version_counters()
 
     def check_weights(self) -> None:
         """Check before the optimizer step of the first update whether weights changed without a version increment."""

@@ -57,7 +57,12 @@ class Phase(PhaseView):
         fetcher = parts.fetcher("train")
         fetcher.may_be_empty = not self.has_one_rank and not parts.parallel.is_lockstep
         self.order = make_order(parts, planned, fetcher, start)
-        self._warn_of_large_updates()
+        batch, num_samples = self.planned.batch, self.order.num_samples
+        if batch.global_batch_size > num_samples:
+            self.run.observers.screen.warn(
+                f"global_batch_size={batch.global_batch_size} is more than the {num_samples} training samples:"
+                " every update is a whole epoch"
+            )
         self.shares = make_shares(run.plan.choices["parallelism"].options.get("shares"), self.order)
         self.loader: Loader = parts.loader(fetcher)
         self.position = Position(self.name, skipped_before=parts.precision.num_skipped())
@@ -82,14 +87,6 @@ class Phase(PhaseView):
             micro_batch_size=batch.micro_batch_size,
             accumulation_steps=batch.accumulation_steps,
         )
-
-    def _warn_of_large_updates(self) -> None:
-        batch, num_samples = self.planned.batch, self.order.num_samples
-        if batch.global_batch_size > num_samples:
-            self.run.observers.screen.warn(
-                f"global_batch_size={batch.global_batch_size} is more than the {num_samples} training samples:"
-                " every update is a whole epoch"
-            )
 
     def _restore(self, start: LoadedCheckpoint) -> None:
         """Restore the state of a checkpoint. If it has at least as many updates as requested, the phase is over."""

@@ -91,19 +91,6 @@ class ShardReader:
             if not error:
                 return
             self._note = f"{self._name()}: {error}; it was read again from its beginning"
-        self._read_until(mark)
-
-    def restore(self, mark: ShardMark) -> str:
-        """Load the state of the mark; return why the stream is not at that position, empty if it is."""
-        try:
-            self._open_at_pass(mark.epoch, mark.passed, mark.state)
-            self._next = mark.item - 1
-            last = hash_content(self._advance())
-        except Exception as error:  # of load_state_dict, or of an iterator that it broke
-            return f"load_state_dict does not restore its state ({error_line(error)})"
-        return "" if last == mark.hash else RESTORE_ERROR
-
-    def _read_until(self, mark: ShardMark) -> None:
         self._open_at_pass(mark.epoch, mark.passed)
         sample = None
         while self._next < mark.item:
@@ -114,6 +101,16 @@ class ShardReader:
                 where="stream",
                 fix="return the same samples in the same order, given the epoch; or start a new run with run=NAME",
             )
+
+    def restore(self, mark: ShardMark) -> str:
+        """Load the state of the mark; return why the stream is not at that position, empty if it is."""
+        try:
+            self._open_at_pass(mark.epoch, mark.passed, mark.state)
+            self._next = mark.item - 1
+            last = hash_content(self._advance())
+        except Exception as error:  # of load_state_dict, or of an iterator that it broke
+            return f"load_state_dict does not restore its state ({error_line(error)})"
+        return "" if last == mark.hash else RESTORE_ERROR
 
     def _open_at_pass(self, epoch: int, pass_start: int, state: Any = None) -> None:
         self._epoch, self._pass_start, self._next = epoch, pass_start, pass_start

@@ -78,7 +78,14 @@ class AttributeWatch:
             metric = copy.deepcopy(self._metric)
             try:
                 for name in names if other else ():
-                    _set_attribute(metric, name, values)
+                    path, _, attribute = name.rpartition(".")
+                    part = metric.get_submodule(path)
+                    if name not in values:
+                        delattr(part, attribute)
+                    elif values[name] is _UNKNOWN:
+                        raise ValueError(f"the previous value of {name} is not known")
+                    else:
+                        setattr(part, attribute, copy.deepcopy(values[name]))
                 with _undisturbed():
                     results.append(self._compute(metric))
                     update(metric)
@@ -135,18 +142,6 @@ def _copy_attribute(value: Any) -> Any:
         return copy.deepcopy(value)
     except Exception:  # such as an open file
         return _UNKNOWN
-
-
-def _set_attribute(metric: nn.Module, name: str, values: Mapping[str, Any]) -> None:
-    """Set an attribute to its value in `values`, or delete it if it has none."""
-    path, _, attribute = name.rpartition(".")
-    part = metric.get_submodule(path)
-    if name not in values:
-        delattr(part, attribute)
-    elif values[name] is _UNKNOWN:
-        raise ValueError(f"the previous value of {name} is not known")
-    else:
-        setattr(part, attribute, copy.deepcopy(values[name]))
 
 
 _UNKNOWN = object()

@@ -30,7 +30,9 @@ class CudaAutocastMode(TorchFunctionMode):
         kwargs = kwargs or {}
         if torch.is_autocast_enabled(self.device_type):
             if func in _FLOAT32_RESULTS:
-                kwargs = self._with_float32_result(args, kwargs)
+                has_dtype = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
+                is_half = not has_dtype and any(map(self._is_half, args[:1]))
+                kwargs = {**kwargs, "dtype": torch.float32} if is_half else kwargs
             elif func in _SOFTMAX_FUNCTIONS:
                 return self._softmax(func, args, kwargs)
             elif func in _FLOAT32_FUNCTIONS:
@@ -53,11 +55,6 @@ class CudaAutocastMode(TorchFunctionMode):
             return operator(values[0], -1 if dim is None else dim, True)
         args, kwargs = tree_map(self._to_float32, (args, kwargs))
         return func(*args, **kwargs)
-
-    def _with_float32_result(self, args: Any, kwargs: Any) -> Any:
-        has_dtype = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
-        is_half = not has_dtype and any(map(self._is_half, args[:1]))
-        return {**kwargs, "dtype": torch.float32} if is_half else kwargs
 
     def _to_float32(self, value: Any) -> Any:
         return value.float() if self._is_half(value) else value

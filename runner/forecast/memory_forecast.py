@@ -58,7 +58,8 @@ class Forecast:
     def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
         full_plan = make_plan(configuration, inventory)
         self.shares = {phase.name: max(phase.batch.shares) for phase in full_plan.phases}
-        plan = make_plan(single_process(configuration), inventory)
+        choices = {**configuration.choices, "parallelism": Choice("single", "single", {})}
+        plan = make_plan(dataclasses.replace(configuration, choices=choices, sources={}), inventory)
         self.prefetches = plan.choices["prefetch"].function == "stream"
         is_gpu = plan.device.startswith("cuda")
         self.gpu = torch.device(plan.device) if is_gpu else None
@@ -271,12 +272,6 @@ def has_room(model: nn.Module) -> bool:
     """Return True if gradients and state of the model fit into half of this machine's memory."""
     memory = read_cpu()[0].memory_bytes
     return not memory or 4 * sum(weight.nbytes for weight in model.parameters()) <= memory // 2
-
-
-def single_process(configuration: Configuration) -> Configuration:
-    """Return the configuration of a single process without distributed options."""
-    choices = {**configuration.choices, "parallelism": Choice("single", "single", {})}
-    return dataclasses.replace(configuration, choices=choices, sources={})
 
 
 def _budget_limit(plan: Plan) -> int:

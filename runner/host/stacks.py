@@ -45,16 +45,12 @@ def dump() -> str:
             file.seek(0)
             return file.read().decode(errors="replace")
     except OSError:  # no memory or descriptor left
-        return _dump_in_python()
-
-
-def _dump_in_python() -> str:
-    main = threading.main_thread().ident or 0
-    parts = []
-    for thread in sorted(sys._current_frames(), key=lambda thread: thread == main):  # the main thread last
-        calls = [f'  File "{call.file}", line {call.line} in {call.function}' for call in current_frames(thread)]
-        parts.append("\n".join([f"Thread 0x{thread:016x} (most recent call first):", *calls]))
-    return "\n\n".join(parts) + "\n"
+        main = threading.main_thread().ident or 0
+        parts = []
+        for thread in sorted(sys._current_frames(), key=lambda thread: thread == main):  # the main thread last
+            calls = [f'  File "{call.file}", line {call.line} in {call.function}' for call in current_frames(thread)]
+            parts.append("\n".join([f"Thread 0x{thread:016x} (most recent call first):", *calls]))
+        return "\n\n".join(parts) + "\n"
 
 
 def dump_on_signal(folder: Path) -> None:

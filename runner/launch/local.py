@@ -23,7 +23,7 @@ from runner.durable.signals import MAY_BE_IGNORED
 from runner.host import output, stacks
 from runner.host.process_tree import KILL_TIMEOUT_S, children, kill_descendants, subreaper
 from runner.host.scratch import private_folder
-from runner.launch.hangs import TICK_S, HangDetector, HangReport
+from runner.launch.hangs import TICK_S, HangDetector
 from runner.launch.rank_process import Main, read_report, run_rank
 from runner.records.events import Console
 
@@ -259,12 +259,20 @@ class _Supervisor:
     def run(self) -> None:
         while living := [rank for rank in self.ranks if rank.status is None]:
             for rank in _wait(living, self.requests, self._wait_s()):
-                rank.status = _peek_status(rank)
+                info = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)  # without reaping it
+                assert info is not None
+                rank.status = info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
                 self._record_exit(rank)
             self._handle_requests()
             found = None if self.failures else self.hangs.check([rank.number for rank in living if rank.status is None])
             if found is not None:
-                self._end_hang(found)
+                problem, seconds = found.error.problems[0], time.monotonic() - self.started
+                self.failures.append(
+                    Failure(found.rank, int(Exit.HANG), None, problem.what, (problem,), found.stacks, False, seconds)
+                )
+                self.limit = time.monotonic()
+                self._report(self.failures[-1])
+                self._handle_requests()
             if time.monotonic() > self.limit + KILL_TIMEOUT_S:
                 text = "a process does not exit after SIGKILL: it is blocked in the kernel, as by a hanging disk"
                 self.on_notice(RankNotice(text))
@@ -318,16 +326,6 @@ class _Supervisor:
         if not failure.is_victim and not self.is_reported:
             self._report(failure)
 
-    def _end_hang(self, found: HangReport) -> None:
-        """End all ranks after a hang; the blocking rank is the cause."""
-        problem, seconds = found.error.problems[0], time.monotonic() - self.started
-        self.failures.append(
-            Failure(found.rank, int(Exit.HANG), None, problem.what, (problem,), found.stacks, False, seconds)
-        )
-        self.limit = time.monotonic()
-        self._report(self.failures[-1])
-        self._handle_requests()
-
     def _report(self, failure: Failure) -> None:
         self.is_reported = True
         text = f"rank {failure.rank} of {len(self.ranks)} {failure.what}, after {failure.seconds:.1f} s"
@@ -339,7 +337,11 @@ class _Supervisor:
     def _handle_requests(self) -> None:
         now = time.monotonic()
         if self.requests.should_suspend:
-            self._suspend()
+            for rank in self.ranks:  # the terminal does not signal them
+                rank.send_to_group(signal.SIGSTOP)
+            self.requests.suspend()
+            for rank in self.ranks:
+                rank.send_to_group(signal.SIGCONT)
         if self.requests.stop and now >= self.next_reminder:
             # Repeated, because a rank may not have installed its handler yet; for others, a repetition is a no-op.
             self.next_reminder = now + REMINDER_S
@@ -356,14 +358,6 @@ class _Supervisor:
         now = time.monotonic()
         due = min(self.limit, self.next_reminder if self.requests.stop else float("inf"), now + TICK_S)
         return max(0.0, due - now) if now < self.limit else 0.1
-
-    def _suspend(self) -> None:
-        """Suspend this process and all ranks until SIGCONT; the terminal does not signal the ranks."""
-        for rank in self.ranks:
-            rank.send_to_group(signal.SIGSTOP)
-        self.requests.suspend()
-        for rank in self.ranks:
-            rank.send_to_group(signal.SIGCONT)
 
 
 class _SignalRequests:
@@ -420,13 +414,6 @@ def _wait(living: Iterable[_Rank], requests: _SignalRequests, timeout_s: float) 
     ready = [descriptor for descriptor, _ in poll.poll(timeout_s * 1000 + 1)]
     requests.drain()
     return [by_descriptor[descriptor] for descriptor in ready if descriptor in by_descriptor]
-
-
-def _peek_status(rank: _Rank) -> int:
-    """Return the exit code of an exited rank, or minus its signal, without reaping it."""
-    info = os.waitid(os.P_PID, rank.pid, os.WEXITED | os.WNOWAIT)
-    assert info is not None
-    return info.si_status if info.si_code == os.CLD_EXITED else -info.si_status
 
 
 def _signal_name(number: int) -> str:

@@ -48,7 +48,11 @@ def run_on_ranks(configuration: Configuration, task_file: Path | None, function:
     needs = trace_memory_needs(configuration, inventory) if should_trace_memory(configuration, inventory) else None
     plan = make_plan(configuration, inventory, needs=needs)
     if plan.world_size > 1:
-        return _run_forked(plan, function)
+        import_before_fork(plan)
+        ending = run_ranks(partial(_rank_main, plan, function), plan.world_size)
+        if ending.cause is not None:
+            raise to_error(ending)
+        return Exit(ending.code), ending.results[0]
     with private_folder():
         return run_as_rank(plan, RankInfo(), partial(function, plan))
 
@@ -113,14 +117,6 @@ def check_agreement(descriptions: list[Mapping[str, str]]) -> None:
             problems.append(Problem(what, key, "install the same software everywhere, then start all ranks again"))
     if problems:
         raise SharedConfigError(problems)
-
-
-def _run_forked(plan: Plan, function: RankFunction) -> tuple[Exit, Any]:
-    import_before_fork(plan)
-    ending = run_ranks(partial(_rank_main, plan, function), plan.world_size)
-    if ending.cause is not None:
-        raise to_error(ending)
-    return Exit(ending.code), ending.results[0]
 
 
 def _rank_main(plan: Plan, function: RankFunction, member: RankInfo) -> tuple[int, Any]:

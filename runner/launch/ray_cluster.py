@@ -53,7 +53,12 @@ class RayCluster:
 
         Raises ConfigError, MissingPackage without Ray, SystemLimit if ranks cannot be started, and RankLost.
         """
-        self._check(configuration)
+        if self.world_size > 1 and configuration.choices["parallelism"].function == "single":
+            what = f"parallelism=single uses one process, but the launcher starts {self.world_size} ranks"
+            raise ConfigError(Problem(what, "parallelism", "use parallelism=ddp"))
+        if self.gpus_per_node > self.ranks_per_node and self.gpus_per_node % self.ranks_per_node:
+            what = f"{self.ranks_per_node} ranks cannot share {self.gpus_per_node} GPUs evenly"
+            raise ConfigError(Problem(what, "launcher.ranks_per_node", "use launcher.ranks_per_node=auto"))
         name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
         check_run_name(name)
         for variable, number in _CONNECT_LIMITS.items():
@@ -71,14 +76,6 @@ class RayCluster:
                 return self._train(ray, command, restarts, stop)
         finally:
             ray.shutdown()
-
-    def _check(self, configuration: Configuration) -> None:
-        if self.world_size > 1 and configuration.choices["parallelism"].function == "single":
-            what = f"parallelism=single uses one process, but the launcher starts {self.world_size} ranks"
-            raise ConfigError(Problem(what, "parallelism", "use parallelism=ddp"))
-        if self.gpus_per_node > self.ranks_per_node and self.gpus_per_node % self.ranks_per_node:
-            what = f"{self.ranks_per_node} ranks cannot share {self.gpus_per_node} GPUs evenly"
-            raise ConfigError(Problem(what, "launcher.ranks_per_node", "use launcher.ranks_per_node=auto"))
 
     def _train(self, ray: Any, command: Sequence[str], restarts: int, stop: StopRequest) -> int:
         attempt = 0
@@ -100,7 +97,13 @@ class RayCluster:
         try:
             if not self._wait_for_nodes(ray, group, stop):
                 return int(Exit.INTERRUPTED)
-            actors = self._start_actors(ray, group)
+            gpus = self.gpus_per_node / self.ranks_per_node
+            actor = ray.remote(num_cpus=self.cpus_per_rank, num_gpus=gpus, max_concurrency=2, max_restarts=0)(_Rank)
+            scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
+            actors = [
+                actor.options(scheduling_strategy=scheduling(group, rank // self.ranks_per_node)).remote()
+                for rank in range(self.world_size)
+            ]
             places = [actor.place.remote() for actor in actors]
             if not _wait_for_all(ray, places, stop):
                 return int(Exit.INTERRUPTED)
@@ -122,15 +125,6 @@ class RayCluster:
             amounts = " and ".join(f"{amount:g} {name}" for name, amount in self.bundle.items())
             Console().info(f"waiting for {self.nodes} nodes of the Ray cluster with {amounts} each")
         return _wait_for_all(ray, [ready], stop)
-
-    def _start_actors(self, ray: Any, group: Any) -> list[Any]:
-        gpus = self.gpus_per_node / self.ranks_per_node
-        actor = ray.remote(num_cpus=self.cpus_per_rank, num_gpus=gpus, max_concurrency=2, max_restarts=0)(_Rank)
-        scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
-        return [
-            actor.options(scheduling_strategy=scheduling(group, rank // self.ranks_per_node)).remote()
-            for rank in range(self.world_size)
-        ]
 
     def _environments(self, ray: Any, places: Sequence[_Place], attempt: int) -> list[dict[str, str]]:
         """Return the variables that torchrun would set, for each rank; all ranks of a node see all its GPUs."""

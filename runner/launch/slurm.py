@@ -133,7 +133,12 @@ class Slurm:
             with redirect_stderr(StringIO()):  # submitit prints the message of sbatch, which the error contains
                 return str(executor._submit_command(command).job_id)
         except (submitit.core.utils.FailedJobError, submitit.core.utils.FailedSubmissionError) as error:
-            _clean_up(folder)
+            for file in folder.glob(".submission_file_*.sh"):
+                if not file.is_symlink():
+                    file.unlink()
+            with suppress(OSError):  # not empty: the run exists
+                folder.rmdir()
+                folder.parent.rmdir()
             raise _sbatch_error(error) from error
 
     def _srun_arguments(self) -> list[str]:
@@ -236,15 +241,6 @@ def _find_local_problems(programs: Sequence[str]) -> list[Problem]:
         what = "must be local in a rank started by torchrun or srun"
         problems.append(Problem(what, "launcher=slurm", "submit from a shell, or use launcher=local"))
     return problems
-
-
-def _clean_up(folder: Path) -> None:
-    for file in folder.glob(".submission_file_*.sh"):
-        if not file.is_symlink():
-            file.unlink()
-    with suppress(OSError):  # not empty: the run exists
-        folder.rmdir()
-        folder.parent.rmdir()
 
 
 def _sbatch_error(error: Exception) -> ConfigError | SystemLimit:

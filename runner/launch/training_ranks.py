@@ -29,7 +29,7 @@ from runner.engine.oom_history import num_restarts
 from runner.engine.session import run_rank
 from runner.engine.weights import check_names
 from runner.host.scratch import private_folder
-from runner.launch.local import LaunchResult, RankNotice, run_ranks, to_error
+from runner.launch.local import RankNotice, run_ranks, to_error
 from runner.launch.on_ranks import import_before_fork, join_as_member, prepare_inventory, run_as_rank
 from runner.launch.traced_demand import trace_memory_needs
 from runner.plan.planner import make_plan, should_trace_memory
@@ -52,7 +52,9 @@ def train_here(
     )
     if job.plan.world_size > 1:
         return _train_on_ranks(job)
-    _enable_crash_reports()
+    if not faulthandler.is_enabled():
+        with suppress(OSError, ValueError, RuntimeError, AttributeError):  # there is no standard error
+            faulthandler.enable(all_threads=True)
     while True:
         restarts_before, start_time = num_restarts(job.folder), time.time()
         try:
@@ -62,18 +64,14 @@ def train_here(
             if num_restarts(job.folder) <= restarts_before:
                 raise
             Console().warning(str(error.problems[0]))
-        _release_memory()
+        # Release the memory of a failed run, including objects that `gc.freeze` has exempted from collection.
+        gc.unfreeze()
+        gc.collect()
+        if "torch._dynamo" in sys.modules:
+            torch.compiler.reset()
+        if cuda_is_initialized():
+            get_accelerator(torch.device("cuda")).empty_cache()
         job = _resume_with_smaller_micro_batches(job, start_time)
-
-
-def _release_memory() -> None:
-    """Release the memory of a failed run, including objects that `gc.freeze` has exempted from collection."""
-    gc.unfreeze()
-    gc.collect()
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()
-    if cuda_is_initialized():
-        get_accelerator(torch.device("cuda")).empty_cache()
 
 
 def _resume_with_smaller_micro_batches(job: Job, start_time: float) -> Job:
@@ -84,12 +82,6 @@ def _resume_with_smaller_micro_batches(job: Job, start_time: float) -> Job:
     Console().info("resuming from the last checkpoint with smaller micro-batches")
     configuration = dataclasses.replace(job.configuration, settings=settings)
     return dataclasses.replace(job, configuration=configuration, plan=dataclasses.replace(job.plan, settings=settings))
-
-
-def _enable_crash_reports() -> None:
-    if not faulthandler.is_enabled():
-        with suppress(OSError, ValueError, RuntimeError, AttributeError):  # there is no standard error
-            faulthandler.enable(all_threads=True)
 
 
 def _train_on_ranks(job: Job) -> tuple[SessionEnd, Job]:
@@ -112,7 +104,8 @@ def _train_on_ranks(job: Job) -> tuple[SessionEnd, Job]:
             Console().warning(str(error.problems[0]))
             job = _resume_with_smaller_micro_batches(job, start_time)
             continue
-        if not restarts or not _may_restart(result):
+        was_killed = result.stop is None and result.cause.signal == "SIGKILL"
+        if not restarts or not was_killed:  # an error would recur
             raise error
         restarts -= 1
         job = _drop_rank(job, result.cause.rank, start_time)
@@ -128,11 +121,6 @@ def _rank_main(job: Job, member: RankInfo) -> tuple[int, bool]:
     """Run as a rank; return its exit code, and whether a stop was requested."""
     end = run_as_rank(job.plan, member, partial(run_rank, job))
     return int(end.code), end.is_stop_requested
-
-
-def _may_restart(result: LaunchResult) -> bool:
-    """Return whether a rank was killed by SIGKILL, which a restart may avoid; an error would recur."""
-    return result.stop is None and result.cause is not None and result.cause.signal == "SIGKILL"
 
 
 def _drop_rank(job: Job, lost: int, start_time: float) -> Job:

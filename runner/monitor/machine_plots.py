@@ -151,7 +151,11 @@ def _draw_figure(
         phases = [span for span in _phases(canvas) if span[0]]
         shades = shade_phases(axes, phases, float(canvas.x[-1]), with_names=is_first_row)
         canvas.legend.update({f"phase {name}": shade for name, shade in shades.items()})
-        _hatch_gaps(axes, canvas)
+        x, after = canvas.x, np.flatnonzero(canvas.samples.gaps()[1:]) + 1
+        if len(after):
+            spans = [(float(x[index - 1]), float(x[index] - x[index - 1])) for index in after]
+            shade = _shade_spans(axes, spans, facecolor="white", edgecolor="0.75", hatch="////", zorder=1)
+            canvas.legend.setdefault("not monitored", shade)
         _draw_panel(axes, panel, canvas)
         if axes.get_subplotspec().is_last_row():
             axes.set_xlabel(f"time since the first sample ({canvas.time[0]})")
@@ -238,14 +242,6 @@ def _scale_axes(axes: Any, panel: Panel, lowest: float, highest: float) -> None:
     else:
         room = max(0.1 * (highest - lowest), 2.0)  # so that a constant reading is a flat line
         axes.set_ylim(lowest - room, highest + room)
-
-
-def _hatch_gaps(axes: Any, canvas: _Canvas) -> None:
-    x, after = canvas.x, np.flatnonzero(canvas.samples.gaps()[1:]) + 1
-    if len(after):
-        spans = [(float(x[index - 1]), float(x[index] - x[index - 1])) for index in after]
-        shade = _shade_spans(axes, spans, facecolor="white", edgecolor="0.75", hatch="////", zorder=1)
-        canvas.legend.setdefault("not monitored", shade)
 
 
 def _shade_spans(axes: Any, spans: list[tuple[float, float]], **style: Any) -> Any:

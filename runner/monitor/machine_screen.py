@@ -80,7 +80,14 @@ def machine_screen(view: View, columns: int, rows: int, *, ascii_only: bool = Fa
     style = _Style(columns, ascii_only)
     notes = [Text(alert.text, style="bold red") for alert in view.alerts]
     notes += [Text(note, style="yellow") for note in view.notes]
-    upper = Group(_title(view, style), _gpus(view, style), *_throttle_lines(view), _machine(view, style), *notes)
+    stop = "q to quit" if view.has_keys else "Ctrl-C to stop"
+    ending = stop if view.remaining is None else f"ends in {view.remaining:.0f} s"
+    title = Table.grid(expand=True)
+    title.add_column(no_wrap=True)
+    title.add_column(no_wrap=True, justify="right")
+    times = f"{view.seconds:.0f} s elapsed, 1 sample per {view.interval_s:g} s, {ending}"
+    title.add_row(Text("accel-run monitor", "bold"), times if style.columns >= _MIN_SPARK_COLUMNS else "")
+    upper = Group(title, _gpus(view, style), *_throttle_lines(view), _machine(view, style), *notes)
     if not view.gpus:
         return upper
     console = Console(width=max(1, columns), color_system=None)
@@ -119,17 +126,6 @@ class _Spark:
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
         return Measurement(1, options.max_width)
-
-
-def _title(view: View, style: _Style) -> Table:
-    stop = "q to quit" if view.has_keys else "Ctrl-C to stop"
-    ending = stop if view.remaining is None else f"ends in {view.remaining:.0f} s"
-    title = Table.grid(expand=True)
-    title.add_column(no_wrap=True)
-    title.add_column(no_wrap=True, justify="right")
-    times = f"{view.seconds:.0f} s elapsed, 1 sample per {view.interval_s:g} s, {ending}"
-    title.add_row(Text("accel-run monitor", "bold"), times if style.columns >= _MIN_SPARK_COLUMNS else "")
-    return title
 
 
 def _gpus(view: View, style: _Style) -> Table:

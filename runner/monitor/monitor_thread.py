@@ -181,7 +181,15 @@ class Monitor(NoMonitor):
         return tuple(alert.text for alert in self._alerts)
 
     def new_alerts(self) -> tuple[Alert, ...]:
-        self._note_stale()
+        now = time.monotonic()
+        if not self._latest or not self._is_stale():
+            self._stale_since = 0.0
+        elif not self._stale_since:
+            self._stale_since = now
+        elif now - self._stale_since > 1.0:
+            self._note_once(
+                f"the machine has not been sampled for {now - self._taken_s:.0f} s: a disk does not respond"
+            )
         alerts = self._alerts
         new, self._num_reported = alerts[self._num_reported :], len(alerts)
         return new
@@ -214,18 +222,6 @@ class Monitor(NoMonitor):
 
     def _stale_after_s(self) -> float:
         return max(STALE_S, 3 * self.interval_s)
-
-    def _note_stale(self) -> None:
-        """Note once that no samples arrive; a process that was stopped (SIGSTOP) gets a second to recover first."""
-        now = time.monotonic()
-        if not self._latest or not self._is_stale():
-            self._stale_since = 0.0
-        elif not self._stale_since:
-            self._stale_since = now
-        elif now - self._stale_since > 1.0:
-            self._note_once(
-                f"the machine has not been sampled for {now - self._taken_s:.0f} s: a disk does not respond"
-            )
 
     def _run(self, stopping: threading.Event, after_s: float) -> None:
         try:

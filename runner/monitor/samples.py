@@ -133,7 +133,9 @@ class SampleTally:
         for name, value in readings.items():
             device, _, metric = name.partition("/")
             if metric in COUNTERS:
-                increase = self._increase(name, value)
+                previous = self._counters.get(name)
+                self._counters[name] = value
+                increase = value - previous if previous is not None and value >= previous else None
                 if metric != "energy_j" or increase is not None:
                     part.increases[name] += increase or 0.0
             elif metric == "throttle_reasons":
@@ -152,12 +154,6 @@ class SampleTally:
             whole.merge(part)
         phases = {name: part.to_part() for name, part in self._parts.items()}
         return Summary(whole.to_part(), phases, dict(devices), tuple(notes))
-
-    def _increase(self, name: str, value: float) -> float | None:
-        """Return the increase of a counter since its last reading; None if unknown, or if the counter was reset."""
-        previous = self._counters.get(name)
-        self._counters[name] = value
-        return value - previous if previous is not None and value >= previous else None
 
 
 class PhaseSums:

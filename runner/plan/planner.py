@@ -166,7 +166,17 @@ class _Planner(Decisions):
         if requested == "cpu":
             return None
         if requested == "auto":
-            return self._best_gpu(usable)
+            kinds = {item.get("kind", "cuda") for item in self.configuration.hardware.get("devices") or ()}
+            if kinds == {"cpu"}:
+                self.reasons["device"] = f"profile {self.configuration.profile}"
+                return None
+            if not usable:
+                self.reasons["device"] = f"auto: no GPU found{self._describe_unusable(' that can be used')}"
+                return None
+            best = max(usable, key=lambda gpu: gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes)
+            others = f", which has the most free memory of {len(usable)} GPUs" if len(usable) > 1 else ""
+            self.reasons["device"] = f"auto: {best.name}{others}"
+            return best
         kind, _, number = requested.partition(":")
         for device in usable:
             if device.kind == kind and device.index == int(number or 0):
@@ -235,19 +245,6 @@ class _Planner(Decisions):
             free_bytes = min(*limits, rank.capacity_bytes or limits[0]) if limits else rank.free_bytes
             limited.append(dataclasses.replace(rank, free_bytes=free_bytes))
         return tuple(limited)
-
-    def _best_gpu(self, usable: tuple[Device, ...]) -> Device | None:
-        kinds = {item.get("kind", "cuda") for item in self.configuration.hardware.get("devices") or ()}
-        if kinds == {"cpu"}:
-            self.reasons["device"] = f"profile {self.configuration.profile}"
-            return None
-        if not usable:
-            self.reasons["device"] = f"auto: no GPU found{self._describe_unusable(' that can be used')}"
-            return None
-        best = max(usable, key=lambda gpu: gpu.memory_bytes if gpu.free_bytes is None else gpu.free_bytes)
-        others = f", which has the most free memory of {len(usable)} GPUs" if len(usable) > 1 else ""
-        self.reasons["device"] = f"auto: {best.name}{others}"
-        return best
 
     def _describe_unusable(self, prefix: str) -> str:
         reasons = [f"{device.name}: {device.why_not}" for device in self.inventory.devices if not device.usable]

@@ -171,21 +171,17 @@ class Plan:
     @staticmethod
     def from_json(text: str) -> Plan:
         """Return the plan written by `to_json`. Raises ValueError, KeyError or TypeError if the text is no plan."""
-        return decode_valid(Plan, _upgrade(json.loads(text)))
+        tree = json.loads(text)
+        settings, phases = tree["settings"], tree["phases"]
+        if not isinstance(settings["weights"], dict):  # the source alone
+            settings = {**settings, "weights": {"source": settings["weights"]}}
+        sizes = ("global_batch_size", "micro_batch_size")  # were those of the batch only
+        phases = [{**{name: phase["batch"][name] for name in sizes}, **phase} for phase in phases]
+        phase_keys = tree.get("phase_keys", tree.get("own_keys"))
+        return decode_valid(Plan, {**tree, "settings": settings, "phases": phases, "phase_keys": phase_keys})
 
 
 _DERIVED = ("device", "device_name", "device_uuid", "updates", "epochs")
-
-
-def _upgrade(tree: dict[str, Any]) -> dict[str, Any]:
-    """Return the content of a plan.json of any version as this version writes it."""
-    settings, phases = tree["settings"], tree["phases"]
-    if not isinstance(settings["weights"], dict):  # the source alone
-        settings = {**settings, "weights": {"source": settings["weights"]}}
-    sizes = ("global_batch_size", "micro_batch_size")  # were those of the batch only
-    phases = [{**{name: phase["batch"][name] for name in sizes}, **phase} for phase in phases]
-    phase_keys = tree.get("phase_keys", tree.get("own_keys"))
-    return {**tree, "settings": settings, "phases": phases, "phase_keys": phase_keys}
 
 
 def format_rank_table(plan: Plan) -> list[str]:

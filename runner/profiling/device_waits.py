@@ -117,7 +117,9 @@ def _locate(is_task_file: IsTaskFile) -> _Location:
             return _Location(_describe_frame(frame), (file, frame.f_lineno))
         if frame.f_code.co_name == BACKWARD_ENTRY and file.startswith(_TORCH):  # on CUDA, torch warns after the pass
             return _Location(other or _describe_backward_node())
-        if not other and not _is_internal(file):
+        if not other and not (
+            file == __file__ or file.startswith((_TORCH, "<")) or "/contextlib.py" in file or "/warnings.py" in file
+        ):
             other = _describe_frame(frame)
         frame = frame.f_back
     return _Location(_describe_backward_node() if torch._C._current_graph_task_id() != -1 else other)
@@ -131,11 +133,6 @@ def _describe_backward_node() -> str:
     """Return the current node of torch's backward pass, if known."""
     node: Any = torch._C._current_autograd_node()  # its type does not include None
     return f"{'an operator' if node is None else node.name()}{_IN_BACKWARD}"
-
-
-def _is_internal(file: str) -> bool:
-    """Return True if a file only forwards calls: torch, this file, the standard library."""
-    return file == __file__ or file.startswith((_TORCH, "<")) or "/contextlib.py" in file or "/warnings.py" in file
 
 
 def _shorten_path(file: str) -> str:

@@ -14,7 +14,6 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import torch
-from torch import nn
 from torch.profiler import record_function
 
 from runner.base.accelerator import get_accelerator
@@ -189,7 +188,7 @@ class Session:
         subject = self.subject
         findings = Findings(
             phase=subject.phase,
-            device=_device_name(subject.device),
+            device=get_accelerator(subject.device).name() or subject.device.type,
             ranks=subject.ranks,
             skipped=self.parts[0].num,
             update_ms={part.name: 1e3 * part.seconds for part in self.parts[1:] if part.seconds},
@@ -200,7 +199,7 @@ class Session:
         if any(part.seconds is None for part in self.parts[1:]):
             missing = [part.name for part in self.parts[1:] if part.seconds is None]
             findings.notes.append(f"incomplete: no {', '.join(missing)}")
-        if _is_compiled(subject.model):
+        if any(module._compiled_call_impl is not None for module in subject.model.modules()):
             findings.notes.append("compiled: modules inside a graph are not distinguished; their time is the graph's")
         for part in self.parts:
             part.add_to_findings(findings)
@@ -227,14 +226,6 @@ class Session:
             with record_function(PROFILER_WAIT):
                 torch.accelerator.synchronize(self.subject.device)
         return time.perf_counter()
-
-
-def _is_compiled(model: nn.Module) -> bool:
-    return any(module._compiled_call_impl is not None for module in model.modules())
-
-
-def _device_name(device: torch.device) -> str:
-    return get_accelerator(device).name() or device.type
 
 
 _NO_PART = ProfiledUpdates("", 0)

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Callable
 from datetime import UTC, datetime
 from pathlib import Path
-from typing import Any, Literal, TextIO
+from typing import Any, Literal
 
 from runner.base.errors import ConfigError, Problem
 from runner.base.secret import sanitize
@@ -88,7 +88,8 @@ class Console:
         if self._printer is not None:
             self._printer(shown)
         else:
-            _print(stream, shown)
+            with contextlib.suppress(OSError, ValueError):  # the reader is gone or the stream is closed
+                print(wrap_for_terminal(_encodable(shown, stream.encoding or "utf-8"), stream), file=stream, flush=True)
 
 
 class Events:
@@ -147,11 +148,6 @@ class _Appender:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._is_open = -1, False
-
-
-def _print(stream: TextIO, text: str) -> None:
-    with contextlib.suppress(OSError, ValueError):  # the reader is gone or the stream is closed
-        print(wrap_for_terminal(_encodable(text, stream.encoding or "utf-8"), stream), file=stream, flush=True)
 
 
 def _encodable(text: str, encoding: str) -> str:

@@ -93,7 +93,17 @@ class JobPool(TrialPool):
 
     def wait(self) -> tuple[Trial, int] | None:
         if not self.is_stopped:
-            self._submit_pending()
+            for slurm, trials in self._pending.items():
+                commands = {trial.number: command for trial, command in trials}
+                array = slurm.submit_array(self._sweep.folder, commands, self._limit)
+                self._sweep.jobs.update({number: f"{array}_{number}" for number in commands})
+                self._followed.update({trial.number: trial for trial, _ in trials})
+                self._save()
+                jobs = f"{len(commands)} job{'s' * (len(commands) > 1)}"
+                output = output_file(self._sweep.folder, f"{array}_N")
+                Console().info(f"submitted SLURM job array {array} with {jobs}; each: {slurm.summary()}")
+                Console().info(f"  output of trial N: {output}")
+            self._pending.clear()
         while not self._ended and not self.is_stopped:
             self._poll()
             deadline = time.monotonic() + POLL_S
@@ -105,19 +115,6 @@ class JobPool(TrialPool):
         if arrays:
             Console().info(f"the jobs continue; to cancel them: scancel {' '.join(arrays)}")
         return None
-
-    def _submit_pending(self) -> None:
-        for slurm, trials in self._pending.items():
-            commands = {trial.number: command for trial, command in trials}
-            array = slurm.submit_array(self._sweep.folder, commands, self._limit)
-            self._sweep.jobs.update({number: f"{array}_{number}" for number in commands})
-            self._followed.update({trial.number: trial for trial, _ in trials})
-            self._save()
-            jobs = f"{len(commands)} job{'s' * (len(commands) > 1)}"
-            output = output_file(self._sweep.folder, f"{array}_N")
-            Console().info(f"submitted SLURM job array {array} with {jobs}; each: {slurm.summary()}")
-            Console().info(f"  output of trial N: {output}")
-        self._pending.clear()
 
     def _poll(self) -> None:
         try:

@@ -27,7 +27,6 @@ from runner.host.resources import affinity
 from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan
-from runner.plan.run_plan import Plan
 from runner.records.events import LEVEL_VARIABLE, OLD_LEVEL_VARIABLE, Console
 from runner.records.run_record import ProcessRecord
 from runner.records.sweep_record import Goal, SweepRecord
@@ -94,7 +93,8 @@ def sweep(request: Request, options: SweepOptions) -> int:
         Console().warning(f"{what}; to sweep, list the values of a setting: optimizer.lr=0.001,0.003")
     configurations = compose_all(requests)
     placement = place_trials(configurations, options.together)
-    varied = _varied_keys([combination.overrides for combination in requests])
+    columns = zip(*[combination.overrides for combination in requests], strict=True)
+    varied = {override_key(column[0]) for column in columns if len(set(column)) > 1}
     fixed = tuple(override for override in requests[0].overrides if override_key(override) not in varied)
     choices = [
         tuple(override for override in combination.overrides if override_key(override) in varied)
@@ -150,7 +150,9 @@ class open_sweep:  # noqa: N801 - used as a function
         self.sweep = Sweep(self.directory.path, record, earlier.trials, earlier.codes, earlier.record, earlier.jobs)
         try:
             if files.exists(self.directory.path / SWEEP):
-                _check_intact(earlier)
+                if not earlier.is_intact:
+                    fix = "restore a copy of it, or remove it; the results of the trials are in their own folders"
+                    raise DataError(f"{SWEEP} is damaged", where=str(earlier.folder), fix=fix)
                 _check_compatible(earlier, record, name)
         except AccelRunError:
             self.directory.release()
@@ -317,13 +319,6 @@ def add_trials(sweep: Sweep, choices: Sequence[tuple[str, ...]], name: str) -> N
     sweep.trials = list(trials.values())
 
 
-def _check_intact(earlier: Sweep) -> None:
-    """Raise DataError if sweep.json is damaged, so that trials are not restarted with other settings."""
-    if not earlier.is_intact:
-        fix = "restore a copy of it, or remove it; the results of the trials are in their own folders"
-        raise DataError(f"{SWEEP} is damaged", where=str(earlier.folder), fix=fix)
-
-
 def _check_compatible(sweep: Sweep, record: SweepRecord, name: str) -> None:
     earlier = sweep.record
     pairs = {
@@ -354,25 +349,17 @@ def _plan_all(configurations: Sequence[Configuration]) -> list[AccelRunError]:
     errors: list[AccelRunError] = []
     for configuration in configurations:
         try:
-            _check_packages(make_plan(configuration, inventory))
+            import torch
+
+            from runner.axes.optimizer import check_library as require_optimizer_library
+
+            plan = make_plan(configuration, inventory)
+            require_installed(plan.choices["tracker"].function)
+            for phase in plan.selected:
+                require_optimizer_library(phase.optimizer.function, phase.optimizer.options, torch.device(plan.device))
         except AccelRunError as error:
             errors.append(error)
     return errors
-
-
-def _check_packages(plan: Plan) -> None:
-    import torch
-
-    from runner.axes.optimizer import check_library as require_optimizer_library
-
-    require_installed(plan.choices["tracker"].function)
-    for phase in plan.selected:
-        require_optimizer_library(phase.optimizer.function, phase.optimizer.options, torch.device(plan.device))
-
-
-def _varied_keys(combinations: Sequence[tuple[str, ...]]) -> set[str]:
-    columns = zip(*combinations, strict=True)
-    return {override_key(column[0]) for column in columns if len(set(column)) > 1}
 
 
 def _run_argument(directory: RunDirectory) -> str:

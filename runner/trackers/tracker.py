@@ -531,17 +531,14 @@ def has_key(environ: Mapping[str, str]) -> bool:
     netrc_path = environ.get("NETRC")
     for path in [Path(netrc_path)] if netrc_path else [home / ".netrc", home / "_netrc"]:
         with contextlib.suppress(OSError, ValueError, netrc.NetrcParseError):  # ValueError: not text
-            return netrc.netrc(path).authenticators(urlsplit(_server(environ, home)).netloc) is not None
+            settings = configparser.ConfigParser(interpolation=None)
+            with contextlib.suppress(OSError, ValueError, configparser.Error):
+                settings.read(Path(environ.get("WANDB_CONFIG_DIR", home / ".config" / "wandb")) / "settings")
+            stored = settings.get("default", "base_url", fallback="https://api.wandb.ai")
+            return (
+                netrc.netrc(path).authenticators(urlsplit(environ.get("WANDB_BASE_URL") or stored).netloc) is not None
+            )
     return False
-
-
-def _server(environ: Mapping[str, str], home: Path) -> str:
-    """Return the address of the wandb server: from the environment, wandb's settings file, or the public one."""
-    settings = configparser.ConfigParser(interpolation=None)
-    with contextlib.suppress(OSError, ValueError, configparser.Error):
-        settings.read(Path(environ.get("WANDB_CONFIG_DIR", home / ".config" / "wandb")) / "settings")
-    stored = settings.get("default", "base_url", fallback="https://api.wandb.ai")
-    return environ.get("WANDB_BASE_URL") or stored
 
 
 def _folder_pattern(folder: str, run_id: str) -> str:

@@ -177,7 +177,13 @@ class Checkpointing(Hook):
             self.saver.add_best(value, self.phase.number)
         elif self._can_hold() and broadcast(self.saver.has_no_budget()):
             with self.phase.stopwatch.during("saving"), self.phase.run.observers.profiler.exclude():
-                self._hold(value)
+                self._prepare_copy()
+                if self.phase.parts.world.is_first:
+                    self.saver.hold(self.phase.number, self.snapshot, value=value, kept=self._kept_checkpoints)
+                else:  # a collective: all ranks gather the state
+                    self.saver.buffer.clear()
+                    self.snapshot()
+                self.phase.progress_mark.now = (UPDATE, self.phase.position.update)
         else:
             self.save(value)
 
@@ -217,16 +223,6 @@ class Checkpointing(Hook):
         phase.run.tally.num_saves += 1
         self.saved_at, self._is_saved_finished = phase.position.update, phase.record.finished
         phase.progress_mark.now = (UPDATE, phase.position.update)
-
-    def _hold(self, value: float) -> None:
-        """Hold this update as the best checkpoint in the memory of rank 0, which writes it later."""
-        self._prepare_copy()
-        if self.phase.parts.world.is_first:
-            self.saver.hold(self.phase.number, self.snapshot, value=value, kept=self._kept_checkpoints)
-        else:  # a collective: all ranks gather the state
-            self.saver.buffer.clear()
-            self.snapshot()
-        self.phase.progress_mark.now = (UPDATE, self.phase.position.update)
 
     def _prepare_copy(self) -> None:
         self.phase.progress_mark.now = (CHECKPOINT, self.phase.position.update)

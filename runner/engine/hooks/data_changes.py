@@ -51,18 +51,15 @@ class DataChanges(Hook):
             return
         phase.progress_mark.now = (DATA, phase.position.update + 1)
         self._data, varying = fingerprint_data(fetchers, phase.loader)
-        self._warn_of_variation(varying)
-        self._data["train"]["sampler"] = content
-        edited, provenance.edited = provenance.edited, []
-        self._report(edited, changed_samples(old, self._data, fetchers, phase.loader))
-
-    def _warn_of_variation(self, splits: list[str]) -> None:
-        if splits:
+        if varying:
             self.phase.run.observers.screen.warn(
-                f"samples of split {' and '.join(splits)} differ between two reads with equally seeded generators, so"
+                f"samples of split {' and '.join(varying)} differ between two reads with equally seeded generators, so"
                 " they depend on the number of workers and are not repeated after a resume. Draw from the global"
                 " generators of torch, NumPy or Python, or from runner.sample_rng(seed, epoch, index)"
             )
+        self._data["train"]["sampler"] = content
+        edited, provenance.edited = provenance.edited, []
+        self._report(edited, changed_samples(old, self._data, fetchers, phase.loader))
 
     def _report(self, edited: list[str], samples: list[str]) -> None:
         if not edited and not samples:

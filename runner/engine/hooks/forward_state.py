@@ -142,7 +142,15 @@ class ForwardState(Hook):
                 self._names.buffers.add(name)
         changed = self._convert_changed()
         if changed and not self.phase.has_one_rank:  # ranks did not synchronize them in earlier updates
-            self._check_equal(changed)
+            buffers = self.phase.parts.bare.named_buffers()
+            tensors = {name: tensor for name, tensor in buffers if name in changed and is_dense(tensor)}
+            different = find_unequal(tensors, self.phase.parts.world)
+            if different:
+                raise TaskFault(
+                    f"frozen parameters differ between ranks; forward passes changed them: {abbreviate(different)}",
+                    where=str(self.phase.parts.source),
+                    fix=_buffer_fix(different[0].rpartition(".")[2]),
+                )
         self._record_versions()
 
     def _convert_changed(self) -> list[str]:
@@ -170,17 +178,6 @@ class ForwardState(Hook):
                     for key in [key for key, weight in module._parameters.items() if weight is tracked.tensor]:
                         module._buffers[key] = module._parameters.pop(key)
         self._names.frozen.update(names)
-
-    def _check_equal(self, names: Collection[str]) -> None:
-        buffers = self.phase.parts.bare.named_buffers()
-        tensors = {name: tensor for name, tensor in buffers if name in names and is_dense(tensor)}
-        different = find_unequal(tensors, self.phase.parts.world)
-        if different:
-            raise TaskFault(
-                f"frozen parameters differ between ranks; forward passes changed them: {abbreviate(different)}",
-                where=str(self.phase.parts.source),
-                fix=_buffer_fix(different[0].rpartition(".")[2]),
-            )
 
 
 def _buffer_fix(key: str) -> str:

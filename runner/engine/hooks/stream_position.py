@@ -51,9 +51,28 @@ class StreamPosition(Hook):
         for text in describe_reading(self.phase.order, fetcher.dataset, self.phase.parts.plan):
             self.phase.run.observers.screen.info(text)
         if self._marks:
-            self._report_replay()
+            replayed = [mark for mark in self._marks.values() if mark.state is None]
+            samples = sum(mark.item - mark.passed for mark in replayed)
+            if samples:
+                seconds = sum((mark.item - mark.passed) * mark.sample_s for mark in replayed)
+                reason = "its state cannot be used" if self._is_replayed else "it has no state_dict"
+                self.phase.run.observers.screen.info(
+                    f"the stream is read from its beginning to where it was, because {reason}:"
+                    f" {samples:,} samples, about {format_duration(seconds)} if one process reads them"
+                )
         elif self.phase.run.provenance.is_compared and self.phase.start is None:
-            self._check_stream(fetcher)
+            phase, world = self.phase, self.phase.parts.world
+            verdict_fields: list[Any] | None = None
+            if world.is_first:
+                phase.progress_mark.now = (DATA, phase.position.update + 1)
+                verdict_fields = [*check_stream(fetcher, phase.loader)]
+            result = StreamCheck(*world.broadcast(verdict_fields))
+            raise_if_invalid(result, fetcher.dataset.source.num_shards)
+            self._is_replayed = bool(result.restore_error)
+            if result.restore_error:
+                phase.run.observers.screen.warn(
+                    f"{result.restore_error}: a resumed run reads the stream from its beginning to where it was"
+                )
 
     def after_update(self, step: Any) -> None:
         feed = self.phase.feed
@@ -81,31 +100,6 @@ class StreamPosition(Hook):
         for shard, *values in state["shards"]:
             mark = ShardMark(*values)
             self._marks[int(shard)] = mark._replace(state=None) if self._is_replayed else mark
-
-    def _check_stream(self, fetcher: StreamFetcher) -> None:
-        phase, world = self.phase, self.phase.parts.world
-        verdict_fields: list[Any] | None = None
-        if world.is_first:
-            phase.progress_mark.now = (DATA, phase.position.update + 1)
-            verdict_fields = [*check_stream(fetcher, phase.loader)]
-        result = StreamCheck(*world.broadcast(verdict_fields))
-        raise_if_invalid(result, fetcher.dataset.source.num_shards)
-        self._is_replayed = bool(result.restore_error)
-        if result.restore_error:
-            phase.run.observers.screen.warn(
-                f"{result.restore_error}: a resumed run reads the stream from its beginning to where it was"
-            )
-
-    def _report_replay(self) -> None:
-        replayed = [mark for mark in self._marks.values() if mark.state is None]
-        samples = sum(mark.item - mark.passed for mark in replayed)
-        if samples:
-            seconds = sum((mark.item - mark.passed) * mark.sample_s for mark in replayed)
-            reason = "its state cannot be used" if self._is_replayed else "it has no state_dict"
-            self.phase.run.observers.screen.info(
-                f"the stream is read from its beginning to where it was, because {reason}:"
-                f" {samples:,} samples, about {format_duration(seconds)} if one process reads them"
-            )
 
 
 class StreamCheck(NamedTuple):

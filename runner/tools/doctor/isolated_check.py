@@ -158,18 +158,15 @@ class _CheckProcess:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
         select.select([self._ended], [], [], _KILL_WAIT_S)
-        self._reap()
+        pid, status = os.waitpid(self.pid, os.WNOHANG)
+        if pid:
+            self._status = os.waitstatus_to_exitcode(status)
         _kill_children(self.pid)
         self._log.seek(0)
         self._text = self._log.read()[-_LOG_BYTES:].decode(errors="replace")
         self._log.close()
         for descriptor in (self._pipe, self._ended):
             os.close(descriptor)
-
-    def _reap(self) -> None:
-        pid, status = os.waitpid(self.pid, os.WNOHANG)
-        if pid:
-            self._status = os.waitstatus_to_exitcode(status)
 
     def _read_messages(self) -> None:
         while select.select([self._pipe], [], [], 0)[0]:
@@ -179,7 +176,17 @@ class _CheckProcess:
             self._unparsed += data
         *lines, self._unparsed = self._unparsed.split(b"\n")
         for line in lines:
-            _handle_message(json.loads(line), self.output)
+            message = json.loads(line)
+            if "begin" in message:
+                self.output.started.append(message["begin"])
+            elif "finding" in message:
+                self.output.findings.append(CheckResult.from_json(message["finding"]))
+            elif "shared_result" in message:
+                self.output.shared_result = message["shared_result"]
+            elif "raised" in message:
+                self.output.raised = CheckResult.from_json(message["raised"])
+            else:
+                self.output.has_ended = True
 
     def _last_output(self) -> tuple[str, str]:
         """Return the last printed line, and the location of the running Python line."""
@@ -225,7 +232,9 @@ def _run_in_child(
         send(end=True)
         code = 0
     except AccelRunError as error:
-        send(raised=_error_result(error).to_json())
+        problem = error.problems[0]
+        where = f"{problem.where}: " if problem.where else ""
+        send(raised=failed("", f"{where}{first_line(problem.what)}", problem.fix).to_json())
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{'/'.join(last.filename.split('/')[-2:])}:{last.lineno} ({last.name})"
@@ -247,28 +256,6 @@ def _prepare_child(log: int, limit_s: float) -> None:
     sys.stdin, sys.stdout, sys.stderr = sys.__stdin__, sys.__stderr__, sys.__stderr__
     faulthandler.enable(2, all_threads=False)
     faulthandler.dump_traceback_later(max(0.05, limit_s - min(0.5, limit_s / 4)), file=2)
-
-
-def _error_result(error: AccelRunError) -> CheckResult:
-    problem = error.problems[0]
-    where = f"{problem.where}: " if problem.where else ""
-    return failed("", f"{where}{first_line(problem.what)}", problem.fix)
-
-
-# ---------------------------------------------------------------- in the parent
-
-
-def _handle_message(message: dict[str, Any], output: CheckOutput) -> None:
-    if "begin" in message:
-        output.started.append(message["begin"])
-    elif "finding" in message:
-        output.findings.append(CheckResult.from_json(message["finding"]))
-    elif "shared_result" in message:
-        output.shared_result = message["shared_result"]
-    elif "raised" in message:
-        output.raised = CheckResult.from_json(message["raised"])
-    else:
-        output.has_ended = True
 
 
 def _label(finding: CheckResult, name: str, check: DoctorCheck, took_s: float) -> CheckResult:

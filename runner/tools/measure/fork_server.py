@@ -170,7 +170,12 @@ class VariantProcess(JsonSocket):
         except ReplyTimeout as error:
             raise budget_exhausted() if left_s < timeout_s else self._describe_timeout(error) from None
         if reply is None:
-            raise self._death_error()
+            code = self._wait()
+            how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+            kind = HostMemoryError if code == -signal.SIGKILL else AccelRunError
+            killed = ": the machine may be out of memory" if kind is HostMemoryError else ""
+            last = _last_line(self._errors)
+            raise kind(f"its process {how}{killed}{f' ({last})' if last else ''}")
         if "error" in reply:
             problems = tuple(Problem(**problem) for problem in reply["error"])
             raise rebuild_error(AccelRunError, problems, Exit(reply["exit_code"]))
@@ -211,14 +216,6 @@ class VariantProcess(JsonSocket):
         user = user_frame(frames)
         called = f", called from {user}" if user is not None and user != frames[0] else ""
         return ReplyTimeout(f"{error.problems[0].what} to `{self._command}` by the process of a variant{place}{called}")
-
-    def _death_error(self) -> AccelRunError:
-        code = self._wait()
-        how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-        kind = HostMemoryError if code == -signal.SIGKILL else AccelRunError
-        killed = ": the machine may be out of memory" if kind is HostMemoryError else ""
-        last = _last_line(self._errors)
-        return kind(f"its process {how}{killed}{f' ({last})' if last else ''}")
 
 
 def _last_line(errors: IO[bytes]) -> str:

@@ -55,7 +55,12 @@ def write_profile(profile: Profile, request: Request, name: str) -> tuple[Path, 
     files.atomic_write(file, profile_text(profile, _overrides_in_use(request)))
     with_profile = _apply_profile(request, profile, name, folder)
     try:
-        _check_effect(with_profile, profile, file)
+        values = compose(with_profile).flat()
+        for override in profile.overrides:
+            key, _, value = override.partition("=")
+            if str(values.get(key)).lower() != str(_parse_value(value)).lower():
+                what = f"would still be {values.get(key)}, because another source sets it"
+                raise ConfigError(Problem(what, f"{file}: {key}", f"use {override} on the command line"))
     except AccelRunError:
         if before is None:
             files.remove(file)
@@ -131,16 +136,6 @@ def _apply_profile(request: Request, profile: Profile, name: str, folder: Path) 
     kept = [override for override in request.overrides if override_key(override) not in (*replaced, "hardware")]
     config_dir = None if folder == shipped_path("conf") else folder
     return replace(request, overrides=(*kept, f"hardware={name}"), config_dir=config_dir)
-
-
-def _check_effect(request: Request, profile: Profile, file: Path) -> None:
-    """Raise ConfigError if a setting of the profile has another value in the composed configuration."""
-    values = compose(request).flat()
-    for override in profile.overrides:
-        key, _, value = override.partition("=")
-        if str(values.get(key)).lower() != str(_parse_value(value)).lower():
-            what = f"would still be {values.get(key)}, because another source sets it"
-            raise ConfigError(Problem(what, f"{file}: {key}", f"use {override} on the command line"))
 
 
 def _format_command(request: Request, folder: Path) -> str:

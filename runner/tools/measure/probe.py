@@ -5,13 +5,14 @@ Inspection slows the code down, so its times are not those of updates.
 
 from __future__ import annotations
 
+import inspect
 import sys
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from types import CodeType, FrameType
+from types import FrameType
 from typing import Any
 
 from torch import Tensor
@@ -38,7 +39,16 @@ def probe(run: TrainingRun, phase: Phase) -> Reply:
         "has_begin_update": type(run.parts.task).begin_update is not Task.begin_update,
     }
     result |= _inspect_samples(phase.loader.fetcher, source)
-    result |= _count_shapes(phase)
+    shapes: set[tuple[tuple[int, ...], ...]] = set()  # of full micro-batches; those at the end of an epoch are shorter
+    began, num = time.perf_counter(), 0
+    full_size = phase.planned.batch.micro_batch_size
+    for number, micro in enumerate(phase.order.from_update(0)):
+        if len(micro.indices) == full_size:
+            shapes.add(tuple(_get_shapes(phase.loader.fetcher[micro].batch)))
+            num += 1
+        if number >= BATCHES or time.perf_counter() - began > SECONDS:
+            break
+    result |= {"num_shapes": len(shapes), "batches_looked_at": num}
     return result | inspect_batch(phase)
 
 
@@ -58,10 +68,12 @@ def _inspect_samples(fetcher: Fetcher, source: Path) -> Reply:
     again = fetcher[_first_samples(num)._replace(epoch=1)].batch  # random draws of a dataset repeat within an epoch
     with time_lines(source) as lines:
         fetcher[_first_samples(num)]
+    sizes: list[int] = []
+    map_tensors(lambda tensor: sizes.append(tensor.nbytes), batch)
     result: Reply = {
         "sample_ms": 1e3 * seconds / num,
         "sample_busy": min(1.0, busy / max(seconds, 1e-9)),  # CPU share of the time
-        "sample_bytes": _nbytes(batch) / num,
+        "sample_bytes": sum(sizes) / num,
         "same_when_read_again": are_equal(batch, again),
         "changes_with_epoch": fetcher.set_epoch is not None,
     }
@@ -73,29 +85,6 @@ def _inspect_samples(fetcher: Fetcher, source: Path) -> Reply:
 
 def _first_samples(num: int) -> MicroBatchKey:
     return MicroBatchKey(0, list(range(num)), last=True)
-
-
-def _nbytes(batch: Any) -> int:
-    sizes: list[int] = []
-    map_tensors(lambda tensor: sizes.append(tensor.nbytes), batch)
-    return sum(sizes)
-
-
-# ---------------------------------------------------------------- batches
-
-
-def _count_shapes(phase: Phase) -> Reply:
-    """Count the distinct shapes of full micro-batches; shorter ones at the end of an epoch are ignored."""
-    shapes: set[tuple[tuple[int, ...], ...]] = set()
-    began, num = time.perf_counter(), 0
-    full_size = phase.planned.batch.micro_batch_size
-    for number, micro in enumerate(phase.order.from_update(0)):
-        if len(micro.indices) == full_size:
-            shapes.add(tuple(_get_shapes(phase.loader.fetcher[micro].batch)))
-            num += 1
-        if number >= BATCHES or time.perf_counter() - began > SECONDS:
-            break
-    return {"num_shapes": len(shapes), "batches_looked_at": num}
 
 
 def _get_shapes(batch: Any, *, floating: bool = False) -> list[tuple[int, ...]]:
@@ -165,7 +154,8 @@ def time_lines(source: Path) -> Iterator[dict[Line, float]]:
         return local
 
     def trace_call(frame: FrameType, event: str, argument: Any) -> Any:
-        if frame.f_code.co_filename != filename or _is_generator(frame.f_code):
+        # `stack` cannot follow suspended frames.
+        if frame.f_code.co_filename != filename or frame.f_code.co_flags & inspect.CO_GENERATOR:
             return None
         stack.append(frame)
         return local
@@ -179,10 +169,6 @@ def time_lines(source: Path) -> Iterator[dict[Line, float]]:
         cost = _tracing_cost() if counts else 0.0
         for line, number in counts.items():
             seconds[line] = max(0.0, seconds[line] - cost * number)
-
-
-def _is_generator(code: CodeType) -> bool:
-    return bool(code.co_flags & 0x20)  # inspect.CO_GENERATOR: `stack` cannot follow suspended frames
 
 
 def _tracing_cost() -> float:

@@ -106,7 +106,9 @@ def slow_transform(facts: Facts) -> RuleFinding | None:
     update_ms, samples = facts.update_ms(), facts.evidence.global_batch_size
     if update_ms is None or samples is None or line["ms"] * samples < MIN_DATA_WAIT * update_ms:
         return None
-    location, part = format_location(line), min(1.0, line["ms"] / sample_ms)
+    file = Path(line["file"])
+    path = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
+    location, part = f"{path}:{line['line']}", min(1.0, line["ms"] / sample_ms)
     is_io_bound = facts.probe.get("sample_busy", 1.0) < CPU_BOUND_SHARE  # more workers help then, by an unknown amount
     return _make_finding(
         f"reading a sample takes {sample_ms:.3g} ms, {part:.0%} of it in {location}",
@@ -361,16 +363,6 @@ def throttling(facts: Facts) -> RuleFinding | None:
     return _make_finding(
         f"the GPU was slowed down: {shares} of the time", by_hand="check its cooling or its power limit"
     )
-
-
-# ---------------------------------------------------------------- helpers
-
-
-def format_location(line: Mapping[str, Any]) -> str:
-    """Return FILE:LINE, relative to the current folder if the file is below it."""
-    file = Path(line["file"])
-    path = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file
-    return f"{path}:{line['line']}"
 
 
 def suggest_worker_counts(cores: int, *, is_io_bound: bool) -> list[int]:

@@ -19,7 +19,8 @@ from runner.tools.report.svg import make_chart, page_style
 
 def make_comparison_page(runs: Sequence[RunData]) -> Page:
     """Make the page that compares runs, in the order of the command line."""
-    labels = _make_labels(runs)
+    names = [run.name for run in runs]
+    labels = [run.display_path if names.count(run.name) > 1 else run.name for run in runs]
     charts, missing = _draw_charts(runs, labels)
     missing += [
         MissingPart(f"{label}: {subject}", why)
@@ -53,12 +54,6 @@ def make_comparison_page(runs: Sequence[RunData]) -> Page:
         ],
         missing=missing,
     )
-
-
-def _make_labels(runs: Sequence[RunData]) -> list[str]:
-    """Return a label for each run: its name, or its path if the name is not unique."""
-    names = [run.name for run in runs]
-    return [run.display_path if names.count(run.name) > 1 else run.name for run in runs]
 
 
 def _make_figures_table(runs: Sequence[RunData], labels: Sequence[str]) -> PageTable:

@@ -44,16 +44,6 @@ def phases(run: RunData) -> PageTable:
 
 def configuration(run: RunData) -> PageTable:
     """Return a folded table of all settings with the values used and reasons."""
-    decided, reasons = _plan_values(run), run.plan.reasons
-    rows = [
-        (key, format_value(value), format_value(decided.get(key, value)), format_value(reasons.get(key, "")))
-        for key, value in run.settings.items()
-    ]
-    return PageTable("settings", "Settings", ("key", "requested", "used", "why"), rows, folded=f"{len(rows)} keys")
-
-
-def _plan_values(run: RunData) -> dict[str, Any]:
-    """Return key -> value in the plan."""
     values: dict[str, Any] = {}
     for group, choice in run.plan.choices.items():
         values[group] = choice.name
@@ -61,7 +51,12 @@ def _plan_values(run: RunData) -> dict[str, Any]:
     size = run.plan.batch.micro_batch_size
     values |= {"micro_batch_size": size} if size is not None else {}
     values |= {"device": run.plan.device} if run.plan.device else {}
-    return values
+    reasons = run.plan.reasons
+    rows = [
+        (key, format_value(value), format_value(values.get(key, value)), format_value(reasons.get(key, "")))
+        for key, value in run.settings.items()
+    ]
+    return PageTable("settings", "Settings", ("key", "requested", "used", "why"), rows, folded=f"{len(rows)} keys")
 
 
 def environment(run: RunData) -> PageTable:

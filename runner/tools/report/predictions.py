@@ -26,7 +26,7 @@ def read_predictions(run: RunData) -> PredictedFiles:
             left_out.append(f"{folder}/ (a link, which is not followed)")
         for name in names_in(run.path / folder):
             path, label = run.path / folder / name, make_printable(f"{folder}/{name}")
-            if name.endswith(".png") and not _is_machine_plot(name):
+            if name.endswith(".png") and not _MACHINE_PLOT.fullmatch(name):
                 picture = _read_picture(path, label, room) if len(pictures) < _MAX_PICTURES else None
                 room -= len(picture.source) if picture else 0
                 pictures += [picture] if picture else []
@@ -40,11 +40,6 @@ def read_predictions(run: RunData) -> PredictedFiles:
     more = f" and {len(left_out) - _MAX_LISTED} more" if len(left_out) > _MAX_LISTED else ""
     note = f"not shown here: {', '.join(left_out[:_MAX_LISTED])}{more}" if left_out else ""
     return PredictedFiles(pictures, texts, note)
-
-
-def _is_machine_plot(name: str) -> bool:
-    """Return whether a file is a plot of the monitor; the report draws its own."""
-    return re.fullmatch(r"(?:.*-)?(?:machine|gpus|gpu\d+)\.png", name) is not None
 
 
 def _read_picture(path: Path, name: str, room: int) -> Picture | None:
@@ -78,6 +73,7 @@ def _read_text(path: Path, name: str) -> Text | None:
 
 
 _MAX_PICTURES, _MAX_TEXTS, _MAX_LISTED = 6, 6, 8
+_MACHINE_PLOT = re.compile(r"(?:.*-)?(?:machine|gpus|gpu\d+)\.png")  # of the monitor; the report draws its own
 _PICTURE_BYTES = 190_000  # total of all encoded pictures on the page
 _PICTURE_WIDTH = 760  # pixels
 _MAX_PIXELS = 40_000_000

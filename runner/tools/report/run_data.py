@@ -171,7 +171,12 @@ def read_run_data(directory: RunDirectory) -> RunData:
         missing["plan"] = f"{directory.plan.name} {plan.problem}"
     if record.problem:
         missing["record"] = f"{directory.run_json.name} {record.problem}"
-    environment = _read_object(directory.environment, missing, "environment")
+    content = files.read_object(directory.environment)
+    if not content:
+        missing["environment"] = (
+            f"{directory.environment.name} is {'damaged' if directory.environment.is_file() else 'missing'}"
+        )
+    environment: dict[str, Any] = _clean(content)
     events = [_clean(row) for row in files.read_rows(directory.events)]
     if not events:
         missing["events"] = f"{directory.events.name} is missing or empty"
@@ -208,17 +213,6 @@ def flatten(tree: Mapping[str, Any], lead: str = "") -> Iterator[tuple[str, Any]
             yield from flatten(value, f"{lead}{key}.")
         else:
             yield f"{lead}{key}".removesuffix(".option"), value
-
-
-# ---------------------------------------------------------------- files
-
-
-def _read_object(path: Path, missing: dict[str, str], subject: str) -> dict[str, Any]:
-    content = files.read_object(path)
-    if not content:
-        missing[subject] = f"{path.name} is {'damaged' if path.is_file() else 'missing'}"
-    cleaned: dict[str, Any] = _clean(content)
-    return cleaned
 
 
 def _clean(value: Any, key: str = "") -> Any:

@@ -22,7 +22,10 @@ def make_sweep_page(sweep: Sweep) -> Page:
     """Make the page about a sweep or a search from the current content of its folder."""
     results, goal = sweep.results(), sweep.goal
     best = find_best(results, goal)
-    shown = _select_trials(results, goal)
+    sign = 1 if goal.best_is == "min" else -1
+    evaluated = [result for result in results if result.state != "waiting" and result.metrics]
+    order = sorted(evaluated, key=lambda result: math.inf if result.value is None else sign * result.value)
+    shown = order[:_MAX_COMPARED]
     runs = [read_run_data(RunDirectory.find(sweep.folder, result.trial.name)) for result in shown]
     page = make_comparison_page(runs) if runs else Page()
     head, rows = trial_rows(results, goal)
@@ -54,14 +57,6 @@ def make_sweep_page(sweep: Sweep) -> Page:
         repeat=[Step("Whole sweep", make_printable(sweep.record.command))] if sweep.record.command else [],
         missing=[*missing, *page.missing],
     )
-
-
-def _select_trials(results: Sequence[Result], goal: Goal) -> list[Result]:
-    """Return the trials to compare: the best first, trials without a value last."""
-    sign = 1 if goal.best_is == "min" else -1
-    evaluated = [result for result in results if result.state != "waiting" and result.metrics]
-    order = sorted(evaluated, key=lambda result: math.inf if result.value is None else sign * result.value)
-    return order[:_MAX_COMPARED]
 
 
 def _draw_charts(results: Sequence[Result], goal: Goal) -> tuple[list[Chart], list[MissingPart]]:

@@ -36,7 +36,11 @@ def run(suite_request: SuiteRequest) -> SuiteReport:
 
     Raises ConfigError for an unknown part or an invalid number.
     """
-    parts = _select_parts(suite_request.positional)
+    for word in suite_request.positional:
+        if word not in PARTS:
+            what = f"must be one of {', '.join(PARTS)}"
+            raise ConfigError(Problem(what, f"suite=machine {word}", did_you_mean(word, PARTS)))
+    parts = [part for part in PARTS if part in (suite_request.positional or PARTS)]
     rounds = suite_request.parse_numbers("rounds")[0]
     configuration = compose(suite_request.request)
     inventory = run_in_subprocess(take_inventory)
@@ -146,17 +150,6 @@ def skipped_without_gpu(parts: Sequence[str], inventory: Inventory, device: str)
     reasons = [f"{gpu.name}: {gpu.why_not}" for gpu in inventory.devices if not gpu.usable]
     why = f"device={device} excludes it" if has_gpu else "; ".join(reasons) or "there is no GPU"
     return {name: why for part, names in _GPU_RATES.items() if part in parts for name in names}
-
-
-# ---------------------------------------------------------------- request
-
-
-def _select_parts(words: Sequence[str]) -> list[str]:
-    for word in words:
-        if word not in PARTS:
-            what = f"must be one of {', '.join(PARTS)}"
-            raise ConfigError(Problem(what, f"suite=machine {word}", did_you_mean(word, PARTS)))
-    return [part for part in PARTS if part in (words or PARTS)]
 
 
 def _measure_in_subprocess(part: str, request: MachineRequest, seconds: float) -> MachineResults:
