@@ -29,6 +29,7 @@ from runner.base.secret import sanitize
 from runner.base.secret_refusal import refuse_secrets
 from runner.base.text import error_line, error_message, first_line, wrap_for_terminal, wrap_help
 from runner.commands import COMMANDS, TRAINING
+from runner.host.address_space import prepare_for_limit
 from runner.host.output import nonblocking_streams, open_closed_streams, write_if_ready
 from runner.host.thread_start import limit_thread_starts
 from runner.version import __version__
@@ -47,6 +48,7 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
         gc.disable()
         open_closed_streams()
         limit_thread_starts()
+        prepare_for_limit()
     is_training = bool(arguments) and arguments[0] in TRAINING
     final_code: list[int] = []
     with _exit_on_signals(final_code, for_good=argv is None), nonblocking_streams() if is_training else nullcontext():
@@ -73,6 +75,8 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
             if limit is not None:
                 report(limit)
         final_code.append(_flush_stdout(code))
+        if argv is None:
+            _kill_daemons()
         return final_code[0]
 
 
@@ -292,6 +296,17 @@ def _flush_stdout(code: int) -> int:
         _drop_output()
         return code or _report_os_error(error)
     return code
+
+
+def _kill_daemons() -> None:
+    """Kill daemonic child processes: the interpreter ends them with SIGTERM, which data workers ignore, and waits.
+
+    They are left if memory ran out while a loader was closed.
+    """
+    if "multiprocessing" in sys.modules:
+        for child in sys.modules["multiprocessing"].active_children():
+            if child.daemon:
+                child.kill()
 
 
 def _drop_output() -> None:

@@ -14,6 +14,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from functools import partial
 from itertools import chain, islice
 from multiprocessing.reduction import ForkingPickler
@@ -134,7 +135,14 @@ class WorkerLoader(Loader):
             raise
 
     def close(self) -> None:
-        for iterator in self._open:
+        with ExitStack() as stack:
+            for iterator in self._open:
+                stack.callback(self._close, iterator)
+            self._open.clear()
+
+    @staticmethod
+    def _close(iterator: Any) -> None:
+        try:
             if iterator._worker_pids_set:  # else torch raises for a worker killed here
                 signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
                 iterator._worker_pids_set = False
@@ -147,8 +155,8 @@ class WorkerLoader(Loader):
                 iterator._shutdown_workers()
             finally:
                 kill_timer.cancel()
-                kill_workers(iterator._workers)
-        self._open.clear()
+        finally:  # out of memory, any line above may fail
+            kill_workers(iterator._workers)
 
 
 class AutoLoader(Loader):

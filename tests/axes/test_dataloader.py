@@ -167,6 +167,24 @@ class Finishing:
         return index
 
 
+def test_closing_a_loader_without_memory_kills_its_workers(monkeypatch: pytest.MonkeyPatch) -> None:
+    fetcher = Fetcher(list(range(100)), torch.tensor, bad_samples="stop")
+    loader = default(fetcher, torch.device("cpu"), num_workers=2, pin_memory=False)
+    next(iter(loader.batches(MicroBatchKey(0, [index], last=True) for index in range(100))))
+    workers = multiprocessing.active_children()
+    assert len(workers) == 2
+
+    def fail(*_: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr("runner.axes.dataloader.threading.Timer", fail)
+    with pytest.raises(MemoryError):
+        loader.close()
+    for worker in workers:
+        worker.join()
+        assert worker.exitcode == -signal.SIGKILL
+
+
 def test_workers_end_in_order_when_their_loader_is_closed(tmp_path: Path) -> None:
     """A dataset may have files to finalize; a killed worker cannot do that."""
     fetcher = Fetcher(Finishing(tmp_path), torch.tensor, bad_samples="stop")

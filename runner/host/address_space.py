@@ -1,0 +1,72 @@
+"""Work within a limit on the address space (`ulimit -v`), or refuse one that importing PyTorch would exceed.
+
+Where such a limit is reached, C code decides what happens: OpenBLAS ends the process with exit code 1, the C++ library
+aborts it, and threads wait for others that could not start. So a separate process tries the import first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import resource
+import subprocess
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from importlib.abc import MetaPathFinder
+from pathlib import Path
+from types import ModuleType
+
+from runner.base.errors import SystemLimit
+
+MIB = 1 << 20
+MARGIN_MIB = 40  # needed after the import; a run of 58 weights on one thread needs about 50 (torch 2.13)
+IMPORT_TIMEOUT_S = 10.0
+_M_ARENA_MAX = -8  # malloc.h of glibc
+
+
+def prepare_for_limit() -> None:
+    """Save address space if it is limited, and check it before torch is imported; without effect otherwise."""
+    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+        return
+    with suppress(Exception):  # another C library than glibc
+        # Otherwise each of the first threads reserves 64 to 128 MiB, which then lack elsewhere.
+        ctypes.CDLL(None).mallopt(_M_ARENA_MAX, 1)
+    sys.meta_path.insert(0, _TorchFinder())
+
+
+class _TorchFinder(MetaPathFinder):
+    """Checks the address space when torch is imported first, and leaves the import to others."""
+
+    def find_spec(self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None) -> None:
+        if fullname == "torch" and self in sys.meta_path:
+            sys.meta_path.remove(self)
+            _require_space_for_torch()
+
+
+def _require_space_for_torch() -> None:
+    """Raise SystemLimit if a process of the size of this one cannot import torch under its limit."""
+    limit_mib = resource.getrlimit(resource.RLIMIT_AS)[0] // MIB
+    # The size includes threads and modules that the other process lacks.
+    num_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MARGIN_MIB * MIB
+    try:
+        result = subprocess.run(
+            [sys.executable, "-c", _PROGRAM, str(num_bytes)],
+            stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            check=False, timeout=IMPORT_TIMEOUT_S,
+        )  # fmt: skip
+    except subprocess.TimeoutExpired:  # a slow disk; at the limit, imports fail within seconds
+        return
+    if result.returncode:
+        what = f"the limit on the address space, {limit_mib} MiB, is too small for PyTorch"
+        raise SystemLimit(what, fix="raise the limit with ulimit -v, or remove it: ulimit -v unlimited")
+
+
+_PROGRAM = """
+import mmap, pathlib, sys
+missing = int(sys.argv[1]) - int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
+reserved = mmap.mmap(-1, missing, prot=0) if missing > 0 else None
+try:
+    import torch
+except ModuleNotFoundError:  # not a matter of the limit
+    pass
+"""

@@ -1,0 +1,79 @@
+"""A limit on the address space refuses the import of PyTorch or leaves room for it, and saves what threads reserve."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from runner.base.errors import Exit
+
+TASK = Path(__file__).parents[1] / "faults" / "task_to_attack.py"
+LINE = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "updates=4", "run=mine", "backend.threads=1"]
+PEAK = """
+import pathlib, re, torch
+print(re.search(r"VmPeak:\\s+(\\d+) kB", pathlib.Path("/proc/self/status").read_text())[1])
+"""
+LIMITED = """
+import resource
+resource.setrlimit(resource.RLIMIT_AS, ({value} << 20,) * 2)
+from runner.cli import main
+raise SystemExit(main())
+"""
+
+
+@pytest.fixture(scope="module")
+def import_mib() -> int:
+    """The address space of a process that has imported torch; it depends on the number of cores."""
+    return int(subprocess.run([sys.executable, "-c", PEAK], capture_output=True, text=True, check=True).stdout) >> 10
+
+
+def run_within(mib: int, folder: Path, *args: str) -> subprocess.CompletedProcess[str]:
+    program = [sys.executable, "-c", LIMITED.format(value=mib), *args]
+    return subprocess.run(program, cwd=folder, capture_output=True, text=True, timeout=300, check=False)
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize("share", [0.2, 0.66, 0.7, 0.8, 0.87, 0.92, 0.97, 1.0])
+def test_a_limit_below_what_the_import_needs_is_refused_in_the_same_way(
+    share: float, import_mib: int, tmp_path: Path
+) -> None:
+    result = run_within(int(share * import_mib), tmp_path, *LINE, "dataloader.num_workers=0")
+    assert result.returncode == Exit.SYSTEM, result.stderr
+    assert f"{int(share * import_mib)} MiB" in result.stderr
+    assert "ulimit -v" in result.stderr
+    assert "Traceback" not in result.stderr
+    assert not (tmp_path / "outputs").exists()
+
+
+@pytest.mark.parametrize("more_mib", [170, 240])
+def test_a_run_fits_into_a_little_more_than_the_import_needs(more_mib: int, import_mib: int, tmp_path: Path) -> None:
+    # With an arena of malloc per thread, threads of the worker would take 64 MiB each, and others could not start.
+    result = run_within(import_mib + more_mib, tmp_path, *LINE, "dataloader.num_workers=1")
+    assert result.returncode == 0, result.stderr
+
+
+def test_commands_without_torch_work_within_a_small_limit(tmp_path: Path) -> None:
+    assert run_within(120, tmp_path, "runs").returncode == 0
+
+
+IGNORES = """
+import multiprocessing, signal, sys, time
+def wait(ready):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    ready.set()
+    time.sleep(600)
+context = multiprocessing.get_context("fork")
+ready = context.Event()
+context.Process(target=wait, args=(ready,), daemon=True).start()
+ready.wait()
+from runner.cli import main
+raise SystemExit(main())
+"""
+
+
+def test_a_command_ends_though_a_worker_that_ignores_sigterm_is_left(tmp_path: Path) -> None:
+    program = [sys.executable, "-c", IGNORES, "runs"]
+    assert subprocess.run(program, cwd=tmp_path, capture_output=True, timeout=300, check=False).returncode == 0
