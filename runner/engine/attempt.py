@@ -33,6 +33,7 @@ from runner.engine import repro_script
 from runner.engine.job import Job
 from runner.host.process_tree import process_identity
 from runner.plan.environment import collect_environment
+from runner.records.evidence import Evidence
 from runner.records.run_record import AdoptedCheckpoint, ErrorRecord, ProcessRecord, RunOrigin, RunRecord
 
 
@@ -104,6 +105,11 @@ class RunAttempt:
         write("plan.json", job.plan.to_json())
         write("environment.json", to_json(collect_environment(job.inventory)))
         self.save()
+
+    def measured(self, evidence: Evidence) -> None:
+        """Set the measurements of the run up to this attempt, for the next save."""
+        attempt = self.record.process.started
+        self.record = replace(self.record, evidence=replace(evidence, attempt=attempt))
 
     def save(self, **changes: Any) -> None:
         """Write run.json, with these fields of the record changed. Raises StorageError."""

@@ -81,7 +81,7 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
         return
     plan, task, total = run.plan, run.parts.task, evidence.seconds or 0.0
     last = list(run.progress.records.values())[-1]
-    memory = {"host": MemoryLine(evidence.host_peak_gib, total=evidence.host_total_gib)}
+    memory = {evidence.host_label: MemoryLine(evidence.host_peak_gib, total=evidence.host_total_gib)}
     if evidence.device_total_gib is not None:
         memory[plan.device] = MemoryLine(
             evidence.device_peak_gib,

@@ -136,8 +136,8 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
             should_wait = isinstance(error, Exception)
             with suppress(Exception):  # must not hide the original error
                 partial = replace(collect_evidence(run, job.inventory), unfinished=True)
-                evidence = choose_evidence(before, partial) if partial.updates else before or partial
-                attempt.record = replace(attempt.record, evidence=evidence)
+                if partial.updates or before is None:
+                    attempt.measured(choose_evidence(before, partial))
             raise
         finally:
             progress_mark.now = (END, progress_mark.now[1])
@@ -153,7 +153,8 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
             baselines=run.baselines,
             phases=dict(run.progress.records),
         )
-        attempt.record = replace(attempt.record, result=result, evidence=choose_evidence(before, evidence))
+        attempt.record = replace(attempt.record, result=result)
+        attempt.measured(choose_evidence(before, evidence))
         report_end(screen, run, outcome, evidence, runs_inference=job.runs_inference)
         return SessionEnd(outcome.exit_code, run.stop.requested is not None)
 

@@ -59,6 +59,7 @@ class TimeEvidence:
 class MemoryEvidence:
     """Memory of the host and of the device.
 
+    host_peak_gib      the most resident memory of a process; of the rank with the highest peak, once the run has ended
     num_alloc_retries  times that torch's allocator freed its cache and retried the allocation
     fragmentation      share of reserved device memory that is free but split into blocks that cannot be released
     """
@@ -81,6 +82,7 @@ class Evidence(SetupEvidence, SampleCounts, TimeEvidence, MemoryEvidence):
     The newest process is used, unless an earlier one ran far more updates with the same settings. Counts of samples are
     those of the last phase.
 
+    attempt           `started` of the process up to which these are the measurements of the run
     num_batch_shapes  different shapes of the first tensor of a batch
     odd_sizes         a line for each weight matrix whose sizes miss the tensor cores
     has_begin_update  whether the task defines a hook before each update
@@ -88,6 +90,7 @@ class Evidence(SetupEvidence, SampleCounts, TimeEvidence, MemoryEvidence):
     unfinished        True if the process failed: measurements up to the failure
     """
 
+    attempt: str | None = None
     num_saves: int | None = None
     num_evaluations: int | None = None
     num_rows: int | None = None
@@ -97,6 +100,13 @@ class Evidence(SetupEvidence, SampleCounts, TimeEvidence, MemoryEvidence):
     monitor: str | None = None
     unfinished: bool | None = None
     phases: tuple[PhaseRecord, ...] = ()
+
+    @property
+    def host_label(self) -> str:
+        """Whose host memory `host_peak_gib` is: a text such as "host, highest of 2 ranks"."""
+        if (self.world_size or 1) == 1:
+            return "host"
+        return "host, rank 0" if self.unfinished else f"host, highest of {self.world_size} ranks"
 
 
 def choose_evidence(earlier: Evidence | None, newest: Evidence) -> Evidence:

@@ -33,8 +33,8 @@ class PhaseRecord:
     finished         whether the phase is complete
     seconds          from its start to its last checkpoint, evaluations included
     parts_s          part -> seconds: starting, first_update, those of updates and those between them
-    peak_host_gib    peak resident memory of this process; peak_device_gib the most that torch allocated on the GPU, and
-                     peak_reserved_gib the most that it reserved there
+    peak_host_gib    peak resident memory of this process; at the end of the phase, of the rank with the highest peak
+    peak_device_gib  the most that torch allocated on the GPU, and peak_reserved_gib the most that it reserved there
     metrics          those of the last evaluation, and results of a fit; None: without items, or not finite
     """
 

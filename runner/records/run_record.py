@@ -130,17 +130,23 @@ class RunRecord:
             )
         return replace(decoded.value, problem=problem, wrong=decoded.wrong)
 
+    @property
+    def current_evidence(self) -> Evidence | None:
+        """The measurements up to the last process; None if it has none yet: `evidence` is then of an earlier one."""
+        attempt = self.evidence.attempt if self.evidence is not None else None
+        # Earlier versions did not record the attempt.
+        is_current = self.process.state != "running" if attempt is None else attempt == self.process.started
+        return self.evidence if is_current else None
+
     def throughput(self, last_row: Mapping[str, Any]) -> float | None:
         """Return the items per second of the run, as shown on every screen and page, or None if unknown.
 
-        last_row  the newest row of its metrics.jsonl that has `THROUGHPUT`, used until the last process has ended:
-                  until then, `evidence` is that of an earlier process
+        last_row  the newest row of its metrics.jsonl that has `THROUGHPUT`, used while the last process has no evidence
         """
         value: Any = last_row.get(THROUGHPUT)
         of_row = float(value) if is_number(value) and math.isfinite(value) else None
-        of_evidence = self.evidence.items_per_s if self.evidence is not None else None
-        first, second = (of_row, of_evidence) if self.process.state == "running" else (of_evidence, of_row)
-        return first if first is not None else second
+        current, last = (found.items_per_s if found else None for found in (self.current_evidence, self.evidence))
+        return next((figure for figure in (current, of_row, last) if figure is not None), None)
 
     def num_updates(self, phase: str, last_row: Mapping[str, Any]) -> Any:
         """Return the completed updates of a phase, which may be more than those of its last row of metrics."""

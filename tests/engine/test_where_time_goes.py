@@ -281,3 +281,19 @@ def test_a_difference_below_rounding_is_not_reported() -> None:
     assert len(state_note(2000, 1000)) == 1
     assert state_note(100 << 20, (100 << 20) - 1) == []
     assert state_note(1, 2) == []
+
+
+RANKS = """
+import torch.distributed
+from runner.engine.hooks import timekeeping
+timekeeping.host_peak_gib = lambda: 1.5 + torch.distributed.get_rank()
+"""
+
+
+def test_the_peak_of_host_memory_is_that_of_the_rank_with_the_most(server: ForkServer, folder: Path) -> None:
+    result = server.run(f"{BASE} parallelism=ddp parallelism.world_size=2", folder, VIRTUAL, RANKS)
+    assert result.code == 0, result.err
+    assert "highest of 2 ranks" in result.out
+    evidence = read_record(folder / "outputs/r").evidence
+    assert evidence is not None
+    assert evidence.host_peak_gib == 2.5

@@ -145,3 +145,15 @@ def test_commands_read_a_run_of_version_1(root: Path, capsys: pytest.CaptureFixt
     evidence = read_record(root / "first").evidence
     assert evidence is not None
     assert evidence.updates == 5
+
+
+@pytest.mark.parametrize("state", ["running", "failed"])
+def test_the_throughput_is_of_the_last_process_once_it_has_rows(state: str) -> None:
+    """A process that was killed leaves the measurements of an earlier one in run.json."""
+    evidence = Evidence(items_per_s=1.0, attempt="2026-01-31T10:00:00.000+00:00")
+    process = ProcessRecord(state=state, started="2026-02-01T10:00:00.000+00:00")
+    record = RunRecord(process=process, evidence=evidence)
+    assert record.throughput({"perf/throughput": 2.0}) == 2.0
+    assert record.throughput({}) == 1.0
+    own = dataclasses.replace(record, evidence=dataclasses.replace(evidence, attempt=process.started))
+    assert own.throughput({"perf/throughput": 2.0}) == 1.0

@@ -6,6 +6,8 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 
+import torch
+
 from runner.base.accelerator import get_accelerator
 from runner.base.stopwatch import PARTS, Seconds, TimeSnapshot
 from runner.engine.hooks.evaluation import Evaluation
@@ -45,6 +47,9 @@ class Timekeeping(Hook):
 
     def end(self) -> None:
         self._end_clock(self.phase.stopwatch.finish)
+        phase = self.phase
+        peak = torch.tensor([max(phase.record.peak_host_gib, host_peak_gib())], dtype=torch.float64)
+        phase.record.peak_host_gib = float(phase.parts.world.max(peak))
 
     def close(self, error: BaseException | None) -> None:
         if error is not None:

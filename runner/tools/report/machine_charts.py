@@ -53,7 +53,7 @@ def _describe_peaks(run: RunData) -> Iterator[str]:
         return
     for name, peak, total in (
         (make_printable(evidence.device_name or "device"), evidence.device_peak_gib, evidence.device_total_gib),
-        ("host", evidence.host_peak_gib, evidence.host_total_gib),
+        (evidence.host_label, evidence.host_peak_gib, evidence.host_total_gib),
     ):
         if peak is not None:
             capacity = f" of {format_gib(total)}, {peak / total:.0%}" if total else ""

@@ -52,7 +52,7 @@ def _memory_tile(run: RunData) -> Iterable[Tile]:
         return
     for name, peak, total in (
         ("device", evidence.device_peak_gib, evidence.device_total_gib),
-        ("host", evidence.host_peak_gib, evidence.host_total_gib),
+        (evidence.host_label, evidence.host_peak_gib, evidence.host_total_gib),
     ):
         if peak is not None:
             yield Tile(f"peak memory, {name}", format_gib(peak), f"of {format_gib(total)}" if total else "")

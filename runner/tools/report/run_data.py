@@ -106,8 +106,8 @@ class RunData:
 
     @property
     def evidence(self) -> Evidence | None:
-        """The measurements of the run."""
-        return self.record.evidence
+        """The measurements of the run, once its last process has some."""
+        return self.record.current_evidence
 
     @property
     def task(self) -> str:

@@ -202,10 +202,14 @@ def test_a_metric_missing_from_the_last_evaluation_is_not_an_earlier_one(tmp_pat
             assert f"{metric}{NOT_MEASURED}" in page.words.replace(f"{metric}\n", metric)
 
 
+EARLIER = {"attempt": "2026-01-30T10:00:00.000+00:00", "parts_s": {"forward": 99.0}, "seconds": 99.0}
+
+
 @pytest.mark.usefixtures("undrawn")
-def test_a_running_run_and_damaged_lines_are_reported(tmp_path: Path) -> None:
+@pytest.mark.parametrize("evidence", [None, EARLIER], ids=["first process", "resumed"])
+def test_a_running_run_and_damaged_lines_are_reported(tmp_path: Path, evidence: dict[str, Any] | None) -> None:
     path = make_run(
-        tmp_path, "mine", run__json=record("mine", state="running", host="elsewhere", evidence=None, metrics=None)
+        tmp_path, "mine", run__json=record("mine", state="running", host="elsewhere", evidence=evidence, metrics=None)
     )
     good = [json.dumps(row) for row in rows(20)]
     (path / "metrics.jsonl").write_text("\n".join([*good[:9], "{torn", "[]", *good[9:], '{"update": 210, "half']))
