@@ -9,19 +9,23 @@ from contextlib import suppress
 
 
 def split_into_blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
-    """Yield the bytes in order, in blocks: merge small views and split large ones."""
-    small_views = bytearray()
+    """Yield the bytes in order, in blocks: merge small views and split large ones.
+
+    Merged views share one buffer: a block is valid until the next one is requested.
+    """
+    buffer = memoryview(bytearray(min(MERGED, sum(map(len, views)))))
+    used = 0
     for view in views:
-        if len(small_views) + len(view) < BLOCK:
-            small_views += view
-            continue
-        if small_views:
-            yield memoryview(small_views)
-            small_views = bytearray()
-        for start in range(0, len(view), BLOCK):
-            yield view[start : start + BLOCK]
-    if small_views:
-        yield memoryview(small_views)
+        if used + len(view) > len(buffer) and used:
+            yield buffer[:used]
+            used = 0
+        if len(view) > len(buffer):
+            yield from (view[start : start + BLOCK] for start in range(0, len(view), BLOCK))
+        else:
+            buffer[used : used + len(view)] = view
+            used += len(view)
+    if used:
+        yield buffer[:used]
 
 
 class HashThread:
@@ -62,3 +66,4 @@ class HashThread:
 
 
 BLOCK = 8 << 20  # bytes per write or hash call; below 4 MiB the call overhead matters
+MERGED = 4 << 20  # bytes of small views per call: host memory of the writing thread and of the hash thread
