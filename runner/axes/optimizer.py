@@ -30,6 +30,7 @@ from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.fused_adam import FusedAdam, FusedAdamW, skip_compiler_import
 from runner.base.packages import check_installed
 from runner.base.schedule_free import keep_counters_in_state
+from runner.base.text import abbreviate
 from runner.base.values import Factor, NonNegative, Positive, PositiveInt
 from runner.config.option_table import call_option
 from runner.config.schema import did_you_mean
@@ -444,7 +445,7 @@ def _groups(
 
 def _unmatched_problems(prefixes: Iterable[str], names: Sequence[str], key: str) -> list[Problem]:
     return [
-        Problem(f"no parameter's name starts with {prefix}", key, did_you_mean(prefix, module_prefixes(names)))
+        Problem(f"no parameter's name starts with {prefix}", key, suggest_module(prefix, names))
         for prefix in prefixes
         if not any(is_under(name, prefix) for name in names)
     ]
@@ -466,6 +467,12 @@ def is_under(name: str, prefix: str) -> bool:
 def module_prefixes(names: Sequence[str]) -> list[str]:
     """Return the names, and those of all modules that contain them."""
     return list({name.rsplit(".", cut)[0]: None for name in names for cut in range(name.count(".") + 1)})
+
+
+def suggest_module(prefix: str, names: Sequence[str]) -> str:
+    """Return what to write instead of `prefix`, which matches no name: a similar one, or the top levels."""
+    levels = dict.fromkeys(name.partition(".")[0] for name in names)
+    return did_you_mean(prefix, module_prefixes(names)) or f"the model has {abbreviate([*levels], 8)}"
 
 
 def _kernel_flags(parameters: Parameters, kernel: str, *, takes_shards: bool = True) -> dict[str, bool]:

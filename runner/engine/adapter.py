@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from torch import Tensor, nn
 
-from runner.axes.optimizer import is_under, module_prefixes
+from runner.axes.optimizer import is_under, suggest_module
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.packages import require
 from runner.base.task import Task
@@ -159,7 +159,7 @@ class LoraAdapter(Adapter):
             Problem(
                 f"no parameter's name starts with {prefix}",
                 "adapter.train",
-                did_you_mean(prefix, module_prefixes(names)),
+                suggest_module(prefix, names),
             )
             for prefix in self.train
             if not any(is_under(name, prefix) for name in names)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.axes.optimizer import is_under, module_prefixes
+from runner.axes.optimizer import is_under, suggest_module
 from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, Problem
 from runner.base.task import Task
@@ -148,7 +148,7 @@ def _check_parameters(specs: Sequence[ObjectiveSpec], model: nn.Module) -> Itera
         for prefix in (*spec.trains, *spec.shares):
             if not any(is_under(name, prefix) for name in names):
                 what = f"trains nothing: no parameter's name starts with {prefix}"
-                yield Problem(what, f"OBJECTIVES[{spec.name!r}]", did_you_mean(prefix, module_prefixes(names)))
+                yield Problem(what, f"OBJECTIVES[{spec.name!r}]", suggest_module(prefix, names))
         for name in spec.select_parameters(model):
             owners.setdefault(name, []).append(spec)
     for name, several in owners.items():

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.axes.optimizer import build_optimizer, is_under, module_prefixes
+from runner.axes.optimizer import build_optimizer, is_under, module_prefixes, suggest_module
 from runner.axes.precision import Precision
 from runner.axes.scheduler import build_schedule
 from runner.base.batch import MicroBatch
@@ -19,7 +19,6 @@ from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
 from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 from runner.base.order import Order
 from runner.base.task import Fit, State
-from runner.config.schema import did_you_mean
 from runner.distributed.parallel import Copy, dense_gradient
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.assemble import Parts
@@ -399,7 +398,7 @@ def _select_parameters(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Param
         Problem(
             f"no parameter's name starts with {prefix}",
             f"phase.{phase.name}.trains",
-            did_you_mean(prefix, module_prefixes([*trainable])),
+            suggest_module(prefix, [*trainable]),
         )
         for prefix in phase.trains
         if not any(is_under(name, prefix) for name in trainable)

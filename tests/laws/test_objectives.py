@@ -272,6 +272,14 @@ def test_invalid_objectives_are_refused_with_exit_code_78(name: str) -> None:
     assert result.value.exit_code == 78
 
 
+def test_an_unknown_module_is_answered_with_those_of_the_model() -> None:
+    task = type("Wrong", (Adversarial,), {"declared": {"critic": {"trains": ["value_function"]}}})(torch.float32)
+    with pytest.raises(ConfigError) as result:
+        specs_of(task)
+    (problem,) = result.value.problems
+    assert {"gen", "disc"} <= set(problem.fix.replace(",", " ").split())
+
+
 def test_problems_of_all_objectives_are_reported_together() -> None:
     declared = {"first": ["disc"], "second": {"trains": ["disc"], "every": 0}, "third": {"trains": []}}
     task = type("Wrong", (Adversarial,), {"declared": declared})(torch.float32)
