@@ -97,7 +97,7 @@ commands
 {rows}
 
 examples
-  accel-run train                              train the default task, on real text
+  accel-run train                              train the default task, a language model
   accel-run train +hardware=t4 updates=1000    use the options of the T4 profile
   accel-run plan precision=bf16                show what would run, and why
   accel-run train --task ./my_task.py          train your own task; create one with: accel-run new my_task.py

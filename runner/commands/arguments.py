@@ -238,7 +238,7 @@ _EXAMPLES = {"--task": "my_task.py", "--config-dir": "conf", "apply": "true", "g
 
 SETTINGS_HELP = """settings: key=value, in any order; accel-run plan lists all of them
   task=NAME, --task FILE       the task to train: a built-in one, or your own file
-  hardware=NAME                hardware profile: auto, cpu, t4, rtx3050ti_4gb, pair_11gb_8gb, a100, h100, h200, ...
+  +hardware=NAME               hardware profile: auto, cpu, t4, rtx3050ti_4gb, pair_11gb_8gb, a100, h100, h200, ...
   updates=N or epochs=N        length of the training
   global_batch_size=N          samples per update; micro_batch_size=N: samples per forward and backward pass
   optimizer.lr=X, scheduler=NAME, max_grad_norm=X, seed=N

@@ -78,7 +78,7 @@ def _describe_key(key: str, value: str, configuration: Configuration) -> Iterato
         request = configuration.request
         yield f"  options: {', '.join(list_options(key, request.config_dir, request.task_file))}"
     if value == "auto":
-        yield "  see how auto is resolved on this machine: accel-run plan"
+        yield "  accel-run plan shows what auto selects, unless that is decided during the run"
 
 
 def _describe_value(key: str, configuration: Configuration) -> str:

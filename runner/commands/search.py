@@ -29,7 +29,7 @@ Requires Optuna: pip install "accel-run[search]"
 
 examples
   accel-run search 'optimizer.lr=log(1e-4,1e-2)' run=lr
-  accel-run search --task ./my_task.py 'optimizer.lr=log(1e-4,1e-1)' 'task.hidden=range(32,257,32)' trials=40 run=first
+  accel-run search --task ./my_task.py 'task.hidden=range(32,257,32)' trials=8
   accel-run report lr
 """
 COMMAND_KEYS = {"trials": "20", "budget_s": "", **TRIAL_KEYS}

@@ -14,8 +14,9 @@ if TYPE_CHECKING:
 TRIAL_KEYS = {"together": "", "metric": "", "goal": ""}
 SWEEP_KEYS = {**TRIAL_KEYS, "retry": "false"}
 TOGETHER_HELP = """\
-  together=2                   number of concurrent trials (default: 1; jobs of a sweep with launcher=slurm: no limit)
-  metric=NAME, goal=min|max    how trials are compared, at their last evaluation (default: as for early_stopping)"""
+  together=2                   trials that run at the same time (default: 1; with launcher=slurm, all trials of a sweep)
+  metric=NAME, goal=min|max    metric of the last evaluation by which trials are compared, and whether lower or higher
+                               is better (default: early_stopping.metric and early_stopping.best_is)"""
 
 
 def parse_sweep_options(keys: Mapping[str, str]) -> SweepOptions:

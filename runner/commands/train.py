@@ -6,14 +6,14 @@ from runner.base.errors import ConfigError, Problem
 from runner.commands.arguments import SETTINGS_HELP, parse_arguments, parse_command_keys
 from runner.commands.sweep_arguments import SWEEP_KEYS, TOGETHER_HELP, parse_sweep_options
 
-HELP = f"""usage: accel-run train [key=value ...] [-m]
+HELP = f"""usage: accel-run train [--task FILE] [--config-dir DIR] [-m] [key=value ...]
 
 Trains a task and writes everything to outputs/<run name>. To resume a run that was stopped by Ctrl-C, SIGTERM (exit
 75), a crash or a kill, run the same command with the same run=NAME.
 
 {SETTINGS_HELP}
-  -m                           sweep: train every combination of key=1,2, key=range(1,5) and key=choice(a,b); each is
-                               a separate run in outputs/<run name>, beside sweep.json and results.csv; options:
+sweep: -m trains every combination of values, each as a separate run in outputs/<run name>
+  key=1,2                      two values; also key=choice(1,2), and key=range(1,5) for 1, 2, 3, 4
 {TOGETHER_HELP}
   retry=true                   retry failed trials when the sweep resumes
 

@@ -31,7 +31,7 @@ def describe_bottleneck(parts_s: Seconds, total_s: float, busy_percent: Mapping[
     if LIMITING_SHARE * total_s <= started_s < DOMINANT_SHARE * total_s:
         del seconds_by_kind["start-up"]
         total_s -= started_s
-        scope, startup_note = " after start-up", f"; start-up took {started_s:.1f} s"
+        scope, startup_note = " after the first update", f"; starting and the first update took {started_s:.1f} s"
     (largest, seconds), *smaller = sorted(seconds_by_kind.items(), key=lambda kind: -kind[1])
     other_shares = [f"{kind} {spent / total_s:.0%}" for kind, spent in smaller if spent >= LIMITING_SHARE * total_s]
     utilization = _describe_utilization(busy_percent or {}, computes=largest == "compute")

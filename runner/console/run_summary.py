@@ -11,12 +11,17 @@ from runner.console import bottleneck
 
 
 @dataclass(frozen=True)
-class TechniqueLine:
-    """A technique that makes runs faster or smaller; `why` is its effect, or why it is off."""
+class OptionLine:
+    """An option that affects speed or memory: its group and name, its settings, and why it was selected; or off."""
 
     name: str
     on: bool
     why: str
+    settings: str = ""
+
+    def __str__(self) -> str:
+        selected = f"{self.name}, {self.settings}" if self.settings else self.name
+        return f"{selected} — {self.why}" if self.why else selected
 
 
 @dataclass(frozen=True)
@@ -34,7 +39,7 @@ class StartOfRun:
     task: str
     devices: tuple[str, ...]
     software: Mapping[str, str]
-    techniques: tuple[TechniqueLine, ...]
+    options: tuple[OptionLine, ...]
     num_parameters: int
     num_trainable: int
     batch: Batch
@@ -146,15 +151,13 @@ class EndOfRun:
 
 
 def format_start(start: StartOfRun) -> str:
-    """Return the report before the first update: machine, techniques in use, those that are off on one line, batch."""
+    """Return the report before the first update: machine, options in use, those that are off on one line, batch."""
     rows = [
         ("run", f"{start.run_name} ({start.task})"),
         *_label_rows("device", start.devices),
         ("software", ", ".join(f"{name} {version}" for name, version in start.software.items())),
-        *_label_rows(
-            "technique", (f"✓ {technique.name} — {technique.why}" for technique in start.techniques if technique.on)
-        ),
-        *_label_rows("off", _format_disabled(technique for technique in start.techniques if not technique.on)),
+        *_label_rows("options", (str(option) for option in start.options if option.on)),
+        *_label_rows("off", _format_disabled(option for option in start.options if not option.on)),
         ("parameters", f"{_format_count(start.num_parameters)} total, {_format_count(start.num_trainable)} trainable"),
         *(_label_rows("phase", start.phases) or [("batch", _format_batch(start.batch))]),
         *_label_rows("memory", start.memory),
@@ -189,11 +192,11 @@ def format_end(end: EndOfRun) -> str:
     return "\n".join(format_table(rows))
 
 
-def _format_disabled(techniques: Iterable[TechniqueLine]) -> list[str]:
-    """Return one line with the techniques that are off, those with the same reason together; none without any."""
+def _format_disabled(options: Iterable[OptionLine]) -> list[str]:
+    """Return one line with the options that are off, those with the same reason together; none without any."""
     by_reason: dict[str, list[str]] = {}
-    for technique in techniques:
-        by_reason.setdefault(technique.why, []).append(technique.name.removesuffix(" none").removesuffix(" default"))
+    for option in options:
+        by_reason.setdefault(option.why, []).append(option.name.removesuffix(" none").removesuffix(" default"))
     groups = [f"{', '.join(names)} ({why})" for why, names in by_reason.items()]
     return ["; ".join(groups)] if groups else []
 

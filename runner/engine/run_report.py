@@ -18,8 +18,8 @@ from runner.console.run_summary import (
     EndOfRun,
     LearnedMetrics,
     MemoryLine,
+    OptionLine,
     StartOfRun,
-    TechniqueLine,
     TimeSpent,
     format_end,
     format_start,
@@ -53,7 +53,7 @@ def report_start(
             task=f"task {plan.choices['task'].name}",
             devices=_devices(plan),
             software={name: str(version) for name, version in versions.items() if version},
-            techniques=tuple(_techniques(plan)),
+            options=tuple(_describe_options(plan)),
             num_parameters=sum(weight.numel() for weight in weights),
             num_trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
             batch=plan.batch,
@@ -181,16 +181,16 @@ def _checkpoint_notes(plan: Plan) -> list[str]:
     return lines
 
 
-def _techniques(plan: Plan) -> list[TechniqueLine]:
+def _describe_options(plan: Plan) -> list[OptionLine]:
     lines = []
     for group, off in _OFF_OPTIONS.items():
         choice, reason = plan.choices[group], plan.reason(group)
         detail = ", ".join(f"{key} {_format_value(choice.options[key])}" for key in _KEYS if key in choice.options)
         why = "not requested" if reason == "default" and choice.name in off else reason
         if choice.name in off:
-            lines.append(TechniqueLine(f"{group} {choice.name}" if choice.name != "off" else group, False, why))
+            lines.append(OptionLine(f"{group} {choice.name}" if choice.name != "off" else group, False, why))
         else:
-            lines.append(TechniqueLine(f"{group} {choice.name}", True, f"{detail} ({why})" if detail else why))
+            lines.append(OptionLine(f"{group} {choice.name}", True, "" if why == "default" else why, detail))
     return lines
 
 
@@ -198,9 +198,9 @@ def _format_value(value: object) -> str:
     return str(value).lower() if isinstance(value, bool) else str(value)
 
 
-# group -> options that do not speed up or shrink anything
+# group -> options that do nothing
 _OFF_OPTIONS: Mapping[str, tuple[str, ...]] = {
-    "precision": ("fp32",),
+    "precision": (),
     "optimizer": (),
     "dataloader": (),
     "attention": (),

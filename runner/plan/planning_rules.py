@@ -79,7 +79,7 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
     workers = options.get("num_workers", 0)  # dataloader=thread has at most one
     if options.get("workers_above_ms") == "auto":
         limit, why = (
-            (READ_MS, "auto: about what receiving a batch from a worker costs the main process")
+            (READ_MS, "auto: below this time, workers would save less than receiving their batches costs")
             if workers == "auto" and options["start_method"] == "fork"
             else (0.0, "auto: num_workers is set" if workers != "auto" else "auto: spawned workers start slowly")
         )

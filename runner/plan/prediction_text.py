@@ -145,7 +145,7 @@ def _format_layers(demand: Demand, memories: Sequence[RankMemory]) -> list[str]:
         f"{layer.name or 'the model itself'} {layer.activations / demand.activation_bytes:.0%}"
         for layer in demand.layers
     ]
-    return [_format_row("activations", "held by " + ", ".join(shares))]
+    return [_format_row("saved by", ", ".join(shares) + " of the activations")]
 
 
 def _format_time(plan: Plan, phase: PhasePlan, demand: Demand, rates: Mapping[str, DeviceRates]) -> list[str]:
@@ -154,7 +154,8 @@ def _format_time(plan: Plan, phase: PhasePlan, demand: Demand, rates: Mapping[st
     time = predict_phase_time(plan, phase, demand, rates)
     if time is None:
         unknown = (rank.name for rank in plan.ranks if not rates.get(rank.name, DeviceRates()).is_known)
-        why = next((f"no hardware profile lists {name}" for name in unknown), "the operators are unknown")
+        name = next(unknown, "")
+        why = f"no hardware profile lists {name}" if name else "the operators are unknown"
         return [_format_row("update time", f"not predicted: {why}")]
     rate = (
         f"{format_rate(phase.batch.global_batch_size / time.seconds)} samples/s{'' if time.is_complete else ' at most'}"

@@ -71,7 +71,7 @@ optimizer.eps = 1e-08
 dataloader.num_workers = auto
   set by the default (conf/dataloader/default.yaml)
   meaning: worker processes; 0 reads in this process; auto: by device and cores
-  see how auto is resolved on this machine: accel-run plan
+  accel-run plan shows what auto selects, unless that is decided during the run
 """,
     "seed seed=3": """\
 seed = 3

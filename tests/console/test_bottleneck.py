@@ -45,13 +45,16 @@ def test_every_part_has_one_kind_and_every_kind_a_text() -> None:
         (
             {"starting": 2.0, "forward": 3.0, "data": 5.0},
             (
-                "data: 62% of the time after start-up (5.0 of 8.0 s) was spent waiting for the next batch"
-                "; also compute 38%; start-up took 2.0 s"
+                "data: 62% of the time after the first update (5.0 of 8.0 s) was spent waiting for the next batch"
+                "; also compute 38%; starting and the first update took 2.0 s"
             ),
         ),
         (
             {"first_update": 2.0, "forward": 3.9, "data": 3.1, "saving": 1.0},
-            "no single bottleneck after start-up: compute 49%, data 39%, saving 12%; start-up took 2.0 s",
+            (
+                "no single bottleneck after the first update: compute 49%, data 39%, saving 12%"
+                "; starting and the first update took 2.0 s"
+            ),
         ),
         ({}, "unknown: the time was not measured"),
     ],

@@ -11,8 +11,8 @@ from runner.console.run_summary import (
     EndOfRun,
     LearnedMetrics,
     MemoryLine,
+    OptionLine,
     StartOfRun,
-    TechniqueLine,
     TimeSpent,
     format_end,
     format_start,
@@ -23,9 +23,9 @@ START = StartOfRun(
     task="gpt",
     devices=("cuda:0 Tesla T4, 15.0 GiB, capability 7.5", "cuda:1 Tesla T4, 15.0 GiB, capability 7.5"),
     software={"torch": "2.13.0", "CUDA": "12.8", "cuDNN": "9.7"},
-    techniques=(
-        TechniqueLine("bf16 autocast", False, "a T4 computes bfloat16 by emulation"),
-        TechniqueLine("fp16 autocast", True, "half the memory, tensor cores"),
+    options=(
+        OptionLine("bf16 autocast", False, "a T4 computes bfloat16 by emulation"),
+        OptionLine("fp16 autocast", True, "half the memory, tensor cores"),
     ),
     num_parameters=124_439_808,
     num_trainable=1_500,
