@@ -438,8 +438,8 @@ def _rows(batches: list[Any], num_samples: int, where: str) -> Any:
         raise DataError(f"the samples have no common shape: {error}", where=place, fix=fix) from error
     lengths: list[int] = []
     map_tensors(lambda tensor: lengths.append(len(tensor) if tensor.dim() else 0), samples)
-    if set(lengths) != {num_samples}:
-        what = f"a batch must have one row per sample, but {num_samples} samples have {max(lengths)} rows"
+    if (rows := next((length for length in lengths if length != num_samples), None)) is not None:
+        what = f"a batch must have one row per sample, but a tensor has {rows} rows for {num_samples} samples"
         raise DataError(what, where=place, fix=f"{fix}, or define load_fixed and compose in the dataset")
     return samples
 

@@ -24,7 +24,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 
 from runner.base.accelerator import get_accelerator
 from runner.base.errors import ConfigError, Problem
-from runner.base.values import Auto, Fraction, Positive, PositiveInt
+from runner.base.values import Auto, Positive, PositiveFraction, PositiveInt
 from runner.config.allocator_settings import ALLOCATOR_VARIABLE, allocator_environment
 
 Lines = tuple[str, ...]  # what was applied, for the start report
@@ -36,12 +36,12 @@ def none(
     device: torch.device,
     *,
     channels_last: Auto | bool = "auto",
-    fraction: Fraction | None = None,
+    fraction: PositiveFraction | None = None,
     allocator: str | None = None,
 ) -> Lines:
     """Keep all activations for the backward pass.
 
-    Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0.
+    Call before compiling, wrapping and building the optimizer.
     """
     return _report(model, device, channels_last=channels_last, fraction=fraction, allocator=allocator)
 
@@ -53,7 +53,7 @@ def checkpoint(
     *,
     every: PositiveInt = 1,
     channels_last: Auto | bool = "auto",
-    fraction: Fraction | None = None,
+    fraction: PositiveFraction | None = None,
     allocator: str | None = None,
 ) -> Lines:
     """Keep only the inputs of the task's blocks and recompute activations in the backward pass.
@@ -64,7 +64,7 @@ def checkpoint(
     that are called again, as by a loss with two forward passes, and of modules called both before and after a block.
 
     every          checkpoint every n-th block
-    Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0.
+    Call before compiling, wrapping and building the optimizer.
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     chosen = blocks[::every]
@@ -80,7 +80,7 @@ def selective(
     *,
     save: Literal["matmul", "attention"] = "matmul",
     channels_last: Auto | bool = "auto",
-    fraction: Fraction | None = None,
+    fraction: PositiveFraction | None = None,
     allocator: str | None = None,
 ) -> Lines:
     """Keep the inputs of the task's blocks and their costly results; recompute the cheap ones.
@@ -88,7 +88,7 @@ def selective(
     Gradients are equal as with memory=checkpoint; forward passes without gradients are not affected.
 
     save           matmul: keep the results of matrix products, convolutions and attention; attention: of attention only
-    Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0.
+    Call before compiling, wrapping and building the optimizer.
     Source: Korthikanti et al., Reducing Activation Recomputation in Large Transformer Models, 2022;
             torch.utils.checkpoint.create_selective_checkpoint_contexts.
     """
@@ -111,7 +111,7 @@ def budget(
     limit_gib: Positive | None = None,
     recompute: Auto | list[int] = "auto",
     channels_last: Auto | bool = "auto",
-    fraction: Fraction | None = None,
+    fraction: PositiveFraction | None = None,
     allocator: str | None = None,
 ) -> Lines:
     """Recompute only as many of the task's blocks as the device's memory requires.
@@ -122,7 +122,7 @@ def budget(
 
     limit_gib      memory limit on the device in GiB; null: all of the device
     recompute      indices of the blocks to recompute, without duplicates; auto: chosen by the plan, or all
-    Call before compiling, wrapping and building the optimizer. Raises ConfigError for a fraction of 0, and for a
+    Call before compiling, wrapping and building the optimizer. Raises ConfigError for a
     block index out of range.
     Source: Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016; Korthikanti et al., 2022, on choosing.
     """
@@ -255,8 +255,6 @@ def _to_channels_last(model: nn.Module, device: torch.device, channels_last: Lit
 def _limit_memory(device: torch.device, fraction: float | None) -> list[str]:
     if fraction is None:
         return []
-    if not fraction:
-        raise ConfigError(Problem("must be above 0, but is 0", "memory.fraction"))
     if not get_accelerator(device).limit_memory(fraction):
         warnings.warn(f"memory.fraction has no effect on {device.type}", stacklevel=4)
         return [f"memory.fraction: no effect on {device.type}"]

@@ -28,6 +28,7 @@ __all__ = [
     "Part",
     "Place",
     "Positive",
+    "PositiveFraction",
     "PositiveInt",
     "Range",
     "RunsFolder",
@@ -69,6 +70,7 @@ Auto = Literal["auto"]
 Positive = Annotated[float, Range("a number above 0", low=0.0, low_allowed=False)]
 NonNegative = Annotated[float, Range("a number of at least 0", low=0.0)]
 Fraction = Annotated[float, Range("a number between 0 and 1", low=0.0, high=1.0)]
+PositiveFraction = Annotated[float, Range("a number above 0 and at most 1", low=0.0, high=1.0, low_allowed=False)]
 Part = Annotated[float, Range("a number above 0 and below 1", 0.0, 1.0, low_allowed=False, high_allowed=False)]
 Factor = Annotated[float, Range("a number from 0 to below 1", low=0.0, high=1.0, high_allowed=False)]
 Count = Annotated[int, Range("an integer of at least 0", low=0)]

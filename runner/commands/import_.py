@@ -34,9 +34,14 @@ def run(argv: list[str]) -> int:
 
     arguments = parse_arguments(argv, positional=2)
     refuse_unknown_options(arguments.request)
-    keys = [arg.partition("=")[2] for arg in arguments.request.overrides if arg.startswith("key=")]
-    if not arguments.positional or len(keys) < len(arguments.request.overrides) or len(keys) > 1:
-        raise ConfigError(Problem("needs exactly one file", "import", _EXAMPLE))
+    overrides = arguments.request.overrides
+    if not arguments.positional:
+        raise ConfigError(Problem("needs a file", "import", _EXAMPLE))
+    if unknown := [override for override in overrides if not override.startswith("key=")]:
+        raise ConfigError(Problem("is not a setting of import", unknown[0], "use key=ENTRY, or leave it out"))
+    if len(overrides) > 1:
+        raise ConfigError(Problem("is given more than once", "key", "give one of them"))
+    key = overrides[0].removeprefix("key=") if overrides else None
     source = Path(arguments.positional[0]).expanduser()
     if not source.is_file():
         raise InputMissing("file not found", where=arguments.positional[0] or "import", fix=_EXAMPLE)
@@ -57,7 +62,7 @@ def run(argv: list[str]) -> int:
     # Exit through the `finally` below, which removes the temporary file.
     previous_handler = signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
-        result = run_in_subprocess(convert, source.absolute(), temporary, keys[0] if keys else None)
+        result = run_in_subprocess(convert, source.absolute(), temporary, key)
         publish(temporary, target.absolute())
     except BrokenProcessPool as error:
         raise DataError("crashed the reader process", where=str(source), fix="it is damaged or malicious") from error

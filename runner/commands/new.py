@@ -66,9 +66,11 @@ def run(argv: list[str]) -> int:
         raise ConfigError(Problem("needs exactly one file name", "new", "use accel-run new my_task.py"))
     path = Path(arguments.positional[0])
     if path.suffix != ".py" or not path.stem.isidentifier() or keyword.iskeyword(path.stem):
-        raise ConfigError(Problem("must be a Python file with a plain name", str(path), "use accel-run new my_task.py"))
+        raise ConfigError(
+            Problem("must end in .py and have a valid Python module name", str(path), "use accel-run new my_task.py")
+        )
     if path.stem in sys.stdlib_module_names or _is_taken(path):
-        fix = f"use accel-run new my_{path.name}"
+        fix = f"use accel-run new {shlex.quote(str(path.with_name(f'my_{path.name}')))}"
         raise ConfigError(
             Problem("has the name of an existing Python module and would shadow it or be shadowed", str(path), fix)
         )

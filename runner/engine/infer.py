@@ -42,7 +42,7 @@ from runner.monitor.monitor_thread import MONITORS, monitored_gpus
 from runner.plan.run_plan import Plan
 from runner.profiling.module_times import wrap_compiled_call
 from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
-from runner.records.events import Console
+from runner.records.events import Console, terminal_log_level
 
 _END = object()
 
@@ -54,7 +54,9 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     world  each rank computes one shard of the predictions; rank 0 prints the summary
     Raises TaskFault if predict yields nothing, or if two ranks write the same file.
     """
-    console = Console(is_enabled=world.is_first)  # a broken pipe, as in `| head`, is no error
+    console = Console(
+        level=terminal_log_level(), is_enabled=world.is_first
+    )  # a broken pipe, as in `| head`, is no error
 
     suffix = f"-rank{world.rank}" if world.rank else ""
     if world.world_size > 1:

@@ -21,24 +21,25 @@ from runner.launch.on_ranks import run_on_ranks
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan, plan_this_process
 from runner.plan.run_plan import Plan
-from runner.records.events import Console, Level
+from runner.records.events import Console, Level, terminal_log_level
 
 
 @nonblocking_streams()
 def infer(request: Request, checkpoint: str | None = None) -> Exit:
-    """Run predictions with the run or the weights that the request names; write predictions/ and plots/.
+    """Predict with the run or the weights that the request names, and write predictions/ and plots/.
 
     With `parallelism=ddp`, each rank computes one shard of the predictions if the task's `predict` has the parameters
     `shard` and `num_shards`. Otherwise, one process computes all predictions.
 
-    checkpoint  best, last or the number of an update; None: the best one if there is one, else the last one
+    checkpoint  best, last or the number of an update; None: best if there is one, otherwise last
     Raises InputMissing if there is no such run or checkpoint, DataError if it is damaged.
     """
-    source = find_source(request, Console(), checkpoint)
+    source = find_source(request, Console(level=terminal_log_level()), checkpoint)
     configuration = source.configuration
     member = detect_rank(os.environ)
-    is_started_here = member is None or member.world_size == 1
-    if source.run is not None and is_started_here and _splits_into_shards(configuration):
+    # Ranks of torchrun or srun are not used: each of them computes all predictions, and rank 0 writes them.
+    is_single_process = member is None or member.world_size == 1
+    if source.run is not None and is_single_process and _splits_into_shards(configuration):
         return run_on_ranks(configuration, configuration.request.task_file, partial(_infer_shard, source))[0]
     plan, _ = plan_this_process(configuration)
     return infer_here(source, plan, World(torch.device(plan.device)))[0]
@@ -62,17 +63,18 @@ def evaluate(
 ) -> tuple[Exit, dict[str, Any] | None]:
     """Evaluate the run or the weights that the request names; return the exit code and the record of the metrics.
 
-    checkpoint  best, last or an update; None: the best one if there is one, else the last one
-    level       least important messages to print; None: that of $ACCEL_RUN_LOG_LEVEL
-    The record is None after a signal, and on ranks of torchrun or srun that do not print.
+    checkpoint  best, last or the number of an update; None: best if there is one, otherwise last
+    level       minimum level of printed messages; None: $ACCEL_RUN_LOG_LEVEL
+    The record is None after a signal, and on every rank except 0 if torchrun or srun started the ranks.
     """
     member = detect_rank(os.environ)
     is_first = member is None or member.rank == 0
     try:
-        source = find_source(request, Console(level=level or "info", is_enabled=is_first), checkpoint)
+        source = find_source(request, Console(level=level or terminal_log_level(), is_enabled=is_first), checkpoint)
         task_file = source.configuration.request.task_file
         code, record = run_on_ranks(source.configuration, task_file, partial(evaluate_run, source, split, level))
     except ConfigError as error:
+        # Every rank raises a SharedConfigError, and the first one reports it.
         if is_first or not isinstance(error, SharedConfigError):
             raise
         return Exit(error.exit_code), None

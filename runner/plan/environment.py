@@ -1,4 +1,4 @@
-"""Hardware and versions, recorded with each training and measurement."""
+"""Hardware and versions, recorded with each training run and measurement."""
 
 from __future__ import annotations
 
@@ -27,15 +27,18 @@ def collect_environment(inventory: Inventory) -> dict[str, Any]:
 
 
 def _git_state(folder: Path) -> dict[str, str] | None:
-    """Return commit and branch of the user's checkout, read from .git without starting git.
+    """Return commit and branch of the user's checkout; None in a worktree or submodule, whose .git is a file.
 
-    The folder may belong to another user, such as /tmp. Only names below refs/ and hashes are read, only from regular
-    files: a link or a manipulated HEAD cannot copy the text of another file into a run.
+    Does not start git, which may be missing, and which runs commands that a repository's configuration names. The
+    folder may be writable by other users, as /tmp is. Reads only regular files, and accepts only hashes and names
+    under refs/, so that a symlink or a crafted HEAD cannot leak the content of another file into the run.
     """
     for parent in (folder, *folder.parents):
         root = parent / ".git"
         head = _read_text(root / "HEAD").strip()
         if not head:
+            if os.path.lexists(root):
+                return None  # a parent folder with .git is another repository
             continue
         if _COMMIT.fullmatch(head):
             return {"commit": head}
@@ -54,7 +57,8 @@ def _git_state(folder: Path) -> dict[str, str] | None:
 
 def _read_text(path: Path, limit: int = 4096) -> str:
     with suppress(OSError, UnicodeDecodeError):
-        # O_NONBLOCK: opening a named pipe would block until there is a writer. Parent folders may still be links.
+        # O_NONBLOCK: opening a named pipe would block until there is a writer. Parent folders may be
+        # symlinks, because the checks of the content do not depend on the location.
         descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
         try:
             status = os.fstat(descriptor)

@@ -172,7 +172,8 @@ def _parse_axis(override: Override, fixed: Request, problems: list[Problem]) -> 
         elif low >= high:
             problems.append(Problem("must start below its end", text, f"use interval({high:g},{low:g})"))
         elif is_log and low <= 0:
-            problems.append(Problem("a log scale must start above 0", text, f"use log({high / 1000:g},{high:g})"))
+            fix = f"use log({high / 1000:g},{high:g})" if high > 0 else f"use interval({low:g},{high:g})"
+            problems.append(Problem("a log scale must start above 0", text, fix))
         else:
             is_integer = isinstance(value.start, int) or not _accepts_fractions(override, low, high, fixed)
             return SearchSpace(key, (), low, high, is_log=is_log, is_integer=is_integer)
@@ -236,8 +237,10 @@ def _kind(override: Override) -> str:
 
 
 def _text(override: Override) -> str:
-    return override.input_line or ""
+    """Return the override as the user wrote it, with log(a,b) instead of what parse_search_space replaces it with."""
+    return _TAGGED_LOG.sub(r"log(\1)", override.input_line or "")
 
 
 _SWEEP_KEYS = ("run", "output_root")
 _LOG_CALL = re.compile(r"\blog\(([^()]*)\)")
+_TAGGED_LOG = re.compile(r"\btag\(log,interval\(([^()]*)\)\)")

@@ -90,7 +90,9 @@ def _field(data: Array, mask: Array, affine: Array, gradients: Any) -> Array:
     """Return SH coefficients of the attenuation, fitted in RAS axes, and the mask (X, Y, Z, 46)."""
     weighted = ~gradients.b0s_mask
     axes = affine[:3, :3] / np.linalg.norm(affine[:3, :3], axis=0)
-    directions = gradients.bvecs[weighted] @ axes.T
+    # FSL stores directions along the axes of the voxels, but with the first one negated if the determinant is positive.
+    signs = [-1.0 if np.linalg.det(axes) > 0 else 1.0, 1.0, 1.0]
+    directions = gradients.bvecs[weighted] * signs @ axes.T
     baseline = data[..., ~weighted].mean(axis=-1, keepdims=True)
     attenuation = np.clip(data[..., weighted] / np.maximum(baseline, 1e-6), 0, 1)
     sphere = _dipy("core.sphere").Sphere(xyz=directions)

@@ -246,6 +246,19 @@ def test_batches_without_a_row_per_sample_cannot_be_kept() -> None:
         cache_samples(fetcher, "memory", torch.device("cpu"))
 
 
+class TwoTensors(Squares):
+    """A tensor with a row per sample, and one with 5 rows."""
+
+    def __getitems__(self, indices: list[int]) -> list[torch.Tensor]:
+        return [torch.tensor(indices), torch.zeros(5)]
+
+
+def test_the_tensor_without_a_row_per_sample_is_reported() -> None:
+    fetcher = Fetcher(TwoTensors(size=8), list, bad_samples="stop")
+    with pytest.raises(DataError, match="5 rows for 8 samples"):
+        cache_samples(fetcher, "memory", torch.device("cpu"))
+
+
 class Augmented(Squares):
     """Adds noise to squares; the fixed part of a sample is its square, `draws` whether that is random."""
 

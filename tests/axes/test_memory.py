@@ -26,6 +26,8 @@ from runner.axes.memory import (
 )
 from runner.base.errors import ConfigError
 from runner.config.allocator_settings import allocator_environment
+from runner.config.configuration import compose
+from runner.config.request import Request
 
 CPU = torch.device("cpu")
 
@@ -344,9 +346,10 @@ def test_a_limit_without_effect_on_the_cpu_is_reported(option: str, key: dict[st
     assert any("effect on cpu" in line for line in report)
 
 
-def test_a_fraction_of_0_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"memory.fraction: must be above 0"):
-        none(nn.Linear(2, 2), [], CPU, fraction=0.0)
+@pytest.mark.parametrize("option", MEMORIES)
+def test_a_fraction_of_0_is_an_invalid_setting(option: str) -> None:
+    with pytest.raises(ConfigError, match=r"memory.fraction=0: must be a number above 0 and at most 1"):
+        compose(Request((f"memory={option}", "memory.fraction=0")))
 
 
 def test_allocator_settings_in_the_environment_are_echoed(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -110,6 +110,14 @@ def test_inference_uses_the_last_trained_run(server: ForkServer, folder: Path) -
 
 
 @pytest.mark.slow
+def test_inference_and_evaluate_use_the_log_level(server: ForkServer, folder: Path) -> None:
+    for command in ("inference", "evaluate"):
+        assert "update-0000000030" in server.run(command, folder).out
+        result = server.run(command, folder, env={"ACCEL_RUN_LOG_LEVEL": "warning"})
+        assert (result.code, "update-0000000030" in result.out) == (0, False), result.err
+
+
+@pytest.mark.slow
 def test_inference_accepts_a_run_by_name_and_by_folder(server: ForkServer, folder: Path) -> None:
     elsewhere = folder / "elsewhere"
     elsewhere.mkdir()

@@ -120,6 +120,8 @@ def test_files_with_more_than_tensors_are_refused_with_a_message(
 SLIPS = {
     "import": 78,
     "import a.pt b.safetensors c": 78,
+    "import there.pt new.safetensors foo=1": 78,
+    "import there.pt key=a key=b": 78,
     "import missing.pt": 66,
     "import there.safetensors": 78,
     "import there.pt new.bin": 78,

@@ -57,6 +57,14 @@ def test_the_printed_command_names_the_file(
     assert main(["explain", "task.hidden", *command[2:]]) == 0
 
 
+def test_the_suggested_name_is_in_the_same_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "a folder").mkdir()
+    assert main(["new", str(tmp_path / "a folder" / "json.py")]) == 78
+    command = shlex.split(capsys.readouterr().err.partition("use accel-run ")[2])
+    assert main(command) == 0
+    assert (tmp_path / "a folder" / "my_json.py").is_file()
+
+
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(
     "args",

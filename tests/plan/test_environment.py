@@ -59,6 +59,24 @@ def test_a_head_that_is_a_link_is_not_followed(git: Path) -> None:
     assert recorded() is None
 
 
+@pytest.mark.parametrize("inner", ["file", "empty folder", "broken symlink"])
+def test_a_checkout_inside_another_repository_does_not_record_the_outer_one(
+    inner: str, git: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The .git of a worktree or a submodule is a file."""
+    folder = git.parent / "submodule"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    assert recorded() == {"branch": "refs/heads/main", "commit": COMMIT}
+    if inner == "file":
+        (folder / ".git").write_text("gitdir: ../.git/modules/submodule\n")
+    elif inner == "empty folder":
+        (folder / ".git").mkdir()
+    else:
+        (folder / ".git").symlink_to("missing")
+    assert recorded() is None
+
+
 @pytest.mark.parametrize("name", ["HEAD", "refs/heads/main", "packed-refs"])
 def test_a_named_pipe_does_not_block_the_start(git: Path, name: str) -> None:
     for path in {git / name, git / "refs" / "heads" / "main"}:

@@ -45,14 +45,14 @@ def test_memory_of_one_gpu_is_predicted_and_cuda_is_not_initialized_before_the_r
 ROOM = """
 import torch, _stand_in
 from runner.durable import tensors
-tensors._WORTH_A_THREAD = 0
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
-room = tensors.HostBuffer()
-room.prepare(4 << 20, device)
-room.clear()
+buffer = tensors.HostBuffer()
+buffer.prepare(tensors._MIN_THREAD_BYTES, device)
+assert buffer._allocator is not None, "no thread was started"
+buffer.clear()
 weight = torch.randn(1 << 20, device=device)
-kept = room.copy(weight)
+kept = buffer.copy(weight)
 assert torch.equal(kept, weight.cpu())
 assert _stand_in.contexts() == [1], _stand_in.contexts()
 """

@@ -97,6 +97,7 @@ def test_search_ranges_use_hydra_syntax_and_are_integers_for_integer_keys(word: 
 SEARCHES = [
     "seed=1",
     "optimizer.lr=log(0,1)",
+    "optimizer.lr=log(-5,-1)",
     "optimizer.lr=interval(2,1)",
     "optimizer.lr=interval(0,inf)",
     "optimizer.lr=interval(-1,1)",

@@ -191,6 +191,28 @@ def test_the_direction_field_follows_the_streamlines(one_subject: Path, tmp_path
     assert (latest[latest.any(dim=1), 1] > 0.99).all()  # streamlines run along A
 
 
+def test_directions_of_fsl_have_the_first_axis_negated_for_a_positive_determinant(
+    one_subject: Path, tmp_path: Path
+) -> None:
+    """The same image stored from left to right and from right to left has the same dwi.bvec."""
+    fields = []
+    for name, sign in (("radiological", -1.0), ("neurological", 1.0)):
+        folder = tmp_path / name / "anna"
+        shutil.copytree(one_subject / "anna", folder)
+        affine = np.diag([2.0, 2.0, 2.0, 1.0])
+        angle = np.pi / 6
+        affine[:2, :2] = 2 * np.array([[np.cos(angle), -np.sin(angle)], [np.sin(angle), np.cos(angle)]])
+        affine[:, 0] *= sign
+        for file in ("dwi.nii.gz", "mask.nii.gz"):
+            image = nibabel.load(folder / file)
+            nibabel.save(nibabel.Nifti1Image(np.asarray(image.dataobj), affine), folder / file)
+        center = affine[:3, :3] @ [6.0, 5.0, 5.0]
+        line = np.linspace(center - 1, center + 1, 8).astype(np.float32)
+        (folder / "tracts.trk").write_bytes(trk([line] * 20, affine, SHAPE))
+        fields.append(sources.read_subjects(folder.parent)[0].field)
+    assert np.array_equal(fields[0], fields[1][::-1])  # measurements are equal in all voxels
+
+
 def digest_of(subject: sources.Subject) -> str:
     return hashlib.sha256(b"".join(line.tobytes() for line in subject.streamlines)).hexdigest()
 

@@ -173,23 +173,23 @@ def contexts(args: str) -> Iterator[Result]:
     yield args, result == [int(device[-1])], f"contexts on {result}"
 
 
-ROOM = """
+HOST_BUFFER = """
 import torch, ctypes
 from runner.durable import tensors
-tensors._WORTH_A_THREAD = 0
 device = torch.device("cuda", 1)
 torch.cuda.set_device(device)
-room = tensors.HostBuffer()
-room.prepare(4 << 20, device)
-room.clear()
-room.copy(torch.zeros(1 << 20, device=device))
+buffer = tensors.HostBuffer()
+buffer.prepare(tensors._MIN_THREAD_BYTES, device)
+assert buffer._allocator is not None, "no thread was started"
+buffer.clear()
+buffer.copy(torch.zeros(1 << 20, device=device))
 print([number for number in range(2) if ctypes.CDLL("libhollow.so").hollow_context(number)])
 """
 
 
 def host_buffer() -> Iterator[Result]:
     """Check that the thread that prepares host memory for checkpoints creates no context on the first GPU."""
-    done = subprocess.run([sys.executable, "-c", ROOM], capture_output=True, text=True, check=False)
+    done = subprocess.run([sys.executable, "-c", HOST_BUFFER], capture_output=True, text=True, check=False)
     yield "contexts", done.stdout.strip() == "[1]", done.stdout.strip() or done.stderr.strip().splitlines()[-1]
 
 
