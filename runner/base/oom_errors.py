@@ -144,5 +144,6 @@ _PLACES = (
     ("torch/autograd/graph", "backward"),
     ("torch/optim/", "optimizer"),
     ("runner/axes/dataloader", "reading"),
+    ("runner/axes/loader", "reading"),
     ("runner/axes/prefetch", "reading"),
 )

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from runner.axes.dataloader import Loader
+from runner.axes.loaders import Loader
 from runner.axes.prefetch import Prefetch
 from runner.base import noise
 from runner.base.batch import BatchSamples, MicroBatch, copy_batch

@@ -17,7 +17,8 @@ from torch import nn
 from runner.axes.attention import ATTENTIONS, Attention
 from runner.axes.backend import BACKENDS
 from runner.axes.compile import COMPILES
-from runner.axes.dataloader import DATALOADERS, Loader
+from runner.axes.dataloader import DATALOADERS
+from runner.axes.loaders import Loader
 from runner.axes.memory import MEMORIES
 from runner.axes.parallelism import PARALLELISMS
 from runner.axes.precision import PRECISIONS, Precision

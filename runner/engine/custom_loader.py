@@ -16,7 +16,7 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from runner.axes.dataloader import Keys, Loader, WorkerFetcher, WorkerLoader
+from runner.axes.loaders import Keys, Loader, WorkerFetcher, WorkerLoader
 from runner.base.batch import BatchSamples, MicroBatch
 from runner.base.errors import AccelRunError, TaskFault
 from runner.base.fetcher import Fetcher, traceback_line

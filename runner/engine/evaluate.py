@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.axes.dataloader import Loader
+from runner.axes.loaders import Loader
 from runner.base import noise
 from runner.base.errors import TaskFault
 from runner.base.global_rng import random_state, restore_random_state, seed_everything

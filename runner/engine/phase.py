@@ -8,7 +8,7 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from runner.axes.dataloader import Loader
+from runner.axes.loaders import Loader
 from runner.axes.precision import NotFinite
 from runner.base import noise
 from runner.base.batch import MicroBatch

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from runner.axes.dataloader import Loader
+from runner.axes.loaders import Loader
 from runner.base.errors import ConfigError, Exit, InputMissing, Problem, TaskFault
 from runner.base.fetcher import Fetcher
 from runner.base.json_values import replace_nonfinite

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.axes.dataloader import Loader
+from runner.axes.loaders import Loader
 from runner.base.batch import MicroBatch
 from runner.base.errors import IncompatibleResume, Problem
 from runner.base.fetcher import Fetcher

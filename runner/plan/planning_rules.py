@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from runner.base.errors import Problem
 from runner.base.text import format_bytes
@@ -14,6 +15,7 @@ from runner.plan.rank_devices import ranks_per_machine
 from runner.plan.strategy import MAX_MEMORY_RATIO
 
 READ_MS = 1.0
+MAX_WORKERS = 8
 SPLIT_MIB = 25  # the size of a bucket of gradients
 
 
@@ -84,6 +86,8 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
             else (0.0, "auto: num_workers is set" if workers != "auto" else "auto: spawned workers start slowly")
         )
         planner.set("dataloader", "workers_above_ms", limit, why)
+    if options.get("try_workers") == "auto":
+        planner.set("dataloader", "try_workers", *_tried_workers(options, gpu))
     if workers == "auto":
         options = planner.choices["dataloader"].options
         cache, is_measured = options["cache"], options["workers_above_ms"] != 0
@@ -93,18 +97,30 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
             cores_per_rank = cores // num_ranks
             available = f"{cores_per_rank} of {cores} cores for each rank" if num_ranks > 1 else f"{cores} cores"
             workers, why = (
-                min(8, max(0, cores_per_rank - 1)),
-                f"auto: {available}, one of them for the main process, at most 8"
+                min(MAX_WORKERS, max(0, cores_per_rank - 1)),
+                f"auto: {available}, one of them for the main process, at most {MAX_WORKERS}"
                 + ", if batches of cached samples take long to compose" * (cache == "memory"),
             )
         else:
-            workers, why = 0, "auto: on a CPU, workers would compete with the model for cores"
+            workers, why = 0, "auto: on a CPU, workers compete with the model for cores"
         planner.set("dataloader", "num_workers", workers, why)
     elif workers and options["cache"] == "device":
         what = "worker processes cannot access a device cache"
         planner.problems.append(Problem(what, "dataloader.cache=device", "use dataloader.num_workers=0"))
     elif workers > cores:
         planner.notes.append(f"dataloader.num_workers={workers} is more than the {cores} cores of this machine")
+
+
+def _tried_workers(options: Mapping[str, Any], gpu: Device | None) -> tuple[int, str]:
+    if options["num_workers"] != "auto":
+        return 0, "auto: num_workers is set"
+    if _is_cuda(gpu):
+        return 0, "auto: num_workers is above 0"
+    if options["cache"] == "device":
+        return 0, "auto: nothing to read, samples are cached in device"
+    if options["start_method"] != "fork":
+        return 0, "auto: spawned workers start slowly"
+    return MAX_WORKERS, "auto: if updates wait for data, and are faster with workers"
 
 
 def _pin_memory(planner: Decisions, gpu: Device | None) -> None:

@@ -21,8 +21,9 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from runner.axes import dataloader
-from runner.axes.dataloader import DATALOADERS, Loader, cache_samples, default, thread
+from runner.axes import auto_loader
+from runner.axes.dataloader import DATALOADERS, cache_samples, default, thread
+from runner.axes.loaders import Loader
 from runner.base.errors import ConfigError, DataError, Exit
 from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey, Order
@@ -486,7 +487,7 @@ def auto(dataset: Any, limit_ms: float) -> Loader:
 def test_workers_are_started_if_one_takes_longer_than_the_limit(
     numbers: Path, limit_ms: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(dataloader, "MAX_MEASUREMENT_S", 600.0)  # a busy machine may need longer than usual
+    monkeypatch.setattr(auto_loader, "MAX_MEASUREMENT_S", 600.0)  # a busy machine may need longer than usual
     dataset = Waiting(numbers)
     loader = auto(dataset, limit_ms)
     assert loader.num_workers == 2
@@ -503,8 +504,8 @@ def test_workers_are_started_if_one_takes_longer_than_the_limit(
 def test_the_second_of_two_batches_decides(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one may open files; the samples of the second are not adjacent to those of the first."""
     clock = iter([0.0, 100.0, 100.0, 100.001])  # in the worker, which is forked
-    monkeypatch.setattr(dataloader, "MAX_MEASUREMENT_S", 600.0)
-    monkeypatch.setattr(dataloader, "time", SimpleNamespace(perf_counter=clock.__next__))
+    monkeypatch.setattr(auto_loader, "MAX_MEASUREMENT_S", 600.0)
+    monkeypatch.setattr(auto_loader, "time", SimpleNamespace(perf_counter=clock.__next__))
     log = numbers.with_name("read.txt")
     with closing(auto(Logged(numbers, log), 2.0)) as loader:
         loader.batches(iter(KEYS))

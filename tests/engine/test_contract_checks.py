@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.axes.dataloader import Loader
+from runner.axes.loaders import Loader
 from runner.axes.precision import fp32
 from runner.base.errors import Exit, TaskFault
 from runner.base.fetcher import Fetcher

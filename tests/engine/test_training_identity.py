@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from runner.axes.dataloader import Loader, WorkerLoader
+from runner.axes.loaders import Loader, WorkerLoader
 from runner.base.fetcher import Fetcher
 from runner.engine.training_identity import (
     changed_files,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.axes.dataloader import ThreadLoader, WorkerLoader
+from runner.axes.loaders import ThreadLoader, WorkerLoader
 from runner.base.stopwatch import Stopwatch
 
 TICK_S = 1e-6

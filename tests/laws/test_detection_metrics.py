@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.axes.dataloader import Loader
+from runner.axes.loaders import Loader
 from runner.axes.parallelism import ddp
 from runner.axes.prefetch import Prefetch
 from runner.base.fetcher import Fetcher

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.axes.dataloader import Loader
+from runner.axes.loaders import Loader
 from runner.base.batch import MicroBatch
 from runner.base.fetcher import Fetcher
 from runner.base.task import Sum, Task

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from runner import per_sample_noise
-from runner.axes.dataloader import Loader
+from runner.axes.loaders import Loader
 from runner.axes.precision import bf16, fp32
 from runner.axes.prefetch import Prefetch
 from runner.base.batch import BatchSamples, MicroBatch

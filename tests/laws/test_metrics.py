@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from runner import Gather
-from runner.axes.dataloader import Loader
+from runner.axes.loaders import Loader
 from runner.axes.parallelism import ddp
 from runner.axes.prefetch import Prefetch
 from runner.base.errors import TaskFault

@@ -16,7 +16,7 @@ import pytest
 import torch
 from torch.utils.data import default_collate
 
-from runner.axes.dataloader import WorkerLoader
+from runner.axes.loaders import WorkerLoader
 from runner.base.batch import MicroBatch
 from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey, Order

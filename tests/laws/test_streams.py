@@ -14,7 +14,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.axes.dataloader import Loader, default
+from runner.axes.dataloader import default
+from runner.axes.loaders import Loader
 from runner.base.batch import MicroBatch, ShardMark
 from runner.base.errors import DataError, TaskFault
 from runner.base.json_state import decode_state, encode_state

@@ -8,7 +8,7 @@ from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
-from runner.axes.dataloader import Loader
+from runner.axes.loaders import Loader
 from runner.base.order import Indices, spread_evenly
 from runner.config.schema import did_you_mean
 from runner.engine.evaluate import EvaluationResult, evaluate

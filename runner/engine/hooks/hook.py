@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from runner.axes.dataloader import Loader
+from runner.axes.loaders import Loader
 from runner.base.batch import MicroBatch
 from runner.base.errors import AccelRunError
 from runner.base.order import Order

@@ -6,7 +6,7 @@ import itertools
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from runner.axes.dataloader import Loader
+from runner.axes.loaders import Loader
 from runner.base.batch import MicroBatch, ShardMark
 from runner.base.errors import DataError
 from runner.base.fetcher import Fetcher
