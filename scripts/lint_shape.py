@@ -43,7 +43,7 @@ MAY_IMPORT_LATE = ("runner/commands/", "runner/cli.py")
 FLOORS = {
     "base": 0, "version": 0,
     "adapters": 1, "config": 1, "console": 1, "host": 1, "trackers": 1,
-    "distributed": 2, "monitor": 2, "profiling": 2, "records": 2,
+    "distributed": 2, "loading": 2, "monitor": 2, "profiling": 2, "records": 2,
     "durable": 3,
     "axes": 4, "interface": 4,
     "plan": 5,

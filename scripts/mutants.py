@@ -50,7 +50,7 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = (
-    "runner/durable", "runner/engine", "runner/distributed", "runner/axes", "runner/base/order.py",
+    "runner/durable", "runner/engine", "runner/distributed", "runner/axes", "runner/loading", "runner/base/order.py",
     "runner/base/batch.py", "runner/base/global_rng.py", "runner/base/sample_rng.py", "runner/base/module_buffers.py",
     "runner/base/optimizer_state.py", "runner/base/share_solver.py",
 )  # fmt: skip

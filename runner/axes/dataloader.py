@@ -7,9 +7,6 @@ from typing import Any, Literal
 
 import torch
 
-from runner.axes.auto_loader import AutoLoader
-from runner.axes.loaders import Loader, PinnedLoader, ThreadLoader, WorkerLoader, identity
-from runner.axes.trial_loader import TrialLoader
 from runner.base.batch import MicroBatch, are_equal, map_tensors
 from runner.base.cached_dataset import CachedDataset, ComposedDataset, FixedPart, concatenate_batches
 from runner.base.dataset_access import has_fixed_part
@@ -18,6 +15,9 @@ from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
 from runner.base.sample_rng import NoStreams
 from runner.base.values import Count, NonNegative, PositiveInt
+from runner.loading.auto_loader import AutoLoader
+from runner.loading.loaders import Loader, PinnedLoader, ThreadLoader, WorkerLoader, identity
+from runner.loading.trial_loader import TrialLoader
 
 
 def default(

@@ -144,6 +144,6 @@ _PLACES = (
     ("torch/autograd/graph", "backward"),
     ("torch/optim/", "optimizer"),
     ("runner/axes/dataloader", "reading"),
-    ("runner/axes/loader", "reading"),
+    ("runner/loading/", "reading"),
     ("runner/axes/prefetch", "reading"),
 )

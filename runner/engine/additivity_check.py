@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from runner.axes.loaders import Loader
 from runner.axes.prefetch import Prefetch
 from runner.base import noise
 from runner.base.batch import BatchSamples, MicroBatch, copy_batch
@@ -34,6 +33,7 @@ from runner.engine.controlled_pass import ChangesWeights, ControlledPass, Draws,
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.evaluate import eval_mode
 from runner.engine.metric_states import MetricStates
+from runner.loading.loaders import Loader
 
 TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels round differently; a mean is off by a half
 NEAR_MEAN = 0.2

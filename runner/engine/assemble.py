@@ -18,7 +18,6 @@ from runner.axes.attention import ATTENTIONS, Attention
 from runner.axes.backend import BACKENDS
 from runner.axes.compile import COMPILES
 from runner.axes.dataloader import DATALOADERS
-from runner.axes.loaders import Loader
 from runner.axes.memory import MEMORIES
 from runner.axes.parallelism import PARALLELISMS
 from runner.axes.precision import PRECISIONS, Precision
@@ -48,6 +47,7 @@ from runner.engine.stream_reader import StreamFetcher, StreamSamples, read_all_s
 from runner.engine.stream_source import StreamSource, is_exhaustible, is_stream, undivided
 from runner.engine.task_loading import build_task, task_errors
 from runner.host.scratch import check_compile_cache, keep_compiled_code_private
+from runner.loading.loaders import Loader
 from runner.plan.run_plan import Plan
 
 

@@ -16,7 +16,6 @@ from typing import Any
 
 from torch.utils.data import get_worker_info
 
-from runner.axes.loaders import Keys, Loader, WorkerFetcher, WorkerLoader
 from runner.base.batch import BatchSamples, MicroBatch
 from runner.base.errors import AccelRunError, TaskFault
 from runner.base.fetcher import Fetcher, traceback_line
@@ -27,6 +26,7 @@ from runner.base.sample_rng import seeded_generators
 from runner.base.task import Dataset
 from runner.base.text import RemoteError, describe_exception, first_line
 from runner.host.loader_processes import PicklerWithoutModel, ignore_stop_signals, kill_workers
+from runner.loading.loaders import Keys, Loader, WorkerFetcher, WorkerLoader
 
 FIX = "yield read(request), or read.fill(request, batch), once for each request, in order"
 

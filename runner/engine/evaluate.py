@@ -11,7 +11,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.axes.loaders import Loader
 from runner.base import noise
 from runner.base.errors import TaskFault
 from runner.base.global_rng import random_state, restore_random_state, seed_everything
@@ -23,6 +22,7 @@ from runner.engine.contract_checks import Number, check_count, validate_metrics,
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.metric_states import MetricStates, split_positions
 from runner.engine.oom_retry import release
+from runner.loading.loaders import Loader
 
 
 class EvaluationResult(NamedTuple):

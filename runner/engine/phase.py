@@ -8,7 +8,6 @@ from contextlib import ExitStack, nullcontext, suppress
 from dataclasses import replace
 from typing import Any
 
-from runner.axes.loaders import Loader
 from runner.axes.precision import NotFinite
 from runner.base import noise
 from runner.base.batch import MicroBatch
@@ -36,6 +35,7 @@ from runner.engine.objective_phase import make_phase_kind
 from runner.engine.run import TrainingRun
 from runner.engine.train_order import make_order
 from runner.engine.watchdog import EVALUATION, FINISH, SUMMARY, UPDATE
+from runner.loading.loaders import Loader
 from runner.plan.run_plan import PhasePlan
 from runner.records.phase_record import PhaseRecord, SampleCounts
 

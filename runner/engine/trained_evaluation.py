@@ -8,7 +8,6 @@ from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
-from runner.axes.loaders import Loader
 from runner.base.errors import ConfigError, Exit, InputMissing, Problem, TaskFault
 from runner.base.fetcher import Fetcher
 from runner.base.json_values import replace_nonfinite
@@ -23,6 +22,7 @@ from runner.engine.assemble import Parts
 from runner.engine.evaluate import BatchSizes, EvaluationResult, evaluate
 from runner.engine.trained_run import ModelSource, TrainedModel, broadcast_name, open_source
 from runner.engine.watchdog import EVALUATION, SUMMARY, HangTraces, run_watchdog
+from runner.loading.loaders import Loader
 from runner.plan.run_plan import PhasePlan, Plan
 from runner.records.events import Console, Level, terminal_log_level
 

@@ -22,7 +22,6 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from runner.axes.loaders import Loader
 from runner.base.batch import MicroBatch
 from runner.base.errors import IncompatibleResume, Problem
 from runner.base.fetcher import Fetcher
@@ -30,6 +29,7 @@ from runner.base.order import MicroBatchKey
 from runner.base.paths import PACKAGE, shipped_path
 from runner.base.sample_rng import seeded_generators
 from runner.base.text import abbreviate
+from runner.loading.loaders import Loader
 
 Hashes = dict[str, str]  # index of a sample, or path of a file -> hash
 

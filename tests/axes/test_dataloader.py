@@ -21,9 +21,7 @@ import pytest
 import torch
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-from runner.axes import auto_loader
 from runner.axes.dataloader import DATALOADERS, cache_samples, default, thread
-from runner.axes.loaders import Loader
 from runner.base.errors import ConfigError, DataError, Exit
 from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey, Order
@@ -33,6 +31,8 @@ from runner.config.configuration import compose
 from runner.config.option_table import call_option
 from runner.config.request import Request
 from runner.host.loader_processes import worker_context
+from runner.loading import auto_loader
+from runner.loading.loaders import Loader
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
 from runner.plan.planner import make_plan
 from tests.axes.worker_data import Owner

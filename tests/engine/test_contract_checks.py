@@ -15,7 +15,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.axes.loaders import Loader
 from runner.axes.precision import fp32
 from runner.base.errors import Exit, TaskFault
 from runner.base.fetcher import Fetcher
@@ -26,6 +25,7 @@ from runner.engine import infer
 from runner.engine.evaluate import BatchSizes, EvaluationResult, evaluate
 from runner.engine.run import Observers
 from runner.engine.task_loading import CheckedLoss
+from runner.loading.loaders import Loader
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
 from tests.parts import parts_of

@@ -16,7 +16,6 @@ import numpy as np
 import pytest
 import torch
 
-from runner.axes.loaders import Loader, WorkerLoader
 from runner.base.fetcher import Fetcher
 from runner.engine.training_identity import (
     changed_files,
@@ -24,6 +23,7 @@ from runner.engine.training_identity import (
     fingerprint_code,
     fingerprint_data,
 )
+from runner.loading.loaders import Loader, WorkerLoader
 
 
 class Opening:

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from runner.axes.loaders import ThreadLoader, WorkerLoader
 from runner.base.stopwatch import Stopwatch
+from runner.loading.loaders import ThreadLoader, WorkerLoader
 
 TICK_S = 1e-6
 READ_S = float(os.environ.get("READ_MS", "0")) / 1e3  # per batch, if another process or thread reads it

@@ -9,12 +9,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.axes.loaders import Loader
 from runner.base.batch import MicroBatch
 from runner.base.fetcher import Fetcher
 from runner.base.task import Sum, Task
 from runner.base.world import World
 from runner.engine.evaluate import BatchSizes, evaluate
+from runner.loading.loaders import Loader
 from tests.parts import parts_of
 from tests.rounding import allowed
 

@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from runner import per_sample_noise
-from runner.axes.loaders import Loader
 from runner.axes.precision import bf16, fp32
 from runner.axes.prefetch import Prefetch
 from runner.base.batch import BatchSamples, MicroBatch
@@ -28,6 +27,7 @@ from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.durable.checkpoint import load, newest_valid
 from runner.engine.additivity_check import BatchReader, check_loss_is_sum, split_in_halves
+from runner.loading.loaders import Loader
 from tests.forkserver import ForkServer
 
 WORLD = World(torch.device("cpu"))

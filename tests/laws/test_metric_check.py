@@ -15,7 +15,6 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from runner import per_sample_noise
-from runner.axes.loaders import Loader
 from runner.axes.precision import fp32
 from runner.axes.prefetch import Prefetch
 from runner.base.errors import TaskFault
@@ -25,6 +24,7 @@ from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.engine.additivity_check import check_metrics_are_sums
 from runner.engine.undeclared_states import AttributeWatch
+from runner.loading.loaders import Loader
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
 

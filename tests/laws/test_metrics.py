@@ -17,7 +17,6 @@ from torch import Tensor, nn
 from torch.utils.data import default_collate
 
 from runner import Gather
-from runner.axes.loaders import Loader
 from runner.axes.parallelism import ddp
 from runner.axes.prefetch import Prefetch
 from runner.base.errors import TaskFault
@@ -25,6 +24,7 @@ from runner.base.fetcher import Fetcher
 from runner.base.task import Task
 from runner.base.world import World
 from runner.engine.evaluate import BatchSizes, EvaluationResult, evaluate
+from runner.loading.loaders import Loader
 from tests.distributed.ranks import CPU, run_ranks
 from tests.parts import parts_of
 from tests.rounding import PROMISED

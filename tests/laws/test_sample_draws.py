@@ -13,14 +13,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.axes import dataloader, trial_loader
-from runner.axes.loaders import Loader
+from runner.axes import dataloader
 from runner.base.batch import MicroBatch
 from runner.base.errors import DataError
 from runner.base.fetcher import Fetcher
 from runner.base.global_rng import seed_everything
 from runner.base.order import MicroBatchKey, Order, permutation, rank_seed
 from runner.base.task import sample_rng
+from runner.loading import trial_loader
+from runner.loading.loaders import Loader
 
 CPU = torch.device("cpu")
 READERS: dict[str, dict[str, Any]] = {
@@ -99,7 +100,7 @@ def test_the_reader_does_not_change_the_draws_of_a_sample(kind: str, reference: 
 
 
 def test_workers_that_are_tried_do_not_change_the_draws_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_loader, "_MIN_READ_S", 0.0)
+    monkeypatch.setattr(trial_loader, "MIN_READ_S", 0.0)
     order = Order(SIZE, 8, 3, seed=4)
     expected = draws_of(read(reader("0", Drawing()), order, updates=30))
     tried = reader("0", Drawing(), try_workers=1)

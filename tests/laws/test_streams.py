@@ -15,7 +15,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from runner.axes.dataloader import default
-from runner.axes.loaders import Loader
 from runner.base.batch import MicroBatch, ShardMark
 from runner.base.errors import DataError, TaskFault
 from runner.base.json_state import decode_state, encode_state
@@ -25,6 +24,7 @@ from runner.base.task import Task
 from runner.engine.hooks.stream_position import StreamCheck, check_stream, raise_if_invalid
 from runner.engine.stream_reader import StreamFetcher, StreamSamples, read_all_samples
 from runner.engine.stream_source import StreamSource, is_stream, undivided
+from runner.loading.loaders import Loader
 from tests.laws.streams import FILES, KINDS, NUMBERS, ByWorker, Files, Liar, Stateful, Undivided, Unseeded, WithLength
 
 CPU = torch.device("cpu")

@@ -8,7 +8,6 @@ from contextlib import ExitStack
 from functools import cached_property
 from typing import Any
 
-from runner.axes.loaders import Loader
 from runner.base.order import Indices, spread_evenly
 from runner.config.schema import did_you_mean
 from runner.engine.evaluate import EvaluationResult, evaluate
@@ -17,6 +16,7 @@ from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.loop import StepInfo
 from runner.engine.watchdog import EVALUATION, SUMMARY, UPDATE
+from runner.loading.loaders import Loader
 
 
 class Evaluation(Hook):

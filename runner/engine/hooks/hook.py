@@ -9,7 +9,6 @@ from typing import Any, NamedTuple, TypeVar
 
 from torch import Tensor, nn
 
-from runner.axes.loaders import Loader
 from runner.base.batch import MicroBatch
 from runner.base.errors import AccelRunError
 from runner.base.order import Order
@@ -25,6 +24,7 @@ from runner.engine.media import encode_histogram, encode_images, parse_number
 from runner.engine.phase_kinds import PhaseKind
 from runner.engine.run import TrainingRun
 from runner.engine.watchdog import ProgressMark
+from runner.loading.loaders import Loader
 from runner.plan.run_plan import PhasePlan
 from runner.records.phase_record import PhaseRecord
 

@@ -6,7 +6,6 @@ import itertools
 from operator import itemgetter
 from typing import Any, NamedTuple
 
-from runner.axes.loaders import Loader
 from runner.base.batch import MicroBatch, ShardMark
 from runner.base.errors import DataError
 from runner.base.fetcher import Fetcher
@@ -17,6 +16,7 @@ from runner.engine.stream_reader import RESTORE_ERROR, ShardReader, StreamFetche
 from runner.engine.train_order import describe_reading
 from runner.engine.training_identity import hash_content
 from runner.engine.watchdog import DATA
+from runner.loading.loaders import Loader
 
 
 class StreamPosition(Hook):

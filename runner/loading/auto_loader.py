@@ -6,10 +6,10 @@ import time
 from collections.abc import Iterator, Sequence
 from itertools import chain, islice
 
-from runner.axes.loaders import Keys, Loader, WorkerLoader
 from runner.base.batch import MicroBatch
 from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
+from runner.loading.loaders import Keys, Loader, WorkerLoader
 
 
 class AutoLoader(Loader):

@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import torch
 
-from runner.axes.loaders import Keys, Loader, WorkerLoader
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
+from runner.loading.loaders import Keys, Loader, WorkerLoader
 
 
 class Clocks(NamedTuple):
@@ -61,10 +61,10 @@ class TrialLoader(Loader):
 
     def _measure(self, keys: Iterator[MicroBatchKey]) -> Iterator[MicroBatch]:
         inline = _TimedUpdates(_ObservedLoader(self._inline, self._reads).batches(keys), self._clocks)
-        yield from inline.run(_WARM_UP + _TIMED)
+        yield from inline.run(WARM_UP_UPDATES + TIMED_UPDATES)
         if not inline.is_complete:  # the keys have ended
             return
-        if inline.reading_share < _MIN_GAIN or inline.reading_s < _MIN_READ_S:
+        if inline.reading_share < _MIN_GAIN or inline.reading_s < MIN_READ_S:
             self._chosen = self._inline
         else:
             keys, trial = self._start_trial(keys, inline)
@@ -102,7 +102,7 @@ class TrialLoader(Loader):
     def _compare(self, inline: _TimedUpdates, trial: _Trial) -> Iterator[MicroBatch]:
         """Time updates whose batches workers read; yield from them on if that is faster, else their last batches."""
         timed = _TimedUpdates(trial.batches, self._clocks)
-        yield from timed.run(_WARM_UP + _TIMED)
+        yield from timed.run(WARM_UP_UPDATES + TIMED_UPDATES)
         if not timed.is_complete:  # the keys have ended
             return
         ratio = timed.update_s / inline.update_s
@@ -117,7 +117,7 @@ class TrialLoader(Loader):
             yield from trial.batches
             return
         trial.gate.close()
-        yield from trial.batches  # those that workers have begun to read
+        yield from trial.batches  # those that workers have already received
         trial.workers.close()
         self.num_workers = self.max_prefetched = 0
         self.decision = f"no data workers: with {count}, updates took {ratio:.2f} times as long"
@@ -183,17 +183,17 @@ class _TimedUpdates:
     @property
     def update_s(self) -> float:
         """Median seconds of an update."""
-        return statistics.median(self._seconds[_WARM_UP:])
+        return statistics.median(self._seconds[WARM_UP_UPDATES:])
 
     @property
     def reading_s(self) -> float:
         """Median seconds in which an update waits for its batches."""
-        return statistics.median(self._reading[_WARM_UP:])
+        return statistics.median(self._reading[WARM_UP_UPDATES:])
 
     @property
     def reading_share(self) -> float:
         """Median share of an update in which it waits for its batches."""
-        timed = zip(self._reading[_WARM_UP:], self._seconds[_WARM_UP:], strict=True)
+        timed = zip(self._reading[WARM_UP_UPDATES:], self._seconds[WARM_UP_UPDATES:], strict=True)
         return statistics.median(reading / max(seconds, _CLOCK_S) for reading, seconds in timed)
 
     def useful_workers(self) -> int:
@@ -202,7 +202,7 @@ class _TimedUpdates:
         Workers that compute, instead of waiting for files, need a core each.
         """
         wanted = max(1, math.ceil(self.reading_s / max(self.update_s - self.reading_s, _CLOCK_S)))
-        computes = statistics.median(self._busy[_WARM_UP:]) > self.reading_s / 2
+        computes = statistics.median(self._busy[WARM_UP_UPDATES:]) > self.reading_s / 2
         return min(wanted, torch.get_num_threads()) if computes else wanted
 
 
@@ -280,7 +280,7 @@ def _has_shared_memory(size: int) -> bool:
 _TASKS, _FILES = Path("/proc/self/task"), Path("/proc/self/fd")
 _THREAD = "thread"
 _PARALLEL_ELEMENTS = 1 << 18  # PyTorch divides an operation over its threads from 32,768 elements on
-_WARM_UP, _TIMED = 2, 5  # updates
+WARM_UP_UPDATES, TIMED_UPDATES = 2, 5  # updates
 _MIN_GAIN = 0.03  # of the time of an update; less is not worth other processes
-_MIN_READ_S = 1e-3  # about what receiving a batch from a worker costs this process
+MIN_READ_S = 1e-3  # about what receiving a batch from a worker costs this process
 _CLOCK_S = 1e-9

@@ -14,13 +14,13 @@ from typing import Any, TextIO
 import pytest
 import torch
 
-from runner.axes import trial_loader
-from runner.axes.loaders import Loader, WorkerLoader
-from runner.axes.trial_loader import Clocks, TrialLoader
 from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
 from runner.config.configuration import compose
 from runner.config.request import Request
+from runner.loading import trial_loader
+from runner.loading.loaders import Loader, WorkerLoader
+from runner.loading.trial_loader import Clocks, TrialLoader
 from runner.plan.inventory import Cpu, Device, Inventory
 from runner.plan.planner import make_plan
 
@@ -85,7 +85,7 @@ def test_workers_that_make_updates_faster_are_kept() -> None:
         assert loader.max_prefetched == 2
         assert "1 data worker" in loader.decision
         assert "0.62" in loader.decision, "0.31 of 0.3 + 0.2"
-        first = trial_loader._WARM_UP + trial_loader._TIMED  # lint-tests: private: their number is not a promise
+        first = trial_loader.WARM_UP_UPDATES + trial_loader.TIMED_UPDATES
         assert len(dataset.read_here) == 2 * 2 * first, "this process reads the samples of the first updates only"
         assert [item.batch.tolist() for item in loader.batches(iter(KEYS[:3]))] == EXPECTED[:3], "without another trial"
     assert multiprocessing.active_children() == []
