@@ -176,7 +176,7 @@ def test_training_continues_without_workers_that_cannot_be_started(taken: int) -
     with closing(make_loader(dataset, new_workers=workers)) as loader:
         assert list(train(loader, KEYS, alone=0.3, beside_workers=0)) == EXPECTED
         assert loader.num_workers == 0
-        assert "can't start new thread" in loader.decision
+        assert loader.decision.startswith("no data workers")
 
 
 def test_workers_need_shared_memory(monkeypatch: pytest.MonkeyPatch) -> None:
