@@ -228,13 +228,7 @@ class _CoupledUpdate:
         """Return a scalar whose backward pass backpropagates the gradients of this micro-batch's embeddings."""
         tensors = batch.tensors
         if batch is not self._with_graph:
-            for (module, key), saved in batch.buffers.items():
-                current = module._buffers.get(key)
-                if current is None or current.shape != saved.shape or not is_writable(current):
-                    module._buffers[key] = saved
-                    continue
-                with torch.no_grad():
-                    current.copy_(saved)
+            _restore_buffers(batch.buffers)
             _restore_generators(batch.rng_states)
             noise.start_pass(batch.micro.samples)
             tensors = self.source.embed(model, batch.micro.batch).tensors
@@ -364,6 +358,16 @@ def _record_states(buffers: Mapping[_BufferKey, Tensor]) -> dict[_BufferKey, _Bu
 def _find_dense_buffers(keys: Iterable[_BufferKey]) -> dict[_BufferKey, Tensor]:
     buffers = {(module, key): module._buffers.get(key) for module, key in keys}
     return {key: tensor for key, tensor in buffers.items() if tensor is not None and is_dense(tensor)}
+
+
+def _restore_buffers(buffers: _Buffers) -> None:
+    for (module, key), saved in buffers.items():
+        current = module._buffers.get(key)
+        if current is None or current.shape != saved.shape or not is_writable(current):
+            module._buffers[key] = saved
+            continue
+        with torch.no_grad():
+            current.copy_(saved)
 
 
 def _restore_generators(rng_states: Sequence[bytes]) -> None:

@@ -54,10 +54,7 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
     world  each rank computes one shard of the predictions; rank 0 prints the summary
     Raises TaskFault if predict yields nothing, or if two ranks write the same file.
     """
-    console = Console(
-        level=terminal_log_level(), is_enabled=world.is_first
-    )  # a broken pipe, as in `| head`, is no error
-
+    console = Console(level=terminal_log_level(), is_enabled=world.is_first)  # ignores a broken pipe, as in `| head`
     suffix = f"-rank{world.rank}" if world.rank else ""
     if world.world_size > 1:
         shard = {"shard": world.rank, "num_shards": world.world_size}
