@@ -37,7 +37,7 @@ def infer(request: Request, checkpoint: str | None = None) -> Exit:
     source = find_source(request, Console(level=terminal_log_level()), checkpoint)
     configuration = source.configuration
     member = detect_rank(os.environ)
-    # A process that torchrun or srun started has no ranks of its own: it computes all predictions.
+    # A process that torchrun or srun started computes all predictions: it starts no further ranks.
     is_single_process = member is None or member.world_size == 1
     if source.run is not None and is_single_process and _splits_into_shards(configuration):
         return run_on_ranks(configuration, configuration.request.task_file, partial(_infer_shard, source))[0]
