@@ -178,7 +178,7 @@ def test_closing_a_loader_without_memory_kills_its_workers(monkeypatch: pytest.M
     def fail(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("runner.axes.dataloader.threading.Timer", fail)
+    monkeypatch.setattr("runner.loading.loaders.threading.Timer", fail)
     with pytest.raises(MemoryError):
         loader.close()
     for worker in workers:
