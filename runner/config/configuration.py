@@ -37,7 +37,7 @@ from runner.config.layers import (
     task_size,
     unused_setting_notes,
 )
-from runner.config.objective_keys import OBJECTIVE, check_objective_options, nest_objectives
+from runner.config.objective_keys import OBJECTIVE, check_objective_options, declared_key_notes, nest_objectives
 from runner.config.options import AXES, collect_option_names, custom_option_notes, find_extension, option_reference
 from runner.config.overrides import parse_overrides, split_overrides
 from runner.config.phases import PHASE_GROUPS
@@ -183,6 +183,8 @@ def compose(request: Request) -> Configuration:
     requested = {setting.key: setting.value for setting in command_line}
     schema = build_schema(functions, task, [setting_values(options) for options in phase_options], request, requested)
     problems += check_objective_options(task.objectives, requested, request.task_file)
+    if len(task.phases) <= 1:  # other phases may have a single loss
+        notes += declared_key_notes(task.objectives, requested)
 
     unused = find_unused_keys(chosen, choices["hardware"], schema, request.config_dir)
     from_files = file_settings(composed, choices, schema, request, problems, unused=unused, notes=notes)

@@ -57,6 +57,15 @@ def check_objective_options(
                 yield Problem(what, f"{key}={selected[key]}", did_you_mean(str(selected[key]), available))
 
 
+def declared_key_notes(declared: Mapping[str, Any], requested: Mapping[str, Any]) -> Iterator[str]:
+    """Yield a note for each key of the command line that every objective declares: it has no effect."""
+    contents = [content for content in declared.values() if isinstance(content, Mapping)]
+    for key, value in requested.items():
+        if contents and all(key in content for content in contents):
+            instead = " ".join(f"{OBJECTIVE}.{name}.{key}={value}" for name in declared)
+            yield f"{key}={value} has no effect: every objective declares {key}; use {instead}"
+
+
 def nest_objectives(flat: Mapping[str, Any]) -> dict[str, dict[str, Any]]:
     """Return full names of keys with values as objective -> key -> value."""
     objectives: dict[str, dict[str, Any]] = {}

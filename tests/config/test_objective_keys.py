@@ -85,6 +85,18 @@ def test_a_wrong_key_or_value_is_refused(word: str, task: Path) -> None:
     assert [problem.where for problem in caught.value.problems] == [word]
 
 
+def test_a_key_that_every_objective_declares_has_no_effect_on_its_own(tmp_path: Path) -> None:
+    file = tmp_path / "both.py"
+    declared = {name: {**content, "optimizer.lr": 0.1} for name, content in OBJECTIVES.items()}
+    file.write_text(f"OBJECTIVES = {declared}\ndef build(): ...\n")
+    suggested = ("objective.actor.optimizer.lr=0.3", "objective.critic.optimizer.lr=0.3")
+    (note,) = planned(file, "optimizer.lr=0.3").notes
+    assert note.startswith("optimizer.lr=0.3")
+    assert all(word in note for word in suggested)
+    assert planned(file, *suggested).notes == ()
+    assert planned(file, "max_grad_norm=0.3").notes == (), "of the actor"
+
+
 def test_explain_knows_the_keys(task: Path, capsys: pytest.CaptureFixture[str]) -> None:
     key = "objective.actor.optimizer.lr"
     assert main(["explain", key, "--task", str(task)]) == 0

@@ -168,7 +168,12 @@ class Checkpointing(Hook):
             return
         if name not in metrics:
             self.saver.policy.best = None
-            warn_unknown_metric(self.phase, "checkpoint.best", name, metrics)
+            if "checkpoint.best" in self.phase.run.plan.reasons:
+                warn_unknown_metric(self.phase, "checkpoint.best", name, metrics)
+            else:
+                example = "".join(f", such as checkpoint.best={other}" for other in [*metrics][:1])
+                text = f"no best checkpoint is kept: the evaluation has no {name}; name another metric{example}"
+                self.phase.run.observers.screen.info(text)
             return
         value = metrics[name]
         if not broadcast(self.saver.is_best(value)):  # only rank 0 knows which saves failed
