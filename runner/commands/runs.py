@@ -44,11 +44,11 @@ class RunsOptions:
 
 @dataclass(frozen=True)
 class RunRow:
-    """A row of the list; None means unknown.
+    """A row of the list; None means unknown or not applicable.
 
-    phase    the current or last phase; "trials" for a sweep, whose updates are trials
-    update   number of updates of that phase, out of `total`
-    metrics  metrics of the last evaluation, None for one without items; without an evaluation, the last loss
+    phase    the current or last phase if the run has several; "trials" for a sweep
+    update   number of updates of that phase, or of trials of a sweep, out of `total`
+    metrics  metrics of the last evaluation (None for a metric without items); before the first one, the training loss
     items_per_s  throughput
     written  time of the last write, in seconds since 1970
     """
@@ -98,7 +98,7 @@ def read_run_row(path: Path) -> RunRow:
     record, plan = read_record(path), read_plan(path)
     last = read_last_row(path / "metrics.jsonl")
     state = derive_state(record)
-    reached = [*record.result.phases.values()][-1:]  # a run that stopped before its first row of metrics
+    reached = [*record.result.phases.values()][-1:]  # fallback if the run stopped before its first row of metrics
     phase = last.get("phase") if last or not reached else reached[0].name
     update = record.num_updates(str(phase), last)
     loss = {"train/loss": last["train/loss"]} if is_number(last.get("train/loss")) else {}

@@ -18,7 +18,7 @@ class ShareChange:
     """Result of observing an update.
 
     decision  the new shares, with the reason
-    reread    prefetched batches have other samples than this rank's new share
+    reread    the shares of prefetched updates have changed, so their batches must be read again
     """
 
     decision: Decision | None = None
@@ -26,81 +26,85 @@ class ShareChange:
 
 
 class FixedShares:
-    """Use the same shares for every update."""
+    """Use the same shares for every update.
+
+    index          index of an update, from 0
+    num_completed  number of completed updates
+    """
 
     def __init__(self, order: Order) -> None:
         self.order = order
 
-    def of(self, update: int) -> Shares | None:
-        """Return the shares of update number `update` (from 0), or None for the default; called when it is read."""
+    def of(self, index: int) -> Shares | None:
+        """Return the shares of an update, None for the default; called when the batches of the update are read."""
         return None
 
-    def samples_per_rank(self, update: int) -> Shares:
-        """Return the number of samples of each rank in update number `update` (from 1)."""
-        return self.order.samples_per_rank(update - 1)
+    def samples_per_rank(self, index: int) -> Shares:
+        """Return the number of samples of each rank in an update."""
+        return self.order.samples_per_rank(index)
 
-    def observe(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: Shares) -> ShareChange:
-        """Record the time and samples of each rank after `update` updates; return the resulting change."""
+    def observe(self, num_completed: int, seconds: tuple[Mapping[str, float], ...], samples: Shares) -> ShareChange:
+        """Record the time and samples of each rank in the update before the last one; return the resulting change."""
         return ShareChange()
 
     def state(self) -> dict[str, Any]:
         """Return the JSON-serializable state for a checkpoint."""
         return {}
 
-    def load(self, state: Mapping[str, Any], update: int) -> None:
-        """Restore what `state` returned, after `update` updates."""
+    def load(self, state: Mapping[str, Any], num_completed: int) -> None:
+        """Restore what `state` returned."""
 
 
 class MeasuredShares(FixedShares):
     """Shares balanced by measured speed; identical on all ranks, because all ranks receive the same timings.
 
-    Timings arrive one update late and batches are prefetched: an update is divided when it is read, and read again if
-    the shares have changed since.
+    Timings arrive one update late, and batches are prefetched. The shares of an update are therefore fixed when its
+    batches are read. If the shares change before the update runs, its batches are discarded and read again.
     """
 
     def __init__(self, order: Order) -> None:
         super().__init__(order)
-        self.balance = ShareSolver(order.global_batch_size, len(order.shares), start=order.shares)
+        self.solver = ShareSolver(order.global_batch_size, len(order.shares), start=order.shares)
         self._num_received = 0  # number of updates whose timings have arrived
-        self._assigned: dict[int, Shares] = {}  # update -> shares, for updates not run or not observed yet
-        self._lock = threading.Lock()  # a prefetch thread may call this
+        self._assigned: dict[int, Shares] = {}  # index -> shares, for updates not run or not observed yet
+        self._lock = threading.Lock()  # guards _assigned: a prefetch thread calls `of`
 
-    def of(self, update: int) -> Shares | None:
+    def of(self, index: int) -> Shares | None:
         with self._lock:
-            shares = self._current_shares(update)
-            self._assigned[update] = shares
+            shares = self._current_shares(index)
+            self._assigned[index] = shares
             return shares
 
-    def samples_per_rank(self, update: int) -> Shares:
-        return self.order.samples_per_rank(update - 1, self._assigned.get(update - 1))
+    def samples_per_rank(self, index: int) -> Shares:
+        return self.order.samples_per_rank(index, self._assigned.get(index))
 
-    def observe(self, update: int, seconds: tuple[Mapping[str, float], ...], samples: Shares) -> ShareChange:
+    def observe(self, num_completed: int, seconds: tuple[Mapping[str, float], ...], samples: Shares) -> ShareChange:
         with self._lock:
             busy_s = [sum(rank_seconds[part] for part in PARTS if part != "wait") for rank_seconds in seconds]
-            decision = self.balance.observe(busy_s, samples)
-            self._num_received = max(0, update - 1)
-            for number in [number for number in self._assigned if number < update - _MAX_LAG]:
-                del self._assigned[number]
-            ahead = [number for number in self._assigned if number >= update]
-            reread = any(self._assigned[number] != self._current_shares(number) for number in ahead)
+            decision = self.solver.observe(busy_s, samples)
+            self._num_received = max(0, num_completed - 1)
+            for index in [index for index in self._assigned if index < num_completed - _MAX_LAG]:
+                del self._assigned[index]
+            ahead = [index for index in self._assigned if index >= num_completed]
+            reread = any(self._assigned[index] != self._current_shares(index) for index in ahead)
             if reread:
-                for number in ahead:
-                    del self._assigned[number]
+                for index in ahead:
+                    del self._assigned[index]
         return ShareChange(decision, reread)
 
     def state(self) -> dict[str, Any]:
-        return self.balance.state()
+        return self.solver.state()
 
-    def load(self, state: Mapping[str, Any], update: int) -> None:
-        self._num_received = update
+    def load(self, state: Mapping[str, Any], num_completed: int) -> None:
+        self._num_received = num_completed
         if state:
-            self.balance.load(state)
+            self.solver.load(state)
 
-    def _current_shares(self, update: int) -> Shares:
-        return self.balance.ahead(max(0, update - self._num_received))
+    def _current_shares(self, index: int) -> Shares:
+        return self.solver.ahead(max(0, index - self._num_received))
 
 
-_MAX_LAG = 64  # shares are kept for this number of updates, by which a device may lag behind the host
+_MAX_LAG = 64  # updates whose shares are kept: the device may lag this far behind the host
 
 
 def make_shares(option: Any, order: Order) -> FixedShares:

@@ -31,8 +31,10 @@ def validate_loss(
 ) -> tuple[Tensor, Number]:
     """Return the loss sum, a tensor of shape (), and the item count.
 
+    `loss` may return metrics as a third value, which `validate_metrics` checks.
+
     name       of the task method, for messages
-    objective  whose loss it is, for messages
+    objective  name of the objective, for messages
     sync       also check the value of the count if it is a tensor, which synchronizes with the device
     Raises TaskFault for anything else, for a negative count, and for a sum that does not require grad while gradients
     are enabled.
@@ -45,7 +47,7 @@ def validate_loss(
         raise _loss_fault(result, locate_definition(loss, source), title)
     if torch.is_grad_enabled() and not total.requires_grad:
         raise TaskFault(
-            f"{title} must return a sum that has a gradient, but it has none",
+            f"{title} must return a sum that requires grad, but it does not",
             where=locate_definition(loss, source),
             fix="compute it from model(...), without detach, item or no_grad",
         )
@@ -55,26 +57,26 @@ def validate_loss(
 
 
 def validate_metrics(
-    result: Any, evaluate: Callable[..., Any], source: Path, *, verb: str = "evaluate must return"
+    result: Any, evaluate: Callable[..., Any], source: Path, *, value: str = "the value of evaluate"
 ) -> dict[str, tuple[Number, Number]]:
     """Return the sum and count of each metric of a batch. Raises TaskFault for anything else.
 
-    verb  beginning of the error messages: what must return the metrics
+    value  subject of the error messages: the value that contains the metrics
     """
     if not isinstance(result, Mapping):
-        what = f"{verb} a mapping of names to (sum, count), but returned {describe_value(result)}"
+        what = f"{value} must be a mapping of names to (sum, count), but is {describe_value(result)}"
         raise TaskFault(what, where=locate_definition(evaluate, source), fix=METRIC_FIX)
     metrics = {}
     for name, pair in result.items():
         if not isinstance(name, str) or not name:
-            what = f"names of metrics must be strings, but evaluate returned the name {name!r}"
+            what = f"metric names in {value} must be strings that are not empty, but one is {name!r}"
             raise TaskFault(what, where=locate_definition(evaluate, source), fix=METRIC_FIX)
         _check_no_secret(name, evaluate, source)
         is_pair = isinstance(pair, tuple | list) and len(pair) == 2
         total, count = (_to_number(pair[0]), _to_number(pair[1])) if is_pair else (None, None)
         if total is None or count is None:
             raise TaskFault(
-                f"{verb} (sum, count) for each metric, two numbers or tensors with one element, but"
+                f"{value} must have (sum, count) for each metric, two numbers or tensors with one element, but"
                 f" {name} is {describe_value(pair)}",
                 where=locate_definition(evaluate, source),
                 fix=_suggest_pair_fix(name, pair),
@@ -119,12 +121,12 @@ def validate_prediction(result: Any, predict: Callable[..., Any], source: Path) 
 
 
 def _find_prediction_problem(prediction: Any) -> tuple[str, str] | None:
-    fix = 'yield Prediction({"sample.txt": text}), from runner.base.task'
+    fix = 'from runner import Prediction; yield Prediction({"sample.txt": text})'
     if not isinstance(prediction, Prediction):
         return f"predict must yield Prediction, but yielded {describe_value(prediction)}", fix
     tables: list[tuple[str, Any, tuple[type, ...], str]] = [
         ("files", prediction.files, (str, bytes, np.ndarray), "text, bytes or a NumPy array"),
-        ("plots", prediction.plots, (bytes,), "bytes of a picture"),
+        ("plots", prediction.plots, (bytes,), "the bytes of an image"),
     ]
     for part, mapping, types, description in tables:
         if not isinstance(mapping, Mapping) or not all(isinstance(name, str) for name in mapping):
@@ -134,14 +136,14 @@ def _find_prediction_problem(prediction: Any) -> tuple[str, str] | None:
             )
         for name, content in mapping.items():
             if not is_safe_path(name):
-                what = f"a file name of a Prediction must consist of letters, digits, '.', '_' and '-', not {name!r}"
+                what = f"a file name of a Prediction must consist of letters, digits and any of ._-/, but is {name!r}"
                 return what, fix
             if not isinstance(content, types) or (isinstance(content, np.ndarray) and content.dtype.hasobject):
                 what = f"{part} of a Prediction must hold {description}, but {name} is {describe_value(content)}"
                 return what, "write tensor.cpu().numpy()" if isinstance(content, Tensor) else fix
     text: Any = prediction.text
     if not isinstance(text, str):
-        return f"text of a Prediction must be text, but is {describe_value(text)}", fix
+        return f"text of a Prediction must be a str, but is {describe_value(text)}", fix
     items: Any = prediction.items
     if isinstance(items, bool) or not isinstance(items, Integral) or int(items) < 0:
         what = f"items of a Prediction must be a number of items, 0 or more, but is {describe_value(items)}"
@@ -242,7 +244,7 @@ _MAX_DESCRIBED_ITEMS, _MAX_TEXT_LENGTH = 4, 40
 
 
 def check_members(task: Task, source: Path) -> None:
-    """Raise TaskFault if a member of the task cannot be used as class Task declares it.
+    """Raise TaskFault if a member of the task is incompatible with its declaration in Task.
 
     `loss` is excluded: its arguments depend on the phase, see `check_arguments`.
     """
@@ -300,7 +302,7 @@ def check_arguments(
 def _check_mapping(task: Task, name: str, source: Path) -> None:
     try:
         value = getattr(task, name)
-    except Exception:  # it may need begin_phase; its first use reports the error
+    except Exception:  # the property may depend on begin_phase; if it really fails, its first use reports it
         return
     if isinstance(value, Mapping):
         for key, item in value.items():
@@ -329,7 +331,7 @@ def _is_fit(value: Any) -> bool:
     return all(callable(getattr(value, name, None)) for name, member in vars(Fit).items() if callable(member))
 
 
-# mapping of a task -> whether a value of it is valid, and what it must be
+# property of Task -> check of each value of its mapping, and the expected type
 _VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "losses": (callable, "Callable"),
     "fits": (_is_fit, "Fit"),

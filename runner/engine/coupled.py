@@ -105,7 +105,7 @@ def validate_embedding(result: Any, embed: Callable[..., Any], source: Path, *, 
             )
             raise TaskFault(what, where=where, fix=EMBED_FIX)
     if torch.is_grad_enabled() and not any(tensor.requires_grad for tensor in embedding.tensors):
-        what = "embed must return a tensor that has a gradient, but none has one"
+        what = "embed must return a tensor that requires grad, but none does"
         raise TaskFault(what, where=where, fix="compute it from model(...), without detach, item or no_grad")
     return embedding
 

@@ -312,7 +312,7 @@ def _get_iterator(result: Any, parts: Parts) -> Iterator[Any]:
     raise TaskFault(
         f"predict must yield Predictions, but returned {describe_value(result)}",
         where=locate_definition(parts.task.predict, parts.source),
-        fix='yield Prediction({"sample.txt": text}), from runner.base.task',
+        fix='from runner import Prediction; yield Prediction({"sample.txt": text})',
     )
 
 

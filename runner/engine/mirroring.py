@@ -31,7 +31,7 @@ def download_checkpoints(
     """Download the checkpoints that the run resumes from, on rank 0, and return the mirror; None without one.
 
     A download may take longer than the timeouts of collectives and of the watchdog, so progress is reported to both.
-    Raises what `fetch` raises. If the run has local checkpoints, an unreachable mirror is only a warning.
+    Raises the errors of `fetch_checkpoints`. If the run has local checkpoints, an unreachable mirror is only a warning.
     """
     url = checkpoint_policy(plan).mirror
     if url is None or not _is_used(plan):
@@ -44,11 +44,11 @@ def download_checkpoints(
         target=_fetch_in_thread, args=(mirror, directory, screen, errors), name="mirror", daemon=True
     )
     thread.start()
-    is_loading = True
-    while is_loading:
+    is_downloading = True
+    while is_downloading:
         thread.join(_PROGRESS_INTERVAL_S)
         progress_mark.now = (START, 0)
-        is_loading = world.broadcast(thread.is_alive())  # at least once: the other ranks wait for it
+        is_downloading = world.broadcast(thread.is_alive())  # at least once: the other ranks wait for it
     if not errors:
         return mirror
     if not isinstance(errors[0], MirrorError) or newest_name(directory.checkpoints) is None:
@@ -65,7 +65,7 @@ def _fetch_in_thread(mirror: Mirror, directory: RunDirectory, screen: Screen, er
 
 
 def wait_for_download(plan: Plan, world: World) -> None:
-    """Wait on another rank until `download_checkpoints` has returned on rank 0."""
+    """On every rank but 0: wait until `download_checkpoints` has returned on rank 0. Matches the broadcasts there."""
     if _is_used(plan) and plan.settings.resume != "fresh":
         while world.broadcast(None):
             pass

@@ -95,7 +95,8 @@ def report_end(screen: Screen, run: TrainingRun, outcome: Outcome, evidence: Evi
     if plan.choices["tracker"].name != "none":
         notes.append(run.observers.tracker.note)
     if run.num_skipped:
-        notes.append(f"{run.num_skipped} updates were skipped because float16 overflowed")
+        updates = "1 update was" if run.num_skipped == 1 else f"{run.num_skipped} updates were"
+        notes.append(f"{updates} skipped because float16 overflowed")
     notes += [run.save_cost.summary(total)] if run.save_cost.num_saves else []
     notes += allocator_notes(evidence.num_alloc_retries, evidence.fragmentation, evidence.device_reserved_gib)
     notes += state_note(*run.tally.state_bytes)

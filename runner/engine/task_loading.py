@@ -143,8 +143,7 @@ class CheckedLoss:
 
     def _check(self, answer: Any, *, sync: bool = False) -> Any:
         if self.returns_metrics and isinstance(answer, tuple) and len(answer) == 3:
-            verb = "the third value of loss must be"
-            metrics = validate_metrics(answer[2], self.loss, self.source, verb=verb)
+            metrics = validate_metrics(answer[2], self.loss, self.source, value="the third value of loss")
             for name in metrics.keys() & _RESERVED_METRICS:
                 what = f"the third value of loss must not name a metric {name}: train/{name} exists already"
                 raise TaskFault(what, where=locate_definition(self.loss, self.source), fix="choose another name")

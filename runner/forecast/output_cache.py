@@ -42,7 +42,7 @@ class CachedOutput:
 
 @dataclass(frozen=True)
 class CachedOperation:
-    """Outputs of an operation, and its cost; None for a view."""
+    """Outputs and cost of an operation; `cost` is None for a view."""
 
     outputs: tuple[CachedOutput | None, ...]
     kind: type | None  # tuple or list; None: a single output
@@ -50,21 +50,22 @@ class CachedOperation:
 
 
 class OutputCache:
-    """Outputs by operator, metadata of its tensors, and its other arguments."""
+    """Maps an operator, the metadata of its tensor arguments, and its other arguments to its outputs."""
 
     def __init__(self, fakes: FakeTensorMode) -> None:
         self._fakes = fakes
         self._entries: dict[Any, CachedOperation | None] = {}
-        self._attributes = vars(FakeTensor(fakes, torch.empty(0, device="meta"), _CPU))  # of every new fake tensor
+        # Instance attributes of a new FakeTensor, which _make_fake copies.
+        self._attributes = vars(FakeTensor(fakes, torch.empty(0, device="meta"), _CPU))
 
     def key(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the key of an operation, or None if its outputs depend on more than the metadata of its inputs."""
-        # No number that an operation in place takes, such as a learning rate, changes its outputs' metadata.
+        # A float argument of an in-place operation, such as a learning rate, does not affect its outputs' metadata.
         part = _key_part_without_floats if func._schema.is_mutable else _key_part
         try:
             key = (func, part(args), part(kwargs) if kwargs else None)
             hash(key)
-        except (_Uncacheable, TypeError):  # TypeError: an argument without a hash
+        except (_Uncacheable, TypeError):  # TypeError: an unhashable argument
             return None
         return key
 
@@ -102,12 +103,17 @@ class OutputCache:
             return inputs[output.returned_input]
         empty = torch.empty_strided(output.shape, output.stride, dtype=output.dtype, device="meta")
         if output.viewed_input >= 0:
+            # As torch does: inside, fake tensors report the meta device, where their storage is.
             with in_kernel_invocation_manager(self._fakes):
                 empty.set_(inputs[output.viewed_input].untyped_storage(), output.offset, output.shape, output.stride)
         return self._make_fake(empty)
 
     def _make_fake(self, empty: Tensor) -> Tensor:
-        """Return FakeTensor(self._fakes, empty, _CPU): the constructor takes three times as long to check arguments."""
+        """Equivalent to FakeTensor(self._fakes, empty, _CPU), whose checks of arguments triple its time.
+
+        The private calls are those of its __new__ in torch 2.13: the first sets the device to CPU, the second reports
+        accesses to its memory.
+        """
         fake: Any = Tensor._make_subclass(FakeTensor, empty, False, dispatch_device=True, device_for_backend_keys=_CPU)
         torch._C._set_throw_on_mutable_data_ptr(fake)
         vars(fake).update(self._attributes)
@@ -151,7 +157,7 @@ def _key_part_without_floats(value: Any) -> Any:
 
 
 def _describe_output(output: FakeTensor, inputs: Sequence[Tensor]) -> CachedOutput | None:
-    """Return the entry of an output tensor; None if it could not be created from the entry alone."""
+    """Return the entry of an output tensor; None if the output cannot be reconstructed from its metadata."""
     for number, tensor in enumerate(inputs):
         if tensor is output:
             return CachedOutput(returned_input=number)
@@ -160,13 +166,15 @@ def _describe_output(output: FakeTensor, inputs: Sequence[Tensor]) -> CachedOutp
     shape, stride = tuple(output.shape), tuple(output.stride())
     storage = output.untyped_storage()
     for number, tensor in enumerate(inputs):
-        if tensor.untyped_storage()._cdata == storage._cdata:
+        if tensor.untyped_storage()._cdata == storage._cdata:  # not data_ptr(), which is 0 for fake tensors
             is_fake = type(tensor) is FakeTensor
             return (
                 CachedOutput(-1, number, shape, stride, int(output.storage_offset()), output.dtype) if is_fake else None
             )
+    # The active modes would intercept this call: it would be counted, and return a fake tensor.
     with torch.utils._python_dispatch._disable_current_modes():
         fresh = torch.empty_strided(shape, stride, dtype=output.dtype, device="meta")
+    # An output may be a view into a new storage that is larger.
     if output.storage_offset() or fresh.untyped_storage().nbytes() != storage.nbytes():
         return None
     return CachedOutput(-1, -1, shape, stride, 0, output.dtype)

@@ -30,7 +30,7 @@ from runner.monitor.samples_file import read_samples
 
 
 class GPUStats:
-    """Samples GPUs, CPU, memory and disk in a thread while it is open; errors are not raised into the monitored code.
+    """Samples GPUs, CPU, memory and disk in a thread, between start and stop. Its errors do not reach the user's code.
 
     log_dir     folder for gpu.csv and monitor.json, created if missing; an existing gpu.csv is kept, and the new one
                 is named gpu-2.csv. If the folder is not writable, a warning is issued, and samples are only kept for
@@ -39,8 +39,8 @@ class GPUStats:
     devices     one or several GPUs by CUDA index or UUID, which become gpu0, gpu1 and so on in this order; None: those
                 of CUDA_VISIBLE_DEVICES
 
-    Works without a GPU, monitoring the rest, with the reason in `notes`, and without torch. Raises ConfigError for an
-    invalid interval or device. May be started again after it was stopped; then it writes new files.
+    Works without torch. Without a GPU, only the machine is monitored, and `notes` has the reason. Raises ConfigError
+    for an invalid interval or device. May be started again after it was stopped; then it writes new files.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class GPUStats:
         self._uuids = None if devices is None else _resolve_devices(devices)
         self._monitor = Monitor(None, interval_s, uuids=self._uuids)
         self._number = 1
-        self._pid = 0  # PID of the monitoring process
+        self._pid = 0  # PID of the process that started monitoring; 0 while stopped
 
     @property
     def path_csv(self) -> Path:
@@ -81,7 +81,7 @@ class GPUStats:
     def get_summary(self) -> dict[str, Any]:
         """Return time-weighted mean, minimum and maximum of each metric so far, energy, and notes.
 
-        The same as monitor.json: `whole` and `phases`, each with `metrics`, `energy_j`, `slowed`; `devices`; `notes`.
+        Content of monitor.json: `whole` and `phases`, each with `metrics`, `energy_j`, `slowed`; `devices`; `notes`.
         """
         return self._monitor.summary().to_json()
 
@@ -95,7 +95,8 @@ class GPUStats:
     def plot_stats(self) -> list[Path]:
         """Write plots of the samples so far to `plots` in log_dir; return their paths.
 
-        After a second start, the folder is `plots-2`, and so on. Raises InputMissing without samples, OSError.
+        After a second start, the folder is `plots-2`, and so on. Raises InputMissing if there are no samples,
+        and OSError if the plots cannot be written.
         """
         from runner.monitor.machine_plots import draw_png_files  # imported here: matplotlib is slow to import
 
@@ -129,19 +130,22 @@ class GPUStats:
             try:
                 _replace(self.log_dir / self._numbered("monitor", ".json"), text.encode())
             except OSError as error:
-                _warn(4, f"{self.log_dir} is not written: {error.strerror}")
+                _warn(4, f"monitor.json cannot be written to {self.log_dir}: {error.strerror}")
 
     def _numbered(self, stem: str, suffix: str) -> str:
         return f"{stem}{suffix}" if self._number == 1 else f"{stem}-{self._number}{suffix}"
 
     def _reserve_path(self) -> Path | None:
-        """Reserve the first free file name, so that concurrent monitors do not share a file; None if there is none."""
+        """Reserve the first free file name, so that concurrent monitors do not share a file.
+
+        Returns None, with a warning, if the folder cannot be written to.
+        """
         self._number = 1
         try:
             self.log_dir.mkdir(parents=True, exist_ok=True)
             while True:
                 try:
-                    # Its gpu.csv may have been moved.
+                    # A monitor.json without a gpu.csv also marks the number as used: gpu.csv may have been moved.
                     if not os.path.lexists(self.log_dir / self._numbered("monitor", ".json")):
                         self.path_csv.touch(mode=0o600, exist_ok=False)
                         return self.path_csv
@@ -189,13 +193,14 @@ def _resolve_devices(devices: Sequence[int | str] | int | str) -> list[str]:
             uuids = [uuid for uuid in torch_order if nvml.find(uuid)]
         chosen = [(device, _find_uuid(device, uuids, nvml)) for device in requested]
     if missing := [str(device) for device, uuid in chosen if uuid is None]:
-        available = ", ".join(f"{index} ({uuid})" for index, uuid in enumerate(uuids)) or nvml.why_not or "none"
-        raise _device_error(f"no such GPU: {', '.join(missing)}; available: {available}")
+        available = ", ".join(f"{index} ({uuid})" for index, uuid in enumerate(uuids))
+        found = f"available: {available}" if uuids else f"no GPU is available{nvml.why_not and f': {nvml.why_not}'}"
+        raise _device_error(f"no such GPU: {', '.join(missing)}; {found}")
     bare_uuids = [strip_uuid_prefix(uuid or "") for _, uuid in chosen]
     if duplicates := [
         str(device) for (device, _), uuid in zip(chosen, bare_uuids, strict=True) if bare_uuids.count(uuid) > 1
     ]:
-        raise _device_error(f"must name each GPU once, but {', '.join(duplicates)} are the same")
+        raise _device_error(f"names the same GPU twice: {', '.join(duplicates)}")
     return [uuid for _, uuid in chosen if uuid]
 
 
@@ -211,7 +216,7 @@ def _find_uuid(device: object, uuids: Sequence[str], nvml: Nvml) -> str | None:
 
 
 def _device_error(what: str) -> ConfigError:
-    return ConfigError(Problem(what, where="devices", fix="use None for all GPUs"))
+    return ConfigError(Problem(what, where="devices", fix="use None for all visible GPUs"))
 
 
 def _torch_uuids() -> list[str] | None:

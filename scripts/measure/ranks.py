@@ -135,7 +135,7 @@ def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, 
         for _ in range(12):
             blocks.append(measure_ms_per_update(made, 10))
             exchanges.append(min(seconds["wait"] for seconds in sync.status.seconds))
-        balance = opened.shares.balance if shares == "speed" else None
+        balance = opened.shares.solver if shares == "speed" else None
         return {
             "exchange_ms": 1e3 * statistics.median(exchanges),
             "ms": statistics.median(blocks),

@@ -147,7 +147,7 @@ class TrainableRX(Detector):
     def penalties(self) -> tuple[Tensor, Tensor, Tensor]:
         """Return penalties to minimize, each at least 0.
 
-        orthogonality  squared distance of components^T components from the identity, per component
+        orthogonality  squared Frobenius distance of components components^T (K, K) from the identity, divided by K
         entropy        1 - entropy of the selection / log C: 0 for uniform weights, 1 for a single channel
         concentration  variance of the selection relative to that of a single channel, from 0 to 1
 

@@ -19,7 +19,7 @@ from tests.rounding import allowed
 
 GIB = 2**30
 SCHEDULES = ["gpipe", "1f1b"]
-ROUNDED = allowed(torch.float64, 2 * 8 * 4)  # forward and backward of at most 8 micro-batches in 4 stages
+ROUNDED = allowed(torch.float64, 2 * 8 * 4)  # 8 micro-batches in 4 stages; times of more are integers
 
 
 @pytest.mark.parametrize("balance", ["memory", "time"])
@@ -170,7 +170,7 @@ def test_the_table_lists_every_layer_once_with_device_and_share() -> None:
 @pytest.mark.parametrize("schedule", SCHEDULES)
 @pytest.mark.parametrize("num_devices", [1, 2, 3, 4])
 @pytest.mark.parametrize("rounds", [1, 2, 5])
-def test_idle_time_of_equal_stages_matches_the_theory(
+def test_idle_time_of_equal_stages_is_the_ideal_bubble(
     schedule: partition.Schedule, num_devices: int, rounds: int
 ) -> None:
     count = rounds * num_devices
@@ -209,7 +209,8 @@ def test_a_pipeline_takes_at_least_its_slowest_stage_and_its_critical_path(
     assert took <= math.fsum(seconds) * 3 * count * (1 + ROUNDED)
 
 
-def test_one_f_one_b_keeps_one_micro_batch_per_later_stage() -> None:
+def test_micro_batches_in_flight_per_stage() -> None:
+    """1F1B: one for each remaining stage, including this one; GPipe: all."""
     assert max_in_flight("1f1b", 4, 8) == (4, 3, 2, 1)
     assert max_in_flight("1f1b", 4, 2) == (2, 2, 2, 1)
     assert max_in_flight("gpipe", 3, 8) == (8, 8, 8)

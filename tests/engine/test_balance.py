@@ -32,7 +32,7 @@ def run(shares: FixedShares, first: int, last: int, ahead: int) -> list[tuple[in
                 read[number] = shares.of(number)
         dealt.append(read.pop(update))
         if update > first:  # the times of an update arrive on all ranks one update later
-            samples = shares.samples_per_rank(update)
+            samples = shares.samples_per_rank(update - 1)
             assert samples == dealt[-2]
             change = shares.observe(update + 1, seconds_of(samples), samples)
             stale = any(read[number] != shares.of(number) for number in read)

@@ -111,7 +111,7 @@ def test_ranks_of_one_machine_listen_on_loopback_only() -> None:
 
 
 def test_the_machines_share_only_the_network(namespaces: tuple[str, str], tmp_path: Path) -> None:
-    """Otherwise the test above could pass over a shared loopback."""
+    """Otherwise test_ranks_on_two_machines_add_their_tensors could pass over a shared loopback."""
 
     def interfaces(rank: int) -> list[str]:
         return sorted(name for _, name in socket.if_nameindex())

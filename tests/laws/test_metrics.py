@@ -255,7 +255,7 @@ class MeanOfClasses(torchmetrics.classification.MulticlassAveragePrecision):
 
 
 class SeveralNumbers(Points):
-    """Metrics of torchmetrics that compute a vector, a matrix or a mapping with vectors, also on texts and boxes."""
+    """Metrics of torchmetrics that compute a vector, a matrix or a mapping with a vector; one takes text."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -312,7 +312,7 @@ class Words(torchmetrics.Metric):
         return float(len(self.words))
 
 
-def test_states_that_cannot_be_merged_are_refused_on_ranks_alone() -> None:
+def test_states_that_cannot_be_merged_are_refused_only_with_several_ranks() -> None:
     class Texts(Points):
         def metrics(self, split: str) -> Any:
             return {"words": Words()}
@@ -460,14 +460,14 @@ def with_metric(metric: nn.Module) -> Task:
 @pytest.mark.slow
 @pytest.mark.parametrize("number", [16, 37], ids=["one batch per rank", "several"])
 @pytest.mark.parametrize("kind", [Counted, Buffered, Maximum, Ids, Scores])
-def test_an_undeclared_state_is_refused_on_ranks_alone(kind: type[nn.Module], number: int) -> None:
+def test_an_undeclared_state_is_refused_only_with_several_ranks(kind: type[nn.Module], number: int) -> None:
     def refused(world: World) -> str:
         with pytest.raises(TaskFault) as caught:
             measured(world, with_metric(kind()), 8, number=number)
         return str(caught.value)
 
     measured(ALONE, with_metric(kind()), 8, number=number)
-    if kind in (Counted, Buffered) and number == 16:  # equal on both ranks: detected by the check before training
+    if kind in (Counted, Buffered) and number == 16:  # both ranks count 8: only the check before training detects it
         return
     assert all("own" in message for message in run_ranks(refused, 2))
 
@@ -503,7 +503,7 @@ class Objects(Total):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", [Inferred, Last, Objects])
-def test_an_attribute_that_the_result_does_not_depend_on_is_no_state(kind: type[nn.Module]) -> None:
+def test_an_attribute_that_the_result_does_not_depend_on_is_not_a_state(kind: type[nn.Module]) -> None:
     alone = measured(ALONE, with_metric(kind()), 8)
     for result in run_ranks(lambda world: measured(world, with_metric(kind()), 8), 2):
         assert result == pytest.approx(alone, rel=PROMISED[torch.float32])
@@ -522,6 +522,7 @@ class Images(Task):
 
 
 def test_a_metric_that_accumulates_an_unused_map_is_merged() -> None:
+    """RMSE over sliding windows also accumulates an error map, which `compute` does not return."""
     alone = measured(ALONE, Images(), 8)
     for result in run_ranks(lambda world: measured(world, Images(), 8), 2):
         assert result == pytest.approx(alone, rel=PROMISED[torch.float32])
@@ -536,6 +537,7 @@ class UnreducedLock(Unreduced):
 
 
 def test_an_unreduced_metric_that_cannot_be_copied_is_computed() -> None:
+    """The check needs a copy. Without one, the metric is computed as by torchmetrics: one value per rank."""
     for result in run_ranks(lambda world: measured(world, with_metric(UnreducedLock()), 8), 2):
         assert result.keys() == {"own.0", "own.1"}
 

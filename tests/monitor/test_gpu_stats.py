@@ -152,7 +152,7 @@ def test_devices_are_chosen_by_number_or_uuid(nvml_stub: NvmlStub, devices: str,
         ("[]", "devices: must name a GPU, but is empty"),
         ("[true]", "devices: no such GPU: True; available: 0"),
         ("[null, 0.5]", "devices: no such GPU: None, 0.5; available: 0"),
-        ("[0, 1, 0]", "devices: must name each GPU once, but 0, 0 are the same"),
+        ("[0, 1, 0]", "devices: names the same GPU twice: 0, 0"),
         ("-1", "devices: no such GPU: -1; available: 0"),
     ],
 )

@@ -95,9 +95,7 @@ FAILING = Path(__file__).with_name("task_that_fails.py")
 
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize(("args", "rank"), [("parallelism=ddp", 0), ("parallelism=fsdp", 1)])
-def test_a_rank_that_fails_over_nccl_is_named_and_no_process_is_left(
-    args: str, rank: int, stand_in: StandIn, tmp_path: Path
-) -> None:
+def test_a_rank_that_fails_over_nccl_is_named(args: str, rank: int, stand_in: StandIn, tmp_path: Path) -> None:
     """Destroying an NCCL process group waits up to `timeout_s` for kernels that the failed rank never joins."""
     task = f"train --task {FAILING} task.rank={rank} updates=6 global_batch_size=16 run=r device=cuda {args}"
     result = stand_in.command("a100x2", task, tmp_path)

@@ -99,8 +99,8 @@ def test_no_five_lines_of_held_out_text_are_in_the_training_text(corpus: Corpus)
         assert 0 < leakage["of_documents"][split] < 0.1
 
 
-def test_the_leakage_of_a_text_is_the_share_of_its_blocks(folder: Path, tmp_path: Path) -> None:
-    """For the user's text it is only reported; no block is removed."""
+def test_the_leakage_of_a_text_is_the_share_of_its_blocks_found_in_training(folder: Path, tmp_path: Path) -> None:
+    """Leakage in the user's text is reported, not removed."""
     lines = "".join(f"line {number}\n" for number in range(9))
     for file in folder.rglob("*.txt"):
         file.write_text(lines + f"only in {file.stem}\n")
@@ -301,7 +301,7 @@ def test_token_shards_are_memory_mapped(shards: Path, tmp_path: Path) -> None:
     assert set(task.evaluate(task.model, (x[None], y[None]))) == {"loss"}
 
 
-def test_token_shards_are_numbered_consecutively(shards: Path, tmp_path: Path) -> None:
+def test_predictions_of_token_shards_are_token_ids(shards: Path, tmp_path: Path) -> None:
     task = build(Context(0, shards, tmp_path / "cache"), block_size=16)
     options: dict[str, Any] = {"samples": 1, "max_new_tokens": 3, "prompt": "17 4"}
     with torch.no_grad():

@@ -117,7 +117,7 @@ class RankSync(Hook):
                 wants,
                 num_bad=len(step.bad),
                 seconds=lap.seconds if lap else None,
-                samples=phase.shares.samples_per_rank(lap.update)[phase.order.rank] if lap else 0,
+                samples=phase.shares.samples_per_rank(lap.update - 1)[phase.order.rank] if lap else 0,
             )
             self.agreed, self.agreed_at = self.status.wants if self.status else Wants(), step.update - 1
         if self.agreed.stop:

@@ -22,8 +22,8 @@ from runner.loading.loaders import Loader
 class StreamPosition(Hook):
     """Tracks how far the completed updates have read the shards of a stream; inactive for other datasets.
 
-    A checkpoint has the position of the rank that is furthest in each shard, because any rank may read it after a
-    resume.
+    After a resume, a shard may move to another rank, so several ranks may have a position in it. A checkpoint stores
+    the furthest one.
     """
 
     name = "stream"
@@ -32,7 +32,7 @@ class StreamPosition(Hook):
         super().__init__(phase)
         self._marks: dict[int, ShardMark] = {}
         self._printed_notes: set[str] = set()
-        self._is_replayed = False  # the stream has no state, or its state does not restore the position
+        self._needs_replay = False  # loading the stream's state does not restore its position
 
     @property
     def _fetcher(self) -> StreamFetcher | None:
@@ -55,23 +55,24 @@ class StreamPosition(Hook):
             samples = sum(mark.item - mark.passed for mark in replayed)
             if samples:
                 seconds = sum((mark.item - mark.passed) * mark.sample_s for mark in replayed)
-                reason = "its state cannot be used" if self._is_replayed else "it has no state_dict"
+                reason = "its state cannot be used" if self._needs_replay else "it has no state_dict"
                 self.phase.run.observers.screen.info(
-                    f"the stream is read from its beginning to where it was, because {reason}:"
+                    f"replaying the stream from the beginning to the saved position, because {reason}:"
                     f" {samples:,} samples, about {format_duration(seconds)} if one process reads them"
                 )
         elif self.phase.run.provenance.is_compared and self.phase.start is None:
             phase, world = self.phase, self.phase.parts.world
-            verdict_fields: list[Any] | None = None
+            check_fields: list[Any] | None = None
             if world.is_first:
-                phase.progress_mark.now = (DATA, phase.position.update + 1)
-                verdict_fields = [*check_stream(fetcher, phase.loader)]
-            result = StreamCheck(*world.broadcast(verdict_fields))
-            raise_if_invalid(result, fetcher.dataset.source.num_shards)
-            self._is_replayed = bool(result.restore_error)
-            if result.restore_error:
+                phase.progress_mark.now = (DATA, phase.position.update + 1)  # the watchdog's limit for reading data
+                check_fields = [*check_stream(fetcher, phase.loader)]
+            check = StreamCheck(*world.broadcast(check_fields))
+            raise_if_invalid(check, fetcher.dataset.source.num_shards)
+            self._needs_replay = bool(check.restore_error)
+            if check.restore_error:
                 phase.run.observers.screen.warn(
-                    f"{result.restore_error}: a resumed run reads the stream from its beginning to where it was"
+                    f"{check.restore_error}: a resumed run must replay the stream from the beginning to the saved"
+                    " position"
                 )
 
     def after_update(self, step: Any) -> None:
@@ -91,22 +92,22 @@ class StreamPosition(Hook):
         marks = [[shard, *mark._replace(note="")] for shard, mark in self._marks.items()]
         for shard, *mark in itertools.chain.from_iterable(self.phase.parts.world.gather(marks)):
             furthest[shard] = max(furthest.get(shard, mark), mark, key=itemgetter(1, 0))  # epoch and item
-        return {"shards": [[shard, *mark] for shard, mark in furthest.items()], "replays": self._is_replayed}
+        return {"shards": [[shard, *mark] for shard, mark in furthest.items()], "replays": self._needs_replay}
 
     def load_state_dict(self, state: Any) -> None:
         if not state:
             return
-        self._is_replayed = bool(state["replays"])
+        self._needs_replay = bool(state["replays"])
         for shard, *values in state["shards"]:
             mark = ShardMark(*values)
-            self._marks[int(shard)] = mark._replace(state=None) if self._is_replayed else mark
+            self._marks[int(shard)] = mark._replace(state=None) if self._needs_replay else mark
 
 
 class StreamCheck(NamedTuple):
     """Result of reading the first samples of a stream.
 
     has_state            it has `state_dict` and `load_state_dict`
-    restore_error        why loading the state does not continue with the next sample; empty: it does
+    restore_error        why loading the state does not restore the position; empty if it does
     is_repeatable        it returns the same samples when it is opened again
     has_distinct_shards  its first two shards have different samples
     """
@@ -148,32 +149,34 @@ def raise_if_invalid(check: StreamCheck, num_shards: int) -> None:
 
 
 class _FirstSamples(Fetcher):
+    """Runs the check where batches are read, with seeded generators; the only batch is its result."""
+
     def __init__(self, fetcher: StreamFetcher) -> None:
         super().__init__(fetcher.dataset, fetcher.collate, bad_samples="stop", model=fetcher.model)
-        self.streams = fetcher.dataset.draws
-        self.samples = fetcher.dataset
+        self.streams = fetcher.dataset.draws  # as in Fetcher: random streams, not data
+        self.stream = fetcher.dataset
 
     def __getitem__(self, key: MicroBatchKey) -> MicroBatch:
         return MicroBatch(tuple(self.streams.read(self._check, key)), key.last)
 
     def _check(self, _: MicroBatchKey) -> StreamCheck:
-        shards = [shard for shard in range(self.samples.source.num_shards) if self._num_samples(shard) > 1]
+        shards = [shard for shard in range(self.stream.source.num_shards) if self._num_samples(shard) > 1]
         if not shards:
             return StreamCheck()
-        first = self.samples.reader(shards[0])
+        first = self.stream.reader(shards[0])
         hashes = self._hash_samples(first, shards[0])
-        if hashes != self._hash_samples(self.samples.reader(shards[0]), shards[0]):
+        if hashes != self._hash_samples(self.stream.reader(shards[0]), shards[0]):
             return StreamCheck(is_repeatable=False)
         has_distinct_shards = True
-        if len(shards) > 1 and len(set(hashes)) > 1:
-            other = self._hash_samples(self.samples.reader(shards[1]), shards[1])
+        if len(shards) > 1 and len(set(hashes)) > 1:  # equal samples cannot distinguish shards
+            other = self._hash_samples(self.stream.reader(shards[1]), shards[1])
             has_distinct_shards = other[: len(hashes)] != hashes[: len(other)]
         error = first.state_error if first.mark.state is None else self._compare_after_restore(first, shards[0], hashes)
         return StreamCheck(first.has_state, error, True, has_distinct_shards)
 
     def _compare_after_restore(self, first: ShardReader, shard: int, hashes: list[str]) -> str:
-        """Restore the state of the mark; return why the samples after it differ, empty if they do not."""
-        reader, mark = self.samples.reader(shard), first.mark
+        """Restore a new reader to `first.mark`; return why its next samples differ, or an empty string."""
+        reader, mark = self.stream.reader(shard), first.mark
         error = reader.restore(mark)
         if error:
             return error
@@ -181,10 +184,11 @@ class _FirstSamples(Fetcher):
         return "" if restored == hashes[mark.item :] else RESTORE_ERROR
 
     def _num_samples(self, shard: int) -> int:
-        return _NUM_CHECKED if self.samples.lengths is None else min(_NUM_CHECKED, self.samples.lengths[shard])
+        return _NUM_CHECKED if self.stream.lengths is None else min(_NUM_CHECKED, self.stream.lengths[shard])
 
     def _hash_samples(self, reader: ShardReader, shard: int) -> list[str]:
         size = self._num_samples(shard)
+        # The mark is in the middle, so that samples follow after it is restored.
         return [hash_content(reader.read(0, item, keep=item == (size - 1) // 2)) for item in range(size)]
 
 

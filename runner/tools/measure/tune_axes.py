@@ -1,4 +1,4 @@
-"""The axes of `accel-run tune`: settings that change the speed of updates, but not their results."""
+"""The axes of `accel-run tune`: settings of the mechanics, which change the speed of updates."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class TuneState:
         return self.facts.gpu is not None and self.facts.gpu.kind == "cuda"
 
     def key(self, name: str) -> str:
-        """Return the key of a setting; the key of the measured phase if phases set it."""
+        """Return `phase.PHASE.NAME` if the measured phase has this setting, otherwise NAME."""
         phase_key = f"phase.{self.target.phase}.{name}"
         return phase_key if phase_key in self.values else name
 
@@ -133,7 +133,7 @@ class TuneState:
         return [(f"{group}={name}",) for name in self.options(group)]
 
     def literals(self, group: str, key: str) -> list[str]:
-        """Return the values of a literal key of the current option that are not in use, without `auto`."""
+        """Return the other values of a key of type Literal of the current option, except `auto`."""
         signature = find_signature(group, str(self.get(group)))
         values = get_args(signature.keys[key].type) if signature and key in signature.keys else ()
         return [value for value in values if value not in ("auto", self.get(f"{group}.{key}"))]
@@ -143,9 +143,9 @@ Proposed = Iterable[Overrides] | str
 
 
 def is_mechanics(key: str) -> bool:
-    """Return whether a key affects only the speed of updates."""
+    """Return whether a key belongs to the mechanics. Its effect on losses is measured."""
     name = key.split(".", 2)[2] if key.startswith("phase.") else key
-    return name in MECHANICS or name.partition(".")[0] in MECHANIC_GROUPS
+    return name in MECHANICS or name.partition(".")[0] in MECHANICS_GROUPS
 
 
 def _propose_caches(state: TuneState) -> Proposed:
@@ -200,14 +200,17 @@ def _propose_copies(state: TuneState) -> Proposed:
 
 def _propose_threads(state: TuneState) -> Proposed:
     if not state.facts.on_cpu():
-        return "the GPU computes"
+        return "the run computes on a GPU"
     cpu, current = state.facts.cpu, state.facts.evidence.num_threads
     counts = {1, max(1, cpu.logical_cores // 2), min(cpu.physical_cores, cpu.logical_cores), cpu.logical_cores}
     return [(f"backend.threads={num}",) for num in sorted(counts - {current}, reverse=True)]
 
 
 def _propose_precisions(state: TuneState) -> Proposed:
-    """Number formats that the device supports natively. A format with other losses is not adopted."""
+    """Number formats; on a CPU, only those that it supports natively.
+
+    A format whose losses differ by more than its tolerance is rejected after it is measured.
+    """
     if state.facts.on_cpu():
         native = {"fp32", "bf16"} if state.facts.cpu.native_bf16 else {"fp32"}
         formats = [overrides for overrides in state.choices("precision") if overrides[0].partition("=")[2] in native]
@@ -258,7 +261,7 @@ def _propose_compile_modes(state: TuneState) -> Proposed:
 MAX_CANDIDATES = 7  # of an axis
 DETERMINISTIC, SLOWEST = "deterministic", "max-autotune"
 # Settings that may change; everything else is mathematics.
-MECHANIC_GROUPS = ("precision", "prefetch", "compile", "attention", "memory", "backend")
+MECHANICS_GROUPS = ("precision", "prefetch", "compile", "attention", "memory", "backend")
 MECHANICS = (
     "micro_batch_size", "accumulation_steps", "optimizer.kernel", "dataloader", "dataloader.num_workers",
     "dataloader.workers_above_ms", "dataloader.try_workers", "dataloader.pin_memory",
@@ -266,7 +269,7 @@ MECHANICS = (
 )  # fmt: skip
 
 
-# name -> proposals, weight of its share of the time, whether one of its variants may fill the memory.
+# name -> proposals, part of the time budget relative to other axes, whether one of its variants may fill the memory.
 # Compilation comes last, because every axis after it would compile again.
 AXES: Mapping[str, tuple[Callable[[TuneState], Proposed], float, bool]] = {
     "kept samples": (_propose_caches, 1.0, False),

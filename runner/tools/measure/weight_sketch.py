@@ -28,7 +28,7 @@ def sketch(weights: Iterable[Tensor]) -> Tensor:
                 part = flat[begin : begin + CHUNK]
                 signed = part.to(widest_dtype(part.device)) * _signs(part, begin, number)
                 rows = torch.nn.functional.pad(signed, (0, -len(signed) % NUM_SUMS)).view(-1, NUM_SUMS)
-                partial = rows.sum(0).roll(number * 131)
+                partial = rows.sum(0).roll(number * 131)  # tensors of the same shape start at different sums
                 sums = partial if sums is None else sums + partial.to(sums.device)
     return torch.zeros(NUM_SUMS) if sums is None else sums
 
@@ -36,7 +36,8 @@ def sketch(weights: Iterable[Tensor]) -> Tensor:
 def _signs(part: Tensor, begin: int, number: int) -> Tensor:
     """Return a pseudorandom -1 or 1 for each value by its position, so that equal values do not cancel systematically.
 
-    Source: Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014 (mix64).
+    Follows mix64 of Steele, Lea and Flood, Fast splittable pseudorandom number generators, OOPSLA 2014, but with
+    arithmetic shifts, because torch has no logical shift of signed integers.
     """
     mixed = torch.arange(begin, begin + part.numel(), device=part.device, dtype=torch.int64) + (number << 40)
     for shift, factor in _MIX:
@@ -45,4 +46,4 @@ def _signs(part: Tensor, begin: int, number: int) -> Tensor:
 
 
 _MIX = ((33, -0x00AE502812AA7333), (33, -0x3B314601E57A13AD))  # as signed 64-bit integers
-CHUNK = 1 << 20  # values at a time: 8 MiB of signs for a model of any size
+CHUNK = 1 << 20  # values per step, a multiple of NUM_SUMS; bounds the memory for the signs to 8 MiB
