@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
                 report(limit)
         final_code.append(_flush_stdout(code))
         if argv is None:
-            _kill_daemons()
+            _end_daemons()
         return final_code[0]
 
 
@@ -260,6 +261,7 @@ def _report_os_error(error: OSError) -> int:
 
 
 _FIXES = {Exit.SYSTEM: "\n           raise the limits on open files (ulimit -n) and processes (ulimit -u)"}
+_DAEMON_TIMEOUT_S = 2.0  # for all daemonic children together
 _EXIT_CODES = {
     errno.EACCES: Exit.PERMISSION,
     errno.EPERM: Exit.PERMISSION,
@@ -298,15 +300,20 @@ def _flush_stdout(code: int) -> int:
     return code
 
 
-def _kill_daemons() -> None:
-    """Kill daemonic child processes: the interpreter ends them with SIGTERM, which data workers ignore, and waits.
+def _end_daemons() -> None:
+    """End daemonic child processes: the interpreter sends them SIGTERM, which data workers ignore, and waits for them.
 
     They are left if memory ran out while a loader was closed.
     """
-    if "multiprocessing" in sys.modules:
-        for child in sys.modules["multiprocessing"].active_children():
-            if child.daemon:
-                child.kill()
+    if "multiprocessing" not in sys.modules:
+        return
+    children = [child for child in sys.modules["multiprocessing"].active_children() if child.daemon]
+    for child in children:
+        child.terminate()
+    deadline = time.monotonic() + _DAEMON_TIMEOUT_S
+    for child in children:
+        child.join(max(0.0, deadline - time.monotonic()))
+        child.kill()
 
 
 def _drop_output() -> None:

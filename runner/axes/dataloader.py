@@ -17,7 +17,6 @@ from runner.base.sample_rng import NoStreams
 from runner.base.values import Count, NonNegative, PositiveInt
 from runner.loading.auto_loader import AutoLoader
 from runner.loading.loaders import Loader, PinnedLoader, ThreadLoader, WorkerLoader, identity
-from runner.loading.trial_loader import TrialLoader
 
 
 def default(
@@ -26,7 +25,6 @@ def default(
     *,
     num_workers: Count | Literal["auto"] = "auto",
     workers_above_ms: NonNegative | Literal["auto"] = "auto",
-    try_workers: Count | Literal["auto"] = "auto",
     pin_memory: bool | Literal["auto"] = "auto",
     prefetch_factor: PositiveInt = 2,
     start_method: Literal["fork", "spawn"] = "fork",
@@ -39,8 +37,6 @@ def default(
     num_workers       worker processes; 0 reads in this process; auto: by device and cores
     workers_above_ms  start workers only if reading a batch takes longer, in ms, measured at the start; 0: always start
                       them; auto: 1 with num_workers=auto, else 0
-    try_workers       with num_workers=0: if updates wait for data, try up to this number of workers in the first
-                      updates, and keep them if updates are faster; auto: 8 with num_workers=auto on a CPU, else 0
     pin_memory        copy batches to page-locked memory, from which copies to a GPU can overlap; auto: with a GPU
     prefetch_factor   batches each worker reads ahead
     start_method      how workers start; fork: fast, shares the dataset's memory; spawn: slow, imports all modules again
@@ -53,20 +49,15 @@ def default(
     assert pin_memory != "auto", "the plan resolves it"
     fetcher = cache_samples(fetcher, cache, device)
     inline = PinnedLoader(fetcher) if pin_memory and cache != "device" else Loader(fetcher)
-
-    def new_workers(count: int) -> WorkerLoader:
-        return WorkerLoader(
-            fetcher,
-            num_workers=count,
-            pin_memory=pin_memory,
-            prefetch_factor=prefetch_factor,
-            start_method=start_method,
-        )
-
     if num_workers == 0:
-        is_tried = try_workers not in (0, "auto") and not fetcher.is_sequential
-        return TrialLoader(inline, new_workers, int(try_workers)) if is_tried else inline
-    workers = new_workers(num_workers)
+        return inline
+    workers = WorkerLoader(
+        fetcher,
+        num_workers=num_workers,
+        pin_memory=pin_memory,
+        prefetch_factor=prefetch_factor,
+        start_method=start_method,
+    )
     if workers_above_ms in (0, "auto") or fetcher.is_sequential:  # the plan resolves auto if it chose num_workers
         return workers
     return AutoLoader(workers, inline, limit_s=float(workers_above_ms) / 1e3)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import resource
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
@@ -21,12 +22,14 @@ from runner.base.errors import SystemLimit
 MIB = 1 << 20
 MARGIN_MIB = 40  # needed after the import; a run of 58 weights on one thread needs about 50 (torch 2.13)
 IMPORT_TIMEOUT_S = 10.0
+AMPLE_MIB = 8192  # above this limit, importing PyTorch cannot fail for lack of address space
 _M_ARENA_MAX = -8  # malloc.h of glibc
 
 
 def prepare_for_limit() -> None:
-    """Save address space if it is limited, and check it before torch is imported; without effect otherwise."""
-    if resource.getrlimit(resource.RLIMIT_AS)[0] == resource.RLIM_INFINITY:
+    """Save address space if it is scarce, and check it before torch is imported; without effect otherwise."""
+    limit = resource.getrlimit(resource.RLIMIT_AS)[0]
+    if limit == resource.RLIM_INFINITY or limit > AMPLE_MIB * MIB:
         return
     with suppress(Exception):  # another C library than glibc
         # Otherwise each of the first threads reserves 64 to 128 MiB, which then lack elsewhere.
@@ -50,13 +53,14 @@ def _require_space_for_torch() -> None:
     num_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize() + MARGIN_MIB * MIB
     try:
         result = subprocess.run(
-            [sys.executable, "-c", _PROGRAM, str(num_bytes)],
+            # -P: files in the current folder must not replace modules. The path of this process finds the same torch.
+            [sys.executable, "-P", "-c", _PROGRAM, str(num_bytes), *sys.path],
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             check=False, timeout=IMPORT_TIMEOUT_S,
         )  # fmt: skip
-    except subprocess.TimeoutExpired:  # a slow disk; at the limit, imports fail within seconds
+    except (subprocess.TimeoutExpired, OSError):  # a slow disk, at the limit imports fail at once; or no process left
         return
-    if result.returncode:
+    if result.returncode and result.returncode not in (-signal.SIGKILL, -signal.SIGXCPU):  # by others
         what = f"the limit on the address space, {limit_mib} MiB, is too small for PyTorch"
         raise SystemLimit(what, fix="raise the limit with ulimit -v, or remove it: ulimit -v unlimited")
 
@@ -65,8 +69,9 @@ _PROGRAM = """
 import mmap, pathlib, sys
 missing = int(sys.argv[1]) - int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * mmap.PAGESIZE
 reserved = mmap.mmap(-1, missing, prot=0) if missing > 0 else None
+sys.path[:] = sys.argv[2:]
 try:
     import torch
-except ModuleNotFoundError:  # not a matter of the limit
-    pass
+except (ImportError, OSError) as error:  # others than for lack of memory are reported by the import itself
+    sys.exit(any(text in str(error).lower() for text in ("failed to map", "cannot allocate", "cannot create")))
 """

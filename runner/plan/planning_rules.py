@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 from runner.base.errors import Problem
 from runner.base.text import format_bytes
@@ -86,8 +85,6 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
             else (0.0, "auto: num_workers is set" if workers != "auto" else "auto: spawned workers start slowly")
         )
         planner.set("dataloader", "workers_above_ms", limit, why)
-    if options.get("try_workers") == "auto":
-        planner.set("dataloader", "try_workers", *_tried_workers(options, gpu))
     if workers == "auto":
         options = planner.choices["dataloader"].options
         cache, is_measured = options["cache"], options["workers_above_ms"] != 0
@@ -109,18 +106,6 @@ def _workers(planner: Decisions, gpu: Device | None) -> None:
         planner.problems.append(Problem(what, "dataloader.cache=device", "use dataloader.num_workers=0"))
     elif workers > cores:
         planner.notes.append(f"dataloader.num_workers={workers} is more than the {cores} cores of this machine")
-
-
-def _tried_workers(options: Mapping[str, Any], gpu: Device | None) -> tuple[int, str]:
-    if options["num_workers"] != "auto":
-        return 0, "auto: num_workers is set"
-    if _is_cuda(gpu):
-        return 0, "auto: num_workers is above 0"
-    if options["cache"] == "device":
-        return 0, "auto: nothing to read, samples are cached in device"
-    if options["start_method"] != "fork":
-        return 0, "auto: spawned workers start slowly"
-    return MAX_WORKERS, "auto: if updates wait for data, and are faster with workers"
 
 
 def _pin_memory(planner: Decisions, gpu: Device | None) -> None:

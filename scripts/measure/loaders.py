@@ -28,7 +28,6 @@ def measure(model: str, reads: str, budget_s: float) -> bool:
     request = Request((f"task.model={model}", f"task.reads={reads}"), task_file=TASK)
     variants = [Variant("auto"), *(Variant(str(num), (f"dataloader.num_workers={num}",)) for num in WORKERS)]
     with Comparison(request) as comparison:
-        # Blocks are longer than the updates in which auto decides; their median is that of a decided loader.
         result = comparison.compare(variants, CompareLimits(budget_s=budget_s, block_s=1.0), lambda _: None)
     ratios = {trial.name: result.ratio(trial) for trial in result.variants[1:]}
     cells = [f"{1 / ratio.middle:.2f}" if ratio else "-" for ratio in ratios.values()]

@@ -565,3 +565,29 @@ def test_a_lost_request_to_end_is_not_reported_as_a_lost_batch(monkeypatch: pyte
     queue._on_queue_feeder_error(MemoryError(), None)  # lint-tests: private: a method for subclasses to override
     assert lost == [2]
     queue.close()
+
+
+def test_reading_for_an_evaluation_does_not_change_the_epoch_of_the_training() -> None:
+    class Epochs:
+        """Samples that depend on the epoch; a task may use one object for training and validation."""
+
+        epoch = -1
+
+        def set_epoch(self, epoch: int) -> None:
+            self.epoch = epoch
+
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return torch.tensor(self.epoch)
+
+    dataset = Epochs()
+    training, validation = (
+        Fetcher(dataset, default_collate, bad_samples="stop", split=split) for split in ("train", "val")
+    )
+    epochs = [
+        int(reader[MicroBatchKey(epoch, [1], last=True)].batch)
+        for reader, epoch in [(training, 3), (validation, 0), (training, 3), (training, 3), (validation, 0)]
+    ]
+    assert epochs == [3, 0, 3, 3, 0]

@@ -36,6 +36,7 @@ ORDER = [
     "Checkpointing",
     "Timekeeping",
     "Profiling",
+    "PrecisionTrial",
 ]
 
 

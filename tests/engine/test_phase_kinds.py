@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -22,7 +22,7 @@ from runner.base.world import World
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.distributed.parallel import Parallel
-from runner.engine.loop import Position, StepInfo
+from runner.engine.loop import Position, StepInfo, UpdateWrapper
 from runner.engine.phase_kinds import (
     GradientPhase,
     PhaseKind,
@@ -217,7 +217,7 @@ def test_a_phase_restores_only_the_states_of_its_rank() -> None:
 
 @pytest.mark.parametrize(
     ("skipped", "skipped_before", "update", "fails"),
-    [(4, 0, 4, True), (5, 1, 4, True), (4, 1, 4, False), (3, 0, 4, False), (0, 0, 0, False)],
+    [(4, 0, 4, True), (5, 1, 4, True), (1, 0, 1, True), (4, 1, 4, False), (3, 0, 4, False), (0, 0, 0, False)],
 )
 def test_a_phase_of_skipped_updates_only_has_learned_nothing(
     skipped: int, skipped_before: int, update: int, fails: bool
@@ -240,6 +240,49 @@ def test_a_schedule_observes_its_metric(name: str, factor: float) -> None:
     for _ in range(2):
         phase.observe({name: 1.0})
     assert phase.training.schedule.factor(4) == factor
+
+
+def test_a_schedule_is_restored() -> None:
+    settings = ("scheduler=plateau", "scheduler.gamma=0.5", "scheduler.patience=0")
+    phase, _ = training(None, *settings, update=3)
+    next(phase.updates(iter([micro(points())])))
+    for _ in range(2):
+        phase.observe({"val/loss": 1.0})
+    again, _ = training(None, *settings)
+    assert again.training.schedule.factor(4) == 1.0
+    again.load(saved(phase))
+    assert again.training.schedule.factor(4) == 0.5
+    assert again.training.schedule.state() == phase.training.schedule.state()
+
+
+def test_the_strategy_is_told_which_parameters_a_phase_trains_and_when_it_ends() -> None:
+    class Recorded(Parallel):
+        calls: list[Any]
+
+        def begin(self, parameters: Sequence[nn.Parameter]) -> None:
+            self.calls = [[weight.shape for weight in parameters]]
+
+        def end(self) -> None:
+            self.calls.append("end")
+
+    parallel = Recorded(ALONE)
+    phase, parts = training(["body"], parallel=parallel)
+    assert parallel.calls == [[(2, 3), (2,)]]
+    next(phase.updates(iter([micro(points())])))
+    for weight in phase.owned.values():
+        weight.grad = torch.zeros_like(weight)
+    phase.release()
+    assert parallel.calls[1:] == ["end"]
+    assert all(weight.grad is None for weight in parts.bare.parameters())
+
+
+def test_a_phase_without_settings_of_its_length_is_an_epoch() -> None:
+    parts = parts_of(Points())
+    phase = replace(parts.plan.phases[0], updates=None, epochs=None)
+    kind = GradientPhase(phase, parts, order(3), Position("train"))
+    assert kind.total == 3
+    assert kind.attention == {}
+    assert type(kind.training.update_wrapper) is UpdateWrapper
 
 
 def test_a_loss_of_the_phase_replaces_that_of_the_task() -> None:
@@ -337,6 +380,14 @@ def test_a_fit_reads_the_data_once_and_shows_its_result() -> None:
         [],
         {},
     )
+
+
+def test_the_time_of_a_fit_is_that_of_its_parts() -> None:
+    laps: list[Any] = []
+    parallel: Any = Parallel(ALONE)
+    parallel.stopwatch = SimpleNamespace(lap=laps.append, stop=laps.append)
+    next(fit_phase(Mean(), parallel=parallel).updates(batches_of()))
+    assert laps == ["hooks", "data", "forward", "data", "forward", "forward", 1]
 
 
 def test_a_resumed_fit_continues_with_its_state_on_the_first_rank() -> None:

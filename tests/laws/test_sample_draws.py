@@ -20,7 +20,6 @@ from runner.base.fetcher import Fetcher
 from runner.base.global_rng import seed_everything
 from runner.base.order import MicroBatchKey, Order, permutation, rank_seed
 from runner.base.task import sample_rng
-from runner.loading import trial_loader
 from runner.loading.loaders import Loader
 
 CPU = torch.device("cpu")
@@ -97,15 +96,6 @@ def reference() -> Draws:
 def test_the_reader_does_not_change_the_draws_of_a_sample(kind: str, reference: Draws) -> None:
     assert len({tuple(numbers) for numbers in reference.values()}) == len(reference) > 2 * SIZE
     assert draws_of(read(reader(kind, Drawing()), Order(SIZE, 8, 3, seed=4))) == reference
-
-
-def test_workers_that_are_tried_do_not_change_the_draws_of_a_sample(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trial_loader, "MIN_READ_S", 0.0)
-    order = Order(SIZE, 8, 3, seed=4)
-    expected = draws_of(read(reader("0", Drawing()), order, updates=30))
-    tried = reader("0", Drawing(), try_workers=1)
-    assert draws_of(read(tried, order, updates=30)) == expected
-    assert tried.decision, "there were as many updates as a trial needs"
 
 
 @pytest.mark.parametrize("micro", [1, 5, 8])

@@ -33,7 +33,6 @@ class FirstUpdate(Hook):
         super().__init__(phase)
         self._is_first = True
         self._start = 0.0
-        self._shown_decision = ""  # of the loader, whether workers read
         self._saved_buffers: frozenset[str] = frozenset()
 
     def begin(self) -> None:
@@ -91,13 +90,6 @@ class FirstUpdate(Hook):
             self._warn_missing_gradients()
         if self.phase.run.observers.screen.first_update_is_due:
             self._finish_startup(step)
-        if self._shown_decision != self.phase.loader.decision:
-            self._show_decision()
-
-    def _show_decision(self) -> None:
-        self._shown_decision = self.phase.loader.decision
-        self.phase.run.tally.num_workers = self.phase.loader.num_workers
-        self.phase.run.observers.screen.info(self._shown_decision)
 
     def _refuse_added_buffers(self) -> None:
         """Raise TaskFault, on every rank, if checkpoints would have buffers that a newly built model does not have."""
@@ -136,6 +128,8 @@ class FirstUpdate(Hook):
         seconds = time.perf_counter() - self._start
         run.observers.screen.show_first_update(step.update, seconds, run.parts.attention, phase.work.attention)
         run.tally.num_workers = phase.loader.num_workers
+        if phase.loader.decision:
+            run.observers.screen.info(phase.loader.decision)
         compiled = run.plan.choices["compile"]
         if compiled.function != "off" and nothing_was_compiled():
             why = "call the model itself in loss, as in model(x): torch.compile compiles that call"

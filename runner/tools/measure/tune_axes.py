@@ -264,8 +264,8 @@ DETERMINISTIC, SLOWEST = "deterministic", "max-autotune"
 MECHANICS_GROUPS = ("precision", "prefetch", "compile", "attention", "memory", "backend")
 MECHANICS = (
     "micro_batch_size", "accumulation_steps", "optimizer.kernel", "dataloader", "dataloader.num_workers",
-    "dataloader.workers_above_ms", "dataloader.try_workers", "dataloader.pin_memory",
-    "dataloader.prefetch_factor", "dataloader.start_method", "dataloader.depth", "dataloader.cache",
+    "dataloader.workers_above_ms", "dataloader.pin_memory", "dataloader.prefetch_factor",
+    "dataloader.start_method", "dataloader.depth", "dataloader.cache",
 )  # fmt: skip
 
 
