@@ -94,9 +94,7 @@ def reduce_to_one_rank(request: Request, plan: Plan, inventory: Inventory) -> tu
     if plan.choices["backend"].options.get("threads") == "auto":
         fixed.append(f"backend.threads={cores}")
     loader = plan.choices["dataloader"].options
-    fixed += [
-        f"dataloader.{key}={loader[key]}" for key in ("num_workers", "workers_above_ms") if key in loader
-    ]
+    fixed += [f"dataloader.{key}={loader[key]}" for key in ("num_workers", "workers_above_ms") if key in loader]
     note = (
         f"measured on one of {plan.world_size} ranks, with its {share} samples of an update on {cores} of {all_cores}"
         " cores; communication is not measured"
