@@ -103,9 +103,9 @@ def first_line(text: str) -> str:
 def truncate(text: str) -> str:
     """Return the text without control characters, in at most 12 lines of at most 400 characters."""
     plain = _SEQUENCE.sub("", text).replace("\r\n", "\n").replace("\t", "    ")
-    lines = (
-        "".join(char if char == "\n" or char.isprintable() else _escape(char) for char in plain).strip("\n").split("\n")
-    )
+    # Not only terminal escapes: some characters hide others.
+    visible = "".join(char if char == "\n" or char.isprintable() else _escape(char) for char in plain)
+    lines = visible.strip("\n").split("\n")
     cut = [
         line if len(line) <= _MAX_COLUMNS else f"{line[:_MAX_COLUMNS]} ... ({len(line) - _MAX_COLUMNS} more characters)"
         for line in lines

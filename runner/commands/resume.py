@@ -87,6 +87,7 @@ def _resume(directory: RunDirectory, origin: RunRequest, request: Request, check
         without={
             "run",
             *(["resume"] if "resume=fresh" in origin.overrides else []),
+            # A new length replaces the old one, also in the other unit.
             *(["updates", "epochs"] if has_new_length else []),
         },
     )

@@ -21,10 +21,7 @@ def broadcast_model(model: nn.Module, world: World) -> None:
     with torch.no_grad():
         for tensor in model.state_dict().values():
             if not tensor.is_meta:
-                theirs = _broadcast(tensor, 0, world)
-                mine = tensor.detach().clone(memory_format=torch.contiguous_format)
-                if mine.numel() and not torch.equal(mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)):
-                    tensor.copy_(theirs)
+                _copy_from_rank_0(tensor, world)
 
 
 def merge_states(merge: Callable[[State, State], State], state: State, world: World) -> State:
@@ -55,6 +52,14 @@ def _broadcast(tensor: Tensor, rank: int, world: World) -> Tensor:
     if received.numel():
         world.broadcast_tensor(received.view(-1).view(torch.uint8), rank)
     return received
+
+
+def _copy_from_rank_0(tensor: Tensor, world: World) -> None:
+    # A function, so that its copies are freed before those of the next tensor are allocated.
+    theirs = _broadcast(tensor, 0, world)
+    mine = tensor.detach().clone(memory_format=torch.contiguous_format)
+    if mine.numel() and not torch.equal(mine.view(-1).view(torch.uint8), theirs.view(-1).view(torch.uint8)):
+        tensor.copy_(theirs)
 
 
 def gather_tensors(mine: Sequence[Tensor], world: World) -> list[list[Tensor]]:

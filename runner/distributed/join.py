@@ -62,6 +62,8 @@ def join_process_group(rank_info: RankInfo, device: torch.device, *, timeout_s: 
     try:
         yield world
     except BaseException:
+        # Destroying an NCCL group waits for collectives that this rank never joins, until their timeout, and hides the
+        # cause. Ranks started by accel-run end by os._exit; under torchrun or srun, kernels must be aborted first.
         if not has_own_launcher:
             with suppress(Exception):
                 call_with_timeout(ABORT_S, dist.distributed_c10d._abort_process_group)
@@ -127,6 +129,8 @@ def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> 
     """Create the process group. Raises RuntimeError or OSError."""
     get_accelerator(device).activate()  # the current device is per thread, and NCCL initializes on it
     store = _open_store(rank_info, timedelta(seconds=_rendezvous_s(rank_info, timeout_s)))
+    # A store of torchrun's agent outlives the ranks, so the prefix contains the attempt. That of a new store of rank 0
+    # must not: each agent counts its own restarts, a node that rejoins starts at 0, and the ranks would not meet.
     is_new = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "False"
     dist.init_process_group(
         "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",

@@ -265,7 +265,7 @@ class _Supervisor:
                 self._record_exit(rank)
             self._handle_requests()
             found = None if self.failures else self.hangs.check([rank.number for rank in living if rank.status is None])
-            if found is not None:
+            if found is not None:  # end all ranks; the blocking rank is the cause
                 problem, seconds = found.error.problems[0], time.monotonic() - self.started
                 self.failures.append(
                     Failure(found.rank, int(Exit.HANG), None, problem.what, (problem,), found.stacks, False, seconds)

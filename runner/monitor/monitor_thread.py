@@ -27,6 +27,7 @@ from runner.monitor.samples_file import SamplesFile, read_samples
 READ_TIMEOUT_S = 1.0  # timeout for reading the GPUs; CPU and RAM are sampled even if the driver hangs
 OPEN_TIMEOUT_S = 10.0  # timeout for the first answer: an unused driver first initializes the GPUs, a second each
 STALE_S = 5.0  # or three intervals, if longer: older readings are stale
+RECOVERY_S = 1.0  # a process that was stopped (SIGSTOP) gets this long to sample again before it is reported
 MAX_EARLIER_BYTES = 32 << 20  # of gpu.csv that the summary of a resumed run reads: 1.5 days of a GPU, 2 s of a core
 MIN_SPAN_S = 0.1  # the CPU utilization is a mean since the previous sample, which needs some time
 
@@ -186,7 +187,7 @@ class Monitor(NoMonitor):
             self._stale_since = 0.0
         elif not self._stale_since:
             self._stale_since = now
-        elif now - self._stale_since > 1.0:
+        elif now - self._stale_since > RECOVERY_S:
             self._note_once(
                 f"the machine has not been sampled for {now - self._taken_s:.0f} s: a disk does not respond"
             )

@@ -135,6 +135,7 @@ class SampleTally:
             if metric in COUNTERS:
                 previous = self._counters.get(name)
                 self._counters[name] = value
+                # Unknown if there is no previous value, or if the counter was reset.
                 increase = value - previous if previous is not None and value >= previous else None
                 if metric != "energy_j" or increase is not None:
                     part.increases[name] += increase or 0.0

@@ -117,9 +117,10 @@ def _locate(is_task_file: IsTaskFile) -> _Location:
             return _Location(_describe_frame(frame), (file, frame.f_lineno))
         if frame.f_code.co_name == BACKWARD_ENTRY and file.startswith(_TORCH):  # on CUDA, torch warns after the pass
             return _Location(other or _describe_backward_node())
-        if not other and not (
+        only_forwards_calls = (
             file == __file__ or file.startswith((_TORCH, "<")) or "/contextlib.py" in file or "/warnings.py" in file
-        ):
+        )
+        if not other and not only_forwards_calls:
             other = _describe_frame(frame)
         frame = frame.f_back
     return _Location(_describe_backward_node() if torch._C._current_graph_task_id() != -1 else other)

@@ -150,7 +150,7 @@ class open_sweep:  # noqa: N801 - used as a function
         self.sweep = Sweep(self.directory.path, record, earlier.trials, earlier.codes, earlier.record, earlier.jobs)
         try:
             if files.exists(self.directory.path / SWEEP):
-                if not earlier.is_intact:
+                if not earlier.is_intact:  # otherwise, trials would be restarted with other settings
                     fix = "restore a copy of it, or remove it; the results of the trials are in their own folders"
                     raise DataError(f"{SWEEP} is damaged", where=str(earlier.folder), fix=fix)
                 _check_compatible(earlier, record, name)
@@ -345,14 +345,14 @@ def _format_space(space: Mapping[str, str]) -> str:
 
 
 def _plan_all(configurations: Sequence[Configuration]) -> list[AccelRunError]:
+    import torch
+
+    from runner.axes.optimizer import check_library as require_optimizer_library
+
     inventory = take_inventory()
     errors: list[AccelRunError] = []
     for configuration in configurations:
         try:
-            import torch
-
-            from runner.axes.optimizer import check_library as require_optimizer_library
-
             plan = make_plan(configuration, inventory)
             require_installed(plan.choices["tracker"].function)
             for phase in plan.selected:

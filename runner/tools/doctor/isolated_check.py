@@ -258,6 +258,9 @@ def _prepare_child(log: int, limit_s: float) -> None:
     faulthandler.dump_traceback_later(max(0.05, limit_s - min(0.5, limit_s / 4)), file=2)
 
 
+# ---------------------------------------------------------------- in the parent
+
+
 def _label(finding: CheckResult, name: str, check: DoctorCheck, took_s: float) -> CheckResult:
     return dataclasses.replace(finding, check=name, took_s=round(took_s, 3), why=finding.why or check.why)
 

@@ -87,6 +87,9 @@ def _first_samples(num: int) -> MicroBatchKey:
     return MicroBatchKey(0, list(range(num)), last=True)
 
 
+# ---------------------------------------------------------------- batches
+
+
 def _get_shapes(batch: Any, *, floating: bool = False) -> list[tuple[int, ...]]:
     """Return the shapes of the tensors of a batch; with `floating`, only of floating-point tensors."""
     tensors: list[Tensor] = []

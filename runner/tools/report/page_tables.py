@@ -44,16 +44,16 @@ def phases(run: RunData) -> PageTable:
 
 def configuration(run: RunData) -> PageTable:
     """Return a folded table of all settings with the values used and reasons."""
-    values: dict[str, Any] = {}
+    decided: dict[str, Any] = {}  # by the plan
     for group, choice in run.plan.choices.items():
-        values[group] = choice.name
-        values |= {f"{group}.{key}": value for key, value in choice.options.items()}
+        decided[group] = choice.name
+        decided |= {f"{group}.{key}": value for key, value in choice.options.items()}
     size = run.plan.batch.micro_batch_size
-    values |= {"micro_batch_size": size} if size is not None else {}
-    values |= {"device": run.plan.device} if run.plan.device else {}
+    decided |= {"micro_batch_size": size} if size is not None else {}
+    decided |= {"device": run.plan.device} if run.plan.device else {}
     reasons = run.plan.reasons
     rows = [
-        (key, format_value(value), format_value(values.get(key, value)), format_value(reasons.get(key, "")))
+        (key, format_value(value), format_value(decided.get(key, value)), format_value(reasons.get(key, "")))
         for key, value in run.settings.items()
     ]
     return PageTable("settings", "Settings", ("key", "requested", "used", "why"), rows, folded=f"{len(rows)} keys")

@@ -24,6 +24,7 @@ def make_sweep_page(sweep: Sweep) -> Page:
     best = find_best(results, goal)
     sign = 1 if goal.best_is == "min" else -1
     evaluated = [result for result in results if result.state != "waiting" and result.metrics]
+    # The best first, trials without a value last.
     order = sorted(evaluated, key=lambda result: math.inf if result.value is None else sign * result.value)
     shown = order[:_MAX_COMPARED]
     runs = [read_run_data(RunDirectory.find(sweep.folder, result.trial.name)) for result in shown]
