@@ -8,6 +8,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from runner.base.batch import BatchSamples, MicroBatch
@@ -72,7 +73,13 @@ class Fetcher:
                 return MicroBatch(
                     self.read_rows(self.dataset_indices(key.indices)), key.last, counts=key.counts, samples=samples
                 )
-        item = self.streams.read(self._read, key)
+        # Sums are rounded differently by several threads, and data workers have one: torch.utils.data sets it.
+        num_threads = torch.get_num_threads()
+        torch.set_num_threads(1)
+        try:
+            item = self.streams.read(self._read, key)
+        finally:
+            torch.set_num_threads(num_threads)
         return item if key.counts else item._replace(counts=False, bad=())
 
     @property

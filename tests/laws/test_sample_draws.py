@@ -98,6 +98,32 @@ def test_the_reader_does_not_change_the_draws_of_a_sample(kind: str, reference: 
     assert draws_of(read(reader(kind, Drawing()), Order(SIZE, 8, 3, seed=4))) == reference
 
 
+class Normalized:
+    """Large samples, each divided by its norm, which several threads round differently."""
+
+    def __len__(self) -> int:
+        return SIZE
+
+    def __getitem__(self, index: int) -> Tensor:
+        sample = torch.linspace(0, index + 1, 200_000).sin()
+        return (sample / sample.norm() + sample.mean())[::1000]
+
+
+@pytest.mark.parametrize("kind", ["0", "3"])
+def test_the_reader_does_not_change_how_sums_of_a_sample_are_rounded(kind: str) -> None:
+    dataset, order, num_threads = Normalized(), Order(SIZE, 8, 8, seed=4), torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        expected = {index: dataset[index] for index in range(SIZE)}
+        torch.set_num_threads(2)
+        assert any(not torch.equal(dataset[index], sample) for index, sample in expected.items())
+        for key, item in zip(order.micro_batches(0), read(reader(kind, dataset), order, updates=1), strict=True):
+            assert torch.equal(item.batch, torch.stack([expected[index] for index in key.indices]))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(num_threads)
+
+
 @pytest.mark.parametrize("micro", [1, 5, 8])
 @pytest.mark.parametrize("shares", [(8,), (4, 4), (5, 2, 1)], ids=str)
 def test_resumes_and_ranks_do_not_change_the_draws_of_a_sample(
