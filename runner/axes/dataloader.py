@@ -161,8 +161,10 @@ def _rows(batches: list[Any], num_samples: int, where: str) -> Any:
         samples = concatenate_batches(batches)
     except (RuntimeError, TypeError) as error:
         raise DataError(f"the samples have no common shape: {error}", where=place, fix=fix) from error
-    lengths: list[int] = []
+    lengths: list[int] = []  # of its tensors
     map_tensors(lambda tensor: lengths.append(len(tensor) if tensor.dim() else 0), samples)
+    if not lengths:
+        raise DataError("a batch holds no tensors", where=place, fix=fix)
     if (rows := next((length for length in lengths if length != num_samples), None)) is not None:
         what = f"a batch must have one row per sample, but a tensor has {rows} rows for {num_samples} samples"
         raise DataError(what, where=place, fix=f"{fix}, or define load_fixed and compose in the dataset")

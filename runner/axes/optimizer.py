@@ -469,10 +469,15 @@ def module_prefixes(names: Sequence[str]) -> list[str]:
     return list({name.rsplit(".", cut)[0]: None for name in names for cut in range(name.count(".") + 1)})
 
 
-def suggest_module(prefix: str, names: Sequence[str]) -> str:
-    """Return what to write instead of `prefix`, which matches no name: a similar one, or the top levels."""
+def suggest_module(prefix: str, names: Sequence[str], kind: str = "trainable parameters") -> str:
+    """Return what to write instead of `prefix`, which matches no name: a similar one, or the top levels.
+
+    kind  what the names are, for the message
+    """
+    if not names:
+        return "all parameters are frozen"
     levels = dict.fromkeys(name.partition(".")[0] for name in names)
-    return did_you_mean(prefix, module_prefixes(names)) or f"the model has {abbreviate([*levels], 8)}"
+    return did_you_mean(prefix, module_prefixes(names)) or f"{kind} are in {abbreviate([*levels], 8)}"
 
 
 def _kernel_flags(parameters: Parameters, kernel: str, *, takes_shards: bool = True) -> dict[str, bool]:

@@ -159,7 +159,7 @@ class LoraAdapter(Adapter):
             Problem(
                 f"no parameter's name starts with {prefix}",
                 "adapter.train",
-                suggest_module(prefix, names),
+                suggest_module(prefix, names, "parameters"),
             )
             for prefix in self.train
             if not any(is_under(name, prefix) for name in names)

@@ -146,7 +146,7 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
             attempt.reached = run.num_updates
             run.observers.tracker.finish(FINISH_S, exit_code=exit_code, hand_over=True)
             finish_mirroring(run, should_wait=should_wait)
-        evidence = collect_evidence(run, job.inventory)
+        evidence = replace(collect_evidence(run, job.inventory), attempt=attempt.record.process.started)
         result = RunResult(
             update=outcome.update,
             metrics=dict(outcome.metrics),

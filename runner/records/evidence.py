@@ -103,10 +103,16 @@ class Evidence(SetupEvidence, SampleCounts, TimeEvidence, MemoryEvidence):
 
     @property
     def host_label(self) -> str:
-        """Whose host memory `host_peak_gib` is: a text such as "host, highest of 2 ranks"."""
+        """Whose host memory `host_peak_gib` is: a text such as "host, highest of 2 ranks".
+
+        Earlier versions, which did not record the attempt, measured rank 0 only. After a failure, the peaks of some
+        phases are those of rank 0, and of others those of the rank with the highest one.
+        """
         if (self.world_size or 1) == 1:
             return "host"
-        return "host, rank 0" if self.unfinished else f"host, highest of {self.world_size} ranks"
+        if self.attempt is None:
+            return "host, rank 0"
+        return f"host, {'one' if self.unfinished else 'highest'} of {self.world_size} ranks"
 
 
 def choose_evidence(earlier: Evidence | None, newest: Evidence) -> Evidence:

@@ -247,6 +247,12 @@ def test_batches_without_a_row_per_sample_cannot_be_kept() -> None:
         cache_samples(fetcher, "memory", torch.device("cpu"))
 
 
+def test_batches_without_tensors_cannot_be_kept() -> None:
+    fetcher = Fetcher(Squares(size=8), lambda samples: {}, bad_samples="stop")
+    with pytest.raises(DataError, match="no tensors"):
+        cache_samples(fetcher, "memory", torch.device("cpu"))
+
+
 class TwoTensors(Squares):
     """A tensor with a row per sample, and one with 5 rows."""
 

@@ -16,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runner.axes.optimizer import OPTIMIZERS, adam, adamw, adamw8bit, set_learning_rate, sgd
+from runner.axes.optimizer import OPTIMIZERS, adam, adamw, adamw8bit, set_learning_rate, sgd, suggest_module
 from runner.base.errors import ConfigError, IncompatibleResume
 from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 from tests.operations import Operations
@@ -106,6 +106,17 @@ def test_the_longest_matching_name_gives_the_factor_and_only_complete_components
 def test_a_name_that_matches_nothing_is_an_error_with_a_suggestion() -> None:
     with pytest.raises(ConfigError, match="did you mean"):
         made(sgd, lr_scales={"heads": 0.1})(nn.ModuleDict({"head": nn.Linear(2, 2)}))
+
+
+@pytest.mark.parametrize(
+    ("names", "text"),
+    [
+        (["encoder.0.weight", "encoder.1.weight", "out"], "trainable parameters are in encoder, out"),
+        ([], "all parameters are frozen"),
+    ],
+)
+def test_a_name_without_a_similar_one_is_answered_by_what_can_be_trained(names: list[str], text: str) -> None:
+    assert suggest_module("zzz", names) == text
 
 
 def test_nothing_to_train_is_an_error() -> None:

@@ -56,6 +56,20 @@ def test_impossible_values_are_unknown(tmp_path: Path, wrong: Any) -> None:
     assert result == Evidence()
 
 
+@pytest.mark.parametrize(
+    ("evidence", "label"),
+    [
+        (Evidence(world_size=1, attempt="a"), "host"),
+        (Evidence(world_size=2, attempt="a"), "host, highest of 2 ranks"),
+        (Evidence(world_size=2, attempt="a", unfinished=True), "host, one of 2 ranks"),
+        (Evidence(world_size=2), "host, rank 0"),
+        (Evidence(world_size=2, unfinished=True), "host, rank 0"),
+    ],
+)
+def test_the_label_of_host_memory_claims_only_what_was_measured(evidence: Evidence, label: str) -> None:
+    assert evidence.host_label == label
+
+
 @pytest.mark.parametrize("updates", [None, 0, 3])
 def test_measurements_of_few_updates_do_not_replace_those_of_many(updates: int | None) -> None:
     many = replace(FULL, updates=100)

@@ -106,8 +106,13 @@ class RunData:
 
     @property
     def evidence(self) -> Evidence | None:
-        """The measurements of the run, once its last process has some."""
-        return self.record.current_evidence
+        """The measurements of the run, once its last process has some or has ended without running an update."""
+        current, last = self.record.current_evidence, self.record.evidence
+        if current is not None or last is None or self.record.process.state == "running":
+            return current
+        # After a rank was killed, only error.json has the number of updates.
+        reached = self.error.reached if self.error is not None else 0
+        return last if reached <= sum(phase.updates for phase in last.phases) else None
 
     @property
     def task(self) -> str:

@@ -220,6 +220,19 @@ def test_a_running_run_and_damaged_lines_are_reported(tmp_path: Path, evidence: 
     assert "(1.2 of 2.1 s)" in page.words, "without a summary, the rows show where the time goes"
 
 
+@pytest.mark.usefixtures("undrawn")
+@pytest.mark.parametrize(("reached", "is_shown"), [(0, True), (200, True), (201, False)])
+def test_earlier_measurements_are_shown_if_the_last_process_ran_no_update(
+    tmp_path: Path, reached: int, is_shown: bool
+) -> None:
+    phases = [{"name": "train", "kind": "train", "updates": 200}]
+    content = record("mine", state="failed", exit_code=70, evidence=EARLIER | {"phases": phases}, metrics=None)
+    path = make_run(tmp_path, "mine", run__json=content)
+    (path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows(20)))
+    (path / "error.json").write_text(json.dumps({"cause": "killed", "reached": reached}))
+    assert ("of 99.0 s)" in report(tmp_path, "mine").words) == is_shown
+
+
 @pytest.mark.slow
 def test_100_000_rows_stay_on_a_small_page(tmp_path: Path) -> None:
     path = full_run(tmp_path)
