@@ -20,8 +20,8 @@ from runner.base.task import Dataset, Task
 from runner.base.text import ExceptionInfo, abbreviate, describe_exception, error_line, error_message
 
 Collate = Callable[[Sequence[Any]], Any]
-# Dataset -> the fetcher that set its epoch last, both by id: training and evaluation may read the same dataset.
-_owner_of: dict[int, int] = {}
+# The id of the fetcher that has set an epoch last: training and evaluation may read the same samples.
+_last_owner = [0]
 
 
 class Fetcher:
@@ -63,10 +63,10 @@ class Fetcher:
     def __getitem__(self, key: MicroBatchKey) -> MicroBatch:
         if not key.indices:  # this rank has no samples in this update
             return MicroBatch(None, key.last, counts=False)
-        if self.set_epoch is not None and (key.epoch != self._epoch or _owner_of.get(id(self.dataset)) != id(self)):
+        if self.set_epoch is not None and (key.epoch != self._epoch or _last_owner[0] != id(self)):
             with seeded_generators(key.seed, self.streams.split, "set_epoch", key.epoch):
                 self.set_epoch(key.epoch)
-            self._epoch, _owner_of[id(self.dataset)] = key.epoch, id(self)
+            self._epoch, _last_owner[0] = key.epoch, id(self)
         if self.read_rows is not None:  # runs no code that could draw random numbers
             with suppress(IndexError):  # of a Subset; `_read` reports the sample
                 samples = _batch_samples(key, range(len(key.indices)))

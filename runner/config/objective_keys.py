@@ -60,6 +60,8 @@ def check_objective_options(
 def declared_key_notes(declared: Mapping[str, Any], requested: Mapping[str, Any]) -> Iterator[str]:
     """Yield a note for each key of the command line that every objective declares: it has no effect."""
     contents = [content for content in declared.values() if isinstance(content, Mapping)]
+    if any(key.startswith(f"{OBJECTIVE}.") for key in requested):  # they may replace what is declared
+        return
     for key, value in requested.items():
         if contents and all(key in content for content in contents):
             instead = " ".join(f"{OBJECTIVE}.{name}.{key}={value}" for name in declared)

@@ -72,6 +72,10 @@ reserved = mmap.mmap(-1, missing, prot=0) if missing > 0 else None
 sys.path[:] = sys.argv[2:]
 try:
     import torch
-except (ImportError, OSError) as error:  # others than for lack of memory are reported by the import itself
-    sys.exit(any(text in str(error).lower() for text in ("failed to map", "cannot allocate", "cannot create")))
+except MemoryError:
+    sys.exit(1)
+except Exception as error:  # others than for lack of memory are reported by the import itself
+    text = str(error).lower()
+    is_memory = any(cause in text for cause in ("failed to map", "cannot allocate", "cannot create"))
+    sys.exit(is_memory and "static tls" not in text)
 """

@@ -573,21 +573,22 @@ def test_a_lost_request_to_end_is_not_reported_as_a_lost_batch(monkeypatch: pyte
     queue.close()
 
 
+class Epochs:
+    """Samples that depend on the epoch; a task may use one object for training and validation."""
+
+    epoch = -1
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        return torch.tensor(self.epoch)
+
+
 def test_reading_for_an_evaluation_does_not_change_the_epoch_of_the_training() -> None:
-    class Epochs:
-        """Samples that depend on the epoch; a task may use one object for training and validation."""
-
-        epoch = -1
-
-        def set_epoch(self, epoch: int) -> None:
-            self.epoch = epoch
-
-        def __len__(self) -> int:
-            return 8
-
-        def __getitem__(self, index: int) -> torch.Tensor:
-            return torch.tensor(self.epoch)
-
     dataset = Epochs()
     training, validation = (
         Fetcher(dataset, default_collate, bad_samples="stop", split=split) for split in ("train", "val")
@@ -597,3 +598,27 @@ def test_reading_for_an_evaluation_does_not_change_the_epoch_of_the_training() -
         for reader, epoch in [(training, 3), (validation, 0), (training, 3), (training, 3), (validation, 0)]
     ]
     assert epochs == [3, 0, 3, 3, 0]
+
+
+def test_views_of_one_dataset_share_its_epoch() -> None:
+    class View(Epochs):
+        """Samples of a part of a dataset, whose epoch it sets."""
+
+        def __init__(self, whole: Epochs) -> None:
+            self.whole = whole
+
+        def set_epoch(self, epoch: int) -> None:
+            self.whole.set_epoch(epoch)
+
+        def __getitem__(self, index: int) -> torch.Tensor:
+            return self.whole[index]
+
+    whole = Epochs()
+    training, validation = (
+        Fetcher(View(whole), default_collate, bad_samples="stop", split=split) for split in ("train", "val")
+    )
+    epochs = [
+        int(reader[MicroBatchKey(epoch, [1], last=True)].batch)
+        for reader, epoch in [(training, 3), (validation, 0), (training, 3), (validation, 0)]
+    ]
+    assert epochs == [3, 0, 3, 0]

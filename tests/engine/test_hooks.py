@@ -36,7 +36,6 @@ ORDER = [
     "Checkpointing",
     "Timekeeping",
     "Profiling",
-    "PrecisionTrial",
 ]
 
 

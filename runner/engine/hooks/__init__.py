@@ -21,7 +21,6 @@ from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.nan_search import NanSearch
 from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.hooks.optimizer_average import OptimizerAverage
-from runner.engine.hooks.precision_trial import PrecisionTrial
 from runner.engine.hooks.profiling import Profiling
 from runner.engine.hooks.progress import ShowProgress
 from runner.engine.hooks.rank_sync import RankSync
@@ -49,5 +48,4 @@ HOOKS: Sequence[type[Hook]] = [
     Checkpointing,  # after every hook with a state: a resumed run would lack what it did after this update
     Timekeeping,  # accounts for everything above
     Profiling,  # ends the record of an update after everything that belongs to it
-    PrecisionTrial,  # after everything is saved and accounted for
 ]
