@@ -155,7 +155,7 @@ def test_a_run_may_start_from_another(server: ForkServer, tmp_path: Path) -> Non
 def test_a_metric_other_than_the_loss_does_not_end_a_run(server: ForkServer, tmp_path: Path) -> None:
     done = server.run([*BASE, "task.metric=accuracy"], tmp_path)
     assert done.code == 0, done.err
-    assert "checkpoint.best=val/loss" in done.out + done.err
+    assert "checkpoint.best=val/accuracy" in done.out + done.err, "the metric that it could name instead"
     assert evaluations(tmp_path, "two") == [7, 14, 20]
 
 
