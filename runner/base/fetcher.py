@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
@@ -20,8 +20,6 @@ from runner.base.task import Dataset, Task
 from runner.base.text import ExceptionInfo, abbreviate, describe_exception, error_line, error_message
 
 Collate = Callable[[Sequence[Any]], Any]
-# The id of the fetcher that has set an epoch last: training and evaluation may read the same samples.
-_last_owner = [0]
 
 
 class Fetcher:
@@ -34,6 +32,8 @@ class Fetcher:
     """
 
     is_sequential = False
+    # The id of the fetcher that set an epoch last: training and evaluation may read the same dataset.
+    _set_last_by: ClassVar[int] = 0
 
     def __init__(
         self,
@@ -63,10 +63,10 @@ class Fetcher:
     def __getitem__(self, key: MicroBatchKey) -> MicroBatch:
         if not key.indices:  # this rank has no samples in this update
             return MicroBatch(None, key.last, counts=False)
-        if self.set_epoch is not None and (key.epoch != self._epoch or _last_owner[0] != id(self)):
+        if self.set_epoch is not None and (key.epoch != self._epoch or Fetcher._set_last_by != id(self)):
             with seeded_generators(key.seed, self.streams.split, "set_epoch", key.epoch):
                 self.set_epoch(key.epoch)
-            self._epoch, _last_owner[0] = key.epoch, id(self)
+            self._epoch, Fetcher._set_last_by = key.epoch, id(self)
         if self.read_rows is not None:  # runs no code that could draw random numbers
             with suppress(IndexError):  # of a Subset; `_read` reports the sample
                 samples = _batch_samples(key, range(len(key.indices)))

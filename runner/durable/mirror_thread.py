@@ -151,18 +151,7 @@ class MirrorThread(NoMirror):
                 self._changed.wait(min(remaining_s, _TICK_S))
             self._progress.is_stopped = True
             self._changed.notify_all()
-        with self._changed:
-            saved = sorted(self._progress.saved & {path.name for path in newest_first(self.run.checkpoints)})
-            state = replace(self.state, copied=tuple(sorted(self._progress.keys)))
-            num_copied = len(state.copied)
-        with suppress(AccelRunError):
-            self.run.write(MIRROR, state.to_json())
-        text = f"mirror {state.url}: has {num_copied} of {num_copied + len(saved)} checkpoints"
-        text += f" ({state.skipped} skipped: removed here before they were copied)" if state.skipped else ""
-        if saved:
-            text += f"; not copied: {abbreviate(saved, 5)}" + (f" ({state.problem})" if state.problem else "")
-            text += ". The same command copies them"
-        return text
+        return self._summary()
 
     # ------------------------------------------------------------ the thread
 
@@ -187,16 +176,7 @@ class MirrorThread(NoMirror):
     def _copy_all(self) -> None:
         try:
             if not self._is_claimed:
-                # Claim a mirror that could not be reached at the start, unless another process has used it since.
-                owner = self.mirror.owner()
-                local = newest_first(self.run.checkpoints)
-                mirrored = self.mirror.checkpoints(self.uid)
-                if owner.uid not in (None, self.uid) or (
-                    mirrored and (not local or mirrored_update(mirrored[0]) > mirrored_update(local[0].name))
-                ):
-                    raise OwnerChanged
-                self.mirror.claim(self.uid, self._writer)
-                self._is_claimed = True
+                self._claim_late()
             while (path := self._next_checkpoint()) is not None:
                 self._copy(path)
             self.mirror.check_owner(self.uid, self._writer)
@@ -205,6 +185,18 @@ class MirrorThread(NoMirror):
             self._handle_failure(error)
         else:
             self._update_state(problem="")
+
+    def _claim_late(self) -> None:
+        """Claim a mirror that could not be reached at the start, unless another process has used it since."""
+        owner = self.mirror.owner()
+        local = newest_first(self.run.checkpoints)
+        mirrored = self.mirror.checkpoints(self.uid)
+        if owner.uid not in (None, self.uid) or (
+            mirrored and (not local or mirrored_update(mirrored[0]) > mirrored_update(local[0].name))
+        ):
+            raise OwnerChanged
+        self.mirror.claim(self.uid, self._writer)
+        self._is_claimed = True
 
     def _next_checkpoint(self) -> Path | None:
         local = newest_first(self.run.checkpoints)
@@ -284,6 +276,20 @@ class MirrorThread(NoMirror):
         if is_new and not self._progress.is_stopped:
             with suppress(AccelRunError):
                 self.run.write(MIRROR, state.to_json())
+
+    def _summary(self) -> str:
+        with self._changed:
+            saved = sorted(self._progress.saved & {path.name for path in newest_first(self.run.checkpoints)})
+            state = replace(self.state, copied=tuple(sorted(self._progress.keys)))
+            num_copied = len(state.copied)
+        with suppress(AccelRunError):
+            self.run.write(MIRROR, state.to_json())
+        text = f"mirror {state.url}: has {num_copied} of {num_copied + len(saved)} checkpoints"
+        text += f" ({state.skipped} skipped: removed here before they were copied)" if state.skipped else ""
+        if saved:
+            text += f"; not copied: {abbreviate(saved, 5)}" + (f" ({state.problem})" if state.problem else "")
+            text += ". The same command copies them"
+        return text
 
 
 _TICK_S = 1.0

@@ -74,15 +74,18 @@ class StopRequest:
             self._requested, self._requested_at = signal.Signals(number).name, time.monotonic()
         self._num_stop_signals += number not in (signal.SIGUSR1, signal.SIGHUP)  # a session that ends sends SIGHUP too
         if self._num_stop_signals > 1 + self._is_ending:
-            # Restore the default handling first: if flushing blocks on a full pipe, a third signal ends the process.
-            self._restore_handlers(dict.fromkeys(_SIGNALS, signal.SIG_DFL))
-            with suppress(Exception):
-                self._before_exit()
-            for stream in (sys.stdout, sys.stderr):
-                with suppress(Exception):  # the signal may have interrupted a print
-                    stream.flush()
-            write_if_ready(f"\n{self._at_once}\n")
-            os._exit(Exit.INTERRUPTED)
+            self._exit_now()
+
+    def _exit_now(self) -> None:
+        # Restore the default handling first: if flushing blocks on a full pipe, a third signal ends the process.
+        self._restore_handlers(dict.fromkeys(_SIGNALS, signal.SIG_DFL))
+        with suppress(Exception):
+            self._before_exit()
+        for stream in (sys.stdout, sys.stderr):
+            with suppress(Exception):  # the signal may have interrupted a print
+                stream.flush()
+        write_if_ready(f"\n{self._at_once}\n")
+        os._exit(Exit.INTERRUPTED)
 
     @staticmethod
     def _restore_handlers(handlers: dict[signal.Signals, Any]) -> None:

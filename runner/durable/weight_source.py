@@ -169,15 +169,7 @@ def _find_in_folder(path: Path, where: str) -> WeightSource:
         name = _DEFAULT_FILE if _DEFAULT_FILE in tensors else tensors[0]
         return WeightSource(str(path / name), ((path / name).resolve(),))
     if shards and len(shards) == len(tensors):
-        sets = {(match["stem"], int(match["total"])) for match in shards}
-        if len(sets) > 1:
-            what = f"has shards of different sets: {abbreviate(sorted(match[0] for match in shards), 5)}"
-            raise DataError(what, where=where, fix="keep the files of one model in a folder")
-        total = sets.pop()[1]
-        missing = sorted(set(range(1, total + 1)) - {int(match["number"]) for match in shards})
-        if missing:
-            what = f"{len(missing)} of {total} shards are missing: number {abbreviate(list(map(str, missing)), 5)}"
-            raise DataError(what, where=where, fix="download the folder again, with all its files")
+        _check_complete(shards, where)
         return WeightSource(f"{path} ({len(tensors)} shards)", tuple((path / name).resolve() for name in tensors))
     if tensors:
         fix = f"name one of them: {shlex.quote(format_override('weights', str(path / tensors[0])))}"
@@ -219,6 +211,18 @@ def _find_in_index(path: Path, where: str) -> WeightSource:
         raise DataError(what, where=where, fix="download the folder again, with all its files")
     shown = f"{path.parent} ({len(names)} shards)"
     return WeightSource(shown, tuple((path.parent / name).resolve() for name in names), index)
+
+
+def _check_complete(shards: list[re.Match[str]], where: str) -> None:
+    sets = {(match["stem"], int(match["total"])) for match in shards}
+    if len(sets) > 1:
+        what = f"has shards of different sets: {abbreviate(sorted(match[0] for match in shards), 5)}"
+        raise DataError(what, where=where, fix="keep the files of one model in a folder")
+    total = sets.pop()[1]
+    missing = sorted(set(range(1, total + 1)) - {int(match["number"]) for match in shards})
+    if missing:
+        what = f"{len(missing)} of {total} shards are missing: number {abbreviate(list(map(str, missing)), 5)}"
+        raise DataError(what, where=where, fix="download the folder again, with all its files")
 
 
 _INDEX = ".safetensors.index.json"

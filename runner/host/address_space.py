@@ -58,9 +58,15 @@ def _require_space_for_torch() -> None:
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             check=False, timeout=IMPORT_TIMEOUT_S,
         )  # fmt: skip
-    except (subprocess.TimeoutExpired, OSError):  # a slow disk, at the limit imports fail at once; or no process left
+    except (
+        subprocess.TimeoutExpired,
+        OSError,
+    ):  # a slow disk (at the limit, an import fails at once), or no process left
         return
-    if result.returncode and result.returncode not in (-signal.SIGKILL, -signal.SIGXCPU):  # by others
+    if result.returncode and result.returncode not in (
+        -signal.SIGKILL,
+        -signal.SIGXCPU,
+    ):  # not killed by another process
         what = f"the limit on the address space, {limit_mib} MiB, is too small for PyTorch"
         raise SystemLimit(what, fix="raise the limit with ulimit -v, or remove it: ulimit -v unlimited")
 

@@ -29,13 +29,7 @@ def private_folder() -> Iterator[Path]:
     It is locked by this process and its forked children. If all of them were killed, the next start finds
     it unlocked and removes it. Raises CannotCreate.
     """
-    # Remove unlocked folders, whose owners were all killed.
-    with suppress(OSError):
-        for folder in Path(_parent_folder()).glob(f"{PREFIX}*"):
-            lock = _try_lock(folder)
-            if lock is not None:
-                shutil.rmtree(folder, ignore_errors=True)
-                os.close(lock)
+    _remove_stale()
     folder, lock = _create_locked()
     settings = multiprocessing.process.current_process()._config  # type: ignore[attr-defined]
     before = settings.get("tempdir")
@@ -152,6 +146,16 @@ def _create_locked() -> tuple[Path, int]:
         where=str(folder),
         fix="stop the program that removes it, or use another folder: TMPDIR=/path",
     )
+
+
+def _remove_stale() -> None:
+    """Remove unlocked folders, whose owners were all killed."""
+    with suppress(OSError):
+        for folder in Path(_parent_folder()).glob(f"{PREFIX}*"):
+            lock = _try_lock(folder)
+            if lock is not None:
+                shutil.rmtree(folder, ignore_errors=True)
+                os.close(lock)
 
 
 def _try_lock(folder: Path) -> int | None:

@@ -1,1 +1,1 @@
-"""Loaders: who reads the batches of a training run, and measurements that decide it."""
+"""Data loaders: synchronous, in a thread or in worker processes, and the measurement that chooses one."""

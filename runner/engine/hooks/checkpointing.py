@@ -171,9 +171,10 @@ class Checkpointing(Hook):
             if "checkpoint.best" in self.phase.run.plan.reasons:
                 warn_unknown_metric(self.phase, "checkpoint.best", name, metrics)
             else:
-                example = "".join(f", such as checkpoint.best={other}" for other in [*metrics][:1])
-                text = f"no best checkpoint is kept: the evaluation has no {name}; name another metric{example}"
-                self.phase.run.observers.screen.info(text)
+                text = f"no best checkpoint is kept: the evaluation has no {name}"
+                example = next(iter(metrics), None)
+                fix = f"; name another metric, such as checkpoint.best={example}" if example else ""
+                self.phase.run.observers.screen.info(text + fix)
             return
         value = metrics[name]
         if not broadcast(self.saver.is_best(value)):  # only rank 0 knows which saves failed
