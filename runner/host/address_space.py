@@ -58,15 +58,10 @@ def _require_space_for_torch() -> None:
             stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             check=False, timeout=IMPORT_TIMEOUT_S,
         )  # fmt: skip
-    except (
-        subprocess.TimeoutExpired,
-        OSError,
-    ):  # a slow disk (at the limit, an import fails at once), or no process left
-        return
-    if result.returncode and result.returncode not in (
-        -signal.SIGKILL,
-        -signal.SIGXCPU,
-    ):  # not killed by another process
+    except (subprocess.TimeoutExpired, OSError):
+        return  # a slow disk, since imports fail at once at the limit; or no further process is allowed
+    was_killed = result.returncode in (-signal.SIGKILL, -signal.SIGXCPU)  # for another reason
+    if result.returncode and not was_killed:
         what = f"the limit on the address space, {limit_mib} MiB, is too small for PyTorch"
         raise SystemLimit(what, fix="raise the limit with ulimit -v, or remove it: ulimit -v unlimited")
 
