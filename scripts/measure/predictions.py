@@ -1,11 +1,14 @@
 """Compare the predicted memory and update time of runs with measurements, and train the full size of every task.
 
     python scripts/measure/predictions.py [WORD ...] [--device cuda|cpu] [--updates 30]
+    python scripts/measure/predictions.py [WORD ...] --predict FILE [--hardware PROFILE]
+    python scripts/measure/predictions.py [WORD ...] --predicted FILE
 
 Measures the rows whose name contains one of the words. Each row is predicted as by `accel-run plan`, then trained as by
 `accel-run train` in a separate process. On a CPU, only the full sizes are trained, with a small batch, so that 24 GiB
 of memory suffice. Prints predicted / measured and their ratio for each training phase. Exits with 1 if a run fails or a
-loss is not finite.
+loss is not finite. Predicting full sizes can take longer than training them: --predict writes the predictions for a
+hardware profile without training, on another machine if one likes, and --predicted reads them.
 
 allocated  peak memory of torch's allocator, without the context. CPU: resident memory of the process, which includes
            the training data and evaluation, and never falls from one phase to the next
@@ -155,21 +158,45 @@ def compare(predicted: Figures, measured: Figures) -> str:
     return ";  ".join(columns)
 
 
+def load(path: Path) -> dict[str, dict[str, Figures] | str]:
+    """Return the predictions written by --predict."""
+    return {
+        name: row if isinstance(row, str) else {phase: Figures(**figures) for phase, figures in row.items()}
+        for name, row in json.loads(path.read_text(encoding="utf-8")).items()
+    }
+
+
 def main() -> int:
     """Print a line per phase; exit 1 if a row failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("words", nargs="*", metavar="WORD")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
     parser.add_argument("--updates", type=int, default=30)
+    parser.add_argument("--hardware", help="profile of the device to predict for; default: this machine")
+    files = parser.add_mutually_exclusive_group()
+    files.add_argument("--predict", type=Path, metavar="FILE")
+    files.add_argument("--predicted", type=Path, metavar="FILE")
     arguments = parser.parse_args()
     selected = {
         name: overrides
         for name, overrides in rows(arguments.device, arguments.updates).items()
         if not arguments.words or any(word in name for word in arguments.words)
     }
-    # The workers of multiprocessing.Pool are daemons, which may not start the process that queries the GPUs.
-    with ProcessPoolExecutor(min(8, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
-        predictions = dict(zip(selected, pool.map(predict, selected.values()), strict=True))
+    if arguments.predicted:
+        predictions = load(arguments.predicted)
+    else:
+        profile = (f"hardware={arguments.hardware}",) if arguments.hardware else ()
+        # The workers of multiprocessing.Pool are daemons, which may not start the process that queries the GPUs.
+        with ProcessPoolExecutor(min(8, os.cpu_count() or 1), multiprocessing.get_context("spawn")) as pool:
+            lines = [(*overrides, *profile) for overrides in selected.values()]
+            predictions = dict(zip(selected, pool.map(predict, lines), strict=True))
+    if arguments.predict:
+        found = {
+            name: row if isinstance(row, str) else {phase: vars(figures) for phase, figures in row.items()}
+            for name, row in predictions.items()
+        }
+        arguments.predict.write_text(json.dumps(found, indent=2) + "\n", encoding="utf-8")
+        return int(any(isinstance(row, str) for row in predictions.values()))
     is_complete = True
     for name, overrides in selected.items():
         predicted, measured = predictions[name], train(overrides)

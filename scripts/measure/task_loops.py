@@ -1,6 +1,6 @@
-"""Compare training and inference of every task with handwritten loops at the same settings, in CPU time.
+"""Compare training and inference of every task with handwritten loops at the same settings.
 
-    scripts/measure/task_loops.py [TASK ...] [--rounds 12] [--limits]
+    scripts/measure/task_loops.py [TASK ...] [--rounds 12] [--limits] [--device cuda] [--set KEY=VALUE ...]
 
 hand  a loop in plain torch over the same samples in the same micro-batches, with the same model, loss and optimizer
       (torch's fused kernel), foreach clipping, a cosine schedule, and the loss read every 10 updates. Inference: the
@@ -8,16 +8,19 @@ hand  a loop in plain torch over the same samples in the same micro-batches, wit
 ours  the phase of accel-run, including its meter, monitor, screen, metrics and checks. Inference: as by
       `accel-run inference`, including the times of model calls
 
-Both are interleaved in one process with one thread. Ratios are of the CPU time of this thread, which other processes
-hardly affect; the median over rounds of the ratio within a round, with 80 % of the rounds in parentheses. Files are
-written within this thread in both, without waiting for the disk in `hand`. With --limits, exits with 1 if an update
-takes more than 1.05, or inference more than 1.1, of the handwritten loop.
+Both are interleaved in one process. On a CPU, with one thread, and ratios are of the CPU time of this thread, which
+other processes hardly affect. On a GPU, both read batches in the main process into pinned memory, and ratios are of the
+elapsed time. A ratio is the median over rounds of the ratio within a round, with 80 % of the rounds in parentheses.
+Files are written within this thread in both, without waiting for the disk in `hand`. --set gives settings of both, such
+as task.size=full or precision=bf16. With --limits, exits with 1 if an update takes more than 1.05, or inference more
+than 1.1, of the handwritten loop.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
+import functools
 import math
 import os
 import sys
@@ -33,10 +36,11 @@ import torch
 from torch import nn
 
 from runner.axes.optimizer import is_under
+from runner.base.batch import map_tensors
 from runner.base.noise import without_samples
 from runner.base.order import Order
 from runner.base.task import Progress
-from runner.config.request import Request
+from runner.config.request import Request, merge_overrides
 from runner.durable.directory import RunDirectory
 from runner.engine.infer import PredictionWriter, iterate_predictions, time_calls
 from runner.engine.opening import open_run
@@ -74,7 +78,11 @@ TASKS = {
 
 
 def by_hand(run: TrainingRun, planned: PhasePlan, order: Order) -> Iterator[None]:
-    """Yield after each update of a handwritten loop; it trains a copy of the model."""
+    """Yield after each update of a handwritten loop in fp32, or bf16 autocast; it trains a copy of the model."""
+    device = run.parts.world.device
+    autocast = functools.partial(
+        torch.autocast, device.type, torch.bfloat16, enabled=run.plan.choices["precision"].name == "bf16"
+    )
     task = copy.deepcopy(run.parts.task)
     task.begin_phase(planned.name)
     model, dataset = task.model.train(), task.dataset("train")
@@ -100,8 +108,9 @@ def by_hand(run: TrainingRun, planned: PhasePlan, order: Order) -> Iterator[None
             dataset.set_epoch(epoch := key.epoch)
         if not passes:
             task.begin_update(Progress(planned.name, number, total, 0.0))
-        batch = _read(dataset, key.indices)
-        loss, items = loss_of(model, batch)[:2]
+        batch = _to_device(_read(dataset, key.indices), device)
+        with autocast():
+            loss, items = loss_of(model, batch)[:2]
         (loss / (int(items) * planned.batch.accumulation_steps)).backward()
         passes.append(loss.detach())
         if not key.last:
@@ -125,20 +134,34 @@ def _read(dataset: Any, indices: Sequence[int]) -> Any:
     return torch.utils.data.default_collate([dataset[index] for index in indices])
 
 
-def measure(variants: dict[str, Callable[[], object]], rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of each call of each variant, interleaved; a first call of each warms up."""
+def _to_device(batch: Any, device: torch.device) -> Any:
+    if device.type == "cpu":
+        return batch
+    return map_tensors(lambda tensor: tensor.pin_memory().to(device, non_blocking=True), batch)
+
+
+def _now(device: torch.device) -> float:
+    """Return the CPU time of this thread; on a GPU, the time at which its work is finished. Seconds."""
+    if device.type == "cpu":
+        return time.thread_time()
+    torch.accelerator.synchronize(device)
+    return time.perf_counter()
+
+
+def measure(variants: dict[str, Callable[[], object]], rounds: int, device: torch.device) -> dict[str, list[float]]:
+    """Return the seconds of each call of each variant, interleaved; a first call of each warms up."""
     times: dict[str, list[float]] = {name: [] for name in variants}
     for number in range(rounds + 1):
         for name in sorted(variants, reverse=bool(number % 2)):
-            began = time.thread_time()
+            began = _now(device)
             variants[name]()
             if number:
-                times[name].append(time.thread_time() - began)
+                times[name].append(_now(device) - began)
     return times
 
 
 def measure_updates(run: TrainingRun, measured: Measured, rounds: int, stack: ExitStack) -> dict[str, list[float]]:
-    """Return the CPU seconds of blocks of updates."""
+    """Return the seconds of blocks of updates."""
     plans = {planned.name: planned for planned in run.plan.phases}
     for name in measured.before:
         with Phase(run, plans[name], None) as phase:
@@ -156,18 +179,18 @@ def measure_updates(run: TrainingRun, measured: Measured, rounds: int, stack: Ex
         with without_samples():
             advance(hand)
 
-    return measure({"hand": advance_by_hand, "ours": lambda: advance(ours)}, rounds)
+    return measure({"hand": advance_by_hand, "ours": lambda: advance(ours)}, rounds, run.parts.world.device)
 
 
 def measure_inference(run: TrainingRun, rounds: int) -> dict[str, list[float]]:
-    """Return the CPU seconds of complete inferences, without loading the model."""
+    """Return the seconds of complete inferences, without loading the model."""
     parts, folder = run.parts, run.directory.path / "by-hand"
     options = {key: value for key, value in run.plan.inference.items() if key != "seed"}
     folder.mkdir()
     model = parts.bare
 
     def by_hand() -> None:
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(parts.world.device).manual_seed(0)
         model.eval()
         with torch.no_grad(), without_samples():
             for prediction in parts.task.predict(model, generator, **options):
@@ -185,7 +208,7 @@ def measure_inference(run: TrainingRun, rounds: int) -> dict[str, list[float]]:
 
     run.directory.subfolder("predictions")
     run.directory.subfolder("plots")
-    return measure({"hand": by_hand, "ours": ours}, rounds)
+    return measure({"hand": by_hand, "ours": ours}, rounds, parts.world.device)
 
 
 def _encode(content: Any) -> bytes:
@@ -200,15 +223,19 @@ def describe(times: dict[str, list[float]], per: int) -> tuple[float, str]:
     return middle, f"{middle:.3f} ({low:.3f} to {high:.3f}), {ours:.1f} ms, by hand {hand:.1f} ms"
 
 
-def run_task(name: str, rounds: int) -> tuple[float, float]:
+def run_task(name: str, rounds: int, device: str, chosen: Sequence[str]) -> tuple[float, float]:
     """Measure a task and print its lines; return both ratios."""
     measured = TASKS[name]
     with ExitStack() as stack:
         quiet = stack.enter_context(Path(os.devnull).open("w", encoding="utf-8"))
         folder = stack.enter_context(tempfile.TemporaryDirectory())
-        settings = (
-            f"task={name}", "task.size=tiny", "device=cpu", f"output_root={folder}", "run=loops", "evaluate.every=0",
-            "backend.threads=1", "checkpoint=off", *measured.inference,
+        settings = merge_overrides(
+            (
+                f"task={name}", "task.size=tiny", f"device={device}", f"output_root={folder}", "run=loops",
+                "evaluate.every=0", "checkpoint=off", *measured.inference,
+                "backend.threads=1" if device == "cpu" else "dataloader.num_workers=0",
+            ),
+            chosen,
         )  # fmt: skip
         with redirect_stdout(quiet), redirect_stderr(quiet):
             run = stack.enter_context(open_run(Request(settings)))
@@ -228,10 +255,16 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("tasks", nargs="*", default=[*TASKS], metavar="TASK")
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--limits", action="store_true")
+    parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
+    parser.add_argument("--set", nargs="+", default=[], metavar="KEY=VALUE", dest="chosen")
     options = parser.parse_args(argv)
-    torch.set_num_threads(1)
-    print(f"torch {torch.__version__}, 1 thread, {options.rounds} rounds; ours relative to the handwritten loop")
-    ratios = [run_task(name, options.rounds) for name in options.tasks]
+    where = "1 thread"
+    if options.device == "cpu":
+        torch.set_num_threads(1)
+    else:
+        where = torch.cuda.get_device_name()
+    print(f"torch {torch.__version__}, {where}, {options.rounds} rounds; ours relative to the handwritten loop")
+    ratios = [run_task(name, options.rounds, options.device, options.chosen) for name in options.tasks]
     exceeded = any(update > MAX_UPDATE or inference > MAX_INFERENCE for update, inference in ratios)
     return int(options.limits and exceeded)
 
