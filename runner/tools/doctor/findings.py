@@ -43,10 +43,6 @@ class CheckResult:
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 
-    @staticmethod
-    def from_json(values: Mapping[str, Any]) -> CheckResult:
-        return CheckResult(**values)
-
 
 def ok(subject: str, seen: str, **figures: float) -> CheckResult:
     """Return the result for a subject that works."""

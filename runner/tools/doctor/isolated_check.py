@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import faulthandler
-import json
 import os
 import re
-import select
 import signal
 import sys
 import tempfile
@@ -15,6 +13,7 @@ import traceback
 from collections.abc import Callable, Iterator, Set
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field
+from multiprocessing.connection import Connection, Pipe, wait
 from typing import IO, Any, NoReturn
 
 from runner.base.errors import AccelRunError
@@ -96,21 +95,18 @@ class _CheckProcess:
         self._status: int | None = None
         self._text = ""  # its printed output
         self._known_children: Set[int] = children()
-        self._unparsed = b""
         parent = os.getpid()
         for stream in (sys.stdout, sys.stderr):
             with suppress(Exception):
                 stream.flush()  # otherwise the child would print it too
         with ExitStack() as on_error:
             self._log: IO[bytes] = on_error.enter_context(tempfile.TemporaryFile(dir=context.scratch))
-            self._pipe, theirs = os.pipe2(os.O_CLOEXEC)
-            on_error.callback(os.close, self._pipe)
-            try:
+            self._messages, theirs = Pipe(duplex=False)
+            on_error.callback(self._messages.close)
+            with theirs:
                 self.pid = os.fork()
                 if self.pid == 0:
                     _run_in_child(check, context, theirs, self._log.fileno(), parent, ends_at - context.clock())
-            finally:
-                os.close(theirs)
             _children_of[self.pid] = self._known_children
             self._ended = os.pidfd_open(self.pid)
             on_error.pop_all()
@@ -120,7 +116,7 @@ class _CheckProcess:
         num_yielded = 0
         while True:
             left_s = self._ends_at - self._clock()
-            ready, _, _ = select.select([self._pipe, self._ended], [], [], max(0.0, min(TICK_S, left_s)))
+            ready = wait([self._messages, self._ended], max(0.0, min(TICK_S, left_s)))
             if ready:
                 self._read_messages()
             yield from self.output.findings[num_yielded:]
@@ -157,7 +153,7 @@ class _CheckProcess:
         if not self.output.has_ended:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGKILL)
-        select.select([self._ended], [], [], _KILL_WAIT_S)
+        wait([self._ended], _KILL_WAIT_S)
         pid, status = os.waitpid(self.pid, os.WNOHANG)
         if pid:
             self._status = os.waitstatus_to_exitcode(status)
@@ -165,28 +161,23 @@ class _CheckProcess:
         self._log.seek(0)
         self._text = self._log.read()[-_LOG_BYTES:].decode(errors="replace")
         self._log.close()
-        for descriptor in (self._pipe, self._ended):
-            os.close(descriptor)
+        self._messages.close()
+        os.close(self._ended)
 
     def _read_messages(self) -> None:
-        while select.select([self._pipe], [], [], 0)[0]:
-            data = os.read(self._pipe, 1 << 16)
-            if not data:
-                break
-            self._unparsed += data
-        *lines, self._unparsed = self._unparsed.split(b"\n")
-        for line in lines:
-            message = json.loads(line)
-            if "begin" in message:
-                self.output.started.append(message["begin"])
-            elif "finding" in message:
-                self.output.findings.append(CheckResult.from_json(message["finding"]))
-            elif "shared_result" in message:
-                self.output.shared_result = message["shared_result"]
-            elif "raised" in message:
-                self.output.raised = CheckResult.from_json(message["raised"])
-            else:
-                self.output.has_ended = True
+        with suppress(EOFError):
+            while self._messages.poll():
+                kind, value = self._messages.recv()
+                if kind == "begin":
+                    self.output.started.append(value)
+                elif kind == "finding":
+                    self.output.findings.append(value)
+                elif kind == "shared result":
+                    self.output.shared_result = value
+                elif kind == "raised":
+                    self.output.raised = value
+                else:
+                    self.output.has_ended = True
 
     def _last_output(self) -> tuple[str, str]:
         """Return the last printed line, and the location of the running Python line."""
@@ -212,34 +203,34 @@ def kill_all_checks() -> None:
 
 
 def _run_in_child(
-    check: DoctorCheck, context: CheckContext, line: int, log: int, parent: int, limit_s: float
+    check: DoctorCheck, context: CheckContext, messages: Connection, log: int, parent: int, limit_s: float
 ) -> NoReturn:
 
-    def send(**message: Any) -> None:
-        os.write(line, json.dumps(message).encode() + b"\n")
+    def send(kind: str, value: Any = None) -> None:
+        messages.send((kind, value))
 
     code = 1
     try:
         die_with_parent(parent)
         _prepare_child(log, limit_s)
         since = context.clock()
-        for found in check.function(dataclasses.replace(context, begin=lambda subject: send(begin=subject))):
+        for found in check.function(dataclasses.replace(context, begin=lambda subject: send("begin", subject))):
             if isinstance(found, SharedResult):
-                send(shared_result=str(found))
+                send("shared result", str(found))
                 continue
-            send(finding=dataclasses.replace(found, took_s=context.clock() - since).to_json())
+            send("finding", dataclasses.replace(found, took_s=context.clock() - since))
             since = context.clock()
-        send(end=True)
+        send("end")
         code = 0
     except AccelRunError as error:
         problem = error.problems[0]
         where = f"{problem.where}: " if problem.where else ""
-        send(raised=failed("", f"{where}{first_line(problem.what)}", problem.fix).to_json())
+        send("raised", failed("", f"{where}{first_line(problem.what)}", problem.fix))
     except BaseException as error:
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{'/'.join(last.filename.split('/')[-2:])}:{last.lineno} ({last.name})"
         fix = "if the location is in accel-run, report it: a check must not raise"
-        send(raised=failed("", sanitize(f"{error_line(error)}, at {where}"), fix).to_json())
+        send("raised", failed("", sanitize(f"{error_line(error)}, at {where}"), fix))
     finally:
         os._exit(code)
 

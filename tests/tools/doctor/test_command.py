@@ -62,7 +62,7 @@ def test_a_complete_run_has_a_finding_of_every_check(server: ForkServer, tmp_pat
     names = ",".join(CHECKS)
     result = server.run(["doctor", "--json", f"checks=[{names}]"], tmp_path, before=PATIENT)
     messages = json.loads(result.out)
-    findings = [CheckResult.from_json(values) for values in messages["findings"]]
+    findings = [CheckResult(**values) for values in messages["findings"]]
 
     assert result.err == ""
     assert result.code == messages["exit_code"] == (69 if messages["counts"]["FAIL"] else 0)

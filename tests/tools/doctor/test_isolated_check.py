@@ -208,7 +208,7 @@ def test_every_finding_has_its_check_its_reason_and_its_time(tmp_path: Path) -> 
 
 def test_a_finding_survives_json() -> None:
     for finding in (ok("a", "b", rate=1.5), warn("", "x", "y"), failed("ü", "\x1b", "z", "w", {"n": 1}), skip("", "q")):
-        assert CheckResult.from_json(finding.to_json()) == finding
+        assert CheckResult(**finding.to_json()) == finding
 
 
 def test_a_process_that_cannot_start_is_a_finding(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
