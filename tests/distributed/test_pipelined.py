@@ -55,7 +55,8 @@ def plain(num_layers: int, dtype: torch.dtype) -> nn.Sequential:
     layers: list[nn.Module] = []
     for number in range(num_layers - 1):
         linear = nn.Linear(WIDTH, WIDTH)
-        layers.append(nn.Sequential(linear, nn.Tanh()) if number % 2 else linear)
+        # In place on the output of the layer before, which is a leaf of the autograd graph where a stage begins
+        layers.append(linear if number % 2 or not number else nn.Sequential(nn.ELU(inplace=True), linear))
     return nn.Sequential(*layers, nn.Linear(WIDTH, CLASSES)).to(dtype)
 
 
@@ -712,14 +713,14 @@ def failing(world: World, where: str) -> list[str]:
         yield made[1]
 
     model = plain(4, torch.float32)
-    if where == "layer":
-        model[1] = nn.Sequential(Broken(), model[1])
+    if where in BROKEN_LAYERS:
+        model[BROKEN_LAYERS[where]] = nn.Sequential(Broken(), model[BROKEN_LAYERS[where]])
     parallel = Pipelined(world)
     parallel.wrap(model, lambda: list(model), [])
     texts = []
     for attempt in range(2):
         try:
-            if attempt and where == "layer":
+            if attempt and where in BROKEN_LAYERS:  # an evaluation
                 with torch.no_grad():
                     model(batches([2], torch.float32)[0].batch["x"])
             else:
@@ -730,27 +731,27 @@ def failing(world: World, where: str) -> list[str]:
     return texts
 
 
-@pytest.mark.slow_beyond(1)
-@pytest.mark.sampled(3)
-@pytest.mark.parametrize(
-    ("where", "rank", "text"),
-    [
-        ("before", 0, "ValueError: before the model"),
-        ("never", 0, "must call model(...)"),
-        ("twice", 1, "must call the model once"),
-        ("after", 1, "ValueError: after the model"),
-        ("data", 1, "ValueError: the data"),
-        ("layer", 0, "ValueError: this layer"),
-        ("count", 0, "different numbers of micro-batches, from 2 to 3"),
-    ],
-)
-def test_an_error_of_one_rank_reaches_all(where: str, rank: int, text: str) -> None:
+ERRORS = {  # where: the rank that has the error, and its text
+    "before": (0, "ValueError: before the model"),
+    "never": (0, "must call model(...)"),
+    "twice": (1, "must call the model once"),
+    "after": (1, "ValueError: after the model"),
+    "data": (1, "ValueError: the data"),
+    "layer": (0, "ValueError: this layer"),
+    "last layer": (1, "ValueError: this layer"),
+    "count": (0, "different numbers of micro-batches, from 2 to 3"),
+}
+BROKEN_LAYERS = {"layer": 1, "last layer": 3}
+
+
+def test_an_error_of_one_rank_reaches_all() -> None:
     """No rank hangs: the ranks end well within the timeout of a collective, 30 s."""
-    results = run_ranks(lambda world: failing(world, where), 2)
-    for attempt in range(2):
-        assert text in results[rank][attempt]
-        other = results[1 - rank][attempt]
-        assert text.rsplit(": ", maxsplit=1)[-1] in other, other
+    results = run_ranks(lambda world: {where: failing(world, where) for where in ERRORS}, 2)
+    for where, (rank, text) in ERRORS.items():
+        for attempt in range(2):
+            assert text in results[rank][where][attempt], where
+            other = results[1 - rank][where][attempt]
+            assert text.rsplit(": ", maxsplit=1)[-1] in other, (where, other)
 
 
 def test_an_error_during_a_pass_is_reported_unchanged_and_ends_the_other_ranks() -> None:
@@ -870,30 +871,35 @@ def test_the_time_of_a_stage_is_that_of_its_layers(schedule: str) -> None:
         assert seconds["backward"] < 0.02, "measured by the clock"
 
 
-@pytest.mark.slow
-@pytest.mark.sampled(1)
-@pytest.mark.parametrize(
-    ("first", "last", "expected"),
-    [
-        ({"forward": 0.12, "wait": 0.03}, {"forward": 0.12, "wait": 0.03}, (1 / 5, 1 / 5, 1 / 5)),
-        ({"forward": 0.04, "wait": 0.12}, {"forward": 0.12, "wait": 0.04}, (1 / 2, 1 / 5, 1 - 0.08 / 0.13)),
-        ({"backward": 0.06}, {"backward": 0.06, "wait": 0.06}, (1 / 2, 1 / 5, 1 / 5)),
-    ],
-    ids=["equal", "the last does most", "backward"],
-)
-def test_the_bubble_is_the_share_of_time_that_stages_wait(
-    first: dict[str, float], last: dict[str, float], expected: tuple[float, float, float]
-) -> None:
+# Times of the first and the last stage in seconds, and the idle fractions: measured, of equal stages, of these stages.
+BUBBLES: list[tuple[dict[str, float], dict[str, float], tuple[float, float, float]]] = [
+    ({"forward": 0.12, "wait": 0.03}, {"forward": 0.12, "wait": 0.03}, (1 / 5, 1 / 5, 1 / 5)),
+    ({"forward": 0.04, "wait": 0.12}, {"forward": 0.12, "wait": 0.04}, (1 / 2, 1 / 5, 1 - 0.08 / 0.13)),
+    ({"backward": 0.06}, {"backward": 0.06, "wait": 0.06}, (1 / 2, 1 / 5, 1 / 5)),
+]
+
+
+def test_the_bubble_is_the_share_of_time_that_stages_wait() -> None:
     """The bubble of four micro-batches: measured, ideal for equal stages, and ideal for these stages."""
 
-    def run(world: World) -> list[float]:
-        made = training(world, lambda: plain(3, torch.float32), split=[1, 2])
-        next(train_updates(made, stream([2] * 4, torch.float32), 1))
-        made.parallel.stopwatch = SimpleNamespace(last=Lap(1, (first, last)[world.rank]))
-        return list(made.parallel.idle_fractions().values())
+    def run(world: World) -> list[list[float]]:
+        def idle(first: dict[str, float], last: dict[str, float]) -> list[float]:
+            measuring = made.parallel.stopwatch
+            made.parallel.stopwatch = SimpleNamespace(last=Lap(1, (first, last)[world.rank]))
+            try:
+                return list(made.parallel.idle_fractions().values())
+            finally:
+                made.parallel.stopwatch = measuring
 
-    for result in run_ranks(run, 2):
-        assert result == pytest.approx(expected)
+        made = training(world, lambda: plain(3, torch.float32), split=[1, 2])
+        assert idle(*BUBBLES[0][:2]) == [], "no step was timed"
+        next(train_updates(made, stream([2] * 4, torch.float32), 1))
+        assert idle({"data": 1.0}, {"data": 1.0}) == [], "no stage has computed"
+        return [idle(first, last) for first, last, _ in BUBBLES]
+
+    for results in run_ranks(run, 2):
+        for result, (_, _, expected) in zip(results, BUBBLES, strict=True):
+            assert result == pytest.approx(expected)
 
 
 # ---------------------------------------------------------------- the gpt task
