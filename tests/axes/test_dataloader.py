@@ -507,6 +507,16 @@ def test_workers_are_started_if_one_takes_longer_than_the_limit(
         os.close(dataset.file)
 
 
+def test_a_loader_like_one_that_has_not_measured_yet_reads_other_data(numbers: Path) -> None:
+    """In a worker: nothing may open the files of the dataset in this process."""
+    first, other = Waiting(numbers), Waiting(numbers)
+    fetcher = Fetcher(other, default_collate, bad_samples="stop")
+    with closing(auto(first, 1e-6)) as loader, closing(loader.new_like(fetcher)) as like:
+        assert [item.batch.tolist() for item in like.batches(iter(KEYS[:2]))] == [key.indices for key in KEYS[:2]]
+    assert first.file is None
+    assert other.file is None
+
+
 def test_the_second_of_two_batches_decides(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The first one may open files; the samples of the second are not adjacent to those of the first."""
     clock = iter([0.0, 100.0, 100.0, 100.001])  # in the worker, which is forked

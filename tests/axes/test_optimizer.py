@@ -16,8 +16,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from runner.axes.optimizer import OPTIMIZERS, adam, adamw, adamw8bit, set_learning_rate, sgd, suggest_module
-from runner.base.errors import ConfigError, IncompatibleResume
+from runner.axes.optimizer import (
+    OPTIMIZERS,
+    adam,
+    adamw,
+    adamw8bit,
+    check_library,
+    set_learning_rate,
+    sgd,
+    suggest_module,
+)
+from runner.base.errors import ConfigError, IncompatibleResume, MissingPackage
 from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 from tests.operations import Operations
 from tests.rounding import allowed
@@ -79,6 +88,49 @@ def test_parameters_of_fewer_than_two_dimensions_do_not_decay_by_default() -> No
     }
     assert decay == {name: 0.3 if p.dim() >= 2 else 0.0 for name, p in model.named_parameters()}
     assert [g["weight_decay"] for g in made(adamw, weight_decay=0.3, decay_1d=True)(model).param_groups] == [0.3]
+
+
+# Our options with values other than the defaults, and torch's rule with the same ones.
+OF_TORCH: dict[str, tuple[dict[str, Any], Callable[..., Optimizer]]] = {
+    "adam": ({"betas": (0.7, 0.8), "eps": 0.3}, torch.optim.Adam),
+    "adamw": ({"betas": (0.7, 0.8), "eps": 0.3}, torch.optim.AdamW),
+    "sgd": ({"momentum": 0.7, "nesterov": True}, torch.optim.SGD),
+    "nadam": (
+        {"betas": (0.7, 0.8), "eps": 0.3, "momentum_decay": 0.2, "decoupled": True},
+        lambda weights, decoupled, **rest: torch.optim.NAdam(weights, decoupled_weight_decay=decoupled, **rest),
+    ),
+    "rmsprop": ({"alpha": 0.6, "eps": 0.3, "momentum": 0.5, "centered": True}, torch.optim.RMSprop),
+    "adafactor": (
+        {"beta2_decay": -0.5, "eps": 0.9, "max_update": 1.05},
+        lambda weights, eps, max_update, **rest: torch.optim.Adafactor(weights, eps=(None, eps), d=max_update, **rest),
+    ),
+}
+
+
+@pytest.mark.parametrize("option", OF_TORCH)
+def test_every_option_reaches_the_rule_of_torch(option: str) -> None:
+    specific, rule = OF_TORCH[option]
+    options = {"lr": 0.02, "weight_decay": 0.4, **specific}
+
+    def trained(make: Make) -> nn.Module:
+        model = network(torch.float64)
+        train(model, make(model), range(4))
+        return model
+
+    theirs = trained(lambda model: rule(model.parameters(), **options))
+    tolerance = allowed(torch.float64, 4)
+    assert largest_difference(trained(made(OPTIMIZERS[option], decay_1d=True, **options)), theirs) <= tolerance
+    for left_out in options:  # a rule that ignores an option would agree, too
+        rest = {key: value for key, value in options.items() if key != left_out}
+        other = trained(made(OPTIMIZERS[option], decay_1d=True, **rest))
+        assert largest_difference(other, theirs) > tolerance, left_out
+
+
+def test_a_missing_library_is_reported_by_the_check_before_a_sweep(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "schedulefree", None)
+    with pytest.raises(MissingPackage):
+        check_library("schedulefree", {"lr_scales": {"head": 0.5}}, torch.device("cpu"))
+    check_library("adamw", {}, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("option", [name for name in OPTIMIZERS if name != "adamw8bit"])

@@ -138,6 +138,18 @@ def test_values_can_be_computed_in_any_order_and_twice() -> None:
     assert all(torch.equal(forward[name], backward[name]) for name in forward)
 
 
+def test_a_value_that_is_read_by_several_operations_is_computed_once_with_all_that_precede_it() -> None:
+    def make() -> nn.Module:
+        layer = nn.Linear(4, 4)
+        early, late = torch.rand(4, 4), torch.rand(4, 4)
+        with torch.no_grad():
+            layer.weight.copy_(late * 2 + late * 3 + early)
+        return layer
+
+    model, recording = deferred(make)
+    assert torch.equal(recording.value(model.weight), built(make).weight)
+
+
 def test_recordings_of_equal_constructions_have_equal_digests() -> None:
     _, one = deferred(Tied)
     _, same = deferred(Tied)

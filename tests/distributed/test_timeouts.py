@@ -17,9 +17,12 @@ def test_the_result_or_the_error_of_the_call_is_returned() -> None:
 
 
 def test_a_call_that_does_not_return_is_abandoned() -> None:
-    released = threading.Event()
+    """Also at exit, where Python joins threads that are not daemons."""
+    released, before = threading.Event(), set(threading.enumerate())
     try:
         with pytest.raises(TimeoutError):
             call_with_timeout(0.0, released.wait)
+        (abandoned,) = set(threading.enumerate()) - before
+        assert abandoned.daemon
     finally:
         released.set()

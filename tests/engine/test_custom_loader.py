@@ -16,10 +16,11 @@ import torch
 from torch._utils import ExceptionWrapper
 from torch.utils.data import DataLoader
 
+from runner.base.batch import MicroBatch
 from runner.base.errors import AccelRunError, DataError, TaskFault
 from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
-from runner.engine.custom_loader import CustomLoader
+from runner.engine.custom_loader import CustomLoader, RequestReader
 
 KEYS = [MicroBatchKey(0, [2, 1], True, first=0), MicroBatchKey(0, [0, 3], True, first=2)]
 
@@ -68,6 +69,37 @@ def in_workers(read: Any, requests: Any) -> Iterator[Any]:
 @pytest.mark.parametrize("start", [filled, in_workers])
 def test_a_loader_reads_the_samples_of_each_request(start: Callable[..., Any]) -> None:
     assert list(loaded(start)) == [[2, 1], [0, 3]]
+
+
+def test_a_loader_that_collates_returns_the_batches_that_read_returns() -> None:
+    """With its samples, whose numbers random draws of the model depend on."""
+    read = RequestReader(Fetcher(Numbers(), torch.tensor, bad_samples="stop"))
+    for request in KEYS:
+        loaded, filled = read(request).batch, read.fill(request, torch.tensor(request.indices)).batch
+        assert isinstance(loaded, MicroBatch)
+        assert isinstance(filled, MicroBatch)
+        assert filled.samples == loaded.samples
+        assert (filled.last, filled.counts) == (loaded.last, loaded.counts)
+        assert torch.equal(filled.batch, loaded.batch)
+
+
+def test_a_batch_names_the_worker_that_read_it() -> None:
+    """The run kills these processes at its end, and no others."""
+    named: list[int] = []
+    running: list[int | None] = []
+
+    def noted(batches: Iterator[Any]) -> Iterator[Any]:
+        for batch in batches:
+            named.append(batch.worker)
+            running.extend(child.pid for child in active_children())
+            yield batch
+
+    list(loaded(lambda read, requests: noted(in_workers(read, requests))))
+    assert len(named) == len(KEYS)
+    assert set(named) <= set(running)
+    named.clear()
+    list(loaded(lambda read, requests: noted(filled(read, requests))))
+    assert named == [0] * len(KEYS)
 
 
 def test_a_request_that_the_loader_changes_in_place_is_refused() -> None:

@@ -228,15 +228,18 @@ def test_a_micro_batch_without_readable_samples_changes_nothing(place: int) -> N
 
 
 class Growing(Dropped):
-    """Also has a buffer of another shape after each pass."""
+    """Also has a buffer of another shape after each pass, and behind it one that is changed in place."""
 
     def __init__(self, dtype: torch.dtype) -> None:
         super().__init__(dtype)
         self.model.register_buffer("all", torch.zeros(0, WIDTH, dtype=dtype))
+        self.model.register_buffer("total", torch.zeros(WIDTH, dtype=dtype))
 
     def embed(self, model: nn.Module, batch: Any) -> Any:
         model.all = torch.cat([model.all, batch[0]])  # type: ignore[list-item]
-        return super().embed(model, (batch[0] - model.all.mean(0), *batch[1:]))  # type: ignore[operator]
+        model.total += batch[1].sum(0)  # type: ignore[operator]
+        shifted = batch[0] - model.all.mean(0), batch[1] - model.total  # type: ignore[operator]
+        return super().embed(model, (*shifted, *batch[2:]))
 
 
 @pytest.mark.parametrize("kind", [Dropped, Growing])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -23,7 +24,7 @@ from runner.base.task import Gather, Task
 from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.engine.additivity_check import check_metrics_are_sums
-from runner.engine.undeclared_states import AttributeWatch
+from runner.engine.undeclared_states import AttributeWatch, are_equal_numbers
 from runner.loading.loaders import Loader
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
@@ -87,6 +88,26 @@ def test_a_mean_of_batches_is_reported() -> None:
     """It is the metric of the complete data only if all batches have the same size."""
     reasons = checked(lambda self, model, batch: {"loss": (F.cross_entropy(model(batch[0]), batch[1]), 1)})
     assert list(reasons.values()) == [["loss"]]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "expected"),
+    [
+        ({}, {}, True),
+        ({"a": 1.0, "b": 2.0}, {"b": 2.0, "a": 1.0}, True),
+        ({"a": 1.0, "b": 2.0}, {"a": 1.0, "b": 3.0}, False),
+        ({"a": 1.0, "b": 2.0}, {"a": 1.5, "b": 2.0}, False),
+        ({"a": 1.0}, {"a": 1.0, "b": 2.0}, False),
+        ({"a": math.nan}, {"a": math.nan}, True),
+        ({"a": math.nan}, {"a": 1.0}, False),
+        ({"a": 1.0}, {"a": 1.0 + 1e-6}, True),
+        ({"a": 1.0}, {"a": 1.0 + 1e-4}, False),
+    ],
+)
+def test_results_are_equal_if_all_their_numbers_are(
+    one: dict[str, float], other: dict[str, float], expected: bool
+) -> None:
+    assert are_equal_numbers(one, other) == are_equal_numbers(other, one) == expected
 
 
 def mean_accuracy(self: Any, model: nn.Module, batch: Any) -> Mapping[str, Any]:

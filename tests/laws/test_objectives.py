@@ -281,7 +281,13 @@ def test_an_unknown_module_is_answered_with_those_of_the_model() -> None:
 
 
 def test_problems_of_all_objectives_are_reported_together() -> None:
-    declared = {"first": ["disc"], "second": {"trains": ["disc"], "every": 0}, "third": {"trains": []}}
+    declared = {
+        "first": ["disc"],
+        "second": {"trains": ["disc"], "every": 0},
+        "third": {"trains": []},
+        "fourth": {"trains": ["disc"], "optimizer": "adamm"},
+        "fifth": {"trains": ["disc"], "scheduler.warmap": 3},
+    }
     task = type("Wrong", (Adversarial,), {"declared": declared})(torch.float32)
     with pytest.raises(ConfigError) as result:
         specs_of(task)
