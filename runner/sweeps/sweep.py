@@ -8,8 +8,9 @@ import shlex
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures.process import BrokenProcessPool
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal, Protocol
@@ -113,28 +114,26 @@ def place_trials(configurations: Sequence[Configuration], together: int | None) 
     return assign_slots(configurations, together or 1)
 
 
-class open_sweep:  # noqa: N801 - used as a function
+@contextmanager
+def open_sweep(
+    kind: Literal["sweep", "search"],
+    fixed: Request,
+    configuration: Configuration,
+    options: SweepOptions,
+    axes: Sequence[SearchSpace] = (),
+) -> Iterator[tuple[RunDirectory, Sweep]]:
     """Create or open the folder of a sweep, lock it, and check that its trials have the same settings.
 
     fixed          settings that all trials have in common
     configuration  configuration of one trial
     Raises IncompatibleResume if the folder has a sweep with other settings, DataError if its file is damaged.
     """
-
-    def __init__(
-        self,
-        kind: Literal["sweep", "search"],
-        fixed: Request,
-        configuration: Configuration,
-        options: SweepOptions,
-        axes: Sequence[SearchSpace] = (),
-    ) -> None:
-        settings, task = configuration.settings, configuration.choices["task"].name
-        name = settings.run or generate_run_name(f"{task}-{kind}")
-        check_run_name(name)
-        self.directory = RunDirectory.create_or_open(settings.root, name, for_sweep=True)
+    settings, task = configuration.settings, configuration.choices["task"].name
+    name = settings.run or generate_run_name(f"{task}-{kind}")
+    check_run_name(name)
+    with RunDirectory.create_or_open(settings.root, name, for_sweep=True) as directory:
         early = settings.early_stopping
-        earlier = Sweep.read(self.directory.path)
+        earlier = Sweep.read(directory.path)
         record = SweepRecord(
             kind=kind,
             task=task,
@@ -147,22 +146,12 @@ class open_sweep:  # noqa: N801 - used as a function
             space={axis.key: str(axis) for axis in axes},
             process=ProcessRecord(started=earlier.record.process.started),
         )
-        self.sweep = Sweep(self.directory.path, record, earlier.trials, earlier.codes, earlier.record, earlier.jobs)
-        try:
-            if files.exists(self.directory.path / SWEEP):
-                if not earlier.is_intact:  # otherwise, trials would be restarted with other settings
-                    fix = "restore a copy of it, or remove it; the results of the trials are in their own folders"
-                    raise DataError(f"{SWEEP} is damaged", where=str(earlier.folder), fix=fix)
-                _check_compatible(earlier, record, name)
-        except AccelRunError:
-            self.directory.release()
-            raise
-
-    def __enter__(self) -> tuple[RunDirectory, Sweep]:
-        return self.directory, self.sweep
-
-    def __exit__(self, *_: object) -> None:
-        self.directory.release()
+        if files.exists(directory.path / SWEEP):
+            if not earlier.is_intact:  # otherwise, trials would be restarted with other settings
+                fix = "restore a copy of it, or remove it; the results of the trials are in their own folders"
+                raise DataError(f"{SWEEP} is damaged", where=str(earlier.folder), fix=fix)
+            _check_compatible(earlier, record, name)
+        yield directory, Sweep(directory.path, record, earlier.trials, earlier.codes, earlier.record, earlier.jobs)
 
 
 def run_trials(
