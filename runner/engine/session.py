@@ -19,7 +19,6 @@ from runner.engine.error_diagnosis import explain, make_task_fault
 from runner.engine.job import Job, SessionEnd
 from runner.engine.mirroring import download_checkpoints, finish_mirroring, start_mirroring, wait_for_download
 from runner.engine.opening import open_first_rank, open_other_rank
-from runner.engine.run import TrainingRun
 from runner.engine.run_report import collect_evidence, report_end, report_start
 from runner.engine.run_screen import Screen, warnings_on
 from runner.engine.task_loading import check_packages
@@ -41,8 +40,6 @@ def run_rank(job: Job, world: World) -> SessionEnd:
 
 def _run_first_rank(job: Job, world: World) -> SessionEnd:
     """Train as rank 0, which writes the files of the run and prints."""
-    # Imported here, because the import of torch must not delay reports of invalid settings.
-
     directory = RunDirectory.create_or_open(job.folder.parent, job.name)
     with (
         directory,
@@ -108,12 +105,10 @@ def _reserve_descriptors() -> Iterator[ExitStack]:
 def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> SessionEnd:
 
     def record_error(error: AccelRunError) -> None:
-        if opened:
-            attempt.reached = opened[0].num_updates
+        attempt.reached = int(progress_mark.num_updates.value)
         attempt.fail(error)
 
     directory = attempt.directory
-    opened: list[TrainingRun] = []
     with ExitStack() as stack:
         traces = HangTraces(lambda stacks: directory.write("stacks.txt", stacks), record_error, directory.checkpoints)
         progress_mark = stack.enter_context(run_watchdog(job.plan, world, traces))
@@ -126,7 +121,6 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
         before = attempt.record.evidence
         # Save each change immediately, because the run may be killed later.
         run.provenance.on_change = lambda: attempt.save(changes=tuple(run.provenance.changes))
-        opened.append(run)
         report_start(screen, job.plan, run.parts, job.inventory, start)
         exit_code, should_wait = 1, True
         try:
