@@ -79,11 +79,11 @@ def _train(request: Request, member: RankInfo | None, *, then_infer: bool) -> Ex
     if end.code == Exit.DONE and runs_inference:
         if end.is_stop_requested:  # during the last update: the same command continues with the prediction
             return Exit.PREEMPTED
-        return _infer(request, job.name)
+        return _infer(request, job.name, is_alone=member is not None)  # the other ranks have returned
     return end.code
 
 
-def _infer(request: Request, name: str | None) -> Exit:
+def _infer(request: Request, name: str | None, *, is_alone: bool = False) -> Exit:
     from runner.launch.trained_ranks import infer
 
     overrides = request.overrides
@@ -94,4 +94,4 @@ def _infer(request: Request, name: str | None) -> Exit:
         overrides = merge_overrides(
             (override for override in overrides if override not in weight_overrides), [f"run={name}"]
         )
-    return infer(dataclasses.replace(request, overrides=overrides))
+    return infer(dataclasses.replace(request, overrides=overrides), is_alone=is_alone)

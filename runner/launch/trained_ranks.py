@@ -25,31 +25,47 @@ from runner.records.events import Console, Level, terminal_log_level
 
 
 @nonblocking_streams()
-def infer(request: Request, checkpoint: str | None = None) -> Exit:
+def infer(request: Request, checkpoint: str | None = None, *, is_alone: bool = False) -> Exit:
     """Predict with the run or the weights that the request names, and write predictions/ and plots/.
 
     With `parallelism=ddp`, each rank computes one shard of the predictions if the task's `predict` has the parameters
-    `shard` and `num_shards`. Otherwise, one process computes all predictions.
+    `shard` and `num_shards`. Otherwise, one process computes all predictions: rank 0, if torchrun or srun started
+    several. If the settings name a shard, each process computes it.
 
     checkpoint  best, last or the number of an update; None: best if there is one, otherwise last
+    is_alone    this process computes all predictions, because other ranks do not call this function
     Raises InputMissing if there is no such run or checkpoint, DataError if it is damaged.
     """
-    source = find_source(request, Console(level=terminal_log_level()), checkpoint)
-    configuration = source.configuration
-    member = detect_rank(os.environ)
-    # A process that torchrun or srun started computes all predictions: it starts no further ranks.
-    is_single_process = member is None or member.world_size == 1
-    if source.run is not None and is_single_process and _splits_into_shards(configuration):
-        return run_on_ranks(configuration, configuration.request.task_file, partial(_infer_shard, source))[0]
-    plan, _ = plan_this_process(configuration)
-    return infer_here(source, plan, World(torch.device(plan.device)))[0]
+    member = None if is_alone else detect_rank(os.environ)
+    is_first = member is None or member.rank == 0
+    try:
+        source = find_source(request, Console(level=terminal_log_level(), is_enabled=is_first), checkpoint)
+        configuration = source.configuration
+        if source.run is not None and not is_alone and _splits_into_shards(configuration):
+            return run_on_ranks(configuration, configuration.request.task_file, partial(_infer_shard, source))[0]
+        if not is_first and _shard(configuration) in ((0, 1), (None, None)):  # not a shard per process
+            return Exit.DONE
+        plan, _ = plan_this_process(configuration)
+        return infer_here(source, plan, World(torch.device(plan.device)))[0]
+    except ConfigError as error:
+        return _report_once(error, is_first=is_first)
+
+
+def _report_once(error: ConfigError, *, is_first: bool) -> Exit:
+    """Raise the error, unless every rank raises it and this is not the first one; return its exit code."""
+    if is_first or not isinstance(error, SharedConfigError):
+        raise error
+    return Exit(error.exit_code)
 
 
 def _splits_into_shards(configuration: Configuration) -> bool:
     """Return whether the ranks split the predictions: `predict` supports shards, and no single shard is requested."""
-    options = configuration.inference
-    is_unsharded = (options.get("shard"), options.get("num_shards")) == (0, 1)
-    return is_unsharded and configuration.choices["parallelism"].name == "ddp"
+    return _shard(configuration) == (0, 1) and configuration.choices["parallelism"].name == "ddp"
+
+
+def _shard(configuration: Configuration) -> tuple[Any, Any]:
+    """Return the shard that the settings name and the number of shards; (None, None) if the task has none."""
+    return configuration.inference.get("shard"), configuration.inference.get("num_shards")
 
 
 def _infer_shard(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
@@ -74,8 +90,5 @@ def evaluate(
         task_file = source.configuration.request.task_file
         code, record = run_on_ranks(source.configuration, task_file, partial(evaluate_run, source, split, level))
     except ConfigError as error:
-        # Every rank raises a SharedConfigError, and the first one reports it.
-        if is_first or not isinstance(error, SharedConfigError):
-            raise
-        return Exit(error.exit_code), None
+        return _report_once(error, is_first=is_first), None
     return code, record if is_first else None

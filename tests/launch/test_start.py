@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 from collections.abc import Sequence
 from pathlib import Path
@@ -43,12 +44,16 @@ def build() -> Task: return Small()
 """
 
 
-def ranks(folder: Path, *args: Sequence[str], num_local_ranks: int = 1) -> list[CompletedFork]:
+TRAIN = ["train", "parallelism=ddp", "updates=2", "run=r", "device=cpu", "monitor=off"]
+
+
+def ranks(
+    folder: Path, *args: Sequence[str], line: Sequence[str] = TRAIN, num_local_ranks: int = 1
+) -> list[CompletedFork]:
     """Run two ranks, each with its own arguments, as torchrun would; each machine has its own folder."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         address = f"127.0.0.1:{probe.getsockname()[1]}"
-    line = ["train", "parallelism=ddp", "updates=2", "run=r", "device=cpu", "monitor=off"]
     started = [
         started_elsewhere(
             [*line, *args[rank]], folder / f"n{rank // num_local_ranks}", rank, 2, address, num_local_ranks
@@ -101,3 +106,58 @@ def test_an_error_on_another_machine_is_reported_there(tmp_path: Path) -> None:
     (second,) = forked([started_elsewhere(args, tmp_path / "n1", 1, 2, "127.0.0.1:29999")], tmp_path)
     assert second.value == Exit.CONFIG
     assert "optimizer.lrr=1" in second.err
+
+
+WHOLE = "*, count: int = 5, first: int = 0, step: int = 1"
+SHARDED = "*, count: int = 5, shard: int = 0, num_shards: int = 1"
+PREDICT = """
+    def predict(self, model, generator, PARAMETERS):
+        for i in range(FIRST, count, STEP):
+            yield Prediction({f"{i}.npy": model(torch.full((1, 2), float(i))).numpy()}, f"text {i}")
+"""
+
+
+def train_predictor(folder: Path, parameters: str) -> None:
+    """Train run `r` of a task whose `predict` has the given parameters."""
+    args = task(folder, 0)
+    first, step = ("shard", "num_shards") if "shard" in parameters else ("first", "step")
+    predict = PREDICT.replace("PARAMETERS", parameters).replace("FIRST", first).replace("STEP", step)
+    file = folder / "n0" / "task.py"
+    file.write_text(
+        file.read_text().replace("import Task", "import Prediction, Task").replace("\ndef build", f"{predict}def build")
+    )
+    trained = ranks(folder, args, args, num_local_ranks=2)
+    assert [rank.value for rank in trained] == [Exit.DONE, Exit.DONE], trained[0].err
+
+
+def predictions(folder: Path) -> list[str]:
+    return sorted(path.stem for path in (folder / "n0/outputs/r/predictions").glob("*.npy"))
+
+
+@pytest.mark.parametrize(("parameters", "world_size"), [(SHARDED, 2), (WHOLE, 1)])
+def test_ranks_started_elsewhere_compute_each_prediction_once(parameters: str, world_size: int, tmp_path: Path) -> None:
+    train_predictor(tmp_path, parameters)
+    result = ranks(tmp_path, [], [], line=["inference", "r"], num_local_ranks=2)
+    assert [rank.value for rank in result] == [Exit.DONE, Exit.DONE], result[0].err + result[1].err
+    assert predictions(tmp_path) == ["0", "1", "2", "3", "4"]
+    summary = json.loads((tmp_path / "n0/outputs/r/predictions/summary.json").read_text())
+    assert (summary["predictions"], summary["model"]["calls"], summary["world_size"]) == (5, 5, world_size)
+    assert (result[0].out.count("written to"), result[1].out.count("written to")) == (1, 0)
+
+
+@pytest.mark.slow
+def test_a_process_started_elsewhere_computes_the_shard_that_it_names(tmp_path: Path) -> None:
+    train_predictor(tmp_path, SHARDED)
+    args = [[f"inference.shard={shard}", "inference.num_shards=3"] for shard in (0, 2)]
+    result = ranks(tmp_path, *args, line=["inference", "r"], num_local_ranks=2)
+    assert [rank.value for rank in result] == [Exit.DONE, Exit.DONE], result[0].err + result[1].err
+    assert predictions(tmp_path) == ["0", "2", "3"]
+
+
+@pytest.mark.slow
+def test_rank_0_predicts_alone_after_a_training(tmp_path: Path) -> None:
+    train_predictor(tmp_path, SHARDED)
+    args = ["--task", "task.py"]
+    result = ranks(tmp_path, args, args, line=["both", *TRAIN[1:]], num_local_ranks=2)
+    assert [rank.value for rank in result] == [Exit.DONE, Exit.DONE], result[0].err + result[1].err
+    assert predictions(tmp_path) == ["0", "1", "2", "3", "4"]
