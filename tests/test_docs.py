@@ -47,6 +47,7 @@ from runner.plan.planner import make_plan, planning_inventory
 from runner.sweeps.sweep_syntax import expand_sweep
 from runner.tools.doctor.checks import CHECKS
 from runner.tools.measure.suites import SUITES
+from runner.tools.measure.technique import find_techniques
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -190,6 +191,8 @@ def _profile(args: list[str]) -> None:
 def _benchmark(args: list[str]) -> None:
     suite, wanted, _ = benchmark.parse_benchmark_arguments(args)
     mine = {path.stem for path in Path("DIR/benchmark/technique").glob("*.yaml")} if "--config-dir" in args else set()
+    if "--task" in args:
+        mine |= find_techniques(None, Path(args[args.index("--task") + 1])).keys()
     known = mine | {"init", "reset", "clean", "plots", "all", "matmul", "copies", "disk", "roofline"} | techniques()
     assert set(wanted.positional) <= known, wanted.positional
     if suite == "ladder" and wanted.options["techniques"] != "all":
@@ -382,6 +385,8 @@ def test_documented_commands_are_accepted(block: Block) -> None:
     for page_block in blocks(block.page):
         if page_block.language == "yaml" and page_block.line < block.line:
             put(page_block)
+        if page_block.language == "python" and (result := re.match(r"# (\w+\.py)\n", page_block.text)):
+            Path(result[1]).write_text(page_block.text)
     for args in commands(block.text):
         check_line(args)
 
