@@ -6,7 +6,7 @@ import copy
 import errno
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
@@ -59,29 +59,14 @@ def _compose_with_hydra(groups: Mapping[str, str], request: Request, problems: l
     if profile and not read_config_text(profile, request.config_dir).startswith(GLOBAL):
         raise ConfigError([*problems, Problem(f"must begin with the line {GLOBAL}", str(profile))])
     GlobalHydra.instance().clear()
-    try:
-        with (
-            _search_config_files(request.config_dir),
-            initialize_config_dir(str(shipped_path("conf")), **_version_base()),
-            warnings.catch_warnings(),
-        ):
-            warnings.filterwarnings("error", ".*missing `_self_`")
-            composed = hydra_compose("config", overrides=overrides, return_hydra_config=True)
-    except yaml.MarkedYAMLError as error:
-        where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}" if error.problem_mark else "conf"
-        raise ConfigError([*problems, Problem(f"must be YAML: {error.problem}", where)]) from error
-    except UserWarning as error:  # possible only for a config.yaml in the user's folder
-        what = "must have _self_ in its defaults list, at the position where its values are merged"
-        fix = "start the list with `- _self_`, like the shipped file"
-        raise ConfigError([*problems, Problem(what, f"{request.config_dir}/config.yaml", fix)]) from error
-    except RecursionError as error:
-        files = ", ".join(f"{group}/{option}.yaml" for group, option in groups.items())
-        what = "a defaults list must not include its own file"
-        raise ConfigError([*problems, Problem(what, files)]) from error
-    except (HydraException, OmegaConfBaseException, OSError, ValueError, AssertionError, yaml.YAMLError) as error:
-        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
-            raise  # not caused by a file
-        raise ConfigError([*problems, _composition_problem(error, groups, request.config_dir)]) from error
+    with (
+        _convert_errors(groups, request.config_dir, problems),
+        _search_config_files(request.config_dir),
+        initialize_config_dir(str(shipped_path("conf")), **_version_base()),
+        warnings.catch_warnings(),
+    ):
+        warnings.filterwarnings("error", ".*missing `_self_`")
+        composed = hydra_compose("config", overrides=overrides, return_hydra_config=True)
     choices = OmegaConf.to_container(composed.hydra.runtime.choices)
     assert isinstance(choices, dict)
     choices |= without_file
@@ -109,6 +94,28 @@ def _compose_with_hydra(groups: Mapping[str, str], request: Request, problems: l
         raise ConfigError(problems)
     selected = {str(group): str(option) for group, option in choices.items() if option is not None}
     return {**container, "hydra_choices": {"task": "", **selected}}
+
+
+@contextmanager
+def _convert_errors(groups: Mapping[str, str], config_dir: Path | None, problems: Sequence[Problem]) -> Iterator[None]:
+    """Raise ConfigError with these problems and one for an error of Hydra, OmegaConf or a file."""
+    try:
+        yield
+    except yaml.MarkedYAMLError as error:
+        where = f"{error.problem_mark.name}:{error.problem_mark.line + 1}" if error.problem_mark else "conf"
+        raise ConfigError([*problems, Problem(f"must be YAML: {error.problem}", where)]) from error
+    except UserWarning as error:  # possible only for a config.yaml in the user's folder
+        what = "must have _self_ in its defaults list, at the position where its values are merged"
+        fix = "start the list with `- _self_`, like the shipped file"
+        raise ConfigError([*problems, Problem(what, f"{config_dir}/config.yaml", fix)]) from error
+    except RecursionError as error:
+        files = ", ".join(f"{group}/{option}.yaml" for group, option in groups.items())
+        what = "a defaults list must not include its own file"
+        raise ConfigError([*problems, Problem(what, files)]) from error
+    except (HydraException, OmegaConfBaseException, OSError, ValueError, AssertionError, yaml.YAMLError) as error:
+        if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
+            raise  # not caused by a file
+        raise ConfigError([*problems, _composition_problem(error, groups, config_dir)]) from error
 
 
 def _package_problems(choices: Mapping[str, str], config_dir: Path | None) -> Iterator[Problem]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
@@ -179,56 +179,23 @@ def assemble(
     loaded  names of the model's tensors that a checkpoint will replace, so they need no initial values
     """
     choices = plan.choices
-    uses_inductor = (
-        choices["compile"].function != "off" and choices["compile"].options.get("backend", "inductor") == "inductor"
-    )
-    if uses_inductor:
-        check_compile_cache("TORCHINDUCTOR_CACHE_DIR")
-        if plan.device.startswith("cuda"):
-            check_compile_cache("TRITON_CACHE_DIR")
-    keep_compiled_code_private()  # before anything imports Inductor, which reads the cache folder at import
+    _check_compile_caches(plan)
     world = world or World(torch.device(plan.device))
     stack.enter_context(_make(BACKENDS, choices["backend"], world.num_local_ranks))
     attention: Attention = _make(ATTENTIONS, choices["attention"], world.device)
     stack.enter_context(attention.context())  # for the whole run: checkpointing recomputes forward passes in backward
-    parallel: Parallel = _make(PARALLELISMS, choices["parallelism"], world)
-    if choices["parallelism"].location and isinstance(parallel, Replicated):
-        own_sum = _own_function(choices["parallelism"])
-        where = choices["parallelism"].location
-        parallel.make_sum = partial(CustomSum, own_sum, world, choices["parallelism"].name, where)
+    parallel = _make_parallel(choices["parallelism"], world)
     task, build_notes = build_task(plan, parallel, world, loaded)
     source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
     _check_state(task.model, source)
-    is_any_coupled = any(phase.kind == "train" and is_coupled(task, phase.name) for phase in plan.selected)
-    if is_any_coupled:
-        check_strategy(parallel, choices["parallelism"])
-    for phase in plan.selected:
-        if phase.kind == "train" and parse_objectives(task, phase) and not parallel.supports_groups:
-            raise unsupported_error(choices["parallelism"].name)
+    _check_losses(plan, task, parallel)
     with parallel.deferred.recording if parallel.deferred else nullcontext():
         with task_errors(source, f"moving the model to {world.device}"):
             is_placed = parallel.places_model or parallel.deferred or _is_on_device(world.device, task.model)
             bare = task.model if is_placed else task.model.to(world.device)
         if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
             bare = synchronize_batch_norms(bare, world)
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
-            context = None
-            if choices["precision"].location:  # first, because it may replace modules, blocks included
-                context = _change_model(bare, choices)
-                _check_state(bare, source)
-            with task_errors(source, "blocks"):
-                blocks = validate_modules(task.blocks(), task.blocks, source)
-            notes = list(_make(MEMORIES, choices["memory"], bare, blocks, world.device))
-            precision = _make(PRECISIONS, choices["precision"], world, bare)
-            if context:
-                precision.add_context(context)
-            stack.enter_context(precision.flags)
-            begin_forward = _make(COMPILES, choices["compile"], bare, blocks, world.device)
-        if begin_forward and not is_any_coupled:  # there, other forward passes run before the backward pass of one
-            precision.before_forward(begin_forward)
-        notes += [str(warning.message) for warning in caught if str(warning.message) not in notes]
-        notes += find_odd_sizes(bare, world.device) if choices["precision"].function in ("bf16", "fp16") else []
+        precision, blocks, notes = _adapt_model(bare, plan, task, source, world, stack)
     prefetch = _make(PREFETCHES, choices["prefetch"], world.device)
     parallel.expect_inputs(task.example, plan.batch.micro_batch_size, plan.batch.accumulation_steps)
     with task_errors(source, "distributing the model"):
@@ -237,6 +204,64 @@ def assemble(
     if not world.is_first:  # every rank initialized the same weights; later random draws differ by rank
         seed_everything(rank_seed(plan.settings.seed, world.rank))
     return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))
+
+
+def _check_compile_caches(plan: Plan) -> None:
+    """Check the caches of Inductor and Triton; called before anything imports Inductor, which reads them then."""
+    choice = plan.choices["compile"]
+    if choice.function != "off" and choice.options.get("backend", "inductor") == "inductor":
+        check_compile_cache("TORCHINDUCTOR_CACHE_DIR")
+        if plan.device.startswith("cuda"):
+            check_compile_cache("TRITON_CACHE_DIR")
+    keep_compiled_code_private()
+
+
+def _make_parallel(choice: Choice, world: World) -> Parallel:
+    parallel: Parallel = _make(PARALLELISMS, choice, world)
+    if choice.location and isinstance(parallel, Replicated):
+        parallel.make_sum = partial(CustomSum, _own_function(choice), world, choice.name, choice.location)
+    return parallel
+
+
+def _has_coupled_phase(plan: Plan, task: Task) -> bool:
+    return any(phase.kind == "train" and is_coupled(task, phase.name) for phase in plan.selected)
+
+
+def _check_losses(plan: Plan, task: Task, parallel: Parallel) -> None:
+    """Raise ConfigError if the strategy does not support losses over the global batch, or several objectives."""
+    choice = plan.choices["parallelism"]
+    if _has_coupled_phase(plan, task):
+        check_strategy(parallel, choice)
+    for phase in plan.selected:
+        if phase.kind == "train" and parse_objectives(task, phase) and not parallel.supports_groups:
+            raise unsupported_error(choice.name)
+
+
+def _adapt_model(
+    bare: nn.Module, plan: Plan, task: Task, source: Path, world: World, stack: ExitStack
+) -> tuple[Precision, Sequence[nn.Module], list[str]]:
+    """Apply precision, memory and compile to the model; return the precision, the blocks of the model, and notes."""
+    choices = plan.choices
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        context = None
+        if choices["precision"].location:  # first, because it may replace modules, blocks included
+            context = _change_model(bare, choices)
+            _check_state(bare, source)
+        with task_errors(source, "blocks"):
+            blocks = validate_modules(task.blocks(), task.blocks, source)
+        notes = list(_make(MEMORIES, choices["memory"], bare, blocks, world.device))
+        precision: Precision = _make(PRECISIONS, choices["precision"], world, bare)
+        if context:
+            precision.add_context(context)
+        stack.enter_context(precision.flags)
+        begin_forward = _make(COMPILES, choices["compile"], bare, blocks, world.device)
+    # With a loss over the global batch, other forward passes run before the backward pass of one.
+    if begin_forward and not _has_coupled_phase(plan, task):
+        precision.before_forward(begin_forward)
+    notes += [str(warning.message) for warning in caught if str(warning.message) not in notes]
+    notes += find_odd_sizes(bare, world.device) if choices["precision"].function in ("bf16", "fp16") else []
+    return precision, blocks, notes
 
 
 def _is_on_device(device: torch.device, model: nn.Module) -> bool:

@@ -87,8 +87,6 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
     in_parts = find_streamable(source) if [*formats] == ["safetensors"] else None
     if in_parts is not None and source.run is not None:
         return _export_weights(source, source.run, in_parts, console)
-    parities: dict[str, Parity] = {}
-    failures: list[Problem] = []
     with ExitStack() as stack:
         trained = open_source(source, plan_this_process(source.configuration)[0], console, stack)
         task = trained.parts.task
@@ -105,33 +103,47 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
         # Third-party writers follow symbolic links, so they write into a private folder.
         draft = Path(stack.enter_context(TemporaryDirectory(prefix=".tmp-export-", dir=trained.directory.path)))
         with eval_mode(model, torch.device("cpu")), torch.no_grad():
-            for name in formats or FORMATS:
-                file = draft / f"model.{FORMATS[name].suffix}"
-                try:
-                    parities[name] = _compare(model, example, file, FORMATS[name].write(model, example, file))
-                    rename(file, folder / file.name)
-                except MissingPackage as error:
-                    failures.append(error.problems[0])
-                except Exception as error:  # any exception type is possible
-                    if isinstance(error, AccelRunError):
-                        raise
-                    if exists(file):
-                        remove(file)
-                    what = f"cannot be exported: {str(error).splitlines()[0]}"
-                    failures.append(
-                        Problem(what, f"format={name}", "use format=safetensors, which contains only the weights")
-                    )
+            parities, failures = _write_formats(formats or [*FORMATS], model, example, draft, folder)
     for problem in failures:
         console.warning(str(problem))
     if not parities:
         raise ConfigError(failures)
     _write_parity(trained, parities)
-    shown = trained.directory.shown / folder.name
+    _report(parities, trained.directory.shown / folder.name, console)
+    return Exit.DONE
+
+
+def _write_formats(
+    formats: Sequence[str], model: nn.Module, example: Any, draft: Path, folder: Path
+) -> tuple[dict[str, Parity], list[Problem]]:
+    """Write the files in `draft`, move them to `folder`; return format -> comparison, and the formats that failed."""
+    parities: dict[str, Parity] = {}
+    failures: list[Problem] = []
+    for name in formats:
+        file = draft / f"model.{FORMATS[name].suffix}"
+        try:
+            parities[name] = _compare(model, example, file, FORMATS[name].write(model, example, file))
+            rename(file, folder / file.name)
+        except MissingPackage as error:
+            failures.append(error.problems[0])
+        except AccelRunError:
+            raise
+        except Exception as error:  # any exception type is possible
+            if exists(file):
+                remove(file)
+            what = f"cannot be exported: {str(error).splitlines()[0]}"
+            fix = "use format=safetensors, which contains only the weights"
+            failures.append(Problem(what, f"format={name}", fix))
+    return parities, failures
+
+
+def _report(parities: Mapping[str, Parity], folder: Path, console: Console) -> None:
+    """Print a line per format. Raises AccelRunError if an exported model has other outputs than the model."""
     for name, parity in parities.items():
         same = "equal but for rounding" if parity.largest_difference else "identical"
         verdict = same if parity.holds else "DIFFERENT"
         console.info(
-            f"{name:<12} {shown / parity.file}  {parity.bytes / 2**20:.1f} MiB  {verdict}"
+            f"{name:<12} {folder / parity.file}  {parity.bytes / 2**20:.1f} MiB  {verdict}"
             f" (largest difference {parity.largest_difference:.1e})"
         )
     wrong = [name for name, parity in parities.items() if not parity.holds]
@@ -142,7 +154,6 @@ def export(request: Request, formats: Sequence[str], checkpoint: str | None = No
             where=str(folder),
             fix=fix,
         )
-    return Exit.DONE
 
 
 def _export_weights(source: ModelSource, run: RunDirectory, checkpoint: LoadedCheckpoint, console: Console) -> Exit:

@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable, Collection, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,9 +37,9 @@ from runner.engine.evaluate import eval_mode
 from runner.engine.oom_retry import release
 from runner.engine.task_loading import check_packages, task_errors
 from runner.engine.trained_run import ModelSource, open_source
-from runner.engine.watchdog import PREDICTION, HangTraces, run_watchdog
+from runner.engine.watchdog import PREDICTION, HangTraces, ProgressMark, run_watchdog
 from runner.host.output import nonblocking_streams
-from runner.monitor.monitor_thread import MONITORS, monitored_gpus
+from runner.monitor.monitor_thread import MONITORS, NoMonitor, monitored_gpus
 from runner.plan.run_plan import Plan
 from runner.profiling.module_times import wrap_compiled_call
 from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
@@ -66,54 +67,14 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         check_packages(parts.task, [INFERENCE], parts.source)
         get_accelerator(parts.world.device).reset_peak_memory()
         restart_host_peak()
-        monitor_choice = plan.choices["monitor"]
-        gpus = monitored_gpus([plan.device_uuid] if plan.device_uuid else [], parts.world.device.type)
         directory.subfolder("predictions")
-        file = directory.predictions / f"gpu{suffix}.csv"
-        monitor = call_option(MONITORS, monitor_choice.function, file, gpus, **monitor_choice.options)
-        monitor.enter_phase(INFERENCE)
-        stack.enter_context(monitor)
+        monitor = stack.enter_context(_make_monitor(plan, parts, directory.predictions / f"gpu{suffix}.csv"))
         stacks = f"predictions/stacks{suffix}.txt"
         traces = HangTraces(lambda text: directory.write(stacks, text), file=stacks)
         progress_mark = stack.enter_context(run_watchdog(plan, parts.world, traces))
-        names: set[str] = set()
-
-        def predict_all(current_plan: Plan) -> PredictionSummary:
-            """Write all predictions; return their number and their time."""
-            num = items = 0
-            names.clear()
-
-            def on_next() -> None:
-                progress_mark.now = (PREDICTION, num + 1)
-
-            began = time.perf_counter()
-            with (
-                time_calls(parts.model, parts.world.device) as calls,
-                PredictionWriter(directory, console.info) as writer,
-            ):
-                with closing(iterate_predictions(current_plan, parts, on_next)) as predictions:
-                    for prediction in predictions:
-                        progress_mark.completed_kinds.add(PREDICTION)
-                        num += prediction.items > 0
-                        items += prediction.items
-                        _check_names(prediction.files, str(parts.source))
-                        contents = {
-                            f"predictions/{name}": _encode(name, content) for name, content in prediction.files.items()
-                        } | {f"plots/{name}": picture for name, picture in prediction.plots.items()}
-                        names.update(contents)
-                        writer.put(contents, printed_text(prediction, num))
-                writer.write()
-            return PredictionSummary(num, items, time.perf_counter() - began, calls)
-
         world.gather(None)  # timing starts when every rank has its model
-        while True:
-            try:
-                result = predict_all(plan)
-                break
-            except (DeviceMemoryError, HostMemoryError) as error:
-                plan = _halve_batch_size(plan, error, console)
-            release(parts.world.device)
-        result = _merge_ranks(result, names, world, str(parts.source))
+        own, names = _predict_until_it_fits(plan, parts, directory, progress_mark, console)
+        result = _merge_ranks(own, names, world, str(parts.source))
         if not result.num:
             raise TaskFault("predict yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
         summary = summarize_predictions(result, parts.task.item, trained.update)
@@ -132,6 +93,54 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         console.info(f"\n{_format_summary(result, parts.task.item)}")
         console.info(f"written to {directory.shown / directory.predictions.name}")
     return Exit.DONE, summary
+
+
+def _make_monitor(plan: Plan, parts: Parts, file: Path) -> NoMonitor:
+    """Return the monitor of the plan's device, in the phase of inference."""
+    choice = plan.choices["monitor"]
+    gpus = monitored_gpus([plan.device_uuid] if plan.device_uuid else [], parts.world.device.type)
+    monitor: NoMonitor = call_option(MONITORS, choice.function, file, gpus, **choice.options)
+    monitor.enter_phase(INFERENCE)
+    return monitor
+
+
+def _predict_until_it_fits(
+    plan: Plan, parts: Parts, directory: RunDirectory, progress_mark: ProgressMark, console: Console
+) -> tuple[PredictionSummary, Collection[str]]:
+    """Write all predictions, with smaller batches if memory runs out; return their summary and the files."""
+    while True:
+        try:
+            return _predict_all(plan, parts, directory, progress_mark, console)
+        except (DeviceMemoryError, HostMemoryError) as error:
+            plan = _halve_batch_size(plan, error, console)
+        release(parts.world.device)  # after the except clause, which keeps the tensors of the traceback alive
+
+
+def _predict_all(
+    plan: Plan, parts: Parts, directory: RunDirectory, progress_mark: ProgressMark, console: Console
+) -> tuple[PredictionSummary, Collection[str]]:
+    """Write all predictions; return their summary and the files."""
+    num = items = 0
+    names: set[str] = set()
+
+    def on_next() -> None:
+        progress_mark.now = (PREDICTION, num + 1)
+
+    began = time.perf_counter()
+    with time_calls(parts.model, parts.world.device) as calls, PredictionWriter(directory, console.info) as writer:
+        with closing(iterate_predictions(plan, parts, on_next)) as predictions:
+            for prediction in predictions:
+                progress_mark.completed_kinds.add(PREDICTION)
+                num += prediction.items > 0
+                items += prediction.items
+                _check_names(prediction.files, str(parts.source))
+                contents = {
+                    f"predictions/{name}": _encode(name, content) for name, content in prediction.files.items()
+                } | {f"plots/{name}": picture for name, picture in prediction.plots.items()}
+                names.update(contents)
+                writer.put(contents, printed_text(prediction, num))
+        writer.write()
+    return PredictionSummary(num, items, time.perf_counter() - began, calls), names
 
 
 def _merge_ranks(result: PredictionSummary, names: Collection[str], world: World, where: str) -> PredictionSummary:
