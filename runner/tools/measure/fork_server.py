@@ -1,22 +1,21 @@
-"""Processes of variants: forks of a server that has imported torch, controlled over sockets with JSON lines."""
+"""Processes of variants: forks of a server that has imported torch, which receive commands over a connection."""
 
 from __future__ import annotations
 
 import json
 import os
-import select
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from multiprocessing.connection import Connection, Pipe, wait
 from pathlib import Path
 from typing import IO, Any
 
-from runner.base.errors import AccelRunError, Exit, HostMemoryError, Problem, rebuild_error
+from runner.base.errors import AccelRunError, Exit, HostMemoryError
 from runner.base.secret import drop_secrets
 from runner.host.stacks import parse_main_thread, request_stacks, user_frame
 
@@ -39,29 +38,6 @@ class ReplyTimeout(AccelRunError):
     """No reply arrived in time."""
 
 
-class JsonSocket:
-    """A socket to another process that carries one JSON object per line in both directions."""
-
-    def __init__(self, sock: socket.socket) -> None:
-        self.sock = sock
-        self._received = b""
-
-    def receive(self, timeout_s: float) -> dict[str, Any] | None:
-        """Return the next answer, None if the other end is closed. Raises NoAnswer if none arrives in time."""
-        deadline = time.monotonic() + timeout_s
-        while b"\n" not in self._received:
-            ready, _, _ = select.select([self.sock], [], [], max(0.0, deadline - time.monotonic()))
-            if not ready:
-                raise ReplyTimeout(f"no reply within {timeout_s:.0f} s")
-            content = self.sock.recv(1 << 16)
-            if not content:
-                return None
-            self._received += content
-        text, _, self._received = self._received.partition(b"\n")
-        message: dict[str, Any] = json.loads(text)
-        return message
-
-
 class ForkServer:
     """A process that has only imported modules; variants are forks of it.
 
@@ -70,8 +46,10 @@ class ForkServer:
 
     def __init__(self, folder: Path, environment: Mapping[str, str], cores: int) -> None:
         self.folder = folder
-        sock, theirs = socket.socketpair()
-        self._socket = JsonSocket(sock)
+        # A socket, because a command and its descriptors are sent in one call, which Ctrl-C cannot divide.
+        self._socket, theirs = socket.socketpair()
+        self._socket.settimeout(START_TIMEOUT_S)
+        self._replies = self._socket.makefile("r", encoding="utf-8")
         self._errors = tempfile.TemporaryFile(dir=folder)  # noqa: SIM115 - closed in __exit__
         with theirs:
             self._process = subprocess.Popen(
@@ -96,31 +74,34 @@ class ForkServer:
     def __exit__(self, *_: object) -> None:
         self._process.kill()
         self._process.wait()
-        self._socket.sock.close()
+        self._replies.close()
+        self._socket.close()
         self._errors.close()
 
-    def fork(self, sock: socket.socket, errors: IO[bytes], ranks: int) -> int:
-        """Start a process with this socket and standard error; return its PID."""
+    def fork(self, connection: Connection, errors: IO[bytes], ranks: int) -> int:
+        """Start a process with this connection and standard error; return its PID."""
         command = json.dumps({"do": "fork", "ranks": ranks, "stacks": str(self.folder)}).encode()
-        socket.send_fds(self._socket.sock, [command], [sock.fileno(), errors.fileno()])
+        socket.send_fds(self._socket, [command], [connection.fileno(), errors.fileno()])
         return int(self._receive_reply("pid")["pid"])
 
     def wait(self, pid: int) -> int:
         """Wait for a forked process; return its exit code, negative for a signal."""
-        self._socket.sock.sendall(json.dumps({"do": "wait", "pid": pid}).encode())
+        self._socket.sendall(json.dumps({"do": "wait", "pid": pid}).encode())
         return int(self._receive_reply("code")["code"])
 
     def _receive_reply(self, key: str = "") -> dict[str, Any]:
         """Return the next reply with this key; skip replies to commands that Ctrl-C interrupted."""
-        while True:
-            reply = self._socket.receive(START_TIMEOUT_S)
-            if reply is None:
-                raise AccelRunError(f"the fork server ended: {_last_line(self._errors) or 'unknown reason'}")
-            if not key or key in reply:
-                return reply
+        try:
+            for text in self._replies:
+                reply: dict[str, Any] = json.loads(text)
+                if not key or key in reply:
+                    return reply
+        except TimeoutError as error:
+            raise ReplyTimeout(f"no reply of the fork server within {START_TIMEOUT_S:.0f} s") from error
+        raise AccelRunError(f"the fork server ended: {_last_line(self._errors) or 'unknown reason'}")
 
 
-class VariantProcess(JsonSocket):
+class VariantProcess:
     """A variant and its data workers: a separate session, paused and resumed together.
 
     deadline  by `clock`: replies are not awaited beyond it
@@ -130,8 +111,7 @@ class VariantProcess(JsonSocket):
     def __init__(
         self, server: ForkServer, number: int, clock: Callable[[], float], deadline: float, ranks: int = 0
     ) -> None:
-        ours, theirs = socket.socketpair()
-        super().__init__(ours)
+        self._connection, theirs = Pipe()
         self._server, self.number, self._clock = server, number, clock
         self.deadline = deadline
         self._errors = tempfile.TemporaryFile(dir=server.folder)  # noqa: SIM115 - closed in `end`
@@ -159,8 +139,17 @@ class VariantProcess(JsonSocket):
         """Send a command and return the reply. Raises AccelRunError for a failed command, a dead process, a timeout."""
         self._command = str(command["do"])
         with suppress(OSError):  # the process died: receive_reply raises the reason
-            self.sock.sendall((json.dumps(command) + "\n").encode())
+            self._connection.send(command)
         return self.receive_reply(timeout_s)
+
+    def receive(self, timeout_s: float) -> dict[str, Any] | AccelRunError | None:
+        """Return the next reply, or None if the process has ended. Raises ReplyTimeout if none arrives in time."""
+        if not wait([self._connection], timeout_s):
+            raise ReplyTimeout(f"no reply within {timeout_s:.0f} s")
+        try:
+            return self._connection.recv()  # type: ignore[no-any-return]
+        except (EOFError, OSError):
+            return None
 
     def receive_reply(self, timeout_s: float) -> dict[str, Any]:
         """Return the next reply. Raises like `call`, and BudgetExhausted if the deadline passes first."""
@@ -176,9 +165,8 @@ class VariantProcess(JsonSocket):
             killed = ": the machine may be out of memory" if kind is HostMemoryError else ""
             last = _last_line(self._errors)
             raise kind(f"its process {how}{killed}{f' ({last})' if last else ''}")
-        if "error" in reply:
-            problems = tuple(Problem(**problem) for problem in reply["error"])
-            raise rebuild_error(AccelRunError, problems, Exit(reply["exit_code"]))
+        if isinstance(reply, AccelRunError):
+            raise reply
         if "ranks" in reply:
             self._sessions += reply["ranks"]
         return reply
@@ -196,7 +184,7 @@ class VariantProcess(JsonSocket):
         self._signal(signal.SIGKILL)
         with suppress(AccelRunError, OSError):
             self._wait()
-        self.sock.close()
+        self._connection.close()
         self._errors.close()
 
     def _wait(self) -> int:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import dataclasses
-import json
 import os
-import socket
 from collections.abc import Callable, Mapping
 from contextlib import ExitStack, suppress
+from multiprocessing.connection import Connection
 from typing import Any, Protocol
 
 import torch
 
 import runner.engine.training  # noqa: F401 - imported once, before the fork
-from runner.base.errors import AccelRunError, Exit
+from runner.base.errors import AccelRunError, Exit, rebuild_error
 from runner.base.rank_env import RankInfo
 from runner.base.text import error_line
 from runner.base.world import World
@@ -27,8 +25,8 @@ class Executor(Protocol):
     def execute(self, command: Mapping[str, Any]) -> dict[str, Any]: ...
 
 
-def serve_ranks(sock: socket.socket, num_ranks: int, begin: Callable[[ExitStack, World], Executor]) -> int:
-    """Execute commands from the socket on `num_ranks` forked ranks until the peer closes it; return the exit code.
+def serve_ranks(connection: Connection, num_ranks: int, begin: Callable[[ExitStack, World], Executor]) -> int:
+    """Execute commands on `num_ranks` forked ranks until the peer closes the connection; return the exit code.
 
     The first message contains the PIDs of the ranks. Each command is executed on all ranks, and rank 0 replies. An
     error on any rank ends all of them.
@@ -40,37 +38,36 @@ def serve_ranks(sock: socket.socket, num_ranks: int, begin: Callable[[ExitStack,
         with ExitStack() as stack:
             executor = begin(stack, world)
             ranks = world.gather(os.getpid())
-            commands = stack.enter_context(sock.makefile("r", encoding="utf-8")) if world.is_first else None
-            if commands is not None:
-                send_reply(sock, {"ready": True, "ranks": ranks})
+            if world.is_first:
+                connection.send({"ready": True, "ranks": ranks})
             while True:
-                command = world.broadcast(json.loads(next(commands, "null")) if commands is not None else None)
+                command = world.broadcast(receive_command(connection) if world.is_first else None)
                 if command is None:
                     return
                 reply = executor.execute(command)
-                if commands is not None:
-                    send_reply(sock, reply)
+                if world.is_first:
+                    connection.send(reply)
 
     try:
         run_on_ranks(on_rank, num_ranks, threads=None)
     except BaseException as error:
-        send_reply(sock, error_reply(error))
+        connection.send(to_reported_error(error))
         return int(Exit.SOFTWARE)
     return int(Exit.DONE)
 
 
-def send_reply(sock: socket.socket, reply: Mapping[str, Any]) -> None:
-    """Send one line of JSON; do nothing if the peer has closed the connection."""
-    with suppress(OSError):
-        sock.sendall((json.dumps(reply) + "\n").encode())
+def receive_command(connection: Connection) -> dict[str, Any] | None:
+    """Return the next command; None once the peer has closed the connection."""
+    with suppress(EOFError, ConnectionError):
+        return connection.recv()  # type: ignore[no-any-return]
+    return None
 
 
-def error_reply(error: BaseException) -> dict[str, Any]:
-    """Return the reply that reports an error: its problems and exit code."""
+def to_reported_error(error: BaseException) -> AccelRunError:
+    """Return the error to send to the peer, which cannot load classes of errors that a task defines."""
     if isinstance(error, AccelRunError):
-        problems = [dataclasses.asdict(problem) for problem in error.problems]
-        return {"error": problems, "exit_code": int(error.exit_code)}
-    return {"error": [{"what": error_line(error)}], "exit_code": int(Exit.SOFTWARE)}
+        return rebuild_error(AccelRunError, error.problems, error.exit_code)
+    return AccelRunError(error_line(error))
 
 
 def run_on_ranks(function: Callable[[Any], Any], num_ranks: int, threads: int | None = 1) -> Any:

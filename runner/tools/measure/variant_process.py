@@ -1,8 +1,8 @@
 """The process of a variant: real training that runs blocks of updates on command.
 
 `python -m runner.tools.measure.variant_process SOCKET PARENT` is the fork server: it only imports modules. Each `fork`
-command on its socket creates a variant with a separate socket, on which it replies to each JSON command with one line:
-the result and its time, or `error`. A variant synchronizes with the device only before and after a block.
+command on its socket creates a variant with a separate connection, on which it replies to each command with a result or
+an error. A variant synchronizes with the device only before and after a block.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, closing
 from itertools import pairwise
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +58,7 @@ from runner.monitor.gpu_driver import open_driver
 from runner.monitor.nvml import Gpu, Nvml, decode_throttle_reasons
 from runner.plan.run_plan import PhasePlan
 from runner.profiling.peak_memory import host_peak_gib
-from runner.tools.measure.forked_ranks import error_reply, send_reply, serve_ranks
+from runner.tools.measure.forked_ranks import receive_command, serve_ranks, to_reported_error
 from runner.tools.measure.probe import inspect_batch, probe
 from runner.tools.measure.weight_sketch import sketch
 
@@ -102,7 +103,7 @@ def main(descriptor: int, parent: int, cores: int = 0) -> int:
 
 
 def serve(descriptor: int, errors: int, parent: int, ranks: int, stacks: str) -> int:
-    """Execute commands in a forked process until the socket is closed.
+    """Execute commands in a forked process until the connection is closed.
 
     ranks   number of ranks to fork for the variant; 0: this process trains
     stacks  folder to which it writes its stacks on request
@@ -112,17 +113,17 @@ def serve(descriptor: int, errors: int, parent: int, ranks: int, stacks: str) ->
     die_with_parent(parent)
     warnings.simplefilter("ignore")
     try:
-        with socket.socket(fileno=descriptor) as sock, ExitStack() as stack:
+        with Connection(descriptor) as connection, ExitStack() as stack:
             if ranks:
-                return serve_ranks(sock, ranks, TrainingVariant)
+                return serve_ranks(connection, ranks, TrainingVariant)
             dump_on_signal(Path(stacks))
             variant = TrainingVariant(stack)
-            send_reply(sock, {"ready": True})
-            for text in sock.makefile("r", encoding="utf-8"):
+            connection.send({"ready": True})
+            while (command := receive_command(connection)) is not None:
                 try:
-                    send_reply(sock, variant.execute(json.loads(text)))
+                    connection.send(variant.execute(command))
                 except BaseException as error:
-                    send_reply(sock, error_reply(error))
+                    connection.send(to_reported_error(error))
                     return int(Exit.SOFTWARE)
     except BaseException:  # an uncaught exception would continue in the code of the fork server
         traceback.print_exc()

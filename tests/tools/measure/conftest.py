@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-import select
 import subprocess
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.connection import wait
 
 import pytest
 
 from runner.tools.measure import advisor, compare, fork_server, selection, suite, tuner
 from runner.tools.measure.suites import before_after, ladder
-from tests.tools.measure.planted_time import Planted, Select
+from tests.tools.measure.planted_time import Planted, Wait
 from tests.tools.measure.virtual_fork_servers import VirtualForkServers
 
-TIMED = (advisor, before_after, suite, selection, ladder, compare, fork_server, tuner)
+TIMED = (advisor, before_after, suite, selection, ladder, compare, tuner)
 
 
 @pytest.fixture
@@ -36,7 +36,7 @@ def planted(fork_servers: VirtualForkServers) -> Iterator[Planted]:
     """Variants are forks of one process; they and the code that measures them use virtual time only."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "subprocess", fork_servers)
-        patch.setattr(fork_server, "select", Select(fork_servers.time))
+        patch.setattr(fork_server, "wait", Wait(fork_servers.time))
         for module in TIMED:
             patch.setattr(module, "time", fork_servers.time)
         yield fork_servers.time
@@ -53,7 +53,7 @@ def real_time() -> Iterator[None]:
     """Use real fork servers and the real clock."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(fork_server, "subprocess", subprocess)
-        patch.setattr(fork_server, "select", select)
+        patch.setattr(fork_server, "wait", wait)
         for module in TIMED:
             patch.setattr(module, "time", time)
         yield

@@ -9,10 +9,10 @@ from __future__ import annotations
 import importlib
 import mmap
 import os
-import select as real_select
 import struct
 import threading
 import time as real_time
+from multiprocessing.connection import wait
 from typing import Any
 
 import torch.distributed as dist
@@ -121,17 +121,17 @@ class Planted:
         return float(struct.unpack_from("d", self._shared, place)[0])
 
 
-class Select:
-    """Replaces the module `select`: a wait times out by virtual time only."""
+class Wait:
+    """Replaces `multiprocessing.connection.wait`: a wait times out by virtual time only."""
 
     def __init__(self, time: Planted) -> None:
         self._time = time
 
-    def select(self, readers: list[Any], writers: list[Any], others: list[Any], timeout_s: float) -> Any:
+    def __call__(self, connections: list[Any], timeout_s: float) -> list[Any]:
         until = self._time.now + timeout_s
-        ready = real_select.select(readers, writers, others, 120.0)
-        assert any(ready), "a process did not reply"
+        ready = wait(connections, 120.0)
+        assert ready, "a process did not reply"
         if self._time.now <= until:
             return ready
         self._time.advance(until - self._time.now)  # the wait has timed out by then
-        return [], [], []
+        return []

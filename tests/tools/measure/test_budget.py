@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import random
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -46,10 +45,10 @@ class FakeProcess(VariantProcess):
     def __init__(self, number: int, clock: Clock, until: float) -> None:  # no process is forked
         self.number, self.clock, self._clock, self.deadline, self.order = number, clock, clock, until, dict[str, Any]()
         self.random, self.words = random.Random(0), dict[str, str]()
-        self.sock: Any = self
+        self._connection: Any = self
 
-    def sendall(self, content: bytes) -> None:
-        self.order = json.loads(content)
+    def send(self, command: dict[str, Any]) -> None:
+        self.order = command
 
     def of(self, name: str) -> float:
         return float(self.words.get(name, 0.0))

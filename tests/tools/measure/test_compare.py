@@ -6,10 +6,10 @@ import dataclasses
 import math
 import os
 import signal
-import socket
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
+from multiprocessing.connection import Connection
 from pathlib import Path
 from types import SimpleNamespace
 from typing import IO
@@ -455,7 +455,7 @@ class HangingServer:
         self.folder = folder
         self.reads, self.writes = os.pipe()
 
-    def fork(self, sock: socket.socket, errors: IO[bytes], ranks: int) -> int:
+    def fork(self, connection: Connection, errors: IO[bytes], ranks: int) -> int:
         ready, is_ready = os.pipe()
         pid = os.fork()
         if pid == 0:
