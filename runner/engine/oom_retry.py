@@ -8,12 +8,10 @@ cannot be restored, the run resumes from its last checkpoint instead of continui
 from __future__ import annotations
 
 import gc
-import random
 import sys
 from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
@@ -23,6 +21,7 @@ from runner.base.accelerator import get_accelerator
 from runner.base.bitwise import bitwise_equal
 from runner.base.oom_errors import COMMUNICATION, OomCause, find_oom_cause
 from runner.base.optimizer_state import StepChangeDetector
+from runner.base.sample_rng import global_generators
 from runner.distributed.parallel import Discarded
 from runner.engine.gradients import clear
 from runner.engine.loop import StepInfo, UpdateWrapper
@@ -148,9 +147,9 @@ class UpdateSnapshot:
         self.model, self.device = model, device
         self._accelerator = get_accelerator(device)
         self._is_first = True
-        self._uses_torch_rng = self._uses_numpy_rng = self._uses_python_rng = (
-            True  # until the first update shows which are used
-        )
+        self._generators = dict(zip(_HOST_GENERATORS, global_generators(), strict=False))
+        self._used = set(self._generators)  # until the first update shows which are used
+        self._rng_states: dict[str, Any] = {}  # when the last update that uses them begins
         self._places: list[Place] = []  # of buffers that updates change or replace
         self._buffers: list[Tensor | None] = []  # their values when the update begins
         self._sources: list[Tensor] = []  # the same, with the copy instead of a buffer that is None
@@ -165,13 +164,9 @@ class UpdateSnapshot:
         """Copy the state at the start of an update."""
         if self._is_first:
             self._find_buffers()
-        if self._uses_torch_rng:
-            self._torch = torch.get_rng_state()
+        for name in self._used:
+            self._rng_states[name] = self._generators[name].get_state()
         self._device_rng = self._accelerator.generator_state()
-        if self._uses_numpy_rng:
-            self._numpy: Any = np.random.get_state(legacy=False)
-        if self._uses_python_rng:
-            self._python = random.getstate()
         buffers = [module._buffers.get(name) for module, name in self._places]
         if len(buffers) != len(self._sources) or any(
             buffer is not source for buffer, source in zip(buffers, self._sources, strict=True)
@@ -202,9 +197,7 @@ class UpdateSnapshot:
         if not self._is_first:
             return
         self._is_first = False
-        self._uses_torch_rng = not torch.equal(self._torch, torch.get_rng_state())
-        self._uses_numpy_rng = not _are_numpy_states_equal(self._numpy, np.random.get_state(legacy=False))
-        self._uses_python_rng = self._python != random.getstate()
+        self._used = {name for name in self._generators if self._has_drawn(name)}
         before = dict(zip(self._places, zip(self._buffers, self._copies, strict=True), strict=True))
         self._places, self._constant_places, self._copies, self._weight_samples = [], [], [], []
         for place, buffer in self._find_all_buffers().items():
@@ -218,17 +211,12 @@ class UpdateSnapshot:
 
     def restore(self) -> str:
         """Restore the state; return what could not be restored, or ""."""
-        if not self._uses_torch_rng and not torch.equal(self._torch, torch.get_rng_state()):
-            return "torch's random generator of the host, from which the first update did not draw"
-        torch.set_rng_state(self._torch)
+        for name, generator in self._generators.items():
+            if name not in self._used and self._has_drawn(name):
+                return f"{name}, from which the first update did not draw"
+            generator.set_state(self._rng_states[name])
         if self._device_rng is not None:
             self._accelerator.set_generator_state(self._device_rng)
-        if not self._uses_numpy_rng and not _are_numpy_states_equal(self._numpy, np.random.get_state(legacy=False)):
-            return "numpy's random generator, from which the first update did not draw"
-        if not self._uses_python_rng and self._python != random.getstate():
-            return "Python's random generator, from which the first update did not draw"
-        np.random.set_state(self._numpy)
-        random.setstate(self._python)
         if self._version_counters() != self._versions:
             return "a parameter, or a buffer that the first update did not change"
         self.check_weights()
@@ -249,6 +237,9 @@ class UpdateSnapshot:
                 with torch.no_grad():
                     buffer.copy_(copy)
         return ""
+
+    def _has_drawn(self, name: str) -> bool:
+        return bool(self._generators[name].get_state() != self._rng_states[name])
 
     def _find_buffers(self) -> None:
         """Find the buffers and allocate memory for a copy of each on the host, because device memory may be full."""
@@ -289,9 +280,6 @@ def _sample_elements(tensors: Sequence[Tensor]) -> list[Tensor]:
     return samples
 
 
-def _are_numpy_states_equal(first: Any, second: Any) -> bool:
-    return (
-        first["state"]["pos"] == second["state"]["pos"]
-        and (first["has_gauss"], first["gauss"]) == (second["has_gauss"], second["gauss"])
-        and np.array_equal(first["state"]["key"], second["state"]["key"])
-    )
+_HOST_GENERATORS = (  # in the order of `global_generators`; the accelerator saves that of the device
+    "torch's random generator of the host", "numpy's random generator", "Python's random generator",
+)  # fmt: skip
