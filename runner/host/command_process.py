@@ -10,10 +10,11 @@ import selectors
 import signal
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from runner.base import errors
 from runner.base.errors import AccelRunError, Exit, Problem, rebuild_error
 from runner.host.parent_death import child_command
 
@@ -54,11 +55,11 @@ def run_command(args: Sequence[str], *, relay_output: bool = True) -> CommandRes
     assert process.stdout is not None
     assert process.stderr is not None
     captured: list[str] = []
-    errors: list[str] = []
+    error_parts: list[str] = []
     sinks: dict[int, Write] = {
         process.stdout.fileno(): sys.stdout.write if relay_output else captured.append,
         process.stderr.fileno(): sys.stderr.write,
-        error_fd: errors.append,
+        error_fd: error_parts.append,
     }
     num_interrupts = 0
     try:
@@ -80,7 +81,7 @@ def run_command(args: Sequence[str], *, relay_output: bool = True) -> CommandRes
     code = process.wait()
     if num_interrupts:
         raise KeyboardInterrupt
-    if text := "".join(errors):
+    if text := "".join(error_parts):
         raise _decode_error(text)
     return CommandResult(code if code >= 0 else 128 - code, "".join(captured))
 
@@ -127,20 +128,12 @@ class _Relay:
 
 def _decode_error(text: str) -> AccelRunError:
     content: dict[str, Any] = json.loads(text)
-    kinds = {kind.__name__: kind for kind in _subclasses(AccelRunError)}
+    kind = vars(errors).get(content["kind"], AccelRunError)  # a task may define another one
     problems = tuple(Problem(**problem) for problem in content["problems"])
-    error = rebuild_error(
-        kinds.get(content["kind"], AccelRunError), problems, Exit(content["exit_code"]), content["place"]
-    )
+    error = rebuild_error(kind, problems, Exit(content["exit_code"]), content["place"])
     for note in content["notes"]:
         error.add_note(note)
     return error
-
-
-def _subclasses(kind: type[AccelRunError]) -> Iterator[type[AccelRunError]]:
-    yield kind
-    for subclass in kind.__subclasses__():
-        yield from _subclasses(subclass)
 
 
 POLL_S = 0.1
