@@ -21,8 +21,8 @@ from typing import Any
 from runner.base.errors import ConfigError, Exit, Problem, RankLost, SystemLimit
 from runner.base.packages import require
 from runner.config.configuration import Configuration
-from runner.durable.directory import check_run_name, generate_run_name
 from runner.durable.signals import StopRequest
+from runner.engine.job import choose_run_name
 from runner.host.parent_death import child_command
 from runner.records.events import Console
 
@@ -59,8 +59,7 @@ class RayCluster:
         if self.gpus_per_node > self.ranks_per_node and self.gpus_per_node % self.ranks_per_node:
             what = f"{self.ranks_per_node} ranks cannot share {self.gpus_per_node} GPUs evenly"
             raise ConfigError(Problem(what, "launcher.ranks_per_node", "use launcher.ranks_per_node=auto"))
-        name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
-        check_run_name(name)
+        name = choose_run_name(configuration)
         for variable, number in _CONNECT_LIMITS.items():
             os.environ.setdefault(variable, number)  # before Ray is imported, which reads them
         ray = require("ray", "ray")

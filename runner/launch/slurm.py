@@ -18,8 +18,8 @@ from runner.base.errors import ConfigError, Exit, Problem, SystemLimit
 from runner.base.packages import require
 from runner.base.rank_env import detect_rank
 from runner.config.configuration import Configuration
-from runner.durable.directory import check_run_name, generate_run_name
 from runner.durable.files import make_directory
+from runner.engine.job import choose_run_name
 from runner.launch.job_queue import EXIT_CODE_SUFFIX, JOB_FOLDER
 from runner.records.events import Console
 from runner.trackers.tracker import SINGLE_RUN_VARIABLES
@@ -55,8 +55,7 @@ class Slurm:
         MissingPackage without submitit, and SystemLimit if SLURM does not respond.
         """
         check_submittable([(self, configuration)])
-        name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
-        check_run_name(name)
+        name = choose_run_name(configuration)
         folder = _make_job_folder(configuration.settings.root / name)
         command = shell_words(self.trial_arguments(configuration, name))
         job_id = self._submit_job(folder, name, command, _RESUME_LINES if _RESUME in command else [])
