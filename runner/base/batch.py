@@ -115,9 +115,9 @@ def are_equal(one: Any, other: Any) -> bool:
 
 
 def _tensors_equal(one: Tensor, other: Tensor) -> bool:
-    if one.shape != other.shape:
-        return False
-    return one.equal(other) or bool((one.eq(other) | (one.ne(one) & other.ne(other))).all())
+    return one.shape == other.shape and (
+        one.equal(other) or bool((one.eq(other) | (one.ne(one) & other.ne(other))).all())
+    )
 
 
 def first_shape(batch: Any) -> object:

@@ -129,7 +129,6 @@ class Reducer:
         """Remove the hooks from the parameters."""
         for hook in self._hooks:
             hook.remove()
-        self._hooks.clear()
 
     def finish(self, sums: Tensor, flags: Tensor, *, failed: bool = False) -> tuple[Tensor, int, Tensor]:
         """Finish the all-reduce of all gradients; those that no rank has become None.

@@ -430,7 +430,6 @@ class AppendLog:
     def _repair(self) -> None:
         if self._may_be_torn:
             _system.truncate(self._descriptor, self._length)
-            self._may_be_torn = False
 
     def __enter__(self) -> AppendLog:
         return self
