@@ -90,6 +90,18 @@ def test_parameters_of_fewer_than_two_dimensions_do_not_decay_by_default() -> No
     assert [g["weight_decay"] for g in made(adamw, weight_decay=0.3, decay_1d=True)(model).param_groups] == [0.3]
 
 
+@pytest.mark.parametrize("make", EVERY_RULE.values(), ids=EVERY_RULE)
+def test_a_parameter_without_gradient_does_not_change_and_does_not_keep_others_from_changing(make: Make) -> None:
+    model = network()
+    optimizer, before = make(model), deepcopy(model.state_dict())
+    first = max(optimizer.param_groups, key=lambda group: len(group["params"]))["params"][0]
+    model(torch.randn(5, 6, generator=torch.Generator().manual_seed(0))).square().sum().backward()
+    first.grad = None
+    optimizer.step()
+    changed = {name for name, weight in model.named_parameters() if not torch.equal(weight, before[name])}
+    assert changed == {name for name, weight in model.named_parameters() if weight is not first}
+
+
 # Our options with values other than the defaults, and torch's rule with the same ones.
 OF_TORCH: dict[str, tuple[dict[str, Any], Callable[..., Optimizer]]] = {
     "adam": ({"betas": (0.7, 0.8), "eps": 0.3}, torch.optim.Adam),

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import load_file
+from safetensors.torch import load_file, load_model
+from torch import nn
 
-from runner.durable.checkpoint import checkpoint_path, load
+from runner.cli import main
+from runner.durable.checkpoint import Snapshot, checkpoint_path, load, save, save_part
+from tests.durable.parts import parts_of
 from tests.forkserver import ForkServer
 from tests.rounding import allowed, distance
 
@@ -82,6 +86,34 @@ def test_each_exported_format_gives_the_outputs_of_the_model(server: ForkServer,
     session = onnxruntime.InferenceSession(str(run / "export" / "model.onnx"), providers=["CPUExecutionProvider"])
     (result,) = session.run(None, {session.get_inputs()[0].name: x.numpy()})
     assert distance(wanted.tolist(), result.tolist()) <= allowed(torch.float32, 5)
+
+
+def test_a_checkpoint_in_parts_is_exported_as_a_file_that_loads(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With two names for one weight, of which safetensors stores one, and a tensor without rows."""
+    more = "self.again = self.layer; self.register_buffer('count', torch.tensor(3.0))"
+    text = TASK.replace("nn.Linear(4, 2), batch_bound", f"nn.Linear(4, 2), batch_bound; {more}")
+    (tmp_path / "mine.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--task", "mine.py", "run=first", "device=cpu", "monitor=off"]) == 0
+    path = checkpoint_path(tmp_path / "outputs/first/checkpoints", 3)
+    loaded = load(path)
+    computed = ("format_version", "update", "files", "sha256")
+    facts = {key: value for key, value in loaded.manifest.items() if key not in computed}
+    tensors = {stem: loaded.tensors(stem) for stem in loaded.stems}
+    first, *others = parts_of(Snapshot(3, tensors, dict(loaded.state), facts))
+    shutil.rmtree(path)
+    for other in others:
+        save_part(path.parent, other)
+    save(path.parent, first)
+    assert main(["export", "first", "format=safetensors"]) == 0
+    model = nn.Module()
+    model.layer = model.again = nn.Linear(4, 2)
+    model.register_buffer("count", torch.zeros(()))
+    load_model(model, tmp_path / "outputs/first/export/model.safetensors")
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, tensors["model"][name]), name
 
 
 def test_outputs_that_are_not_finite_are_compared_too(server: ForkServer, folder: Path) -> None:

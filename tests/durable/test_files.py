@@ -34,6 +34,12 @@ def mode_of(path: Path) -> int:
     return stat.S_IMODE(path.stat().st_mode)
 
 
+def test_a_file_system_that_cannot_be_synced_raises_the_error_of_the_system() -> None:
+    with pytest.raises(OSError, match=os.strerror(errno.EBADF)) as raised:
+        System().sync_file_system(-1)
+    assert raised.value.errno == errno.EBADF
+
+
 def test_a_written_file_contains_the_given_data_and_is_private(tmp_path: Path) -> None:
     files.atomic_write(tmp_path / "run.json", '{"ä": 1}')
     files.atomic_write(tmp_path / "run.json", b"second")

@@ -167,6 +167,19 @@ def test_missing_runs_and_checkpoints_are_refused_with_existing_ones(server: For
     assert "damaged: 4" in damaged.err
 
 
+def test_an_evaluation_that_runs_out_of_memory_continues_with_smaller_batches(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    raises = "        if self.split == 'test' and len(batch[0]) > 2:\n            raise ERROR\n"
+    text = TASK.read_text().replace('        return {"loss"', f'{raises}        return {{"loss"')
+    (tmp_path / TASK.name).write_text(text.replace("raise ERROR", 'raise torch.OutOfMemoryError("CUDA out of memory")'))
+    train(server, tmp_path, "--task", TASK.name, "micro_batch_size=8")
+    record = evaluated(server, tmp_path, "split=test", "checkpoint=last")
+    assert record["metrics"]["test/loss"] == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
+    (tmp_path / TASK.name).write_text(text.replace("raise ERROR", 'raise ValueError("of the task")'))
+    assert server.run(["evaluate", "split=test"], tmp_path).code == 70, "other errors are not retried"
+
+
 def test_an_evaluation_starts_with_the_batch_size_an_earlier_one_was_reduced_to(
     server: ForkServer, tmp_path: Path
 ) -> None:
