@@ -165,7 +165,7 @@ class _CheckProcess:
         os.close(self._ended)
 
     def _read_messages(self) -> None:
-        with suppress(EOFError):
+        with suppress(EOFError, OSError):  # OSError: the check was killed while it sent
             while self._messages.poll():
                 kind, value = self._messages.recv()
                 if kind == "begin":
