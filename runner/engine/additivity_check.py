@@ -27,12 +27,14 @@ from runner.base.global_rng import seed_everything
 from runner.base.module_buffers import restore_buffers
 from runner.base.order import MicroBatchKey
 from runner.base.text import error_line
+from runner.distributed.matched_calls import UnmatchedCalls, matched_calls
 from runner.engine.assemble import Parts
 from runner.engine.contract_checks import Number, validate_loss, validate_metrics
 from runner.engine.controlled_pass import ChangesWeights, ControlledPass, Draws, list_tensors
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.evaluate import eval_mode
 from runner.engine.metric_states import MetricStates
+from runner.engine.task_loading import task_errors
 from runner.loading.loaders import Loader
 
 TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels round differently; a mean is off by a half
@@ -350,6 +352,9 @@ class _BatchComparison:
             return None
         try:
             batch_sums, one, other = (self._evaluate_part(part, precision, seed, draws) for part in (batch, *halves))
+        except UnmatchedCalls as unmatched:  # the ranks cannot continue together
+            with task_errors(self.parts.source, "the check before the first update"):
+                raise unmatched.__cause__ or unmatched from None
         except ChangesWeights:
             self.reason = "it changes weights of the model"
         except Exception as error:  # reported by the first update
@@ -365,10 +370,11 @@ class _BatchComparison:
     def _evaluate_part(
         self, part: BatchPart, precision: _Autocast, seed: int, draws: Draws
     ) -> dict[str, tuple[float, float]]:
-        bare, samples = self.parts.bare, part.samples
+        parts, bare, samples = self.parts, self.parts.bare, part.samples
         noise.start_pass(samples if samples is None or self.epoch is None else samples._replace(epoch=self.epoch))
         seed_everything(seed)
-        with precision(), restore_buffers(bare.modules()), ControlledPass(bare, draws):
+        calls = nullcontext() if parts.parallel.splits_batch else matched_calls(parts.model, parts.world)
+        with precision(), restore_buffers(bare.modules()), calls, ControlledPass(bare, draws):
             sums = self.compute(copy_batch(part.batch))
         return {name: (float(total), float(count)) for name, (total, count) in sums.items()}
 

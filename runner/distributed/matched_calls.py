@@ -1,0 +1,62 @@
+"""Calls of a model whose ranks exchange tensors in each call, so that all of them must make the same calls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import nn
+
+from runner.base.errors import RankLost
+from runner.base.world import World
+from runner.distributed.agreement import format_error_line
+
+
+class UnmatchedCalls(RankLost):
+    """A rank raised an exception, which is the cause on that rank, or returned, while another one called the model."""
+
+
+@contextmanager
+def matched_calls(model: nn.Module, world: World) -> Iterator[None]:
+    """Raise UnmatchedCalls on every rank if one fails or returns while others call the model or return.
+
+    Without it, the others would wait for that rank inside the model. An exception that all ranks raise after the same
+    calls is passed on unchanged.
+    """
+
+    def compare(action: str) -> None:
+        actions = world.gather(action)
+        if len(set(map(_kind, actions))) > 1:
+            for rank, of_rank in enumerate(actions):
+                if _kind(of_rank) == _FAILS:
+                    raise UnmatchedCalls(f"rank {rank} {of_rank}")
+            other = next(of_rank for of_rank in actions if of_rank != actions[0])
+            what = f"rank 0 {actions[0]} while another rank {other}"
+            raise UnmatchedCalls(what, fix="call model(...) equally often on all ranks")
+
+    def on_call(*_: Any) -> None:
+        compare(_CALLS)
+
+    handle = model.register_forward_pre_hook(on_call)
+    try:
+        yield
+    except UnmatchedCalls:
+        raise
+    except Exception as error:
+        try:
+            compare(f"{_FAILS}: {format_error_line(error)}")
+        except UnmatchedCalls as unmatched:
+            raise unmatched from error
+        raise
+    else:
+        compare(_RETURNS)
+    finally:
+        handle.remove()
+
+
+_CALLS, _RETURNS, _FAILS = "calls the model", "returns", "failed"
+
+
+def _kind(action: str) -> str:
+    return action.partition(":")[0]

@@ -1,0 +1,94 @@
+"""Ranks whose model calls wait for each other must make the same calls, or all of them report the difference."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from torch import Tensor, nn, ones
+
+from runner.base.errors import Exit
+from runner.base.world import World
+from runner.distributed.matched_calls import UnmatchedCalls, matched_calls
+from tests.distributed.ranks import run_ranks
+from tests.forkserver import ForkServer
+
+
+class Summing(nn.Module):
+    """Its calls are collectives, as those of a pipelined model."""
+
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self.world = world
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.world.sum(x)
+
+
+def outcome(world: World, num_calls: int, fails: bool) -> str:
+    """Return the error of the ranks after this number of calls; the model must still work afterwards."""
+    model = Summing(world)
+    try:
+        with matched_calls(model, world):
+            for _ in range(num_calls):
+                model(ones(1))
+            if fails:
+                raise ValueError("mine")
+    except (ValueError, UnmatchedCalls) as error:
+        return f"{error}{' of this rank' if error.__cause__ else ''}"
+    finally:
+        assert model(ones(1)).item() == world.world_size
+    return ""
+
+
+def test_equal_calls_and_errors_of_all_ranks_are_passed_on() -> None:
+    assert run_ranks(lambda world: outcome(world, 2, fails=False), 2) == ["", ""]
+    assert run_ranks(lambda world: outcome(world, 1, fails=True), 2) == ["mine", "mine"]
+
+
+@pytest.mark.parametrize("num_calls", [0, 1, 2], ids=["first", "between", "last"])
+def test_an_error_of_one_rank_reaches_all(num_calls: int) -> None:
+    def run(world: World) -> str:
+        return outcome(world, num_calls if world.rank else 2, fails=world.rank == 1)
+
+    text = "rank 1 failed: ValueError: mine"
+    assert run_ranks(run, 2) == [text, f"{text} of this rank"]
+
+
+def test_ranks_with_different_numbers_of_calls_are_reported() -> None:
+    answers = run_ranks(lambda world: outcome(world, 1 + world.rank, fails=False), 2)
+    assert answers[0] == answers[1]
+    assert answers[0].startswith("rank 0")
+
+
+TASK = """
+import os, torch
+from torch import nn
+from runner import Task
+class Mine(Task):
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 2))
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
+    def loss(self, model, batch):
+        return model(batch[0]).square().sum(), len(batch[0])
+    def evaluate(self, model, batch):
+        if torch.distributed.get_rank() == 1:
+            raise FileNotFoundError("words of the task")
+        return {"loss": self.loss(model, batch)}
+def build(): return Mine()
+"""
+
+
+def test_an_error_of_one_rank_before_the_first_update_ends_the_run_with_its_text(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    (tmp_path / "mine.py").write_text(TASK)
+    result = server.run(
+        "train --task mine.py run=r updates=2 global_batch_size=8 device=cpu monitor=off parallelism=pipeline"
+        " parallelism.stages=2 parallelism.world_size=4",
+        tmp_path,
+    )
+    assert result.code == Exit.SOFTWARE, result.err
+    assert "rank 1: " in result.err
+    assert "FileNotFoundError" in result.err
