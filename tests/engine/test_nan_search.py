@@ -1,0 +1,46 @@
+"""The search for a non-finite value repeats the passes of the update, with the same draws for each sample."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from runner.axes.precision import NotFinite
+from runner.base.errors import NumericError
+from runner.config.request import Request
+from runner.engine.opening import open_phase
+
+TASK = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from runner import Task, per_sample_noise
+
+def build():
+    return Drawn()
+
+class Drawn(Task):
+    def __init__(self):
+        self.model, self.bad = nn.Linear(1, 1), []
+    def dataset(self, split):
+        return TensorDataset(torch.arange(64.0)[:, None])
+    def loss(self, model, batch):
+        drawn = per_sample_noise(batch).normal(1).abs() > 1.8
+        self.bad += batch[0][drawn].int().tolist()
+        return torch.where(drawn, torch.nan, model(batch[0] / 64)).sum(), len(batch[0])
+"""
+
+
+def test_a_sample_whose_random_draws_are_not_finite_is_found(tmp_path: Path) -> None:
+    (tmp_path / "drawn.py").write_text(TASK)
+    settings = ("updates=1000", "global_batch_size=8", "micro_batch_size=1", "device=cpu", "run=small", "monitor=off",
+                f"output_root={tmp_path}", "backend.threads=1", "checkpoint=off", "evaluate.every=1000")  # fmt: skip
+    with open_phase(Request(settings, tmp_path / "drawn.py")) as phase:
+        with pytest.raises(NotFinite) as raised:
+            list(phase.updates())
+        task: Any = phase.run.parts.task
+        located = phase.translate_error(raised.value)
+    assert isinstance(located, NumericError)
+    assert located.place["samples"] == task.bad[:1]
