@@ -7,7 +7,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from types import FrameType
 from typing import Any
@@ -19,16 +19,17 @@ from runner.host.output import write_if_ready
 class StopRequest:
     """Turn SIGINT, SIGTERM, SIGHUP and SIGUSR1 into stop requests while this context is open.
 
-    SIGHUP is sent when the terminal closes; under nohup it is ignored, here too, as is SIGINT in a background job of a
-    shell script, because Ctrl-C is meant for the foreground. SIGUSR1 is the signal that SLURM sends
-    before the time limit. A second SIGINT or SIGTERM exits at once with 130, which is safe at any time: no file
-    under a final name is ever incomplete. SIGUSR1 does not count as the first, since SLURM sends SIGTERM after it
-    while the run is still saving, nor does SIGHUP, which accompanies a SIGTERM when a session ends. After
-    `begin_shutdown` a third signal is required: the exit code is known, and 130 would hide it.
+    SIGHUP is sent when the terminal closes. SIGUSR1 is the signal that SLURM sends before the time limit. A second
+    SIGINT or SIGTERM exits at once with 130, which is safe at any time: no file under a final name is ever incomplete.
+    SIGUSR1 does not count as the first, since SLURM sends SIGTERM after it while the run is still saving, nor does
+    SIGHUP, which accompanies a SIGTERM when a session ends. After `begin_shutdown` a third signal is required: the exit
+    code is known, and 130 would hide it.
     Can be opened in the main thread only.
 
-    at_once      message of a run that exits at once
-    before_exit  called before such an exit
+    at_once       message of a run that exits at once
+    before_exit   called before such an exit
+    requested     name of the first signal, such as "SIGTERM", or None if there was none
+    requested_at  time of the first signal, by `time.monotonic`
     """
 
     def __init__(
@@ -37,21 +38,10 @@ class StopRequest:
         before_exit: Callable[[], object] = lambda: None,
     ) -> None:
         self._at_once, self._before_exit = at_once, before_exit
-        self._requested: str | None = None
-        self._requested_at: float | None = None
+        self.requested: str | None = None
+        self.requested_at: float | None = None
         self._num_stop_signals = 0
         self._is_ending = False
-        self._previous: dict[signal.Signals, Any] = {}
-
-    @property
-    def requested(self) -> str | None:
-        """Name of the first signal, such as "SIGTERM", or None if there was none."""
-        return self._requested
-
-    @property
-    def requested_at(self) -> float | None:
-        """Time of the first signal, by `time.monotonic`."""
-        return self._requested_at
 
     def begin_shutdown(self) -> None:
         """Mark training as complete; what remains takes seconds at most."""
@@ -59,26 +49,22 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         assert threading.current_thread() is threading.main_thread(), "signals reach the main thread only"
-        for number in _SIGNALS:
-            if number in MAY_BE_IGNORED and signal.getsignal(number) == signal.SIG_IGN:
-                continue
-            self._previous[number] = signal.signal(number, self._handle)
+        self._previous = install_handler(STOP_SIGNALS, self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._restore_handlers(self._previous)
-        self._previous = {}
+        restore_handlers(self._previous)
 
     def _handle(self, number: int, _: FrameType | None) -> None:
-        if self._requested is None:
-            self._requested, self._requested_at = signal.Signals(number).name, time.monotonic()
+        if self.requested is None:
+            self.requested, self.requested_at = signal.Signals(number).name, time.monotonic()
         self._num_stop_signals += number not in (signal.SIGUSR1, signal.SIGHUP)  # a session that ends sends SIGHUP too
         if self._num_stop_signals > 1 + self._is_ending:
             self._exit_now()
 
     def _exit_now(self) -> None:
         # Restore the default handling first: if flushing blocks on a full pipe, a third signal ends the process.
-        self._restore_handlers(dict.fromkeys(_SIGNALS, signal.SIG_DFL))
+        restore_handlers(dict.fromkeys(STOP_SIGNALS, signal.SIG_DFL))
         with suppress(Exception):
             self._before_exit()
         for stream in (sys.stdout, sys.stderr):
@@ -87,11 +73,26 @@ class StopRequest:
         write_if_ready(f"\n{self._at_once}\n")
         os._exit(Exit.INTERRUPTED)
 
-    @staticmethod
-    def _restore_handlers(handlers: dict[signal.Signals, Any]) -> None:
-        for number, handler in handlers.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+
+def install_handler(
+    numbers: Iterable[signal.Signals], handler: Callable[[int, FrameType | None], object]
+) -> dict[signal.Signals, Any]:
+    """Handle these signals; return the previous handlers, for `restore_handlers`.
+
+    Under nohup SIGHUP is ignored and stays so, as does SIGINT in a background job of a shell script, because Ctrl-C is
+    meant for the foreground.
+    """
+    ignorable = (signal.SIGHUP, signal.SIGINT, signal.SIGTSTP)
+    return {
+        number: signal.signal(number, handler)
+        for number in numbers
+        if number not in ignorable or signal.getsignal(number) != signal.SIG_IGN
+    }
 
 
-MAY_BE_IGNORED = (signal.SIGHUP, signal.SIGINT)  # stay ignored if they were: nohup, background jobs of scripts
-_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
+def restore_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+
+
+STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

@@ -19,7 +19,7 @@ from runner.base.errors import AccelRunError, Exit, Hang, Problem, RankLost, Sys
 from runner.base.loaded_torch import cuda_is_initialized
 from runner.base.rank_env import RankInfo
 from runner.base.text import abbreviate
-from runner.durable.signals import MAY_BE_IGNORED
+from runner.durable.signals import STOP_SIGNALS, install_handler, restore_handlers
 from runner.host import output, stacks
 from runner.host.process_tree import KILL_TIMEOUT_S, children, kill_descendants, subreaper
 from runner.host.scratch import private_folder
@@ -367,19 +367,15 @@ class _SignalRequests:
         self.stop: str | None = None
         self.should_suspend = False
         self.num_stops = 0  # SIGINT and SIGTERM; the warning SIGUSR1 does not count, as in a run of one process
-        self._previous: dict[signal.Signals, Any] = {}
 
     def __enter__(self) -> _SignalRequests:
         self.wakeup_fd, self._wakeup_write_fd = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         self._previous_wakeup_fd = signal.set_wakeup_fd(self._wakeup_write_fd, warn_on_full_buffer=False)
-        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGTSTP):
-            if number not in (signal.SIGTSTP, *MAY_BE_IGNORED) or signal.getsignal(number) != signal.SIG_IGN:
-                self._previous[number] = signal.signal(number, self._handle)
+        self._previous = install_handler((*STOP_SIGNALS, signal.SIGTSTP), self._handle)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for number, handler in self._previous.items():
-            signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
+        restore_handlers(self._previous)
         signal.set_wakeup_fd(self._previous_wakeup_fd)
         self.close()
 

@@ -15,7 +15,7 @@ from types import FrameType
 from typing import IO, Any, ClassVar, Self
 
 from runner.config.request import Request
-from runner.durable.signals import MAY_BE_IGNORED
+from runner.durable.signals import STOP_SIGNALS, install_handler, restore_handlers
 from runner.host.parent_death import child_command
 from runner.records.events import Console
 from runner.sweeps.trials import Trial
@@ -56,7 +56,6 @@ class TrialPool(ABC):
 
     def __init__(self) -> None:
         self.num_stop_requests = 0
-        self._previous: dict[signal.Signals, Any] = {}
 
     @property
     def is_stopped(self) -> bool:
@@ -89,15 +88,11 @@ class TrialPool(ABC):
             self._on_stop()
 
     def __enter__(self) -> Self:
-        for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1):
-            if signal_number in MAY_BE_IGNORED and signal.getsignal(signal_number) == signal.SIG_IGN:
-                continue
-            self._previous[signal_number] = signal.signal(signal_number, self._on_stop)
+        self._previous = install_handler(STOP_SIGNALS, self._on_stop)
         return self
 
     def __exit__(self, *_: object) -> None:
-        for signal_number, handler in self._previous.items():
-            signal.signal(signal_number, handler)
+        restore_handlers(self._previous)
 
     def _on_stop(self, signal_number: int = 0, frame: FrameType | None = None) -> None:
         self.num_stop_requests += 1
