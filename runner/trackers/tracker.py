@@ -47,25 +47,22 @@ KILL_S = 0.3  # of the time to finish: to kill the process and join the thread
 
 
 class Tracker:
-    """Interface of trackers; the base class tracks nothing, and `note` has the reason."""
+    """Interface of trackers; the base class tracks nothing, and `note` has the reason.
+
+    id           ID of the run at the service; pass it as `previous_id` when resuming
+    num_dropped  rows that are only in metrics.jsonl
+    """
+
+    id: str | None = None
+    num_dropped = 0
 
     def __init__(self, note: str) -> None:
         self._note = note
 
     @property
-    def id(self) -> str | None:
-        """ID of the run at the service; pass it as `previous_id` when resuming."""
-        return None
-
-    @property
     def note(self) -> str:
         """One line that states where the rows are stored, or why they are not tracked."""
         return self._note
-
-    @property
-    def num_dropped(self) -> int:
-        """Rows that are only in metrics.jsonl."""
-        return 0
 
     def start(self) -> None:
         """Start in the background; returns immediately."""
@@ -117,7 +114,7 @@ class BackgroundTracker(Tracker):
 
     def __init__(self, attempts: tuple[Attempt, ...], run_id: str | None = None, *, reason: str = "") -> None:
         super().__init__(f"{attempts[0].name}: starting")
-        self._attempts, self._id = attempts, run_id
+        self._attempts, self.id = attempts, run_id
         self._reasons = [reason] if reason else []
         self._queue: queue.SimpleQueue[Row | Replay | None] = queue.SimpleQueue()  # None: the end
         self._batches = self._read_batches()
@@ -125,7 +122,6 @@ class BackgroundTracker(Tracker):
         self._recent: deque[tuple[float, Row]] = deque()  # sent recently: may not be on disk yet
         # A thread that does not end in time owns the lists above, so rows are counted where they come in and go out.
         self._num_logged = self._num_replayed = self._num_safe = 0
-        self._num_dropped = 0
         self._accepts_rows = True
         self._deadline = math.inf  # monotonic; set by finish
         self._hands_over = False  # from then on
@@ -134,16 +130,8 @@ class BackgroundTracker(Tracker):
         self._thread = threading.Thread(target=self._run, name="tracker", daemon=True)
 
     @property
-    def id(self) -> str | None:
-        return self._id
-
-    @property
     def note(self) -> str:
-        return self._note + (f"; {self._num_dropped} rows are only in metrics.jsonl" if self._num_dropped else "")
-
-    @property
-    def num_dropped(self) -> int:
-        return self._num_dropped
+        return self._note + (f"; {self.num_dropped} rows are only in metrics.jsonl" if self.num_dropped else "")
 
     def start(self) -> None:
         # If no thread can be started, rows are counted as dropped, and the run continues.
@@ -159,7 +147,7 @@ class BackgroundTracker(Tracker):
             self._num_logged += 1
             self._queue.put(dict(row))
         else:
-            self._num_dropped += 1
+            self.num_dropped += 1
 
     def finish(self, timeout_s: float = 30.0, *, exit_code: int = 0, hand_over: bool = False) -> None:
         if math.isfinite(self._deadline):
@@ -179,7 +167,7 @@ class BackgroundTracker(Tracker):
             self._thread.join(KILL_S)
         if not self._thread.is_alive():
             deque(self._batches, maxlen=0)  # counts the rows of a replay that the thread did not reach
-        self._num_dropped += self._num_logged + self._num_replayed - self._num_safe
+        self.num_dropped += self._num_logged + self._num_replayed - self._num_safe
 
     def _run(self) -> None:
         try:
