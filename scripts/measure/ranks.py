@@ -50,10 +50,14 @@ def build(context: Context, *, factor: float = 1.0, ms_per_sample: float = 1.0) 
 
 
 def on_two_ranks(function: Callable[[Any], Any]) -> Any:
-    """Run `function(world)` on two forked ranks; return the result of rank 0."""
-    from runner.tools.measure.forked_ranks import run_on_ranks
+    """Run `function(world)` on two forked ranks of one thread; return the result of rank 0."""
+    from runner.tools.measure.forked_ranks import run_on_forked_ranks
 
-    return run_on_ranks(function, 2)
+    def on_one_thread(world: Any) -> Any:
+        torch.set_num_threads(1)
+        return function(world)
+
+    return run_on_forked_ranks(on_one_thread, 2)
 
 
 def phase(world: Any, stack: ExitStack, *words: str, task: str = "") -> Any:

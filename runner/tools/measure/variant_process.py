@@ -19,7 +19,7 @@ import traceback
 import warnings
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
@@ -32,9 +32,10 @@ from torch import Tensor
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from runner.base.accelerator import get_accelerator
-from runner.base.errors import ConfigError, Exit, Problem
+from runner.base.errors import AccelRunError, ConfigError, Exit, Problem, rebuild_error
 from runner.base.stopwatch import seconds_between
 from runner.base.task import Progress, Task
+from runner.base.text import error_line
 from runner.base.world import World
 from runner.config.configuration import compose
 from runner.config.request import Request
@@ -58,7 +59,7 @@ from runner.monitor.gpu_driver import open_driver
 from runner.monitor.nvml import Gpu, Nvml, decode_throttle_reasons
 from runner.plan.run_plan import PhasePlan
 from runner.profiling.peak_memory import host_peak_gib
-from runner.tools.measure.forked_ranks import receive_command, serve_ranks, to_reported_error
+from runner.tools.measure.forked_ranks import run_on_forked_ranks
 from runner.tools.measure.probe import inspect_batch, probe
 from runner.tools.measure.weight_sketch import sketch
 
@@ -115,20 +116,63 @@ def serve(descriptor: int, errors: int, parent: int, ranks: int, stacks: str) ->
     try:
         with Connection(descriptor) as connection, ExitStack() as stack:
             if ranks:
-                return serve_ranks(connection, ranks, TrainingVariant)
+                return _serve_ranks(connection, ranks)
             dump_on_signal(Path(stacks))
             variant = TrainingVariant(stack)
             connection.send({"ready": True})
-            while (command := receive_command(connection)) is not None:
+            while (command := _receive_command(connection)) is not None:
                 try:
                     connection.send(variant.execute(command))
                 except BaseException as error:
-                    connection.send(to_reported_error(error))
+                    connection.send(_to_reported_error(error))
                     return int(Exit.SOFTWARE)
     except BaseException:  # an uncaught exception would continue in the code of the fork server
         traceback.print_exc()
         return int(Exit.SOFTWARE)
     return int(Exit.DONE)
+
+
+def _serve_ranks(connection: Connection, num_ranks: int) -> int:
+    """Execute commands on `num_ranks` forked ranks until the peer closes the connection; return the exit code.
+
+    The first message contains the PIDs of the ranks. Each command is executed on all ranks, and rank 0 replies. An
+    error on any rank ends all of them.
+    """
+
+    def on_rank(world: World) -> None:
+        with ExitStack() as stack:
+            variant = TrainingVariant(stack, world)
+            ranks = world.gather(os.getpid())
+            if world.is_first:
+                connection.send({"ready": True, "ranks": ranks})
+            while True:
+                command = world.broadcast(_receive_command(connection) if world.is_first else None)
+                if command is None:
+                    return
+                reply = variant.execute(command)
+                if world.is_first:
+                    connection.send(reply)
+
+    try:
+        run_on_forked_ranks(on_rank, num_ranks)
+    except BaseException as error:
+        connection.send(_to_reported_error(error))
+        return int(Exit.SOFTWARE)
+    return int(Exit.DONE)
+
+
+def _receive_command(connection: Connection) -> dict[str, Any] | None:
+    """Return the next command; None once the peer has closed the connection."""
+    with suppress(EOFError, ConnectionError):
+        return connection.recv()  # type: ignore[no-any-return]
+    return None
+
+
+def _to_reported_error(error: BaseException) -> AccelRunError:
+    """Return the error to send to the peer, which cannot load classes of errors that a task defines."""
+    if isinstance(error, AccelRunError):
+        return rebuild_error(AccelRunError, error.problems, error.exit_code)
+    return AccelRunError(error_line(error))
 
 
 class FirstUpdates(Hook):
