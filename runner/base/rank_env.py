@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from runner.base.errors import ConfigError, Problem, RepeatedConfigError
 
-_UNKNOWN = 10**18  # in place of an invalid number
+_UNKNOWN = 10**18  # stands for an invalid number; larger than any valid one
 
 
 @dataclass(frozen=True)
@@ -36,7 +36,7 @@ def detect_rank(environment: Mapping[str, str]) -> RankInfo | None:
 
     Neither the shell of a batch script nor a step with a single task is a rank. torchrun takes precedence over srun,
     because srun may start one torchrun per machine. Raises ConfigError with all invalid variables, or
-    RepeatedConfigError on the ranks of a machine other than its first.
+    RepeatedConfigError on every rank of a machine except the first.
     """
     if "RANK" in environment:
         return _read_torchrun(environment)
@@ -44,7 +44,7 @@ def detect_rank(environment: Mapping[str, str]) -> RankInfo | None:
 
 
 def launcher_id() -> str:
-    """Return an identifier of the launcher, which also restarts this process: a SLURM or Ray job, or the parent."""
+    """Identify what started this process and would restart it: a SLURM or Ray job, or the parent process."""
     for variable, kind in (("SLURM_JOB_ID", "job"), ("RAY_JOB_ID", "Ray job")):
         if job := os.environ.get(variable):
             return f"{kind} {job}"
@@ -106,7 +106,7 @@ def _read_srun(environment: Mapping[str, str]) -> RankInfo | None:
     world_size = variables.number(variables.first("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS"), least=1)
     if world_size == 1:
         return None
-    port = 20000 + variables.number("SLURM_JOB_ID") % 20000
+    port = 20000 + variables.number("SLURM_JOB_ID") % 20000  # a port per job: jobs may share a machine
     port = variables.number("MASTER_PORT", default=port, least=1, most=_MAX_PORT)
     num_local_ranks = _num_local_tasks(variables, world_size)
     rank = RankInfo(
@@ -135,11 +135,11 @@ def _num_local_tasks(variables: _Variables, world_size: int) -> int:
     try:
         counts = expand_tasks(text)
     except ValueError:
-        return variables.reject(name, "must be like 2(x3),1")
+        return variables.reject(name, "must have the form 2(x3),1")
     if name == "SLURM_NTASKS_PER_NODE":
         return min(counts[0], world_size)
     if world_size != _UNKNOWN and sum(counts) != world_size:
-        return variables.reject(name, f"must be {world_size} tasks in all")
+        return variables.reject(name, f"must add up to {world_size} tasks")
     node = variables.number("SLURM_NODEID", default=0, most=len(counts) - 1)
     return _UNKNOWN if node == _UNKNOWN else counts[node]
 
@@ -172,7 +172,7 @@ class _Variables:
         return next((name for name in names if self.environment.get(name)), names[-1])
 
     def text(self, name: str) -> str:
-        """Return the value; empty if it is not set, which is a problem."""
+        """Return the value; empty if it is not set, which is recorded as a problem."""
         value = self.environment.get(name, "")
         if not value:
             self.reject(name, "")
@@ -184,6 +184,7 @@ class _Variables:
             return default
         text = self.text(name)
         if re.fullmatch(r"\d{1,18}", text) is None or not least <= int(text) <= most:
+            # The limit may be _UNKNOWN - 1, if the world size is invalid.
             limit = f"from {least} to {most}" if most < _UNKNOWN - 1 else f"of at least {least}"
             return self.reject(name, f"must be an integer {limit}")
         return int(text)
@@ -195,24 +196,24 @@ class _Variables:
         return _UNKNOWN
 
     def raise_problems(self, local_rank: int) -> None:
-        """Raise ConfigError if a variable is invalid; those with the same problem are named together.
+        """Raise ConfigError if a variable is invalid; variables with the same problem are listed together.
 
-        Ranks cannot communicate yet. Those that torchrun or srun started have the same variables on a machine, except
-        for their rank numbers, so the first one reports problems of the others.
+        Ranks cannot communicate yet. Under torchrun and srun, all ranks of a machine have the same variables except
+        for their rank numbers, so only the first rank reports a problem that all of them have.
         """
         names: dict[str, list[str]] = {}
         for name, what in self._problems.items():
             names.setdefault(what, []).append(name)
         if names:
             problems = [Problem(what, ", ".join(invalid), _FIX) for what, invalid in names.items()]
-            problems = [*(replace(problem, fix="") for problem in problems[:-1]), problems[-1]]
+            problems = [*(replace(problem, fix="") for problem in problems[:-1]), problems[-1]]  # one common fix
             is_started_together = any(name in self.environment for name in ("TORCHELASTIC_RUN_ID", "SLURM_STEP_ID"))
             if is_started_together and 0 < local_rank < _UNKNOWN and not _OWN_VARIABLES & self._problems.keys():
                 raise RepeatedConfigError(problems)
             raise ConfigError(problems)
 
 
-_FIX = "start the ranks with torchrun, or with srun and one task per rank; unset RANK to train alone"
+_FIX = "start the ranks with torchrun, or with srun and one task per rank; unset RANK to train in a single process"
 _OWN_VARIABLES = {"RANK", "LOCAL_RANK", "SLURM_PROCID", "SLURM_LOCALID"}  # differ between the ranks of a machine
 _MAX_PORT = 2**16 - 1
 _FIRST_SPECIAL_STEP = 0xFFFFFFF0  # SLURM numbers batch scripts and interactive shells from here on
@@ -231,8 +232,8 @@ def _expand_ranges(ranges: str) -> list[str]:
 
 
 @contextmanager
-def environment(variables: Mapping[str, str]) -> Iterator[None]:
-    """Set variables of the environment, and restore them."""
+def patched_environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """Set environment variables inside the context."""
     before = {name: os.environ.get(name) for name in variables}
     os.environ.update(variables)
     try:

@@ -41,7 +41,7 @@ options of the ladder suite; add your own techniques in CONFIG_DIR/benchmark/tec
   steps=50            updates of each variant in the table; rounds=60: maximum number of blocks per variant
   batch=N             global_batch_size, the samples per update
 
-settings of the training, as for accel-run train: task=, --task FILE, hardware=, global_batch_size=, ...
+settings of the run, as for accel-run train: task=, --task FILE, hardware=, global_batch_size=, ...
 """
 
 

@@ -1,7 +1,7 @@
 """`accel-run complete -- WORDS...`: shell completion. Reads only the files it needs, because shells call it often.
 
 What a command accepts is read from its help: options such as --json, keys such as `budget_s=`, alternatives such as
-`sort_by=self|total|calls`, `key=value` for settings of a training, and `last|NAME|DIR` for runs. File names are
+`sort_by=self|total|calls`, `key=value` for settings of a run, and `last|NAME|DIR` for runs. File names are
 completed by the shell.
 """
 

@@ -22,11 +22,11 @@ training uses. On the val split the result equals that of the evaluation during 
 evaluations/SPLIT-CHECKPOINT.json of the run directory.
 
   last, NAME or DIR            the most recent run (default), a run by name, or its folder; also as run=NAME
-  split=val                    the split: train, val, test, or another that the task's dataset(split) returns
+  split=val                    the split: train, val, test, or another that the task's dataset(split) accepts
 {CHECKPOINT_HELP}
   weights=FILE                 evaluate these weights instead of a run; run=NAME names the results folder
   evaluate.samples=N           number of samples, evenly spaced; null: all
-  --json                       print the record as JSON, and nothing else on standard output
+  --json                       print the metrics as JSON, and nothing else on standard output
 
 examples
   accel-run evaluate split=test
@@ -38,7 +38,7 @@ COMMAND_KEYS = {"split": "val"}
 
 
 def run(argv: list[str]) -> int:
-    """Evaluate; return 0, or 130 after a signal."""
+    """Evaluate; return the exit code."""
     keys, rest, as_json = parse_command_keys(argv, COMMAND_KEYS, JSON)
     checkpoint, rest = pop_checkpoint_choice(rest)
     request = parse_run_request(rest, (*keys, JSON))

@@ -153,7 +153,7 @@ def format_runs(runs: Sequence[RunRow], now: float, columns: int = 0) -> list[st
     """Return a header and a line per run, escaped for the terminal, because folder names may be untrusted.
 
     now      seconds since 1970
-    columns  width of the terminal, 0 for none
+    columns  width of the terminal; 0: unlimited
     """
     header = ("run", "task", "state", "updates", "metric", "items/s", "written", "size")
     rows = [header, *(_format_row(row, now) for row in runs)]

@@ -28,7 +28,8 @@ class LayerCost:
     num_trained       number of trained parameters
     constant_bytes    bytes of frozen parameters and buffers
     activation_bytes  bytes kept for the backward pass of one micro-batch; 0 if not measured
-    seconds           forward and backward of one micro-batch; if not measured, proportional to the parameters
+    seconds           forward and backward pass of one micro-batch; if not measured, the number of parameters, which
+                      is used as a relative time
     """
 
     name: str
@@ -43,7 +44,7 @@ class LayerCost:
 
 
 def estimate_costs(model: nn.Module, layers: Sequence[nn.Module]) -> list[LayerCost]:
-    """Estimate costs without computing; parameters tied to another layer count in both."""
+    """Estimate costs without running the model. Parameters shared by several layers are counted in each."""
     costs = []
     for name, layer in zip(layer_names(model, layers), layers, strict=True):
         weights = list(layer.parameters())
@@ -64,13 +65,14 @@ def measure_costs(
     synchronize: Callable[[], None] = lambda: None,
     weights: Callable[[nn.Module], AbstractContextManager[Any]] = nullcontext,
 ) -> list[LayerCost]:
-    """Measure the costs of the layers for these inputs of the first one, on the device that holds all of them.
+    """Measure the cost of each layer by running the layers in sequence, each with the output of the previous one.
 
     Gradients, buffers and random states are restored. Seconds are the median of several passes after a warm-up.
 
-    scale    micro-batch over the batch of `inputs`: factor for all costs that depend on the batch
+    inputs   arguments of the first layer; all layers and inputs must be on one device
+    scale    micro-batch size divided by the batch size of `inputs`; multiplies all costs that depend on the batch
     repeats  number of timed passes
-    weights  context in which a layer has its weights, if they are not allocated yet
+    weights  context manager that allocates the weights of a layer, for models on the meta device
     """
     costs: list[LayerCost] = []
     value: Any = tuple(inputs)
@@ -78,11 +80,12 @@ def measure_costs(
     modules = [module for layer in layers for module in layer.modules()]
     with restore_buffers(modules), torch.random.fork_rng(devices=list(devices)), torch.enable_grad():
         for number, (cost, layer) in enumerate(zip(estimate_costs(model, layers), layers, strict=True)):
-            call = (lambda given, layer=layer: layer(*given)) if number == 0 else layer
+            # The first layer takes several arguments, the others the output of the previous layer.
+            call = (lambda args, layer=layer: layer(*args)) if number == 0 else layer
             with weights(layer):
                 saved, value_after = measure_saved_bytes(layer, call, detach_inputs(value))
-                timed = [_seconds(layer, call, detach_inputs(value), synchronize) for _ in range(repeats + 1)]
-            seconds = timed[1:]
+                timed = [_time_pass(layer, call, detach_inputs(value), synchronize) for _ in range(repeats + 1)]
+            seconds = timed[1:]  # without the warm-up
             costs.append(
                 LayerCost(
                     cost.name,
@@ -110,21 +113,25 @@ def layer_names(model: nn.Module, layers: Sequence[nn.Module]) -> list[str]:
 
 def parameter_names(model: nn.Module, layer: nn.Module) -> Mapping[str, nn.Parameter]:
     """Return the layer's parameters by their names in the model."""
-    mine = set(layer.parameters())
-    return {name: weight for name, weight in model.named_parameters() if weight in mine}
+    weights = set(layer.parameters())
+    return {name: weight for name, weight in model.named_parameters() if weight in weights}
 
 
 @contextmanager
-def record_saved_storages(lasting: Iterable[Tensor]) -> Iterator[Mapping[int, int]]:
-    """Record storage -> bytes saved for the backward pass inside the context, each once, without `lasting`."""
-    excluded = {tensor.untyped_storage()._cdata for tensor in lasting}  # identifies fake tensors as well
+def record_saved_storages(ignored: Iterable[Tensor]) -> Iterator[Mapping[int, int]]:
+    """Map each storage that autograd saves inside the context to its bytes. Storages of `ignored` tensors are skipped.
+
+    Storages are identified by `_cdata` (private): data_ptr() is 0 for all fake tensors.
+    """
+    excluded = {tensor.untyped_storage()._cdata for tensor in ignored}
     saved: dict[int, int] = {}
 
     def record(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
         if storage._cdata not in excluded:
             saved[storage._cdata] = storage.nbytes()
-        return tensor.detach()  # an output that its own graph refers to would never be freed
+        # Returning the tensor itself would create a reference cycle if it is an output of the node that saves it.
+        return tensor.detach()
 
     with torch.autograd.graph.saved_tensors_hooks(record, lambda tensor: tensor):
         yield saved
@@ -137,17 +144,17 @@ def measure_saved_bytes(layer: nn.Module, call: Callable[[Any], Any], value: Any
     return sum(storages.values()), map_tensors(lambda tensor: tensor.detach(), output)
 
 
-def _seconds(layer: nn.Module, call: Callable[[Any], Any], value: Any, synchronize: Callable[[], None]) -> float:
+def _time_pass(layer: nn.Module, call: Callable[[Any], Any], value: Any, synchronize: Callable[[], None]) -> float:
     """Return the seconds of a forward and backward pass; leaves no gradient."""
     trained: list[Tensor] = [weight for weight in layer.parameters() if weight.requires_grad]
     map_tensors(lambda tensor: trained.append(tensor) if tensor.requires_grad else None, value)
     synchronize()
     start = time.perf_counter()
     output = call(value)
-    ends: list[Tensor] = []
-    map_tensors(lambda tensor: ends.append(tensor) if tensor.requires_grad else None, output)
-    if ends and trained:
-        torch.autograd.grad(ends, trained, [torch.ones_like(end) for end in ends], allow_unused=True)
+    outputs: list[Tensor] = []
+    map_tensors(lambda tensor: outputs.append(tensor) if tensor.requires_grad else None, output)
+    if outputs and trained:
+        torch.autograd.grad(outputs, trained, [torch.ones_like(tensor) for tensor in outputs], allow_unused=True)
     synchronize()
     return time.perf_counter() - start
 

@@ -34,10 +34,11 @@ def read_plan(folder: Path, clean: Callable[[Any], Any] | None = None) -> PlanRe
 
 
 def _read_content(path: Path) -> bytes | None:
+    """Return the content; None if the file is missing, and b"", which is decoded as damaged, if it cannot be read."""
     try:
         return files.read(path, at_most=_MAX_BYTES) if files.exists(path) else None
     except StorageError:
         return b""
 
 
-_MAX_BYTES = 64 << 20  # run.json has a few thousand bytes
+_MAX_BYTES = 64 << 20  # a larger file is damaged: run.json has a few KB

@@ -26,7 +26,7 @@ from runner.base.errors import ConfigError, DataError, Problem, TaskFault
 from runner.base.fetcher import Fetcher
 from runner.base.global_rng import seed_everything
 from runner.base.order import rank_seed
-from runner.base.rank_env import environment
+from runner.base.rank_env import patched_environment
 from runner.base.sample_rng import seeded_generators
 from runner.base.task import Task
 from runner.base.world import World
@@ -137,7 +137,7 @@ class Parts:
             return nullcontext()
         ranks = {"RANK": world.rank, "WORLD_SIZE": world.world_size}
         ranks |= {"LOCAL_RANK": world.local_rank, "LOCAL_WORLD_SIZE": world.num_local_ranks}
-        return environment({name: str(value) for name, value in ranks.items()})
+        return patched_environment({name: str(value) for name, value in ranks.items()})
 
     def _load_stream(self, stream: StreamSource) -> list[Any]:
         """Read the samples of a stream for evaluation. Raises NotImplementedError if the task lacks the split."""

@@ -18,7 +18,7 @@ class ShareChange:
     """Result of observing an update.
 
     decision  the new shares, with the reason
-    reread    the shares of prefetched updates have changed, so their batches must be read again
+    reread    the shares of prefetched updates have changed, so their batches are discarded and read again
     """
 
     decision: Decision | None = None

@@ -1,4 +1,4 @@
-"""Save and load models with an adapter, whose checkpoints may leave out the frozen weights."""
+"""Save and load models with an adapter; checkpoints may omit the frozen weights of the base model."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from runner.engine.adapter import make_adapter
 from runner.engine.assemble import Parts
 from runner.engine.weights import load_initial_weights
 
-DIGEST = "frozen_weights"  # key in the state of a checkpoint
+DIGEST = "frozen_weights"  # key of their SHA-256 in the state of a checkpoint
 
 
 def select_saved_state(parts: Parts) -> dict[str, Tensor]:
-    """Return the tensors of the model for a checkpoint: all, or all but the frozen weights of an adapter."""
+    """Return the tensors of the model for a checkpoint: all, or all but the frozen weights of the base model."""
     return _select_saved(parts, parts.bare.state_dict())
 
 
@@ -30,25 +30,30 @@ def _select_saved(parts: Parts, tensors: Mapping[str, Tensor]) -> dict[str, Tens
 
 
 def frozen_digest(parts: Parts) -> str | None:
-    """Return a hash of the weights that checkpoints leave out, on rank 0; None if they contain all. A collective."""
+    """Return a hash of the weights that checkpoints omit, or None if checkpoints omit none.
+
+    Collective: all ranks must call it. The value is valid on rank 0 only.
+    """
     parameters = dict(parts.bare.named_parameters(remove_duplicate=False))
     left_out = sorted(parameters.keys() - _select_saved(parts, parameters).keys())
-    if not left_out:  # before the call of state_dict, which may be slow
+    if not left_out:  # return before state_dict(), which may be slow
         return None
     state = parts.bare.state_dict()
     digest = hashlib.sha256()
     for name in left_out:  # one at a time, because all of them may not fit in host memory
         for tensor in parts.parallel.gather_full({name: state[name]}).values():
             digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}".encode())
+            # hashlib needs a buffer, and NumPy has no bfloat16: hash the bytes.
             digest.update(tensor.contiguous().reshape(-1).view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
 def load_weights(parts: Parts, start: LoadedCheckpoint) -> None:
-    """Load the model of a checkpoint; frozen weights that it leaves out come from `weights`, or from the seed.
+    """Load the model of a checkpoint.
 
-    Raises IncompatibleResume if the model or its frozen weights differ from those of the training, InputMissing if
-    the source of the weights no longer exists.
+    Frozen weights that it omits are read from `weights`, or keep their random initialization from the seed.
+    Raises IncompatibleResume if the model or its frozen weights differ from those that the run was trained with,
+    InputMissing if the source of the weights no longer exists.
     """
     adapter, settings = make_adapter(parts.plan.choices["adapter"]), parts.plan.settings
     state = parts.bare.state_dict()
@@ -59,7 +64,11 @@ def load_weights(parts: Parts, start: LoadedCheckpoint) -> None:
         is_same = parts.world.broadcast(frozen_digest(parts) == start.state.get(DIGEST))
         if not is_same:
             source = parts.plan.settings.weights.source
-            fix = f"restore the file of weights={source}" if source else "use the seed and the task options of the run"
+            fix = (
+                f"restore the file {source} (setting weights)"
+                if source
+                else "use the seed and the task options of the run"
+            )
             raise IncompatibleResume(
                 "the frozen weights of the model are not those that the adapter was trained with",
                 where="adapter.checkpoint=adapter",

@@ -234,8 +234,8 @@ def time_calls(model: nn.Module, device: torch.device) -> Iterator[PredictCalls]
 def printed_text(prediction: Prediction, number: int) -> str:
     """Return what to print of the prediction with this number, counted from 1; empty for nothing.
 
-    Many predictions would scroll the summary of a training off the screen. A prediction without items, such as a table
-    of all others, is always printed.
+    Many predictions would scroll the summary of a training run off the screen. A prediction without items, such as a
+    table of all others, is always printed.
     """
     if not prediction.text or (prediction.items and number > MAX_PRINTED + 1):
         return ""

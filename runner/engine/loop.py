@@ -23,7 +23,7 @@ from runner.engine.gradients import ForwardWrapper, GradientSource, clear, corre
 
 @dataclass
 class Position:
-    """Position in the training.
+    """Progress of a training run: its phase, and the number of updates.
 
     update          number of completed updates in this phase, including skipped ones
     skipped_before  updates that were skipped in earlier phases

@@ -88,7 +88,7 @@ def start_mirroring(run: TrainingRun, mirror: Mirror | None, *, resumes: bool) -
 def finish_mirroring(run: TrainingRun, *, should_wait: bool) -> None:
     """Wait for the copies, and print a summary. `mirror_wait_s` and the time before a kill limit the wait.
 
-    should_wait  False: do not wait
+    should_wait  False: stop copying at once
     """
     policy, requested_at = checkpoint_policy(run.plan), run.stop.requested_at
     seconds = policy.mirror_wait_s if should_wait else 0.0

@@ -15,7 +15,7 @@ from torch.utils.data._utils.worker import WorkerInfo
 
 from runner.base.errors import DataError, TaskFault
 from runner.base.json_state import decode_state, encode_state
-from runner.base.rank_env import environment
+from runner.base.rank_env import patched_environment
 from runner.base.text import error_line
 from runner.engine.error_diagnosis import locate_definition
 
@@ -116,7 +116,7 @@ class StreamSource:
         info = None
         if self.make is None and self.num_shards > 1:
             info = WorkerInfo(id=shard, num_workers=self.num_shards, seed=0, dataset=self.dataset)
-        with _worker_info(info), environment(_SINGLE_RANK_ENV):
+        with _worker_info(info), patched_environment(_SINGLE_RANK_ENV):
             yield
 
 

@@ -95,6 +95,7 @@ class OutputCache:
         self._entries[key] = CachedOperation(tuple(described), kind, cost)
 
     def outputs(self, entry: CachedOperation, inputs: Sequence[Tensor]) -> Any:
+        """Return new outputs of a cached operation for these input tensors."""
         outputs = [item and self._make_output(item, inputs) for item in entry.outputs]
         return entry.kind(outputs) if entry.kind else outputs[0]
 

@@ -189,7 +189,7 @@ def run_trials(
                 info(f"[{trial.number}/{source.total}] {trial.label}")
                 if pool.stops_trials:
                     _wait_for(trial, sweep, pool, info)
-                if sweep.restart(trial) or sweep.record.kind == "search":
+                if sweep.forget_process(trial) or sweep.record.kind == "search":
                     sweep.save(directory, "running")  # needed to resume after a kill
                 start(trial)
             if not pool or (ended := pool.wait()) is None:

@@ -32,12 +32,12 @@ from runner.records.sweep_record import Goal, SweepRecord, TrialRecord
 TABLE = "results.csv"
 BEST = "<- best"
 State = Literal["waiting", "running", "stopped", "failed", "submitted", "finished"]
-STOPPED = (Exit.PREEMPTED, Exit.INTERRUPTED)  # the same command resumes the trial; any other code is a failure
+STOPPED = (Exit.PREEMPTED, Exit.INTERRUPTED)  # the same command resumes the trial; any other nonzero code is a failure
 
 
 @dataclass(frozen=True)
 class Trial:
-    """One choice of settings.
+    """A run of a sweep, and the settings in which it differs from the others.
 
     name   name of its run, in the folder of the sweep
     words  overrides that differ between trials
@@ -90,7 +90,7 @@ class Sweep:
     record   content of sweep.json
     codes    trial number -> exit code of its last process, once it has exited
     jobs     trial number -> SLURM job of its last process
-    earlier  content of sweep.json when it was read
+    earlier  content of sweep.json before this process changed it
     """
 
     folder: Path
@@ -136,13 +136,14 @@ class Sweep:
         """
         if trial.number not in self._final_results:
             found = self._read(trial)
-            if found.state not in ("finished", "failed") or trial.number not in self.codes:  # it may be retried now
+            # Not final: the run is active, or another process may be retrying the trial.
+            if found.state not in ("finished", "failed") or trial.number not in self.codes:
                 return found
             self._final_results[trial.number] = found
         return self._final_results[trial.number]
 
-    def restart(self, trial: Trial) -> bool:
-        """Forget the last process of the trial before a restart; return whether its exit code was known."""
+    def forget_process(self, trial: Trial) -> bool:
+        """Forget the last process of a trial that is about to restart; return whether its exit code was known."""
         self.jobs.pop(trial.number, None)
         self._final_results.pop(trial.number, None)
         return self.codes.pop(trial.number, None) is not None
@@ -150,16 +151,19 @@ class Sweep:
     def _read(self, trial: Trial) -> Result:
         folder = self.folder / trial.name
         record, code = read_record(folder), self.codes.get(trial.number)
-        words = {word for word in trial.words if not is_launcher_override(word)}  # a job trains with launcher=local
+        # SLURM jobs record launcher=local, whatever the trial says; a damaged record has no overrides.
+        words = {word for word in trial.words if not is_launcher_override(word)}
         if not words <= set(record.origin.overrides or words):
             record = RunRecord()
-        state = _state(process_state_name(record.process) if record.is_known else "", code, self.jobs.get(trial.number))
+        state = _derive_state(
+            process_state_name(record.process) if record.is_known else "", code, self.jobs.get(trial.number)
+        )
         metric = self.goal.metric
         values = [float(row[metric]) for row in read_rows(folder / "metrics.jsonl") if is_number(row.get(metric))]
         metrics = none_to_nan(record.result.metrics)
         last = metrics.get(metric, values[-1] if values else None)
         seconds = sum(phase.seconds for phase in record.result.phases.values())
-        if not seconds and record.evidence is not None:  # of the last process of a run that has not finished
+        if not seconds and record.evidence is not None:  # an unfinished run only has the time of its last process
             seconds = record.evidence.seconds or 0.0
         return Result(
             trial,
@@ -201,7 +205,7 @@ class Sweep:
 
 
 def find_best(results: Sequence[Result], goal: Goal) -> Result | None:
-    """Return the first of the best finished trials; None if none has a finite value."""
+    """Return the best finished trial, the first one if several are equal; None if none has a finite value."""
     best = goal.best(result.value for result in results if result.value is not None)
     return next((result for result in results if best is not None and result.value == best), None)
 
@@ -227,11 +231,12 @@ def explain_missing_metric(results: Sequence[Result], goal: Goal) -> str:
     if not known or goal.metric in known:
         return ""
     suggestion = did_you_mean(goal.metric, known)
-    return f"no trial has {goal.metric}, but {abbreviate(known, 8)}" + (f"; {suggestion}" if suggestion else "")
+    available = f"no trial reports {goal.metric}; available metrics: {abbreviate(known, 8)}"
+    return f"{available}; {suggestion}" if suggestion else available
 
 
 def format_result(result: Result, goal: Goal) -> str:
-    """Format the end of a trial in one line: state, metric and duration."""
+    """Format the outcome of a trial in one line: state, metric and duration."""
     parts = [_format_state(result)]
     parts += [f"{goal.metric} {format_metric(result.last, 5)}"] if result.last is not None else []
     parts += [f"{result.seconds:.1f} s"] if result.seconds is not None else []
@@ -264,7 +269,7 @@ def format_trial_table(results: Sequence[Result], goal: Goal, columns: int = 0) 
 
 
 def to_csv(results: Sequence[Result], goal: Goal) -> str:
-    """Return the table for other programs: a row per trial, a column per changed key and per metric."""
+    """Return the results as CSV: one row per trial, one column per varied key and per metric."""
     keys = list(dict.fromkeys(key for result in results for key in result.trial.settings))
     metrics = list(dict.fromkeys(name for result in results for name in result.metrics if name != goal.metric))
     best = find_best(results, goal)
@@ -290,17 +295,18 @@ def is_launcher_override(override: str) -> bool:
     return override_key(override).partition(".")[0] == "launcher"
 
 
-def _state(word: str, code: int | None, job: str | None) -> State:
-    """Return the state of a trial from that of its run ("" without a run), its last exit code and its SLURM job."""
-    if word == "finished":
+def _derive_state(run_state: str, code: int | None, job: str | None) -> State:
+    """Derive the state of a trial from that of its run (empty without a run), its last exit code and its SLURM job."""
+    if run_state == "finished":
         return "finished"
-    if word == "running" and (code is None or job is None):  # else the job was killed on another machine
+    # A job with an exit code has ended, even if its record says running: it was killed on another machine.
+    if run_state == "running" and (code is None or job is None):
         return "running"
     if job is not None and code is None:  # it waits in the queue, perhaps to resume the run
         return "submitted"
-    if word == "failed" or code not in (None, 0, *STOPPED):
+    if run_state == "failed" or code not in (None, 0, *STOPPED):
         return "failed"
-    return "stopped" if word else "waiting"
+    return "stopped" if run_state else "waiting"
 
 
 def _format_state(result: Result) -> str:

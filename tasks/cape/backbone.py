@@ -16,9 +16,10 @@ from torch import Tensor, nn
 class ResNet(nn.Module):
     """Map images (N, 3, S, S) from 0 to 1 to feature maps (N, C, h, w) of the last `num_levels` stages.
 
-    stem      channels after the first convolution, which halves the resolution
-    stages    channels and blocks of each stage; each halves the resolution, except the first if the stem has pooling
-    published  the layout of ResNet-50: a stem of 7 x 7 with pooling, and bottleneck blocks
+    stem       channels after the first convolution, which halves the resolution
+    stages     channels and blocks of each stage; each halves the resolution, except the first if the stem has pooling
+    published  True: the layout of the paper, a 7 x 7 stem with max pooling and bottleneck blocks; False: a 3 x 3 stem
+               and basic blocks
     """
 
     def __init__(self, stem: int, stages: Sequence[tuple[int, int]], *, published: bool, num_levels: int) -> None:
@@ -28,7 +29,7 @@ class ResNet(nn.Module):
         self.norm = _norm(stem)
         self.pools = published
         self.num_levels = num_levels
-        block = Bottleneck if published else Basic
+        block = Bottleneck if published else BasicBlock
         width, made = stem, []
         for number, (channels, blocks) in enumerate(stages):
             stride = 1 if published and number == 0 else 2
@@ -43,19 +44,19 @@ class ResNet(nn.Module):
 
     @property
     def first_modules(self) -> tuple[nn.Module, ...]:
-        """Modules that `begin` uses."""
+        """Modules with the parameters of `begin`, which a pipeline places on the first stage."""
         return self.stem, self.norm
 
     def begin(self, x: Tensor) -> Tensor:
         """Return the input of the first stage."""
-        x = F.relu(self.norm(self.stem((x - 0.5) * 4)))
+        x = F.relu(self.norm(self.stem((x - 0.5) * 4)))  # from [0, 1] to about unit variance
         return F.max_pool2d(x, 3, stride=2, padding=1) if self.pools else x
 
     def forward(self, x: Tensor) -> list[Tensor]:
         return _last_maps(self.begin(x), list(self.stages), self.num_levels)
 
 
-class Basic(nn.Module):
+class BasicBlock(nn.Module):
     """Two 3 x 3 convolutions with a shortcut."""
 
     def __init__(self, width: int, channels: int, stride: int) -> None:
@@ -148,7 +149,7 @@ class PretrainedResNet50(nn.Module):
 
     @property
     def first_modules(self) -> tuple[nn.Module, ...]:
-        """Modules that `begin` uses."""
+        """Modules with the parameters of `begin`, which a pipeline places on the first stage."""
         return self.conv1, self.bn1
 
     @property
@@ -199,7 +200,7 @@ RESNET_50 = ((256, 3), (512, 4), (1024, 6), (2048, 3))  # channels and blocks of
 
 
 def _norm(channels: int) -> nn.GroupNorm:
-    return nn.GroupNorm(min(32, channels // 4), channels)
+    return nn.GroupNorm(min(32, channels // 4), channels)  # the paper's 32 groups, each of at least 4 channels
 
 
 def _shortcut(width: int, channels: int, stride: int) -> nn.Module:

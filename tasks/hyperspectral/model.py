@@ -16,19 +16,20 @@ from .statistics import NEVER
 FLOOR = 1e-9  # minimum variance of a direction relative to the largest, so that float32 can whiten it
 FIRST_TEMPERATURE, LAST_TEMPERATURE, COOLING = 5.0, 0.1, 0.9
 NU = 0.05  # fraction of pixels that may be outside the sphere
-PULL = 0.05  # weight of the new mean in the moving average of the center
-REFERENCE = 1024  # number of pixels whose mean is the center
+CENTER_WEIGHT = 0.05  # weight of the new mean in the moving average of the center
+NUM_REFERENCE_PIXELS = 1024  # pixels whose mean feature is the center
 
 
 class Detector(nn.Module):
-    """Statistics of the training pixels and the RX score; base class of both heads.
+    """Base class of both detectors: statistics of the training pixels, and the RX score.
 
     low, span          (C,) min-max normalization: (x - low) / span
     mean               (C,) of the normalized pixels
     whitening          (C, C) makes the covariance of the normalized pixels the identity
     threshold, sigma   mean + 2 sigma of the RX score of the training pixels, and that sigma
     pos_weight         background pixels per target pixel
-    temperature        of the selector
+    temperature        softmax temperature of the channel selector; only used by TrainableRX
+    fitted             1.0 once the statistics are set
     Source of RX: Reed, Yu, Adaptive multiple-band CFAR detection of an optical pattern with unknown spectral
     distribution, IEEE Trans. ASSP 38, 1990.
     """
@@ -104,11 +105,11 @@ class Detector(nn.Module):
 
 
 class TrainableRX(Detector):
-    """RX with trainable leading components: selector, principal components, and a quadratic with learned coefficients.
+    """RX detector with a trainable part: a channel selector, K principal components, and a learned quadratic form.
 
-    After the first phase it equals RX: the K leading components, squared and divided by their variance, plus the
-    whitened coordinates outside their span, which stay fixed. Training then rotates the components towards directions
-    that distinguish targets.
+    After the first phase it equals RX: the sum of the squared coordinates along the K leading components, each divided
+    by its variance, plus the squared norm of the remaining whitened coordinates, whose directions stay fixed. Training
+    then rotates the components towards directions that distinguish targets.
 
     forward: cubes (B, H, W, C) -> logits (B, H, W), penalties (3,): orthogonality, entropy, concentration
     """
@@ -177,6 +178,7 @@ class TrainableRX(Detector):
 
     def set_head(self, covariance: Tensor, sample: Tensor) -> Mapping[str, float]:
         logarithms = covariance.diagonal().clamp(min=1e-12).log()
+        # At the last temperature, the softmax of the selector is then that of the standardized log variances.
         self.selector.copy_(LAST_TEMPERATURE * (logarithms - logarithms.mean()) / logarithms.std().clamp(min=1e-6))
         self.temperature.fill_(FIRST_TEMPERATURE)
         gate = self.channels * self.selection().double()
@@ -196,9 +198,13 @@ class DeepSVDD(Detector):
     forward: cubes (B, H, W, C) -> logits (B, H, W), squared radius () in the same unit. The logit is the squared
     distance to the center minus the squared radius, in units of its standard deviation after the first phase.
 
-    Four properties prevent collapse to a single point: no layer has a bias, which could produce a constant; the
-    activation is unbounded; the spectra are not centered, otherwise their mean could not reach the center; and the
-    center, which follows the features, keeps its norm, otherwise it would shrink with the weights.
+    Four properties prevent collapse to a single point:
+
+    - No layer has a bias, which could produce a constant.
+    - The activation is unbounded.
+    - The spectra are not centered. A network without biases maps zero to zero, so the mean could not reach the center.
+    - The center, which follows the features, keeps its norm. Otherwise it would shrink with the weights.
+
     Source: Ruff et al., Deep One-Class Classification, ICML 2018, section 3 and propositions 1 to 3.
     """
 
@@ -209,11 +215,11 @@ class DeepSVDD(Detector):
 
     def __init__(self, channels: int, hidden: int = 128, features: int = 32) -> None:
         super().__init__(channels)
-        self.network = nn.Sequential(Slow(channels, hidden), nn.LeakyReLU(0.1), Slow(hidden, features))
+        self.network = nn.Sequential(SlowLinear(channels, hidden), nn.LeakyReLU(0.1), SlowLinear(hidden, features))
         self.radius = nn.Parameter(torch.ones(()))
         self.register_buffer("centre", torch.full((features,), features**-0.5))
         self.register_buffer("spread", torch.ones(()))
-        self.register_buffer("reference", torch.zeros(REFERENCE, channels))
+        self.register_buffer("reference", torch.zeros(NUM_REFERENCE_PIXELS, channels))
         self.register_buffer("moved_at", torch.tensor(-1))
 
     def forward(self, cubes: Tensor) -> tuple[Tensor, Tensor]:
@@ -239,15 +245,16 @@ class DeepSVDD(Detector):
         micro-batches. It moves once per update: resuming and inference call this again for the current update.
         """
         super().begin_update(progress)
-        moved = self.centre.lerp(self.features(self.reference).mean(0), PULL)
+        moved = self.centre.lerp(self.features(self.reference).mean(0), CENTER_WEIGHT)
         moved *= self.centre.norm() / moved.norm().clamp(min=1e-12)
-        # Compare with "other", not "later": a new training from these weights starts at 0. Does not synchronize a GPU.
+        # Move if this is another update, not only a later one: a new run from these weights starts at 0 again.
+        # torch.where instead of `if` does not synchronize the GPU.
         self.centre.copy_(torch.where(self.moved_at == progress.update, self.centre, moved))
         self.moved_at.fill_(progress.update)
 
     def set_head(self, covariance: Tensor, sample: Tensor) -> Mapping[str, float]:
-        # The sample is ordered by a hash, so its first pixels are also a random sample; repeated if it is small.
-        self.reference.copy_(sample[torch.arange(REFERENCE, device=sample.device) % len(sample)])
+        # The sample is in the order of a hash, so its first pixels are a random subset. A small sample is repeated.
+        self.reference.copy_(sample[torch.arange(NUM_REFERENCE_PIXELS, device=sample.device) % len(sample)])
         self.centre.copy_(self.features(sample).mean(0))
         self.moved_at.fill_(-1)
         distance = self.distance(sample)
@@ -256,11 +263,12 @@ class DeepSVDD(Detector):
         return {"radius": float(self.radius)}
 
 
-class Slow(nn.Linear):
-    """A linear map without bias with a hundredth of the learning rate under Adam, whose rate suits the other head.
+class SlowLinear(nn.Linear):
+    """A linear layer without bias that learns a hundred times more slowly under Adam.
 
-    Its weights are stored scaled by 100, because the step size of Adam does not depend on their scale. At the full
-    rate, it learns within an epoch to map all deviations to the center, including those of anomalies.
+    The learning rate of the task is chosen for TrainableRX. At this rate, the layer would learn within an epoch to map
+    all deviations to the center, including those of anomalies. The weights are stored scaled by 100, because the step
+    size of Adam does not depend on their scale.
     """
 
     def __init__(self, inputs: int, outputs: int) -> None:

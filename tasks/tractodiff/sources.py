@@ -26,7 +26,7 @@ Array = np.ndarray[Any, Any]
 class Subject:
     """A brain.
 
-    field        (X, Y, Z, 46): spherical harmonics in RAS axes, and the mask as 0 or 1
+    field        (X, Y, Z, 46): 45 spherical-harmonic coefficients (order 8) in RAS axes, then the mask, 0 or 1
     affine       (4, 4) from voxels to RAS mm
     streamlines  each (n, 3) in RAS mm
     split        of each streamline: train, val or test
@@ -42,7 +42,7 @@ class Subject:
 
 
 def volume() -> list[Subject]:
-    """Return the 10 x 10 x 10 voxels of 2 mm in dipy (small_64D), tracked from 64 seeds per voxel.
+    """Return dipy's small_64D volume (10 x 10 x 10 voxels of 2 mm) as one subject, tracked from 64 seeds per voxel.
 
     EuDX follows the peaks of the tensors in steps of 0.5 mm until the fractional anisotropy is below 0.2. Streamlines
     are held out by the voxel of their seed: training streamlines may pass nearby, so the metrics measure
@@ -138,9 +138,9 @@ def bundles() -> list[Subject]:
     """Return five subjects: three to train with, one for val and one for test.
 
     Each has 50 streamlines of the left arcuate fasciculus, the right corticospinal tract and the forceps major.
-    There is no image, so the field is an atlas: the directions of the training subjects' streamlines at each point, in
-    spherical harmonics, after the centers of all subjects are aligned. The atlas for a training subject excludes its
-    own streamlines.
+    The data has no image. Instead, the field is an atlas: the distribution of the directions of the training subjects'
+    streamlines in each voxel, as spherical harmonics. Subjects are aligned by the mean of their streamline points. The
+    atlas for a training subject excludes its own streamlines.
     Source: Dhollander et al., Track Orientation Density Imaging, NeuroImage 94, 2014.
     """
     subjects, labels = [], []
@@ -169,7 +169,10 @@ def bundles() -> list[Subject]:
 
 
 def _atlas(lines: Sequence[Array]) -> Array:
-    """Return mean harmonics of the steps near each voxel of a centered cube, and the mask of steps (X, Y, Z, 46)."""
+    """Return mean spherical harmonics and a mask (X, Y, Z, 46) for each voxel of a cube around the origin.
+
+    The harmonics are those of the streamline segments near a voxel. The mask is 1 where there are any.
+    """
     lines = [resample_by_step(line, 1.0) for line in lines]
     steps = np.concatenate([np.diff(line, axis=0) for line in lines])
     middles = np.concatenate([(line[:-1] + line[1:]) / 2 for line in lines])
@@ -179,16 +182,18 @@ def _atlas(lines: Sequence[Array]) -> Array:
     sums = np.zeros((ATLAS_SIZE,) * 3 + (NUM_SH + 1,))
     np.add.at(sums, tuple(voxels.T), np.column_stack([harmonics, np.ones(len(steps))]))
     sums = require("scipy.ndimage", "tractodiff").gaussian_filter(sums, sigma=1.0, axes=(0, 1, 2))
-    amount = sums[..., -1:]
-    return np.concatenate([sums[..., :-1] / (amount + 1), amount > MIN_AMOUNT], axis=-1).astype(np.float32)
+    density = sums[..., -1:]
+    # + 1 mm shrinks the mean of voxels with few segments towards zero.
+    return np.concatenate([sums[..., :-1] / (density + 1), density > MIN_DENSITY], axis=-1).astype(np.float32)
 
 
 def read_subjects(path: Path) -> list[Subject]:
     """Return the subjects of a folder, in order of their names.
 
-    The last tenth of the subjects, at least one, is validation data, and as many before it are test data if there are
-    at least three. The streamlines of a single subject are split instead.
-    Raises DataError if a file is damaged or has the wrong shape, InputMissing if there is none.
+    The last tenth of the subjects, at least one, is the validation split. With three or more subjects, the same number
+    before it is the test split. A single subject is split by streamlines.
+    Raises DataError if a file is damaged or has the wrong shape, InputMissing if a subject, an image or its
+    streamlines are missing.
     """
     folders = sorted(folder for folder in path.iterdir() if folder.is_dir() and not folder.name.startswith("."))
     if not folders:
@@ -207,9 +212,9 @@ def _subject(folder: Path, part: str, *, alone: bool) -> Subject:
     bvals, bvecs = _file(folder, "dwi.bval"), _file(folder, "dwi.bvec")
     data, affine, gradients = _diffusion(image, bvals, bvecs)
     with _readable(mask_file):
-        white = np.asarray(require("nibabel", "tractodiff").load(mask_file).dataobj)
-    _check_finite(white, mask_file)
-    mask = white > 0
+        white_matter = np.asarray(require("nibabel", "tractodiff").load(mask_file).dataobj)
+    _check_finite(white_matter, mask_file)
+    mask = white_matter > 0
     if data.ndim != 4 or data.shape[3] != len(gradients.bvals):
         what = f"must be 4-D with one volume for each of {len(gradients.bvals)} b-values, but has shape {data.shape}"
         raise DataError(what, where=str(image), fix=FORMATS)
@@ -219,7 +224,7 @@ def _subject(folder: Path, part: str, *, alone: bool) -> Subject:
     if not mask.any():
         raise DataError("contains no white matter voxel", where=str(mask_file), fix=FORMATS)
     if not gradients.b0s_mask.any() or gradients.b0s_mask.all():
-        what = "must contain volumes both without (b at most 50) and with diffusion weighting"
+        what = "must contain b-values of at most 50 (without diffusion weighting) and above 50"
         raise DataError(what, where=str(bvals), fix=FORMATS)
     tractograms = sorted([*folder.glob("*.trk"), *folder.glob("*.tck")])
     if not tractograms:
@@ -241,7 +246,7 @@ def _streamlines(file: Path, to_voxel: Array, shape: tuple[int, ...]) -> list[Ar
         if not np.isfinite(line).all():
             what = f"streamline {number} must have finite coordinates, but has NaN or infinite ones"
             raise DataError(what, where=str(file), fix=FORMATS)
-        voxels = line @ to_voxel[:3, :3].T + to_voxel[:3, 3]
+        voxels = line @ to_voxel[:3, :3].T + to_voxel[:3, 3]  # may be outside by up to a voxel
         if (voxels < -1).any() or (voxels > np.array(shape)).any():
             what = f"streamline {number} leaves the image of shape {shape}: points must be in RAS mm of dwi.nii.gz"
             raise DataError(what, where=str(file), fix=FORMATS)
@@ -275,7 +280,7 @@ MIN_ANISOTROPY = 0.2
 BUNDLES_SPLIT = {"sub_1": "train", "sub_2": "train", "sub_3": "train", "sub_4": "val", "sub_5": "test"}
 ATLAS_VOXEL = 4.0  # mm
 ATLAS_SIZE = 48  # voxels, wide enough for the largest of the five
-MIN_AMOUNT = 0.02  # mm of streamline per voxel, smoothed over a voxel
+MIN_DENSITY = 0.02  # mm of streamline per voxel, smoothed over a voxel
 FORMATS = (
     "data.path takes a folder of subjects, each a folder with dwi.nii.gz (4-D), dwi.bval, dwi.bvec, mask.nii.gz (3-D, "
     "white matter) and streamlines in RAS mm: *.trk or *.tck"

@@ -186,7 +186,7 @@ def test_changed_common_settings_are_reported_on_resume(server: ForkServer, tmp_
 def test_a_metric_missing_in_the_first_trial_is_reported_at_its_end(server: ForkServer, tmp_path: Path) -> None:
     code, _, err = run(server, [*GRID, "metric=val/los"], tmp_path)
     assert code == 0, err
-    assert len([line for line in err.splitlines() if "val/los," in line]) == 1
+    assert len([line for line in err.splitlines() if "val/los;" in line]) == 1
 
 
 @pytest.mark.slow

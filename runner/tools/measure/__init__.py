@@ -1,6 +1,6 @@
 """Measure which settings are faster: benchmark suites, tune and advise.
 
-All of them compare variants of one training by `Comparison.compare` and read a `TrialOutcome` for each:
+All of them compare variants of one training run by `Comparison.compare` and read a `TrialOutcome` for each:
 
 comparing     compare (rounds, restarts, budget), comparison_result (results, outcomes, notes), statistics (ratios and
               intervals), selection (candidates, and the best of several, measured twice)

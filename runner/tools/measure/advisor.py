@@ -46,7 +46,7 @@ class Entry:
 
 @dataclass(frozen=True)
 class Advice:
-    """The advice for a training.
+    """The advice for a training run.
 
     tried  all candidates, the fastest first
     """

@@ -228,7 +228,7 @@ class TrialOutcome:
     ratio    speed relative to its baseline; None: not compared, for the reason in `why_not`
     later_s  start-up time in seconds beyond the baseline's; None: unknown
     pays_at  number of updates after which faster updates make up for a longer start-up; None: no longer start-up known
-    updates  number of updates of the training; None: unknown
+    updates  number of updates of the run; None: unknown
     """
 
     ratio: Ratio | None = None
@@ -255,12 +255,12 @@ class TrialOutcome:
 
     @property
     def pays(self) -> bool:
-        """True if the training is long enough to make up for its start-up, or of unknown length."""
+        """True if the run is long enough to make up for the start-up time, or of unknown length."""
         return self.pays_at is None or self.updates is None or self.pays_at < self.updates
 
     @property
     def is_advised(self) -> bool:
-        """True if it is clearly faster, has the same results, and the training is long enough."""
+        """True if it is clearly faster, has the same results, and the run is long enough."""
         return self.is_faster and self.pays
 
     @property

@@ -23,7 +23,7 @@ class Facts:
     """Measurements, settings, and the machine.
 
     values     all values of the plan
-    gpu        GPU of the training; None: the CPU trains
+    gpu        GPU of the run; None: it trains on the CPU
     probe      results of runner.tools.measure.probe
     monitor    metric -> mean over the run
     throttled  reason -> share of the time

@@ -35,7 +35,7 @@ Columns = Mapping[str, Callable[[VariantResult], Value]]
 class SuiteRequest:
     """The arguments of a suite.
 
-    request     settings of the training that is measured
+    request     settings of the training run that is measured
     positional  arguments without a value, such as `plots` or names of techniques, in order
     options     key=value arguments that the suite declares
     folder      for results and plots

@@ -26,7 +26,7 @@ FOLDER = Path("benchmark") / "technique"  # in conf/, and in --config-dir
 class Technique:
     """Overrides that are applied to the baseline.
 
-    needs  group -> option that the training must use; `device`: type of device, such as cuda
+    needs  group -> option that the run must use; `device`: type of device, such as cuda
     """
 
     name: str

@@ -69,7 +69,7 @@ class TuneResult:
 
 @dataclass(frozen=True)
 class TuneReport:
-    """A search, and the training that was tuned.
+    """The result of a search, and the training run that was tuned.
 
     phase      phase whose updates were measured
     update_ms  milliseconds of an update with the current settings
@@ -85,7 +85,7 @@ class TuneReport:
 
 
 def tune(request: Request, budget_s: float, log: LogFunction) -> TuneReport:
-    """Find the fastest mechanics for the training on this machine; settings on the command line are not changed.
+    """Find the fastest settings for a training run on this machine; settings on the command line are not changed.
 
     Raises AccelRunError if the current settings cannot be measured.
     """

@@ -94,5 +94,5 @@ def _make_report(task: str, result: ComparisonResult, notes: list[str]) -> Suite
 
 FORMS = ("single", "equal", "shares", "pipeline")
 SETTLE_UPDATES = 80  # until shares by measured speed have settled
-UPDATES = 10**6  # length of the training, more than any comparison runs
+UPDATES = 10**6  # length of the run, more than any comparison needs
 MICRO_BATCHES_PER_STAGE = 4  # with fewer, the stages of a pipeline idle most of the time
