@@ -90,18 +90,10 @@ class Comparison:
 
     cores  number of cores for variants and their data workers; 0: all
     clock  clock of the budget; None: time.monotonic
-    fork   creates the process of a variant from its number and the deadline for its replies
     """
 
-    def __init__(
-        self,
-        request: Request,
-        cores: int = 0,
-        clock: Callable[[], float] | None = None,
-        fork: Callable[[Variant, int, float], VariantProcess] | None = None,
-    ) -> None:
+    def __init__(self, request: Request, cores: int = 0, clock: Callable[[], float] | None = None) -> None:
         self.request, self.cores, self.clock = request, cores, clock or time.monotonic
-        self.fork = fork or self._fork
         self.load = make_cpu_load(os.getpid(), ROOT)
         self.num_started = 0
         self.prior_spread = PRIOR_SPREAD  # between identical processes, from earlier comparisons
@@ -172,10 +164,10 @@ class Comparison:
 
     def prepare(self, variant: Variant) -> None:
         """Start the fork server of the variant, so that its imports do not count as start-up of the first variant."""
-        if self.fork == self._fork:
-            self._fork_server(variant.environment)
+        self._fork_server(variant.environment)
 
-    def _fork(self, variant: Variant, number: int, deadline: float) -> VariantProcess:
+    def fork(self, variant: Variant, number: int, deadline: float) -> VariantProcess:
+        """Create the process of a variant; its replies are not awaited beyond the deadline."""
         return VariantProcess(self._fork_server(variant.environment), number, self.clock, deadline, variant.num_ranks)
 
     def _fork_server(self, environment: Mapping[str, str]) -> ForkServer:

@@ -80,6 +80,20 @@ class FakeProcess(VariantProcess):
     def __exit__(self, *_: object) -> None: ...
 
 
+class FakeProcesses(Comparison):
+    """A comparison of fake processes, with a separate clock."""
+
+    def __init__(self) -> None:
+        self.fake_clock = Clock()
+        super().__init__(Request(), clock=self.fake_clock)
+
+    def prepare(self, variant: Variant) -> None:
+        """Start nothing."""
+
+    def fork(self, variant: Variant, number: int, deadline: float) -> VariantProcess:
+        return FakeProcess(number, self.fake_clock, deadline)
+
+
 def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float], half_width: float) -> Ratio:
     """Return an interval of `half_width` if all blocks are equal, and one that stays wide if not."""
     is_even = max(ours_ms) - min(ours_ms) < 1e-6 * max(ours_ms)
@@ -92,15 +106,10 @@ def interval(ours_ms: Sequence[float], theirs_ms: Sequence[float], half_width: f
 
 @pytest.fixture
 def fake(monkeypatch: pytest.MonkeyPatch) -> Callable[[], Comparison]:
-    """Return a function that creates comparisons with fake processes and a separate clock."""
+    """Return a function that creates comparisons with fake processes."""
     monkeypatch.setattr(compare, "IDLE_SAMPLE_S", 0.0)
     monkeypatch.setattr(comparison_result, "paired_ratio", interval)
-
-    def comparison() -> Comparison:
-        clock = Clock()
-        return Comparison(Request(), clock=clock, fork=lambda _, number, until: FakeProcess(number, clock, until))
-
-    return comparison
+    return FakeProcesses
 
 
 def make_variant(
