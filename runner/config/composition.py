@@ -62,7 +62,7 @@ def _compose_with_hydra(groups: Mapping[str, str], request: Request, problems: l
     with (
         _convert_errors(groups, request.config_dir, problems),
         _search_config_files(request.config_dir),
-        initialize_config_dir(str(shipped_path("conf")), **_version_base()),
+        initialize_config_dir(str(shipped_path("conf")), **version_base()),
         warnings.catch_warnings(),
     ):
         warnings.filterwarnings("error", ".*missing `_self_`")
@@ -143,7 +143,7 @@ def _composition_problem(error: Exception, groups: Mapping[str, str], config_dir
     return Problem(f"{what}; must be one of {', '.join(options)}", where, did_you_mean(missing[2], options))
 
 
-def _version_base() -> dict[str, Any]:
+def version_base() -> dict[str, Any]:
     """Return arguments for Hydra: 1.3 warns if version_base is missing, 1.4 if it is given."""
     return {"version_base": "1.3"} if tuple(map(int, hydra.__version__.split(".")[:2])) < (1, 4) else {}
 

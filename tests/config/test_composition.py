@@ -15,7 +15,7 @@ from omegaconf import OmegaConf
 
 from runner.base.errors import AccelRunError
 from runner.base.paths import shipped_path
-from runner.config.composition import compose_groups
+from runner.config.composition import compose_groups, version_base
 from runner.config.configuration import compose, to_yaml
 from runner.config.options import GROUPS, list_options
 from runner.config.request import Request
@@ -31,7 +31,7 @@ KNOWN = {"optimizer.lr": "0.001", "updates": "300", "checkpoint.keep": "1", "sch
 def composed_by_hydra(groups: dict[str, str]) -> dict[str, Any]:
     """Return the composed tree of Hydra with its own reader of files and all of its own settings."""
     GlobalHydra.instance().clear()
-    with initialize_config_dir(str(CONF), version_base="1.3"):
+    with initialize_config_dir(str(CONF), **version_base()):
         composed = hydra_compose("config", overrides=[f"{group}={option}" for group, option in groups.items()])
     tree = OmegaConf.to_container(composed, resolve=False)
     assert isinstance(tree, dict)

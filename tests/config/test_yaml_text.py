@@ -49,7 +49,11 @@ def test_omegaconf_reads_back_what_is_written(tree: dict[str, Any]) -> None:
 @pytest.mark.parametrize("word", [*WORDS, "two words", "ünï", "long words " * 30, "b\udcff"])
 def test_strings_are_written_as_by_omegaconf(word: str) -> None:
     tree = {"key": word, "inner": {"list": [word, 1, 0.001, None, True]}}
-    assert yaml_text(tree) == OmegaConf.to_yaml(OmegaConf.create(tree))
+    try:
+        expected = OmegaConf.to_yaml(OmegaConf.create(tree))
+    except UnicodeEncodeError:
+        pytest.skip("this version of OmegaConf does not write text that is not Unicode")
+    assert yaml_text(tree) == expected
 
 
 def test_equal_parts_are_written_twice() -> None:

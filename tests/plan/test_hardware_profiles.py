@@ -12,6 +12,7 @@ import hydra
 import pytest
 from omegaconf import OmegaConf
 
+from runner.config.composition import version_base
 from runner.plan.inventory import inventory_from_profile
 
 CONF = Path(__file__).resolve().parents[2] / "conf"
@@ -153,7 +154,7 @@ def test_hydra_composes_every_profile_and_the_command_line_beats_it(tmp_path: Pa
     lines = ["- _self_", *(f"- {group}: {option}" for group, option in first.items()), "- hardware: auto"]
     (tmp_path / "config.yaml").write_text("defaults:\n" + "".join(f"  {line}\n" for line in lines))
 
-    with hydra.initialize_config_dir(str(tmp_path), version_base="1.3"):
+    with hydra.initialize_config_dir(str(tmp_path), **version_base()):
         for name in NAMES:
             composed = hydra.compose("config", [f"hardware={name}"])
             expected = first | {key.removeprefix("override /"): option for key, option in selected(name).items()}
