@@ -38,7 +38,8 @@ def run(argv: list[str]) -> int:
     if not arguments.positional:
         raise ConfigError(Problem("needs a file", "import", _EXAMPLE))
     if unknown := [override for override in overrides if not override.startswith("key=")]:
-        raise ConfigError(Problem("is not a setting of import", unknown[0], "use key=ENTRY, or leave it out"))
+        what = "is not a setting of import" if "=" in unknown[0] else "is one argument too many"
+        raise ConfigError(Problem(what, unknown[0], "use accel-run import FILE [NEW.safetensors] [key=ENTRY]"))
     if len(overrides) > 1:
         raise ConfigError(Problem("is given more than once", "key", "give one of them"))
     key = overrides[0].removeprefix("key=") if overrides else None

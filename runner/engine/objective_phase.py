@@ -119,7 +119,8 @@ class ObjectivesPhase(GradientPhase):
         for spec, training in self.objectives.parts:
             count = sum(weight.numel() for weight in training.parameters)
             frequency = "every update" if spec.every == 1 else f"one update in {spec.every}"
-            lines.append(f"objective {spec.name}: {', '.join(spec.trains)} ({count:,} parameters), {frequency}")
+            trains = f"{', '.join(spec.trains)} ({count:,} parameters)"
+            lines.append(f"objective {spec.name}: {trains}, {frequency}, optimizer {spec.optimizer.name}")
         sizes = {
             name: weight.numel()
             for name, weight in self.parts.bare.named_parameters()

@@ -27,6 +27,7 @@ from runner.console.run_summary import (
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.assemble import Parts, find_odd_sizes
 from runner.engine.mirroring import checkpoint_policy
+from runner.engine.objectives import parse_objectives
 from runner.engine.run import Outcome, TrainingRun
 from runner.engine.run_screen import Screen
 from runner.plan.inventory import Inventory
@@ -53,7 +54,7 @@ def report_start(
             task=f"task {plan.choices['task'].name}",
             devices=_devices(plan),
             software={name: str(version) for name, version in versions.items() if version},
-            options=tuple(_describe_options(plan)),
+            options=tuple(_describe_options(plan, parts.task)),
             num_parameters=sum(weight.numel() for weight in weights),
             num_trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
             batch=plan.batch,
@@ -182,9 +183,15 @@ def _checkpoint_notes(plan: Plan) -> list[str]:
     return lines
 
 
-def _describe_options(plan: Plan) -> list[OptionLine]:
+def _describe_options(plan: Plan, task: Task) -> list[OptionLine]:
+    """Return a line per option; objectives, which may replace the optimizer, report theirs at the start of a phase."""
+    phases = [parse_objectives(task, phase) for phase in plan.selected if phase.kind == "train"]
+    optimizers = {spec.optimizer.name for specs in phases for spec in specs}
+    is_unused = optimizers and all(phases) and plan.choices["optimizer"].name not in optimizers
     lines = []
     for group, off in _OFF_OPTIONS.items():
+        if group == "optimizer" and is_unused:
+            continue
         choice, reason = plan.choices[group], plan.reason(group)
         detail = ", ".join(f"{key} {_format_value(choice.options[key])}" for key in _KEYS if key in choice.options)
         why = "not requested" if reason == "default" and choice.name in off else reason

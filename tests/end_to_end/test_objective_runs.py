@@ -164,3 +164,15 @@ def test_parameters_of_no_objective_are_listed(server: ForkServer, tmp_path: Pat
     (line,) = (line for line in result.out.splitlines() if "generator.0.weight" in line)
     count = sum(weight.numel() for name, weight in build("own_gan", 0).model.named_parameters() if "generator" in name)
     assert f"{count:,}" in line
+
+
+def test_the_start_report_names_the_optimizers_that_train(server: ForkServer, tmp_path: Path) -> None:
+    args = f"train --task {EXAMPLE} {ON_CPU} updates=1 global_batch_size=64"
+    result = server.run(args, tmp_path)
+    assert result.code == 0, result.err
+    assert "adamw" not in result.out
+    lines = [line for line in result.out.splitlines() if "objective" in line]
+    assert [line.endswith(", optimizer adam") for line in lines] == [True, True]
+    result = server.run(args.replace("run=mine", "run=other") + " objective.generator.optimizer=adamw", tmp_path)
+    assert result.code == 0, result.err
+    assert "optimizer adamw" in result.out
