@@ -142,6 +142,7 @@ def read_config_text(file: Path, config_dir: Path | None) -> str:
 
 
 def shadowing_notes(config_dir: Path | None) -> Iterator[str]:
+    """Yield a message for each file of the user's folder that replaces a shipped one."""
     if config_dir is None:
         return
     for file in sorted(config_dir.rglob("*.yaml")):

@@ -136,6 +136,7 @@ def task_source(name: str, task_file: Path | None) -> Path:
 
 
 def shipped_tasks() -> list[Path]:
+    """Return the folders of the shipped tasks, sorted by name."""
     return sorted(file.parent for file in shipped_path("tasks").glob("*/task.py"))
 
 

@@ -50,6 +50,7 @@ def override_key(argument: str) -> str:
 
 
 def plain_override_key(argument: str) -> str:
+    """Return the key of an argument without the prefixes + and ~."""
     return override_key(argument).lstrip("+~")
 
 

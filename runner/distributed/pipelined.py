@@ -158,7 +158,7 @@ class Pipelined(Parallel):
         layer_modules = {module for layer in all_layers for module in layer.modules()}
         free_layers(model, own_modules, self._parameters, layer_modules)
         move_buffers(model, layer_modules, self.world.device)
-        # Modules outside of the layers that the loss changes are changed on the rank that computes it.
+        # The loss runs on the last stage only, so the buffers of modules outside of the layers are taken from there.
         self._buffers = BufferSync(model, self.pipeline, self.num_stages - 1, others=layer_modules, averages=False)
         unchanged = layer_modules - own_modules if self.stage.is_last else set(model.modules()) - own_modules
         self._copies = StageCopies(self.replicas, model, unchanged)
@@ -236,7 +236,7 @@ class Pipelined(Parallel):
             self.stopwatch.lap("wait")
             first += count
         if not micros:
-            with passes.forward():  # saves the state to restore if another pipeline overflows
+            with passes.forward():  # without samples, too: it saves the state to restore if another pipeline overflows
                 pass
         if self._placeholder is not None:
             (self._placeholder * 0).sum().backward()  # type: ignore[no-untyped-call]
@@ -482,6 +482,7 @@ def _as_leaf(tensor: Tensor) -> Tensor:
 
 
 def model_not_called_error() -> TaskFault:
+    """Return the error of a loss that does not call the model."""
     return TaskFault(
         "in a pipeline, a loss must call model(...), but does not",
         where=WHERE,

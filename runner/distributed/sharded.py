@@ -51,7 +51,7 @@ class Sharded(Parallel):
                            parameters' format if wider). A 16-bit format requires a precision of that format:
                            it is also that of activations between blocks. Outputs of the model are float32
     shards_gradients       reduce gradients after every micro-batch; False: after the last one of an update, which needs
-                           memory for the unsharded sums of all parameters until then
+                           memory for unsharded gradients of all parameters until then
     saves_parts            each rank of the first group writes its shards of a checkpoint; False: rank 0 gathers and
                            writes all
     init                   how the model is built, see Parallel
@@ -113,7 +113,7 @@ class Sharded(Parallel):
         scalars = {weight for weight in model.parameters() if weight.dim() == 0}
         for module in units:
             self._shard(module, mesh, scalars, self.reshard_after_forward, {})
-        # the root's own parameters are used first and last, and stay gathered between the two passes
+        # The root's own parameters are used first and last. They stay gathered between the forward and backward pass.
         half = {} if self.communicate == "float32" else {"output_dtype": torch.float32}
         self._shard(model, mesh, scalars, False, half)
         if shards:
@@ -121,10 +121,12 @@ class Sharded(Parallel):
         assert isinstance(model, FSDPModule)
         for part in parts_of(model):
             part.set_gradient_divide_factor(1.0)
-            part.set_force_sum_reduction_for_comms(True)  # gloo supports no other
-            if hasattr(part, "set_reduce_scatter_unused_params"):  # older torch: all ranks must use the same
+            part.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
+            # Older torch does not have it: there, all ranks must use the same parameters.
+            if hasattr(part, "set_reduce_scatter_unused_params"):
                 part.set_reduce_scatter_unused_params(True)
-        # Now, while all parameters to be trained require gradients: fully_shard derives formats from these only.
+        # fully_shard derives formats only from parameters that require gradients, at the first forward pass (private,
+        # torch 2.13). Initialize it now, while all parameters to be trained require gradients: a phase may freeze some.
         model._get_fsdp_state()._lazy_init()
         self._root = model
         for part in parts_of(model):
@@ -162,7 +164,8 @@ class Sharded(Parallel):
     def _watch_gradients(self, part: nn.Module, *_: Any) -> None:
         """Zero the gradients of dummy passes, and record which parameters have gradients in the others.
 
-        In the first forward pass of a phase and not earlier: the hooks need the gathered parameters of a block.
+        The hooks are registered in the first forward pass of a phase, because the gathered parameters of a block, to
+        which they belong, do not exist earlier.
         """
         if part in self._watched or not torch.is_grad_enabled():
             return

@@ -541,6 +541,7 @@ def _file_problems(
 
 
 def newest_first(directory: Path) -> list[Path]:
+    """Return the paths of all checkpoints, valid or not, the newest first."""
     return [directory / name for name in reversed(files.list_names(directory)) if _NAME.fullmatch(name)]
 
 

@@ -349,6 +349,7 @@ def is_safe_path(name: str) -> bool:
 
 
 def check_run_name(name: str) -> None:
+    """Raise ConfigError if the name is not valid for a run."""
     if name == LAST:
         what, fix = "the name 'last' stands for the newest run", "choose another name"
     elif not _NAME.fullmatch(name):

@@ -571,6 +571,7 @@ def _find_last_line_end(descriptor: int, size: int) -> int:
 
 
 def close_inherited_locks() -> None:
+    """Close the lock files in a forked child: an flock is held as long as any process has its descriptor open."""
     for descriptor in _held_locks:
         with suppress(OSError):
             os.close(descriptor)

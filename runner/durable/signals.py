@@ -91,6 +91,7 @@ def install_handler(
 
 
 def restore_handlers(handlers: Mapping[signal.Signals, Any]) -> None:
+    """Restore signal handlers that were replaced."""
     for number, handler in handlers.items():
         signal.signal(number, signal.SIG_DFL if handler is None else handler)  # None: not set from Python
 

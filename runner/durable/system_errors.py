@@ -33,6 +33,7 @@ def completed_calls(thread: int) -> int:
 
 
 def count_call() -> None:
+    """Count a system call that has returned in this thread; see `completed_calls`."""
     thread = threading.get_ident()
     _call_counts[thread] = _call_counts.get(thread, 0) + 1
 

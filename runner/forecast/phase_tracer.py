@@ -251,6 +251,7 @@ class PhaseTracer:
 def measure_model(
     model: nn.Module, blocks: Sequence[nn.Module], trained: Sequence[nn.Parameter], num_layers: int | None = None
 ) -> ModelSizes:
+    """Return the sizes in bytes from which the memory of each strategy is computed."""
     own = [block for block in blocks if block is not model]
     inside = {weight for block in own for weight in block.parameters()}
     return ModelSizes(
@@ -293,4 +294,5 @@ def find_peak(events: Sequence[Event], blocks: Sequence[StorageBlock]) -> Bytes:
 
 
 def keeps_average(plan: Plan) -> bool:
+    """Return whether the run keeps an average of the weights."""
     return plan.choices["averaging"].function != "none"

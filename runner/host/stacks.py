@@ -117,6 +117,7 @@ def is_collective(call: StackFrame) -> bool:
 
 
 def is_debugger(file: str) -> bool:
+    """Return whether a source file belongs to a debugger or to IPython."""
     return Path(file).name in _DEBUGGERS or "/pydevd" in file or "/debugpy/" in file or "/IPython/" in file
 
 

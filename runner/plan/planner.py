@@ -83,6 +83,7 @@ def make_plan(
 
 
 def plan_this_process(configuration: Configuration) -> tuple[Plan, Inventory]:
+    """Plan for this process alone, as rank 0 of the configured ranks; return the plan and the inventory."""
     apply_allocator_settings(configuration)
     inventory = take_inventory()
     planned = make_plan(configuration, inventory)

@@ -62,6 +62,7 @@ def _optimizer(planner: Decisions, gpu: Device | None) -> None:
 
 
 def optimizer_kernel(gpu: Device | None, parallelism: str, optimizer: str) -> tuple[str, str]:
+    """Return the kernel for `optimizer.kernel=auto` and the reason."""
     if parallelism == "fsdp" and optimizer == "sgd":
         return "foreach", "auto: torch has no fused SGD for sharded parameters"
     if gpu and gpu.kind in ("mps", "xpu"):

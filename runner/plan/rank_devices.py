@@ -73,6 +73,7 @@ def number_machines(ranks: Sequence[RankDevice], local_ranks: Sequence[int]) -> 
 
 
 def ranks_per_machine(ranks: Sequence[RankDevice]) -> tuple[int, ...]:
+    """Return the number of ranks of each machine."""
     return tuple(Counter(rank.machine for rank in ranks).values())
 
 

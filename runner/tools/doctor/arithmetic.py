@@ -58,6 +58,7 @@ def matmul(context: CheckContext) -> Iterator[CheckResult]:
 
 
 def formats(device: Device, inventory: Inventory) -> list[FormatUnderTest]:
+    """Return the number formats to test on a device, with the reason for those that it does not support."""
     if device.kind == "cpu":
         bf16 = inventory.cpu.native_bf16
         tf32 = "TF32 is a format of NVIDIA's tensor cores"

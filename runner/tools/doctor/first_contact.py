@@ -195,6 +195,7 @@ def _compare_training(device: Device, expected: RunPrediction | str, folder: Pat
 
 
 def compare_memory(subject: str, predicted: float, measured: float) -> CheckResult:
+    """Compare the peak memory with the predicted one, both in bytes."""
     difference = ""
     if measured > (1 + MEMORY_TOLERANCE) * predicted + SEGMENT_BYTES:
         difference = "kernels allocate memory that the trace does not see; runs near the limit may be out of memory"

@@ -1,4 +1,4 @@
-"""Compare variants of a training: each runs in a separate process, interleaved in blocks of updates.
+"""Compare variants of a training run: each runs in a separate process, interleaved in blocks of updates.
 
 If variants are measured one after the other, order, caches and other processes bias the result. Here all variants are
 alive, and one runs at a time: in each round every variant runs one block, in random order, and is then stopped

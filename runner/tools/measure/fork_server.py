@@ -27,6 +27,7 @@ class BudgetExhausted(AccelRunError):
 
 
 def budget_exhausted() -> BudgetExhausted:
+    """Return the error of a budget that ended before a variant replied."""
     return BudgetExhausted(
         "must be longer: the time budget was used up before a variant replied",
         where="budget_s",

@@ -165,6 +165,7 @@ def fastest_sizes(rates: Sequence[Rate]) -> list[Rate]:
 
 
 def matmul(request: MachineRequest, seconds: float) -> MachineResults:
+    """Measure the rate of matrix products by device, number format and size."""
     results, operations = MachineResults(threads=torch.get_num_threads()), list[MachineOperation]()
     context = request.context
     for precision in chain.from_iterable(arithmetic.formats(device, request.inventory) for device in context.devices):
@@ -197,6 +198,7 @@ def _choose_sizes(precision: FormatUnderTest) -> list[int]:
 
 
 def copies(request: MachineRequest, seconds: float) -> MachineResults:
+    """Measure the rate of copies within each device, and between host and GPU."""
     results, operations = MachineResults(threads=torch.get_num_threads()), list[MachineOperation]()
     for device in request.context.devices:
         if device.kind == "cuda":

@@ -121,6 +121,7 @@ class SuiteReport:
 
 
 def make_table(title: str, columns: Columns, rows: Iterable[VariantResult]) -> SuiteTable:
+    """Return a table with one row per variant; each column computes its value from the variant."""
     return SuiteTable(title, tuple(columns), [[value(row) for value in columns.values()] for row in rows])
 
 

@@ -34,12 +34,13 @@ class Offer:
 
 
 def format_reason(error: AccelRunError) -> str:
+    """Format an error on one line."""
     return " ".join(str(error).split())
 
 
 @dataclass(frozen=True)
 class TuneTarget:
-    """The training that is tuned, and the machine.
+    """The training run that is tuned, and the machine.
 
     configuration  configuration before tuning
     phase          phase whose updates are measured

@@ -99,6 +99,7 @@ def _moving_average(values: Iterable[float], keep: float) -> list[float]:
 
 
 def draw_over_updates(run: RunData, key: str, name: str, color: str, *, include_zero: bool = False) -> Drawing | str:
+    """Draw mean and range of a metric over the updates; return the reason if there is nothing to draw."""
     curve = run.curves[key]
     if not any(math.isfinite(value) for value in curve.y):
         return missing_reason(run, f"no row has {key}")
@@ -137,6 +138,7 @@ def label_axes(axes: Any, x: str, y: str, *, is_whole: bool = True) -> None:
 
 
 def describe_range(name: str, curve: Curve) -> str:
+    """Describe a curve by its first and last finite value, for readers who do not see the picture."""
     known = [(x, y) for x, y in zip(curve.x, curve.y, strict=True) if math.isfinite(y)]
     if not known:
         return f"{name}: no finite value"
@@ -155,6 +157,7 @@ def align_to(x: Floats, curve: Curve) -> Floats:
 
 
 def missing_reason(run: RunData, otherwise: str) -> str:
+    """Return why the run has no metrics, or `otherwise` if it has some."""
     return run.missing.get("metrics", otherwise)
 
 

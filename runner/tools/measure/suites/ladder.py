@@ -377,6 +377,7 @@ def _make_row(
 
 
 def take_evenly_spaced(values: Sequence[float], num: int) -> tuple[float, ...]:
+    """Return at most `num` of the values, evenly spaced."""
     if len(values) <= num:
         return tuple(values)
     return tuple(values[index * len(values) // num] for index in range(num))
