@@ -59,7 +59,7 @@ EQUIVALENT = Path(__file__).with_name("mutants_equivalent.toml")
 # Functions that restore state: by name, of any class in the targets, or by module and qualified name.
 RESTORING = {
     "load", "load_state_dict", "import_state", "load_model", "restore_random_state", "restore_rank_random_state",
-    "_restore_handlers", "_restore_generators", "_restore_progress", "_load_finished_phase", "_restore",
+    "restore_handlers", "_restore_generators", "_restore_progress", "_load_finished_phase", "_restore",
     "_restore_buffer", "restore", "set_state",
     "load_for_inference", "checkpoint.restore_moved", "coupled._restore_buffers",
     "forward_state._load", "forward_state.ForwardState._convert_to_buffers",

@@ -68,7 +68,8 @@ WITHOUT_ADVICE = {
     "problems that have their own advice": {
         "SharedConfigError(problems)", "SharedConfigError(error.problems)", "RepeatedConfigError(problems)",
     },
-    "reported by another rank, in its words": {
+    "reported by another rank or process, in its words": {
+        "AccelRunError(error_line(error))",
         "RankLost(f'rank {world.global_rank(rank)} failed: {text}', where=where)", "RankLost(output.text, where=WHERE)",
         "RankLost(value.text, where='parallelism=pipeline')", "AccelRunError(differs)",
         "RankLost(f'rank {rank} is out of memory', where=self._describe_location(cause))",
