@@ -24,7 +24,7 @@ from runner.base.order import Order
 from runner.base.task import Task
 from runner.base.world import World
 from runner.config.configuration import Choice
-from runner.distributed.parallel import Parallel
+from runner.distributed.parallel import Discarded, ForwardPasses, Parallel
 from runner.distributed.replicated import Replicated
 from runner.engine.coupled import CoupledSource, check_strategy, is_coupled, validate_embedding
 from runner.engine.loop import Position, Training, train_updates
@@ -270,6 +270,28 @@ def test_a_repeated_forward_pass_has_the_same_draws_and_buffers(kind: type[Dropp
     assert torch.equal(torch.get_rng_state(), after)
     for name, buffer in plain.model.named_buffers():
         assert torch.equal(buffer, task.model.get_buffer(name)), name
+
+
+def test_a_failure_of_one_rank_discards_the_update_on_all() -> None:
+    """The rank records its error before it meets the others, which have none."""
+
+    def outcome(world: World) -> Any:
+        def embed(model: nn.Module, batch: Any) -> Any:
+            if world.rank == 1:
+                raise MemoryError("planted")
+            return task.embed(model, batch)
+
+        task, parallel, recorded = Triplets(torch.float64), ddp(world), list[Exception]()
+        run = training(task, parallel, embed=embed)
+        precision = run.precision
+        functions = precision.forward, precision.backward, precision.scale_loss
+        passes = ForwardPasses(run.model, run.loss, *functions, failed=recorded.append)
+        order = Order(NUM_SAMPLES, GLOBAL, 8, seed=3, shares=(16, 16), rank=world.rank)
+        with pytest.raises(Discarded):
+            run.gradients.accumulate(parallel, passes, batches_of(order, torch.float64))
+        return [str(error) for error in recorded]
+
+    assert run_ranks(outcome, 2) == [[], ["planted"]]
 
 
 def test_only_activations_of_one_micro_batch_are_stored() -> None:
