@@ -14,8 +14,9 @@ import torch
 from torch import Tensor, nn
 
 from runner.base import stopwatch
-from runner.base.errors import StorageError
+from runner.base.errors import Exit, StorageError
 from runner.base.task import Prediction, Task
+from runner.cli import main
 from runner.durable import files
 from runner.durable.directory import RunDirectory
 from runner.engine import infer as module
@@ -252,6 +253,32 @@ def test_few_files_are_synced_one_by_one(run: RunDirectory) -> None:
     with files.use_system(faults), PredictionWriter(run, print) as writer:
         writer.put({"predictions/a.txt": b"x", "plots/a.png": b"y"})
     assert "sync_file_system" not in [operation for operation, _ in faults.trace]
+
+
+# ---------------------------------------------------------------- out of memory
+
+
+def test_predictions_are_recomputed_with_half_the_batch_size_until_they_fit(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless the run may not change it, or it cannot be halved: then the error ends the command."""
+    predict = """
+    def predict(self, model, generator, *, batch_size: int = 8, limit: int = 2):
+        if batch_size > limit:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        yield Prediction({"size.txt": str(batch_size)})
+"""
+    head, _, _ = SHARDED.partition("    def predict(")
+    (tmp_path / "mine.py").write_text(head.rstrip() + predict)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--task", "mine.py", "run=first", "device=cpu", "monitor=off"]) == 0
+    written = tmp_path / "outputs/first/predictions/size.txt"
+    assert main(["inference", "first"]) == 0
+    assert written.read_text() == "2"
+    written.unlink()
+    for setting in ("on_oom=stop", "inference.limit=0"):
+        assert main(["inference", "first", setting]) == Exit.GPU_MEMORY
+        assert not written.exists()
 
 
 # ---------------------------------------------------------------- on several ranks
