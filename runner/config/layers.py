@@ -186,7 +186,7 @@ def file_settings(
     """Yield the settings of the configuration files, with the user's file that sets the key.
 
     composed  the tree that Hydra composed from all files
-    unused    keys of `unused_of_files`, whose values are those of the option's file instead
+    unused    result of `find_unused_keys`: keys whose values are those of the option's file instead
     """
     origins = _origins(choices, schema, request, unused)
 

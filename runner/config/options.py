@@ -84,7 +84,7 @@ def _shipped_names(group: str) -> tuple[str, ...]:
 def find_signature(group: str, option: str, task_file: Path | None = None) -> Signature | None:
     """Return the signature of an option, or None if it has no function (such as `auto`).
 
-    option  a name, or what `reference_of` returns
+    option  a name, or what `option_reference` returns
     """
     custom = find_by_reference(option) if ":" in option else find_custom_options(task_file).get((group, option))
     return custom.signature if custom else read_functions(SOURCES[group]).get(option.replace("-", "_"))

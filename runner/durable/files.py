@@ -157,7 +157,7 @@ def _create_file(path: Path) -> Iterator[int]:
 
 
 def make_directory(path: Path) -> None:
-    """Create the folder `path` and missing parents with mode 0700, and sync their names (see `sync_names_of`)."""
+    """Create the folder `path` and missing parents with mode 0700, and sync their names."""
     if not _is_directory(path):
         make_directory(path.parent)
         with storage_errors("create the folder", path):

@@ -269,7 +269,7 @@ class LoRA(nn.Module):
 
 
 class Router(nn.Module):
-    """Map states of `identified` tokens (N, T, 2 C) to logits over tasks (N, E), divided by a learned temperature.
+    """Map states from `_identified` (N, T, 2 C) to logits over tasks (N, E), divided by a learned temperature.
 
     The temperature is at least 0.1. Often a single word identifies the task, and a plain mean over the text would
     dilute it, so the router computes several weighted means.
@@ -333,7 +333,7 @@ class Classifier(nn.Module):
 
 
 class Spans(nn.Module):
-    """Map states of `identified` tokens (N, T, 2 C) to logits (N, 2, T) of the first and last token of an answer.
+    """Map states from `_identified` (N, T, 2 C) to logits (N, 2, T) of the first and last token of an answer.
 
     The query is a weighted mean over the text; it is compared with each token and its six neighbors. Padding is masked.
     Source: Chen et al., Reading Wikipedia to Answer Open-Domain Questions, ACL 2017, section 3.2.

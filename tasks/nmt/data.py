@@ -119,7 +119,7 @@ class PairData:
 class PackedData(PairData):
     """The same pairs packed into rows, to reduce padding; the number of rows varies.
 
-    A row has space for five pairs of average length. With MOST_SEGMENTS pairs, three limits would apply at once, so
+    A row has space for five pairs of average length. With MAX_SEGMENTS pairs, three limits would apply at once, so
     that rows would be emptier; and the cost of attention grows with the length of a row.
     """
 

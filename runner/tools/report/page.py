@@ -111,7 +111,7 @@ class Page:
 
 
 def render_html(page: Page, refresh_s: float | None = None) -> str:
-    """Return the page as HTML of less than MOST_BYTES; what has no room is left out, and the page says so.
+    """Return the page as HTML of less than MAX_BYTES; the page lists the parts that were dropped.
 
     refresh_s  interval in seconds at which a browser reloads the page; None: never
     """
