@@ -349,7 +349,7 @@ def format_hang(thread_stacks: Mapping[str, str], override: str = "", file: str 
                 continue
             num_workers += 1
         if len(lines) > _MAX_STACK_LINES:
-            continue
+            break
         lines += [f"{name} is at", *stacks.format_summary(frames)] if frames else [f"{name} {text.strip()}"]
     lines += [f"{file} in the run's folder has all threads" if file else "the stacks of all threads cannot be written"]
     lines += ["run the same command again" + (f"; if it takes that long: {override}" if override else "")]
