@@ -37,4 +37,12 @@ if (($#)); then
 fi
 # One thread each: oversubscribed threads busy-wait for each other. Files run in the order of tests/conftest.py,
 # longest first.
-OMP_NUM_THREADS=1 exec "${pytest[@]}" -m "$selected" --workers 3
+export OMP_NUM_THREADS=1
+if ! nvidia-smi -L > /dev/null 2>&1; then
+    exec "${pytest[@]}" -m "$selected" --workers 3
+fi
+# On a machine with GPUs, only tests/gpu sees them, in one process: the other tests fork processes that train.
+code=0
+CUDA_VISIBLE_DEVICES="" "${pytest[@]}" -m "$selected" --workers 3 --ignore tests/gpu || code=$?
+"${pytest[@]}" -m "$selected" tests/gpu || code=$?
+exit "$code"

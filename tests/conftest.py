@@ -196,6 +196,17 @@ def nvml_stub(tmp_path_factory: pytest.TempPathFactory) -> NvmlStub:
     return build_stub(tmp_path_factory.mktemp("nvml_stub"))
 
 
+@pytest.fixture(scope="session", autouse=True)
+def _autograd_has_no_threads() -> None:
+    """Run a backward pass before any test, so that forks of this process can run one, too.
+
+    Torch's engine starts a thread per device in the first one and refuses to work in forks from then on. Without a GPU
+    there is none, unless fake tensors have registered a device, as they do with a CUDA build of torch.
+    """
+    if torch := sys.modules.get("torch"):
+        torch.ones(1, requires_grad=True).sum().backward()
+
+
 @pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that leaks a thread, because later tests fork ranks from this process.

@@ -419,6 +419,8 @@ CHANGING = {"os.remove": 1, "os.rename": 2, "os.mkdir": 1, "os.rmdir": 1, "os.sy
             "os.truncate": 1, "shutil.rmtree": 1, "os.chown": 1, "os.utime": 1}
 NEVER = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect", "socket.bind", "pickle.find_class",
          "os.forkpty", "os.mkfifo", "os.mknod")
+OF_INVENTORY = (("runner.plan.inventory", "_Gpus"), ("runner.base.gpu_facts", "TorchView"),  # with a CUDA build of torch,
+                ("torch.torch_version", "TorchVersion"))  # a child process lists the GPUs
 def watch(folder, report):
     home, private = os.path.realpath(folder), os.path.join(os.path.realpath(tempfile.gettempdir()), "accelrun-")
     out = os.open(report, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600)
@@ -434,7 +436,7 @@ def watch(folder, report):
         return real.startswith((home + "/", "/dev/null", private, "/tmp/pymp-", "/dev/shm/", "/proc/")) or real == home
     def hook(event, arguments):
         bad = None
-        if event in NEVER and arguments[0] != "uname":  # called by Python's `platform`
+        if event in NEVER and arguments[0] != "uname" and arguments not in OF_INVENTORY:  # uname: of Python's `platform`
             bad = arguments
         elif event == "exec":
             caller = sys._getframe(1).f_code.co_filename
