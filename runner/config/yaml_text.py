@@ -29,9 +29,13 @@ class _Loader(getattr(yaml, "CSafeLoader", yaml.SafeLoader)):  # type: ignore[mi
         return super().construct_mapping(node, deep=deep)
 
 
-# YAML 1.1 reads 1e-3 as text
-_FLOAT = re.compile(r"[-+]?[0-9]+[eE][-+]?[0-9]+$")
+# As OmegaConf: YAML 1.1 reads 1e-3 and 1.5e3 as text, and 2026-11-27 as a date.
+_FLOAT = re.compile(r"[-+]?[0-9]+(\.[0-9]*)?[eE][-+]?[0-9]+$")
 _Loader.add_implicit_resolver("tag:yaml.org,2002:float", _FLOAT, list("-+0123456789"))
+_Loader.yaml_implicit_resolvers = {
+    first: [(tag, pattern) for tag, pattern in resolvers if tag != "tag:yaml.org,2002:timestamp"]
+    for first, resolvers in _Loader.yaml_implicit_resolvers.items()
+}
 
 _Dumper: Any = type("_Dumper", (getattr(yaml, "CSafeDumper", yaml.SafeDumper),), {})  # libyaml, where it is built in
 _PythonDumper: Any = type("_PythonDumper", (yaml.SafeDumper,), {})

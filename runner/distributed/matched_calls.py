@@ -30,9 +30,9 @@ def matched_calls(model: nn.Module, world: World) -> Iterator[None]:
         if len(set(map(_kind, actions))) > 1:
             for rank, of_rank in enumerate(actions):
                 if _kind(of_rank) == _FAILS:
-                    raise UnmatchedCalls(f"rank {rank} {of_rank}")
+                    raise UnmatchedCalls(f"rank {world.global_rank(rank)} {of_rank}")
             other = next(of_rank for of_rank in actions if of_rank != actions[0])
-            what = f"rank 0 {actions[0]} while another rank {other}"
+            what = f"rank {world.global_rank(0)} {actions[0]} while another rank {other}"
             raise UnmatchedCalls(what, fix="call model(...) equally often on all ranks")
 
     def on_call(*_: Any) -> None:

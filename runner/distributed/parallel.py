@@ -112,6 +112,11 @@ class Parallel:
         self.batch_rank, self.counts_samples = world.rank, True
         self.stopwatch: Stopwatch = new_stopwatch(world.device)
 
+    @property
+    def copy_ranks(self) -> World:
+        """The ranks that together hold one copy of the model, if not `splits_batch`."""
+        return self.world
+
     # ------------------------------------------------------------ the model
 
     def expect_inputs(self, example: Callable[[], Sequence[Tensor]], samples: int, num_microbatches: int) -> None:

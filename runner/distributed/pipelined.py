@@ -125,6 +125,10 @@ class Pipelined(Parallel):
         self._buffers: BufferSync  # outside of the layers
         self._copies: StageCopies
 
+    @property
+    def copy_ranks(self) -> World:
+        return self.pipeline
+
     # ------------------------------------------------------------ the model
 
     def expect_inputs(self, example: Example, samples: int, num_microbatches: int) -> None:

@@ -132,7 +132,8 @@ def check_loss_is_sum(
     """Raise TaskFault on every rank if the loss of a batch is not the sum of the losses of its halves.
 
     Return "" if the check was conclusive, else the reason. Call it on every rank: the model may run collectives.
-    Exceptions raised by the loss are ignored here and reported by the first update.
+    An exception of the loss is ignored here and reported by the first update, unless it is raised on some of the ranks
+    that hold a copy of the model: the others would wait for them.
 
     read  reads samples as a batch: the halves of a batch that cannot be sliced, or a second sample for a batch of one
     """
@@ -348,8 +349,13 @@ class _BatchComparison:
     def _evaluate(self, precision: _Autocast, seed: int, draws: Draws) -> dict[str, _Values] | None:
         """Return the values of the batch and its halves, or None if the task raises: some losses fail in eval mode."""
         batch, halves = self.split.batch, self.split.halves
-        if batch is None or halves is None:
+        is_split = batch is not None and halves is not None
+        if not self.parts.parallel.splits_batch:  # reading may have failed on one rank only
+            is_split = all(self.parts.parallel.copy_ranks.gather(is_split))
+        if not is_split:
             return None
+        assert batch is not None
+        assert halves is not None
         try:
             batch_sums, one, other = (self._evaluate_part(part, precision, seed, draws) for part in (batch, *halves))
         except UnmatchedCalls as unmatched:  # the ranks cannot continue together
@@ -373,7 +379,7 @@ class _BatchComparison:
         parts, bare, samples = self.parts, self.parts.bare, part.samples
         noise.start_pass(samples if samples is None or self.epoch is None else samples._replace(epoch=self.epoch))
         seed_everything(seed)
-        calls = nullcontext() if parts.parallel.splits_batch else matched_calls(parts.model, parts.world)
+        calls = nullcontext() if parts.parallel.splits_batch else matched_calls(parts.model, parts.parallel.copy_ranks)
         with precision(), restore_buffers(bare.modules()), calls, ControlledPass(bare, draws):
             sums = self.compute(copy_batch(part.batch))
         return {name: (float(total), float(count)) for name, (total, count) in sums.items()}

@@ -71,9 +71,9 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         monitor = stack.enter_context(_make_monitor(plan, parts, directory.predictions / f"gpu{suffix}.csv"))
         stacks = f"predictions/stacks{suffix}.txt"
         traces = HangTraces(lambda text: directory.write(stacks, text), file=stacks)
-        progress_mark = stack.enter_context(run_watchdog(plan, parts.world, traces))
         world.gather(None)  # timing starts when every rank has its model
-        own, names = _predict_until_it_fits(plan, parts, directory, progress_mark, console)
+        with run_watchdog(plan, parts.world, traces) as progress_mark:  # not while this rank waits for the others
+            own, names = _predict_until_it_fits(plan, parts, directory, progress_mark, console)
         result = _merge_ranks(own, names, world, str(parts.source))
         if not result.num:
             raise TaskFault("predict yielded nothing", where=str(parts.source), fix="yield at least one Prediction")

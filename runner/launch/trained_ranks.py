@@ -43,7 +43,9 @@ def infer(request: Request, checkpoint: str | None = None, *, is_alone: bool = F
         configuration = source.configuration
         if source.run is not None and not is_alone and _splits_into_shards(configuration):
             return run_on_ranks(configuration, configuration.request.task_file, partial(_infer_shard, source))[0]
-        if not is_first and _shard(configuration) in ((0, 1), (None, None)):  # not a shard per process
+        if member and not is_first and _shard(configuration) in ((0, 1), (None, None)):  # not a shard per process
+            text = f"rank {member.rank} predicts nothing: rank 0 computes all predictions"
+            Console(level=terminal_log_level()).info(text)
             return Exit.DONE
         plan, _ = plan_this_process(configuration)
         return infer_here(source, plan, World(torch.device(plan.device)))[0]

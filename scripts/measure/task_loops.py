@@ -80,9 +80,10 @@ TASKS = {
 def by_hand(run: TrainingRun, planned: PhasePlan, order: Order) -> Iterator[None]:
     """Yield after each update of a handwritten loop in fp32, or bf16 autocast; it trains a copy of the model."""
     device = run.parts.world.device
-    autocast = functools.partial(
-        torch.autocast, device.type, torch.bfloat16, enabled=run.plan.choices["precision"].name == "bf16"
-    )
+    precision = run.plan.choices["precision"].name
+    if precision not in ("fp32", "bf16"):
+        raise SystemExit(f"the handwritten loop has precision fp32 and bf16, but not {precision}")
+    autocast = functools.partial(torch.autocast, device.type, torch.bfloat16, enabled=precision == "bf16")
     task = copy.deepcopy(run.parts.task)
     task.begin_phase(planned.name)
     model, dataset = task.model.train(), task.dataset("train")
@@ -111,7 +112,7 @@ def by_hand(run: TrainingRun, planned: PhasePlan, order: Order) -> Iterator[None
         batch = _to_device(_read(dataset, key.indices), device)
         with autocast():
             loss, items = loss_of(model, batch)[:2]
-        (loss / (int(items) * planned.batch.accumulation_steps)).backward()
+        (loss / (items * planned.batch.accumulation_steps)).backward()  # not int(items): it may be on the device
         passes.append(loss.detach())
         if not key.last:
             continue

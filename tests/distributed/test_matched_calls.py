@@ -11,7 +11,7 @@ from runner.base.errors import Exit
 from runner.base.world import World
 from runner.distributed.matched_calls import UnmatchedCalls, matched_calls
 from tests.distributed.ranks import run_ranks
-from tests.forkserver import ForkServer
+from tests.forkserver import CompletedCommand, ForkServer
 
 
 class Summing(nn.Module):
@@ -71,24 +71,39 @@ class Mine(Task):
     def dataset(self, split):
         return torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
     def loss(self, model, batch):
+        if torch.distributed.get_rank() in FAILING_IN_LOSS and not self.model.training:
+            raise ValueError("not in eval mode")
         return model(batch[0]).square().sum(), len(batch[0])
     def evaluate(self, model, batch):
-        if torch.distributed.get_rank() == 1:
+        if torch.distributed.get_rank() in FAILING_IN_EVALUATE:
             raise FileNotFoundError("words of the task")
-        return {"loss": self.loss(model, batch)}
+        return {"size": (model(batch[0]).square().sum(), len(batch[0]))}
 def build(): return Mine()
 """
+
+
+def run_on_two_pipelines(
+    server: ForkServer, folder: Path, *, in_loss: str = "()", in_evaluate: str = "()"
+) -> CompletedCommand:
+    text = TASK.replace("FAILING_IN_LOSS", in_loss).replace("FAILING_IN_EVALUATE", in_evaluate)
+    (folder / "mine.py").write_text(text)
+    return server.run(
+        "train --task mine.py run=r updates=2 global_batch_size=8 device=cpu monitor=off parallelism=pipeline"
+        " parallelism.stages=2 parallelism.world_size=4",
+        folder,
+    )
 
 
 def test_an_error_of_one_rank_before_the_first_update_ends_the_run_with_its_text(
     server: ForkServer, tmp_path: Path
 ) -> None:
-    (tmp_path / "mine.py").write_text(TASK)
-    result = server.run(
-        "train --task mine.py run=r updates=2 global_batch_size=8 device=cpu monitor=off parallelism=pipeline"
-        " parallelism.stages=2 parallelism.world_size=4",
-        tmp_path,
-    )
+    result = run_on_two_pipelines(server, tmp_path, in_evaluate="(1,)")
     assert result.code == Exit.SOFTWARE, result.err
     assert "rank 1: " in result.err
     assert "FileNotFoundError" in result.err
+
+
+def test_a_loss_that_raises_in_eval_mode_on_one_of_two_pipelines_is_trained(server: ForkServer, tmp_path: Path) -> None:
+    """All ranks of that pipeline fail alike, so that none waits; the check before the first update is inconclusive."""
+    result = run_on_two_pipelines(server, tmp_path, in_loss="(2, 3)")
+    assert result.code == Exit.DONE, result.err

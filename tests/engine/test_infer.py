@@ -6,6 +6,7 @@ import errno
 import inspect
 import json
 from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +17,14 @@ from torch import Tensor, nn
 from runner.base import stopwatch
 from runner.base.errors import Exit, StorageError
 from runner.base.task import Prediction, Task
+from runner.base.world import World
 from runner.cli import main
 from runner.durable import files
 from runner.durable.directory import RunDirectory
 from runner.engine import infer as module
 from runner.engine.contract_checks import validate_prediction
 from runner.engine.infer import MAX_QUEUED_FILES, PredictionSummary, PredictionWriter, time_calls
+from runner.launch import trained_ranks
 from tests.faults.recording import Faults, Quick
 from tests.forkserver import ForkServer
 
@@ -333,3 +336,31 @@ def test_ranks_share_the_predictions_and_each_is_computed_once(server: ForkServe
     part = server.run(["inference", "first", "inference.shard=1", "inference.num_shards=4", *args], tmp_path)
     assert part.code == 0, part.err
     assert sorted(path.name for path in folder.glob("[0-9].npy")) == ["1.npy", "5.npy"]
+
+
+def test_ranks_wait_for_each_other_without_the_watchdog(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A rank that waits for a larger shard than its own predicts nothing for a long time, and does not hang."""
+    is_watched, seen = [False], []
+    watch = module.run_watchdog
+
+    @contextmanager
+    def recorded(*args: Any) -> Iterator[Any]:
+        with watch(*args) as progress_mark:
+            is_watched[0] = True
+            try:
+                yield progress_mark
+            finally:
+                is_watched[0] = False
+
+    class Waiting(World):
+        def gather(self, value: Any) -> list[Any]:
+            seen.append(is_watched[0])
+            return super().gather(value)
+
+    monkeypatch.setattr(module, "run_watchdog", recorded)
+    monkeypatch.setattr(trained_ranks, "World", Waiting)
+    (tmp_path / "shards.py").write_text(SHARDED)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--task", "shards.py", "run=first", "device=cpu", "monitor=off"]) == 0
+    assert main(["inference", "first"]) == 0
+    assert seen == [False, False]

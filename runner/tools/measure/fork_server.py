@@ -97,7 +97,7 @@ class ForkServer:
                 reply: dict[str, Any] = json.loads(text)
                 if not key or key in reply:
                     return reply
-        except TimeoutError as error:
+        except OSError as error:  # after a timeout, a further read raises another one
             raise ReplyTimeout(f"no reply of the fork server within {START_TIMEOUT_S:.0f} s") from error
         raise AccelRunError(f"the fork server ended: {_last_line(self._errors) or 'unknown reason'}")
 
