@@ -31,7 +31,7 @@ from runner.base.fused_adam import FusedAdam, FusedAdamW, skip_compiler_import
 from runner.base.packages import check_installed
 from runner.base.schedule_free import keep_counters_in_state
 from runner.base.text import abbreviate
-from runner.base.values import Factor, NonNegative, Positive, PositiveInt
+from runner.base.values import AtLeastOne, Factor, NonNegative, NonPositive, Positive, PositiveInt
 from runner.config.option_table import call_option
 from runner.config.schema import did_you_mean
 
@@ -204,9 +204,9 @@ def adafactor(
     *,
     lr: Positive = 0.01,
     weight_decay: NonNegative = 0.0,
-    beta2_decay: float = -0.8,
+    beta2_decay: NonPositive = -0.8,
     eps: Positive = 1e-3,
-    max_update: Positive = 1.0,
+    max_update: AtLeastOne = 1.0,
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:

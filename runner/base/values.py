@@ -13,6 +13,7 @@ from typing import Annotated, Any, Literal
 __all__ = [
     "Annotated",
     "Any",
+    "AtLeastOne",
     "Auto",
     "Count",
     "DeviceName",
@@ -25,6 +26,7 @@ __all__ = [
     "Matches",
     "MirrorURL",
     "NonNegative",
+    "NonPositive",
     "Part",
     "Place",
     "Positive",
@@ -73,6 +75,8 @@ Fraction = Annotated[float, Range("a number between 0 and 1", low=0.0, high=1.0)
 PositiveFraction = Annotated[float, Range("a number above 0 and at most 1", low=0.0, high=1.0, low_allowed=False)]
 Part = Annotated[float, Range("a number above 0 and below 1", 0.0, 1.0, low_allowed=False, high_allowed=False)]
 Factor = Annotated[float, Range("a number from 0 to below 1", low=0.0, high=1.0, high_allowed=False)]
+NonPositive = Annotated[float, Range("a number of at most 0", high=0.0)]
+AtLeastOne = Annotated[float, Range("a number of at least 1", low=1.0)]
 Count = Annotated[int, Range("an integer of at least 0", low=0)]
 Seed = Annotated[int, Range("an integer from 0 to 2**64 - 1", low=0, high=2**64, high_allowed=False)]
 Interval = Annotated[float, Range("a number of seconds from 0.01 to 3600", low=0.01, high=3600.0)]

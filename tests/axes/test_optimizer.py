@@ -5,10 +5,11 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import json
+import math
 import sys
 from collections.abc import Callable, Iterator
 from copy import deepcopy
-from typing import Any
+from typing import Annotated, Any, get_args, get_origin, get_type_hints
 
 import pytest
 import torch
@@ -28,6 +29,7 @@ from runner.axes.optimizer import (
 )
 from runner.base.errors import ConfigError, IncompatibleResume, MissingPackage
 from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
+from runner.base.values import Range
 from tests.operations import Operations
 from tests.rounding import allowed
 
@@ -711,3 +713,24 @@ def test_an_old_bitsandbytes_is_refused_on_the_cpu(monkeypatch: pytest.MonkeyPat
     monkeypatch.setitem(sys.modules, "bitsandbytes", Old)
     with pytest.raises(ConfigError, match=r"0\.50 or newer"):
         made(adamw8bit, library="bitsandbytes")(network())
+
+
+def extremes(hint: Any) -> list[float]:
+    """Return numbers at the ends of the range of a key; without a range, on both sides of 0."""
+    ranges = [each for each in getattr(hint, "__metadata__", ()) if isinstance(each, Range)]
+    if hint is float:
+        ranges = [Range("any")]
+    ends = [
+        value
+        for each in ranges
+        for value in (each.low, each.low + 1e-6, each.high, each.high - 1e-6, -10.0, -0.5, 0.5, 10.0)
+        if math.isfinite(value) and each.allows(value)
+    ]
+    return ends if get_origin(hint) is not Annotated or get_args(hint)[0] is float else [int(end) for end in ends]
+
+
+@pytest.mark.parametrize("option", [name for name in OPTIMIZERS if name not in ("adamw8bit", "schedulefree")])
+def test_every_allowed_number_is_accepted(option: str) -> None:
+    for key, hint in get_type_hints(OPTIMIZERS[option], include_extras=True).items():
+        for value in extremes(hint):
+            made(OPTIMIZERS[option], **{key: value})(network())
