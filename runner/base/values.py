@@ -21,6 +21,7 @@ __all__ = [
     "Factor",
     "Fraction",
     "Interval",
+    "Iterations",
     "Literal",
     "Mapping",
     "Matches",
@@ -32,6 +33,7 @@ __all__ = [
     "Positive",
     "PositiveFraction",
     "PositiveInt",
+    "Power",
     "Range",
     "RunsFolder",
     "Seed",
@@ -76,11 +78,15 @@ PositiveFraction = Annotated[float, Range("a number above 0 and at most 1", low=
 Part = Annotated[float, Range("a number above 0 and below 1", 0.0, 1.0, low_allowed=False, high_allowed=False)]
 Factor = Annotated[float, Range("a number from 0 to below 1", low=0.0, high=1.0, high_allowed=False)]
 NonPositive = Annotated[float, Range("a number of at most 0", high=0.0)]
+Power = Annotated[
+    float, Range("a number from 0 to 10", low=0.0, high=10.0)
+]  # of an update number
 AtLeastOne = Annotated[float, Range("a number of at least 1", low=1.0)]
 Count = Annotated[int, Range("an integer of at least 0", low=0)]
 Seed = Annotated[int, Range("an integer from 0 to 2**64 - 1", low=0, high=2**64, high_allowed=False)]
 Interval = Annotated[float, Range("a number of seconds from 0.01 to 3600", low=0.01, high=3600.0)]
 PositiveInt = Annotated[int, Range("an integer of at least 1", low=1)]
+Iterations = Annotated[int, Range("an integer from 1 to 99", low=1, high=99)]
 MAX_THREADS = 1024  # systems refuse several thousand, and torch then crashes
 Threads = Annotated[int, Range(f"an integer from 1 to {MAX_THREADS}", low=1, high=MAX_THREADS)]
 DeviceName = Annotated[str, Matches("auto, cpu, cuda, cuda:N, mps or xpu", r"auto|cpu|(cuda|xpu)(:\d+)?|mps")]

@@ -723,7 +723,7 @@ def extremes(hint: Any) -> list[float]:
     ends = [
         value
         for each in ranges
-        for value in (each.low, each.low + 1e-6, each.high, each.high - 1e-6, -10.0, -0.5, 0.5, 10.0)
+        for value in (each.low, each.low + 1e-6, each.high, each.high - 1e-6, -10.0, -0.5, 0.5, 10.0, 1e9)
         if math.isfinite(value) and each.allows(value)
     ]
     return ends if get_origin(hint) is not Annotated or get_args(hint)[0] is float else [int(end) for end in ends]
