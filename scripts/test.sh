@@ -7,7 +7,7 @@
 #   scripts/test.sh ARGUMENT...  passed to pytest, in one process (paths are relative to the checkout)
 #
 # Tests marked slow mostly run the same code as the others, in more situations. Random choices follow ACCEL_RUN_SEED
-# (default 1); a failing case names the seed. Without a GPU, tests marked gpu are reported as skipped.
+# (default 1); a failing case names the seed. Tests marked gpu are skipped without a GPU, and run last with one.
 set -euo pipefail
 # shellcheck source=scripts/setup.sh
 source "$(dirname -- "$(readlink -f -- "${BASH_SOURCE[0]}")")/setup.sh"
