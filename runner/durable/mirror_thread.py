@@ -199,12 +199,16 @@ class MirrorThread(NoMirror):
         self._is_claimed = True
 
     def _next_checkpoint(self) -> Path | None:
+        progress = self._progress
+        with self._changed:
+            saved_before = set(
+                progress.saved
+            )  # not those saved while the folder is listed
         local = newest_first(self.run.checkpoints)
         names = {path.name for path in local}
         with self._changed:
-            progress = self._progress
-            removed = progress.saved - names
-            progress.saved &= names
+            removed = saved_before - names
+            progress.saved -= removed
             progress.keys = {name: key for name, key in progress.keys.items() if name in names}
             missing = progress.saved - progress.broken
             progress.reading = next((path for path in local if path.name in missing), None)

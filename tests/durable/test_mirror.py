@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from runner.base.errors import DataError, Exit, IncompatibleResume, MissingPackage
-from runner.durable import files
+from runner.durable import files, mirror_thread
 from runner.durable.checkpoint import checkpoint_path, load, load_newest, retain, save
 from runner.durable.directory import RunDirectory
 from runner.durable.mirror import Mirror, MirrorOwner, OwnerChanged, fetch_checkpoints, mirrored_update
@@ -329,6 +329,29 @@ def test_a_mirror_that_never_answers_does_not_block_the_end(mirror: Mirror, tmp_
         gate.opened.set()
 
 
+def test_a_checkpoint_that_is_saved_while_the_thread_lists_the_folder_is_copied(
+    mirror: Mirror, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    saved: list[Path | None] = []
+    with machine(tmp_path / "a", 1) as run:
+        copies = thread(mirror, run)
+        listing = mirror_thread.newest_first
+
+        def list_late(folder: Path) -> list[Path]:
+            found = listing(folder)
+            if not saved:
+                saved.append(add(run, 2))
+                assert saved[0] is not None
+                copies.notify(saved[0])
+            return found
+
+        monkeypatch.setattr(mirror_thread, "newest_first", list_late)
+        copies.start(is_required=True)
+        copies.finish(LONG_S)
+        assert numbers(mirror) == [2, 1]
+        assert copies.state.skipped == 0
+
+
 def test_throttling_delays_copies_and_loses_none(mirror: Mirror, tmp_path: Path) -> None:
     left = [0]
 
@@ -385,6 +408,9 @@ def test_wrong_credentials_are_reported_immediately_and_written_nowhere(
         copies = thread(mirror, run, warnings)
         copies.start(is_required=False)
         copies.finish(0.0)
+        for each in threading.enumerate():
+            if each.name == "mirror":
+                each.join()  # it may still write mirror.json
         texts = [str(raised.value), *warnings, *(file.read_text() for file in run.path.glob("*.json*"))]
         assert len(texts) > 2
         assert not any("c4n4ry" in text for text in texts)
