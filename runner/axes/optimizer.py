@@ -31,7 +31,7 @@ from runner.base.fused_adam import FusedAdam, FusedAdamW, skip_compiler_import
 from runner.base.packages import check_installed
 from runner.base.schedule_free import keep_counters_in_state
 from runner.base.text import abbreviate
-from runner.base.values import AtLeastOne, Factor, Iterations, NonNegative, NonPositive, Positive, Power
+from runner.base.values import AtLeastOne, Exponent, Factor, Iterations, NonNegative, NonPositive, Positive
 from runner.config.option_table import call_option
 from runner.config.schema import did_you_mean
 
@@ -291,8 +291,8 @@ def schedulefree(
     weight_decay: NonNegative = 0.0,
     betas: tuple[Positive, Factor] = (0.9, 0.999),
     eps: Positive = 1e-8,
-    r: Power = 0.0,
-    weight_lr_power: Power = 2.0,
+    r: Exponent = 0.0,
+    weight_lr_power: Exponent = 2.0,
     decay_1d: bool = False,
     lr_scales: Mapping[str, NonNegative] = {},
 ) -> Optimizer:

@@ -18,6 +18,7 @@ __all__ = [
     "Count",
     "DeviceName",
     "Every",
+    "Exponent",
     "Factor",
     "Fraction",
     "Interval",
@@ -33,7 +34,6 @@ __all__ = [
     "Positive",
     "PositiveFraction",
     "PositiveInt",
-    "Power",
     "Range",
     "RunsFolder",
     "Seed",
@@ -78,7 +78,7 @@ PositiveFraction = Annotated[float, Range("a number above 0 and at most 1", low=
 Part = Annotated[float, Range("a number above 0 and below 1", 0.0, 1.0, low_allowed=False, high_allowed=False)]
 Factor = Annotated[float, Range("a number from 0 to below 1", low=0.0, high=1.0, high_allowed=False)]
 NonPositive = Annotated[float, Range("a number of at most 0", high=0.0)]
-Power = Annotated[float, Range("a number from 0 to 10", low=0.0, high=10.0)]  # of an update number
+Exponent = Annotated[float, Range("a number from 0 to 10", low=0.0, high=10.0)]  # larger powers overflow
 AtLeastOne = Annotated[float, Range("a number of at least 1", low=1.0)]
 Count = Annotated[int, Range("an integer of at least 0", low=0)]
 Seed = Annotated[int, Range("an integer from 0 to 2**64 - 1", low=0, high=2**64, high_allowed=False)]

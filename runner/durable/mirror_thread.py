@@ -201,7 +201,7 @@ class MirrorThread(NoMirror):
     def _next_checkpoint(self) -> Path | None:
         progress = self._progress
         with self._changed:
-            saved_before = set(progress.saved)  # not those saved while the folder is listed
+            saved_before = set(progress.saved)  # without those saved while the folder is listed
         local = newest_first(self.run.checkpoints)
         names = {path.name for path in local}
         with self._changed:
