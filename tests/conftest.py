@@ -208,6 +208,18 @@ def _autograd_has_no_threads() -> None:
 
 
 @pytest.fixture(autouse=True)
+def _forgets_task_files(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Remove the modules that a test loads from its folder: a module of the same name elsewhere would be refused."""
+    modules, path = set(sys.modules), list(sys.path)
+    yield
+    temporary = f"{tmp_path_factory.getbasetemp()}{os.sep}"
+    for name in set(sys.modules) - modules:
+        if (getattr(sys.modules[name], "__file__", None) or "").startswith(temporary):
+            del sys.modules[name]
+    sys.path[:] = path
+
+
+@pytest.fixture(autouse=True)
 def _leaves_nothing_behind() -> Iterator[None]:
     """Fail a test that leaks a thread, because later tests fork ranks from this process.
 
