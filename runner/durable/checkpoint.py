@@ -422,7 +422,7 @@ def _file_contents(snapshot: Snapshot) -> Iterator[tuple[str, Sequence[bytes | m
     for stem, tensors in snapshot.tensors.items():
         name = checkpoint_parts.part_stem(stem, snapshot.part.rank) if snapshot.part else stem
         yield name + _SUFFIX, serialize_tensors(tensors)
-    yield STATE, [json.dumps(snapshot.state, indent=1).encode()]
+    yield STATE, [json.dumps(snapshot.state).encode()]  # an indent would use the slow encoder, which holds the GIL
 
 
 class _Damaged(Exception):

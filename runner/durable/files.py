@@ -107,8 +107,8 @@ def write_new(
 ) -> tuple[int, str]:
     """Create the file `path` with the content of `chunks` and sync it; return its size in bytes and its SHA-256.
 
-    The hash is computed from the chunks, not from the file, in parallel with writing; the chunks must not
-    change meanwhile. The name is durable only after `fsync_directory`. Raises StorageError if the name
+    The hash is computed from the chunks, not from the file, in parallel with writing if they are large; the chunks
+    must not change meanwhile. The name is durable only after `fsync_directory`. Raises StorageError if the name
     exists, even as a link; an incomplete file is removed.
     """
     views = [memoryview(chunk).cast("B") for chunk in chunks]
@@ -120,6 +120,7 @@ def write_new(
             for block in split_into_blocks(views):
                 _write_all(descriptor, block)
                 count_call()
+                hash_thread.update(block)
                 size += len(block)
                 end = size - size % _PAGE  # a page that still grows would be written twice
                 if end - flushed >= BLOCK:

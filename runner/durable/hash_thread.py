@@ -1,4 +1,4 @@
-"""Compute the SHA-256 of buffers on a thread while the caller writes them to disk."""
+"""Compute the SHA-256 of buffers while the caller writes them to disk."""
 
 from __future__ import annotations
 
@@ -29,7 +29,10 @@ def split_into_blocks(views: Sequence[memoryview]) -> Iterator[memoryview]:
 
 
 class HashThread:
-    """The SHA-256 of `views`, computed on a thread if they are large enough for that to be faster."""
+    """The SHA-256 of `views`, computed on a thread if they are large enough for that to be faster.
+
+    Without a thread, the caller passes the blocks of `views` to `update` in order, so that it merges small views once.
+    """
 
     def __init__(self, views: Sequence[memoryview]) -> None:
         self._views = views
@@ -38,17 +41,20 @@ class HashThread:
         self._thread: threading.Thread | None = None
         if sum(map(len, views)) >= BLOCK:
             thread = threading.Thread(target=self._work, name="checkpoint-hash", daemon=True)
-            with suppress(RuntimeError):  # no thread can be started: hexdigest computes the hash
+            with suppress(RuntimeError):  # no thread can be started: `update` computes the hash
                 thread.start()
                 self._thread = thread
 
+    def update(self, block: memoryview) -> None:
+        """Hash the next block, unless the thread does."""
+        if self._thread is None:
+            self._digest.update(block)
+
     def hexdigest(self) -> str:
         """Wait for the hash and return it."""
-        if self._thread is None:
-            self._work()
-        else:
+        if self._thread is not None:
             self._thread.join()
-        assert self._is_done, "the hash thread failed"
+            assert self._is_done, "the hash thread failed"
         return self._digest.hexdigest()
 
     def close(self) -> None:
