@@ -247,12 +247,13 @@ class Episodes:
         rngs = [self._rng(index) for index in indices]
         rows = [self._objects(index, rng) for index, rng in zip(indices, rngs, strict=True)]
         pictures, xy, visible, size = self._take(load, rows)
-        images = pictures.float() / 255
         pushed_out = redrawn = torch.zeros(len(rows), dtype=torch.int64)
-        if self.augmentation is not None:
+        if self.augmentation is None:
+            images = _as_floats(pictures)
+        else:
             mirrored = [self.poses.annotations[row[0]].category.mirrored for row in rows]
             images, xy, visible, size, pushed_out, redrawn = augment(
-                self.augmentation, rngs, images, xy, visible, size, mirrored
+                self.augmentation, rngs, pictures, xy, visible, size, mirrored
             )
         return {
             "support_image": images[:, 0],
@@ -346,13 +347,13 @@ def read_crop(annotation: Annotation, crop: Crop, image_size: int) -> Tensor:
 def augment(
     augmentation: Augmentation,
     rngs: Sequence[np.random.Generator],
-    images: Tensor,
+    pictures: Tensor,
     xy: Tensor,
     visible: Tensor,
     size: Tensor,
     mirrored: Sequence[Sequence[int] | None],
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Augment images (B, N, 3, S, S) independently; return all arguments, and counts.
+    """Augment pictures (B, N, 3, S, S) of uint8 independently; return them as float32 from 0 to 1, and counts.
 
     A flip exchanges left and right keypoints: only categories with left and right keypoints are flipped.
     A pose with less than half of the visible keypoints inside the image is rejected and drawn again, at most ten times;
@@ -387,9 +388,16 @@ def augment(
         size[b, n] *= math.sqrt(abs(np.linalg.det(matrix)))
         inverse = np.linalg.inv(matrix)
         back[b, n] = torch.from_numpy(np.concatenate([inverse, -(inverse @ offset)[:, None]], axis=1))
-    grid = F.affine_grid(back.flatten(0, 1), list(images.flatten(0, 1).shape), align_corners=False)
-    warped = F.grid_sample(images.flatten(0, 1), grid, padding_mode="reflection", align_corners=False)
-    return (warped.view_as(images) * lights).clamp(0, 1), xy, visible, size, pushed_out, redrawn
+    images = torch.empty(pictures.shape)
+    for b in range(B):  # the pictures of one sample fit into the cache: less than half of the time of all at once
+        grid = F.affine_grid(back[b], list(pictures[b].shape), align_corners=False)
+        warped = F.grid_sample(_as_floats(pictures[b]), grid, padding_mode="reflection", align_corners=False)
+        torch.mul(warped, lights[b], out=images[b]).clamp_(0, 1)
+    return images, xy, visible, size, pushed_out, redrawn
+
+
+def _as_floats(pictures: Tensor) -> Tensor:
+    return pictures.float().div_(255)
 
 
 def copy_support(batch: Mapping[str, Tensor]) -> Tensor:

@@ -220,11 +220,11 @@ def test_categories_of_any_number_of_keypoints_are_padded(written: Path) -> None
 
 
 def test_keypoints_stay_on_the_picture_when_it_is_augmented() -> None:
-    images = torch.zeros(4, 3, 3, 64, 64)
+    images = torch.zeros(4, 3, 3, 64, 64, dtype=torch.uint8)
     xy = (torch.tensor([[28, 32], [36, 30], [32, 38]]) / 64).expand(4, 3, 3, 2)  # central: no border mirrors them
     for point in range(3):
         column, row = (xy[0, 0, point] * 64).int().tolist()
-        images[:, :, point, row - 2 : row + 2, column - 2 : column + 2] = 1.0  # a channel for each point
+        images[:, :, point, row - 2 : row + 2, column - 2 : column + 2] = 255  # a channel for each point
     seen, size = torch.ones(4, 3, 3, dtype=torch.bool), torch.full((4, 3), 0.5)
     rngs = [sample_rng(0, 0, index) for index in range(4)]
     options = Augmentation(light=0.0, scale=1.1, translation=0.05)
@@ -247,7 +247,7 @@ def test_keypoints_pushed_out_by_augmentation_are_invisible_and_counted() -> Non
     rngs = [sample_rng(0, 0, index) for index in range(30)]
     wild = Augmentation(rotation=180.0, scale=1.5, translation=0.4)
     _, moved, visible, _, pushed_out, redrawn = augment(
-        wild, rngs, torch.zeros(30, 1, 3, 8, 8), xy, seen, torch.ones(30, 1), [None] * 30
+        wild, rngs, torch.zeros(30, 1, 3, 8, 8, dtype=torch.uint8), xy, seen, torch.ones(30, 1), [None] * 30
     )
     assert torch.equal(pushed_out, (seen & ~visible).sum(dim=(1, 2)))
     assert pushed_out.sum() > 10
@@ -266,18 +266,18 @@ def test_a_flip_exchanges_left_and_right() -> None:
     assert mirrored_keypoints(["Left Shoulder", "Right Shoulder"]) == (1, 0)
     assert mirrored_keypoints(["collar", "lapel", "left"]) is None
     xy = torch.tensor([[0.5, 0.3], [0.3, 0.2], [0.7, 0.25], [0.4, 0.8], [0.6, 0.9], [0.2, 0.6]])
-    image = torch.rand(1, 1, 3, 8, 8)
+    image = torch.randint(256, (1, 1, 3, 8, 8), dtype=torch.uint8)
     only_flips = Augmentation(rotation=0.0, scale=1.0, translation=0.0, light=0.0, flip=1.0)
     seen = torch.tensor([[[True, True, False, True, True, True]]])
     given = (torch.where(seen[..., None], xy, 0.0), seen, torch.ones(1, 1))
     made, moved, visible, _, _, _ = augment(only_flips, [sample_rng(0, 0, 0)], image, *given, [mirrored])
-    torch.testing.assert_close(made, image.flip(-1))
+    torch.testing.assert_close(made, image.flip(-1) / 255)
     assert visible.flatten().tolist() == [True, False, True, True, True, True]
     expected = xy[[0, 2, 1, 4, 3, 5]] * torch.tensor([-1.0, 1.0]) + torch.tensor([1.0, 0.0])
     torch.testing.assert_close(moved[visible], expected[visible[0, 0]])
     assert moved[0, 0, 2, 0] > moved[0, 0, 0, 0], "the right eye stays right of the nose, as before"
     as_given, stayed, _, _, _, _ = augment(only_flips, [sample_rng(0, 0, 0)], image, *given, [None])
-    torch.testing.assert_close(as_given, image)
+    torch.testing.assert_close(as_given, image / 255)
     torch.testing.assert_close(stayed, given[0])
 
 
