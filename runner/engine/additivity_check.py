@@ -9,7 +9,6 @@ unchanged.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import copy
@@ -23,8 +22,6 @@ from runner.axes.prefetch import Prefetch
 from runner.base import noise
 from runner.base.batch import BatchSamples, MicroBatch, copy_batch
 from runner.base.errors import TaskFault
-from runner.base.global_rng import seed_everything
-from runner.base.module_buffers import restore_buffers
 from runner.base.order import MicroBatchKey
 from runner.base.text import error_line
 from runner.distributed.matched_calls import UnmatchedCalls, matched_calls
@@ -34,6 +31,7 @@ from runner.engine.controlled_pass import ChangesWeights, ControlledPass, Draws,
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.evaluate import eval_mode
 from runner.engine.metric_states import MetricStates
+from runner.engine.task_calls import repeatable_pass, without_effects
 from runner.engine.task_loading import task_errors
 from runner.loading.loaders import Loader
 
@@ -376,11 +374,11 @@ class _BatchComparison:
     def _evaluate_part(
         self, part: BatchPart, precision: _Autocast, seed: int, draws: Draws
     ) -> dict[str, tuple[float, float]]:
-        parts, bare, samples = self.parts, self.parts.bare, part.samples
-        noise.start_pass(samples if samples is None or self.epoch is None else samples._replace(epoch=self.epoch))
-        seed_everything(seed)
+        parts, samples = self.parts, part.samples
+        if samples is not None and self.epoch is not None:
+            samples = samples._replace(epoch=self.epoch)
         calls = nullcontext() if parts.parallel.splits_batch else matched_calls(parts.model, parts.parallel.copy_ranks)
-        with precision(), restore_buffers(bare.modules()), calls, ControlledPass(bare, draws):
+        with repeatable_pass(parts, samples, seed), precision(), calls, ControlledPass(parts.bare, draws):
             sums = self.compute(copy_batch(part.batch))
         return {name: (float(total), float(count)) for name, (total, count) in sums.items()}
 
@@ -397,29 +395,11 @@ def _is_suspicious(values_by_name: Mapping[str, _Values] | None) -> bool:
 def _preserve_state(parts: Parts) -> Iterator[None]:
     """Put the model in eval mode without gradients; restore the model, the task and the generators on exit."""
     with (
-        restore_attributes([parts.task, *parts.bare.modules()]),
         eval_mode(parts.bare, parts.world.device),
         parts.parallel.gather_parameters(parts.model),
-        torch.no_grad(),
-        noise.without_samples(),
-        # no compilation for eval mode and half batches
-        torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext(),
+        without_effects(parts),
     ):
         yield
-
-
-@contextmanager
-def restore_attributes(objects: Sequence[object]) -> Iterator[None]:
-    """Restore numbers, flags and text in the attributes of objects, because a loss may count its calls."""
-    saved = [(vars(obj), dict(vars(obj))) for obj in objects]
-    try:
-        yield
-    finally:
-        for attributes, before in saved:
-            for name in [name for name, value in attributes.items() if isinstance(value, _PLAIN_TYPES)]:
-                if name not in before:  # attribute created by the first call
-                    del attributes[name]
-            attributes.update({name: value for name, value in before.items() if isinstance(value, _PLAIN_TYPES)})
 
 
 # ---------------------------------------------------------------- error reports
@@ -455,7 +435,6 @@ def _metric_fault(name: str, verdict: _Verdict, parts: Parts) -> tuple[str, str,
 _PER_BATCH = "its count is the same for a batch and for its halves, so its value depends on the size of the batches"
 _NOT_SPLITTABLE = "the batch cannot be cut into two halves"
 _NOT_ADDITIVE = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"
-_PLAIN_TYPES = (bool, int, float, str, type(None))
 _MEAN_FIX = (
     'use reduction="sum", as in F.cross_entropy(logits, y, reduction="sum") or nn.MSELoss(reduction="sum"), '
     "and x.sum() instead of x.mean()"

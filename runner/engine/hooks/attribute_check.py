@@ -6,23 +6,19 @@ import collections
 import copy
 import math
 from collections.abc import Iterator, Mapping
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 from torch import Tensor, nn
 
-from runner.base import noise
 from runner.base.batch import MicroBatch, copy_batch
 from runner.base.errors import TaskFault
-from runner.base.global_rng import random_state, restore_random_state, seed_everything
-from runner.base.module_buffers import restore_buffers
 from runner.base.text import abbreviate
-from runner.engine.additivity_check import restore_attributes
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.loop import StepInfo
 from runner.engine.phase_kinds import GradientPhase
+from runner.engine.task_calls import repeatable_pass, without_effects
 
 Place = tuple[str, str]  # (module name, attribute name)
 
@@ -103,33 +99,22 @@ class AttributeCheck(Hook):
             )
 
     def _find_used(self, work: GradientPhase, batch: MicroBatch, changed: list[Place]) -> list[Place]:
-        """Return the changed attributes on which the loss of a batch depends; a collective."""
+        """Return the changed attributes on which the loss of a batch depends."""
+        if not batch.counts or not changed:
+            return []
         parts, modules = self.phase.parts, dict(self.phase.parts.bare.named_modules())
         now = {place: vars(modules[place[0]]).get(place[1], _ABSENT) for place in changed}
         before = {place: self._before[place].copied if place in self._before else _ABSENT for place in changed}
         current = {place: _copy(value) for place, value in now.items()}
-        tensors, rest = random_state(parts.world.device)
 
         def loss(values: Mapping[Place, Any]) -> float:
             _set_attributes(modules, {place: _copy(value) for place, value in values.items()})
-            seed_everything(0)
-            noise.start_pass(batch.samples)
-            with parts.precision.forward(), restore_buffers(modules.values()):
+            with repeatable_pass(parts, batch.samples, seed=0), parts.precision.forward():
                 total, *_ = work.task_loss(parts.model, copy_batch(batch.batch))
             return float(total)
 
-        with ExitStack() as stack:
-            stack.callback(restore_random_state, tensors, rest, parts.world.device)
-            stack.callback(_set_attributes, modules, now)
-            stack.enter_context(restore_attributes([parts.task]))
-            stack.enter_context(parts.parallel.gather_parameters(parts.bare))
-            stack.enter_context(torch.no_grad())
-            stack.enter_context(noise.without_samples())
-            if parts.plan.choices["compile"].name != "off":
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
-            with suppress(Exception):  # the model may fail with old values: no conclusion
-                if not batch.counts or not changed:
-                    return []
+        with without_effects(parts), suppress(Exception):  # the model may fail with old values: no conclusion
+            try:
                 reference = loss(current)
                 kernel_noise = 4 * abs(reference - loss(current))
 
@@ -141,6 +126,8 @@ class AttributeCheck(Hook):
                     tried = changed[:_MAX_CHECKED_ALONE]
                     alone = [place for place in tried if differs({**current, place: before[place]})]
                     return alone or changed
+            finally:
+                _set_attributes(modules, now)
         return []
 
 
