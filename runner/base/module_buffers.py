@@ -1,4 +1,4 @@
-"""List the buffers of a model, and run forward passes without changing them."""
+"""List the buffers of a model, detect changes to tensors, and run forward passes without changing buffers."""
 
 from __future__ import annotations
 
@@ -36,6 +36,27 @@ def list_buffers(model: nn.Module) -> list[BufferRef]:
         for path, module in model.named_modules()
         for key in module._buffers
     ]
+
+
+class TensorVersion(NamedTuple):
+    """A tensor at some time, None if there was none, and its version, which in-place changes increment.
+
+    Writes through .data, by a norm's kernel or by compiled code do not: compare bits to find them.
+    """
+
+    tensor: Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> TensorVersion:
+        """Record a tensor."""
+        return cls(tensor, -1 if tensor is None or tensor.is_inference() else tensor._version)
+
+    def is_changed(self, now: Tensor | None) -> bool:
+        """Return whether `now` is another tensor or was changed in place. Inference tensors, without version, are."""
+        if now is not self.tensor or now is None:
+            return now is not self.tensor
+        return now.is_inference() or now._version != self.version
 
 
 @contextmanager

@@ -13,24 +13,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from runner.base.bitwise import bitwise_equal, is_dense, view_bytes
 from runner.base.errors import TaskFault
-from runner.base.module_buffers import BufferRef, is_writable, list_buffers
+from runner.base.module_buffers import BufferRef, TensorVersion, is_writable, list_buffers
 from runner.base.text import abbreviate
 from runner.base.world import World
 from runner.distributed.agreement import find_unequal
-
-
-class _Recorded(NamedTuple):
-    """The recorded state of a buffer: torch increments the version at each in-place change of a tensor."""
-
-    tensor: Tensor | None
-    version: int
 
 
 class BufferSync:
@@ -142,14 +135,14 @@ class BufferSync:
         self._record()
 
     def _record(self) -> None:
-        self._recorded = [_recorded(ref.tensor) for ref in self._refs]
+        self._recorded = [TensorVersion.of(ref.tensor) for ref in self._refs]
 
     def _count(self) -> int:
         return sum(len(module._buffers) for module in self.modules)
 
     def _changed_flags(self) -> list[bool]:
         flags = [
-            ref.name in self._unversioned or _has_changed(ref.tensor, seen)
+            ref.name in self._unversioned or seen.is_changed(ref.tensor)
             for ref, seen in zip(self._refs, self._recorded, strict=True)
         ]
         # torch increments the version of num_batches_tracked, but not of the running statistics beside it
@@ -176,7 +169,7 @@ class BufferSync:
                 fix="give them their final shape when the model is built, or register them with persistent=False",
             )
         self._track([refs[name] for name in alike])
-        self._recorded = [seen.get(name, _Recorded(None, -1)) for name in alike]
+        self._recorded = [seen.get(name, TensorVersion.of(None)) for name in alike]
 
 
 def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) -> None:
@@ -199,16 +192,6 @@ def check_copies(model: nn.Module, copied: Collection[nn.Module], world: World) 
 def _is_statistic(ref: BufferRef) -> bool:
     """Return whether it is a running statistic of a norm, which each rank computes over its own micro-batches."""
     return isinstance(ref.module, nn.modules.batchnorm._NormBase)
-
-
-def _recorded(tensor: Tensor | None) -> _Recorded:
-    return _Recorded(tensor, -1 if tensor is None or tensor.is_inference() else tensor._version)
-
-
-def _has_changed(tensor: Tensor | None, seen: _Recorded) -> bool:
-    if tensor is not None and tensor.is_inference():
-        return True  # its changes increment no version
-    return tensor is not seen.tensor or (tensor is not None and tensor._version != seen.version)
 
 
 def _same_shape(one: Tensor | None, other: Tensor | None) -> bool:

@@ -22,7 +22,7 @@ from runner.base import noise
 from runner.base.batch import BatchSamples, MicroBatch, map_tensors
 from runner.base.bitwise import bitwise_equal, is_dense
 from runner.base.errors import ConfigError, Problem, TaskFault
-from runner.base.module_buffers import is_writable
+from runner.base.module_buffers import TensorVersion, is_writable
 from runner.base.sample_rng import global_generators, seeded_generators
 from runner.base.task import Sum, Task
 from runner.config.configuration import Choice
@@ -336,23 +336,19 @@ class _CoupledUpdate:
 
 
 class _BufferState(NamedTuple):
-    """A buffer before a forward pass: the tensor, its version counter and a copy."""
+    """A buffer before a forward pass, and a copy of it."""
 
-    tensor: Tensor
-    version: int
+    seen: TensorVersion
     copy: Tensor
 
     def is_changed(self, key: _BufferKey) -> bool:
         now = key[0]._buffers.get(key[1])
-        if now is not self.tensor or now._version != self.version:
-            return True
-        # Normalization kernels do not increment the version counter, so values are compared. The fake tensors of a
-        # memory prediction have no values.
-        return type(now) is Tensor and not bitwise_equal(now, self.copy)
+        # The fake tensors of a memory prediction have no values to compare.
+        return self.seen.is_changed(now) or (type(now) is Tensor and not bitwise_equal(now, self.copy))
 
 
 def _record_states(buffers: Mapping[_BufferKey, Tensor]) -> dict[_BufferKey, _BufferState]:
-    return {key: _BufferState(tensor, tensor._version, tensor.clone()) for key, tensor in buffers.items()}
+    return {key: _BufferState(TensorVersion.of(tensor), tensor.clone()) for key, tensor in buffers.items()}
 
 
 def _find_dense_buffers(keys: Iterable[_BufferKey]) -> dict[_BufferKey, Tensor]:

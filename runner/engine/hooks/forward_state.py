@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from runner.base.bitwise import bitwise_equal, is_dense
 from runner.base.errors import TaskFault
-from runner.base.module_buffers import is_writable, list_buffers
+from runner.base.module_buffers import TensorVersion, is_writable, list_buffers
 from runner.base.text import abbreviate
 from runner.distributed.agreement import find_unequal
 from runner.durable.checkpoint import LoadedCheckpoint
@@ -24,18 +24,17 @@ _BUFFER_PREFIX = "buffer."  # prefix of tensor names in a checkpoint, so that no
 
 
 class _TrackedTensor(NamedTuple):
-    """A tensor of a module and its version, which torch increments for in-place changes."""
+    """A tensor of a module, and its version when it was recorded."""
 
     module: nn.Module
     key: str
     tensor: Tensor
-    version: int
+    seen: TensorVersion
 
     @property
     def is_changed(self) -> bool:
         """Whether it was changed in place or replaced."""
-        now = getattr(self.module, self.key, None)
-        return now is not self.tensor or self.tensor._version != self.version
+        return self.seen.is_changed(getattr(self.module, self.key, None))
 
 
 class ForwardState(Hook):
@@ -185,7 +184,7 @@ def _buffer_fix(key: str) -> str:
 
 
 def _track(module: nn.Module, key: str, tensor: Tensor) -> _TrackedTensor:
-    return _TrackedTensor(module, key, tensor, tensor._version)
+    return _TrackedTensor(module, key, tensor, TensorVersion.of(tensor))
 
 
 def _track_parameters(model: nn.Module) -> Iterator[tuple[str, _TrackedTensor]]:
