@@ -73,7 +73,10 @@ def infer(source: ModelSource, plan: Plan, world: World) -> tuple[Exit, Any]:
         traces = HangTraces(lambda text: directory.write(stacks, text), file=stacks)
         world.gather(None)  # timing starts when every rank has its model
         with run_watchdog(plan, parts.world, traces) as progress_mark:  # not while this rank waits for the others
-            own, names = _predict_until_it_fits(plan, parts, directory, progress_mark, console)
+            own, names = _retry_in_smaller_batches(
+                lambda plan: _predict_all(plan, parts, directory, progress_mark, console),
+                plan, parts.world.device, console,
+            )  # fmt: skip
         result = _merge_ranks(own, names, world, str(parts.source))
         if not result.num:
             raise TaskFault("predict yielded nothing", where=str(parts.source), fix="yield at least one Prediction")
@@ -104,22 +107,22 @@ def _make_monitor(plan: Plan, parts: Parts, file: Path) -> NoMonitor:
     return monitor
 
 
-def _predict_until_it_fits(
-    plan: Plan, parts: Parts, directory: RunDirectory, progress_mark: ProgressMark, console: Console
-) -> tuple[PredictionSummary, Collection[str]]:
-    """Write all predictions, with smaller batches if memory runs out; return their summary and the files."""
+def _retry_in_smaller_batches(
+    predict: Callable[[Plan], Predicted], plan: Plan, device: torch.device, console: Console
+) -> Predicted:
+    """Return the result of `predict`; after out of memory, call it again with half the batch size."""
     while True:
         try:
-            return _predict_all(plan, parts, directory, progress_mark, console)
+            return predict(plan)
         except (DeviceMemoryError, HostMemoryError) as error:
             plan = _halve_batch_size(plan, error, console)
-        release(parts.world.device)  # after the except clause, which keeps the tensors of the traceback alive
+        release(device)  # after the except clause, which keeps the tensors of the traceback alive
 
 
 def _predict_all(
     plan: Plan, parts: Parts, directory: RunDirectory, progress_mark: ProgressMark, console: Console
-) -> tuple[PredictionSummary, Collection[str]]:
-    """Write all predictions; return their summary and the files."""
+) -> Predicted:
+    """Write all predictions."""
     num = items = 0
     names: set[str] = set()
 
@@ -183,6 +186,9 @@ class PredictionSummary:
     items: int
     seconds: float
     calls: PredictCalls
+
+
+Predicted = tuple[PredictionSummary, Collection[str]]  # with the names of the files
 
 
 @contextmanager
