@@ -517,16 +517,21 @@ def test_a_loader_like_one_that_has_not_measured_yet_reads_other_data(numbers: P
     assert other.file is None
 
 
-def test_the_second_of_two_batches_decides(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("second_s", "num_workers"), [(0.25, 0), (0.5, 2)])
+def test_the_second_of_two_batches_decides(
+    numbers: Path, second_s: float, num_workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The first one may open files; the samples of the second are not adjacent to those of the first."""
-    clock = iter([0.0, 100.0, 100.0, 100.001])  # in the worker, which is forked
+    clock = iter([0.0, 100.0, 100.0, 100.0 + second_s])  # in the worker, which is forked
     monkeypatch.setattr(auto_loader, "MAX_MEASUREMENT_S", 600.0)
     monkeypatch.setattr(auto_loader, "time", SimpleNamespace(perf_counter=clock.__next__))
     log = numbers.with_name("read.txt")
-    with closing(auto(Logged(numbers, log), 2.0)) as loader:
+    with closing(auto(Logged(numbers, log), 500.0)) as loader:
         loader.batches(iter(KEYS))
-        assert loader.num_workers == 0
-    assert log.read_text().split() == ["0", "1", "32", "33"]
+        assert loader.num_workers == num_workers
+        like = loader.new_like(Fetcher(Logged(numbers, log), default_collate, bad_samples="stop"))
+        assert bool(like.num_workers) == bool(num_workers)
+    assert log.read_text().split()[:4] == ["0", "1", "32", "33"]
 
 
 @pytest.mark.slow

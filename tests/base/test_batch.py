@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Sequence
+from types import SimpleNamespace
 from typing import Any, NamedTuple, NoReturn
 
 import pytest
@@ -28,6 +29,23 @@ def test_every_tensor_is_mapped_and_other_values_are_kept() -> None:
     result = map_tensors(lambda one: float(one) * 10, batch)
     assert result == {"a": [10.0, (20.0, "text", None)], "b": Pair(30.0, 4)}
     assert isinstance(result["b"], Pair)
+
+
+def test_containers_keep_their_types() -> None:
+    """Only named tuples are built from one argument per item, and only tuples are named tuples."""
+
+    class Kept(list[Any]):
+        _fields = ("x",)
+
+    class Row(tuple[Any, ...]):
+        pass
+
+    for batch in (Row((tensor(1), 2)), Kept([tensor(1), 2]), Kept(), torch.Size([3, 4])):
+        result = map_tensors(float, batch)
+        assert type(result) is type(batch)
+        assert list(result) == [float(item) for item in batch]
+    other = SimpleNamespace(_fields=("x",), x=tensor(1))
+    assert map_tensors(float, other) is other
 
 
 @pytest.mark.parametrize(

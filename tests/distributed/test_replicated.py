@@ -264,3 +264,19 @@ def test_a_custom_sum_must_not_return_nan_for_finite_gradients() -> None:
         return str(caught.value)
 
     assert all("100 %" in fault for fault in run_ranks(find_fault, 2))
+
+
+def test_gradients_are_summed_by_the_strategy_of_the_task_file(tmp_path: Path) -> None:
+    """A mean over two ranks is half of the sum, which the check of the first update reports."""
+    text = "def mean(gradients):\n    torch.distributed.all_reduce(gradients)\n    gradients /= 2\n"
+    (tmp_path / "task.py").write_text(f"{TASK}\n{text}\nPARALLELISMS = {{'mean': ('ddp', mean)}}\n")
+    args = ("updates=2", "global_batch_size=8", "device=cpu", "monitor=off", "parallelism=mean", "evaluate.every=0")
+
+    def find_fault(world: World) -> str:
+        request = Request((*args, f"output_root={tmp_path}", "run=mean"), tmp_path / "task.py")
+        with redirect_stdout(io.StringIO()), open_phase(request, world) as phase:
+            with pytest.raises(TaskFault) as caught:
+                next(phase.updates())
+            return str(caught.value)
+
+    assert all("50 %" in fault and "parallelism=mean" in fault for fault in run_ranks(find_fault, 2))

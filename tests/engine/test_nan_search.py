@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from runner.axes.precision import NotFinite
 from runner.base.errors import NumericError
 from runner.config.request import Request
+from runner.engine.hooks import nan_search
 from runner.engine.opening import open_phase
 
 TASK = """
@@ -33,7 +38,18 @@ class Drawn(Task):
 """
 
 
-def test_a_sample_whose_random_draws_are_not_finite_is_found(tmp_path: Path) -> None:
+@pytest.mark.parametrize("modules", [(), ("torch._dynamo",)])
+def test_a_sample_whose_random_draws_are_not_finite_is_found(
+    modules: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Compiled code, which does not call the hooks of the search, is not run; torch.compile is not loaded for that."""
+    stances = []
+
+    @contextmanager
+    def set_stance(stance: str) -> Iterator[None]:
+        stances.append(stance)
+        yield
+
     (tmp_path / "drawn.py").write_text(TASK)
     settings = ("updates=1000", "global_batch_size=8", "micro_batch_size=1", "device=cpu", "run=small", "monitor=off",
                 f"output_root={tmp_path}", "backend.threads=1", "checkpoint=off", "evaluate.every=1000")  # fmt: skip
@@ -41,6 +57,9 @@ def test_a_sample_whose_random_draws_are_not_finite_is_found(tmp_path: Path) -> 
         with pytest.raises(NotFinite) as raised:
             list(phase.updates())
         task: Any = phase.run.parts.task
+        monkeypatch.setattr(nan_search, "sys", SimpleNamespace(modules=dict.fromkeys(modules)))
+        monkeypatch.setattr(torch.compiler, "set_stance", set_stance)
         located = phase.translate_error(raised.value)
     assert isinstance(located, NumericError)
     assert located.place["samples"] == task.bad[:1]
+    assert stances == ["force_eager"] * len(modules)
