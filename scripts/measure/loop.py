@@ -30,6 +30,10 @@ import torch.nn.functional as F
 from torch import nn
 
 BATCH, FEATURES, CLASSES, SAMPLES = 32, 64, 10, 4096
+SETTINGS = (
+    f"global_batch_size={BATCH}", "scheduler=linear", "scheduler.warmup=0", "optimizer.lr=0.001", "precision=fp32",
+    "optimizer.weight_decay=0.01", "optimizer.betas=[0.9,0.999]", "optimizer.decay_1d=true",  # AdamW's defaults
+)  # fmt: skip
 
 TASK = """
 import torch
@@ -83,18 +87,25 @@ def by_hand(total: int, device: torch.device) -> Iterator[None]:
             yield
 
 
-def tuned(total: int, device: torch.device) -> Iterator[None]:
-    """The same work with the fastest functions of plain torch."""
+def tuned(
+    total: int,
+    device: torch.device,
+    *,
+    batch: int = BATCH,
+    wrap: Callable[[nn.Module], nn.Module] = lambda model: model,
+) -> Iterator[None]:
+    """The same work with the fastest functions of plain torch; `wrap` is applied to the model."""
     x_all, y_all = torch.randn(SAMPLES, FEATURES), torch.randint(0, CLASSES, (SAMPLES,))
     model = make_model().to(device)
     parameters = list(model.parameters())
     optimizer = torch.optim.AdamW(parameters, lr=1e-3, fused=True)
+    model = wrap(model)
     log = []
     step = 0
     while True:
         order = torch.randperm(SAMPLES)
-        for start in range(0, SAMPLES, BATCH):
-            rows = order[start : start + BATCH]
+        for start in range(0, SAMPLES, batch):
+            rows = order[start : start + batch]
             x, y = x_all.index_select(0, rows), y_all.index_select(0, rows)
             if device.type == "cuda":
                 x, y = (each.pin_memory().to(device, non_blocking=True) for each in (x, y))
@@ -117,12 +128,8 @@ def ours(total: int, device: torch.device, stack: ExitStack) -> Iterator[int]:
 
     folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
     (folder / "tiny_mlp.py").write_text(TASK)
-    settings = (
-        f"updates={total}", f"global_batch_size={BATCH}", "scheduler=linear", "scheduler.warmup=0", "backend.threads=1",
-        f"device={device.type}", f"output_root={folder}", "run=tiny", "evaluate.every=0", "optimizer.lr=0.001",
-        # AdamW's defaults, as in the other two
-        "precision=fp32", "optimizer.weight_decay=0.01", "optimizer.betas=[0.9,0.999]", "optimizer.decay_1d=true",
-    )  # fmt: skip
+    settings = (*SETTINGS, f"updates={total}", "backend.threads=1", f"device={device.type}", f"output_root={folder}",
+                "run=tiny", "evaluate.every=0")  # fmt: skip
     phase = stack.enter_context(open_phase(Request(settings, folder / "tiny_mlp.py")))
     return phase.updates()
 

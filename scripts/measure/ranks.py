@@ -1,6 +1,7 @@
 """Measure overhead and speedup of several ranks on this machine: two forked ranks over gloo.
 
 step  an update of gpt tiny on 2 equal ranks, against a loop with DistributedDataParallel written by hand
+small the same with an MLP 64-64-10, whose update takes less than the messages between the ranks
 slow  one rank 2 and 3 times slower: equal shares, a proportional split, measured shares, and the best there is
 
 Run: python scripts/measure/ranks.py step --rounds 20
@@ -15,12 +16,13 @@ import statistics
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, redirect_stdout
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import loop
 import torch
 import torch.distributed as dist  # noqa: TID251 - a script that compares with loops written by hand
 from torch.nn.parallel import DistributedDataParallel
@@ -85,17 +87,39 @@ def measure_ms_per_update(updates: Iterator[Any], number: int) -> float:
 
 
 def step(arguments: argparse.Namespace) -> float:
-    """Print both times of an update and their ratio; by hand, both ranks train on the same samples."""
+    """Measure an update of gpt tiny."""
+
+    def hand(total: int, share: int) -> Iterator[Any]:
+        case = Case(torch.device("cpu"), "tiny", "fp32", share, share, is_compiled=False)
+        return by_hand(case, total, wrap=partial(DistributedDataParallel, gradient_as_bucket_view=True))
+
+    return compare(arguments, hand, ("task.size=tiny", "precision=fp32"))
+
+
+def small(arguments: argparse.Namespace) -> float:
+    """Measure an update of a small MLP, read in batches and with a fused optimizer on both sides."""
+
+    def hand(total: int, share: int) -> Iterator[Any]:
+        wrap = partial(DistributedDataParallel, gradient_as_bucket_view=True)
+        return loop.tuned(total, torch.device("cpu"), batch=share, wrap=wrap)
+
+    return compare(arguments, hand, loop.SETTINGS, loop.TASK)
+
+
+def compare(
+    arguments: argparse.Namespace, hand: Callable[[int, int], Iterator[Any]], words: Sequence[str], task: str = ""
+) -> float:
+    """Print both times of an update and their ratio; by hand, both ranks train on the same samples.
+
+    hand  returns the updates by hand, for (total updates, samples per rank)
+    """
 
     def both(world: Any) -> dict[str, list[float]]:
         times: dict[str, list[float]] = {"hand": [], "ours": []}
-        share = BATCH // world.world_size
-        case = Case(torch.device("cpu"), "tiny", "fp32", share, share, is_compiled=False)
         with ExitStack() as stack:
             total = (arguments.rounds + 2) * arguments.block
-            wrap = partial(DistributedDataParallel, gradient_as_bucket_view=True)
-            ours = phase(world, stack, "task.size=tiny", f"updates={total}", "precision=fp32").updates()
-            loops: dict[str, Iterator[Any]] = {"hand": by_hand(case, total, wrap=wrap), "ours": ours}
+            ours = phase(world, stack, *words, f"updates={total}", task=task).updates()
+            loops: dict[str, Iterator[Any]] = {"hand": hand(total, BATCH // world.world_size), "ours": ours}
             for round_ in range(arguments.rounds + 1):
                 for name in sorted(loops, reverse=bool(round_ % 2)):
                     dist.barrier()
@@ -108,7 +132,7 @@ def step(arguments: argparse.Namespace) -> float:
     ratios = sorted(ours / hand for ours, hand in zip(times["ours"], times["hand"], strict=True))
     low, high = ratios[len(ratios) // 10], ratios[-1 - len(ratios) // 10]
     for name, spent in times.items():
-        print(f"{name:<9} {statistics.median(spent):.1f} ms per update")
+        print(f"{name:<9} {statistics.median(spent):.3f} ms per update")
     ratio = statistics.median(times["ours"]) / statistics.median(times["hand"])
     print(f"ours / hand (DistributedDataParallel): {ratio:.3f} (paired {statistics.median(ratios):.3f}, 80 % of rounds"
           f" {low:.3f} to {high:.3f})")  # fmt: skip
@@ -185,7 +209,7 @@ def slow(arguments: argparse.Namespace) -> float:
 def main() -> int:
     """Print the measurement; exit 1 if its figure is above the limit."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("step", "slow"))
+    parser.add_argument("what", choices=("step", "small", "slow"))
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--block", type=int, default=10)
     parser.add_argument("--limit", type=float, default=None, help="maximum of the figure; exit 1 above")
@@ -193,7 +217,7 @@ def main() -> int:
     sys.path.insert(0, str(ROOT))
     os.environ["OMP_NUM_THREADS"] = "1"
     print(f"torch {torch.__version__}, 2 ranks of 1 thread over gloo, {time.strftime('%Y-%m-%d')}")
-    figure = {"step": step, "slow": slow}[arguments.what](arguments)
+    figure = {"step": step, "small": small, "slow": slow}[arguments.what](arguments)
     return int(arguments.limit is not None and figure > arguments.limit)
 
 
