@@ -69,6 +69,7 @@ BOUNDS: Mapping[str, tuple[Bound, ...]] = {
             lambda got, base, phases: got["score"] >= phases["lora"]["metrics"]["val/score"],
         ),
     ),
+    "dynamo task.requests=held_out": (above("routing", of="one task for all"),),
 }
 MINUTES = 3.0
 
