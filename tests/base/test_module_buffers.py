@@ -133,3 +133,12 @@ def inference_tensor() -> Tensor:
 )  # fmt: skip
 def test_torch_can_write_where_no_two_elements_share_memory(tensor: Any, expected: bool) -> None:
     assert is_writable(tensor) is expected
+
+
+def test_a_buffer_without_values_does_not_prevent_that_others_are_restored() -> None:
+    holder = Holder()
+    holder.register_buffer("absent", None)
+    with restore_buffers([holder]):
+        change_in_place(holder, "saved")
+    assert torch.equal(holder.saved, torch.arange(4.0))  # type: ignore[arg-type]
+    assert holder.absent is None

@@ -99,3 +99,9 @@ def test_a_missing_checkpoint_is_refused(run: RunDirectory) -> None:
         choose_checkpoint(run, "7")
     with pytest.raises(InputMissing):
         choose_checkpoint(run, str(10**9))
+
+
+@pytest.mark.parametrize("wanted", [None, "best", "last", "7"])
+def test_a_run_without_a_valid_checkpoint_has_no_choice(wanted: str | None, tmp_path: Path) -> None:
+    with RunDirectory.create_or_open(tmp_path, "mine") as directory, pytest.raises(InputMissing):
+        choose_checkpoint(directory, wanted)

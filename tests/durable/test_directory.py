@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from runner.base.errors import AccelRunError, CannotCreate, ConfigError, Exit, InputMissing, RunInUse, SecurityRefusal
-from runner.durable.directory import RunDirectory, generate_run_name, is_safe_path, list_runs
+from runner.durable.directory import RunDirectory, generate_run_name, is_safe_path, last_modified, list_runs
 
 ROOT = Path(__file__).parents[2]
 
@@ -209,3 +209,25 @@ def test_default_names_are_allowed_and_differ(tmp_path: Path) -> None:
 )  # fmt: skip
 def test_every_component_of_a_path_in_a_run_must_be_a_plain_name(path: str, is_plain: bool) -> None:
     assert is_safe_path(path) == is_plain
+
+
+def test_a_run_whose_lock_file_was_replaced_by_another_process_ends(tmp_path: Path) -> None:
+    with RunDirectory.create_or_open(tmp_path, "one") as first:
+        first.check_location(pytest.fail)
+        for lock in first.path.glob("*lock*"):
+            lock.unlink()
+        with RunDirectory.create_or_open(tmp_path, "one"), pytest.raises(RunInUse):
+            first.check_location(pytest.fail)
+
+
+@pytest.mark.parametrize("missing", ["run.json", "metrics.jsonl"])
+def test_a_run_was_modified_when_one_of_its_files_was(missing: str, tmp_path: Path) -> None:
+    for number, name in enumerate(("run.json", "metrics.jsonl"), start=1):
+        (tmp_path / name).touch()
+        os.utime(tmp_path / name, (number, number))
+    assert last_modified(tmp_path) == 2
+    (tmp_path / missing).unlink()
+    assert last_modified(tmp_path) == (2 if missing == "run.json" else 1)
+    (tmp_path / "run.json").unlink(missing_ok=True)
+    (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
+    assert last_modified(tmp_path) == 0

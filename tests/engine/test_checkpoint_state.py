@@ -8,10 +8,11 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+import torch
 
 from runner.base.errors import DataError
 from runner.durable.checkpoint import LoadedCheckpoint, load, newest_valid
-from runner.engine.checkpoint_state import check_state
+from runner.engine.checkpoint_state import check_state, convert_state_errors
 from tests.engine.test_saving_of_runs import opened
 
 
@@ -80,3 +81,21 @@ def test_states_of_generators_that_would_read_beyond_their_words_are_refused(
 ) -> None:
     with pytest.raises(DataError, match="random"):
         check_state(changed(start, lambda state, _: change(state["random"])))
+
+
+@pytest.mark.parametrize("error", [DataError("another"), torch.OutOfMemoryError("CUDA out of memory.")])
+def test_errors_that_are_no_fault_of_the_state_are_raised_as_they_are(
+    error: Exception, start: LoadedCheckpoint
+) -> None:
+    with pytest.raises(type(error)) as caught, convert_state_errors(start):
+        raise error
+    assert caught.value is error
+
+
+@pytest.mark.parametrize("error", [KeyError("field"), RuntimeError("shape\nsecond line"), AssertionError()])
+def test_an_error_while_a_state_is_restored_names_the_checkpoint(error: Exception, start: LoadedCheckpoint) -> None:
+    with pytest.raises(DataError) as caught, convert_state_errors(start):
+        raise error
+    assert caught.value.__cause__ is error
+    assert caught.value.problems[0].where == str(start.path)
+    assert "second" not in str(caught.value)

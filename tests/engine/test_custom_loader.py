@@ -234,3 +234,16 @@ def test_a_worker_that_still_reads_is_killed_at_the_end() -> None:
     for worker in workers:
         worker.join(60)
     assert [worker.exitcode for worker in workers] == [-signal.SIGKILL]
+
+
+@pytest.mark.parametrize("error", [DataError("a file is missing"), torch.OutOfMemoryError("CUDA out of memory.")])
+def test_errors_that_name_their_own_cause_are_raised_as_they_are(error: Exception) -> None:
+    """Another error names the loader, and what it raised."""
+
+    def fails(read: Any, requests: Any) -> Iterator[Any]:
+        raise error
+        yield
+
+    with pytest.raises(type(error)) as caught:
+        list(loaded(fails))
+    assert caught.value is error

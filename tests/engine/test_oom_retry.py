@@ -396,3 +396,45 @@ def test_the_sample_that_exceeded_memory_is_named(wrapped: Callable[[BaseExcepti
     assert isinstance(result, OomCause)
     assert "sample 7" in result.text
     assert "of 7 EiB" in result.text
+
+
+def test_with_several_ranks_an_error_of_an_update_is_raised_at_once() -> None:
+    """The other ranks have continued, or wait in a collective."""
+    model, policy = Model(), Policy()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    retry = OomRetry(model, [*model.parameters()], optimizer, Precision(World(CPU)), CPU, policy, has_one_rank=False)
+    planted = torch.OutOfMemoryError(OUT_OF_MEMORY)
+
+    def update() -> StepInfo:
+        raise planted
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        retry.run(update)
+    assert caught.value is planted
+    assert policy.reduced == []
+
+
+@pytest.mark.parametrize(
+    ("error", "changes"),
+    [(ValueError("another error"), False), (torch.OutOfMemoryError(OUT_OF_MEMORY), True)],
+    ids=["not memory", "weights changed"],
+)
+def test_a_step_is_not_repeated_after_another_error_or_a_change(error: Exception, changes: bool) -> None:
+    model, policy, calls = Model(), Policy(), []
+    retry = retry_of(model, Precision(World(CPU)), policy, torch.optim.SGD(model.parameters(), lr=0.1))
+
+    def step() -> None:
+        calls.append(error)
+        if changes:
+            with torch.no_grad():
+                model.weight.mul_(2)
+        raise error
+
+    def update() -> StepInfo:
+        retry.apply(step)
+        return STEP
+
+    retry.snapshot.begin()
+    with pytest.raises(type(error)):
+        retry.apply(step)
+    assert calls == [error]

@@ -1,0 +1,289 @@
+"""The state of an optimizer: changes of a failed step, its size, and what an import restores or refuses."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, Adam, AdamW, Optimizer
+
+from runner.axes.optimizer import Lion
+from runner.base.errors import IncompatibleResume
+from runner.base.optimizer_state import (
+    StepChangeDetector,
+    expected_state_bytes,
+    export_state,
+    import_state,
+    state_bytes,
+)
+
+Weights = list[tuple[str, nn.Parameter]]
+
+
+def make_weights(count: int = 2) -> Weights:
+    return [(f"layer{number}", nn.Parameter(torch.arange(6.0).view(2, 3) + number)) for number in range(count)]
+
+
+def grouped(weights: Weights) -> list[dict[str, Any]]:
+    """Return parameter groups as the runner makes them: the first weight has its own."""
+    return [
+        {"params": [weight for _, weight in part], "names": [name for name, _ in part]}
+        for part in (weights[:1], weights[1:])
+        if part
+    ]
+
+
+def give_gradients(weights: Weights, scale: float = 1.0) -> None:
+    for number, (_, weight) in enumerate(weights, start=1):
+        weight.grad = torch.full_like(weight, scale * number)
+
+
+MAKERS: dict[str, Callable[[Any], Optimizer]] = {
+    "adamw": lambda weights: AdamW(grouped(weights), lr=0.1, foreach=False),
+    "adam foreach": lambda weights: Adam(grouped(weights), lr=0.1, foreach=True),
+    "fused adamw": lambda weights: AdamW(grouped(weights), lr=0.1, fused=True),
+    "sgd": lambda weights: SGD(grouped(weights), lr=0.1, foreach=False),
+    "sgd with momentum": lambda weights: SGD(grouped(weights), lr=0.1, momentum=0.9, foreach=False),
+}
+OPAQUE: dict[str, Callable[[Any], Optimizer]] = {
+    "fused sgd": lambda weights: SGD(grouped(weights), lr=0.1, fused=True),
+    "lion": lambda weights: Lion(
+        [{**group, "lr": 0.1, "weight_decay": 0.0} for group in grouped(weights)], betas=(0.9, 0.99)
+    ),
+    "rmsprop": lambda weights: torch.optim.RMSprop(grouped(weights), lr=0.1, momentum=0.5, centered=True),
+    "plain rmsprop": lambda weights: torch.optim.RMSprop(grouped(weights), lr=0.1),
+    "adafactor": lambda weights: torch.optim.Adafactor(grouped(weights), lr=0.1),
+    "nadam": lambda weights: torch.optim.NAdam(grouped(weights), lr=0.1),
+}
+
+
+# ---------------------------------------------------------------- a failed step
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_step_that_fails_before_it_changes_anything_leaves_no_state(name: str, num_steps: int) -> None:
+    """A step initializes the state of its parameters before it allocates memory for its computation."""
+    weights = make_weights()
+    optimizer = MAKERS[name](weights)
+    detector = StepChangeDetector(optimizer)
+    for _ in range(num_steps):
+        give_gradients(weights)
+        detector.begin()
+        optimizer.step()
+    before = copy.deepcopy(optimizer.state_dict()["state"])
+    detector.begin()
+    late = nn.Parameter(torch.ones(2))
+    optimizer.state[late] = {"step": torch.tensor(0.0), "exp_avg": torch.zeros(2)} if "adam" in name else {}
+    assert detector.is_unchanged()
+    assert late not in optimizer.state
+    assert repr(optimizer.state_dict()["state"]) == repr(before)
+
+
+@pytest.mark.parametrize("num_steps", [0, 1])
+@pytest.mark.parametrize("name", MAKERS)
+def test_a_step_that_changed_one_parameter_is_noticed(name: str, num_steps: int) -> None:
+    weights = make_weights()
+    optimizer = MAKERS[name](weights)
+    detector = StepChangeDetector(optimizer)
+    for _ in range(num_steps):
+        give_gradients(weights)
+        optimizer.step()
+    detector.begin()
+    optimizer.zero_grad()
+    give_gradients(weights[1:])
+    optimizer.step()
+    assert not detector.is_unchanged()
+
+
+def test_a_step_that_had_counted_for_one_new_state_is_noticed() -> None:
+    detector = StepChangeDetector(optimizer := AdamW(grouped(make_weights())))
+    detector.begin()
+    for step in (0.0, 1.0):
+        optimizer.state[nn.Parameter(torch.ones(2))] = {"step": torch.tensor(step)}
+    assert not detector.is_unchanged()
+
+
+@pytest.mark.parametrize("name", OPAQUE)
+def test_of_an_optimizer_whose_changes_have_no_versions_every_failed_step_may_have_changed_something(name: str) -> None:
+    detector = StepChangeDetector(OPAQUE[name](make_weights()))
+    detector.begin()
+    assert not detector.is_unchanged()
+
+
+# ---------------------------------------------------------------- size
+
+
+@pytest.mark.parametrize("name", [*MAKERS, *OPAQUE])
+def test_the_expected_size_is_that_after_a_step(name: str) -> None:
+    weights = make_weights(3)
+    optimizer = {**MAKERS, **OPAQUE}[name](weights)
+    expected = expected_state_bytes(optimizer)
+    assert state_bytes(optimizer) == 0
+    give_gradients(weights)
+    optimizer.step()
+    assert state_bytes(optimizer) == expected_state_bytes(optimizer) == expected
+
+
+class Counting(Optimizer):
+    """An optimizer of a task: a table shared by all parameters, a scalar on the host, a number, and a copy."""
+
+    def __init__(self, weights: Any) -> None:
+        super().__init__(weights, {})
+
+    def step(self, closure: Any = None) -> None:
+        table = torch.arange(4.0)
+        for group in self.param_groups:
+            for weight in group["params"]:
+                state = self.state[weight]
+                state["table"] = table
+                state["count"] = torch.tensor(3.0, dtype=torch.float64)
+                state["rate"] = 0.5
+                state["mean"] = weight.detach().half()
+
+
+def test_the_size_of_an_unknown_optimizer_is_two_tensors_per_parameter_until_it_has_a_state() -> None:
+    weights = make_weights()
+    optimizer = Counting(grouped(weights))
+    assert expected_state_bytes(optimizer) == 2 * 2 * 6 * 4
+    optimizer.step()
+    actual = 4 * 4 + 2 * 8 + 2 * 6 * 2  # the shared table counts once
+    assert state_bytes(optimizer) == expected_state_bytes(optimizer) == actual
+
+
+# ---------------------------------------------------------------- export and import
+
+
+def exported(optimizer: Optimizer) -> tuple[dict[str, Tensor], dict[str, Any]]:
+    tensors, rest = export_state(optimizer)
+    return {name: tensor.clone() for name, tensor in tensors.items()}, copy.deepcopy(rest)
+
+
+@pytest.mark.parametrize("name", [*MAKERS, *OPAQUE])
+def test_an_imported_state_continues_bitwise(name: str) -> None:
+    make = {**MAKERS, **OPAQUE}[name]
+    weights = make_weights()
+    optimizer = make(weights)
+    for scale in (1.0, -0.5):
+        give_gradients(weights, scale)
+        optimizer.step()
+    tensors, rest = exported(optimizer)
+    others = [(name, nn.Parameter(weight.detach().clone())) for name, weight in weights]
+    resumed = make(others)
+    give_gradients(others, 7.0)
+    resumed.step()  # a state that the import replaces
+    for (_, other), (_, weight) in zip(others, weights, strict=True):
+        other.data.copy_(weight)
+    import_state(resumed, tensors, rest)
+    for each, its in ((optimizer, weights), (resumed, others)):
+        give_gradients(its, 0.25)
+        each.step()
+    for (_, other), (_, weight) in zip(others, weights, strict=True):
+        assert torch.equal(other, weight)
+    assert [[*state] for state in resumed.state.values()] == [[*state] for state in optimizer.state.values()]
+
+
+def test_the_state_of_an_unknown_optimizer_is_restored_as_it_was() -> None:
+    weights = make_weights()
+    optimizer = Counting(grouped(weights))
+    optimizer.step()
+    tensors, rest = exported(optimizer)
+    assert len({tensor.data_ptr() for tensor in export_state(optimizer)[0].values()}) == len(tensors), "not shared"
+    assert export_state(optimizer)[0]["layer0.table"] is not optimizer.state[weights[0][1]]["table"]
+    assert export_state(optimizer)[0]["layer0.mean"].data_ptr() == optimizer.state[weights[0][1]]["mean"].data_ptr()
+    resumed = Counting(grouped(others := make_weights()))
+    import_state(resumed, tensors, rest)
+    for (_, one), (_, other) in zip(weights, others, strict=True):
+        expected, found = optimizer.state[one], resumed.state[other]
+        assert found.keys() == expected.keys()
+        assert found["rate"] == 0.5
+        for key in ("table", "count", "mean"):
+            assert torch.equal(found[key], expected[key])
+            assert found[key].dtype == expected[key].dtype
+            assert not found[key].requires_grad
+
+
+def test_parameters_without_state_stay_without() -> None:
+    weights = make_weights(3)
+    optimizer = AdamW(grouped(weights))
+    give_gradients(weights[1:2])
+    optimizer.step()
+    tensors, rest = exported(optimizer)
+    assert {name.partition(".")[0] for name in tensors} == {"layer1"}
+    others = make_weights(3)
+    resumed = AdamW(grouped(others))
+    import_state(resumed, tensors, rest)
+    assert list(resumed.state) == [others[1][1]]
+
+
+def rename(tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+    tensors["other.step"] = tensors.pop("layer1.step")
+
+
+def drop(tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+    del tensors["layer0.exp_avg"]
+
+
+def cut(tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+    tensors["layer1.exp_avg"] = tensors["layer1.exp_avg"][:1]
+
+
+def widen(tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+    tensors["layer1.exp_avg"] = tensors["layer1.exp_avg"].double()
+
+
+def add_number(tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+    rest["numbers"]["layer0.rate"] = 1.0
+
+
+def change_kind(tensors: dict[str, Tensor], rest: dict[str, Any]) -> None:
+    rest["optimizer"] = "torch.Adam"
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        (rename, "layer1.step"), (drop, "layer0.exp_avg"), (cut, "(1, 3)"), (widen, "float64"),
+        (add_number, "layer0.rate"), (change_kind, "torch.Adam,"),
+    ],
+    ids=lambda value: getattr(value, "__name__", ""),
+)  # fmt: skip
+def test_a_state_that_does_not_fit_is_refused_and_changes_nothing(change: Callable[..., None], named: str) -> None:
+    weights = make_weights()
+    optimizer = AdamW(grouped(weights))
+    give_gradients(weights)
+    optimizer.step()
+    tensors, rest = exported(optimizer)
+    change(tensors, rest)
+    before = repr(optimizer.state_dict()["state"])
+    with pytest.raises(IncompatibleResume) as caught:
+        import_state(optimizer, tensors, rest)
+    assert named in str(caught.value)
+    assert repr(optimizer.state_dict()["state"]) == before
+
+
+@pytest.mark.parametrize("default", [torch.float32, torch.float64])
+@pytest.mark.parametrize("name", [*MAKERS, *OPAQUE])
+def test_an_imported_state_has_the_types_of_one_that_torch_initializes(name: str, default: torch.dtype) -> None:
+    make = {**MAKERS, **OPAQUE}[name]
+    torch.set_default_dtype(default)
+    try:
+        weights = make_weights()
+        optimizer = make(weights)
+        give_gradients(weights)
+        optimizer.step()
+        tensors, rest = exported(optimizer)
+        resumed = make(others := make_weights())
+        import_state(resumed, tensors, rest)
+        for (_, one), (_, other) in zip(weights, others, strict=True):
+            for key, value in optimizer.state[one].items():
+                found = resumed.state[other][key]
+                if isinstance(value, Tensor):
+                    assert (found.dtype, found.device, found.shape) == (value.dtype, value.device, value.shape), key
+                    assert not found.requires_grad
+    finally:
+        torch.set_default_dtype(torch.float32)
