@@ -176,19 +176,28 @@ def choose_interface(rank_info: RankInfo) -> None:
     rank 0. Many systems resolve the host name to 127.0.0.1: gloo would listen there, and the others would wait.
     """
     name = find_interface(rank_info)
-    if name:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if not name:
+        return
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
+    if _is_on_one_machine(rank_info):
+        # NCCL's bootstrap listens on a network card even if all ranks are on this machine; = asks for an exact match.
+        # On several machines NCCL finds its interfaces itself, and may use several.
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
 
 
 def find_interface(rank_info: RankInfo) -> str:
     """Return the name of the interface, empty if the routes do not determine it."""
-    if rank_info.num_local_ranks == rank_info.world_size or rank_info.store.startswith("file:"):
+    if _is_on_one_machine(rank_info):
         return _interface_name("127.0.0.1")
     host, _, port = rank_info.store.partition("://")[2].rpartition(":")
     address = _route_address(host, int(port))
     if not address or ip_address(address).is_loopback:  # rank 0 resolved its own name
         address = _route_address(_EXTERNAL_ADDRESS, int(port))
     return _interface_name(address)
+
+
+def _is_on_one_machine(rank_info: RankInfo) -> bool:
+    return rank_info.num_local_ranks == rank_info.world_size or rank_info.store.startswith("file:")
 
 
 def _route_address(host: str, port: int) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import socket
 from types import SimpleNamespace
 from typing import ClassVar
@@ -10,7 +11,8 @@ import psutil  # type: ignore[import-untyped]
 import pytest
 
 from runner.base.rank_env import RankInfo
-from runner.distributed.join import find_interface
+from runner.distributed import join
+from runner.distributed.join import choose_interface, find_interface
 
 ADDRESSES = {
     "lo": ["127.0.0.1", "::1", "00:00:00:00:00:00"],
@@ -25,6 +27,19 @@ def test_ranks_of_one_machine_use_the_loopback_interface(store: str, monkeypatch
     rows = {name: [SimpleNamespace(address=address) for address in result] for name, result in ADDRESSES.items()}
     monkeypatch.setattr(psutil, "net_if_addrs", lambda: rows)
     assert find_interface(RankInfo(0, 0, 2, 2, store)) == "lo"
+
+
+@pytest.mark.parametrize(
+    ("num_local_ranks", "given", "expected"), [(2, "", "=lo"), (2, "eth1", "eth1"), (1, "", ""), (1, "eth1", "eth1")]
+)
+def test_nccl_listens_on_the_loopback_interface_unless_there_are_several_machines(
+    num_local_ranks: int, given: str, expected: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    environment = {"NCCL_SOCKET_IFNAME": given} if given else {}
+    monkeypatch.setattr(os, "environ", environment)
+    monkeypatch.setattr(join, "find_interface", lambda rank_info: "lo")
+    choose_interface(RankInfo(0, 0, 2, num_local_ranks, "tcp://127.0.0.1:29500"))
+    assert environment.get("NCCL_SOCKET_IFNAME", "") == expected
 
 
 def test_no_interface_is_chosen_if_none_has_the_address(monkeypatch: pytest.MonkeyPatch) -> None:
