@@ -70,7 +70,7 @@ class Batch:
 def divide(
     total: int, micro: int | Literal["auto"], shares: tuple[int, ...], *, ragged: bool = False
 ) -> Batch | Problem:
-    """Return the division of `total` samples, or a Problem that lists the nearest valid sizes.
+    """Return the division of `total` samples, or a Problem with the nearest valid sizes.
 
     ragged  allow a smaller last micro-batch of a share: same results, possibly slower kernels
     """
@@ -85,8 +85,14 @@ def divide(
             f"use micro_batch_size={max(shares)}, or global_batch_size={micro * len(shares)}",
         )
     if not ragged and total % micro:
-        below, above = total // micro * micro, -(-total // micro) * micro
-        near = ", ".join(str(size) for size in (below, above) if size > 0)
-        what = f"must be a multiple of micro_batch_size ({micro}), but is {total}"
-        return Problem(what, f"global_batch_size={total}", f"nearest: {near}")
+        # The micro-batch first: another global batch would change the results.
+        smaller = max(size for size in range(1, micro) if total % size == 0)
+        larger = next((size for size in range(micro, max(shares) + 1) if total % size == 0), smaller)
+        sizes = " or ".join(f"micro_batch_size={size}" for size in dict.fromkeys((smaller, larger)))
+        multiples = " or ".join(f"global_batch_size={near * micro}" for near in (total // micro, -(-total // micro)))
+        return Problem(
+            f"must divide global_batch_size ({total}), but is {micro}",
+            f"micro_batch_size={micro}",
+            f"use {sizes}, or change the update: {multiples}",
+        )
     return Batch(total, micro, shares)

@@ -247,7 +247,10 @@ def _check_paths(request: Request) -> None:
         fix = f"use --task {name}" if file.is_file() else f"create it: accel-run new {name}"
         if not file.is_file() and (near := find_nearest(file.stem, others)):
             fix = f"use --task {shlex.quote(str(file.with_stem(near)))}"
-        raise InputMissing(f"{request.task_file} does not exist", where="--task", fix=fix)
+        what = "does not exist"
+        if request.task_file.is_dir():
+            what, fix = "is a folder; expected a file", f"use --task {shlex.quote(str(request.task_file / 'task.py'))}"
+        raise InputMissing(f"{request.task_file} {what}", where="--task", fix=fix)
     if request.config_dir and not request.config_dir.is_dir():
         raise InputMissing(
             f"{request.config_dir} is not a folder",

@@ -586,6 +586,8 @@ def test_parameters_of_helpers_in_a_task_file_are_not_settings(tmp_path: Path) -
 def test_a_missing_file_or_folder_is_reported_at_once(tmp_path: Path) -> None:
     with pytest.raises(InputMissing, match="does not exist"):
         composed(task=tmp_path / "none.py")
+    with pytest.raises(InputMissing, match="is a folder; expected a file"):
+        composed(task=tmp_path)
     with pytest.raises(InputMissing, match="is not a folder"):
         composed(folder=tmp_path / "none")
 
