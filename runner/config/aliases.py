@@ -14,7 +14,7 @@ PRECISION_NAMES = {
 
 _OWN_TASK = "define your model in a task file: accel-run new my_task.py, then --task ./my_task.py"
 _RANKS = "parallelism=ddp parallelism.world_size={}"
-_BATCH = "global_batch_size={} (samples per update) or micro_batch_size={} (samples per pass)"
+_BATCH = "global_batch_size={} (samples per update) or micro_batch_size={} (samples per forward and backward pass)"
 _ACCUMULATION = "global_batch_size=64 micro_batch_size=16; accumulation follows: 64 = 16 x 4"
 _RESUME = "accel-run resume, or resume NAME; a new run that starts from another one: resume=NAME"
 _TASK_SETTING = "such a setting belongs to a task: task.NAME=VALUE, for the keys of its build()"
@@ -176,9 +176,11 @@ _ABSENT_REASONS: Mapping[str, str] = {
     "max_seq_length block_size num_classes hidden_size num_layers augment shuffle group_by_length"
     " smoothing label_smoothing_factor n_layer n_head n_embd num_heads patch_size vocab_size seq_len max_seq_len "
     "seq_length context_length",
-    _RENDEZVOUS_SETTING: "dist_backend dist_url master_port master_addr node_rank rdzv_backend rdzv_endpoint rdzv_id "
-    "init_method ddp_find_unused_parameters find_unused_parameters"
-    " distributed_backend parallelism.backend machine_rank main_process_port main_process_ip",
+    _RENDEZVOUS_SETTING: "dist_url master_port master_addr node_rank rdzv_backend rdzv_endpoint rdzv_id "
+    "init_method machine_rank main_process_port main_process_ip",
+    "the device selects the backend: NCCL for GPUs, gloo for the CPU": "dist_backend distributed_backend"
+    " parallelism.backend",
+    "unused parameters are always found": "ddp_find_unused_parameters find_unused_parameters",
     "weights, gradients and optimizer state stay on the device": "offload offload_optimizer offload_param cpu_offload",
     "a model is divided by parallelism=fsdp or parallelism=pipeline": "tp tp_size tensor_parallel "
     "tensor_model_parallel_size",

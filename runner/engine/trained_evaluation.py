@@ -84,7 +84,9 @@ def evaluate_run(source: ModelSource, split: str, level: Level | None, plan: Pla
 
 
 def _make_fetcher(parts: Parts, split: str) -> Fetcher:
-    fix = did_you_mean(split, SPLITS) or "use a split that its dataset(split) returns"
+    fix = "use a split that its dataset(split) returns"
+    if split not in SPLITS:
+        fix = did_you_mean(split, SPLITS) or fix
     problem = Problem(f"the task has no split {split}", f"split={split}", fix)
     try:
         return parts.fetcher(split, evaluates=True)

@@ -249,7 +249,7 @@ def _check_modules(only: Iterable[str], names: Collection[str]) -> None:
     top_modules = sorted({tensor.partition(".")[0] for tensor in names})
     problems = [
         Problem(
-            f"the model has no {name}; it has {abbreviate(top_modules, 8)}",
+            f"the model has no module or tensor {name}; at the top level, it has {abbreviate(top_modules, 8)}",
             "weights.only",
             did_you_mean(name, module_prefixes([*names])),
         )

@@ -140,7 +140,7 @@ accel-run: 2 problems
   1. train.py: is not a setting; settings have the form key=value
      use --task train.py
   2. --batch-size 32: unknown option; settings have the form key=value
-     use global_batch_size=32 (samples per update) or micro_batch_size=32 (samples per pass)
+     use global_batch_size=32 (samples per update) or micro_batch_size=32 (samples per forward and backward pass)
 """,
     "train --epochs=3": """\
 accel-run: --epochs=3: unknown option; settings have the form key=value
@@ -276,8 +276,8 @@ accel-run: +extra=1: unknown key
            accel-run plan shows every key
 """,
     "train global_batch_size=64 micro_batch_size=12": """\
-accel-run: global_batch_size=64: must be a multiple of micro_batch_size (12), but is 64
-           nearest: 60, 72
+accel-run: micro_batch_size=12: must divide global_batch_size (64), but is 12
+           use micro_batch_size=8 or micro_batch_size=16, or change the update: global_batch_size=60 or global_batch_size=72
 """,
     "train micro_batch_size=64": """\
 accel-run: micro_batch_size=64: must be at most global_batch_size (16), but is 64
@@ -309,7 +309,7 @@ accel-run: run={"a" * 201}: a run name must have at most 200 letters, but has 20
 """,
     "train batch_size=32": """\
 accel-run: batch_size=32: unknown key
-           use global_batch_size=32 (samples per update) or micro_batch_size=32 (samples per pass)
+           use global_batch_size=32 (samples per update) or micro_batch_size=32 (samples per forward and backward pass)
 """,
     "train accumulate_grad_batches=4": """\
 accel-run: accumulate_grad_batches=4: unknown key

@@ -152,6 +152,19 @@ def test_a_misspelled_split_is_a_configuration_error(server: ForkServer, tmp_pat
     assert refused(server, tmp_path, "split=test").code == 66
 
 
+@pytest.mark.slow
+def test_a_split_that_the_task_lacks_is_not_suggested(server: ForkServer, tmp_path: Path) -> None:
+    lacks = "if split == 'test': raise NotImplementedError"
+    own = tmp_path / "own.py"
+    own.write_text(
+        TASK.read_text().replace("def dataset(self, split):\n", f"def dataset(self, split):\n        {lacks}\n")
+    )
+    assert server.run(["train", "--task", str(own), "run=mine", "updates=2", *ON_CPU], tmp_path).code == 0
+    missing = refused(server, tmp_path, "split=test")
+    assert missing.code == 78
+    assert "did you mean" not in missing.err
+
+
 def test_missing_runs_and_checkpoints_are_refused_with_existing_ones(server: ForkServer, tmp_path: Path) -> None:
     train(server, tmp_path, "checkpoint.every=2updates", "checkpoint.keep=5")
     assert refused(server, tmp_path, "split=dev").code == 78
