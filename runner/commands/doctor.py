@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 HELP = """usage: accel-run doctor [--json] [device=DEVICE] [checks=[NAME,...]] [output_root=DIR]
        accel-run doctor first_contact [--json] [device=DEVICE] [output_root=DIR] [key=value ...]
 
-Checks what training needs on this machine: packages, driver, versions, limits, disk, other processes on each GPU,
-matrix products against float64. Each check prints ok, warn, FAIL or skip with its result, and below it why it
-matters and how to fix it. A check that crashes or hangs counts as FAIL; the remaining checks still
-run. To measure how fast the machine is, use accel-run benchmark suite=machine.
+Tests whether this machine can train: packages, driver, versions, limits, disk, other processes on each GPU, matrix
+products against float64. Each check prints ok, warn, FAIL or skip with its result. Problems are repeated at the end,
+with the reason why they matter and a fix. A check that crashes or hangs counts as FAIL, and the other checks continue.
+To measure how fast the machine is, use accel-run benchmark suite=machine.
 
-first_contact compares the program's predictions for a GPU (formats, kernels, memory, times, waits) with measurements,
-in at most five minutes. Use it for a kind of GPU that accel-run has not been tested on. It writes first_contact.json
-and first_contact.md, a page to send, to output_root. Settings of train select another model. In a checkout on a machine
-without a GPU, it tests itself on a simulated one, and says so.
+first_contact compares predictions for a GPU (formats, kernels, memory, times, waits) with measurements, in at most five
+minutes. Use it on a kind of GPU that accel-run has not been tested on. It writes first_contact.json and
+first_contact.md to output_root; please send both to the maintainers. Settings of train select another model. In a
+checkout on a machine without a GPU, it tests itself on a simulated GPU, and the results state that.
 
   --json            print one JSON object: findings, counts, hardware
   device=DEVICE     auto (all devices), cpu, cuda, cuda:1, mps

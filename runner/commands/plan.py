@@ -26,7 +26,8 @@ HELP = f"""usage: accel-run plan [key=value ...]
 
 Shows every value of the run with its reason, the predicted memory, and the predicted time of an update, without
 training. With a hardware profile it plans for that machine, even if it is not this one. If the run would not fit, it
-lists settings that would. Exits with 78 and lists all problems if the configuration is invalid.
+lists settings that would. To predict memory and time, it runs the task's code on fake tensors. Exits with 78 and lists
+all problems if the configuration is invalid.
 
 {SETTINGS_HELP}
 examples
