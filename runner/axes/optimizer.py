@@ -330,6 +330,7 @@ class Lion(Optimizer):
                 if not state:
                     state["exp_avg"] = torch.zeros_like(weight)
                 momentum = state["exp_avg"]
+                # The momentum changes last: the update uses the old one.
                 weight.mul_(1.0 - group["lr"] * group["weight_decay"])
                 weight.add_(momentum.lerp(weight.grad, 1.0 - update_decay).sign_(), alpha=-group["lr"])
                 momentum.lerp_(weight.grad, 1.0 - momentum_decay)
@@ -337,6 +338,8 @@ class Lion(Optimizer):
 
 class MuonWithAdamW(Optimizer):
     """Two torch optimizers behind one interface, which share its groups and state.
+
+    torch.optim.Muon accepts matrices only. Checkpoints, schedules and the float16 scaler expect one optimizer.
 
     groups  parameter groups, each with a key "rule": muon or adamw
     """
@@ -352,7 +355,7 @@ class MuonWithAdamW(Optimizer):
         if by_rule["adamw"]:
             self.rules.append(torch.optim.AdamW(by_rule["adamw"], **adamw_options))
         for rule in self.rules:
-            rule.state = self.state
+            rule.state = self.state  # so that state_dict() contains the state of both
 
     def step(self, closure: None = None) -> None:  # type: ignore[override]
         for rule in self.rules:
@@ -375,6 +378,7 @@ def build_optimizer(function: str, parameters: Parameters, options: Mapping[str,
         what = f"must contain all {len(names)} parameters passed to it, but contains {len(held)}"
         raise TaskFault(what, where=function, fix="pass all of them to the optimizer, in groups if they differ")
     for group in optimizer.param_groups:
+        # Checkpoints store optimizer state by parameter name (base/optimizer_state.py).
         group["names"] = [names[id(parameter)] for parameter in group["params"]]
         group.setdefault("lr_scale", 1.0)
         group.setdefault("base_lr", float(group["lr"]) / group["lr_scale"])
@@ -389,7 +393,7 @@ def check_library(function: str, options: Mapping[str, Any], device: torch.devic
 
 
 def set_learning_rate(optimizer: Optimizer, factor: float) -> float:
-    """Set each group's learning rate to its base rate times `factor`; return the rate of a group with lr_scale 1."""
+    """Set each group's learning rate to base rate x lr_scale x `factor`; return the rate without lr_scale."""
     for group in optimizer.param_groups:
         rate = group["base_lr"] * group["lr_scale"] * factor
         if isinstance(group["lr"], Tensor):  # torchao's compiled step reads the tensor it was compiled with
@@ -420,6 +424,7 @@ def _groups(
         )
     if problems:
         raise ConfigError(problems)
+    # As few groups as possible: foreach and fused kernels run once per group.
     groups: dict[tuple[float, bool, str], dict[str, Any]] = {}
     for name, parameter in parameters:
         matching = [prefix for prefix in lr_scales if is_under(name, prefix)]
@@ -539,7 +544,7 @@ def _torchao(groups: list[dict[str, Any]], **options: Any) -> Optimizer:
 
 
 def _import_quietly(name: str) -> Any:
-    """Import a library that prints about kernels for other machines; raise _Unusable if the import fails."""
+    """Import a library that logs missing kernels of other machines; raise _Unusable if the import fails."""
     logger = logging.getLogger(name.partition(".")[0])
     level = logger.level
     logger.setLevel(logging.CRITICAL)

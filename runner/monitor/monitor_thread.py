@@ -111,6 +111,7 @@ class Monitor(NoMonitor):
         self.path_csv, self.interval_s = path_csv, interval_s
         self._uuids, self._root = uuids, root
         self._phase = ""
+        # The thread replaces these mappings and tuples and never changes them, so that readers need no lock.
         self._latest: Readings = MappingProxyType({})
         self._users: Mapping[str, tuple[GpuUser, ...]] = MappingProxyType({})
         self._devices: Mapping[str, SampledGpu] = MappingProxyType({})
@@ -254,6 +255,7 @@ class Monitor(NoMonitor):
 
     def _sample_until(self, stopping: threading.Event, host: Host, gpus: TimeoutCall[_GpuSample]) -> None:
         self._taken_s = answered = time.monotonic()
+        # Wait for the driver before the first row, so that it has the GPUs; in short steps, so that stop() ends it.
         opened: _GpuSample | None = None
         while opened is None and not stopping.is_set() and time.monotonic() - answered < OPEN_TIMEOUT_S:
             opened = gpus.next_item(0.1)
@@ -263,7 +265,7 @@ class Monitor(NoMonitor):
             self._num_earlier_bytes = file.num_earlier_bytes
         timeout_s = READ_TIMEOUT_S if opened else 0.0
         before = due = time.monotonic()
-        wall = time.time() - before
+        wall = time.time() - before  # once: rows stay in order if the clock of the machine is set
         delay = min(MIN_SPAN_S, self.interval_s)
         try:
             stopped = False
@@ -407,6 +409,7 @@ Item = TypeVar("Item")
 class TimeoutCall(Generic[Item]):
     """Run a generator in a daemon thread; each call to `next_item` requests one item.
 
+    NVML has no timeouts, and a call into a hanging driver cannot be interrupted, so it needs a thread to abandon.
     A hanging request is not repeated: a later call returns its item if it arrives.
     """
 

@@ -164,6 +164,7 @@ class Nvml:
             return None
         try:
             value = metric.query(reading)
+        # Mismatch and AttributeError: the installed driver or nvidia-ml-py is older and lacks this function.
         except (self._library.NVMLError, self._library.NVMLLibraryMismatchError, AttributeError) as error:
             code = getattr(error, "value", None)
             if code in _LOST:
@@ -189,6 +190,7 @@ class Nvml:
         watched = {}
         for gpu in self.gpus if events is not None else ():
             handle = self._handles[gpu]
+            # Only supported types: NVML refuses the whole registration if one of them is not.
             types = (_query(self._library, self._library.nvmlDeviceGetSupportedEventTypes, handle) or 0) & sum(_EVENTS)
             if gpu.index in indices and types:
                 try:
@@ -433,14 +435,15 @@ def _ecc(reading: GpuReading, kind: str) -> float:
 
 _NOT_AVAILABLE = (0xFFFFFFFF, 0xFFFFFFFFFFFFFFFF)  # NVML_VALUE_NOT_AVAILABLE, 32 and 64 bit
 NO_DRIVER = "no NVIDIA driver is installed (libnvidia-ml.so.1 not found)"
-_REASONS: Mapping[Any, str] = {
-    4: "no permission to query the NVIDIA driver",
-    9: "the NVIDIA driver is not loaded",
-    12: NO_DRIVER,
+_REASONS: Mapping[Any, str] = {  # by NVML_ERROR_...
+    4: "no permission to query the NVIDIA driver",  # NO_PERMISSION
+    9: "the NVIDIA driver is not loaded",  # DRIVER_NOT_LOADED
+    12: NO_DRIVER,  # LIBRARY_NOT_FOUND
+    # LIB_RM_VERSION_MISMATCH, after an update of the driver
     18: "the library and the kernel module of the NVIDIA driver have different versions; restart the machine",
 }
 
-# Without idle (1), clocks set by the user (2) and display clocks (256).
+# Bits of nvmlClocksEventReason..., without idle (1), clocks set by the user (2) and display clocks (256).
 THROTTLE_REASONS: Mapping[int, str] = {
     4: "power limit",
     8: "hardware slowdown",
@@ -466,7 +469,7 @@ THROTTLE_MEANINGS: Mapping[str, str] = {
 NORMAL_THROTTLING = ("power limit", "board limit", "sync boost", "reliability")
 
 _NO_PERMISSION = 4
-_LOST: Mapping[Any, str] = {
+_LOST: Mapping[Any, str] = {  # NVML_ERROR_GPU_IS_LOST, NVML_ERROR_RESET_REQUIRED
     15: "it has fallen off the bus; restart the machine, and check its power and seating if this happens again",
     16: "it must be reset before it can be used again: nvidia-smi --gpu-reset, or restart the machine",
 }

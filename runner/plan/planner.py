@@ -51,6 +51,8 @@ def make_plan(
     Raises ConfigError with every problem, DeviceMissing if a device requested by name is not in the inventory.
     """
     planner = _Planner(configuration, inventory, needs)
+    # Each step uses the earlier ones: the strategy decides how many devices there are, the weakest device limits the
+    # options, and both limit the batch. Steps add to planner.problems and continue, so that all problems are reported.
     chosen = planner.choose_gpu()
     planner.choose_strategy(chosen, ranks)
     gpu = planner.assign_devices(chosen, ranks)
@@ -231,6 +233,7 @@ class _Planner(Decisions):
         self.ranks = self._limit_memory([RankDevice.of(gpu, self.inventory) for gpu in gpus])
         self.set("parallelism", "world_size", len(gpus), why or self.reasons.get("parallelism.world_size", "as given"))
         used = [gpu for gpu in gpus if gpu is not None]
+        # All ranks must use one number format: they add their gradients.
         weakest = min(used, key=lambda gpu: (gpu.capability or (0, 0), gpu.native_bf16, gpu.formats.fp16), default=None)
         if weakest is not None and len({(gpu.capability, gpu.architecture) for gpu in used}) > 1:
             self.notes.append(f"all ranks compute in one format, chosen for {weakest.name}")
@@ -350,7 +353,7 @@ class _Planner(Decisions):
             problem = dataclasses.replace(batch, where=where)
             if problem.what not in [other.what for other in self.problems]:  # phases usually have the batch of the run
                 self.problems.append(problem)
-            return Batch(0, 0, ())
+            return Batch(0, 0, ())  # a placeholder: make_plan raises the problem
         if lead:
             self.phase_keys[f"{lead}micro_batch_size"] = batch.micro_batch_size
             self.phase_keys[f"{lead}accumulation_steps"] = batch.accumulation_steps

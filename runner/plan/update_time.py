@@ -316,6 +316,7 @@ def predict_phase_time(
     update = _Update(plan, phase, demand, devices)
     if phase.batch.stages > 1:
         return update.predict_pipeline()
+    # One rank of each kind: ranks with the same device and share take the same time.
     kinds = {
         (rank.name, share): number
         for number, (rank, share) in enumerate(zip(plan.ranks, phase.batch.shares, strict=True))
@@ -400,6 +401,7 @@ class _Update:
         self, schedule: partition.Schedule, seconds: Sequence[float], passes: Sequence[ComputeCost], num_passes: int
     ) -> Part:
         size = self.phase.batch.stages
+        # Each pipeline has its own ring; the slowest one determines the update.
         rings = [make_ring(self.devices[first : first + size]) for first in range(0, len(self.devices), size)]
         received = max(work.received for work in passes)
         sends = [ring.send(received) for ring in rings if ring is not None]
@@ -427,6 +429,7 @@ class _Update:
             ),
             Part(OPTIMIZER, device.access_time(step.moved_bytes), f"{_format_si(step.moved_bytes)}B {memory}"),
         ]
+        # The host times are those of eager operators; compiled code launches fewer kernels.
         if self.plan.ranks[rank].is_gpu and self.memory_factor == 1.0:
             launches = work.launches + step.launches
             launch_s = SELECTIVE_LAUNCH_S if self.plan.choices["memory"].function == "selective" else LAUNCH_S

@@ -43,8 +43,8 @@ class LadderRequest:
 
     def effective(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
         """Return the techniques of a stack whose settings no later technique overrides."""
-        words = set(stack_overrides(members, self.base, self.configuration))
-        return tuple(technique for technique in members if words.issuperset(technique.overrides))
+        overrides = set(stack_overrides(members, self.base, self.configuration))
+        return tuple(technique for technique in members if overrides.issuperset(technique.overrides))
 
 
 def run(suite_request: SuiteRequest) -> SuiteReport:
@@ -99,11 +99,11 @@ class Ladder:
     ) -> None:
         self.request, self.suite_request, self.context, self.keep = ladder_request, suite_request, context, keep
         self.rows: dict[str, LadderRow] = {}
-        lacks = {
+        obstacles = {
             technique.name: technique.why_not(ladder_request.configuration, context.plan.device)
             for technique in ladder_request.members
         }
-        self.skipped = {name: why for name, why in lacks.items() if why}
+        self.skipped = {name: why for name, why in obstacles.items() if why}
         self.notes = [*context.notes]
         self.deadline = time.monotonic() + suite_request.budget_s
 
@@ -175,6 +175,7 @@ class Ladder:
     def _drop_exclusive(self, members: Sequence[Technique]) -> tuple[Technique, ...]:
         """Drop techniques that change the numerical results; of mutually exclusive ones, keep only the fastest."""
         kept: list[Technique] = []
+        # Their single results decide, because measuring all combinations would take too long.
         for technique in members:
             row = self.rows.get(technique.name)
             if row is None or row.outcome.is_wrong:
