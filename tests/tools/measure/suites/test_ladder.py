@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
+import re
 import signal
 import statistics
 from dataclasses import replace
@@ -518,3 +519,12 @@ def test_techniques_without_time_are_reported_with_the_baseline(tmp_path: Path, 
 
     assert report.skipped["late"].startswith("not tried")
     assert set(columns_of(tmp_path)) == {BASELINE}
+
+
+def test_the_page_on_benchmarks_describes_every_column() -> None:
+    page = (Path(__file__).parents[4] / "docs" / "benchmark.md").read_text(encoding="utf-8")
+    table = page.partition("### Columns")[2].partition("\n\n`")[0]
+    described = {
+        name for row in re.findall(r"^\| (`.+?) \|", table, re.MULTILINE) for name in re.findall(r"`(.+?)`", row)
+    }
+    assert described == {*ladder.SPEED_COLUMNS, *ladder.COST_COLUMNS}
