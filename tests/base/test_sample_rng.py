@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import pickle
-from collections.abc import Sequence
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
 
+import numpy as np
 import pytest
+import torch
 
 from runner.base import sample_rng
-from runner.base.sample_rng import SampleStreams
+from runner.base.sample_rng import EverySample, SampleStreams, global_generators, seeded_generators
 
 NUM_SAMPLES = 400  # more than the first samples, for which all generators are seeded
 
@@ -117,3 +121,166 @@ def test_generators_are_restored_when_reading_is_interrupted(num_read: int, gene
         streams.read(interrupted, NUM_SAMPLES)
     assert [each.state for each in generators] == [5, 5, 5]
     assert not streams.is_seeding
+
+
+DRAWS: dict[str, Callable[[], Any]] = {
+    "torch": lambda: torch.randint(2**62, (3,)).tolist(),
+    "torch pair": lambda: torch.randn(3).tolist(),
+    "numpy": lambda: np.random.randint(2**31, size=3).tolist(),
+    "numpy pair": lambda: np.random.standard_normal(3).tolist(),  # NumPy keeps the second number of a pair
+    "python": lambda: [random.getrandbits(60) for _ in range(3)],
+    "python pair": lambda: [random.gauss(0, 1) for _ in range(3)],
+}
+
+# of seed 3, split train, sample 17 of epoch 1
+GOLDEN_DRAWS = [
+    [4181575970471210357, 2499153151618107939, 1729531373716167401],
+    [1623631425, 1316085987, 2051300262],
+    [216631969345778328, 946277726734259621, 188319575857926800],
+]
+GOLDEN_NUMBER = 881212424532767265
+
+
+def test_draws_of_a_key_are_those_of_earlier_versions() -> None:
+    """A run that is resumed with a newer version draws what it would have drawn."""
+    with seeded_generators(3, "train", "sample", 1, 17):
+        drawn = [DRAWS[name]() for name in ("torch", "numpy", "python")]
+    assert drawn == GOLDEN_DRAWS
+    assert SampleStreams("train").number("sample", 1, 17) == GOLDEN_NUMBER
+    numbers = [SampleStreams(split).number(number) for split in ("train", "val") for number in range(200)]
+    assert len(set(numbers)) == 400
+    assert 2**62 < max(numbers) < 2**63
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_draws_depend_on_the_key_alone_and_change_nothing_outside(name: str) -> None:
+    draw = DRAWS[name]
+    outside = []
+    for is_interrupted in (False, True):
+        with seeded_generators(1, "outside"):
+            outside.append(draw())  # leaves a number of a pair
+            if is_interrupted:
+                with seeded_generators(2, "inside"):
+                    draw()
+            outside.append([draw(), draw()])
+    assert outside[:2] == outside[2:]
+    results = []
+    for key in ((2, "a"), (2, "b"), (3, "a"), (2, "a")):
+        draw()  # from an unknown state
+        with seeded_generators(*key):
+            results.append(draw())
+    assert results[0] == results[3]
+    assert results[0] != results[1] != results[2] != results[0]
+
+
+@pytest.mark.parametrize("number", range(3))
+@pytest.mark.parametrize("kind", ["", " pair"])
+def test_each_generator_continues_from_a_state(number: int, kind: str) -> None:
+    generator, draw = global_generators()[number], DRAWS[("torch", "numpy", "python")[number] + kind]
+    outer = generator.get_state()
+    draw()
+    state = generator.get_state()
+    assert generator.get_state() == state, "reading it changes nothing"
+    first = draw()
+    assert generator.get_state() != state
+    draw()
+    generator.set_state(state)
+    assert generator.get_state() == state
+    assert draw() == first
+    generator.set_state(outer)
+    assert generator.get_state() == outer
+
+
+@pytest.mark.parametrize("is_used", [False, True])
+def test_after_the_first_samples_generators_are_seeded_only_if_they_are_used(is_used: bool) -> None:
+    streams: SampleStreams = SampleStreams("train")
+    seeding = []
+
+    def read(index: int) -> None:
+        seeding.append(streams.is_seeding)
+        streams.begin("sample", 0, 0, [index])
+        if is_used and index == 5:
+            random.random()
+
+    assert not streams.has_drawn
+    for index in range(66):
+        streams.read(read, index)
+        assert not streams.is_seeding
+    assert streams.has_drawn == is_used
+    assert seeding == [True] * 64 + [is_used] * 2
+
+
+def test_a_stream_is_seeded_for_every_sample_and_restores_the_generators() -> None:
+    streams = EverySample("train")
+
+    def read(index: int) -> list[float]:
+        streams.begin("sample", 3, 1, [index])
+        return [random.random(), torch.rand(1).item(), np.random.random()]
+
+    before = [generator.get_state() for generator in global_generators()]
+    first = [streams.read(read, index) for index in (4, 5, 4)]
+    assert [generator.get_state() for generator in global_generators()] == before
+    assert first[0] == first[2] != first[1]
+    with seeded_generators(3, "train", "sample", 1, 4):
+        assert [random.random(), torch.rand(1).item(), np.random.random()] == first[0]
+
+
+def test_draws_while_reading_are_those_of_the_seed_the_split_and_the_samples() -> None:
+    streams = SampleStreams("train")
+
+    def read(indices: list[int]) -> list[Any]:
+        streams.begin("sample", 3, 1, indices)
+        return [random.random(), torch.rand(1).item(), np.random.random()]
+
+    found = [streams.read(read, [index]) for index in range(70)]  # the last ones after the first samples
+    for index in (0, 1, 63, 64, 69):
+        with seeded_generators(3, "train", "sample", 1, index):
+            assert [random.random(), torch.rand(1).item(), np.random.random()] == found[index]
+
+
+def test_draws_of_any_sample_of_a_batch_are_noticed() -> None:
+    streams = SampleStreams("train")
+
+    def read(indices: list[int]) -> None:
+        for index in indices:
+            streams.begin("sample", 0, 0, [index])
+            if index == 0:
+                random.random()
+
+    streams.read(read, [0, 1])
+    assert streams.has_drawn
+
+
+@pytest.mark.parametrize(("error", "num_read"), [(ValueError("odd"), 2), (KeyboardInterrupt(), 1)])
+def test_an_error_is_raised_if_it_is_raised_again_with_seeded_generators(error: BaseException, num_read: int) -> None:
+    """It may depend on what was drawn, and must then be the same in another worker."""
+    streams = SampleStreams("train")
+    for index in range(64):
+        streams.read(lambda index: streams.begin("sample", 0, 0, [index]), index)
+    drawn = []
+
+    def read(index: int) -> None:
+        streams.begin("sample", 0, 0, [index])
+        drawn.append(random.random())
+        raise error
+
+    with pytest.raises(type(error)) as caught:
+        streams.read(read, 64)
+    assert caught.value is error
+    assert len(drawn) == num_read
+    with seeded_generators(0, "train", "sample", 0, 64):
+        assert (drawn[-1] == random.random()) == (num_read == 2)
+
+
+def test_an_error_without_draws_is_raised_at_once() -> None:
+    streams, calls = SampleStreams("train"), []
+
+    def read(index: int) -> None:
+        streams.begin("sample", 0, 0, [index])
+        calls.append(index)
+        raise ValueError("odd")
+
+    for index in (0, 64):
+        with pytest.raises(ValueError, match="odd"):
+            streams.read(read, index)
+    assert calls == [0, 64]
