@@ -99,8 +99,9 @@ def _with_marks(function: Callable[..., None], marks: Sequence[pytest.Mark]) -> 
 
 
 ONE, SLOW, LONG = pytest.mark.sampled(1), pytest.mark.slow, pytest.mark.long
+HOURS = pytest.mark.timeout(7200)  # the long form repeats a test, with other moments of the fault
 # SIGKILL, an exception on one rank, an early exit, SIGSTOP, a slow rank, a collective that one rank calls alone.
-test_ranks = copied(faults.test_ranks, ONE, SLOW)
+test_ranks = copied(faults.test_ranks, ONE, SLOW, HOURS)
 test_a_killed_rank = copied(whole_runs.test_a_killed_rank_is_named_and_the_others_resume, ONE, SLOW)
 test_an_exception = copied(whole_runs.test_an_error_of_a_task_ends_the_run_with_its_own_message)
 test_an_early_exit = copied(whole_runs.test_a_rank_that_exits_during_training_is_lost, LONG)
@@ -119,7 +120,6 @@ test_a_sum_that_returns_its_result = copied(own_tables.test_a_sum_that_returns_i
 test_not_finite = copied(numeric.test_ranks_stop_together_and_the_rank_is_named, LONG)
 test_a_pipeline_that_is_not_finite = copied(numeric.test_the_samples_of_a_pipeline_are_searched, LONG)
 
-HOURS = pytest.mark.timeout(7200)
 test_signals = copied(signals.test_signals_sent_to_all_processes_of_a_run, LONG, HOURS)
 test_no_time_to_save = copied(
     signals.test_a_save_that_cannot_finish_in_time_is_not_started, LONG, pytest.mark.parametrize("num_ranks", [2])
