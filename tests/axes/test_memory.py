@@ -277,6 +277,15 @@ def test_saved_activations_are_not_recomputed(how: str, products: int, attention
     assert names["_scaled_dot_product_flash_attention_for_cpu"] == attentions
 
 
+def test_the_description_names_what_is_kept() -> None:
+    both, one = stack(), stack()
+    (of_both, *_), (of_one, *_) = (
+        selective(both, [*both.blocks], CPU),
+        selective(one, [*one.blocks], CPU, save="attention"),
+    )
+    assert set(of_both.split()) - set(of_one.split()) == {"matrix", "products", "and"}
+
+
 def saved_bytes(model: nn.Module) -> int:
     """Return the number of bytes that a forward pass saves for the backward pass."""
     sizes: list[int] = []

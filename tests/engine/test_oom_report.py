@@ -3,13 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 from runner.base.oom_errors import OomCause
 from runner.base.text import format_bytes
-from runner.engine.oom_report import MemoryAccount, MemoryHolder
+from runner.engine import oom_report
+from runner.engine.oom_report import MemoryAccount, MemoryHolder, format_report, measure_memory, suggest_settings
 
 GIB = 2**30
 CAUSE = OomCause("device", "out of memory", 2 * GIB, "forward")
@@ -48,3 +55,168 @@ def test_every_known_number_is_in_the_line_and_no_unknown_one() -> None:
 )
 def test_memory_is_fragmented_if_more_is_cached_than_was_requested(changed: dict[str, Any], expected: bool) -> None:
     assert dataclasses.replace(ACCOUNT, **changed).is_fragmented == expected
+
+
+def plan_of(device: str, num_workers: int, **choices: Any) -> Any:
+    """Return a plan with these options, each a name or a pair of name and options."""
+    names: dict[str, Any] = {"precision": "bf16", "memory": "checkpoint", "optimizer": "sgd", "parallelism": "fsdp",
+                             "dataloader": "default"} | choices  # fmt: skip
+    pairs = {group: (name, {}) if isinstance(name, str) else name for group, name in names.items()}
+    made = {
+        group: SimpleNamespace(name=name, function=name, options=options) for group, (name, options) in pairs.items()
+    }
+    return SimpleNamespace(device=device, num_workers=num_workers, choices=made)
+
+
+def settings_of(lines: list[str]) -> list[str]:
+    """Return the settings at the start of the lines, without the general advice at the end."""
+    return [line.split(" (")[0] for line in lines[:-2]]
+
+
+HOST = dataclasses.replace(ACCOUNT, shortage=dataclasses.replace(CAUSE, side="host"))
+READING = dataclasses.replace(HOST, shortage=dataclasses.replace(HOST.shortage, place="reading"))
+ALONE = dataclasses.replace(ACCOUNT, others=(), in_tensors_bytes=69 * GIB)
+OTHERS = "end other processes on this GPU: first"
+
+
+@pytest.mark.parametrize(
+    ("found", "samples", "plan", "expected"),
+    [
+        (ALONE, 1, plan_of("cuda:0", 2), []),
+        (ALONE, 2, plan_of("cuda:0", 2), ["micro_batch_size=1"]),
+        (ALONE, 8, plan_of("cuda:0", 2), ["micro_batch_size=4"]),
+        (None, 1, plan_of("cuda:0", 2, memory="none"), ["memory=checkpoint"]),
+        (None, 1, plan_of("cuda:0", 2, optimizer="adamw"), ["optimizer=adamw8bit"]),
+        (None, 1, plan_of("cuda:0", 2, optimizer="adam"), ["optimizer=adamw8bit"]),
+        (None, 1, plan_of("cuda:0", 2, parallelism="ddp"), ["parallelism=fsdp"]),
+        (None, 1, plan_of("cuda:0", 2, precision="fp32"), ["precision=auto"]),
+        (None, 1, plan_of("cuda:0", 2, precision="tf32"), ["precision=auto"]),
+        (None, 1, plan_of("xpu:0", 2, precision="fp32"), []),
+        (ACCOUNT, 1, plan_of("cuda:0", 2), [OTHERS, "memory.allocator=expandable_segments:True"]),
+        (ACCOUNT, 1, plan_of("cuda:0", 2, memory=("checkpoint", {"allocator": "cudaMallocAsync"})), [OTHERS]),
+        (HOST, 1, plan_of("cpu", 0, memory="none"), ["memory=checkpoint"]),
+        (HOST, 1, plan_of("cuda:0", 0, memory="none", precision="fp32", optimizer="adamw"), []),
+        (HOST, 1, plan_of("cpu", 0, parallelism="ddp"), []),
+        (HOST, 4, plan_of("cpu", 3), ["micro_batch_size=2", "dataloader=default dataloader.num_workers=0"]),
+        (HOST, 1, plan_of("cpu", 3, dataloader=("default", {"num_workers": 3})), ["dataloader.num_workers=0"]),
+        (HOST, 1, plan_of("cpu", 0, dataloader=("default", {"cache": "memory"})), ["dataloader.cache=none"]),
+        (HOST, 1, plan_of("cpu", 0, dataloader=("default", {"cache": "none"})), []),
+        (READING, 1, plan_of("cpu", 0), ["dataloader.bad_samples=skip"]),
+    ],
+)  # fmt: skip
+def test_only_settings_that_would_change_something_are_suggested(
+    found: MemoryAccount | None, samples: int, plan: Any, expected: list[str]
+) -> None:
+    lines = suggest_settings(plan, found, samples)
+    assert settings_of(lines) == expected
+    assert "accel-run plan" in lines[-2]
+
+
+def test_a_report_names_each_tensor_once_with_its_size_and_owner() -> None:
+    model = nn.Module()
+    model.weight = nn.Parameter(torch.zeros(4096, 64))
+    model.register_buffer("table", torch.zeros(2048, 64))
+    model.weight.grad = torch.ones(4096, 64)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    optimizer.step()
+    lines = format_report(ACCOUNT, model, optimizer, torch.device("cpu")).splitlines()
+    assert lines[:3] == [CAUSE.text, str(ACCOUNT), "in forward"]
+    rows = [tuple(line.split(maxsplit=1)) for line in lines[5:]]
+    sizes = {what.split("  ")[-1].rpartition(") ")[2].strip(): int(size.replace(",", "")) for size, what in rows}
+    of_weight = [size for name, size in sizes.items() if name.endswith("weight")]
+    assert of_weight == [4096 * 64 * 4] * 3, "with its gradient and its momentum"
+    assert sizes["table"] == 2048 * 64 * 4
+    numbers = [int(size.replace(",", "")) for size, what in rows if "tensors that have" not in what]
+    assert sum(numbers) == int(rows[-1][0].replace(",", ""))
+    listed = [number for (_, what), number in zip(rows, numbers, strict=False) if "more" not in what]
+    assert listed == sorted(listed, reverse=True)
+
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    ("limit", "used", "free", "total"),
+    [
+        (None, None, 6 * GIB, 16 * GIB),
+        (16 * GIB, 16 * GIB, 6 * GIB, 16 * GIB),  # no limit below that of the machine
+        (8 * GIB, 3 * GIB, 5 * GIB, 8 * GIB),
+        (8 * GIB, 1 * GIB, 6 * GIB, 8 * GIB),
+        (8 * GIB, 9 * GIB, 0, 8 * GIB),
+        (8 * GIB, None, 6 * GIB, 8 * GIB),
+    ],
+)
+def test_memory_of_the_host_is_that_of_the_machine_or_of_the_control_group(
+    limit: int | None, used: int | None, free: int, total: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    grant = None if limit is None else SimpleNamespace(amount=limit, memory_bytes=lambda: used)
+    monkeypatch.setattr(oom_report, "cgroup_memory_limit", lambda: grant)
+    machine = SimpleNamespace(
+        virtual_memory=lambda: SimpleNamespace(available=6 * GIB, total=16 * GIB),
+        Process=lambda: SimpleNamespace(memory_info=lambda: SimpleNamespace(rss=GIB)),
+    )
+    monkeypatch.setattr(oom_report, "psutil", machine)
+    found = measure_memory(HOST.shortage, CPU, "", 4, "2x2")
+    assert (found.free_bytes, found.total_bytes, found.held_bytes) == (free, total, GIB)
+    assert (found.shortage, found.samples, found.shape) == (HOST.shortage, 4, "2x2")
+    assert (found.in_tensors_bytes, found.others) == (None, ())
+
+
+class Driver:
+    """A driver of one GPU, on which this process and others have memory."""
+
+    def __init__(self, processes: list[tuple[int, int | None]] | None) -> None:
+        self.listed = processes
+
+    def find(self, uuid: str) -> str | None:
+        return "gpu" if uuid == "GPU-1" else None
+
+    def processes(self, gpu: str) -> Any:
+        assert gpu == "gpu"
+        return self.listed and [SimpleNamespace(pid=pid, used_bytes=used) for pid, used in self.listed]
+
+
+def measured_on_gpu(
+    monkeypatch: pytest.MonkeyPatch, driver: Driver, *, uuid: str = "GPU-1", side: str = "device"
+) -> MemoryAccount:
+    @contextmanager
+    def open_driver() -> Iterator[Driver]:
+        yield driver
+
+    accelerator = SimpleNamespace(
+        free_memory=lambda: (GIB, 80 * GIB),
+        current_memory=lambda: SimpleNamespace(reserved=70 * GIB, allocated=60 * GIB),
+    )
+    monkeypatch.setattr(oom_report, "open_driver", open_driver)
+    monkeypatch.setattr(oom_report, "get_accelerator", lambda device: accelerator)
+    return measure_memory(dataclasses.replace(CAUSE, side=side), CPU, uuid, 4, "2x2")
+
+
+def test_memory_of_a_gpu_is_that_of_this_process_and_of_the_largest_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    absent = 2**22 + 7  # above the largest process number of Linux
+    others = [(absent + number, None if number == 3 else number * GIB) for number in range(8)]
+    found = measured_on_gpu(monkeypatch, Driver([(os.getpid(), 99 * GIB), (os.getppid(), 20 * GIB), *others]))
+    assert (found.free_bytes, found.total_bytes) == (GIB, 80 * GIB)
+    assert (found.held_bytes, found.in_tensors_bytes) == (70 * GIB, 60 * GIB)
+    assert [holder.pid for holder in found.others] == [os.getppid(), *(absent + number for number in (7, 6, 5, 4))]
+    assert [holder.held_bytes for holder in found.others] == [number * GIB for number in (20, 7, 6, 5, 4)]
+    assert found.others[0].name != found.others[1].name == found.others[2].name
+
+
+@pytest.mark.parametrize(("listed", "uuid"), [(None, "GPU-1"), ([], "GPU-1"), ([(1, GIB)], ""), ([(1, GIB)], "GPU-2")])
+def test_without_a_list_of_processes_a_gpu_has_no_others(
+    listed: list[tuple[int, int | None]] | None, uuid: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert measured_on_gpu(monkeypatch, Driver(listed), uuid=uuid).others == ()
+
+
+def test_an_error_of_the_host_is_explained_by_memory_of_the_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured_on_gpu(monkeypatch, Driver([(1, GIB)]), side="host")
+    assert found.total_bytes != 80 * GIB
+    assert found.others == ()
+
+
+@pytest.mark.parametrize(("samples", "text"), [(0, None), (1, "1 sample 3x4"), (2, "2 samples 3x4")])
+def test_the_line_counts_the_samples(samples: int, text: str | None) -> None:
+    line = str(dataclasses.replace(ACCOUNT, samples=samples))
+    assert (text in line) if text else ("sample" not in line)

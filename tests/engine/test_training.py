@@ -7,8 +7,11 @@ from pathlib import Path
 
 import pytest
 
-from runner.base.errors import Exit
+from runner.base.errors import DataError, Exit
+from runner.config.request import Request
 from runner.engine.hooks.evaluation import Evaluation
+from runner.engine.opening import open_run
+from runner.engine.training import train
 from tests.engine.test_saving_of_runs import opened
 from tests.forkserver import ForkServer
 
@@ -42,3 +45,32 @@ def test_a_stopped_run_records_the_signal_and_the_update(server: ForkServer, tmp
     assert server.run(args, tmp_path, env).code == Exit.PREEMPTED
     rows = [json.loads(line) for line in (tmp_path / "outputs/mine/events.jsonl").read_text().splitlines()]
     assert [(row["stopped_by"], row["update"]) for row in rows if row["kind"] == "end"] == [("SIGTERM", 4)]
+
+
+RAISING = """
+import torch
+from runner import Task
+from runner.base.errors import DataError
+
+def build():
+    return Raising()
+
+class Raising(Task):
+    def __init__(self):
+        self.model = torch.nn.Linear(1, 1)
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.zeros(16, 1))
+    def loss(self, model, batch):
+        raise DataError("a table is missing")
+"""
+
+
+def test_an_error_with_its_own_message_is_raised_as_it_is_with_its_place(tmp_path: Path) -> None:
+    (tmp_path / "task.py").write_text(RAISING)
+    settings = ("updates=2", "global_batch_size=8", "device=cpu", "run=small", "monitor=off", "checkpoint=off",
+                f"output_root={tmp_path}", "backend.threads=1")  # fmt: skip
+    with open_run(Request(settings, tmp_path / "task.py")) as run, pytest.raises(DataError) as caught:
+        train(run, None)
+    assert caught.value.problems[0].what == "a table is missing"
+    assert caught.value.__cause__ is None
+    assert caught.value.place["update"] == 0, "completed ones"

@@ -80,6 +80,23 @@ def test_micro_batches_and_ranks_do_not_change_a_training_metric(shares: tuple[i
         assert distance(whole, one) <= PROMISED[torch.float64]
 
 
+def test_a_metric_that_one_rank_lacks_has_no_items_there() -> None:
+    """After the first update, a rank may have no item of a name."""
+
+    def reduced(world: World) -> list[list[float]]:
+        parallel, metrics = Replicated(world), ExtraMetrics()
+        result = []
+        for names in (("both", "one"), ("both",)):
+            list(metrics.track(iter([MicroBatch(None, last=True)])))
+            metrics.add({name: (2.0 + world.rank, 1) for name in names if name == "both" or world.rank == 0})
+            sums = metrics.reduce(parallel)
+            result += [[*map(float, sums[name])] for name in ("both", "one")]
+        return result
+
+    expected = [[5.0, 2.0], [2.0, 1.0], [5.0, 2.0], [0.0, 0.0]]
+    assert run_ranks(reduced, 2) == [expected] * 2
+
+
 def test_dummy_passes_do_not_count() -> None:
     whole = measured(World(torch.device("cpu")), (32,), 32)
     for one in run_ranks(lambda world: measured(world, (31, 1), 8, is_lockstep=True), 2):

@@ -314,6 +314,20 @@ def test_a_stream_that_violates_its_contract_is_named(kind: Any, num_shards: int
         read(source_of(kind, num_shards), 12, workers=workers)
 
 
+class RaisingLater(Files):
+    """Fails in its second pass."""
+
+    def __iter__(self) -> Any:
+        yield from islice(super().__iter__(), 3 if self.epoch else None)
+        if self.epoch:
+            raise ValueError("cut off")
+
+
+def test_a_sample_that_cannot_be_read_is_counted_in_its_pass() -> None:
+    with pytest.raises(DataError, match=r"sample 3 of the train stream"):
+        read(source_of(RaisingLater, 1), 12)
+
+
 def verdict_of(source: StreamSource) -> StreamCheck:
     fetcher = fetcher_of(source)
     return check_stream(fetcher, Loader(fetcher))
