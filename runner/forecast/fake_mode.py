@@ -133,8 +133,8 @@ class AllocationRecorder:
 class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Compute operations on real tensors, trace operations on fake ones, and record both.
 
-    A real tensor into which a fake one was written counts as fake. While `answers` is True, `item()` of a fake tensor
-    returns 0, as the runner's checks for finite numbers require; otherwise it raises NotTraceable.
+    A real tensor into which a fake one was written counts as fake. While `answers_zero` is True, `item()` of a fake
+    tensor returns 0, as the runner's checks for finite numbers require; otherwise it raises NotTraceable.
 
     is_on_gpu    tensors of the GPU are fake and all others real, see `on_gpu`
     untraceable  the last operation that could not be traced, recorded because a task may catch the exception

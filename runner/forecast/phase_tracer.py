@@ -75,6 +75,7 @@ class PhaseTracer:
             stack.enter_context(self._mark_update(parts.parallel))
             batches = self._prefetch(self._read(order, fetcher))
             for _ in range(NUM_UPDATES):
+                # Operations are those of the last update: the first one also creates the optimizer state.
                 recorder.work.clear()
                 recorder.layer_flops.clear()
                 recorder.convolved.clear()
@@ -117,7 +118,7 @@ class PhaseTracer:
             if len(key.indices) == self.phase.batch.micro_batch_size:
                 self.batches.append(size)
             yield item
-            del item
+            del item  # this frame must not keep the batch alive
 
     def move(self, item: MicroBatch) -> MicroBatch:
         """Return the micro-batch on the device: training is traced on the CPU."""
@@ -180,10 +181,10 @@ class PhaseTracer:
     @contextmanager
     def _mark_update(self, parallel: Parallel) -> Iterator[None]:
         """After the passes of the strategy, attribute the work inside to the update."""
-        prediction = parallel.accumulate
+        original = parallel.accumulate
 
         def accumulate(passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
-            sums = prediction(passes, batches)
+            sums = original(passes, batches)
             self.recorder.stage = "update"
             return sums
 
@@ -237,9 +238,9 @@ class PhaseTracer:
         return measure_model(self.parts.bare, list(self._find_blocks().values()), self.trained, num_layers)
 
     def _why_not(self) -> str:
-        scaled = self.kept_bytes[-1] - self.kept_bytes[0] if self.kept_bytes else 0
-        if scaled > MIN_GROWTH_BYTES:
-            return f"after each update, the task keeps {format_bytes(scaled)} more than after the previous one"
+        growth = self.kept_bytes[-1] - self.kept_bytes[0] if self.kept_bytes else 0
+        if growth > MIN_GROWTH_BYTES:
+            return f"after each update, the task keeps {format_bytes(growth)} more than after the previous one"
         least, most = min(self.batches, default=0), max(self.batches, default=0)
         if least < most:
             samples = self.phase.batch.micro_batch_size
@@ -272,7 +273,7 @@ def _sum_submodules(name: str, layers: Sequence[Layer]) -> Layer:
 
 
 def find_peak(events: Sequence[Event], blocks: Sequence[StorageBlock]) -> Bytes:
-    """Return the blocks in use at the moment of peak memory."""
+    """Return the bytes in use by kind at the moment of peak memory."""
     most = size = moment = 0
     alive: dict[int, int] = {}
     for number, (block, change) in enumerate(events):
@@ -281,7 +282,7 @@ def find_peak(events: Sequence[Event], blocks: Sequence[StorageBlock]) -> Bytes:
             alive[block] = change
             if size > most:
                 most, moment = size, number
-    alive.clear()
+    alive.clear()  # replay until the peak: copies of `alive` at each new maximum would take quadratic time
     for block, change in events[: moment + 1]:
         if change:
             alive[block] = change
