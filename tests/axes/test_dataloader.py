@@ -546,6 +546,16 @@ def test_workers_are_started_without_waiting_for_a_slow_measurement(numbers: Pat
     assert multiprocessing.active_children() == []
 
 
+def test_a_key_is_taken_only_when_its_batch_is_needed(numbers: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Shares of ranks may change until an update is read."""
+    monkeypatch.setattr(auto_loader, "MAX_MEASUREMENT_S", 600.0)
+    keys = iter(KEYS)
+    with closing(auto(Waiting(numbers), 600_000.0)) as loader:
+        next(loader.batches(keys))
+        assert loader.num_workers == 0
+        assert next(keys) is KEYS[1]
+
+
 def test_without_a_sample_in_the_first_update_workers_read(numbers: Path) -> None:
     """A rank may have no sample in an update, which says nothing about the time of reading one."""
     with closing(auto(Waiting(numbers), 600_000.0)) as loader:

@@ -226,3 +226,11 @@ def test_a_decay_begins_at_the_peak_and_the_stable_part_does_not_depend_on_the_l
     assert short[6:41] == [1.0] * 35
     assert short[41:] == sorted(short[41:], reverse=True)
     assert long[-20:] == pytest.approx(short[-20:], abs=0)
+
+
+@pytest.mark.parametrize(("warmup", "peak"), [(0, 1), (1, 1), (4, 4)])
+def test_the_inverse_root_decays_from_the_peak(warmup: int, peak: int) -> None:
+    factor = inverse_sqrt(100, warmup=warmup).factor
+    assert factor(peak - 1) == 1.0
+    assert factor(4 * peak - 1) == 0.5
+    assert factor(16 * peak - 1) == 0.25

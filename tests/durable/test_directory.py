@@ -15,6 +15,7 @@ import pytest
 
 from runner.base.errors import AccelRunError, CannotCreate, ConfigError, Exit, InputMissing, RunInUse, SecurityRefusal
 from runner.durable.directory import RunDirectory, generate_run_name, is_safe_path, last_modified, list_runs
+from runner.durable.weight_source import find_start
 
 ROOT = Path(__file__).parents[2]
 
@@ -231,3 +232,12 @@ def test_a_run_was_modified_when_one_of_its_files_was(missing: str, tmp_path: Pa
     (tmp_path / "run.json").unlink(missing_ok=True)
     (tmp_path / "metrics.jsonl").unlink(missing_ok=True)
     assert last_modified(tmp_path) == 0
+
+
+def test_a_new_run_does_not_start_from_itself(tmp_path: Path) -> None:
+    make_run(tmp_path, "earlier", age=60.0)
+    with RunDirectory.create_or_open(tmp_path, "later") as later:
+        later.write("run.json", "{}")
+        later.write("metrics.jsonl", '{"update": 1}\n')
+        found = [find_start("last", tmp_path, created) for created in (later, None)]
+    assert [run.name for run in found if isinstance(run, RunDirectory)] == ["earlier", "later"]

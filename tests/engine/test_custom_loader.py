@@ -247,3 +247,13 @@ def test_errors_that_name_their_own_cause_are_raised_as_they_are(error: Exceptio
     with pytest.raises(type(error)) as caught:
         list(loaded(fails))
     assert caught.value is error
+
+
+def test_a_request_without_samples_does_not_end_the_batches() -> None:
+    """A rank may have no sample in an update."""
+    fetcher = Fetcher(Numbers(), torch.tensor, bad_samples="stop")
+    loader = CustomLoader(fetcher, filled, "mine", "task.py", pins=False)
+    keys = [KEYS[0], MicroBatchKey(0, [], True, first=2), KEYS[1]]
+    found = [batch.batch for batch in loader.batches(iter(keys))]
+    loader.close()
+    assert [None if batch is None else batch.tolist() for batch in found] == [[2, 1], None, [0, 3]]

@@ -63,3 +63,77 @@ def test_a_sample_whose_random_draws_are_not_finite_is_found(
     assert isinstance(located, NumericError)
     assert located.place["samples"] == task.bad[:1]
     assert stances == ["force_eager"] * len(modules)
+
+
+ROOT = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from runner import Task
+
+def build():
+    return OfRoot()
+
+class Root(nn.Module):
+    def forward(self, x):
+        return torch.sqrt(x.relu() * 0)  # has no derivative at 0
+
+class OfRoot(Task):
+    def __init__(self):
+        self.model = nn.Sequential(nn.Linear(1, 1), Root(), nn.Linear(1, 1))
+    def dataset(self, split):
+        return TensorDataset(torch.arange(64.0)[:, None])
+    def loss(self, model, batch):
+        return model(batch[0]).sum(), len(batch[0])
+"""
+
+
+def test_a_module_whose_backward_pass_is_not_finite_is_found(tmp_path: Path) -> None:
+    (tmp_path / "root.py").write_text(ROOT)
+    settings = ("updates=2", "global_batch_size=8", "micro_batch_size=2", "device=cpu", "run=small", "monitor=off",
+                f"output_root={tmp_path}", "backend.threads=1", "checkpoint=off", "evaluate.every=0")  # fmt: skip
+    with open_phase(Request(settings, tmp_path / "root.py")) as phase:
+        first = next(phase.order.micro_batches(0))
+        with pytest.raises(NotFinite) as raised:
+            list(phase.updates())
+        located = phase.translate_error(raised.value)
+    assert isinstance(located, NumericError)
+    assert located.place["samples"] == first.indices
+    assert located.place["update"] == 1
+    assert "Root" in located.problems[0].what
+
+
+LARGE = """
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+from runner import Task
+
+def build():
+    return Large()
+
+class Large(Task):
+    def __init__(self):
+        self.model = nn.Linear(1, 1)
+        nn.init.zeros_(self.model.weight)
+        nn.init.zeros_(self.model.bias)
+    def dataset(self, split):
+        return TensorDataset(torch.ones(8, 1))
+    def loss(self, model, batch):
+        return model(batch[0]).sum() * 3e38, len(batch[0])
+"""
+
+
+def test_gradients_whose_norm_overflows_are_found(tmp_path: Path) -> None:
+    """Each of the two is 3e38, and the root of the sum of their squares exceeds the largest float32 number."""
+    (tmp_path / "large.py").write_text(LARGE)
+    settings = ("updates=2", "global_batch_size=1", "micro_batch_size=1", "device=cpu", "run=small", "monitor=off",
+                f"output_root={tmp_path}", "backend.threads=1", "checkpoint=off", "evaluate.every=0")  # fmt: skip
+    with open_phase(Request(settings, tmp_path / "large.py")) as phase:
+        first = next(phase.order.micro_batches(0))
+        with pytest.raises(NotFinite) as raised:
+            list(phase.updates())
+        located = phase.translate_error(raised.value)
+    assert isinstance(located, NumericError)
+    assert located.place["samples"] == first.indices
+    assert "float32" in located.problems[0].what

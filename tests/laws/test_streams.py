@@ -314,6 +314,11 @@ def test_a_stream_that_violates_its_contract_is_named(kind: Any, num_shards: int
         read(source_of(kind, num_shards), 12, workers=workers)
 
 
+@pytest.mark.parametrize(("limit", "lengths"), [(0, (0, 0, 0)), (1, (1, 0, 0)), (2, (1, 1, 0)), (4, (2, 1, 1))])
+def test_a_limit_is_divided_among_the_shards(limit: int, lengths: tuple[int, ...]) -> None:
+    assert source_of(Files, 3, limit=limit).lengths() == lengths
+
+
 class RaisingLater(Files):
     """Fails in its second pass."""
 
