@@ -14,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 
 from runner.base.errors import AccelRunError, Exit
+from runner.durable.signals import install_handler, restore_handlers
 from runner.host.process_tree import subreaper
 from runner.host.scratch import private_folder
 from runner.plan.inventory import Inventory, read_cpu
@@ -99,7 +100,7 @@ def _cleanup(scratch: Path, root: Path) -> Iterator[None]:
     def leave(number: int, _: FrameType | None) -> None:
         if os.getpid() != pid:  # a child that has not reset its handlers yet
             os._exit(128 + number)
-        for handled in previous:
+        for handled in _ENDING_SIGNALS:
             signal.signal(handled, signal.SIG_IGN)
         clear()
         shutil.rmtree(scratch, ignore_errors=True)
@@ -109,13 +110,12 @@ def _cleanup(scratch: Path, root: Path) -> Iterator[None]:
             os.write(2, b"\naccel-run: interrupted\n")
         os._exit(Exit.INTERRUPTED if number == signal.SIGINT else 128 + number)
 
-    previous = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)}
-    previous = {number: before for number, before in previous.items() if before != signal.SIG_IGN}  # as under nohup
-    for number in previous:
-        signal.signal(number, leave)
+    previous = install_handler(_ENDING_SIGNALS, leave)
     try:
         yield
     finally:
         clear()
-        for number, before in previous.items():
-            signal.signal(number, before if before is not None else signal.SIG_DFL)
+        restore_handlers(previous)
+
+
+_ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

@@ -16,6 +16,7 @@ from runner.base.errors import ConfigError, InputMissing, Problem
 from runner.base.json_values import replace_nonfinite
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request, merge_overrides
+from runner.durable.signals import install_handler, restore_handlers
 from runner.tools.measure import plots
 from runner.tools.measure.compare import MIN_ROUNDS, ComparisonInterrupted
 from runner.tools.measure.comparison_result import ComparisonResult, TrialOutcome, Variant, VariantResult
@@ -278,15 +279,11 @@ def _interruptible() -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    for number, handler in before.items():
-        if handler is not signal.SIG_IGN:
-            signal.signal(number, signal.default_int_handler)
+    before = install_handler((signal.SIGINT, signal.SIGTERM), signal.default_int_handler)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        restore_handlers(before)
 
 
 # ---------------------------------------------------------------- request
