@@ -15,6 +15,6 @@ from runner.distributed.parallel import Parallel
 def parts_of(task: Task, source: Path, world: World, *, seed: int = 0, **others: Any) -> Any:
     """Return what `assemble` returns for a task in float32 without prefetching; `others` replace single parts."""
     given: dict[str, Any] = {"model": task.model, "parallel": Parallel(world), "prefetch": lambda batches: batches}
-    given |= others
+    given |= {"precision": fp32(world, given["model"])} | others
     plan = SimpleNamespace(settings=SimpleNamespace(seed=seed))
-    return SimpleNamespace(task=task, source=source, plan=plan, precision=fp32(world, given["model"]), **given)
+    return SimpleNamespace(task=task, source=source, plan=plan, **given)

@@ -86,7 +86,7 @@ def evaluate(
     world, size_before = parallel.world, sizes.current
     # In lockstep, all ranks run the same number of batches.
     batch_size = sizes.current if parallel.is_lockstep else sizes.requested
-    states = MetricStates(task, split, world, source, sizes.coupled)
+    states = MetricStates(task, split, world, source, sizes.coupled, parts.precision.forward)
     keys = [
         MicroBatchKey(0, samples[part.start : part.stop], last=part.stop == len(samples), first=part.start, seed=seed)
         for part in split_positions(len(samples), batch_size, sizes.coupled if states.is_coupled else 0)
@@ -96,13 +96,7 @@ def evaluate(
     def run_batches() -> tuple[bool, dict[str, list[tuple[Number, Number]]]]:
         pairs: dict[str, list[tuple[Number, Number]]] = {}
         states.begin()
-        with (
-            eval_mode(parts.model, world.device),
-            parallel.gather_parameters(parts.model),
-            torch.no_grad(),
-            noise.without_samples(),
-        ):
-            seed_everything(rank_seed(seed, world.rank))
+        with _evaluation_mode(parts, rank_seed(seed, world.rank)), parallel.gather_parameters(parts.model):
             for micro in parts.prefetch(iter(loader.batches(_split_batches(local_batches, sizes.current)))):
                 if should_stop() and not parallel.is_lockstep:  # in lockstep, the other ranks would block
                     return True, pairs
@@ -128,7 +122,20 @@ def evaluate(
     sizes.by_rank = [(old, new) for _, _, (old, new) in gathered]
     if any(is_stopped for is_stopped, _, _ in gathered):
         return None
-    return _summarize([sums for _, sums, _ in gathered], states, parts)
+    with _evaluation_mode(parts, seed):  # the same draws on all ranks
+        return _summarize([sums for _, sums, _ in gathered], states, parts)
+
+
+@contextmanager
+def _evaluation_mode(parts: Parts, seed: int) -> Iterator[None]:
+    """Evaluate inside the context with seeded generators; modes, buffers and generators are restored on exit.
+
+    This includes code that runs after the last batch: `couple`, metrics and `summarize` may draw random numbers and use
+    modules.
+    """
+    with eval_mode(parts.model, parts.parallel.world.device), torch.no_grad(), noise.without_samples():
+        seed_everything(seed)
+        yield
 
 
 def _summarize(

@@ -8,7 +8,7 @@ import math
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from pathlib import Path
 from typing import Any
 
@@ -34,11 +34,20 @@ class MetricStates:
     """The metrics of one evaluation that `Task.metrics` declares, and the loss of a task with `embed` and `couple`.
 
     samples_per_loss  number of samples over which a coupled loss is computed; 0: all
+    forward           returns the context of a forward pass, such as autocast, in which a coupled loss is computed
     """
 
-    def __init__(self, task: Task, split: str, world: World, source: Path, samples_per_loss: int = 0) -> None:
+    def __init__(
+        self,
+        task: Task,
+        split: str,
+        world: World,
+        source: Path,
+        samples_per_loss: int = 0,
+        forward: Callable[[], AbstractContextManager[Any]] = nullcontext,
+    ) -> None:
         self.task, self.split, self.world, self.source = task, split, world, source
-        self.samples_per_loss = samples_per_loss
+        self.samples_per_loss, self.forward = samples_per_loss, forward
         self.is_coupled = type(task).evaluate is Task.evaluate and is_coupled(task, task.phase)
         self.states: dict[str, _State] = {}
         self.nonfinite: set[str] = set()  # metrics of the last results whose sum is not finite
@@ -54,7 +63,7 @@ class MetricStates:
             )
         self.states = {name: self._make_state(name, metric) for name, metric in declared.items()}
         if self.is_coupled:
-            self.states["loss"] = _CoupledState(self.task, self.source, self.samples_per_loss)
+            self.states["loss"] = _CoupledState(self.task, self.source, self.samples_per_loss, self.forward)
 
     def evaluate_batch(self, model: nn.Module, micro: MicroBatch) -> Mapping[str, Any]:
         """Evaluate a batch; return the sums, and add the other metrics to their states."""
@@ -175,8 +184,10 @@ class _GatherState:
 class _CoupledState:
     """The loss of a task with `embed` and `couple`, over groups of `size` samples; 0: one group."""
 
-    def __init__(self, task: Task, source: Path, size: int) -> None:
-        self.task, self.source, self.size = task, source, size
+    def __init__(
+        self, task: Task, source: Path, size: int, forward: Callable[[], AbstractContextManager[Any]]
+    ) -> None:
+        self.task, self.source, self.size, self.forward = task, source, size, forward
         self.rows = _Rows(source)
         self.is_nonfinite = False
 
@@ -189,8 +200,9 @@ class _CoupledState:
             groups.setdefault(first // self.size if self.size else 0, []).append((first, block))
         total = items = 0.0
         for blocks in groups.values():
-            answer = self.task.couple(_concatenate(blocks).structure)
-            loss, count = validate_loss(answer, self.task.couple, self.source, name="couple")
+            with self.forward():
+                answer = self.task.couple(_concatenate(blocks).structure)
+            loss, count = validate_loss(answer, self.task.couple, self.source, sync=True, name="couple")
             total, items = total + float(loss), items + float(count)
         self.is_nonfinite = items > 0 and not math.isfinite(total)
         return {"loss": total / items if items else math.nan}

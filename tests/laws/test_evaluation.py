@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 
+from runner.axes.precision import bf16
 from runner.base.batch import MicroBatch
 from runner.base.fetcher import Fetcher
-from runner.base.task import Sum, Task
+from runner.base.task import Gather, Sum, Task
 from runner.base.world import World
 from runner.engine.evaluate import BatchSizes, evaluate
 from runner.loading.loaders import Loader
@@ -35,14 +38,16 @@ class Sampling(Task):
         return {"mean": (batch[counted].sum(), counted.sum()), "drawn": (drawn.sum(), len(batch))}
 
 
-def measured(task: Sampling, batch_size: int, seed: int = 0, sizes: BatchSizes | None = None) -> dict[str, float]:
-    samples = [torch.tensor(float(number)) for number in range(11)]
-    loader = Loader(Fetcher(samples, task.collate, bad_samples="stop"))  # type: ignore[arg-type]
+def measured(
+    task: Task, batch_size: int, seed: int = 0, sizes: BatchSizes | None = None, **options: Any
+) -> dict[str, float]:
+    samples: Any = [torch.tensor(float(number)) for number in range(11)]
+    loader = Loader(Fetcher(samples, task.collate, bad_samples="stop"))
 
     def as_it_is(batches: Iterator[MicroBatch]) -> Iterator[MicroBatch]:
         return batches
 
-    parts = parts_of(task, Path(__file__), WORLD, seed=seed, prefetch=as_it_is)
+    parts = parts_of(task, Path(__file__), WORLD, seed=seed, prefetch=as_it_is, **options)
     result = evaluate(parts, loader, list(range(11)), sizes or BatchSizes(batch_size))
     assert result is not None
     return result.metrics
@@ -92,3 +97,57 @@ class Replaying(Sampling):
 
 def test_sums_in_reused_memory_are_counted() -> None:
     assert measured(Replaying(), 4)["mean"] == pytest.approx(5.0, rel=ROUNDED)
+
+
+class Bootstrapped(Task):
+    """Draws and uses modules after the last batch: in `couple`, or in a metric, and in `summarize`."""
+
+    def __init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = nn.Sequential(nn.Linear(1, 2), nn.BatchNorm1d(2), nn.Dropout(0.5))
+
+    def rows(self, model: nn.Module, batch: Tensor) -> Tensor:
+        return model[0](batch[:, None])  # type: ignore[no-any-return, index]
+
+    def value(self, rows: Tensor) -> Tensor:
+        return self.model[1:](rows)[torch.randint(len(rows), (len(rows),))].sum()
+
+    def summarize(self, metrics: Mapping[str, float]) -> Mapping[str, float]:
+        return {**metrics, "drawn": torch.rand(()).item()}
+
+
+class BootstrappedLoss(Bootstrapped):
+    def embed(self, model: nn.Module, batch: Tensor) -> Any:
+        return self.rows(model, batch)
+
+    def couple(self, embeddings: Tensor) -> Sum:
+        return self.value(embeddings), len(embeddings)
+
+
+class BootstrappedMetric(Bootstrapped):
+    def metrics(self, split: str) -> Mapping[str, Any]:
+        return {"loss": Gather(self.value)}
+
+    def evaluate(self, model: nn.Module, batch: Tensor) -> Mapping[str, Any]:
+        return {"loss": self.rows(model, batch)}
+
+
+@pytest.mark.parametrize("kind", [BootstrappedLoss, BootstrappedMetric])
+def test_code_after_the_last_batch_does_not_affect_training_and_repeats(kind: type[Bootstrapped]) -> None:
+    task = kind()
+    task.model.train()
+    before = torch.get_rng_state(), *(buffer.clone() for buffer in task.model.buffers())
+    results = [measured(task, batch_size) for batch_size in (4, 4, 11)]
+    after = torch.get_rng_state(), *task.model.buffers()
+    assert [torch.equal(old, new) for old, new in zip(before, after, strict=True)] == [True] * len(before)
+    assert results[0] == results[1]
+    assert results[2]["drawn"] == results[0]["drawn"]
+    assert results[2]["loss"] == pytest.approx(results[0]["loss"], rel=allowed(torch.float32, 11))
+
+
+def test_a_coupled_loss_uses_modules_with_autocast() -> None:
+    task = BootstrappedLoss()
+    precision = bf16(WORLD, task.model)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(task, "value", lambda rows: nn.Linear(2, 1)(rows).sum())
+        assert math.isfinite(measured(task, 4, precision=precision)["loss"])
