@@ -28,6 +28,7 @@ from runner.distributed.matched_calls import UnmatchedCalls, matched_calls
 from runner.engine.assemble import Parts
 from runner.engine.contract_checks import Number, validate_loss, validate_metrics
 from runner.engine.controlled_pass import ChangesWeights, ControlledPass, Draws, list_tensors
+from runner.engine.coupled import Embedding, validate_embedding
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.evaluate import eval_mode
 from runner.engine.metric_states import MetricStates
@@ -39,6 +40,8 @@ TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels ro
 NEAR_MEAN = 0.2
 _SumsByName = Mapping[str, tuple[Number, Number]]
 _Autocast = Callable[[], AbstractContextManager[Any]]
+_MEAN_GROWTH = 1.6  # of a mean over samples that are compared, if their number doubles; log(8) / log(4) is 1.5
+_MIN_COUPLED_SAMPLES = 8
 _NUM_ATTEMPTS = 4  # with other random numbers, if the loss is 0 or not finite with the first ones
 
 
@@ -112,8 +115,20 @@ class _Values(NamedTuple):
     @property
     def is_mean(self) -> bool:
         """True if the loss of the batch is close to the mean of the losses of its halves."""
-        mean = sum(loss * count for loss, count in self.halves) / max(self.batch[1], 1e-30)
-        return abs(self.batch[0] - mean) <= NEAR_MEAN * abs(mean)
+        return abs(self.batch[0] - self._mean_of_halves) <= NEAR_MEAN * abs(self._mean_of_halves)
+
+    @property
+    def grows_as_mean(self) -> bool:
+        """True if the count grows with the batch, but the loss is not much more than the mean of its halves."""
+        has_growing_count = self.batch[1] > 0.75 * sum(count for _, count in self.halves) > 0
+        if self.is_degenerate or not has_growing_count or not self._mean_of_halves or not self.batch[0]:
+            return False
+        return 1 / _MEAN_GROWTH < self.batch[0] / self._mean_of_halves < _MEAN_GROWTH
+
+    @property
+    def _mean_of_halves(self) -> float:
+        total = sum(count for _, count in self.halves)
+        return sum(loss * count for loss, count in self.halves) / max(total, 1e-30)
 
     @property
     def _is_additive(self) -> bool:
@@ -138,17 +153,56 @@ def check_loss_is_sum(
     fault, reason = None, ""
     with _preserve_state(parts):
         split = _read_halves(first, read, parts)
-        verdicts = _BatchComparison(parts, lambda batch: {"loss": _compute_loss(parts, loss, batch)}, split).compare()
+        verdicts = _BatchComparison(parts, lambda batch: _compute_sums(parts, loss, batch), split).compare()
         if first.counts:
-            verdict = verdicts["loss"]
+            verdict = verdicts.pop("loss")
             fault = _loss_fault(verdict, loss, parts) if verdict.is_fault else None
             reason = verdict.reason
+            for name, verdict in verdicts.items():  # the third value of the loss
+                if verdict.is_fault and verdict.kind != "neither":
+                    fault = fault or _metric_fault(name, verdict, loss, parts)
     gathered = parts.world.gather([fault, reason, first.counts])
     faults = [fault for fault, _, _ in gathered]
     # If the ranks do not split a batch, rank 0 has read its samples.
     _raise_fault(faults[0] if not parts.parallel.splits_batch else next(filter(None, faults), None))
     reasons = [reason for _, reason, counts in gathered if counts]
     return reasons[0] if reasons and all(reasons) else ""
+
+
+def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> None:
+    """Raise TaskFault on every rank if `couple` returns a mean with the number of samples as count.
+
+    The loss of samples that are compared with each other is not the sum over two halves. A sum still roughly doubles
+    from a half to the batch, and if each row is taken twice, while the mean of a cross-entropy grows by log(2). Both
+    growths must be small, because the terms of some sums become smaller in larger batches.
+    """
+    task = parts.task
+
+    def couple(embedding: Embedding) -> tuple[Number, Number]:
+        return validate_loss(task.couple(embedding.structure), task.couple, parts.source, name="couple")
+
+    def compute(batch: Any) -> _SumsByName:
+        embedding = validate_embedding(task.embed(parts.model, batch), task.embed, parts.source)
+        doubled = embedding._replace(tensors=tuple(torch.cat((rows, rows)) for rows in embedding.tensors))
+        return {"once": couple(embedding), "twice": couple(doubled)}
+
+    fault = None
+    with _preserve_state(parts):
+        split = _read_halves(first, read, parts, at_least=_MIN_COUPLED_SAMPLES)
+        values = _BatchComparison(parts, compute, split).evaluate(parts.precision.forward, 0, Draws()) or {}
+        if {"once", "twice"} <= values.keys():
+            once, twice = values["once"], values["twice"].batch[0]
+            if once.grows_as_mean and 1 / _MEAN_GROWTH < twice / once.batch[0] < _MEAN_GROWTH:
+                what = (
+                    f"couple returns a mean with a count of {once.batch[1]:g}, but must return the sum over the items:"
+                    f" the loss of a batch is {once}, and with each row taken twice {twice:.4g}"
+                )
+                fix = (
+                    'return the sum, as with reduction="sum", or the mean with a count of 1; if it is a sum, write in'
+                    f" class {type(task).__name__}:\nloss_is_additive = False"
+                )
+                fault = what, locate_definition(task.couple, parts.source), fix
+    _raise_fault(next(filter(None, parts.world.gather(fault)), None))
 
 
 def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int]) -> dict[str, list[str]]:
@@ -186,7 +240,7 @@ def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int])
         comparison = _BatchComparison(parts, compute_metrics, split, noise.EVALUATION)
         for name, verdict in comparison.compare().items():
             if verdict.is_fault and verdict.kind != "neither":
-                fault = fault or _metric_fault(name, verdict, parts)
+                fault = fault or _metric_fault(name, verdict, task.evaluate, parts)
             elif verdict.is_fault and task.loss_is_additive:
                 reasons.setdefault(_NOT_ADDITIVE, []).append(name)
             elif verdict.reason and not (verdict.values and verdict.values.is_constant):
@@ -209,8 +263,12 @@ def _raise_fault(fault: Sequence[str] | None) -> None:
         raise TaskFault(what, where=where, fix=fix)
 
 
-def _compute_loss(parts: Parts, loss: Callable[[nn.Module, Any], Any], batch: Any) -> tuple[Number, Number]:
-    return validate_loss(loss(parts.model, batch), loss, parts.source)
+def _compute_sums(parts: Parts, loss: Callable[[nn.Module, Any], Any], batch: Any) -> _SumsByName:
+    """Return the loss, and the further metrics that it returns."""
+    result = loss(parts.model, batch)
+    total = validate_loss(result, loss, parts.source)
+    further = validate_metrics(result[2], loss, parts.source, value=_THIRD_VALUE) if len(result) > 2 else {}
+    return {**further, "loss": total}
 
 
 class _SplitBatch(NamedTuple):
@@ -226,7 +284,8 @@ class _SplitBatch(NamedTuple):
     reason: str = ""
 
 
-def _read_halves(first: MicroBatch, read: BatchReader | None, parts: Parts) -> _SplitBatch:
+def _read_halves(first: MicroBatch, read: BatchReader | None, parts: Parts, *, at_least: int = 2) -> _SplitBatch:
+    """Return a batch of at least some samples with its halves: the first micro-batch, if it has that many samples."""
     if not first.counts:
         return _SplitBatch(None, None)
     norms = [module for module in parts.bare.modules() if isinstance(module, _BatchNorm)]
@@ -236,8 +295,9 @@ def _read_halves(first: MicroBatch, read: BatchReader | None, parts: Parts) -> _
         return _SplitBatch(None, None, reason="it is not known which samples are in a batch")
     indices = list(first.samples.indices)
     try:
-        if len(indices) == 1 and read is not None:
-            indices.append(read.another_index(indices[0]))
+        if len(indices) < at_least and read is not None:
+            while len(indices) < at_least:
+                indices.append(read.another_index(indices[-1]))
             first = read(indices, first.samples)
         halves = split_in_halves(first)
         if halves is not None or read is None or len(indices) < 2:
@@ -318,20 +378,22 @@ class _BatchComparison:
 
     def _compare_once(self, seed: int, draws: Draws) -> dict[str, _Verdict]:
         forward = self.parts.precision.forward
-        values = self._evaluate(forward, seed, draws)
+        values = self.evaluate(forward, seed, draws)
         if self._agree(_is_suspicious(values)) and self.parts.precision.dtype is not torch.float32:
             forward = nullcontext  # recompute in float32: the difference may be rounding of large sums
-            values = self._evaluate(forward, seed, draws) or values
-        reason = ""
+            values = self.evaluate(forward, seed, draws) or values
+        reason, again = "", values or {}
         if self._agree(_is_suspicious(values)):
-            again = self._evaluate(forward, seed + _NUM_ATTEMPTS, draws) or {}
+            again = self.evaluate(forward, seed + _NUM_ATTEMPTS, draws) or {}
             if draws.selects_samples:
                 reason = "it selects samples of the batch at random"
-            elif not all(value.is_sum or value.is_close(again.get(name)) for name, value in (values or {}).items()):
-                reason = "it draws random numbers that differ between samples, as with NumPy"
         if values is None:
             return {"loss": _Verdict("", reason=self.reason)}
-        return {name: self._classify(value, reason) for name, value in values.items()}
+        differs = "it draws random numbers that differ between samples, as with NumPy"
+        return {
+            name: self._classify(value, reason or ("" if value.is_close(again.get(name)) else differs))
+            for name, value in values.items()
+        }
 
     def _classify(self, values: _Values, reason: str) -> _Verdict:
         if values.is_sum:
@@ -344,7 +406,7 @@ class _BatchComparison:
             reason = "the halves of a batch, collated again, have other values"
         return _Verdict("neither", values, reason)
 
-    def _evaluate(self, precision: _Autocast, seed: int, draws: Draws) -> dict[str, _Values] | None:
+    def evaluate(self, precision: _Autocast, seed: int, draws: Draws) -> dict[str, _Values] | None:
         """Return the values of the batch and its halves, or None if the task raises: some losses fail in eval mode."""
         batch, halves = self.split.batch, self.split.halves
         is_split = batch is not None and halves is not None
@@ -421,20 +483,22 @@ def _loss_fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tu
     return what, locate_definition(loss, parts.source), f"{fix}\nloss_is_additive = False"
 
 
-def _metric_fault(name: str, verdict: _Verdict, parts: Parts) -> tuple[str, str, str]:
+def _metric_fault(name: str, verdict: _Verdict, method: Callable[..., Any], parts: Parts) -> tuple[str, str, str]:
     assert verdict.values is not None
-    evaluate, count = parts.task.evaluate, verdict.values.batch[1]
+    title = "evaluate returns" if method == parts.task.evaluate else f"{_THIRD_VALUE} has"
+    count, where = verdict.values.batch[1], locate_definition(method, parts.source)
     figures = f"{name} of a batch is {verdict.values}"
     if verdict.kind == "count":
-        what = f"evaluate returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
-        return what, locate_definition(evaluate, parts.source), _COUNT_FIX
-    what = f"evaluate returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
-    return what, locate_definition(evaluate, parts.source), _MEAN_FIX
+        what = f"{title} a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
+        return what, where, _COUNT_FIX
+    what = f"{title} a mean with a count of {count:g}, but must return the sum over the items: {figures}"
+    return what, where, _MEAN_FIX
 
 
 _PER_BATCH = "its count is the same for a batch and for its halves, so its value depends on the size of the batches"
 _NOT_SPLITTABLE = "the batch cannot be cut into two halves"
 _NOT_ADDITIVE = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"
+_THIRD_VALUE = "the third value of loss"
 _MEAN_FIX = (
     'use reduction="sum", as in F.cross_entropy(logits, y, reduction="sum") or nn.MSELoss(reduction="sum"), '
     "and x.sum() instead of x.mean()"

@@ -168,7 +168,8 @@ class CoupledSource(GradientSource):
     def compute_loss(self, embeddings: Any) -> Sum:
         """Return the loss of these embeddings; random numbers depend only on the seed and the update."""
         with noise.without_samples(), seeded_generators(self.seed, "couple", self.update()):
-            return validate_loss(self.couple(embeddings), self.couple, self.source, name="couple")
+            answer = self.couple(embeddings)
+            return validate_loss(answer, self.couple, self.source, sync=self.update() == 0, name="couple")
 
 
 @dataclass

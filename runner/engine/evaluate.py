@@ -16,6 +16,7 @@ from runner.base.errors import TaskFault
 from runner.base.global_rng import random_state, restore_random_state, seed_everything
 from runner.base.module_buffers import restore_buffers
 from runner.base.order import Indices, MicroBatchKey, rank_seed
+from runner.base.task import Task
 from runner.base.world import World
 from runner.engine.assemble import Parts
 from runner.engine.contract_checks import Number, check_count, validate_metrics, validate_numbers
@@ -147,11 +148,13 @@ def _summarize(
     """
     task, source = parts.task, parts.source
     metrics_by_name: dict[str, float] = {}
+    is_default = type(task).evaluate is Task.evaluate
+    title, method = ("loss", task.loss) if is_default else ("evaluate", task.evaluate)
     non_finite: set[str] = set()  # metrics whose sum is not finite: their NaN is a result, not a lack of items
     for name in dict.fromkeys(name for sums in sums_by_rank for name in sums):
         rows = [sums[name] for sums in sums_by_rank if name in sums]
         for _, _, min_count in rows:
-            check_count(min_count, f"evaluate ({name})", task.evaluate, source)
+            check_count(min_count, f"{title} ({name})", method, source)
         total, count = (sum(column) for column in list(zip(*rows, strict=True))[:2])
         if not math.isfinite(total):
             non_finite.add(name)

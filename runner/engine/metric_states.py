@@ -184,9 +184,7 @@ class _GatherState:
 class _CoupledState:
     """The loss of a task with `embed` and `couple`, over groups of `size` samples; 0: one group."""
 
-    def __init__(
-        self, task: Task, source: Path, size: int, forward: Callable[[], AbstractContextManager[Any]]
-    ) -> None:
+    def __init__(self, task: Task, source: Path, size: int, forward: Callable[[], AbstractContextManager[Any]]) -> None:
         self.task, self.source, self.size, self.forward = task, source, size, forward
         self.rows = _Rows(source)
         self.is_nonfinite = False

@@ -14,10 +14,12 @@ from runner.base.optimizer_state import expected_state_bytes, export_state, impo
 from runner.base.order import Order
 from runner.base.task import Task
 from runner.base.text import abbreviate
+from runner.config.schema import find_nearest
 from runner.distributed.parallel import Copy
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.assemble import Parts
 from runner.engine.contract_checks import check_arguments
+from runner.engine.error_diagnosis import locate_definition
 from runner.engine.gradients import GradientSource
 from runner.engine.loop import Position, Training
 from runner.engine.objectives import ObjectivePosition, Objectives, parse_objectives
@@ -46,6 +48,7 @@ class ObjectivesPhase(GradientPhase):
         self.is_additive = parts.task.loss_is_additive
         self.losses = {spec.name: bind_objective(parts.task, spec.name) for spec in specs}
         self.task_loss = self.losses[specs[0].name]
+        self._compared: set[str] = set()  # names that the task's loss compares the objective with
         parameters = {spec.name: spec.select_parameters(parts.bare) for spec in specs}
         self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
         self.trained = {name: weight for weights in parameters.values() for name, weight in weights.items()}
@@ -82,7 +85,20 @@ class ObjectivesPhase(GradientPhase):
 
     @property
     def task_losses(self) -> Mapping[str, Callable[[nn.Module, Any], Any]]:
-        return self.losses
+        """The losses of an update; they record the names that the task compares the objective with."""
+        return {name: bind_objective(self.parts.task, ComparedName(name, self._compared)) for name in self.losses}
+
+    def check_objective_names(self) -> str:
+        """Raise TaskFault if `loss` compares the objective with a misspelled name: its branch would never be taken."""
+        unknown, unused = self._compared - self.losses.keys(), self.losses.keys() - self._compared
+        for name in sorted(unknown):
+            what = f'loss compares objective with "{name}", but the objectives are {", ".join(self.losses)}'
+            if nearest := find_nearest(name, unused):
+                where = locate_definition(self.parts.task.loss, self.parts.source)
+                raise TaskFault(what, where=where, fix=f'if objective == "{nearest}":')
+            if len(unused) == len(self.losses):
+                return what
+        return ""
 
     def observe(self, metrics: Mapping[str, float]) -> None:
         for _, training in self.objectives.parts:
@@ -135,6 +151,27 @@ class ObjectivesPhase(GradientPhase):
     def state_bytes(self) -> tuple[int, int]:
         optimizers = self.objectives.optimizers
         return sum(map(expected_state_bytes, optimizers)), sum(map(state_bytes, optimizers))
+
+
+class ComparedName(str):
+    """The name of an objective, which adds the strings that it is compared with to a set."""
+
+    compared: set[str]
+
+    def __new__(cls, name: str, compared: set[str]) -> ComparedName:
+        made = super().__new__(cls, name)
+        made.compared = compared
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            self.compared.add(str.__str__(other))
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    __hash__ = str.__hash__
 
 
 def bind_objective(task: Task, objective: str) -> Callable[[nn.Module, Any], Any]:

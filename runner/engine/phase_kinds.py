@@ -189,6 +189,10 @@ class GradientPhase(PhaseKind):
         """The losses of an update by name: one without a name, or those of the objectives."""
         return {"": self.task_loss}
 
+    def check_objective_names(self) -> str:
+        """Return a warning about the names that `loss` compares the objective with, or ""; call it after the losses."""
+        return ""
+
     @property
     def attention(self) -> Mapping[tuple[str, str], int]:
         return self.loss.attention

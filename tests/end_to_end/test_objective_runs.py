@@ -124,6 +124,35 @@ def test_an_objective_whose_loss_ignores_its_parameters_is_refused(server: ForkS
     assert "objective generator" in result.err
 
 
+BRANCH = 'if objective == "generator":'
+
+
+@pytest.mark.parametrize(
+    ("branch", "code"),
+    [
+        ('if objective != "discriminater":', 70),
+        ('if objective in ("generator", "encoder"):', 0),
+        ('if {"generator": True, "discriminator": False}[objective]:', 0),
+        ('if objective.startswith("g"):', 0),
+    ],
+)
+def test_a_misspelled_name_that_the_loss_compares_with_is_refused(
+    branch: str, code: int, server: ForkServer, tmp_path: Path
+) -> None:
+    (tmp_path / "own_gan.py").write_text(EXAMPLE.read_text(encoding="utf-8").replace(BRANCH, branch))
+    result = server.run(f"train --task own_gan.py updates=1 {ON_CPU}", tmp_path)
+    assert result.code == code, result.err
+    assert ('if objective == "discriminator":' in result.err) == bool(code)
+
+
+def test_names_of_no_objective_that_the_loss_compares_with_are_named(server: ForkServer, tmp_path: Path) -> None:
+    text = EXAMPLE.read_text(encoding="utf-8").replace(BRANCH, 'if objective == "D" or objective[0] == "g":')
+    (tmp_path / "own_gan.py").write_text(text)
+    result = server.run(f"train --task own_gan.py updates=1 {ON_CPU}", tmp_path)
+    assert result.code == 0, result.err
+    assert '"D"' in result.err + result.out
+
+
 def test_an_objective_may_use_an_optimizer_of_the_task_file(server: ForkServer, tmp_path: Path) -> None:
     own = """
 def slow(parameters, *, lr: float = 0.1):

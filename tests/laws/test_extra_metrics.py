@@ -162,3 +162,11 @@ def test_rows_hold_the_mean_over_their_updates_also_after_a_resume(server: ForkS
     assert whole == cut
     assert [*whole] == [3, 6]
     assert all(never is None and math.isfinite(mean) for mean, never in whole.values())
+
+
+@pytest.mark.parametrize(("pair", "code"), [("(x.mean(), len(x))", 70), ("(x.mean(), 1)", 0)])
+def test_a_further_metric_that_is_a_mean_is_refused(pair: str, code: int, server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(FILE.replace("(x.sum(), x.numel())", pair))
+    result = server.run("train --task mine.py run=mine device=cpu monitor=off updates=1", tmp_path)
+    assert result.code == code, result.err
+    assert ("third value" in result.err) == bool(code)

@@ -13,7 +13,12 @@ from runner.base.errors import TaskFault
 from runner.base.module_buffers import list_buffers
 from runner.base.task import Task
 from runner.base.text import abbreviate
-from runner.engine.additivity_check import BatchReader, check_loss_is_sum, check_metrics_are_sums
+from runner.engine.additivity_check import (
+    BatchReader,
+    check_coupled_loss,
+    check_loss_is_sum,
+    check_metrics_are_sums,
+)
 from runner.engine.frozen_base import select_saved_state
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
@@ -51,16 +56,22 @@ class FirstUpdate(Hook):
         is_sharded = parts.parallel.is_lockstep and parts.parallel.splits_batch
         if phase.position.update or phase.is_over:
             return
-        if not isinstance(phase.work, GradientPhase) or not phase.work.is_additive:
+        if not isinstance(phase.work, GradientPhase) or not parts.task.loss_is_additive:
+            return
+        read = BatchReader(phase.loader, parts.prefetch)
+        if not phase.work.is_additive:
+            check_coupled_loss(parts, phase.feed.peek(), read)
+            phase.stopwatch.lap("starting")
             return
         if is_sharded and phase.hook(Evaluation).held_out is None:
             reason = f"parallelism={phase.run.plan.choices['parallelism'].name} gathers the model for evaluations only"
         else:  # without validation data, the whole model may never be on one device
-            read = BatchReader(phase.loader, parts.prefetch)
             reasons = [
                 check_loss_is_sum(parts, loss, phase.feed.peek(), read) for loss in phase.work.task_losses.values()
             ]
             reason = next(filter(None, reasons), "")
+            if warning := phase.work.check_objective_names():
+                phase.run.observers.screen.warn(warning)
             phase.stopwatch.lap("starting")
         if reason:
             phase.run.observers.screen.info(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, nullcontext, suppress
@@ -62,7 +63,13 @@ def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> 
         local = _Origin("unknown", f"the search for the module failed: {error_line(failure)}")
     results = [_Origin(*result) for result in phase.parts.world.gather([*local])]
     counts = [result.items for result in results]
-    if None not in counts and not sum(filter(None, counts)):
+    total = sum(count for count in counts if count is not None)
+    if not math.isfinite(total):
+        return TaskFault(
+            f"the losses of an update count {total:g} items (update {search.update}), but must count 0 or more each",
+            fix="return the sum and the number of items, such as len(y) or mask.sum()",
+        )
+    if None not in counts and not total:
         return TaskFault(
             f"loss returned a count of 0 for all micro-batches (update {search.update})",
             fix="return the sum and the number of items; events.jsonl lists the samples if all are bad",

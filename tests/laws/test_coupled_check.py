@@ -1,0 +1,139 @@
+"""A coupled loss that is a mean with a count of samples is detected before the first update; sums are not reported."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.data import default_collate
+
+from runner.axes.precision import bf16, fp32
+from runner.axes.prefetch import Prefetch
+from runner.base.batch import BatchSamples, MicroBatch
+from runner.base.errors import TaskFault
+from runner.base.fetcher import Fetcher
+from runner.base.task import Task
+from runner.base.world import World
+from runner.distributed.parallel import Parallel
+from runner.engine.additivity_check import BatchReader, check_coupled_loss
+from runner.loading.loaders import Loader
+
+WORLD = World(torch.device("cpu"))
+Rows = Callable[[Tensor, Tensor], Tensor]  # codes and labels -> loss of each sample
+
+
+def clip(codes: Tensor, labels: Tensor) -> Tensor:
+    return F.cross_entropy(codes @ codes.roll(1, 1).T / 0.2, torch.arange(len(codes)), reduction="none")
+
+
+def simclr(codes: Tensor, labels: Tensor) -> Tensor:
+    both = torch.cat((codes, codes.roll(1, 1)))
+    logits = (both @ both.T / 0.1).fill_diagonal_(float("-inf"))
+    return F.cross_entropy(logits, torch.arange(len(both)).roll(len(codes)), reduction="none").view(2, -1).sum(0)
+
+
+def supervised(codes: Tensor, labels: Tensor) -> Tensor:
+    logits = (codes @ codes.T / 0.1).fill_diagonal_(float("-inf"))
+    same = (labels[:, None] == labels).float().fill_diagonal_(0)
+    logs = F.log_softmax(logits, dim=1).nan_to_num(neginf=0.0)
+    return -(logs * same).sum(1) / same.sum(1).clamp(min=1)
+
+
+def triplets(codes: Tensor, labels: Tensor) -> Tensor:
+    distances, same = torch.cdist(codes, codes), labels[:, None] == labels
+    negative = distances.masked_fill(same, 10.0).amin(1)
+    return F.softplus(distances.masked_fill(~same, 0.0).amax(1) - negative)
+
+
+def sigmoid(codes: Tensor, labels: Tensor) -> Tensor:
+    signs = 2 * torch.eye(len(codes)) - 1
+    return -F.logsigmoid(signs * (codes @ codes.T * 10 - 10)).sum(1)
+
+
+def neighbors(codes: Tensor, labels: Tensor) -> Tensor:
+    logits = (codes @ codes.T).fill_diagonal_(float("-inf"))
+    return -(F.softmax(logits, 1) * (labels[:, None] == labels)).sum(1).clamp(min=1e-4).log()
+
+
+def cross_correlation(codes: Tensor, labels: Tensor) -> Tensor:
+    """Return a loss of the batch, once per sample, as of Barlow Twins."""
+    normalized = (codes - codes.mean(0)) / codes.std(0)
+    off_diagonal = (normalized.T @ normalized.roll(1, 1) / len(codes) - torch.eye(codes.shape[1])).square().sum()
+    return off_diagonal.expand(len(codes))
+
+
+ROWS = {rows.__name__: rows for rows in (clip, simclr, supervised, triplets, sigmoid, neighbors, cross_correlation)}
+
+
+def message(couple: Callable[[Any], Any], size: int, *, micro: int | None = None, precision: Any = fp32) -> str:
+    """Return the message about the loss of a batch of `size` samples, "" if there is none."""
+    torch.manual_seed(0)
+
+    class Coupled(Task):
+        def __init__(self) -> None:
+            self.model = nn.Sequential(nn.Linear(6, 24), nn.BatchNorm1d(24), nn.ReLU(), nn.Linear(24, 8))
+
+        def embed(self, model: nn.Module, batch: Any) -> Any:
+            return F.normalize(model(batch[0]).float(), dim=1), batch[1]
+
+        def couple(self, embeddings: Any) -> Any:
+            return couple(embeddings)
+
+    task = Coupled()
+    parts: Any = SimpleNamespace(
+        world=WORLD, bare=task.model, model=task.model, parallel=Parallel(WORLD),
+        precision=precision(WORLD, task.model), source=Path(__file__), task=task,
+    )  # fmt: skip
+    x, y = torch.randn(64, 6), torch.randint(0, 4, (64,))
+    loader = Loader(Fetcher(list(zip(x, y, strict=True)), default_collate, bad_samples="stop"))
+    taken = list(range(micro or size))
+    first = MicroBatch((x[taken], y[taken]), last=True, samples=BatchSamples(0, 0, taken, taken))
+    before = torch.get_rng_state(), *(buffer.clone() for buffer in task.model.buffers())
+    try:
+        check_coupled_loss(parts, first, BatchReader(loader, Prefetch(WORLD.device)))
+    except TaskFault as fault:
+        return str(fault)
+    finally:
+        after = torch.get_rng_state(), *task.model.buffers()
+        assert all(torch.equal(old, new) for old, new in zip(before, after, strict=True))
+    return ""
+
+
+@pytest.mark.parametrize("size", [8, 16, 64])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_sum_is_not_reported(name: str, size: int) -> None:
+    assert message(lambda pair: (ROWS[name](*pair).sum(), len(pair[0])), size) == ""
+
+
+@pytest.mark.parametrize("size", [8, 16, 64])
+@pytest.mark.parametrize("name", ROWS)
+def test_a_mean_with_a_count_of_1_is_not_reported(name: str, size: int) -> None:
+    assert message(lambda pair: (ROWS[name](*pair).mean(), 1), size) == ""
+
+
+@pytest.mark.parametrize("precision", [fp32, bf16])
+@pytest.mark.parametrize("size", [16, 64])
+@pytest.mark.parametrize("name", [name for name in ROWS if name not in ("sigmoid", "neighbors", "cross_correlation")])
+def test_a_mean_with_a_count_of_samples_is_refused(name: str, size: int, precision: Any) -> None:
+    found = message(lambda pair: (ROWS[name](*pair).mean(), len(pair[0])), size, precision=precision)
+    assert "couple returns a mean" in found
+    assert "loss_is_additive" in found
+
+
+def test_the_check_reads_enough_samples_for_a_small_micro_batch() -> None:
+    assert "couple returns a mean" in message(lambda pair: (clip(*pair).mean(), len(pair[0])), 16, micro=1)
+    assert message(lambda pair: (clip(*pair).sum(), len(pair[0])), 16, micro=1) == ""
+
+
+def test_a_loss_that_fails_or_is_zero_is_not_reported() -> None:
+    def fails(pair: Any) -> Any:
+        raise ValueError
+
+    assert message(fails, 16) == ""
+    assert message(lambda pair: (0.0 * clip(*pair).sum(), len(pair[0])), 16) == ""
