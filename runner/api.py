@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +15,7 @@ from runner.base.json_values import none_to_nan
 from runner.base.picture import COLORS, notebook_figure
 from runner.commands.arguments import parse_arguments, parse_run_request
 from runner.config.configuration import compose
-from runner.config.request import format_override
+from runner.config.request import format_override, merge_overrides
 from runner.durable.checkpoint_choice import is_choice
 from runner.durable.directory import generate_run_name
 from runner.durable.files import read_rows
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from runner.durable.directory import RunDirectory
 
 
-def train(*arguments: str, **settings: Any) -> Run:
+def train(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     """Train as `accel-run train ARGUMENTS` does, and return the run.
 
     The run is a separate process, whose output appears in sys.stdout and sys.stderr. Its signal handlers and global
@@ -52,7 +54,7 @@ def train(*arguments: str, **settings: Any) -> Run:
     return Run([format_override("run", name), format_override("output_root", str(configuration.settings.root))])
 
 
-def evaluate(*arguments: str, **settings: Any) -> dict[str, float]:
+def evaluate(*arguments: str | os.PathLike[str], **settings: Any) -> dict[str, float]:
     """Evaluate as `accel-run evaluate ARGUMENTS` does; return the metrics, such as {"test/loss": 0.4}.
 
     Args:
@@ -66,7 +68,7 @@ def evaluate(*arguments: str, **settings: Any) -> dict[str, float]:
     return none_to_nan(json.loads(result.out)["metrics"])
 
 
-def open_run(*arguments: str, **settings: Any) -> Run:
+def open_run(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     """Return an existing run: the last one, or one by name or directory.
 
     Args:
@@ -84,8 +86,12 @@ class Run:
     """A run: its metrics, its models and its directory. Each access reads the files of the run again."""
 
     def __init__(self, arguments: list[str]) -> None:
-        self._request = parse_run_request(arguments)
-        self._directory: RunDirectory = find_run(self._request, lambda _: None)[0]
+        request = parse_run_request(arguments)
+        self._directory: RunDirectory
+        self._directory, root = find_run(request, lambda _: None)
+        # The working directory may change later.
+        absolute_root = format_override("output_root", str(root.absolute()))
+        self._request = replace(request, overrides=merge_overrides(request.overrides, (absolute_root,)))
         self.name, self.path = self._directory.name, self._directory.path.absolute()
 
     @property
@@ -152,9 +158,18 @@ class Run:
         return f"Run({str(self.path)!r}, {self.state})"
 
 
-def build_argv(arguments: tuple[str, ...], settings: Mapping[str, Any]) -> list[str]:
-    """Convert the arguments of a Python call to those of the command line."""
-    return [*arguments, *(f"{key.replace('__', '.')}={_format_value(value)}" for key, value in settings.items())]
+def build_argv(arguments: Sequence[Any], settings: Mapping[str, Any]) -> list[str]:
+    """Convert the arguments of a Python call to those of the command line. Raises ConfigError for other types."""
+    for argument in arguments:
+        if not isinstance(argument, str | os.PathLike):
+            what = f"arguments must be strings or paths, but one is of type {type(argument).__name__}"
+            raise ConfigError(
+                Problem(what, repr(argument)[:40], 'pass settings by name: train("task=gpt", updates=200)')
+            )
+    return [
+        *map(os.fspath, arguments),
+        *(f"{key.replace('__', '.')}={_format_value(value)}" for key, value in settings.items()),
+    ]
 
 
 def _format_value(value: Any) -> str:

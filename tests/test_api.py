@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import shutil
@@ -281,3 +282,77 @@ def test_metrics_are_those_of_the_last_evaluation_only(run: Run, folder: Path, t
     ]
     (tmp_path / "first" / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     assert open_run("first", output_root=tmp_path).metrics == {"val/loss": 2.0}
+
+
+LOCAL = """
+import torch
+from torch import nn
+from runner import Task
+from parts import Layer
+
+
+def build() -> Task:
+    return Points()
+
+
+class Points(Task):
+    def __init__(self):
+        torch.set_default_dtype(torch.float64)
+        self.model = Layer(3, 1)
+
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.ones(8, 3))
+
+    def loss(self, model, batch):
+        return model(batch[0]).square().sum(), len(batch[0])
+"""
+PARTS = """
+from torch import nn
+
+
+class Layer(nn.Linear):
+    version = {!r}
+"""
+
+
+def test_a_model_is_built_from_the_present_files_of_its_own_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two tasks may have files of the same names, and a local module may be edited between two calls."""
+    monkeypatch.chdir(tmp_path)
+    runs = []
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "points.py").write_text(LOCAL)
+        (tmp_path / name / "parts.py").write_text(PARTS.format(name))
+        settings = {"updates": 1, "device": "cpu", "monitor": "off", "run": name, "global_batch_size": 4}
+        runs.append(train("--task", Path(name) / "points.py", "backend.threads=1", **settings))
+    gc.disable()
+    try:
+        assert [run.model().version for run in (*runs, runs[0])] == ["one", "two", "one"]
+        (tmp_path / "one" / "parts.py").write_text(PARTS.format("edited"))
+        assert runs[0].model().version == "edited"
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
+    assert torch.get_default_dtype() == torch.float32
+    folders = [entry for entry in sys.path if entry.startswith(str(tmp_path))]
+    assert len(folders) == len(set(folders))
+
+
+def test_a_run_is_usable_from_another_working_directory(
+    run: Run, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(folder.parent)
+    opened = open_run("first", output_root=folder.name)
+    monkeypatch.chdir(tmp_path)
+    for other in (run, opened):
+        assert other.state == "finished"
+        assert torch.equal(next(other.model().parameters()), next(run.model().parameters()))
+
+
+def test_paths_are_arguments_and_other_types_are_refused(run: Run, folder: Path) -> None:
+    assert open_run(folder / "first").path == run.path
+    for wrong in ({"updates": 3}, 3, None):
+        with pytest.raises(ConfigError, match="updates=200"):
+            train(wrong)  # type: ignore[arg-type]

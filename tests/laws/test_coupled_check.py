@@ -11,7 +11,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.data import default_collate
 
 from runner.axes.precision import bf16, fp32
 from runner.axes.prefetch import Prefetch
@@ -91,7 +90,8 @@ def message(couple: Callable[[Any], Any], size: int, *, micro: int | None = None
         precision=precision(WORLD, task.model), source=Path(__file__), task=task,
     )  # fmt: skip
     x, y = torch.randn(64, 6), torch.randint(0, 4, (64,))
-    loader = Loader(Fetcher(list(zip(x, y, strict=True)), default_collate, bad_samples="stop"))
+    samples: Any = list(zip(x, y, strict=True))
+    loader = Loader(Fetcher(samples, task.collate, bad_samples="stop"))
     taken = list(range(micro or size))
     first = MicroBatch((x[taken], y[taken]), last=True, samples=BatchSamples(0, 0, taken, taken))
     before = torch.get_rng_state(), *(buffer.clone() for buffer in task.model.buffers())
