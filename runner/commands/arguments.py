@@ -7,6 +7,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,7 @@ def parse_arguments(
     Raises ConfigError if a flag lacks its value, or if the first argument is another command.
     """
     if argv and not positional and argv[0] in COMMANDS and argv[0] not in (*GROUPS, *all_keys()):
-        example = shlex.join(arg for arg in argv[:2] if "=" not in arg)
+        example = shlex.join(takewhile(lambda arg: "=" not in arg, argv))
         raise ConfigError(Problem("is a command, not a setting", argv[0], f"use accel-run {example}"))
     pending = list(argv)
     overrides: list[str] = []
@@ -95,6 +96,11 @@ def parse_run_request(argv: list[str], command_keys: Iterable[str] = ()) -> Requ
     run_overrides = [arg for arg in request.overrides if arg.startswith("run=")]
     if "run=" in run_overrides or "" in arguments.positional:
         raise ConfigError(EMPTY_RUN)
+    keys = {*GROUPS, *all_keys(), *command_keys}
+    names = [arg for arg in request.overrides if "=" not in arg and not arg.startswith("~")]
+    if arguments.positional and names and not find_nearest(names[0], keys):
+        what = f"names a second run in addition to {arguments.positional[0]}"
+        raise ConfigError(Problem(what, names[0], "this command takes one run; repeat it for each"))
     if arguments.positional and run_overrides:
         what = f"names a second run in addition to {arguments.positional[0]}"
         raise ConfigError(Problem(what, run_overrides[-1], "remove one of them"))

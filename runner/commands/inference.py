@@ -31,10 +31,12 @@ examples
 
 def run(argv: list[str]) -> int:
     """Predict and write the predictions."""
-    from runner.launch.trained_ranks import infer
-
     checkpoint, rest = pop_checkpoint_choice(argv)
-    return int(infer(parse_run_request(rest, _inference_keys(rest)), checkpoint))
+    request = parse_run_request(rest, _inference_keys(rest))
+
+    from runner.launch.trained_ranks import infer  # torch, which an invalid line does not load
+
+    return int(infer(request, checkpoint))
 
 
 def _inference_keys(argv: list[str]) -> tuple[str, ...]:

@@ -39,6 +39,18 @@ accel-run: help: is not a setting; settings have the form key=value
 accel-run: import: is a command, not a setting
            use accel-run import nosuch.pt
 """,
+    "train train --task mine.py updates=3": """\
+accel-run: train: is a command, not a setting
+           use accel-run train --task mine.py
+""",
+    "status one two three": """\
+accel-run: two: names a second run in addition to one
+           this command takes one run; repeat it for each
+""",
+    "evaluate one splt test": """\
+accel-run: splt test: is not a setting; settings have the form key=value
+           use split=test
+""",
     "evaluate --jsn": """\
 accel-run: --jsn: unknown option; settings have the form key=value
            did you mean --json?
