@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.base.module_buffers import is_writable, restore_buffers
+from runner.base.module_buffers import TensorVersion, is_writable, restore_buffers
 
 
 class Holder(nn.Module):
@@ -142,3 +142,18 @@ def test_a_buffer_without_values_does_not_prevent_that_others_are_restored() -> 
         change_in_place(holder, "saved")
     assert torch.equal(holder.saved, torch.arange(4.0))  # type: ignore[arg-type]
     assert holder.absent is None
+
+
+def test_a_tensor_is_changed_in_place_or_replaced_or_has_no_version() -> None:
+    tensor = torch.zeros(2)
+    version = TensorVersion.of(tensor)
+    assert not version.is_changed(tensor)
+    assert version.is_changed(torch.zeros(2))
+    assert version.is_changed(None)
+    tensor.add_(1)
+    assert version.is_changed(tensor)
+    assert not TensorVersion.of(None).is_changed(None)
+    assert TensorVersion.of(None).is_changed(tensor)
+    with torch.inference_mode():
+        unversioned = torch.zeros(2)
+    assert TensorVersion.of(unversioned).is_changed(unversioned)

@@ -18,7 +18,7 @@ from torch.utils._pytree import tree_leaves
 
 from runner.axes.optimizer import sgd
 from runner.base.world import World
-from runner.distributed.deferred_init import DeferredInit
+from runner.distributed.deferred_init import DeferredInit, TensorRef
 from runner.distributed.parallel import Parallel
 from runner.distributed.pipelined import Pipelined
 from runner.distributed.shard_init import DeferredModel
@@ -343,3 +343,16 @@ def test_a_pipeline_rank_never_holds_more_than_its_stage_and_some_layers() -> No
     for own, _, largest in ranks:
         assert len(own) == 2 * WIDE_LAYERS // 4
         assert largest <= (WIDE_LAYERS // 4 + 1) * layer, "its stage, and a layer that is measured or computed"
+
+
+@pytest.mark.parametrize(
+    ("size", "stride", "offset", "is_whole"),
+    [
+        ((2, 3), (3, 1), 0, True), ((2, 3), (1, 2), 0, True), ((1, 6), (77, 1), 0, True), ((6,), (1,), 0, True),
+        ((6,), (2,), 0, False), ((2, 3), (3, 2), 0, False), ((5,), (1,), 0, False), ((6,), (1,), 1, False),
+    ],
+)  # fmt: skip
+def test_a_tensor_covers_its_storage(
+    size: tuple[int, ...], stride: tuple[int, ...], offset: int, is_whole: bool
+) -> None:
+    assert TensorRef(0, 24, torch.float32, size, stride, offset).is_whole == is_whole

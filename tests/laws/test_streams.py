@@ -333,6 +333,18 @@ def test_a_sample_that_cannot_be_read_is_counted_in_its_pass() -> None:
         read(source_of(RaisingLater, 1), 12)
 
 
+class EmptyLater(Files):
+    """Has no samples after its first pass."""
+
+    def __iter__(self) -> Any:
+        return iter(()) if self.epoch else super().__iter__()
+
+
+def test_a_pass_without_samples_is_refused() -> None:
+    with pytest.raises(DataError, match="no samples"):
+        read(source_of(EmptyLater, 1), 12)
+
+
 def verdict_of(source: StreamSource) -> StreamCheck:
     fetcher = fetcher_of(source)
     return check_stream(fetcher, Loader(fetcher))
