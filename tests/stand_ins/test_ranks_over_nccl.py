@@ -46,8 +46,13 @@ pytestmark = [
 ]
 MACHINE = {VARIABLE: encoded(MACHINES["h100x8"])}
 EXACT = "precision=fp32"  # like the CPU, because losses are compared
-# A micro-batch is at most the share of one of two ranks; a given one skips tracing.
-MICRO_BATCHES = {"task_with_everything.py": 6, "task_of_masks.py": 2}  # others: 8
+
+
+def share_of_two(args: Sequence[str], folder: Path) -> int:
+    """Return the share of one of two ranks in an update of the task file, at most 8."""
+    texts = [*args, *((folder / word).read_text() for word in args if word.endswith(".py"))]
+    sizes = [int(size) for text in texts for size in re.findall(r"global_batch_size(?:=|\": )(\d+)", text)]
+    return min([*(size // 2 for size in sizes), 8])
 
 
 @dataclass(frozen=True)
@@ -59,8 +64,7 @@ class OnDevices:
     def start(self, args: list[str], folder: Path, env: Mapping[str, str] | None = None, before: str = "") -> int:
         given = [*(word for word in args if word != "device=cpu"), "device=cuda", EXACT]
         if not any(word.startswith("micro_batch_size=") for word in args):
-            sizes = [size for file, size in MICRO_BATCHES.items() if any(word.endswith(f"/{file}") for word in args)]
-            given.append(f"micro_batch_size={[*sizes, 8][0]}")
+            given.append(f"micro_batch_size={share_of_two(args, folder)}")  # a given one skips tracing
         return self.server.start(given, folder, {**MACHINE, **(env or {})}, DESCRIBE + before)
 
     def wait(self) -> CompletedCommand:
