@@ -18,6 +18,7 @@ from runner.base.errors import TaskFault
 from runner.base.world import World
 from runner.distributed.parallel import dense_gradient
 
+SMALL_BYTES = 64 << 10  # of gradients, which take less time than a message over gloo
 BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
 FIRST_BUCKET_BYTES = 1 << 20
 # Replaces a tensor by its sum over the ranks, and returns an object with wait(), or None if it is done.
@@ -71,8 +72,8 @@ class _Bucket:
         self.position = position
         self.is_late |= self.work is not None
 
-    def launch(self, sum_gradients: SumGradients) -> None:
-        """Copy the gradients, zeros for missing ones, and start the all-reduce."""
+    def fill(self) -> None:
+        """Copy the gradients, zeros for missing ones."""
         present = [index for index, weight in enumerate(self.parameters) if weight.grad is not None]
         if len(present) < len(self.parameters):
             self.flat.zero_()
@@ -80,6 +81,10 @@ class _Bucket:
             torch._foreach_copy_(
                 [self.views[index] for index in present], [dense_gradient(self.parameters[index]) for index in present]
             )
+
+    def launch(self, sum_gradients: SumGradients) -> None:
+        """Copy the gradients and start the all-reduce."""
+        self.fill()
         self.work = sum_gradients(self.flat)
 
     def wait(self) -> None:
@@ -102,6 +107,8 @@ class Reducer:
 
     The first update takes the registration order, from the last parameter to the first. A gradient that arrives
     after its bucket was launched is still correct: all ranks exchange that bucket again at the end.
+
+    On the CPU, the gradients of a small model are added in float64, in the message with the other numbers.
     """
 
     def __init__(
@@ -116,7 +123,8 @@ class Reducer:
         self._custom_sum = custom_sum
         self.buckets = [_Bucket(group) for group in _group_parameters(self.parameters, bucket_bytes)]
         self.is_last = False
-        self._order = list(self.buckets)  # the same on all ranks
+        self._has_one_message = custom_sum is None and _fits_one_message(self.buckets)
+        self._order = [] if self._has_one_message else list(self.buckets)  # the same on all ranks
         self._next = 0  # next bucket of the order
         self._num_arrived = 0
         self._hooks = [
@@ -142,6 +150,24 @@ class Reducer:
         late = [float(bucket.is_late) for bucket in self.buckets]
         host_numbers = torch.tensor([*absent, *late, *self._positions(), float(failed)], dtype=torch.float64)
         mine = torch.cat([host_numbers, flags])
+        total, reduced = self._add_together(sums, mine) if self._has_one_message else self._add(sums, mine)
+        sizes = [len(absent), len(late), len(late), 1, len(flags)]
+        num_absent, num_late, positions, num_failed, rest = torch.split(reduced, sizes)
+        is_absent = (num_absent == self.world.world_size).tolist()
+        if not num_failed and not self._has_one_message:
+            self._adapt(is_absent, num_late.tolist(), positions.tolist())
+        for bucket in self.buckets:
+            bucket.finish()
+        if self._custom_sum:
+            self._custom_sum.raise_if_wrong()
+        for weight, is_none in zip(self.parameters, is_absent, strict=True):
+            if is_none:
+                weight.grad = None
+        self._next, self._num_arrived, self.is_last = 0, 0, False
+        return total, int(num_failed), rest
+
+    def _add(self, sums: Tensor, mine: Tensor) -> tuple[Tensor, Tensor]:
+        """Finish the all-reduce of the buckets; return `sums` and `mine`, on the host, added over the ranks."""
         while self._next < len(self._order):  # first, as on ranks whose buckets were launched earlier
             self._launch()
         on_host = sums.device.type == "cpu"
@@ -153,21 +179,17 @@ class Reducer:
         work.wait()
         if other is not None:
             other.wait()  # gloo, on the host: no device synchronization
-        reduced = numbers[len(sums) :] if on_host else mine
-        sizes = [len(absent), len(late), len(late), 1, len(flags)]
-        num_absent, num_late, positions, num_failed, rest = torch.split(reduced, sizes)
-        is_absent = (num_absent == self.world.world_size).tolist()
-        if not num_failed:
-            self._adapt(is_absent, num_late.tolist(), positions.tolist())
-        for bucket in self.buckets:
-            bucket.finish()
-        if self._custom_sum:
-            self._custom_sum.raise_if_wrong()
-        for weight, is_none in zip(self.parameters, is_absent, strict=True):
-            if is_none:
-                weight.grad = None
-        self._next, self._num_arrived, self.is_last = 0, 0, False
-        return numbers[: len(sums)], int(num_failed), rest
+        return numbers[: len(sums)], numbers[len(sums) :] if on_host else mine
+
+    def _add_together(self, sums: Tensor, mine: Tensor) -> tuple[Tensor, Tensor]:
+        """Add the gradients in the same message as the numbers; return `sums` and `mine`, added over the ranks."""
+        (bucket,) = self.buckets
+        bucket.fill()
+        message = torch.cat([bucket.flat.to(sums.dtype), sums, mine.to(sums.dtype)])
+        self.world.sum_async(message).wait()
+        gradients, total, reduced = torch.split(message, [len(bucket.flat), len(sums), len(mine)])
+        bucket.flat.copy_(gradients)
+        return total, reduced
 
     def _arrival_hook(self, bucket: _Bucket) -> Callable[[Tensor], None]:
         def arrival(weight: Tensor) -> None:
@@ -272,6 +294,14 @@ class _Done:
 
 
 _DONE = _Done()
+
+
+def _fits_one_message(buckets: Sequence[_Bucket]) -> bool:
+    """Return whether the gradients are one small bucket of real numbers in host memory."""
+    if len(buckets) != 1:
+        return False
+    (flat,) = (bucket.flat for bucket in buckets)
+    return flat.device.type == "cpu" and flat.is_floating_point() and flat.nbytes <= SMALL_BYTES
 
 
 def bucket_sizes(parameters: Sequence[nn.Parameter], bucket_bytes: int = BUCKET_BYTES) -> tuple[int, ...]:

@@ -18,8 +18,9 @@ from runner.base.batch import MicroBatch
 from runner.base.errors import TaskFault
 from runner.base.world import World
 from runner.config.request import Request
+from runner.distributed import reducer
 from runner.distributed.parallel import ForwardPasses
-from runner.distributed.reducer import CustomSum, bucket_sizes
+from runner.distributed.reducer import BUCKET_BYTES, CustomSum, bucket_sizes
 from runner.distributed.replicated import Replicated
 from runner.engine.opening import open_phase
 from tests.distributed.ranks import run_ranks
@@ -89,14 +90,20 @@ def test_bucket_sizes_are_those_of_groups_of_parameters() -> None:
 Choice = Callable[[Layers, World, int], None]
 
 
-def exchanged(world: World, model: Layers, choose: Choice = lambda *_: None, again: bool = False) -> dict[str, Any]:
+def exchanged(
+    world: World,
+    model: Layers,
+    choose: Choice = lambda *_: None,
+    again: bool = False,
+    bucket_bytes: int = LAYER_BYTES,
+) -> dict[str, Any]:
     """Return for each update the bytes sent, the bytes sent late, and the gradients.
 
     choose  called before each update to change which layers the model uses
     again   restart the phase before each update, so that nothing is known from previous ones
     """
     torch.manual_seed(world.rank)
-    parallel = Replicated(world, bucket_bytes=LAYER_BYTES)
+    parallel = Replicated(world, bucket_bytes=bucket_bytes)
     parallel.wrap(model, list, [])
     weights = list(model.parameters())
     traffic = Traffic(weights)  # its hooks run before those of the reducer
@@ -127,6 +134,26 @@ USED = {
     "first unused": [*range(1, LAYERS)],
     "one used twice": [*range(LAYERS), 3],
 }
+
+
+def use_other_layers_on_one_rank(model: Layers, world: World, update: int) -> None:
+    """Leave out one layer on rank 1 in the second update, and another one on both ranks in the third."""
+    model.used = [index for index in range(LAYERS) if (update, index) not in ((1, 4 + world.rank), (2, 7))]
+
+
+@pytest.mark.parametrize("choose", [lambda *_: None, use_other_layers_on_one_rank])
+def test_gradients_in_one_message_are_those_of_buckets(choose: Choice) -> None:
+    """Two float32 numbers have the same sum in float64, rounded to float32."""
+
+    def both(world: World) -> list[Any]:
+        sizes = (LAYER_BYTES, BUCKET_BYTES)
+        return [exchanged(world, Layers(range(LAYERS)), choose, bucket_bytes=size) for size in sizes]
+
+    for in_buckets, together in run_ranks(both, 2):
+        assert together["gradients"] == in_buckets["gradients"]
+        assert [sent for sent, _ in together["bytes"]] == [0] * UPDATES, "none in a message of their own"
+    absent = [each is None for each in together["gradients"][2]]
+    assert sum(absent) == (2 if choose is use_other_layers_on_one_rank else 0)
 
 
 @pytest.mark.slow
@@ -209,8 +236,18 @@ def noted(name: str, plain: Callable[..., Any], calls: list[tuple[str, str]]) ->
 
 
 @pytest.mark.slow
-def test_an_update_has_one_collective_besides_those_of_gradients(tmp_path: Path) -> None:
-    """The collective contains sums, flags, times and the requests of hooks."""
+@pytest.mark.parametrize(
+    ("small_bytes", "collectives"),
+    [
+        (0, [["all_reduce", "torch.float32"], ["all_reduce", "torch.float64"]]),
+        (reducer.SMALL_BYTES, [["all_reduce", "torch.float64"]]),
+    ],
+)
+def test_an_update_has_one_collective_besides_those_of_gradients(
+    small_bytes: int, collectives: list[list[str]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It contains sums, flags, times and the requests of hooks, and the gradients of a small model."""
+    monkeypatch.setattr(reducer, "SMALL_BYTES", small_bytes)
     (tmp_path / "task.py").write_text(TASK)
     args = ("updates=30", "global_batch_size=8", "device=cpu", "monitor=off", "parallelism=ddp", "evaluate.every=0")
 
@@ -229,7 +266,7 @@ def test_an_update_has_one_collective_besides_those_of_gradients(tmp_path: Path)
         return result[2:-1]  # the first two exchange more; the last ends the phase
 
     for updates in run_ranks(counted, 2):
-        assert updates == [[["all_reduce", "torch.float32"], ["all_reduce", "torch.float64"]]] * 27
+        assert updates == [collectives] * 27
 
 
 def test_a_custom_sum_is_checked_until_each_bucket_had_numbers_to_compare() -> None:
