@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib
 import json
 import os
 import shutil
@@ -284,11 +285,10 @@ def test_metrics_are_those_of_the_last_evaluation_only(run: Run, folder: Path, t
     assert open_run("first", output_root=tmp_path).metrics == {"val/loss": 2.0}
 
 
-LOCAL = """
+POINTS = """
 import torch
 from torch import nn
 from runner import Task
-from parts import Layer
 
 
 def build() -> Task:
@@ -298,7 +298,7 @@ def build() -> Task:
 class Points(Task):
     def __init__(self):
         torch.set_default_dtype(torch.float64)
-        self.model = Layer(3, 1)
+        self.model = nn.Linear(3, 1)
 
     def dataset(self, split):
         return torch.utils.data.TensorDataset(torch.ones(8, 3))
@@ -306,38 +306,34 @@ class Points(Task):
     def loss(self, model, batch):
         return model(batch[0]).square().sum(), len(batch[0])
 """
-PARTS = """
-from torch import nn
 
 
-class Layer(nn.Linear):
-    version = {!r}
-"""
-
-
-def test_a_model_is_built_from_the_present_files_of_its_own_folder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Two tasks may have files of the same names, and a local module may be edited between two calls."""
+def test_a_model_restores_the_state_of_the_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    runs = []
-    for name in ("one", "two"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "points.py").write_text(LOCAL)
-        (tmp_path / name / "parts.py").write_text(PARTS.format(name))
-        settings = {"updates": 1, "device": "cpu", "monitor": "off", "run": name, "global_batch_size": 4}
-        runs.append(train("--task", Path(name) / "points.py", "backend.threads=1", **settings))
+    (tmp_path / "points.py").write_text(POINTS)
+    run = train("--task", Path("points.py"), "backend.threads=1", updates=1, device="cpu", monitor="off", run="r")
     gc.disable()
     try:
-        assert [run.model().version for run in (*runs, runs[0])] == ["one", "two", "one"]
-        (tmp_path / "one" / "parts.py").write_text(PARTS.format("edited"))
-        assert runs[0].model().version == "edited"
+        for _ in range(2):
+            assert next(run.model().parameters()).dtype == torch.float64
         assert not gc.isenabled()
     finally:
         gc.enable()
     assert torch.get_default_dtype() == torch.float32
     folders = [entry for entry in sys.path if entry.startswith(str(tmp_path))]
     assert len(folders) == len(set(folders))
+
+
+def test_opening_a_model_keeps_the_modules_of_the_program(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such as those of a training run that opens its teacher: their classes would not be those of its objects."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "points_to_keep.py").write_text(POINTS)
+    (tmp_path / "tools_of_program.py").write_text("class Result: pass\n")
+    run = train("--task", Path("points_to_keep.py"), updates=1, device="cpu", monitor="off", run="r")
+    run.model()
+    tools = importlib.import_module("tools_of_program")
+    run.model()
+    assert sys.modules.get("tools_of_program") is tools
 
 
 def test_a_run_is_usable_from_another_working_directory(

@@ -13,7 +13,6 @@ from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from runner.base.errors import AccelRunError, MissingPackage, TaskFault
-from runner.base.paths import PACKAGE
 from runner.config.custom_tables import HOOK_TABLE, hook_name
 
 Result = TypeVar("Result")
@@ -74,29 +73,11 @@ def load_file(file: Path) -> ModuleType:
             f"has the name of a module in use, {file.stem}", where=str(file), fix=f"call it my_{file.stem}.py"
         )
     folder = str(file.parent)
-    _modules_before.setdefault(folder, frozenset(sys.modules))
     sys.path[:] = [folder, *(entry for entry in sys.path if entry != folder)]
     module = importlib.util.module_from_spec(spec)
     sys.modules[file.stem] = module
     spec.loader.exec_module(module)
     return module
-
-
-def forget_files() -> None:
-    """Remove the modules that `load_file` has loaded, and those that they have imported from their folders.
-
-    A file that is loaded next may have the same name, or import edited modules. Modules that were imported before are
-    kept: they belong to the program that uses this package.
-    """
-    for folder, before in _modules_before.items():
-        for name in sys.modules.keys() - before:
-            file = getattr(sys.modules[name], "__file__", None) or ""
-            is_inside = file.startswith(f"{folder}/") and "site-packages/" not in file.removeprefix(folder)
-            if is_inside and not file.startswith(f"{PACKAGE}/"):
-                del sys.modules[name]
-
-
-_modules_before: dict[str, frozenset[str]] = {}  # folder -> modules that were loaded before its first file
 
 
 def _import_module(location: str) -> ModuleType:

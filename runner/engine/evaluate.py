@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -124,15 +124,19 @@ def evaluate(
     if any(is_stopped for is_stopped, _, _ in gathered):
         return None
     with _evaluation_mode(parts, seed):  # the same draws on all ranks
-        return _summarize([sums for _, sums, _ in gathered], states, parts)
+        results = states.results()
+    with _modes_and_generators(parts.model, world.device):
+        seed_everything(seed)
+        return _summarize([sums for _, sums, _ in gathered], results, states.nonfinite, parts)
 
 
 @contextmanager
 def _evaluation_mode(parts: Parts, seed: int) -> Iterator[None]:
     """Evaluate inside the context with seeded generators; modes, buffers and generators are restored on exit.
 
-    This includes code that runs after the last batch: `couple`, metrics and `summarize` may draw random numbers and use
-    modules.
+    This includes code that runs after the last batch: `couple` and metrics may draw random numbers and use modules.
+    `Task.summarize` is called without this context, because it may compute gradients, and set buffers such as a
+    threshold.
     """
     with eval_mode(parts.model, parts.parallel.world.device), torch.no_grad(), noise.without_samples():
         seed_everything(seed)
@@ -140,11 +144,16 @@ def _evaluation_mode(parts: Parts, seed: int) -> Iterator[None]:
 
 
 def _summarize(
-    sums_by_rank: Sequence[Mapping[str, list[float]]], states: MetricStates, parts: Parts
+    sums_by_rank: Sequence[Mapping[str, list[float]]],
+    state_metrics: Mapping[str, float],
+    nonfinite_states: Collection[str],
+    parts: Parts,
 ) -> EvaluationResult:
     """Return the metrics of all ranks: sums divided once by their counts, then metrics that are not sums.
 
-    sums_by_rank  metric -> sum, count and smallest count
+    sums_by_rank      metric -> sum, count and smallest count
+    state_metrics     metrics that are not sums
+    nonfinite_states  those of them that are NaN although there are items
     """
     task, source = parts.task, parts.source
     metrics_by_name: dict[str, float] = {}
@@ -159,12 +168,11 @@ def _summarize(
         if not math.isfinite(total):
             non_finite.add(name)
         metrics_by_name[name] = total / count if count else math.nan
-    state_metrics = states.results()
     if duplicates := [name for name in state_metrics if name in metrics_by_name]:
         what = f"metrics and evaluate have the same name {duplicates[0]}"
         raise TaskFault(what, where=locate_definition(task.metrics, source), fix="rename one of them")
     metrics_by_name |= state_metrics
-    non_finite |= states.nonfinite
+    non_finite.update(nonfinite_states)
     metrics = validate_numbers(task.summarize(metrics_by_name), task.summarize, source)
     uncounted = {name for name, value in metrics_by_name.items() if math.isnan(value) and name not in non_finite}
     empty = [name for name, value in metrics.items() if math.isnan(value) and (not non_finite or name in uncounted)]
@@ -202,12 +210,18 @@ def _split_batches(keys: Sequence[MicroBatchKey], size: int) -> Iterator[MicroBa
 @contextmanager
 def eval_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
     """Put the model in eval mode; restore modes, buffers and global generators on exit."""
+    with _modes_and_generators(model, device), restore_buffers(model.modules()):
+        yield
+
+
+@contextmanager
+def _modes_and_generators(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put the model in eval mode; restore modes and global generators on exit."""
     modes = [(module, module.training) for module in model.modules()]
     tensors, rest = random_state(device)
     model.eval()
     try:
-        with restore_buffers(module for module, _ in modes):
-            yield
+        yield
     finally:
         for module, mode in modes:  # not model.train(): some modules may be kept in eval mode during training
             module.training = mode

@@ -15,7 +15,6 @@ from runner.base.global_rng import random_state, restore_random_state
 from runner.base.task import Progress
 from runner.base.world import World
 from runner.config.configuration import Configuration, compose
-from runner.config.option_table import forget_files
 from runner.config.request import Request, format_override, merge_overrides, override_key
 from runner.durable.checkpoint import load
 from runner.durable.checkpoint_choice import choose_checkpoint
@@ -129,7 +128,6 @@ def load_trained_model(directory: RunDirectory, request: Request, checkpoint: st
     tensors, rest = random_state(cpu)
     run = format_override("run", str(directory.path.absolute()))
     overrides = merge_overrides(request.overrides, (*_PORTABLE_OVERRIDES, run))
-    forget_files()  # of an earlier call
     with ExitStack() as stack:
         stack.callback(restore_random_state, tensors, rest, cpu)
         stack.callback(torch.set_default_dtype, torch.get_default_dtype())
