@@ -98,7 +98,8 @@ def parse_run_request(argv: list[str], command_keys: Iterable[str] = ()) -> Requ
         raise ConfigError(EMPTY_RUN)
     keys = {*GROUPS, *all_keys(), *command_keys}
     names = [arg for arg in request.overrides if "=" not in arg and not arg.startswith("~")]
-    if arguments.positional and names and not find_nearest(names[0], keys):
+    is_run = bool(names) and not names[0].endswith(".py") and not find_nearest(names[0], keys)
+    if arguments.positional and is_run:
         what = f"names a second run in addition to {arguments.positional[0]}"
         raise ConfigError(Problem(what, names[0], "this command takes one run; repeat it for each"))
     if arguments.positional and run_overrides:

@@ -249,7 +249,9 @@ def _check_paths(request: Request) -> None:
             fix = f"use --task {shlex.quote(str(file.with_stem(near)))}"
         what = "does not exist"
         if request.task_file.is_dir():
-            what, fix = "is a folder; expected a file", f"use --task {shlex.quote(str(request.task_file / 'task.py'))}"
+            what, fix = "is a folder; expected a file", "name the Python file of the task"
+            if (inside := request.task_file / "task.py").is_file():
+                fix = f"use --task {shlex.quote(str(inside))}"
         raise InputMissing(f"{request.task_file} {what}", where="--task", fix=fix)
     if request.config_dir and not request.config_dir.is_dir():
         raise InputMissing(
