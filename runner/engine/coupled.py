@@ -151,6 +151,7 @@ class CoupledSource(GradientSource):
     seed: int
     update: Callable[[], int]
     changed_buffers: set[_BufferKey] | None = None  # buffers that forward passes change; None before the first update
+    counts: dict[int, Number] = field(default_factory=dict)  # of the last two updates, which may not be checked yet
 
     def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         update = _CoupledUpdate(self, parallel, passes)
@@ -168,8 +169,11 @@ class CoupledSource(GradientSource):
     def compute_loss(self, embeddings: Any) -> Sum:
         """Return the loss of these embeddings; random numbers depend only on the seed and the update."""
         with noise.without_samples(), seeded_generators(self.seed, "couple", self.update()):
-            answer = self.couple(embeddings)
-            return validate_loss(answer, self.couple, self.source, sync=self.update() == 0, name="couple")
+            answer, update = self.couple(embeddings), self.update()
+            total, count = validate_loss(answer, self.couple, self.source, sync=update == 0, name="couple")
+        kept = count.detach() if isinstance(count, Tensor) else count
+        self.counts = {**{number: old for number, old in self.counts.items() if number == update - 1}, update: kept}
+        return total, count
 
 
 @dataclass

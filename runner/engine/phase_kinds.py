@@ -101,6 +101,8 @@ class PhaseKind:
 class GradientPhase(PhaseKind):
     """Training: a loss, an optimizer over the parameters of the phase, and a schedule."""
 
+    coupled: CoupledSource | None = None
+
     def __init__(
         self, phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
     ) -> None:
@@ -119,7 +121,9 @@ class GradientPhase(PhaseKind):
                 parts.task.embed, parts.source, records_attention=records_attention, check=validate_embedding
             )
             seed = parts.plan.settings.seed
-            gradients = CoupledSource(self.loss, parts.task.couple, parts.source, seed, lambda: position.update)
+            gradients = self.coupled = CoupledSource(
+                self.loss, parts.task.couple, parts.source, seed, lambda: position.update
+            )
         self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
         self.trained = _select_parameters(parts.bare, phase)
         self.prefixes = phase.trains

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from runner.axes.precision import NotFinite
-from runner.base.errors import TaskFault
+from runner.base.errors import NumericError, TaskFault
 from runner.config.request import Request
 from runner.engine.opening import open_phase
 
@@ -34,13 +34,51 @@ class Counted(Task):
 """
 
 
-def test_a_count_that_is_not_finite_in_a_later_update_is_a_fault_of_the_task(tmp_path: Path) -> None:
-    (tmp_path / "counted.py").write_text(TASK)
-    settings = ("updates=1000", "global_batch_size=8", "micro_batch_size=1", "device=cpu", "run=small", "monitor=off",
-                f"output_root={tmp_path}", "backend.threads=1", "checkpoint=off", "evaluate.every=1000")  # fmt: skip
-    with open_phase(Request(settings, tmp_path / "counted.py")) as phase:
+HEAD = TASK.partition("    def loss")[0]
+COUPLED = """
+    def begin_update(self, progress):
+        self.update = progress.update
+
+    def embed(self, model, batch):
+        return model(batch[0] / 64)
+
+    def couple(self, codes):  # of the update in training, and of a micro-batch in the search
+        is_update = len(codes) == 8
+        bad = torch.where(torch.tensor(self.update == 2 and is_update), torch.nan, 1.0)
+"""
+NAN_COUNT = HEAD + COUPLED + "        return codes.sum(), 8 * bad\n"
+NAN_LOSS = HEAD + COUPLED + "        return codes.sum() * bad, torch.tensor(8.0 * is_update)\n"
+
+
+def locate_failure(folder: Path, task: str, *more: str) -> BaseException | None:
+    """Return the explanation of an update of the task that is not finite."""
+    (folder / "counted.py").write_text(task)
+    settings = ("updates=1000", "global_batch_size=8", "device=cpu", "run=small", "monitor=off", "checkpoint=off",
+                f"output_root={folder}", "backend.threads=1", "evaluate.every=1000", *more)  # fmt: skip
+    with open_phase(Request(settings, folder / "counted.py")) as phase:
         with pytest.raises(NotFinite) as raised:
             list(phase.updates())
-        located = phase.translate_error(raised.value)
+        return phase.translate_error(raised.value)
+
+
+def test_a_count_that_is_not_finite_in_a_later_update_is_a_fault_of_the_task(tmp_path: Path) -> None:
+    located = locate_failure(tmp_path, TASK, "micro_batch_size=1")
     assert isinstance(located, TaskFault)
     assert "nan items" in str(located)
+
+
+@pytest.mark.parametrize("sharpness", ["none", "sam"])
+def test_a_count_of_couple_that_is_not_finite_in_a_later_update_is_a_fault_of_couple(
+    sharpness: str, tmp_path: Path
+) -> None:
+    located = locate_failure(tmp_path, NAN_COUNT, "micro_batch_size=2", f"sharpness={sharpness}")
+    assert isinstance(located, TaskFault)
+    assert "couple" in str(located)
+    assert "nan" in str(located)
+    assert "counted.py:" in str(located)
+
+
+def test_a_coupled_loss_that_is_not_finite_is_not_a_fault_of_its_count(tmp_path: Path) -> None:
+    located = locate_failure(tmp_path, NAN_LOSS, "micro_batch_size=2")
+    assert isinstance(located, NumericError)
+    assert "update 3" in str(located)

@@ -70,7 +70,9 @@ def cross_correlation(codes: Tensor, labels: Tensor) -> Tensor:
 ROWS = {rows.__name__: rows for rows in (clip, simclr, supervised, triplets, sigmoid, neighbors, cross_correlation)}
 
 
-def message(couple: Callable[[Any], Any], size: int, *, micro: int | None = None, precision: Any = fp32) -> str:
+def message(
+    couple: Callable[[Any], Any], size: int, *, micro: int | None = None, classes: int = 4, precision: Any = fp32
+) -> str:
     """Return the message about the loss of a batch of `size` samples, "" if there is none."""
     torch.manual_seed(0)
 
@@ -89,7 +91,7 @@ def message(couple: Callable[[Any], Any], size: int, *, micro: int | None = None
         world=WORLD, bare=task.model, model=task.model, parallel=Parallel(WORLD),
         precision=precision(WORLD, task.model), source=Path(__file__), task=task,
     )  # fmt: skip
-    x, y = torch.randn(64, 6), torch.randint(0, 4, (64,))
+    x, y = torch.randn(max(size, 64), 6), torch.randint(0, classes, (max(size, 64),))
     samples: Any = list(zip(x, y, strict=True))
     loader = Loader(Fetcher(samples, task.collate, bad_samples="stop"))
     taken = list(range(micro or size))
@@ -126,6 +128,19 @@ def test_a_mean_with_a_count_of_samples_is_refused(name: str, size: int, precisi
     assert "loss_is_additive" in found
 
 
+@pytest.mark.parametrize(("size", "classes"), [(16, 4), (32, 32), (64, 48), (64, 64)])
+def test_a_sum_over_classes_is_not_reported(size: int, classes: int) -> None:
+    """Rows that are taken twice change neither the sum nor the number of classes."""
+
+    def prototypes(pair: Any) -> Any:
+        codes, labels = pair
+        present = labels.unique()
+        means = torch.stack([codes[labels == label].mean(0) for label in present])
+        return F.softplus(-5 * means @ means.T).mean(1).sum(), len(present)
+
+    assert message(prototypes, size, classes=classes) == ""
+
+
 def test_the_check_reads_enough_samples_for_a_small_micro_batch() -> None:
     assert "couple returns a mean" in message(lambda pair: (clip(*pair).mean(), len(pair[0])), 16, micro=1)
     assert message(lambda pair: (clip(*pair).sum(), len(pair[0])), 16, micro=1) == ""
@@ -137,3 +152,15 @@ def test_a_loss_that_fails_or_is_zero_is_not_reported() -> None:
 
     assert message(fails, 16) == ""
     assert message(lambda pair: (0.0 * clip(*pair).sum(), len(pair[0])), 16) == ""
+
+
+def test_the_check_limits_the_samples_that_it_compares() -> None:
+    """Many coupled losses need memory for all pairs of rows."""
+    sizes = []
+
+    def couple(pair: Any) -> Any:
+        sizes.append(len(pair[0]))
+        return clip(*pair).mean(), len(pair[0])
+
+    assert "couple returns a mean" in message(couple, 200)
+    assert max(sizes) == 128  # 64 samples, taken twice

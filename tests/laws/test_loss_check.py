@@ -547,3 +547,22 @@ def test_a_loss_that_changes_its_batch_in_place_trains_on_the_unchanged_one(kind
     assert torch.equal(x, batch_of()[0])
     assert torch.equal(y, batch_of()[1])
     assert said(in_place("mean"), kind((x, y)))
+
+
+@pytest.mark.parametrize(
+    ("third", "is_refused"),
+    [
+        (lambda x, y: (len(y), 1), False),
+        (lambda x, y: ((y >= 1).sum(), 1), False),
+        (lambda x, y: (y.unique().numel(), CLASSES), False),
+        (lambda x, y: (x.square().mean(), 1), False),
+        (lambda x, y: (x.square().mean(), len(y)), True),
+    ],
+    ids=["items per micro-batch", "positives per micro-batch", "share of classes", "mean", "mean with a count"],
+)
+def test_a_further_metric_may_have_a_constant_count(third: Callable[..., Any], is_refused: bool) -> None:
+    def loss(model: nn.Module, batch: Any) -> Any:
+        x, y = batch
+        return F.cross_entropy(model(x), y, reduction="sum"), len(y), {"further": third(x, y)}
+
+    assert ("third value" in said(loss)) == is_refused

@@ -65,8 +65,11 @@ def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> 
     counts = [result.items for result in results]
     total = sum(count for count in counts if count is not None)
     if not math.isfinite(total):
+        method = search.coupled.couple if search.coupled else search.training.loss
+        name = "couple counts" if search.coupled else "the losses of an update count"
         return TaskFault(
-            f"the losses of an update count {total:g} items (update {search.update}), but must count 0 or more each",
+            f"{name} {total:g} items (update {search.update}), but must count 0 or more",
+            where=locate_definition(getattr(method, "loss", method), phase.parts.source),
             fix="return the sum and the number of items, such as len(y) or mask.sum()",
         )
     if None not in counts and not total:
@@ -101,12 +104,15 @@ class _UpdateSearch:
     def __init__(self, phase: PhaseView, update: int, *, is_late: bool) -> None:
         assert isinstance(phase.work, GradientPhase), "a fit has neither loss nor gradients"
         self.update, self.parts, self.training = update, phase.parts, phase.work.training
-        self.fetcher = phase.loader.fetcher
+        self.coupled, self.fetcher = phase.work.coupled, phase.loader.fetcher
         self.micros = list(phase.order.micro_batches(update - 1, phase.shares.of(update - 1)))
         self.is_applied = is_late and not getattr(self.training.optimizer, "_step_supports_amp_scaling", False)
 
     def run(self) -> _Origin:
         parallel = self.parts.parallel
+        items = self._coupled_items()
+        if items is not None and not math.isfinite(items):
+            return _Origin("unknown", "", items)
         # Parameters of other pipeline stages are on the meta device.
         parameters = [(name, weight) for name, weight in self.parts.bare.named_parameters() if not weight.is_meta]
         bad = [name for name, weight in parameters if not is_finite(weight)]
@@ -120,7 +126,13 @@ class _UpdateSearch:
             return origin or self._search_samples()
         if origin is not None and not parallel.is_lockstep:
             return origin
-        return self._search_modules(origin)
+        found = self._search_modules(origin)
+        return found._replace(items=items) if self.coupled else found
+
+    def _coupled_items(self) -> float | None:
+        """Return the number of items of a coupled loss, which is not the sum over the micro-batches; None: unknown."""
+        count = self.coupled.counts.get(self.update - 1) if self.coupled else None
+        return None if count is None else float(count)
 
     def _search_modules(self, first: _Origin | None) -> _Origin:
         """Repeat the passes. If they contain collectives, other ranks need all forward passes of this one, too.
