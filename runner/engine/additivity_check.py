@@ -42,7 +42,7 @@ _SumsByName = Mapping[str, tuple[Number, Number]]
 _Autocast = Callable[[], AbstractContextManager[Any]]
 _MEAN_GROWTH = 1.6  # of a mean over samples that are compared, if their number doubles; log(8) / log(4) is 1.5
 _MIN_COUPLED_SAMPLES = 8
-_MAX_COUPLED_SAMPLES = 64  # taken twice; the memory of many losses is quadratic in the samples
+_MAX_COUPLED_SAMPLES = 32  # taken four times; the memory of many losses is quadratic in the samples
 _NUM_ATTEMPTS = 4  # with other random numbers, if the loss is 0 or not finite with the first ones
 
 
@@ -174,9 +174,9 @@ def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> No
     """Raise TaskFault on every rank if `couple` returns a mean with the number of samples as count.
 
     The loss of samples that are compared with each other is not the sum over two halves. A sum still roughly doubles
-    from a half to the batch, and if each row is taken twice, while the mean of a cross-entropy grows by log(2). Both
-    growths must be small, because the terms of some sums become smaller in larger batches. The count must grow, which
-    the number of classes does not if each row is taken twice.
+    from a half to the batch, and from each row taken twice to four times, while the mean of a cross-entropy grows by
+    log(2). Both growths must be small, because the terms of some sums become smaller in larger batches. From each row
+    once to twice, they do, too: a row gets another one of its class. The count must grow; that of classes does not.
     """
     task = parts.task
 
@@ -185,20 +185,23 @@ def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> No
 
     def compute(batch: Any) -> _SumsByName:
         embedding = validate_embedding(task.embed(parts.model, batch), task.embed, parts.source)
-        doubled = embedding._replace(tensors=tuple(torch.cat((rows, rows)) for rows in embedding.tensors))
-        return {"once": couple(embedding), "twice": couple(doubled)}
+        copies = {"once": 1, "twice": 2, "four times": 4}
+        return {
+            name: couple(embedding._replace(tensors=tuple(torch.cat([rows] * n) for rows in embedding.tensors)))
+            for name, n in copies.items()
+        }
 
     fault = None
     with _preserve_state(parts):
         split = _read_halves(first, read, parts, at_least=_MIN_COUPLED_SAMPLES, at_most=_MAX_COUPLED_SAMPLES)
         values = _BatchComparison(parts, compute, split).evaluate(parts.precision.forward, 0, Draws()) or {}
-        if {"once", "twice"} <= values.keys():
-            once, (twice, count_twice) = values["once"], values["twice"].batch
-            has_growing_count = count_twice > 1.5 * once.batch[1]
-            if once.grows_as_mean and has_growing_count and 1 / _MEAN_GROWTH < twice / once.batch[0] < _MEAN_GROWTH:
+        if "once" in values:
+            once, (twice, count), (more, more_count) = values["once"], values["twice"].batch, values["four times"].batch
+            is_constant = twice != 0 and 1 / _MEAN_GROWTH < more / twice < _MEAN_GROWTH
+            if once.grows_as_mean and is_constant and more_count > 1.5 * count:
                 what = (
                     f"couple returns a mean with a count of {once.batch[1]:g}, but must return the sum over the items:"
-                    f" the loss of a batch is {once}, and with each row taken twice {twice:.4g}"
+                    f" the loss of a batch is {once}, with each row taken twice {twice:.4g} and four times {more:.4g}"
                 )
                 fix = (
                     'return the sum, as with reduction="sum", or the mean with a count of 1; if it is a sum, write in'

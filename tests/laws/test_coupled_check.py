@@ -71,10 +71,16 @@ ROWS = {rows.__name__: rows for rows in (clip, simclr, supervised, triplets, sig
 
 
 def message(
-    couple: Callable[[Any], Any], size: int, *, micro: int | None = None, classes: int = 4, precision: Any = fp32
+    couple: Callable[[Any], Any],
+    size: int,
+    *,
+    micro: int | None = None,
+    classes: int = 4,
+    precision: Any = fp32,
+    seed: int = 0,
 ) -> str:
     """Return the message about the loss of a batch of `size` samples, "" if there is none."""
-    torch.manual_seed(0)
+    torch.manual_seed(seed)
 
     class Coupled(Task):
         def __init__(self) -> None:
@@ -128,6 +134,14 @@ def test_a_mean_with_a_count_of_samples_is_refused(name: str, size: int, precisi
     assert "loss_is_additive" in found
 
 
+@pytest.mark.parametrize(("size", "classes"), [(8, 4), (16, 10), (32, 16), (64, 32)])
+@pytest.mark.parametrize("name", ["neighbors", "supervised", "triplets"])
+def test_a_sum_over_samples_of_rare_classes_is_not_reported(name: str, size: int, classes: int) -> None:
+    """A row that is taken twice has another sample of its class, which reduces its loss."""
+    for seed in range(4):
+        assert message(lambda pair: (ROWS[name](*pair).sum(), len(pair[0])), size, classes=classes, seed=seed) == ""
+
+
 @pytest.mark.parametrize(("size", "classes"), [(16, 4), (32, 32), (64, 48), (64, 64)])
 def test_a_sum_over_classes_is_not_reported(size: int, classes: int) -> None:
     """Rows that are taken twice change neither the sum nor the number of classes."""
@@ -163,4 +177,13 @@ def test_the_check_limits_the_samples_that_it_compares() -> None:
         return clip(*pair).mean(), len(pair[0])
 
     assert "couple returns a mean" in message(couple, 200)
-    assert max(sizes) == 128  # 64 samples, taken twice
+    assert max(sizes) == 128  # 32 samples, taken four times
+
+
+def test_a_loss_that_is_zero_if_rows_are_repeated_is_not_reported() -> None:
+    def nearest(pair: Any) -> Any:
+        codes = pair[0]
+        distances = (codes[:, None] - codes).abs().sum(2) + torch.eye(len(codes)) * 100
+        return distances.amin(1).mean(), len(codes)
+
+    assert message(nearest, 16) == ""
