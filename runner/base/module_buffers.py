@@ -53,10 +53,13 @@ class TensorVersion(NamedTuple):
         return cls(tensor, -1 if tensor is None or tensor.is_inference() else tensor._version)
 
     def is_changed(self, now: Tensor | None) -> bool:
-        """Return whether `now` is another tensor or was changed in place. Inference tensors, without version, are."""
-        if now is not self.tensor or now is None:
-            return now is not self.tensor
-        return now.is_inference() or now._version != self.version
+        """Return whether `now` is another tensor or was changed in place.
+
+        Inference tensors have no version and always count as changed.
+        """
+        if now is not self.tensor:
+            return True
+        return now is not None and (now.is_inference() or now._version != self.version)
 
 
 @contextmanager

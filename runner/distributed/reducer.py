@@ -18,7 +18,7 @@ from runner.base.errors import TaskFault
 from runner.base.world import World
 from runner.distributed.parallel import dense_gradient
 
-SMALL_BYTES = 64 << 10  # of gradients, which take less time than a message over gloo
+SMALL_BYTES = 64 << 10  # up to this size, gradients are sent with the other sums: a second message takes longer
 BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap
 FIRST_BUCKET_BYTES = 1 << 20
 # Replaces a tensor by its sum over the ranks, and returns an object with wait(), or None if it is done.
@@ -300,7 +300,7 @@ def _fits_one_message(buckets: Sequence[_Bucket]) -> bool:
     """Return whether the gradients are one small bucket of real numbers in host memory."""
     if len(buckets) != 1:
         return False
-    (flat,) = (bucket.flat for bucket in buckets)
+    flat = buckets[0].flat
     return flat.device.type == "cpu" and flat.is_floating_point() and flat.nbytes <= SMALL_BYTES
 
 

@@ -125,6 +125,7 @@ def evaluate(
         return None
     with _evaluation_mode(parts, seed):  # the same draws on all ranks
         results = states.results()
+    # `summarize` may compute gradients, and set buffers such as a threshold.
     with _modes_and_generators(parts.model, world.device):
         seed_everything(seed)
         return _summarize([sums for _, sums, _ in gathered], results, states.nonfinite, parts)
@@ -135,8 +136,6 @@ def _evaluation_mode(parts: Parts, seed: int) -> Iterator[None]:
     """Evaluate inside the context with seeded generators; modes, buffers and generators are restored on exit.
 
     This includes code that runs after the last batch: `couple` and metrics may draw random numbers and use modules.
-    `Task.summarize` is called without this context, because it may compute gradients, and set buffers such as a
-    threshold.
     """
     with eval_mode(parts.model, parts.parallel.world.device), torch.no_grad(), noise.without_samples():
         seed_everything(seed)

@@ -88,17 +88,23 @@ class OfRoot(Task):
 """
 
 
-def test_a_module_whose_backward_pass_is_not_finite_is_found(tmp_path: Path) -> None:
-    (tmp_path / "root.py").write_text(ROOT)
-    settings = ("updates=2", "global_batch_size=8", "micro_batch_size=2", "device=cpu", "run=small", "monitor=off",
-                f"output_root={tmp_path}", "backend.threads=1", "checkpoint=off", "evaluate.every=0")  # fmt: skip
-    with open_phase(Request(settings, tmp_path / "root.py")) as phase:
+def locate_in_first_micro_batch(task: str, folder: Path, *words: str) -> NumericError:
+    """Train until a number is not finite; return the error, whose samples are those of the first micro-batch."""
+    (folder / "not_finite.py").write_text(task)
+    settings = ("updates=2", *words, "device=cpu", "run=small", "monitor=off", f"output_root={folder}",
+                "backend.threads=1", "checkpoint=off", "evaluate.every=0")  # fmt: skip
+    with open_phase(Request(settings, folder / "not_finite.py")) as phase:
         first = next(phase.order.micro_batches(0))
         with pytest.raises(NotFinite) as raised:
             list(phase.updates())
         located = phase.translate_error(raised.value)
     assert isinstance(located, NumericError)
     assert located.place["samples"] == first.indices
+    return located
+
+
+def test_a_module_whose_backward_pass_is_not_finite_is_found(tmp_path: Path) -> None:
+    located = locate_in_first_micro_batch(ROOT, tmp_path, "global_batch_size=8", "micro_batch_size=2")
     assert located.place["update"] == 1
     assert "Root" in located.problems[0].what
 
@@ -126,14 +132,5 @@ class Large(Task):
 
 def test_gradients_whose_norm_overflows_are_found(tmp_path: Path) -> None:
     """Each of the two is 3e38, and the root of the sum of their squares exceeds the largest float32 number."""
-    (tmp_path / "large.py").write_text(LARGE)
-    settings = ("updates=2", "global_batch_size=1", "micro_batch_size=1", "device=cpu", "run=small", "monitor=off",
-                f"output_root={tmp_path}", "backend.threads=1", "checkpoint=off", "evaluate.every=0")  # fmt: skip
-    with open_phase(Request(settings, tmp_path / "large.py")) as phase:
-        first = next(phase.order.micro_batches(0))
-        with pytest.raises(NotFinite) as raised:
-            list(phase.updates())
-        located = phase.translate_error(raised.value)
-    assert isinstance(located, NumericError)
-    assert located.place["samples"] == first.indices
+    located = locate_in_first_micro_batch(LARGE, tmp_path, "global_batch_size=1", "micro_batch_size=1")
     assert "float32" in located.problems[0].what
