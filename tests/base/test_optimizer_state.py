@@ -155,6 +155,29 @@ def test_the_size_of_an_unknown_optimizer_is_two_tensors_per_parameter_until_it_
     assert state_bytes(optimizer) == expected_state_bytes(optimizer) == actual
 
 
+class InTwoParts(Tensor):
+    """A tensor subclass that stores its first row and the others separately, as quantized ones store scales."""
+
+    @property
+    def first(self) -> Tensor:
+        return self.detach().as_subclass(Tensor)[:1]
+
+    @property
+    def others(self) -> Tensor:
+        return self.detach().as_subclass(Tensor)[1:]
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["first", "others"], None
+
+
+@pytest.mark.parametrize(("make", "num_tensors"), [(Counting, 2), (MAKERS["sgd with momentum"], 1)])
+def test_every_part_of_a_parameter_counts_in_the_expected_size(
+    make: Callable[[Any], Optimizer], num_tensors: int
+) -> None:
+    weight = nn.Parameter(torch.ones(3, 2).as_subclass(InTwoParts))
+    assert expected_state_bytes(make(grouped([("layer", weight)]))) == num_tensors * 3 * 2 * 4
+
+
 # ---------------------------------------------------------------- export and import
 
 

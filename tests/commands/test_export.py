@@ -12,8 +12,11 @@ from safetensors.torch import load_file, load_model
 from torch import nn
 
 from runner.cli import main
+from runner.durable import files
 from runner.durable.checkpoint import Snapshot, checkpoint_path, load, save, save_part
 from tests.durable.parts import parts_of
+from tests.faults.crash_states import states
+from tests.faults.recording import Recording
 from tests.forkserver import ForkServer
 from tests.rounding import allowed, distance
 
@@ -107,13 +110,17 @@ def test_a_checkpoint_in_parts_is_exported_as_a_file_that_loads(
     for other in others:
         save_part(path.parent, other)
     save(path.parent, first)
-    assert main(["export", "first", "format=safetensors"]) == 0
+    recording = Recording(tmp_path / "outputs/first")
+    with files.use_system(recording):
+        assert main(["export", "first", "format=safetensors"]) == 0
     model = nn.Module()
     model.layer = model.again = nn.Linear(4, 2)
     model.register_buffer("count", torch.zeros(()))
     load_model(model, tmp_path / "outputs/first/export/model.safetensors")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, tensors["model"][name]), name
+    for state in states(recording.start, recording.operations, 60, "names"):  # after a crash
+        assert "export/parity.json" not in state.tree or "export/model.safetensors" in state.tree, state
 
 
 def test_outputs_that_are_not_finite_are_compared_too(server: ForkServer, folder: Path) -> None:
