@@ -108,6 +108,7 @@ class Configuration:
     for_auto keys of the task for the option that the plan chooses for `auto`, such as precision.keep_fp32
     sources  key or group -> what set it: "command line", "profile t4", "task gpt", "config folder"; no entry: a default
     notes    messages for the user, such as shadowed files
+    has_updates  False for commands that use a trained model: they need no valid division of an update
     """
 
     settings: Settings
@@ -123,6 +124,7 @@ class Configuration:
     phase_keys: Mapping[str, Any] = field(default_factory=dict)
     hooks: tuple[Choice, ...] = ()
     objective_keys: Mapping[str, Any] = field(default_factory=dict)
+    has_updates: bool = True
 
     @property
     def objectives(self) -> dict[str, dict[str, Any]]:
@@ -149,8 +151,10 @@ class Configuration:
         return values
 
 
-def compose(request: Request) -> Configuration:
+def compose(request: Request, *, has_updates: bool = True) -> Configuration:
     """Return the checked configuration of a command line.
+
+    has_updates  see `Configuration`
 
     Raises ConfigError with all problems, InputMissing if the task file or the config folder does not exist, and
     SecurityRefusal for files that would call code or leave their folder. A secret is refused first and alone, so that
@@ -198,8 +202,8 @@ def compose(request: Request) -> Configuration:
     notes += [*disabled_hook_notes(expanded, run), *repeated_key_notes(expanded)]
 
     problems += check_values(merged, schema, reported={problem.where for problem in problems})
-    is_single = choices["parallelism"] == "single"  # otherwise the plan checks what the ranks support
-    problems += find_contradictions(setting_values(merged), schema, is_single=is_single)
+    divides = has_updates and choices["parallelism"] == "single"  # otherwise the plan checks what the ranks support
+    problems += find_contradictions(setting_values(merged), schema, checks_division=divides)
     if problems:
         names = [phase.name for phase in task.phases] or ["train"]
         raise ConfigError([name_phases(problem, names) for problem in problems])
@@ -212,6 +216,7 @@ def compose(request: Request) -> Configuration:
         for_auto=for_auto,
         sources={**setting_sources(chosen), **setting_sources(merged)},
         notes=tuple(notes),
+        has_updates=has_updates,
     )
 
 

@@ -53,14 +53,14 @@ def _suggest_value(name: str, key: Key, value: Any, schema: Schema) -> str:
     return f"use {name}={format_value(key.default)}, the default" if has_default else ""
 
 
-def find_contradictions(tree: Mapping[str, Any], schema: Schema, *, is_single: bool) -> list[Problem]:
+def find_contradictions(tree: Mapping[str, Any], schema: Schema, *, checks_division: bool) -> list[Problem]:
     """Return contradictions between individually valid keys that do not depend on the machine."""
     problems = []
     if tree.get("resume") == "last":  # it could mean the run itself, or the newest other one
         fix = "accel-run resume continues the last run; resume=NAME starts a new one from another"
         problems.append(Problem("does not name a run to start from", "resume=last", fix))
     total, micro = tree.get("global_batch_size"), tree.get("micro_batch_size")
-    if not is_single or not isinstance(total, int) or total < 1:
+    if not checks_division or not isinstance(total, int) or total < 1:
         pass
     elif micro == "auto" or (isinstance(micro, int) and micro > 0):
         batch = divide(total, micro, (total,))

@@ -74,7 +74,7 @@ def find_source(request: Request, console: Console, checkpoint: str | None = Non
     with the name of a trained run.
     """
     if any(override_key(override) in ("weights", "weights.source") for override in request.overrides):
-        configuration = compose(request)
+        configuration = compose(request, has_updates=False)
         name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
         if read_record(configuration.settings.root / name).is_known:
             what = f"{name} is a trained run, whose settings cannot be combined with weights="
@@ -82,7 +82,7 @@ def find_source(request: Request, console: Console, checkpoint: str | None = Non
             raise ConfigError(Problem(what, f"run={name}", fix))
         return ModelSource(configuration, name)
     directory, root = find_run(request, console.info)
-    configuration = compose(load_run_request(directory, root, request).request(request))
+    configuration = compose(load_run_request(directory, root, request).request(request), has_updates=False)
     chosen = choose_checkpoint(directory, checkpoint, lambda text: console.warning(f"checkpoint {text}"))
     return ModelSource(configuration, directory.name, directory, chosen.checkpoint.path, chosen.labels)
 

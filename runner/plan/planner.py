@@ -348,6 +348,8 @@ class _Planner(Decisions):
         self, global_batch_size: int, micro_batch_size: int | Literal["auto"], lead: str, phase: str | None = None
     ) -> Batch:
         batch, why = self._split_update(global_batch_size, micro_batch_size, phase)
+        if isinstance(batch, Problem) and not self.configuration.has_updates:
+            batch, why = self._equal_batches(global_batch_size, micro_batch_size), "equal: there are no updates"
         if isinstance(batch, Problem):
             where = f"{lead}{batch.where}" if lead else batch.where
             problem = dataclasses.replace(batch, where=where)
@@ -377,6 +379,14 @@ class _Planner(Decisions):
         samples = batch.global_batch_size if is_even else max(batch.shares)
         self.reasons[f"{lead}accumulation_steps"] = f"{samples} / {per_rank}"
         return batch
+
+    def _equal_batches(self, total: int, micro: int | Literal["auto"]) -> Batch:
+        """Return one micro-batch of the requested size for each copy of the model, whatever an update would need."""
+        choice, count = self.choices["parallelism"], len(self.ranks)
+        stages = num_stages(choice.options, count) if choice.function == "pipeline" and count > 1 else 1
+        copies = count // stages
+        size = -(-total // copies) if micro == "auto" else micro
+        return Batch(size * copies, size, (size,) * copies, stages=stages)
 
     def _split_update(self, total: int, micro: int | Literal["auto"], phase: str | None) -> tuple[Batch | Problem, str]:
         function, count = self.choices["parallelism"].function, len(self.ranks)

@@ -13,6 +13,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from runner import open_run
 from runner.cli import main
 from runner.durable import checkpoint
 from runner.durable.directory import RunDirectory
@@ -84,6 +85,37 @@ def test_every_sample_of_a_split_counts_once(args: tuple[str, ...], server: Fork
     assert record["metrics"]["test/largest"] == float(build().dataset("test").tensors[1].max()), "metrics(split)"
     written = tmp_path / "outputs/mine/evaluations/test-update-0000000006.json"
     assert json.loads(written.read_text()) == record
+
+
+@pytest.mark.sampled(2)
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("parallelism=ddp", "parallelism.world_size=3"),
+        (*TWO_RANKS, "parallelism.shares=[1,1,1]"),
+        (*TWO_RANKS, "micro_batch_size=2"),
+        ("micro_batch_size=7",),
+        ("parallelism=fsdp", "parallelism.world_size=3"),
+    ],
+    ids=" ".join,
+)
+def test_an_evaluation_does_not_require_a_valid_division_of_an_update(
+    args: tuple[str, ...], server: ForkServer, tmp_path: Path
+) -> None:
+    train(server, tmp_path, "global_batch_size=2")
+    loss = evaluated(server, tmp_path, "checkpoint=last", "split=test", *args)["metrics"]["test/loss"]
+    assert loss == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
+
+
+def test_a_run_of_ranks_with_a_smaller_last_micro_batch_is_evaluated_by_one_process(
+    server: ForkServer, tmp_path: Path
+) -> None:
+    train(server, tmp_path, *TWO_RANKS, "global_batch_size=10", "micro_batch_size=4")
+    loss = evaluated(server, tmp_path, "checkpoint=last", "split=test", "parallelism=single")["metrics"]["test/loss"]
+    assert loss == pytest.approx(by_hand(tmp_path, 6, "test"), rel=2 * 37 * EPS)
+    opened = open_run("--task", TASK, tmp_path / "outputs" / "mine").model("last")
+    saved = checkpoint.load(checkpoint.checkpoint_path(tmp_path / "outputs/mine/checkpoints", 6)).tensors("model")
+    assert all(torch.equal(value, saved[name]) for name, value in opened.state_dict().items())
 
 
 def test_evaluate_uses_the_best_checkpoint_by_default(server: ForkServer, tmp_path: Path) -> None:
