@@ -14,11 +14,18 @@ import torch
 from safetensors.torch import save_file
 
 from runner import open_run
+from runner.base.errors import AccelRunError, ConfigError, InputMissing, TaskFault
+from runner.base.world import World
 from runner.cli import main
+from runner.config.request import Request
 from runner.durable import checkpoint
 from runner.durable.directory import RunDirectory
 from runner.engine import trained_evaluation
 from runner.engine.oom_history import ReducedMicroBatch, write_reductions
+from runner.engine.trained_evaluation import evaluate_run
+from runner.engine.trained_run import find_source
+from runner.plan.planner import plan_this_process
+from runner.records.events import Console
 from tests.engine.task_of_averages import build
 from tests.forkserver import CompletedCommand, ForkServer
 
@@ -184,17 +191,35 @@ def test_a_misspelled_split_is_a_configuration_error(server: ForkServer, tmp_pat
     assert refused(server, tmp_path, "split=test").code == 66
 
 
-@pytest.mark.slow
-def test_a_split_that_the_task_lacks_is_not_suggested(server: ForkServer, tmp_path: Path) -> None:
-    lacks = "if split == 'test': raise NotImplementedError"
-    own = tmp_path / "own.py"
-    own.write_text(
-        TASK.read_text().replace("def dataset(self, split):\n", f"def dataset(self, split):\n        {lacks}\n")
-    )
-    assert server.run(["train", "--task", str(own), "run=mine", "updates=2", *ON_CPU], tmp_path).code == 0
-    missing = refused(server, tmp_path, "split=test")
-    assert missing.code == 78
-    assert "did you mean" not in missing.err
+MISSING: list[tuple[str, str, type[AccelRunError]]] = [
+    ("test", "NotImplementedError()", ConfigError),
+    ("vall", "NotImplementedError()", ConfigError),
+    ("test", "KeyError('test')", ConfigError),
+    ("test", "KeyError('column')", TaskFault),
+    ("test", "KeyError('test', 1)", TaskFault),
+    ("test", "ValueError('test')", TaskFault),
+    ("test", "InputMissing('there is none')", InputMissing),
+    ("dev", "InputMissing('there is none')", ConfigError),
+]
+
+
+def test_a_split_that_the_task_lacks_is_distinguished_from_an_error_of_the_task(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lacks = "if split not in ('train', 'val'): raise eval(os.environ['FAULT'])"
+    text = TASK.read_text().replace("def dataset(self, split):\n", f"def dataset(self, split):\n        {lacks}\n")
+    text = text.replace("import torch\n", "import os, torch\nfrom runner.base.errors import InputMissing\n", 1)
+    (tmp_path / "own.py").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    assert main(["train", "--task", "own.py", "run=mine", "updates=1", *ON_CPU]) == 0
+    source = find_source(Request(("run=mine",)), Console())
+    plan, _ = plan_this_process(source.configuration)
+    for split, fault, kind in MISSING:
+        monkeypatch.setenv("FAULT", fault)
+        with pytest.raises(AccelRunError) as caught:
+            evaluate_run(source, split, None, plan, World(torch.device("cpu")))
+        assert type(caught.value) is kind, (split, fault)
+        assert ("val?" in caught.value.problems[0].fix) == (split == "vall")
 
 
 def test_missing_runs_and_checkpoints_are_refused_with_existing_ones(server: ForkServer, tmp_path: Path) -> None:
