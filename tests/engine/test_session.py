@@ -3,8 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+import os
+import resource
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +21,7 @@ from runner.base.errors import (
     DataError,
     DeviceMemoryError,
     Exit,
+    Hang,
     IncompatibleResume,
     MissingPackage,
     SystemLimit,
@@ -23,15 +29,19 @@ from runner.base.errors import (
 )
 from runner.base.world import World
 from runner.config.configuration import compose
+from runner.config.phases import INFERENCE
 from runner.config.request import Request
 from runner.durable import files
 from runner.durable.record_files import read_error, read_record
 from runner.engine import session
 from runner.engine.attempt import RunAttempt
 from runner.engine.job import Job, SessionEnd, choose_run_name
+from runner.engine.run import Outcome, TrainingRun
 from runner.engine.session import run_rank
+from runner.engine.watchdog import END, HangTraces, ProgressMark
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.planner import make_plan
+from runner.plan.run_plan import Plan
 from tests.faults.recording import Quick
 
 
@@ -198,6 +208,7 @@ def test_errors_of_torch_and_exits_are_translated(
     error = failed(job, monkeypatch, "train", raises(cause))
     assert type(error) is kind
     assert error.__cause__ is cause
+    assert "error.json" not in error.problems[0].fix, "it is not an error of the runner"
 
 
 def test_an_attempt_that_ends_without_error_removes_that_of_an_earlier_one(
@@ -210,3 +221,189 @@ def test_an_attempt_that_ends_without_error_removes_that_of_an_earlier_one(
     assert record.result is not None
     assert record.result.update == 2
     assert read_error(job.folder) is None
+
+
+# ---------------------------------------------------------------- around the training
+
+
+class Calls:
+    """Notes the calls of functions of the session, and what its training sees."""
+
+    def __init__(self, job: Job, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.job, self.notes = job, dict[str, Any]()
+        self.run: TrainingRun | None = None
+        self.inside: Callable[[TrainingRun], None] = lambda _: None
+        self.mark = ProgressMark()
+        actual = session.train
+
+        def train(run: TrainingRun, *args: Any) -> Outcome:
+            self.run = run
+            monkeypatch.setattr(run.observers.tracker, "finish", self.noting("finish"))
+            monkeypatch.setattr(run.stop, "begin_shutdown", self.noting("begin_shutdown"))
+            self.inside(run)
+            return actual(run, *args)
+
+        @contextmanager
+        def run_watchdog(_: Plan, world: World, traces: HangTraces) -> Iterator[ProgressMark]:
+            self.notes["traces"], self.notes["rank"] = traces, world.rank
+            yield self.mark
+
+        monkeypatch.setattr(session, "train", train)
+        monkeypatch.setattr(session, "run_watchdog", run_watchdog)
+        for name in ("check_packages", "start_mirroring", "finish_mirroring"):
+            monkeypatch.setattr(session, name, self.noting(name))
+
+    def noting(self, name: str) -> Callable[..., None]:
+        def call(*args: Any, **options: Any) -> None:
+            self.notes[name] = (args, options)
+
+        return call
+
+
+@pytest.fixture
+def calls(job: Job, monkeypatch: pytest.MonkeyPatch) -> Calls:
+    return Calls(job, monkeypatch)
+
+
+@pytest.mark.parametrize(
+    ("raised", "code", "should_wait"), [(None, 0, True), (LookupError("x"), 1, True), (KeyboardInterrupt(), 1, False)]
+)
+def test_a_training_that_ends_is_announced_to_all_that_observe_it(
+    raised: BaseException | None, code: int, should_wait: bool, calls: Calls
+) -> None:
+    if raised is not None:
+        calls.inside = raises(raised)
+    with nullcontext() if raised is None else pytest.raises((AccelRunError, KeyboardInterrupt)):
+        trained(calls.job)
+    assert calls.notes["finish"][1] == {"exit_code": code, "hand_over": True}
+    assert calls.notes["finish_mirroring"] == ((calls.run,), {"should_wait": should_wait})
+    assert "begin_shutdown" in calls.notes
+    assert calls.mark.is_ending.value
+    assert calls.mark.now[0] == END
+    assert calls.run is not None
+    assert calls.run.progress_mark is calls.mark
+
+
+@pytest.mark.parametrize("runs_inference", [False, True])
+def test_packages_of_every_phase_that_follows_are_checked_before_training(runs_inference: bool, calls: Calls) -> None:
+    trained(replace(calls.job, runs_inference=runs_inference))
+    (_, uses, _), _ = calls.notes["check_packages"]
+    assert uses == ["train", *([INFERENCE] if runs_inference else [])]
+
+
+def test_a_mirror_learns_whether_the_run_has_checkpoints_of_its_own(calls: Calls) -> None:
+    for resumes in (False, True):
+        trained(calls.job)
+        assert calls.notes["start_mirroring"] == ((calls.run, None), {"resumes": resumes})
+
+
+def test_changes_are_recorded_while_the_run_trains(calls: Calls) -> None:
+    seen = []
+
+    def change(run: TrainingRun) -> None:
+        run.provenance.changes.append({"update": 0, "lr": 0.5})
+        run.provenance.on_change()
+        seen.extend(read_record(calls.job.folder).changes)
+
+    calls.inside = change
+    trained(calls.job)
+    assert seen == [{"update": 0, "lr": 0.5}]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_stacks_of_a_hang_are_written_to_a_file_of_the_rank(
+    rank: int, calls: Calls, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trained(calls.job)
+    stop = SimpleNamespace(requested="SIGINT" if rank else None)
+    monkeypatch.setattr(session, "open_other_rank", lambda *_: (SimpleNamespace(stop=stop), None))
+    monkeypatch.setattr(session, "train", lambda *_: Outcome("SIGINT", 2, {}))
+    traces, name = calls.notes["traces"], "stacks.txt"
+    if rank:
+        end = run_rank(calls.job, replace(World(torch.device("cpu")), rank=1, world_size=2))
+        assert end.is_stop_requested
+        assert end.code == Outcome("SIGINT", 2, {}).exit_code
+        traces, name = calls.notes["traces"], "stacks-rank1.txt"
+    assert calls.notes["rank"] == rank
+    assert (traces.file, traces.checkpoints) == (name, calls.job.folder / "checkpoints")
+    if rank:
+        traces.write_stacks("of a thread")
+        assert (calls.job.folder / name).read_text() == "of a thread"
+
+
+def test_a_hang_is_recorded_with_the_updates_that_were_reached(calls: Calls) -> None:
+    def hang(_: TrainingRun) -> None:
+        calls.mark.num_updates.value = 7
+        calls.notes["traces"].write_stacks("of a thread")
+        calls.notes["traces"].record_error(Hang("no update for 60 s"))
+
+    seen: list[Any] = []
+
+    def look(run: TrainingRun) -> None:
+        hang(run)
+        seen.append((read_error(calls.job.folder), (calls.job.folder / "stacks.txt").read_text()))
+
+    calls.inside = look
+    trained(calls.job)
+    ((recorded, stacks),) = seen
+    assert (recorded.exit_code, recorded.reached, stacks) == (Hang("").exit_code, 7, "of a thread")
+
+
+def test_a_failure_is_recorded_with_the_updates_that_were_reached(calls: Calls) -> None:
+    def fail(_: TrainingRun) -> None:
+        calls.mark.num_updates.value = 3
+        raise DataError("is damaged")
+
+    calls.inside = fail
+    with pytest.raises(DataError):
+        trained(calls.job)
+    recorded = read_error(calls.job.folder)
+    assert recorded is not None
+    assert recorded.reached == 3
+
+
+def test_measurements_of_a_failed_attempt_do_not_replace_those_of_a_complete_one(job: Job, calls: Calls) -> None:
+    calls.inside = raises(DataError("is damaged"))
+    with pytest.raises(DataError):
+        trained(job)
+    first = read_record(job.folder)
+    assert first.evidence is not None, "there is nothing better yet"
+    assert first.evidence.unfinished
+    calls.inside = lambda _: None
+    trained(job)
+    second = read_record(job.folder)
+    assert second.evidence is not None
+    assert second.evidence.updates, "after the first one"
+    assert not second.evidence.unfinished
+    assert second.evidence.attempt == second.process.started
+    assert second.result is not None
+    assert second.result.phases.keys() == {"train"}
+    calls.inside = raises(DataError("is damaged"))
+    with pytest.raises(DataError):
+        trained(job)
+    assert read_record(job.folder).evidence == second.evidence
+
+
+def test_an_error_is_recorded_although_no_file_can_be_opened(job: Job, calls: Calls) -> None:
+    opened: list[int] = []
+
+    def exhaust(_: TrainingRun) -> None:
+        try:
+            while True:
+                opened.append(os.open(os.devnull, os.O_RDONLY))
+        except OSError as error:
+            raise LookupError("of the runner") from error
+
+    calls.inside = exhaust
+    limits = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(256, limits[1]), limits[1]))
+    try:
+        with pytest.raises(AccelRunError):
+            trained(job)
+        for descriptor in opened:
+            os.close(descriptor)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, limits)
+    recorded = read_error(job.folder)
+    assert recorded is not None
+    assert "of the runner" in recorded.traceback

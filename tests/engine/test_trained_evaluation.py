@@ -178,6 +178,7 @@ def refused(server: ForkServer, folder: Path, *args: str) -> CompletedCommand:
     return result
 
 
+@pytest.mark.slow
 def test_a_misspelled_split_is_a_configuration_error(server: ForkServer, tmp_path: Path) -> None:
     lacks = "if split not in ('train', 'val'): raise InputMissing('there is none', where='data.path', fix='add it')"
     text = TASK.read_text().replace("def dataset(self, split):\n", f"def dataset(self, split):\n        {lacks}\n")
