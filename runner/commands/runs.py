@@ -16,7 +16,6 @@ from typing import Any
 from runner.base.errors import ConfigError
 from runner.base.json_values import is_number
 from runner.base.secret import sanitize
-from runner.base.stopwatch import THROUGHPUT
 from runner.base.text import format_bytes, format_metric, format_rate, format_table, terminal_width, wrap_for_terminal
 from runner.base.values import Place
 from runner.commands.arguments import parse_options
@@ -93,7 +92,7 @@ def read_run_row(path: Path) -> RunRow:
     from runner.durable.directory import last_modified
     from runner.durable.files import read_last_row
     from runner.durable.record_files import read_plan, read_record
-    from runner.durable.run_state import derive_state
+    from runner.durable.run_state import derive_state, read_throughput
 
     record, plan = read_record(path), read_plan(path)
     last = read_last_row(path / "metrics.jsonl")
@@ -115,7 +114,7 @@ def read_run_row(path: Path) -> RunRow:
         record.result.metrics or loss,
         last_modified(path),
         _folder_size(path),
-        record.throughput(read_last_row(path / "metrics.jsonl", THROUGHPUT)),
+        read_throughput(path, record),
     )
 
 

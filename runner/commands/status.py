@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.json_values import as_list, is_number
 from runner.base.secret import sanitize
-from runner.base.stopwatch import THROUGHPUT
 from runner.base.text import abbreviate, format_metric, format_rate, terminal_width, wrap_for_terminal
 from runner.commands.arguments import parse_run_request, progress_printer
 from runner.durable.files import TEMPORARY, read_object, read_rows
@@ -103,13 +102,13 @@ def _print(text: str) -> None:
 
 
 def _print_phases(directory: RunDirectory, record: RunRecord) -> None:
+    from runner.durable.run_state import read_throughput
+
     plan = read_plan(directory.path)
     last_rows: dict[str, dict[str, Any]] = {}
     losses: dict[str, dict[str, float | None]] = {}
-    last: dict[str, Any] = {}
     ended_phases = record.result.phases
     for row in read_rows(directory.metrics):
-        last = row if row.get(THROUGHPUT) is not None else last
         phase = str(row.get("phase"))
         last_rows[phase] = row
         phase_losses = losses.setdefault(phase, {})
@@ -128,9 +127,9 @@ def _print_phases(directory: RunDirectory, record: RunRecord) -> None:
     if not last_rows:
         reached = [f"{name}: update {phase.updates} of {phase.total}" for name, phase in ended_phases.items()]
         _print(f"  phase       {reached[-1] if reached else 'no update yet'}")
-    items_per_s = record.throughput(last)
+    items_per_s = read_throughput(directory.path, record)
     if items_per_s is not None:
-        item = starts.get(str(last.get("phase")), {}).get("item") or "item"
+        item = next(reversed(starts.values()), {}).get("item") or "item"
         _print(f"  throughput  {format_rate(items_per_s)} {item}s/s, first update excluded")
 
 

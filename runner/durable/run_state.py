@@ -6,9 +6,12 @@ import shlex
 import socket
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Literal
 
+from runner.base.stopwatch import THROUGHPUT
 from runner.durable.directory import is_run_name
+from runner.durable.files import read_last_row
 from runner.host.process_tree import process_identity
 from runner.records.run_record import ProcessRecord, RunRecord
 
@@ -58,6 +61,17 @@ def derive_state(record: RunRecord) -> RunState:
         "unknown": process.state or "unknown",
     }
     return RunState(name, sentences[name], None if process.state == "running" else process.exit_code)
+
+
+def read_throughput(folder: Path, record: RunRecord) -> float | None:
+    """Return the items per second of the run in `folder`, or None if unknown.
+
+    While a process runs, they are its own: an earlier process may have used another device.
+    """
+    start = max(0, record.process.metrics_bytes)
+    row = read_last_row(folder / "metrics.jsonl", THROUGHPUT, start)
+    has_own = bool(row) or record.current_evidence is not None
+    return record.throughput(row) if has_own or process_state_name(record.process) != "running" else None
 
 
 def _resume_command(record: RunRecord) -> str:

@@ -67,7 +67,8 @@ def open_first_rank(
         attempt.record = replace(attempt.record, tracker_id=None, evidence=None, changes=())
     tracker_id = attempt.record.tracker_id
     tracker = make_option(TRACKERS, "tracker", directory.path, directory.name, plan.values(), tracker_id)
-    attempt.record = replace(attempt.record, tracker_id=tracker.id)
+    process = replace(attempt.record.process, metrics_bytes=metrics.length)
+    attempt.record = replace(attempt.record, tracker_id=tracker.id, process=process)
     attempt.begin(job)
     world.broadcast(str(start.path) if start else None)
     monitor = _make_monitor(plan, world, directory.gpu_csv)

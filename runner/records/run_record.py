@@ -42,9 +42,10 @@ class RunOrigin:
 class ProcessRecord:
     """The last process of the run (rank 0): where it ran, and how it ended.
 
-    state       running, done, preempted, interrupted, failed; of a sweep also submitted
-    birth       identifies the process together with `pid`, because PIDs are reused
-    started_by  the launcher: restarted ranks have the same one
+    state          running, done, preempted, interrupted, failed; of a sweep also submitted
+    birth          identifies the process together with `pid`, because PIDs are reused
+    started_by     the launcher: restarted ranks have the same one
+    metrics_bytes  size of metrics.jsonl when it started; rows before that are of earlier processes
     """
 
     state: str | None = None
@@ -55,6 +56,7 @@ class ProcessRecord:
     started_by: str | None = None
     started: str | None = None
     ended: str | None = None
+    metrics_bytes: int = 0
 
     def started_since(self, began: float) -> bool:
         """Return whether it started at `began` or later, in seconds since 1970; its time is rounded to milliseconds."""
@@ -141,7 +143,7 @@ class RunRecord:
     def throughput(self, last_row: Mapping[str, Any]) -> float | None:
         """Return the items per second of the run, as shown on every screen and page, or None if unknown.
 
-        last_row  the newest row of its metrics.jsonl that has `THROUGHPUT`, used while the last process has no evidence
+        last_row  the newest row with `THROUGHPUT` of the last process, used while that process has no evidence
         """
         value: Any = last_row.get(THROUGHPUT)
         of_row = float(value) if is_number(value) and math.isfinite(value) else None

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
 import re
+import shutil
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +14,7 @@ import pytest
 import torch
 
 from runner.base.text import format_rate
+from runner.host.process_tree import process_identity
 from tests.forkserver import ForkServer
 from tests.rounding import allowed
 
@@ -93,8 +97,6 @@ def test_runs_and_status_show_the_throughput_of_the_run(known: float, folder: Pa
 @pytest.mark.sampled(1)
 @pytest.mark.parametrize("args", ["report one", "report one two out=both.html"])
 def test_pages_show_the_throughput_of_the_run(args: str, known: float, folder: Path, server: ForkServer) -> None:
-    import shutil
-
     shutil.copytree(folder / "outputs" / "one", folder / "outputs" / "two", dirs_exist_ok=True)
     result = server.run(args, folder)
     shutil.rmtree(folder / "outputs" / "two")
@@ -120,3 +122,29 @@ def test_a_run_that_has_not_ended_has_the_throughput_of_its_last_row(
         assert row["items_per_s"] == rows(folder)[-1]["perf/throughput"]
     finally:
         path.write_text(kept)
+
+
+@pytest.mark.parametrize(("kill_at", "is_known"), [(2, False), (20, True)])
+def test_a_resumed_run_shows_no_throughput_of_an_earlier_process_as_its_own(
+    kill_at: int, is_known: bool, tmp_path: Path, server: ForkServer
+) -> None:
+    """Kill the resumed run before its first row of metrics, or after it, and show it as if it was still running."""
+    train = ["train", "--task", str(TASK), "device=cpu", "monitor=off", "run=one", f"log_every={EVERY}"]
+    train += [f"task.kill_at={kill_at}", f"task.wait_for={tmp_path}"]
+    assert server.run([*train, f"updates={UPDATES}"], tmp_path, {"NO_KILL": "1"}).code == 0
+    earlier = record(tmp_path)["evidence"]["items_per_s"]
+    result = server.run([*train, "updates=60", "resume_allow=[updates]"], tmp_path)
+    assert result.code == -signal.SIGKILL, result.err
+    last = rows(tmp_path)[-1]
+    assert (last["update"] > UPDATES) == is_known
+    own = last["perf/throughput"] if is_known else None
+    (row,) = json.loads(server.run("runs --json", tmp_path).out)
+    assert row["items_per_s"] == (own or earlier), "of the last process that has any, while none is running"
+    alive = {"pid": os.getpid(), "birth": process_identity(os.getpid())}
+    (tmp_path / "outputs" / "one" / "run.json").write_text(json.dumps(record(tmp_path) | alive))
+    (row,) = json.loads(server.run("runs --json", tmp_path).out)
+    assert (row["state"], row["items_per_s"]) == ("running", own)
+    assert ("throughput" in server.run("status", tmp_path).out) == is_known
+    assert server.run("report one", tmp_path).code == 0
+    page = (tmp_path / "outputs" / "one" / "report.html").read_text()
+    assert is_known or f"{format_rate(earlier)} " not in page

@@ -18,14 +18,14 @@ import yaml  # type: ignore[import-untyped]
 from runner.base.errors import AccelRunError
 from runner.base.json_values import is_number
 from runner.base.secret import is_secret, sanitize
-from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT
+from runner.base.stopwatch import BETWEEN, PARTS
 from runner.config.guarded_yaml import read_guarded
 from runner.durable import files
 from runner.durable.checkpoint import verify
 from runner.durable.checkpoint_choice import label_checkpoints
 from runner.durable.directory import RunDirectory, is_run_name
 from runner.durable.record_files import read_error, read_plan, read_record
-from runner.durable.run_state import RunState, derive_state
+from runner.durable.run_state import RunState, derive_state, read_throughput
 from runner.monitor.samples import MachineSamples
 from runner.monitor.samples_file import read_samples
 from runner.records.evidence import Evidence
@@ -145,7 +145,7 @@ class RunData:
     @property
     def throughput(self) -> float | None:
         """Items per second."""
-        return self.record.throughput({THROUGHPUT: self.curves.last(THROUGHPUT)})
+        return read_throughput(self.path, self.record)
 
     @property
     def parts_s(self) -> dict[str, float]:
