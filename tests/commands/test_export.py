@@ -123,6 +123,7 @@ def test_a_checkpoint_in_parts_is_exported_as_a_file_that_loads(
         assert "export/parity.json" not in state.tree or "export/model.safetensors" in state.tree, state
 
 
+@pytest.mark.slow
 def test_outputs_that_are_not_finite_are_compared_too(server: ForkServer, folder: Path) -> None:
     masked = server.run(["export", "first", "format=safetensors,program", "task.kind=masked"], folder)
     assert masked.code == 0, masked.err + masked.out

@@ -1,0 +1,213 @@
+"""An exported model is compared with the original for every output, and a format that fails leaves no file."""
+
+from __future__ import annotations
+
+import json
+import math
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, MissingPackage
+from runner.cli import main
+from runner.config.request import Request
+from runner.durable import files
+from runner.durable.checkpoint import checkpoint_path, load
+from runner.engine import export_model
+from runner.engine.export_model import TOLERANCE, ExportFormat, export
+from tests.faults.recording import Quick
+
+TASK = """
+import torch
+from torch import nn
+from runner import Task
+
+SETTINGS = {"updates": 3}
+
+def build(*, has_example: bool = True):
+    if not has_example:
+        del Mine.example
+    return Mine()
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 2)
+    def forward(self, x, scale):
+        y = self.layer(x) * scale
+        masked = torch.where(torch.tensor([True, False]), y, float("-inf"))
+        return {"y": y, "masked": masked}, y > 0, torch.full_like(y, float("nan"))
+
+class Mine(Task):
+    def __init__(self):
+        self.model = Model()
+    def dataset(self, split):
+        return torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
+    def loss(self, model, batch):
+        return self.model.layer(batch[0]).square().sum(), len(batch[0])
+    def example(self):
+        return torch.ones(2, 4), torch.tensor(3.0)
+"""
+Outputs = tuple[Tensor, ...]
+Y, MASKED, FLAGS, NANS = range(4)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a trained run."""
+    folder = tmp_path_factory.mktemp("exported")
+    (folder / "mine.py").write_text(TASK)
+    args = ["device=cpu", "monitor=off", "backend.threads=1", f"output_root={folder / 'outputs'}"]
+    with files.use_system(Quick()):
+        assert main(["train", "--task", str(folder / "mine.py"), "run=first", *args]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(trained: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder of the run, in the current folder, without an export."""
+    monkeypatch.chdir(trained)
+    shutil.rmtree(trained / "outputs" / "first" / "export", ignore_errors=True)
+    return trained / "outputs" / "first"
+
+
+def exported(*formats: str, options: tuple[str, ...] = ()) -> Exit:
+    with files.use_system(Quick()):
+        return export(Request(("run=first", *options)), formats)
+
+
+def format_that(change: Callable[[list[Tensor]], Any]) -> ExportFormat:
+    """Return a format whose models return changed outputs."""
+
+    def write(model: nn.Module, _: Outputs, file: Path) -> Callable[[Outputs], Outputs]:
+        file.write_bytes(b"a model")
+
+        def run(args: Outputs) -> Outputs:
+            named, flags, nans = model(*args)
+            assert args[1].dim() == 0, "it has no batch"
+            outputs = [named["y"], named["masked"], flags, nans]
+            return tuple(change(outputs) or outputs)
+
+        return run
+
+    return ExportFormat("own", write)
+
+
+def replaced(index: int, new: Callable[[Tensor], Tensor]) -> Callable[[list[Tensor]], None]:
+    def change(outputs: list[Tensor]) -> None:
+        outputs[index] = new(outputs[index])
+
+    return change
+
+
+CHANGES: dict[str, tuple[Callable[[list[Tensor]], Any], float]] = {
+    "none": (lambda _: None, 0.0),
+    "rounding": (replaced(Y, lambda y: y + 2e-5 * y.abs().max()), 2e-5),
+    "a small difference": (replaced(Y, lambda y: y + 4 * TOLERANCE * y.abs().max()), 4 * TOLERANCE),
+    "below": (replaced(MASKED, lambda y: y - 0.5 * y[y.isfinite()].abs().max()), 0.5),
+    "another shape": (replaced(Y, lambda y: y[:, :1]), math.inf),
+    "another type": (replaced(FLAGS, lambda flags: flags.float()), math.inf),
+    "another flag": (replaced(FLAGS, lambda flags: ~flags), math.inf),
+    "no infinity": (replaced(MASKED, lambda y: y.nan_to_num(neginf=0.0)), math.inf),
+    "another infinity": (replaced(MASKED, lambda y: torch.where(y.isfinite(), y, math.inf)), math.inf),
+    "no number": (replaced(MASKED, lambda y: torch.where(y.isfinite(), y, math.nan)), math.inf),
+    "a number": (replaced(NANS, torch.nan_to_num), math.inf),
+    "the batch size of the example": (replaced(Y, lambda y: y if len(y) > 1 else y + 1e3), math.nan),
+    "the batch size of one sample": (replaced(Y, lambda y: y if len(y) == 1 else y + 1e3), math.nan),
+}
+
+
+@pytest.mark.parametrize("name", CHANGES)
+def test_an_exported_model_is_compared_in_every_output(name: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    change, expected = CHANGES[name]
+    monkeypatch.setattr(export_model, "FORMATS", {"own": format_that(change)})
+    if expected <= TOLERANCE:
+        assert exported() == Exit.DONE
+    else:
+        with pytest.raises(AccelRunError) as caught:
+            exported("own")
+        assert type(caught.value) is AccelRunError
+        assert "own" in caught.value.problems[0].what
+    parity = json.loads((run / "export" / "parity.json").read_text())
+    assert (parity["checkpoint_update"], parity["tolerance"]) == (3, TOLERANCE)
+    assert (parity["own"]["file"], parity["own"]["bytes"]) == ("model.own", len(b"a model"))
+    assert parity["own"]["batch_sizes"] == [2, 1]
+    difference = parity["own"]["largest_difference"]
+    # y and 2e-5 max(y) are rounded to float32
+    assert difference > 1 if math.isnan(expected) else difference == pytest.approx(expected, rel=0.02)
+
+
+def test_another_number_of_outputs_is_a_failure_of_the_format(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export_model, "FORMATS", {"own": format_that(lambda outputs: outputs[:-1])})
+    with pytest.raises(ConfigError) as caught:
+        exported("own")
+    assert caught.value.problems[0].where == "format=own"
+    assert not any((run / "export").iterdir())
+
+
+def fails(error: Exception) -> ExportFormat:
+    def write(_: nn.Module, __: Outputs, file: Path) -> Any:
+        file.write_bytes(b"half")
+        raise error
+
+    return ExportFormat("bad", write)
+
+
+@pytest.mark.parametrize("error", [MissingPackage("is not installed"), ValueError("no graph\nof this model")])
+def test_other_formats_are_written_if_one_fails(
+    error: Exception, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(export_model, "FORMATS", {"bad": fails(error), "own": format_that(lambda _: None)})
+    assert exported("bad", "own") == Exit.DONE
+    assert sorted(path.name for path in (run / "export").iterdir()) == ["model.own", "parity.json"]
+    assert json.loads((run / "export" / "parity.json").read_text()).keys() == {"checkpoint_update", "tolerance", "own"}
+    output = capsys.readouterr()
+    reason = "is not installed" if isinstance(error, MissingPackage) else "no graph"
+    assert reason in output.out + output.err
+    assert "of this model" not in output.out + output.err
+    with pytest.raises(ConfigError) as caught:
+        exported("bad")
+    assert reason in str(caught.value)
+    assert not any(path.name.startswith(".tmp") for path in run.iterdir())
+
+
+def test_an_error_of_the_runner_ends_the_export(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    error = DataError("is damaged")
+    monkeypatch.setattr(export_model, "FORMATS", {"bad": fails(error), "own": format_that(lambda _: None)})
+    with pytest.raises(DataError) as caught:
+        exported("bad", "own")
+    assert caught.value is error
+
+
+def test_unknown_formats_and_tasks_without_an_example_are_refused(run: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        exported("safetensors", "onx", "zzz")
+    assert len(caught.value.problems) == 2
+    assert "onnx?" in caught.value.problems[0].fix
+    with pytest.raises(ConfigError) as caught:
+        exported("safetensors", options=("task.has_example=false",))
+    assert "example()" in caught.value.problems[0].what
+    assert not (run / "export").exists()
+
+
+def test_weights_and_a_program_give_the_outputs_of_the_model(run: Path) -> None:
+    assert exported("safetensors", "program") == Exit.DONE
+    weights = load(checkpoint_path(run / "checkpoints", 3)).tensors("model")
+    stored = load_file(run / "export" / "model.safetensors")
+    assert stored.keys() == weights.keys()
+    assert all(torch.equal(stored[name], weights[name]) for name in weights)
+    program = torch.export.load(str(run / "export" / "model.pt2")).module()
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(1))
+    named, flags, _ = program(x, torch.tensor(2.0))
+    wanted = nn.functional.linear(x, weights["layer.weight"], weights["layer.bias"]) * 2
+    torch.testing.assert_close(named["y"], wanted)
+    assert torch.equal(flags, named["y"] > 0)
+    parity = json.loads((run / "export" / "parity.json").read_text())
+    assert parity["safetensors"]["largest_difference"] == 0.0
+    assert parity["program"]["largest_difference"] <= TOLERANCE
