@@ -119,6 +119,9 @@ def test_a_checkpoint_in_parts_is_exported_as_a_file_that_loads(
     load_model(model, tmp_path / "outputs/first/export/model.safetensors")
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, tensors["model"][name]), name
+    parity = json.loads((tmp_path / "outputs/first/export/parity.json").read_text())
+    assert (parity["checkpoint_update"], parity["safetensors"]["file"]) == (3, "model.safetensors")
+    assert parity["safetensors"]["largest_difference"] == 0.0, "compared bit by bit"
     for state in states(recording.start, recording.operations, 60, "names"):  # after a crash
         assert "export/parity.json" not in state.tree or "export/model.safetensors" in state.tree, state
 

@@ -6,11 +6,22 @@ import multiprocessing.connection
 from collections.abc import Callable
 from functools import wraps
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
-from runner.base.errors import AccelRunError, DataError, DataWorkerLost, DeviceMemoryError, HostMemoryError, TaskFault
+from runner.base.errors import (
+    AccelRunError,
+    DataError,
+    DataWorkerLost,
+    DeviceMemoryError,
+    DeviceMissing,
+    HostMemoryError,
+    StorageError,
+    SystemLimit,
+    TaskFault,
+)
 from runner.base.task import Task
 from runner.engine.error_diagnosis import explain, locate_definition
 
@@ -39,6 +50,98 @@ def test_a_foreign_connection_error_is_not_a_lost_worker() -> None:
 )
 def test_out_of_memory_is_not_a_broken_device(error: Exception, wanted: type[AccelRunError]) -> None:
     assert isinstance(explain(error, Path("mine.py"), "update 3", 4), wanted)
+
+
+def functions_of(text: str, file: Path) -> dict[str, Any]:
+    """Return the functions of a file with this text, which need not exist."""
+    functions: dict[str, Any] = {}
+    exec(compile(text, str(file), "exec"), functions)  # noqa: S102 - the text is in the test
+    return functions
+
+
+def raised_in(folder: str, error: Exception) -> Exception:
+    """Return the error as raised by a function in a file of this folder."""
+    act = functions_of("def act(error):\n    raise error\n", Path(f"/x/{folder}/y.py"))["act"]
+    with pytest.raises(type(error)) as caught:
+        act(error)
+    return caught.value
+
+
+@pytest.mark.parametrize(
+    ("error", "folder", "wanted"),
+    [
+        (torch.AcceleratorError("device-side assert triggered"), "torch", DeviceMissing),
+        (RuntimeError("CUDA error: device-side assert"), "torch", DeviceMissing),
+        (RuntimeError("Too many open files. Communication"), "torch", SystemLimit),
+        (OSError(28, "No space left on device"), "multiprocessing", SystemLimit),
+        (OSError(28, "No space left on device"), "torch", StorageError),
+        (OSError(28, "No space left on device", "a.bin"), "torch", StorageError),
+        (RuntimeError("DataLoader worker (pid 3) is killed by signal: Bus error, out of shared memory"), "torch",
+         SystemLimit),
+        (RuntimeError("unable to write to file </torch_1>: No space left on device"), "torch", SystemLimit),
+        (RuntimeError("can't start new thread"), "torch", SystemLimit),
+        (BlockingIOError(11, "Resource temporarily unavailable"), "multiprocessing", SystemLimit),
+        (BlockingIOError(11, "Resource temporarily unavailable"), "torch", None),
+        (RuntimeError("DataLoader worker (pid(s) 7) exited unexpectedly"), "torch", DataWorkerLost),
+        (EOFError(), "multiprocessing", DataWorkerLost),
+        (FileNotFoundError(2, "No such file"), "multiprocessing", DataWorkerLost),
+        (EOFError(), "torch", None),
+        (RuntimeError("of the runner"), "torch", None),
+    ],
+)  # fmt: skip
+def test_a_failure_of_the_system_is_named_after_its_cause(
+    error: Exception, folder: str, wanted: type[AccelRunError] | None
+) -> None:
+    result = explain(raised_in(folder, error), Path("mine.py"), "update 3", 4)
+    assert type(result) is (type(None) if wanted is None else wanted)
+    if result is not None:
+        (problem,) = result.problems
+        assert problem.where.startswith("update 3")
+        assert problem.fix
+        assert ("a.bin" in problem.where) == (getattr(error, "filename", None) == "a.bin")
+
+
+@pytest.mark.parametrize(("size", "suggested"), [(4, "micro_batch_size=2"), (2, "micro_batch_size=1"), (1, "model")])
+def test_out_of_memory_is_answered_with_half_of_the_samples(size: int, suggested: str) -> None:
+    for error in (torch.OutOfMemoryError("CUDA out of memory"), MemoryError()):
+        result = explain(error, Path("mine.py"), "update 3", size)
+        assert result is not None
+        assert suggested in result.problems[0].fix
+
+
+def test_the_line_of_the_task_that_allocated_is_added_to_the_fix(tmp_path: Path) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text("def loss(act):\n    act()\n")
+    functions = functions_of(own.read_text(), own)
+
+    def allocate() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(torch.OutOfMemoryError) as caught:
+        functions["loss"](allocate)
+    result = explain(caught.value, own, "update 3", 4)
+    assert isinstance(result, DeviceMemoryError)
+    first, line = result.problems[0].fix.split("\n")
+    assert "micro_batch_size=2" in first
+    assert {"mine.py:2", "act()"} <= {*line.split()}
+
+
+def test_causes_and_parts_of_an_error_of_the_task_are_shown_with_their_lines(tmp_path: Path) -> None:
+    own = tmp_path / "mine.py"
+    own.write_text(
+        "def first():\n    raise KeyError('inner')\n\n\ndef loss():\n    errors = []\n    try:\n        first()\n"
+        "    except KeyError as error:\n        errors.append(error)\n        cause = error\n"
+        "    raise ExceptionGroup('several', errors) from cause\n"
+    )
+    functions = functions_of(own.read_text(), own)
+    with pytest.raises(ExceptionGroup) as caught:
+        functions["loss"]()
+    result = explain(caught.value, own, "update 3", 4)
+    assert isinstance(result, TaskFault)
+    assert result.problems[0].where == f"{own}:12"
+    lines = result.problems[0].fix.split("\n")
+    assert [line.split(":")[1].split()[0] for line in lines if "mine.py" in line] == ["12", "8", "2", "8", "2"]
+    assert len([line for line in lines if "inner" in line and "raise" not in line]) == 2
 
 
 def test_a_sample_that_exceeds_memory_is_named() -> None:

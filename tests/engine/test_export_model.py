@@ -7,6 +7,7 @@ import math
 import shutil
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -62,10 +63,10 @@ Y, MASKED, FLAGS, NANS = range(4)
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a trained run."""
     folder = tmp_path_factory.mktemp("exported")
-    (folder / "mine.py").write_text(TASK)
+    (folder / "task_of_exports.py").write_text(TASK)
     args = ["device=cpu", "monitor=off", "backend.threads=1", f"output_root={folder / 'outputs'}"]
     with files.use_system(Quick()):
-        assert main(["train", "--task", str(folder / "mine.py"), "run=first", *args]) == 0
+        assert main(["train", "--task", str(folder / "task_of_exports.py"), "run=first", *args]) == 0
     return folder
 
 
@@ -124,7 +125,9 @@ CHANGES: dict[str, tuple[Callable[[list[Tensor]], Any], float]] = {
 
 
 @pytest.mark.parametrize("name", CHANGES)
-def test_an_exported_model_is_compared_in_every_output(name: str, run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exported_model_is_compared_in_every_output(
+    name: str, run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     change, expected = CHANGES[name]
     monkeypatch.setattr(export_model, "FORMATS", {"own": format_that(change)})
     if expected <= TOLERANCE:
@@ -134,6 +137,7 @@ def test_an_exported_model_is_compared_in_every_output(name: str, run: Path, mon
             exported("own")
         assert type(caught.value) is AccelRunError
         assert "own" in caught.value.problems[0].what
+    assert ("DIFFERENT" in capsys.readouterr().out) == (not expected <= TOLERANCE)
     parity = json.loads((run / "export" / "parity.json").read_text())
     assert (parity["checkpoint_update"], parity["tolerance"]) == (3, TOLERANCE)
     assert (parity["own"]["file"], parity["own"]["bytes"]) == ("model.own", len(b"a model"))
@@ -211,3 +215,41 @@ def test_weights_and_a_program_give_the_outputs_of_the_model(run: Path) -> None:
     parity = json.loads((run / "export" / "parity.json").read_text())
     assert parity["safetensors"]["largest_difference"] == 0.0
     assert parity["program"]["largest_difference"] <= TOLERANCE
+
+
+def test_a_graph_for_onnx_is_one_file_and_is_compared_as_its_runtime_executes_it(
+    run: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With stand-ins for the packages, which are optional."""
+    required: list[tuple[str, str]] = []
+    programs: list[Any] = []
+
+    class Session:
+        def __init__(self, file: str, *, providers: list[str]) -> None:
+            assert Path(file).read_bytes() == b"a graph"
+            assert providers == ["CPUExecutionProvider"]
+
+        def get_inputs(self) -> list[Any]:
+            return [SimpleNamespace(name="x"), SimpleNamespace(name="scale")]
+
+        def run(self, outputs: None, feeds: dict[str, Any]) -> list[Any]:
+            named, flags, nans = programs[0].module()(*(torch.from_numpy(feeds[name]) for name in ("x", "scale")))
+            return [tensor.numpy() for tensor in (named["y"] + 10.0, named["masked"], flags, nans)]
+
+    def require(package: str, extra: str) -> Any:
+        required.append((package, extra))
+        return SimpleNamespace(InferenceSession=Session)
+
+    def export_graph(program: torch.export.ExportedProgram, inputs: Outputs, **options: bool) -> Any:
+        assert options == {"dynamo": True, "verbose": False, "external_data": False}
+        assert inputs[0].shape == (2, 4)
+        programs.append(program)
+        return SimpleNamespace(save=lambda file: Path(file).write_bytes(b"a graph"))
+
+    monkeypatch.setattr(export_model, "require", require)
+    monkeypatch.setattr(torch.onnx, "export", export_graph)
+    with pytest.raises(AccelRunError) as caught:
+        exported("onnx")
+    assert "onnx" in caught.value.problems[0].what
+    assert {extra for _, extra in required} == {"onnx"}
+    assert (run / "export" / "model.onnx").read_bytes() == b"a graph"
