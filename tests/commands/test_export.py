@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+from collections.abc import Iterable
 from pathlib import Path
 
 import pytest
@@ -94,12 +95,13 @@ def test_each_exported_format_gives_the_outputs_of_the_model(server: ForkServer,
 def test_a_checkpoint_in_parts_is_exported_as_a_file_that_loads(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With two names for one weight, of which safetensors stores one, and a tensor without rows."""
+    """With two names for one weight, of which safetensors stores one, a tensor without rows, and averages."""
     more = "self.again = self.layer; self.register_buffer('count', torch.tensor(3.0))"
     text = TASK.replace("nn.Linear(4, 2), batch_bound", f"nn.Linear(4, 2), batch_bound; {more}")
     (tmp_path / "mine.py").write_text(text)
     monkeypatch.chdir(tmp_path)
-    assert main(["train", "--task", "mine.py", "run=first", "device=cpu", "monitor=off"]) == 0
+    averaging = ("averaging=ema", "averaging.decay=0.5")
+    assert main(["train", "--task", "mine.py", "run=first", "device=cpu", "monitor=off", *averaging]) == 0
     path = checkpoint_path(tmp_path / "outputs/first/checkpoints", 3)
     loaded = load(path)
     computed = ("format_version", "update", "files", "sha256")
@@ -118,12 +120,23 @@ def test_a_checkpoint_in_parts_is_exported_as_a_file_that_loads(
     model.register_buffer("count", torch.zeros(()))
     load_model(model, tmp_path / "outputs/first/export/model.safetensors")
     for name, tensor in model.state_dict().items():
-        assert torch.equal(tensor, tensors["model"][name]), name
+        averaged = tensors["averaging"].get(name.replace("again", "layer"))
+        assert torch.equal(tensor, tensors["model"][name] if averaged is None else averaged), name
+    assert not torch.equal(model.layer.weight, tensors["model"]["layer.weight"])
     parity = json.loads((tmp_path / "outputs/first/export/parity.json").read_text())
     assert (parity["checkpoint_update"], parity["safetensors"]["file"]) == (3, "model.safetensors")
     assert parity["safetensors"]["largest_difference"] == 0.0, "compared bit by bit"
     for state in states(recording.start, recording.operations, 60, "names"):  # after a crash
         assert "export/parity.json" not in state.tree or "export/model.safetensors" in state.tree, state
+
+    def write_damaged(path: Path, data: Iterable[bytes | memoryview]) -> None:
+        content = b"".join(map(bytes, data))
+        path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+    before = {file.name: file.read_bytes() for file in (tmp_path / "outputs/first/export").iterdir()}
+    monkeypatch.setattr(files, "write_stream", write_damaged)
+    assert main(["export", "first", "format=safetensors"]) == 65
+    assert {file.name: file.read_bytes() for file in (tmp_path / "outputs/first/export").iterdir()} == before
 
 
 @pytest.mark.slow
