@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping, Sequence
+import warnings
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,16 +14,18 @@ from typing import TYPE_CHECKING, Any
 from runner.base.errors import AccelRunError, ConfigError, Exit, Problem
 from runner.base.json_values import none_to_nan
 from runner.base.picture import COLORS, notebook_figure
+from runner.base.secret import sanitize
 from runner.commands.arguments import parse_arguments, parse_run_request
 from runner.config.configuration import compose
 from runner.config.request import format_override, merge_overrides
 from runner.durable.checkpoint_choice import is_choice
-from runner.durable.directory import generate_run_name
+from runner.durable.directory import generate_run_name, has_update
 from runner.durable.files import read_rows
-from runner.durable.record_files import read_record
+from runner.durable.record_files import read_error, read_record
 from runner.durable.run_request import find_run
 from runner.durable.run_state import derive_state
 from runner.host.command_process import run_command
+from runner.records.run_record import ErrorRecord
 
 if TYPE_CHECKING:
     from torch import nn
@@ -76,19 +79,29 @@ def open_run(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
             elsewhere, whose directory alone never decides which code is executed.
         settings: further settings.
 
+    Warns with RuntimeWarning if the run ended before its first update, and if newer runs without an update are skipped.
+
     Raises:
         InputMissing: if there is no such run.
     """
-    return Run(build_argv(arguments, settings))
+    messages: list[str] = []
+    run = Run(build_argv(arguments, settings), messages.append)
+    if run.state not in ("running", "finished") and not has_update(run.path):
+        error = read_error(run.path) or ErrorRecord()
+        cause = ": ".join(filter(None, (error.where, error.cause)))
+        messages.append(f"run {run.name} ended before its first update ({run.state}){cause and f'; {cause}'}")
+    for message in messages:
+        warnings.warn(sanitize(message), RuntimeWarning, stacklevel=2)
+    return run
 
 
 class Run:
     """A run: its metrics, its models and its directory. Each access reads the files of the run again."""
 
-    def __init__(self, arguments: list[str]) -> None:
+    def __init__(self, arguments: list[str], report: Callable[[str], object] = lambda _: None) -> None:
         request = parse_run_request(arguments)
         self._directory: RunDirectory
-        self._directory, root = find_run(request, lambda _: None)
+        self._directory, root = find_run(request, report)
         # The working directory may change later.
         absolute_root = format_override("output_root", str(root.absolute()))
         self._request = replace(request, overrides=merge_overrides(request.overrides, (absolute_root,)))

@@ -113,7 +113,20 @@ def test_an_error_of_the_task_is_raised_with_its_place(tmp_path: Path) -> None:
     with pytest.raises(TaskFault) as caught:
         train("--task", str(tmp_path / "broken.py"), *WORDS[2:], run="broken", output_root=tmp_path)
     assert "broken.py" in str(caught.value)
-    assert open_run("broken", output_root=tmp_path).state == "failed"
+    with pytest.warns(RuntimeWarning, match=r"run broken .*ValueError: broken") as warned:
+        assert open_run("broken", output_root=tmp_path).state == "failed"
+    assert [warning.filename for warning in warned] == [__file__]
+
+
+def test_open_run_says_which_newer_runs_have_no_update(tmp_path: Path) -> None:
+    for name, files in (("first", ("run.json", "metrics.jsonl")), ("broken", ("run.json",))):
+        (tmp_path / name).mkdir()
+        for file in files:
+            (tmp_path / name / file).write_text('{"update": 1, "state": "failed"}\n')
+    os.utime(tmp_path / "first" / "run.json", (1, 1))
+    os.utime(tmp_path / "first" / "metrics.jsonl", (1, 1))
+    with pytest.warns(RuntimeWarning, match="broken"):
+        assert open_run(output_root=tmp_path).name == "first"
 
 
 def global_state() -> list[Any]:

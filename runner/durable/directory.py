@@ -147,7 +147,7 @@ class RunDirectory:
         if run == LAST:
             if not existing:
                 raise InputMissing(f"there is no run in {root} yet", where="run=last", fix=_START_HINT)
-            index = next((index for index, path in enumerate(existing) if _has_update(path)), 0)
+            index = next((index for index, path in enumerate(existing) if has_update(path)), 0)
             newest = cls(existing[index], writable=False)
             newest.skipped = tuple(path.name for path in existing[:index])
             return newest
@@ -326,7 +326,7 @@ def last_modified(path: Path) -> float:
     return time
 
 
-def _has_update(path: Path) -> bool:
+def has_update(path: Path) -> bool:
     """Return whether the run in `path` has completed an update: before the first metrics row, see events.jsonl."""
     if files.read_last_row(path / "metrics.jsonl"):
         return True

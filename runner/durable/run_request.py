@@ -36,7 +36,7 @@ class RunRequest:
         return replace(given, overrides=overrides, task_file=task_file, config_dir=config_dir)
 
 
-def find_run(request: Request, report: Callable[[str], None]) -> tuple[RunDirectory, Path]:
+def find_run(request: Request, report: Callable[[str], object]) -> tuple[RunDirectory, Path]:
     """Return the run that the request names, by default the last one, and the folder that was searched.
 
     Only run= and output_root= are read: other settings can be checked only for that run's task.
@@ -52,7 +52,7 @@ def find_run(request: Request, report: Callable[[str], None]) -> tuple[RunDirect
     return directory, settings.root
 
 
-def report_skipped(directory: RunDirectory, report: Callable[[str], None]) -> None:
+def report_skipped(directory: RunDirectory, report: Callable[[str], object]) -> None:
     """Report newer runs that `last` skipped because they have no update."""
     if directory.skipped:
         runs = "newer runs" if len(directory.skipped) > 1 else "a newer run"
