@@ -23,6 +23,7 @@ from runner.engine import checkpoint_saver, save_policy
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.opening import open_phase
 from runner.engine.save_policy import SaveCost
+from tests.faults.recording import Faults
 
 TASK = Path(__file__).with_name("task_that_is_saved.py")
 
@@ -351,3 +352,15 @@ def test_the_interval_follows_from_save_costs_also_in_a_resumed_run(
         assert saving_of(phase).saver.policy.seconds == pytest.approx(400.0)
         assert isinstance(saving_of(phase).saver.save_cost, SaveCost)
         assert saving_of(phase).saver.save_cost.expected_s() > 4.0
+
+
+@pytest.mark.parametrize("measures_only", [False, True])
+def test_metrics_are_durable_at_the_end_of_a_phase(
+    measures_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with Faults().active() as faults, opened(tmp_path, "checkpoint=off") as phase:
+        monkeypatch.setattr(phase.run.observers.profiler, "only", measures_only)
+        phase.run.observers.write({"update": 1})
+        faults.trace.clear()
+        saving_of(phase).end()
+    assert ("fsync", str(phase.run.directory.metrics)) in faults.trace
