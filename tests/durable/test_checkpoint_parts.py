@@ -210,3 +210,11 @@ def test_a_late_part_is_removed_at_the_next_start(tmp_path: Path) -> None:
     assert [name for name in files.list_names(tmp_path) if name.startswith(files.TEMPORARY)]
     recover(tmp_path)
     assert files.list_names(tmp_path) == []
+
+
+def test_a_rank_that_fails_is_named_while_a_lower_one_still_writes(tmp_path: Path) -> None:
+    checkpoint_parts.report_failure(tmp_path, 2, "disk-full")
+    with pytest.raises(StorageError) as caught:
+        checkpoint_parts.collect_parts(tmp_path, CheckpointPart(0, 3, ""), timeout_s=0.0)
+    assert "rank 2" in caught.value.problems[0].what
+    assert "disk-full" in caught.value.problems[0].what
