@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import inspect
 import json
+import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -262,7 +263,7 @@ def test_few_files_are_synced_one_by_one(run: RunDirectory) -> None:
 
 
 def test_predictions_are_recomputed_with_half_the_batch_size_until_they_fit(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Unless the run may not change it, or it cannot be halved: then the error ends the command."""
     predict = """
@@ -278,6 +279,7 @@ def test_predictions_are_recomputed_with_half_the_batch_size_until_they_fit(
     written = tmp_path / "outputs/first/predictions/size.txt"
     assert main(["inference", "first"]) == 0
     assert written.read_text() == "2"
+    assert re.search(r"[\d.,]+ \w+/s", capsys.readouterr().out), "the throughput"
     written.unlink()
     for setting in ("on_oom=stop", "inference.limit=0"):
         assert main(["inference", "first", setting]) == Exit.GPU_MEMORY

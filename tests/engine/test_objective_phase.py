@@ -1,0 +1,51 @@
+"""A phase of several objectives leaves a model that the next phase can train, and frees what it held."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from runner.config.request import Request
+from runner.engine.opening import open_phase
+
+TASK = """
+import torch
+from torch import nn
+from runner import Task
+
+OBJECTIVES = {"first": {"trains": ["one"]}, "second": {"trains": ["two"]}}
+
+def build():
+    return Mine()
+
+class Mine(Task):
+    def __init__(self):
+        self.model = nn.ModuleDict({"one": nn.Linear(4, 4), "two": nn.Linear(4, 1), "frozen": nn.Linear(2, 2)})
+        self.model["frozen"].requires_grad_(False)
+    def dataset(self, split):
+        if split != "train":
+            raise NotImplementedError
+        return torch.utils.data.TensorDataset(torch.randn(32, 4, generator=torch.Generator().manual_seed(0)))
+    def loss(self, model, batch, objective):
+        x = model["two"](model["one"](batch[0]))
+        return (x.square() if objective == "first" else (x - 1).square()).sum(), len(batch[0])
+"""
+
+
+def test_a_finished_phase_frees_its_state_and_every_weight_can_be_trained_again(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK)
+    settings = ("updates=4", "global_batch_size=8", "device=cpu", "monitor=off", f"output_root={tmp_path}")
+    with open_phase(Request((*settings, "backend.threads=1", "checkpoint=off"), tmp_path / "mine.py")) as phase:
+        for _ in range(2):
+            next(phase.updates())
+        model = phase.run.parts.bare
+        optimizers = [training.optimizer for _, training in phase.work.objectives.parts]  # type: ignore[attr-defined]
+        assert all(optimizer.state for optimizer in optimizers)
+        before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+        phase.work.release()
+        assert not any(optimizer.state for optimizer in optimizers)
+        assert all(torch.equal(tensor, before[name]) for name, tensor in model.state_dict().items())
+        trained = {name for name, weight in model.named_parameters() if weight.requires_grad}
+        assert trained == {"one.weight", "one.bias", "two.weight", "two.bias"}
+        assert all(weight.grad is None for weight in model.parameters())
