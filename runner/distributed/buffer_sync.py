@@ -87,6 +87,7 @@ class BufferSync:
         if total[-1]:
             self._rebuild()
             total = self.world.sum(torch.tensor([*map(float, self._changed_flags()), 0.0])).tolist()
+        # Not strict: the last number is the flag of a rebuild.
         refs = [ref for ref, changed in zip(self._refs, total, strict=False) if changed and _is_plain(ref)]
         if refs:
             with torch.no_grad():

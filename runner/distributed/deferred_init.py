@@ -328,6 +328,7 @@ class DeferredInit(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """
         kept = {id(tensor) for tensor in (*model.parameters(), *model.buffers())}
         values: dict[int, torch.UntypedStorage] = {}
+        # `isinstance` would read `__class__`, which runs code of proxies: a dead weakref.proxy raises ReferenceError.
         live = [each for each in gc.get_objects() if issubclass(type(each), Tensor) and each.is_meta]
         for tensor in live:
             if id(tensor) in kept or not self.is_deferred(tensor):
@@ -362,6 +363,7 @@ class _CpuDeviceMode(TorchFunctionMode):
 
 
 def _address(tensor: Tensor) -> int:
+    # The address of the StorageImpl (private): the data pointer of a meta tensor is 0.
     return int(tensor.untyped_storage()._cdata)
 
 

@@ -140,7 +140,7 @@ def _init_group(rank_info: RankInfo, device: torch.device, timeout_s: float) -> 
         rank=rank_info.rank,
         world_size=rank_info.world_size,
         timeout=timedelta(seconds=timeout_s),
-        device_id=device if device.type == "cuda" else None,
+        device_id=device if device.type == "cuda" else None,  # connects NCCL here, not in the first collective
     )
     # Wait for all: if a rank that has connected fails and exits while another one still connects, that one would report
     # that it cannot connect. On the host, by gloo.

@@ -242,6 +242,7 @@ class Pipelined(Parallel):
         if not micros:
             with passes.forward():  # without samples, too: it saves the state to restore if another pipeline overflows
                 pass
+        # A zero gradient: without any, this rank would skip the all-reduce of the norm, in which the others wait.
         if self._placeholder is not None:
             (self._placeholder * 0).sum().backward()  # type: ignore[no-untyped-call]
         return Sums(tally.loss_sum, tally.items, bad if self.counts_samples else ())
@@ -368,6 +369,7 @@ class Pipelined(Parallel):
         Raises on all ranks of all pipelines if one of them failed: in `failure`, or while it inferred shapes.
         """
         first, count = self.pipeline.is_first, len(micros)
+        # A maximum of the count and of its negative gives the largest and the smallest one in a single message.
         message = torch.tensor([int(failure is not None), count, -count, seed if first else -1])
         failed, most, least, seed = self.pipeline.max(message).tolist()
         keys = torch.tensor([hash_shapes(call) for call in inputs] if first else [0] * count, dtype=torch.int64)
@@ -380,6 +382,7 @@ class Pipelined(Parallel):
             for key, micro, call in zip(keys.tolist(), micros, calls, strict=True):
                 if key not in self._shapes and not failed:
                     failed, failure = self._infer_shapes(passes, micro, call, key)
+        # All stages of a pipeline agree by now, so the copies of one stage know of a failure in any pipeline.
         if self.replicas.any(bool(failed)):
             raise_on_all_ranks(failure, self.world, WHERE)
         self.stopwatch.lap("wait")
@@ -537,6 +540,7 @@ class PipelineSchedule:
         def loss(output: Tensor, _: Any) -> Tensor:
             return output  # computed by the last stage
 
+        # torch's 1F1B raises ValueError for fewer micro-batches than stages (2.13).
         all_forward_first = self.kind == "gpipe" or count < self.num_stages
         schedule = ScheduleGPipe if all_forward_first else Schedule1F1B
         return schedule(timed, count, loss_fn=loss, scale_grads=False)

@@ -75,7 +75,7 @@ class _Bucket:
     def fill(self) -> None:
         """Copy the gradients, zeros for missing ones."""
         present = [index for index, weight in enumerate(self.parameters) if weight.grad is not None]
-        if len(present) < len(self.parameters):
+        if len(present) < len(self.parameters):  # missing ones would keep the sums of the last update
             self.flat.zero_()
         if present:
             torch._foreach_copy_(
@@ -96,6 +96,7 @@ class _Bucket:
     def finish(self) -> None:
         """Set the gradients to the sums, and start the next update."""
         for weight, view in zip(self.parameters, self.views, strict=True):
+            # Without a copy: the loop sets gradients to None before the next backward pass.
             weight.grad = view
         self.restart()
 
@@ -154,6 +155,7 @@ class Reducer:
         sizes = [len(absent), len(late), len(late), 1, len(flags)]
         num_absent, num_late, positions, num_failed, rest = torch.split(reduced, sizes)
         is_absent = (num_absent == self.world.world_size).tolist()
+        # Before the buckets are finished: a late one is filled again from this rank's gradients, not from the sums.
         if not num_failed and not self._has_one_message:
             self._adapt(is_absent, num_late.tolist(), positions.tolist())
         for bucket in self.buckets:
@@ -196,6 +198,7 @@ class Reducer:
             if self.is_last:
                 self._num_arrived += 1
                 bucket.arrive(weight, self._num_arrived)
+                # Only in order, because the ranks must call the all-reduces in the same order.
                 while self._next < len(self._order) and not self._order[self._next].missing:
                     self._launch()
 
@@ -224,9 +227,11 @@ class Reducer:
             bucket.was_late |= late > 0
             bucket.is_unused = is_unused
             if self._num_arrived:
+                # `|` of counters is the maximum of each count.
                 bucket.awaited = bucket.awaited | bucket.arrived if bucket.was_late else bucket.arrived
         place = dict(zip(map(id, self.buckets), positions, strict=True))
         used = [bucket for bucket in self.buckets if not bucket.is_unused]
+        # A bucket that was late may wait for a gradient that does not arrive in every update: it must not block others.
         self._order = sorted(used, key=lambda bucket: (bucket.was_late, place[id(bucket)]))
 
 

@@ -120,7 +120,7 @@ class Sharded(Parallel):
             shards.materialize(model)
         assert isinstance(model, FSDPModule)
         for part in parts_of(model):
-            part.set_gradient_divide_factor(1.0)
+            part.set_gradient_divide_factor(1.0)  # sums: the default is a mean over the ranks
             part.set_force_sum_reduction_for_comms(True)  # gloo supports only sums
             # Older torch does not have it: there, all ranks must use the same parameters.
             if hasattr(part, "set_reduce_scatter_unused_params"):
@@ -430,7 +430,7 @@ class _Scalar:
         self.places: list[tuple[nn.Module, str]] = []
 
     def use_plain(self) -> None:
-        self.plain.requires_grad_(self.dtensor.requires_grad)
+        self.plain.requires_grad_(self.dtensor.requires_grad)  # phases freeze the DTensor
         self._assign(self.plain)
 
     def use_dtensor(self) -> None:
@@ -442,6 +442,7 @@ class _Scalar:
         dist.all_reduce(gradient)
         self.dtensor.grad = self._replicated(gradient)
         self.plain.grad = None
+        # Those of the phase are registered on the DTensor, but autograd accumulates into the plain tensor (private).
         for hook in (self.dtensor._post_accumulate_grad_hooks or {}).values():
             hook(self.dtensor)
 

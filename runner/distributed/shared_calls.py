@@ -72,6 +72,7 @@ class SharedCalls:
 
     def _agree(self, mine: int) -> int:
         """Return what the ranks do next: run a collective, else call the model, else none of these."""
+        # The maximum of the negative is minus the minimum: both in a single message.
         lowest, highest = self.world.max(torch.tensor([-mine, mine])).tolist()
         if highest == _RUNS_COLLECTIVE != -lowest:
             raise TaskFault(

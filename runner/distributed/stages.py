@@ -189,7 +189,7 @@ class TimedStage(PipelineStage):
     def backward_one_chunk(self, *args: Any, **kwargs: Any) -> Any:
         stage: Any = self.submod
         stage.stopwatch.lap("wait")
-        if kwargs["last_backward"]:
+        if kwargs["last_backward"]:  # of this step; torch's schedules pass it by keyword (2.13)
             stage.before_last_pass()
         output = super().backward_one_chunk(*args, **kwargs)
         stage.stopwatch.lap("backward")
@@ -269,6 +269,7 @@ def hash_shapes(call: Call) -> int:
     """Return a hash of the shapes and dtypes of a call, the same in every process."""
     shapes: list[str] = []
     map_tensors(lambda tensor: shapes.append(f"{tuple(tensor.shape)} {tensor.dtype}"), [call.inputs, call.named])
+    # 7 bytes, because it is sent as an int64. Not `hash`, which differs between processes for strings.
     return int.from_bytes(hashlib.blake2b("; ".join(shapes).encode(), digest_size=7).digest(), "big")
 
 

@@ -156,6 +156,7 @@ class CoupledSource(GradientSource):
     def accumulate(self, parallel: Parallel, passes: ForwardPasses, batches: Iterator[MicroBatch]) -> Sums:
         update = _CoupledUpdate(self, parallel, passes)
         # Embed inside `parallel.accumulate`, which handles buffers, failures and communication as for other losses.
+        # The cached gradients are those of the scaled loss, so this backward pass must not scale them again.
         recomputing = passes._replace(loss=update.recompute, backward=torch.autograd.backward)
         sums = parallel.accumulate(recomputing, update.embed_and_yield(batches))
         update.close()
@@ -392,5 +393,6 @@ class _StartBackward(torch.autograd.Function):
 def _make_backward_root(tensors: Sequence[Tensor], gradients: Sequence[Tensor]) -> Tensor:
     if not tensors:
         return torch.zeros((), requires_grad=True)
+    # Not torch.autograd.backward(tensors, gradients): the strategies call backward on the scalar that a loss returns.
     root: Tensor = _StartBackward.apply(gradients, *tensors)  # type: ignore[no-untyped-call]
     return root

@@ -34,6 +34,8 @@ def correct_and_clip(
         correction = correction.to(dtype)
     elif correction == 1.0:
         correction = None
+    # Not torch.nn.utils.clip_grad_norm_: it takes no further factor, so the correction would be a second pass. It uses
+    # the same private functions (torch 2.13), and adds the same 1e-6 to the norm.
     norm = over_ranks(torch.linalg.vector_norm(torch.stack(torch._foreach_norm(gradients))))
     if correction is not None:
         norm = norm * correction

@@ -117,10 +117,12 @@ class Training:
             sums = self.gradients.accumulate(parallel, passes, self.extra.track(batches))
             total = parallel.reduce(sums)
             extra = self.extra.reduce(parallel)
+            # After `reduce`: an overflow on one rank is then in the sums, so copies of the model agree on it.
             precision.unscale(self.optimizer, parallel.any_overflow)
             correction = 1.0 / (self.per_item * _widen(total.items))
             gradients = parallel.gradients(self.parameters)
             grad_norm = correct_and_clip(gradients, correction, self.max_grad_norm, parallel.global_norm)
+            # Updates skipped for an overflow do not advance the schedule. `num_skipped` counts those of all phases.
             factor = self.schedule.factor(position.update - precision.num_skipped() + position.skipped_before)
             lr = set_learning_rate(self.optimizer, factor)
             self.update_wrapper.apply(lambda: precision.step(self.optimizer, total.loss_sum, grad_norm))

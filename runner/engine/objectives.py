@@ -180,7 +180,7 @@ class ObjectivePosition(Position):
     @property
     def update(self) -> int:  # type: ignore[override]
         """Number of completed updates of this objective."""
-        return -(-self.phase_position.update // self.every)
+        return -(-self.phase_position.update // self.every)  # rounded up: all take part in update 0
 
 
 @dataclass
@@ -233,6 +233,8 @@ class Objectives:
     def _step(self, index: int, samples: SharedSamples, *, keep: bool) -> StepInfo:
         self.current = index
         training = self.current_training
+        # Backward passes must not add to the gradients of other objectives, such as those of a discriminator. In this
+        # order, because a parameter may belong to several objectives.
         for _, other in self.parts:
             for weight in other.parameters:
                 weight.requires_grad_(False)

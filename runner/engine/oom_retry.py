@@ -70,7 +70,7 @@ class OomRetry(UpdateWrapper):
             self._shortage, self._is_applying = None, False
             try:
                 step = update()
-            except Discarded:
+            except Discarded:  # another rank ran out of memory; the state is restored outside of `except`
                 pass
             except Exception as error:
                 if not self.has_one_rank:  # other ranks have continued, or block in a collective
@@ -131,6 +131,7 @@ class OomRetry(UpdateWrapper):
 
 def release(device: torch.device) -> None:
     """Release unused memory to the system."""
+    # First, because the allocator returns only unused blocks, and cycles such as tracebacks keep tensors in use.
     gc.collect()
     get_accelerator(device).empty_cache()
 

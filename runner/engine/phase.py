@@ -117,11 +117,13 @@ class Phase(PhaseView):
         noise.start_pass(None)
         suppressed = suppress(Exception) if error else nullcontext()  # the first error is the cause
         with ExitStack() as stack:  # an error of one hook must not prevent closing the others
+            # The last callback runs first: the feed is closed, then the hooks in reverse order, then the work.
             stack.callback(self.work.release)
             for hook in self.hooks:
                 stack.callback(hook.close, error)
             stack.callback(self.feed.close)
             with suppressed:
+                # Before anything is freed, because memory.txt lists what the phase held.
                 if error is not None:
                     self.hook(OutOfMemory).record_error(error)
             with suppressed:

@@ -273,6 +273,7 @@ class _ExitOnHang:
                 folder = scratch.shared_folder()
                 if folder is not None:
                     call_with_timeout(1.0, lambda: shutil.rmtree(folder, ignore_errors=True))
+            # sys.exit would end this thread only, and exit handlers may block as the main thread does.
             os._exit(Exit.HANG)
 
     def _report(self, heartbeat: Heartbeat) -> None:

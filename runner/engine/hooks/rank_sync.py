@@ -48,10 +48,11 @@ class Exchange:
         """Send the status of this rank; return that of all ranks after the previous update, None if there was none."""
         row = [samples, seconds is not None, *(seconds.get(part, 0.0) if seconds else 0.0 for part in PARTS)]
         zeros = [0.0] * _ROW_WIDTH
+        # An all-gather, as a sum in which the other ranks add zeros: it can be sent with the gradients' all-reduce.
         rows = [row if rank == self.world.rank else zeros for rank in range(self.world.world_size)]
         numbers = [*wants, num_bad, *(number for row in rows for number in row)]
         vector = torch.tensor(numbers, dtype=torch.float64)
-        carried = self.parallel.attached_sums()
+        carried = self.parallel.attached_sums()  # before attach_numbers, which discards them
         if self.parallel.attach_numbers(vector):
             return None if carried is None else self._decode(carried)
         before, self._pending = self._pending, (vector, self.world.sum_async(vector))
