@@ -1,14 +1,19 @@
-"""A parameter shared by several stages is updated identically on all of them."""
+"""Costs and devices that decide a placement; a parameter of several stages is updated identically on all of them."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 from runner.base.world import World
-from runner.distributed.layer_placement import Tie
+from runner.distributed import layer_placement
+from runner.distributed.layer_costs import LayerCost, estimate_costs
+from runner.distributed.layer_placement import PlacementRequest, Tie, place_layers
+from runner.distributed.rank_grid import RankGrid
 from tests.distributed.ranks import run_ranks
 
 
@@ -28,3 +33,102 @@ def test_a_shared_parameter_that_is_frozen_has_no_gradient() -> None:
     weight = nn.Parameter(torch.ones(3), requires_grad=False)
     Tie(weight, None, counts_here=True).add()
     assert weight.grad is None
+
+
+# ---------------------------------------------------------------- costs and devices
+
+GIB = 2**30
+
+
+class Ranks(World):
+    """The first of several ranks; the others report these seconds and memory."""
+
+    def __init__(self, *others: tuple[float, int]) -> None:
+        super().__init__(torch.device("cpu"), world_size=1 + len(others))
+        self.others = others
+
+    def gather(self, value: Any) -> list[Any]:
+        if not isinstance(value, dict):
+            return [value] * self.world_size
+        return [value, *({**value, "seconds": seconds, "memory": memory} for seconds, memory in self.others)]
+
+
+def placed(
+    monkeypatch: pytest.MonkeyPatch,
+    world: World,
+    *,
+    copies: int = 1,
+    example: Any = lambda: (torch.ones(4, 2),),
+    **options: Any,
+) -> tuple[Any, dict[str, Any]]:
+    """Place three layers that take 1 s each and fit anywhere; return the placement, and how costs were measured."""
+    measured: dict[str, Any] = {}
+
+    def measure(model: Any, layers: Any, inputs: Any, **given: Any) -> list[LayerCost]:
+        measured.update(given, inputs=inputs, layers=layers, model=model)
+        return [replace(cost, seconds=1.0) for cost in estimate_costs(model, layers)]
+
+    monkeypatch.setattr(layer_placement, "measure_costs", measure)
+    monkeypatch.setattr(layer_placement, "device_bytes", lambda _: 8 * GIB)
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2))
+    size = world.world_size // copies
+    copy = World(torch.device("cpu"), world_size=size)
+    grid = RankGrid(world, copy, World(torch.device("cpu"), world_size=copies), 60.0)
+    result = place_layers(grid, model, list(model), PlacementRequest(**options), example)
+    return result, measured
+
+
+@pytest.mark.parametrize(
+    ("seconds", "speed"),
+    [(3.0, 1.0), (6.0, 0.5), (1.5, 2.0), (3.2, 1.0), (2.8, 1.0), (3.4, 3 / 3.4), (2.0, 1.5), (0.0, 1.0)],
+)
+def test_the_speed_of_a_stage_is_relative_to_the_first_rank_unless_it_is_noise(
+    seconds: float, speed: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    placement, _ = placed(monkeypatch, Ranks((seconds, 8 * GIB)))
+    first, second = placement.devices
+    assert (first.speed, second.speed) == (1.0, pytest.approx(speed))
+
+
+def test_a_stage_has_the_memory_and_speed_of_its_weakest_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = Ranks((3.0, 6 * GIB), (6.0, 4 * GIB), (1.5, 7 * GIB))
+    placement, _ = placed(monkeypatch, world, copies=2)
+    first, second = placement.devices
+    assert (first.memory_bytes, second.memory_bytes) == (4 * GIB, 6 * GIB)
+    assert (first.speed, second.speed) == (0.5, 1.0)
+    assert first.name != second.name
+
+
+@pytest.mark.parametrize(
+    ("options", "scale", "repeats"),
+    [
+        ({}, 1.0, 1),
+        ({"samples": 8}, 2.0, 1),
+        ({"balance": "time"}, 1.0, 3),
+        ({"samples": 2, "balance": "time"}, 0.5, 3),
+    ],
+)
+def test_layers_are_measured_on_the_example_and_scaled_to_a_micro_batch(
+    options: dict[str, Any], scale: float, repeats: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    example = lambda: (torch.tensor(3.0), torch.ones(4, 2))  # noqa: E731
+    _, measured = placed(monkeypatch, Ranks((3.0, 8 * GIB)), example=example, **options)
+    assert (measured["scale"], measured["repeats"]) == (scale, repeats)
+    assert [tuple(tensor.shape) for tensor in measured["inputs"]] == [(), (4, 2)]
+    with measured["weights"](measured["model"]):
+        assert measured["layers"] == [*measured["model"]]
+
+
+def test_an_example_without_a_batch_counts_as_one_sample(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, measured = placed(monkeypatch, Ranks((3.0, GIB)), example=lambda: (torch.tensor(3.0), 7), samples=8)
+    assert measured["scale"] == 8.0
+
+
+def test_costs_are_estimated_where_layers_cannot_be_measured(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lacks() -> Any:
+        raise NotImplementedError
+
+    for example in (None, lacks):
+        placement, measured = placed(monkeypatch, Ranks((0.0, 8 * GIB)), example=example)
+        assert measured == {}
+        assert len(placement.costs) == 3
