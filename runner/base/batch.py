@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from copy import deepcopy
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.utils.data._utils import pin_memory
 
@@ -86,12 +87,22 @@ def _pin(value: Any) -> Any:
     to torch's private function, which DataLoader calls for a batch without `pin_memory` (torch 2.11 to 2.13).
     """
     if type(value) is Tensor:
-        return value.pin_memory() if value.device.type == "cpu" else value
+        return _pin_tensor(value) if value.device.type == "cpu" else value
     if type(value) is tuple or type(value) is list:
         return type(value)([_pin(item) for item in value])
     if type(value) is dict:
         return {key: _pin(item) for key, item in value.items()}
     return pin_memory.pin_memory(value)  # type: ignore[no-untyped-call]
+
+
+def _pin_tensor(tensor: Tensor) -> Tensor:
+    """Return the tensor in page-locked memory without gaps.
+
+    torch copies a tensor with gaps, such as images[:, 1:], to pageable memory first, and the host waits for the device.
+    """
+    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
+        return torch.empty_like(tensor, pin_memory=True).copy_(tensor.detach())
+    return tensor.pin_memory()
 
 
 def copy_batch(batch: Any) -> Any:

@@ -20,11 +20,13 @@ class Maps:
 
     tokens     (N, P, C), level by level, row by row
     shapes     height and width of each level
+    sides      (L, 2): width and height of each level, on the device
     positions  (P, 2): x and y of each token, relative to the image size
     """
 
     tokens: Tensor
     shapes: tuple[tuple[int, int], ...]
+    sides: Tensor
     positions: Tensor
 
     @classmethod
@@ -32,7 +34,7 @@ class Maps:
         """Return the tokens of maps (N, C, h, w)."""
         shapes = tuple((level.shape[-2], level.shape[-1]) for level in levels)
         tokens = torch.cat([level.flatten(2).transpose(1, 2) for level in levels], dim=1)
-        return cls(tokens, shapes, cell_centers(shapes, tokens.device))
+        return cls(tokens, shapes, level_sides(shapes, tokens.device), cell_centers(shapes, tokens.device))
 
     def levels(self, tokens: Tensor | None = None) -> list[Tensor]:
         """Return the tokens as maps (N, C, h, w)."""
@@ -41,6 +43,15 @@ class Maps:
         parts = torch.split(given, [height * width for height, width in self.shapes], dim=1)
         pairs = zip(parts, self.shapes, strict=True)
         return [part.transpose(1, 2).reshape(N, C, height, width) for part, (height, width) in pairs]
+
+
+def level_sides(shapes: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
+    """Return the width and height (L, 2) of each level.
+
+    torch.tensor(shapes, device=device) would copy from the host, and wait for the device.
+    """
+    sides = [torch.full((), float(side), device=device) for height, width in shapes for side in (width, height)]
+    return torch.stack(sides).view(-1, 2)
 
 
 def cell_centers(shapes: Sequence[tuple[int, int]], device: torch.device) -> Tensor:
@@ -143,21 +154,21 @@ class DeformableMapAttention(nn.Module):
             self.offsets.bias.copy_(start.flatten())
 
     def prepare(self, maps: Maps) -> tuple[Tensor, ...]:
-        """Return the values of each level (N H, C / H, h, w)."""
+        """Return the sides of the levels (L, 2), and the values of each level (N H, C / H, h, w)."""
         values = maps.levels(self.value(maps.tokens))
-        return tuple(level.reshape(-1, level.shape[1] // self.num_heads, *level.shape[2:]) for level in values)
+        return maps.sides, *(level.reshape(-1, level.shape[1] // self.num_heads, *level.shape[2:]) for level in values)
 
     def forward(self, x: Tensor, places: Tensor, prepared: tuple[Tensor, ...]) -> Tensor:
         """Return (N, T, C) for tokens x (N, T, C) with coordinates `places` (N, T, 2)."""
         N, T, C = x.shape
         H, L, P = self.num_heads, self.num_levels, self.num_points
         asking = x + sine_embedding(places, C)
-        offsets = self.offsets(asking).view(N, T, H, L, P, 2)
+        sides, *values = prepared
+        offsets = self.offsets(asking).view(N, T, H, L, P, 2) / sides[:, None]  # an offset of 1 is one cell
         weights = self.weights(asking).view(N, T, H, L * P).softmax(dim=-1).transpose(1, 2).reshape(N * H, 1, T, L * P)
         read = []
-        for number, level in enumerate(prepared):
-            sides = places.new_tensor(level.shape[:1:-1])  # width and height: an offset of 1 is one cell
-            at = places[:, :, None, None] + offsets[:, :, :, number] / sides
+        for number, level in enumerate(values):
+            at = places[:, :, None, None] + offsets[:, :, :, number]
             grid = (2 * at - 1).transpose(1, 2).flatten(0, 1)
             # in float32: bfloat16 coordinates have a resolution of 1/256 of the image
             read.append(F.grid_sample(level.float(), grid.float(), align_corners=False))

@@ -230,7 +230,7 @@ class EncoderLayer(nn.Module):
     def forward(self, maps: Maps) -> Tensor:
         first, second = self.norms
         x = maps.tokens
-        normed = Maps(first(x), maps.shapes, maps.positions)
+        normed = replace(maps, tokens=first(x))
         places = maps.positions.expand(len(x), -1, -1)
         attended: Tensor = self.attention(normed.tokens, places, self.attention.prepare(normed))
         x = x + attended

@@ -99,7 +99,7 @@ def moments(cubes: Tensor, dtype: torch.dtype) -> State:
     rows = min(ROWS.get(cubes.device.type, ROWS_ELSEWHERE), num_pixels)
     room = torch.empty(rows, channels, dtype=dtype, device=cubes.device)
     parts = [_cube_moments(cube, room) for cube in cubes]
-    count = torch.tensor(float(num_pixels), dtype=torch.float64, device=cubes.device)
+    count = torch.full((), float(num_pixels), dtype=torch.float64, device=cubes.device)
     total = parts[0]
     for number, part in enumerate(parts[1:], start=1):
         total = merge_moments(total, part, count * number, count)

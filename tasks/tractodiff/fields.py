@@ -5,6 +5,7 @@ Points are in millimetres, RAS, everywhere; this module alone converts them to v
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import dataclass
 
 import torch
@@ -65,14 +66,17 @@ class Fields:
         first = (ends - self.shapes.prod(dim=1))[subject]
         low = voxel.detach().floor()
         share = voxel - low
-        total = torch.zeros(len(points), self.values.shape[1], device=points.device)
-        for corner in CORNERS:
-            upper = torch.tensor(corner, device=points.device)
+        weights, indices = [], []  # of the lower and the upper corners, per axis
+        for upper in (0, 1):
             at = low.long() + upper
-            inside = ((at >= 0) & (at < shape)).all(dim=1)
-            x, y, z = torch.minimum(at.clamp(min=0), shape - 1).unbind(1)
-            weight = torch.where(upper.bool(), share, 1 - share).prod(dim=1) * inside
-            row = first + (x * shape[:, 1] + y) * shape[:, 2] + z
+            inside = (at >= 0) & (at < shape)
+            weights.append(((share if upper else 1 - share) * inside).unbind(1))
+            indices.append(torch.minimum(at.clamp(min=0), shape - 1).unbind(1))
+        total = torch.zeros(len(points), self.values.shape[1], device=points.device)
+        for i, j, k in itertools.product((0, 1), repeat=3):
+            row = first + (indices[i][0] * shape[:, 1] + indices[j][1]) * shape[:, 2] + indices[k][2]
+            # Not by prod(), whose gradient waits for the device.
+            weight = weights[i][0] * weights[j][1] * weights[k][2]
             total = total + weight[:, None] * self.values[row].float()
         return total
 
@@ -85,10 +89,8 @@ class Fields:
 
     def around(self, points: Tensor, subject: Tensor) -> Tensor:
         """Return the values (B, 322) at points (B, 3) and six neighbors of each, 1.5 voxels away along R, A and S."""
-        offsets = torch.cat([torch.zeros(1, 3), torch.eye(3), -torch.eye(3)]).to(points.device)
+        axes = torch.eye(3, device=points.device)
+        offsets = torch.cat([torch.zeros_like(axes[:1]), axes, -axes])
         around = points[:, None] + REACH * self.voxel_size[subject][:, None, None] * offsets
         values = self.sample(around.reshape(-1, 3), subject.repeat_interleave(NUM_NEIGHBOURS))
         return values.view(len(points), -1)
-
-
-CORNERS = [(x, y, z) for x in (0, 1) for y in (0, 1) for z in (0, 1)]

@@ -84,6 +84,17 @@ def test_a_prefetched_batch_is_complete_while_it_is_read() -> None:
     assert torch.stack(right).tolist() == [size] * 16
 
 
+def test_page_locked_copies_have_no_gaps_and_keep_the_memory_format() -> None:
+    images = torch.randn(4, 3, 8, 8)
+    last = images.to(memory_format=torch.channels_last)
+    given = [images, images[:, 1:], images[1:3], images[:, :1].expand(-1, 3, -1, -1), last, last[:, 1:], images[:, :0]]
+    for tensor, pinned in zip(given, MicroBatch(given, last=True).pin_memory().batch, strict=True):
+        assert pinned.is_pinned() or not pinned.numel()
+        assert torch.equal(pinned, tensor)
+        assert pinned.untyped_storage().nbytes() == pinned.nbytes
+    assert MicroBatch(last, last=True).pin_memory().batch.is_contiguous(memory_format=torch.channels_last)
+
+
 def test_prefetching_trains_with_the_same_batches_to_the_same_losses() -> None:
     plain = [item.batch for item in islice(none(CUDA.device)(on_host()), 6)]
     ahead = [item.batch for item in islice(stream(CUDA.device)(on_host()), 6)]

@@ -92,6 +92,50 @@ def test_an_update_waits_for_nothing_and_launches_little_beyond_a_plain_loop(
     assert more.total() <= kernels * UPDATES, more
 
 
+NMT_RANDOM = "task=nmt task.data=random"
+ONE_EACH = "phase.pretrain.updates=1 phase.lora.updates=1 phase.router.updates=1"
+
+
+@pytest.mark.sampled(1)
+@pytest.mark.parametrize(
+    ("args", "phase"),
+    [
+        ("task=gpt", "train"),
+        ("task=cape task.attention=dense", "train"),
+        ("task=cape task.attention=deformable", "train"),
+        ("task=tractodiff", "train"),
+        ("task=tractodiff task.denoiser=unet", "train"),
+        ("task=nmt", "train"),
+        (NMT_RANDOM, "train"),
+        (f"{NMT_RANDOM} task.packed=false", "train"),
+        ("task=dynamo phases=[pretrain]", "pretrain"),
+        (f"task=dynamo phases=[pretrain,lora] {ONE_EACH}", "lora"),
+        (f"task=dynamo phases=[pretrain,lora,router] {ONE_EACH}", "router"),
+        (f"task=dynamo {ONE_EACH}", "joint"),
+        ("task=hyperspectral task.data=synthetic", "train"),
+    ],
+)
+def test_no_task_waits_for_the_device(args: str, phase: str, stand_in: StandIn, tmp_path: Path) -> None:
+    """Nor for a copy of its batch to the device."""
+    given = (
+        f"train {args} run=r device=cuda precision=bf16 checkpoint=off evaluate.every=0 evaluate.samples=8"
+        " log_every=1000 monitor=off"
+    )
+
+    def counted(number: int) -> Counted:
+        folder = tmp_path / str(number)
+        (folder / "counted").mkdir(parents=True)
+        updates = f"updates={number}" if phase == "train" else f"phase.{phase}.updates={number}"
+        result = stand_in.command("a100", f"{given} {updates}", folder, folder / "counted")
+        assert result.code == 0, result.out + result.err
+        return only(folder / "counted", result.out)
+
+    short, long = counted(2), counted(4)
+    waits = of_updates(short, long, "host_waits")
+    assert waits.pop("cudaEventSynchronize") <= 2, "only for the update before the last"
+    assert waits.total() <= 2 * (long["drawn"] - short["drawn"]), f"the host waited for the device: {waits}"
+
+
 @pytest.mark.slow
 def test_gradients_are_exchanged_during_the_backward_pass(stand_in: StandIn, tmp_path: Path) -> None:
     """On NCCL's own stream: buckets are reduced while earlier layers still compute."""

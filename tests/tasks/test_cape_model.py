@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from runner.tasks.cape.attention import DeformableMapAttention, Maps, cell_centers, sample
+from runner.tasks.cape.attention import DeformableMapAttention, Maps, cell_centers, level_sides, sample
 from runner.tasks.cape.backbone import FrozenBatchNorm2d, PretrainedResNet50
 from runner.tasks.cape.layers import split_layers
 from runner.tasks.cape.metrics import score_keypoints, score_predictions, target_types
@@ -336,7 +336,8 @@ def test_types_end_after_the_last_keypoint_for_any_visibility() -> None:
 def test_features_are_read_where_the_keypoint_is() -> None:
     shapes = ((4, 4), (2, 2))
     places = cell_centers(shapes, torch.device("cpu"))
-    maps = Maps(places[None].expand(3, -1, -1), shapes, places)  # each feature is its own position
+    features = places[None].expand(3, -1, -1)  # each feature is its own position
+    maps = Maps(features, shapes, level_sides(shapes, places.device), places)
     xy = torch.tensor([[[0.3, 0.6], [0.5, 0.25]]]).expand(3, -1, -1)
     torch.testing.assert_close(sample(maps.levels(), xy), xy)
 
@@ -356,7 +357,8 @@ def test_deformable_attention_reads_around_its_place() -> None:
     for weight in attention.offsets.parameters():
         nn.init.zeros_(weight)
     shapes = ((6, 6),)
-    maps = Maps(torch.randn(2, 36, 8), shapes, cell_centers(shapes, torch.device("cpu")))
+    sides, places = (make(shapes, torch.device("cpu")) for make in (level_sides, cell_centers))
+    maps = Maps(torch.randn(2, 36, 8), shapes, sides, places)
     at = maps.positions[[7, 20]].expand(2, -1, -1)
     expected = attention.output(attention.value(maps.tokens[:, [7, 20]]))
     # with zero offsets and weights that sum to one, the result is the value of the cell itself

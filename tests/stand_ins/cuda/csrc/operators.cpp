@@ -338,8 +338,12 @@ void record_tensor_on_stream(Tensor& tensor, c10::Stream stream) {
 
 bool is_plain(const Tensor& tensor) { return tensor.is_contiguous() && !tensor.is_conj() && !tensor.is_neg(); }
 
+// CUDA stages a copy of so much pageable memory without waiting for the device.
+constexpr size_t kStagedAtOnce = 64 * 1024;
+
 // Copies between the host and a device, and between devices. The host waits for a blocking copy. A non-blocking copy from or
-// to page-locked memory is complete only after the host has synchronized; one of pageable memory is staged, as in CUDA.
+// to page-locked memory is complete only after the host has synchronized; one of pageable memory is staged, as in CUDA. A
+// tensor with gaps counts as pageable, because torch copies it to a contiguous one first.
 Tensor& copy(Tensor& to, const Tensor& from, bool non_blocking) {
   if (!to.numel()) return to;
   bool to_device = on_device(to), from_device = on_device(from);
@@ -371,7 +375,7 @@ Tensor& copy(Tensor& to, const Tensor& from, bool non_blocking) {
     copy_reads_late(stream, operation, from.data_ptr(), from.nbytes());
   else if (!non_blocking)
     host_waits(state().order.of(stream), "cudaMemcpy", true);
-  else if (!to_device)
+  else if (!to_device || to.nbytes() > kStagedAtOnce)
     host_waits(state().order.of(stream), "cudaMemcpyAsync of pageable memory", false);
   return to;
 }
@@ -380,6 +384,31 @@ std::tuple<Tensor, Tensor> native_dropout(const Tensor& input, double p, std::op
   if (train && !*train) return {input.clone(), at::ones_like(input, input.options().dtype(at::kBool))};
   Tensor mask = at::empty_like(input, input.options().dtype(at::kBool)).bernoulli_(1 - p);
   return {input.mul(mask).mul(p < 1 ? 1 / (1 - p) : 0.0), mask};
+}
+
+// A GRU's cell, as torch's CUDA kernels compute it: gates (N, 3 H) in the order reset, update, new. The workspace (N, 5 H) keeps
+// them, the previous hidden state, and the hidden gate of `new`.
+std::tuple<Tensor, Tensor> gru_cell(
+    const Tensor& input_gates, const Tensor& hidden_gates, const Tensor& hx, const std::optional<Tensor>& input_bias,
+    const std::optional<Tensor>& hidden_bias) {
+  auto input = (input_bias ? input_gates.add(*input_bias) : input_gates).chunk(3, 1);
+  auto hidden = (hidden_bias ? hidden_gates.add(*hidden_bias) : hidden_gates).chunk(3, 1);
+  Tensor reset = input[0].add(hidden[0]).sigmoid(), update = input[1].add(hidden[1]).sigmoid();
+  Tensor fresh = input[2].add(reset.mul(hidden[2])).tanh();
+  return {fresh.lerp(hx, update), at::cat({reset, update, fresh, hx, hidden[2]}, 1)};
+}
+
+std::tuple<Tensor, Tensor, Tensor, Tensor, Tensor> gru_cell_backward(
+    const Tensor& gradient, const Tensor& workspace, bool has_bias) {
+  auto kept = workspace.chunk(5, 1);
+  const Tensor &reset = kept[0], &update = kept[1], &fresh = kept[2], &hx = kept[3], &hidden_fresh = kept[4];
+  Tensor of_fresh = gradient.mul(update.neg().add(1)).mul(fresh.square().neg().add(1));
+  Tensor of_reset = of_fresh.mul(hidden_fresh).mul(reset).mul(reset.neg().add(1));
+  Tensor of_update = gradient.mul(hx.sub(fresh)).mul(update).mul(update.neg().add(1));
+  Tensor of_input = at::cat({of_reset, of_update, of_fresh}, 1);
+  Tensor of_hidden = at::cat({of_reset, of_update, of_fresh.mul(reset)}, 1);
+  Tensor of_input_bias = has_bias ? of_input.sum(0) : Tensor(), of_hidden_bias = has_bias ? of_hidden.sum(0) : Tensor();
+  return {of_input, of_hidden, gradient.mul(update), of_input_bias, of_hidden_bias};
 }
 
 int64_t math_attention(
@@ -402,6 +431,10 @@ struct Registration {
     add("set_", "source_Tensor", unboxed(TORCH_FN(set_from_tensor)));
     add("record_stream", "", unboxed(TORCH_FN(record_tensor_on_stream)));
     add("native_dropout", "", unboxed(TORCH_FN(native_dropout)));
+    add("_thnn_fused_gru_cell", "", unboxed(TORCH_FN(gru_cell)));
+    add("_thnn_fused_gru_cell_backward", "", unboxed(TORCH_FN(gru_cell_backward)));
+    // For transposed convolutions, torch calls a kernel of the device without the dispatcher.
+    add("convolution_backward", "", on_cpu);
     // Composite implementations of these would run the separate kernels of the CPU; a GPU has fewer, fused kernels.
     add("_foreach_norm", "Scalar", on_cpu);
     add("_foreach_copy_", "", c10::KernelFunction::makeFromBoxedFunction<&foreach_copy>());
