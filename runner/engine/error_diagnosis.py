@@ -138,10 +138,16 @@ def _is_from_multiprocessing(info: ExceptionInfo) -> bool:
 
 
 def _autograd_fault(info: ExceptionInfo, source: Path, what: str) -> TaskFault | None:
-    """Return the fault for autograd errors in the runner's backward pass that the task causes."""
+    """Return the fault for errors of autograd in the runner's backward pass, which operators of the task cause."""
+    where = f"{what}: {source}"
     for message, cause, fix in _AUTOGRAD_MESSAGES:
         if info.kind == "RuntimeError" and message in info.message:
-            return TaskFault(cause, where=f"{what}: {source}", fix=fix)
+            return TaskFault(cause, where=where, fix=fix)
+    # A hook or a Function written in Python, also one of accel-run, would be a frame below it.
+    if info.frames and info.frames[-1].function == "_engine_run_backward":
+        return TaskFault(
+            f"the backward pass raised {info.kind}: {first_line(info.message)}", where=where, fix=_SHOW_LINE
+        )
     return None
 
 
@@ -252,6 +258,7 @@ _SHM_FULL_MESSAGES = (  # torch's messages for a full /dev/shm
     "unable to allocate shared memory",
     "bus error",
 )
+_SHOW_LINE = "torch.autograd.set_detect_anomaly(True) in the task shows the line"
 _AUTOGRAD_MESSAGES = (  # (text of torch's message, cause, fix)
     (
         "backward through the graph a second time",
@@ -264,10 +271,7 @@ _AUTOGRAD_MESSAGES = (  # (text of torch's message, cause, fix)
     (
         "modified by an inplace operation",
         "a tensor that the gradient needs was changed in place",
-        (
-            "use x = x + y instead of x += y, or change a copy: x.clone();\n"
-            "torch.autograd.set_detect_anomaly(True) in the task shows the line"
-        ),
+        f"use x = x + y instead of x += y, or change a copy: x.clone();\n{_SHOW_LINE}",
     ),
 )
 _DISK_FIXES = {

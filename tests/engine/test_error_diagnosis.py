@@ -165,8 +165,14 @@ def _tensor_changed_in_place() -> None:
     result.sum().backward()
 
 
-@pytest.mark.parametrize("mistake", [_graph_used_twice, _tensor_changed_in_place])
-def test_a_graph_freed_by_the_task_is_an_error_of_the_task(mistake: Callable[[], None]) -> None:
+def _gradient_that_is_not_defined() -> None:
+    x = torch.arange(4.0, requires_grad=True)
+    hermitian = torch.complex(x[:, None] + x, x[:, None] - x)
+    torch.linalg.eigh(hermitian).eigenvectors.real.sum().backward()
+
+
+@pytest.mark.parametrize("mistake", [_graph_used_twice, _tensor_changed_in_place, _gradient_that_is_not_defined])
+def test_an_error_of_autograd_is_one_of_the_task(mistake: Callable[[], None]) -> None:
     with pytest.raises(RuntimeError) as caught:
         mistake()
     assert isinstance(explain(caught.value, Path("mine.py"), "update 3", 4), TaskFault)
