@@ -96,13 +96,14 @@ def _pin(value: Any) -> Any:
 
 
 def _pin_tensor(tensor: Tensor) -> Tensor:
-    """Return the tensor in page-locked memory without gaps.
+    """Return the tensor in page-locked memory without gaps or overlaps.
 
-    torch copies a tensor with gaps, such as images[:, 1:], to pageable memory first, and the host waits for the device.
+    `Tensor.pin_memory` keeps gaps, as of images[:, 1:]; torch then copies the tensor to pageable memory before the copy
+    to the device, for which the host waits. It raises for overlaps, as of an expanded tensor.
     """
-    if tensor.layout is torch.strided and tensor.untyped_storage().nbytes() != tensor.nbytes:
-        return torch.empty_like(tensor, pin_memory=True).copy_(tensor.detach())
-    return tensor.pin_memory()
+    if tensor.layout is not torch.strided or tensor.is_pinned():
+        return tensor.pin_memory()
+    return torch.empty_like(tensor, pin_memory=True).copy_(tensor.detach())
 
 
 def copy_batch(batch: Any) -> Any:
