@@ -226,6 +226,7 @@ class ScaledHalf(Precision):
 
     def unscale(self, optimizer: torch.optim.Optimizer, overflow: Callable[[Tensor], Tensor] = _local_flag) -> None:
         self.scaler.unscale_(optimizer)
+        # Private, checked on torch 2.13: GradScaler has no public way to share its flag between ranks.
         for flag in self.scaler._found_inf_per_device(optimizer).values():
             flag.copy_(overflow(flag))
 

@@ -157,7 +157,7 @@ def length_buckets(samples: TrainingSamples, *, bucket: PositiveInt = 8) -> Samp
 
     def draw_epoch(seed: int, epoch: int) -> IntArray:
         rng = order_rng(seed, epoch)
-        order = np.lexsort((rng.random(size), rounded))
+        order = np.lexsort((rng.random(size), rounded))  # the last key is the primary one
         num_full, rest = divmod(size, batch)
         starts = np.arange(num_full) * batch
         if rest:  # the incomplete update is at a random length, or drop_last would always drop the longest samples

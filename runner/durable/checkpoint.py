@@ -350,7 +350,7 @@ def retain(
 def _check_snapshot(snapshot: Snapshot) -> None:
     from runner.durable.tensors import unsupported_reason
 
-    json.dumps([snapshot.state, snapshot.facts])
+    json.dumps([snapshot.state, snapshot.facts])  # raises before anything is written
     reserved = _RESERVED_KEYS & snapshot.facts.keys()
     assert not reserved, f"the manifest has its own {', '.join(sorted(reserved))}"
     for stem, tensors in snapshot.tensors.items():
@@ -410,7 +410,7 @@ def _finish_replacement(directory: Path) -> None:
         if not files.exists(target):
             files.rename(directory / name, target)
             files.fsync_directory(directory)
-        elif not verify(target):
+        elif not verify(target):  # valid: it has no problems
             files.fsync_directory(directory)
             files.remove(directory / name)
 

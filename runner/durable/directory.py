@@ -103,7 +103,7 @@ class RunDirectory:
             files.make_directory(path)
             with storage_errors("open", path):
                 pin(path)
-            has_lock = files.exists(path / _LOCK)
+            has_lock = files.exists(path / _LOCK)  # before Lock creates it
             lock = files.Lock(path / _LOCK, json.dumps(_lock_note()))
         except files.LockHeld as held:
             unpin(path)

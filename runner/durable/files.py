@@ -463,6 +463,7 @@ class Lock:
             with open_parent(path) as (folder, name):
                 descriptor = os.open(name, flags, 0o600, dir_fd=folder)
             try:
+                # Not a POSIX record lock: closing any other descriptor of the file in this process would release that.
                 fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 os.ftruncate(descriptor, 0)
                 os.write(descriptor, note.encode())  # informative only; need not survive a crash

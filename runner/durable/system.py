@@ -32,6 +32,7 @@ class System:
     def begin_write_back(self, descriptor: int, start: int, length: int) -> None:
         """Start asynchronous write-back of these bytes of the file; only a hint."""
         if hasattr(os, "posix_fadvise"):  # not available on macOS
+            # Linux starts to write dirty pages on this advice. Python has no sync_file_range, which is the direct call.
             os.posix_fadvise(descriptor, start, length, os.POSIX_FADV_DONTNEED)
 
     def truncate(self, descriptor: int, length: int) -> None:

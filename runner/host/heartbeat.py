@@ -76,7 +76,7 @@ class HeartbeatTable:
 
 
 _FORMAT = struct.Struct("<Qdd??q24s64s")
-_NUM_UPDATES_OFFSET = 128  # aligned, so that reads and writes are atomic
+_NUM_UPDATES_OFFSET = 128  # after the 122 bytes of _FORMAT; aligned, so that reads and writes are atomic
 _IS_ENDING_OFFSET = _NUM_UPDATES_OFFSET + ctypes.sizeof(ctypes.c_uint64)
 
 

@@ -81,6 +81,7 @@ def make_streams_nonblocking() -> None:
     from multiprocessing import util
 
     _PROCESS_LIFETIME.enter_context(nonblocking_streams())
+    # Not atexit: multiprocessing ends its processes by os._exit, which skips those handlers.
     util.Finalize(None, finish, (STALLED_S,), exitpriority=0)
 
 
@@ -293,6 +294,7 @@ class _OutputTarget:
         self.lock.release()
 
     def after_fork_in_child(self) -> None:
+        # The parent writes what it has buffered: here, it would appear a second time.
         self.lock, self._thread = threading.RLock(), None
         self._discard()
 

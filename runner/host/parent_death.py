@@ -20,6 +20,7 @@ def die_with_parent(parent: int | None = None, by: int = signal.SIGKILL) -> None
     if sys.platform != "linux":
         return
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, int(by), 0, 0, 0)
+    # The parent may have exited before prctl, in which case the kernel sends no signal.
     if parent is not None and os.getppid() != parent:
         os.kill(os.getpid(), signal.SIGKILL)
 

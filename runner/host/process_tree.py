@@ -134,6 +134,7 @@ def _processes() -> Iterator[_Process]:
 
 def _read(path: Path) -> _Process | None:
     try:
+        # After the last parenthesis, because the name of a program may contain spaces and parentheses.
         fields = path.read_text(errors="replace").rpartition(") ")[2].split()  # from field 3 on, see proc_pid_stat(5)
         return _Process(int(path.parent.name), int(fields[1]), int(fields[3]), fields[0], int(fields[17]))
     except (OSError, ValueError, IndexError):

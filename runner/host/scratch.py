@@ -164,6 +164,7 @@ def _try_lock(folder: Path) -> int | None:
     try:
         descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        # Another start may have removed the folder between `open` and `flock`: the lock would then exclude no process.
         opened, current = os.fstat(descriptor), os.lstat(folder)
         is_ours = opened.st_uid == os.getuid() and stat.S_IMODE(opened.st_mode) == 0o700
         if is_ours and (opened.st_ino, opened.st_dev) == (current.st_ino, current.st_dev):

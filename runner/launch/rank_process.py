@@ -83,7 +83,9 @@ def _set_up(supervisor: int, folder: Path, rank: int) -> None:
     """Die with the supervisor, ignore terminal signals, and write a traceback if Python itself crashes."""
     die_with_parent(supervisor)
     gc.freeze()  # imported modules stay: collecting them would take 0.2 s and copy their shared pages
+    # A separate session, so that Ctrl-C reaches the supervisor only, and it finds orphans of the rank by their session.
     os.setsid()
+    # The supervisor's pipe is closed in this process: a signal would write to whatever file gets its descriptor next.
     signal.set_wakeup_fd(-1)
     for signal_number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGTSTP):
         if signal_number != signal.SIGHUP or signal.getsignal(signal_number) != signal.SIG_IGN:  # as under nohup

@@ -97,6 +97,7 @@ class RayCluster:
             if not self._wait_for_nodes(ray, group, stop):
                 return int(Exit.INTERRUPTED)
             gpus = self.gpus_per_node / self.ranks_per_node
+            # Two threads: `stop` is called while `run` waits for the process.
             actor = ray.remote(num_cpus=self.cpus_per_rank, num_gpus=gpus, max_concurrency=2, max_restarts=0)(_Rank)
             scheduling = ray.util.scheduling_strategies.PlacementGroupSchedulingStrategy
             actors = [
@@ -168,6 +169,7 @@ class _Rank:
     def place(self) -> _Place:
         ray = require("ray", "ray")
         with socket.socket() as probe:
+            # Free until the socket is closed; if another program takes it before rank 0 listens there, the start fails.
             probe.bind(("", 0))
             port = int(probe.getsockname()[1])
         return _Place(ray.util.get_node_ip_address(), port, tuple(map(str, ray.get_gpu_ids())))

@@ -120,7 +120,7 @@ class Slurm:
             stderr_to_stdout=True,
             additional_parameters={"signal": f"USR1@{self.signal_s}", "requeue": True}
             | ({"array": array} if array else {}),
-            wckey=None,
+            wckey=None,  # submitit's default is a key that clusters with wckeys reject
             srun_args=self._srun_arguments(),
             setup=setup or None,
             teardown=_requeue_lines(self.requeue_times, folder if array else None),

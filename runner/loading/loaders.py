@@ -145,6 +145,7 @@ class WorkerLoader(Loader):
     @staticmethod
     def _close(iterator: Any) -> None:
         try:
+            # Private, checked on torch 2.13, as is `_shutdown_workers`.
             if iterator._worker_pids_set:  # else torch raises for a worker killed here
                 signal_handling._remove_worker_pids(id(iterator))  # type: ignore[attr-defined]
                 iterator._worker_pids_set = False
@@ -176,6 +177,7 @@ class ThreadLoader(Loader):
         stop = threading.Event()
 
         def put(item: MicroBatch | BaseException | None) -> None:
+            # With a timeout, because after `close` a full queue stays full.
             while not stop.is_set():
                 try:
                     ready.put(item, timeout=0.1)
@@ -209,7 +211,7 @@ class ThreadLoader(Loader):
         for _, stop in self._threads:
             stop.set()
         for thread, _ in self._threads:
-            thread.join(timeout=5)
+            thread.join(timeout=5)  # a read of the dataset may block forever
         self._threads.clear()
 
 
