@@ -51,6 +51,7 @@ class MachineSamples:
     values   metric such as `gpu0/util` or `cpu/percent` -> (N,), NaN where it was not read
     devices  `gpu0` -> the GPU; empty on a machine without a GPU
     notes    problems of the file
+    previous_s  time of the sample before the first one; None: there is none
     """
 
     times_s: Floats
@@ -59,16 +60,22 @@ class MachineSamples:
     values: Mapping[str, Floats]
     devices: Mapping[str, SampledGpu] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
+    previous_s: float | None = None
 
     def __len__(self) -> int:
         return len(self.phases)
 
     def gaps(self) -> NDArray[np.bool_]:
         """Return (N,) True where nothing was sampled right before a sample: no line may be drawn across."""
+        intervals = self.times_s - self._before_s()
+        return (intervals < 0) | (intervals > 1.5 * self.spans_s + GAP_TOLERANCE_S)
+
+    def _before_s(self) -> Floats:
+        """Return (N,) the time of the sample before each one; that of the first one if there is none."""
         import numpy as np
 
-        intervals = np.diff(self.times_s, prepend=self.times_s[:1])
-        return (intervals < 0) | (intervals > 1.5 * self.spans_s + GAP_TOLERANCE_S)
+        first = self.times_s[:1] if self.previous_s is None else np.array([self.previous_s])
+        return np.concatenate([first, self.times_s[:-1]])
 
 
 @dataclass(frozen=True)
@@ -113,11 +120,14 @@ class Summary:
 
 
 class SampleTally:
-    """Sums over samples, in constant memory."""
+    """Sums over samples, in constant memory.
+
+    counters  last value of each counter since the last gap
+    """
 
     def __init__(self) -> None:
+        self.counters: dict[str, float] = {}
         self._parts: dict[str, PhaseSums] = {}
-        self._counters: dict[str, float] = {}  # last value of each counter since the last gap
 
     def of_phase(self, phase: str) -> PhaseSums:
         """Return the sums of a phase, to which samples may be added."""
@@ -129,12 +139,12 @@ class SampleTally:
         part.seconds += span_s
         part.samples += 1
         if after_gap:
-            self._counters.clear()
+            self.counters.clear()
         for name, value in readings.items():
             device, _, metric = name.partition("/")
             if metric in COUNTERS:
-                previous = self._counters.get(name)
-                self._counters[name] = value
+                previous = self.counters.get(name)
+                self.counters[name] = value
                 # Unknown if there is no previous value, or if the counter was reset.
                 increase = value - previous if previous is not None and value >= previous else None
                 if metric != "energy_j" or increase is not None:
@@ -146,15 +156,21 @@ class SampleTally:
             else:
                 part.add_value(name, span_s, span_s * value, value, value)
                 energy = f"{device}/energy_j"
-                if metric == "power_w" and energy not in readings and energy not in self._counters:
+                if metric == "power_w" and energy not in readings and energy not in self.counters:
                     part.increases[energy] += value * span_s
 
-    def summary(self, devices: Mapping[str, SampledGpu], notes: Sequence[str] = ()) -> Summary:
+    def summary(
+        self, devices: Mapping[str, SampledGpu], notes: Sequence[str] = (), names: Mapping[str, str] | None = None
+    ) -> Summary:
+        """Return the means, extremes and increases.
+
+        names  name of a device in the samples -> its name; others are kept
+        """
         whole = PhaseSums()
         for part in self._parts.values():
             whole.merge(part)
-        phases = {name: part.to_part() for name, part in self._parts.items()}
-        return Summary(whole.to_part(), phases, dict(devices), tuple(notes))
+        phases = {name: part.to_part(names or {}) for name, part in self._parts.items()}
+        return Summary(whole.to_part(names or {}), phases, dict(devices), tuple(notes))
 
 
 class PhaseSums:
@@ -188,13 +204,14 @@ class PhaseSums:
         for slowed, seconds in other.slowed_s.items():
             self.slowed_s[slowed] += seconds
 
-    def to_part(self) -> SummaryPart:
+    def to_part(self, names: Mapping[str, str]) -> SummaryPart:
         metrics = {
-            name: Stat(total / seconds if seconds > 0 else (low + high) / 2, low, high, seconds)
+            rename_device(name, names): Stat(total / seconds if seconds > 0 else (low + high) / 2, low, high, seconds)
             for name, (seconds, total, low, high) in self.values.items()
         }
         energy = {}
-        for name, increase in self.increases.items():
+        for counter, increase in self.increases.items():
+            name = rename_device(counter, names)
             device, _, metric = name.partition("/")
             if metric == "energy_j":
                 energy[device] = increase
@@ -203,8 +220,17 @@ class PhaseSums:
         slowed: dict[str, dict[str, float]] = {}
         for (device, reason), seconds in self.slowed_s.items():
             if self.known_s[device] > 0:
-                slowed.setdefault(device, {})[reason] = seconds / self.known_s[device]
+                slowed.setdefault(names.get(device, device), {})[reason] = seconds / self.known_s[device]
         return SummaryPart(self.seconds, self.samples, metrics, energy, slowed)
+
+
+def rename_device(name: str, names: Mapping[str, str]) -> str:
+    """Return the metric of a renamed device: id0/util -> gpu1/util.
+
+    names  old name -> new name; others are kept
+    """
+    device, slash, metric = name.partition("/")
+    return f"{names.get(device, device)}{slash}{metric}"
 
 
 def _round_floats(content: Any) -> Any:

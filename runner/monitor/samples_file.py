@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import csv
 import os
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-from runner.base.errors import DataError, InputMissing
 from runner.base.text import abbreviate
 from runner.host.dirfd import open_parent
 from runner.monitor.samples import (
@@ -21,13 +18,6 @@ from runner.monitor.samples import (
     Readings,
     SampledGpu,
 )
-
-if TYPE_CHECKING:
-    import numpy as np
-    from numpy.typing import NDArray
-
-    Floats = NDArray[np.float64]
-    Ints = NDArray[np.intp]
 
 
 class SamplesFile:
@@ -116,21 +106,10 @@ def read_samples(path: Path) -> MachineSamples:
 
     Raises InputMissing if the file does not exist, DataError if it was not written by the monitor.
     """
-    from runner.monitor.sample_columns import parse_samples  # numpy
+    from runner.monitor.sample_columns import join_samples, open_reader  # numpy
 
-    try:
-        with path.open("rb") as file:
-            # Without the zero bytes that a crash of the machine leaves in unwritten blocks.
-            lines = (line.decode(errors="replace").replace("\0", "") for line in file)
-            return parse_samples(path, csv.reader(lines))
-    except FileNotFoundError:
-        raise InputMissing("there is no such file", where=str(path), fix="use monitor=on to record it") from None
-    except csv.Error as error:
-        fix = "remove lines that the monitor did not write"
-        raise DataError(f"is damaged: {error}", where=str(path), fix=fix) from None
-    except OSError as error:
-        fix = "make it readable, or name another run"
-        raise InputMissing(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
+    with open_reader(path) as reader:
+        return join_samples(reader)
 
 
 def _format_cell(value: float | None) -> str:

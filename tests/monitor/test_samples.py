@@ -11,9 +11,10 @@ import numpy as np
 import pytest
 
 from runner.base.errors import DataError, InputMissing
-from runner.monitor.sample_columns import CHUNK_ROWS, summarize_samples
+from runner.monitor.sample_columns import METRICS, PIECE_SAMPLES, summarize_samples
 from runner.monitor.samples import COLUMNS, MachineSamples, SampledGpu, SampleTally, Summary, SummaryPart
 from runner.monitor.samples_file import read_samples
+from runner.monitor.thinning import MAX_GROUPS, read_thinned
 
 
 def written(path: Path, *rows: dict[str, object], columns: tuple[str, ...] = COLUMNS) -> Path:
@@ -262,9 +263,9 @@ def test_samples_added_by_columns_have_the_sums_of_single_ones(seed: int) -> Non
 
 
 def test_a_damaged_cell_costs_its_row_only(tmp_path: Path) -> None:
-    num = 2 * CHUNK_ROWS
+    num = 2 * PIECE_SAMPLES
     rows = [row(second, util_percent=second % 7, cpu_percent=second % 5) for second in range(num)]
-    damaged = {3: {"util_percent": "x"}, CHUNK_ROWS: {"timestamp": ""}, num - 1: {"cpu_percent": "nan"}}
+    damaged = {3: {"util_percent": "x"}, PIECE_SAMPLES: {"timestamp": ""}, num - 1: {"cpu_percent": "nan"}}
     samples = read_samples(written(tmp_path / "gpu.csv", *(one | damaged.get(at, {}) for at, one in enumerate(rows))))
     kept = [second for second in range(num) if second not in damaged]
     assert samples.times_s.tolist() == kept
@@ -282,3 +283,52 @@ def test_damaged_cells_that_are_not_read_cost_nothing(tmp_path: Path) -> None:
     assert samples.values["cpu/percent"].tolist() == [5, 6]
     assert samples.values["gpu1/util"].tolist()[0] == 70
     assert samples.notes == ()
+
+
+def long_file(path: Path) -> Path:
+    """Write three pieces of samples, with a gap, a clock that is set back, and a GPU that another one replaces."""
+    random = np.random.default_rng(0)
+    rows, energy_j, second = [], 0, 0
+    for index in range(3 * PIECE_SAMPLES):
+        second += {1000: 500, PIECE_SAMPLES: -50}.get(index, 1)
+        energy_j += int(random.integers(50, 300))
+        uuid = "GPU-a" if index < 20_000 else "GPU-b"
+        cells = {} if index % 10 == 3 else {"util_percent": random.integers(0, 100), "energy_j": energy_j}
+        phase = "tune" if index < 3000 else "train"
+        rows.append(row(second, uuid=uuid, phase=phase, power_w=random.integers(50, 300), cpu_percent=7, **cells))
+    return written(path, *rows)
+
+
+def test_thinned_samples_have_the_summary_extremes_and_means_of_all_samples(tmp_path: Path) -> None:
+    path = long_file(tmp_path / "gpu.csv")
+    samples, thinned = read_samples(path), read_thinned(path, METRICS)
+
+    assert len(thinned) <= MAX_GROUPS
+    assert thinned.counts.sum() == len(samples)
+    assert thinned.summary.to_json() == summarize_samples(samples).to_json()
+    assert set(thinned.values) == set(samples.values)
+    for name, column in samples.values.items():
+        num, lowest, highest = thinned.ranges[name]
+        assert num.sum() == np.isfinite(column).sum()
+        assert np.nanmin(lowest) == np.nanmin(column)
+        assert np.nanmax(highest) == np.nanmax(column)
+        assert math.isclose(thinned.mean(name), np.nanmean(column), rel_tol=1e-12)
+
+
+def test_thinned_samples_keep_gaps_phases_and_the_first_and_last_time(tmp_path: Path) -> None:
+    path = long_file(tmp_path / "gpu.csv")
+    samples, thinned = read_samples(path), read_thinned(path, METRICS)
+    changes = [at for at in range(1, len(samples)) if samples.phases[at] != samples.phases[at - 1]]
+    of_groups = [at for at in range(1, len(thinned)) if thinned.phases[at] != thinned.phases[at - 1]]
+
+    assert thinned.times_s[thinned.gaps()].tolist() == samples.times_s[samples.gaps()].tolist()
+    assert thinned.times_s[of_groups].tolist() == samples.times_s[changes].tolist()
+    assert (thinned.times_s[0], thinned.ends_s[-1]) == (samples.times_s[0], samples.times_s[-1])
+    assert thinned.notes == samples.notes
+    assert thinned.devices == samples.devices
+
+
+def test_only_the_requested_metrics_are_read(tmp_path: Path) -> None:
+    path = long_file(tmp_path / "gpu.csv")
+
+    assert set(read_thinned(path, {"util", "cpu/percent"}).values) == {"gpu0/util", "gpu1/util", "cpu/percent"}

@@ -10,7 +10,6 @@ from runner.console import bottleneck
 from runner.durable import files
 from runner.durable.directory import is_run_name
 from runner.monitor.health_rules import HealthVerdict, assess_health
-from runner.monitor.sample_columns import summarize_samples
 from runner.tools.report.chart_parts import MissingPart
 from runner.tools.report.charts import CHARTS, draw_charts
 from runner.tools.report.page import Limits, Page, PageHead, Step
@@ -102,7 +101,7 @@ def _find_problems(run: RunData) -> list[str]:
 def _describe_limit(run: RunData) -> str:
     busy = {}
     if run.samples is not None and not run.plan.device.startswith("cpu"):
-        means = summarize_samples(run.samples).whole.metrics
+        means = run.samples.summary.whole.metrics
         busy = {gpu: means[f"{gpu}/util"].mean for gpu in run.samples.devices if f"{gpu}/util" in means}
     sentence = bottleneck.describe_bottleneck(run.parts_s, run.total_s, busy)
     return sentence[:1].upper() + sentence[1:]
@@ -112,7 +111,7 @@ def _judge_health(run: RunData) -> list[HealthVerdict]:
     if run.samples is None:
         return []
     on_gpu = not (run.plan.device or "cpu").startswith("cpu")
-    return assess_health(summarize_samples(run.samples), on_gpu=on_gpu)
+    return assess_health(run.samples.summary, on_gpu=on_gpu)
 
 
 def _make_steps(run: RunData) -> list[Step]:
