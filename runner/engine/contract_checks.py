@@ -27,15 +27,23 @@ METRIC_FIX = 'return {"accuracy": ((logits.argmax(1) == y).sum(), len(y))}'
 
 
 def validate_loss(
-    result: Any, loss: Callable[..., Any], source: Path, *, sync: bool = False, name: str = "loss", objective: str = ""
+    result: Any,
+    loss: Callable[..., Any],
+    source: Path,
+    *,
+    sync: bool = False,
+    name: str = "loss",
+    objective: str = "",
+    allows_zero: bool = True,
 ) -> tuple[Tensor, Number]:
     """Return the loss sum, a tensor of shape (), and the item count.
 
     `loss` may return metrics as a third value, which `validate_metrics` checks.
 
-    name       of the task method, for messages
-    objective  name of the objective, for messages
-    sync       also check the value of the count if it is a tensor, which synchronizes with the device
+    name         of the task method, for messages
+    objective    name of the objective, for messages
+    sync         also check the value of the count if it is a tensor, which synchronizes with the device
+    allows_zero  a count of 0 is valid, as for one of several micro-batches
     Raises TaskFault for anything else, for a negative count, and for a sum that does not require grad while gradients
     are enabled.
     """
@@ -52,7 +60,7 @@ def validate_loss(
             fix="compute it from model(...), without detach, item or no_grad",
         )
     if not isinstance(count, Tensor) or (sync and type(count) is Tensor and not count.is_meta):
-        check_count(count, title, loss, source)
+        check_count(count, title, loss, source, allows_zero=allows_zero)
     return (total.reshape(()) if total.dim() else total), count
 
 
@@ -151,12 +159,15 @@ def _find_prediction_problem(prediction: Any) -> tuple[str, str] | None:
     return None
 
 
-def check_count(count: Number, what: str, method: Callable[..., Any], source: Path) -> None:
+def check_count(
+    count: Number, what: str, method: Callable[..., Any], source: Path, *, allows_zero: bool = True
+) -> None:
     """Raise TaskFault unless `count` is finite and at least 0. Synchronizes if `count` is a tensor on a device."""
     value = float(count)
-    if not (math.isfinite(value) and value >= 0):
+    if not (math.isfinite(value) and value >= 0 and (value or allows_zero)):
         raise TaskFault(
-            f"{what} must return a number of items that is 0 or more, but returned {value:g}",
+            f"{what} must return a number of items that is {'0 or more' if allows_zero else 'more than 0'},"
+            f" but returned {value:g}",
             where=locate_definition(method, source),
             fix="return (the sum, the number of items): len(y), or mask.sum()",
         )

@@ -171,7 +171,9 @@ class CoupledSource(GradientSource):
         """Return the loss of these embeddings; random numbers depend only on the seed and the update."""
         with noise.without_samples(), seeded_generators(self.seed, "couple", self.update()):
             answer, update = self.couple(embeddings), self.update()
-            total, count = validate_loss(answer, self.couple, self.source, sync=update == 0, name="couple")
+            total, count = validate_loss(
+                answer, self.couple, self.source, sync=update == 0, name="couple", allows_zero=False
+            )
         kept = count.detach() if isinstance(count, Tensor) else count
         self.counts = {**{number: old for number, old in self.counts.items() if number == update - 1}, update: kept}
         return total, count

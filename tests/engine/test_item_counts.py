@@ -50,11 +50,15 @@ NAN_COUNT = HEAD + COUPLED + "        return codes.sum(), 8 * bad\n"
 NAN_LOSS = HEAD + COUPLED + "        return codes.sum() * bad, torch.tensor(8.0 * is_update)\n"
 
 
+SETTINGS = (
+    "device=cpu", "run=small", "monitor=off", "checkpoint=off", "backend.threads=1", "evaluate.every=1000",
+)  # fmt: skip
+
+
 def locate_failure(folder: Path, task: str, *more: str) -> BaseException | None:
     """Return the explanation of an update of the task that is not finite."""
     (folder / "counted.py").write_text(task)
-    settings = ("updates=1000", "global_batch_size=8", "device=cpu", "run=small", "monitor=off", "checkpoint=off",
-                f"output_root={folder}", "backend.threads=1", "evaluate.every=1000", *more)  # fmt: skip
+    settings = ("updates=1000", "global_batch_size=8", *SETTINGS, f"output_root={folder}", *more)
     with open_phase(Request(settings, folder / "counted.py")) as phase:
         with pytest.raises(NotFinite) as raised:
             list(phase.updates())
@@ -76,6 +80,23 @@ def test_a_count_of_couple_that_is_not_finite_in_a_later_update_is_a_fault_of_co
     assert "couple" in str(located)
     assert "nan" in str(located)
     assert "counted.py:" in str(located)
+
+
+@pytest.mark.parametrize(
+    ("count", "update"),
+    [("0", 1), ("8 * (self.update < 2)", 3), ("torch.tensor(0)", 1), ("torch.tensor(8 * (self.update < 2))", 3)],
+)
+def test_a_count_of_0_is_a_fault_of_couple(count: str, update: int, tmp_path: Path) -> None:
+    (tmp_path / "counted.py").write_text(HEAD + COUPLED + f"        return codes.sum(), {count}\n")
+    settings = ("updates=1000", "global_batch_size=8", "micro_batch_size=2", *SETTINGS, f"output_root={tmp_path}")
+    with open_phase(Request(settings, tmp_path / "counted.py")) as phase:
+        with pytest.raises((TaskFault, NotFinite)) as raised:
+            list(phase.updates())
+        fault = phase.translate_error(raised.value) if isinstance(raised.value, NotFinite) else raised.value
+    assert isinstance(fault, TaskFault)
+    for part in ("couple", " 0", "more than 0", "counted.py:"):
+        assert part in str(fault)
+    assert phase.position.update == update - 1
 
 
 def test_a_coupled_loss_that_is_not_finite_is_not_a_fault_of_its_count(tmp_path: Path) -> None:

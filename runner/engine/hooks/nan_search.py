@@ -64,15 +64,17 @@ def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> 
     results = [_Origin(*result) for result in phase.parts.world.gather([*local])]
     counts = [result.items for result in results]
     total = sum(count for count in counts if count is not None)
-    if not math.isfinite(total):
+    has_no_items = None not in counts and not total
+    if not math.isfinite(total) or (has_no_items and search.coupled):
         method = search.coupled.couple if search.coupled else search.training.loss
         name = "couple counts" if search.coupled else "the losses of an update count"
+        least = "more than 0" if search.coupled else "0 or more"
         return TaskFault(
-            f"{name} {total:g} items (update {search.update}), but must count 0 or more",
+            f"{name} {total:g} items (update {search.update}), but must count {least}",
             where=locate_definition(getattr(method, "loss", method), phase.parts.source),
             fix="return the sum and the number of items, such as len(y) or mask.sum()",
         )
-    if None not in counts and not total:
+    if has_no_items:
         return TaskFault(
             f"loss returned a count of 0 for all micro-batches (update {search.update})",
             fix="return the sum and the number of items; events.jsonl lists the samples if all are bad",
