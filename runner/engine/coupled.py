@@ -320,7 +320,7 @@ class _CoupledUpdate:
             torch.cat([rows[k] for rows in rank_rows if rows]).requires_grad_(flag) for k, flag in enumerate(flags)
         ]
         starts = [sum(len(rows[k]) for rows in rank_rows[: self.world.rank] if rows) for k in range(len(flags))]
-        gradients = self._differentiate(Embedding(tuple(leaves), kind if isinstance(kind, str) else tuple(kind)))
+        gradients = self._differentiate(leaves, kind if isinstance(kind, str) else tuple(kind))
         for batch in batches:
             slices = [slice(start, start + len(rows)) for start, rows in zip(starts, batch.tensors, strict=True)]
             batch.gradients = tuple(
@@ -328,11 +328,12 @@ class _CoupledUpdate:
             )
             starts = [part.stop for part in slices]
 
-    def _differentiate(self, embedding: Embedding) -> list[Tensor | None]:
+    def _differentiate(self, leaves: Sequence[Tensor], kind: str | tuple[str, ...]) -> list[Tensor | None]:
         """Compute the loss; return its gradients with respect to the tensors of the embedding."""
-        leaves = embedding.tensors
+        # Autograd forbids changes of leaves in place, which `couple` may make, as it can with results of a model.
+        copies = Embedding(tuple(leaf.clone() if leaf.requires_grad else leaf for leaf in leaves), kind)
         with self.passes.forward():
-            total, self.count = self.source.compute_loss(embedding.structure)
+            total, self.count = self.source.compute_loss(copies.structure)
         self.total = total.detach()
         scaled = self.passes.scale(total)
         if self.world.is_first:  # all ranks compute the same gradients for parameters used in `couple`: count them once

@@ -161,6 +161,20 @@ def by_hand(kind: type[Any], dtype: torch.dtype) -> dict[str, Any]:
     return {"losses": losses, "norms": norms, "weights": weights}
 
 
+class Scaled(Clip):
+    """Changes the embeddings in place, as a loss may change the results of its model."""
+
+    def couple(self, embeddings: Any) -> tuple[Tensor, int]:
+        for each in embeddings:
+            each.div_(each.detach().norm(dim=1, keepdim=True)).add_(0.1)
+        return super().couple(embeddings)
+
+
+@pytest.mark.parametrize(("shares", "micro"), [((32,), 32), ((32,), 8), ((19, 13), 4)], ids=str)
+def test_couple_may_change_the_embeddings_in_place(shares: tuple[int, ...], micro: int) -> None:
+    test_ranks_shares_and_accumulation_equal_a_plain_loop(Scaled, torch.float64, shares, micro)
+
+
 @pytest.mark.slow_beyond(2)
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("kind", [Clip, Triplets])
