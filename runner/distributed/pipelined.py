@@ -242,7 +242,7 @@ class Pipelined(Parallel):
         if not micros:
             with passes.forward():  # without samples, too: it saves the state to restore if another pipeline overflows
                 pass
-        # A zero gradient: without any, this rank would skip the all-reduce of the norm, in which the others wait.
+        # A zero gradient, because GradScaler raises AssertionError for an optimizer without any (torch 2.13).
         if self._placeholder is not None:
             (self._placeholder * 0).sum().backward()  # type: ignore[no-untyped-call]
         return Sums(tally.loss_sum, tally.items, bad if self.counts_samples else ())
@@ -257,6 +257,10 @@ class Pipelined(Parallel):
             self._buffers.apply(self.pipeline.sum(self._buffers.flags()))
         self.stopwatch.lap("wait")
         return Sums(loss_sum, items, sums.bad)
+
+    def gradients(self, parameters: Sequence[nn.Parameter]) -> list[Tensor]:
+        # Never empty: a rank without gradients would skip the all-reduce of the norm, in which the others wait.
+        return super().gradients(parameters) or [torch.zeros_like(weight) for weight in parameters[:1]]
 
     def global_norm(self, local: Tensor) -> Tensor:
         """Return the norm over all stages; a parameter shared by two stages counts once."""

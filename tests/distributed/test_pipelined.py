@@ -351,6 +351,20 @@ def test_frozen_layers_on_either_side_change_nothing(frozen: tuple[int, ...]) ->
     assert_same_update(update(ALONE), run_ranks(update, 2), PROMISED[torch.float64])
 
 
+def test_a_stage_whose_parameters_are_unused_joins_the_norm() -> None:
+    def make() -> nn.Sequential:
+        model = plain(2, torch.float64)
+        model[0].requires_grad_(False)
+        model[0].register_parameter("unused", nn.Parameter(torch.ones(1, dtype=torch.float64)))
+        return model
+
+    def run(world: World) -> dict[str, Any]:
+        options = {} if world.world_size == 1 else {"split": [1, 1]}
+        return trained(training(world, make, **options), [2, 2], torch.float64, updates=3)
+
+    assert_same_run(run(ALONE), run_ranks(run, 2)[0], PROMISED[torch.float64])
+
+
 @pytest.mark.slow
 def test_a_layer_may_work_in_place_and_keep_statistics() -> None:
     def update(world: World) -> Any:
