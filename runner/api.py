@@ -86,7 +86,7 @@ def open_run(*arguments: str | os.PathLike[str], **settings: Any) -> Run:
     """
     messages: list[str] = []
     run = Run(build_argv(arguments, settings), messages.append)
-    if run.state not in ("running", "finished") and not has_update(run.path):
+    if run.state in ("preempted", "interrupted", "failed", "killed") and not has_update(run.path):
         error = read_error(run.path) or ErrorRecord()
         cause = ": ".join(filter(None, (error.where, error.cause)))
         messages.append(f"run {run.name} ended before its first update ({run.state}){cause and f'; {cause}'}")

@@ -129,6 +129,13 @@ def test_open_run_says_which_newer_runs_have_no_update(tmp_path: Path) -> None:
         assert open_run(output_root=tmp_path).name == "first"
 
 
+def test_open_run_does_not_warn_of_a_run_that_has_not_ended(tmp_path: Path, recwarn: pytest.WarningsRecorder) -> None:
+    (tmp_path / "waiting").mkdir()
+    (tmp_path / "waiting" / "run.json").write_text('{"state": "submitted"}\n')
+    assert open_run("waiting", output_root=tmp_path).state == "submitted"
+    assert not recwarn.list
+
+
 def global_state() -> list[Any]:
     mask = os.umask(0o22)
     os.umask(mask)

@@ -227,7 +227,10 @@ class ScaledHalf(Precision):
     def unscale(self, optimizer: torch.optim.Optimizer, overflow: Callable[[Tensor], Tensor] = _local_flag) -> None:
         self.scaler.unscale_(optimizer)
         # Private, checked on torch 2.13: GradScaler has no public way to share its flag between ranks.
-        for flag in self.scaler._found_inf_per_device(optimizer).values():
+        flags: Any = self.scaler._found_inf_per_device(optimizer)
+        if not flags:  # no gradients, as on a pipeline stage whose parameters are unused: the others wait for its flag
+            flags[self.device] = torch.zeros((), device=self.device)
+        for flag in flags.values():
             flag.copy_(overflow(flag))
 
     def step(

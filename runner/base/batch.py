@@ -103,7 +103,8 @@ def _pin_tensor(tensor: Tensor) -> Tensor:
     """
     if tensor.layout is not torch.strided or tensor.is_pinned():
         return tensor.pin_memory()
-    return torch.empty_like(tensor, pin_memory=True).copy_(tensor.detach())
+    pinned = torch.empty_like(tensor, pin_memory=True).copy_(tensor.detach())
+    return pinned.requires_grad_(tensor.requires_grad)
 
 
 def copy_batch(batch: Any) -> Any:

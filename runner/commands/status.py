@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from runner.base.json_values import as_list, is_number
 from runner.base.secret import sanitize
+from runner.base.stopwatch import THROUGHPUT
 from runner.base.text import abbreviate, format_metric, format_rate, terminal_width, wrap_for_terminal
 from runner.commands.arguments import parse_run_request, progress_printer
 from runner.durable.files import TEMPORARY, read_object, read_rows
@@ -108,9 +109,11 @@ def _print_phases(directory: RunDirectory, record: RunRecord) -> None:
     last_rows: dict[str, dict[str, Any]] = {}
     losses: dict[str, dict[str, float | None]] = {}
     ended_phases = record.result.phases
+    measured = ""  # phase of the last row with a throughput
     for row in read_rows(directory.metrics):
         phase = str(row.get("phase"))
         last_rows[phase] = row
+        measured = measured if row.get(THROUGHPUT) is None else phase
         phase_losses = losses.setdefault(phase, {})
         phase_losses |= {
             key: value for key, value in row.items() if key.endswith("loss") and (value is None or is_number(value))
@@ -129,7 +132,7 @@ def _print_phases(directory: RunDirectory, record: RunRecord) -> None:
         _print(f"  phase       {reached[-1] if reached else 'no update yet'}")
     items_per_s = read_throughput(directory.path, record)
     if items_per_s is not None:
-        item = next(reversed(starts.values()), {}).get("item") or "item"
+        item = starts.get(measured, next(reversed(starts.values()), {})).get("item") or "item"
         _print(f"  throughput  {format_rate(items_per_s)} {item}s/s, first update excluded")
 
 

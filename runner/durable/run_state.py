@@ -68,10 +68,11 @@ def read_throughput(folder: Path, record: RunRecord) -> float | None:
 
     While a process runs, they are its own: an earlier process may have used another device.
     """
-    start = max(0, record.process.metrics_bytes)
+    is_running = process_state_name(record.process) == "running"
+    start = max(0, record.process.metrics_bytes) if is_running else 0
     row = read_last_row(folder / "metrics.jsonl", THROUGHPUT, start)
-    has_own = bool(row) or record.current_evidence is not None
-    return record.throughput(row) if has_own or process_state_name(record.process) != "running" else None
+    is_known = bool(row) or record.current_evidence is not None or not is_running
+    return record.throughput(row) if is_known else None
 
 
 def _resume_command(record: RunRecord) -> str:

@@ -143,12 +143,20 @@ def _autograd_fault(info: ExceptionInfo, source: Path, what: str) -> TaskFault |
     for message, cause, fix in _AUTOGRAD_MESSAGES:
         if info.kind == "RuntimeError" and message in info.message:
             return TaskFault(cause, where=where, fix=fix)
-    # A hook or a Function written in Python, also one of accel-run, would be a frame below it.
-    if info.frames and info.frames[-1].function == "_engine_run_backward":
+    # An error within a hook or a Function written in Python has a frame below this one. If torch rejects what a
+    # Function returned, its name is in the message.
+    is_own = any(f"{name}Backward" in info.message for name in _own_functions())
+    if info.frames and info.frames[-1].function == "_engine_run_backward" and not is_own:
         return TaskFault(
             f"the backward pass raised {info.kind}: {first_line(info.message)}", where=where, fix=_SHOW_LINE
         )
     return None
+
+
+def _own_functions() -> list[str]:
+    """Return the names of accel-run's autograd functions."""
+    top = f"{__name__.partition('.')[0]}."
+    return [each.__name__ for each in torch.autograd.Function.__subclasses__() if each.__module__.startswith(top)]
 
 
 def _disk_error(error: Exception, what: str) -> AccelRunError | None:

@@ -349,7 +349,7 @@ class _Planner(Decisions):
     ) -> Batch:
         batch, why = self._split_update(global_batch_size, micro_batch_size, phase)
         if isinstance(batch, Problem) and not self.configuration.has_updates:
-            batch, why = self._equal_batches(global_batch_size, micro_batch_size), "equal: there are no updates"
+            batch, why = self._equal_batches(global_batch_size, micro_batch_size, phase), "equal: there are no updates"
         if isinstance(batch, Problem):
             where = f"{lead}{batch.where}" if lead else batch.where
             problem = dataclasses.replace(batch, where=where)
@@ -380,15 +380,20 @@ class _Planner(Decisions):
         self.reasons[f"{lead}accumulation_steps"] = f"{samples} / {per_rank}"
         return batch
 
-    def _equal_batches(self, total: int, micro: int | Literal["auto"]) -> Batch:
-        """Return one micro-batch of the requested size for each copy of the model, whatever an update would need."""
+    def _equal_batches(self, total: int, micro: int | Literal["auto"], phase: str | None) -> Batch:
+        """Return equal shares with at least one sample for each copy of the model, whatever an update would need."""
         choice, count = self.choices["parallelism"], len(self.ranks)
         stages = num_stages(choice.options, count) if choice.function == "pipeline" and count > 1 else 1
         copies = count // stages
+        batch, _ = self._split_update(max(total, copies), micro, phase, rule="equal")
+        if isinstance(batch, Batch):
+            return batch
         size = -(-total // copies) if micro == "auto" else micro
         return Batch(size * copies, size, (size,) * copies, stages=stages)
 
-    def _split_update(self, total: int, micro: int | Literal["auto"], phase: str | None) -> tuple[Batch | Problem, str]:
+    def _split_update(
+        self, total: int, micro: int | Literal["auto"], phase: str | None, rule: str | None = None
+    ) -> tuple[Batch | Problem, str]:
         function, count = self.choices["parallelism"].function, len(self.ranks)
         if function == "pipeline" and count > 1:
             stages = num_stages(self.choices["parallelism"].options, count)
@@ -403,7 +408,7 @@ class _Planner(Decisions):
             if len(shares) > 1:
                 why = f"each {stages} consecutive ranks process an equal share, each with some of the layers"
             return (batch if isinstance(batch, Problem) else dataclasses.replace(batch, stages=stages)), why
-        rule = self.choices["parallelism"].options.get("shares", "equal")
+        rule = rule or self.choices["parallelism"].options.get("shares", "equal")
         shares, why = split_shares(rule, total, self.ranks)
         if isinstance(shares, Problem):
             return shares, why

@@ -7,6 +7,7 @@ import os
 import re
 import shutil
 import signal
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -148,3 +149,30 @@ def test_a_resumed_run_shows_no_throughput_of_an_earlier_process_as_its_own(
     assert server.run("report one", tmp_path).code == 0
     page = (tmp_path / "outputs" / "one" / "report.html").read_text()
     assert is_known or f"{format_rate(earlier)} " not in page
+
+
+def stored(folder: Path, rows: Sequence[Mapping[str, Any]], **record: Any) -> Path:
+    """Return the folder of a run with these rows and this record."""
+    run = folder / "outputs" / "one"
+    run.mkdir(parents=True)
+    (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
+    (run / "run.json").write_text(json.dumps({"name": "one", **record}))
+    return run
+
+
+@pytest.mark.parametrize(("pid", "state", "figure"), [(os.getpid(), "running", None), (0, "failed", 123.0)])
+def test_a_run_without_a_row_of_its_last_process_shows_the_last_figure_once_it_has_ended(
+    pid: int, state: str, figure: float | None, tmp_path: Path, server: ForkServer
+) -> None:
+    row = {"phase": "train", "update": 10, "perf/throughput": 123.0}
+    process = {"pid": pid, "birth": process_identity(os.getpid()), "metrics_bytes": len(json.dumps(row)) + 1}
+    stored(tmp_path, [row], state=state, **process)
+    (found,) = json.loads(server.run("runs --json", tmp_path).out)
+    assert (found["state"], found["items_per_s"]) == (state, figure)
+
+
+def test_a_throughput_has_the_unit_of_the_phase_in_which_it_was_measured(tmp_path: Path, server: ForkServer) -> None:
+    run = stored(tmp_path, [{"phase": "text", "update": 10, "perf/throughput": 1000.0}], state="failed")
+    starts = [{"kind": "phase", "phase": name, "item": item} for name, item in (("text", "token"), ("images", "image"))]
+    (run / "events.jsonl").write_text("".join(f"{json.dumps(start)}\n" for start in starts))
+    assert "tokens/s" in server.run("status one", tmp_path).out

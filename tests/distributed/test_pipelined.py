@@ -16,7 +16,7 @@ from runner.tasks.gpt.model import Shape, Transformer
 from torch import Tensor, nn
 
 from runner.axes.optimizer import adamw
-from runner.axes.precision import bf16, fp16, fp32
+from runner.axes.precision import Precision, bf16, fp16, fp32
 from runner.axes.scheduler import constant
 from runner.base import noise
 from runner.base.batch import BatchSamples, MicroBatch
@@ -351,18 +351,24 @@ def test_frozen_layers_on_either_side_change_nothing(frozen: tuple[int, ...]) ->
     assert_same_update(update(ALONE), run_ranks(update, 2), PROMISED[torch.float64])
 
 
-def test_a_stage_whose_parameters_are_unused_joins_the_norm() -> None:
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float16])
+def test_a_stage_whose_parameters_are_unused_joins_the_norm(dtype: torch.dtype) -> None:
+    stored = torch.float32 if dtype == torch.float16 else dtype
+
     def make() -> nn.Sequential:
-        model = plain(2, torch.float64)
+        model = plain(2, stored)
         model[0].requires_grad_(False)
-        model[0].register_parameter("unused", nn.Parameter(torch.ones(1, dtype=torch.float64)))
+        model[0].register_parameter("unused", nn.Parameter(torch.ones(1, dtype=stored)))
         return model
+
+    def precision(world: World, model: nn.Module) -> Precision:
+        return fp16(world, model, init_scale=256.0) if dtype == torch.float16 else fp32(world, model)
 
     def run(world: World) -> dict[str, Any]:
         options = {} if world.world_size == 1 else {"split": [1, 1]}
-        return trained(training(world, make, **options), [2, 2], torch.float64, updates=3)
+        return trained(training(world, make, precision=precision, **options), [2, 2], stored, updates=3)
 
-    assert_same_run(run(ALONE), run_ranks(run, 2)[0], PROMISED[torch.float64])
+    assert_same_run(run(ALONE), run_ranks(run, 2)[0], PROMISED[stored])
 
 
 @pytest.mark.slow

@@ -93,6 +93,7 @@ def test_page_locked_copies_have_no_gaps_and_keep_the_memory_format() -> None:
         assert torch.equal(pinned, tensor)
         assert pinned.untyped_storage().nbytes() == pinned.nbytes
     assert MicroBatch(last, last=True).pin_memory().batch.is_contiguous(memory_format=torch.channels_last)
+    assert MicroBatch(torch.ones(2, requires_grad=True), last=True).pin_memory().batch.requires_grad
 
 
 def test_prefetching_trains_with_the_same_batches_to_the_same_losses() -> None:

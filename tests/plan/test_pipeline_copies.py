@@ -14,6 +14,7 @@ from runner.launch.training_ranks import options_for_ranks, ranks_to_keep
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.memory_fit import GIB, MemoryNeeds, RankPart, predict_memory
 from runner.plan.planner import MICRO_BATCHES_PER_STAGE, make_plan
+from runner.plan.rank_devices import RankDevice
 from runner.plan.run_plan import Plan, rank_part
 from runner.plan.update_time import BUBBLE, COMMUNICATION, PRODUCTS
 from tests.plan.test_shard_size import on_machines
@@ -35,6 +36,24 @@ def test_each_pipeline_has_an_equal_share() -> None:
     assert [batch.share_of(rank) for rank in range(RANKS)] == [17, 17, 16, 16]
     assert batch.micro_batch_size == -(-17 // (2 * MICRO_BATCHES_PER_STAGE))
     assert (plan_for("all").batch.shares, plan_for("all").batch.stages) == ((33,), RANKS)
+
+
+@pytest.mark.parametrize(
+    ("args", "size"),
+    [
+        (("parallelism=ddp", "parallelism.shares=[19,13]", "cpu_micro_batch_size=4"), 4),
+        (("parallelism=ddp", "global_batch_size=2"), 1),
+        (("parallelism=ddp", "global_batch_size=32", "micro_batch_size=64"), 64),
+    ],
+)
+def test_an_evaluation_keeps_the_rules_of_micro_batches_if_an_update_cannot_be_divided(
+    args: tuple[str, ...], size: int
+) -> None:
+    settings = compose(Request(("global_batch_size=32", "device=cpu", *args)), has_updates=False)
+    ranks = [RankDevice("cpu", "a CPU")] * RANKS
+    batch = make_plan(settings, Inventory((), Cpu("a CPU", 8, 8, 8 * GIB)), ranks).batch
+    assert batch.micro_batch_size == size
+    assert len(set(batch.shares)) == 1
 
 
 @pytest.mark.parametrize("stages", [1, 3, 8])
