@@ -170,8 +170,8 @@ def _make_monitor(plan: Plan, world: World, path: Path) -> NoMonitor:
 
 def _close_monitor(monitor: NoMonitor, directory: RunDirectory, screen: Screen, name: str = "monitor.json") -> None:
     monitor.stop()
-    screen.show_alerts(monitor.new_alerts())
     summary = monitor.summary()
+    screen.show_alerts(monitor.new_alerts())
     if summary.whole.samples:
         try:
             directory.write(name, to_json(summary.to_json()))

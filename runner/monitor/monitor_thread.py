@@ -213,6 +213,9 @@ class Monitor(NoMonitor):
             whole = summarize_samples(read_samples(self.path_csv))
         except AccelRunError as error:
             return replace(summary, notes=(*summary.notes, f"{missing}: {error}"))
+        except Exception as error:  # must not change how the run ends
+            self._note_once(f"{missing}: {type(error).__name__}: {error}")
+            return replace(summary, notes=self.notes)
         return replace(whole, notes=(*self.notes, *whole.notes))
 
     def _is_in_child(self) -> bool:

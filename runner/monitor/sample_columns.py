@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import csv
 import itertools
 import math
 import sys
@@ -151,7 +152,7 @@ class SampleReader:
         metrics  those to read; damaged cells of others are not noticed
         """
         header, _, first_rows = next(blocks, b"").partition(b"\n")
-        columns = header.decode(errors="replace").strip().split(",")
+        columns = next(csv.reader([header.decode(errors="replace")]), [])
         if not {"timestamp", "device"} <= set(columns):
             what = "is not a table of the monitor: it has no columns timestamp and device"
             raise DataError(what, where=str(path), fix="name a gpu.csv")
@@ -164,6 +165,7 @@ class SampleReader:
             _SampleTable(columns, metrics),
         )
         self._last_s: float | None = None  # of the samples so far, as in the file
+        self._intervals = np.empty(0)  # between the last PIECE_SAMPLES samples
         self._shift_s = 0.0  # by which later times are moved, because the clock was set back
 
     def pieces(self) -> Iterator[MachineSamples]:
@@ -192,9 +194,11 @@ class SampleReader:
 
     def _fill_spans(self, times: Floats, spans: Floats) -> Floats:
         """Fill spans that an older version did not write: the time since the previous sample, unless there is a gap."""
+        intervals = np.diff(times, prepend=times[:1] if self._last_s is None else self._last_s)
+        known = intervals[1:] if self._last_s is None else intervals
+        self._intervals = np.append(self._intervals, known)[-PIECE_SAMPLES:]
         if np.isnan(spans).any():
-            intervals = np.diff(times, prepend=times[:1] if self._last_s is None else self._last_s)
-            usual_interval = float(np.median(intervals[1:])) if len(intervals) > 1 else 0.0
+            usual_interval = float(np.median(self._intervals)) if len(self._intervals) else 0.0
             spans[:] = np.where(np.isnan(spans), np.clip(intervals, 0.0, 3 * max(usual_interval, 0.0)), spans)
         return spans
 
@@ -222,6 +226,8 @@ def open_reader(path: Path, metrics: Collection[str] = METRICS) -> Iterator[Samp
             yield SampleReader(path, _read_blocks(path, file), metrics)
     except FileNotFoundError:
         raise InputMissing("there is no such file", where=str(path), fix="use monitor=on to record it") from None
+    except csv.Error as error:
+        raise _report_damage(path, str(error)) from None
     except OSError as error:
         fix = "make it readable, or name another run"
         raise InputMissing(f"cannot be read: {error.strerror}", where=str(path), fix=fix) from None
@@ -231,16 +237,20 @@ def _read_blocks(path: Path, file: BinaryIO) -> Iterator[bytes]:
     """Yield the file in blocks of complete lines. Raises DataError for a line that the monitor cannot have written."""
     parts: list[bytes] = []
     while block := file.read(BLOCK_BYTES):
-        lines, newline, rest = block.rpartition(b"\n")
+        # Without the zero bytes that a crash of the machine leaves in unwritten blocks.
+        lines, newline, rest = block.replace(b"\0", b"").rpartition(b"\n")
         if newline:
             yield b"".join([*parts, lines, newline])
             parts.clear()
         parts.append(rest)
         if sum(map(len, parts)) > MAX_LINE_BYTES:
-            fix = "remove lines that the monitor did not write"
-            raise DataError(f"is damaged: field larger than field limit ({MAX_LINE_BYTES})", where=str(path), fix=fix)
+            raise _report_damage(path, f"field larger than field limit ({MAX_LINE_BYTES})")
     if last := b"".join(parts):
         yield last + b"\n"
+
+
+def _report_damage(path: Path, what: str) -> DataError:
+    return DataError(f"is damaged: {what}", where=str(path), fix="remove lines that the monitor did not write")
 
 
 def join_samples(reader: SampleReader) -> MachineSamples:
@@ -302,7 +312,8 @@ class _SampleTable:
         """
         end = len(self.times)
         num = end - (not with_last)
-        values = {name: column[:num].copy() for name, column in self._columns.items()}
+        # Columns without new readings, such as those of a GPU that vanished, may have too little space.
+        values = {name: self._find_column(name, end)[:num].copy() for name in self._columns}
         taken = np.array(self.times[:num]), np.array(self.spans[:num]), self.phases[:num], values
         del self.times[:num], self.spans[:num], self.phases[:num]
         for column in self._columns.values():
@@ -426,12 +437,17 @@ def _split_columns(block: bytes, num_columns: int) -> tuple[Sequence[Sequence[by
     cells = block.replace(b"\n", b"\n,").split(b",")
     cells.pop()
     last = cells[num_columns - 1 :: num_columns]
-    # If each cell of the last column ends its line, every line has this number of cells.
-    if len(cells) == len(last) * num_columns and b"".join(last).count(b"\n") == len(last) and b"\0" not in block:
+    is_escaped = b'"' in block or b"\r" in block
+    # If each cell of the last column, and no other one, ends a line, every line has this number of cells.
+    is_intact = len(cells) == len(last) * num_columns and b"".join(last).count(b"\n") == block.count(b"\n") == len(last)
+    if is_intact and not is_escaped:
         cells[num_columns - 1 :: num_columns] = [cell[:-1] for cell in last]
         return [cells[column::num_columns] for column in range(num_columns)], 0
-    # Without the zero bytes that a crash of the machine leaves in unwritten blocks.
-    rows = [line.split(b",") for line in block.replace(b"\0", b"").splitlines()]
+    if is_escaped:  # another program wrote the file again, with quotes or CRLF; Latin-1 has a character for each byte
+        texts = csv.reader(block.decode("latin-1").split("\n")[:-1])
+        rows = [[cell.encode("latin-1") for cell in row] for row in texts]
+    else:
+        rows = [line.split(b",") for line in block.splitlines()]
     intact = [row for row in rows if len(row) == num_columns]
     columns = list(zip(*intact, strict=True)) if intact else [()] * num_columns
     return columns, len(rows) - len(intact)

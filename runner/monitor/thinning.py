@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from runner.monitor.sample_columns import SampleReader, add_samples, open_reader
+from runner.monitor.sample_columns import PIECE_SAMPLES, SampleReader, add_samples, open_reader
 from runner.monitor.samples import MachineSamples, SampleTally, Summary, rename_device
 
 Floats = NDArray[np.float64]
@@ -64,13 +64,16 @@ def read_thinned(path: Path, metrics: Collection[str]) -> ThinnedSamples:
 
 def _thin(reader: SampleReader) -> ThinnedSamples:
     tally, parts = SampleTally(), list[ThinnedSamples]()
-    size = 1  # samples of a group; doubled whenever there are too many groups
+    size, limit = 1, MAX_GROUPS  # samples of a group, doubled whenever there are more groups than the limit
     for piece in reader.pieces():
         add_samples(tally, piece)
         parts.append(_merge(as_groups(piece), size))
-        if sum(map(len, parts)) > MAX_GROUPS:
-            size *= 2
-            parts = [_merge(_join(parts), 2)]
+        if (num := sum(map(len, parts))) > limit:
+            merged = _merge(_join(parts), 2)
+            if len(merged) > 0.75 * num:  # most groups are between two gaps: larger ones would only lose details
+                limit = 2 * num
+            else:
+                size, parts = min(2 * size, PIECE_SAMPLES), [merged]
     groups = _join(parts)
     return replace(
         groups,

@@ -17,7 +17,7 @@ from collections import namedtuple
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NoReturn
 
 import psutil
 import pytest
@@ -694,3 +694,20 @@ def test_a_summary_without_earlier_samples_is_marked(tmp_path: Path, monkeypatch
 
     assert summary.whole.samples == len(read_samples(path)) - before
     assert any(str(path) in note for note in summary.notes)
+
+
+def test_an_error_of_the_earlier_samples_is_an_alert(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(path: Path) -> NoReturn:
+        raise ValueError(f"{path.name} has no shape")
+
+    path = tmp_path / "gpu.csv"
+    sampled(path)
+    monitor = sampled(path)
+    monkeypatch.setattr(module, "read_samples", fail)
+    monitor.new_alerts()
+    summary = monitor.summary()
+
+    assert summary.whole.samples
+    (alert,) = monitor.new_alerts()
+    assert alert.level == "warning"
+    assert alert.text in summary.notes

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from runner.base.errors import DataError, InputMissing
+from runner.monitor import sample_columns, thinning
 from runner.monitor.sample_columns import METRICS, PIECE_SAMPLES, summarize_samples
 from runner.monitor.samples import COLUMNS, MachineSamples, SampledGpu, SampleTally, Summary, SummaryPart
 from runner.monitor.samples_file import read_samples
@@ -332,3 +333,115 @@ def test_only_the_requested_metrics_are_read(tmp_path: Path) -> None:
     path = long_file(tmp_path / "gpu.csv")
 
     assert set(read_thinned(path, {"util", "cpu/percent"}).values) == {"gpu0/util", "gpu1/util", "cpu/percent"}
+
+
+@pytest.fixture
+def small_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Read blocks of a few rows, pieces of 8 samples, and about 16 groups."""
+    monkeypatch.setattr(sample_columns, "BLOCK_BYTES", 300)
+    monkeypatch.setattr(sample_columns, "PIECE_SAMPLES", 8)
+    monkeypatch.setattr(thinning, "MAX_GROUPS", 16)
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_readings_may_end(tmp_path: Path) -> None:
+    rows = [
+        row(second, "gpu0", util_percent=50, power_w=60 if second < 5 else "") if second < 20 else row(second, "cpu")
+        for second in range(200)
+    ]
+    path = written(tmp_path / "gpu.csv", *rows)
+    samples = read_samples(path)
+
+    assert samples.times_s.tolist() == list(range(200))
+    assert np.flatnonzero(samples.values["gpu0/util"] == 50).tolist() == list(range(20))
+    assert np.flatnonzero(samples.values["gpu0/power_w"] == 60).tolist() == list(range(5))
+    assert read_thinned(path, METRICS).summary.to_json() == summarize_samples(samples).to_json()
+
+
+@pytest.mark.parametrize("num_zeros", [1, 70_000, 200_000])
+def test_zero_bytes_that_a_crash_leaves_cost_no_samples(tmp_path: Path, num_zeros: int) -> None:
+    path = written(tmp_path / "gpu.csv", row(1), row(2))
+    lines = path.read_bytes().splitlines(keepends=True)
+    path.write_bytes(b"".join([*lines[:2], b"\0" * num_zeros, b"\n", b"\0" * num_zeros, *lines[2:]]))
+    samples = read_samples(path)
+
+    assert samples.times_s.tolist() == [1, 2]
+    assert len(samples.notes) == 1
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize(("quote", "end"), [("", "\r\n"), ('"', "\n"), ('"', "\r\n")])
+def test_a_file_that_another_program_wrote_again_has_the_same_samples(tmp_path: Path, quote: str, end: str) -> None:
+    columns = (*(name for name in COLUMNS if name != "name"), "name")  # in the last cell, a text
+    path = written(
+        tmp_path / "gpu.csv",
+        *(row(second, phase="\u00fcben", name="L4", util_percent=second % 7) for second in range(30)),
+        columns=columns,
+    )
+    expected = read_samples(path)
+    lines = [
+        ",".join(f"{quote}{cell}{quote}" for cell in line.split(",")) for line in path.read_text().split("\n")[:-1]
+    ]
+    path.write_bytes("".join(line + end for line in lines).encode())
+    samples = read_samples(path)
+
+    assert samples.times_s.tolist() == list(range(30))
+    assert samples.values["gpu0/util"].tolist() == expected.values["gpu0/util"].tolist()
+    assert (samples.phases, samples.devices, samples.notes) == (expected.phases, expected.devices, ())
+
+
+def test_a_comma_in_a_quoted_cell_belongs_to_the_cell(tmp_path: Path) -> None:
+    samples = read_samples(written(tmp_path / "gpu.csv", row(1, phase='"train, then ""test"""'), row(2)))
+
+    assert samples.phases == ('train, then "test"', "train")
+
+
+def test_a_carriage_return_within_a_line_gets_a_message(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match="is damaged"):
+        read_samples(written(tmp_path / "gpu.csv", row(1, phase="one\rtwo")))
+
+
+@pytest.mark.parametrize("num_cells", range(1, len(COLUMNS), 5))
+def test_both_parts_of_a_torn_line_are_left_out(tmp_path: Path, num_cells: int) -> None:
+    """Together they have the number of cells of a row."""
+    path = written(tmp_path / "gpu.csv", row(1), row(2, util_percent=50), row(3))
+    lines = path.read_text().splitlines()
+    cells = lines[2].split(",")
+    lines[2] = ",".join(cells[:num_cells]) + "\n" + ",".join(cells[num_cells:])
+    path.write_text("\n".join(lines) + "\n")
+    samples = read_samples(path)
+
+    assert samples.times_s.tolist() == [1, 3]
+    assert samples.phases == ("train", "train")
+    assert samples.notes[0].split()[0] == "2"
+
+
+@pytest.mark.usefixtures("small_pieces")
+@pytest.mark.parametrize("num", range(9, 40))
+def test_spans_of_an_older_version_do_not_depend_on_pieces(tmp_path: Path, num: int) -> None:
+    """Whatever the number of samples in the last piece; the last interval is a gap."""
+    times = [*range(num), num + 500]
+    columns = tuple(name for name in COLUMNS if name != "span_s")
+    samples = read_samples(written(tmp_path / "gpu.csv", *(row(second) for second in times), columns=columns))
+
+    assert samples.spans_s.tolist() == [0, *[1] * (num - 1), 3]
+    assert np.flatnonzero(samples.gaps()).tolist() == [num]
+
+
+@pytest.mark.usefixtures("small_pieces")
+def test_many_gaps_cost_no_detail_of_other_samples(tmp_path: Path) -> None:
+    """Twice as many gaps as groups, in more pieces than an integer has bits; then samples without gaps."""
+    second, rows = 0, []
+    for index in range(1000):
+        second += 10 if index < 700 and index % 20 == 0 else 1
+        rows.append(row(second, util_percent=index % 7))
+    path = written(tmp_path / "gpu.csv", *rows)
+    samples, thinned = read_samples(path), read_thinned(path, METRICS)
+
+    num_gaps = int(samples.gaps().sum())
+    assert num_gaps > 2 * thinning.MAX_GROUPS
+    assert thinned.counts.sum() == 1000
+    assert len(thinned) < 4 * num_gaps
+    assert thinned.times_s[thinned.gaps()].tolist() == samples.times_s[samples.gaps()].tolist()
+    assert thinned.counts[thinned.times_s > samples.times_s[700]].max() <= 64
+    assert thinned.summary.to_json() == summarize_samples(samples).to_json()
