@@ -120,7 +120,6 @@ class Pipelined(Parallel):
         self._shared_modules: list[nn.Module] = []
         self._forward: Callable[..., Any] = self._evaluate
         self._shapes: dict[int, list[Shapes]] = {}
-        self._placeholder: nn.Parameter | None = None
         self._known_shapes: Sequence[Shapes] = ()
         self._buffers: BufferSync  # outside of the layers
         self._copies: StageCopies
@@ -185,12 +184,10 @@ class Pipelined(Parallel):
     def owned_parameters(self, named: Mapping[str, nn.Parameter]) -> dict[str, nn.Parameter]:
         """Return this rank's parameters, or a constant zero if it has none, because optimizers require at least one."""
         mine = {name: weight for name, weight in named.items() if weight in self._parameters}
-        self._placeholder = None
         if mine or not named:
             return mine
         dtype = next(iter(named.values())).dtype
-        self._placeholder = nn.Parameter(torch.zeros(1, dtype=dtype, device=self.world.device))
-        return {PLACEHOLDER: self._placeholder}
+        return {PLACEHOLDER: nn.Parameter(torch.zeros(1, dtype=dtype, device=self.world.device))}
 
     # ------------------------------------------------------------ an update
 
@@ -242,9 +239,6 @@ class Pipelined(Parallel):
         if not micros:
             with passes.forward():  # without samples, too: it saves the state to restore if another pipeline overflows
                 pass
-        # A zero gradient, because GradScaler raises AssertionError for an optimizer without any (torch 2.13).
-        if self._placeholder is not None:
-            (self._placeholder * 0).sum().backward()  # type: ignore[no-untyped-call]
         return Sums(tally.loss_sum, tally.items, bad if self.counts_samples else ())
 
     def reduce(self, sums: Sums) -> Sums:

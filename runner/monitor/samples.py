@@ -45,12 +45,12 @@ class SampledGpu:
 class MachineSamples:
     """Samples over time, oldest first.
 
-    times_s  (N,) seconds since 1970
-    spans_s  (N,) seconds that each sample represents: the time since the previous one
-    phases   (N) names; empty before the first phase
-    values   metric such as `gpu0/util` or `cpu/percent` -> (N,), NaN where it was not read
-    devices  `gpu0` -> the GPU; empty on a machine without a GPU
-    notes    problems of the file
+    times_s     (N,) seconds since 1970
+    spans_s     (N,) seconds that each sample represents: the time since the previous one
+    phases      (N) names; empty before the first phase
+    values      metric such as `gpu0/util` or `cpu/percent` -> (N,), NaN where it was not read
+    devices     `gpu0` -> the GPU; empty on a machine without a GPU
+    notes       problems of the file
     previous_s  time of the sample before the first one; None: there is none
     """
 

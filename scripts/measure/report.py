@@ -4,9 +4,8 @@
 
 Trains a small model on the CPU for two updates, and replaces its gpu.csv by one with a sample per second: of a machine
 without a GPU, and of one with a GPU whose readings are all present. Prints a line per case, and for a run of a few
-seconds: CPU time, user and system, as the minimum of three reports; peak resident memory, as the maximum. Limits are
-REPORT_S and REPORT_MB, for a machine without a GPU.
-Exit 0: the report is below its limits. 1: it is not.
+seconds: CPU time, user and system, as the minimum of three reports; peak resident memory, as the maximum.
+Exit 0: all reports are below REPORT_S and REPORT_MB. 1: one is not.
 """
 
 from __future__ import annotations
@@ -44,7 +43,6 @@ def main() -> int:
         measured = [(10, False), (num_samples, False), (num_samples, True)]
         for num, has_gpu in measured:
             path = Path(folder) / "long" / "gpu.csv"
-            path.write_text("")
             with path.open("w", encoding="utf-8") as file:
                 file.write(",".join(COLUMNS) + "\n")
                 file.writelines(rows(num, has_gpu=has_gpu))
@@ -55,7 +53,7 @@ def main() -> int:
                 f"{cpu_s:4.1f} s, {memory_mb:4.0f} MB",
                 flush=True,
             )
-            is_over |= not has_gpu and (cpu_s >= REPORT_S or memory_mb >= REPORT_MB)
+            is_over |= cpu_s >= REPORT_S or memory_mb >= REPORT_MB
     return int(is_over)
 
 

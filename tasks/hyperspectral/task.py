@@ -235,7 +235,7 @@ class Detection(AnomalyTask):
         losses = F.binary_cross_entropy_with_logits(
             logits.float() + weight.clamp(min=1e-6).log(), target, weight=known, pos_weight=weight, reduction="sum"
         )
-        # not by torch.tensor(self.weights, device=...), which would wait for the device
+        # torch.tensor(self.weights, device=...) would wait for the device
         penalty = sum(weight * each for weight, each in zip(self.weights, penalties.float().unbind(), strict=True))
         count = known.sum()
         return losses + count * penalty, count

@@ -75,7 +75,7 @@ class Fields:
         total = torch.zeros(len(points), self.values.shape[1], device=points.device)
         for i, j, k in itertools.product((0, 1), repeat=3):
             row = first + (indices[i][0] * shape[:, 1] + indices[j][1]) * shape[:, 2] + indices[k][2]
-            # Not by prod(), whose gradient waits for the device.
+            # The gradient of prod() would wait for the device.
             weight = weights[i][0] * weights[j][1] * weights[k][2]
             total = total + weight[:, None] * self.values[row].float()
         return total

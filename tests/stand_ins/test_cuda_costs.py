@@ -31,6 +31,14 @@ def only(folder: Path, out: str) -> Counted:
     return {**result, "drawn": sum(line.startswith("update=") for line in out.splitlines())}
 
 
+def run(stand_in: StandIn, args: str, folder: Path) -> Counted:
+    """Run a command of one process in a new folder; return its counts."""
+    (folder / "counted").mkdir(parents=True)
+    result = stand_in.command("a100", args, folder, folder / "counted")
+    assert result.code == 0, result.out + result.err
+    return only(folder / "counted", result.out)
+
+
 def of_updates(short: Counted, long: Counted, key: str) -> Counter[str]:
     """Return the counts of the additional updates of the longer run."""
     return Counter(long[key]) - Counter(short[key])
@@ -64,14 +72,7 @@ def test_an_update_waits_for_nothing_and_launches_little_beyond_a_plain_loop(
         f" evaluate.every=1000 log_every=1000 monitor=off {args}"
     )
 
-    def counted(number: int) -> Counted:
-        folder = tmp_path / str(number)
-        (folder / "counted").mkdir(parents=True)
-        result = stand_in.command("a100", f"{given} updates={number}", folder, folder / "counted")
-        assert result.code == 0, result.out + result.err
-        return only(folder / "counted", result.out)
-
-    short, long = counted(UPDATES), counted(2 * UPDATES)
+    short, long = (run(stand_in, f"{given} updates={num}", tmp_path / str(num)) for num in (UPDATES, 2 * UPDATES))
     waits = of_updates(short, long, "host_waits")
     assert waits.pop("cudaEventSynchronize") <= UPDATES + 1, "only for the update before the last"
     num_drawn = long["drawn"] - short["drawn"]  # progress lines; each reads the loss and the norm
@@ -122,15 +123,8 @@ def test_no_task_waits_for_the_device(args: str, phase: str, stand_in: StandIn, 
         " log_every=1000 monitor=off"
     )
 
-    def counted(number: int) -> Counted:
-        folder = tmp_path / str(number)
-        (folder / "counted").mkdir(parents=True)
-        updates = f"updates={number}" if phase == "train" else f"phase.{phase}.updates={number}"
-        result = stand_in.command("a100", f"{given} {updates}", folder, folder / "counted")
-        assert result.code == 0, result.out + result.err
-        return only(folder / "counted", result.out)
-
-    short, long = counted(2), counted(4)
+    key = "updates" if phase == "train" else f"phase.{phase}.updates"
+    short, long = (run(stand_in, f"{given} {key}={num}", tmp_path / str(num)) for num in (2, 4))
     waits = of_updates(short, long, "host_waits")
     assert waits.pop("cudaEventSynchronize") <= 2, "only for the update before the last"
     assert waits.total() <= 2 * (long["drawn"] - short["drawn"]), f"the host waited for the device: {waits}"

@@ -293,7 +293,7 @@ def _read_samples(directory: RunDirectory, missing: dict[str, str]) -> ThinnedSa
         missing["machine"] = f"{directory.gpu_csv.name} is not a regular file"
         return None
     try:
-        samples = read_thinned(directory.gpu_csv, _MACHINE_METRICS)
+        samples = read_thinned(directory.gpu_csv, MACHINE_METRICS)
     except AccelRunError as error:
         missing["machine"] = make_printable(f"{directory.gpu_csv.name}: {error.problems[0].what}")
         return None
@@ -349,7 +349,7 @@ _DEFAULT_ROOT = "outputs"  # default of output_root=
 _MAX_VALUE = 1e100  # larger values are drawn as infinite: axes overflow near the end of float64
 _MAX_LETTERS, _NOTE_LETTERS = 4000, 30
 _MAX_KEYS = 400  # metrics in metrics.jsonl that are read
-_MACHINE_METRICS = (  # those that charts and health rules use: others of a long run would double the time of a report
+MACHINE_METRICS = (  # those that charts and health rules use: others of a long run would double the time of a report
     "util", "memory_gib", "memory_total_gib", "temperature_c", "power_w", "power_limit_w", "throttle_reasons",
     "ecc_uncorrected", "other_processes", "other_memory_gib", "cpu/percent", "ram/percent",
 )  # fmt: skip
