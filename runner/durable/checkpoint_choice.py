@@ -23,7 +23,9 @@ from runner.durable.checkpoint import (
     verify,
 )
 from runner.durable.directory import RunDirectory
+from runner.durable.record_files import read_error, read_record
 from runner.durable.run_identity import manifest_uid
+from runner.durable.run_state import derive_state, resume_command
 
 BEST, LAST = "best", "last"
 
@@ -227,9 +229,19 @@ def _no_checkpoint_error(directory: RunDirectory) -> AccelRunError:
     if directory.checkpoints.is_dir() and any(directory.checkpoints.iterdir()):
         fix = f"accel-run status run={directory.name}"
         return DataError("no checkpoint of this run is valid", where=location, fix=fix)
-    return InputMissing("this run has no checkpoint yet", where=location, fix="train it first: accel-run train")
+    record, error = read_record(directory.path), read_error(directory.path)
+    state = derive_state(record).word
+    what, fix = f"this run has no checkpoint yet ({state})", f"resume it with: {resume_command(record)}"
+    if state == "failed" and error is not None:
+        what = f"this run failed before its first checkpoint: {error.cause}"
+        location, fix = error.where or location, f"fix it, and {fix}"
+    return InputMissing(what, where=location, fix=_FIXES.get(state, fix))
 
 
+_FIXES = {
+    "unknown": "train it first: accel-run train",
+    "running": "wait until it has saved a checkpoint",
+}
 _PREFIX = "update-"
 _NUM_DIGITS = 10
 _NUMBER = re.compile(rf"({_PREFIX})?\d{{1,{_NUM_DIGITS}}}", re.ASCII)

@@ -52,15 +52,22 @@ def derive_state(record: RunRecord) -> RunState:
         return RunState(name, f"running on {process.host}, if it was not killed there")
     sentences: dict[StateName, str] = {
         "running": "running",
-        "killed": f"killed; resume it with: {_resume_command(record)}",
+        "killed": f"killed; resume it with: {resume_command(record)}",
         "finished": "finished",
         "submitted": "submitted to a scheduler; see the state of its trials",
-        "preempted": f"saved and stopped; resume it with: {_resume_command(record)}",
+        "preempted": f"saved and stopped; resume it with: {resume_command(record)}",
         "interrupted": "stopped before its first checkpoint; the same command starts at update 0",
         "failed": f"failed (exit {process.exit_code})",
         "unknown": process.state or "unknown",
     }
     return RunState(name, sentences[name], None if process.state == "running" else process.exit_code)
+
+
+def resume_command(record: RunRecord) -> str:
+    """Return the command that resumes a run."""
+    name = record.name if record.name is not None and is_run_name(record.name) else "NAME"
+    roots = [override for override in record.origin.overrides or () if override.startswith("output_root=")]
+    return shlex.join(["accel-run", "resume", name, *roots[-1:]])
 
 
 def read_throughput(folder: Path, record: RunRecord) -> float | None:
@@ -73,12 +80,6 @@ def read_throughput(folder: Path, record: RunRecord) -> float | None:
     row = read_last_row(folder / "metrics.jsonl", THROUGHPUT, start)
     is_known = bool(row) or record.current_evidence is not None or not is_running
     return record.throughput(row) if is_known else None
-
-
-def _resume_command(record: RunRecord) -> str:
-    name = record.name if record.name is not None and is_run_name(record.name) else "NAME"
-    roots = [override for override in record.origin.overrides or () if override.startswith("output_root=")]
-    return shlex.join(["accel-run", "resume", name, *roots[-1:]])
 
 
 def _is_on_other_host(process: ProcessRecord) -> bool:

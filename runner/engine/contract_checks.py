@@ -64,6 +64,15 @@ def validate_loss(
     return (total.reshape(()) if total.dim() else total), count
 
 
+def no_items_fault(update: int, location: str) -> TaskFault:
+    """Return the error for an update whose micro-batches all have a count of 0; `location` is that of the loss."""
+    return TaskFault(
+        f"loss returned a count of 0 for all micro-batches (update {update})",
+        where=location,
+        fix="return the sum and the number of items; events.jsonl lists the samples if all are bad",
+    )
+
+
 def validate_metrics(
     result: Any, evaluate: Callable[..., Any], source: Path, *, value: str = "the value of evaluate"
 ) -> dict[str, tuple[Number, Number]]:

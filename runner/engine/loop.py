@@ -14,9 +14,9 @@ from runner.axes.precision import Precision
 from runner.axes.scheduler import Schedule
 from runner.base.accelerator import widest_dtype
 from runner.base.batch import MicroBatch
-from runner.base.errors import TaskFault
 from runner.base.task import Sum
 from runner.distributed.parallel import ForwardPasses, Parallel
+from runner.engine.contract_checks import no_items_fault
 from runner.engine.extra_metrics import ExtraMetrics
 from runner.engine.gradients import ForwardWrapper, GradientSource, clear, correct_and_clip
 
@@ -76,6 +76,7 @@ class Training:
     gradients       how the gradients of an update are computed
     extra           further metrics that the loss returns
     update_wrapper  wraps each update, as the retry after out of memory does
+    location        file:line of the loss, for messages
     """
 
     position: Position
@@ -91,6 +92,7 @@ class Training:
     gradients: GradientSource = field(default_factory=GradientSource)
     extra: ExtraMetrics = field(default_factory=ExtraMetrics)
     update_wrapper: UpdateWrapper = field(default_factory=UpdateWrapper)
+    location: str = ""
 
     @property
     def optimizers(self) -> list[torch.optim.Optimizer]:
@@ -119,6 +121,8 @@ class Training:
             extra = self.extra.reduce(parallel)
             # After `reduce`: an overflow on one rank is then in the sums, so copies of the model agree on it.
             precision.unscale(self.optimizer, parallel.any_overflow)
+            if not isinstance(total.items, Tensor) and total.items == 0:
+                raise no_items_fault(position.update + 1, self.location)
             correction = 1.0 / (self.per_item * _widen(total.items))
             gradients = parallel.gradients(self.parameters)
             grad_norm = correct_and_clip(gradients, correction, self.max_grad_norm, parallel.global_norm)
@@ -168,13 +172,6 @@ def train_updates(run: UpdateInputs, batches: Iterator[MicroBatch], until: int) 
 def _widen(items: Tensor | int | float) -> Tensor | int | float:
     """Return the count in the widest float dtype: a float times an integer tensor would be float32.
 
-    Raises TaskFault for 0; a tensor is not synchronized, so a 0 shows up as non-finite gradients.
+    A tensor is not synchronized, so a 0 shows up as non-finite gradients.
     """
-    if not isinstance(items, Tensor):
-        if items == 0:
-            raise TaskFault(
-                "loss returned a count of 0 for all micro-batches of an update",
-                fix="return (the sum, the number of items)",
-            )
-        return items
-    return items.to(widest_dtype(items.device))
+    return items.to(widest_dtype(items.device)) if isinstance(items, Tensor) else items

@@ -16,6 +16,7 @@ from runner.base.async_copy import PendingCopy, start_copy
 from runner.base.errors import TaskFault
 from runner.base.stopwatch import BETWEEN, PARTS, THROUGHPUT, Seconds, Stopwatch, TimeSnapshot, seconds_between
 from runner.base.world import World
+from runner.engine.contract_checks import no_items_fault
 from runner.engine.loop import StepInfo
 
 Row = dict[str, Any]
@@ -124,6 +125,7 @@ class Meter:
     stopwatch    time breakdown of the phase
     is_starting  the first update of the phase is the first of its process and is not timed; `restart_clock` follows it
     send         copies device numbers to the host
+    locate       returns file:line of the loss, for messages
     """
 
     def __init__(
@@ -137,9 +139,11 @@ class Meter:
         stopwatch: Stopwatch,
         is_starting: bool = False,
         send: Callable[[Tensor], PendingCopy] = start_copy,
+        locate: Callable[[], str] = lambda: "",
     ) -> None:
         self.world, self.phase, self.every, self.send = world, phase, every, send
         self.write, self.readings, self.stopwatch = write, readings, stopwatch
+        self._locate = locate
         self.last_row: Row = {}
         self.step_times_ms: deque[float] = deque(maxlen=_MAX_STEP_TIMES)  # of the latest rows
         self.timed = TimedUpdate()
@@ -291,20 +295,17 @@ class Meter:
                 row[f"perf/{part}_ms"] = round(1e3 * parts_s[part] / len(items), 4)
         return row
 
-    @staticmethod
-    def _check_items(items: list[float], update: int) -> None:
+    def _check_items(self, items: list[float], update: int) -> None:
         """Raise TaskFault with the first update that counts no or negative items; `update` is the last one."""
         for number, count in enumerate(items, update - len(items) + 1):
             if count < 0:
                 raise TaskFault(
                     f"the losses of an update count {count:g} items (update {number}), but must count 0 or more each",
+                    where=self._locate(),
                     fix="return the sum and the number of items, such as len(y) or mask.sum()",
                 )
             if count == 0:
-                raise TaskFault(
-                    f"loss returned a count of 0 for all micro-batches (update {number})",
-                    fix="return the sum and the number of items; events.jsonl lists the samples if all are bad",
-                )
+                raise no_items_fault(number, self._locate())
 
 
 def _data_wait(parts_s: Seconds) -> float | None:

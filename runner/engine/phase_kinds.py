@@ -48,6 +48,11 @@ class PhaseKind:
     has_interim_evaluation = True  # an evaluation before the last update is meaningful
 
     @property
+    def location(self) -> str:
+        """Return file:line of the loss, for messages; "" if there is none."""
+        return ""
+
+    @property
     def attention(self) -> Mapping[tuple[str, str], int]:
         """Return the attention kernels that `CheckedLoss` recorded in the first forward pass."""
         return {}
@@ -169,6 +174,7 @@ class GradientPhase(PhaseKind):
             gradients=with_sharpness(parts.plan.choices["sharpness"], gradients, parameters, extra),
             extra=extra,
             update_wrapper=wrapper,
+            location=self.location,
         )
 
     def _train_only(self, trained: Mapping[str, nn.Parameter]) -> None:
@@ -196,6 +202,11 @@ class GradientPhase(PhaseKind):
     def check_objective_names(self) -> str:
         """Return a warning about the names that `loss` compares the objective with, or ""; call it after the losses."""
         return ""
+
+    @property
+    def location(self) -> str:
+        method = self.coupled.couple if self.coupled else self.task_loss
+        return locate_definition(method, self.parts.source)
 
     @property
     def attention(self) -> Mapping[tuple[str, str], int]:

@@ -9,6 +9,8 @@ from typing import Any
 
 import pytest
 
+from runner.durable.record_files import read_record
+from runner.durable.run_state import resume_command
 from tests.forkserver import CompletedCommand, ForkServer
 from tests.suggestions import suggested
 
@@ -117,7 +119,17 @@ FAULTS = {
         "loss must return a sum that has a gradient",
         "def loss(",
     ),
-    "the loss counts nothing": Fault("return total, len(y)", "return total, 0", 70, "a count of 0"),
+    "the loss counts nothing": Fault("return total, len(y)", "return total, 0", 70, "a count of 0", "def loss("),
+    "the loss counts nothing in a tensor": Fault(
+        "return total, len(y)", "return total, total.long() * 0", 70, "a count of 0", "def loss("
+    ),
+    "the loss counts nothing later": Fault(
+        "return total, len(y)",
+        f"return total, {'0 if self.model.training else len(y)'}",
+        70,
+        "a count of 0",
+        "def loss(",
+    ),
     "the loss raises": Fault(
         LOSS, f"        {AT_12}{{}}['points']\n{LOSS}", 70, "raised KeyError: 'points'", "{}['points']", saved=True
     ),
@@ -226,6 +238,15 @@ def test_an_error_of_the_task_is_explained(name: str, server: ForkServer, tmp_pa
     if fault.saved:
         assert error["last_checkpoint"] == "update-0000000010"
         assert (tmp_path / "outputs" / "mine" / "checkpoints" / error["last_checkpoint"]).is_dir()
+
+
+def test_a_run_that_failed_before_its_first_checkpoint_cannot_be_evaluated(server: ForkServer, tmp_path: Path) -> None:
+    _, error = run_with(FAULTS["the loss counts nothing"], server, tmp_path)
+    result = server.run("evaluate mine", tmp_path)
+    assert result.code == 66
+    assert result.err.startswith(f"accel-run: {error['where']}: ")
+    assert error["cause"] in result.err
+    assert result.err.rstrip().endswith(resume_command(read_record(tmp_path / "outputs" / "mine")))
 
 
 @pytest.mark.slow

@@ -27,6 +27,7 @@ class Metrics(Hook):
             readings=lambda: {key: value for hook in phase.hooks for key, value in hook.readings().items()},
             stopwatch=phase.stopwatch,
             is_starting=run.observers.screen.first_update_is_due,
+            locate=lambda: phase.work.location,
         )
 
     def after_update(self, step: StepInfo) -> None:

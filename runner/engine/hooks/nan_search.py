@@ -16,6 +16,7 @@ from runner.base import noise
 from runner.base.errors import AccelRunError, NumericError, TaskFault
 from runner.base.order import MicroBatchKey
 from runner.base.text import abbreviate, error_line
+from runner.engine.contract_checks import no_items_fault
 from runner.engine.error_diagnosis import locate_definition
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.non_finite import ModuleCalls, is_finite, record_calls
@@ -66,19 +67,15 @@ def _locate_error(error: NotFinite, search: _UpdateSearch, phase: PhaseView) -> 
     total = sum(count for count in counts if count is not None)
     has_no_items = None not in counts and not total
     if not math.isfinite(total) or (has_no_items and search.coupled):
-        method = search.coupled.couple if search.coupled else search.training.loss
         name = "couple counts" if search.coupled else "the losses of an update count"
         least = "more than 0" if search.coupled else "0 or more"
         return TaskFault(
             f"{name} {total:g} items (update {search.update}), but must count {least}",
-            where=locate_definition(getattr(method, "loss", method), phase.parts.source),
+            where=phase.work.location,
             fix="return the sum and the number of items, such as len(y) or mask.sum()",
         )
     if has_no_items:
-        return TaskFault(
-            f"loss returned a count of 0 for all micro-batches (update {search.update})",
-            fix="return the sum and the number of items; events.jsonl lists the samples if all are bad",
-        )
+        return no_items_fault(search.update, phase.work.location)
     samples = [number for result in results for number in result.samples]
     rank, worst = min(enumerate(results), key=lambda pair: (not pair[1].what, list(_FIXES).index(pair[1].kind)))
     prefix = f"rank {rank}: " if len(results) > 1 and worst.what else ""
