@@ -137,7 +137,7 @@ class Run:
             InputMissing: if there is no such checkpoint.
             DataError: if it is damaged.
         """
-        from runner.engine.trained_run import load_trained_model
+        from runner.trained.trained_run import load_trained_model
 
         choice = None if checkpoint is None else str(checkpoint)
         if choice is not None and not is_choice(choice):

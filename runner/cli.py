@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None, report: Callable[[AccelRunError], ob
     arguments = list(sys.argv[1:] if argv is None else argv)
     if argv is None:
         # Imported objects live forever: garbage collection takes a quarter of the 2.5 s that importing torch needs.
-        # Long-running code enables it again (engine/hooks/first_update.py, engine/infer.py).
+        # Long-running code enables it again (engine/hooks/first_update.py, trained/infer.py).
         gc.disable()
         open_closed_streams()
         limit_thread_starts()

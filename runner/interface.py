@@ -15,12 +15,12 @@ import torch
 import torch.distributed as dist  # noqa: TID251 - to detect an initialized process group
 from torch import Tensor, nn
 
-from runner.base import partition
 from runner.base.accelerator import current_device, device_count
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Problem
 from runner.distributed.layer_costs import ADAMW_BYTES, LayerCost, estimate_costs, measure_costs
 from runner.distributed.layer_placement import check_layers, device_bytes
+from runner.workload import partition
 
 Place = str | torch.device
 Strategy = Literal["single", "replicated", "pipeline"]

@@ -42,18 +42,23 @@ MAY_IMPORT_LATE = ("runner/commands/", "runner/cli.py")
 # A package imports only packages with a smaller number.
 FLOORS = {
     "base": 0, "version": 0,
-    "adapters": 1, "config": 1, "console": 1, "host": 1, "trackers": 1,
-    "distributed": 2, "loading": 2, "monitor": 2, "profiling": 2, "records": 2,
-    "durable": 3,
-    "axes": 4, "interface": 4,
-    "plan": 5,
-    "engine": 6,
-    "forecast": 7,
-    "launch": 8, "tools.doctor": 8,
-    "sweeps": 9, "tools.measure": 9,
-    "tools.report": 10,
-    "commands": 11,
-    "cli": 12, "__main__": 13, "api": 13,
+    "adapters": 1, "host": 1, "tensors": 1, "trackers": 1, "workload": 1,
+    "config": 2, "console": 2, "distributed": 2, "loading": 2, "profiling": 2, "records": 2,
+    "axes": 3, "durable": 3, "interface": 3, "monitor": 3,
+    "plan": 4,
+    "engine.contract": 5, "engine.process": 5,
+    "engine.checkpoints": 6, "engine.sources": 6, "engine.update": 6,
+    "engine.parts": 7,
+    "engine.evaluation": 8, "forecast": 8,
+    "engine.checks": 9, "tools.doctor": 9,
+    "engine": 10,
+    "trained": 11,
+    "launch": 12,
+    "sweeps": 13, "tools.measure": 13,
+    "tools.report": 14,
+    "commands": 15,
+    "api": 16, "cli": 16,
+    "__main__": 17,
 }  # fmt: skip
 CONTRACT = {f"runner.base.{name}" for name in ("task", "values", "errors", "noise", "packages", "picture")}
 CONTRACT.add("runner.axes.attention")  # nmt reports which kernel ran each of its calls
@@ -204,11 +209,15 @@ def _class_sizes(path: str, node: ast.ClassDef) -> Iterator[Finding]:
 
 
 def package_of(module: str) -> str | None:
-    """Return the package of a module of the runner, a key of FLOORS; each tool is a separate package."""
+    """Return the package of a module of the runner, a key of FLOORS: `runner.engine.update.loop` -> `engine.update`.
+
+    A package that FLOORS does not contain is returned by its first name, and None for what has no package.
+    """
     parts = module.split(".")
     if parts[0] != "runner" or len(parts) < 2 or parts[1:] == ["tools"]:
         return None
-    return ".".join(parts[1 : 3 if parts[1] == "tools" else 2])
+    inner = ".".join(parts[1:3])
+    return inner if inner in FLOORS else parts[1]
 
 
 def layers(module: Module) -> Iterator[Finding]:

@@ -50,9 +50,8 @@ from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 TARGETS = (
-    "runner/durable", "runner/engine", "runner/distributed", "runner/axes", "runner/loading", "runner/base/order.py",
-    "runner/base/batch.py", "runner/base/global_rng.py", "runner/base/sample_rng.py", "runner/base/module_buffers.py",
-    "runner/base/optimizer_state.py", "runner/base/share_solver.py",
+    "runner/durable", "runner/engine", "runner/trained", "runner/distributed", "runner/axes", "runner/loading",
+    "runner/tensors", "runner/workload", "runner/base/order.py", "runner/base/batch.py", "runner/base/sample_rng.py",
 )  # fmt: skip
 EQUIVALENT = Path(__file__).with_name("mutants_equivalent.toml")
 
@@ -77,7 +76,7 @@ BY_HAND = (
     ),
     ("runner/engine/phase.py", "rest = there[world.rank - 1]", "rest = there[0]"),
     ("runner/base/order.py", "if rank == 0 and update == 0:", "if update == 0:"),
-    ("runner/engine/checkpoint_saver.py", "self.bests = list(bests)", "self.bests = []"),
+    ("runner/engine/checkpoints/checkpoint_saver.py", "self.bests = list(bests)", "self.bests = []"),
     ("runner/engine/hooks/checkpointing.py", "(start.update, find_best_checkpoints(", "(None, find_best_checkpoints("),
     ("runner/engine/hooks/checkpointing.py", "find_best_checkpoints(start, policy.ranking))", "[])"),
     ("runner/durable/checkpoint_choice.py", "_read_bests(state, newest.state, ranking).items()", "()"),
@@ -92,7 +91,7 @@ BY_HAND = (
     ("runner/engine/run.py", '(state["metrics"]), kept)', '(state["metrics"]), [])'),
     ("runner/durable/weight_source.py", "index)", "None)"),
     ("runner/durable/weight_source.py", "average=average", "average=None"),
-    ("runner/engine/objective_phase.py", 'selected, saved["optimizer"])', '{}, saved["optimizer"])'),
+    ("runner/engine/parts/objective_phase.py", 'selected, saved["optimizer"])', '{}, saved["optimizer"])'),
 )  # fmt: skip
 # The values that a new run has for the fields of a checkpoint, in the dicts of SAVING.
 SAVING = "Checkpointing.snapshot"

@@ -8,8 +8,8 @@ from typing import Any
 
 from runner.axes.precision import fp32
 from runner.base.task import Task
-from runner.base.world import World
 from runner.distributed.parallel import Parallel
+from runner.distributed.world import World
 
 
 def parts_of(task: Task, source: Path, world: World, *, seed: int = 0, **others: Any) -> Any:

@@ -65,6 +65,8 @@ def test_the_page_about_an_update_has_the_hooks_in_their_order() -> None:
 
 
 @pytest.mark.slow_beyond(1)
-@pytest.mark.parametrize("name", ["engine.loop.gone", "engine.gone.train", "Phase.gone", "Gone.run", "gone.main"])
+@pytest.mark.parametrize(
+    "name", ["engine.update.loop.gone", "engine.gone.train", "Phase.gone", "Gone.run", "gone.main"]
+)
 def test_a_removed_name_is_detected(name: str) -> None:
     assert not exists(name)

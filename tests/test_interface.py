@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import runner
 from runner.base.errors import ConfigError, TaskFault
-from runner.base.world import World
+from runner.distributed.world import World
 from runner.interface import DeviceStage, ParallelChoice, PipelineParallel, auto_parallelize
 from tests.distributed.ranks import run_ranks
 from tests.rounding import ADAPTIVE, PROMISED, assert_close

@@ -98,6 +98,6 @@ def test_every_target_is_mirrored_by_tests() -> None:
 
 
 def test_restoring_functions_are_found_by_name_and_by_module() -> None:
-    assert is_restoring("runner/engine/meter.py", "Meter.load")
-    assert is_restoring("runner/engine/weights.py", "load_initial_weights")
+    assert is_restoring("runner/engine/evaluation/meter.py", "Meter.load")
+    assert is_restoring("runner/engine/parts/weights.py", "load_initial_weights")
     assert not is_restoring("runner/engine/training.py", "load_initial_weights")

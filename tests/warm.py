@@ -48,10 +48,10 @@ TYPICAL = (
 IMPORTED = (
     "hydra", "numpy.testing", "rich.live", "runner.cli", "runner.commands.explain", "runner.commands.inference",
     "runner.commands.plan", "runner.commands.runs", "runner.commands.status", "runner.commands.train",
-    "runner.distributed.join", "runner.distributed.pipelined", "runner.engine.assemble", "runner.engine.infer",
-    "runner.config.yaml_text", "runner.engine.opening", "runner.engine.run_report", "runner.engine.run_screen",
+    "runner.distributed.join", "runner.distributed.pipelined", "runner.engine.parts.assemble", "runner.trained.infer",
+    "runner.config.yaml_text", "runner.engine.opening", "runner.engine.run_report", "runner.engine.process.run_screen",
     "runner.engine.session", "runner.engine.training",
-    "runner.engine.pickle_import", "runner.engine.weights",
+    "runner.trained.pickle_import", "runner.engine.parts.weights",
     "runner.forecast.demand", "runner.forecast.memory_forecast", "runner.forecast.stage_memory",
     "runner.launch.hangs", "runner.launch.trained_ranks", "runner.launch.local", "runner.launch.rank_process",
     "runner.launch.start", "runner.launch.training_ranks",

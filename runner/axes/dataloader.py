@@ -8,14 +8,14 @@ from typing import Any, Literal
 import torch
 
 from runner.base.batch import MicroBatch, are_equal, map_tensors
-from runner.base.cached_dataset import CachedDataset, ComposedDataset, FixedPart, concatenate_batches
-from runner.base.dataset_access import has_fixed_part
 from runner.base.errors import ConfigError, DataError, Problem
-from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
 from runner.base.sample_rng import NoStreams
 from runner.base.values import Count, NonNegative, PositiveInt
 from runner.loading.auto_loader import AutoLoader
+from runner.loading.cached_dataset import CachedDataset, ComposedDataset, FixedPart, concatenate_batches
+from runner.loading.dataset_access import has_fixed_part
+from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader, PinnedLoader, ThreadLoader, WorkerLoader, identity
 
 

@@ -27,13 +27,13 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from runner.base.errors import ConfigError, Problem, TaskFault
-from runner.base.fused_adam import FusedAdam, FusedAdamW, skip_compiler_import
 from runner.base.packages import check_installed
-from runner.base.schedule_free import keep_counters_in_state
 from runner.base.text import abbreviate
 from runner.base.values import AtLeastOne, Exponent, Factor, Iterations, NonNegative, NonPositive, Positive
 from runner.config.option_table import call_option
 from runner.config.schema import did_you_mean
+from runner.tensors.fused_adam import FusedAdam, FusedAdamW, skip_compiler_import
+from runner.tensors.schedule_free import keep_counters_in_state
 
 Parameters = Sequence[tuple[str, nn.Parameter]]  # as from model.named_parameters(), only those with requires_grad
 
@@ -378,7 +378,7 @@ def build_optimizer(function: str, parameters: Parameters, options: Mapping[str,
         what = f"must contain all {len(names)} parameters passed to it, but contains {len(held)}"
         raise TaskFault(what, where=function, fix="pass all of them to the optimizer, in groups if they differ")
     for group in optimizer.param_groups:
-        # Checkpoints store optimizer state by parameter name (base/optimizer_state.py).
+        # Checkpoints store optimizer state by parameter name (tensors/optimizer_state.py).
         group["names"] = [names[id(parameter)] for parameter in group["params"]]
         group.setdefault("lr_scale", 1.0)
         group.setdefault("base_lr", float(group["lr"]) / group["lr_scale"])

@@ -14,9 +14,9 @@ from collections.abc import Callable, Mapping
 from typing import Literal
 
 from runner.base.values import Auto, Count, Positive, PositiveInt
-from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.distributed.replicated import Replicated
+from runner.distributed.world import World
 
 
 def single(world: World) -> Parallel:

@@ -12,13 +12,13 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import _engine_run_backward  # private, checked on torch 2.13
 
-from runner.base.async_copy import PendingCopy, start_copy
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, NumericError, Problem
-from runner.base.tf32 import Level, float32_matmul
 from runner.base.values import Annotated, Factor, Positive, PositiveInt, Range
-from runner.base.world import World
 from runner.config.schema import did_you_mean
+from runner.distributed.world import World
+from runner.tensors.async_copy import PendingCopy, start_copy
+from runner.tensors.tf32 import Level, float32_matmul
 
 
 class NotFinite(NumericError):

@@ -1,1 +1,1 @@
-"""Shared foundation: errors, settings, schema, configuration, world and the task contract."""
+"""What every package needs: errors, text, values of settings, the task contract, order and random numbers."""

@@ -94,7 +94,7 @@ def intel_formats(architecture: str) -> Formats:
     """Return the native formats of Intel's matrix units (XMX), which Arc and Data Center GPUs have.
 
     `torch.xpu.is_bf16_supported()` is not used: like that of CUDA, it returns True for emulation. TF32 is omitted:
-    torch enables it for XPU by another switch (`torch.backends.mkldnn.allow_tf32`) than `runner/base/tf32.py`.
+    torch enables it for XPU by another switch (`torch.backends.mkldnn.allow_tf32`) than `runner/tensors/tf32.py`.
     Source: torch.xpu.get_device_capability, `has_subgroup_matrix_multiply_accumulate`.
     """
     has_units = architecture == "XMX"

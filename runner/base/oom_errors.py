@@ -132,9 +132,9 @@ _UNITS = {"bytes": 1} | {
 BETWEEN = "between updates"
 COMMUNICATION = "communication"
 _MODEL_CALLERS = (
-    "runner/engine/loop.py:",
-    "runner/engine/phase_kinds.py:updates",
-    "runner/engine/evaluate.py:",
+    "runner/engine/update/loop.py:",
+    "runner/engine/parts/phase_kinds.py:updates",
+    "runner/engine/evaluation/evaluate.py:",
     "runner/distributed/parallel.py:accumulate",
     "runner/distributed/replicated.py:accumulate",
 )

@@ -26,6 +26,6 @@ def run(argv: list[str]) -> int:
     formats = [name for arg in argv if arg.startswith("format=") for name in arg.partition("=")[2].split(",")]
     checkpoint, rest = pop_checkpoint_choice(argv)
     request = parse_run_request([arg for arg in rest if not arg.startswith("format=")])
-    from runner.engine.export_model import export
+    from runner.trained.export_model import export
 
     return int(export(request, formats, checkpoint))

@@ -55,8 +55,8 @@ def run(argv: list[str]) -> int:
 
     from runner.base.errors import DataError
     from runner.durable import files
-    from runner.engine.pickle_import import convert, publish, refuse_existing
     from runner.host.subprocesses import run_in_subprocess
+    from runner.trained.pickle_import import convert, publish, refuse_existing
 
     refuse_existing(target)
     temporary = target.absolute().with_name(f"{files.TEMPORARY}{target.name}-{secrets.token_hex(4)}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from runner.base.division import divide
 from runner.base.errors import Problem, to_one_line
 from runner.config.known_keys import Schema
 from runner.config.layers import Setting, setting_values
@@ -21,6 +20,7 @@ from runner.config.schema import (
     find_nearest,
     literal_choices,
 )
+from runner.workload.division import divide
 
 
 def check_values(merged: Mapping[str, Setting], schema: Schema, reported: set[str]) -> list[Problem]:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 
-from runner.base.division import Batch
 from runner.base.text import format_duration, format_gib, format_metric, format_rate, format_table
 from runner.console import bottleneck
+from runner.workload.division import Batch
 
 
 @dataclass(frozen=True)

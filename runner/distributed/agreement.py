@@ -10,10 +10,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.base.bitwise import view_bytes
 from runner.base.errors import AccelRunError, RankLost, TaskFault
 from runner.base.task import State
-from runner.base.world import World
+from runner.distributed.world import World
+from runner.tensors.bitwise import view_bytes
 
 
 def broadcast_model(model: nn.Module, world: World) -> None:

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.text import abbreviate
-from runner.base.world import World
 from runner.distributed.dummy_pass import CollectiveCounter
+from runner.distributed.world import World
 
 
 def synchronize_batch_norms(model: nn.Module, world: World) -> nn.Module:

@@ -18,12 +18,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.base.bitwise import bitwise_equal, is_dense, view_bytes
 from runner.base.errors import TaskFault
-from runner.base.module_buffers import BufferRef, TensorVersion, is_writable, list_buffers
 from runner.base.text import abbreviate
-from runner.base.world import World
 from runner.distributed.agreement import find_unequal
+from runner.distributed.world import World
+from runner.tensors.bitwise import bitwise_equal, is_dense, view_bytes
+from runner.tensors.module_buffers import BufferRef, TensorVersion, is_writable, list_buffers
 
 
 class BufferSync:

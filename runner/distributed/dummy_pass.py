@@ -13,8 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from runner.base.module_buffers import restore_buffers
 from runner.distributed.parallel import ForwardPasses
+from runner.tensors.module_buffers import restore_buffers
 
 
 class CollectiveCounter(nn.Module):

@@ -22,8 +22,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from runner.base.accelerator import get_accelerator
 from runner.base.errors import SystemLimit
 from runner.base.rank_env import RankInfo
-from runner.base.world import World
 from runner.distributed.timeouts import call_with_timeout
+from runner.distributed.world import World
 
 RENDEZVOUS_S = 120.0  # s, plus 0.5 s per rank: timeout of the rendezvous
 ABORT_S = 10.0  # s to abort the kernels of a process group

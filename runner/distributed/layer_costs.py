@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.batch import map_tensors
-from runner.base.module_buffers import restore_buffers
+from runner.tensors.module_buffers import restore_buffers
 
 ADAMW_BYTES = 16.0
 """Bytes of a trained float32 parameter: itself, its gradient and two moments, 4 each."""

@@ -12,15 +12,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from runner.base import partition
 from runner.base.accelerator import get_accelerator
 from runner.base.batch import map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
-from runner.base.world import World
 from runner.distributed.agreement import catch_exception, raise_on_all_ranks
 from runner.distributed.layer_costs import LayerCost, estimate_costs, measure_costs, parameter_names
 from runner.distributed.rank_grid import RankGrid, new_groups
+from runner.distributed.world import World
 from runner.host.resources import memory_bytes
+from runner.workload import partition
 
 Example = Callable[[], Sequence[Tensor]]
 Weights = Callable[[nn.Module], AbstractContextManager[Any]]

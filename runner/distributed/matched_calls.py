@@ -9,8 +9,8 @@ from typing import Any
 from torch import nn
 
 from runner.base.errors import RankLost
-from runner.base.world import World
 from runner.distributed.agreement import format_error_line
+from runner.distributed.world import World
 
 
 class UnmatchedCalls(RankLost):

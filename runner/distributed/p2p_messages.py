@@ -13,9 +13,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from runner.base.bitwise import view_bytes
 from runner.base.errors import TaskFault
-from runner.base.world import World
+from runner.distributed.world import World
+from runner.tensors.bitwise import view_bytes
 
 
 class SendFailed(NamedTuple):

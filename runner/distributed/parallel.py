@@ -16,9 +16,9 @@ from torch import Tensor, nn
 from runner.base.batch import MicroBatch
 from runner.base.errors import TaskFault
 from runner.base.stopwatch import Stopwatch, new_stopwatch
-from runner.base.stored_tensor import Saved, read_in_groups
 from runner.base.task import State, Sum
-from runner.base.world import World
+from runner.distributed.world import World
+from runner.tensors.stored_tensor import Saved, read_in_groups
 
 if TYPE_CHECKING:  # DTensors are slow to import
     from runner.distributed.shard_init import DeferredModel

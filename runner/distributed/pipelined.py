@@ -24,16 +24,12 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.pipelining import Schedule1F1B, ScheduleGPipe
 
-from runner.base import noise, partition
+from runner.base import noise
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import AccelRunError, RankLost, TaskFault
-from runner.base.global_rng import seed_everything
-from runner.base.module_buffers import restore_buffers
 from runner.base.order import MicroBatchKey
 from runner.base.stopwatch import Stopwatch
-from runner.base.stored_tensor import Saved, in_memory
 from runner.base.task import State
-from runner.base.world import World
 from runner.distributed import p2p_messages
 from runner.distributed.agreement import (
     broadcast_model,
@@ -73,6 +69,11 @@ from runner.distributed.stages import (
     micro_batch_seed,
     run_stage,
 )
+from runner.distributed.world import World
+from runner.tensors.global_rng import seed_everything
+from runner.tensors.module_buffers import restore_buffers
+from runner.tensors.stored_tensor import Saved, in_memory
+from runner.workload import partition
 
 
 class Pipelined(Parallel):

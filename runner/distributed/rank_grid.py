@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 import torch.distributed as dist
 
-from runner.base.world import World
+from runner.distributed.world import World
 
 
 def new_groups(groups: Sequence[Sequence[int]], timeout_s: float) -> Any:

@@ -15,8 +15,8 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.errors import TaskFault
-from runner.base.world import World
 from runner.distributed.parallel import dense_gradient
+from runner.distributed.world import World
 
 SMALL_BYTES = 64 << 10  # up to this size, gradients are sent with the other sums: a second message takes longer
 BUCKET_BYTES = 25 << 20  # as in DistributedDataParallel: large enough for bandwidth, small enough to overlap

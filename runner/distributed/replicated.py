@@ -17,12 +17,12 @@ from torch import Tensor, nn
 from runner.base.batch import MicroBatch
 from runner.base.order import MicroBatchKey
 from runner.base.task import State
-from runner.base.world import World
 from runner.distributed.agreement import broadcast_model, merge_states
 from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.dummy_pass import run_dummy_pass
 from runner.distributed.parallel import Copy, Discarded, ForwardPasses, Parallel, Sums, copy_to_host
 from runner.distributed.reducer import BUCKET_BYTES, CustomSum, Reducer
+from runner.distributed.world import World
 
 
 class Replicated(Parallel):

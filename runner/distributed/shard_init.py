@@ -11,8 +11,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from runner.base.optimizer_state import first_local_row
 from runner.distributed.deferred_init import DeferredInit, TensorRef
+from runner.tensors.optimizer_state import first_local_row
 
 
 @dataclass(frozen=True)

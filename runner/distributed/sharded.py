@@ -25,12 +25,9 @@ from torch.distributed.tensor import DTensor, Replicate
 
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import ConfigError, Problem, TaskFault
-from runner.base.optimizer_state import copy_values, is_split_by_rows
 from runner.base.order import MicroBatchKey
-from runner.base.stored_tensor import Saved
 from runner.base.task import State, Sum
 from runner.base.text import abbreviate
-from runner.base.world import World
 from runner.distributed.agreement import broadcast_model, merge_states
 from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.dummy_pass import without_side_effects
@@ -38,6 +35,9 @@ from runner.distributed.join import TIMEOUT_S
 from runner.distributed.parallel import Copy, ForwardPasses, ModelInit, Parallel, Sums, copy_to_host
 from runner.distributed.rank_grid import split_ranks
 from runner.distributed.shared_calls import SharedCalls, parts_of
+from runner.distributed.world import World
+from runner.tensors.optimizer_state import copy_values, is_split_by_rows
+from runner.tensors.stored_tensor import Saved
 
 CommunicationDtype = Literal["float32", "bfloat16", "float16"]
 

@@ -20,7 +20,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from runner.base.errors import TaskFault
-from runner.base.world import World
+from runner.distributed.world import World
 
 
 def parts_of(root: nn.Module) -> list[FSDPModule]:

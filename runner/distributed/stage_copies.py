@@ -7,9 +7,9 @@ from contextlib import AbstractContextManager, nullcontext
 
 from torch import Tensor, nn
 
-from runner.base.world import World
 from runner.distributed.buffer_sync import BufferSync
 from runner.distributed.reducer import BUCKET_BYTES, Reducer
+from runner.distributed.world import World
 
 
 class StageCopies:

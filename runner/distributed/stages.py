@@ -15,12 +15,12 @@ from torch.distributed.pipelining import PipelineStage
 from runner.base import noise
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import RankLost, TaskFault
-from runner.base.global_rng import seed_everything
 from runner.base.stopwatch import Stopwatch
-from runner.base.world import World
 from runner.distributed import p2p_messages
 from runner.distributed.agreement import format_error_line
 from runner.distributed.parallel import ForwardPasses
+from runner.distributed.world import World
+from runner.tensors.global_rng import seed_everything
 
 
 class Call(NamedTuple):

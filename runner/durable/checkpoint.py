@@ -26,7 +26,7 @@ from runner.durable.run_identity import RunIdentity, manifest_uid
 if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
     from torch import Tensor
 
-    from runner.base.stored_tensor import StoredTensor
+    from runner.tensors.stored_tensor import StoredTensor
 
 FORMAT_VERSION = 1
 FORMAT_OF_PARTS = 2  # written by several ranks; earlier versions of accel-run would not find its tensors

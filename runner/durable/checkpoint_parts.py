@@ -31,7 +31,7 @@ from runner.durable.safetensors_header import InvalidFormat
 if TYPE_CHECKING:  # `status` verifies checkpoints without importing torch
     from torch import Tensor
 
-    from runner.base.stored_tensor import StoredTensor
+    from runner.tensors.stored_tensor import StoredTensor
 
 Entry = dict[str, Any]  # name, size and sha256 of a file
 

@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import DataError
-from runner.base.stored_tensor import StoredTensor
 from runner.durable import files
 from runner.durable.safetensors_header import InvalidFormat, invalid_header, read_header, read_into
 from runner.durable.tensors import DTYPES, view_bytes
+from runner.tensors.stored_tensor import StoredTensor
 
 
 def open_tensors(path: Path) -> dict[str, StoredTensor]:

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from runner.base.accelerator import get_accelerator, page_unlock
-from runner.base.stored_tensor import StoredTensor
+from runner.tensors.stored_tensor import StoredTensor
 
 Value = TypeVar("Value", bound=Tensor | StoredTensor)
 

@@ -1,1 +1,1 @@
-"""Set up a run, execute its phases, run the training loop and call hooks."""
+"""Train: set up a run, execute its phases, and call hooks between updates."""

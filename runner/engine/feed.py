@@ -6,8 +6,8 @@ from collections.abc import Iterator
 
 from runner.base import noise
 from runner.base.batch import MicroBatch, ShardMark, first_shape
-from runner.engine.loop import Position
-from runner.engine.watchdog import DATA, UPDATE, ProgressMark
+from runner.engine.process.watchdog import DATA, UPDATE, ProgressMark
+from runner.engine.update.loop import Position
 
 
 class Feed:

@@ -5,17 +5,17 @@ from __future__ import annotations
 import threading
 import time
 
-from runner.base.world import World
 from runner.config.option_table import call_option
+from runner.distributed.world import World
 from runner.durable.checkpoint import newest_name
 from runner.durable.directory import RunDirectory
 from runner.durable.mirror import Mirror, fetch_checkpoints
 from runner.durable.mirror_store import MirrorError, MirrorStore
 from runner.durable.mirror_thread import MirrorThread
+from runner.engine.checkpoints.save_policy import CHECKPOINTS, SavePolicy
+from runner.engine.process.run_screen import Screen
+from runner.engine.process.watchdog import END, START, ProgressMark
 from runner.engine.run import TrainingRun
-from runner.engine.run_screen import Screen
-from runner.engine.save_policy import CHECKPOINTS, SavePolicy
-from runner.engine.watchdog import END, START, ProgressMark
 from runner.plan.run_plan import Plan
 
 

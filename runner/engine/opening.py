@@ -14,25 +14,25 @@ import torch
 
 from runner.base.errors import AccelRunError
 from runner.base.json_values import to_json
-from runner.base.world import World
 from runner.config.configuration import compose
 from runner.config.option_table import call_option
 from runner.config.request import Request, override_key
+from runner.distributed.world import World
 from runner.durable.checkpoint import LoadedCheckpoint, load
 from runner.durable.directory import RunDirectory
 from runner.durable.files import AppendLog
 from runner.durable.signals import StopRequest
-from runner.engine.adapter import make_adapter
-from runner.engine.assemble import assemble
-from runner.engine.attempt import RunAttempt, UnrecordedAttempt
-from runner.engine.checkpoint_state import check_state
-from runner.engine.job import Job, choose_run_name
-from runner.engine.meter import UpdateClock
+from runner.engine.checkpoints.checkpoint_state import check_state
+from runner.engine.checkpoints.resumption import find_resume_point
+from runner.engine.contract.adapter import make_adapter
+from runner.engine.evaluation.meter import UpdateClock
+from runner.engine.parts.assemble import assemble
+from runner.engine.parts.weights import load_initial_weights
 from runner.engine.phase import Phase
-from runner.engine.resumption import find_resume_point
+from runner.engine.process.attempt import RunAttempt, UnrecordedAttempt
+from runner.engine.process.job import Job, choose_run_name
+from runner.engine.process.run_screen import Screen, warnings_on
 from runner.engine.run import Observers, Provenance, Tally, TrainingRun, silent_observers
-from runner.engine.run_screen import Screen, warnings_on
-from runner.engine.weights import load_initial_weights
 from runner.host.other_load import OtherLoad
 from runner.host.run_queue import process_tree_cpu_s
 from runner.monitor.monitor_thread import MONITORS, NoMonitor, monitored_gpus

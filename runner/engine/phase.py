@@ -12,17 +12,14 @@ from runner.axes.precision import NotFinite
 from runner.base import noise
 from runner.base.batch import MicroBatch
 from runner.base.errors import AccelRunError
-from runner.base.global_rng import restore_random_state, seed_everything
 from runner.base.order import rank_seed
 from runner.base.task import Progress
-from runner.base.world import World
+from runner.distributed.world import World
 from runner.durable import checkpoint as checkpoints
 from runner.durable.checkpoint import LoadedCheckpoint
-from runner.engine.balance import make_shares
-from runner.engine.checkpoint_state import convert_state_errors
-from runner.engine.error_diagnosis import explain
+from runner.engine.checkpoints.checkpoint_state import convert_state_errors
+from runner.engine.contract.error_diagnosis import explain
 from runner.engine.feed import Feed
-from runner.engine.frozen_base import load_weights
 from runner.engine.hooks import HOOKS
 from runner.engine.hooks.checkpointing import Checkpointing, hook_state
 from runner.engine.hooks.custom import build_hooks
@@ -30,14 +27,17 @@ from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.hooks.stream_position import StreamPosition
-from runner.engine.loop import Position, StepInfo
-from runner.engine.objective_phase import make_phase_kind
+from runner.engine.parts.frozen_base import load_weights
+from runner.engine.parts.objective_phase import make_phase_kind
+from runner.engine.parts.train_order import make_order
+from runner.engine.process.watchdog import EVALUATION, FINISH, SUMMARY, UPDATE
 from runner.engine.run import TrainingRun
-from runner.engine.train_order import make_order
-from runner.engine.watchdog import EVALUATION, FINISH, SUMMARY, UPDATE
+from runner.engine.update.balance import make_shares
+from runner.engine.update.loop import Position, StepInfo
 from runner.loading.loaders import Loader
 from runner.plan.run_plan import PhasePlan
 from runner.records.phase_record import PhaseRecord, SampleCounts
+from runner.tensors.global_rng import restore_random_state, seed_everything
 
 
 class Phase(PhaseView):

@@ -16,14 +16,14 @@ from runner.durable.files import AppendLog
 from runner.durable.mirror_thread import NoMirror
 from runner.durable.signals import StopRequest
 from runner.durable.tensors import HostBuffer
-from runner.engine.assemble import Parts
-from runner.engine.contract_checks import validate_numbers
-from runner.engine.meter import Row, TimedUpdate, UpdateClock
-from runner.engine.run_screen import Screen
-from runner.engine.save_policy import SaveCost
-from runner.engine.task_loading import task_errors
-from runner.engine.training_identity import Hashes
-from runner.engine.watchdog import ProgressMark
+from runner.engine.checkpoints.save_policy import SaveCost
+from runner.engine.contract.contract_checks import validate_numbers
+from runner.engine.contract.task_loading import task_errors
+from runner.engine.evaluation.meter import Row, TimedUpdate, UpdateClock
+from runner.engine.parts.assemble import Parts
+from runner.engine.process.run_screen import Screen
+from runner.engine.process.watchdog import ProgressMark
+from runner.engine.sources.training_identity import Hashes
 from runner.host.other_load import OtherLoad
 from runner.monitor.monitor_thread import NoMonitor
 from runner.plan.run_plan import Plan

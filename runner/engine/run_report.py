@@ -25,11 +25,11 @@ from runner.console.run_summary import (
     format_start,
 )
 from runner.durable.checkpoint import LoadedCheckpoint
-from runner.engine.assemble import Parts, find_odd_sizes
 from runner.engine.mirroring import checkpoint_policy
-from runner.engine.objectives import parse_objectives
+from runner.engine.parts.assemble import Parts, find_odd_sizes
+from runner.engine.process.run_screen import Screen
 from runner.engine.run import Outcome, TrainingRun
-from runner.engine.run_screen import Screen
+from runner.engine.update.objectives import parse_objectives
 from runner.plan.inventory import Inventory
 from runner.plan.prediction_text import summarize_memory
 from runner.plan.run_plan import Plan, format_rank_table

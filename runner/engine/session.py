@@ -10,20 +10,20 @@ from pathlib import Path
 
 from runner.base.errors import AccelRunError, IncompatibleResume, MissingPackage, find_system_limit
 from runner.base.text import error_line
-from runner.base.world import World
 from runner.config.options import task_source
 from runner.config.phases import INFERENCE
+from runner.distributed.world import World
 from runner.durable.directory import RunDirectory
-from runner.engine.attempt import RunAttempt, read_start_files, require_single_writer
-from runner.engine.error_diagnosis import explain, make_task_fault
-from runner.engine.job import Job, SessionEnd
+from runner.engine.contract.error_diagnosis import explain, make_task_fault
+from runner.engine.contract.task_loading import check_packages
 from runner.engine.mirroring import download_checkpoints, finish_mirroring, start_mirroring, wait_for_download
 from runner.engine.opening import open_first_rank, open_other_rank
+from runner.engine.process.attempt import RunAttempt, read_start_files, require_single_writer
+from runner.engine.process.job import Job, SessionEnd
+from runner.engine.process.run_screen import Screen, warnings_on
+from runner.engine.process.watchdog import END, HangTraces, run_watchdog
 from runner.engine.run_report import collect_evidence, report_end, report_start
-from runner.engine.run_screen import Screen, warnings_on
-from runner.engine.task_loading import check_packages
 from runner.engine.training import train
-from runner.engine.watchdog import END, HangTraces, run_watchdog
 from runner.plan.run_plan import Plan
 from runner.records.evidence import choose_evidence
 from runner.records.run_record import RunResult

@@ -7,16 +7,16 @@ from collections.abc import Iterable
 from runner.base.errors import AccelRunError, TaskFault
 from runner.config.schema import did_you_mean
 from runner.durable.checkpoint import LoadedCheckpoint
-from runner.engine.checkpoint_state import convert_state_errors
-from runner.engine.error_diagnosis import explain
-from runner.engine.frozen_base import load_weights
+from runner.engine.checkpoints.checkpoint_state import convert_state_errors
+from runner.engine.checkpoints.resumption import is_resumed, phases_to_run
+from runner.engine.contract.error_diagnosis import explain
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.metrics import Metrics
+from runner.engine.parts.frozen_base import load_weights
+from runner.engine.parts.phase_kinds import check_parameters
 from runner.engine.phase import Phase, restore_rank_random_state
-from runner.engine.phase_kinds import check_parameters
-from runner.engine.resumption import is_resumed, phases_to_run
 from runner.engine.run import Outcome, RunProgress, TrainingRun
-from runner.engine.training_identity import changed_files, fingerprint_code
+from runner.engine.sources.training_identity import changed_files, fingerprint_code
 from runner.plan.run_plan import PhasePlan
 from runner.records.phase_record import PhaseRecord
 

@@ -11,7 +11,7 @@ from runner.base.errors import AccelRunError, ConfigError, TaskFault
 from runner.base.text import first_line
 from runner.config.configuration import Configuration
 from runner.config.options import task_source
-from runner.engine.task_loading import task_errors
+from runner.engine.contract.task_loading import task_errors
 from runner.forecast.memory_forecast import Forecast, min_batch_size
 from runner.plan.cuda_allocator import AllocatorSettings
 from runner.plan.inventory import Inventory

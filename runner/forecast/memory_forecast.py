@@ -15,15 +15,13 @@ from torch import nn
 
 from runner.axes.memory import recompute_blocks
 from runner.axes.optimizer import build_optimizer, is_under
-from runner.base.division import Batch
 from runner.base.errors import AccelRunError, TaskFault
-from runner.base.optimizer_state import expected_state_bytes
 from runner.base.text import first_line
 from runner.config.configuration import Choice, Configuration
 from runner.config.options import task_source
-from runner.engine.assemble import Parts, assemble
-from runner.engine.coupled import is_coupled
-from runner.engine.error_diagnosis import make_task_fault
+from runner.engine.contract.error_diagnosis import make_task_fault
+from runner.engine.parts.assemble import Parts, assemble
+from runner.engine.update.coupled import is_coupled
 from runner.forecast.cuda_autocast import CudaAutocastMode
 from runner.forecast.fake_mode import AllocationRecorder, FakeRun
 from runner.forecast.phase_tracer import NUM_UPDATES, PhaseTracer, keeps_average, measure_model
@@ -33,6 +31,8 @@ from runner.plan.memory_fit import tensor_capacity
 from runner.plan.memory_trace import Blocks, Bytes, ComputeCost, Layer, ModelSizes, Traced, choose_recomputed_blocks
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import PhasePlan, Plan
+from runner.tensors.optimizer_state import expected_state_bytes
+from runner.workload.division import Batch
 
 Result = TypeVar("Result")
 NUM_MEASURED = 2  # samples of a real run if a task cannot be traced

@@ -11,20 +11,18 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import _disable_current_modes
 
 from runner.base.batch import MicroBatch, map_tensors
-from runner.base.fetcher import Fetcher
 from runner.base.noise import without_samples
-from runner.base.optimizer_state import state_tensors
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Progress
 from runner.base.text import format_bytes
 from runner.distributed.parallel import ForwardPasses, Parallel, Sums
 from runner.distributed.reducer import bucket_sizes
-from runner.engine.assemble import Parts
-from runner.engine.coupled import is_coupled
-from runner.engine.loop import Position, train_updates
-from runner.engine.objective_phase import make_phase_kind
-from runner.engine.phase_kinds import GradientPhase
-from runner.engine.train_order import make_order
+from runner.engine.parts.assemble import Parts
+from runner.engine.parts.objective_phase import make_phase_kind
+from runner.engine.parts.phase_kinds import GradientPhase
+from runner.engine.parts.train_order import make_order
+from runner.engine.update.coupled import is_coupled
+from runner.engine.update.loop import Position, train_updates
 from runner.forecast.fake_mode import (
     CONVOLUTIONS,
     AllocationRecorder,
@@ -33,8 +31,10 @@ from runner.forecast.fake_mode import (
     StorageBlock,
     record_layers,
 )
+from runner.loading.fetcher import Fetcher
 from runner.plan.memory_trace import Bytes, Event, Layer, ModelSizes, Traced
 from runner.plan.run_plan import PhasePlan, Plan
+from runner.tensors.optimizer_state import state_tensors
 
 GROWING_KINDS = ("activations", "temporary", "statistics")  # of tensors that an update creates
 MIN_GROWTH_BYTES = 1024  # less may be losses and norms

@@ -15,9 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from runner.base import partition
 from runner.base.batch import map_tensors
-from runner.base.division import Batch
 from runner.config.configuration import Choice
 from runner.distributed.join import simulated_world
 from runner.distributed.layer_costs import LayerCost, detach_inputs, estimate_costs, measure_saved_bytes
@@ -30,16 +28,18 @@ from runner.distributed.layer_placement import (
 )
 from runner.distributed.pipelined import Pipelined, model_not_called_error
 from runner.distributed.stages import Call, ModelCalled, Shapes
-from runner.engine.assemble import assemble
-from runner.engine.contract_checks import validate_modules
-from runner.engine.task_loading import task_errors
-from runner.engine.train_order import make_order
+from runner.engine.contract.contract_checks import validate_modules
+from runner.engine.contract.task_loading import task_errors
+from runner.engine.parts.assemble import assemble
+from runner.engine.parts.train_order import make_order
 from runner.forecast.cuda_autocast import CudaAutocastMode
 from runner.forecast.fake_mode import AllocationRecorder, FakeRun
 from runner.forecast.memory_forecast import plan_for_host
 from runner.forecast.phase_tracer import NUM_UPDATES, PhaseTracer
 from runner.plan.memory_trace import ComputeCost, Traced
 from runner.plan.run_plan import PhasePlan, Plan
+from runner.workload import partition
+from runner.workload.division import Batch
 
 UNKNOWN_DEVICE_BYTES = 2**50  # assumed bytes of a device of unknown size
 

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.noise import without_samples
 from runner.base.task import Progress
-from runner.engine.assemble import Parts
-from runner.engine.loop import Position
-from runner.engine.phase_kinds import StatisticsPhase
+from runner.engine.parts.assemble import Parts
+from runner.engine.parts.phase_kinds import StatisticsPhase
+from runner.engine.update.loop import Position
 from runner.forecast.cuda_autocast import GpuAutocastMode
 from runner.forecast.fake_mode import FakeRun, record_layers
 from runner.forecast.phase_tracer import NUM_UPDATES, PhaseTracer, find_peak

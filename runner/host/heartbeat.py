@@ -18,7 +18,7 @@ class Heartbeat:
     waited_s  seconds without progress
     limit_s   timeout in seconds
     is_waiting it is waiting for other ranks in a collective
-    kind      current operation, a constant of runner.engine.watchdog
+    kind      current operation, a constant of runner.engine.process.watchdog
     is_first  it is the first operation of its kind in this phase
     """
 

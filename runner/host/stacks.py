@@ -154,8 +154,10 @@ def _shorten_path(file: str) -> str:
 
 _FILE_PREFIX = "stacks-"
 _FRAME = re.compile(r'^  File "(.*)", line (\d+) in (.*)$', re.MULTILINE)
-_COLLECTIVES = tuple(str(PACKAGE / name) for name in ("distributed/", "base/world.py", "engine/hooks/rank_sync.py"))
-_DEVICE_WAITS = tuple(str(PACKAGE / name) for name in ("axes/precision.py", "base/async_copy.py"))
+_COLLECTIVES = tuple(
+    str(PACKAGE / name) for name in ("distributed/", "distributed/world.py", "engine/hooks/rank_sync.py")
+)
+_DEVICE_WAITS = tuple(str(PACKAGE / name) for name in ("axes/precision.py", "tensors/async_copy.py"))
 _DEBUGGERS = {"pdb.py", "bdb.py", "ipdb.py", "pudb.py"}
 _FOLDERS = {sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")}
 _LIBRARIES = (f"{PACKAGE}/", *(f"{folder}/" for folder in _FOLDERS))

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import AccelRunError, Hang
-from runner.engine.watchdog import MIN_TIMEOUT_S, WORKER, format_hang, hang_error
+from runner.engine.process.watchdog import MIN_TIMEOUT_S, WORKER, format_hang, hang_error
 from runner.host import stacks
 from runner.host.heartbeat import Heartbeat, HeartbeatTable
 from runner.host.process_tree import descendants_of, process_state

@@ -17,10 +17,10 @@ import torch
 from runner.base.errors import ConfigError, Exit, Problem, SharedConfigError
 from runner.base.json_converter import decode_valid, encode
 from runner.base.rank_env import RankInfo, detect_rank
-from runner.base.world import World
 from runner.config.configuration import Configuration, to_yaml
 from runner.config.options import task_source
 from runner.distributed.join import join_process_group
+from runner.distributed.world import World
 from runner.host.scratch import private_folder
 from runner.launch.local import run_ranks, to_error
 from runner.launch.traced_demand import trace_memory_needs

@@ -22,7 +22,7 @@ from runner.base.errors import ConfigError, Exit, Problem, RankLost, SystemLimit
 from runner.base.packages import require
 from runner.config.configuration import Configuration
 from runner.durable.signals import StopRequest
-from runner.engine.job import choose_run_name
+from runner.engine.process.job import choose_run_name
 from runner.host.parent_death import child_command
 from runner.records.events import Console
 

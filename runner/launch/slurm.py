@@ -19,7 +19,7 @@ from runner.base.packages import require
 from runner.base.rank_env import detect_rank
 from runner.config.configuration import Configuration
 from runner.durable.files import make_directory
-from runner.engine.job import choose_run_name
+from runner.engine.process.job import choose_run_name
 from runner.launch.job_queue import EXIT_CODE_SUFFIX, JOB_FOLDER
 from runner.records.events import Console
 from runner.trackers.tracker import SINGLE_RUN_VARIABLES

@@ -12,7 +12,7 @@ from runner.config.configuration import compose
 from runner.config.phases import INFERENCE
 from runner.config.request import Request, merge_overrides, override_key
 from runner.durable.weight_source import check_start
-from runner.engine.job import choose_run_name
+from runner.engine.process.job import choose_run_name
 from runner.host.other_load import OtherLoad, choose_wait_policy
 from runner.host.output import nonblocking_streams
 from runner.launch.launcher import submit

@@ -10,18 +10,18 @@ import torch
 
 from runner.base.errors import ConfigError, Exit, SharedConfigError
 from runner.base.rank_env import detect_rank
-from runner.base.world import World
 from runner.config.configuration import Configuration
 from runner.config.request import Request
-from runner.engine.infer import infer as infer_here
-from runner.engine.trained_evaluation import evaluate_run
-from runner.engine.trained_run import ModelSource, find_source
+from runner.distributed.world import World
 from runner.host.output import nonblocking_streams
 from runner.launch.on_ranks import run_on_ranks
 from runner.plan.inventory import take_inventory
 from runner.plan.planner import make_plan, plan_this_process
 from runner.plan.run_plan import Plan
 from runner.records.events import Console, Level, terminal_log_level
+from runner.trained.infer import infer as infer_here
+from runner.trained.trained_evaluation import evaluate_run
+from runner.trained.trained_run import ModelSource, find_source
 
 
 @nonblocking_streams()

@@ -23,11 +23,11 @@ from runner.config.request import Request
 from runner.durable.checkpoint import newest_valid
 from runner.durable.record_files import read_record
 from runner.durable.weight_source import find_weights
-from runner.engine.attempt import record_failure
-from runner.engine.job import Job, SessionEnd
-from runner.engine.oom_history import num_restarts
+from runner.engine.checkpoints.oom_history import num_restarts
+from runner.engine.parts.weights import check_names
+from runner.engine.process.attempt import record_failure
+from runner.engine.process.job import Job, SessionEnd
 from runner.engine.session import run_rank
-from runner.engine.weights import check_names
 from runner.host.scratch import private_folder
 from runner.launch.local import RankNotice, run_ranks, to_error
 from runner.launch.on_ranks import import_before_fork, join_as_member, prepare_inventory, run_as_rank

@@ -1,1 +1,1 @@
-"""Data loaders: synchronous, in a thread or in worker processes, and the measurement that chooses one."""
+"""Data loaders: in this process, in a thread or in worker processes; the choice among them, and a cache of samples."""

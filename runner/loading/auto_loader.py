@@ -7,8 +7,8 @@ from collections.abc import Iterator
 from itertools import chain, islice
 
 from runner.base.batch import MicroBatch
-from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
+from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Keys, Loader, WorkerLoader
 
 

@@ -25,7 +25,6 @@ from torch.utils.data._utils import signal_handling
 
 from runner.base.batch import MicroBatch, map_tensors
 from runner.base.errors import AccelRunError, Exit
-from runner.base.fetcher import Fetcher
 from runner.base.oom_errors import find_oom_cause
 from runner.base.order import MicroBatchKey
 from runner.base.text import RemoteError, describe_exception
@@ -37,6 +36,7 @@ from runner.host.loader_processes import (
     stop_signals_blocked,
     worker_context,
 )
+from runner.loading.fetcher import Fetcher
 
 Keys = Iterable[MicroBatchKey]
 

@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from functools import reduce
 from typing import Any
 
-from runner.base.partition import max_in_flight
 from runner.base.text import format_bytes
 from runner.config.configuration import Choice
 from runner.plan.cuda_allocator import AllocatorSettings, replay
 from runner.plan.memory_trace import Bytes, ComputeCost, Layer, ModelSizes, Traced
 from runner.plan.rank_devices import RankDevice
+from runner.workload.partition import max_in_flight
 
 GIB = 2**30
 PART_NAMES = tuple(part.name for part in dataclasses.fields(Bytes))

@@ -11,7 +11,6 @@ import os
 from collections.abc import Sequence
 from typing import Literal
 
-from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Problem
 from runner.base.shares import equal_shares
 from runner.base.text import format_bytes
@@ -35,6 +34,7 @@ from runner.plan.planning_rules import RULES, optimizer_kernel, why_no_fsdp
 from runner.plan.rank_devices import RankDevice, assign_gpus, split_shares
 from runner.plan.run_plan import PhasePlan, Plan, rank_part
 from runner.plan.strategy import choose_strategy
+from runner.workload.division import Batch, divide
 
 
 def make_plan(

@@ -6,7 +6,6 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from runner.base.division import Batch
 from runner.base.text import format_bytes, format_rate, format_table
 from runner.plan.cuda_allocator import AllocatorSettings
 from runner.plan.memory_fit import (
@@ -19,6 +18,7 @@ from runner.plan.memory_fit import (
 )
 from runner.plan.run_plan import PhasePlan, Plan, rank_part
 from runner.plan.update_time import DeviceRates, format_seconds, predict_phase_time
+from runner.workload.division import Batch
 
 MAX_COLUMNS = 5  # kinds of ranks side by side
 MAX_SAMPLES = 1_000_000  # upper limit of the search

@@ -8,7 +8,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from runner.base.division import Batch
 from runner.base.json_converter import decode_valid, encode
 from runner.base.shares import format_lines, rank_shares
 from runner.config.configuration import Choice, PhaseSettings
@@ -18,6 +17,7 @@ from runner.config.phases import PHASE_GROUPS
 from runner.config.settings import Settings
 from runner.plan.memory_fit import RankMemory, RankPart
 from runner.plan.rank_devices import RankDevice
+from runner.workload.division import Batch
 
 
 @dataclass(frozen=True)

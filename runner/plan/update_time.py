@@ -7,7 +7,7 @@ accesses. Bytes are counted per operator, without caches. Compiled code fuses th
 **Communication** is a ring over the slowest link between the ranks. What overlaps with computation is not added:
 `ddp` reduces buckets during the last backward pass, `fsdp` gathers a block while the previous one computes.
 
-**Bubble**: the idle time of `pipeline` comes from the simulation of its schedule (runner/base/partition.py).
+**Bubble**: the idle time of `pipeline` comes from the simulation of its schedule (runner/workload/partition.py).
 
 docs/update-time.md compares predictions with published measurements and lists what was calibrated with which of them.
 """
@@ -18,11 +18,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from runner.base import partition
 from runner.base.text import format_bytes
 from runner.plan.memory_fit import Demand
 from runner.plan.memory_trace import ComputeCost, ModelSizes
 from runner.plan.run_plan import PhasePlan, Plan
+from runner.workload import partition
 
 # Fraction of the peak rate that matrix products reach, by compute capability, in 16-bit formats and in fp32. Calibrated
 # with rows of docs/update-time.md. Other devices and formats: half (Chowdhery et al., PaLM, 2022, table 3: 46 %;

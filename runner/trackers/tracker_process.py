@@ -103,7 +103,7 @@ class Wandb:
 
 
 def wandb_value(value: Any) -> Any:
-    """Return what wandb logs for a value of a row; runner/engine/media.py encodes images and histograms."""
+    """Return what wandb logs for a value of a row; runner/engine/evaluation/media.py encodes images and histograms."""
     import wandb  # noqa: TID251 - as above
 
     if not isinstance(value, dict):

@@ -30,7 +30,7 @@ import torch
 
 from runner.base.rank_env import RankInfo
 from runner.base.stopwatch import PARTS
-from runner.base.world import World
+from runner.distributed.world import World
 from runner.durable.checkpoint import Snapshot, checkpoint_path, load, save, save_part
 from runner.durable.checkpoint_parts import CheckpointPart
 from runner.engine.hooks.hook import Wants

@@ -30,10 +30,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
 from runner.base.sample_rng import NoStreams, global_generators
 from runner.base.task import Task
+from runner.loading.fetcher import Fetcher
 
 SAMPLES, BATCH = 4096, 32
 

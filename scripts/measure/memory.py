@@ -28,21 +28,21 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 
 from runner.base.batch import MicroBatch, map_tensors
-from runner.base.division import Batch
 from runner.base.errors import AccelRunError
 from runner.base.order import Order
 from runner.base.task import Progress
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
-from runner.engine.assemble import Parts, assemble
-from runner.engine.loop import Position
-from runner.engine.objective_phase import make_phase_kind
+from runner.engine.parts.assemble import Parts, assemble
+from runner.engine.parts.objective_phase import make_phase_kind
+from runner.engine.update.loop import Position
 from runner.forecast.memory_forecast import forecast
 from runner.host.subprocesses import run_in_subprocess
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.memory_trace import Traced
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import PhasePlan
+from runner.workload.division import Batch
 
 HERE = Inventory((), Cpu("this processor", os.cpu_count() or 1, os.cpu_count() or 1, 0))
 TASKS = ("gpt", "nmt", "cape", "dynamo", "hyperspectral", "tractodiff")

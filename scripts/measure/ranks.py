@@ -174,7 +174,7 @@ def settled(world: Any, shares: str, updates: int, **options: Any) -> dict[str, 
 
 def optimum_ms(lines: list[list[float]]) -> float:
     """Return the minimum milliseconds per update for the fitted lines, without communication."""
-    from runner.base.share_solver import RankTiming, fastest_shares, slowest_seconds
+    from runner.workload.share_solver import RankTiming, fastest_shares, slowest_seconds
 
     known = [RankTiming(*line) for line in lines]
     return 1e3 * slowest_seconds(known, fastest_shares(BATCH, known))

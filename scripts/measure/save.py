@@ -77,7 +77,7 @@ def saving_of(phase: Any) -> Any:
 
 def state_of(phase: Any) -> list[torch.Tensor]:
     """Return the tensors that a save copies, where training has them."""
-    from runner.base.optimizer_state import export_state
+    from runner.tensors.optimizer_state import export_state
 
     return [*phase.run.parts.bare.state_dict().values(), *export_state(phase.work.training.optimizer)[0].values()]
 
@@ -191,7 +191,7 @@ def main() -> int:
     parser.add_argument("--folder", default=None, help="on the disk to be measured; default: the temporary folder")
     arguments = parser.parse_args()
     torch.set_num_threads(arguments.threads)
-    from runner.engine.save_policy import MAX_OVERHEAD, MIN_INTERVAL_S
+    from runner.engine.checkpoints.save_policy import MAX_OVERHEAD, MIN_INTERVAL_S
 
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=arguments.folder)))

@@ -42,11 +42,11 @@ from runner.base.order import Order
 from runner.base.task import Progress
 from runner.config.request import Request, merge_overrides
 from runner.durable.directory import RunDirectory
-from runner.engine.infer import PredictionWriter, iterate_predictions, time_calls
 from runner.engine.opening import open_run
 from runner.engine.phase import Phase
 from runner.engine.run import TrainingRun
 from runner.plan.run_plan import PhasePlan
+from runner.trained.infer import PredictionWriter, iterate_predictions, time_calls
 
 MAX_UPDATE, MAX_INFERENCE = 1.05, 1.1  # of the handwritten loop
 

@@ -12,7 +12,7 @@ from torch import nn
 
 from runner.axes.backend import BACKENDS, default, deterministic, fast
 from runner.base.errors import TaskFault
-from runner.base.tf32 import float32_matmul
+from runner.tensors.tf32 import float32_matmul
 
 
 def switches() -> dict[str, Any]:

@@ -23,7 +23,6 @@ from torch.utils.data import Subset, TensorDataset, default_collate
 
 from runner.axes.dataloader import DATALOADERS, cache_samples, default, thread
 from runner.base.errors import ConfigError, DataError, Exit
-from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Task
 from runner.base.text import RemoteError
@@ -32,6 +31,7 @@ from runner.config.option_table import call_option
 from runner.config.request import Request
 from runner.host.loader_processes import worker_context
 from runner.loading import auto_loader
+from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader
 from runner.plan.inventory import GIB, Cpu, Device, Inventory
 from runner.plan.planner import make_plan
@@ -45,7 +45,7 @@ PARENT = """
 import os, signal, sys
 import torch
 from runner.axes.dataloader import default
-from runner.base.fetcher import Fetcher
+from runner.loading.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
 from tests.axes.worker_data import Numbers
 

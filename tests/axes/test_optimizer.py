@@ -28,8 +28,8 @@ from runner.axes.optimizer import (
     suggest_module,
 )
 from runner.base.errors import ConfigError, IncompatibleResume, MissingPackage
-from runner.base.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 from runner.base.values import Range
+from runner.tensors.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
 from tests.operations import Operations
 from tests.rounding import allowed
 

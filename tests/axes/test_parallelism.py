@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from runner.axes.parallelism import PARALLELISMS
-from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.distributed.pipelined import Pipelined
 from runner.distributed.replicated import Replicated
 from runner.distributed.sharded import Sharded
+from runner.distributed.world import World
 
 CPU = torch.device("cpu")
 

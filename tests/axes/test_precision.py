@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from runner.axes.precision import PRECISIONS, NotFinite, Precision, ScaledHalf, bf16, fp16, fp32, tf32
 from runner.base.errors import ConfigError, Exit, NumericError, TaskFault
-from runner.base.world import World
+from runner.distributed.world import World
 
 CPU = World(torch.device("cpu"))
 

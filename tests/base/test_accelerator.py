@@ -21,8 +21,8 @@ from runner.base.accelerator import (
     torch_devices,
     widest_dtype,
 )
-from runner.base.global_rng import random_state, restore_random_state
 from runner.base.gpu_facts import Formats, amd_formats, intel_formats
+from runner.tensors.global_rng import random_state, restore_random_state
 
 CPU, GPU, APPLE, INTEL = torch.device("cpu"), torch.device("cuda", 0), torch.device("mps"), torch.device("xpu", 0)
 

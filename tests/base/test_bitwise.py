@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from runner.base.bitwise import bitwise_equal, view_bytes
+from runner.tensors.bitwise import bitwise_equal, view_bytes
 
 NUMBERS = torch.arange(12.0).view(3, 4)
 KINDS = {

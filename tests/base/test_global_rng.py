@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from runner.base.global_rng import random_state, restore_random_state, seed_everything
+from runner.tensors.global_rng import random_state, restore_random_state, seed_everything
 
 CPU = torch.device("cpu")
 DRAWS: dict[str, Callable[[], Any]] = {

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.base.module_buffers import TensorVersion, is_writable, restore_buffers
+from runner.tensors.module_buffers import TensorVersion, is_writable, restore_buffers
 
 
 class Holder(nn.Module):

@@ -13,7 +13,7 @@ from torch.optim import SGD, Adam, AdamW, Optimizer
 
 from runner.axes.optimizer import Lion
 from runner.base.errors import IncompatibleResume
-from runner.base.optimizer_state import (
+from runner.tensors.optimizer_state import (
     StepChangeDetector,
     expected_state_bytes,
     export_state,

@@ -12,9 +12,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.base import partition
 from runner.base.errors import Problem
-from runner.base.partition import Split, StageDevice, ideal_bubble, max_in_flight, orders, split
+from runner.workload import partition
+from runner.workload.partition import Split, StageDevice, ideal_bubble, max_in_flight, orders, split
 from tests.rounding import allowed
 
 GIB = 2**30

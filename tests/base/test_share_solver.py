@@ -14,7 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from runner.base.errors import Problem
-from runner.base.share_solver import (
+from runner.base.shares import split_proportionally
+from runner.workload.share_solver import (
     Decision,
     RankTiming,
     ShareSolver,
@@ -25,7 +26,6 @@ from runner.base.share_solver import (
     probe_splits,
     slowest_seconds,
 )
-from runner.base.shares import split_proportionally
 from tests.rounding import allowed
 
 lines_of_ranks = st.lists(

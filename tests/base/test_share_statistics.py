@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from runner.base.share_solver import (
+from runner.workload.share_solver import (
     MAX_BLOCKS,
     MAX_COUNTS,
     MEDIAN_ERROR,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from runner.base.stragglers import PARTS, Straggler, StragglerDetector, find_straggler
+from runner.workload.stragglers import PARTS, Straggler, StragglerDetector, find_straggler
 
 Times = list[dict[str, float]]
 

@@ -25,10 +25,10 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT)}
 SABOTAGE = """
 import functools
 import torch
-import runner.engine.meter
+import runner.engine.evaluation.meter
 from runner import Task
 
-runner.engine.meter.Meter.__call__ = functools.partial(int, "three")
+runner.engine.evaluation.meter.Meter.__call__ = functools.partial(int, "three")
 
 SETTINGS = {"updates": 3, "global_batch_size": 4}
 

@@ -208,7 +208,7 @@ def test_prefixes_of_wrappers_are_removed_from_names(server: ForkServer, tmp_pat
 
 
 def test_names_of_a_model_that_look_like_wrapper_prefixes_are_kept() -> None:
-    from runner.engine.weights import strip_prefixes
+    from runner.engine.parts.weights import strip_prefixes
 
     own = prefixed("model.", STATE)
     assert strip_prefixes(own, own.keys()) == (own, "")
@@ -219,7 +219,7 @@ def test_names_of_a_model_that_look_like_wrapper_prefixes_are_kept() -> None:
 def test_a_safetensors_file_is_never_read_as_pickle(tmp_path: Path) -> None:
     from safetensors.torch import save_file
 
-    from runner.engine.weights import read_weights
+    from runner.engine.parts.weights import read_weights
 
     firsts = set()
     for length in range(0, 1200, 8):
@@ -273,7 +273,7 @@ def test_a_folder_cannot_be_imported(server: ForkServer, tmp_path: Path, word: s
 
 def test_the_imported_file_is_complete_or_absent(tmp_path: Path) -> None:
     from runner.base.errors import CannotCreate
-    from runner.engine.pickle_import import publish
+    from runner.trained.pickle_import import publish
 
     (tmp_path / "half").write_bytes(b"new")
     (tmp_path / "taken").write_bytes(b"mine")

@@ -17,7 +17,7 @@ import pytest
 
 from runner.cli import main
 from runner.durable.directory import RunDirectory
-from runner.engine.run_screen import Screen
+from runner.engine.process.run_screen import Screen
 from runner.monitor import machine_display
 from runner.monitor.alerts import Alert
 from runner.monitor.machine_screen import View

@@ -18,7 +18,7 @@ from runner.cli import main
 from runner.commands.arguments import parse_run_request
 from runner.config.request import Request
 from runner.durable.run_state import derive_state
-from runner.engine.repro_script import script
+from runner.engine.process.repro_script import script
 from runner.records.run_record import RunRecord
 
 

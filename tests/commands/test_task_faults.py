@@ -303,17 +303,17 @@ def test_a_task_without_validation_data_is_trained(server: ForkServer, tmp_path:
 
 def test_an_internal_error_is_not_blamed_on_a_task_in_the_call_stack() -> None:
     """If the task is in the root of a checkout, the runner and perhaps a virtual environment are below its folder."""
-    from runner.engine.error_diagnosis import is_task_file
+    from runner.engine.contract.error_diagnosis import is_task_file
 
     root = Path(__file__).parents[2]
     task = root / "my_task.py"
     assert is_task_file(str(task), task)
     assert is_task_file(str(root / "helpers" / "mine.py"), task)
-    assert not is_task_file(str(root / "runner" / "engine" / "loop.py"), task)
+    assert not is_task_file(str(root / "runner" / "engine" / "update" / "loop.py"), task)
     assert not is_task_file(str(root / ".venv" / "lib" / "site-packages" / "torch" / "nn.py"), task)
     ours = root / "tasks" / "gpt" / "task.py"
     assert is_task_file(str(root / "tasks" / "gpt" / "model.py"), ours)
-    assert not is_task_file(str(root / "runner" / "engine" / "loop.py"), ours)
+    assert not is_task_file(str(root / "runner" / "engine" / "update" / "loop.py"), ours)
 
 
 def test_a_task_whose_package_is_missing_leaves_no_run(server: ForkServer, tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ from runner.base.task import Task
 from runner.cli import main
 from runner.config.configuration import Choice, compose
 from runner.config.request import Request
-from runner.engine.objectives import parse_objectives
+from runner.engine.update.objectives import parse_objectives
 from runner.plan.planner import plan_this_process
 
 OBJECTIVES = {

@@ -6,7 +6,6 @@ import dataclasses
 import re
 from collections.abc import Callable
 
-from runner.base.division import Batch
 from runner.console.run_summary import (
     EndOfRun,
     LearnedMetrics,
@@ -17,6 +16,7 @@ from runner.console.run_summary import (
     format_end,
     format_start,
 )
+from runner.workload.division import Batch
 
 START = StartOfRun(
     run_name="gpt-20260102-030405",

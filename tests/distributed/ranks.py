@@ -23,8 +23,8 @@ from typing import Any
 import torch
 
 from runner.base.rank_env import RankInfo
-from runner.base.world import World
 from runner.distributed.join import join_process_group
+from runner.distributed.world import World
 from tests.waiting import wait_until
 
 CPU = torch.device("cpu")

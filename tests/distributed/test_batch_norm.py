@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.errors import ConfigError
-from runner.base.world import World
 from runner.distributed.batch_norm import synchronize_batch_norms
 from runner.distributed.dummy_pass import run_dummy_pass, without_side_effects
+from runner.distributed.world import World
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import PROMISED, allowed, distance, distance_of_each
 

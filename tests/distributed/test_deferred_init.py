@@ -17,12 +17,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from runner.axes.optimizer import sgd
-from runner.base.world import World
 from runner.distributed.deferred_init import DeferredInit, TensorRef
 from runner.distributed.parallel import Parallel
 from runner.distributed.pipelined import Pipelined
 from runner.distributed.shard_init import DeferredModel
 from runner.distributed.sharded import Sharded
+from runner.distributed.world import World
 from runner.plan.planning_rules import why_no_fsdp
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_sharded import ALONE, CLASSES, TOKENS, WIDTH, Run, listed, samples, token_loss

@@ -14,15 +14,15 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from runner.base.optimizer_state import export_state, import_state
-from runner.base.world import World
 from runner.distributed.parallel import Parallel
 from runner.distributed.shard_init import DeferredModel
 from runner.distributed.sharded import Sharded
+from runner.distributed.world import World
 from runner.durable.checkpoint import Snapshot, checkpoint_path, load, save, save_part
 from runner.durable.checkpoint_parts import CheckpointPart
-from runner.engine.loop import StepInfo
+from runner.engine.update.loop import StepInfo
 from runner.plan.planning_rules import why_no_fsdp
+from runner.tensors.optimizer_state import export_state, import_state
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_deferred_init import Tied, built, deferred
 from tests.distributed.test_sharded import ALONE, Run, listed, sharded

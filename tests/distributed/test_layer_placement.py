@@ -10,11 +10,11 @@ import pytest
 import torch
 from torch import nn
 
-from runner.base.world import World
 from runner.distributed import layer_placement
 from runner.distributed.layer_costs import LayerCost, estimate_costs
 from runner.distributed.layer_placement import PlacementRequest, Tie, place_layers
 from runner.distributed.rank_grid import RankGrid
+from runner.distributed.world import World
 from tests.distributed.ranks import run_ranks
 
 

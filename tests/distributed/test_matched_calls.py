@@ -8,8 +8,8 @@ import pytest
 from torch import Tensor, nn, ones
 
 from runner.base.errors import Exit
-from runner.base.world import World
 from runner.distributed.matched_calls import UnmatchedCalls, matched_calls
+from runner.distributed.world import World
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import CompletedCommand, ForkServer
 

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from runner.axes.precision import fp16
 from runner.base.batch import MicroBatch
 from runner.base.order import MicroBatchKey
-from runner.base.world import World
 from runner.distributed import reducer
 from runner.distributed.pipelined import Pipelined
-from runner.engine.loop import train_updates
+from runner.distributed.world import World
+from runner.engine.update.loop import train_updates
 from tests.distributed.ranks import run_ranks
 from tests.distributed.test_pipelined import (
     ALONE,

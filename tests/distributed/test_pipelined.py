@@ -21,14 +21,14 @@ from runner.axes.scheduler import constant
 from runner.base import noise
 from runner.base.batch import BatchSamples, MicroBatch
 from runner.base.errors import ConfigError, RankLost, TaskFault
-from runner.base.optimizer_state import export_state
 from runner.base.order import MicroBatchKey
 from runner.base.stopwatch import Lap
-from runner.base.world import World
 from runner.distributed import layer_placement
 from runner.distributed.parallel import ForwardPasses, Parallel
 from runner.distributed.pipelined import KEPT_STEPS, PLACEHOLDER, Pipelined
-from runner.engine.loop import Position, StepInfo, Training, train_updates
+from runner.distributed.world import World
+from runner.engine.update.loop import Position, StepInfo, Training, train_updates
+from runner.tensors.optimizer_state import export_state
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import ADAPTIVE, PROMISED, allowed, distance
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from runner.base.world import World
 from runner.distributed.rank_grid import split_ranks
+from runner.distributed.world import World
 from tests.distributed.ranks import run_ranks
 
 

@@ -16,12 +16,12 @@ from torch.utils.checkpoint import checkpoint
 
 from runner.base.batch import MicroBatch
 from runner.base.errors import TaskFault
-from runner.base.world import World
 from runner.config.request import Request
 from runner.distributed import reducer
 from runner.distributed.parallel import ForwardPasses
 from runner.distributed.reducer import BUCKET_BYTES, CustomSum, bucket_sizes
 from runner.distributed.replicated import Replicated
+from runner.distributed.world import World
 from runner.engine.opening import open_phase
 from tests.distributed.ranks import run_ranks
 

@@ -20,14 +20,14 @@ from runner.axes.precision import bf16, fp16, fp32
 from runner.axes.scheduler import constant
 from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, TaskFault
-from runner.base.optimizer_state import export_state, import_state
 from runner.base.order import MicroBatchKey, Order
-from runner.base.world import World
 from runner.distributed.batch_norm import synchronize_batch_norms
 from runner.distributed.parallel import ForwardPasses, Parallel
 from runner.distributed.sharded import Sharded
-from runner.engine.loop import Position, StepInfo, Training, train_updates
+from runner.distributed.world import World
+from runner.engine.update.loop import Position, StepInfo, Training, train_updates
 from runner.plan.planning_rules import why_no_fsdp
+from runner.tensors.optimizer_state import export_state, import_state
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import PROMISED, allowed, distance, distance_of_each
 

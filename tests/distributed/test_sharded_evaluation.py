@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from runner.base.errors import TaskFault
-from runner.base.world import World
 from runner.distributed.sharded import Sharded
+from runner.distributed.world import World
 from runner.plan.planning_rules import why_no_fsdp
 from tests.distributed.ranks import CPU, run_ranks
 from tests.distributed.test_sharded import Run, listed, make_model, samples

@@ -7,8 +7,8 @@ import torch
 
 from runner.base.errors import SystemLimit
 from runner.base.rank_env import RankInfo
-from runner.base.world import World
 from runner.distributed import join
+from runner.distributed.world import World
 from tests.distributed.ranks import CPU, run_ranks
 
 

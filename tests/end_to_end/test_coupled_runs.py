@@ -11,8 +11,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.base.global_rng import seed_everything
 from runner.base.order import permutation
+from runner.tensors.global_rng import seed_everything
 from tests.end_to_end.examples import EXAMPLES, ON_CPU, build, train
 from tests.forkserver import ForkServer
 from tests.rounding import PROMISED, distance

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 
 from runner.adapters.lightning import configure
-from runner.base.global_rng import seed_everything
 from runner.base.order import permutation
+from runner.tensors.global_rng import seed_everything
 from tests.end_to_end.examples import EXAMPLES, ON_CPU, module_of, train
 from tests.forkserver import ForkServer
 from tests.rounding import PROMISED, distance

@@ -13,9 +13,9 @@ from torch import Tensor, nn
 
 from runner.base import noise
 from runner.base.batch import BatchSamples
-from runner.base.global_rng import seed_everything
 from runner.base.order import permutation
 from runner.durable.checkpoint import load, newest_valid
+from runner.tensors.global_rng import seed_everything
 from tests.end_to_end.examples import EXAMPLES, ON_CPU, build, train
 from tests.forkserver import ForkServer
 from tests.rounding import PROMISED, distance

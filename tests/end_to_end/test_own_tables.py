@@ -16,7 +16,7 @@ from runner.commands.complete import candidates
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.durable.checkpoint import load, newest_valid
-from runner.engine.assemble import assemble
+from runner.engine.parts.assemble import assemble
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.planner import make_plan
 from tests.forkserver import ForkServer

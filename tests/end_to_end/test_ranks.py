@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
-from runner.base.stored_tensor import StoredTensor
 from runner.cli import main
 from runner.durable.checkpoint import load
+from runner.tensors.stored_tensor import StoredTensor
 from tests.faults.tallies import IS_LONG
 from tests.forkserver import CompletedCommand, ForkServer
 from tests.rounding import PROMISED, allowed
@@ -29,7 +29,7 @@ import os, signal, time
 import torch, torch.nn.functional as F
 from torch import nn
 from runner import Task
-from runner.engine import save_policy
+from runner.engine.checkpoints import save_policy
 from tests.waiting import until_asked_to_stop
 
 class Seen(torch.utils.data.Dataset):
@@ -465,7 +465,7 @@ def test_a_pipeline_with_a_given_split_resumes_with_fewer_stages(
 
 # A virtual clock for due checkpoints, which each update advances by a second.
 CLOCK = """
-from runner.engine import save_policy
+from runner.engine.checkpoints import save_policy
 class Clock:
     now = 1e9
     def monotonic(self): return self.now

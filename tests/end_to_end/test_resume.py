@@ -15,7 +15,7 @@ import torch
 
 from runner.durable.checkpoint import checkpoint_path, load
 from runner.durable.directory import RunDirectory
-from runner.engine import oom_history
+from runner.engine.checkpoints import oom_history
 from tests.forkserver import ForkServer
 from tests.waiting import wait_until
 

@@ -15,8 +15,8 @@ from torch import Tensor
 from runner.adapters.transformers import TransformersTask, select_loss
 from runner.axes.memory import checkpoint
 from runner.base.errors import InputMissing, TaskFault
-from runner.base.global_rng import seed_everything
 from runner.base.order import permutation
+from runner.tensors.global_rng import seed_everything
 from tests.forkserver import ForkServer
 from tests.rounding import PROMISED, distance
 

@@ -11,21 +11,21 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.errors import AccelRunError, ConfigError, IncompatibleResume
-from runner.base.global_rng import seed_everything
 from runner.base.order import permutation
 from runner.base.task import Task
-from runner.base.world import World
 from runner.config.configuration import compose
 from runner.config.request import Request
+from runner.distributed.world import World
 from runner.durable import checkpoint
-from runner.engine.adapter import lora
-from runner.engine.frozen_base import frozen_digest, load_weights
+from runner.engine.contract.adapter import lora
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.opening import open_phase
-from runner.engine.trained_run import open_trained
+from runner.engine.parts.frozen_base import frozen_digest, load_weights
 from runner.plan.planner import plan_this_process
 from runner.records.events import Console
+from runner.tensors.global_rng import seed_everything
+from runner.trained.trained_run import open_trained
 from tests.distributed.ranks import run_ranks
 from tests.engine import task_of_averages
 from tests.forkserver import ForkServer

@@ -26,7 +26,7 @@ from runner.durable.directory import RunDirectory
 from runner.durable.record_files import read_error, read_record
 from runner.durable.run_identity import generate_uid
 from runner.durable.system import System
-from runner.engine.attempt import (
+from runner.engine.process.attempt import (
     RunAttempt,
     UnrecordedAttempt,
     now,
@@ -34,7 +34,7 @@ from runner.engine.attempt import (
     record_failure,
     require_single_writer,
 )
-from runner.engine.job import Job
+from runner.engine.process.job import Job
 from runner.host.process_tree import process_identity
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.planner import make_plan
@@ -219,7 +219,7 @@ def test_the_newest_checkpoint_is_named_if_none_can_be_checked(
     def out_of_memory(*_: object) -> None:
         raise MemoryError
 
-    monkeypatch.setattr("runner.engine.attempt.newest_valid", out_of_memory)
+    monkeypatch.setattr("runner.engine.process.attempt.newest_valid", out_of_memory)
     started(run).fail(DataError("x"))
     assert error_of(run).last_checkpoint == "update-0000000003"
 

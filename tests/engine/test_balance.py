@@ -9,7 +9,7 @@ import pytest
 
 from runner.base.order import Order
 from runner.base.stopwatch import PARTS
-from runner.engine.balance import FixedShares, make_shares
+from runner.engine.update.balance import FixedShares, make_shares
 
 TOTAL = 32
 ORDER = Order(TOTAL * 400, TOTAL, 8, seed=0, shares=(16, 16))

@@ -12,9 +12,9 @@ import pytest
 
 from runner.durable.checkpoint_writer import NoWriter, SavedCheckpoint
 from runner.durable.tensors import HostBuffer
-from runner.engine import save_policy
-from runner.engine.checkpoint_saver import Saver
-from runner.engine.save_policy import SaveCost, SavePolicy, default
+from runner.engine.checkpoints import save_policy
+from runner.engine.checkpoints.checkpoint_saver import Saver
+from runner.engine.checkpoints.save_policy import SaveCost, SavePolicy, default
 
 SCREEN = cast(Any, SimpleNamespace(warn=lambda text: None, event=lambda kind, **facts: None))
 

@@ -12,7 +12,7 @@ import torch
 
 from runner.base.errors import DataError
 from runner.durable.checkpoint import LoadedCheckpoint, load, newest_valid
-from runner.engine.checkpoint_state import check_state, convert_state_errors
+from runner.engine.checkpoints.checkpoint_state import check_state, convert_state_errors
 from tests.engine.test_saving_of_runs import opened
 
 

@@ -17,15 +17,15 @@ from torch import Tensor, nn
 
 from runner.axes.precision import fp32
 from runner.base.errors import Exit, TaskFault
-from runner.base.fetcher import Fetcher
 from runner.base.task import Prediction, Task
 from runner.base.text import NOT_MEASURED
-from runner.base.world import World
-from runner.engine import infer
-from runner.engine.evaluate import BatchSizes, EvaluationResult, evaluate
+from runner.distributed.world import World
+from runner.engine.contract.task_loading import CheckedLoss
+from runner.engine.evaluation.evaluate import BatchSizes, EvaluationResult, evaluate
 from runner.engine.run import Observers
-from runner.engine.task_loading import CheckedLoss
+from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader
+from runner.trained import infer
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
 from tests.parts import parts_of

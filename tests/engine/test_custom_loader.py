@@ -18,9 +18,9 @@ from torch.utils.data import DataLoader
 
 from runner.base.batch import MicroBatch
 from runner.base.errors import AccelRunError, DataError, TaskFault
-from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
-from runner.engine.custom_loader import CustomLoader, RequestReader
+from runner.engine.sources.custom_loader import CustomLoader, RequestReader
+from runner.loading.fetcher import Fetcher
 
 KEYS = [MicroBatchKey(0, [2, 1], True, first=0), MicroBatchKey(0, [0, 3], True, first=2)]
 

@@ -23,7 +23,7 @@ from runner.base.errors import (
     TaskFault,
 )
 from runner.base.task import Task
-from runner.engine.error_diagnosis import explain, locate_definition
+from runner.engine.contract.error_diagnosis import explain, locate_definition
 
 
 def test_a_worker_that_dies_while_sending_a_batch_is_a_lost_worker() -> None:

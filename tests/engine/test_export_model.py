@@ -20,8 +20,8 @@ from runner.cli import main
 from runner.config.request import Request
 from runner.durable import files
 from runner.durable.checkpoint import checkpoint_path, load
-from runner.engine import export_model
-from runner.engine.export_model import TOLERANCE, ExportFormat, export
+from runner.trained import export_model
+from runner.trained.export_model import TOLERANCE, ExportFormat, export
 from tests.faults.recording import Quick
 
 TASK = """

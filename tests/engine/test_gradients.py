@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.engine.gradients import SharedSamples, clear, correct_and_clip
+from runner.engine.update.gradients import SharedSamples, clear, correct_and_clip
 from tests.rounding import allowed
 
 ROUNDED = allowed(torch.float64, 3 * 4 + 5 + 1, growth=3)  # a sum of this many squares, then three products

@@ -19,10 +19,10 @@ from runner.durable.checkpoint_choice import find_best_checkpoints
 from runner.durable.checkpoint_writer import CheckpointWriter
 from runner.durable.run_identity import generate_uid
 from runner.durable.tensors import HostBuffer
-from runner.engine import checkpoint_saver as saver_module
-from runner.engine import save_policy
-from runner.engine.checkpoint_saver import Saver
-from runner.engine.save_policy import MAX_OVERHEAD, SaveCost, SavePolicy, default, off
+from runner.engine.checkpoints import checkpoint_saver as saver_module
+from runner.engine.checkpoints import save_policy
+from runner.engine.checkpoints.checkpoint_saver import Saver
+from runner.engine.checkpoints.save_policy import MAX_OVERHEAD, SaveCost, SavePolicy, default, off
 from tests.engine.test_saving_of_runs import opened, saving_of
 from tests.forkserver import ForkServer
 from tests.rounding import allowed

@@ -18,14 +18,14 @@ from torch import Tensor, nn
 from runner.base import stopwatch
 from runner.base.errors import Exit, StorageError
 from runner.base.task import Prediction, Task
-from runner.base.world import World
 from runner.cli import main
+from runner.distributed.world import World
 from runner.durable import files
 from runner.durable.directory import RunDirectory
-from runner.engine import infer as module
-from runner.engine.contract_checks import validate_prediction
-from runner.engine.infer import MAX_QUEUED_FILES, PredictionSummary, PredictionWriter, time_calls
+from runner.engine.contract.contract_checks import validate_prediction
 from runner.launch import trained_ranks
+from runner.trained import infer as module
+from runner.trained.infer import MAX_QUEUED_FILES, PredictionSummary, PredictionWriter, time_calls
 from tests.faults.recording import Faults, Quick
 from tests.forkserver import ForkServer
 

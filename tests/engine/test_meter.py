@@ -14,12 +14,12 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from runner.base import stopwatch
-from runner.base.async_copy import PendingCopy
 from runner.base.stopwatch import PARTS, Stopwatch
-from runner.base.world import World
-from runner.engine import meter as module
-from runner.engine.loop import StepInfo
-from runner.engine.meter import Meter, Row, UpdateClock
+from runner.distributed.world import World
+from runner.engine.evaluation import meter as module
+from runner.engine.evaluation.meter import Meter, Row, UpdateClock
+from runner.engine.update.loop import StepInfo
+from runner.tensors.async_copy import PendingCopy
 
 CPU = World(torch.device("cpu"))
 

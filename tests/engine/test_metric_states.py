@@ -19,8 +19,8 @@ from runner import Gather
 from runner.base.batch import BatchSamples, MicroBatch
 from runner.base.errors import TaskFault
 from runner.base.task import Task
-from runner.base.world import World
-from runner.engine.metric_states import MAX_NUMBERS, MetricStates, split_positions
+from runner.distributed.world import World
+from runner.engine.evaluation.metric_states import MAX_NUMBERS, MetricStates, split_positions
 from tests.distributed.ranks import CPU, run_ranks
 
 ALONE = World(CPU)

@@ -15,8 +15,8 @@ from torch import nn
 
 from runner.base.oom_errors import OomCause
 from runner.base.text import format_bytes
-from runner.engine import oom_report
-from runner.engine.oom_report import MemoryAccount, MemoryHolder, format_report, measure_memory, suggest_settings
+from runner.engine.update import oom_report
+from runner.engine.update.oom_report import MemoryAccount, MemoryHolder, format_report, measure_memory, suggest_settings
 
 GIB = 2**30
 CAUSE = OomCause("device", "out of memory", 2 * GIB, "forward")

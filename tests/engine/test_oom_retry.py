@@ -18,11 +18,11 @@ from runner.base.accelerator import Accelerator
 from runner.base.errors import DataError
 from runner.base.oom_errors import OomCause, find_oom_cause
 from runner.base.text import RemoteError, describe_exception
-from runner.base.world import World
 from runner.distributed.parallel import Discarded
-from runner.engine import oom_retry
-from runner.engine.loop import StepInfo
-from runner.engine.oom_retry import OomRetry, UpdateSnapshot
+from runner.distributed.world import World
+from runner.engine.update import oom_retry
+from runner.engine.update.loop import StepInfo
+from runner.engine.update.oom_retry import OomRetry, UpdateSnapshot
 
 CPU = torch.device("cpu")
 

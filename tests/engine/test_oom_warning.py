@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from runner.base.world import World
+from runner.distributed.world import World
 from runner.engine.hooks.oom import OutOfMemory
 from tests.engine.test_saving_of_runs import opened
 

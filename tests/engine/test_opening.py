@@ -13,14 +13,14 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from runner.base.world import World
 from runner.config.configuration import compose
 from runner.config.request import Request
+from runner.distributed.world import World
 from runner.durable import files
 from runner.durable.checkpoint import LoadedCheckpoint, checkpoint_path
 from runner.engine import opening
-from runner.engine.job import Job
 from runner.engine.opening import open_other_rank
+from runner.engine.process.job import Job
 from runner.engine.run import TrainingRun
 from runner.engine.session import run_rank
 from runner.plan.inventory import Cpu, Inventory

@@ -15,7 +15,7 @@ import torch
 
 from runner.cli import main
 from runner.config import custom_options
-from runner.engine.media import encode_png, histogram
+from runner.engine.evaluation.media import encode_png, histogram
 from runner.trackers import tracker_process
 from tests.rounding import PROMISED, assert_close
 

@@ -18,12 +18,11 @@ from runner.axes.precision import fp32
 from runner.base.batch import MicroBatch
 from runner.base.errors import ConfigError, NumericError, TaskFault
 from runner.base.task import Fit, State, Task
-from runner.base.world import World
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.distributed.parallel import Parallel
-from runner.engine.loop import Position, StepInfo, UpdateWrapper
-from runner.engine.phase_kinds import (
+from runner.distributed.world import World
+from runner.engine.parts.phase_kinds import (
     GradientPhase,
     PhaseKind,
     StatisticsPhase,
@@ -31,6 +30,7 @@ from runner.engine.phase_kinds import (
     count_updates,
     weight_per_item,
 )
+from runner.engine.update.loop import Position, StepInfo, UpdateWrapper
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import PhasePlan, Plan

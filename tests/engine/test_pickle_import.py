@@ -23,8 +23,8 @@ from runner.base.errors import (
     SecurityRefusal,
 )
 from runner.durable import files
-from runner.engine import pickle_import
-from runner.engine.pickle_import import Imported, convert, limit_resources, publish, refuse_existing
+from runner.trained import pickle_import
+from runner.trained.pickle_import import Imported, convert, limit_resources, publish, refuse_existing
 from tests.faults.recording import Faults, Quick
 
 

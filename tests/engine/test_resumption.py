@@ -13,14 +13,14 @@ import torch
 from torch import Tensor, nn
 
 from runner.base.errors import IncompatibleResume
-from runner.base.global_rng import random_state, seed_everything
-from runner.base.world import World
 from runner.distributed.parallel import Parallel
+from runner.distributed.world import World
 from runner.durable import checkpoint
 from runner.durable.checkpoint import LoadedCheckpoint, Snapshot
-from runner.engine.frozen_base import load_model
+from runner.engine.checkpoints.resumption import compare
+from runner.engine.parts.frozen_base import load_model
 from runner.engine.phase import restore_rank_random_state
-from runner.engine.resumption import compare
+from runner.tensors.global_rng import random_state, seed_everything
 
 PARALLEL = Parallel(World(torch.device("cpu")))
 BEFORE = {

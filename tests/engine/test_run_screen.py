@@ -12,7 +12,7 @@ import pytest
 
 from runner.base.order import Order
 from runner.durable.directory import RunDirectory
-from runner.engine.run_screen import SLOW_START_S, Screen, warnings_on
+from runner.engine.process.run_screen import SLOW_START_S, Screen, warnings_on
 from runner.monitor.alerts import Alert
 
 ORDER = Order(64, 8, 4, seed=0)
@@ -76,7 +76,7 @@ def test_the_name_of_a_phase_is_shown_beside_the_progress_if_it_is_not_printed(
 ) -> None:
     notes: list[str] = []
     display = SimpleNamespace(note=notes.append, start=lambda *_: None, due=lambda _: False, finish=lambda: None)
-    monkeypatch.setattr("runner.engine.run_screen.make_progress", lambda *_: display)
+    monkeypatch.setattr("runner.engine.process.run_screen.make_progress", lambda *_: display)
     monkeypatch.setenv("ACCEL_RUN_LOG_LEVEL", level)
     with Screen(run) as screen:
         screen.has_several_phases = has_several

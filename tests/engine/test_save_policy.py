@@ -16,8 +16,8 @@ from hypothesis import strategies as st
 from runner.base.values import Every
 from runner.config.schema import describe_mismatch
 from runner.durable.checkpoint_writer import SavedCheckpoint
-from runner.engine import save_policy
-from runner.engine.save_policy import CHECKPOINTS, SaveCost, SavePolicy, default, off, parse_every
+from runner.engine.checkpoints import save_policy
+from runner.engine.checkpoints.save_policy import CHECKPOINTS, SaveCost, SavePolicy, default, off, parse_every
 
 
 @pytest.mark.parametrize(

@@ -19,10 +19,10 @@ from runner.base.errors import StorageError
 from runner.config.request import Request
 from runner.durable import checkpoint, checkpoint_writer, files
 from runner.durable.system import System
-from runner.engine import checkpoint_saver, save_policy
+from runner.engine.checkpoints import checkpoint_saver, save_policy
+from runner.engine.checkpoints.save_policy import SaveCost
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.opening import open_phase
-from runner.engine.save_policy import SaveCost
 from tests.faults.recording import Faults
 
 TASK = Path(__file__).with_name("task_that_is_saved.py")

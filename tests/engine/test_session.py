@@ -27,18 +27,18 @@ from runner.base.errors import (
     SystemLimit,
     exception_chain,
 )
-from runner.base.world import World
 from runner.config.configuration import compose
 from runner.config.phases import INFERENCE
 from runner.config.request import Request
+from runner.distributed.world import World
 from runner.durable import files
 from runner.durable.record_files import read_error, read_record
 from runner.engine import session
-from runner.engine.attempt import RunAttempt
-from runner.engine.job import Job, SessionEnd, choose_run_name
+from runner.engine.process.attempt import RunAttempt
+from runner.engine.process.job import Job, SessionEnd, choose_run_name
+from runner.engine.process.watchdog import END, HangTraces, ProgressMark
 from runner.engine.run import Outcome, TrainingRun
 from runner.engine.session import run_rank
-from runner.engine.watchdog import END, HangTraces, ProgressMark
 from runner.plan.inventory import Cpu, Inventory
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import Plan

@@ -11,7 +11,7 @@ from torch import nn
 from runner.base.errors import TaskFault
 from runner.base.task import Task
 from runner.cli import main
-from runner.engine.contract_checks import check_members, check_methods
+from runner.engine.contract.contract_checks import check_members, check_methods
 from runner.engine.hooks.hook import Hook
 
 HERE = Path(__file__)

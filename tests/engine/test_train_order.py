@@ -13,10 +13,10 @@ import pytest
 
 from runner.base.errors import ConfigError
 from runner.base.order import Order
-from runner.base.stream_order import StreamSampler
 from runner.config.request import Request
 from runner.engine.opening import open_phase
-from runner.engine.train_order import describe_reading
+from runner.engine.parts.train_order import describe_reading
+from runner.loading.stream_order import StreamSampler
 
 
 def describe(lengths: tuple[int, ...], *, shares: tuple[int, ...] = (), workers: int = 0, ranks: int = 1) -> list[str]:

@@ -15,17 +15,17 @@ from safetensors.torch import save_file
 
 from runner import open_run
 from runner.base.errors import AccelRunError, ConfigError, InputMissing, TaskFault
-from runner.base.world import World
 from runner.cli import main
 from runner.config.request import Request
+from runner.distributed.world import World
 from runner.durable import checkpoint
 from runner.durable.directory import RunDirectory
-from runner.engine import trained_evaluation
-from runner.engine.oom_history import ReducedMicroBatch, write_reductions
-from runner.engine.trained_evaluation import evaluate_run
-from runner.engine.trained_run import find_source
+from runner.engine.checkpoints.oom_history import ReducedMicroBatch, write_reductions
 from runner.plan.planner import plan_this_process
 from runner.records.events import Console
+from runner.trained import trained_evaluation
+from runner.trained.trained_evaluation import evaluate_run
+from runner.trained.trained_run import find_source
 from tests.engine.task_of_averages import build
 from tests.forkserver import CompletedCommand, ForkServer
 

@@ -17,8 +17,8 @@ from runner.base.task import Progress
 from runner.config.request import Request
 from runner.durable import checkpoint
 from runner.durable.directory import RunDirectory
-from runner.engine.trained_run import load_trained_model, open_trained
 from runner.records.events import Console
+from runner.trained.trained_run import load_trained_model, open_trained
 from tests.forkserver import ForkServer
 
 TASK = """

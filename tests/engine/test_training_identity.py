@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import torch
 
-from runner.base.fetcher import Fetcher
-from runner.engine.training_identity import (
+from runner.engine.sources.training_identity import (
     changed_files,
     changed_samples,
     fingerprint_code,
     fingerprint_data,
 )
+from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader, WorkerLoader
 
 

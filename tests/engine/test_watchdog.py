@@ -12,7 +12,7 @@ import psutil
 import pytest
 import torch
 
-from runner.engine.watchdog import (
+from runner.engine.process.watchdog import (
     CHECKPOINT,
     DATA,
     EVALUATION,
@@ -238,7 +238,7 @@ def test_a_hang_is_reported_also_if_nothing_can_be_written(is_there: bool, serve
     """There is no checkpoint, and the message does not name one."""
     gone = folder / "gone"
     gone.mkdir()
-    before = "import runner.host.stacks, runner.engine.watchdog as watchdog\n"
+    before = "import runner.host.stacks, runner.engine.process.watchdog as watchdog\n"
     if is_there:
         before += (
             "def full(*_): raise OSError(28, 'No space left on device')\n"
@@ -273,7 +273,7 @@ def test_a_slow_disk_that_makes_progress_is_not_a_hang(server: ForkServer, folde
     assert (folder / "outputs/r/checkpoints/update-0000000012").is_dir()
 
 
-SOON_OVER = "import runner.engine.watchdog as watchdog; watchdog.MIN_TIMEOUT_S = 2.0"  # faster than the default
+SOON_OVER = "import runner.engine.process.watchdog as watchdog; watchdog.MIN_TIMEOUT_S = 2.0"  # faster than the default
 
 
 @pytest.mark.slow

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 from runner.base.errors import Exit, Hang, SystemLimit
-from runner.base.world import World
 from runner.config.configuration import compose
 from runner.config.request import Request
-from runner.engine import watchdog
-from runner.engine.watchdog import (
+from runner.distributed.world import World
+from runner.engine.process import watchdog
+from runner.engine.process.watchdog import (
     CHECKPOINT,
     DATA,
     END,

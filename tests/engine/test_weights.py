@@ -11,14 +11,14 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, IncompatibleResume, SecurityRefusal
-from runner.base.world import World
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.config.settings import Settings, WeightsSettings
 from runner.distributed.parallel import Parallel
+from runner.distributed.world import World
 from runner.durable.checkpoint import checkpoint_path, load
 from runner.engine.opening import open_phase
-from runner.engine.weights import load_initial_weights
+from runner.engine.parts.weights import load_initial_weights
 from tests.forkserver import ForkServer
 
 TASK = Path(__file__).with_name("task_of_averages.py")

@@ -12,7 +12,7 @@ import threading
 from pathlib import Path
 from types import SimpleNamespace
 
-from runner.engine import watchdog
+from runner.engine.process import watchdog
 from runner.launch import hangs, local
 
 POLL_S = 0.01

@@ -414,7 +414,7 @@ DOCUMENTED = {0, 65, 66, 73, 74, 77, 78, 87, 88, 89}
 WATCH = """
 import sys, os, resource, tempfile
 DEFINING = ("collections/__init__.py", "dataclasses.py", "typing.py", "enum.py", "<frozen importlib._bootstrap>",
-            "<frozen importlib._bootstrap_external>", "<frozen runpy>", "engine/task_loading.py", "functools.py", "jit/frontend.py")
+            "<frozen importlib._bootstrap_external>", "<frozen runpy>", "engine/contract/task_loading.py", "functools.py", "jit/frontend.py")
 CHANGING = {"os.remove": 1, "os.rename": 2, "os.mkdir": 1, "os.rmdir": 1, "os.symlink": 2, "os.link": 2, "os.chmod": 1,
             "os.truncate": 1, "shutil.rmtree": 1, "os.chown": 1, "os.utime": 1}
 NEVER = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect", "socket.bind", "pickle.find_class",
@@ -562,9 +562,9 @@ def test_a_hostile_checkpoint_is_refused_or_equal(
     trained: Path, tmp_path: Path, amount: Callable[[int, int], int], seed: int, tally: Tally
 ) -> None:
     """A checkpoint that is accepted has the bits of the original in each file that was not attacked."""
-    from runner.base.bitwise import bitwise_equal
     from runner.durable.checkpoint import load
-    from runner.engine.checkpoint_state import check_state
+    from runner.engine.checkpoints.checkpoint_state import check_state
+    from runner.tensors.bitwise import bitwise_equal
 
     outside = tmp_path / "outside"
     outside.mkdir()

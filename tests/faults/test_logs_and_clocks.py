@@ -14,7 +14,7 @@ import torch
 from runner.cli import main
 from runner.durable import checkpoint
 from runner.durable.directory import generate_run_name, list_runs
-from runner.engine.save_policy import SavePolicy
+from runner.engine.checkpoints.save_policy import SavePolicy
 from runner.host.process_tree import process_identity
 from runner.records import events
 from tests.faults.tallies import Tally

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 
 from runner.axes.precision import NotFinite, Precision, fp32
 from runner.base.errors import NumericError
-from runner.base.world import World
+from runner.distributed.world import World
 from runner.durable.checkpoint import newest_valid, verify
-from runner.engine.non_finite import check_finite, is_finite, record_calls
+from runner.engine.update.non_finite import check_finite, is_finite, record_calls
 from tests.faults.tallies import Tally
 from tests.forkserver import CompletedCommand, ForkServer
 

@@ -25,12 +25,13 @@ from torch.distributed.tensor import DTensor
 
 from runner.base.errors import AccelRunError, Exit
 from runner.base.oom_errors import halve
-from runner.base.world import World
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
-from runner.engine import oom_history, opening
+from runner.distributed.world import World
+from runner.engine import opening
+from runner.engine.checkpoints import oom_history
+from runner.engine.checkpoints.oom_history import ReducedMicroBatch
 from runner.engine.hooks.rank_sync import RankSync
-from runner.engine.oom_history import ReducedMicroBatch
 from tests.distributed.ranks import run_ranks
 from tests.faults.shortages import Limited, Shortage, short
 from tests.faults.tallies import IS_LONG, SEED, Tally

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 
-from runner.base.world import World
+from runner.distributed.world import World
 from runner.durable.checkpoint import checkpoint_path, load, newest_valid
 from runner.engine.phase import restore_rank_random_state
 from tests.distributed.ranks import CPU

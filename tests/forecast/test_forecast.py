@@ -21,9 +21,9 @@ from runner.base.batch import map_tensors
 from runner.base.order import Order
 from runner.config.configuration import compose
 from runner.config.request import Request
-from runner.engine.assemble import assemble
-from runner.engine.loop import Position, train_updates
-from runner.engine.phase_kinds import GradientPhase
+from runner.engine.parts.assemble import assemble
+from runner.engine.parts.phase_kinds import GradientPhase
+from runner.engine.update.loop import Position, train_updates
 from runner.forecast.demand import predict_needs
 from runner.forecast.memory_forecast import NUM_MEASURED, forecast
 from runner.host.subprocesses import run_in_subprocess

@@ -13,15 +13,15 @@ from torch.utils.data import DataLoader, Dataset
 from runner.axes.attention import refusal_reason
 from runner.axes.prefetch import none, stream
 from runner.base.accelerator import get_accelerator, torch_devices
-from runner.base.async_copy import start_copy
 from runner.base.batch import MicroBatch
-from runner.base.global_rng import random_state, restore_random_state
 from runner.base.loaded_torch import cuda_is_initialized, is_stand_in, torch_uuids
 from runner.base.oom_errors import find_oom_cause
 from runner.base.sample_rng import seeded_generators
 from runner.durable.tensors import HostBuffer
-from runner.engine.oom_report import measure_memory
-from runner.engine.oom_retry import UpdateSnapshot
+from runner.engine.update.oom_report import measure_memory
+from runner.engine.update.oom_retry import UpdateSnapshot
+from runner.tensors.async_copy import start_copy
+from runner.tensors.global_rng import random_state, restore_random_state
 from runner.tools.doctor.contact_checks import KERNELS, output_and_gradients
 
 pytestmark = pytest.mark.gpu

@@ -18,9 +18,9 @@ from runner.axes.prefetch import none, stream
 from runner.axes.scheduler import constant
 from runner.base.batch import MicroBatch
 from runner.base.stopwatch import new_stopwatch
-from runner.base.world import World
-from runner.engine.loop import Position, StepInfo, Training, train_updates
-from runner.engine.meter import Meter, Row
+from runner.distributed.world import World
+from runner.engine.evaluation.meter import Meter, Row
+from runner.engine.update.loop import Position, StepInfo, Training, train_updates
 
 pytestmark = pytest.mark.gpu
 

@@ -20,7 +20,7 @@ import torch
 from runner.base.errors import RankLost
 from runner.base.rank_env import RankInfo
 from runner.base.stopwatch import PARTS
-from runner.base.world import World
+from runner.distributed.world import World
 from runner.engine.hooks.hook import Wants
 from runner.engine.hooks.rank_sync import Exchange
 from runner.host.heartbeat import Heartbeat, HeartbeatTable

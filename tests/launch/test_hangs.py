@@ -13,14 +13,14 @@ import pytest
 import torch
 
 from runner.axes import precision
-from runner.base import async_copy
-from runner.base.world import World
-from runner.engine import watchdog
-from runner.engine.watchdog import CHECKPOINT, MIN_TIMEOUT_S, START, UPDATE
+from runner.distributed.world import World
+from runner.engine.process import watchdog
+from runner.engine.process.watchdog import CHECKPOINT, MIN_TIMEOUT_S, START, UPDATE
 from runner.host.heartbeat import Heartbeat, HeartbeatTable
 from runner.host.process_tree import process_state
 from runner.host.stacks import StackFrame, waits_for_ranks
 from runner.launch.hangs import HangDetector, RankState, blocking_rank
+from runner.tensors import async_copy
 
 # A child requests to be traced and stops; its parent holds it, like gdb.
 TRACED = """

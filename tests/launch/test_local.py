@@ -34,9 +34,9 @@ import torch.utils.data
 
 from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, Problem, RankLost, SystemLimit
 from runner.base.rank_env import RankInfo
-from runner.base.world import World
 from runner.distributed.join import join_process_group
 from runner.distributed.peer_loss import is_peer_loss
+from runner.distributed.world import World
 from runner.durable.signals import StopRequest
 from runner.launch import local
 from runner.launch.local import LaunchResult, RankNotice, to_error

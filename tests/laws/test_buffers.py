@@ -14,8 +14,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from runner.base.errors import TaskFault
-from runner.base.world import World
 from runner.distributed.buffer_sync import BufferSync
+from runner.distributed.world import World
 from runner.durable.checkpoint import load, newest_valid
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer

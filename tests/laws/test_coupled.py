@@ -22,12 +22,12 @@ from runner.base.errors import ConfigError, TaskFault
 from runner.base.noise import per_sample_noise
 from runner.base.order import Order
 from runner.base.task import Task
-from runner.base.world import World
 from runner.config.configuration import Choice
 from runner.distributed.parallel import Discarded, ForwardPasses, Parallel
 from runner.distributed.replicated import Replicated
-from runner.engine.coupled import CoupledSource, check_strategy, is_coupled, validate_embedding
-from runner.engine.loop import Position, Training, train_updates
+from runner.distributed.world import World
+from runner.engine.update.coupled import CoupledSource, check_strategy, is_coupled, validate_embedding
+from runner.engine.update.loop import Position, Training, train_updates
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import PROMISED, distance
 

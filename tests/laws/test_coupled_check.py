@@ -16,11 +16,11 @@ from runner.axes.precision import bf16, fp32
 from runner.axes.prefetch import Prefetch
 from runner.base.batch import BatchSamples, MicroBatch
 from runner.base.errors import TaskFault
-from runner.base.fetcher import Fetcher
 from runner.base.task import Task
-from runner.base.world import World
 from runner.distributed.parallel import Parallel
-from runner.engine.additivity_check import BatchReader, check_coupled_loss
+from runner.distributed.world import World
+from runner.engine.checks.additivity_check import BatchReader, check_coupled_loss
+from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader
 
 WORLD = World(torch.device("cpu"))

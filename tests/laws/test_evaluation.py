@@ -13,10 +13,10 @@ from torch import Tensor, nn
 
 from runner.axes.precision import bf16
 from runner.base.batch import MicroBatch
-from runner.base.fetcher import Fetcher
 from runner.base.task import Gather, Sum, Task
-from runner.base.world import World
-from runner.engine.evaluate import BatchSizes, evaluate
+from runner.distributed.world import World
+from runner.engine.evaluation.evaluate import BatchSizes, evaluate
+from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader
 from tests.parts import parts_of
 from tests.rounding import allowed

@@ -19,11 +19,11 @@ from runner.axes.scheduler import constant
 from runner.base.batch import MicroBatch
 from runner.base.errors import TaskFault
 from runner.base.order import Order
-from runner.base.world import World
 from runner.distributed.replicated import Replicated
-from runner.engine.extra_metrics import ExtraMetrics
-from runner.engine.loop import Position, Training, train_updates
-from runner.engine.task_loading import CheckedLoss
+from runner.distributed.world import World
+from runner.engine.contract.task_loading import CheckedLoss
+from runner.engine.update.extra_metrics import ExtraMetrics
+from runner.engine.update.loop import Position, Training, train_updates
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
 from tests.rounding import PROMISED, distance

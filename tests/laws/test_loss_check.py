@@ -21,12 +21,12 @@ from runner.axes.precision import bf16, fp32
 from runner.axes.prefetch import Prefetch
 from runner.base.batch import BatchSamples, MicroBatch
 from runner.base.errors import TaskFault
-from runner.base.fetcher import Fetcher
 from runner.base.task import Task
-from runner.base.world import World
 from runner.distributed.parallel import Parallel
+from runner.distributed.world import World
 from runner.durable.checkpoint import load, newest_valid
-from runner.engine.additivity_check import BatchReader, check_loss_is_sum, split_in_halves
+from runner.engine.checks.additivity_check import BatchReader, check_loss_is_sum, split_in_halves
+from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader
 from tests.forkserver import ForkServer
 

@@ -19,12 +19,12 @@ from runner import per_sample_noise
 from runner.axes.precision import fp32
 from runner.axes.prefetch import Prefetch
 from runner.base.errors import TaskFault
-from runner.base.fetcher import Fetcher
 from runner.base.task import Gather, Task
-from runner.base.world import World
 from runner.distributed.parallel import Parallel
-from runner.engine.additivity_check import check_metrics_are_sums
-from runner.engine.undeclared_states import AttributeWatch, are_equal_numbers
+from runner.distributed.world import World
+from runner.engine.checks.additivity_check import check_metrics_are_sums
+from runner.engine.evaluation.undeclared_states import AttributeWatch, are_equal_numbers
+from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer

@@ -20,10 +20,10 @@ from runner import Gather
 from runner.axes.parallelism import ddp
 from runner.axes.prefetch import Prefetch
 from runner.base.errors import TaskFault
-from runner.base.fetcher import Fetcher
 from runner.base.task import Task
-from runner.base.world import World
-from runner.engine.evaluate import BatchSizes, EvaluationResult, evaluate
+from runner.distributed.world import World
+from runner.engine.evaluation.evaluate import BatchSizes, EvaluationResult, evaluate
+from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader
 from tests.distributed.ranks import CPU, run_ranks
 from tests.parts import parts_of

@@ -22,11 +22,11 @@ from runner.base.errors import ConfigError, TaskFault
 from runner.base.noise import per_sample_noise
 from runner.base.order import Order
 from runner.base.task import Task
-from runner.base.world import World
 from runner.config.configuration import Choice
-from runner.engine.loop import Position, Training, train_updates
-from runner.engine.objective_phase import bind_objective, check_loss_signature
-from runner.engine.objectives import ObjectivePosition, Objectives, ObjectiveSpec, parse_objectives
+from runner.distributed.world import World
+from runner.engine.parts.objective_phase import bind_objective, check_loss_signature
+from runner.engine.update.loop import Position, Training, train_updates
+from runner.engine.update.objectives import ObjectivePosition, Objectives, ObjectiveSpec, parse_objectives
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import PROMISED, distance
 

@@ -19,10 +19,10 @@ from hypothesis import strategies as st
 from runner.axes import dataloader
 from runner.base import order as module
 from runner.base.errors import DataError
-from runner.base.fetcher import Fetcher
 from runner.base.order import KEYED, KEYED_ABOVE, KeyedPermutation, Order, rank_seed, spread_evenly
 from runner.base.task import sample_rng
 from runner.engine.hooks.checkpointing import Checkpointing
+from runner.loading.fetcher import Fetcher
 from tests.engine.test_saving_of_runs import opened
 
 CPU = torch.device("cpu")

@@ -21,10 +21,10 @@ from runner.axes.precision import bf16, fp16, fp32
 from runner.axes.scheduler import constant
 from runner.base.batch import MicroBatch
 from runner.base.order import Order
-from runner.base.world import World
 from runner.distributed.parallel import ForwardPasses, Parallel
 from runner.distributed.replicated import Replicated
-from runner.engine.loop import Position, StepInfo, Training, train_updates
+from runner.distributed.world import World
+from runner.engine.update.loop import Position, StepInfo, Training, train_updates
 from tests.distributed.ranks import CPU, run_ranks
 from tests.faults.tallies import IS_LONG
 from tests.rounding import PROMISED, allowed, distance

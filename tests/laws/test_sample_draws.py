@@ -16,11 +16,11 @@ from torch import Tensor
 from runner.axes import dataloader
 from runner.base.batch import MicroBatch
 from runner.base.errors import DataError
-from runner.base.fetcher import Fetcher
-from runner.base.global_rng import seed_everything
 from runner.base.order import MicroBatchKey, Order, permutation, rank_seed
 from runner.base.task import sample_rng
+from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader
+from runner.tensors.global_rng import seed_everything
 
 CPU = torch.device("cpu")
 READERS: dict[str, dict[str, Any]] = {

@@ -26,8 +26,8 @@ from runner.axes.sampler import (
     weighted,
 )
 from runner.base.errors import AccelRunError, ConfigError, DataError
-from runner.base.fetcher import Fetcher
 from runner.base.order import Order, Sampler
+from runner.loading.fetcher import Fetcher
 
 CPU = torch.device("cpu")
 SIZE = 53

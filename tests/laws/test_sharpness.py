@@ -12,9 +12,9 @@ from torch import Tensor, nn
 
 from runner.base.errors import ConfigError
 from runner.base.order import permutation
-from runner.base.world import World
 from runner.config.configuration import compose
 from runner.config.request import Request
+from runner.distributed.world import World
 from runner.durable import checkpoint
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync

@@ -17,12 +17,12 @@ import torch
 from torch.utils.data import default_collate
 
 from runner.base.batch import MicroBatch
-from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey, Order
-from runner.base.stream_order import StreamSampler
 from runner.engine.hooks.stream_position import raise_if_invalid
-from runner.engine.stream_source import OpenShard, StreamSource, is_stream
+from runner.engine.sources.stream_source import OpenShard, StreamSource, is_stream
+from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import WorkerLoader
+from runner.loading.stream_order import StreamSampler
 from tests.laws.test_streams import BATCH, SEED, marks_after, read, verdict_of
 
 SIZES = (17, 23, 5, 16, 10)

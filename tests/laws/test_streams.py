@@ -19,12 +19,12 @@ from runner.base.batch import MicroBatch, ShardMark
 from runner.base.errors import DataError, TaskFault
 from runner.base.json_state import decode_state, encode_state
 from runner.base.order import Order
-from runner.base.stream_order import RoundRobin, StreamSampler, decode_index
 from runner.base.task import Task
 from runner.engine.hooks.stream_position import StreamCheck, check_stream, raise_if_invalid
-from runner.engine.stream_reader import StreamFetcher, StreamSamples, read_all_samples
-from runner.engine.stream_source import StreamSource, is_stream, undivided
+from runner.engine.sources.stream_reader import StreamFetcher, StreamSamples, read_all_samples
+from runner.engine.sources.stream_source import StreamSource, is_stream, undivided
 from runner.loading.loaders import Loader
+from runner.loading.stream_order import RoundRobin, StreamSampler, decode_index
 from tests.laws.streams import FILES, KINDS, NUMBERS, ByWorker, Files, Liar, Stateful, Undivided, Unseeded, WithLength
 
 CPU = torch.device("cpu")

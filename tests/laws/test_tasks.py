@@ -31,12 +31,12 @@ from runner.axes.precision import fp32
 from runner.axes.scheduler import constant
 from runner.base import noise
 from runner.base.batch import MicroBatch, are_equal, map_tensors
-from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey, Order
 from runner.base.task import Context, Progress, Task
-from runner.base.world import World
 from runner.distributed.pipelined import Pipelined
-from runner.engine.loop import Position, Training, train_updates
+from runner.distributed.world import World
+from runner.engine.update.loop import Position, Training, train_updates
+from runner.loading.fetcher import Fetcher
 from tests.distributed.ranks import CPU, run_ranks
 from tests.rounding import PROMISED, PROMISED_OF_TASKS
 

@@ -15,9 +15,9 @@ from runner.axes.parallelism import single
 from runner.axes.precision import bf16, fp16, fp32
 from runner.axes.scheduler import constant
 from runner.base.batch import MicroBatch
-from runner.base.world import World
-from runner.engine.loop import Position, Training, train_updates
-from runner.engine.phase_kinds import count_updates
+from runner.distributed.world import World
+from runner.engine.parts.phase_kinds import count_updates
+from runner.engine.update.loop import Position, Training, train_updates
 from tests.rounding import PROMISED, allowed, distance
 
 CPU = World(torch.device("cpu"))

@@ -16,7 +16,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from runner.base.division import Batch, divide
 from runner.base.errors import ConfigError, DeviceMissing, Exit, Problem
 from runner.base.shares import equal_shares
 from runner.config.config_files import selected_options, shipped_options
@@ -27,6 +26,7 @@ from runner.plan.memory_fit import Demand, MemoryNeeds, TracedPoint
 from runner.plan.memory_trace import Bytes, ModelSizes
 from runner.plan.planner import make_plan, planning_inventory, should_trace_memory
 from runner.plan.run_plan import Plan
+from runner.workload.division import Batch, divide
 from tests.suggestions import suggested
 
 CPU = Cpu("a processor", physical_cores=8, logical_cores=16, memory_bytes=64 * GIB)

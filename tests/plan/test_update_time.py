@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from runner.base.partition import ideal_bubble
 from runner.config.config_files import profile_facts
 from runner.config.configuration import Configuration, compose
 from runner.config.request import Request
@@ -42,6 +41,7 @@ from runner.plan.update_time import (
     predict_phase_time,
     reduce_buckets,
 )
+from runner.workload.partition import ideal_bubble
 
 # round rates: 1e12 products and 1e11 bytes per second are achieved
 DEVICE = DeviceRates(2e12, 1.25e11, 0.5, link_bytes_per_s=1.25e10)

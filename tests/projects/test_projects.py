@@ -25,11 +25,11 @@ from torch import Tensor
 from runner.axes.sampler import TrainingSamples, length_buckets
 from runner.base import noise
 from runner.base.batch import BatchSamples
-from runner.base.global_rng import seed_everything
 from runner.base.order import Sampler, permutation
 from runner.base.sample_rng import seeded_generators
 from runner.base.task import Context
 from runner.durable.checkpoint import load, newest_valid
+from runner.tensors.global_rng import seed_everything
 from tests.forkserver import ForkServer
 from tests.projects import local_files, plain_loops
 from tests.rounding import ADAPTIVE, PROMISED, distance

@@ -15,10 +15,10 @@ from torch import Tensor, nn
 from runner.base.batch import MicroBatch, copy_batch
 from runner.base.errors import TaskFault
 from runner.base.text import abbreviate
+from runner.engine.checks.task_calls import repeatable_pass, without_effects
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.loop import StepInfo
-from runner.engine.phase_kinds import GradientPhase
-from runner.engine.task_calls import repeatable_pass, without_effects
+from runner.engine.parts.phase_kinds import GradientPhase
+from runner.engine.update.loop import StepInfo
 
 Place = tuple[str, str]  # (module name, attribute name)
 

@@ -11,14 +11,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim.swa_utils import get_ema_multi_avg_fn, get_swa_multi_avg_fn
 
-from runner.base.optimizer_state import copy_values
-from runner.base.stored_tensor import StoredTensor
 from runner.base.values import Factor
 from runner.config.option_table import call_option
 from runner.durable.checkpoint import LoadedCheckpoint
-from runner.engine.assemble import Parts
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.loop import StepInfo
+from runner.engine.parts.assemble import Parts
+from runner.engine.update.loop import StepInfo
+from runner.tensors.optimizer_state import copy_values
+from runner.tensors.stored_tensor import StoredTensor
 
 Rule = Callable[[list[Tensor], list[Tensor], int], None]  # (averages, weights, updates averaged so far): in place
 

@@ -6,7 +6,7 @@ import itertools
 
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.rank_sync import RankSync
-from runner.engine.loop import StepInfo
+from runner.engine.update.loop import StepInfo
 
 
 class BadSamples(Hook):

@@ -16,25 +16,25 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import StorageError
-from runner.base.global_rng import random_state
 from runner.config.option_table import call_option
 from runner.durable import checkpoint as checkpoints
 from runner.durable.checkpoint import LoadedCheckpoint, Snapshot
 from runner.durable.checkpoint_choice import find_best_checkpoints
 from runner.durable.checkpoint_parts import CheckpointPart
 from runner.durable.checkpoint_writer import CheckpointWriter, NoWriter, PartWriter
-from runner.engine import non_finite
-from runner.engine.checkpoint_saver import Saver
-from runner.engine.evaluate import EvaluationResult
-from runner.engine.frozen_base import DIGEST, frozen_digest, select_saved_state
+from runner.engine.checkpoints.checkpoint_saver import Saver
+from runner.engine.checkpoints.save_policy import CHECKPOINTS
+from runner.engine.evaluation.evaluate import EvaluationResult
 from runner.engine.hooks.bad_samples import BadSamples
 from runner.engine.hooks.evaluation import warn_unknown_metric
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.hooks.timekeeping import Timekeeping
-from runner.engine.loop import StepInfo
-from runner.engine.save_policy import CHECKPOINTS
-from runner.engine.watchdog import CHECKPOINT, UPDATE
+from runner.engine.parts.frozen_base import DIGEST, frozen_digest, select_saved_state
+from runner.engine.process.watchdog import CHECKPOINT, UPDATE
+from runner.engine.update import non_finite
+from runner.engine.update.loop import StepInfo
+from runner.tensors.global_rng import random_state
 from runner.version import __version__
 
 

@@ -14,11 +14,11 @@ from runner.base.errors import TaskFault
 from runner.config.configuration import Choice
 from runner.config.custom_tables import ENABLED, HOOK
 from runner.config.option_table import call_option, reference_file
-from runner.engine.contract_checks import check_methods, describe_value
-from runner.engine.error_diagnosis import locate_definition
+from runner.engine.contract.contract_checks import check_methods, describe_value
+from runner.engine.contract.error_diagnosis import locate_definition
+from runner.engine.contract.task_loading import task_errors
 from runner.engine.hooks.forward_state import ForwardState
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
-from runner.engine.task_loading import task_errors
 
 _WRAPPED_METHODS = (
     "begin", "after_update", "wants", "readings", "after_evaluation", "state_dict", "load_state_dict", "end",

@@ -6,14 +6,14 @@ from typing import Any
 
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.training_identity import (
+from runner.engine.process.watchdog import DATA
+from runner.engine.sources.training_identity import (
     changed_samples,
     check_lengths,
     check_sampler,
     describe_changes,
     fingerprint_data,
 )
-from runner.engine.watchdog import DATA
 
 
 class DataChanges(Hook):

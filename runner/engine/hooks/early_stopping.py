@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from runner.engine.evaluate import EvaluationResult
+from runner.engine.evaluation.evaluate import EvaluationResult
 from runner.engine.hooks.evaluation import Evaluation, warn_unknown_metric
 from runner.engine.hooks.hook import Hook, PhaseView
 

@@ -10,12 +10,12 @@ from typing import Any
 
 from runner.base.order import Indices, spread_evenly
 from runner.config.schema import did_you_mean
-from runner.engine.evaluate import EvaluationResult, evaluate
+from runner.engine.evaluation.evaluate import EvaluationResult, evaluate
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.oom import OutOfMemory
-from runner.engine.loop import StepInfo
-from runner.engine.watchdog import EVALUATION, SUMMARY, UPDATE
+from runner.engine.process.watchdog import EVALUATION, SUMMARY, UPDATE
+from runner.engine.update.loop import StepInfo
 from runner.loading.loaders import Loader
 
 

@@ -10,23 +10,23 @@ from torch import nn
 
 from runner.axes.compile import nothing_was_compiled
 from runner.base.errors import TaskFault
-from runner.base.module_buffers import list_buffers
 from runner.base.task import Task
 from runner.base.text import abbreviate
-from runner.engine.additivity_check import (
+from runner.engine.checks.additivity_check import (
     BatchReader,
     check_coupled_loss,
     check_loss_is_sum,
     check_metrics_are_sums,
 )
-from runner.engine.frozen_base import select_saved_state
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.timekeeping import Timekeeping
-from runner.engine.loop import StepInfo
-from runner.engine.phase_kinds import GradientPhase
+from runner.engine.parts.frozen_base import select_saved_state
+from runner.engine.parts.phase_kinds import GradientPhase
+from runner.engine.update.loop import StepInfo
+from runner.tensors.module_buffers import list_buffers
 
 MAX_METRIC_SAMPLES = 32  # an evaluation may be slow
 

@@ -9,15 +9,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from runner.base.bitwise import bitwise_equal, is_dense
 from runner.base.errors import TaskFault
-from runner.base.module_buffers import TensorVersion, is_writable, list_buffers
 from runner.base.text import abbreviate
 from runner.distributed.agreement import find_unequal
 from runner.durable.checkpoint import LoadedCheckpoint
-from runner.engine.assemble import Parts
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.loop import StepInfo
+from runner.engine.parts.assemble import Parts
+from runner.engine.update.loop import StepInfo
+from runner.tensors.bitwise import bitwise_equal, is_dense
+from runner.tensors.module_buffers import TensorVersion, is_writable, list_buffers
 
 FROZEN = "frozen"
 _BUFFER_PREFIX = "buffer."  # prefix of tensor names in a checkpoint, so that no buffer has the name of another entry

@@ -15,15 +15,15 @@ from runner.base.order import Order
 from runner.base.stopwatch import Stopwatch
 from runner.base.task import Task
 from runner.durable.checkpoint import LoadedCheckpoint
-from runner.engine.assemble import Parts
-from runner.engine.balance import FixedShares
-from runner.engine.evaluate import EvaluationResult
+from runner.engine.evaluation.evaluate import EvaluationResult
+from runner.engine.evaluation.media import encode_histogram, encode_images, parse_number
 from runner.engine.feed import Feed
-from runner.engine.loop import Position, StepInfo
-from runner.engine.media import encode_histogram, encode_images, parse_number
-from runner.engine.phase_kinds import PhaseKind
+from runner.engine.parts.assemble import Parts
+from runner.engine.parts.phase_kinds import PhaseKind
+from runner.engine.process.watchdog import ProgressMark
 from runner.engine.run import TrainingRun
-from runner.engine.watchdog import ProgressMark
+from runner.engine.update.balance import FixedShares
+from runner.engine.update.loop import Position, StepInfo
 from runner.loading.loaders import Loader
 from runner.plan.run_plan import PhasePlan
 from runner.records.phase_record import PhaseRecord

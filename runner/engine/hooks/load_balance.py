@@ -6,15 +6,15 @@ from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
-from runner.base.share_solver import Decision
 from runner.base.stopwatch import PARTS
-from runner.base.stragglers import StragglerDetector
+from runner.engine.evaluation.meter import add_times
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.hooks.timekeeping import Timekeeping
-from runner.engine.loop import StepInfo
-from runner.engine.meter import add_times
+from runner.engine.update.loop import StepInfo
+from runner.workload.share_solver import Decision
+from runner.workload.stragglers import StragglerDetector
 
 
 class LoadBalance(Hook):

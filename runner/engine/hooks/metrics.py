@@ -5,9 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 from runner.base.accelerator import get_accelerator
+from runner.engine.evaluation.meter import Meter, Row
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.loop import StepInfo
-from runner.engine.meter import Meter, Row
+from runner.engine.update.loop import StepInfo
 from runner.profiling.peak_memory import allocator_metrics
 
 

@@ -16,12 +16,12 @@ from runner.base import noise
 from runner.base.errors import AccelRunError, NumericError, TaskFault
 from runner.base.order import MicroBatchKey
 from runner.base.text import abbreviate, error_line
-from runner.engine.contract_checks import no_items_fault
-from runner.engine.error_diagnosis import locate_definition
+from runner.engine.contract.contract_checks import no_items_fault
+from runner.engine.contract.error_diagnosis import locate_definition
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.non_finite import ModuleCalls, is_finite, record_calls
-from runner.engine.phase_kinds import GradientPhase
-from runner.engine.watchdog import SEARCH
+from runner.engine.parts.phase_kinds import GradientPhase
+from runner.engine.process.watchdog import SEARCH
+from runner.engine.update.non_finite import ModuleCalls, is_finite, record_calls
 
 
 class NanSearch(Hook):

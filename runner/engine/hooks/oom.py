@@ -7,12 +7,12 @@ from contextlib import suppress
 
 from runner.base.errors import AccelRunError, DeviceMemoryError, HostMemoryError, Problem, RankLost, TaskFault
 from runner.base.oom_errors import BETWEEN, OomCause, find_oom_cause, halve
-from runner.engine import oom_history
-from runner.engine.evaluate import BatchSizes
+from runner.engine.checkpoints import oom_history
+from runner.engine.checkpoints.oom_history import ReducedMicroBatch
+from runner.engine.evaluation.evaluate import BatchSizes
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.oom_history import ReducedMicroBatch
-from runner.engine.oom_report import MemoryAccount, format_report, measure_memory, suggest_settings
-from runner.engine.watchdog import EVALUATION, SUMMARY
+from runner.engine.process.watchdog import EVALUATION, SUMMARY
+from runner.engine.update.oom_report import MemoryAccount, format_report, measure_memory, suggest_settings
 
 
 class OutOfMemory(Hook):

@@ -11,10 +11,10 @@ from torch import Tensor
 
 from runner.base.errors import ConfigError, Problem
 from runner.durable.checkpoint import LoadedCheckpoint
-from runner.engine.assemble import Parts
 from runner.engine.hooks.averaging import Averaging, expand_shared_names
 from runner.engine.hooks.hook import Hook
-from runner.engine.phase_kinds import GradientPhase
+from runner.engine.parts.assemble import Parts
+from runner.engine.parts.phase_kinds import GradientPhase
 
 
 class OptimizerAverage(Hook):

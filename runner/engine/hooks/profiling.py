@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from functools import partial
 
-from runner.engine.error_diagnosis import is_task_file
+from runner.engine.contract.error_diagnosis import is_task_file
 from runner.engine.hooks.hook import Hook
 from runner.engine.hooks.rank_sync import RankSync
-from runner.engine.loop import StepInfo
+from runner.engine.update.loop import StepInfo
 from runner.profiling.instruments import Subject
 
 

@@ -7,7 +7,7 @@ import math
 from runner.base.accelerator import get_accelerator
 from runner.engine.hooks.hook import Hook
 from runner.engine.hooks.metrics import Metrics
-from runner.engine.loop import StepInfo
+from runner.engine.update.loop import StepInfo
 
 FIRST_SAMPLE_S = 0.5  # NVML is opened in parallel with the first update, which does not wait for it
 

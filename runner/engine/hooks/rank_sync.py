@@ -10,10 +10,10 @@ from typing import Any
 import torch
 
 from runner.base.stopwatch import PARTS
-from runner.base.world import World
 from runner.distributed.parallel import Parallel
+from runner.distributed.world import World
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
-from runner.engine.loop import StepInfo
+from runner.engine.update.loop import StepInfo
 
 
 @dataclass(frozen=True)

@@ -8,14 +8,14 @@ from typing import Any, NamedTuple
 
 from runner.base.batch import MicroBatch, ShardMark
 from runner.base.errors import DataError
-from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
 from runner.base.text import format_duration
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.stream_reader import RESTORE_ERROR, ShardReader, StreamFetcher
-from runner.engine.train_order import describe_reading
-from runner.engine.training_identity import hash_content
-from runner.engine.watchdog import DATA
+from runner.engine.parts.train_order import describe_reading
+from runner.engine.process.watchdog import DATA
+from runner.engine.sources.stream_reader import RESTORE_ERROR, ShardReader, StreamFetcher
+from runner.engine.sources.training_identity import hash_content
+from runner.loading.fetcher import Fetcher
 from runner.loading.loaders import Loader
 
 

@@ -10,9 +10,9 @@ import torch
 
 from runner.base.accelerator import get_accelerator
 from runner.base.stopwatch import PARTS, Seconds, TimeSnapshot
+from runner.engine.evaluation.meter import add_times
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
-from runner.engine.meter import add_times
 from runner.profiling.peak_memory import host_peak_gib, restart_host_peak
 
 

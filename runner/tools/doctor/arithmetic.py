@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import torch
 
 from runner.base.text import first_line
-from runner.base.tf32 import float32_matmul
 from runner.plan.inventory import Device, Inventory
+from runner.tensors.tf32 import float32_matmul
 from runner.tools.doctor.findings import CheckContext, CheckResult, failed, ok, skip
 
 Product = Callable[["torch.Tensor", "torch.Tensor"], "torch.Tensor"]

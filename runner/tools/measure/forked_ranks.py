@@ -9,8 +9,8 @@ import torch
 
 import runner.engine.training  # noqa: F401 - imported once, before the fork
 from runner.base.rank_env import RankInfo
-from runner.base.world import World
 from runner.distributed.join import join_process_group
+from runner.distributed.world import World
 from runner.launch.local import run_ranks, to_error
 
 

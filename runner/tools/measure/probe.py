@@ -18,11 +18,11 @@ from typing import Any
 from torch import Tensor
 
 from runner.base.batch import are_equal, map_tensors
-from runner.base.fetcher import Fetcher
 from runner.base.order import MicroBatchKey
 from runner.base.task import Task
 from runner.engine.phase import Phase
 from runner.engine.run import TrainingRun
+from runner.loading.fetcher import Fetcher
 
 SECONDS = 1.0  # for each inspection
 BATCHES = 64  # whose shapes are inspected

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.console.bottleneck import IDLE_PERCENT, describe_share
-from runner.engine.save_policy import MAX_AT_RISK_S, MAX_OVERHEAD, MIN_INTERVAL_S, parse_every
+from runner.engine.checkpoints.save_policy import MAX_AT_RISK_S, MAX_OVERHEAD, MIN_INTERVAL_S, parse_every
 from runner.tools.measure.facts import Facts
 from runner.tools.measure.selection import Candidate
 

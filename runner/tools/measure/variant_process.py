@@ -36,21 +36,20 @@ from runner.base.errors import AccelRunError, ConfigError, Exit, Problem, rebuil
 from runner.base.stopwatch import seconds_between
 from runner.base.task import Progress, Task
 from runner.base.text import error_line
-from runner.base.world import World
 from runner.config.configuration import compose
 from runner.config.request import Request
 from runner.config.schema import did_you_mean
-from runner.engine.evaluate import BatchSizes, evaluate
+from runner.distributed.world import World
+from runner.engine.evaluation.evaluate import BatchSizes, evaluate
 from runner.engine.hooks import HOOKS
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.hooks.hook import Hook, PhaseView
 from runner.engine.hooks.oom import OutOfMemory
-from runner.engine.infer import iterate_predictions
-from runner.engine.loop import StepInfo
 from runner.engine.opening import open_run
 from runner.engine.phase import Phase
 from runner.engine.run import TrainingRun
+from runner.engine.update.loop import StepInfo
 from runner.host.parent_death import die_with_parent
 from runner.host.resources import affinity
 from runner.host.run_queue import RunQueueWait
@@ -62,6 +61,7 @@ from runner.profiling.peak_memory import host_peak_gib
 from runner.tools.measure.forked_ranks import run_on_forked_ranks
 from runner.tools.measure.probe import inspect_batch, probe
 from runner.tools.measure.weight_sketch import sketch
+from runner.trained.infer import iterate_predictions
 
 UNLIMITED_UPDATES = 10**12
 NUM_COMPARED_UPDATES = 8  # first updates whose losses and gradient norms are compared with the baseline

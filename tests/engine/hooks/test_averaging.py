@@ -13,16 +13,16 @@ import torch
 from torch import Tensor
 
 from runner.base.errors import IncompatibleResume
-from runner.base.world import World
 from runner.config.request import Request
+from runner.distributed.world import World
 from runner.durable import checkpoint
+from runner.engine.checkpoints.resumption import ADDED_KEYS, check_resume
 from runner.engine.hooks.averaging import expand_shared_names
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.opening import open_phase
-from runner.engine.resumption import ADDED_KEYS, check_resume
-from runner.engine.trained_run import open_trained
 from runner.records.events import Console
+from runner.trained.trained_run import open_trained
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
 from tests.rounding import PROMISED

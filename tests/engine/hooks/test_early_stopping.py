@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from runner.config.settings import EarlyStoppingSettings
-from runner.engine.evaluate import EvaluationResult
+from runner.engine.evaluation.evaluate import EvaluationResult
 from runner.engine.hooks.early_stopping import EarlyStopping
 
 

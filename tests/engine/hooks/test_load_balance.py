@@ -9,16 +9,16 @@ from typing import Any
 
 import pytest
 
-from runner.base.share_solver import Decision
 from runner.base.stopwatch import PARTS
-from runner.base.stragglers import Straggler, StragglerDetector
-from runner.engine.balance import ShareChange
 from runner.engine.hooks.hook import Wants
 from runner.engine.hooks.load_balance import LoadBalance
 from runner.engine.hooks.metrics import Metrics
 from runner.engine.hooks.rank_sync import RankSync, StepStatus
 from runner.engine.hooks.timekeeping import Timekeeping
-from runner.engine.loop import StepInfo
+from runner.engine.update.balance import ShareChange
+from runner.engine.update.loop import StepInfo
+from runner.workload.share_solver import Decision
+from runner.workload.stragglers import Straggler, StragglerDetector
 from tests.engine.test_saving_of_runs import opened
 
 

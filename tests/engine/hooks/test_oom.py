@@ -13,11 +13,11 @@ import torch
 
 from runner.base.errors import AccelRunError, DeviceMemoryError, HostMemoryError, RankLost, TaskFault
 from runner.base.oom_errors import BETWEEN, OomCause
-from runner.base.world import World
+from runner.distributed.world import World
 from runner.durable.directory import RunDirectory
+from runner.engine.checkpoints.oom_history import FILE, ReducedMicroBatch, read_reductions, write_reductions
 from runner.engine.hooks.oom import OutOfMemory
-from runner.engine.oom_history import FILE, ReducedMicroBatch, read_reductions, write_reductions
-from runner.engine.watchdog import EVALUATION, UPDATE
+from runner.engine.process.watchdog import EVALUATION, UPDATE
 from tests.engine.test_saving_of_runs import opened
 
 GIB = 2**30

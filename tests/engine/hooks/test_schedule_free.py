@@ -12,14 +12,14 @@ from torch import Tensor
 
 from runner.base.errors import ConfigError
 from runner.base.order import permutation
-from runner.base.world import World
 from runner.config.request import Request
+from runner.distributed.world import World
 from runner.durable import checkpoint
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.engine.hooks.rank_sync import RankSync
 from runner.engine.opening import open_phase
-from runner.engine.trained_run import open_trained
 from runner.records.events import Console
+from runner.trained.trained_run import open_trained
 from tests.distributed.ranks import run_ranks
 from tests.forkserver import ForkServer
 from tests.rounding import PROMISED
@@ -148,7 +148,7 @@ def test_inference_and_initial_weights_equal_those_of_evaluation(server: ForkSer
         assert_close(dict(parts.bare.state_dict()), saved(folder), 0.0)
     with open_phase(request_of(tmp_path / "next")) as phase:
         from runner.durable.weight_source import find_weights
-        from runner.engine.weights import read_tensors
+        from runner.engine.parts.weights import read_tensors
 
         assert phase.run.parts is not None
         stored = read_tensors(find_weights("mine", folder), "weights")

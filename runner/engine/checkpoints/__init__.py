@@ -1,0 +1,1 @@
+"""When a run saves, what it keeps, and how it resumes."""

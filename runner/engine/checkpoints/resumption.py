@@ -1,0 +1,284 @@
+"""Resume a run: find its checkpoint, compare its settings, and choose the phases that are left."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from runner.base.errors import IncompatibleResume, InputMissing, Problem
+from runner.base.paths import PACKAGE, shipped_path
+from runner.config.schema import read_functions
+from runner.durable.checkpoint import LoadedCheckpoint, load, load_newest, recover, set_aside
+from runner.durable.directory import RunDirectory
+from runner.durable.files import AppendLog, read_rows
+from runner.durable.rewind import copy_metrics
+from runner.durable.run_identity import manifest_uid
+from runner.durable.weight_source import find_start
+from runner.engine.checkpoints import oom_history
+from runner.engine.checkpoints.checkpoint_state import check_state
+from runner.engine.process.run_screen import Screen
+from runner.plan.run_plan import PhasePlan, Plan
+
+# Keys that define the mathematics of the run; they must not change.
+FIXED_KEYS = (
+    "task", "global_batch_size", "seed", "data.path", "data.train_samples", "data.shards", "data.shards_per_update",
+    "dataloader.drop_last", "sampler", "trains", "adapter",
+)  # fmt: skip
+# Keys that change the mathematics from the resume on; they may change if resume_allow names them.
+KEYS_ALLOWED_BY_NAME = (
+    "updates", "epochs", "optimizer", "scheduler", "max_grad_norm", "precision", "early_stopping", "averaging",
+    "sharpness", "hook", "objective",
+)  # fmt: skip
+# Keys that older checkpoints lack, with the values that describe their behavior.
+ADDED_KEYS: Mapping[str, Any] = {
+    "adapter": "none",
+    "averaging": "none",
+    "sampler": "shuffle",
+    "sharpness": "none",
+    "data.shards": None,
+    "data.shards_per_update": None,
+    "weights.strict": True,
+    "weights.only": [],
+    "weights.rename": {},
+}
+MECHANICS_KEYS = ("optimizer.kernel", "sampler.micro_tokens", "task_file", "phases")
+
+
+@dataclass(frozen=True)
+class Difference:
+    """Key whose value differs from the checkpoint."""
+
+    key: str
+    before: Any
+    now: Any
+
+    def __str__(self) -> str:
+        return f"{self.key} {self.before} -> {self.now}"
+
+
+def compare(
+    before: Mapping[str, Any], now: Mapping[str, Any], allowed: Iterable[str], trained: int = 0
+) -> list[Difference]:
+    """Return the allowed differences. Raises IncompatibleResume listing all others.
+
+    trained  number of updates of the phase in the checkpoint
+    """
+    if "task" in before and before["task"] != now.get("task"):  # all other differences follow from this one
+        what = f"this run was trained with task {before['task']}, and the task is {now.get('task')} now"
+        raise IncompatibleResume(what, where="task", fix="start a new run with another run=NAME, or use the run's task")
+    differences, problems = [], []
+    allowed = tuple(allowed)
+    for key in [*now, *(key for key in before if key not in now)]:
+        if before.get(key) == now.get(key):
+            continue
+        difference = Difference(key, before.get(key), now.get(key))
+        what = f"was {difference.before} in the checkpoint and is {difference.now} now"
+        key_class = "by name" if _is_of_own_sum(key, before, now) else _classify(key)
+        is_allowed = _is_under(key, allowed) or _is_under(_strip_phase(key), allowed)
+        if key_class == "mechanics" or (key_class == "by name" and is_allowed):
+            differences.append(difference)
+        elif key_class == "by name":
+            fix = f"continue anyway with resume_allow=[{key}], or start a new run with another run=NAME"
+            if _strip_phase(key) == "updates" and isinstance(difference.now, int) and difference.now < trained:
+                fix = f"the run already has {trained} updates: use {key}={trained} or more, or another run=NAME"
+            problems.append(Problem(what, key, fix))
+        else:
+            fix = "restore the old value, or start a new run with another run=NAME"
+            problems.append(Problem(f"{what}; a run cannot be resumed with another value", key, fix))
+    if problems:
+        error = IncompatibleResume(str(problems[0]))
+        error.problems = tuple(problems)
+        raise error
+    return differences
+
+
+def _strip_phase(key: str) -> str:
+    return key.split(".", 2)[2] if key.startswith("phase.") else key
+
+
+def _classify(key: str) -> str:
+    key = _strip_phase(key)
+    if _is_under(key, MECHANICS_KEYS):
+        return "mechanics"
+    # The keys of an optimizer may change if resume_allow names them; the optimizer itself may not.
+    if key == "optimizer" or _is_under(key, FIXED_KEYS):
+        return "fixed"
+    return "by name" if _is_under(key, KEYS_ALLOWED_BY_NAME) else "mechanics"
+
+
+def _is_of_own_sum(key: str, before: Mapping[str, Any], now: Mapping[str, Any]) -> bool:
+    """Return whether the key chooses or configures a sum of gradients that is not shipped, and may be inexact."""
+    names = {str(values.get("parallelism", "auto")) for values in (before, now)}
+    if all((shipped_path("conf") / "parallelism" / f"{name}.yaml").is_file() for name in names):
+        return False
+    shipped = read_functions(PACKAGE / "axes" / "parallelism.py")["ddp"].keys
+    is_own = key.startswith("parallelism.") and key.removeprefix("parallelism.") not in shipped
+    return key == "parallelism" or (is_own and len(names) == 1)
+
+
+def _is_under(key: str, roots: Iterable[str]) -> bool:
+    return any(key == root or key.startswith(root + ".") for root in roots)
+
+
+def phases_to_run(plan: Plan, start: LoadedCheckpoint | None, directory: RunDirectory) -> list[PhasePlan]:
+    """Return the phases to run: that of the checkpoint if it is selected, then the selected unfinished ones.
+
+    Phases that another run finished satisfy `needs`; phases that the user names run again in this run.
+    Raises IncompatibleResume if the phase of the checkpoint is neither selected nor finished, or if no phase is left;
+    InputMissing if a phase needs another that is neither finished nor comes before it.
+    """
+    selected, names = list(plan.selected), [phase.name for phase in plan.phases]
+    finished: set[str] = set()
+    if start is not None:
+        current = start.state["phase"]
+        if current not in names:
+            raise IncompatibleResume(
+                f"the checkpoint belongs to phase {current}, which the task does not have",
+                where="phases",
+                fix="use the task that the run was trained with, or start a new run with another run=NAME",
+            )
+        finished = {name for name, record in start.state["records"].items() if record["finished"]}
+        is_selected = current in [phase.name for phase in selected]
+        if not is_selected and current not in finished:
+            done, total = start.state["phase_update"], start.state["total"]
+            raise IncompatibleResume(
+                f"phase {current} is not finished: {done} of {total} updates",
+                where="phases",
+                fix=f"use phases=[{current}]",
+            )
+        is_rerun = _is_rerun(plan, start, directory)
+        remaining = [phase for phase in selected if is_rerun or phase.name not in finished]
+        if is_selected and not (is_rerun and current in finished):
+            remaining = [phase for phase in selected if phase.name == current] + [
+                phase for phase in remaining if phase.name != current
+            ]
+        if not remaining:
+            raise IncompatibleResume(
+                f"{', '.join(phase.name for phase in selected)} of this run is finished already", where="phases",
+                fix="start a new run with another run=NAME",
+            )  # fmt: skip
+        selected = remaining
+    available = set(finished)
+    for phase in selected:
+        missing = [name for name in phase.needs if name not in available]
+        if missing:
+            needed = _collect_needs(plan, phase.name) - available
+            first = ",".join(name for name in names if name in needed)
+            raise InputMissing(
+                f"phase {phase.name} needs {', '.join(missing)}, which run {directory.name} has not finished",
+                where="phases",
+                fix=f"use phases=[{first}], or resume=RUN that has finished it",
+            )
+        available.add(phase.name)
+    return selected
+
+
+def _collect_needs(plan: Plan, name: str) -> set[str]:
+    phase = plan.phase(name)
+    assert phase is not None, "PHASES refers to its own phases only"
+    return {name}.union(*(_collect_needs(plan, other) for other in phase.needs))
+
+
+def _is_rerun(plan: Plan, start: LoadedCheckpoint, directory: RunDirectory) -> bool:
+    """Return whether finished phases run again: the user names phases, and the checkpoint is of another run."""
+    return plan.settings.phases is not None and start.path.parent != directory.checkpoints
+
+
+def is_resumed(start: LoadedCheckpoint, first: PhasePlan, directory: RunDirectory, plan: Plan) -> bool:
+    """Return whether the first phase resumes from the checkpoint; otherwise it starts with the checkpoint's model."""
+    is_finished = start.state["records"][start.state["phase"]]["finished"]
+    return bool(start.state["phase"] == first.name) and not (is_finished and _is_rerun(plan, start, directory))
+
+
+def check_resume(plan: Plan, start: LoadedCheckpoint, report: Callable[[str], None]) -> None:
+    """Report settings that differ from the checkpoint. Raises IncompatibleResume for those that must not differ.
+
+    Of the phase settings only those of the resumed phase are compared: the others are finished or not started.
+    """
+    current = start.state["phase"]
+    resumed = current if current in [phase.name for phase in plan.selected] else None
+    before, now = (
+        {key: value for key, value in values.items() if not key.startswith("phase.") or key.split(".", 2)[1] == resumed}
+        for values in ({**ADDED_KEYS, **start.state["values"]}, json.loads(json.dumps(plan.values())))
+    )
+    for difference in compare(before, now, plan.settings.resume_allow, start.state["phase_update"]):
+        if difference.key not in _UNREPORTED:
+            report(f"differs from the checkpoint: {difference}")
+
+
+def find_resume_point(
+    plan: Plan, directory: RunDirectory, screen: Screen, metrics: AppendLog
+) -> LoadedCheckpoint | None:
+    """Return the checkpoint to resume from, or None; metrics.jsonl is truncated to the rows before it."""
+    requested = plan.settings.resume
+    if requested == "fresh":
+        phases_to_run(plan, None, directory)  # raises before anything is renamed
+        if set_aside(directory.checkpoints):
+            screen.info("resume=fresh: earlier checkpoints were renamed to checkpoints/earlier-*")
+        if metrics.length:
+            copy_metrics(directory)
+        metrics.cut(0)
+        oom_history.remove_reductions(directory)
+        return None
+    run, allows_others = directory.owner, _ANOTHER_RUN in plan.settings.resume_allow
+    recovered = recover(directory.checkpoints, run, allows_others=allows_others)
+    for name, reasons in recovered.skipped:
+        screen.warn(f"checkpoint {name} was skipped: {'; '.join(reasons)}")
+    start = recovered.checkpoint
+    if start is None and requested != "auto":
+        start = check_state(_load_requested(requested, plan, directory))
+        screen.info(f"starts from {start.path}")
+        check_resume(plan, start, screen.info)
+        phases_to_run(plan, start, directory)
+        metrics.cut(0)
+        return start
+    if start is None:
+        phases_to_run(plan, None, directory)
+        metrics.cut(0)
+        return None
+    if requested != "auto":
+        screen.info(f"resume={requested} has no effect: this run already has checkpoints")
+    try:
+        check_resume(plan, check_state(start), screen.info)
+    except IncompatibleResume as error:
+        *others, last = error.problems
+        hint = f"to resume it with its own settings: accel-run resume {directory.argument(plan.settings.output_root)}"
+        error.problems = (*others, replace(last, fix=f"{last.fix}\n{hint}"))
+        raise
+    phases_to_run(plan, start, directory)
+    if run.has_other_uid(start.manifest):
+        screen.warn(
+            f"{start.path.name} belongs to another run, {manifest_uid(start.manifest)}; this run continues from it"
+        )
+    expected_bytes = int(start.manifest["metrics_bytes"])
+    if metrics.length < expected_bytes:  # the weights are valid: rows lost in a power failure do not prevent resuming
+        screen.warn(f"metrics.jsonl has lost its last rows: {metrics.length} of {expected_bytes} bytes remain")
+    repeated = _last_update(directory.metrics) - int(start.state["phase_update"])
+    metrics.cut(expected_bytes)
+    note = f"; {repeated} updates after it are repeated" if repeated > 0 else ""
+    screen.info(f"resumes at update {start.state['phase_update']} from {start.path.name}{note}")
+    return start
+
+
+def _load_requested(requested: str, plan: Plan, directory: RunDirectory) -> LoadedCheckpoint:
+    """Return the checkpoint selected by resume=: that folder, or the newest valid one of a run."""
+    other = find_start(requested, plan.settings.root, directory)
+    if isinstance(other, Path):
+        return load(other)
+    recovered = load_newest(other.checkpoints, other.owner)
+    if recovered is None:
+        fix = f"accel-run status {other.name} shows its checkpoints; accel-run runs lists other runs"
+        raise InputMissing(f"run {other.name} has no valid checkpoint", where=f"resume={requested}", fix=fix)
+    return recovered
+
+
+def _last_update(metrics: Path) -> int:
+    updates = (row.get("update") for row in read_rows(metrics))
+    return max((update for update in updates if isinstance(update, int)), default=0)
+
+
+_UNREPORTED = ("run", "resume", "resume_allow", "output_root", "device")
+_ANOTHER_RUN = "run"  # in resume_allow: accept a checkpoint of another run

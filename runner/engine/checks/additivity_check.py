@@ -1,0 +1,575 @@
+"""Check once, before the first update, that loss and metrics are summed over the batch and not averaged.
+
+With a mean instead of the sum, gradients and the logged loss are too small by the number of items, but nothing fails.
+The loss of a batch must equal the sum of the losses of its halves, in eval mode, in which samples do not depend on each
+other. All samples get the same random numbers. The calls leave the model, the generators and the order of the data
+unchanged.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, MutableMapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from copy import copy
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
+
+from runner.axes.prefetch import Prefetch
+from runner.base import noise
+from runner.base.batch import BatchSamples, MicroBatch, copy_batch
+from runner.base.errors import TaskFault
+from runner.base.order import MicroBatchKey
+from runner.base.text import error_line
+from runner.distributed.matched_calls import UnmatchedCalls, matched_calls
+from runner.engine.checks.controlled_pass import ChangesWeights, ControlledPass, Draws, list_tensors
+from runner.engine.checks.task_calls import repeatable_pass, without_effects
+from runner.engine.contract.contract_checks import Number, validate_loss, validate_metrics
+from runner.engine.contract.error_diagnosis import locate_definition
+from runner.engine.contract.task_loading import task_errors
+from runner.engine.evaluation.evaluate import eval_mode
+from runner.engine.evaluation.metric_states import MetricStates
+from runner.engine.parts.assemble import Parts
+from runner.engine.update.coupled import Embedding, validate_embedding
+from runner.loading.loaders import Loader
+
+TOLERANCE = 0.05  # relative to the loss: bfloat16 and size-dependent kernels round differently; a mean is off by a half
+NEAR_MEAN = 0.2
+_SumsByName = Mapping[str, tuple[Number, Number]]
+_Autocast = Callable[[], AbstractContextManager[Any]]
+_MEAN_GROWTH = 1.6  # of a mean over samples that are compared, if their number doubles; log(8) / log(4) is 1.5
+_MIN_COUPLED_SAMPLES = 8
+_MAX_COUPLED_SAMPLES = 32  # taken four times; the memory of many losses is quadratic in the samples
+_NUM_ATTEMPTS = 4  # with other random numbers, if the loss is 0 or not finite with the first ones
+
+
+class _Values(NamedTuple):
+    """Loss and item counts of a batch and of its two halves."""
+
+    batch: tuple[float, float]
+    halves: tuple[tuple[float, float], tuple[float, float]]
+
+    @property
+    def scale(self) -> float:
+        return max(abs(self.batch[0]), sum(abs(loss) for loss, _ in self.halves))
+
+    @property
+    def is_degenerate(self) -> bool:
+        """True if the values are 0 or not finite."""
+        return not self.scale or not math.isfinite(sum((*self.batch, *self.halves[0], *self.halves[1])))
+
+    @property
+    def is_sum(self) -> bool:
+        """True if the values are consistent with a sum; counts that do not add up may count another kind of item."""
+        if self.is_degenerate:
+            return True
+        if not math.isclose(self.batch[1], sum(count for _, count in self.halves), rel_tol=1e-6):
+            return not self.has_constant_count
+        return self._is_additive
+
+    @property
+    def has_constant_count(self) -> bool:
+        """True if the loss is a sum but a batch and its halves have the same count, as with len((x, y)).
+
+        Both halves must contribute: a count that is at least 1 is correct if one half has no items.
+        """
+        is_constant = self.batch[1] == self.halves[0][1] == self.halves[1][1] != 0
+        return is_constant and self._is_additive and all(abs(loss) > NEAR_MEAN * self.scale for loss, _ in self.halves)
+
+    @property
+    def inconclusive_reason(self) -> str:
+        """Return why the values are inconclusive, or "" if they are conclusive."""
+        if not math.isfinite(sum((*self.batch, *self.halves[0], *self.halves[1]))):
+            return "it is not finite for the first batch"
+        if self.is_per_batch:
+            return _PER_BATCH
+        return "" if self.scale else "it is 0 for the first batch"
+
+    @property
+    def is_per_batch(self) -> bool:
+        """True for a value between those of the halves, with their count: as a mean with a count of 1.
+
+        With a count of 1, also for three equal values, as of a model whose last layer is initialized with zeros.
+        """
+        low, high = sorted(loss for loss, _ in self.halves)
+        margin = 1e-3 * (high - low)
+        has_same_count = self.batch[1] == self.halves[0][1] == self.halves[1][1] != 0
+        is_between = low + margin < self.batch[0] < high - margin
+        is_equal = self.batch[1] == 1 and all(math.isclose(self.batch[0], loss, rel_tol=1e-3) for loss in (low, high))
+        return has_same_count and (is_between or is_equal) and not self._is_additive
+
+    @property
+    def is_constant(self) -> bool:
+        """True if the batch and its halves have the same value and count, as a metric that is a constant."""
+        return self.batch == self.halves[0] == self.halves[1]
+
+    def is_close(self, other: _Values | None) -> bool:
+        """Return whether the other values are equal, except for rounding."""
+        if other is None:
+            return False
+        pairs = zip((self.batch, *self.halves), (other.batch, *other.halves), strict=True)
+        return all(abs(mine - theirs) <= 1e-3 * self.scale for (mine, _), (theirs, _) in pairs)
+
+    @property
+    def is_mean(self) -> bool:
+        """True if the loss of the batch is close to the mean of the losses of its halves."""
+        return abs(self.batch[0] - self._mean_of_halves) <= NEAR_MEAN * abs(self._mean_of_halves)
+
+    @property
+    def grows_as_mean(self) -> bool:
+        """True if the count grows with the batch, but the loss is not much more than the mean of its halves."""
+        has_growing_count = self.batch[1] > 0.75 * sum(count for _, count in self.halves) > 0
+        if self.is_degenerate or not has_growing_count or not self._mean_of_halves or not self.batch[0]:
+            return False
+        return 1 / _MEAN_GROWTH < self.batch[0] / self._mean_of_halves < _MEAN_GROWTH
+
+    @property
+    def _mean_of_halves(self) -> float:
+        total = sum(count for _, count in self.halves)
+        return sum(loss * count for loss, count in self.halves) / max(total, 1e-30)
+
+    @property
+    def _is_additive(self) -> bool:
+        return abs(self.batch[0] - sum(loss for loss, _ in self.halves)) <= TOLERANCE * self.scale
+
+    def __str__(self) -> str:
+        (first_loss, _), (second_loss, _) = self.halves
+        return f"{self.batch[0]:.4g}, that of its halves {first_loss:.4g} and {second_loss:.4g}"
+
+
+def check_loss_is_sum(
+    parts: Parts, loss: Callable[[nn.Module, Any], Any], first: MicroBatch, read: BatchReader | None = None
+) -> str:
+    """Raise TaskFault on every rank if the loss of a batch is not the sum of the losses of its halves.
+
+    Return "" if the check was conclusive, else the reason. Call it on every rank: the model may run collectives.
+    An exception of the loss is ignored here and reported by the first update, unless it is raised on some of the ranks
+    that hold a copy of the model: the others would wait for them.
+
+    read  reads samples as a batch: the halves of a batch that cannot be sliced, or a second sample for a batch of one
+    """
+    fault, reason = None, ""
+    with _preserve_state(parts):
+        split = _read_halves(first, read, parts)
+        verdicts = _BatchComparison(parts, lambda batch: _compute_sums(parts, loss, batch), split).compare()
+        if first.counts:
+            verdict = verdicts.pop("loss")
+            fault = _loss_fault(verdict, loss, parts) if verdict.is_fault else None
+            reason = verdict.reason
+            for name, verdict in verdicts.items():  # the third value of the loss
+                if verdict.is_fault and verdict.kind == "mean":  # a constant count is useful: items per micro-batch
+                    fault = fault or _metric_fault(name, verdict, loss, parts)
+    gathered = parts.world.gather([fault, reason, first.counts])
+    faults = [fault for fault, _, _ in gathered]
+    # If the ranks do not split a batch, rank 0 has read its samples.
+    _raise_fault(faults[0] if not parts.parallel.splits_batch else next(filter(None, faults), None))
+    reasons = [reason for _, reason, counts in gathered if counts]
+    return reasons[0] if reasons and all(reasons) else ""
+
+
+def check_coupled_loss(parts: Parts, first: MicroBatch, read: BatchReader) -> None:
+    """Raise TaskFault on every rank if `couple` returns a mean with the number of samples as count.
+
+    The loss of samples that are compared with each other is not the sum over two halves. A sum still roughly doubles
+    from a half to the batch, and from each row taken twice to four times, while the mean of a cross-entropy grows by
+    log(2). Both growths must be small, because the terms of some sums become smaller in larger batches. From each row
+    once to twice, they do, too: a row gets another one of its class. The count must grow; that of classes does not.
+    """
+    task = parts.task
+
+    def couple(embedding: Embedding) -> tuple[Number, Number]:
+        return validate_loss(task.couple(embedding.structure), task.couple, parts.source, name="couple")
+
+    def compute(batch: Any) -> _SumsByName:
+        embedding = validate_embedding(task.embed(parts.model, batch), task.embed, parts.source)
+        copies = {"once": 1, "twice": 2, "four times": 4}
+        return {
+            name: couple(embedding._replace(tensors=tuple(torch.cat([rows] * n) for rows in embedding.tensors)))
+            for name, n in copies.items()
+        }
+
+    fault = None
+    with _preserve_state(parts):
+        split = _read_halves(first, read, parts, at_least=_MIN_COUPLED_SAMPLES, at_most=_MAX_COUPLED_SAMPLES)
+        values = _BatchComparison(parts, compute, split).evaluate(parts.precision.forward, 0, Draws()) or {}
+        if "once" in values:
+            once, (twice, count), (more, more_count) = values["once"], values["twice"].batch, values["four times"].batch
+            is_constant = twice != 0 and 1 / _MEAN_GROWTH < more / twice < _MEAN_GROWTH
+            if once.grows_as_mean and is_constant and more_count > 1.5 * count:
+                what = (
+                    f"couple returns a mean with a count of {once.batch[1]:g}, but must return the sum over the items:"
+                    f" the loss of a batch is {once}, with each row taken twice {twice:.4g} and four times {more:.4g}"
+                )
+                fix = (
+                    'return the sum, as with reduction="sum", or the mean with a count of 1; if it is a sum, write in'
+                    f" class {type(task).__name__}:\nloss_is_additive = False"
+                )
+                fault = what, locate_definition(task.couple, parts.source), fix
+    _raise_fault(next(filter(None, parts.world.gather(fault)), None))
+
+
+def check_metrics_are_sums(parts: Parts, loader: Loader, indices: Sequence[int]) -> dict[str, list[str]]:
+    """Raise TaskFault on every rank if a metric of `evaluate` is a mean instead of a sum over the batch.
+
+    Return reason -> metrics that could not be checked. Every rank compares the same held-out samples.
+
+    loader   reads held-out samples
+    indices  of the samples of the first batch
+    """
+    task, read = parts.task, BatchReader(loader, parts.prefetch)
+    like = BatchSamples(parts.plan.settings.seed, 0, indices, range(len(indices)))
+    fault: tuple[str, str, str] | None = None
+    reasons: dict[str, list[str]] = {}
+    states = MetricStates(task, "val", parts.world, parts.source)
+    states.begin()
+    declared = states.states  # metrics that are not sums
+    missing: list[str] = []
+    returned: list[Mapping[str, Any]] = []  # of the batch and of one of its halves
+    with _preserve_state(parts):
+        try:
+            split = _read_halves(read(indices, like), read, parts)
+        except Exception as error:  # reported by the first evaluation
+            split = _SplitBatch(None, None, reason=f"the samples of a batch cannot be read: {error_line(error)}")
+
+        def compute_metrics(batch: Any) -> Mapping[str, tuple[Number, Number]]:
+            result = task.evaluate(parts.model, batch)
+            if declared and isinstance(result, Mapping):
+                missing.extend(name for name in declared if name not in result)
+                if len(returned) < 2:
+                    returned.append(result)
+                result = {name: value for name, value in result.items() if name not in declared}
+            return validate_metrics(result, task.evaluate, parts.source)
+
+        comparison = _BatchComparison(parts, compute_metrics, split, noise.EVALUATION)
+        for name, verdict in comparison.compare().items():
+            if verdict.is_fault and verdict.kind != "neither":
+                fault = fault or _metric_fault(name, verdict, task.evaluate, parts)
+            elif verdict.is_fault and task.loss_is_additive:
+                reasons.setdefault(_NOT_ADDITIVE, []).append(name)
+            elif verdict.reason and not (verdict.values and verdict.values.is_constant):
+                reasons.setdefault(verdict.reason, []).append(name)
+        for wrong in states.find_faults(returned[0], returned[-1]) if returned else ():
+            fault = wrong.problems[0].what, wrong.problems[0].where, wrong.problems[0].fix
+    if missing:
+        fault = (
+            f"metrics declares {missing[0]}, but evaluate does not return it",
+            locate_definition(task.evaluate, parts.source),
+            f'return {{"{missing[0]}": (scores, labels)}} with the rest',
+        )
+    _raise_fault(parts.world.broadcast(fault))
+    return dict(parts.world.broadcast(reasons))
+
+
+def _raise_fault(fault: Sequence[str] | None) -> None:
+    if fault is not None:
+        what, where, fix = fault
+        raise TaskFault(what, where=where, fix=fix)
+
+
+def _compute_sums(parts: Parts, loss: Callable[[nn.Module, Any], Any], batch: Any) -> _SumsByName:
+    """Return the loss, and the further metrics that it returns."""
+    result = loss(parts.model, batch)
+    total = validate_loss(result, loss, parts.source)
+    further = validate_metrics(result[2], loss, parts.source, value=_THIRD_VALUE) if len(result) > 2 else {}
+    return {**further, "loss": total}
+
+
+class _SplitBatch(NamedTuple):
+    """A batch and its halves.
+
+    are_slices  the halves are slices of the batch; otherwise they were collated again, perhaps with other draws
+    reason      why there are no halves
+    """
+
+    batch: BatchPart | None
+    halves: tuple[BatchPart, BatchPart] | None
+    are_slices: bool = True
+    reason: str = ""
+
+
+def _read_halves(
+    first: MicroBatch, read: BatchReader | None, parts: Parts, *, at_least: int = 2, at_most: int | None = None
+) -> _SplitBatch:
+    """Return a batch with its halves: the first micro-batch, if its number of samples is in these limits."""
+    if not first.counts:
+        return _SplitBatch(None, None)
+    norms = [module for module in parts.bare.modules() if isinstance(module, _BatchNorm)]
+    if any(norm.running_mean is None for norm in norms):
+        return _SplitBatch(None, None, reason="a batch norm without running statistics mixes the samples of a batch")
+    if first.samples is None:
+        return _SplitBatch(None, None, reason="it is not known which samples are in a batch")
+    indices = list(first.samples.indices)
+    try:
+        if read is not None and not at_least <= len(indices) <= (at_most or len(indices)):
+            while len(indices) < at_least:
+                indices.append(read.another_index(indices[-1]))
+            indices = indices[:at_most]
+            first = read(indices, first.samples)
+        halves = split_in_halves(first)
+        if halves is not None or read is None or len(indices) < 2:
+            return _SplitBatch(BatchPart(first.batch, first.samples), halves, reason="" if halves else _NOT_SPLITTABLE)
+        middle, samples = len(indices) // 2, first.samples
+        assert samples is not None
+        one, other = (read(half, samples) for half in (indices[:middle], indices[middle:]))
+        halves = BatchPart(one.batch, one.samples), BatchPart(other.batch, other.samples)
+        return _SplitBatch(BatchPart(first.batch, first.samples), halves, are_slices=False)
+    except Exception as error:
+        return _SplitBatch(None, None, reason=f"two halves of a batch cannot be read: {error_line(error)}")
+
+
+class BatchReader:
+    """Read samples as a batch on the device, as training does."""
+
+    def __init__(self, loader: Loader, prefetch: Prefetch) -> None:
+        self._loader, self._prefetch = loader, prefetch
+
+    def __call__(self, indices: Sequence[int], like: BatchSamples) -> MicroBatch:
+        """Return a batch of these samples in the epoch of `like`. Raises IndexError if a sample is unreadable."""
+        key = MicroBatchKey(like.epoch, list(indices), last=False, first=min(like.places, default=0), seed=like.seed)
+        # Do not use the training loader: its workers are prefetching.
+        loader = self._loader.new_like(self._loader.fetcher)
+        try:
+            (batch,) = self._prefetch(iter(loader.batches([key])))
+        finally:
+            loader.close()
+        if not batch.counts or batch.bad:
+            raise IndexError(f"samples that cannot be read are among {key.indices}")
+        return batch
+
+    def another_index(self, index: int) -> int:
+        """Return the index of another sample."""
+        if len(self._loader.fetcher) < 2:
+            raise IndexError("the dataset has one sample")
+        return (index + 1) % len(self._loader.fetcher)
+
+
+class _Verdict(NamedTuple):
+    """Result of the comparison for the loss or one metric.
+
+    kind    "sum", "mean", "count" (a sum with a constant count) or "neither"; "" without values
+    reason  why the comparison was inconclusive, or ""
+    """
+
+    kind: str
+    values: _Values | None = None
+    reason: str = ""
+
+    @property
+    def is_fault(self) -> bool:
+        return self.kind in ("mean", "count", "neither") and not self.reason
+
+
+class _BatchComparison:
+    """Call a function on a batch and its halves from the same model, with the same random numbers for all samples.
+
+    compute  batch -> name -> (sum, count)
+    epoch    epoch of the draws of `per_sample_noise`; None: that of the batch
+    """
+
+    def __init__(
+        self, parts: Parts, compute: Callable[[Any], _SumsByName], split: _SplitBatch, epoch: int | None = None
+    ) -> None:
+        self.parts, self.compute, self.split, self.epoch = parts, compute, split, epoch
+        self.reason = split.reason
+
+    def compare(self) -> dict[str, _Verdict]:
+        """Return the verdict on each name; on "loss" alone if there are no values."""
+        for seed in range(_NUM_ATTEMPTS):
+            draws = Draws()
+            verdicts = self._compare_once(seed, draws)
+            found = [verdict.values for verdict in verdicts.values() if verdict.values is not None]
+            if not self._agree(bool(draws.firsts) and any(values.is_degenerate for values in found)):
+                break
+        return verdicts
+
+    def _compare_once(self, seed: int, draws: Draws) -> dict[str, _Verdict]:
+        forward = self.parts.precision.forward
+        values = self.evaluate(forward, seed, draws)
+        if self._agree(_is_suspicious(values)) and self.parts.precision.dtype is not torch.float32:
+            forward = nullcontext  # recompute in float32: the difference may be rounding of large sums
+            values = self.evaluate(forward, seed, draws) or values
+        reason, again = "", values or {}
+        if self._agree(_is_suspicious(values)):
+            again = self.evaluate(forward, seed + _NUM_ATTEMPTS, draws) or {}
+            if draws.selects_samples:
+                reason = "it selects samples of the batch at random"
+        if values is None:
+            return {"loss": _Verdict("", reason=self.reason)}
+        differs = "it draws random numbers that differ between samples, as with NumPy"
+        return {
+            name: self._classify(value, reason or ("" if value.is_close(again.get(name)) else differs))
+            for name, value in values.items()
+        }
+
+    def _classify(self, values: _Values, reason: str) -> _Verdict:
+        if values.is_sum:
+            return _Verdict("sum", values, values.inconclusive_reason)
+        if values.has_constant_count:
+            return _Verdict("count", values, reason)
+        if values.is_mean:
+            return _Verdict("mean", values, reason)
+        if not self.split.are_slices:
+            reason = "the halves of a batch, collated again, have other values"
+        return _Verdict("neither", values, reason)
+
+    def evaluate(self, precision: _Autocast, seed: int, draws: Draws) -> dict[str, _Values] | None:
+        """Return the values of the batch and its halves, or None if the task raises: some losses fail in eval mode."""
+        batch, halves = self.split.batch, self.split.halves
+        is_split = batch is not None and halves is not None
+        if not self.parts.parallel.splits_batch:  # reading may have failed on one rank only
+            is_split = all(self.parts.parallel.copy_ranks.gather(is_split))
+        if not is_split:
+            return None
+        assert batch is not None
+        assert halves is not None
+        try:
+            batch_sums, one, other = (self._evaluate_part(part, precision, seed, draws) for part in (batch, *halves))
+        except UnmatchedCalls as unmatched:  # the ranks cannot continue together
+            with task_errors(self.parts.source, "the check before the first update"):
+                raise unmatched.__cause__ or unmatched from None
+        except ChangesWeights:
+            self.reason = "it changes weights of the model"
+        except Exception as error:  # reported by the first update
+            self.reason = f"it raises in eval mode: {error_line(error)}"
+        else:
+            return {
+                name: _Values(value, (one[name], other[name]))
+                for name, value in batch_sums.items()
+                if name in one and name in other
+            }
+        return None
+
+    def _evaluate_part(
+        self, part: BatchPart, precision: _Autocast, seed: int, draws: Draws
+    ) -> dict[str, tuple[float, float]]:
+        parts, samples = self.parts, part.samples
+        if samples is not None and self.epoch is not None:
+            samples = samples._replace(epoch=self.epoch)
+        calls = nullcontext() if parts.parallel.splits_batch else matched_calls(parts.model, parts.parallel.copy_ranks)
+        with repeatable_pass(parts, samples, seed), precision(), calls, ControlledPass(parts.bare, draws):
+            sums = self.compute(copy_batch(part.batch))
+        return {name: (float(total), float(count)) for name, (total, count) in sums.items()}
+
+    def _agree(self, flag: bool) -> bool:
+        """Return the flag of rank 0 if all ranks must run the same forward passes."""
+        return flag if self.parts.parallel.splits_batch else bool(self.parts.world.broadcast(flag))
+
+
+def _is_suspicious(values_by_name: Mapping[str, _Values] | None) -> bool:
+    return values_by_name is not None and not all(values.is_sum for values in values_by_name.values())
+
+
+@contextmanager
+def _preserve_state(parts: Parts) -> Iterator[None]:
+    """Put the model in eval mode without gradients; restore the model, the task and the generators on exit."""
+    with (
+        eval_mode(parts.bare, parts.world.device),
+        parts.parallel.gather_parameters(parts.model),
+        without_effects(parts),
+    ):
+        yield
+
+
+# ---------------------------------------------------------------- error reports
+
+
+def _loss_fault(verdict: _Verdict, loss: Callable[..., Any], parts: Parts) -> tuple[str, str, str]:
+    assert verdict.values is not None
+    kind, count = verdict.kind, verdict.values.batch[1]
+    figures = f"the loss of a batch is {verdict.values}"
+    if kind == "count":
+        what = f"loss returns a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
+        return what, locate_definition(loss, parts.source), _COUNT_FIX
+    if kind == "mean":
+        what = f"loss returns a mean with a count of {count:g}, but must return the sum over the items: {figures}"
+        return what, locate_definition(loss, parts.source), _MEAN_FIX
+    name = type(parts.task).__name__
+    what = f"loss must be the sum over the items of a batch, but it is not: {figures}"
+    fix = f"return a sum; if the samples of a batch belong together, as in a contrastive loss, write in class {name}:"
+    return what, locate_definition(loss, parts.source), f"{fix}\nloss_is_additive = False"
+
+
+def _metric_fault(name: str, verdict: _Verdict, method: Callable[..., Any], parts: Parts) -> tuple[str, str, str]:
+    assert verdict.values is not None
+    title = "evaluate returns" if method == parts.task.evaluate else f"{_THIRD_VALUE} has"
+    count, where = verdict.values.batch[1], locate_definition(method, parts.source)
+    figures = f"{name} of a batch is {verdict.values}"
+    if verdict.kind == "count":
+        what = f"{title} a sum whose count is {count:g} for a batch and for each of its halves: {figures}"
+        return what, where, _COUNT_FIX
+    what = f"{title} a mean with a count of {count:g}, but must return the sum over the items: {figures}"
+    return what, where, _MEAN_FIX
+
+
+_PER_BATCH = "its count is the same for a batch and for its halves, so its value depends on the size of the batches"
+_NOT_SPLITTABLE = "the batch cannot be cut into two halves"
+_NOT_ADDITIVE = "the value of a batch is not the sum over its halves, so it depends on the size of the batches"
+_THIRD_VALUE = "the third value of loss"
+_MEAN_FIX = (
+    'use reduction="sum", as in F.cross_entropy(logits, y, reduction="sum") or nn.MSELoss(reduction="sum"), '
+    "and x.sum() instead of x.mean()"
+)
+_COUNT_FIX = "return the number of items as the count, such as len(y); len(batch) is the number of tensors in a batch"
+
+
+class BatchPart(NamedTuple):
+    """Part of a batch, with the samples that determine its random draws."""
+
+    batch: Any
+    samples: BatchSamples | None
+
+
+def split_in_halves(batch: MicroBatch) -> tuple[BatchPart, BatchPart] | None:
+    """Split a batch into two parts; return None if it cannot be split between samples safely.
+
+    Every tensor with dimensions must have one row per sample. Lists of that length without tensors are split too;
+    numbers and text are copied to both parts.
+    """
+    samples = batch.samples
+    size = 0 if samples is None else len(samples.indices)
+    if samples is None or size < 2 or not any(tensor.dim() for tensor in list_tensors(batch.batch)):
+        return None
+    rows = slice(0, size // 2), slice(size // 2, size)
+    try:
+        first_half, second_half = (
+            BatchPart(
+                _slice_rows(batch.batch, size, part),
+                samples._replace(indices=samples.indices[part], places=samples.places[part]),
+            )
+            for part in rows
+        )
+    except _NotSplittable:
+        return None
+    return first_half, second_half
+
+
+class _NotSplittable(Exception):
+    pass
+
+
+def _slice_rows(value: Any, size: int, rows: slice) -> Any:
+    if isinstance(value, Tensor):
+        if value.dim() and len(value) != size:
+            raise _NotSplittable
+        return value[rows] if value.dim() else value
+    if value is None or isinstance(value, str | bytes | int | float):
+        return value
+    if isinstance(value, list) and len(value) == size:
+        if list_tensors(value):
+            raise _NotSplittable  # ambiguous: one tensor per sample, or parts of a batch of this size
+        return value[rows]
+    if isinstance(value, tuple) and hasattr(value, "_fields"):
+        return type(value)(*(_slice_rows(item, size, rows) for item in value))
+    if type(value) in (tuple, list):
+        return type(value)(_slice_rows(item, size, rows) for item in value)
+    if isinstance(value, Mapping):
+        items = {key: _slice_rows(item, size, rows) for key, item in value.items()}
+        if not isinstance(value, MutableMapping):
+            return items
+        copied = copy(value)  # keep the type: Hugging Face batches expose their keys as attributes
+        copied.update(items)
+        return copied
+    raise _NotSplittable

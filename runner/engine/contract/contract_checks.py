@@ -1,0 +1,367 @@
+"""Validate the members of a task and what its methods return; errors name the method, the value and the fix."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from numbers import Integral, Real
+from pathlib import Path
+from types import FunctionType
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from runner.base.errors import TaskFault
+from runner.base.secret import redact
+from runner.base.task import Fit, Prediction, Task
+from runner.durable.directory import is_safe_path
+from runner.engine.contract.error_diagnosis import locate_definition
+
+Number = Tensor | int | float  # a tensor has shape ()
+LOSS_FIX = 'return F.cross_entropy(logits, y, reduction="sum"), len(y)'
+NUMBERS_FIX = 'return {**metrics, "perplexity": math.exp(metrics["loss"])}'
+METRIC_FIX = 'return {"accuracy": ((logits.argmax(1) == y).sum(), len(y))}'
+
+
+def validate_loss(
+    result: Any,
+    loss: Callable[..., Any],
+    source: Path,
+    *,
+    sync: bool = False,
+    name: str = "loss",
+    objective: str = "",
+    allows_zero: bool = True,
+) -> tuple[Tensor, Number]:
+    """Return the loss sum, a tensor of shape (), and the item count.
+
+    `loss` may return metrics as a third value, which `validate_metrics` checks.
+
+    name         of the task method, for messages
+    objective    name of the objective, for messages
+    sync         also check the value of the count if it is a tensor, which synchronizes with the device
+    allows_zero  a count of 0 is valid, as for one of several micro-batches
+    Raises TaskFault for anything else, for a negative count, and for a sum that does not require grad while gradients
+    are enabled.
+    """
+    title = f"the loss of objective {objective}" if objective else name
+    if not isinstance(result, tuple) or len(result) not in ((2, 3) if name == "loss" else (2,)):
+        raise _loss_fault(result, locate_definition(loss, source), title)
+    total, count = result[0], _to_number(result[1])
+    if not isinstance(total, Tensor) or total.numel() != 1 or total.is_complex() or count is None:
+        raise _loss_fault(result, locate_definition(loss, source), title)
+    if torch.is_grad_enabled() and not total.requires_grad:
+        raise TaskFault(
+            f"{title} must return a sum that requires grad, but it does not",
+            where=locate_definition(loss, source),
+            fix="compute it from model(...), without detach, item or no_grad",
+        )
+    if not isinstance(count, Tensor) or (sync and type(count) is Tensor and not count.is_meta):
+        check_count(count, title, loss, source, allows_zero=allows_zero)
+    return (total.reshape(()) if total.dim() else total), count
+
+
+def no_items_fault(update: int, location: str) -> TaskFault:
+    """Return the error for an update whose micro-batches all have a count of 0; `location` is that of the loss."""
+    return TaskFault(
+        f"loss returned a count of 0 for all micro-batches (update {update})",
+        where=location,
+        fix="return the sum and the number of items; events.jsonl lists the samples if all are bad",
+    )
+
+
+def validate_metrics(
+    result: Any, evaluate: Callable[..., Any], source: Path, *, value: str = "the value of evaluate"
+) -> dict[str, tuple[Number, Number]]:
+    """Return the sum and count of each metric of a batch. Raises TaskFault for anything else.
+
+    value  subject of the error messages: the value that contains the metrics
+    """
+    if not isinstance(result, Mapping):
+        what = f"{value} must be a mapping of names to (sum, count), but is {describe_value(result)}"
+        raise TaskFault(what, where=locate_definition(evaluate, source), fix=METRIC_FIX)
+    metrics = {}
+    for name, pair in result.items():
+        if not isinstance(name, str) or not name:
+            what = f"metric names in {value} must be strings that are not empty, but one is {name!r}"
+            raise TaskFault(what, where=locate_definition(evaluate, source), fix=METRIC_FIX)
+        _check_no_secret(name, evaluate, source)
+        is_pair = isinstance(pair, tuple | list) and len(pair) == 2
+        total, count = (_to_number(pair[0]), _to_number(pair[1])) if is_pair else (None, None)
+        if total is None or count is None:
+            raise TaskFault(
+                f"{value} must have (sum, count) for each metric, two numbers or tensors with one element, but"
+                f" {name} is {describe_value(pair)}",
+                where=locate_definition(evaluate, source),
+                fix=_suggest_pair_fix(name, pair),
+            )
+        metrics[name] = (total, count)
+    return metrics
+
+
+def validate_numbers(
+    result: Any, method: Callable[..., Any], source: Path, *, fix: str = NUMBERS_FIX
+) -> dict[str, float]:
+    """Return the numbers that `summarize`, `baselines` or a metric function returned, converted to float.
+
+    Raises TaskFault for anything else.
+    """
+    where, method_name = locate_definition(method, source), _callable_name(method)
+    if not isinstance(result, Mapping):
+        what = f"{method_name} must return a mapping of names to numbers, but returned {describe_value(result)}"
+        raise TaskFault(what, where=where, fix=fix)
+    numbers = {}
+    for name, value in result.items():
+        number = _to_number(value)
+        if not isinstance(name, str) or number is None:
+            what = f"{method_name} must return a mapping of names to numbers, but {name!r} is {describe_value(value)}"
+            raise TaskFault(what, where=where, fix=fix)
+        _check_no_secret(name, method, source)
+        numbers[name] = float(number)
+    return numbers
+
+
+def validate_prediction(result: Any, predict: Callable[..., Any], source: Path) -> Prediction:
+    """Return what `predict` yielded. Raises TaskFault for values that cannot be written to files."""
+    problem = _find_prediction_problem(result)
+    if problem is not None:
+        what, fix = problem
+        # Look up the location only for an error, because the lookup takes longer than most predictions.
+        raise TaskFault(what, where=locate_definition(predict, source), fix=fix)
+    prediction: Prediction = result
+    for name in (*prediction.files, *prediction.plots):
+        _check_no_secret(name, predict, source)
+    return prediction
+
+
+def _find_prediction_problem(prediction: Any) -> tuple[str, str] | None:
+    fix = 'from runner import Prediction; yield Prediction({"sample.txt": text})'
+    if not isinstance(prediction, Prediction):
+        return f"predict must yield Prediction, but yielded {describe_value(prediction)}", fix
+    tables: list[tuple[str, Any, tuple[type, ...], str]] = [
+        ("files", prediction.files, (str, bytes, np.ndarray), "text, bytes or a NumPy array"),
+        ("plots", prediction.plots, (bytes,), "the bytes of an image"),
+    ]
+    for part, mapping, types, description in tables:
+        if not isinstance(mapping, Mapping) or not all(isinstance(name, str) for name in mapping):
+            return (
+                f"{part} of a Prediction must map names of files to {description}, but is {describe_value(mapping)}",
+                fix,
+            )
+        for name, content in mapping.items():
+            if not is_safe_path(name):
+                what = f"a file name of a Prediction must consist of letters, digits and any of ._-/, but is {name!r}"
+                return what, fix
+            if not isinstance(content, types) or (isinstance(content, np.ndarray) and content.dtype.hasobject):
+                what = f"{part} of a Prediction must hold {description}, but {name} is {describe_value(content)}"
+                return what, "write tensor.cpu().numpy()" if isinstance(content, Tensor) else fix
+    text: Any = prediction.text
+    if not isinstance(text, str):
+        return f"text of a Prediction must be a str, but is {describe_value(text)}", fix
+    items: Any = prediction.items
+    if isinstance(items, bool) or not isinstance(items, Integral) or int(items) < 0:
+        what = f"items of a Prediction must be a number of items, 0 or more, but is {describe_value(items)}"
+        return what, "items=len(tokens)"
+    return None
+
+
+def check_count(
+    count: Number, what: str, method: Callable[..., Any], source: Path, *, allows_zero: bool = True
+) -> None:
+    """Raise TaskFault unless `count` is finite and at least 0. Synchronizes if `count` is a tensor on a device."""
+    value = float(count)
+    if not (math.isfinite(value) and value >= 0 and (value or allows_zero)):
+        raise TaskFault(
+            f"{what} must return a number of items that is {'0 or more' if allows_zero else 'more than 0'},"
+            f" but returned {value:g}",
+            where=locate_definition(method, source),
+            fix="return (the sum, the number of items): len(y), or mask.sum()",
+        )
+
+
+def validate_modules(result: Any, method: Callable[..., Any], source: Path) -> list[nn.Module]:
+    """Return the modules returned by `blocks` or `layers`. Raises TaskFault for anything else."""
+    modules = list(result) if isinstance(result, Iterable) else None
+    if modules is not None and all(isinstance(module, nn.Module) for module in modules):
+        return modules
+    name = _callable_name(method)
+    what = f"{name} must return a list of modules of the model, but returned {describe_value(result)}"
+    raise TaskFault(what, where=locate_definition(method, source), fix=f"return list(self.model.{name})")
+
+
+def check_length(dataset: Any, name: str, method: Callable[..., Any], source: Path) -> None:
+    """Raise TaskFault if the dataset has no valid length."""
+    try:
+        len(dataset)
+    except (TypeError, ValueError) as error:
+        what = f"len() of the samples that {name} returned is invalid: {error}"
+        raise TaskFault(what, where=locate_definition(method, source), fix="return an integer from __len__") from error
+
+
+def describe_value(value: Any) -> str:
+    """Describe a value for error messages: shapes of tensors, short values, types of other objects."""
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    if isinstance(value, np.ndarray):
+        return f"an array of {value.dtype} and shape {value.shape}"
+    if isinstance(value, tuple | list) and len(value) <= _MAX_DESCRIBED_ITEMS:
+        opening, closing = "()" if isinstance(value, tuple) else "[]"
+        return f"{opening}{', '.join(describe_value(item) for item in value)}{closing}"
+    if isinstance(value, int | float | None) or (isinstance(value, str) and len(value) < _MAX_TEXT_LENGTH):
+        return repr(value)
+    return type(value).__name__
+
+
+def _callable_name(method: Callable[..., Any]) -> str:
+    """Return the name of a function, or the type of another callable such as partial."""
+    return str(getattr(method, "__name__", type(method).__name__))
+
+
+def _check_no_secret(name: str, method: Callable[..., Any], source: Path) -> None:
+    """Raise TaskFault for a name that contains a secret: as a key in checkpoints, it could not be redacted."""
+    shown = redact(name)
+    if shown != name:
+        what = f"{_callable_name(method)} returned a name that contains a secret: {shown}"
+        raise TaskFault(what, where=locate_definition(method, source), fix="name it without the secret")
+
+
+def _loss_fault(result: Any, where: str, name: str) -> TaskFault:
+    fix = LOSS_FIX
+    if isinstance(result, tuple) and len(result) == 2 and isinstance(result[0], Tensor) and result[0].numel() == 1:
+        fix = "return total, len(y), or the number of items as a tensor with one element: mask.sum()"
+    return TaskFault(
+        f"{name} must return (the sum over items as a scalar tensor, the number of items), but returned"
+        f" {describe_value(result)}",
+        where=where,
+        fix=fix,
+    )
+
+
+def _suggest_pair_fix(name: str, pair: Any) -> str:
+    if isinstance(pair, Tensor) or _to_number(pair) is not None:
+        return f'return {{"{name}": (the sum over the batch, len(y))}}'
+    if isinstance(pair, tuple | list) and any(isinstance(part, Tensor) and part.numel() != 1 for part in pair):
+        return f'return sums, not tensors with several elements: {{"{name}": (values.sum(), mask.sum())}}'
+    return METRIC_FIX
+
+
+def _to_number(value: Any) -> Number | None:
+    """Return a real number as int, float or tensor of shape (), or None for anything else."""
+    if isinstance(value, Tensor):
+        is_real_scalar = value.numel() == 1 and not value.is_complex() and value.dtype != torch.bool
+        return value.detach().reshape(()) if is_real_scalar else None
+    if isinstance(value, bool | np.bool_):
+        return None
+    if isinstance(value, Integral):
+        return int(value)
+    return float(value) if isinstance(value, Real) else None
+
+
+_MAX_DESCRIBED_ITEMS, _MAX_TEXT_LENGTH = 4, 40
+
+
+def check_members(task: Task, source: Path) -> None:
+    """Raise TaskFault if a member of the task is incompatible with its declaration in Task.
+
+    `loss` is excluded: its arguments depend on the phase, see `check_arguments`.
+    """
+    check_methods(task, Task, source, exclude=("loss",))
+    for name, declared in vars(Task).items():
+        if isinstance(declared, property):
+            _check_mapping(task, name, source)
+    for name, (is_valid, what, fix) in _ATTRIBUTES.items():
+        value = getattr(task, name)
+        if not is_valid(value):
+            where = locate_definition(type(task), source)
+            raise TaskFault(f"{name} must be {what}, but is {value!r}", where=where, fix=f"{name} = {fix}")
+
+
+def check_methods(instance: object, base: type, source: Path, *, exclude: tuple[str, ...] = ()) -> None:
+    """Raise TaskFault if a method that overrides one of `base` does not accept the same arguments."""
+    for name, declared in vars(base).items():
+        if name.startswith("_") or name in exclude or not isinstance(declared, FunctionType):
+            continue
+        method = getattr(instance, name)
+        if getattr(method, "__func__", None) is declared:
+            continue
+        arguments = [
+            parameter.name for parameter in inspect.signature(declared).parameters.values()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)
+        ][1:]  # fmt: skip
+        takes_options = inspect.signature(declared).parameters.keys() & {"options"}
+        options = ["*", "samples: int = 3"] if takes_options else []
+        fix = f"def {name}({', '.join(['self', *arguments, *options])}):"
+        check_arguments(method, name, arguments, source, fix=fix)
+
+
+def check_arguments(
+    function: Callable[..., Any], name: str, arguments: list[str] | tuple[str, ...], source: Path, *, fix: str
+) -> None:
+    """Raise TaskFault if a function cannot be called with these positional arguments.
+
+    Keyword-only parameters are settings, whose values come from the configuration.
+    """
+    where = locate_definition(function, source)
+    if not callable(function):
+        raise TaskFault(f"{name} must be a method, but is {describe_value(function)}", where=str(source), fix=fix)
+    try:
+        signature = inspect.signature(function)
+    except ValueError:  # a builtin without a signature
+        return
+    settings = [item.name for item in signature.parameters.values() if item.kind is item.KEYWORD_ONLY]
+    try:
+        signature.bind(*arguments, **dict.fromkeys(settings))
+    except TypeError as error:
+        how = f"with {', '.join(arguments)}" if arguments else "without arguments"
+        raise TaskFault(f"{name} is called {how}: {error}", where=where, fix=fix) from error
+
+
+def _check_mapping(task: Task, name: str, source: Path) -> None:
+    try:
+        value = getattr(task, name)
+    except Exception:  # the property may depend on begin_phase; if it really fails, its first use reports it
+        return
+    if isinstance(value, Mapping):
+        for key, item in value.items():
+            is_valid, expected = _VALUES[name]
+            if not is_valid(item):
+                what = f"{name}[{key!r}] must be a {expected}, but is {describe_value(item)}"
+                raise TaskFault(what, where=locate_definition(type(task), source), fix=f"see {name} of runner.Task")
+        return
+    if inspect.ismethod(value):
+        what, fix = "is a method", f"write @property above def {name}(self):"
+        raise TaskFault(f"{name} must be a property, but {what}", where=locate_definition(value, source), fix=fix)
+    what = f"{name} must be a mapping, but is {describe_value(value)}"
+    raise TaskFault(what, where=locate_definition(type(task), source), fix=f"@property\ndef {name}(self): return {{}}")
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value) and value > 0
+
+
+def _is_mapping(value: Any) -> bool:
+    return isinstance(value, Mapping)
+
+
+def _is_fit(value: Any) -> bool:
+    """Return whether it has the methods of a Fit; it need not inherit from the class."""
+    return all(callable(getattr(value, name, None)) for name, member in vars(Fit).items() if callable(member))
+
+
+# property of Task -> check of each value of its mapping, and the expected type
+_VALUES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
+    "losses": (callable, "Callable"),
+    "fits": (_is_fit, "Fit"),
+    "packages": (_is_mapping, "Mapping"),
+    "objectives": (_is_mapping, "Mapping"),
+}
+# attribute -> whether a value is valid, what it must be, an example
+_ATTRIBUTES: Mapping[str, tuple[Callable[[Any], bool], str, str]] = {
+    "item": (lambda value: isinstance(value, str) and bool(value), "the name of what is counted", '"token"'),
+    "baseline_name": (lambda value: isinstance(value, str) and bool(value), "the name of a model", '"constant answer"'),
+    "items_per_sample": (_is_positive, "a number above 0", "1.0"),
+    "loss_is_additive": (lambda value: isinstance(value, bool), "True or False", "False"),
+}

@@ -1,0 +1,203 @@
+"""Load a task: a built-in one by name, or the file named on the command line. No other code is imported."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Collection, Iterable, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from torch import nn
+
+from runner.axes.attention import count_calls
+from runner.base.errors import AccelRunError, ConfigError, Problem, TaskFault
+from runner.base.packages import check_installed
+from runner.base.paths import cache_folder
+from runner.base.task import Context, Task
+from runner.config.custom_options import packaged_task_module
+from runner.config.option_table import import_packaged, load_file
+from runner.config.options import task_source
+from runner.config.task_file import find_changed_declarations
+from runner.distributed.deferred_init import DeferredInit
+from runner.distributed.parallel import Parallel
+from runner.distributed.world import World
+from runner.engine.contract.adapter import make_adapter
+from runner.engine.contract.contract_checks import Number, check_members, validate_loss, validate_metrics
+from runner.engine.contract.error_diagnosis import explain, locate_definition
+from runner.plan.run_plan import Plan
+from runner.tensors.global_rng import seed_everything
+
+
+def load_task(plan: Plan) -> Task:
+    """Build the task of the plan. Raises TaskFault, with the place in the task's file, if it raises."""
+    choice = plan.choices["task"]
+    file = Path(plan.task_file) if plan.task_file else None
+    source = task_source(choice.name, file)
+    module = _import(choice.name, file)
+    if changed := [*find_changed_declarations(vars(module), source)]:
+        what = f"{changed[0]} is changed or imported by code, but the file is parsed, not executed"
+        raise ConfigError(Problem(what, str(source), f"write all entries into {changed[0]} at its top level"))
+    path = plan.settings.data.path
+    context = Context(
+        seed=plan.settings.seed,
+        data_path=Path(path).expanduser().absolute() if path else None,
+        cache=cache_folder(),
+    )
+    with task_errors(source, "build"):
+        task = module.build(*_context_argument(module.build, context, source), **choice.options)
+    if not isinstance(task, Task):
+        what = f"build must return a runner.Task, but returned {type(task).__name__}"
+        fix = "class MyTask(Task): ...; def build(*, ...): return MyTask(...)"
+        raise TaskFault(what, where=locate_definition(module.build, source), fix=fix)
+    if not isinstance(getattr(task, "model", None), nn.Module):
+        what = f"{type(task).__name__}.model must be a torch.nn.Module"
+        raise TaskFault(what, where=locate_definition(type(task), source), fix="self.model = ...")
+    check_members(task, source)
+    make_adapter(plan.choices["adapter"]).add_to(task)
+    return task
+
+
+def check_packages(task: Task, uses: Iterable[str], source: Path) -> None:
+    """Raise MissingPackage if a package that these phases, or "infer", import later is not installed."""
+    with task_errors(source, "packages"):
+        needed = {module: extra for use in uses for module, extra in task.packages.get(use, {}).items()}
+    for module, extra in needed.items():
+        check_installed(module, extra)
+
+
+def _context_argument(build: Callable[..., Any], context: Context, source: Path) -> tuple[Context, ...]:
+    """Return the positional arguments for build: none, or the context. Raises TaskFault for settings before `*`."""
+    positional = [item for item in inspect.signature(build).parameters.values() if item.kind is not item.KEYWORD_ONLY]
+    if len(positional) > 1 or any(item.default is not item.empty for item in positional):
+        names = ", ".join(item.name for item in positional)
+        what = f"the settings of build must come after *, but {names} come before it"
+        raise TaskFault(what, where=locate_definition(build, source), fix="def build(*, size: int = 64) -> Task:")
+    return (context,) if positional else ()
+
+
+class task_errors:  # noqa: N801 - used as a statement: with task_errors(file, "loss"):
+    """Convert an exception from the task's code into a TaskFault that names the line in the task's file.
+
+    allow  exceptions that are part of the contract, and are not converted
+    """
+
+    def __init__(self, source: Path, what: str, allow: type[Exception] | tuple[type[Exception], ...] = ()) -> None:
+        self.source, self.what, self.allow = source, what, allow
+
+    def __enter__(self) -> None:
+        pass
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        if error is None or isinstance(error, (AccelRunError, self.allow)):
+            return
+        fault = explain(error, self.source, self.what, micro_batch_size=1)
+        if fault is not None:
+            raise fault from error
+
+
+class CheckedLoss:
+    """The task's loss or embedding; checks its return values, and records the attention kernels of its first call.
+
+    records_attention   whether to record the attention kernels
+    check               (answer, method, source, sync=) -> checked answer
+    objective           the objective whose loss it is, for messages
+    attention           (kind of call, kernel) -> number of calls in the first forward pass; empty if not recorded
+    first_call_context  context for the first call
+    observe             receives the further metrics that a loss returns
+    """
+
+    first_call_context: Callable[[], AbstractContextManager[None]] = nullcontext
+
+    def __init__(
+        self,
+        loss: Callable[..., Any],
+        source: Path,
+        *,
+        records_attention: bool,
+        check: Callable[..., Any] = validate_loss,
+        objective: str = "",
+    ) -> None:
+        self.loss, self.source, self.records_attention = loss, source, records_attention
+        self.check = partial(validate_loss, objective=objective) if objective else check
+        self.returns_metrics = check is validate_loss
+        self.checked = False
+        self.observe: Callable[[Mapping[str, tuple[Number, Number]]], None] = _discard_metrics
+        self.attention: dict[tuple[str, str], int] = {}
+
+    def __call__(self, model: nn.Module, batch: Any) -> Any:
+        if self.checked:
+            return self._check(self.loss(model, batch))
+        answers: list[Any] = []
+        with self.first_call_context():
+            if self.records_attention:
+                self.attention = count_calls(lambda: answers.append(self.loss(model, batch)))
+            else:
+                answers.append(self.loss(model, batch))
+        answer = self._check(answers[0], sync=True)
+        self.checked = True  # only after success: a first call that runs out of memory is repeated
+        return answer
+
+    def _check(self, answer: Any, *, sync: bool = False) -> Any:
+        if self.returns_metrics and isinstance(answer, tuple) and len(answer) == 3:
+            metrics = validate_metrics(answer[2], self.loss, self.source, value="the third value of loss")
+            for name in metrics.keys() & _RESERVED_METRICS:
+                what = f"the third value of loss must not name a metric {name}: train/{name} exists already"
+                raise TaskFault(what, where=locate_definition(self.loss, self.source), fix="choose another name")
+            self.observe(metrics)
+        return self.check(answer, self.loss, self.source, sync=sync)
+
+
+_RESERVED_METRICS = {"loss", "grad_norm", "lr"}  # names that are reserved for the update, or for an objective
+
+
+def _discard_metrics(_: Mapping[str, tuple[Number, Number]]) -> None:
+    """Discard further metrics, for callers that report none."""
+
+
+def _import(name: str, file: Path | None) -> ModuleType:
+    package_module = packaged_task_module(name) if file is None else None
+    if file is None and package_module is None:
+        return importlib.import_module(f"runner.tasks.{name}.task")
+    if package_module is not None:
+        return import_packaged(package_module)
+    with task_errors(task_source(name, file), "the file"):
+        return load_file(task_source(name, file))
+
+
+def build_task(plan: Plan, parallel: Parallel, world: World, loaded: Collection[str]) -> tuple[Task, list[str]]:
+    """Seed the generators and build the task; return it with notes for the start report. A collective.
+
+    loaded  names of tensors of the model that a checkpoint will replace
+
+    Raises ConfigError with parallelism.init=meta if the task needs the values of its tensors to be built.
+    """
+    seed_everything(plan.settings.seed)
+    if parallel.init == "full":
+        return load_task(plan), []
+    recording, task, why_not = DeferredInit(), None, ""
+    try:
+        with recording:
+            task = load_task(plan)
+        recording.replace_leaked(task.model)
+    except Exception as error:  # an error that is not caused by deferred tensors is raised again below
+        why_not = error.problems[0].what if isinstance(error, AccelRunError) else (str(error) or type(error).__name__)
+        why_not = f"building it without its large tensors failed: {why_not.splitlines()[0]}"
+    results = world.gather([why_not, recording.digest()])
+    why_not = next((reason for reason, _ in results if reason), "")
+    if not why_not and any(result != results[0] for result in results):
+        why_not = "its construction differs between ranks"
+    if task is not None and not why_not:
+        from runner.distributed.shard_init import DeferredModel  # imports DTensors, which are slow to import
+
+        parallel.deferred = DeferredModel(recording, loaded)
+        return task, []
+    if parallel.init == "meta":
+        what = f"the model cannot be built without its large tensors: {why_not}"
+        raise ConfigError(Problem(what, "parallelism.init=meta", "use parallelism.init=auto or full"))
+    del recording, task
+    seed_everything(plan.settings.seed)
+    return load_task(plan), [f"each rank builds the whole model first: {why_not}"]

@@ -1,0 +1,227 @@
+"""Evaluate metrics on held-out samples: sum over all batches, divide once at the end."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runner.base import noise
+from runner.base.errors import TaskFault
+from runner.base.order import Indices, MicroBatchKey, rank_seed
+from runner.base.task import Task
+from runner.distributed.world import World
+from runner.engine.contract.contract_checks import Number, check_count, validate_metrics, validate_numbers
+from runner.engine.contract.error_diagnosis import locate_definition
+from runner.engine.evaluation.metric_states import MetricStates, split_positions
+from runner.engine.parts.assemble import Parts
+from runner.engine.update.oom_retry import release
+from runner.loading.loaders import Loader
+from runner.tensors.global_rng import random_state, restore_random_state, seed_everything
+from runner.tensors.module_buffers import restore_buffers
+
+
+class EvaluationResult(NamedTuple):
+    """Result of an evaluation.
+
+    metrics  name -> value, NaN for a metric without items
+    empty    names of the metrics without items
+    """
+
+    metrics: dict[str, float]
+    empty: tuple[str, ...] = ()
+
+    def measured(self) -> dict[str, float]:
+        """Return the metrics that have items."""
+        return {name: value for name, value in self.metrics.items() if name not in self.empty}
+
+
+@dataclass
+class BatchSizes:
+    """Maximum batch sizes of an evaluation.
+
+    requested  size of the batches that are distributed to the ranks
+    on_error   (error, size) -> a smaller size to retry with; raises the error if there is none; None: always raises
+    current    size on this rank, smaller than `requested` after an out-of-memory error
+    by_rank    (size before the last evaluation, size after it) of each rank
+    coupled    number of samples whose coupled loss is computed together; 0: all samples
+    """
+
+    requested: int
+    on_error: Callable[[Exception, int], int] | None = None
+    current: int = 0
+    by_rank: list[tuple[int, int]] = field(default_factory=list)
+    coupled: int = 0
+
+    def __post_init__(self) -> None:
+        self.current = self.current or self.requested
+
+
+def evaluate(
+    parts: Parts,
+    loader: Loader,
+    samples: Indices,
+    sizes: BatchSizes,
+    *,
+    should_stop: Callable[[], bool] = lambda: False,
+    on_last_batch: Callable[[], object] = lambda: None,
+    split: str = "val",
+) -> EvaluationResult | None:
+    """Return the metrics over `samples`, each counted once, or None if `should_stop` returned True on any rank.
+
+    should_stop    called before each batch
+    on_last_batch  called after the last batch, before `summarize`
+    split          of the samples, for `Task.metrics`
+
+    After an out-of-memory error, this rank repeats all of its batches in smaller ones, without a collective.
+
+    The generators are seeded with the seed of the run, so that metrics based on sampling are comparable. Afterwards the
+    model is in train mode again and the generators have their previous state.
+    """
+    task, source, parallel, seed = parts.task, parts.source, parts.parallel, parts.plan.settings.seed
+    world, size_before = parallel.world, sizes.current
+    # In lockstep, all ranks run the same number of batches.
+    batch_size = sizes.current if parallel.is_lockstep else sizes.requested
+    states = MetricStates(task, split, world, source, sizes.coupled, parts.precision.forward)
+    keys = [
+        MicroBatchKey(0, samples[part.start : part.stop], last=part.stop == len(samples), first=part.start, seed=seed)
+        for part in split_positions(len(samples), batch_size, sizes.coupled if states.is_coupled else 0)
+    ]
+    local_batches = parallel.evaluation_batches(keys)
+
+    def run_batches() -> tuple[bool, dict[str, list[tuple[Number, Number]]]]:
+        pairs: dict[str, list[tuple[Number, Number]]] = {}
+        states.begin()
+        with _evaluation_mode(parts, rank_seed(seed, world.rank)), parallel.gather_parameters(parts.model):
+            for micro in parts.prefetch(iter(loader.batches(_split_batches(local_batches, sizes.current)))):
+                if should_stop() and not parallel.is_lockstep:  # in lockstep, the other ranks would block
+                    return True, pairs
+                noise.start_pass(micro.samples and micro.samples._replace(epoch=noise.EVALUATION))
+                with parts.precision.forward():
+                    metrics = validate_metrics(states.evaluate_batch(parts.model, micro), task.evaluate, source)
+                for name, pair in metrics.items() if micro.counts else ():
+                    pairs.setdefault(name, []).append((_copy_number(pair[0]), _copy_number(pair[1])))
+        return False, pairs
+
+    while True:
+        try:
+            is_stopped, pairs = run_batches()
+            break
+        except Exception as error:
+            if parallel.is_lockstep or sizes.on_error is None:
+                raise
+            sizes.current = sizes.on_error(error, sizes.current)
+        release(world.device)  # outside `except`, whose exception keeps the tensors of the batch alive
+    on_last_batch()
+    sums_by_name = {name: _sum_pairs(batch_pairs, world) for name, batch_pairs in pairs.items()}
+    gathered = world.gather([is_stopped, sums_by_name, [size_before, sizes.current]])
+    sizes.by_rank = [(old, new) for _, _, (old, new) in gathered]
+    if any(is_stopped for is_stopped, _, _ in gathered):
+        return None
+    with _evaluation_mode(parts, seed):  # the same draws on all ranks
+        results = states.results()
+    # `summarize` may compute gradients, and set buffers such as a threshold.
+    with _modes_and_generators(parts.model, world.device):
+        seed_everything(seed)
+        return _summarize([sums for _, sums, _ in gathered], results, states.nonfinite, parts)
+
+
+@contextmanager
+def _evaluation_mode(parts: Parts, seed: int) -> Iterator[None]:
+    """Evaluate inside the context with seeded generators; modes, buffers and generators are restored on exit.
+
+    This includes code that runs after the last batch: `couple` and metrics may draw random numbers and use modules.
+    """
+    with eval_mode(parts.model, parts.parallel.world.device), torch.no_grad(), noise.without_samples():
+        seed_everything(seed)
+        yield
+
+
+def _summarize(
+    sums_by_rank: Sequence[Mapping[str, list[float]]],
+    state_metrics: Mapping[str, float],
+    nonfinite_states: Collection[str],
+    parts: Parts,
+) -> EvaluationResult:
+    """Return the metrics of all ranks: sums divided once by their counts, then metrics that are not sums.
+
+    sums_by_rank      metric -> sum, count and smallest count
+    state_metrics     metrics that are not sums
+    nonfinite_states  those of them that are NaN although there are items
+    """
+    task, source = parts.task, parts.source
+    metrics_by_name: dict[str, float] = {}
+    is_default = type(task).evaluate is Task.evaluate
+    title, method = ("loss", task.loss) if is_default else ("evaluate", task.evaluate)
+    non_finite: set[str] = set()  # metrics whose sum is not finite: their NaN is a result, not a lack of items
+    for name in dict.fromkeys(name for sums in sums_by_rank for name in sums):
+        rows = [sums[name] for sums in sums_by_rank if name in sums]
+        for _, _, min_count in rows:
+            check_count(min_count, f"{title} ({name})", method, source)
+        total, count = (sum(column) for column in list(zip(*rows, strict=True))[:2])
+        if not math.isfinite(total):
+            non_finite.add(name)
+        metrics_by_name[name] = total / count if count else math.nan
+    if duplicates := [name for name in state_metrics if name in metrics_by_name]:
+        what = f"metrics and evaluate have the same name {duplicates[0]}"
+        raise TaskFault(what, where=locate_definition(task.metrics, source), fix="rename one of them")
+    metrics_by_name |= state_metrics
+    non_finite.update(nonfinite_states)
+    metrics = validate_numbers(task.summarize(metrics_by_name), task.summarize, source)
+    uncounted = {name for name, value in metrics_by_name.items() if math.isnan(value) and name not in non_finite}
+    empty = [name for name, value in metrics.items() if math.isnan(value) and (not non_finite or name in uncounted)]
+    return EvaluationResult(metrics, tuple(empty))
+
+
+def _copy_number(number: Number) -> Number:
+    """Copy a number, because the next batch may overwrite its memory, as CUDA graphs do."""
+    return number.clone() if isinstance(number, Tensor) else number
+
+
+def _sum_pairs(pairs: Sequence[tuple[Number, Number]], world: World) -> list[float]:
+    """Return the sum and count over batches, and the smallest count; sums of batches without items are ignored."""
+    totals, counts = (_to_floats(column, world) for column in zip(*pairs, strict=True))
+    return [sum(total for total, count in zip(totals, counts, strict=True) if count), sum(counts), min(counts)]
+
+
+def _to_floats(numbers: Sequence[Number], world: World) -> list[float]:
+    """Copy numbers to the host in one transfer."""
+    device_numbers = [number.to(world.device, world.widest) for number in numbers if isinstance(number, Tensor)]
+    values = iter(torch.stack(device_numbers).tolist() if device_numbers else ())
+    return [next(values) if isinstance(number, Tensor) else float(number) for number in numbers]
+
+
+def _split_batches(keys: Sequence[MicroBatchKey], size: int) -> Iterator[MicroBatchKey]:
+    for key in keys:
+        for first in range(0, len(key.indices), size):
+            yield key._replace(
+                indices=key.indices[first : first + size],
+                last=key.last and first + size >= len(key.indices),
+                first=key.first + first,
+            )
+
+
+@contextmanager
+def eval_mode(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put the model in eval mode; restore modes, buffers and global generators on exit."""
+    with _modes_and_generators(model, device), restore_buffers(model.modules()):
+        yield
+
+
+@contextmanager
+def _modes_and_generators(model: nn.Module, device: torch.device) -> Iterator[None]:
+    """Put the model in eval mode; restore modes and global generators on exit."""
+    modes = [(module, module.training) for module in model.modules()]
+    tensors, rest = random_state(device)
+    model.eval()
+    try:
+        yield
+    finally:
+        for module, mode in modes:  # not model.train(): some modules may be kept in eval mode during training
+            module.training = mode
+        restore_random_state(tensors, rest, device)

@@ -1,0 +1,1 @@
+"""Build the parts of a run from its plan: model, data, weights, and the kind of each phase."""

@@ -1,0 +1,344 @@
+"""Build the objects of a run from its plan: process group, task, model and the implementation of every axis."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from runner.axes.attention import ATTENTIONS, Attention
+from runner.axes.backend import BACKENDS
+from runner.axes.compile import COMPILES
+from runner.axes.dataloader import DATALOADERS
+from runner.axes.memory import MEMORIES
+from runner.axes.parallelism import PARALLELISMS
+from runner.axes.precision import PRECISIONS, Precision
+from runner.axes.prefetch import PREFETCHES, Prefetch
+from runner.base.errors import ConfigError, DataError, Problem, TaskFault
+from runner.base.order import rank_seed
+from runner.base.rank_env import patched_environment
+from runner.base.sample_rng import seeded_generators
+from runner.base.task import Task
+from runner.config.configuration import Choice
+from runner.config.custom_options import own_keys
+from runner.config.option_table import call_option
+from runner.config.options import task_source
+from runner.distributed.batch_norm import synchronize_batch_norms
+from runner.distributed.parallel import Parallel
+from runner.distributed.reducer import CustomSum
+from runner.distributed.replicated import Replicated
+from runner.distributed.world import World
+from runner.engine.contract.contract_checks import check_length, validate_modules
+from runner.engine.contract.error_diagnosis import locate_definition
+from runner.engine.contract.task_loading import build_task, task_errors
+from runner.engine.sources.custom_loader import CustomLoader
+from runner.engine.sources.stream_reader import StreamFetcher, StreamSamples, read_all_samples
+from runner.engine.sources.stream_source import StreamSource, is_exhaustible, is_stream, undivided
+from runner.engine.update.coupled import check_strategy, is_coupled
+from runner.engine.update.objectives import parse_objectives, unsupported_error
+from runner.host.scratch import check_compile_cache, keep_compiled_code_private
+from runner.loading.fetcher import Fetcher
+from runner.loading.loaders import Loader
+from runner.plan.run_plan import Plan
+from runner.tensors.global_rng import seed_everything
+
+
+@dataclass(frozen=True)
+class Parts:
+    """Objects shared by training and inference.
+
+    bare   the task's model on the device; checkpoints use its parameter names
+    model  the module to call in forward passes: `bare`, or its wrapper from the parallel strategy
+    notes  changes by each axis, for the start report
+    """
+
+    plan: Plan
+    world: World
+    task: Task
+    source: Path
+    bare: nn.Module
+    model: nn.Module
+    precision: Precision
+    parallel: Parallel
+    prefetch: Prefetch
+    attention: Attention
+    notes: tuple[str, ...]
+
+    def fetcher(self, split: str, *, evaluates: bool = False) -> Fetcher:
+        """Return the samples of a split. Those of a stream are kept in memory, except for training.
+
+        evaluates  the training split is evaluated
+        Raises DataError if it is empty, NotImplementedError if the task lacks a split other than the training split.
+        """
+        dataset = self._dataset(split)
+        limit = self.plan.settings.data.train_samples if split == "train" else None
+        options = self.plan.choices["dataloader"].options
+        if isinstance(dataset, StreamSource) and split == "train" and not evaluates:
+            self._check_options()
+            stream = replace(dataset, limit=limit)
+            with task_errors(self.source, 'stream("train")'):
+                lengths = stream.lengths()
+            samples = StreamSamples(stream, lengths, self.plan.settings.seed)
+            return StreamFetcher(samples, self.task.collate, model=self.bare)
+        if isinstance(dataset, StreamSource):
+            dataset = self._load_stream(dataset)
+        bad = str(options["bad_samples"])
+        fetcher = Fetcher(dataset, self.task.collate, bad_samples=bad, num_samples=limit, model=self.bare, split=split)
+        if not len(fetcher):
+            where = str(self.plan.settings.data.path or self.source)
+            fix = f"dataset({split!r}) must return samples; see data.path and data.train_samples"
+            raise DataError(f"the dataset of split {split} is empty", where=where, fix=fix)
+        return fetcher
+
+    def _dataset(self, split: str) -> Any:
+        """Return the dataset of a split, or the source of a stream."""
+        task, wanted = self.task, self.plan.settings.data.shards
+        allowed = () if split == "train" else NotImplementedError
+        # Use the same seed on every rank: a dataset that is split at random must be split identically.
+        draws = seeded_generators(self.plan.settings.seed, split, "dataset")
+        if type(task).stream is not Task.stream and (split == "train" or type(task).dataset is Task.dataset):
+            return StreamSource(split, wanted or 1, make=task.stream)
+        with draws, self._rank_variables(), task_errors(self.source, f'dataset("{split}")', allow=allowed):
+            dataset = undivided(task.dataset(split))
+        if is_exhaustible(dataset):
+            raise TaskFault(
+                f'dataset("{split}") returned a {type(dataset).__name__}, which can be read only once',
+                where=locate_definition(task.dataset, self.source),
+                fix="return a list of samples, or define def stream(self, split, shard, num_shards): yield ...",
+            )
+        if is_stream(dataset):
+            return StreamSource(split, wanted or int(getattr(dataset, "num_shards", 1)), dataset)
+        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
+            what = (
+                f'dataset("{split}") must return samples with len() and [index], or a stream to iterate over, but'
+                f" returned {type(dataset).__name__}"
+            )
+            raise TaskFault(
+                what, where=locate_definition(task.dataset, self.source), fix="return a list of samples, for example"
+            )
+        check_length(dataset, f'dataset("{split}")', task.dataset, self.source)
+        return dataset
+
+    def _rank_variables(self) -> AbstractContextManager[None]:
+        """Set the variables of torchrun for mosaicml-streaming, whose ranks share memory on a machine.
+
+        Only where the task has imported it: another dataset might read its rank there, and divide itself.
+        """
+        world = self.world
+        if world.world_size == 1 or "streaming.base.dataset" not in sys.modules:
+            return nullcontext()
+        ranks = {"RANK": world.rank, "WORLD_SIZE": world.world_size}
+        ranks |= {"LOCAL_RANK": world.local_rank, "LOCAL_WORLD_SIZE": world.num_local_ranks}
+        return patched_environment({name: str(value) for name, value in ranks.items()})
+
+    def _load_stream(self, stream: StreamSource) -> list[Any]:
+        """Read the samples of a stream for evaluation. Raises NotImplementedError if the task lacks the split."""
+        settings = self.plan.settings
+        with task_errors(self.source, f'stream("{stream.split}")', allow=NotImplementedError):
+            return read_all_samples(replace(stream, num_shards=1), settings.evaluate.samples, settings.seed)
+
+    def _check_options(self) -> None:
+        """Raise ConfigError for options of the data loader that do not work with a stream."""
+        choice = self.plan.choices["dataloader"]
+        problems = []
+        if choice.location:
+            what = "a stream is read in order by the shipped loaders only"
+            problems.append(Problem(what, f"dataloader={choice.name}", "use dataloader=default"))
+        elif choice.options["cache"] != "none":
+            where = f"dataloader.cache={choice.options['cache']}"
+            problems.append(Problem("a stream is not kept in memory", where, "use none"))
+        if choice.options["bad_samples"] != "stop":
+            what = "a stream cannot continue after a sample that raises an error"
+            problems.append(Problem(what, "dataloader.bad_samples=skip", "use stop, and skip them in the stream"))
+        if problems:
+            raise ConfigError(problems)
+
+    def loader(self, fetcher: Fetcher) -> Loader:
+        """Return the data loader selected by the dataloader axis."""
+        choice = self.plan.choices["dataloader"]
+        if choice.location:
+            pins = bool(choice.options["pin_memory"])
+            return CustomLoader(fetcher, _own_function(choice), choice.name, choice.location, pins=pins)
+        return call_option(DATALOADERS, choice.function, fetcher, self.world.device, **choice.options)
+
+
+def assemble(
+    plan: Plan, stack: ExitStack, world: World | None = None, *, loaded: Collection[str] = frozenset()
+) -> Parts:
+    """Build everything a run needs; torch's global settings are restored when `stack` closes.
+
+    world   the ranks that train together; None: only this process, on the device of rank 0
+    loaded  names of the model's tensors that a checkpoint will replace, so they need no initial values
+    """
+    choices = plan.choices
+    _check_compile_caches(plan)
+    world = world or World(torch.device(plan.device))
+    stack.enter_context(_make(BACKENDS, choices["backend"], world.num_local_ranks))
+    attention: Attention = _make(ATTENTIONS, choices["attention"], world.device)
+    stack.enter_context(attention.context())  # for the whole run: checkpointing recomputes forward passes in backward
+    parallel = _make_parallel(choices["parallelism"], world)
+    task, build_notes = build_task(plan, parallel, world, loaded)
+    source = task_source(choices["task"].name, Path(plan.task_file) if plan.task_file else None)
+    _check_state(task.model, source)
+    _check_losses(plan, task, parallel)
+    with parallel.deferred.recording if parallel.deferred else nullcontext():
+        with task_errors(source, f"moving the model to {world.device}"):
+            is_placed = parallel.places_model or parallel.deferred or _is_on_device(world.device, task.model)
+            bare = task.model if is_placed else task.model.to(world.device)
+        if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
+            bare = synchronize_batch_norms(bare, world)
+        precision, blocks, notes = _adapt_model(bare, plan, task, source, world, stack)
+    prefetch = _make(PREFETCHES, choices["prefetch"], world.device)
+    parallel.expect_inputs(task.example, plan.batch.micro_batch_size, plan.batch.accumulation_steps)
+    with task_errors(source, "distributing the model"):
+        model = parallel.wrap(bare, lambda: validate_modules(task.layers(), task.layers, source), blocks)
+    notes += build_notes + parallel.describe_placement()
+    if not world.is_first:  # every rank initialized the same weights; later random draws differ by rank
+        seed_everything(rank_seed(plan.settings.seed, world.rank))
+    return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))
+
+
+def _check_compile_caches(plan: Plan) -> None:
+    """Check the caches of Inductor and Triton; called before anything imports Inductor, which reads them then."""
+    choice = plan.choices["compile"]
+    if choice.function != "off" and choice.options.get("backend", "inductor") == "inductor":
+        check_compile_cache("TORCHINDUCTOR_CACHE_DIR")
+        if plan.device.startswith("cuda"):
+            check_compile_cache("TRITON_CACHE_DIR")
+    keep_compiled_code_private()
+
+
+def _make_parallel(choice: Choice, world: World) -> Parallel:
+    parallel: Parallel = _make(PARALLELISMS, choice, world)
+    if choice.location and isinstance(parallel, Replicated):
+        parallel.make_sum = partial(CustomSum, _own_function(choice), world, choice.name, choice.location)
+    return parallel
+
+
+def _has_coupled_phase(plan: Plan, task: Task) -> bool:
+    return any(phase.kind == "train" and is_coupled(task, phase.name) for phase in plan.selected)
+
+
+def _check_losses(plan: Plan, task: Task, parallel: Parallel) -> None:
+    """Raise ConfigError if the strategy does not support losses over the global batch, or several objectives."""
+    choice = plan.choices["parallelism"]
+    if _has_coupled_phase(plan, task):
+        check_strategy(parallel, choice)
+    for phase in plan.selected:
+        if phase.kind == "train" and parse_objectives(task, phase) and not parallel.supports_groups:
+            raise unsupported_error(choice.name)
+
+
+def _adapt_model(
+    bare: nn.Module, plan: Plan, task: Task, source: Path, world: World, stack: ExitStack
+) -> tuple[Precision, Sequence[nn.Module], list[str]]:
+    """Apply precision, memory and compile to the model; return the precision, the blocks of the model, and notes."""
+    choices = plan.choices
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        context = None
+        if choices["precision"].location:  # first, because it may replace modules, blocks included
+            context = _change_model(bare, choices)
+            _check_state(bare, source)
+        with task_errors(source, "blocks"):
+            blocks = validate_modules(task.blocks(), task.blocks, source)
+        notes = list(_make(MEMORIES, choices["memory"], bare, blocks, world.device))
+        precision: Precision = _make(PRECISIONS, choices["precision"], world, bare)
+        if context:
+            precision.add_context(context)
+        stack.enter_context(precision.flags)
+        begin_forward = _make(COMPILES, choices["compile"], bare, blocks, world.device)
+    # With a loss over the global batch, other forward passes run before the backward pass of one.
+    if begin_forward and not _has_coupled_phase(plan, task):
+        precision.before_forward(begin_forward)
+    notes += [str(warning.message) for warning in caught if str(warning.message) not in notes]
+    notes += find_odd_sizes(bare, world.device) if choices["precision"].function in ("bf16", "fp16") else []
+    return precision, blocks, notes
+
+
+def _is_on_device(device: torch.device, model: nn.Module) -> bool:
+    """Return True if the model is on the device. Weights on the meta device, as in a forecast, cannot be moved."""
+    return all(tensor.device == device for tensor in (*model.parameters(), *model.buffers()))
+
+
+def _check_state(model: nn.Module, source: Path) -> None:
+    """Raise TaskFault before training if the model holds state that a checkpoint cannot store."""
+    for name, value in model.state_dict().items():
+        if not isinstance(value, torch.Tensor):
+            raise TaskFault(
+                f"the model's state contains {name}, a {type(value).__name__}: a checkpoint can store tensors only",
+                where=str(source),
+                fix='keep it in a buffer: self.register_buffer("count", torch.zeros(()))',
+            )
+
+
+def _make(table: Mapping[str, Any], choice: Choice, *args: Any) -> Any:
+    extended = own_keys(choice.extension)
+    options = {key: value for key, value in choice.options.items() if key not in extended}
+    return call_option(table, choice.function, *args, **options)
+
+
+def _own_function(choice: Choice) -> Callable[..., Any]:
+    """Return the function of a task file or a package, with its keys."""
+    options = {key: choice.options[key] for key in own_keys(choice.reference)}
+    return partial(call_option, {}, choice.reference, **options)
+
+
+def _change_model(model: nn.Module, choices: Mapping[str, Choice]) -> Callable[[], AbstractContextManager[Any]] | None:
+    """Let the precision of a task file or a package change the model; return the contexts of its forward passes."""
+    choice, memory = choices["precision"], choices["memory"]
+    make = _own_function(choice)(model)
+    if make is not None and not callable(make):
+        raise _wrong_result(choice, f"returned {type(make).__name__}")
+    if make is None:
+        return None
+    if memory.function != "none":  # the backward pass would recompute activations outside of the context
+        what = f"does not work with precision={choice.name}, whose context is not entered in recomputations"
+        raise ConfigError(Problem(what, f"memory={memory.name}", "use memory=none, or another precision"))
+
+    def make_context() -> AbstractContextManager[Any]:
+        context = make()
+        if not isinstance(context, AbstractContextManager):
+            raise _wrong_result(choice, f"that function returned {type(context).__name__}")
+        return context
+
+    return make_context
+
+
+def _wrong_result(choice: Choice, what: str) -> TaskFault:
+    return TaskFault(
+        f"precision={choice.name} must return None or a function that returns a context, but {what}",
+        where=choice.location,
+        fix="return None, or functools.partial(context, ...), which is called for each forward pass",
+    )
+
+
+def find_odd_sizes(model: nn.Module, device: torch.device) -> list[str]:
+    """Return a line for each weight matrix whose size prevents the use of tensor cores in half precision.
+
+    Source: NVIDIA, Matrix Multiplication Background User's Guide, section on dimension quantization: sizes in
+    multiples of 16 bytes, which is 8 numbers of 16 bits.
+    """
+    if device.type != "cuda":
+        return []
+    lines = {}
+    for name, module in model.named_modules():
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            odd = [size for size in module.weight.shape if size % _FAST_MULTIPLE]
+            if odd:
+                better = ", ".join(f"{size} -> {-(-size // _FAST_MULTIPLE) * _FAST_MULTIPLE}" for size in odd)
+                lines[tuple(odd)] = (
+                    f"{name or 'the model'}: sizes in multiples of {_FAST_MULTIPLE} are faster on a GPU: {better}"
+                )
+    return list(lines.values())
+
+
+_FAST_MULTIPLE = 8  # of sizes of matrices in half precision

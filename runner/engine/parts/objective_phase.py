@@ -1,0 +1,213 @@
+"""The phase kind with several objectives in one update, and the choice of the kind of a phase."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import wraps
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from runner.base.errors import TaskFault
+from runner.base.order import Order
+from runner.base.task import Task
+from runner.base.text import abbreviate
+from runner.config.schema import find_nearest
+from runner.distributed.parallel import Copy
+from runner.durable.checkpoint import LoadedCheckpoint
+from runner.engine.contract.contract_checks import check_arguments
+from runner.engine.contract.task_loading import CheckedLoss
+from runner.engine.parts.assemble import Parts
+from runner.engine.parts.phase_kinds import (
+    GradientPhase,
+    PhaseKind,
+    StatisticsPhase,
+    Tensors,
+    count_updates,
+    weight_per_item,
+)
+from runner.engine.update.gradients import GradientSource
+from runner.engine.update.loop import Position, Training
+from runner.engine.update.objectives import ObjectivePosition, Objectives, parse_objectives
+from runner.engine.update.oom_retry import RetryPolicy
+from runner.plan.run_plan import PhasePlan
+from runner.tensors.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
+
+
+class ObjectivesPhase(GradientPhase):
+    """Training with several objectives per update."""
+
+    def __init__(
+        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
+    ) -> None:
+        self.parts, self.position = parts, position
+        self.total = phase.updates or count_updates(phase.epochs or 1, order.updates_per_epoch)
+        specs = parse_objectives(parts.task, phase)
+        self.is_additive = parts.task.loss_is_additive
+        self.losses = {spec.name: bind_objective(parts.task, spec.name) for spec in specs}
+        self.task_loss = self.losses[specs[0].name]
+        self._compared: set[str] = set()  # names that the task's loss compares the objective with
+        parameters = {spec.name: spec.select_parameters(parts.bare) for spec in specs}
+        self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
+        self.trained = {name: weight for weights in parameters.values() for name, weight in weights.items()}
+        self.prefixes = [prefix for spec in specs for prefix in spec.trains]
+        self._train_only(self.trained)
+        parts.parallel.begin(list(self.owned.values()))
+        parts.parallel.set_groups([list(weights.values()) for weights in parameters.values()])
+        records_attention = parts.plan.choices["compile"].name == "off"
+        self.per_item, self.retry_policy = weight_per_item(phase, parts, order), retry_policy
+        trainings = []
+        for index, spec in enumerate(specs):
+            precision = parts.precision if index == 0 else parts.precision.fork(parts.bare)
+            loss = CheckedLoss(
+                self.losses[spec.name], parts.source, records_attention=records_attention, objective=spec.name
+            )
+            training = self._make_training(
+                spec, loss, parameters[spec.name],
+                ObjectivePosition(position, spec.every, keeps_precision=index == 0), precision,
+                total=-(-self.total // spec.every), gradients=GradientSource(),
+            )  # fmt: skip
+            trainings.append((spec, training))
+            if index == 0:
+                self.loss = loss
+        self.objectives = Objectives(position, parts.model, parts.parallel, trainings)
+
+    @property
+    def training(self) -> Training:  # type: ignore[override]
+        """The current objective, for error reports."""
+        return self.objectives.current_training
+
+    @property
+    def inputs(self) -> Objectives:
+        return self.objectives
+
+    @property
+    def task_losses(self) -> Mapping[str, Callable[[nn.Module, Any], Any]]:
+        """The losses of an update; they record the names that the task compares the objective with."""
+        return {name: bind_objective(self.parts.task, ComparedName(name, self._compared)) for name in self.losses}
+
+    def check_objective_names(self) -> str:
+        if type(self.parts.task).objectives is not Task.objectives:
+            return ""  # they depend on settings or the phase, and the loss may know more of them
+        unknown, unused = sorted(self._compared - self.losses.keys()), self.losses.keys() - self._compared
+        nearest = next(filter(None, (find_nearest(name, unused) for name in unknown)), None)
+        if not unknown or (nearest is None and len(unused) < len(self.losses)):
+            return ""
+        hint = f'; did you mean "{nearest}"?' if nearest else ""
+        names = " and ".join(f'"{name}"' for name in unknown)
+        return f"loss compares objective with {names}, but the objectives are {', '.join(self.losses)}{hint}"
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        for _, training in self.objectives.parts:
+            if training.schedule.metric in metrics:
+                training.schedule.observe(metrics[training.schedule.metric], training.position.update)
+
+    def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
+        tensors: dict[str, Tensor] = {}
+        state: dict[str, Any] = {}
+        for spec, training in self.objectives.parts:
+            optimizer_tensors, numbers = export_state(training.optimizer)
+            tensors |= {f"{spec.name}/{name}": tensor for name, tensor in optimizer_tensors.items()}
+            # The precision of the first objective is saved by the run.
+            precision = {} if training.precision is self.parts.precision else training.precision.state()
+            state[spec.name] = {"optimizer": numbers, "schedule": training.schedule.state(), "precision": precision}
+        return {"optimizer": self.parts.parallel.checkpoint_tensors(tensors, copy)}, {"objectives": state}
+
+    def load(self, start: LoadedCheckpoint) -> None:
+        tensors, state = start.stored("optimizer"), start.state["objectives"]
+        for spec, training in self.objectives.parts:
+            prefix, saved = f"{spec.name}/", state[spec.name]
+            selected = {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+            import_state(training.optimizer, selected, saved["optimizer"])
+            training.schedule.load(saved["schedule"])
+            if training.precision is not self.parts.precision:
+                training.precision.load(saved["precision"])
+
+    def release(self) -> None:
+        self.parts.parallel.set_groups([])
+        super().release()
+
+    def start_lines(self) -> list[str]:
+        lines = []
+        for spec, training in self.objectives.parts:
+            count = sum(weight.numel() for weight in training.parameters)
+            frequency = "every update" if spec.every == 1 else f"one update in {spec.every}"
+            trains = f"{', '.join(spec.trains)} ({count:,} parameters)"
+            lines.append(f"objective {spec.name}: {trains}, {frequency}, optimizer {spec.optimizer.name}")
+        sizes = {
+            name: weight.numel()
+            for name, weight in self.parts.bare.named_parameters()
+            if self._required_grad[name] and name not in self.trained
+        }
+        if sizes:
+            lines.append(
+                f"no objective trains {abbreviate([*sizes])}: {sum(sizes.values()):,} parameters stay as they are"
+            )
+        return lines
+
+    def state_bytes(self) -> tuple[int, int]:
+        optimizers = self.objectives.optimizers
+        return sum(map(expected_state_bytes, optimizers)), sum(map(state_bytes, optimizers))
+
+
+class ComparedName(str):
+    """The name of an objective, which adds the strings that it is compared with to a set."""
+
+    compared: set[str]
+
+    def __new__(cls, name: str, compared: set[str]) -> ComparedName:
+        made = super().__new__(cls, name)
+        made.compared = compared
+        return made
+
+    def __eq__(self, other: object) -> bool:
+        if isinstance(other, str):
+            self.compared.add(str.__str__(other))
+        return str.__eq__(self, other)
+
+    def __ne__(self, other: object) -> bool:
+        return not self == other
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Copy and pickle as a plain string: the task may keep the name."""
+        return str, (str.__str__(self),)
+
+    __hash__ = str.__hash__
+
+
+def bind_objective(task: Task, objective: str) -> Callable[[nn.Module, Any], Any]:
+    """Return the loss of an objective as a function of model and batch."""
+
+    @wraps(task.loss)  # so that errors name the line of the task
+    def loss(model: nn.Module, batch: Any) -> Any:
+        return task.loss(model, batch, objective)  # type: ignore[call-arg]
+
+    return loss
+
+
+def make_phase_kind(
+    phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
+) -> PhaseKind:
+    """Return the kind of a phase, ready to run updates."""
+    if phase.kind == "fit":
+        return StatisticsPhase(phase, parts, order, position, retry_policy)
+    has_objectives = bool(parse_objectives(parts.task, phase))
+    if phase.name not in parts.task.losses:
+        check_loss_signature(parts.task, parts.source, has_objectives=has_objectives)
+    kind = ObjectivesPhase if has_objectives else GradientPhase
+    return kind(phase, parts, order, position, retry_policy)
+
+
+def check_loss_signature(task: Task, source: Path, *, has_objectives: bool) -> None:
+    """Raise TaskFault if `loss` does not accept the arguments that it is called with.
+
+    has_objectives  the task declares objectives
+    """
+    kind = type(task)
+    if has_objectives and kind.embed is not Task.embed:
+        what = f"{kind.__name__} defines embed and couple, and OBJECTIVES"
+        raise TaskFault(what, where=str(source), fix="remove OBJECTIVES, or define loss(model, batch, objective)")
+    arguments = ("model", "batch", "objective")[: 3 if has_objectives else 2]
+    fix = f"def loss(self, {', '.join(arguments)}):" + ("" if has_objectives else " or declare OBJECTIVES in the file")
+    check_arguments(task.loss, "loss", arguments, source, fix=fix)

@@ -1,0 +1,429 @@
+"""Implement the kinds of training phases, gradient descent and statistics fits, behind one interface."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from runner.axes.optimizer import build_optimizer, is_under, module_prefixes, suggest_module
+from runner.axes.precision import Precision
+from runner.axes.scheduler import build_schedule
+from runner.base.batch import MicroBatch
+from runner.base.errors import ConfigError, NumericError, Problem, TaskFault
+from runner.base.order import Order
+from runner.base.task import Fit, State
+from runner.distributed.parallel import Copy, dense_gradient
+from runner.durable.checkpoint import LoadedCheckpoint
+from runner.engine.contract.error_diagnosis import locate_definition
+from runner.engine.contract.task_loading import CheckedLoss
+from runner.engine.parts.assemble import Parts
+from runner.engine.update.coupled import CoupledSource, is_coupled, validate_embedding
+from runner.engine.update.extra_metrics import ExtraMetrics
+from runner.engine.update.gradients import GradientSource
+from runner.engine.update.loop import Position, StepInfo, Training, UpdateInputs, UpdateWrapper, train_updates
+from runner.engine.update.objectives import ObjectiveSpec
+from runner.engine.update.oom_retry import OomRetry, RetryPolicy
+from runner.engine.update.sharpness import with_sharpness
+from runner.plan.run_plan import PhasePlan
+from runner.tensors.optimizer_state import expected_state_bytes, export_state, import_state, state_bytes
+
+Tensors = Mapping[str, Mapping[str, Tensor]]
+
+
+class PhaseKind:
+    """Base class of phase kinds, with no-op methods; `position` counts its updates.
+
+    total  updates until the phase is complete
+    owned  parameters updated by this rank, by name
+    """
+
+    total: int
+    owned: Mapping[str, nn.Parameter] = {}
+    has_interim_evaluation = True  # an evaluation before the last update is meaningful
+
+    @property
+    def location(self) -> str:
+        """Return file:line of the loss, for messages; "" if there is none."""
+        return ""
+
+    @property
+    def attention(self) -> Mapping[tuple[str, str], int]:
+        """Return the attention kernels that `CheckedLoss` recorded in the first forward pass."""
+        return {}
+
+    def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
+        """Run the remaining updates."""
+        raise NotImplementedError
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of an evaluation."""
+
+    def close(self) -> Mapping[str, float]:
+        """Store the result in the model after the last update; return numbers to show."""
+        return {}
+
+    def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
+        """Return the checkpoint state besides the model: copies of tensors by file, and JSON-serializable data."""
+        raise NotImplementedError
+
+    def load(self, start: LoadedCheckpoint) -> None:
+        """Restore what `state` returned."""
+        raise NotImplementedError
+
+    def release(self) -> None:
+        """Undo temporary changes to the model, such as hooks, keep its values, and free the state of the phase.
+
+        Other objects may refer to a finished phase, but the next one needs the memory.
+        """
+
+    def start_lines(self) -> list[str]:
+        """Return the lines to print at the start of the phase."""
+        return []
+
+    def first_gradients(self) -> dict[str, bool]:
+        """Return the trainable parameters of this rank, and whether one had a gradient in the first update.
+
+        Call once, because it removes hooks.
+        """
+        return {}
+
+    @property
+    def trained_names(self) -> Collection[str]:
+        """Names of the parameters that the phase changes, on any rank."""
+        return ()
+
+    def state_bytes(self) -> tuple[int, int]:
+        """Return the optimizer state size in bytes: expected from the parameter dtype, and actual."""
+        return 0, 0
+
+
+class GradientPhase(PhaseKind):
+    """Training: a loss, an optimizer over the parameters of the phase, and a schedule."""
+
+    coupled: CoupledSource | None = None
+
+    def __init__(
+        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
+    ) -> None:
+        self.parts, self.position = parts, position
+        self.total = phase.updates or count_updates(phase.epochs or 1, order.updates_per_epoch)
+        # torch.compile and dispatch modes do not combine, so compiled models are not recorded.
+        records_attention = parts.plan.choices["compile"].name == "off"
+        self.task_loss = loss = parts.task.losses.get(phase.name, parts.task.loss)
+        self.loss = CheckedLoss(loss, parts.source, records_attention=records_attention)
+        checked_loss = self.loss
+        gradients = GradientSource()
+        self.is_additive = parts.task.loss_is_additive
+        if is_coupled(parts.task, phase.name):
+            self.is_additive = False
+            self.loss = CheckedLoss(
+                parts.task.embed, parts.source, records_attention=records_attention, check=validate_embedding
+            )
+            seed = parts.plan.settings.seed
+            gradients = self.coupled = CoupledSource(
+                self.loss, parts.task.couple, parts.source, seed, lambda: position.update
+            )
+        self._required_grad = {name: weight.requires_grad for name, weight in parts.bare.named_parameters()}
+        self.trained = _select_parameters(parts.bare, phase)
+        self.prefixes = phase.trains
+        self._train_only(self.trained)
+        parts.parallel.begin(list(self.owned.values()))
+        self.per_item, self.retry_policy = weight_per_item(phase, parts, order), retry_policy
+        self.training = self._make_training(
+            phase, checked_loss, self.owned, position, parts.precision, total=self.total, gradients=gradients
+        )
+
+    def _make_training(
+        self,
+        chosen: PhasePlan | ObjectiveSpec,
+        loss: CheckedLoss,
+        weights: Mapping[str, nn.Parameter],
+        position: Position,
+        precision: Precision,
+        *,
+        total: int,
+        gradients: GradientSource,
+    ) -> Training:
+        """Return the training of these weights, with the optimizer and the schedule of a phase or an objective."""
+        parts, parameters, extra = self.parts, list(weights.values()), ExtraMetrics()
+        loss.observe = extra.add
+        optimizer = build_optimizer(chosen.optimizer.function, [*weights.items()], chosen.optimizer.options)
+        wrapper = UpdateWrapper()
+        if self.retry_policy is not None:
+            has_one_rank, device = parts.world.world_size == 1, parts.world.device
+            wrapper = OomRetry(
+                parts.bare, parameters, optimizer, precision, device, self.retry_policy, has_one_rank=has_one_rank
+            )
+        return Training(
+            position=position,
+            model=parts.model,
+            loss=loss,
+            parameters=parameters,
+            optimizer=optimizer,
+            schedule=build_schedule(chosen.scheduler.function, total, chosen.scheduler.options),
+            precision=precision,
+            parallel=parts.parallel,
+            per_item=self.per_item,
+            max_grad_norm=chosen.max_grad_norm,
+            gradients=with_sharpness(parts.plan.choices["sharpness"], gradients, parameters, extra),
+            extra=extra,
+            update_wrapper=wrapper,
+            location=self.location,
+        )
+
+    def _train_only(self, trained: Mapping[str, nn.Parameter]) -> None:
+        """Require gradients of these parameters only, and record which of them receive one."""
+        parts = self.parts
+        for name, weight in parts.bare.named_parameters():
+            weight.requires_grad_(name in trained)
+        self.owned = parts.parallel.owned_parameters(trained)
+        self._with_gradient: set[str] = set()
+        self._grad_hooks = [
+            weight.register_post_accumulate_grad_hook(self._make_grad_hook(name))  # type: ignore[no-untyped-call]
+            for name, weight in self.owned.items()
+        ]
+
+    @property
+    def inputs(self) -> UpdateInputs:
+        """The inputs of the training loop."""
+        return self.training
+
+    @property
+    def task_losses(self) -> Mapping[str, Callable[[nn.Module, Any], Any]]:
+        """The losses of an update by name: one without a name, or those of the objectives."""
+        return {"": self.task_loss}
+
+    def check_objective_names(self) -> str:
+        """Return a warning about the names that `loss` compares the objective with, or ""; call it after the losses."""
+        return ""
+
+    @property
+    def location(self) -> str:
+        method = self.coupled.couple if self.coupled else self.task_loss
+        return locate_definition(method, self.parts.source)
+
+    @property
+    def attention(self) -> Mapping[tuple[str, str], int]:
+        return self.loss.attention
+
+    def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
+        return train_updates(self.inputs, batches, self.total)
+
+    def observe(self, metrics: Mapping[str, float]) -> None:
+        schedule = self.training.schedule
+        if schedule.metric in metrics:
+            schedule.observe(metrics[schedule.metric], self.position.update)
+
+    def close(self) -> Mapping[str, float]:
+        """Raise NumericError if every update was skipped."""
+        if self.parts.precision.num_skipped() - self.position.skipped_before >= self.position.update > 0:
+            raise NumericError(
+                f"every update of phase {self.position.phase} was skipped: gradients overflowed float16,"
+                " nothing was learned",
+                where="precision=fp16",
+                fix="use precision.init_scale=1024, or precision=bf16 or fp32",
+            )
+        return {}
+
+    def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
+        tensors, numbers = export_state(self.training.optimizer)
+        gathered = self.parts.world.gather(numbers["numbers"])  # ranks may own different parameters
+        numbers["numbers"] = {
+            name: value
+            for rank_numbers in gathered
+            for name, value in rank_numbers.items()
+            if not self.trained.keys().isdisjoint(module_prefixes([name]))
+        }
+        optimizer_tensors = {"optimizer": self.parts.parallel.checkpoint_tensors(tensors, copy)}
+        return optimizer_tensors, {"optimizer": numbers, "schedule": self.training.schedule.state()}
+
+    def load(self, start: LoadedCheckpoint) -> None:
+        not_owned = {name for name in self.trained if name not in self.owned}
+
+        def select_owned(saved: Mapping[str, Any]) -> dict[str, Any]:
+            return {key: value for key, value in saved.items() if not_owned.isdisjoint(module_prefixes([key]))}
+
+        saved = start.state["optimizer"]
+        saved = {**saved, "numbers": select_owned(saved["numbers"])}
+        import_state(self.training.optimizer, select_owned(start.stored("optimizer")), saved)
+        self.training.schedule.load(start.state["schedule"])
+
+    def release(self) -> None:
+        for optimizer in self.inputs.optimizers:
+            optimizer.state.clear()
+        self._remove_grad_hooks()
+        self.parts.parallel.end()
+        for name, weight in self.parts.bare.named_parameters():
+            weight.requires_grad_(self._required_grad[name])
+            weight.grad = None
+
+    def start_lines(self) -> list[str]:
+        if self.prefixes is None:
+            return []
+        sizes = [
+            f"{prefix} ({sum(weight.numel() for name, weight in self.trained.items() if is_under(name, prefix)):,})"
+            for prefix in self.prefixes
+        ]
+        count = sum(weight.numel() for weight in self.trained.values())
+        total = sum(weight.numel() for weight in self.parts.bare.parameters())
+        return [f"trains {', '.join(sizes)}: {count:,} of {total:,} parameters ({count / total:.1%})"]
+
+    def first_gradients(self) -> dict[str, bool]:
+        self._remove_grad_hooks()
+        return {name: name in self._with_gradient for name in self.owned}
+
+    @property
+    def trained_names(self) -> Collection[str]:
+        return self.trained.keys()
+
+    def _make_grad_hook(self, name: str) -> Callable[[nn.Parameter], None]:
+        def record_gradient(weight: nn.Parameter) -> None:
+            self._with_gradient.add(name)
+            dense_gradient(weight, name)
+
+        return record_gradient
+
+    def _remove_grad_hooks(self) -> None:
+        while self._grad_hooks:
+            self._grad_hooks.pop().remove()
+
+    def state_bytes(self) -> tuple[int, int]:
+        return expected_state_bytes(self.training.optimizer), state_bytes(self.training.optimizer)
+
+
+class StatisticsPhase(PhaseKind):
+    """Fit statistics: one gradient-free pass over the training data, with state that is accumulated and merged."""
+
+    has_interim_evaluation = False
+
+    def __init__(
+        self, phase: PhasePlan, parts: Parts, order: Order, position: Position, retry_policy: RetryPolicy | None = None
+    ) -> None:
+        self.parts, self.position, self.total = parts, position, order.updates_per_epoch
+        fit = parts.task.fits.get(phase.name)
+        if fit is None:
+            raise TaskFault(
+                f"phase {phase.name} is of kind fit, but the task's fits has {', '.join(parts.task.fits) or 'nothing'}",
+                where=str(parts.source),
+                fix=f'return {{"{phase.name}": MyFit()}} from the property fits',
+            )
+        self.fit = fit
+        self.gathered: State = {name: value.to(parts.world.device) for name, value in fit.start().items()}
+
+    def updates(self, batches: Iterator[MicroBatch]) -> Iterator[StepInfo]:
+        world, parallel, model = self.parts.world, self.parts.parallel, self.parts.model
+        stopwatch = parallel.stopwatch
+        while self.position.update < self.total:
+            stopwatch.lap("hooks")
+            items: Tensor | int = 0
+            bad: tuple[tuple[int, str], ...] = ()
+            last = False
+            # Gather: ranks may run different numbers of batches, and `add` may call the model in any way.
+            with parallel.buffer_update(), parallel.gather_parameters(model), torch.no_grad():
+                while not last:
+                    batch, last, skipped, counts, *_ = next(batches)
+                    stopwatch.lap("data")
+                    bad += skipped if parallel.counts_samples else ()
+                    if counts:
+                        with self.parts.precision.forward():
+                            added = self.fit.add(model, self.gathered, batch)
+                        self.gathered, count = _check_added(added, self.fit, self.parts.source)
+                        items = items + count
+                    del batch  # before the next is read, so that one fewer batch is in memory
+                    stopwatch.lap("forward")
+            self.position.update += 1
+            total_items = items
+            if world.world_size > 1:
+                total_items = world.sum(world.zeros() + (items if parallel.counts_samples else 0))
+            stopwatch.lap("wait" if world.world_size > 1 else "forward")
+            stopwatch.stop(self.position.update)
+            yield StepInfo(self.position.update, None, total_items, None, None, bad)
+
+    def close(self) -> Mapping[str, float]:
+        state = self._merge_ranks()
+        with torch.no_grad(), self.parts.parallel.edit_parameters(self.parts.bare):
+            result = self.fit.finish(self.parts.bare, state) or {}
+        try:
+            return {str(name): float(value) for name, value in result.items()}
+        except (AttributeError, TypeError, ValueError, RuntimeError) as error:
+            raise TaskFault(
+                f"finish must return names with numbers, but returned {type(result).__name__}",
+                where=locate_definition(self.fit.finish, self.parts.source),
+                fix='return {"mean": float(mean)}, or nothing',
+            ) from error
+
+    def state(self, copy: Copy) -> tuple[Tensors, dict[str, Any]]:
+        return {"fit": self.parts.parallel.gather_full(self._merge_ranks(), copy)}, {}
+
+    def load(self, start: LoadedCheckpoint) -> None:
+        """Restore the gathered state on rank 0; other ranks start empty."""
+        if self.parts.world.is_first:
+            self.gathered = {name: value.to(self.parts.world.device) for name, value in start.tensors("fit").items()}
+
+    def release(self) -> None:
+        self.gathered = {}
+
+    def _merge_ranks(self) -> State:
+        return self.parts.parallel.merge_state(self.fit.merge, self.gathered)
+
+
+def weight_per_item(phase: PhasePlan, parts: Parts, order: Order) -> float:
+    """Return the factor of a loss sum before its backward pass: about one over the items of an update."""
+    return 1.0 / (min(phase.batch.global_batch_size, order.num_samples) * parts.task.items_per_sample)
+
+
+def count_updates(epochs: float, updates_per_epoch: int) -> int:
+    """Return the smallest number of updates for `epochs`, evaluated as the decimal number in the settings.
+
+    The float 1.1 is slightly above 1.1, and 100 updates per epoch times that would round up to 111.
+    """
+    return math.ceil(Fraction(repr(epochs)) * updates_per_epoch)
+
+
+def check_parameters(phases: Iterable[PhasePlan], model: nn.Module) -> None:
+    """Raise ConfigError before any phase starts if a phase trains parameters that the model lacks."""
+    for phase in phases:
+        if phase.kind == "train":
+            _select_parameters(model, phase)
+
+
+def _check_added(added: Any, fit: Fit, source: Path) -> tuple[State, Tensor | int]:
+    if (
+        isinstance(added, tuple)
+        and len(added) == 2
+        and isinstance(added[0], dict)
+        and isinstance(added[1], (int, Tensor))
+    ):
+        return added
+    raise TaskFault(
+        f"add must return (the state with this batch, the number of items), but returned {type(added).__name__}",
+        where=locate_definition(fit.add, source),
+        fix="return {**state, ...}, len(x)",
+    )
+
+
+def _select_parameters(model: nn.Module, phase: PhasePlan) -> dict[str, nn.Parameter]:
+    """Return the phase's parameters by name. Raises ConfigError for a prefix that matches none."""
+    trainable = {name: weight for name, weight in model.named_parameters() if weight.requires_grad}
+    if phase.trains is None:
+        return trainable
+    problems = [
+        Problem(
+            f"no parameter's name starts with {prefix}",
+            f"phase.{phase.name}.trains",
+            suggest_module(prefix, [*trainable]),
+        )
+        for prefix in phase.trains
+        if not any(is_under(name, prefix) for name in trainable)
+    ]
+    if problems or not phase.trains:
+        raise ConfigError(problems or Problem("must name a parameter", f"phase.{phase.name}.trains=[]"))
+    return {
+        name: weight for name, weight in trainable.items() if any(is_under(name, prefix) for prefix in phase.trains)
+    }

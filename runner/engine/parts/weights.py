@@ -1,0 +1,298 @@
+"""Load initial weights into a model: all of them, or those that match, with a table of the result."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TypeVar
+
+from torch import Tensor, nn
+
+from runner.axes.optimizer import is_under, module_prefixes
+from runner.base.errors import ConfigError, DataError, IncompatibleResume, Problem, StorageError
+from runner.base.text import abbreviate
+from runner.config.schema import did_you_mean
+from runner.config.settings import Settings, WeightsSettings
+from runner.distributed.parallel import Parallel
+from runner.durable.safetensors_header import InvalidFormat, refusal
+from runner.durable.stored_tensors import join_parts, open_tensors
+from runner.durable.weight_source import WeightSource, find_weights
+from runner.engine.contract.adapter import Adapter
+from runner.tensors.stored_tensor import StoredTensor
+
+NO_ADAPTER = Adapter()
+Value = TypeVar("Value")
+
+
+@dataclass
+class WeightMatch:
+    """Match of the tensors of a source and a model.
+
+    matched    tensors to load by name, including tied ones
+    missing    names of the model that the source lacks; they keep their initialization
+    ignored    names of the source that the model lacks, or that `weights.only` excludes
+    different  descriptions of tensors that differ in shape, or in floating-point or integer type
+    stripped   prefix that was removed from all names of the source, such as "module."
+    num_cast   number of tensors in another precision
+    """
+
+    matched: dict[str, StoredTensor] = field(default_factory=dict)
+    missing: list[str] = field(default_factory=list)
+    ignored: list[str] = field(default_factory=list)
+    different: list[str] = field(default_factory=list)
+    stripped: str = ""
+    num_cast: int = 0
+
+
+def load_initial_weights(
+    settings: Settings, model: nn.Module, parallel: Parallel, adapter: Adapter = NO_ADAPTER
+) -> str:
+    """Load the weights that the settings name; return a message for the user.
+
+    adapter  of the model; the weights are those of the model without it
+
+    Floating-point weights are converted to the model's dtype. Raises InputMissing, DataError for damaged files,
+    SecurityRefusal for one that could run code, IncompatibleResume with the missing, unexpected and different tensors,
+    ConfigError for names in `weights.only` and `weights.rename` that do not exist.
+    """
+    options, names = settings.weights, {adapter.base_name(name): name for name in model.state_dict()}
+    model_tensors = {
+        base_name: tensor
+        for name, tensor in model.state_dict().items()
+        if (base_name := adapter.base_name(name)) is not None
+    }
+    source = find_weights(str(options.source), settings.root)
+    tensors = _apply_renames(read_tensors(source, f"weights={options.source}"), options.rename)
+    result = match_weights(tensors, model, model_tensors, options, adapter)
+    problems = [
+        f"{len(names)} {what}: {abbreviate(names, _MAX_NAMES)}"
+        for what, names in (
+            ("missing", result.missing),
+            ("unexpected", [] if options.only else result.ignored),
+            ("of another shape", result.different),
+        )
+        if names
+    ]
+    if (problems and options.strict) or not result.matched:
+        raise IncompatibleResume(
+            f"these are weights of another model; {'; '.join(problems)}",
+            where=f"weights={options.source}",
+            fix="use the task options they were trained with, and the precision if a task file defines it; to load "
+            "those that match: weights.strict=false, weights.only=[MODULE] or weights.rename={OLD: NEW}",
+        )
+    parallel.load(model, {names[name]: tensor for name, tensor in result.matched.items()})
+    return _format_table(result, source.shown)
+
+
+def match_weights(
+    tensors: dict[str, StoredTensor],
+    model: nn.Module,
+    model_tensors: Mapping[str, Tensor],
+    options: WeightsSettings,
+    adapter: Adapter = NO_ADAPTER,
+) -> WeightMatch:
+    """Match the tensors with the model by name and shape.
+
+    model_tensors  the model's state_dict: of a sharded model, shapes are those of the full tensors
+    Raises ConfigError for modules in `weights.only` that the model lacks.
+    """
+    _check_modules(options.only, model_tensors)
+    found, stripped = strip_prefixes(tensors, model_tensors)
+    is_used = {
+        name: not options.only or any(is_under(name, module) for module in options.only)
+        for name in {*model_tensors, *found}
+    }
+    result = WeightMatch(
+        stripped=stripped, ignored=sorted(name for name in found if name not in model_tensors or not is_used[name])
+    )
+    for name, tensor in model_tensors.items():
+        if not is_used[name]:
+            continue
+        loaded = found.get(name)
+        if loaded is None:
+            result.missing.append(name)
+        elif loaded.shape != tensor.shape or loaded.is_floating_point() != tensor.is_floating_point():
+            result.different.append(f"{name} is {_describe_tensor(loaded)}, must be {_describe_tensor(tensor)}")
+        else:
+            result.matched[name] = loaded
+            result.num_cast += loaded.dtype != tensor.dtype
+    _add_tied(result, model, adapter)
+    return result
+
+
+def _add_tied(result: WeightMatch, model: nn.Module, adapter: Adapter) -> None:
+    """Fill a missing tensor from a parameter that it is tied to: files store a shared tensor once."""
+    shared: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        shared.setdefault(id(weight), []).append(adapter.base_name(name) or name)
+    for names in shared.values():
+        stored = next((name for name in names if name in result.matched), None)
+        for name in names if stored else ():
+            if name in result.missing:
+                result.missing.remove(name)
+                result.matched[name] = result.matched[str(stored)]
+
+
+def read_tensors(source: WeightSource, where: str) -> dict[str, StoredTensor]:
+    """Return all tensors of the source; their values are read when needed.
+
+    Raises DataError if shards lack a tensor, or have it twice.
+    """
+    average = _read_files(source.average, where, is_joined=source.is_joined) if source.average else {}
+    tensors = _read_files(source.files, where, is_joined=source.is_joined)
+    missing = [name for name in source.index or () if name not in tensors]
+    if missing:
+        what = f"the shards lack {len(missing)} tensors of their index: {abbreviate(missing, _MAX_NAMES)}"
+        raise DataError(what, where=where, fix="download the folder again, with all its files")
+    return tensors | average
+
+
+def _read_files(paths: Sequence[Path], where: str, *, is_joined: bool) -> dict[str, StoredTensor]:
+    """Return the tensors of several files.
+
+    is_joined  each file has some rows of each tensor; False: each file has other tensors
+    """
+    shards = [read_weights(file, where if len(paths) == 1 else f"{where}: {file.name}") for file in paths]
+    if is_joined:
+        return join_parts(shards, paths[0].parent)
+    tensors: dict[str, StoredTensor] = {}
+    for shard in shards:
+        for name in shard.keys() & tensors.keys():
+            raise DataError(
+                f"two shards have the tensor {name}", where=where, fix="keep the files of one model in a folder"
+            )
+        tensors |= shard
+    return tensors
+
+
+def read_weights(file: Path, where: str = "") -> dict[str, StoredTensor]:
+    """Return the tensors of a safetensors file; only its header is read.
+
+    where  the setting to name in errors; empty: the file
+    """
+    try:
+        return open_tensors(file)
+    except InvalidFormat as error:
+        raise refusal(file, error, where or str(file)) from None
+
+
+def strip_prefixes(tensors: dict[str, Value], names: Collection[str]) -> tuple[dict[str, Value], str]:
+    """Return the tensors without the prefix of a wrapper, and that prefix.
+
+    names  of the tensors of the model
+
+    Wrappers such as DDP add a prefix to all names. It is removed if more names match without it.
+    """
+    current, stripped = tensors, ""
+    best, num_best = (tensors, ""), len(current.keys() & set(names))
+    while prefix := next((prefix for prefix in _WRAPPER_PREFIXES if _is_common(prefix, current)), ""):
+        current = {name.removeprefix(prefix): tensor for name, tensor in current.items()}
+        stripped += prefix
+        num_matches = len(current.keys() & set(names))
+        if num_matches > num_best:
+            best, num_best = (current, stripped), num_matches
+    return best
+
+
+def _is_common(prefix: str, names: Collection[str]) -> bool:
+    return bool(names) and all(name.startswith(prefix) for name in names)
+
+
+def _apply_renames(tensors: dict[str, StoredTensor], setting: Mapping[str, str]) -> dict[str, StoredTensor]:
+    """Return the tensors with `weights.rename` applied: {old: new} for modules and tensors, the longest old first."""
+    rename = {str(old): str(new) for old, new in setting.items()}
+    if problems := _find_unmatched(rename, tensors):
+        raise ConfigError(problems)
+    renamed: dict[str, StoredTensor] = {}
+    for name, tensor in tensors.items():
+        old = max((old for old in rename if is_under(name, old)), key=len, default=None)
+        new = name if old is None else f"{rename[old]}{name.removeprefix(old)}".removeprefix(".")
+        if new in renamed:
+            what = f"two tensors would be named {new}"
+            raise ConfigError(Problem(what, "weights.rename", "rename one of them to another name"))
+        renamed[new] = tensor
+    return renamed
+
+
+def check_names(source: WeightSource, options: WeightsSettings) -> None:
+    """Raise ConfigError for names in `weights.rename` that the source lacks; only headers are read.
+
+    A file that is not in the safetensors format is reported when it is loaded.
+    """
+    names: set[str] = set()
+    for file in source.files if options.rename else ():
+        try:
+            names.update(open_tensors(file))
+        except (InvalidFormat, StorageError):
+            return
+    if problems := _find_unmatched([str(old) for old in options.rename], names):
+        raise ConfigError(problems)
+
+
+def _find_unmatched(renamed: Collection[str], names: Collection[str]) -> list[Problem]:
+    """Return a problem for each renamed module or tensor that is not the longest match of any name."""
+    used = {max((old for old in renamed if is_under(name, old)), key=len, default=None) for name in names}
+    return [
+        Problem(
+            f"the weights have no {old}; they have {abbreviate(sorted(names), _MAX_NAMES)}",
+            f"weights.rename.{old}",
+            did_you_mean(old, module_prefixes([*names])),
+        )
+        for old in sorted(renamed)
+        if old not in used
+    ]
+
+
+def _check_modules(only: Iterable[str], names: Collection[str]) -> None:
+    """Raise ConfigError for names in `weights.only` under which the model has no tensor."""
+    top_modules = sorted({tensor.partition(".")[0] for tensor in names})
+    problems = [
+        Problem(
+            f"the model has no module or tensor {name}; at the top level, it has {abbreviate(top_modules, 8)}",
+            "weights.only",
+            did_you_mean(name, module_prefixes([*names])),
+        )
+        for name in only
+        if not any(is_under(tensor, name) for tensor in names)
+    ]
+    if problems:
+        raise ConfigError(problems)
+
+
+def _format_table(result: WeightMatch, source: str) -> str:
+    """Return a summary line of the loaded tensors, followed by a row for each other case that occurred."""
+    changed = f", {result.num_cast} of them in another precision" if result.num_cast else ""
+    stripped = f"; the prefix {result.stripped} was removed from their names" if result.stripped else ""
+    rows = [
+        ("missing", result.missing, "keep their initialization"),
+        ("ignored", result.ignored, "not used by the model"),
+        ("other shape", result.different, "keep their initialization"),
+    ]
+    lines = [f"initial weights: {len(result.matched)} tensors of {source}{changed}{stripped}"]
+    if any(names for _, names, _ in rows):
+        lines.append(
+            f"  {'loaded':<12}{len(result.matched):>5}  {abbreviate(_count_by_module(result.matched), _MAX_NAMES)}"
+        )
+    lines += [
+        f"  {what:<12}{len(names):>5}  {abbreviate(names, _MAX_NAMES)}: {meaning}"
+        for what, names, meaning in rows
+        if names
+    ]
+    return "\n".join(lines)
+
+
+def _count_by_module(names: Iterable[str]) -> list[str]:
+    counts: dict[str, int] = {}
+    for name in names:
+        top = name.partition(".")[0]
+        counts[top] = counts.get(top, 0) + 1
+    return [f"{top} ({count})" for top, count in counts.items()]
+
+
+def _describe_tensor(tensor: Tensor | StoredTensor) -> str:
+    return f"{tuple(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}"
+
+
+_MAX_NAMES = 5
+_WRAPPER_PREFIXES = ("module.", "_orig_mod.", "model.")  # prefixes of DataParallel and DDP, torch.compile, Lightning

@@ -1,0 +1,414 @@
+"""Detect hangs in a thread, report them with the stacks of all threads, and end the process.
+
+The training thread reports its current operation by setting one attribute (`ProgressMark.now`), and never calls this
+module. The watchdog thread checks the attribute periodically and counts its checks instead of the clock: a stopped
+process, a suspended machine or a debugger cause one long pause between two checks, which counts as one check.
+
+A single process ends itself. A rank of our launcher only publishes heartbeats (runner.host.heartbeat): the launcher
+receives those of all ranks, so it can tell the blocking rank from those that wait for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import shutil
+import signal
+import sys
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from runner.base.errors import Exit, Hang, SystemLimit, format_error, resume_note
+from runner.base.secret import sanitize
+from runner.base.values import Auto, Positive
+from runner.config.option_table import call_option
+from runner.distributed.timeouts import call_with_timeout
+from runner.distributed.world import World
+from runner.durable.checkpoint import newest_name
+from runner.host import scratch, stacks
+from runner.host.heartbeat import Heartbeat, HeartbeatTable
+from runner.host.process_tree import descendants
+from runner.plan.run_plan import Plan
+
+START, DATA, UPDATE, EVALUATION, SUMMARY = "start", "data", "update", "evaluation", "summary"
+CHECKPOINT, FINISH, PREDICTION, SEARCH, END = "checkpoint", "finish", "prediction", "search", "end"
+
+WORKER = "data worker"
+TICK_S = 0.25
+MIN_TIMEOUT_S = 50.0  # a hang in an update is reported within a minute, with stacks
+TIMEOUT_FACTOR = 10  # on the longest recent duration
+MAX_RECENT = 100  # number of operations longer than a tick
+NUM_SETTLED = 3  # number of later durations after which the first one, which may include compilation, is ignored
+RECOMPILE_FACTOR = 1.5  # factor on the first duration: another shape, or a busier machine, may take longer
+REPORT_TIMEOUT_S = 3.0  # to record the hang on a disk that may itself hang
+
+
+class ProgressMark:
+    """Current activity of the run, read by the watchdog; the training thread only sets `now`.
+
+    now              (kind, update): a new tuple for each operation, even if equal to the previous one
+    completed_kinds  kinds with one completed operation in this phase: the next one needs no compilation or start-up
+    num_updates      completed updates of all phases, including earlier processes; shared, 0 before the first one
+    is_ending        whether training is over and only seconds remain, so that a stop has no effect; shared
+    write_progress   returns the update of the checkpoint that a thread writes, and a counter of disk progress, or None
+    """
+
+    def __init__(self) -> None:
+        self.num_updates = ctypes.c_uint64()
+        self.is_ending = ctypes.c_bool()
+        self.write_progress: Callable[[], tuple[int, object] | None] = lambda: None
+        self.begin("")
+
+    def begin(self, phase: str) -> None:
+        """Start a phase and discard the times learned in the previous one."""
+        # `now` first, because the operation that ends here belongs to the previous phase.
+        self.now: tuple[str, int] = (START, 0)
+        self.phase, self.completed_kinds = phase, set[str]()
+
+
+@dataclass(frozen=True)
+class WatchdogLimits:
+    """Timeouts in seconds; None: derived from recent durations."""
+
+    update_s: float | None
+    first_update_s: float
+    data_s: float | None
+    checkpoint_s: float
+
+    def timeout_s(self, kind: str, *, is_first: bool, longest_s: float, least_s: float = 0.0) -> float:
+        """Return the timeout of this kind of work; at least `least_s` if derived."""
+        if kind in (CHECKPOINT, END):
+            return self.checkpoint_s
+        if is_first or kind == START:
+            return self.first_update_s
+        setting_s = self.data_s if kind == DATA else self.update_s
+        return max(MIN_TIMEOUT_S, least_s, TIMEOUT_FACTOR * longest_s) if setting_s is None else setting_s
+
+
+@dataclass(frozen=True)
+class HangTraces:
+    """Where a hang is recorded.
+
+    write_stacks  writes the stacks; abandoned if it blocks, like `record_error`
+    record_error  writes the error; by default it is discarded
+    checkpoints   folder of the checkpoints; None: the run cannot be resumed
+    file          name of the file with the stacks, in the run directory
+    """
+
+    write_stacks: Callable[[str], object]
+    record_error: Callable[[Hang], object] = lambda _: None
+    checkpoints: Path | None = None
+    file: str = "stacks.txt"
+
+
+@contextmanager
+def run_watchdog(plan: Plan, world: World, traces: HangTraces) -> Iterator[ProgressMark]:
+    """Yield a progress mark, which a thread checks inside the context if the plan enables the watchdog."""
+    progress_mark, choice = ProgressMark(), plan.choices["watchdog"]
+    limits = call_option(WATCHDOGS, choice.function, **choice.options)
+    table = HeartbeatTable(world.heartbeat_folder, world.rank) if world.heartbeat_folder is not None else None
+    if table is not None:
+        # Also without a watchdog: the launcher needs both to handle signals and to report a lost rank.
+        progress_mark.num_updates, progress_mark.is_ending = table.num_updates(), table.is_ending()
+    if limits is None:
+        yield progress_mark
+        return
+    compiles = plan.choices["compile"].name != "off"
+    publish: Callable[[Heartbeat], None] = (
+        _ExitOnHang(world, progress_mark, limits.checkpoint_s, traces) if table is None else table.publish
+    )
+    watchdog = _WatchdogThread(progress_mark, limits, publish, compiles=compiles, has_other_ranks=world.world_size > 1)
+    thread = threading.Thread(target=watchdog.run, name="watchdog", daemon=True)
+    # Before the thread starts: a rank may be stopped, or hold the GIL, before the first check.
+    publish(Heartbeat(ticks=1, limit_s=limits.first_update_s, kind=START, is_first=True))
+    try:
+        thread.start()
+    except RuntimeError as error:
+        raise SystemLimit(
+            f"the thread that watches for hangs cannot be started: {error}",
+            fix="raise the limit on processes (ulimit -u), or use watchdog=off",
+        ) from error
+    try:
+        yield progress_mark
+    finally:
+        watchdog.stop.set()
+        thread.join()  # blocks if it is already ending the process
+        publish(Heartbeat())
+
+
+@dataclass
+class _KindDurations:
+    """Durations of one kind of work: the first, and later ones of measurable length.
+
+    update     number of the update of the last operation
+    num_later  operations as representative as the first one: those of later updates, or of an evaluation
+    """
+
+    first_s: float
+    update: int
+    num_later: int = 0
+    recent: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_RECENT))
+
+
+class WorkDurations:
+    """Durations of each kind of work in this phase, from which timeouts are derived.
+
+    The first duration, which may include compilation, is the reference until some later ones are known.
+
+    completed_kinds  see `ProgressMark`
+    compiles         whether models are compiled: another shape, such as a smaller last batch, is compiled again
+    """
+
+    def __init__(self, limits: WatchdogLimits, completed_kinds: Set[str], *, compiles: bool) -> None:
+        self.limits, self.completed_kinds, self.compiles = limits, completed_kinds, compiles
+        self._by_kind: dict[str, _KindDurations] = {}
+
+    def record(self, kind: str, update: int, seconds: float) -> None:
+        """Record the duration of a completed piece of work."""
+        durations = self._by_kind.get(kind)
+        if durations is None:
+            self._by_kind[kind] = _KindDurations(seconds, update)
+            return
+        # An update may have several operations, for example around an evaluation or a save; most of them are short.
+        durations.num_later += kind == EVALUATION or update > durations.update
+        durations.update = update
+        if seconds > TICK_S:
+            durations.recent.append(seconds)
+
+    def limit_s(self, kind: str, *, is_first: bool | None = None) -> float:
+        """Return the current timeout of this kind of work in seconds."""
+        durations = self._by_kind.get(kind) or _KindDurations(0.0, 0)
+        first_s = durations.first_s if durations.num_later < NUM_SETTLED else 0.0
+        return self.limits.timeout_s(
+            kind,
+            is_first=kind not in self.completed_kinds if is_first is None else is_first,
+            longest_s=max(first_s, *durations.recent, 0.0),
+            least_s=RECOMPILE_FACTOR * durations.first_s if self.compiles else 0.0,
+        )
+
+
+class _WatchdogThread:
+    """Watchdog thread: compare the progress mark with its previous value at each tick."""
+
+    def __init__(
+        self,
+        progress_mark: ProgressMark,
+        limits: WatchdogLimits,
+        publish: Callable[[Heartbeat], None],
+        *,
+        compiles: bool,
+        has_other_ranks: bool,
+    ) -> None:
+        self.progress_mark, self.limits, self.publish = progress_mark, limits, publish
+        self.compiles, self.has_other_ranks = compiles, has_other_ranks
+        self.stop = threading.Event()
+        self._main = threading.main_thread().ident or 0
+
+    def run(self) -> None:
+        """Run until `stop` is set."""
+        ticks = 1  # the first heartbeat was published before the thread started
+        same = 0  # ticks in the current operation
+        before, phase = self.progress_mark.now, self.progress_mark.phase
+        durations = WorkDurations(self.limits, self.progress_mark.completed_kinds, compiles=self.compiles)
+        is_first = True  # as of the start of the operation: a first operation remains one until its end
+        last_write: tuple[int, object] | None = None  # progress of the writer thread at the previous tick
+        still = 0  # ticks without disk progress
+        while not self.stop.wait(TICK_S):
+            ticks += 1
+            now, same = self.progress_mark.now, same + 1
+            write = self.progress_mark.write_progress()
+            still, last_write = (still + 1 if write and write == last_write else 0), write
+            if write and now[0] == CHECKPOINT:
+                same = min(same, still)  # waiting for the disk is progress as long as the disk makes progress
+            if now is not before:
+                durations.record(*before, same * TICK_S)
+                before, same = now, 0
+                is_first = now[0] not in durations.completed_kinds
+            if self.progress_mark.phase != phase:
+                durations = WorkDurations(self.limits, self.progress_mark.completed_kinds, compiles=self.compiles)
+                is_first = now[0] not in durations.completed_kinds  # several may have completed since the last check
+                phase = self.progress_mark.phase
+            waits = False
+            if max(same, still) > _TICKS_BEFORE_STACKS:
+                frames = stacks.current_frames(self._main)
+                if _is_debugged(frames):
+                    same = still = 0
+                waits = self.has_other_ranks and bool(frames) and stacks.waits_for_ranks(frames[0])
+            limit_s = durations.limit_s(now[0], is_first=is_first)
+            if write and still * TICK_S > self.limits.checkpoint_s:
+                self.publish(
+                    Heartbeat(
+                        ticks, still * TICK_S, self.limits.checkpoint_s, False, CHECKPOINT, False, write[0], phase
+                    )
+                )
+                continue
+            self.publish(Heartbeat(ticks, same * TICK_S, limit_s, waits, now[0], is_first, now[1], phase))
+
+
+class _ExitOnHang:
+    """Report a hang and end this process.
+
+    wait_s  timeout in seconds while this rank waits for others
+    """
+
+    def __init__(self, world: World, progress_mark: ProgressMark, wait_s: float, traces: HangTraces) -> None:
+        self.world, self.progress_mark, self.wait_s, self.traces = world, progress_mark, wait_s, traces
+
+    def __call__(self, heartbeat: Heartbeat) -> None:
+        # A rank cannot see what others do: they may be writing a checkpoint.
+        if not heartbeat.is_overdue or (heartbeat.is_waiting and heartbeat.waited_s <= self.wait_s):
+            return
+        try:
+            self._report(heartbeat)
+        finally:
+            with suppress(Exception):
+                for pid in descendants(os.getpid()):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, signal.SIGKILL)
+            with suppress(Exception):
+                folder = scratch.shared_folder()
+                if folder is not None:
+                    call_with_timeout(1.0, lambda: shutil.rmtree(folder, ignore_errors=True))
+            # sys.exit would end this thread only, and exit handlers may block as the main thread does.
+            os._exit(Exit.HANG)
+
+    def _report(self, heartbeat: Heartbeat) -> None:
+        """Print and record the hang within seconds, even if something blocks or fails."""
+        world = self.world
+        name = f"rank {world.rank} of {world.world_size}" if world.world_size > 1 else "the main thread"
+        thread_stacks = {name: "has no stacks to show"}
+        with suppress(Exception):
+            thread_stacks[name] = stacks.dump()
+        with suppress(Exception):  # also TimeoutError
+            thread_stacks |= call_with_timeout(stacks.ANSWER_S + 1.0, _request_worker_stacks)
+        is_written = False
+        with suppress(Exception):
+            call_with_timeout(REPORT_TIMEOUT_S, lambda: self.traces.write_stacks(stacks.join_stacks(thread_stacks)))
+            is_written = True
+        rank_name = name if self.world.world_size > 1 else ""
+        file = self.traces.file if is_written else None
+        error = hang_error(heartbeat, self.world.rank, rank_name, thread_stacks, file)
+        with suppress(Exception):
+            checkpoints = self.traces.checkpoints
+            last = call_with_timeout(1.0, lambda: newest_name(checkpoints)) if checkpoints else None
+            num_updates = int(self.progress_mark.num_updates.value)
+            if last or num_updates:
+                error.add_note(resume_note(last, num_updates))
+        with suppress(Exception):
+            lead = "\n" if os.isatty(2) else ""  # the line of a progress bar is incomplete
+            call_with_timeout(1.0, lambda: os.write(2, f"{lead}{sanitize(format_error(error))}\n".encode()))
+        if is_written:  # otherwise the disk would not accept this either
+            with suppress(Exception):
+                call_with_timeout(REPORT_TIMEOUT_S, lambda: self.traces.record_error(error))
+
+
+def _request_worker_stacks() -> dict[str, str]:
+    folder = scratch.shared_folder()
+    answers = stacks.request_stacks(folder, descendants(os.getpid())) if folder is not None else {}
+    return {f"{WORKER} {pid}": text for pid, text in answers.items()}
+
+
+def hang_error(
+    heartbeat: Heartbeat, rank: int, rank_name: str, thread_stacks: Mapping[str, str], file: str | None = "stacks.txt"
+) -> Hang:
+    """Return the error for an overdue heartbeat: the operation, its place in the code, and what to do.
+
+    rank_name      "rank 1 of 2", or empty
+    thread_stacks  process -> its stacks, or a note about why there are none; the hanging process first
+    file           file in the run's folder with all stacks; None: they could not be written
+    """
+    noun, key = _DESCRIPTIONS[heartbeat.kind]
+    key = "first_update_s" if heartbeat.is_first and key != "checkpoint_s" else key
+    what = noun.format(update=heartbeat.update) + (f" of phase {heartbeat.phase}" if heartbeat.phase else "")
+    calls = (stacks.user_frame(stacks.parse_main_thread(text)) for text in thread_stacks.values())
+    place = next(filter(None, calls), None)
+    error = Hang(
+        f"{what} hangs: waited {heartbeat.waited_s:.0f} s, and the limit is {heartbeat.limit_s:.0f} s",
+        where=": ".join(filter(None, (rank_name, str(place) if place else ""))),
+        fix=format_hang(thread_stacks, f"watchdog.{key}={max(10, round(4 * heartbeat.limit_s / 10) * 10)}", file),
+    )
+    if heartbeat.phase:
+        error.place = {"rank": rank, "phase": heartbeat.phase, "update": heartbeat.update}
+    return error
+
+
+def format_hang(thread_stacks: Mapping[str, str], override: str = "", file: str | None = "stacks.txt") -> str:
+    """Return a summary of the main threads' stacks and the fix; of data workers only the first stuck one.
+
+    override  setting that raises the timeout
+    """
+    lines: list[str] = []
+    num_workers = 0
+    for name, text in thread_stacks.items():
+        frames = stacks.parse_main_thread(text)
+        if name.startswith(WORKER):
+            if num_workers or not stacks.user_frame(frames):
+                continue
+            num_workers += 1
+        if len(lines) > _MAX_STACK_LINES:
+            break
+        lines += [f"{name} is at", *stacks.format_summary(frames)] if frames else [f"{name} {text.strip()}"]
+    lines += [f"{file} in the run's folder has all threads" if file else "the stacks of all threads cannot be written"]
+    lines += ["run the same command again" + (f"; if it takes that long: {override}" if override else "")]
+    return "\n".join(lines)
+
+
+def _is_debugged(frames: list[stacks.StackFrame]) -> bool:
+    if "pydevd" in sys.modules or any(stacks.is_debugger(frame.file) for frame in frames):
+        return True
+    try:
+        status = Path("/proc/self/status").read_text()
+    except OSError:
+        return False
+    return "\nTracerPid:\t0\n" not in status
+
+
+def default(
+    *,
+    update_s: Positive | Auto = "auto",
+    first_update_s: Positive = 1800.0,
+    data_s: Positive | Auto = "auto",
+    checkpoint_s: Positive = 600.0,
+) -> WatchdogLimits | None:
+    """End the run after a timeout, with the stacks of all threads and ranks.
+
+    update_s        timeout in seconds for an update, an evaluation batch or its summary; auto: 50, or ten times the
+                    recent maximum
+    first_update_s  timeout in seconds for the first one in a phase, including building, loading and compiling
+    data_s          timeout in seconds for loading a batch; auto: 50, or ten times the recent maximum
+    checkpoint_s    timeout in seconds without disk progress while a checkpoint is written, and for the end of the run
+    """
+    return WatchdogLimits(
+        None if update_s == "auto" else update_s,
+        first_update_s,
+        None if data_s == "auto" else data_s,
+        checkpoint_s,
+    )
+
+
+def off() -> WatchdogLimits | None:
+    """No timeouts."""
+    return None
+
+
+_TICKS_BEFORE_STACKS = 4  # in one operation, before the stacks are read
+_MAX_STACK_LINES = 12  # in a message
+# kind -> its description, and the key of its timeout
+_DESCRIPTIONS: Mapping[str, tuple[str, str]] = {
+    START: ("the start", "first_update_s"),
+    DATA: ("the next batch for update {update}", "data_s"),
+    UPDATE: ("update {update}", "update_s"),
+    EVALUATION: ("a batch of the evaluation after update {update}", "update_s"),
+    SUMMARY: ("the summary of the evaluation after update {update}", "update_s"),
+    CHECKPOINT: ("the checkpoint of update {update}", "checkpoint_s"),
+    FINISH: ("the end", "update_s"),
+    SEARCH: ("the search for what is not finite in update {update}", "update_s"),
+    PREDICTION: ("prediction {update}", "update_s"),
+    END: ("the end", "checkpoint_s"),
+}
+
+WATCHDOGS: Mapping[str, Callable[..., WatchdogLimits | None]] = {"default": default, "off": off}

@@ -1,0 +1,101 @@
+"""List the buffers of a model, detect changes to tensors, and run forward passes without changing buffers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from runner.tensors.bitwise import bitwise_equal, is_dense
+
+
+class BufferRef(NamedTuple):
+    """A reference to a buffer of a model; the tensor itself may be replaced.
+
+    is_saved  whether checkpoints include it
+    """
+
+    name: str
+    module: nn.Module
+    key: str
+    is_saved: bool
+
+    @property
+    def tensor(self) -> Tensor | None:
+        """The current buffer."""
+        return self.module._buffers.get(self.key)
+
+
+def list_buffers(model: nn.Module) -> list[BufferRef]:
+    """Return the buffers of a model, including those that are None."""
+    return [
+        BufferRef(f"{path}.{key}".lstrip("."), module, key, key not in module._non_persistent_buffers_set)
+        for path, module in model.named_modules()
+        for key in module._buffers
+    ]
+
+
+class TensorVersion(NamedTuple):
+    """A tensor at some time, None if there was none, and its version, which in-place changes increment.
+
+    Writes through .data, by a norm's kernel or by compiled code do not: compare bits to find them.
+    """
+
+    tensor: Tensor | None
+    version: int
+
+    @classmethod
+    def of(cls, tensor: Tensor | None) -> TensorVersion:
+        """Record a tensor."""
+        return cls(tensor, -1 if tensor is None or tensor.is_inference() else tensor._version)
+
+    def is_changed(self, now: Tensor | None) -> bool:
+        """Return whether `now` is another tensor or was changed in place.
+
+        Inference tensors have no version and always count as changed.
+        """
+        if now is not self.tensor:
+            return True
+        return now is not None and (now.is_inference() or now._version != self.version)
+
+
+@contextmanager
+def restore_buffers(modules: Iterable[nn.Module]) -> Iterator[None]:
+    """Restore the buffers of these modules (not of their children) on exit, whether changed in place or replaced.
+
+    Non-persistent buffers that serve as caches keep their new size: their module may have recorded
+    that size elsewhere.
+    """
+    saved = [
+        (module, key, buffer, buffer.clone())
+        for module in modules
+        for key, buffer in module._buffers.items()
+        if buffer is not None and is_dense(buffer)
+    ]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for module, key, buffer, before in saved:
+                _restore_buffer(module, key, buffer, before)
+
+
+def _restore_buffer(module: nn.Module, key: str, buffer: Tensor, before: Tensor) -> None:
+    current = module._buffers.get(key)
+    if current is not buffer:
+        if key in module._non_persistent_buffers_set and (current is None or current.shape != buffer.shape):
+            return
+        module._buffers[key] = buffer
+    if is_writable(buffer) and not (
+        buffer.device.type == "cpu" and bitwise_equal(buffer, before)
+    ):  # no synchronization with the GPU
+        buffer.copy_(before)
+
+
+def is_writable(tensor: Tensor) -> bool:
+    """Return whether torch can write into the tensor in place: not if elements share memory, as after `expand`."""
+    shares_memory = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return not (shares_memory or tensor.is_inference())

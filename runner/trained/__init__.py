@@ -1,0 +1,1 @@
+"""Use a trained model: inference, evaluation on a split, export and import."""

@@ -1,0 +1,348 @@
+"""Export the model of a run to other formats and compare each export with the original."""
+
+from __future__ import annotations
+
+import copy
+import json
+import logging
+import math
+import secrets
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+from safetensors.torch import load_model, save_model
+from torch import Tensor, nn
+
+from runner.base.errors import AccelRunError, ConfigError, DataError, Exit, MissingPackage, Problem
+from runner.base.packages import require
+from runner.base.task import Task
+from runner.config.request import Request
+from runner.config.schema import did_you_mean
+from runner.distributed.deferred_init import DeferredInit
+from runner.durable import files
+from runner.durable.checkpoint import FORMAT_OF_PARTS, LoadedCheckpoint, load
+from runner.durable.directory import RunDirectory
+from runner.durable.files import exists, remove, rename
+from runner.durable.stored_tensors import open_tensors
+from runner.durable.tensors import serialize_header, stream_tensors, view_bytes
+from runner.durable.weight_source import averaged_stem
+from runner.engine.checkpoints.checkpoint_state import check_state
+from runner.engine.contract.adapter import merge
+from runner.engine.contract.task_loading import load_task, task_errors
+from runner.engine.evaluation.evaluate import eval_mode
+from runner.engine.hooks.averaging import expand_shared_names
+from runner.plan.planner import plan_this_process
+from runner.plan.run_plan import Plan
+from runner.records.events import Console
+from runner.tensors.global_rng import seed_everything
+from runner.tensors.stored_tensor import StoredTensor
+from runner.trained.trained_run import ModelSource, TrainedModel, find_source, open_source
+
+TOLERANCE = 1e-4  # maximum output difference relative to the largest output; float32 kernels differ by less
+
+
+@dataclass(frozen=True)
+class Parity:
+    """Difference between an exported model and the original, on inputs of two batch sizes.
+
+    largest_difference  of any output, divided by the largest output
+    """
+
+    file: str
+    bytes: int
+    batch_sizes: tuple[int, ...]
+    largest_difference: float
+
+    @property
+    def holds(self) -> bool:
+        """True if the difference is within rounding error."""
+        return self.largest_difference <= TOLERANCE
+
+
+Outputs = tuple[Tensor, ...]
+Run = Callable[[Outputs], Outputs]
+
+
+def export(request: Request, formats: Sequence[str], checkpoint: str | None = None) -> Exit:
+    """Write export/ in the run directory; if a format fails, the reason is printed and the others are still written.
+
+    checkpoint  best, last or an update; None: the best one if there is one, else the last one
+    Raises ConfigError for an unknown format, or if no format could be written.
+    """
+    problems = [
+        Problem(f"must be one of {', '.join(FORMATS)}, but is {name}", "format", did_you_mean(name, FORMATS))
+        for name in formats
+        if name not in FORMATS
+    ]
+    if problems:
+        raise ConfigError(problems)
+    console = Console()
+    source = find_source(request, console, checkpoint)
+    in_parts = find_streamable(source) if [*formats] == ["safetensors"] else None
+    if in_parts is not None and source.run is not None:
+        return _export_weights(source, source.run, in_parts, console)
+    with ExitStack() as stack:
+        trained = open_source(source, plan_this_process(source.configuration)[0], console, stack)
+        task = trained.parts.task
+        if type(task).example is Task.example:
+            what = f"task {trained.plan.choices['task'].name} cannot be exported: it defines no example()"
+            fix = "example(self) returns the arguments of one call of the model, for a batch of two"
+            raise ConfigError(Problem(what, fix=fix))
+        with task_errors(trained.parts.source, "example"):
+            example = task.example()
+        model = trained.parts.bare.cpu()
+        if trained.plan.choices["adapter"].function != "none":
+            merge(model)
+        folder = trained.directory.subfolder("export")
+        # Third-party writers follow symbolic links, so they write into a private folder.
+        draft = Path(stack.enter_context(TemporaryDirectory(prefix=".tmp-export-", dir=trained.directory.path)))
+        with eval_mode(model, torch.device("cpu")), torch.no_grad():
+            parities, failures = _write_formats(formats or [*FORMATS], model, example, draft, folder)
+    for problem in failures:
+        console.warning(str(problem))
+    if not parities:
+        raise ConfigError(failures)
+    _write_parity(trained, parities)
+    _report(parities, trained.directory.shown / folder.name, console)
+    return Exit.DONE
+
+
+def _write_formats(
+    formats: Sequence[str], model: nn.Module, example: Any, draft: Path, folder: Path
+) -> tuple[dict[str, Parity], list[Problem]]:
+    """Write the files in `draft`, move them to `folder`; return format -> comparison, and the formats that failed."""
+    parities: dict[str, Parity] = {}
+    failures: list[Problem] = []
+    for name in formats:
+        file = draft / f"model.{FORMATS[name].suffix}"
+        try:
+            parities[name] = _compare(model, example, file, FORMATS[name].write(model, example, file))
+            rename(file, folder / file.name)
+        except MissingPackage as error:
+            failures.append(error.problems[0])
+        except AccelRunError:
+            raise
+        except Exception as error:  # any exception type is possible
+            if exists(file):
+                remove(file)
+            what = f"cannot be exported: {str(error).splitlines()[0]}"
+            fix = "use format=safetensors, which contains only the weights"
+            failures.append(Problem(what, f"format={name}", fix))
+    return parities, failures
+
+
+def _report(parities: Mapping[str, Parity], folder: Path, console: Console) -> None:
+    """Print a line per format. Raises AccelRunError if an exported model has other outputs than the model."""
+    for name, parity in parities.items():
+        same = "equal but for rounding" if parity.largest_difference else "identical"
+        verdict = same if parity.holds else "DIFFERENT"
+        console.info(
+            f"{name:<12} {folder / parity.file}  {parity.bytes / 2**20:.1f} MiB  {verdict}"
+            f" (largest difference {parity.largest_difference:.1e})"
+        )
+    wrong = [name for name, parity in parities.items() if not parity.holds]
+    if wrong:
+        fix = "export the formats that agree: format=NAME; models that draw at random in eval mode cannot be compared"
+        raise AccelRunError(
+            f"outputs of the exported model differ from those of the model: {', '.join(wrong)}",
+            where=str(folder),
+            fix=fix,
+        )
+
+
+def _export_weights(source: ModelSource, run: RunDirectory, checkpoint: LoadedCheckpoint, console: Console) -> Exit:
+    """Write the weights of a checkpoint in parts, which may not fit into memory together."""
+    folder = run.subfolder("export")
+    file = export_weights(source, checkpoint, folder, f"model.{FORMATS['safetensors'].suffix}")
+    content = {
+        "checkpoint_update": checkpoint.update,
+        "safetensors": asdict(Parity(file.name, file.stat().st_size, (), 0.0)),
+    }
+    run.write("export/parity.json", json.dumps(content, indent=2) + "\n")
+    console.info(
+        f"{'safetensors':<12} {run.shown / folder.name / file.name}  {file.stat().st_size / 2**20:.1f} MiB "
+        " equal to the checkpoint, bit for bit; the model was not run, because a checkpoint in parts may exceed memory"
+    )
+    return Exit.DONE
+
+
+def _write_parity(trained: TrainedModel, parities: Mapping[str, Parity]) -> None:
+    content: dict[str, Any] = {"checkpoint_update": trained.update, "tolerance": TOLERANCE}
+    content |= {name: asdict(parity) for name, parity in parities.items()}
+    trained.directory.write("export/parity.json", json.dumps(content, indent=2) + "\n")
+
+
+def _compare(model: nn.Module, inputs: Outputs, file: Path, run: Run) -> Parity:
+    """Compare both models on the example and on its first sample, which reveals a batch size fixed by tracing."""
+    largest, sizes = 0.0, (len(inputs[0]), 1)
+    for size in sizes:
+        args = tuple(value[:size] if value.dim() else value for value in inputs)
+        expected, outputs = _flatten(model(*args)), run(args)
+        if len(expected) != len(outputs):
+            raise ValueError(f"it returns {len(outputs)} outputs, the model {len(expected)}")
+        largest = max(largest, *map(_difference, expected, outputs))
+    return Parity(file.name, file.stat().st_size, sizes, largest)
+
+
+def _difference(expected: Tensor, output: Tensor) -> float:
+    """Return the largest difference relative to the largest value, or infinity for non-numerical differences."""
+    if expected.shape != output.shape or expected.is_floating_point() != output.is_floating_point():
+        return math.inf
+    if not expected.is_floating_point():
+        return 0.0 if torch.equal(expected, output) else math.inf
+    expected, output = expected.double(), output.double()
+    finite = expected.isfinite()
+    if not torch.equal(finite, output.isfinite()):
+        return math.inf
+    if not torch.equal(_classify_non_finite(expected[~finite]), _classify_non_finite(output[~finite])):
+        return math.inf
+    if not bool(finite.any()):
+        return 0.0
+    return float((expected - output)[finite].abs().max() / expected[finite].abs().max().clamp(min=1e-6))
+
+
+def _classify_non_finite(values: Tensor) -> Tensor:
+    """Return -1 for minus infinity, 0 for NaN and 1 for infinity."""
+    return values.nan_to_num(nan=0.0, posinf=1.0, neginf=-1.0)
+
+
+def _flatten(output: Any) -> Outputs:
+    leaves = torch.utils._pytree.tree_leaves(output)
+    return tuple(leaf for leaf in leaves if isinstance(leaf, Tensor))
+
+
+def _write_safetensors(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+    """Write only the weights; they are verified in a copy of the model."""
+    save_model(model, str(file))
+    copied = copy.deepcopy(model)
+    for value in copied.state_dict().values():
+        value.zero_()
+    load_model(copied, str(file))
+    return lambda args: _flatten(copied(*args))
+
+
+def _write_program(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+    """Write a graph of torch operators that runs without the model's code (torch.export.load)."""
+    torch.export.save(_trace(model, inputs), str(file))
+    program = torch.export.load(str(file)).module()
+    return lambda args: _flatten(program(*args))
+
+
+def _write_onnx(model: nn.Module, inputs: Outputs, file: Path) -> Run:
+    """Write an ONNX graph; it is compared as executed by onnxruntime."""
+    require("onnxscript", "onnx")
+    runtime = require("onnxruntime", "onnx")
+    for name in ("torch.onnx", "onnx_ir", "onnxscript"):  # silence verbose loggers
+        logging.getLogger(name).setLevel(logging.ERROR)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        program = torch.onnx.export(_trace(model, inputs), inputs, dynamo=True, verbose=False, external_data=False)
+    assert program is not None
+    program.save(str(file))
+    session = runtime.InferenceSession(str(file), providers=["CPUExecutionProvider"])
+    names = [item.name for item in session.get_inputs()]
+
+    def run(args: Outputs) -> Outputs:
+        feeds = {name: value.numpy() for name, value in zip(names, args, strict=True)}
+        return tuple(torch.from_numpy(value) for value in session.run(None, feeds))
+
+    return run
+
+
+def _trace(model: nn.Module, inputs: Outputs) -> torch.export.ExportedProgram:
+    """Return the model as a graph with a dynamic batch size; fused attention is replaced, being kernel-specific."""
+    batch = torch.export.Dim("batch", min=1, max=4096)
+    with torch.nn.attention.sdpa_kernel(torch.nn.attention.SDPBackend.MATH):
+        return torch.export.export(
+            model, inputs, dynamic_shapes=tuple({0: batch} if value.dim() else None for value in inputs)
+        )
+
+
+@dataclass(frozen=True)
+class ExportFormat:
+    """A file format: its file name suffix, and a writer that returns how to run the file."""
+
+    suffix: str
+    write: Callable[[nn.Module, Outputs, Path], Run]
+
+
+FORMATS: Mapping[str, ExportFormat] = {
+    "safetensors": ExportFormat("safetensors", _write_safetensors),
+    "program": ExportFormat("pt2", _write_program),
+    "onnx": ExportFormat("onnx", _write_onnx),
+}
+
+
+def find_streamable(source: ModelSource) -> LoadedCheckpoint | None:
+    """Return the checkpoint if it is in parts and holds the weights of the model itself, without an adapter."""
+    if source.checkpoint is None or source.configuration.choices["adapter"].function != "none":
+        return None
+    checkpoint = load(source.checkpoint)
+    return checkpoint if checkpoint.manifest["format_version"] == FORMAT_OF_PARTS else None
+
+
+def export_weights(source: ModelSource, checkpoint: LoadedCheckpoint, folder: Path, file_name: str) -> Path:
+    """Write the weights to `folder`, in a file that `safetensors.torch.load_model` loads; return its path.
+
+    Memory holds some rows of one tensor. The file is read again and compared with the checkpoint, bit for bit.
+    Raises DataError if it differs.
+    """
+    check_state(checkpoint)
+    model = _build_without_memory(plan_this_process(source.configuration)[0])
+    tensors = dict(checkpoint.stored("model"))
+    stem = averaged_stem(checkpoint)
+    if stem:
+        tensors |= expand_shared_names(model, checkpoint.stored(stem))
+    # Map each further name of a shared parameter to the first one, which safetensors stores.
+    names: dict[int, list[str]] = {}
+    for name, weight in model.named_parameters(remove_duplicate=False):
+        names.setdefault(id(weight), []).append(name)
+    replaced_by = {other: first for first, *others in map(sorted, names.values()) for other in others}
+    tensors = {name: tensor for name, tensor in tensors.items() if name not in replaced_by}
+    draft = folder / f"{files.TEMPORARY}{file_name}-{secrets.token_hex(4)}"
+    files.write_stream(draft, _file_content(tensors, replaced_by))
+    try:
+        _compare_bytes(tensors, draft)
+        files.rename(draft, folder / file_name)
+        files.fsync_directory(folder)
+    except BaseException:
+        files.remove(draft)
+        raise
+    return folder / file_name
+
+
+def _build_without_memory(plan: Plan) -> nn.Module:
+    """Return the task's model, of which only names and shared parameters are used."""
+    seed_everything(plan.settings.seed)
+    try:
+        with DeferredInit():
+            return load_task(plan).model
+    except Exception:  # it needs the values of its tensors; another error is raised again
+        seed_everything(plan.settings.seed)
+        return load_task(plan).model
+
+
+def _file_content(tensors: Mapping[str, StoredTensor], metadata: Mapping[str, str]) -> Iterator[bytes | memoryview]:
+    yield serialize_header(tensors, metadata)
+    for _, _, rows in stream_tensors(tensors):
+        yield view_bytes(rows)
+
+
+def _compare_bytes(tensors: Mapping[str, StoredTensor], file: Path) -> None:
+    """Raise DataError unless the file holds the same bytes as the checkpoint."""
+    written = open_tensors(file)
+    is_same = written.keys() == tensors.keys() and all(
+        torch.equal(
+            rows.reshape(-1).view(torch.uint8),
+            written[name].read(start, start + len(rows) if rows.dim() else None).reshape(-1).view(torch.uint8),
+        )
+        for name, start, rows in stream_tensors(tensors)
+    )
+    if not is_same:
+        raise DataError("the exported file differs from the checkpoint", where=str(file), fix="export it again")

@@ -1,0 +1,167 @@
+"""Open a trained run for use: its model with the weights of one of its checkpoints."""
+
+from __future__ import annotations
+
+import gc
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import nn
+
+from runner.base.errors import ConfigError, Problem
+from runner.base.task import Progress
+from runner.config.configuration import Configuration, compose
+from runner.config.request import Request, format_override, merge_overrides, override_key
+from runner.distributed.world import World
+from runner.durable.checkpoint import load
+from runner.durable.checkpoint_choice import choose_checkpoint
+from runner.durable.directory import RunDirectory, generate_run_name
+from runner.durable.record_files import read_record
+from runner.durable.run_request import find_run, load_run_request
+from runner.engine.checkpoints.checkpoint_state import check_state
+from runner.engine.contract.adapter import make_adapter
+from runner.engine.hooks import HOOKS
+from runner.engine.parts.assemble import Parts, assemble
+from runner.engine.parts.frozen_base import load_weights
+from runner.engine.parts.weights import load_initial_weights
+from runner.plan.planner import plan_this_process
+from runner.plan.run_plan import Plan
+from runner.records.events import Console
+from runner.tensors.global_rng import random_state, restore_random_state
+
+
+@dataclass(frozen=True)
+class ModelSource:
+    """What to open: a run with one of its checkpoints, or the task of a command line with the weights of `weights=`.
+
+    name        of the run, or of the new run directory for results with `weights=`
+    run         its directory, opened for reading; None with `weights=`
+    checkpoint  its path; None with `weights=`
+    labels      best or last, and its metric
+    """
+
+    configuration: Configuration
+    name: str
+    run: RunDirectory | None = None
+    checkpoint: Path | None = None
+    labels: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class TrainedModel:
+    """A trained model with its plan on this machine, its parts, and the directory for results.
+
+    phase   phase that trained the model
+    update  completed updates of all phases; 0 with `weights=`
+    """
+
+    directory: RunDirectory
+    plan: Plan
+    parts: Parts
+    phase: str
+    update: int
+
+
+def find_source(request: Request, console: Console, checkpoint: str | None = None) -> ModelSource:
+    """Return what the request names: a run, by default the last one, or the weights of `weights=`.
+
+    A run is opened with its recorded settings; those of the request override them.
+
+    checkpoint  best, last or an update; None: the best one if there is one, else the last one
+    Raises InputMissing if there is no such run or checkpoint, DataError if it is damaged, ConfigError for `weights=`
+    with the name of a trained run.
+    """
+    if any(override_key(override) in ("weights", "weights.source") for override in request.overrides):
+        configuration = compose(request, has_updates=False)
+        name = configuration.settings.run or generate_run_name(configuration.choices["task"].name)
+        if read_record(configuration.settings.root / name).is_known:
+            what = f"{name} is a trained run, whose settings cannot be combined with weights="
+            fix = f"omit weights= to use its checkpoints, or name another folder for the results: run={name}-given"
+            raise ConfigError(Problem(what, f"run={name}", fix))
+        return ModelSource(configuration, name)
+    directory, root = find_run(request, console.info)
+    configuration = compose(load_run_request(directory, root, request).request(request), has_updates=False)
+    chosen = choose_checkpoint(directory, checkpoint, lambda text: console.warning(f"checkpoint {text}"))
+    return ModelSource(configuration, directory.name, directory, chosen.checkpoint.path, chosen.labels)
+
+
+def open_source(
+    source: ModelSource, plan: Plan, console: Console, stack: ExitStack, world: World | None = None
+) -> TrainedModel:
+    """Build the task and load its weights; torch's global settings are restored when `stack` closes.
+
+    world  the ranks that use the model together; None: this process alone
+    """
+    checkpoint = check_state(load(source.checkpoint)) if source.run and source.checkpoint else None
+    parts = assemble(plan, stack, world, loaded=checkpoint.names("model") if checkpoint else frozenset())
+    gc.enable()  # disabled during imports and construction, see cli.py
+    if source.run is None or source.checkpoint is None or checkpoint is None:
+        return _open_weights(source, plan, parts, console, stack)
+    load_weights(parts, checkpoint)
+    for hook in HOOKS:
+        hook.load_for_inference(parts, checkpoint)
+    state = checkpoint.state
+    parts.task.begin_phase(state["phase"])
+    parts.task.begin_update(Progress(state["phase"], state["phase_update"], state["total"], state["epoch"]))
+    device, precision = f"{plan.device} ({plan.reason('device')})", plan.choices["precision"].name
+    ranks = f" and {plan.world_size - 1} more" if plan.world_size > 1 else ""
+    labels = f" ({', '.join(source.labels)})" if source.labels else ""
+    console.info(f"{source.name}: {source.checkpoint.name}{labels}, on {device}{ranks}, precision {precision}")
+    return TrainedModel(source.run, plan, parts, state["phase"], checkpoint.update)
+
+
+def open_trained(request: Request, console: Console, stack: ExitStack, checkpoint: str | None = None) -> TrainedModel:
+    """Find and open a model in this process alone; see `find_source`."""
+    source = find_source(request, console, checkpoint)
+    return open_source(source, plan_this_process(source.configuration)[0], console, stack)
+
+
+def load_trained_model(directory: RunDirectory, request: Request, checkpoint: str | None) -> nn.Module:
+    """Return the model of a run with the weights of a checkpoint, on the CPU, in float32 and eval mode.
+
+    checkpoint  see `find_source`
+    Global random generators and global settings of torch keep their state.
+    """
+    cpu = torch.device("cpu")
+    tensors, rest = random_state(cpu)
+    run = format_override("run", str(directory.path.absolute()))
+    overrides = merge_overrides(request.overrides, (*_PORTABLE_OVERRIDES, run))
+    with ExitStack() as stack:
+        stack.callback(restore_random_state, tensors, rest, cpu)
+        stack.callback(torch.set_default_dtype, torch.get_default_dtype())
+        if not gc.isenabled():
+            stack.callback(gc.disable)
+        trained = open_trained(replace(request, overrides=overrides), Console(level="warning"), stack, checkpoint)
+    return trained.parts.bare.eval()
+
+
+def broadcast_name(source: ModelSource, world: World) -> ModelSource:
+    """Return the source with the run name of rank 0: a generated name has a random part."""
+    return replace(source, name=world.broadcast(source.name))
+
+
+def _open_weights(source: ModelSource, plan: Plan, parts: Parts, console: Console, stack: ExitStack) -> TrainedModel:
+    """Load the weights of `weights=`; results go to a run directory without training."""
+    settings, world = plan.settings, parts.world
+    message = load_initial_weights(settings, parts.bare, parts.parallel, make_adapter(plan.choices["adapter"]))
+    path = settings.root / source.name
+    if world.is_first:
+        directory = stack.enter_context(RunDirectory.create_or_open(settings.root, source.name))
+    else:
+        directory = RunDirectory.join(path)
+    parts.task.begin_phase(plan.selected[-1].name)
+    console.info(f"{source.name}: {message}")
+    return TrainedModel(directory, plan, parts, plan.selected[-1].name, 0)
+
+
+# Options that change neither the weights nor their names: a model for other code has no wrappers.
+_PORTABLE_OVERRIDES = (
+    "device=cpu",
+    "parallelism=single",
+    "precision=fp32",
+    "compile=off",
+    "memory=none",
+    "prefetch=none",
+)
