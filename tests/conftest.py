@@ -49,7 +49,7 @@ LONGEST = (
     "tools/measure/test_advisor.py", "axes/test_dataloader.py", "forecast/test_forecast.py",
     "end_to_end/test_streams.py", "launch/test_local.py", "stand_ins/test_nvml_beside_torch.py",
     "faults/test_out_of_memory.py", "durable/test_checkpoint.py", "distributed/test_pipelined.py",
-    "laws/test_tasks.py", "monitor/test_monitor_thread.py", "engine/test_watchdog.py",
+    "laws/test_tasks.py", "monitor/test_monitor_thread.py", "engine/process/test_watchdog.py",
     "distributed/test_batch_norm.py", "config/test_configuration.py", "stand_ins/test_cuda_stand_in.py",
 )  # fmt: skip
 

@@ -54,7 +54,7 @@ class Phase(PhaseView):
         self.began = time.perf_counter()
         self.progress_mark.begin(self.name)
         parts.task.begin_phase(self.name)
-        fetcher = parts.fetcher("train")
+        fetcher = parts.splits.fetcher("train")
         fetcher.may_be_empty = not self.has_one_rank and not parts.parallel.is_lockstep
         self.order = make_order(parts, planned, fetcher, start)
         batch, num_samples = self.planned.batch, self.order.num_samples
@@ -64,7 +64,7 @@ class Phase(PhaseView):
                 " every update is a whole epoch"
             )
         self.shares = make_shares(run.plan.choices["parallelism"].options.get("shares"), self.order)
-        self.loader: Loader = parts.loader(fetcher)
+        self.loader: Loader = parts.splits.loader(fetcher)
         self.position = Position(self.name, skipped_before=parts.precision.num_skipped())
         self.feed = Feed(iter(()), self.progress_mark, self.position, run.tally.batch_shapes)
         self.record = run.progress.records.setdefault(self.name, PhaseRecord(planned.kind, self.name))

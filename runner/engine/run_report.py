@@ -1,15 +1,11 @@
-"""Print the reports at the start and at the end of a run, and collect its measurements."""
+"""Print the reports at the start and at the end of a run."""
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Mapping
 
 import torch
 
-from runner.base.accelerator import get_accelerator
-from runner.base.stopwatch import PARTS
 from runner.base.task import Task
 from runner.base.text import format_bytes, format_gib, format_metric
 from runner.config.phases import INFERENCE
@@ -26,7 +22,7 @@ from runner.console.run_summary import (
 )
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.mirroring import checkpoint_policy
-from runner.engine.parts.assemble import Parts, find_odd_sizes
+from runner.engine.parts.assemble import Parts
 from runner.engine.process.run_screen import Screen
 from runner.engine.run import Outcome, TrainingRun
 from runner.engine.update.objectives import parse_objectives
@@ -34,7 +30,7 @@ from runner.plan.inventory import Inventory
 from runner.plan.prediction_text import summarize_memory
 from runner.plan.run_plan import Plan, format_rank_table
 from runner.profiling.peak_memory import allocator_notes
-from runner.records.evidence import Evidence, MemoryEvidence
+from runner.records.evidence import Evidence
 from runner.records.phase_record import PhaseRecord
 
 
@@ -226,85 +222,3 @@ def _devices(plan: Plan) -> tuple[str, ...]:
     if plan.world_size == 1:
         return (f"{plan.device}: {plan.device_name} — {plan.reason('device')}",)
     return tuple(format_rank_table(plan))
-
-
-GIB = 2**30
-
-
-def collect_evidence(run: TrainingRun, inventory: Inventory) -> Evidence:
-    """Return the measurements of this process after its phases have ended."""
-    plan, parts, tally, parts_s = run.plan, run.parts, run.tally, run.tally.clock.all()
-    phases = tuple(run.progress.records.values())
-    weights = list(parts.bare.parameters())
-    updates_s = sum(parts_s.get(part, 0.0) for part in PARTS)
-    low, median, high = _spread(tally.step_times_ms)
-    device = next((device for device in inventory.devices if device.torch_name == plan.device), None)
-    return Evidence(
-        task=plan.choices["task"].name,
-        device=plan.device,
-        device_name=plan.device_name or None,
-        capability=device.capability if device else None,
-        choices={group: choice.name for group, choice in plan.choices.items()},
-        precision=plan.choices["precision"].name,
-        world_size=plan.world_size,
-        num_cores=inventory.cpu.logical_cores,
-        num_threads=torch.get_num_threads(),
-        num_workers=plan.num_workers if tally.num_workers is None else tally.num_workers,
-        num_parameters=sum(weight.numel() for weight in weights),
-        num_trainable=sum(weight.numel() for weight in weights if weight.requires_grad),
-        **(vars(phases[-1].samples) if phases else {}),
-        seconds=sum(parts_s.values()),
-        parts_s=parts_s,
-        ranks_s=tuple(
-            {part: spent for part, spent in seconds.items() if spent or part in parts_s} for seconds in tally.ranks_s
-        ),
-        updates=tally.clock.updates,
-        step_time_ms=median,
-        step_time_low_ms=low,
-        step_time_high_ms=high,
-        items_per_s=tally.timed.throughput,
-        items_per_update=tally.items_per_update,
-        data_wait=parts_s.get("data", 0.0) / updates_s if updates_s else None,
-        transfer=parts_s["transfer"] / updates_s if updates_s and "transfer" in parts_s else None,
-        num_saves=tally.num_saves,
-        num_evaluations=tally.num_evaluations,
-        num_rows=tally.num_rows,
-        num_batch_shapes=len(tally.batch_shapes) or None,
-        has_begin_update=type(parts.task).begin_update is not Task.begin_update,
-        odd_sizes=tuple(find_odd_sizes(parts.bare, parts.world.device)) if device else None,
-        **vars(_memory(run, inventory)),
-        monitor="monitor.json" if run.observers.monitor.latest() else None,
-        phases=phases,
-    )
-
-
-def _memory(run: TrainingRun, inventory: Inventory) -> MemoryEvidence:
-    records, total = run.progress.records.values(), inventory.cpu.memory_bytes
-    host = MemoryEvidence(
-        host_peak_gib=max((record.peak_host_gib for record in records), default=None),
-        host_total_gib=total / GIB if total else None,
-    )
-    accelerator = get_accelerator(run.parts.world.device)
-    in_use, device_bytes, counts = accelerator.current_memory(), accelerator.total_bytes(), accelerator.memory_stats()
-    if in_use is None or device_bytes is None:  # a CPU
-        return host
-    inactive_bytes = counts.get("inactive_split_bytes.all.current", 0)
-    peaks = [record.peak_device_gib for record in records if record.peak_device_gib is not None]
-    reserved_peaks = [record.peak_reserved_gib for record in records if record.peak_reserved_gib is not None]
-    return replace(
-        host,
-        device_total_gib=device_bytes / GIB,
-        device_allocated_gib=in_use.allocated / GIB,
-        device_reserved_gib=in_use.reserved / GIB,
-        device_peak_gib=max(peaks, default=None),
-        device_peak_reserved_gib=max(reserved_peaks, default=None),
-        num_alloc_retries=int(counts.get("num_alloc_retries", 0)),
-        fragmentation=inactive_bytes / in_use.reserved if in_use.reserved else None,
-    )
-
-
-def _spread(values: Sequence[float]) -> tuple[float | None, float | None, float | None]:
-    if not values:
-        return None, None, None
-    ordered = sorted(values)
-    return ordered[len(ordered) // 10], statistics.median(ordered), ordered[-1 - len(ordered) // 10]

@@ -22,7 +22,8 @@ from runner.engine.process.attempt import RunAttempt, read_start_files, require_
 from runner.engine.process.job import Job, SessionEnd
 from runner.engine.process.run_screen import Screen, warnings_on
 from runner.engine.process.watchdog import END, HangTraces, run_watchdog
-from runner.engine.run_report import collect_evidence, report_end, report_start
+from runner.engine.run_measurements import collect_evidence
+from runner.engine.run_report import report_end, report_start
 from runner.engine.training import train
 from runner.plan.run_plan import Plan
 from runner.records.evidence import choose_evidence

@@ -98,7 +98,7 @@ class PhaseTracer:
                 if tensor.device.type != "meta":  # tensors of other pipeline stages are on meta
                     self.recorder.record_tensor(tensor, kind)
         parts.task.begin_phase(phase.name)
-        fetcher = parts.fetcher("train")
+        fetcher = parts.splits.fetcher("train")
         order = dataclasses.replace(
             make_order(parts, phase, fetcher),
             micro_batch_size=phase.batch.micro_batch_size,

@@ -129,7 +129,7 @@ class StagePrediction:
 
     def _find_shapes(self, phase: PhasePlan, split: partition.Split) -> list[Shapes]:
         task = self.parts.task
-        fetcher = self.parts.fetcher("train")
+        fetcher = self.parts.splits.fetcher("train")
         order = dataclasses.replace(
             make_order(self.parts, phase, fetcher), micro_batch_size=phase.batch.micro_batch_size, is_lockstep=False
         )

@@ -89,7 +89,7 @@ def _make_fetcher(parts: Parts, split: str) -> Fetcher:
         fix = did_you_mean(split, SPLITS) or fix
     problem = Problem(f"the task has no split {split}", f"split={split}", fix)
     try:
-        return parts.fetcher(split, evaluates=True)
+        return parts.splits.fetcher(split, evaluates=True)
     except NotImplementedError as error:
         raise ConfigError(problem) from error
     except InputMissing as error:  # for the standard splits, the message of the task is more specific

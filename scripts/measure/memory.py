@@ -96,7 +96,7 @@ def counted(configuration: Configuration, micros: Sequence[int]) -> dict[tuple[s
 
 def _count_of(parts: Parts, phase: PhasePlan) -> int:
     parts.task.begin_phase(phase.name)
-    fetcher, batch = parts.fetcher("train"), phase.batch
+    fetcher, batch = parts.splits.fetcher("train"), phase.batch
     order = Order(len(fetcher), batch.global_batch_size, batch.micro_batch_size, parts.plan.settings.seed)
     keys = order.from_update(0)
     ready = [fetcher[next(keys)] for _ in range(2 * batch.accumulation_steps)]

@@ -23,8 +23,8 @@ from runner.engine.checkpoints import checkpoint_saver as saver_module
 from runner.engine.checkpoints import save_policy
 from runner.engine.checkpoints.checkpoint_saver import Saver
 from runner.engine.checkpoints.save_policy import MAX_OVERHEAD, SaveCost, SavePolicy, default, off
-from tests.engine.test_saving_of_runs import opened, saving_of
 from tests.forkserver import ForkServer
+from tests.opened import opened, saving_of
 from tests.rounding import allowed
 
 TASK = Path(__file__).parents[1] / "end_to_end" / "task_with_everything.py"

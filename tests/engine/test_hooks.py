@@ -13,7 +13,7 @@ from runner.engine.hooks.checkpointing import Checkpointing, hook_state
 from runner.engine.hooks.hook import Hook, PhaseView, Wants
 from runner.engine.phase import Phase
 from runner.engine.update.loop import StepInfo
-from tests.engine.test_saving_of_runs import opened
+from tests.opened import opened
 
 # The order is the same on all ranks and after a resumption; runner/engine/hooks/__init__.py has the reasons.
 ORDER = [

@@ -12,7 +12,7 @@ import torch
 
 from runner.distributed.world import World
 from runner.engine.hooks.oom import OutOfMemory
-from tests.engine.test_saving_of_runs import opened
+from tests.opened import opened
 
 
 class Ranks(World):

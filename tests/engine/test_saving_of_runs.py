@@ -6,8 +6,8 @@ import itertools
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,16 +16,12 @@ import pytest
 import torch
 
 from runner.base.errors import StorageError
-from runner.config.request import Request
 from runner.durable import checkpoint, checkpoint_writer, files
 from runner.durable.system import System
 from runner.engine.checkpoints import checkpoint_saver, save_policy
 from runner.engine.checkpoints.save_policy import SaveCost
-from runner.engine.hooks.checkpointing import Checkpointing
-from runner.engine.opening import open_phase
 from tests.faults.recording import Faults
-
-TASK = Path(__file__).with_name("task_that_is_saved.py")
+from tests.opened import opened, saving_of
 
 
 class SlowDisk(System):
@@ -37,19 +33,6 @@ class SlowDisk(System):
     def fsync(self, descriptor: int) -> None:
         self.reached.set()
         assert self.gate.wait(60)
-
-
-@contextmanager
-def opened(folder: Path, *args: str) -> Iterator[Any]:
-    settings = ("updates=1000", "global_batch_size=8", "device=cpu", "run=small", "monitor=off")
-    settings = (*settings, f"output_root={folder}", "log_every=1", "backend.threads=1", *args)
-    with open_phase(Request(settings, TASK)) as phase:
-        yield phase
-
-
-def saving_of(phase: Any) -> Checkpointing:
-    result: Checkpointing = phase.hook(Checkpointing)
-    return result
 
 
 def weights(phase: Any) -> dict[str, torch.Tensor]:

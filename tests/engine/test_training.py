@@ -12,8 +12,8 @@ from runner.config.request import Request
 from runner.engine.hooks.evaluation import Evaluation
 from runner.engine.opening import open_run
 from runner.engine.training import train
-from tests.engine.test_saving_of_runs import opened
 from tests.forkserver import ForkServer
+from tests.opened import opened
 
 TASK = Path(__file__).parents[1] / "laws" / "task_of_buffers.py"
 

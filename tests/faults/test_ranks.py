@@ -149,7 +149,7 @@ def _one(
 ) -> int:
     """Inject one fault, check the outcome, and return the exit code.
 
-    tests/engine/test_watchdog.py tests with a virtual clock how soon a missing rank is noticed.
+    tests/engine/process/test_watchdog.py tests with a virtual clock how soon a missing rank is noticed.
     """
     run = next(word for word in args.split() if word.startswith("run=")).removeprefix("run=")
     pid = server.start(args.split(), folder, {"TMPDIR": str(folder), **(VIRTUAL if fault in HANGING else {})})

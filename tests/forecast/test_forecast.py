@@ -467,7 +467,7 @@ def most_of_rank(plan, world) -> int:
     with ExitStack() as stack:
         parts = assemble(plan, stack, world)
         (phase,) = plan.selected
-        fetcher, batch = parts.fetcher("train"), phase.batch
+        fetcher, batch = parts.splits.fetcher("train"), phase.batch
         order = Order(
             64,
             batch.global_batch_size,

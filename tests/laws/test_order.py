@@ -23,7 +23,7 @@ from runner.base.order import KEYED, KEYED_ABOVE, KeyedPermutation, Order, rank_
 from runner.base.task import sample_rng
 from runner.engine.hooks.checkpointing import Checkpointing
 from runner.loading.fetcher import Fetcher
-from tests.engine.test_saving_of_runs import opened
+from tests.opened import opened
 
 CPU = torch.device("cpu")
 

@@ -71,7 +71,7 @@ class Evaluation(Hook):
         if run.observers.profiler.only:
             return None, spread_evenly(0, None)
         try:
-            fetcher = run.parts.fetcher("val")
+            fetcher = run.parts.splits.fetcher("val")
         except NotImplementedError:
             return None, []
         return Loader(fetcher), spread_evenly(len(fetcher), self.phase.planned.evaluate.samples)

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Collection, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,36 +16,27 @@ from torch import nn
 from runner.axes.attention import ATTENTIONS, Attention
 from runner.axes.backend import BACKENDS
 from runner.axes.compile import COMPILES
-from runner.axes.dataloader import DATALOADERS
 from runner.axes.memory import MEMORIES
 from runner.axes.parallelism import PARALLELISMS
 from runner.axes.precision import PRECISIONS, Precision
 from runner.axes.prefetch import PREFETCHES, Prefetch
-from runner.base.errors import ConfigError, DataError, Problem, TaskFault
+from runner.base.errors import ConfigError, Problem, TaskFault
 from runner.base.order import rank_seed
-from runner.base.rank_env import patched_environment
-from runner.base.sample_rng import seeded_generators
 from runner.base.task import Task
 from runner.config.configuration import Choice
-from runner.config.custom_options import own_keys
-from runner.config.option_table import call_option
 from runner.config.options import task_source
 from runner.distributed.batch_norm import synchronize_batch_norms
 from runner.distributed.parallel import Parallel
 from runner.distributed.reducer import CustomSum
 from runner.distributed.replicated import Replicated
 from runner.distributed.world import World
-from runner.engine.contract.contract_checks import check_length, validate_modules
-from runner.engine.contract.error_diagnosis import locate_definition
+from runner.engine.contract.chosen_option import make_chosen, own_function
+from runner.engine.contract.contract_checks import validate_modules
 from runner.engine.contract.task_loading import build_task, task_errors
-from runner.engine.sources.custom_loader import CustomLoader
-from runner.engine.sources.stream_reader import StreamFetcher, StreamSamples, read_all_samples
-from runner.engine.sources.stream_source import StreamSource, is_exhaustible, is_stream, undivided
+from runner.engine.sources.splits import Splits
 from runner.engine.update.coupled import check_strategy, is_coupled
 from runner.engine.update.objectives import parse_objectives, unsupported_error
 from runner.host.scratch import check_compile_cache, keep_compiled_code_private
-from runner.loading.fetcher import Fetcher
-from runner.loading.loaders import Loader
 from runner.plan.run_plan import Plan
 from runner.tensors.global_rng import seed_everything
 
@@ -55,15 +45,17 @@ from runner.tensors.global_rng import seed_everything
 class Parts:
     """Objects shared by training and inference.
 
-    bare   the task's model on the device; checkpoints use its parameter names
-    model  the module to call in forward passes: `bare`, or its wrapper from the parallel strategy
-    notes  changes by each axis, for the start report
+    splits  the datasets and streams of the task
+    bare    the task's model on the device; checkpoints use its parameter names
+    model   the module to call in forward passes: `bare`, or its wrapper from the parallel strategy
+    notes   changes by each axis, for the start report
     """
 
     plan: Plan
     world: World
     task: Task
     source: Path
+    splits: Splits
     bare: nn.Module
     model: nn.Module
     precision: Precision
@@ -71,103 +63,6 @@ class Parts:
     prefetch: Prefetch
     attention: Attention
     notes: tuple[str, ...]
-
-    def fetcher(self, split: str, *, evaluates: bool = False) -> Fetcher:
-        """Return the samples of a split. Those of a stream are kept in memory, except for training.
-
-        evaluates  the training split is evaluated
-        Raises DataError if it is empty, NotImplementedError if the task lacks a split other than the training split.
-        """
-        dataset = self._dataset(split)
-        limit = self.plan.settings.data.train_samples if split == "train" else None
-        options = self.plan.choices["dataloader"].options
-        if isinstance(dataset, StreamSource) and split == "train" and not evaluates:
-            self._check_options()
-            stream = replace(dataset, limit=limit)
-            with task_errors(self.source, 'stream("train")'):
-                lengths = stream.lengths()
-            samples = StreamSamples(stream, lengths, self.plan.settings.seed)
-            return StreamFetcher(samples, self.task.collate, model=self.bare)
-        if isinstance(dataset, StreamSource):
-            dataset = self._load_stream(dataset)
-        bad = str(options["bad_samples"])
-        fetcher = Fetcher(dataset, self.task.collate, bad_samples=bad, num_samples=limit, model=self.bare, split=split)
-        if not len(fetcher):
-            where = str(self.plan.settings.data.path or self.source)
-            fix = f"dataset({split!r}) must return samples; see data.path and data.train_samples"
-            raise DataError(f"the dataset of split {split} is empty", where=where, fix=fix)
-        return fetcher
-
-    def _dataset(self, split: str) -> Any:
-        """Return the dataset of a split, or the source of a stream."""
-        task, wanted = self.task, self.plan.settings.data.shards
-        allowed = () if split == "train" else NotImplementedError
-        # Use the same seed on every rank: a dataset that is split at random must be split identically.
-        draws = seeded_generators(self.plan.settings.seed, split, "dataset")
-        if type(task).stream is not Task.stream and (split == "train" or type(task).dataset is Task.dataset):
-            return StreamSource(split, wanted or 1, make=task.stream)
-        with draws, self._rank_variables(), task_errors(self.source, f'dataset("{split}")', allow=allowed):
-            dataset = undivided(task.dataset(split))
-        if is_exhaustible(dataset):
-            raise TaskFault(
-                f'dataset("{split}") returned a {type(dataset).__name__}, which can be read only once',
-                where=locate_definition(task.dataset, self.source),
-                fix="return a list of samples, or define def stream(self, split, shard, num_shards): yield ...",
-            )
-        if is_stream(dataset):
-            return StreamSource(split, wanted or int(getattr(dataset, "num_shards", 1)), dataset)
-        if not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
-            what = (
-                f'dataset("{split}") must return samples with len() and [index], or a stream to iterate over, but'
-                f" returned {type(dataset).__name__}"
-            )
-            raise TaskFault(
-                what, where=locate_definition(task.dataset, self.source), fix="return a list of samples, for example"
-            )
-        check_length(dataset, f'dataset("{split}")', task.dataset, self.source)
-        return dataset
-
-    def _rank_variables(self) -> AbstractContextManager[None]:
-        """Set the variables of torchrun for mosaicml-streaming, whose ranks share memory on a machine.
-
-        Only where the task has imported it: another dataset might read its rank there, and divide itself.
-        """
-        world = self.world
-        if world.world_size == 1 or "streaming.base.dataset" not in sys.modules:
-            return nullcontext()
-        ranks = {"RANK": world.rank, "WORLD_SIZE": world.world_size}
-        ranks |= {"LOCAL_RANK": world.local_rank, "LOCAL_WORLD_SIZE": world.num_local_ranks}
-        return patched_environment({name: str(value) for name, value in ranks.items()})
-
-    def _load_stream(self, stream: StreamSource) -> list[Any]:
-        """Read the samples of a stream for evaluation. Raises NotImplementedError if the task lacks the split."""
-        settings = self.plan.settings
-        with task_errors(self.source, f'stream("{stream.split}")', allow=NotImplementedError):
-            return read_all_samples(replace(stream, num_shards=1), settings.evaluate.samples, settings.seed)
-
-    def _check_options(self) -> None:
-        """Raise ConfigError for options of the data loader that do not work with a stream."""
-        choice = self.plan.choices["dataloader"]
-        problems = []
-        if choice.location:
-            what = "a stream is read in order by the shipped loaders only"
-            problems.append(Problem(what, f"dataloader={choice.name}", "use dataloader=default"))
-        elif choice.options["cache"] != "none":
-            where = f"dataloader.cache={choice.options['cache']}"
-            problems.append(Problem("a stream is not kept in memory", where, "use none"))
-        if choice.options["bad_samples"] != "stop":
-            what = "a stream cannot continue after a sample that raises an error"
-            problems.append(Problem(what, "dataloader.bad_samples=skip", "use stop, and skip them in the stream"))
-        if problems:
-            raise ConfigError(problems)
-
-    def loader(self, fetcher: Fetcher) -> Loader:
-        """Return the data loader selected by the dataloader axis."""
-        choice = self.plan.choices["dataloader"]
-        if choice.location:
-            pins = bool(choice.options["pin_memory"])
-            return CustomLoader(fetcher, _own_function(choice), choice.name, choice.location, pins=pins)
-        return call_option(DATALOADERS, choice.function, fetcher, self.world.device, **choice.options)
 
 
 def assemble(
@@ -181,8 +76,8 @@ def assemble(
     choices = plan.choices
     _check_compile_caches(plan)
     world = world or World(torch.device(plan.device))
-    stack.enter_context(_make(BACKENDS, choices["backend"], world.num_local_ranks))
-    attention: Attention = _make(ATTENTIONS, choices["attention"], world.device)
+    stack.enter_context(make_chosen(BACKENDS, choices["backend"], world.num_local_ranks))
+    attention: Attention = make_chosen(ATTENTIONS, choices["attention"], world.device)
     stack.enter_context(attention.context())  # for the whole run: checkpointing recomputes forward passes in backward
     parallel = _make_parallel(choices["parallelism"], world)
     task, build_notes = build_task(plan, parallel, world, loaded)
@@ -196,14 +91,15 @@ def assemble(
         if choices["parallelism"].options.get("batch_norm") == "sync" and world.world_size > 1:
             bare = synchronize_batch_norms(bare, world)
         precision, blocks, notes = _adapt_model(bare, plan, task, source, world, stack)
-    prefetch = _make(PREFETCHES, choices["prefetch"], world.device)
+    prefetch = make_chosen(PREFETCHES, choices["prefetch"], world.device)
     parallel.expect_inputs(task.example, plan.batch.micro_batch_size, plan.batch.accumulation_steps)
     with task_errors(source, "distributing the model"):
         model = parallel.wrap(bare, lambda: validate_modules(task.layers(), task.layers, source), blocks)
     notes += build_notes + parallel.describe_placement()
     if not world.is_first:  # every rank initialized the same weights; later random draws differ by rank
         seed_everything(rank_seed(plan.settings.seed, world.rank))
-    return Parts(plan, world, task, source, bare, model, precision, parallel, prefetch, attention, tuple(notes))
+    splits = Splits(plan, world, task, source, bare)
+    return Parts(plan, world, task, source, splits, bare, model, precision, parallel, prefetch, attention, tuple(notes))
 
 
 def _check_compile_caches(plan: Plan) -> None:
@@ -217,9 +113,9 @@ def _check_compile_caches(plan: Plan) -> None:
 
 
 def _make_parallel(choice: Choice, world: World) -> Parallel:
-    parallel: Parallel = _make(PARALLELISMS, choice, world)
+    parallel: Parallel = make_chosen(PARALLELISMS, choice, world)
     if choice.location and isinstance(parallel, Replicated):
-        parallel.make_sum = partial(CustomSum, _own_function(choice), world, choice.name, choice.location)
+        parallel.make_sum = partial(CustomSum, own_function(choice), world, choice.name, choice.location)
     return parallel
 
 
@@ -250,12 +146,12 @@ def _adapt_model(
             _check_state(bare, source)
         with task_errors(source, "blocks"):
             blocks = validate_modules(task.blocks(), task.blocks, source)
-        notes = list(_make(MEMORIES, choices["memory"], bare, blocks, world.device))
-        precision: Precision = _make(PRECISIONS, choices["precision"], world, bare)
+        notes = list(make_chosen(MEMORIES, choices["memory"], bare, blocks, world.device))
+        precision: Precision = make_chosen(PRECISIONS, choices["precision"], world, bare)
         if context:
             precision.add_context(context)
         stack.enter_context(precision.flags)
-        begin_forward = _make(COMPILES, choices["compile"], bare, blocks, world.device)
+        begin_forward = make_chosen(COMPILES, choices["compile"], bare, blocks, world.device)
     # With a loss over the global batch, other forward passes run before the backward pass of one.
     if begin_forward and not _has_coupled_phase(plan, task):
         precision.before_forward(begin_forward)
@@ -280,22 +176,10 @@ def _check_state(model: nn.Module, source: Path) -> None:
             )
 
 
-def _make(table: Mapping[str, Any], choice: Choice, *args: Any) -> Any:
-    extended = own_keys(choice.extension)
-    options = {key: value for key, value in choice.options.items() if key not in extended}
-    return call_option(table, choice.function, *args, **options)
-
-
-def _own_function(choice: Choice) -> Callable[..., Any]:
-    """Return the function of a task file or a package, with its keys."""
-    options = {key: choice.options[key] for key in own_keys(choice.reference)}
-    return partial(call_option, {}, choice.reference, **options)
-
-
 def _change_model(model: nn.Module, choices: Mapping[str, Choice]) -> Callable[[], AbstractContextManager[Any]] | None:
     """Let the precision of a task file or a package change the model; return the contexts of its forward passes."""
     choice, memory = choices["precision"], choices["memory"]
-    make = _own_function(choice)(model)
+    make = own_function(choice)(model)
     if make is not None and not callable(make):
         raise _wrong_result(choice, f"returned {type(make).__name__}")
     if make is None:

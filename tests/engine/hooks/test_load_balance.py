@@ -19,7 +19,7 @@ from runner.engine.update.balance import ShareChange
 from runner.engine.update.loop import StepInfo
 from runner.workload.share_solver import Decision
 from runner.workload.stragglers import Straggler, StragglerDetector
-from tests.engine.test_saving_of_runs import opened
+from tests.opened import opened
 
 
 def status(*forward: float | None, **others: float) -> StepStatus:

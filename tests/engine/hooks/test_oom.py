@@ -18,7 +18,7 @@ from runner.durable.directory import RunDirectory
 from runner.engine.checkpoints.oom_history import FILE, ReducedMicroBatch, read_reductions, write_reductions
 from runner.engine.hooks.oom import OutOfMemory
 from runner.engine.process.watchdog import EVALUATION, UPDATE
-from tests.engine.test_saving_of_runs import opened
+from tests.opened import opened
 
 GIB = 2**30
 FORWARD = OomCause("device", "CUDA out of memory", 3 * GIB, "forward")

@@ -10,7 +10,7 @@ import pytest
 
 from runner.engine.hooks import timekeeping
 from runner.engine.hooks.timekeeping import Timekeeping
-from tests.engine.test_saving_of_runs import opened
+from tests.opened import opened
 
 GIB = 2**30
 

@@ -21,7 +21,7 @@ from runner.engine.opening import open_phase
 from runner.engine.parts.weights import load_initial_weights
 from tests.forkserver import ForkServer
 
-TASK = Path(__file__).with_name("task_of_averages.py")
+TASK = Path(__file__).parents[1] / "task_of_averages.py"
 ALONE = Parallel(World(torch.device("cpu")))
 
 

@@ -56,7 +56,7 @@ def test_of_a_stream_with_one_reader_only_its_size_is_stated(workers: int) -> No
 # ---------------------------------------------------------------- settings that a stream does not support
 
 
-STREAMS = Path(__file__).parents[1] / "end_to_end" / "task_of_streams.py"
+STREAMS = Path(__file__).parents[2] / "end_to_end" / "task_of_streams.py"
 SHARES = ("parallelism=ddp", "parallelism.world_size=1")
 BY_EPOCH = ("updates=null", "epochs=1")
 

@@ -13,7 +13,7 @@ import torch
 from runner.base.errors import DataError
 from runner.durable.checkpoint import LoadedCheckpoint, load, newest_valid
 from runner.engine.checkpoints.checkpoint_state import check_state, convert_state_errors
-from tests.engine.test_saving_of_runs import opened
+from tests.opened import opened
 
 
 @pytest.fixture(scope="module")

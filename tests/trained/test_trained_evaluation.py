@@ -29,7 +29,7 @@ from runner.trained.trained_run import find_source
 from tests.engine.task_of_averages import build
 from tests.forkserver import CompletedCommand, ForkServer
 
-TASK = Path(__file__).with_name("task_of_averages.py")
+TASK = Path(__file__).parents[1] / "engine" / "task_of_averages.py"
 ON_CPU = ("device=cpu", "monitor=off", "backend.threads=1", "evaluate.every=2")
 TWO_RANKS = ("parallelism=ddp", "parallelism.world_size=2")
 EMA = ("averaging=ema", "averaging.decay=0.9")

@@ -38,7 +38,7 @@ from tests.distributed.ranks import CPU, run_ranks
 
 HERE = Path(__file__)
 ALONE = World(CPU)
-TASK = Path(__file__).with_name("task_that_is_saved.py")
+TASK = Path(__file__).parents[1] / "task_that_is_saved.py"
 
 
 @cache
