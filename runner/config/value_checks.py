@@ -22,6 +22,8 @@ from runner.config.schema import (
 )
 from runner.workload.division import divide
 
+_OFF_IF_NULL = ("max_grad_norm", "early_stopping.patience")
+
 
 def check_values(merged: Mapping[str, Setting], schema: Schema, reported: set[str]) -> list[Problem]:
     """Return a problem for each value of the wrong type."""
@@ -49,6 +51,8 @@ def _suggest_value(name: str, key: Key, value: Any, schema: Schema) -> str:
         return f"use phases=[{find_nearest(literal, known) or known[0]}]"
     if near := did_you_mean(literal, literal_choices(key.type)):
         return near
+    if value in (0, "none", "off") and name.endswith(_OFF_IF_NULL):  # as other trainers turn them off
+        return f"use {name}=null for none"
     has_default = key.default not in (None, REQUIRED) and not describe_mismatch(key.type, key.default)
     return f"use {name}={format_value(key.default)}, the default" if has_default else ""
 

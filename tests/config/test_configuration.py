@@ -677,6 +677,12 @@ def test_suggested_names_exist(messages: str) -> None:
             assert value in list_options(key), key
 
 
+@pytest.mark.parametrize("arg", ["max_grad_norm=0", "max_grad_norm=none", "early_stopping.patience=0"])
+def test_a_setting_that_others_turn_off_with_0_suggests_null(arg: str) -> None:
+    (problem,) = refused(arg)
+    assert f"{arg.partition('=')[0]}=null" in problem.fix
+
+
 # ---------------------------------------------------------------- sweeps and merged overrides
 
 
