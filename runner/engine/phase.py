@@ -13,11 +13,12 @@ from runner.base import noise
 from runner.base.batch import MicroBatch
 from runner.base.errors import AccelRunError
 from runner.base.order import rank_seed
-from runner.base.task import Progress
+from runner.base.task import Progress, Task
 from runner.distributed.world import World
 from runner.durable import checkpoint as checkpoints
 from runner.durable.checkpoint import LoadedCheckpoint
 from runner.engine.checkpoints.checkpoint_state import convert_state_errors
+from runner.engine.contract.contract_checks import call_begin_update
 from runner.engine.contract.error_diagnosis import explain
 from runner.engine.feed import Feed
 from runner.engine.hooks import HOOKS
@@ -205,8 +206,12 @@ class Phase(PhaseView):
 
     def _report_progress(self) -> None:
         update = self.position.update
-        epoch = update / self.order.updates_per_epoch
-        self.parts.task.begin_update(Progress(self.name, update, self.total, epoch))
+        progress = Progress(self.name, update, self.total, update / self.order.updates_per_epoch)
+        task = self.parts.task
+        if update == 1 and type(task).begin_update is not Task.begin_update:
+            call_begin_update(task, self.parts.bare, progress, self.parts.source)  # weights have changed by now
+        else:
+            task.begin_update(progress)
 
     def restart_update(self, smaller: tuple[tuple[int, int], ...]) -> None:
         self.order = replace(self.order, smaller=smaller)

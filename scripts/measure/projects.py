@@ -3,7 +3,7 @@
     python scripts/measure/projects.py
 
 Lines of code without blank lines, comments, imports and docstrings. The model and the data are the same in all and are
-not counted: of a project, the settings, tables and the class of the task without `dataset`; of a plain loop, its
+not counted: of a project, the settings, tables, hooks and the class of the task without `dataset`; of a plain loop, its
 function and the helpers of `plain_loops.py` that it calls; of with_lightning and with_trainer, the rest of the file.
 `tests/projects/test_other_trainers.py` shows that these compute the same. A plain loop has no micro-batches, ranks,
 precision, checkpoints, resuming, logging or evaluation during training.
@@ -15,7 +15,7 @@ import ast
 from pathlib import Path
 
 PROJECTS = Path(__file__).parents[2] / "tests" / "projects"
-TABLES = ("SETTINGS", "OBJECTIVES", "OPTIMIZERS", "SCHEDULERS")
+TABLES = ("SETTINGS", "OBJECTIVES", "OPTIMIZERS", "SCHEDULERS", "HOOKS")
 FUNCTIONS = ("build", "optimizer", "schedule", "accuracy")
 DATA = ("dataset", "stream", "collate", "sample_lengths")
 
@@ -36,14 +36,14 @@ def lines_of(node: ast.AST) -> set[int]:
 
 
 def of_project(file: Path) -> int:
-    """Return the lines that the runner asks for: settings, tables, `build` and the task."""
+    """Return the lines that the runner asks for: settings, tables, `build`, hooks and the task."""
     tree = ast.parse(file.read_text())
     found: set[int] = set()
     for node in tree.body:
         is_table = isinstance(node, ast.Assign) and all(
             isinstance(target, ast.Name) and target.id in TABLES for target in node.targets
         )
-        is_task = isinstance(node, ast.ClassDef) and any(ast.unparse(base) == "Task" for base in node.bases)
+        is_task = isinstance(node, ast.ClassDef) and any(ast.unparse(base) in ("Task", "Hook") for base in node.bases)
         is_option = isinstance(node, ast.FunctionDef) and node.name in FUNCTIONS
         if is_table or is_option:
             found |= lines_of(node)

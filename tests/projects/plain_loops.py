@@ -204,6 +204,31 @@ def simclr(loop: Loop) -> Metrics:
     return {}
 
 
+def moco(loop: Loop) -> Metrics:
+    model = loop.model
+    optimizer = torch.optim.SGD(model.encoder.parameters(), lr=0.1, momentum=0.9)
+
+    def loss_of(batch: Any) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            keys = F.normalize(model.keys(batch[1]), dim=1)
+        codes = F.normalize(model.encoder(batch[0]), dim=1)
+        logits = torch.cat([(codes * keys).sum(1, keepdim=True), codes @ model.queue.T], dim=1)
+        return F.cross_entropy(logits / 0.2, torch.zeros(len(codes), dtype=torch.long)), keys
+
+    for update, batch in enumerate(loop.batches()):
+        loss, keys = loss_of(batch)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        with torch.no_grad():
+            for key, weight in zip(model.keys.parameters(), model.encoder.parameters(), strict=True):
+                key.mul_(0.9).add_(weight, alpha=0.1)
+            first = 8 * update % len(model.queue)
+            model.queue[first : first + 8] = keys
+            model.next.fill_((first + 8) % len(model.queue))
+    return {"val/loss": loss_of(loop.held())[0].item()}
+
+
 def triplets(loop: Loop) -> Metrics:
     optimizer = torch.optim.Adam(loop.model.parameters(), lr=0.005)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, round(0.3 * loop.updates), 0.1)

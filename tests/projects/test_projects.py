@@ -1,4 +1,4 @@
-"""Twenty-one typical projects: each trains like its plain PyTorch loop, resumes after a kill, and runs on ranks.
+"""Twenty-two typical projects: each trains like its plain PyTorch loop, resumes after a kill, and runs on ranks.
 
 A project is a task file; `plain_loops.py` has its loop without the runner. Both use the same samples in each update,
 random numbers of each sample and initial weights.
@@ -59,6 +59,7 @@ PROJECTS: dict[str, tuple[str, ...]] = {
     "dcgan": (),
     "clip": (),
     "simclr": (),
+    "moco": (),
     "triplets": (),
     "actor_critic": (),
     "lora_classifier": ("peft",),

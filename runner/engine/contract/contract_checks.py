@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
+from itertools import chain
 from numbers import Integral, Real
 from pathlib import Path
 from types import FunctionType
@@ -16,9 +17,12 @@ from torch import Tensor, nn
 
 from runner.base.errors import TaskFault
 from runner.base.secret import redact
-from runner.base.task import Fit, Prediction, Task
+from runner.base.task import Fit, Prediction, Progress, Task
+from runner.base.text import abbreviate
 from runner.durable.directory import is_safe_path
 from runner.engine.contract.error_diagnosis import locate_definition
+from runner.tensors.bitwise import bitwise_equal, is_dense
+from runner.tensors.module_buffers import TensorVersion
 
 Number = Tensor | int | float  # a tensor has shape ()
 LOSS_FIX = 'return F.cross_entropy(logits, y, reduction="sum"), len(y)'
@@ -100,6 +104,35 @@ def validate_metrics(
             )
         metrics[name] = (total, count)
     return metrics
+
+
+def call_begin_update(task: Task, model: nn.Module, progress: Progress, source: Path) -> None:
+    """Call `begin_update`, and again if it changes the model: the second call must not change it further.
+
+    A moving average that it computes would move twice at an update at which a run resumes, evaluates or retries.
+    Changes in place through `.data` are not detected.
+    Raises TaskFault with the names of the tensors that the second call changes.
+    """
+    named = chain(model.named_parameters(), model.named_buffers())
+    tensors = {name: tensor for name, tensor in named if type(tensor) in (Tensor, nn.Parameter) and is_dense(tensor)}
+    before = {name: (TensorVersion.of(tensor), tensor.data_ptr()) for name, tensor in tensors.items()}
+    task.begin_update(progress)
+    changed = {
+        name: tensor.detach().clone()
+        for name, tensor in tensors.items()
+        if before[name][0].is_changed(tensor) or before[name][1] != tensor.data_ptr()
+    }
+    if not changed:
+        return
+    task.begin_update(progress)
+    moved = [name for name, tensor in changed.items() if not bitwise_equal(tensor, tensors[name])]
+    if moved:
+        raise TaskFault(
+            f"begin_update changes {abbreviate(moved)} further in each call, but it may be called more than once for"
+            " an update",
+            where=locate_definition(task.begin_update, source),
+            fix="change weights and buffers in after_update of a hook, which is called once: HOOKS of the task file",
+        )
 
 
 def validate_numbers(

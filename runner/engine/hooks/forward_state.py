@@ -40,9 +40,10 @@ class _TrackedTensor(NamedTuple):
 class ForwardState(Hook):
     """Detects what forward passes change: after the first update, and at each evaluation and checkpoint.
 
-    A frozen parameter that a forward pass changes in place becomes a buffer of its module: it is then synchronized
-    over ranks and restored after evaluations. Non-persistent buffers that training changes are saved; a cache whose
-    shape changes is not, because its module may record its length elsewhere.
+    A frozen parameter that a forward pass changes in place is also registered as a buffer of its module: it is then
+    synchronized over ranks and restored after evaluations. It stays a parameter, because a task may compute a moving
+    average over `parameters()`, as for a momentum encoder. Non-persistent buffers that training changes are saved; a
+    cache whose shape changes is not, because its module may record its length elsewhere.
     """
 
     name = "forward_state"
@@ -169,13 +170,14 @@ class ForwardState(Hook):
         return getattr(tracked.module, tracked.key, None) is not tracked.tensor
 
     def _convert_to_buffers(self, names: Collection[str]) -> None:
-        """Convert these parameters to buffers, so that evaluations and ranks treat them as such."""
+        """Register these parameters as buffers too, so that evaluations and ranks treat them as such."""
         for name in names:
             tracked = self._frozen.pop(name, None)
             if tracked is not None:
                 for module in self.phase.parts.bare.modules():  # several modules may share it
-                    for key in [key for key, weight in module._parameters.items() if weight is tracked.tensor]:
-                        module._buffers[key] = module._parameters.pop(key)
+                    module._buffers.update(
+                        {key: weight for key, weight in module._parameters.items() if weight is tracked.tensor}
+                    )
         self._names.frozen.update(names)
 
 
@@ -188,11 +190,16 @@ def _track(module: nn.Module, key: str, tensor: Tensor) -> _TrackedTensor:
 
 
 def _track_parameters(model: nn.Module) -> Iterator[tuple[str, _TrackedTensor]]:
-    """Yield the plain parameters by name; a strategy may have sharded others or moved them to another rank."""
+    """Yield the plain parameters by name that an earlier phase has not registered as buffers.
+
+    A strategy may have sharded others or moved them to another rank.
+    """
     for name, weight in model.named_parameters():
         prefix, _, key = name.rpartition(".")
-        if type(weight) is nn.Parameter and is_dense(weight) and not weight.is_inference():
-            yield name, _track(model.get_submodule(prefix), key, weight)
+        module = model.get_submodule(prefix)
+        is_plain = type(weight) is nn.Parameter and is_dense(weight) and not weight.is_inference()
+        if is_plain and key not in module._buffers:
+            yield name, _track(module, key, weight)
 
 
 def _non_persistent_buffers(model: nn.Module) -> Iterator[tuple[str, nn.Module, str, Tensor]]:

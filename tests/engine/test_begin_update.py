@@ -1,0 +1,59 @@
+"""`begin_update` may set state of the model that depends on the progress, but not change it further in each call."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.forkserver import ForkServer
+
+TASK = """
+import copy, torch
+from torch import nn
+from tests.engine.task_of_averages import Regression
+
+SETTINGS = {"updates": 3, "global_batch_size": 8}
+
+def build():
+    return Moved()
+
+class Pair(nn.Module):
+    def __init__(self, student):
+        super().__init__()
+        self.student, self.teacher = student, copy.deepcopy(student).requires_grad_(False)
+        self.register_buffer("temperature", torch.zeros(()))
+
+    def forward(self, x):
+        return self.student(x) + 0 * self.teacher(x)
+
+class Moved(Regression):
+    def __init__(self):
+        super().__init__()
+        self.model = Pair(self.model)
+
+    @torch.no_grad()
+    def begin_update(self, progress):
+        for one, other in zip(self.model.teacher.parameters(), self.model.student.parameters(), strict=True):
+            HERE
+"""
+
+
+@pytest.mark.parametrize("change", ["one.lerp_(other, 0.1)", "one.data = one.data * 0.9 + other.data * 0.1"])
+def test_begin_update_that_moves_weights_in_each_call_is_refused(
+    change: str, server: ForkServer, tmp_path: Path
+) -> None:
+    """It is called again after a resume, which would move them twice."""
+    (tmp_path / "moved.py").write_text(TASK.replace("HERE", change))
+    result = server.run("train --task moved.py run=mine device=cpu monitor=off", tmp_path)
+    assert result.code == 70
+    assert "begin_update" in result.err
+    assert "teacher." in result.err
+    assert "after_update" in result.err
+
+
+@pytest.mark.parametrize("change", ["self.model.temperature.fill_(progress.update)", "one.copy_(other)"])
+def test_begin_update_may_set_what_depends_on_the_progress(change: str, server: ForkServer, tmp_path: Path) -> None:
+    (tmp_path / "moved.py").write_text(TASK.replace("HERE", change))
+    result = server.run("train --task moved.py run=mine device=cpu monitor=off", tmp_path)
+    assert result.code == 0, result.err
