@@ -1,4 +1,4 @@
-"""Apply the autocast rules of CUDA without a GPU, to CPU tensors or to fake tensors of a GPU.
+"""Apply the autocast rules of CUDA to CPU tensors, without a GPU.
 
 CUDA autocast runs norms, exponentials and losses in float32, so a norm between two convolutions saves twice the bytes.
 """
@@ -6,7 +6,7 @@ CUDA autocast runs norms, exponentials and losses in float32, so a norm between 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any, Self
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,11 +24,9 @@ class CudaAutocastMode(TorchFunctionMode):
     as many bytes.
     """
 
-    device_type = "cpu"
-
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if torch.is_autocast_enabled(self.device_type):
+        if torch.is_autocast_enabled("cpu"):
             if func in _FLOAT32_RESULTS:
                 has_dtype = any(isinstance(value, torch.dtype) for value in (*args, *kwargs.values()))
                 is_half = not has_dtype and any(map(self._is_half, args[:1]))
@@ -37,13 +35,7 @@ class CudaAutocastMode(TorchFunctionMode):
                 return self._softmax(func, args, kwargs)
             elif func in _FLOAT32_FUNCTIONS:
                 args, kwargs = tree_map(self._to_float32, (args, kwargs))
-            elif func in _HALF_FUNCTIONS:
-                args, kwargs = tree_map(self.to_half, (args, kwargs))
         return func(*args, **kwargs)
-
-    def to_half(self, value: Any) -> Any:
-        """Return the argument of a function that runs in the half format: CPU autocast casts it itself."""
-        return value
 
     def _softmax(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Return the result in float32; kernels of a GPU read float16 and write float32 without a copy of the input."""
@@ -60,47 +52,8 @@ class CudaAutocastMode(TorchFunctionMode):
         return value.float() if self._is_half(value) else value
 
     def _is_half(self, value: Any) -> bool:
-        is_here = isinstance(value, Tensor) and value.device.type == self.device_type
+        is_here = isinstance(value, Tensor) and value.device.type == "cpu"
         return is_here and value.dtype in (torch.bfloat16, torch.float16)
-
-
-class GpuAutocastMode(CudaAutocastMode):
-    """Enable autocast for fake tensors of a GPU (`FakeRun.on_gpu`), and cast their arguments.
-
-    Casts to the half format, too: a cast in the C++ code of autocast would select the GPU, which aborts the process if
-    torch is a CPU build. `FakeRun` reports these tensors to C++ code as those of a CPU, so it leaves them unchanged.
-    """
-
-    device_type = "cuda"
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        super().__init__()
-        self.dtype = dtype
-        self.cached: dict[Tensor, Tensor] = {}  # weight -> copy in the half format, until the exit, as in torch
-
-    def __enter__(self) -> Self:
-        self.before = torch.is_autocast_enabled("cuda"), torch.get_autocast_dtype("cuda")
-        torch.set_autocast_enabled("cuda", self.dtype != torch.float32)
-        torch.set_autocast_dtype("cuda", self.dtype)
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
-        torch.set_autocast_enabled("cuda", self.before[0])
-        torch.set_autocast_dtype("cuda", self.before[1])
-        self.cached.clear()
-
-    def to_half(self, value: Any) -> Any:
-        """Return the argument in the half format, except float64, which autocast leaves unchanged."""
-        is_castable = isinstance(value, Tensor) and value.device.type == "cuda" and value.is_floating_point()
-        if not is_castable or value.dtype in (self.dtype, torch.float64):
-            return value
-        if not (value.requires_grad and value.is_leaf and torch.is_autocast_cache_enabled()):
-            return value.to(self.dtype)
-        if value not in self.cached:
-            self.cached[value] = value.to(self.dtype)
-        return self.cached[value]
 
 
 def _find_functions(names: str) -> Iterator[Any]:
@@ -125,10 +78,4 @@ _SOFTMAX_FUNCTIONS = {  # of AT_FORALL_FP32_SET_OPT_DTYPE: function -> operator 
 }
 _FLOAT32_RESULTS = frozenset(  # of AT_FORALL_FP32_SET_OPT_DTYPE: without a copy of the input in float32
     _find_functions("prod cumprod cumsum sum")
-)
-_HALF_FUNCTIONS = frozenset(  # AT_FORALL_LOWER_PRECISION_FP of the same file
-    _find_functions(
-        "conv1d conv2d conv3d conv_tbc conv_transpose1d conv_transpose2d conv_transpose3d prelu addmm addmv addr matmul"
-        " __matmul__ __rmatmul__ einsum mm mv linear addbmm baddbmm bmm chain_matmul scaled_dot_product_attention"
-    )
 )

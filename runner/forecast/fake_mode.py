@@ -12,13 +12,12 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses import fake_tensor
 from torch._subclasses.fake_tensor import (
     DataDependentOutputException,
     DynamicOutputShapeException,
@@ -26,7 +25,6 @@ from torch._subclasses.fake_tensor import (
     FakeTensorMode,
     UnsupportedFakeTensorException,
     UnsupportedOperatorException,
-    unset_fake_temporarily,
 )
 from torch.nn.modules.module import (
     register_module_forward_hook,
@@ -66,12 +64,10 @@ class AllocationRecorder:
 
     kind         kind of tensors that are created now
     stage        stage to which operations are attributed
-    device_type  type of the device whose tensors are recorded; empty: all, because everything is on one device
     """
 
     kind: str = "temporary"
     stage: str = ""
-    device_type: str = ""
     events: list[Event] = field(default_factory=list)
     blocks: list[StorageBlock] = field(default_factory=list)
     work: dict[str, ComputeCost] = field(default_factory=dict)
@@ -83,8 +79,6 @@ class AllocationRecorder:
 
     def record_tensor(self, tensor: Tensor, kind: str = "") -> StorageBlock | None:
         """Record the storage of a tensor once, with its kind if given; return None for tensors without storage."""
-        if self.device_type and tensor.device.type != self.device_type:
-            return None
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse, or a wrapper around others
@@ -136,7 +130,6 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
     A real tensor into which a fake one was written counts as fake. While `answers_zero` is True, `item()` of a fake
     tensor returns 0, as the runner's checks for finite numbers require; otherwise it raises NotTraceable.
 
-    is_on_gpu    tensors of the GPU are fake and all others real, see `on_gpu`
     untraceable  the last operation that could not be traced, recorded because a task may catch the exception
     cached       False: trace each operation, also if it is in the cache; the results are the same
     """
@@ -145,7 +138,6 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.recorder = recorder
         self.answers_zero = True
-        self.is_on_gpu = False
         self.untraceable = ""
         self.fakes = FakeTensorMode(allow_non_fake_inputs=True)
         self.is_cached = cached
@@ -159,12 +151,11 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is _DEVICE:  # the most frequent call, and no operation
-            return self._device_for_kernels(args[0]) if isinstance(args[0], FakeTensor) else func(*args)
+            return args[0].fake_device if isinstance(args[0], FakeTensor) else func(*args)
         kwargs = kwargs or {}
         tensors = _tensors((args, kwargs))
-        if not any(map(self.is_fake, tensors)) and not self._creates_on_gpu(kwargs):
-            with unset_fake_temporarily() if self.is_on_gpu else nullcontext():
-                result = func(*args, **kwargs)
+        if not any(map(self.is_fake, tensors)):
+            result = func(*args, **kwargs)
             self._count(func, args, kwargs, tensors, result)
             return result
         if func in _CONSTANT_RESULTS:
@@ -224,18 +215,6 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.recorder.ignore(fake)
         return fake
 
-    def _creates_on_gpu(self, kwargs: Any) -> bool:
-        """Return whether an operation on tensors of the host, or on none, returns a tensor of the GPU."""
-        device = kwargs.get("device") if self.is_on_gpu else None
-        return device is not None and device.type != "cpu"
-
-    def _device_for_kernels(self, tensor: FakeTensor) -> torch.device:
-        """Return the device for torch's C++ code; Python code reads `fake_device`.
-
-        C++ code selects the current device by it, which needs a GPU, or would initialize CUDA on the one of a run.
-        """
-        return _CPU if self.is_on_gpu else tensor.fake_device
-
     @contextmanager
     def without_values(self) -> Iterator[None]:
         """Within the context, raise NotTraceable if the value of a fake tensor is read."""
@@ -244,25 +223,6 @@ class FakeRun(TorchDispatchMode):  # type: ignore[no-untyped-call]
             yield
         finally:
             self.answers_zero = True
-
-    @contextmanager
-    def on_gpu(self) -> Iterator[None]:
-        """Within the context, trace operations on fake tensors of a GPU, which need not exist, and record only those.
-
-        Tensors of the host stay real, so sizes that depend on their values are known. Kernels that differ between a
-        GPU and a CPU, and branches on the device, are those of the GPU. Enter this mode inside the context.
-        """
-        before = self.is_on_gpu, self.is_cached
-        self.is_on_gpu, self.is_cached = True, False  # keys of the cache do not contain the device
-        self.recorder.device_type = "cuda"
-        init_gpu_context = fake_tensor.init_gpu_context
-        vars(fake_tensor)["init_gpu_context"] = lambda device: None  # it would initialize CUDA; private in torch 2.13
-        try:
-            with self.fakes:  # torch then does not initialize CUDA in functions that create tensors
-                yield
-        finally:
-            self.is_on_gpu, self.is_cached = before
-            vars(fake_tensor)["init_gpu_context"] = init_gpu_context
 
     @contextmanager
     def fake_parameters(self) -> Iterator[None]:
@@ -413,7 +373,6 @@ def _flash_backward_flops(grad: Any, query: Any, key: Any, value: Any, *_: Any, 
 
 
 _aten = torch.ops.aten
-_CPU = torch.device("cpu")
 _DEVICE = torch.ops.prim.device.default
 _FLOPS: dict[Any, Callable[..., Any]] = {
     **flop_counter.flop_registry,

@@ -10,7 +10,6 @@ from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-import torch
 from torch import nn
 
 from runner.axes.memory import recompute_blocks
@@ -61,9 +60,8 @@ class Forecast:
         choices = {**configuration.choices, "parallelism": Choice("single", "single", {})}
         plan = make_plan(dataclasses.replace(configuration, choices=choices, sources={}), inventory)
         self.prefetches = plan.choices["prefetch"].function == "stream"
-        is_gpu = plan.device.startswith("cuda")
-        self.gpu = torch.device(plan.device) if is_gpu else None
-        self.autocast: Callable[[], AbstractContextManager[Any]] = CudaAutocastMode if is_gpu else nullcontext
+        self.is_gpu = plan.device.startswith("cuda")
+        self.autocast: Callable[[], AbstractContextManager[Any]] = CudaAutocastMode if self.is_gpu else nullcontext
         self.plan = plan_for_host(plan)
         self.limit = _budget_limit(full_plan)
         self.has_buckets = full_plan.choices["parallelism"].function == "ddp" and full_plan.world_size > 1
@@ -170,21 +168,24 @@ class Forecast:
             return PhaseTracer(parts, phase, self._fake_run, self.prefetches, caveat).trace()
 
     def _trace_statistics(self, phase: PhasePlan, size: int) -> Traced:
-        """Trace a phase of kind fit, as on the device; if that fails, as on a CPU, which computes with real values.
+        """Trace a phase of kind fit as on a CPU, with real batches; on a GPU, `Fit.add` may compute differently.
 
         Real weights, if the model needs them, change nothing: without a backward pass, all samples can be computed.
         A failure must not hide the demand of the other phases, so it is described in the result.
         """
-        parts, why = self._try_fake_weights(self._build) or self._build(), ""
+        parts = self._try_fake_weights(self._build) or self._build()
         steps = min(2, -(-self.shares[phase.name] // size))  # further micro-batches use no more memory than two
         phase = dataclasses.replace(phase, batch=Batch(size * steps, size, (size * steps,)))
-        for device in [self.gpu, None] if self.gpu else [None]:
-            try:
-                traced = StatisticsTracer(parts, phase, self._fake_run, self.prefetches, device).trace()
-            except Exception as error:
-                why = f"phase {phase.name}: {_describe_failure(error, self._source)}"
-                continue
-            return dataclasses.replace(traced, is_exact=False, why_not=f"{why}; traced as on a CPU") if why else traced
+        try:
+            with self.autocast():
+                traced = StatisticsTracer(parts, phase, self._fake_run, self.prefetches).trace()
+        except Exception as error:
+            why = f"phase {phase.name}: {_describe_failure(error, self._source)}"
+        else:
+            if not self.is_gpu:
+                return traced
+            why = traced.why_not or f"phase {phase.name} of kind fit is traced as on a CPU"
+            return dataclasses.replace(traced, is_exact=False, why_not=why)
         sizes = {
             "parameters": sum(weight.nbytes for weight in parts.bare.parameters()),
             "buffers": sum(buffer.nbytes for buffer in parts.bare.buffers()),

@@ -109,20 +109,19 @@ class PhaseTracer:
         return order, fetcher
 
     def _read(self, order: Order, fetcher: Fetcher) -> Iterator[MicroBatch]:
-        """Yield the micro-batches to trace, on the device."""
+        """Yield the micro-batches to trace."""
         for key in self._micro_batches(order):
             with _disable_current_modes():
                 item = fetcher[key]
-            item = self.move(item)
+            self.before_batch()
             size = self._record_inputs(item.batch)
             if len(key.indices) == self.phase.batch.micro_batch_size:
                 self.batches.append(size)
             yield item
             del item  # this frame must not keep the batch alive
 
-    def move(self, item: MicroBatch) -> MicroBatch:
-        """Return the micro-batch on the device: training is traced on the CPU."""
-        return item
+    def before_batch(self) -> None:
+        """Do what precedes the recording of a micro-batch; nothing for training."""
 
     def _check_traceable(self) -> None:
         """Raise NotTraceable if the task caught that exception, because a real run would not take the same path."""

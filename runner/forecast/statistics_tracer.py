@@ -3,46 +3,27 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
-from contextlib import ExitStack, contextmanager
-from typing import Any
+from contextlib import ExitStack
 
-import torch
-from torch import Tensor, nn
-
-from runner.base.batch import MicroBatch, map_tensors
 from runner.base.noise import without_samples
 from runner.base.task import Progress
-from runner.engine.parts.assemble import Parts
 from runner.engine.parts.phase_kinds import StatisticsPhase
 from runner.engine.update.loop import Position
-from runner.forecast.cuda_autocast import GpuAutocastMode
-from runner.forecast.fake_mode import FakeRun, record_layers
+from runner.forecast.fake_mode import record_layers
 from runner.forecast.phase_tracer import NUM_UPDATES, PhaseTracer, find_peak
 from runner.plan.memory_trace import ComputeCost, Traced
-from runner.plan.run_plan import PhasePlan
 
 
 class StatisticsTracer(PhaseTracer):
     """Trace one phase of kind fit with one micro-batch size.
 
-    device  the GPU of the run: everything on it is fake, because `Fit.add` may compute differently there, such as in
-            float64. None: a CPU, where batches and state are real, so that operations may depend on their values
-
-    The results of the statistics are not computed: `Fit.finish` needs values that a trace does not have.
+    Batches and state are real, so that operations may depend on their values. The results of the statistics are not
+    computed: `Fit.finish` needs values of the weights that a trace does not have.
     """
-
-    def __init__(
-        self, parts: Parts, phase: PhasePlan, fake_run: FakeRun, prefetches: bool, device: torch.device | None
-    ) -> None:
-        super().__init__(parts, phase, fake_run, prefetches)
-        self.device = device
 
     def trace(self) -> Traced:
         """Trace two updates and return their demand, without the time, which depends on the data loader."""
         with ExitStack() as stack:
-            if self.device is not None:
-                stack.enter_context(self._on_gpu(self.device))
             order, fetcher = self._open_phase()
             stack.enter_context(self.fake_run)
             stack.enter_context(record_layers(self.recorder, self.parts.bare))
@@ -58,7 +39,7 @@ class StatisticsTracer(PhaseTracer):
                 self.recorder.convolved.clear()
                 next(self.work.updates(batches))
                 self.convolved.append(set(self.recorder.convolved))
-                self._record_state()
+                self.before_batch()
                 self.after_update()
             self._check_traceable()
             return self._make_statistics()
@@ -84,61 +65,7 @@ class StatisticsTracer(PhaseTracer):
             why_not=why_not,
         )
 
-    def move(self, item: MicroBatch) -> MicroBatch:
-        """Return the micro-batch on the GPU; the previous one has been added to the state."""
-        self._record_state()
-        device = self.device
-        return item if device is None else item._replace(batch=map_tensors(lambda value: value.to(device), item.batch))
-
-    def _record_state(self) -> None:
+    def before_batch(self) -> None:
+        """Record the state, to which the previous micro-batch has been added."""
         for value in self.work.gathered.values():
             self.recorder.record_tensor(value, "statistics")
-
-    @contextmanager
-    def _on_gpu(self, device: torch.device) -> Iterator[None]:
-        """Use fake tensors of the GPU for the model, and its autocast for `Fit.add`."""
-        parts = self.parts
-        precision: Any = _GpuPrecision(parts.precision.dtype)
-        world = dataclasses.replace(parts.world, device=device)
-        self.parts = dataclasses.replace(parts, world=world, precision=precision)
-        try:
-            with self.fake_run.on_gpu(), _moved_to(parts.bare, device, self.fake_run):
-                yield
-        finally:
-            self.parts = parts
-
-
-class _GpuPrecision:
-    """The forward context of a precision on a GPU."""
-
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-
-    def forward(self) -> GpuAutocastMode:
-        return GpuAutocastMode(self.dtype)
-
-
-@contextmanager
-def _moved_to(model: nn.Module, device: torch.device, fake_run: FakeRun) -> Iterator[None]:
-    """Replace parameters and buffers by fake tensors of the device; those that are shared stay shared."""
-    places: list[tuple[Any, str, Tensor]] = [
-        (owner, name, tensor)
-        for module in model.modules()
-        for owner in (module._parameters, module._buffers)
-        for name, tensor in owner.items()
-        if tensor is not None
-    ]
-    moved: dict[Tensor, Any] = {}
-    with fake_run:
-        for _, _, tensor in places:
-            if tensor not in moved:
-                value = tensor.detach().to(device)
-                is_parameter = isinstance(tensor, nn.Parameter)
-                moved[tensor] = nn.Parameter(value, tensor.requires_grad) if is_parameter else value
-    for owner, name, tensor in places:
-        owner[name] = moved[tensor]
-    try:
-        yield
-    finally:
-        for owner, name, tensor in places:
-            owner[name] = tensor

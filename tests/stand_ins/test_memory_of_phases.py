@@ -45,14 +45,17 @@ print("peaks", json.dumps({{name: [predicted[name], 2**30 * gib] for name, gib i
     "settings", ["precision=bf16", pytest.param("precision=fp32 prefetch=none", marks=pytest.mark.long)]
 )
 def test_the_peak_of_each_phase_is_predicted(settings: str, stand_in: StandIn, tmp_path: Path) -> None:
-    """No phase takes memory of an earlier one. Only the phase that needs values of the data is not exact."""
+    """No phase takes memory of an earlier one.
+
+    Phases of kind fit are traced as on a CPU and not exact: of these, `projection` computes the same on a GPU.
+    """
     given = f"{settings} device=cuda checkpoint=off monitor=off dataloader.num_workers=0"
     out = stand_in.program("a100", PROGRAM.format(folder=str(tmp_path), task=str(TASK), settings=given))
     (line,) = [line for line in out.splitlines() if line.startswith("peaks ")]
     peaks = json.loads(line.removeprefix("peaks "))
     assert {name: is_exact for name, ((_, is_exact), _) in peaks.items()} == {
-        "covariance": True, "projection": True, "selection": False, "train": True,
+        "covariance": False, "projection": False, "selection": False, "train": True,
     }  # fmt: skip
-    for name, ((predicted, is_exact), counted) in peaks.items():
-        if is_exact:
-            assert counted == pytest.approx(predicted, rel=MEMORY_TOLERANCE), (name, peaks)
+    for name in ("projection", "train"):
+        (predicted, _), counted = peaks[name]
+        assert counted == pytest.approx(predicted, rel=MEMORY_TOLERANCE), (name, peaks)
