@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import warnings
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
@@ -13,7 +13,6 @@ from typing import Any, TypeVar
 from torch import nn
 
 from runner.axes.memory import recompute_blocks
-from runner.axes.optimizer import build_optimizer, is_under
 from runner.base.errors import AccelRunError, TaskFault
 from runner.base.text import first_line
 from runner.config.configuration import Choice, Configuration
@@ -22,15 +21,14 @@ from runner.engine.contract.error_diagnosis import make_task_fault
 from runner.engine.parts.assemble import Parts, assemble
 from runner.engine.update.coupled import is_coupled
 from runner.forecast.cuda_autocast import CudaAutocastMode
-from runner.forecast.fake_mode import AllocationRecorder, FakeRun
-from runner.forecast.phase_tracer import NUM_UPDATES, PhaseTracer, keeps_average, measure_model
+from runner.forecast.fake_mode import AllocationRecorder, FakeRun, NotTraceable
+from runner.forecast.phase_tracer import NUM_UPDATES, PhaseTracer
 from runner.forecast.statistics_tracer import StatisticsTracer
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.memory_fit import tensor_capacity
 from runner.plan.memory_trace import Blocks, Bytes, ComputeCost, Layer, ModelSizes, Traced, choose_recomputed_blocks
 from runner.plan.planner import make_plan
 from runner.plan.run_plan import PhasePlan, Plan
-from runner.tensors.optimizer_state import expected_state_bytes
 from runner.workload.division import Batch
 
 Result = TypeVar("Result")
@@ -51,7 +49,7 @@ class Forecast:
     """Trace of a configuration, built once for any number of micro-batch sizes. Exit the context to free its memory.
 
     A model that cannot be traced on fake weights is built with real ones and measured with few samples if the machine
-    has enough memory; otherwise only parameter sizes are known. Both cases are marked in the result.
+    has enough memory, and marked in the result; otherwise `trace` raises NotTraceable.
     """
 
     def __init__(self, configuration: Configuration, inventory: Inventory) -> None:
@@ -70,7 +68,6 @@ class Forecast:
         self._parts: Parts | None = None
         self._fake_run = FakeRun(AllocationRecorder())
         self._why_not = ""
-        self._is_too_large = False  # measured on this machine
 
     def __enter__(self) -> Forecast:
         return self
@@ -115,14 +112,12 @@ class Forecast:
             traced = self._try_fake_weights(lambda: [self._trace_phase(phase, size, recompute) for phase in phases])
             if traced is not None:
                 return traced
-            if self._is_too_large:
-                return [self._count_parameters(phase, size) for phase in phases]
             return [self._measure_phase(phase, size, recompute) for phase in phases]
 
     def _try_fake_weights(self, call: Callable[[], Result]) -> Result | None:
         """Return the result of `call`, or None if it fails or an earlier call has failed.
 
-        After a failure, the model is built with real weights, if it is not too large.
+        After a failure, the model is built with real weights. Raises NotTraceable if it is too large for that.
         """
         if self._why_not:
             return None
@@ -133,9 +128,8 @@ class Forecast:
                 raise  # the real run would raise it too
             self._why_not = _describe_failure(error, self._source)
             if self._parts is not None and not has_room(self._parts.bare):
-                self._is_too_large = True
-            else:
-                self.__exit__()
+                raise NotTraceable(f"{self._why_not}; the model is too large to be measured here") from error
+            self.__exit__()
             return None
 
     @property
@@ -190,46 +184,17 @@ class Forecast:
             "parameters": sum(weight.nbytes for weight in parts.bare.parameters()),
             "buffers": sum(buffer.nbytes for buffer in parts.bare.buffers()),
         }
-        known = _trace_of_sizes(phase, size, sizes, f"{why}; only the model is counted")
-        return dataclasses.replace(known, model=ModelSizes(shapes_repeat=True))
+        events = tuple(enumerate(sizes.values()))
+        return Traced(
+            phase.name, size, 1, Bytes(**sizes), events, (), (), ComputeCost(), ComputeCost(),
+            ModelSizes(shapes_repeat=True), is_exact=False, why_not=f"{why}; only the model is counted",
+        )  # fmt: skip
 
     def _measure_phase(self, phase: PhasePlan, size: int, recompute: Blocks) -> Traced:
         """Measure a few samples and scale the result to the requested size."""
         measured = min(size, NUM_MEASURED)
         why_not = f"{self._why_not}; measured with {measured} sample{'s' * (measured > 1)} and multiplied"
         return scale_trace(self._trace_phase(phase, measured, recompute), size / measured, size, why_not)
-
-    def _count_parameters(self, phase: PhasePlan, size: int) -> Traced:
-        """Return the known part of the demand: parameters, gradients and optimizer state."""
-        model = self._build().bare
-        trained = [
-            (name, weight)
-            for name, weight in model.named_parameters()
-            if weight.requires_grad and (phase.trains is None or any(is_under(name, prefix) for prefix in phase.trains))
-        ]
-        optimizer = build_optimizer(phase.optimizer.function, trained, phase.optimizer.options)
-        sizes = {
-            "parameters": sum(weight.nbytes for weight in model.parameters()),
-            "buffers": sum(buffer.nbytes for buffer in model.buffers()),
-            "gradients": sum(weight.nbytes for _, weight in trained),
-            "optimizer": expected_state_bytes(optimizer),
-        }
-        if keeps_average(self.plan):
-            sizes["optimizer"] += sizes["gradients"]
-        why_not = f"{self._why_not}; the model is too large to be measured here, so activations are not counted"
-        known = _trace_of_sizes(phase, size, sizes, why_not)
-        without = known.peak.total - known.peak.gradients
-        found = measure_model(model, self._build().task.blocks(), [weight for _, weight in trained])
-        return dataclasses.replace(known, without_gradients_bytes=without, model=found)
-
-
-def _trace_of_sizes(phase: PhasePlan, size: int, sizes: Mapping[str, int], why_not: str) -> Traced:
-    """Return a trace without passes: bytes that are allocated once, by their field of Bytes."""
-    events = tuple((number, taken) for number, taken in enumerate(sizes.values()) if taken)
-    return Traced(
-        phase.name, size, 1, Bytes(**sizes), events, (), (), ComputeCost(), ComputeCost(),
-        is_exact=False, why_not=why_not,
-    )  # fmt: skip
 
 
 def min_batch_size(model: nn.Module) -> int:

@@ -32,8 +32,8 @@ from runner.forecast.fake_mode import (
     record_layers,
 )
 from runner.loading.fetcher import Fetcher
-from runner.plan.memory_trace import Bytes, Event, Layer, ModelSizes, Traced
-from runner.plan.run_plan import PhasePlan, Plan
+from runner.plan.memory_trace import Bytes, ComputeCost, Event, Layer, ModelSizes, Traced
+from runner.plan.run_plan import PhasePlan
 from runner.tensors.optimizer_state import state_tensors
 
 GROWING_KINDS = ("activations", "temporary", "statistics")  # of tensors that an update creates
@@ -64,7 +64,8 @@ class PhaseTracer:
             work = make_phase_kind(phase, parts, order, position)
             assert isinstance(work, GradientPhase), "see StatisticsTracer"
             self.trained = [*work.owned.values()]
-            averages = [weight.detach().clone() for weight in self.trained] if keeps_average(parts.plan) else []
+            is_averaged = parts.plan.choices["averaging"].function != "none"
+            averages = [weight.detach().clone() for weight in self.trained if is_averaged]
             recorder.kind = "temporary"
             stack.callback(averages.clear)
             stack.callback(work.release)
@@ -87,7 +88,7 @@ class PhaseTracer:
                 self.convolved.append(set(recorder.convolved))
                 self.after_update()
             self._check_traceable()
-            return self._make_result(tuple(recorder.events))
+            return self._make_result()
 
     def _open_phase(self) -> tuple[Order, Fetcher]:
         """Record the model and begin the phase; return the order of the samples and their source."""
@@ -197,14 +198,16 @@ class PhaseTracer:
         if weight.grad is not None:
             self.recorder.record_tensor(weight.grad, "gradients")
 
-    def _make_result(self, events: tuple[Event, ...]) -> Traced:
-        recorder, steps = self.recorder, self.phase.batch.accumulation_steps
+    def _make_result(self) -> Traced:
+        parts, recorder, steps = self.parts, self.recorder, self.phase.batch.accumulation_steps
+        events, work = tuple(recorder.events), recorder.work
+        names = {module: name for name, module in parts.bare.named_modules()}
         by_layer: dict[str, int] = dict.fromkeys(recorder.layer_flops, 0)
         for block in self.saved_blocks:
             by_layer[block.layer] = by_layer.get(block.layer, 0) + block.size
         layers = tuple(Layer(name, size, recorder.layer_flops.get(name, 0) // steps) for name, size in by_layer.items())
         others = [event for event in events if recorder.blocks[event[0]].kind != "gradients"]
-        passes = recorder.work["forward"] + recorder.work["backward"]
+        passes = work.get("forward", ComputeCost()) + work.get("backward", ComputeCost())
         why_not = self._why_not()
         return Traced(
             phase=self.phase.name,
@@ -213,28 +216,35 @@ class PhaseTracer:
             peak=find_peak(events, recorder.blocks),
             events=events,
             layers=layers,
-            blocks=tuple(_sum_submodules(name, layers) for name in self._find_blocks()),
+            blocks=tuple(_sum_submodules(names.get(block, "?"), layers) for block in parts.task.blocks()),
             work=passes.merge(passes, lambda total, _: total // steps),
-            step=recorder.work["update"],
-            model=dataclasses.replace(
-                self._measure_model(),
-                shapes_repeat=all(shapes == self.convolved[0] for shapes in self.convolved),
-            ),
+            step=work.get("update", ComputeCost()),
+            model=self.measure_model(),
             without_gradients_bytes=find_peak(others, recorder.blocks).total,
             is_exact=not why_not,
             why_not=why_not,
         )
 
-    def _find_blocks(self) -> dict[str, nn.Module]:
-        names = {module: name for name, module in self.parts.bare.named_modules()}
-        return {names.get(block, "?"): block for block in self.parts.task.blocks()}
-
-    def _measure_model(self) -> ModelSizes:
+    def measure_model(self) -> ModelSizes:
+        """Return the sizes in bytes from which the memory of each strategy is computed."""
         try:
             num_layers: int | None = len(self.parts.task.layers())
         except NotImplementedError:
             num_layers = None
-        return measure_model(self.parts.bare, list(self._find_blocks().values()), self.trained, num_layers)
+        model, trained = self.parts.bare, self.trained
+        own = [block for block in self.parts.task.blocks() if block is not model]
+        inside = {weight for block in own for weight in block.parameters()}
+        return ModelSizes(
+            block=max((sum(weight.nbytes for weight in block.parameters()) for block in own), default=0),
+            outside=sum(weight.nbytes for weight in model.parameters() if weight not in inside),
+            row=sum(weight.nbytes // max(1, len(weight) if weight.dim() else 1) for weight in model.parameters()),
+            trained=sum(weight.nbytes for weight in trained),
+            widest=max((weight.nbytes for weight in trained), default=0),
+            num_layers=num_layers,
+            buckets=bucket_sizes(trained),
+            num_convolutions=sum(isinstance(module, CONVOLUTIONS) for module in model.modules()),
+            shapes_repeat=all(shapes == self.convolved[0] for shapes in self.convolved),
+        )
 
     def _why_not(self) -> str:
         growth = self.kept_bytes[-1] - self.kept_bytes[0] if self.kept_bytes else 0
@@ -246,24 +256,6 @@ class PhaseTracer:
             sizes = f"batches of {samples} have {format_bytes(least)} to {format_bytes(most)}"
             return f"{sizes}, and larger ones than the traced batch need more"
         return self.caveat
-
-
-def measure_model(
-    model: nn.Module, blocks: Sequence[nn.Module], trained: Sequence[nn.Parameter], num_layers: int | None = None
-) -> ModelSizes:
-    """Return the sizes in bytes from which the memory of each strategy is computed."""
-    own = [block for block in blocks if block is not model]
-    inside = {weight for block in own for weight in block.parameters()}
-    return ModelSizes(
-        block=max((sum(weight.nbytes for weight in block.parameters()) for block in own), default=0),
-        outside=sum(weight.nbytes for weight in model.parameters() if weight not in inside),
-        row=sum(weight.nbytes // max(1, len(weight) if weight.dim() else 1) for weight in model.parameters()),
-        trained=sum(weight.nbytes for weight in trained),
-        widest=max((weight.nbytes for weight in trained), default=0),
-        num_layers=num_layers,
-        buckets=bucket_sizes(trained),
-        num_convolutions=sum(isinstance(module, CONVOLUTIONS) for module in model.modules()),
-    )
 
 
 def _sum_submodules(name: str, layers: Sequence[Layer]) -> Layer:
@@ -291,8 +283,3 @@ def find_peak(events: Sequence[Event], blocks: Sequence[StorageBlock]) -> Bytes:
     for block, size in alive.items():
         kinds[blocks[block].kind] += size
     return Bytes(**kinds)
-
-
-def keeps_average(plan: Plan) -> bool:
-    """Return whether the run keeps an average of the weights."""
-    return plan.choices["averaging"].function != "none"
