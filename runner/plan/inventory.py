@@ -150,49 +150,35 @@ def take_inventory() -> Inventory:
     if platform.system() == "Linux" and not os.access("/proc/meminfo", os.R_OK):
         fix = "mount it (mount -t proc proc /proc), or start the container with an unmasked /proc"
         raise SystemLimit("cannot be read, but is needed for memory and process information", where="/proc", fix=fix)
-    gpus = _query_gpus()
-    torch_view = gpus.torch_view
-    cpu, cpu_notes = read_cpu(torch_view.cpu_capability)
-    return Inventory(
-        devices=gpus.devices,
-        cpu=cpu,
-        torch_version=torch_view.version,
-        cuda_version=torch_view.cuda_version,
-        cudnn_version=torch_view.cudnn_version,
-        driver_version=gpus.driver_version,
-        no_gpu=gpus.no_gpu,
-        notes=(*gpus.notes, *cpu_notes),
-    )
-
-
-@dataclass(frozen=True)
-class _Gpus:
-    """The part of an inventory about GPUs."""
-
-    torch_view: TorchView
-    devices: tuple[Device, ...] = ()
-    notes: tuple[str, ...] = ()
-    driver_version: str | None = None
-    no_gpu: str = ""
-
-
-def _query_gpus() -> _Gpus:
     from runner.base import accelerator  # reading a plan from a file must not import torch
 
     if accelerator.is_gpu_build() and not cuda_is_initialized():
         try:
-            return run_in_subprocess(_query_gpus_here, accelerator.query_torch)
+            return run_in_subprocess(_take_here, accelerator.query_torch)
         except BrokenProcessPool:
             note = "the process that queried the GPUs crashed: the CUDA driver or a CUDA library is broken"
-            return _Gpus(accelerator.torch_version(), notes=(note,))
-    return _query_gpus_here(accelerator.query_torch)
+            torch_view = accelerator.torch_version()
+            cpu, notes = read_cpu(torch_view.cpu_capability)
+            return Inventory((), cpu, torch_view.version, notes=(note, *notes))
+    return _take_here(accelerator.query_torch)
 
 
-def _query_gpus_here(query_torch: Callable[[], TorchView]) -> _Gpus:
+def _take_here(query_torch: Callable[[], TorchView]) -> Inventory:
+    """Return the inventory of this machine as this process sees it."""
     torch_view = query_torch()
+    cpu, cpu_notes = read_cpu(torch_view.cpu_capability)
     with open_driver() as nvml:
         devices, notes = match_devices(nvml, torch_view, os.environ)
-        return _Gpus(torch_view, devices, notes, nvml.driver_version, "" if devices else nvml.why_not)
+        return Inventory(
+            devices=devices,
+            cpu=cpu,
+            torch_version=torch_view.version,
+            cuda_version=torch_view.cuda_version,
+            cudnn_version=torch_view.cudnn_version,
+            driver_version=nvml.driver_version,
+            no_gpu="" if devices else nvml.why_not,
+            notes=(*notes, *cpu_notes),
+        )
 
 
 def inventory_from_profile(

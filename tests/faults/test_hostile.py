@@ -419,7 +419,7 @@ CHANGING = {"os.remove": 1, "os.rename": 2, "os.mkdir": 1, "os.rmdir": 1, "os.sy
             "os.truncate": 1, "shutil.rmtree": 1, "os.chown": 1, "os.utime": 1}
 NEVER = ("os.system", "os.exec", "os.posix_spawn", "subprocess.Popen", "socket.connect", "socket.bind", "pickle.find_class",
          "os.forkpty", "os.mkfifo", "os.mknod")
-OF_INVENTORY = (("runner.plan.inventory", "_Gpus"), ("runner.base.gpu_facts", "TorchView"),  # with a CUDA build of torch,
+OF_INVENTORY = (("runner.plan.inventory", "Inventory"), ("runner.plan.inventory", "Cpu"),  # with a CUDA build of torch,
                 ("torch.torch_version", "TorchVersion"))  # a child process lists the GPUs
 def watch(folder, report):
     home, private = os.path.realpath(folder), os.path.join(os.path.realpath(tempfile.gettempdir()), "accelrun-")
