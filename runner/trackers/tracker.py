@@ -67,11 +67,11 @@ class Tracker:
     def start(self) -> None:
         """Start in the background; returns immediately."""
 
-    def replay(self, path: Path, from_update: int = 0) -> None:
-        """Log the rows that metrics.jsonl holds now, from this update on, before any later row.
+    def replay(self, path: Path) -> None:
+        """Log the rows that metrics.jsonl holds now, before any later row.
 
         Call it between `start` and the first `log` of a resumed run. wandb receives only rows that it does not have
-        yet, so 0 is always correct. Its rows after the checkpoint are not changed.
+        yet. Its rows after the checkpoint are not changed.
         """
 
     def log(self, row: Row) -> None:
@@ -138,9 +138,9 @@ class BackgroundTracker(Tracker):
         with contextlib.suppress(RuntimeError):
             self._thread.start()
 
-    def replay(self, path: Path, from_update: int = 0) -> None:
+    def replay(self, path: Path) -> None:
         with contextlib.suppress(OSError):  # no file, nothing to replay
-            self._queue.put(Replay(path, from_update, path.stat().st_size))
+            self._queue.put(Replay(path, path.stat().st_size))
 
     def log(self, row: Row) -> None:
         if self._accepts_rows and self._queue.qsize() < QUEUE_ROWS:
@@ -385,19 +385,18 @@ def require_installed(tracker: str) -> None:
 
 @dataclass(frozen=True)
 class Replay:
-    """Rows of metrics.jsonl from an update on, up to a file size."""
+    """Rows of metrics.jsonl, up to a file size."""
 
     path: Path
-    from_update: int
     size: int
 
     def rows(self) -> Iterator[Row]:
         """Yield the rows; invalid lines are omitted."""
         with contextlib.suppress(OSError), self.path.open("rb") as file:
             while file.tell() < self.size and (line := file.readline()):
-                with contextlib.suppress(ValueError, TypeError):
+                with contextlib.suppress(ValueError):
                     row = json.loads(line)
-                    if isinstance(row, dict) and int(row.get("update", 0)) >= self.from_update:
+                    if isinstance(row, dict):
                         yield row
 
 
