@@ -193,7 +193,7 @@ def _find_close(word: str, known: Iterable[str], cutoff: float) -> str | None:
     one_away = [
         candidate
         for candidate in known
-        if is_one_typo(word, candidate) and (len(word) > 3 or word[:1] in candidate[:2])
+        if _is_one_typo(word, candidate) and (len(word) > 3 or word[:1] in candidate[:2])
     ]
     if one_away:
         cutoff = 0.0
@@ -202,24 +202,13 @@ def _find_close(word: str, known: Iterable[str], cutoff: float) -> str | None:
     return next(iter(difflib.get_close_matches(word, one_away or known, n=1, cutoff=cutoff)), None)
 
 
-def is_one_typo(word: str, other: str) -> bool:
-    """Return whether two words are equal or differ by one letter: replaced, inserted, deleted, or transposed."""
-    if word == other:
-        return True
-    if not 0 <= abs(len(word) - len(other)) <= 1 or min(len(word), len(other)) < 2:
-        return False
-    start = next(
-        (index for index, pair in enumerate(zip(word, other, strict=False)) if pair[0] != pair[1]),
-        len(min(word, other, key=len)),
-    )
-    suffixes = word[start:], other[start:]
-    swapped = suffixes[0][:2] == suffixes[1][:2][::-1] and suffixes[0][2:] == suffixes[1][2:]
-    return (
-        swapped
-        or suffixes[0][1:] == suffixes[1][1:]
-        or suffixes[0][1:] == suffixes[1]
-        or suffixes[0] == suffixes[1][1:]
-    )
+def _is_one_typo(word: str, other: str) -> bool:
+    """Return whether two words may differ by one letter: they are then equal without one letter of each."""
+    return min(len(word), len(other)) > 1 and not _without_a_letter(word).isdisjoint(_without_a_letter(other))
+
+
+def _without_a_letter(word: str) -> set[str]:
+    return {word, *(word[:index] + word[index + 1 :] for index in range(len(word)))}
 
 
 def did_you_mean(word: str, known: Iterable[str]) -> str:
