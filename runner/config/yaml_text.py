@@ -1,11 +1,11 @@
-"""Read and write YAML as OmegaConf does, faster: by libyaml, and writing without a container for each value."""
+"""Read and write YAML as OmegaConf does, faster: reading by libyaml, and writing without containers."""
 
 from __future__ import annotations
 
 import io
 import re
 from collections.abc import Mapping
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -37,8 +37,8 @@ _Loader.yaml_implicit_resolvers = {
     for first, resolvers in _Loader.yaml_implicit_resolvers.items()
 }
 
-_Dumper: Any = type("_Dumper", (getattr(yaml, "CSafeDumper", yaml.SafeDumper),), {})  # libyaml, where it is built in
-_PythonDumper: Any = type("_PythonDumper", (yaml.SafeDumper,), {})
+# Not libyaml's, which refuses the surrogates of a path that is not text.
+_Dumper: Any = type("_Dumper", (yaml.SafeDumper,), {})
 
 
 def read_mapping(text: str, file: str) -> dict[str, Any]:
@@ -71,11 +71,8 @@ def parse_config(text: str, file: str) -> DictConfig | ListConfig:
 
 def yaml_text(tree: Mapping[str, Any]) -> str:
     """Return a tree of dictionaries, lists and scalars as YAML that OmegaConf reads unchanged."""
-    write = partial(yaml.dump, _plain(tree), default_flow_style=False, allow_unicode=True, sort_keys=False)
-    try:
-        return str(write(Dumper=_Dumper))
-    except UnicodeEncodeError:  # libyaml encodes as UTF-8, which has no surrogates of a path that is not text
-        return str(write(Dumper=_PythonDumper))
+    plain = _plain(tree)
+    return str(yaml.dump(plain, Dumper=_Dumper, default_flow_style=False, allow_unicode=True, sort_keys=False))
 
 
 def _plain(value: Any) -> Any:
@@ -101,5 +98,4 @@ def _is_read_otherwise(text: str) -> bool:
     return True
 
 
-for _dumper in (_Dumper, _PythonDumper):
-    _dumper.add_representer(str, _string)
+_Dumper.add_representer(str, _string)
