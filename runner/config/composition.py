@@ -88,7 +88,6 @@ def _compose_with_hydra(groups: Mapping[str, str], request: Request, problems: l
             for group in GROUPS
             if not isinstance(container.get(group, {}), (dict, NoneType))
         ),
-        *_package_problems({str(group): str(option) for group, option in choices.items()}, request.config_dir),
     ]
     if problems:
         raise ConfigError(problems)
@@ -116,17 +115,6 @@ def _convert_errors(groups: Mapping[str, str], config_dir: Path | None, problems
         if isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE, errno.ENOMEM):
             raise  # not caused by a file
         raise ConfigError([*problems, _composition_problem(error, groups, config_dir)]) from error
-
-
-def _package_problems(choices: Mapping[str, str], config_dir: Path | None) -> Iterator[Problem]:
-    for group, option in choices.items():
-        file = find_config_file(group, option, config_dir)
-        if config_dir is None or file is None or not file.is_relative_to(config_dir):
-            continue
-        match = re.match(r"(?:\s*#.*\n)*?\s*#\s*@package\s+(\S+)", read_config_text(file, config_dir))
-        if match and match[1] not in (group, "_global_"):
-            what = f"must have no # @package line but {GLOBAL}, which is for keys of the whole configuration"
-            yield Problem(f"{what}, but has {match[1]}", str(file), "remove the line")
 
 
 def _composition_problem(error: Exception, groups: Mapping[str, str], config_dir: Path | None) -> Problem:

@@ -384,11 +384,6 @@ FAULTS: dict[str, tuple[dict[str, str], tuple[str, ...], list[str]]] = {
         ("precision=fp16",),
         ["precision/fp16.yaml"],
     ),
-    "keys of another package": (
-        {"scheduler/mine.yaml": "# mine\n# @package _group_\ndefaults:\n  - cosine\nwarmup: 10\n"},
-        ("scheduler=mine",),
-        ["{folder}/scheduler/mine.yaml"],
-    ),
     "a task that is a list": (
         {"task/mine.yaml": "- lr: 1\n"},
         ("task=mine",),
