@@ -28,7 +28,6 @@ from runner.config.layers import (
     implied_groups,
     merge,
     merge_phases,
-    repeated_key_notes,
     select_for_hydra,
     setting_sources,
     setting_values,
@@ -199,7 +198,7 @@ def compose(request: Request, *, has_updates: bool = True) -> Configuration:
     merged = {**run, **merge_phases(phase_options, run, [*files, *expanded], schema, task, problems)}
     notes += custom_option_notes(functions, choices["task"], request)
     notes += [*unused_setting_notes([*from_task, *expanded], run, schema), *check_phases(schema, problems)]
-    notes += [*disabled_hook_notes(expanded, run), *repeated_key_notes(expanded)]
+    notes += disabled_hook_notes(expanded, run)
 
     problems += check_values(merged, schema, reported={problem.where for problem in problems})
     divides = has_updates and choices["parallelism"] == "single"  # otherwise the plan checks what the ranks support
@@ -252,11 +251,7 @@ def _check_paths(request: Request) -> None:
         fix = f"use --task {name}" if file.is_file() else f"create it: accel-run new {name}"
         if not file.is_file() and (near := find_nearest(file.stem, others)):
             fix = f"use --task {shlex.quote(str(file.with_stem(near)))}"
-        what = "does not exist"
-        if request.task_file.is_dir():
-            what, fix = "is a folder; expected a file", "name the Python file of the task"
-            if (inside := request.task_file / "task.py").is_file():
-                fix = f"use --task {shlex.quote(str(inside))}"
+        what = "is a folder; expected a file" if request.task_file.is_dir() else "does not exist"
         raise InputMissing(f"{request.task_file} {what}", where="--task", fix=fix)
     if request.config_dir and not request.config_dir.is_dir():
         raise InputMissing(

@@ -419,19 +419,6 @@ def disabled_hook_notes(command_line: Iterable[Setting], run: Merged) -> Iterato
             yield f"{assignment} is not used: the hook is off ({group}.{ENABLED}=true enables it)"
 
 
-def repeated_key_notes(command_line: Iterable[Setting]) -> Iterator[str]:
-    """Yield a note for each key with several values on the command line: the last one applies, as in Hydra.
-
-    Scripts that add arguments to a command rely on this.
-    """
-    given: dict[tuple[str, str], list[str]] = {}
-    for setting in command_line:
-        given.setdefault((setting.key, setting.entry), []).append(setting.where)
-    for arguments in given.values():
-        if len(set(arguments)) > 1:
-            yield f"{' '.join(arguments)} set the same key; the last one applies: {arguments[-1]}"
-
-
 def task_size(command_line: Iterable[Setting], task: str, profile: str, request: Request, default: Any) -> str:
     """Return the size of the task, which selects settings of SIZES before anything is composed."""
     folder = request.config_dir
