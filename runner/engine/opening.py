@@ -45,7 +45,7 @@ from runner.trackers.tracker import TRACKERS
 
 
 def open_first_rank(
-    job: Job, world: World, attempt: RunAttempt, screen: Screen, stack: ExitStack
+    job: Job, world: World, attempt: RunAttempt, screen: Screen, stack: ExitStack, stop: StopRequest
 ) -> tuple[TrainingRun, LoadedCheckpoint | None]:
     """Build the run on rank 0; return it with the checkpoint to resume from.
 
@@ -58,7 +58,6 @@ def open_first_rank(
         return call_option(table, choice.function, *args, **choice.options)
 
     clock = UpdateClock()
-    stop = stack.enter_context(StopRequest())
     metrics = stack.enter_context(AppendLog(directory.metrics))
     start = find_resume_point(plan, directory, screen, metrics)
     resumes = start is not None and start.path.parent == directory.checkpoints
@@ -93,9 +92,10 @@ def open_first_rank(
     ), start
 
 
-def open_other_rank(job: Job, world: World, stack: ExitStack) -> tuple[TrainingRun, LoadedCheckpoint | None]:
+def open_other_rank(
+    job: Job, world: World, stack: ExitStack, stop: StopRequest
+) -> tuple[TrainingRun, LoadedCheckpoint | None]:
     """Build the run on a rank that neither writes nor prints; rank 0 decides which checkpoint it resumes from."""
-    stop = stack.enter_context(StopRequest())
     path = world.broadcast(None)
     start = check_state(load(Path(path), hashes_tensors=False)) if path else None
     directory = RunDirectory.join(job.folder)
@@ -146,11 +146,12 @@ def _open_run(request: Request, world: World | None, stack: ExitStack) -> tuple[
         request, configuration, make_plan(configuration, inventory, ranks), inventory, choose_run_name(configuration)
     )
     world = world or World(torch.device(job.plan.device))
+    stop = stack.enter_context(StopRequest())
     if world.is_first:
         directory = stack.enter_context(RunDirectory.create_or_open(job.folder.parent, job.name))
         screen = stack.enter_context(Screen(directory))
-        return open_first_rank(job, world, UnrecordedAttempt(directory), screen, stack)
-    return open_other_rank(job, world, stack)
+        return open_first_rank(job, world, UnrecordedAttempt(directory), screen, stack, stop)
+    return open_other_rank(job, world, stack, stop)
 
 
 def _local_root(world: World) -> int | None:

@@ -14,6 +14,7 @@ from runner.config.options import task_source
 from runner.config.phases import INFERENCE
 from runner.distributed.world import World
 from runner.durable.directory import RunDirectory
+from runner.durable.signals import StopRequest
 from runner.engine.contract.error_diagnosis import explain, make_task_fault
 from runner.engine.contract.task_loading import check_packages
 from runner.engine.mirroring import download_checkpoints, finish_mirroring, start_mirroring, wait_for_download
@@ -86,7 +87,7 @@ def _run_other_rank(job: Job, world: World) -> SessionEnd:
         traces = HangTraces(lambda stacks: directory.write(name, stacks), checkpoints=directory.checkpoints, file=name)
         progress_mark = stack.enter_context(run_watchdog(job.plan, world, traces))
         wait_for_download(job.plan, world)
-        run, start = open_other_rank(job, world, stack)
+        run, start = open_other_rank(job, world, stack, stack.enter_context(StopRequest()))
         run.progress_mark = progress_mark
         with _expected_errors(job.plan):
             outcome = train(run, start)
@@ -114,7 +115,9 @@ def _train(job: Job, world: World, attempt: RunAttempt, screen: Screen) -> Sessi
         traces = HangTraces(lambda stacks: directory.write("stacks.txt", stacks), record_error, directory.checkpoints)
         progress_mark = stack.enter_context(run_watchdog(job.plan, world, traces))
         mirror = download_checkpoints(job.plan, world, directory, screen, progress_mark)
-        run, start = open_first_rank(job, world, attempt, screen, stack)
+        stop = stack.enter_context(StopRequest())
+        progress_mark.is_stopping = lambda: stop.requested is not None
+        run, start = open_first_rank(job, world, attempt, screen, stack, stop)
         run.progress_mark = progress_mark
         start_mirroring(run, mirror, resumes=start is not None and start.path.parent == directory.checkpoints)
         uses = [*(phase.name for phase in job.plan.selected), *([INFERENCE] if job.runs_inference else [])]

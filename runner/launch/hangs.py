@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from runner.base.errors import AccelRunError, Hang
-from runner.engine.process.watchdog import MIN_TIMEOUT_S, WORKER, format_hang, hang_error
+from runner.engine.process.watchdog import BEFORE_UPDATE, MIN_TIMEOUT_S, WORKER, format_hang, hang_error
 from runner.host import stacks
 from runner.host.heartbeat import Heartbeat, HeartbeatTable
 from runner.host.process_tree import descendants_of, process_state
@@ -115,6 +115,11 @@ class HangDetector:
     def is_ending(self) -> bool:
         """Return whether training is over on rank 0, which records how the run ended."""
         return self._tables[0].is_ending().value
+
+    def has_nothing_to_save(self) -> bool:
+        """Return whether no rank has completed an update, is writing a checkpoint or evaluating."""
+        kinds = {state.heartbeat.kind for state in self.states.values()}
+        return not self.num_updates() and not self.is_ending() and kinds <= {Heartbeat().kind, *BEFORE_UPDATE}
 
     def _state(self, rank: int) -> RankState:
         heartbeat, previous = self._tables[rank].read(), self.states[rank]

@@ -24,6 +24,7 @@ from runner.base.loaded_torch import cuda_is_initialized
 from runner.base.rank_env import RankInfo
 from runner.base.text import abbreviate
 from runner.durable.signals import STOP_SIGNALS, install_handler, restore_handlers
+from runner.engine.process.watchdog import LEFT_EARLY, STOP_TIMEOUT_S
 from runner.host import output, stacks
 from runner.host.process_tree import KILL_TIMEOUT_S, children, kill_descendants, subreaper
 from runner.host.scratch import private_folder
@@ -255,6 +256,8 @@ class _Supervisor:
     next_reminder: float = 0.0
     is_reported: bool = False
     is_forced: bool = False
+    left_early: bool = False
+    leave_at: float = float("inf")  # time at which the ranks are killed if there is nothing to save
     hangs: HangDetector = field(init=False)
 
     def __post_init__(self) -> None:
@@ -289,7 +292,7 @@ class _Supervisor:
         stopped = [rank.status for rank in self.ranks if rank.status in (Exit.PREEMPTED, Exit.INTERRUPTED)]
         code = cause.exit_code if cause else int(max(stopped, default=Exit.DONE))
         return LaunchResult(
-            int(Exit.INTERRUPTED) if self.is_forced else code,
+            int(Exit.INTERRUPTED) if self.is_forced else int(Exit.PREEMPTED) if self.left_early else code,
             cause,
             tuple(sorted(self.failures, key=lambda failure: failure.seconds)),
             tuple(rank.number for rank in self.ranks if rank.is_killed),
@@ -351,6 +354,11 @@ class _Supervisor:
             self.next_reminder = now + REMINDER_S
             for rank in self.ranks:
                 rank.send(signal.SIGUSR1)
+        if self.requests.stop:
+            self.leave_at = min(self.leave_at, now + STOP_TIMEOUT_S)
+        if now >= self.leave_at and not self.left_early and not self.failures and self.hangs.has_nothing_to_save():
+            self.left_early, self.limit = True, now
+            output.write_if_ready(f"{LEFT_EARLY}\n")
         if self.requests.num_stops > 1 + self.hangs.is_ending():
             self.is_forced = True
             self.limit = min(self.limit, now)

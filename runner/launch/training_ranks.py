@@ -20,7 +20,7 @@ from runner.base.loaded_torch import cuda_is_initialized
 from runner.base.rank_env import RankInfo, launcher_id
 from runner.config.configuration import Configuration
 from runner.config.request import Request
-from runner.durable.checkpoint import newest_valid
+from runner.durable.checkpoint import newest_name, newest_valid
 from runner.durable.record_files import read_record
 from runner.durable.weight_source import find_weights
 from runner.engine.checkpoints.oom_history import num_restarts
@@ -94,8 +94,11 @@ def _train_on_ranks(job: Job) -> tuple[SessionEnd, Job]:
         result = run_ranks(partial(_rank_main, job), job.plan.world_size, attempt=attempt, on_notice=_report_exit)
         attempt += 1
         if result.cause is None:
+            code = Exit(result.code)
+            if code == Exit.PREEMPTED and newest_name(job.folder / "checkpoints") is None:
+                code = Exit.INTERRUPTED  # ended before its first update
             # The result of a killed rank is None.
-            return SessionEnd(Exit(result.code), bool(result.stop) or any(result.results)), job
+            return SessionEnd(code, bool(result.stop) or any(result.results)), job
         error = to_error(result)
         # No restart after a hang: it would recur, and its cause needs an investigation.
         has_stacks = error.exit_code == Exit.HANG or result.cause.signal is not None

@@ -18,6 +18,7 @@ from runner.config.request import Request
 from runner.distributed.world import World
 from runner.durable import files
 from runner.durable.checkpoint import LoadedCheckpoint, checkpoint_path
+from runner.durable.signals import StopRequest
 from runner.engine import opening
 from runner.engine.opening import open_other_rank
 from runner.engine.process.job import Job
@@ -62,7 +63,7 @@ def opened(
     folder: Path, path: Path | None, *args: str, local_rank: int = 1
 ) -> Iterator[tuple[TrainingRun, LoadedCheckpoint | None]]:
     with files.use_system(Quick()), ExitStack() as stack:
-        yield open_other_rank(job_of(folder, *args), Other(path, local_rank), stack)
+        yield open_other_rank(job_of(folder, *args), Other(path, local_rank), stack, stack.enter_context(StopRequest()))
 
 
 def test_a_rank_reads_the_checkpoint_of_the_first_one_without_hashing_it_again(

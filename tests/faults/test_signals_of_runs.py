@@ -286,3 +286,76 @@ def test_without_a_checkpoint_the_exit_code_is_130(server: ForkServer, tmp_path:
     record = json.loads((tmp_path / "outputs" / "mine" / "run.json").read_text())
     assert (record["state"], record["exit_code"]) == ("interrupted", 130)
     assert not list((tmp_path / "outputs" / "mine" / "checkpoints").glob("*"))
+
+
+# ---------------------------------------------------------------- before the first update
+
+BLOCKED = """
+import os
+import torch
+from torch import nn
+from runner import Task
+
+SETTINGS = {"updates": 2, "global_batch_size": 4}
+
+def block(place):
+    if os.environ.get("BLOCKS") == place:
+        open("blocked", "w").close()
+        os.read(os.pipe()[0], 1)
+
+def build() -> Task:
+    block("build")
+    return Blocked()
+
+def slow(read, requests):
+    '''Wait before the first batch.'''
+    block("loader")
+    for request in requests:
+        yield read(request)
+
+DATALOADERS = {"slow": slow}
+
+class Rows(torch.utils.data.Dataset):
+    def __init__(self): block("dataset")
+    def __len__(self): return 16
+    def __getitem__(self, index):
+        block("sample")
+        return torch.ones(2) * index
+
+class Blocked(Task):
+    def __init__(self): self.model = nn.Linear(2, 1)
+    def dataset(self, split): return Rows()
+    def loss(self, model, batch):
+        if model.training: block("loss")
+        return model(batch).square().sum(), len(batch)
+"""
+PLACES = {
+    "sample": "", "a worker": "dataloader.num_workers=1", "loader": "dataloader=slow", "build": "", "dataset": "",
+    "loss": "", "a rank": "parallelism=ddp parallelism.world_size=2",
+}  # fmt: skip
+
+
+@pytest.mark.slow_beyond(2)
+@pytest.mark.parametrize("place", PLACES)
+def test_a_stop_before_the_first_update_does_not_wait_for_it(
+    place: str, server: ForkServer, tmp_path: Path, tally: Tally
+) -> None:
+    (tmp_path / "blocked.py").write_text(BLOCKED)
+    args = f"train --task ./blocked.py run=mine device=cpu monitor=off {PLACES[place]}".split()
+    blocks = {"BLOCKS": {"a worker": "sample", "a rank": "loss"}.get(place, place)}
+    limit = "from runner.engine.process import watchdog\nfrom runner.launch import local\n"
+    limit += "watchdog.STOP_TIMEOUT_S = local.STOP_TIMEOUT_S = 0.5"  # a rank that has not been blocked yet needs none
+    saved = tmp_path / "outputs" / "mine" / "checkpoints"
+    for num_updates, code in ((0, 130), (2, 75)):
+        if num_updates:
+            assert server.run(args, tmp_path).code == 0
+        (tmp_path / "blocked").unlink(missing_ok=True)
+        allowed = ["updates=4", "resume_allow=[updates]"] if num_updates else []
+        pid = server.start([*args, *allowed], tmp_path, blocks, limit)
+        wait_until((tmp_path / "blocked").exists)
+        os.kill(pid, signal.SIGTERM)
+        result = server.wait()
+        assert result.code == code, result
+        assert len(list(saved.glob("update-*"))) == bool(num_updates)
+    assert server.run([*args, "updates=4", "resume_allow=[updates]"], tmp_path).code == 0
+    tally.tried += 1

@@ -20,6 +20,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from runner.base.errors import Exit, Hang, SystemLimit, format_error, resume_note
@@ -37,6 +38,8 @@ from runner.plan.run_plan import Plan
 START, DATA, UPDATE, EVALUATION, SUMMARY = "start", "data", "update", "evaluation", "summary"
 CHECKPOINT, FINISH, PREDICTION, SEARCH, END = "checkpoint", "finish", "prediction", "search", "end"
 
+BEFORE_UPDATE = (START, DATA, UPDATE)
+
 WORKER = "data worker"
 TICK_S = 0.25
 MIN_TIMEOUT_S = 50.0  # a hang in an update is reported within a minute, with stacks
@@ -44,6 +47,7 @@ TIMEOUT_FACTOR = 10  # on the longest recent duration
 MAX_RECENT = 100  # number of operations longer than a tick
 NUM_SETTLED = 3  # number of later durations after which the first one, which may include compilation, is ignored
 RECOMPILE_FACTOR = 1.5  # factor on the first duration: another shape, or a busier machine, may take longer
+STOP_TIMEOUT_S = 5.0  # after a stop request, for the first update of a process; clusters kill after 10 to 30 s
 REPORT_TIMEOUT_S = 3.0  # to record the hang on a disk that may itself hang
 
 
@@ -55,13 +59,20 @@ class ProgressMark:
     num_updates      completed updates of all phases, including earlier processes; shared, 0 before the first one
     is_ending        whether training is over and only seconds remain, so that a stop has no effect; shared
     write_progress   returns the update of the checkpoint that a thread writes, and a counter of disk progress, or None
+    is_stopping      returns whether a stop was requested
     """
 
     def __init__(self) -> None:
         self.num_updates = ctypes.c_uint64()
         self.is_ending = ctypes.c_bool()
         self.write_progress: Callable[[], tuple[int, object] | None] = lambda: None
+        self.is_stopping: Callable[[], bool] = lambda: False
         self.begin("")
+
+    @property
+    def has_nothing_to_save(self) -> bool:
+        """True if this process has completed no update and is not writing or evaluating."""
+        return not self.num_updates.value and not self.is_ending.value and self.now[0] in BEFORE_UPDATE
 
     def begin(self, phase: str) -> None:
         """Start a phase and discard the times learned in the previous one."""
@@ -122,6 +133,8 @@ def run_watchdog(plan: Plan, world: World, traces: HangTraces) -> Iterator[Progr
         _ExitOnHang(world, progress_mark, limits.checkpoint_s, traces) if table is None else table.publish
     )
     watchdog = _WatchdogThread(progress_mark, limits, publish, compiles=compiles, has_other_ranks=world.world_size > 1)
+    if world.world_size == 1:  # of several ranks, the launcher ends all, or none
+        watchdog.leave = partial(_leave, traces.checkpoints)
     thread = threading.Thread(target=watchdog.run, name="watchdog", daemon=True)
     # Before the thread starts: a rank may be stopped, or hold the GIL, before the first check.
     publish(Heartbeat(ticks=1, limit_s=limits.first_update_s, kind=START, is_first=True))
@@ -205,6 +218,7 @@ class _WatchdogThread:
     ) -> None:
         self.progress_mark, self.limits, self.publish = progress_mark, limits, publish
         self.compiles, self.has_other_ranks = compiles, has_other_ranks
+        self.leave: Callable[[], object] = lambda: None
         self.stop = threading.Event()
         self._main = threading.main_thread().ident or 0
 
@@ -217,9 +231,14 @@ class _WatchdogThread:
         is_first = True  # as of the start of the operation: a first operation remains one until its end
         last_write: tuple[int, object] | None = None  # progress of the writer thread at the previous tick
         still = 0  # ticks without disk progress
+        stopping = 0  # ticks since a stop request, with nothing to save
         while not self.stop.wait(TICK_S):
             ticks += 1
             now, same = self.progress_mark.now, same + 1
+            is_stopping = self.progress_mark.is_stopping() and self.progress_mark.has_nothing_to_save
+            stopping = stopping + 1 if is_stopping else 0
+            if stopping * TICK_S > STOP_TIMEOUT_S:
+                self.leave()
             write = self.progress_mark.write_progress()
             still, last_write = (still + 1 if write and write == last_write else 0), write
             if write and now[0] == CHECKPOINT:
@@ -265,16 +284,7 @@ class _ExitOnHang:
         try:
             self._report(heartbeat)
         finally:
-            with suppress(Exception):
-                for pid in descendants(os.getpid()):
-                    with suppress(ProcessLookupError):
-                        os.kill(pid, signal.SIGKILL)
-            with suppress(Exception):
-                folder = scratch.shared_folder()
-                if folder is not None:
-                    call_with_timeout(1.0, lambda: shutil.rmtree(folder, ignore_errors=True))
-            # sys.exit would end this thread only, and exit handlers may block as the main thread does.
-            os._exit(Exit.HANG)
+            _end_process(Exit.HANG)
 
     def _report(self, heartbeat: Heartbeat) -> None:
         """Print and record the hang within seconds, even if something blocks or fails."""
@@ -304,6 +314,31 @@ class _ExitOnHang:
         if is_written:  # otherwise the disk would not accept this either
             with suppress(Exception):
                 call_with_timeout(REPORT_TIMEOUT_S, lambda: self.traces.record_error(error))
+
+
+def _leave(checkpoints: Path | None) -> None:
+    """End this process, which has trained nothing, although its main thread still waits for data or compiles."""
+    code = Exit.INTERRUPTED
+    with suppress(Exception):
+        if checkpoints is not None and call_with_timeout(1.0, lambda: newest_name(checkpoints)):
+            code = Exit.PREEMPTED
+    with suppress(Exception):
+        call_with_timeout(1.0, lambda: os.write(2, f"{LEFT_EARLY}\n".encode()))
+    _end_process(code)
+
+
+def _end_process(code: Exit) -> None:
+    """Kill the descendants of this process and exit."""
+    with suppress(Exception):
+        for pid in descendants(os.getpid()):
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+    with suppress(Exception):
+        folder = scratch.shared_folder()
+        if folder is not None:
+            call_with_timeout(1.0, lambda: shutil.rmtree(folder, ignore_errors=True))
+    # sys.exit would end this thread only, and exit handlers may block as the main thread does.
+    os._exit(code)
 
 
 def _request_worker_stacks() -> dict[str, str]:
@@ -395,6 +430,7 @@ def off() -> WatchdogLimits | None:
     return None
 
 
+LEFT_EARLY = "Stopped before the first update: there was nothing to save."
 _TICKS_BEFORE_STACKS = 4  # in one operation, before the stacks are read
 _MAX_STACK_LINES = 12  # in a message
 # kind -> its description, and the key of its timeout
