@@ -18,6 +18,7 @@ from runner.base.errors import TaskFault
 from runner.base.stopwatch import Stopwatch, new_stopwatch
 from runner.base.task import State, Sum
 from runner.distributed.world import World
+from runner.tensors.module_buffers import is_overlapping, overwrite
 from runner.tensors.stored_tensor import Saved, read_in_groups
 
 if TYPE_CHECKING:  # DTensors are slow to import
@@ -246,7 +247,10 @@ class Parallel:
 
     def load(self, model: nn.Module, saved: Saved) -> None:
         """Load full tensors into the model, all or some; names and shapes were checked. Dtypes are converted."""
+        overlapping = {name: tensor for name, tensor in model.state_dict().items() if is_overlapping(tensor)}
         for tensors in read_in_groups(saved, _MAX_READ_BYTES):
+            for name in tensors.keys() & overlapping.keys():
+                overwrite(overlapping[name], tensors.pop(name))
             model.load_state_dict(tensors, strict=False)
 
     def merge_state(self, merge: Callable[[State, State], State], state: State) -> State:

@@ -71,7 +71,7 @@ from runner.distributed.stages import (
 )
 from runner.distributed.world import World
 from runner.tensors.global_rng import seed_everything
-from runner.tensors.module_buffers import restore_buffers
+from runner.tensors.module_buffers import overwrite, restore_buffers
 from runner.tensors.stored_tensor import Saved, in_memory
 from runner.workload import partition
 
@@ -312,7 +312,7 @@ class Pipelined(Parallel):
         with torch.no_grad():
             for name, tensor in model.state_dict().items():
                 if not tensor.is_meta and name in saved:
-                    tensor.copy_(in_memory(saved[name]))
+                    overwrite(tensor, in_memory(saved[name]))
 
     def merge_state(self, merge: Callable[[State, State], State], state: State) -> State:
         """Return the merged states of the first stages: all stages see all data of their copy of the model.

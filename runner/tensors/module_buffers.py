@@ -95,7 +95,29 @@ def _restore_buffer(module: nn.Module, key: str, buffer: Tensor, before: Tensor)
         buffer.copy_(before)
 
 
+def overwrite(tensor: Tensor, values: Tensor) -> None:
+    """Copy values into a tensor; elements that share memory, as after `expand`, are written once.
+
+    Not replaced by a copy, because other buffers may be views of the same memory.
+    """
+    target, source = tensor, values
+    for dim in _repeated_dims(tensor):
+        if torch.equal(values.narrow(dim, 0, 1).expand_as(values), values):
+            target, source = target.narrow(dim, 0, 1), source.narrow(dim, 0, 1)
+    target.copy_(source)
+
+
 def is_writable(tensor: Tensor) -> bool:
     """Return whether torch can write into the tensor in place: not if elements share memory, as after `expand`."""
-    shares_memory = any(step == 0 and size > 1 for size, step in zip(tensor.shape, tensor.stride(), strict=True))
-    return not (shares_memory or tensor.is_inference())
+    return not (is_overlapping(tensor) or tensor.is_inference())
+
+
+def is_overlapping(tensor: Tensor) -> bool:
+    """Return whether elements of the tensor share memory, as after `expand`."""
+    return bool(_repeated_dims(tensor))
+
+
+def _repeated_dims(tensor: Tensor) -> list[int]:
+    if not is_dense(tensor):
+        return []
+    return [dim for dim, size in enumerate(tensor.shape) if size > 1 and tensor.stride(dim) == 0]

@@ -11,6 +11,7 @@ from torch.optim import Optimizer
 
 from runner.base.errors import IncompatibleResume
 from runner.base.text import abbreviate
+from runner.tensors.module_buffers import overwrite
 from runner.tensors.stored_tensor import Saved, StoredTensor, first_row, in_memory
 
 
@@ -243,7 +244,10 @@ def copy_values(part: Tensor, saved: Tensor | StoredTensor) -> None:
             from torch.distributed.tensor import distribute_tensor  # noqa: TID251 - a tensor type, no communication
 
             full = distribute_tensor(full.to(part.device), mesh, part.placements, src_data_rank=None)  # type: ignore[attr-defined]
-        part.copy_(full)
+        if mesh is None:
+            overwrite(part, full)
+        else:
+            part.copy_(full)
 
 
 def is_split_by_rows(tensor: Any) -> bool:

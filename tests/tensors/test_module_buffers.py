@@ -9,7 +9,18 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from runner.tensors.module_buffers import TensorVersion, is_writable, restore_buffers
+from runner.distributed.parallel import Parallel
+from runner.distributed.world import World
+from runner.tensors.module_buffers import TensorVersion, is_writable, overwrite, restore_buffers
+
+
+class Expanded(nn.Module):
+    """A module with a buffer that repeats another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("once", torch.zeros(3, 1))
+        self.register_buffer("repeated", self.get_buffer("once").expand(2, 3, 4))
 
 
 class Holder(nn.Module):
@@ -157,3 +168,16 @@ def test_a_tensor_is_changed_in_place_or_replaced_or_has_no_version() -> None:
     with torch.inference_mode():
         unversioned = torch.zeros(2)
     assert TensorVersion.of(unversioned).is_changed(unversioned)
+
+
+def test_a_buffer_whose_elements_share_memory_is_loaded_and_keeps_sharing() -> None:
+    model, once = Expanded(), torch.arange(3.0).view(3, 1)
+    Parallel(World(torch.device("cpu"))).load(model, {"once": once, "repeated": once.expand(2, 3, 4).clone()})
+    assert torch.equal(model.get_buffer("repeated"), once.expand(2, 3, 4))
+    model.get_buffer("once").add_(1)
+    assert torch.equal(model.get_buffer("repeated"), (once + 1).expand(2, 3, 4))
+
+
+def test_values_that_a_buffer_cannot_hold_are_refused() -> None:
+    with pytest.raises(RuntimeError):
+        overwrite(Expanded().get_buffer("repeated"), torch.randn(2, 3, 4))
