@@ -22,7 +22,7 @@ from runner.engine.parts.assemble import Parts, assemble
 from runner.engine.update.coupled import is_coupled
 from runner.forecast.cuda_autocast import CudaAutocastMode
 from runner.forecast.fake_mode import AllocationRecorder, FakeRun, NotTraceable
-from runner.forecast.phase_tracer import NUM_UPDATES, PhaseTracer
+from runner.forecast.phase_tracer import PhaseTracer
 from runner.forecast.statistics_tracer import StatisticsTracer
 from runner.plan.inventory import Inventory, read_cpu
 from runner.plan.memory_fit import tensor_capacity
@@ -157,7 +157,7 @@ class Forecast:
         else:
             steps = min(2, steps)  # further micro-batches use no more memory than two
         batch = Batch(size * steps, size, (size * steps,))
-        phase = dataclasses.replace(phase, batch=batch, updates=NUM_UPDATES, epochs=None)
+        phase = dataclasses.replace(phase, batch=batch)
         with recompute_blocks(parts.bare, parts.task.blocks(), recompute), self.autocast():
             return PhaseTracer(parts, phase, self._fake_run, self.prefetches, caveat).trace()
 

@@ -35,7 +35,7 @@ from runner.engine.parts.train_order import make_order
 from runner.forecast.cuda_autocast import CudaAutocastMode
 from runner.forecast.fake_mode import AllocationRecorder, FakeRun
 from runner.forecast.memory_forecast import plan_for_host
-from runner.forecast.phase_tracer import NUM_UPDATES, PhaseTracer
+from runner.forecast.phase_tracer import PhaseTracer
 from runner.plan.memory_trace import ComputeCost, Traced
 from runner.plan.run_plan import PhasePlan, Plan
 from runner.workload import partition
@@ -102,7 +102,7 @@ class StagePrediction:
         many = -(-max(phase.batch.shares) // size)
         few = min(many, self.count + 1)  # the largest number in flight, and one more
         batch = Batch(few * size, size, (few * size,), stages=self.count)
-        traced_phase = dataclasses.replace(phase, batch=batch, updates=NUM_UPDATES, epochs=None)
+        traced_phase = dataclasses.replace(phase, batch=batch)
         with _ignore_warnings(), self.autocast():
             shapes = self._find_shapes(traced_phase, split)
             return [self._trace_rank(traced_phase, split, shapes, rank, many) for rank in range(self.count)]

@@ -569,6 +569,16 @@ def test_memory_between_two_traced_sizes_is_at_most_predicted(script, tmp_path):
     assert Demand.from_traces([whole], AllocatorSettings()).at(12).peak.total >= middle.peak.total
 
 
+@pytest.mark.parametrize("length", ["updates=500", "epochs=1"])
+def test_a_schedule_longer_than_the_traced_updates_is_traced(script, tmp_path, length):
+    file = tmp_path / "wide.py"
+    file.write_text(WIDE)
+    schedule = ("scheduler=linear", "scheduler.warmup=4", length)
+    (constant,) = forecast(composed(*schedule[2:], "scheduler=constant", file=file), script.HERE, [4])
+    (traced,) = forecast(composed(*schedule, file=file), script.HERE, [4])
+    assert traced.peak == constant.peak
+
+
 @pytest.mark.slow
 def test_operators_that_launch_kernels_are_counted_and_views_are_not(script, tmp_path):
     """Four blocks of two linear layers and a GELU, a last layer, a square and two sums, on 3-dimensional batches."""
