@@ -263,7 +263,7 @@ class Monitor(NoMonitor):
         while opened is None and not stopping.is_set() and time.monotonic() - answered < OPEN_TIMEOUT_S:
             opened = gpus.next_item(0.1)
         opened = opened or gpus.next_item(0.5)
-        file = SamplesFile(self.path_csv, self._note, self._record_loss)
+        file = SamplesFile(self.path_csv, self._record_loss)
         if file.num_earlier_bytes and not self._latest:  # otherwise written by this monitor before it was stopped
             self._num_earlier_bytes = file.num_earlier_bytes
         timeout_s = READ_TIMEOUT_S if opened else 0.0

@@ -5,9 +5,9 @@ A missing reading is an empty cell, NaN in an array, and absent from a mapping; 
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from runner.monitor.nvml import decode_throttle_reasons
@@ -45,13 +45,12 @@ class SampledGpu:
 class MachineSamples:
     """Samples over time, oldest first.
 
-    times_s     (N,) seconds since 1970
-    spans_s     (N,) seconds that each sample represents: the time since the previous one
-    phases      (N) names; empty before the first phase
-    values      metric such as `gpu0/util` or `cpu/percent` -> (N,), NaN where it was not read
-    devices     `gpu0` -> the GPU; empty on a machine without a GPU
-    notes       problems of the file
-    previous_s  time of the sample before the first one; None: there is none
+    times_s  (N,) seconds since 1970
+    spans_s  (N,) seconds that each sample represents: the time since the previous one
+    phases   (N) names; empty before the first phase
+    values   metric such as `gpu0/util` or `cpu/percent` -> (N,), NaN where it was not read
+    devices  `gpu0` -> the GPU; empty on a machine without a GPU
+    notes    problems of the file
     """
 
     times_s: Floats
@@ -60,22 +59,16 @@ class MachineSamples:
     values: Mapping[str, Floats]
     devices: Mapping[str, SampledGpu] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
-    previous_s: float | None = None
 
     def __len__(self) -> int:
         return len(self.phases)
 
     def gaps(self) -> NDArray[np.bool_]:
         """Return (N,) True where nothing was sampled right before a sample: no line may be drawn across."""
-        intervals = self.times_s - self._before_s()
-        return (intervals < 0) | (intervals > 1.5 * self.spans_s + GAP_TOLERANCE_S)
-
-    def _before_s(self) -> Floats:
-        """Return (N,) the time of the sample before each one; that of the first one if there is none."""
         import numpy as np
 
-        first = self.times_s[:1] if self.previous_s is None else np.array([self.previous_s])
-        return np.concatenate([first, self.times_s[:-1]])
+        intervals = np.diff(self.times_s, prepend=self.times_s[:1])
+        return (intervals < 0) | (intervals > 1.5 * self.spans_s + GAP_TOLERANCE_S)
 
 
 @dataclass(frozen=True)
@@ -120,13 +113,10 @@ class Summary:
 
 
 class SampleTally:
-    """Sums over samples, in constant memory.
-
-    counters  last value of each counter since the last gap
-    """
+    """Sums over samples, in constant memory."""
 
     def __init__(self) -> None:
-        self.counters: dict[str, float] = {}
+        self._counters: dict[str, float] = {}  # last value of each since the last gap
         self._parts: dict[str, PhaseSums] = {}
 
     def of_phase(self, phase: str) -> PhaseSums:
@@ -139,12 +129,12 @@ class SampleTally:
         part.seconds += span_s
         part.samples += 1
         if after_gap:
-            self.counters.clear()
+            self._counters.clear()
         for name, value in readings.items():
             device, _, metric = name.partition("/")
             if metric in COUNTERS:
-                previous = self.counters.get(name)
-                self.counters[name] = value
+                previous = self._counters.get(name)
+                self._counters[name] = value
                 # Unknown if there is no previous value, or if the counter was reset.
                 increase = value - previous if previous is not None and value >= previous else None
                 if metric != "energy_j" or increase is not None:
@@ -155,22 +145,17 @@ class SampleTally:
                     part.slowed_s[device, reason] += span_s
             else:
                 part.add_value(name, span_s, span_s * value, value, value)
-                energy = f"{device}/energy_j"
-                if metric == "power_w" and energy not in readings and energy not in self.counters:
-                    part.increases[energy] += value * span_s
 
-    def summary(
-        self, devices: Mapping[str, SampledGpu], notes: Sequence[str] = (), names: Mapping[str, str] | None = None
-    ) -> Summary:
-        """Return the means, extremes and increases.
-
-        names  name of a device in the samples -> its name; others are kept
-        """
+    def summary(self, devices: Mapping[str, SampledGpu], notes: Sequence[str] = ()) -> Summary:
+        """Return the means, extremes and increases."""
         whole = PhaseSums()
         for part in self._parts.values():
             whole.merge(part)
-        phases = {name: part.to_part(names or {}) for name, part in self._parts.items()}
-        return Summary(whole.to_part(names or {}), phases, dict(devices), tuple(notes))
+        phases = {name: part.to_part() for name, part in self._parts.items()}
+        energy = Counter[str]()
+        for phase in phases.values():
+            energy.update(phase.energy_j)
+        return Summary(replace(whole.to_part(), energy_j=dict(energy)), phases, dict(devices), tuple(notes))
 
 
 class PhaseSums:
@@ -204,14 +189,15 @@ class PhaseSums:
         for slowed, seconds in other.slowed_s.items():
             self.slowed_s[slowed] += seconds
 
-    def to_part(self, names: Mapping[str, str]) -> SummaryPart:
+    def to_part(self) -> SummaryPart:
         metrics = {
-            rename_device(name, names): Stat(total / seconds if seconds > 0 else (low + high) / 2, low, high, seconds)
+            name: Stat(total / seconds if seconds > 0 else (low + high) / 2, low, high, seconds)
             for name, (seconds, total, low, high) in self.values.items()
         }
-        energy = {}
-        for counter, increase in self.increases.items():
-            name = rename_device(counter, names)
+        energy = {
+            name.partition("/")[0]: total for name, (_, total, _, _) in self.values.items() if name.endswith("/power_w")
+        }
+        for name, increase in self.increases.items():
             device, _, metric = name.partition("/")
             if metric == "energy_j":
                 energy[device] = increase
@@ -220,17 +206,8 @@ class PhaseSums:
         slowed: dict[str, dict[str, float]] = {}
         for (device, reason), seconds in self.slowed_s.items():
             if self.known_s[device] > 0:
-                slowed.setdefault(names.get(device, device), {})[reason] = seconds / self.known_s[device]
+                slowed.setdefault(device, {})[reason] = seconds / self.known_s[device]
         return SummaryPart(self.seconds, self.samples, metrics, energy, slowed)
-
-
-def rename_device(name: str, names: Mapping[str, str]) -> str:
-    """Return the metric of a renamed device: id0/util -> gpu1/util.
-
-    names  old name -> new name; others are kept
-    """
-    device, slash, metric = name.partition("/")
-    return f"{names.get(device, device)}{slash}{metric}"
 
 
 def _round_floats(content: Any) -> Any:
@@ -244,8 +221,6 @@ def _round_floats(content: Any) -> Any:
 # ---------------------------------------------------------------- the file
 
 
-# The first twelve columns exist since the first version; new ones are added at the end of the row.
-FIRST_COLUMNS = ("timestamp", "phase", "device", "uuid")
 GPU_COLUMNS = (
     Column("util_percent", "util", "%"),
     Column("memory_used_gib", "memory_gib", "GiB"),
@@ -278,6 +253,6 @@ MACHINE_COLUMNS = (
     Column("disk_write_mb_s", "disk/write_mb_s", "MB/s"),
 )
 COLUMNS = (
-    *FIRST_COLUMNS, *(column.name for column in GPU_COLUMNS[:6]), "cpu_percent", "ram_percent",
+    "timestamp", "phase", "device", "uuid", *(column.name for column in GPU_COLUMNS[:6]), "cpu_percent", "ram_percent",
     "name", "span_s", *(column.name for column in GPU_COLUMNS[6:]), *(column.name for column in MACHINE_COLUMNS[2:]),
 )  # fmt: skip
