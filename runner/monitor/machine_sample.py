@@ -64,10 +64,7 @@ class Host:
 
 
 class Gpus:
-    """Samples the GPUs and their processes. What hardly changes is read less often.
-
-    A driver may hang: use TimeoutCall where that must not block.
-    """
+    """Samples the GPUs and their processes. What hardly changes is read less often. A driver may hang."""
 
     SELDOM_S = 10.0  # between readings that hardly change, and between lists of processes
 

@@ -6,27 +6,25 @@ It neither raises into the run nor blocks it; problems become notes.
 from __future__ import annotations
 
 import os
-import queue
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Generic, Literal, TypeVar, get_args
+from typing import Literal, get_args
 
 from runner.base.errors import AccelRunError, ConfigError, Problem
 from runner.base.values import Interval, Range
 from runner.monitor.alerts import Alert, AlertMonitor
 from runner.monitor.gpu_driver import open_driver
-from runner.monitor.machine_sample import Gpus, GpuUser, Host, ProcessTree
+from runner.monitor.machine_sample import Gpus, GpuUser, Host
 from runner.monitor.nvml import Gpu, Nvml, visible
 from runner.monitor.samples import Readings, SampledGpu, SampleTally, Summary
 from runner.monitor.samples_file import SamplesFile, read_samples
 
-READ_TIMEOUT_S = 1.0  # timeout for reading the GPUs; CPU and RAM are sampled even if the driver hangs
-OPEN_TIMEOUT_S = 10.0  # timeout for the first answer: an unused driver first initializes the GPUs, a second each
-STALE_S = 5.0  # or three intervals, if longer: older readings are stale
+OPEN_TIMEOUT_S = 10.0  # timeout for the first sample: an unused driver first initializes the GPUs, a second each
+STALE_S = 5.0  # or three intervals, if longer: older readings are stale, because a driver or a disk does not respond
 RECOVERY_S = 1.0  # a process that was stopped (SIGSTOP) gets this long to sample again before it is reported
 MAX_EARLIER_BYTES = 32 << 20  # of gpu.csv that the summary of a resumed run reads: 1.5 days of a GPU, 2 s of a core
 MIN_SPAN_S = 0.1  # the CPU utilization is a mean since the previous sample, which needs some time
@@ -121,7 +119,6 @@ class Monitor(NoMonitor):
         self._num_earlier_bytes = 0  # of gpu.csv, written before the run was resumed
         self._taken_s = self._stale_since = 0.0
         self._noted: set[str] = set()
-        self._gpu_thread: TimeoutCall[Any] | None = None
         self._pid = os.getpid()
         self._stopping = threading.Event()
         self._thread: threading.Thread | None = None
@@ -132,6 +129,7 @@ class Monitor(NoMonitor):
             return
         self._pid = os.getpid()
         self._stopping = threading.Event()  # a new one: a thread that stop() abandoned must stay stopped
+        self._taken_s = time.monotonic() + after_s
         self._thread = threading.Thread(
             target=self._run, args=[self._stopping, after_s], name="accel-run monitor", daemon=True
         )
@@ -147,11 +145,8 @@ class Monitor(NoMonitor):
             return
         self._stopping.set()
         if self._thread is not None:
-            until = time.monotonic() + 2.0
             self._thread.join(2.0)
-            if self._gpu_thread is not None:
-                self._gpu_thread.join(max(0.0, until - time.monotonic()))
-            self._thread = self._gpu_thread = None
+            self._thread = None
 
     def enter_phase(self, phase: str) -> None:
         self._phase = phase
@@ -184,13 +179,13 @@ class Monitor(NoMonitor):
 
     def new_alerts(self) -> tuple[Alert, ...]:
         now = time.monotonic()
-        if not self._latest or not self._is_stale():
+        if not self._is_stale():
             self._stale_since = 0.0
         elif not self._stale_since:
             self._stale_since = now
         elif now - self._stale_since > RECOVERY_S:
             self._note_once(
-                f"the machine has not been sampled for {now - self._taken_s:.0f} s: a disk does not respond"
+                f"the machine has not been sampled for {now - self._taken_s:.0f} s: a driver or a disk does not respond"
             )
         alerts = self._alerts
         new, self._num_reported = alerts[self._num_reported :], len(alerts)
@@ -223,50 +218,26 @@ class Monitor(NoMonitor):
 
     def _is_stale(self) -> bool:
         is_watching = self._thread is not None and not self._stopping.is_set() and not self._is_in_child()
-        return is_watching and time.monotonic() - self._taken_s > self._stale_after_s()
-
-    def _stale_after_s(self) -> float:
-        return max(STALE_S, 3 * self.interval_s)
+        limit_s = max(STALE_S, 3 * self.interval_s) if self._latest else OPEN_TIMEOUT_S
+        return is_watching and time.monotonic() - self._taken_s > limit_s
 
     def _run(self, stopping: threading.Event, after_s: float) -> None:
         try:
             stopping.wait(after_s)
             host = Host(root=self._root, folder=self.path_csv.parent if self.path_csv else None)
-            gpus = TimeoutCall(lambda: self._sample_gpus(host.process_tree), "accel-run NVML")
-            self._gpu_thread = gpus
-            try:
-                self._sample_until(stopping, host, gpus)
-            finally:
-                gpus.close()
+            with open_driver() as nvml:
+                self._sample_until(stopping, host, nvml)
         except Exception as error:  # the run continues without the monitor
             self._note(f"the monitor stopped: {type(error).__name__}: {error}")
 
-    def _sample_gpus(self, process_tree: ProcessTree) -> Generator[_GpuSample]:
-        with open_driver() as nvml:
-            chosen = self._choose_gpus(nvml)
-            self._devices = MappingProxyType(
-                {f"gpu{at}": SampledGpu(gpu.name, gpu.uuid) for at, gpu in enumerate(chosen)}
-            )
-            nvml.watch_events(chosen)
-            gpus, alert_monitor = Gpus(nvml, chosen, process_tree), AlertMonitor(nvml, chosen)
-            yield _GpuSample()
-            while True:
-                readings = gpus.sample()
-                alerts = tuple(alert_monitor.check(readings, gpus.users, nvml.events()))
-                users = {f"gpu{index}": users for index, users in gpus.users.items()}
-                yield _GpuSample(readings, users, alerts)
-
-    def _sample_until(self, stopping: threading.Event, host: Host, gpus: TimeoutCall[_GpuSample]) -> None:
-        self._taken_s = answered = time.monotonic()
-        # Wait for the driver before the first row, so that it has the GPUs; in short steps, so that stop() ends it.
-        opened: _GpuSample | None = None
-        while opened is None and not stopping.is_set() and time.monotonic() - answered < OPEN_TIMEOUT_S:
-            opened = gpus.next_item(0.1)
-        opened = opened or gpus.next_item(0.5)
+    def _sample_until(self, stopping: threading.Event, host: Host, nvml: Nvml) -> None:
+        chosen = self._choose_gpus(nvml)
+        self._devices = MappingProxyType({f"gpu{at}": SampledGpu(gpu.name, gpu.uuid) for at, gpu in enumerate(chosen)})
+        nvml.watch_events(chosen)
+        gpus, alert_monitor = Gpus(nvml, chosen, host.process_tree), AlertMonitor(nvml, chosen)
         file = SamplesFile(self.path_csv, self._record_loss)
         if file.num_earlier_bytes and not self._latest:  # otherwise written by this monitor before it was stopped
             self._num_earlier_bytes = file.num_earlier_bytes
-        timeout_s = READ_TIMEOUT_S if opened else 0.0
         before = due = time.monotonic()
         wall = time.time() - before  # once: rows stay in order if the clock of the machine is set
         delay = min(MIN_SPAN_S, self.interval_s)
@@ -278,23 +249,15 @@ class Monitor(NoMonitor):
                 # Even the shortest run has one sample, and a longer one includes its last moments.
                 if stopped and self._latest and now - before < MIN_SPAN_S:
                     break
-                gpu_sample = gpus.next_item(timeout_s)
-                # Do not wait again for a driver that hangs.
-                timeout_s = 0.0 if gpu_sample is None else READ_TIMEOUT_S
-                if gpu_sample is not None:
-                    answered = time.monotonic()
-                elif now - answered > self._stale_after_s():
-                    consequence = "its readings are absent until it does" if opened else "the GPUs are not monitored"
-                    self._note_once(f"the NVIDIA driver has not responded for {now - answered:.0f} s: {consequence}")
-                opened, gpu_sample = opened or gpu_sample, gpu_sample or _GpuSample()
-                sample = {**gpu_sample.readings, **host.sample()}
+                readings = gpus.sample()
+                self._alerts += tuple(alert_monitor.check(readings, gpus.users, nvml.events()))
+                sample = {**readings, **host.sample()}
                 file.add(wall + now, now - before, self._phase, self._devices, sample)
                 with self._lock:
                     self._tally.add(self._phase, now - before, sample)
                 self._latest = MappingProxyType(sample)
                 self._taken_s = time.monotonic()
-                self._users = MappingProxyType(dict(gpu_sample.users))
-                self._alerts += gpu_sample.alerts
+                self._users = MappingProxyType({f"gpu{index}": users for index, users in gpus.users.items()})
                 before, due = now, due + self.interval_s
                 if due <= now:  # after a suspend or a slow driver: skip the missed samples
                     due = now + self.interval_s
@@ -327,13 +290,6 @@ class Monitor(NoMonitor):
 
     def _note(self, text: str, level: Literal["debug", "info", "warning"] = "warning") -> None:
         self._alerts = (*self._alerts, Alert("unseen", text, level))
-
-
-@dataclass(frozen=True)
-class _GpuSample:
-    readings: Readings = field(default_factory=dict)
-    users: Mapping[str, tuple[GpuUser, ...]] = field(default_factory=dict)
-    alerts: tuple[Alert, ...] = ()
 
 
 def format_line(sample: Readings, num_gpus: int = 1) -> str:
@@ -404,55 +360,3 @@ _NOT_IN_ROWS = frozenset({
 })  # fmt: skip
 
 MONITORS: Mapping[str, Callable[..., NoMonitor]] = {"on": on, "off": off}
-
-
-Item = TypeVar("Item")
-
-
-class TimeoutCall(Generic[Item]):
-    """Run a generator in a daemon thread; each call to `next_item` requests one item.
-
-    NVML has no timeouts, and a call into a hanging driver cannot be interrupted, so it needs a thread to abandon.
-    A hanging request is not repeated: a later call returns its item if it arrives.
-    """
-
-    def __init__(self, items: Callable[[], Generator[Item]], name: str) -> None:
-        self._make_items = items
-        self._requests: queue.SimpleQueue[bool] = queue.SimpleQueue()
-        self._results: queue.SimpleQueue[Item | Exception] = queue.SimpleQueue()
-        self._is_pending = False
-        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
-        self._thread.start()
-
-    def next_item(self, timeout_s: float) -> Item | None:
-        """Return the next item, or None on timeout. Raises what the generator raises."""
-        if not self._is_pending:
-            self._is_pending = True
-            self._requests.put(True)
-        try:
-            result = self._results.get(timeout=timeout_s) if timeout_s > 0 else self._results.get_nowait()
-        except queue.Empty:
-            return None
-        self._is_pending = False
-        if isinstance(result, Exception):
-            raise result
-        return result
-
-    def close(self) -> None:
-        """Stop requesting items; the generator is closed after the pending request."""
-        self._requests.put(False)
-
-    def join(self, timeout: float) -> None:
-        """Wait for the thread to end, up to `timeout` seconds."""
-        self._thread.join(timeout)
-
-    def _run(self) -> None:
-        items = self._make_items()
-        try:
-            while self._requests.get():
-                try:
-                    self._results.put(next(items))
-                except Exception as error:  # raised again in the caller of `next_item`
-                    self._results.put(error)
-        finally:
-            items.close()
